@@ -1,0 +1,22 @@
+"""Test session set-up: eight simulated CPU devices, a quiet libtpu, a compilation cache shared by runs and workers."""
+
+import os
+import pathlib
+
+# Must be set before anything imports jax. The TPU_* values only silence libtpu, which is used as a compiler here.
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_LOG_DIR": "disabled",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(__file__).parent.parent / ".jax_cache"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
