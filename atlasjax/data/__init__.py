@@ -1,0 +1,47 @@
+"""Text for training and evaluation: sources, tokenizers, and Grain pipelines with an exact position.
+
+config = DataConfig(source="text", paths=("books/",), sequence_length=1024, batch_size=32)
+tokenizer = make_tokenizer(config)
+batches = iter(make_pipeline(config, tokenizer, "train"))
+batch, position = next(batches), batches.get_state()
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atlasjax.data.config import DataConfig
+    from atlasjax.data.pipeline import BatchIterator, Pipeline, make_pipeline
+    from atlasjax.data.sources import load_documents, load_text
+    from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
+
+# Loaded on first use: Grain takes a while to import.
+_HOME = {
+    "DataConfig": "config",
+    "BatchIterator": "pipeline",
+    "Pipeline": "pipeline",
+    "make_pipeline": "pipeline",
+    "load_documents": "sources",
+    "load_text": "sources",
+    "Tokenizer": "tokenizers",
+    "load_tokenizer": "tokenizers",
+    "make_tokenizer": "tokenizers",
+}
+
+__all__ = [
+    "BatchIterator",
+    "DataConfig",
+    "Pipeline",
+    "Tokenizer",
+    "load_documents",
+    "load_text",
+    "load_tokenizer",
+    "make_pipeline",
+    "make_tokenizer",
+]
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,134 @@
+"""What to read, how to cut it into sequences, and in which order: `DataConfig`."""
+
+import dataclasses
+import typing
+from typing import Literal
+
+from atlasjax.names import lookup
+
+Source = Literal["embedded", "text", "parquet", "tfds"]
+Packing = Literal["contiguous", "documents"]
+HeldOut = Literal["auto", "tail", "blocks", "documents"]
+Split = Literal["train", "validation"]
+
+
+def check_choice(kind: str, value: str, choices: object) -> None:
+    """Raise ValueError, with a did-you-mean, unless `value` is one of the strings of the Literal `choices`."""
+    lookup(kind, value, {name: name for name in typing.get_args(choices)})
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Training and validation data.
+
+    Sources: `embedded` is the Python language reference inside every CPython (`pydoc_data.topics`); `text` reads UTF-8
+    files; `parquet` one string column; `tfds` any TensorFlow Datasets data source already on disk (no TensorFlow needed).
+
+    Packings: `contiguous` tokenizes the whole split in memory (in every process) and cuts one long stream into windows;
+    `documents` reads and tokenizes documents on the fly, shares them out between the processes, and packs them in rows
+    with segment ids: the one for a corpus larger than memory.
+
+    Raises ValueError where a field has an impossible value or two fields clash.
+    """
+
+    source: Source = "embedded"
+    """Where the text comes from."""
+    paths: tuple[str, ...] = ()
+    """Files, folders (searched recursively) or glob patterns of the sources `text` and `parquet`."""
+    suffixes: tuple[str, ...] = (".txt", ".md")
+    """Which files of a folder the source `text` reads; files that are named one by one are always read."""
+    column: str = "text"
+    """String column of the source `parquet`."""
+    tfds_name: str = ""
+    """Name of the source `tfds`: "name", "name/config" or "name:version"."""
+    tfds_data_dir: str | None = None
+    """Folder that holds TensorFlow Datasets; None: TFDS_DATA_DIR or ~/tensorflow_datasets."""
+    tfds_split: str = "train"
+    """Split to train on; TFDS slicing such as "train[:90%]" works."""
+    tfds_feature: str = "text"
+    """Feature of a TFDS example that holds the text."""
+
+    validation_paths: tuple[str, ...] = ()
+    """Separate validation files for the sources `text` and `parquet`; with them nothing is held out of `paths`."""
+    tfds_validation_split: str = ""
+    """Separate validation split for the source `tfds`; with it nothing is held out of `tfds_split`."""
+    held_out: HeldOut = "auto"
+    """How to hold out validation text: the `tail` of every file, evenly spread `blocks` of 4 KiB of the joined text, or
+    every n-th of the `documents`; `auto` takes blocks for the embedded text, and for others documents where there are
+    enough, else the tail."""
+    validation_fraction: float = 0.05
+    """Share of the text (or of the documents) held out, in [0, 0.5]; 0: no validation split."""
+
+    tokenizer: str = "byte"
+    """"byte", "bpe:<vocabulary size>" (trained on the training split), "bpe:<path of a tokenizers JSON file>" or
+    "sentencepiece:<path of a model>"."""
+    separator: str = "\n\n"
+    """Text between two documents of a contiguous stream."""
+    packing: Packing = "contiguous"
+    """One long stream cut into windows, or documents packed in rows with segment ids."""
+    max_segments: int = 16
+    """Packing `documents`: bound on the segments of a row, the padding at its end counted as one."""
+    sequence_length: int = 512
+    """Tokens per sequence."""
+    batch_size: int = 8
+    """Sequences per batch, over all processes."""
+    shuffle: bool = True
+    """Shuffle the training split, anew in every epoch. Validation is never shuffled."""
+    seed: int = 0
+    """Seed of the shuffling, in [0, 2^32)."""
+    num_threads: int = 0
+    """Threads that read and tokenize ahead; 0 (read in the caller's thread) is best for text held in memory."""
+
+    def __post_init__(self) -> None:
+        for name in ("paths", "suffixes", "validation_paths"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise ValueError(f"{name} is {value!r}; it should be a tuple of strings.")
+            object.__setattr__(self, name, tuple(str(item) for item in value))  # lists come out of JSON
+        check_choice("data source", self.source, Source)
+        check_choice("packing", self.packing, Packing)
+        check_choice("held_out", self.held_out, HeldOut)
+        for name, least in (("sequence_length", 1), ("batch_size", 1), ("max_segments", 2), ("num_threads", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; it should be an integer of at least {least}.")
+        if not 0 <= self.validation_fraction <= 0.5:
+            raise ValueError(f"validation_fraction is {self.validation_fraction}; it should be in [0, 0.5].")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}; it should be in [0, 2^32).")
+        self._check_source()
+
+    def _check_source(self) -> None:
+        reads_files = self.source in ("text", "parquet")
+        if reads_files and not self.paths:
+            raise ValueError(f"source {self.source!r} needs paths; none are given.")
+        if not reads_files and (self.paths or self.validation_paths):
+            given = (self.paths + self.validation_paths)[0]
+            raise ValueError(
+                f"source {self.source!r} reads no paths, but {given!r} is given; use source 'text' or 'parquet'."
+            )
+        if self.source == "tfds" and not self.tfds_name:
+            raise ValueError("source 'tfds' needs tfds_name, the name of a prepared dataset.")
+        if self.held_out in ("tail", "blocks") and self.source in ("parquet", "tfds"):
+            raise ValueError(
+                f"held_out {self.held_out!r} cuts text in memory; source {self.source!r} holds out 'documents'."
+            )
+        if self.held_out == "blocks" and self.packing == "documents":
+            raise ValueError(
+                "held_out 'blocks' cuts across documents; with packing 'documents' use 'documents' or 'tail'."
+            )
+
+    @property
+    def separate_validation(self) -> bool:
+        """Whether validation text has its own files or its own TFDS split."""
+        return bool(self.tfds_validation_split) if self.source == "tfds" else bool(self.validation_paths)
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is a validation split."""
+        return self.separate_validation or self.validation_fraction > 0
+
+    @property
+    def held_out_period(self) -> int:
+        """n, where every n-th block or document is held out."""
+        return max(2, round(1 / self.validation_fraction))

@@ -1,0 +1,93 @@
+"""Finding the files that a configuration names, and reading them as UTF-8 text."""
+
+import glob
+import pathlib
+from collections.abc import Sequence
+
+from atlasjax.data.documents import TextDocuments
+
+
+def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[pathlib.Path], set[pathlib.Path]]:
+    """List the files behind `paths`.
+
+    Args:
+      paths: files, folders (searched recursively, hidden files and folders left out), or glob patterns.
+      suffixes: which files of a folder count, e.g. (".txt", ".md"); any case.
+
+    Returns:
+      The files, in the order of `paths` and sorted within each folder or pattern, each once; and the set of those that
+      were found rather than named.
+
+    Raises:
+      FileNotFoundError: a path does not exist, a pattern matches nothing, or a folder has no such file.
+    """
+    files: dict[pathlib.Path, None] = {}
+    found: set[pathlib.Path] = set()
+    wanted = tuple(suffix.lower() for suffix in suffixes)
+    for name in paths:
+        path = pathlib.Path(name).expanduser()
+        if path.is_dir():
+            inside = sorted(
+                file
+                for file in path.rglob("*")
+                if file.is_file()
+                and file.suffix.lower() in wanted
+                and not any(part.startswith(".") for part in file.relative_to(path).parts)
+            )
+            if not inside:
+                kinds = ", ".join(f"*{suffix}" for suffix in suffixes)
+                raise FileNotFoundError(
+                    f"The data folder {str(path)!r} has no file of the kind {kinds} in it or below it."
+                )
+        elif path.exists():
+            files[path] = None
+            continue
+        elif glob.has_magic(name):
+            inside = sorted(
+                file for match in glob.glob(str(path), recursive=True) if (file := pathlib.Path(match)).is_file()
+            )
+            if not inside:
+                raise FileNotFoundError(f"No file matches the data pattern {name!r}.")
+        else:
+            raise FileNotFoundError(f"The data path {name!r} does not exist.")
+        found.update(file for file in inside if file not in files)
+        files.update(dict.fromkeys(inside))
+    return list(files), found
+
+
+def read_text(path: pathlib.Path) -> str:
+    """Read one UTF-8 file; a byte-order mark at its start is dropped, line ends stay as they are.
+
+    Raises:
+      ValueError: the file is not UTF-8; the message has the offset of the first bad byte.
+    """
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"The data file {str(path)!r} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start} "
+            f"({error.reason}). Convert it to UTF-8 first."
+        ) from None
+
+
+def text_documents(paths: Sequence[str], suffixes: Sequence[str]) -> TextDocuments:
+    """Read text files, one document each.
+
+    Empty files are left out where they were found in a folder, and refused where they were named.
+
+    Raises:
+      FileNotFoundError: as `expand`.
+      ValueError: a named file is empty, all files are empty, or a file is not UTF-8.
+    """
+    files, found = expand(paths, suffixes)
+    texts = []
+    for file in files:
+        text = read_text(file)
+        if text:
+            texts.append(text)
+        elif file not in found:
+            raise ValueError(f"The data file {str(file)!r} is empty.")
+    if not texts:
+        raise ValueError(f"All {len(files)} data files under {', '.join(map(repr, paths))} are empty.")
+    return TextDocuments(texts)

@@ -1,0 +1,129 @@
+"""Document packing: documents shuffled, tokenized, cut where they are too long, and packed in rows with segment ids."""
+
+import dataclasses
+import functools
+
+import grain
+import numpy as np
+
+from atlasjax.data.documents import Documents
+from atlasjax.data.tokenizers import Tokenizer
+from atlasjax.data.windows import Batch
+
+_LEAST_BINS = 8  # rows that are filled at the same time; more waste less, and cost memory and work on resume
+
+
+class BlockShuffle(grain.MapDataset):
+    """Shuffles documents that are stored in blocks, so that only a few blocks are in use at a time.
+
+    In every epoch the blocks come in a new random order, and the documents of each `window` consecutive blocks are
+    shuffled among themselves.
+
+    Args:
+      parent: the documents; indices of later epochs go on counting where the epoch before ended.
+      block_offsets: int64 [num_blocks + 1], where each block begins, and the number of documents.
+      window: blocks in use at a time.
+      seed: in [0, 2^32).
+    """
+
+    def __init__(self, parent: grain.MapDataset, block_offsets: np.ndarray, window: int, seed: int):
+        super().__init__(parent)
+        self._offsets, self._window, self._seed = block_offsets, window, seed
+        self._order = functools.lru_cache(maxsize=2)(self._epoch_order)
+
+    def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The order of the blocks in an epoch, and the offsets of the blocks in that order."""
+        order = np.random.default_rng((self._seed, epoch)).permutation(len(self._offsets) - 1)
+        return order, np.concatenate([[0], np.cumsum(np.diff(self._offsets)[order])])
+
+    def __len__(self) -> int:
+        return int(self._offsets[-1])
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return self.slice(index)
+        epoch, position = divmod(index, len(self))
+        order, offsets = self._order(epoch)
+        first = (int(np.searchsorted(offsets, position, side="right")) - 1) // self._window * self._window
+        start, stop = int(offsets[first]), int(offsets[min(first + self._window, len(order))])
+        seed = int(np.random.SeedSequence((self._seed, epoch, first)).generate_state(1)[0])
+        shuffle = grain.experimental.index_shuffle
+        position = start + shuffle(position - start, max_index=stop - start - 1, seed=seed, rounds=4)
+        place = int(np.searchsorted(offsets, position, side="right")) - 1
+        return self._parent[int(self._offsets[order[place]] + position - offsets[place]) + epoch * len(self)]
+
+
+@dataclasses.dataclass(frozen=True)
+class CutDocument(grain.experimental.FlatMapTransform):
+    """Cut the tokens of a document, int32 [n], into pieces of at most `sequence_length`.
+
+    A piece is {"tokens": int32 [length, 3]}, its columns input, target and weight. The pieces of a document together have
+    every token once as an input, and every token but the first once as a target of weight 1: only the document's last
+    token predicts nothing.
+    """
+
+    sequence_length: int
+
+    def flat_map(self, element: np.ndarray) -> list[Batch]:
+        columns = np.zeros((len(element), 3), np.int32)
+        columns[:, 0] = element
+        columns[:-1, 1] = element[1:]
+        columns[:-1, 2] = 1
+        return [{"tokens": columns[i : i + self.sequence_length]} for i in range(0, len(element), self.sequence_length)]
+
+
+def _as_sequence(packed: Batch) -> Batch:
+    tokens = packed["tokens"]
+    return {
+        "inputs": np.ascontiguousarray(tokens[:, 0]),
+        "targets": np.ascontiguousarray(tokens[:, 1]),
+        "weights": tokens[:, 2].astype(np.float32),
+        "segment_ids": packed["tokens_segment_ids"],
+    }
+
+
+def packed_rows(
+    documents: Documents,
+    tokenizer: Tokenizer,
+    *,
+    sequence_length: int,
+    max_segments: int,
+    batch_size: int,
+    shuffle_seed: int | None,
+    repeat: bool,
+    num_threads: int,
+) -> grain.IterDataset:
+    """Pack documents in rows by first fit.
+
+    A row holds at most `max_segments` - 1 documents (or pieces of documents), with segment ids 1, 2, …; padding at its
+    end has segment id, token ids and weights 0. An element is {"inputs", "targets", "segment_ids": int32 [T], "weights":
+    float32 [T]}, T = sequence_length.
+
+    Args:
+      documents: what to pack; empty ones disappear.
+      batch_size: rows that a caller takes at a time; so many, or 8 if more, are filled at the same time.
+      shuffle_seed: None keeps the order.
+      repeat: go on for ever, shuffled anew in every epoch.
+      num_threads: threads that read and tokenize ahead.
+    """
+    dataset = grain.MapDataset.source(documents)
+    if shuffle_seed is not None:
+        offsets = documents.block_offsets
+        if offsets is None:
+            dataset = dataset.shuffle(seed=shuffle_seed)
+        else:
+            dataset = BlockShuffle(dataset, offsets, documents.blocks_in_memory, shuffle_seed)
+    if repeat:
+        dataset = dataset.repeat()
+    read = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=16 * num_threads)
+    pieces = grain.experimental.FlatMapIterDataset(
+        dataset.map(tokenizer.encode).to_iter_dataset(read), CutDocument(sequence_length)
+    )
+    return grain.experimental.FirstFitPackIterDataset(
+        pieces,
+        length_struct={"tokens": sequence_length},
+        num_packing_bins=max(batch_size, _LEAST_BINS),
+        max_sequences_per_bin=max_segments - 1,
+        seed=shuffle_seed or 0,
+        shuffle_bins=shuffle_seed is not None,
+    ).map(_as_sequence)

@@ -1,0 +1,84 @@
+"""One string column of Parquet files (FineWeb and the like), read by row group."""
+
+import difflib
+import functools
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from atlasjax.data.files import expand
+
+_MAX_BLOCKS = 8  # row groups kept, and shuffled together
+_CACHE_BYTES = 256 * 2**20  # fewer where they are large
+
+
+class ParquetDocuments:
+    """The rows of one string column of Parquet files, one document each; a missing value is an empty document.
+
+    Only footers are read up front. A row is read with its whole row group, and the last few row groups stay in memory
+    (8, or as many as 256 MiB hold, but at least one).
+
+    Raises:
+      FileNotFoundError: a path does not exist, or a folder has no *.parquet file.
+      ValueError: a file is not Parquet, or has no such column, or the column does not hold strings, or there is no row.
+    """
+
+    def __init__(self, paths: Sequence[str], column: str):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self._files, _ = expand(paths, (".parquet",))
+        self._column = column
+        self._metadata = []
+        groups, sizes, num_bytes = [], [], []
+        for number, file in enumerate(self._files):
+            try:
+                metadata = pq.read_metadata(file)
+            except pa.ArrowInvalid as error:
+                raise ValueError(f"The data file {str(file)!r} is not a Parquet file: {error}") from None
+            index = _string_column(metadata, column, file)
+            self._metadata.append(metadata)
+            for group in range(metadata.num_row_groups):
+                groups.append((number, group))
+                sizes.append(metadata.row_group(group).num_rows)
+                num_bytes.append(metadata.row_group(group).column(index).total_uncompressed_size)
+        self._groups = groups
+        self.block_offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64)
+        if not len(self):
+            raise ValueError(f"The Parquet files under {', '.join(map(repr, paths))} have no rows.")
+        self.blocks_in_memory = int(np.clip(_CACHE_BYTES // max(1, *num_bytes, 1), 1, _MAX_BLOCKS))
+        self._read = functools.lru_cache(maxsize=self.blocks_in_memory)(self._read_group)
+
+    def _read_group(self, block: int):
+        import pyarrow.parquet as pq
+
+        file, group = self._groups[block]
+        with pq.ParquetFile(self._files[file], metadata=self._metadata[file], memory_map=True) as parquet:
+            return parquet.read_row_group(group, columns=[self._column], use_threads=False).column(0)
+
+    def __len__(self) -> int:
+        return int(self.block_offsets[-1])
+
+    def __getitem__(self, index: int, /) -> str:
+        if not 0 <= index < len(self):
+            raise IndexError(f"Document {index} of {len(self)}.")
+        block = int(np.searchsorted(self.block_offsets, index, side="right")) - 1
+        return self._read(block)[index - int(self.block_offsets[block])].as_py() or ""
+
+
+def _string_column(metadata, column: str, file: pathlib.Path) -> int:
+    """Return the position of `column` among the leaf columns of a file; raise ValueError if it is not one of strings."""
+    import pyarrow as pa
+
+    schema = metadata.schema.to_arrow_schema()
+    if column not in schema.names:
+        close = difflib.get_close_matches(column, schema.names, n=1, cutoff=0.5)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"The data file {str(file)!r} has no column {column!r}.{hint} It has: {', '.join(schema.names)}."
+        )
+    kind = schema.field(column).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise ValueError(f"Column {column!r} of the data file {str(file)!r} has type {kind}; it should hold strings.")
+    return next(i for i in range(metadata.num_columns) if metadata.schema.column(i).path == column)

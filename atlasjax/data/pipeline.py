@@ -1,0 +1,213 @@
+"""From a `DataConfig` to batches, with an exact position that can be saved and restored."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+
+from atlasjax.data.config import DataConfig, Split
+from atlasjax.data.documents import Documents, Shard
+from atlasjax.data.packing import packed_rows
+from atlasjax.data.sources import load_documents
+from atlasjax.data.tokenizers import Tokenizer
+from atlasjax.data.windows import Batch, Windows, token_stream
+
+
+class BatchIterator(Iterator[Batch]):
+    """Iterates over batches; its position is small, JSON-able, and exact."""
+
+    def __init__(self, iterator: grain.DatasetIterator, identity: dict[str, Any]):
+        self._iterator, self._identity = iterator, identity
+
+    def __next__(self) -> Batch:
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position after the batch returned last: a dict of strings, numbers and dicts, fit for JSON."""
+        return {"pipeline": dict(self._identity), "position": self._iterator.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go to a position: the next batch is the one that came next when `state` was taken.
+
+        Raises:
+          ValueError: the state belongs to a pipeline of other data or another configuration; the message says which.
+        """
+        if not isinstance(state, dict) or set(state) != {"pipeline", "position"}:
+            raise ValueError(
+                "This is not a data position: it should be a dict with the keys 'pipeline' and 'position'."
+            )
+        saved = state["pipeline"]
+        names = sorted(saved.keys() | self._identity.keys())
+        differences = [
+            f"{name} was {saved.get(name)!r} and is now {self._identity.get(name)!r}"
+            for name in names
+            if saved.get(name) != self._identity.get(name)
+        ]
+        if differences:
+            raise ValueError(f"The saved data position belongs to another pipeline: {'; '.join(differences)}.")
+        self._iterator.set_state(state["position"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Batches of one process; iterate over it as often as you like.
+
+    Attributes:
+      split: "train" or "validation".
+      max_segments: static bound on the segments of a row, padding included; None where batches have no segment_ids.
+      num_tokens: tokens in the split; None where they are not counted up front (packing "documents").
+      batches_per_epoch: batches in one pass; None where unknown. With `repeat` a batch may span two epochs, so it is
+        rounded up.
+      dataset: the Grain dataset below.
+      identity: what a saved position must agree with.
+    """
+
+    split: Split
+    max_segments: int | None
+    num_tokens: int | None
+    batches_per_epoch: int | None
+    dataset: grain.IterDataset
+    identity: dict[str, Any]
+
+    def __iter__(self) -> BatchIterator:
+        return BatchIterator(iter(self.dataset), self.identity)
+
+
+def make_pipeline(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    split: Split,
+    process_index: int = 0,
+    process_count: int = 1,
+    *,
+    repeat: bool | None = None,
+) -> Pipeline:
+    """Build the batches of one process.
+
+    A batch is {"inputs": int32 [B, T], "targets": int32 [B, T], "weights": float32 [B, T]} and, for packing "documents",
+    "segment_ids": int32 [B, T], with B = batch_size / process_count and T = sequence_length. Weights are 0 at padding and
+    where the target would be in another document.
+
+    Contiguous packing cuts the global batches, the same for every number of processes, into one slice per process; a
+    saved position fits any number of processes. Packing "documents" with `repeat` gives every process its own range of
+    documents, and a position fits only the process that saved it. Without `repeat` every process reads all, and takes its
+    slice of the batches: the number of batches is the same in all, the last one filled up with rows of weights 0.
+
+    Args:
+      config: the data.
+      tokenizer: as from `make_tokenizer` or `load_tokenizer`.
+      split: "train" or "validation".
+      process_index: which slice, in [0, process_count).
+      process_count: number of processes; divides config.batch_size.
+      repeat: go on for ever, or stop after one pass; None: repeat for "train" only.
+
+    Raises:
+      ValueError: batch_size is not divisible by process_count, the split is too short, or as `load_documents`.
+      FileNotFoundError: as `load_documents`.
+    """
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"process_index is {process_index}; it should be in [0, {process_count}), process_count.")
+    if config.batch_size % process_count:
+        raise ValueError(f"batch_size {config.batch_size} is not divisible by process_count {process_count}.")
+    repeat = split == "train" if repeat is None else repeat
+    documents = load_documents(config, split)
+    build = _contiguous if config.packing == "contiguous" else _documents
+    return build(config, tokenizer, split, documents, process_index, process_count, repeat)
+
+
+def _identity(config: DataConfig, tokenizer: Tokenizer, split: Split, repeat: bool, **size: int) -> dict[str, Any]:
+    seed = config.seed if config.shuffle and split == "train" else None
+    fields = ("source", "packing", "sequence_length", "batch_size")
+    return {
+        **{name: getattr(config, name) for name in fields},
+        "split": split,
+        "repeat": repeat,
+        "shuffle_seed": seed,
+        "vocab_size": tokenizer.vocab_size,
+        **size,
+    }
+
+
+def _contiguous(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    split: Split,
+    documents: Documents,
+    process_index: int,
+    process_count: int,
+    repeat: bool,
+) -> Pipeline:
+    tokens = token_stream(documents, tokenizer, config.separator)
+    needed = config.sequence_length + 1
+    if len(tokens) < needed:
+        raise ValueError(
+            f"The {split} split is too short for one sequence: it has {len(tokens)} tokens, and sequence_length "
+            f"{config.sequence_length} needs {needed}. Give more text, a shorter sequence_length, or another "
+            f"validation_fraction (now {config.validation_fraction})."
+        )
+    identity = _identity(config, tokenizer, split, repeat, num_tokens=len(tokens))
+    windows = Windows(tokens, config.sequence_length, multiple=1 if repeat else config.batch_size)
+    dataset = grain.MapDataset.source(windows)
+    if identity["shuffle_seed"] is not None:
+        dataset = dataset.shuffle(seed=identity["shuffle_seed"])
+    if repeat:
+        dataset = dataset.repeat()
+    # The slices of a global batch lie side by side, so a process takes every process_count-th of them.
+    dataset = dataset.batch(config.batch_size // process_count)[process_index::process_count]
+    read = grain.ReadOptions(num_threads=config.num_threads, prefetch_buffer_size=2 * config.num_threads)
+    return Pipeline(
+        split=split,
+        max_segments=None,
+        num_tokens=len(tokens),
+        batches_per_epoch=-(-len(windows) // config.batch_size),
+        dataset=dataset.to_iter_dataset(read),
+        identity=identity,
+    )
+
+
+def _documents(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    split: Split,
+    documents: Documents,
+    process_index: int,
+    process_count: int,
+    repeat: bool,
+) -> Pipeline:
+    if len(documents) < process_count:
+        raise ValueError(f"The {split} split has {len(documents)} documents, too few for {process_count} processes.")
+    identity = _identity(
+        config, tokenizer, split, repeat, num_documents=len(documents), max_segments=config.max_segments
+    )
+    rows_at_a_time = config.batch_size
+    if repeat:
+        identity |= {"process_index": process_index, "process_count": process_count}
+        first, last = (len(documents) * i // process_count for i in (process_index, process_index + 1))
+        documents = Shard(documents, first, last)
+        rows_at_a_time //= process_count
+    rows = packed_rows(
+        documents,
+        tokenizer,
+        sequence_length=config.sequence_length,
+        max_segments=config.max_segments,
+        batch_size=rows_at_a_time,
+        shuffle_seed=identity["shuffle_seed"],
+        repeat=repeat,
+        num_threads=config.num_threads,
+    )
+    pad = functools.partial(grain.experimental.batch_and_pad, batch_size=rows_at_a_time)
+    dataset = rows.batch(rows_at_a_time, batch_fn=pad)
+    if not repeat:
+        local = config.batch_size // process_count
+        mine = slice(process_index * local, (process_index + 1) * local)
+        dataset = dataset.map(lambda batch: {name: array[mine] for name, array in batch.items()})
+    return Pipeline(
+        split=split,
+        max_segments=config.max_segments,
+        num_tokens=None,
+        batches_per_epoch=None,
+        dataset=dataset,
+        identity=identity,
+    )

@@ -1,0 +1,116 @@
+"""From a `DataConfig` to the documents of its training and validation splits."""
+
+from atlasjax.data.config import DataConfig, HeldOut, Split, check_choice
+from atlasjax.data.documents import Documents, EveryNth, TextDocuments
+from atlasjax.data.files import text_documents
+from atlasjax.data.parquet import ParquetDocuments
+from atlasjax.data.tfds import TfdsDocuments
+
+BLOCK_SIZE = 4096  # characters
+
+
+def embedded_documents() -> TextDocuments:
+    """The Python language reference inside every CPython, one document per topic, sorted by topic.
+
+    English prose with some code and grammar, some 370 kB; its length differs between versions of Python. Topics repeat
+    whole sections of one another (without this, half of the lines held out would also be trained on), so a paragraph that
+    came before, up to white space, is left out.
+    """
+    from pydoc_data.topics import topics
+
+    seen: set[str] = set()
+    texts = []
+    for name in sorted(topics):
+        kept = []
+        for paragraph in topics[name].split("\n\n"):
+            words = " ".join(paragraph.split())
+            if words not in seen:
+                seen.add(words)
+                kept.append(paragraph)
+        texts.append("\n\n".join(kept))
+    return TextDocuments([text for text in texts if text])
+
+
+def load_documents(config: DataConfig, split: Split) -> Documents:
+    """Open the documents of a split.
+
+    Args:
+      config: which source, and how its validation part is held out.
+      split: "train" or "validation".
+
+    Returns:
+      The documents; a contiguous stream joins them with `config.separator`.
+
+    Raises:
+      FileNotFoundError: a path or dataset is missing.
+      ValueError: no validation split is configured, the held-out part would be empty, or the source has unusable content.
+    """
+    check_choice("split", split, Split)
+    if split == "validation" and not config.has_validation:
+        raise ValueError(
+            "There is no validation split: validation_fraction is 0 and no separate validation data is given."
+        )
+    documents = _open(config, separate=config.separate_validation and split == "validation")
+    if config.separate_validation or not config.has_validation:
+        return documents
+    period = config.held_out_period
+    how = _default_held_out(config, len(documents)) if config.held_out == "auto" else config.held_out
+    if how == "documents":
+        if len(documents) < period:
+            raise ValueError(
+                f"validation_fraction {config.validation_fraction} holds out every {period}th document, but there are only "
+                f"{len(documents)}; use held_out 'tail', a larger fraction, or separate validation data."
+            )
+        return EveryNth(documents, period, complement=split == "train")
+    assert isinstance(documents, TextDocuments), "DataConfig allows cutting only where the text is in memory"
+    if how == "tail":
+        return _tails(documents, config.validation_fraction, split)
+    return _blocks(config.separator.join(documents.texts), period, split)
+
+
+def load_text(config: DataConfig, split: Split) -> str:
+    """Return the text of a whole split, its documents joined by `config.separator`. Raises as `load_documents`."""
+    documents = load_documents(config, split)
+    return config.separator.join(documents[i] for i in range(len(documents)))
+
+
+def _open(config: DataConfig, *, separate: bool) -> Documents:
+    paths = config.validation_paths if separate else config.paths
+    if config.source == "embedded":
+        return embedded_documents()
+    if config.source == "text":
+        return text_documents(paths, config.suffixes)
+    if config.source == "parquet":
+        return ParquetDocuments(paths, config.column)
+    split = config.tfds_validation_split if separate else config.tfds_split
+    return TfdsDocuments(config.tfds_name, split, config.tfds_feature, config.tfds_data_dir)
+
+
+def _default_held_out(config: DataConfig, num_documents: int) -> HeldOut:
+    if config.source == "embedded" and config.packing == "contiguous":
+        return "blocks"  # topics are sorted by name: a tail would be another kind of text
+    if config.source == "text" and num_documents < 2 * config.held_out_period:
+        return "tail"
+    return "documents"
+
+
+def _tails(documents: TextDocuments, fraction: float, split: Split) -> TextDocuments:
+    """The head or the tail of every document."""
+    parts = []
+    for text in documents.texts:
+        cut = round(len(text) * (1 - fraction))
+        parts.append(text[:cut] if split == "train" else text[cut:])
+    return TextDocuments([part for part in parts if part])
+
+
+def _blocks(text: str, period: int, split: Split) -> TextDocuments:
+    """Every `period`-th block, or all the others, joined; a block ends with the line that reaches `BLOCK_SIZE`."""
+    blocks, start = [], 0
+    while start < len(text):
+        end = text.find("\n", start + BLOCK_SIZE - 1) + 1
+        if not end:
+            end = len(text)
+        blocks.append(text[start:end])
+        start = end
+    kept = [block for i, block in enumerate(blocks) if (i % period == period - 1) == (split == "validation")]
+    return TextDocuments(["".join(kept)])

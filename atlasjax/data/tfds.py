@@ -1,0 +1,68 @@
+"""Text features of TensorFlow Datasets on disk, through their random-access data sources: no TensorFlow needed."""
+
+import numpy as np
+
+from atlasjax.names import lookup
+
+
+class TfdsDocuments:
+    """One text feature of one split of a prepared dataset, one document per example.
+
+    Args:
+      name: "name", "name/config" or "name:version".
+      split: "train", "train[:90%]", "train+test", …
+      feature: top-level feature that holds a string.
+      data_dir: the folder of prepared datasets; None: TFDS's own default.
+
+    Raises:
+      ImportError: tensorflow-datasets is not installed.
+      FileNotFoundError: there is no such dataset, or it is not prepared in `data_dir`; nothing is ever downloaded.
+      ValueError: no such split or feature, or the dataset is stored in a format without random access.
+    """
+
+    block_offsets: np.ndarray | None = None
+    blocks_in_memory: int = 1
+
+    def __init__(self, name: str, split: str, feature: str, data_dir: str | None):
+        try:
+            import tensorflow_datasets as tfds
+        except ImportError as error:
+            raise ImportError("Data source 'tfds' needs tensorflow-datasets: pip install 'atlasjax[tfds]'.") from error
+        where = repr(data_dir) if data_dir else "the default TFDS folder"
+        try:
+            builder = tfds.builder(name, data_dir=data_dir)
+        except tfds.core.registered.DatasetNotFoundError:
+            raise FileNotFoundError(f"There is no TFDS dataset {name!r} in {where}.") from None
+        if not builder.is_prepared():
+            raise FileNotFoundError(
+                f"The TFDS dataset {name!r} is not prepared in {where}: {builder.data_path} is missing."
+            )
+        lookup("TFDS feature", feature, builder.info.features or {})
+        try:
+            self._source = builder.as_data_source(split=split, decoders=tfds.decode.PartialDecoding({feature: True}))
+        except NotImplementedError as error:
+            raise ValueError(
+                f"The TFDS dataset {name!r} is stored as {builder.info.file_format.value}, which has no random access; "
+                f"prepare it with file_format='array_record'. ({error})"
+            ) from None
+        self._feature = feature
+        if not len(self._source):
+            raise ValueError(f"Split {split!r} of the TFDS dataset {name!r} is empty.")
+        if not isinstance(self._source[0][feature], bytes | str):
+            raise ValueError(
+                f"Feature {feature!r} of the TFDS dataset {name!r} is {builder.info.features[feature]}; it should be a text."
+            )
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int, /) -> str:
+        text = self._source[index][self._feature]
+        if isinstance(text, str):
+            return text
+        try:
+            return text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"Feature {self._feature!r} of example {index} is not UTF-8 at byte {error.start}."
+            ) from None

@@ -1,0 +1,252 @@
+"""Tokenizers: bytes, byte-level BPE (trained here or loaded), and SentencePiece models, behind one interface."""
+
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import numpy as np
+
+from atlasjax.data.config import DataConfig
+from atlasjax.data.documents import Documents
+from atlasjax.data.sources import load_documents
+from atlasjax.names import lookup
+
+_KIND_FILE = "tokenizer.json"
+_TRAINING_CHARACTERS = 64 * 2**20  # BPE statistics change little beyond this much text
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back.
+
+    Attributes:
+      vocab_size: ids are in [0, vocab_size).
+      bytes_per_token: int32 [vocab_size], UTF-8 bytes of text that each id stands for, 0 for control tokens. Summed over
+        predicted tokens it is the number of bytes in "bits per byte".
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def bytes_per_token(self) -> np.ndarray: ...
+
+    def encode(self, text: str, /) -> np.ndarray:
+        """Return the token ids of `text`, int32 [num_tokens]."""
+        ...
+
+    def decode(self, ids: Iterable[int], /) -> str:
+        """Return the text of `ids`; incomplete UTF-8 becomes U+FFFD. ValueError where an id is outside the vocabulary."""
+        ...
+
+    def save(self, directory: str | os.PathLike[str], /) -> None:
+        """Write everything that `load_tokenizer` needs into `directory`, which is made if missing."""
+        ...
+
+
+def _checked(ids: Iterable[int], vocab_size: int) -> list[int]:
+    checked = [int(i) for i in np.asarray(ids if isinstance(ids, np.ndarray) else list(ids)).reshape(-1)]
+    for i in checked:
+        if not 0 <= i < vocab_size:
+            raise ValueError(f"Token id {i} is outside the tokenizer's vocabulary of {vocab_size}.")
+    return checked
+
+
+def _write(directory: str | os.PathLike[str], kind: str, name: str = "", content: bytes = b"") -> None:
+    """Write the model, then the file that says which kind it is; each appears whole or not at all."""
+    folder = pathlib.Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [(name, content)] if name else []
+    for file, data in [*files, (_KIND_FILE, json.dumps({"kind": kind}).encode())]:
+        partial = folder / f".{file}.{os.getpid()}.partial"
+        partial.write_bytes(data)
+        partial.replace(folder / file)
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte."""
+
+    vocab_size = 256
+
+    def __init__(self) -> None:
+        self.bytes_per_token = np.ones(256, np.int32)
+
+    def encode(self, text: str, /) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Iterable[int], /) -> str:
+        return bytes(_checked(ids, 256)).decode("utf-8", errors="replace")
+
+    def save(self, directory: str | os.PathLike[str], /) -> None:
+        _write(directory, "byte")
+
+
+class BpeTokenizer:
+    """Byte-level byte-pair encoding (`tokenizers`): every text can be encoded and comes back unchanged.
+
+    Args:
+      definition: the JSON text of a `tokenizers.Tokenizer` with a BPE model and a ByteLevel decoder.
+      name: where it comes from, for error messages.
+    """
+
+    _FILE = "bpe.json"
+
+    def __init__(self, definition: str, name: str = "given"):
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(definition)
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"The tokenizer {name!r} is not a tokenizers JSON file: {error}") from None
+        parsed = json.loads(definition)
+        decoder = parsed.get("decoder") or {}
+        stages = [decoder, *decoder.get("decoders", [])]
+        if parsed["model"]["type"] != "BPE" or not any(stage.get("type") == "ByteLevel" for stage in stages):
+            raise ValueError(
+                f"The tokenizer {name!r} is not a byte-level BPE, so its tokens cannot be counted in bytes."
+            )
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab().values())  # an id may be unused
+        self.bytes_per_token = np.zeros(self.vocab_size, np.int32)
+        for token, i in self._tokenizer.get_vocab().items():
+            self.bytes_per_token[i] = len(token)  # the byte-level alphabet has one character per byte
+        for i, added in self._tokenizer.get_added_tokens_decoder().items():
+            self.bytes_per_token[i] = 0 if added.special else len(added.content.encode())
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "BpeTokenizer":
+        """Learn merges from `texts`. The vocabulary comes out smaller where the texts have too few pairs to merge.
+
+        Raises:
+          ValueError: vocab_size is below 256 (every byte needs a token).
+        """
+        if vocab_size < 256:
+            raise ValueError(f"A byte-level BPE vocabulary has at least 256 tokens, not {vocab_size}.")
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        byte_level = pre_tokenizers.ByteLevel
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size, initial_alphabet=sorted(byte_level.alphabet()), show_progress=False
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        return cls(tokenizer.to_str(), "trained")
+
+    def encode(self, text: str, /) -> np.ndarray:
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Iterable[int], /) -> str:
+        return self._tokenizer.decode(_checked(ids, self.vocab_size), skip_special_tokens=True)
+
+    def save(self, directory: str | os.PathLike[str], /) -> None:
+        _write(directory, "bpe", self._FILE, self._tokenizer.to_str().encode())
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model. Its own normalization applies (most models turn line ends into spaces).
+
+    `bytes_per_token` counts the bytes of each piece of normalized text, and 1 for the unknown piece.
+
+    Args:
+      model: the serialized model.
+      name: where it comes from, for error messages.
+    """
+
+    _FILE = "sentencepiece.model"
+
+    def __init__(self, model: bytes, name: str = "given"):
+        import sentencepiece
+
+        self._model = model
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(model)
+            self.vocab_size: int = self._processor.vocab_size()
+            pieces = [self._processor.id_to_piece(i) for i in range(self.vocab_size)]
+        except (RuntimeError, IndexError):
+            pieces = []
+        if not pieces:
+            raise ValueError(f"The tokenizer {name!r} is not a SentencePiece model.")
+        self.bytes_per_token = np.array([self._num_bytes(i, piece) for i, piece in enumerate(pieces)], np.int32)
+
+    def _num_bytes(self, i: int, piece: str) -> int:
+        if self._processor.is_control(i) or self._processor.is_unused(i):
+            return 0
+        if self._processor.is_byte(i) or self._processor.is_unknown(i):
+            return 1
+        return len(piece.replace("▁", " ").encode())
+
+    def encode(self, text: str, /) -> np.ndarray:
+        return np.asarray(self._processor.encode(text), np.int32)
+
+    def decode(self, ids: Iterable[int], /) -> str:
+        return self._processor.decode(_checked(ids, self.vocab_size))
+
+    def save(self, directory: str | os.PathLike[str], /) -> None:
+        _write(directory, "sentencepiece", self._FILE, self._model)
+
+
+def make_tokenizer(config: DataConfig) -> Tokenizer:
+    """Make the tokenizer that `config.tokenizer` describes, training it on the training split if need be.
+
+    Raises:
+      ValueError: unknown kind, or an unusable file; `load_documents` errors where a BPE is trained.
+      FileNotFoundError: the tokenizer file does not exist.
+    """
+    kind, colon, argument = config.tokenizer.partition(":")
+    lookup("tokenizer", kind, {"byte": 0, "bpe": 0, "sentencepiece": 0})
+    if kind == "byte":
+        if colon:
+            raise ValueError(f"tokenizer is {config.tokenizer!r}; 'byte' takes no argument.")
+        return ByteTokenizer()
+    if not argument:
+        what = "bpe:<vocabulary size> or bpe:<path>" if kind == "bpe" else "sentencepiece:<path>"
+        raise ValueError(f"tokenizer is {config.tokenizer!r}; it should be {what}.")
+    if kind == "bpe" and argument.isdecimal():
+        return BpeTokenizer.train(_sample(load_documents(config, "train")), int(argument))
+    path = pathlib.Path(argument).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"The tokenizer file {argument!r} does not exist.")
+    if kind == "sentencepiece":
+        return SentencePieceTokenizer(path.read_bytes(), argument)
+    try:
+        definition = path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"The tokenizer {argument!r} is not a tokenizers JSON file: it is not UTF-8.") from None
+    return BpeTokenizer(definition, argument)
+
+
+def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
+    """Load what `Tokenizer.save` wrote.
+
+    Raises:
+      FileNotFoundError: a file of it is missing.
+      ValueError: a file of it is damaged.
+    """
+    folder = pathlib.Path(directory)
+    try:
+        kind = json.loads((folder / _KIND_FILE).read_bytes())["kind"]
+    except FileNotFoundError:
+        raise FileNotFoundError(f"There is no tokenizer in {str(folder)!r}: {_KIND_FILE} is missing.") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"The tokenizer file {str(folder / _KIND_FILE)!r} is damaged.") from None
+    if kind == "byte":
+        return ByteTokenizer()
+    if kind == "bpe":
+        return BpeTokenizer((folder / BpeTokenizer._FILE).read_text("utf-8"), str(folder))
+    if kind == "sentencepiece":
+        return SentencePieceTokenizer((folder / SentencePieceTokenizer._FILE).read_bytes(), str(folder))
+    raise ValueError(f"The tokenizer in {str(folder)!r} is of the unknown kind {kind!r}.")
+
+
+def _sample(documents: Documents) -> Iterator[str]:
+    """Documents in order until there is enough text to learn merges from."""
+    remaining = _TRAINING_CHARACTERS
+    for i in range(len(documents)):
+        text = documents[i][:remaining]
+        yield text
+        remaining -= len(text)
+        if not remaining:
+            return

@@ -1,0 +1,70 @@
+"""Contiguous packing: one long stream of tokens, cut into windows."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from atlasjax.data.documents import Documents
+from atlasjax.data.tokenizers import Tokenizer
+
+Batch = dict[str, np.ndarray]
+_PIECE = 2**20  # characters tokenized at once: a tokenizer needs some hundred bytes of memory per token
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest unsigned dtype that holds every token id."""
+    return np.min_scalar_type(vocab_size - 1)
+
+
+def token_stream(documents: Documents, tokenizer: Tokenizer, separator: str) -> np.ndarray:
+    """Tokenize all documents, joined by `separator`.
+
+    Returns:
+      Token ids [num_tokens], in the smallest unsigned dtype that holds the vocabulary.
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    last = len(documents) - 1
+    pieces = [
+        tokenizer.encode(piece).astype(dtype)
+        for i in range(len(documents))
+        for piece in _pieces(documents[i] + (separator if i < last else ""))
+    ]
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a long text after line ends, or anywhere if it has none."""
+    start = 0
+    while start < len(text):
+        end = start + _PIECE
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end]
+        start = end
+
+
+class Windows:
+    """Windows of a token stream: window i predicts tokens i T + 1 to i T + T from those before them, T = sequence_length.
+
+    So every token but the first is a target exactly once. The last window is filled up with tokens and weights 0, and
+    windows of weights 0 only are added until their number is a multiple of `multiple`.
+
+    An item is {"inputs": int32 [T], "targets": int32 [T], "weights": float32 [T]}.
+    """
+
+    def __init__(self, tokens: np.ndarray, sequence_length: int, multiple: int = 1):
+        self._tokens = tokens
+        self._sequence_length = sequence_length
+        full_or_partial = -(-(len(tokens) - 1) // sequence_length)
+        self._length = -(-full_or_partial // multiple) * multiple
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Batch:
+        length = self._sequence_length
+        window = self._tokens[index * length : (index + 1) * length + 1]
+        count = max(0, len(window) - 1)
+        inputs, targets = np.zeros(length, np.int32), np.zeros(length, np.int32)
+        inputs[:count], targets[:count] = window[:count], window[1 : count + 1]
+        return {"inputs": inputs, "targets": targets, "weights": (np.arange(length) < count).astype(np.float32)}
