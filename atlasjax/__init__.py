@@ -1,3 +1,19 @@
 """atlasjax: sequence models that learn at test time, in JAX."""
 
+import importlib
+from types import ModuleType
+
 __version__ = "0.1.0"
+
+# Imported at first use, so that `import atlasjax` costs nothing and `atlasjax.memory` what jax costs.
+_LAZY = ("cli", "data", "distributed", "evaluate", "generate", "memory", "nn", "presets", "rules", "train")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _LAZY:
+        return importlib.import_module(f"atlasjax.{name}")
+    raise AttributeError(f"module 'atlasjax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -1,0 +1,1 @@
+"""Operations with their reference forms; imports jax only."""

@@ -1,0 +1,24 @@
+"""Memories that learn at test time: pure functions on arrays and pytrees.
+
+rule = rules.atlas(chunk_size=64, window=4)
+params = memory.init_params(rule, key, num_heads=4, key_dim=64, value_dim=64)
+y, state = memory.scan(rule, params, None, q, k, v, gates)
+"""
+
+from atlasjax.memory.api import IMPLEMENTATIONS, read, reference, scan, step
+from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.state import Gates, MemoryParams, MemoryState, init_params, init_state
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Gates",
+    "MemoryParams",
+    "MemoryRule",
+    "MemoryState",
+    "init_params",
+    "init_state",
+    "read",
+    "reference",
+    "scan",
+    "step",
+]

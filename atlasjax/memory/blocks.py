@@ -1,0 +1,249 @@
+"""The arithmetic of one block of tokens of one head, without any per-token weight or gradient.
+
+A block gets the gradient factors of its tokens and of the window before them. Every inner gradient is an outer product,
+∇_W ℓ_i = left_i ⊗ input_i for each weight W, so with
+
+    S_t = β_t S_0 + Σ_i D[t,i] ∇_i        M_t = a_t M_0 + s_t S_0 + Σ_i C[t,i] ∇_i        C = T_α D,  D = −T_θ diag(η) Γ
+
+a read is M_t h = a_t M_0 h + s_t S_0 h + Σ_i C[t,i] (input_i · h) left_i: masked matmuls, as in attention (the dual form).
+T_α[t,i] = α_{i+1} … α_t (t ≥ i), Γ[t,i] = γ_{t,t−i}. The products are formed by multiplication, not as exponentials of
+differences of logarithms: that is exact at α = 0 and θ = 0, values and derivatives, and can neither overflow nor divide by zero.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.optimizers import Muon
+from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.state import Weights
+from pallas_kernels.newton_schulz import SCHEDULES, newton_schulz
+
+# Reads the queries of the block through `linear(name, h)`, h: [tokens, in] → [tokens, out].
+Read = Callable[[Callable[[str, jax.Array], jax.Array]], jax.Array]
+
+
+class BlockGates(NamedTuple):
+    """Gates of a block of m tokens; E = tokens of the block and of the window before it.
+
+    retention: [m], [m, D] or None (α = 1) · step_size: [m] · momentum: [m] or None (no momentum state) · gamma: Γ [m, E].
+    """
+
+    retention: jax.Array | None
+    step_size: jax.Array
+    momentum: jax.Array | None
+    gamma: jax.Array
+
+
+class Factors(NamedTuple):
+    """Gradient factors of one weight for E tokens: ∇_i = left[i] ⊗ inputs[i]; left [E, out], inputs [E, in]."""
+
+    left: jax.Array
+    inputs: jax.Array
+
+
+def dot(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """a @ b with inputs in the compute dtype and at least float32 accumulation and result."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=wide)
+
+
+def _exact(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Products of consecutive decays.
+
+    Args:
+      decay: [m] or [m, channels].
+
+    Returns:
+      from_start: [m, …], decay_0 … decay_t; pairwise: [m, m, …], decay_{i+1} … decay_t for t ≥ i, else 0.
+    """
+    m = decay.shape[0]
+    t = jnp.arange(m)[:, None]
+    i = jnp.arange(-1, m)[None, :]
+    expand = (...,) + (None,) * (decay.ndim - 1)
+    products = jnp.where((t > i)[expand], decay[:, None], 1.0)
+    shift = 1
+    while shift < m:  # a running product along t in log2(m) doublings
+        products = products * jnp.concatenate([jnp.ones_like(products[:shift]), products[:-shift]])
+        shift *= 2
+    products = jnp.where((t >= i)[expand], products, 0.0)
+    return products[:, 0], products[:, 1:]
+
+
+def window_matrix(gamma: jax.Array) -> jax.Array:
+    """Γ: [m, m + c − 1] from γ: [m, c]; row t holds γ_{t,j} at column t − j + c − 1, and zero elsewhere."""
+    m, c = gamma.shape
+    if c == 1:
+        return jnp.diag(gamma[:, 0])
+    # Rows of length E + 1 read back with length E move one column to the right at every row.
+    width = m + c - 1
+    padded = jnp.pad(gamma[:, ::-1], ((0, 0), (0, width + 1 - c)))
+    return padded.reshape(-1)[: m * width].reshape(m, width)
+
+
+class _Coefficients(NamedTuple):
+    """The tokens' memories as combinations of what the block starts with: see the head of this file."""
+
+    momentum_start: jax.Array | None  # β_t
+    momentum_gradients: jax.Array  # D[t, i]
+    memory_start: jax.Array | None  # a_t
+    memory_momentum: jax.Array | None  # s_t
+    memory_gradients: jax.Array  # C[t, i]
+
+
+def _coefficients(gates: BlockGates) -> _Coefficients:
+    m = gates.step_size.shape[0]
+    scaled = -gates.step_size[:, None] * gates.gamma
+    beta = a = s = None
+    D = scaled
+    if gates.momentum is not None:
+        beta, pairwise = decay_products(gates.momentum)
+        D = _exact(pairwise, scaled)
+    if gates.retention is None:
+        pairwise = jnp.tril(jnp.ones((m, m), scaled.dtype))
+    else:
+        a, pairwise = decay_products(gates.retention)
+    C = _exact(pairwise, D)
+    if beta is not None:
+        s = _exact(pairwise, beta)
+    return _Coefficients(beta, D, a, s, C)
+
+
+def dual_block(
+    rule: MemoryRule,
+    memory: Weights,
+    momentum: Weights | None,
+    factors: dict[str, Factors],
+    gates: BlockGates,
+    read: Read,
+    dtype: jnp.dtype,
+) -> tuple[Weights, Weights | None, jax.Array]:
+    """Everything linear in the gradient, with scalar retention. Returns (M, S, y) after the block."""
+    c = _coefficients(gates)
+
+    def linear(name: str, h: jax.Array) -> jax.Array:
+        out = dot(h, memory[name].T, dtype)
+        if c.memory_start is not None:
+            out = c.memory_start[:, None] * out
+        if momentum is not None:
+            assert c.memory_momentum is not None
+            out = out + c.memory_momentum[:, None] * dot(h, momentum[name].T, dtype)
+        left, inputs = factors[name]
+        return out + dot(dot(h, inputs.T, dtype) * c.memory_gradients, left, dtype)
+
+    y = read(linear)
+    new_memory, new_momentum = {}, {}
+    for name, (left, inputs) in factors.items():
+        M = memory[name] if c.memory_start is None else c.memory_start[-1] * memory[name]
+        M = M + dot((left * c.memory_gradients[-1][:, None]).T, inputs, dtype)
+        if momentum is not None:
+            assert c.memory_momentum is not None
+            assert c.momentum_start is not None
+            M = M + c.memory_momentum[-1] * momentum[name]
+            step = dot((left * c.momentum_gradients[-1][:, None]).T, inputs, dtype)
+            new_momentum[name] = c.momentum_start[-1] * momentum[name] + step
+        new_memory[name] = M
+    return new_memory, new_momentum if momentum is not None else None, y
+
+
+def channel_block(
+    rule: MemoryRule,
+    memory: Weights,
+    momentum: Weights | None,
+    factors: dict[str, Factors],
+    gates: BlockGates,
+    read: Read,
+    dtype: jnp.dtype,
+) -> tuple[Weights, Weights | None, jax.Array]:
+    """As `dual_block` for a retention per feature channel: C[t, i] becomes a vector over the D channels.
+
+    [m, E, D] numbers are formed, so blocks are short (`engine.block_size`).
+    """
+    assert gates.retention is not None
+    (name,) = memory
+    left, inputs = factors[name]
+    a, pairwise = decay_products(gates.retention)  # [m, D], [m, m, D]
+    D = -gates.step_size[:, None] * gates.gamma
+    if momentum is not None:
+        assert gates.momentum is not None
+        beta, momentum_pairwise = decay_products(gates.momentum)
+        D = _exact(momentum_pairwise, D)
+        s = jnp.einsum("tjd,j->td", pairwise, beta, precision=jax.lax.Precision.HIGHEST)
+    C = jnp.einsum("tjd,ji->tid", pairwise, D, precision=jax.lax.Precision.HIGHEST)
+
+    def linear(_: str, h: jax.Array) -> jax.Array:
+        out = dot(a * h, memory[name].T, dtype)
+        if momentum is not None:
+            out = out + dot(s * h, momentum[name].T, dtype)
+        scores = jnp.einsum("td,tid,id->ti", h, C, inputs, precision=jax.lax.Precision.HIGHEST)
+        return out + dot(scores, left, dtype)
+
+    y = read(linear)
+    M = a[-1] * memory[name] + dot(left.T, C[-1] * inputs, dtype)
+    if momentum is None:
+        return {name: M}, None, y
+    M = M + s[-1] * momentum[name]
+    S = beta[-1] * momentum[name] + dot((left * D[-1][:, None]).T, inputs, dtype)
+    return {name: M}, {name: S}, y
+
+
+def muon_block(
+    rule: MemoryRule,
+    memory: Weights,
+    momentum: Weights | None,
+    factors: dict[str, Factors],
+    gates: BlockGates,
+    read: Read,
+    dtype: jnp.dtype,
+) -> tuple[Weights, Weights | None, jax.Array]:
+    """Muon: the momenta of the block's writing tokens are formed, orthogonalized together in float32, and summed.
+
+    Newton–Schulz is not linear, so there is no dual form; only one short block's matrices exist at a time. The block starts
+    at a multiple of `Muon.every` tokens from the start of its chunk, or is one token long with η masked by the caller.
+    """
+    assert momentum is not None
+    assert gates.momentum is not None
+    assert isinstance(rule.optimizer, Muon)
+    m = gates.step_size.shape[0]
+    every = rule.optimizer.every if m > 1 else 1
+    writers = slice(every - 1, None, every)  # the block's last token is always one
+    beta, pairwise = decay_products(gates.momentum)
+    D = -_exact(pairwise, gates.gamma)[writers]
+    if gates.retention is None:
+        a, decay = None, jnp.tril(jnp.ones((m, m), D.dtype))
+    else:
+        a, decay = decay_products(gates.retention)
+    step_size = gates.step_size[writers]
+    decay = decay[:, writers] * step_size.reshape(1, -1, *(1,) * (decay.ndim - 2))  # [m, writers] or [m, writers, D]
+
+    updates: Weights = {}
+    new_momentum: Weights = {}
+    for name, (left, inputs) in factors.items():
+        gradients = jnp.einsum("je,eo,ei->joi", D, left, inputs, precision=jax.lax.Precision.HIGHEST)
+        S = beta[writers, None, None] * momentum[name] + gradients
+        new_momentum[name] = S[-1]
+        updates[name] = newton_schulz(S, rule.optimizer.steps, SCHEDULES[rule.optimizer.schedule])
+
+    def linear(name: str, h: jax.Array) -> jax.Array:
+        started = h if a is None else h * (a[:, None] if a.ndim == 1 else a)
+        out = dot(started, memory[name].T, dtype)
+        if decay.ndim == 2:
+            each = dot(h, updates[name].mT, dtype)  # [writers, m, out]
+            return out + jnp.einsum("tj,jto->to", decay, each)
+        return out + jnp.einsum("jto->to", dot(jnp.swapaxes(decay, 0, 1) * h, updates[name].mT, dtype))
+
+    y = read(linear)
+    new_memory = {}
+    for name, update in updates.items():
+        started = memory[name] if a is None else a[-1] * memory[name]
+        if decay.ndim == 2:
+            new_memory[name] = started + jnp.einsum("j,joi->oi", decay[-1], update)
+        else:
+            new_memory[name] = started + jnp.einsum("ji,joi->oi", decay[-1], update)
+    return new_memory, new_momentum, y

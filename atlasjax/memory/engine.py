@@ -1,0 +1,437 @@
+"""The XLA engine: `memory.scan` as a `lax.scan` over chunks of masked matmuls.
+
+Only the memories at chunk boundaries are kept for the backward pass; everything inside a chunk is computed again.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlasjax.memory import blocks, layout
+from atlasjax.memory.retention import Channel
+from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.state import Gates, MemoryParams, MemoryState, Weights, init_state
+
+# Block lengths: how many tokens are combined at once. They never change a result (SEMANTICS 1.4).
+_DUAL_BLOCK = 128  # the masks grow with the block's square, so longer chunks are computed in parts
+_CHANNEL_BLOCK = 16  # forms [block, block + c − 1, D]
+_FREE_BLOCK = 64  # where the gradient does not depend on the memory, chunks are as long as is fast
+_MUON_MATRICES = 8  # momenta orthogonalized together; fewer if they are large
+_MUON_NUMBERS = 2**20
+_GROUP_TOKENS = 32  # chunks shorter than this share one checkpoint
+
+
+class Plan(NamedTuple):
+    """Static sizes of a call: tokens of a chunk, tokens of a block, tokens of a slot (a chunk in whole blocks)."""
+
+    chunk: int
+    block: int
+    width: int
+    dtype: Any
+
+
+def plan(rule: MemoryRule, params: MemoryParams, dtype: Any) -> Plan:
+    chunk = _FREE_BLOCK if rule.has_constant_gradient else rule.chunk_size
+    if rule.uses_muon:
+        largest = max(math.prod(w.shape[1:]) for w in params.weights.values())
+        every = rule.optimizer.every  # type: ignore[union-attr]
+        block = min(chunk, every * min(_MUON_MATRICES, max(1, _MUON_NUMBERS // largest)))
+    elif isinstance(rule.retention, Channel):
+        block = min(chunk, _CHANNEL_BLOCK)
+    else:
+        block = -(-chunk // -(-chunk // _DUAL_BLOCK))
+    return Plan(chunk, block, -(-chunk // block) * block, dtype)
+
+
+class Window(NamedTuple):
+    """The last c − 1 tokens before a slot, of one head: [c − 1, dim], [c − 1, dim], [c − 1]."""
+
+    keys: jax.Array
+    values: jax.Array
+    thresholds: jax.Array
+
+
+class Slot(NamedTuple):
+    """The tokens of one slot of one head, gates filled with no-ops where there is no token; q, k, v: [width, dim]."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    retention: jax.Array | None
+    step_size: jax.Array
+    momentum: jax.Array | None
+    gamma: jax.Array
+    threshold: jax.Array | None
+
+
+def gradient_factors(
+    rule: MemoryRule,
+    params: Any,
+    weights: Weights,
+    k: jax.Array,
+    v: jax.Array,
+    threshold: jax.Array | None,
+    dtype: Any,
+) -> dict[str, blocks.Factors]:
+    """∇ℓ at `weights` of E tokens of one head as outer products, one pair of factors for each weight.
+
+    Adding a zero to every product W h and differentiating with respect to it gives the cotangent of the product, which is the
+    left factor; h is the right one. So autodiff does the work for any structure and objective, once for all tokens.
+    """
+    x = rule.features.apply(params.coefficients, k)
+    skip = rule.features.degree_one(params.coefficients, k) if rule.structure.residual else None
+
+    def total_loss(zeros: Weights) -> tuple[jax.Array, Weights]:
+        inputs: Weights = {}
+
+        def linear(name: str, h: jax.Array) -> jax.Array:
+            inputs[name] = h
+            return blocks.dot(h, weights[name].T, dtype) + zeros[name]
+
+        out = rule.structure.apply(linear, x, skip, params.norm)
+        return jnp.sum(rule.objective.loss(out, v, threshold)), inputs
+
+    zeros = {name: jnp.zeros((k.shape[0], w.shape[0]), k.dtype) for name, w in weights.items()}
+    left, inputs = jax.grad(total_loss, has_aux=True)(zeros)
+    return {name: blocks.Factors(left[name], inputs[name]) for name in weights}
+
+
+def run_chunk(
+    rule: MemoryRule,
+    plan: Plan,
+    params: Any,
+    chunk_start: Weights,
+    memory: Weights,
+    momentum: Weights | None,
+    window: Window | None,
+    slot: Slot,
+    first: jax.Array | None,
+    count: jax.Array,
+) -> tuple[Weights, Weights | None, Window | None, jax.Array]:
+    """One slot of one head: (M, S, window, y) after it.
+
+    Args:
+      rule, plan: static.
+      params: `MemoryParams` of the head.
+      chunk_start: M_{t'}, where gradients are taken.
+      memory, momentum: M and S before the slot's first token.
+      window: the c − 1 tokens before it, None for c = 1.
+      slot: the tokens.
+      first: offset of the slot's first real token; None for 0.
+      count: how many tokens of the window are real.
+    """
+    c = rule.window
+    k, v, threshold = slot.k, slot.v, slot.threshold
+    real = None
+    if window is not None:
+        join = lambda old, new: jnp.concatenate([old, new])
+        if first is not None:
+            # The window stands right before the first real token; what is left of it is masked.
+            join = lambda old, new: jax.lax.dynamic_update_slice(
+                jnp.concatenate([old, new]), old, (first, *[0] * (old.ndim - 1))
+            )
+        k, v = join(window.keys, k), join(window.values, v)
+        if threshold is not None:
+            threshold = join(window.thresholds, threshold)
+        real = jnp.arange(k.shape[0]) >= (0 if first is None else first) + (c - 1 - count)
+        after = slice(plan.chunk, plan.chunk + c - 1)
+        window = Window(k[after], v[after], window.thresholds if threshold is None else threshold[after])
+
+    factors = gradient_factors(rule, params, chunk_start, k, v, threshold, plan.dtype)
+    block_fn = blocks.dual_block
+    if rule.uses_muon:
+        block_fn = blocks.muon_block
+    elif isinstance(rule.retention, Channel):
+        block_fn = blocks.channel_block
+
+    def run_block(memory, momentum, factors, real, slot):
+        gamma = blocks.window_matrix(slot.gamma)
+        if real is not None:
+            gamma = jnp.where(real, gamma, 0.0)
+        gates = blocks.BlockGates(slot.retention, slot.step_size, slot.momentum, gamma)
+        x = rule.features.apply(params.coefficients, slot.q)
+        skip = rule.features.degree_one(params.coefficients, slot.q) if rule.structure.residual else None
+        read = lambda linear: rule.structure.apply(linear, x, skip, params.norm)
+        return block_fn(rule, memory, momentum, factors, gates, read, plan.dtype)
+
+    num_blocks = slot.q.shape[0] // plan.block
+    if num_blocks <= 1:
+        memory, momentum, y = run_block(memory, momentum, factors, real, slot)
+        return memory, momentum, window, y
+
+    rows = np.arange(num_blocks)[:, None] * plan.block + np.arange(plan.block + c - 1)
+    parts = jax.tree.map(lambda x: x[rows], (factors, real))
+    slots = jax.tree.map(lambda x: x.reshape(num_blocks, plan.block, *x.shape[1:]), slot)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def body(carry, xs):
+        (factors, real), slot = xs
+        memory, momentum, y = run_block(*carry, factors, real, slot)
+        return (memory, momentum), y
+
+    (memory, momentum), y = jax.lax.scan(body, (memory, momentum), (parts, slots))
+    return memory, momentum, window, y.reshape(slot.q.shape[0], -1)
+
+
+def _to_slots(x: jax.Array, plan: Plan, where: layout.Layout, fill: float) -> jax.Array:
+    """[batch, time, heads, …] → [slots, batch, heads, width, …]."""
+    batch, time = x.shape[:2]
+    slots = where.num_slots
+    if where.index is None:
+        x = jnp.pad(x, ((0, 0), (0, slots * plan.chunk - time), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+        x = x.reshape(batch, slots, plan.chunk, *x.shape[2:])
+        pad = ((0, 0), (0, 0), (0, plan.width - plan.chunk), *((0, 0),) * (x.ndim - 3))
+        x = jnp.pad(x, pad, constant_values=fill)
+    else:
+        rows = jnp.arange(batch)[:, None]
+        flat = jnp.full((batch, slots * plan.width, *x.shape[2:]), fill, x.dtype)
+        x = flat.at[rows, where.index].set(x, mode="drop", unique_indices=True)
+        x = x.reshape(batch, slots, plan.width, *x.shape[2:])
+    return jnp.moveaxis(x, (1, 3), (0, 2))
+
+
+def _from_slots(y: jax.Array, plan: Plan, where: layout.Layout, time: int) -> jax.Array:
+    """[slots, batch, heads, width, dim] → [batch, time, heads, dim]; NaN for tokens that found no slot."""
+    y = jnp.moveaxis(y, (0, 2), (1, 3))  # [batch, slots, width, heads, dim]
+    batch = y.shape[0]
+    if where.index is None:
+        return y[:, :, : plan.chunk].reshape(batch, -1, *y.shape[3:])[:, :time]
+    flat = y.reshape(batch, -1, *y.shape[3:])
+    rows = jnp.arange(batch)[:, None]
+    return flat.at[rows, where.index].get(mode="fill", fill_value=jnp.nan)
+
+
+def _choose(condition: jax.Array, a: Any, b: Any) -> Any:
+    """Per batch element: leaves of `a` where the condition [batch] holds, else of `b`."""
+    expand = lambda x: condition.reshape(-1, *(1,) * (x.ndim - 1))
+    return jax.tree.map(lambda x, y: jnp.where(expand(y), x, y), a, b)
+
+
+class Carry(NamedTuple):
+    """What goes from slot to slot; leaves [batch, heads, …]."""
+
+    memory: Weights
+    momentum: Weights | None
+    window: Window | None
+    chunk_start: Weights
+
+
+def xla_scan(
+    rule: MemoryRule,
+    params: MemoryParams,
+    state: MemoryState | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
+) -> tuple[jax.Array, MemoryState]:
+    """The recurrence over a sequence; arguments as in `memory.scan`, already checked."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    batch, time, heads, _ = q.shape
+    fresh = state is None
+    if state is None:
+        state = init_state(rule, params, batch_size=batch)
+    sizes = plan(rule, params, q.dtype)
+    where = _layout(rule, sizes, state, fresh, batch, time, segment_ids, max_segments)
+
+    put = lambda x, fill: None if x is None else _to_slots(x.astype(wide), sizes, where, fill)
+    gamma = jnp.ones((batch, time, heads, 1), wide) if gates.window is None else gates.window
+    put_tokens = lambda x: _to_slots(x, sizes, where, 0.0)
+    slots = Slot(
+        *(put_tokens(x) for x in (q, k, v)),
+        retention=put(gates.retention, 1.0),
+        step_size=put(gates.step_size, 0.0),
+        momentum=put(gates.momentum, 1.0),
+        gamma=put(gamma, 0.0),
+        threshold=put(gates.threshold, 1.0),
+    )
+
+    def chunk(params, chunk_start, memory, momentum, window, slot, first, count):
+        slot = slot._replace(q=slot.q.astype(wide), k=slot.k.astype(wide), v=slot.v.astype(wide))
+        start = memory if chunk_start is None else chunk_start
+        return run_chunk(rule, sizes, params, start, memory, momentum, window, slot, first, count)
+
+    by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None, None))
+    by_batch = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0))
+    initial = jax.tree.map(lambda w: jnp.broadcast_to(w.astype(wide), (batch, *w.shape)), params.weights)
+    params = jax.tree.map(lambda x: x.astype(wide), params)
+
+    def run_slot(carry: Carry, xs: Any, first: jax.Array | None, chunk_fn: Any) -> tuple[Carry, jax.Array]:
+        slot, count, resets, filled = xs
+        memory, momentum = carry.memory, carry.momentum
+        if resets is not None:
+            memory = _choose(resets, initial, memory)
+            momentum = _choose(resets, jax.tree.map(jnp.zeros_like, momentum), momentum)
+        start = memory
+        if first is not None:  # the call may begin in the middle of a chunk
+            within = first > 0
+            start = _choose(within, carry.chunk_start, memory)
+        given = None if first is None else start
+        new_memory, new_momentum, window, y = chunk_fn(
+            params, given, memory, momentum, carry.window, slot, first, count
+        )
+        # Not inside the checkpointed function, so that the backward pass does not keep it.
+        kept = start if filled is None else _choose(filled, start, carry.chunk_start)
+        return Carry(new_memory, new_momentum, window, kept), y.astype(q.dtype)
+
+    window = None
+    if rule.window > 1:
+        assert state.window_keys is not None
+        assert state.window_values is not None
+        thresholds = state.window_thresholds
+        window = Window(
+            state.window_keys,
+            state.window_values,
+            jnp.ones(state.window_keys.shape[:-1], wide) if thresholds is None else thresholds,
+        )
+    carry = Carry(state.memory, state.momentum, window, state.chunk_start or state.memory)
+    carry = jax.tree.map(lambda x: x.astype(wide), carry)
+    xs = (slots, where.window_count, where.resets, where.filled)
+    checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
+
+    outputs = []
+    if where.first is not None:
+        carry, y = run_slot(carry, jax.tree.map(lambda x: x[0], xs), where.first, checkpoint(by_batch))
+        outputs.append(y[None])
+        xs = jax.tree.map(lambda x: x[1:], xs)
+    remaining = where.num_slots - len(outputs)
+    group = max(1, _GROUP_TOKENS // sizes.width)
+    grouped = remaining // group * group if group > 1 else 0
+    if grouped:
+        # Short chunks: one boundary state is kept for several of them.
+        inner = lambda c, x: run_slot(c, x, None, by_batch)
+        outer = checkpoint(lambda c, x: jax.lax.scan(inner, c, x))
+        head = jax.tree.map(lambda x: x[:grouped].reshape(-1, group, *x.shape[1:]), xs)
+        carry, y = jax.lax.scan(outer, carry, head)
+        outputs.append(y.reshape(-1, *y.shape[2:]))
+        xs = jax.tree.map(lambda x: x[grouped:], xs)
+        remaining -= grouped
+    if remaining:
+        carry, y = jax.lax.scan(lambda c, x: run_slot(c, x, None, checkpoint(by_batch)), carry, xs)
+        outputs.append(y)
+    y = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
+    y = _from_slots(y, sizes, where, time)
+    return y, _final_state(rule, state, carry, where, k, v, gates, segment_ids)
+
+
+def _layout(
+    rule: MemoryRule,
+    sizes: Plan,
+    state: MemoryState,
+    fresh: bool,
+    batch: int,
+    time: int,
+    segment_ids: jax.Array | None,
+    max_segments: int | None,
+) -> layout.Layout:
+    zeros = jnp.zeros((batch,), jnp.int32)
+    count = zeros if state.window_count is None else state.window_count
+    position = zeros if state.position is None else state.position
+    if segment_ids is not None:
+        assert max_segments is not None
+        return layout.segmented_layout(
+            segment_ids, max_segments, sizes.chunk, sizes.width, rule.window, position, count, state.segment
+        )
+    if fresh or state.position is None:
+        return layout.aligned_layout(batch, time, sizes.chunk, rule.window, count)
+    return layout.streamed_layout(time, sizes.chunk, sizes.width, rule.window, position, count)
+
+
+def _final_state(
+    rule: MemoryRule,
+    state: MemoryState,
+    carry: Carry,
+    where: layout.Layout,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None,
+) -> MemoryState:
+    memory = carry.memory
+    if where.overflow is not None:
+        memory = _choose(where.overflow, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), memory), memory)
+    chunk_start = None
+    if state.chunk_start is not None:
+        chunk_start = _choose(where.position == 0, memory, carry.chunk_start)
+
+    def tail(old: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
+        if old is None or new is None:
+            return None
+        new = jnp.moveaxis(new[:, -(rule.window - 1) :], 1, 2).astype(old.dtype)
+        return jnp.concatenate([old, new], axis=2)[:, :, -(rule.window - 1) :]
+
+    return MemoryState(
+        memory=memory,
+        chunk_start=chunk_start,
+        momentum=carry.momentum,
+        window_keys=tail(state.window_keys, k),
+        window_values=tail(state.window_values, v),
+        window_thresholds=tail(state.window_thresholds, gates.threshold),
+        window_count=None if state.window_count is None else where.last_count,
+        position=None if state.position is None else where.position,
+        segment=state.segment if segment_ids is None else segment_ids[:, -1],
+    )
+
+
+def xla_step(
+    rule: MemoryRule,
+    params: MemoryParams,
+    state: MemoryState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+) -> tuple[jax.Array, MemoryState]:
+    """One token: q, k: [batch, heads, key_dim], v: [batch, heads, value_dim], gates [batch, heads(, n)]."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    batch, heads, _ = q.shape
+    sizes = Plan(1, 1, 1, q.dtype)
+    up = lambda x: None if x is None else x.astype(wide)[:, :, None]
+    step_size = gates.step_size
+    assert step_size is not None
+    if rule.uses_muon and state.position is not None:
+        writes = (state.position + 1) % rule.optimizer.every == 0  # type: ignore[union-attr]
+        step_size = jnp.where(writes[:, None], step_size, 0.0)
+    gamma = jnp.ones((batch, heads, 1), wide) if gates.window is None else gates.window
+    slot = Slot(
+        up(q), up(k), up(v), up(gates.retention), up(step_size), up(gates.momentum), up(gamma), up(gates.threshold)
+    )  # type: ignore[arg-type]
+    zeros = jnp.zeros((batch,), jnp.int32)
+    count = zeros if state.window_count is None else state.window_count
+    start = state.memory
+    if state.chunk_start is not None:
+        assert state.position is not None
+        start = _choose(state.position == 0, state.memory, state.chunk_start)
+    window = None
+    if rule.window > 1:
+        assert state.window_keys is not None
+        assert state.window_values is not None
+        thresholds = state.window_thresholds
+        ones = jnp.ones(state.window_keys.shape[:-1], wide)
+        window = Window(state.window_keys, state.window_values, ones if thresholds is None else thresholds)
+
+    def chunk(params, start, memory, momentum, window, slot, count):
+        return run_chunk(rule, sizes, params, start, memory, momentum, window, slot, None, count)
+
+    by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None))
+    by_batch = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0))
+    up_params = jax.tree.map(lambda x: x.astype(wide), params)
+    memory, momentum, window, y = by_batch(up_params, start, state.memory, state.momentum, window, slot, count)
+    position = None if state.position is None else (state.position + 1) % rule.chunk_size
+    return y[:, :, 0].astype(q.dtype), MemoryState(
+        memory=memory,
+        chunk_start=None if position is None else _choose(position == 0, memory, start),
+        momentum=momentum,
+        window_keys=None if window is None else window.keys,
+        window_values=None if window is None else window.values,
+        window_thresholds=None if window is None or state.window_thresholds is None else window.thresholds,
+        window_count=None if state.window_count is None else jnp.minimum(count + 1, rule.window - 1),
+        position=position,
+        segment=state.segment,
+    )

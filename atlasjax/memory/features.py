@@ -1,0 +1,158 @@
+"""Feature maps φ of keys and queries (A §3.1, Eq. 5; SEMANTICS 1.8).
+
+Every map with coefficients c_0 … c_p (learned per head) reaches φ(q)·φ(k) = Σ_i c_i² (q·k)^i, exactly (`Polynomial`), per
+coordinate (`Powers`) or in expectation (`TensorSketch`). Initially c_i² = 1/i!, the expansion of exp.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def _check_degree(owner: object, degree: int) -> None:
+    if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+        raise ValueError(f"{type(owner).__name__}: degree must be an integer ≥ 1, got {degree!r}.")
+
+
+def _initial_coefficients(degrees: range) -> np.ndarray:
+    return np.asarray([math.factorial(i) ** -0.5 for i in degrees], np.float32)
+
+
+@functools.lru_cache
+def _monomials(dim: int, degree: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices [n, degree] of all monomials of one degree in lexicographic order, and √(multinomial) weights [n]."""
+    index = np.asarray(list(itertools.combinations_with_replacement(range(dim), degree)), np.int32).reshape(-1, degree)
+    weight = []
+    for row in index:
+        repeats = math.prod(math.factorial(n) for n in np.unique(row, return_counts=True)[1].tolist())
+        weight.append(math.sqrt(math.factorial(degree) / repeats))
+    return index, np.asarray(weight)
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """φ(x) = x."""
+
+    def dim(self, key_dim: int) -> int:
+        return key_dim
+
+    def init(self) -> np.ndarray | None:
+        return None
+
+    def apply(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        return x
+
+    def degree_one(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Polynomial:
+    """All monomials of total degree ≤ `degree`, by degree, then lexicographically: D = C(key_dim + degree, degree)."""
+
+    degree: int = 2
+
+    def __post_init__(self) -> None:
+        _check_degree(self, self.degree)
+
+    def dim(self, key_dim: int) -> int:
+        return math.comb(key_dim + self.degree, self.degree)
+
+    def init(self) -> np.ndarray | None:
+        return _initial_coefficients(range(self.degree + 1))
+
+    def apply(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        assert coefficients is not None
+        blocks = [jnp.broadcast_to(coefficients[0].astype(x.dtype), (*x.shape[:-1], 1))]
+        for degree in range(1, self.degree + 1):
+            index, weight = _monomials(x.shape[-1], degree)
+            block = math.prod((x[..., index[:, j]] for j in range(1, degree)), start=x[..., index[:, 0]])
+            blocks.append(coefficients[degree].astype(x.dtype) * jnp.asarray(weight, x.dtype) * block)
+        return jnp.concatenate(blocks, axis=-1)
+
+    def degree_one(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        assert coefficients is not None
+        return coefficients[1].astype(x.dtype) * x
+
+
+@dataclasses.dataclass(frozen=True)
+class Powers:
+    """Elementwise powers [c_1 x, c_2 x², …]: D = degree · key_dim. The cheap relative of `Polynomial`, without cross terms."""
+
+    degree: int = 2
+
+    def __post_init__(self) -> None:
+        _check_degree(self, self.degree)
+
+    def dim(self, key_dim: int) -> int:
+        return self.degree * key_dim
+
+    def init(self) -> np.ndarray | None:
+        return _initial_coefficients(range(1, self.degree + 1))
+
+    def apply(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        assert coefficients is not None
+        powers = [x]
+        for _ in range(1, self.degree):
+            powers.append(powers[-1] * x)
+        return jnp.concatenate([coefficients[i].astype(x.dtype) * p for i, p in enumerate(powers)], axis=-1)
+
+    def degree_one(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        assert coefficients is not None
+        return coefficients[0].astype(x.dtype) * x
+
+
+@functools.lru_cache
+def _count_sketches(dim: int, degree: int, size: int, seed: int) -> np.ndarray:
+    """`degree` independent count-sketch matrices [degree, dim, size], one ±1 in every row."""
+    rng = np.random.default_rng((seed, degree))
+    sketches = np.zeros((degree, dim, size), np.float32)
+    for j in range(degree):
+        sketches[j, np.arange(dim), rng.integers(0, size, dim)] = rng.choice((-1.0, 1.0), dim)
+    return sketches
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSketch:
+    """A random sketch of `Polynomial` (Pham & Pagh 2013): degrees 0 and 1 exact, each higher one in `size` numbers.
+
+    D = 1 + key_dim + (degree − 1) · size, and E[φ(q)·φ(k)] = Σ_i c_i² (q·k)^i over the random `seed`.
+    """
+
+    degree: int = 2
+    size: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_degree(self, self.degree)
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"TensorSketch: size must be an integer ≥ 1, got {self.size!r}.")
+
+    def dim(self, key_dim: int) -> int:
+        return 1 + key_dim + (self.degree - 1) * self.size
+
+    def init(self) -> np.ndarray | None:
+        return _initial_coefficients(range(self.degree + 1))
+
+    def apply(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        assert coefficients is not None
+        c = coefficients.astype(x.dtype)
+        blocks = [jnp.broadcast_to(c[0], (*x.shape[:-1], 1)), c[1] * x]
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # there is no bfloat16 Fourier transform
+        for degree in range(2, self.degree + 1):
+            sketches = jnp.asarray(_count_sketches(x.shape[-1], degree, self.size, self.seed), wide.dtype)
+            spectrum = math.prod(jnp.fft.rfft(wide @ sketches[j], axis=-1) for j in range(degree))
+            blocks.append(c[degree] * jnp.fft.irfft(spectrum, n=self.size, axis=-1).astype(x.dtype))
+        return jnp.concatenate(blocks, axis=-1)
+
+    def degree_one(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        assert coefficients is not None
+        return coefficients[1].astype(x.dtype) * x
+
+
+Features = Identity | Polynomial | Powers | TensorSketch

@@ -1,0 +1,69 @@
+"""What a memory is asked to do with a pair (k, v): the inner loss ℓ(M; φ(k), v) (SEMANTICS 1.3).
+
+`loss(out, v, threshold)` takes out = M(φ(k)): [..., value_dim] and returns [...]. Inner gradients come from it by autodiff;
+every loss is written so that its first and second derivatives are finite where the error is zero.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class L2:
+    """½‖out − v‖²: with a matrix memory, the step size η is DeltaNet's β."""
+
+    uses_threshold = False
+
+    def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
+        return 0.5 * jnp.sum(jnp.square(out - v), axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DotProduct:
+    """−⟨out, v⟩: Hebbian writing; with a matrix memory, linear attention."""
+
+    uses_threshold = False
+
+    def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
+        return -jnp.sum(out * v, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lp:
+    """(1/p)‖out − v‖_p^p (Moneta's objective). p ≥ 1; for p < 2 the second derivative at zero error is taken as zero."""
+
+    p: float = 3.0
+    uses_threshold = False
+
+    def __post_init__(self) -> None:
+        if not self.p >= 1:
+            raise ValueError(f"Lp: p must be ≥ 1, got {self.p!r}.")
+
+    def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
+        magnitude = jnp.abs(out - v)
+        nonzero = magnitude > 0
+        powers = jnp.where(nonzero, jnp.where(nonzero, magnitude, 1.0) ** self.p, 0.0)
+        return jnp.sum(powers, axis=-1) / self.p
+
+
+@dataclasses.dataclass(frozen=True)
+class Huber:
+    """Huber's loss on the NORM of the error, with a threshold δ per token and head (Yaad).
+
+    ½r² for r = ‖out − v‖ ≤ δ, else δ(r − ½δ). δ belongs to the token whose pair is written and travels with it.
+    """
+
+    uses_threshold = True
+
+    def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
+        if threshold is None:
+            raise ValueError("Huber: threshold (δ) is required.")
+        square = jnp.sum(jnp.square(out - v), axis=-1)
+        inside = square <= jnp.square(threshold)
+        norm = jnp.sqrt(jnp.where(inside, 1.0, square))  # safe: its derivative is not asked for at zero
+        return jnp.where(inside, 0.5 * square, threshold * (norm - 0.5 * threshold))
+
+
+Objective = L2 | DotProduct | Lp | Huber

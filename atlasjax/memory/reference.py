@@ -1,0 +1,157 @@
+"""The definition: the memory recurrence token by token, with inner gradients from `jax.grad`.
+
+Slow and obvious on purpose. Every engine, kernel, cache and sharded run is tested against it. SEMANTICS section 1.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.optimizers import GradientDescent, Muon
+from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.state import Gates, MemoryParams, MemoryState, init_state
+from pallas_kernels.newton_schulz import SCHEDULES, newton_schulz
+
+
+def read_one(rule: MemoryRule, params: Any, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """M(φ(x)) of one head: x is [key_dim], the result [value_dim]."""
+    features = rule.features.apply(params.coefficients, x)
+    skip = rule.features.degree_one(params.coefficients, x) if rule.structure.residual else None
+    return rule.structure.apply(lambda name, h: weights[name] @ h, features, skip, params.norm)
+
+
+def _token(rule: MemoryRule, params: Any, initial: dict, carry: dict, token: dict) -> tuple[dict, jax.Array]:
+    """One token of one head of one batch element."""
+    carry = dict(carry)
+    if "segment" in token:
+        new = (token["segment"] != carry["segment"]) & (carry["segment"] >= 0)
+        choose = lambda fresh, old: jax.tree.map(lambda f, o: jnp.where(new, f, o), fresh, old)
+        carry["M"] = choose(initial, carry["M"])
+        carry["S"] = choose(jax.tree.map(jnp.zeros_like, initial), carry["S"])
+        carry["position"] = jnp.where(new, 0, carry["position"])
+        carry["count"] = jnp.where(new, 0, carry["count"])
+        carry["segment"] = token["segment"]
+
+    starts_chunk = carry["position"] == 0
+    at_start = jax.tree.map(lambda m, g: jnp.where(starts_chunk, m, g), carry["M"], carry["chunk_start"])
+
+    # The window: entry j holds token t − j.
+    keys = jnp.concatenate([token["k"][None], carry["keys"]])
+    values = jnp.concatenate([token["v"][None], carry["values"]])
+    thresholds = jnp.concatenate([token["threshold"][None], carry["thresholds"]])
+    real = jnp.arange(rule.window) <= carry["count"]
+
+    def loss(weights: dict, k: jax.Array, v: jax.Array, threshold: jax.Array) -> jax.Array:
+        return rule.objective.loss(read_one(rule, params, weights, k), v, threshold)
+
+    gradients = jax.vmap(jax.grad(loss), (None, 0, 0, 0))(at_start, keys, values, thresholds)
+    gamma = jnp.where(real, token["window"], 0.0)
+    g = jax.tree.map(lambda x: jnp.tensordot(gamma, x, 1), gradients)
+
+    alpha, theta, eta = token["retention"], token["momentum"], token["step_size"]
+    decayed = jax.tree.map(lambda m: m * alpha, carry["M"])  # α is a scalar, or [D] acting on the right of W
+    if isinstance(rule.optimizer, Muon):
+        S = jax.tree.map(lambda s, x: theta * s - x, carry["S"], g)
+        writes = (carry["position"] + 1) % rule.optimizer.every == 0
+        step = lambda m, s: (
+            m + jnp.where(writes, eta, 0.0) * newton_schulz(s, rule.optimizer.steps, SCHEDULES[rule.optimizer.schedule])
+        )
+        M = jax.tree.map(step, decayed, S)
+    else:
+        if isinstance(rule.optimizer, GradientDescent):
+            S = jax.tree.map(lambda x: -eta * x, g)
+        else:
+            S = jax.tree.map(lambda s, x: theta * s - eta * x, carry["S"], g)
+        M = jax.tree.map(jnp.add, decayed, S)
+
+    carry.update(
+        M=M,
+        S=S,
+        chunk_start=at_start,
+        keys=keys[: rule.window - 1],
+        values=values[: rule.window - 1],
+        thresholds=thresholds[: rule.window - 1],
+        count=jnp.minimum(carry["count"] + 1, rule.window - 1),
+        position=(carry["position"] + 1) % rule.chunk_size,
+    )
+    return carry, read_one(rule, params, M, token["q"])
+
+
+def reference_scan(
+    rule: MemoryRule,
+    params: MemoryParams,
+    state: MemoryState | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None = None,
+) -> tuple[jax.Array, MemoryState]:
+    """The recurrence over a sequence; arguments as in `memory.scan`, already checked."""
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    batch, time, heads, _ = q.shape
+    wide = lambda x: x.astype(jnp.promote_types(x.dtype, dtype))
+    if state is None:
+        state = init_state(rule, params, batch_size=batch)
+    params = jax.tree.map(wide, params)
+    state = jax.tree.map(lambda x: wide(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+    ones = jnp.ones((batch, time, heads), dtype)
+    tokens = {
+        "q": wide(q),
+        "k": wide(k),
+        "v": wide(v),
+        "retention": ones if gates.retention is None else wide(gates.retention),
+        "step_size": ones if gates.step_size is None else wide(gates.step_size),
+        "momentum": ones if gates.momentum is None else wide(gates.momentum),
+        "window": ones[..., None] if gates.window is None else wide(gates.window),
+        "threshold": ones if gates.threshold is None else wide(gates.threshold),
+    }
+    by_batch: dict[str, jax.Array] = {}
+    if segment_ids is not None:
+        by_batch["segment"] = segment_ids
+    zeros = lambda *shape: jnp.zeros((batch, heads, *shape), dtype)
+    carry_heads = {
+        "M": state.memory,
+        "S": jax.tree.map(jnp.zeros_like, state.memory) if state.momentum is None else state.momentum,
+        "chunk_start": state.memory if state.chunk_start is None else state.chunk_start,
+        "keys": zeros(0, k.shape[-1]) if state.window_keys is None else state.window_keys[:, :, ::-1],
+        "values": zeros(0, v.shape[-1]) if state.window_values is None else state.window_values[:, :, ::-1],
+        "thresholds": zeros(rule.window - 1)
+        if state.window_thresholds is None
+        else state.window_thresholds[:, :, ::-1],
+    }
+    none_read = jnp.zeros((batch,), jnp.int32)
+    carry_batch = {
+        "count": none_read if state.window_count is None else state.window_count,
+        "position": none_read if state.position is None else state.position,
+        "segment": state.segment,
+    }
+
+    def one_head(params, initial, carry_h, carry_b, tokens_h, tokens_b):
+        body = lambda c, x: _token(rule, params, initial, c, x)
+        last, y = jax.lax.scan(body, {**carry_h, **carry_b}, {**tokens_h, **tokens_b})
+        return y, last
+
+    over_heads = jax.vmap(one_head, in_axes=(0, 0, 0, None, 1, None), out_axes=(1, 0))
+    over_batch = jax.vmap(over_heads, in_axes=(None, None, 0, 0, 0, 0))
+    y, last = over_batch(params, params.weights, carry_heads, carry_batch, tokens, by_batch)
+
+    position = last["position"][:, 0]
+    ends_chunk = (position == 0)[:, None, None, None]
+    windowed = rule.window > 1
+    state = MemoryState(
+        memory=last["M"],
+        # At a chunk's end the next chunk starts from here.
+        chunk_start=None
+        if state.chunk_start is None
+        else jax.tree.map(lambda m, g: jnp.where(ends_chunk, m, g), last["M"], last["chunk_start"]),
+        momentum=None if state.momentum is None else last["S"],
+        window_keys=last["keys"][:, :, ::-1] if windowed else None,
+        window_values=last["values"][:, :, ::-1] if windowed else None,
+        window_thresholds=None if state.window_thresholds is None else last["thresholds"][:, :, ::-1],
+        window_count=last["count"][:, 0] if windowed else None,
+        position=None if state.position is None else position,
+        segment=last["segment"][:, 0] if segment_ids is not None else state.segment,
+    )
+    return y.astype(q.dtype), state

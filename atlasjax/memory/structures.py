@@ -1,0 +1,129 @@
+"""What a memory is: a map M from features of a key to a value, whose weights are written at test time.
+
+Every structure applies its weights only through `linear(name, h)`, one matrix at a time. Whoever calls `apply` decides what
+`linear` is: a plain product, a product that records its input (an inner gradient is an outer product of that input), or a
+product with a sum of matrices that is never formed (the dual form; a soup of cached memories).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.names import lookup
+
+Linear = Callable[[str, jax.Array], jax.Array]
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=True),  # the tanh form
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
+}
+
+
+def _check_positive(owner: object, **sizes: int) -> None:
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{type(owner).__name__}: {name} must be an integer ≥ 1, got {value!r}.")
+
+
+def _fan_in_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.float32) / shape[-1] ** 0.5
+
+
+def layer_norm(x: jax.Array, norm: Mapping[str, jax.Array]) -> jax.Array:
+    """LayerNorm over the last axis with learned scale and bias."""
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + 1e-6) * norm["scale"] + norm["bias"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """M(x) = W x with W: [value_dim, feature_dim]; starts at zero. Linear attention, the delta rule, SWLA."""
+
+    residual = False
+    norm = False
+
+    def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
+        return {"W": (value_dim, feature_dim)}
+
+    def init(self, key: jax.Array, feature_dim: int, value_dim: int) -> dict[str, jax.Array]:
+        return {"W": jnp.zeros((value_dim, feature_dim), jnp.float32)}
+
+    def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
+        return linear("W", x)
+
+
+@dataclasses.dataclass(frozen=True)
+class MLP:
+    """M(x) = r(x) + W1 σ(W2 σ(… x)): a residual MLP of any depth without biases (A Eq. 42 at depth 2).
+
+    `W1` is the outermost matrix, as in the paper. r(x) is x for the identity feature map and the degree-one block of any
+    other (SEMANTICS 1.6), so key_dim must equal value_dim.
+
+    Attributes:
+      depth: number of matrices, ≥ 1 (1: M(x) = r(x) + W1 x).
+      expansion: hidden width over value_dim.
+      activation: a name of `ACTIVATIONS`.
+      norm: LayerNorm (learned scale and bias, not written at test time) on the branch before the residual sum, as in TTT.
+    """
+
+    depth: int = 2
+    expansion: int = 4
+    activation: str = "gelu"
+    norm: bool = False
+    residual = True
+
+    def __post_init__(self) -> None:
+        _check_positive(self, depth=self.depth, expansion=self.expansion)
+        lookup("activation", self.activation, ACTIVATIONS)
+
+    def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
+        hidden = self.expansion * value_dim
+        widths = [value_dim, *[hidden] * (self.depth - 1), feature_dim]
+        return {f"W{i + 1}": (widths[i], widths[i + 1]) for i in range(self.depth)}
+
+    def init(self, key: jax.Array, feature_dim: int, value_dim: int) -> dict[str, jax.Array]:
+        shapes = self.weight_shapes(feature_dim, value_dim)
+        keys = jax.random.split(key, len(shapes))
+        return {name: _fan_in_normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+    def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
+        activation = ACTIVATIONS[self.activation]
+        h = x
+        for i in range(self.depth, 1, -1):
+            h = activation(linear(f"W{i}", h))
+        out = linear("W1", h)
+        return skip + (layer_norm(out, norm) if norm is not None else out)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedMLP:
+    """M(x) = r(x) + W1 (σ(W2 x) ⊙ W3 x): the gated memory (A Eq. 43); shapes and r(x) as in `MLP`."""
+
+    expansion: int = 4
+    activation: str = "gelu"
+    residual = True
+    norm = False
+
+    def __post_init__(self) -> None:
+        _check_positive(self, expansion=self.expansion)
+        lookup("activation", self.activation, ACTIVATIONS)
+
+    def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
+        hidden = self.expansion * value_dim
+        return {"W1": (value_dim, hidden), "W2": (hidden, feature_dim), "W3": (hidden, feature_dim)}
+
+    def init(self, key: jax.Array, feature_dim: int, value_dim: int) -> dict[str, jax.Array]:
+        shapes = self.weight_shapes(feature_dim, value_dim)
+        keys = jax.random.split(key, len(shapes))
+        return {name: _fan_in_normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+    def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
+        return skip + linear("W1", ACTIVATIONS[self.activation](linear("W2", x)) * linear("W3", x))
+
+
+Structure = Matrix | MLP | GatedMLP

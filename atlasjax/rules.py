@@ -1,0 +1,120 @@
+"""Named memory rules: the rows of A Table 1, and their relatives, as values.
+
+Each function takes the run's choices (`chunk_size`, `window`, …) and returns a `MemoryRule`. A new rule is one function and
+one line of `REGISTRY`.
+"""
+
+from collections.abc import Callable
+
+from atlasjax.memory import features as features_lib
+from atlasjax.memory import objectives, optimizers, retention, structures
+from atlasjax.memory.rule import MemoryRule
+
+
+def linear_attention(chunk_size: int = 64) -> MemoryRule:
+    """W_t = W_{t−1} + η_t v kᵀ (Katharopoulos et al. 2020; η = 1)."""
+    return MemoryRule(
+        structures.Matrix(), objectives.DotProduct(), optimizer=optimizers.GradientDescent(), retention=retention.Full(),
+        chunk_size=chunk_size,
+    )  # fmt: skip
+
+
+def delta_rule(chunk_size: int = 1) -> MemoryRule:
+    """W_t = W_{t−1}(I − η_t k kᵀ) + η_t v kᵀ (DeltaNet; η is its β). Exact at the default chunk of one token."""
+    return MemoryRule(
+        structures.Matrix(), objectives.L2(), optimizer=optimizers.GradientDescent(), retention=retention.Full(),
+        chunk_size=chunk_size,
+    )  # fmt: skip
+
+
+def ttt_linear(chunk_size: int = 16) -> MemoryRule:
+    """TTT-Linear (Sun et al. 2024): M(x) = x + LN(W x), ℓ2, gradient descent on mini-batches of `chunk_size`."""
+    return MemoryRule(
+        structures.MLP(depth=1, norm=True), objectives.L2(), optimizer=optimizers.GradientDescent(),
+        retention=retention.Full(), chunk_size=chunk_size,
+    )  # fmt: skip
+
+
+def ttt_mlp(chunk_size: int = 16, expansion: int = 4) -> MemoryRule:
+    """TTT-MLP (Sun et al. 2024): M(x) = x + LN(W1 σ(W2 x)), ℓ2, gradient descent on mini-batches of `chunk_size`."""
+    return MemoryRule(
+        structures.MLP(depth=2, expansion=expansion, norm=True), objectives.L2(),
+        optimizer=optimizers.GradientDescent(), retention=retention.Full(), chunk_size=chunk_size,
+    )  # fmt: skip
+
+
+def titans(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
+    """Titans (Behrouz et al. 2025): deep memory, ℓ2, momentum and weight decay, online (A Table 1)."""
+    return MemoryRule(structure, objectives.L2(), optimizer=optimizers.Momentum(), chunk_size=chunk_size)
+
+
+def titans_no_momentum(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
+    """Titans without momentum: gradient descent with weight decay."""
+    return MemoryRule(structure, objectives.L2(), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size)
+
+
+def dla(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
+    """Deep linear attention: a deep memory under the dot-product loss (A §4; A Table 1's DLA)."""
+    return MemoryRule(structure, objectives.DotProduct(), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size)
+
+
+def swla(chunk_size: int = 64, window: int = 4, structure: structures.Structure = structures.Matrix()) -> MemoryRule:
+    """Sliding-window linear attention: the dot-product loss over the last `window` tokens (A §3.2, Table 1)."""
+    return MemoryRule(
+        structure, objectives.DotProduct(), optimizer=optimizers.GradientDescent(), window=window, chunk_size=chunk_size
+    )
+
+
+def omeganet(
+    chunk_size: int = 64,
+    window: int = 4,
+    structure: structures.Structure = structures.MLP(),
+    features: features_lib.Features = features_lib.Polynomial(2),
+) -> MemoryRule:
+    """OmegaNet (A §3.2–3.3): ℓ2 over a window (the Omega rule) on polynomial features, gradient descent with decay."""
+    return MemoryRule(
+        structure, objectives.L2(), features, optimizers.GradientDescent(), window=window, chunk_size=chunk_size
+    )
+
+
+def atlas(
+    chunk_size: int = 64,
+    window: int = 4,
+    structure: structures.Structure = structures.MLP(),
+    features: features_lib.Features = features_lib.Polynomial(2),
+    newton_schulz_steps: int = 5,
+    newton_schulz_every: int = 1,
+    schedule: str = "standard",
+) -> MemoryRule:
+    """Atlas (A §5, Eq. 32 and 57): the Omega rule on polynomial features with the Muon inner optimizer."""
+    muon = optimizers.Muon(newton_schulz_steps, schedule, newton_schulz_every)
+    return MemoryRule(structure, objectives.L2(), features, muon, window=window, chunk_size=chunk_size)
+
+
+def atlas_plus_plus(
+    chunk_size: int = 64,
+    window: int = 4,
+    features: features_lib.Features = features_lib.Polynomial(2),
+    newton_schulz_steps: int = 5,
+    newton_schulz_every: int = 1,
+    schedule: str = "standard",
+) -> MemoryRule:
+    """Atlas++: Atlas with the gated memory of A Eq. 43."""
+    return atlas(
+        chunk_size, window, structures.GatedMLP(), features, newton_schulz_steps, newton_schulz_every, schedule
+    )
+
+
+REGISTRY: dict[str, Callable[..., MemoryRule]] = {
+    "linear_attention": linear_attention,
+    "delta_rule": delta_rule,
+    "ttt_linear": ttt_linear,
+    "ttt_mlp": ttt_mlp,
+    "titans": titans,
+    "titans_no_momentum": titans_no_momentum,
+    "dla": dla,
+    "swla": swla,
+    "omeganet": omeganet,
+    "atlas": atlas,
+    "atlas_plus_plus": atlas_plus_plus,
+}

@@ -1,0 +1,100 @@
+"""One table of rules and a maker of inputs, shared by every test of the memory core."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlasjax import memory, rules
+from atlasjax.memory import features, objectives, optimizers, retention, structures
+from atlasjax.memory.rule import MemoryRule
+
+MATRIX, GD = structures.Matrix(), optimizers.GradientDescent()
+
+# Every choice appears at least once; windows longer than chunks, chunks longer than a block, one-token chunks.
+RULES: dict[str, MemoryRule] = {
+    "linear_attention": rules.linear_attention(),
+    "delta_rule": rules.delta_rule(),
+    "delta_rule_chunk8": rules.delta_rule(8),
+    "gla": MemoryRule(MATRIX, objectives.DotProduct(), optimizer=GD, retention=retention.Channel()),
+    "channel_delta_momentum": MemoryRule(
+        MATRIX, objectives.L2(), optimizer=optimizers.Momentum(), retention=retention.Channel(), window=3, chunk_size=20
+    ),
+    "ttt_linear": rules.ttt_linear(8),
+    "ttt_mlp": rules.ttt_mlp(8, expansion=2),
+    "titans": rules.titans(8),
+    "titans_online": rules.titans(1),
+    "titans_matrix": rules.titans(16, MATRIX),
+    "titans_no_momentum": rules.titans_no_momentum(8),
+    "titans_deep": rules.titans(8, structures.MLP(depth=3, expansion=2, activation="silu")),
+    "titans_long_chunk": rules.titans(150, structures.MLP(expansion=1)),
+    "dla": rules.dla(8),
+    "swla": rules.swla(8, window=5),
+    "omeganet": rules.omeganet(8, window=4),
+    "omeganet_window_over_chunk": rules.omeganet(4, window=11, features=features.Identity()),
+    "omeganet_powers": rules.omeganet(8, 3, features=features.Powers(3)),
+    "omeganet_sketch": rules.omeganet(8, 3, features=features.TensorSketch(2, 8)),
+    "yaad_window": MemoryRule(objective=objectives.Huber(), window=3, chunk_size=8),
+    "moneta": MemoryRule(objective=objectives.Lp(3.0), optimizer=GD, chunk_size=8),
+    "momentum_full_retention": MemoryRule(retention=retention.Full(), chunk_size=8, window=2),
+    "gated": MemoryRule(structures.GatedMLP(expansion=2), window=2, chunk_size=8),
+    "atlas": rules.atlas(8, 3, structures.MLP(expansion=2), features.Powers(2)),
+    "atlas_every": rules.atlas(12, 5, structures.MLP(expansion=2), features.Identity(), newton_schulz_every=4),
+    "atlas_online": rules.atlas(1, 2, structures.MLP(expansion=2), features.Identity(), newton_schulz_steps=2),
+    "atlas_convergent": rules.atlas(10, 2, structures.MLP(expansion=2), features.Identity(), schedule="polar_express"),
+    "atlas_plus_plus": rules.atlas_plus_plus(8, 3, features.Identity()),
+    "muon_matrix_channel": MemoryRule(
+        MATRIX, objectives.L2(), optimizer=optimizers.Muon(3), retention=retention.Channel(), window=2, chunk_size=6
+    ),
+}  # fmt: skip
+
+
+def make_inputs(rule, *, batch=2, time=37, heads=2, key_dim=4, value_dim=4, dtype=jnp.float32, seed=0, **overrides):
+    """(params, q, k, v, gates): normalized keys, gates inside their ranges, a nonzero M_0.
+
+    `overrides` sets gates to constants, e.g. retention=0.0.
+    """
+    rng = np.random.default_rng(seed)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    params = memory.init_params(rule, jax.random.key(seed), num_heads=heads, key_dim=key_dim, value_dim=value_dim)
+    jitter = lambda x: jnp.asarray(x + 0.1 * rng.standard_normal(x.shape), wide)
+    params = jax.tree.map(jitter, params)
+    normal = lambda dim: rng.standard_normal((batch, time, heads, dim))
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    q, k, v = unit(normal(key_dim)), unit(normal(key_dim)), normal(value_dim)
+    scale = {"retention": (0.7, 1.0), "momentum": (0.2, 0.9), "window": (0.1, 1.0), "threshold": (0.3, 1.0)}
+    scale["step_size"] = (0.01, 0.05) if not rule.uses_muon else (0.005, 0.02)
+    gates = {}
+    for name, channels in rule.gate_channels(key_dim).items():
+        low, high = scale[name]
+        shape = (batch, time, heads) if channels is None else (batch, time, heads, channels)
+        value = rng.uniform(low, high, shape)
+        if name in overrides:
+            value = np.full(shape, overrides[name])
+        gates[name] = jnp.asarray(value, wide)
+    q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
+    return params, q, k, v, memory.Gates(**gates)
+
+
+def assert_close(actual, expected, tolerance, what=""):
+    """Every leaf within `tolerance` times the largest magnitude of the expected leaf (at least 1e-3 of the whole tree's)."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(expected)
+    actual_leaves = jax.tree.leaves(actual)
+    assert len(flat) == len(actual_leaves)
+    floating = [np.abs(np.asarray(x, np.float64)).max(initial=0) for _, x in flat if jnp.issubdtype(x.dtype, jnp.floating)]
+    floor = 1e-3 * max(floating, default=0)
+    for (path, want), have in zip(flat, actual_leaves):
+        name = what + jax.tree_util.keystr(path)
+        want, have = np.asarray(want), np.asarray(have)
+        assert want.shape == have.shape, name
+        if np.issubdtype(want.dtype, np.integer):
+            np.testing.assert_array_equal(have, want, err_msg=name)
+            continue
+        want, have = want.astype(np.float64), have.astype(np.float64)
+        assert np.isfinite(have).all(), f"{name}: not finite"
+        error = np.abs(have - want).max(initial=0)
+        scale = max(np.abs(want).max(initial=0), floor, 1e-30)
+        assert error <= tolerance * scale, f"{name}: error {error:.3e}, scale {scale:.3e}, ratio {error / scale:.3e}"
+
+
+def slice_time(gates, start, stop):
+    return jax.tree.map(lambda x: x[:, start:stop], gates)
