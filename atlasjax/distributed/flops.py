@@ -1,0 +1,58 @@
+"""Floating-point operations of a function, counted in its jaxpr.
+
+XLA's own `cost_analysis()` counts the body of a scan once, however long the scan; here it is counted as often as it runs.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+
+def count_flops(function: Callable[..., Any], *arguments: Any) -> int:
+    """Returns the matmul and convolution FLOPs (2 per multiply-add) of one call, over the whole batch and all devices.
+
+    Elementwise work is not counted. A `cond` counts its dearest branch, a `while` of unknown length its body once.
+
+    Args:
+      function: any traceable function; it is traced, not compiled and not run.
+      *arguments: arrays, or jax.ShapeDtypeStruct in their place.
+    """
+    return _jaxpr_flops(jax.make_jaxpr(function)(*arguments).jaxpr)
+
+
+def _jaxpr_flops(jaxpr: core.Jaxpr) -> int:
+    return sum(_equation_flops(equation) for equation in jaxpr.eqns)
+
+
+def _equation_flops(equation: core.JaxprEqn) -> int:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        left = equation.invars[0].aval.shape
+        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
+    if name == "conv_general_dilated":
+        kernel = equation.invars[1].aval.shape
+        outputs = kernel[params["dimension_numbers"].rhs_spec[0]]
+        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) // outputs
+    if name == "pallas_call":
+        # The kernel's body runs once per grid cell; a kernel that states its own cost is believed.
+        estimate = params.get("cost_estimate")
+        if estimate is not None:
+            return int(estimate.flops)
+        return math.prod(params["grid_mapping"].grid) * sum(map(_jaxpr_flops, _sub_jaxprs(params)))
+    if name == "cond":
+        return max(_jaxpr_flops(branch.jaxpr) for branch in params["branches"])
+    inner = sum(map(_jaxpr_flops, _sub_jaxprs(params)))
+    return inner * params["length"] if name == "scan" else inner
+
+
+def _sub_jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
+    for value in params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, core.ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, core.Jaxpr):
+                yield item

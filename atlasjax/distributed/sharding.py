@@ -1,0 +1,177 @@
+"""From logical axis names to shardings of parameters, optimizer state, batches and memory states.
+
+Every parameter names its axes (`logical_axes` metadata of `nnx.Param`); `LOGICAL_AXIS_RULES` says over which mesh axis
+each name is split. A mesh axis that does not divide a dimension is skipped there, and reported.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from atlasjax.distributed.mesh import BATCH_AXES
+from atlasjax.names import lookup
+
+PyTree = Any
+
+# Parameters are split twice: over `tensor` along the axis that is independent in the computation (heads, MLP width,
+# vocabulary), and over `fsdp` along the model width, which is gathered layer by layer. The memory's own axes are small
+# and stay whole: splitting them would put a collective into every chunk of the scan over time.
+LOGICAL_AXIS_RULES: dict[str, str | None] = {
+    "layers": None,
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "mlp": "tensor",
+    "heads": "tensor",
+    "conv": None,
+    "memory_in": None,
+    "memory_out": None,
+}
+
+
+def partition_spec(
+    logical_axes: Sequence[str | None],
+    shape: Sequence[int],
+    mesh: Mesh,
+    rules: Mapping[str, str | None] = LOGICAL_AXIS_RULES,
+) -> tuple[PartitionSpec, list[str]]:
+    """Returns the partition spec of one array, and a line for each mesh axis that was skipped.
+
+    Args:
+      logical_axes: one name of `rules`, or None, per dimension.
+      shape: the array's shape.
+      mesh: the mesh with axes data, fsdp, tensor.
+      rules: logical axis → mesh axis or None (whole).
+
+    Raises:
+      ValueError: the number of names is not the number of dimensions, or a name is not in `rules`.
+    """
+    if len(logical_axes) != len(shape):
+        raise ValueError(
+            f"logical_axes {tuple(logical_axes)} name {len(logical_axes)} axes of an array of shape {shape}."
+        )
+    spec: list[str | None] = []
+    skipped = []
+    for name, size in zip(logical_axes, shape):
+        axis = None if name is None else lookup("logical axis", name, rules)
+        if axis is not None and mesh.shape[axis] > 1:
+            if axis in spec:
+                axis = None  # An array can use a mesh axis once; the first dimension that asks for it has it.
+            elif size % mesh.shape[axis]:
+                skipped.append(
+                    f"axis {name!r} of size {size} is not divisible by {axis}={mesh.shape[axis]}: kept whole"
+                )
+                axis = None
+        spec.append(axis)
+    return PartitionSpec(*spec), skipped
+
+
+def parameter_shardings(
+    logical_axes: PyTree, shapes: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = LOGICAL_AXIS_RULES
+) -> tuple[PyTree, list[str]]:
+    """Shardings of a model's parameters.
+
+    Args:
+      logical_axes: tree of the parameters' axis names, a PartitionSpec each (`nn.logical_axes`, as a nested dict).
+      shapes: the same tree of arrays or ShapeDtypeStructs.
+      mesh: the mesh.
+      rules: logical axis → mesh axis.
+
+    Returns:
+      The same tree of NamedSharding, and one line per skipped mesh axis.
+
+    Raises:
+      ValueError: names that are unknown or do not fit their parameter.
+    """
+    skipped_lines: list[str] = []
+
+    def sharding(path: tuple[Any, ...], axes: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        try:
+            spec, skipped = partition_spec(axes, leaf.shape, mesh, rules)
+        except ValueError as error:
+            raise ValueError(f"parameter {name}: {error}") from None
+        skipped_lines.extend(f"{name}: {line}" for line in skipped)
+        return NamedSharding(mesh, spec)
+
+    is_axes = lambda node: isinstance(node, PartitionSpec)
+    return jax.tree_util.tree_map_with_path(sharding, logical_axes, shapes, is_leaf=is_axes), skipped_lines
+
+
+def optimizer_shardings(
+    optimizer: optax.GradientTransformation, optimizer_state: PyTree, param_shardings: PyTree, mesh: Mesh
+) -> PyTree:
+    """Shardings of the optimizer state: moments as their parameters, everything else (step counts) on every device.
+
+    Args:
+      optimizer: the transformation that owns the state.
+      optimizer_state: its (abstract) state, `jax.eval_shape(optimizer.init, params)`.
+      param_shardings: shardings of the parameters, in their tree.
+      mesh: the mesh.
+    """
+    return optax.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        optimizer_state,
+        param_shardings,
+        transform_non_params=lambda _: replicated(mesh),
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The sharding of every array of a batch, [batch, ...]: the batch axis over data and fsdp."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Into how many parts the batch axis is split."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def cache_shardings(cache: PyTree, mesh: Mesh, *, num_heads: int) -> PyTree:
+    """Shardings of a model's streaming cache: batch over data and fsdp, heads of memory states over tensor.
+
+    Args:
+      cache: the (abstract) cache of `LanguageModel.init_cache`: arrays [layers, batch, ...]; the arrays of a
+        `memory.MemoryState` have the heads axis next, where they have one.
+      mesh: the mesh.
+      num_heads: heads of the model's memories.
+    """
+    from atlasjax.memory import MemoryState
+
+    def spec(leaf: jax.ShapeDtypeStruct, *, is_memory: bool) -> NamedSharding:
+        axes: list[Any] = [None] * leaf.ndim
+        if leaf.ndim > 1 and leaf.shape[1] % batch_shards(mesh) == 0:
+            axes[1] = BATCH_AXES
+        if is_memory and leaf.ndim > 2 and leaf.shape[2] == num_heads and num_heads % mesh.shape["tensor"] == 0:
+            axes[2] = "tensor"
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    def node_shardings(node: PyTree) -> PyTree:
+        is_memory = isinstance(node, MemoryState)
+        return jax.tree.map(lambda leaf: spec(leaf, is_memory=is_memory), node)
+
+    return jax.tree.map(node_shardings, cache, is_leaf=lambda node: isinstance(node, MemoryState))
+
+
+def global_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """Makes this process's rows of a batch part of the global arrays of all processes.
+
+    Args:
+      batch: host arrays [batch / processes, ...], the rows that this process has read.
+      mesh: the mesh; its data and fsdp axes split the global batch.
+
+    Returns:
+      The arrays [batch, ...], sharded by `batch_sharding`.
+    """
+    sharding = batch_sharding(mesh)
+    return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in batch.items()}

@@ -1,0 +1,129 @@
+"""Language-model quality on held-out text: loss, perplexity and bits per byte, in parallel and streamed."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModelResult:
+    """Quality over a text.
+
+    Attributes:
+      nats: sum of the cross entropies of all predicted tokens.
+      tokens: how many tokens were predicted.
+      num_bytes: how many bytes of text they stand for.
+    """
+
+    nats: float
+    tokens: int
+    num_bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Mean cross entropy, nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), per token."""
+        return math.exp(min(self.loss, 700.0))  # an untrained model must not overflow a float
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Cross entropy in bits per byte of text: comparable between tokenizers."""
+        return self.nats / (math.log(2) * self.num_bytes)
+
+    def as_dict(self) -> dict[str, float]:
+        """loss, perplexity, bits_per_byte and tokens, for a table or a log."""
+        return {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "tokens": self.tokens,
+        }
+
+
+def evaluate(
+    eval_step: Callable[[PyTree, dict[str, jax.Array]], tuple[jax.Array, jax.Array, jax.Array]],
+    params: PyTree,
+    batches: Iterable[dict[str, np.ndarray]],
+    *,
+    max_batches: int | None = None,
+    put: Callable[[dict[str, np.ndarray]], dict[str, jax.Array]] = jax.device_put,
+) -> LanguageModelResult:
+    """Evaluates over batches of held-out text. Deterministic: the batches in order, summed in float64 on the host.
+
+    Args:
+      eval_step: (params, batch) → (nats, tokens, bytes), as `train.step.jit_eval_step` makes it.
+      params: the model's parameters.
+      batches: host batches (inputs, targets int32 [batch, time], weights float32 [batch, time], …).
+      max_batches: stop after so many; None: all.
+      put: places a host batch on the devices.
+
+    Raises:
+      ValueError: there was nothing to predict.
+    """
+    sums = [eval_step(params, put(batch)) for batch in itertools.islice(batches, max_batches)]
+    nats, tokens, num_bytes = (sum(float(part[i]) for part in sums) for i in range(3))
+    if not tokens or not num_bytes:
+        raise ValueError("the held-out text has no token to predict: give it more text, or a shorter sequence_length.")
+    return LanguageModelResult(nats, int(tokens), int(num_bytes))
+
+
+def evaluate_stream(
+    model: nnx.Module, tokens: np.ndarray, bytes_per_token: np.ndarray, *, piece: int = 512
+) -> tuple[LanguageModelResult, np.ndarray]:
+    """Evaluates one long text as a stream, through the constant-size cache: any length in the memory of one piece.
+
+    The numbers are those of one parallel call over the whole text, to rounding.
+
+    Args:
+      model: a `LanguageModel`.
+      tokens: int32 [time], or [streams, time] for texts side by side.
+      bytes_per_token: int [vocabulary], from the tokenizer.
+      piece: tokens read at a time.
+
+    Returns:
+      The result over all predicted tokens (every token but the first), and each token's cross entropy in nats,
+      float32 [streams, time - 1].
+
+    Raises:
+      ValueError: fewer than two tokens, or `piece` is not positive.
+    """
+    tokens = np.atleast_2d(np.asarray(tokens, np.int32))
+    if tokens.ndim != 2 or tokens.shape[1] < 2:
+        raise ValueError(f"tokens has shape {tokens.shape}; it should be [streams, time] with at least two tokens.")
+    if piece < 1:
+        raise ValueError(f"piece is {piece}; it should be positive.")
+    graphdef, params = nnx.split(model, nnx.Param)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    cache = model.init_cache(tokens.shape[0])
+    losses = []
+    for start in range(0, inputs.shape[1], piece):
+        part = slice(start, start + piece)
+        loss, cache = _extend_losses(graphdef, params, inputs[:, part], targets[:, part], cache)
+        losses.append(np.asarray(loss))
+    per_token = np.concatenate(losses, axis=1)
+    num_bytes = int(np.asarray(bytes_per_token, np.int64)[targets].sum())
+    return LanguageModelResult(float(per_token.sum(dtype=np.float64)), targets.size, num_bytes), per_token
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _extend_losses(
+    graphdef: nnx.GraphDef, params: PyTree, inputs: jax.Array, targets: jax.Array, cache: PyTree
+) -> tuple[jax.Array, PyTree]:
+    logits, cache = nnx.merge(graphdef, params).extend(inputs, cache)
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets), cache
+

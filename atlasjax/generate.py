@@ -1,0 +1,168 @@
+"""Sampling from a language model with its constant-size cache."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+PyTree = Any
+_PREFILL_PIECE = 512  # tokens of prompt read at a time: bounds memory, and the number of lengths that get compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is chosen.
+
+    Attributes:
+      temperature: logits are divided by it; 0 takes the most likely token (greedy).
+      top_k: only the k most likely tokens; None: all.
+      top_p: only the most likely tokens that together reach this probability (nucleus); None: all.
+    """
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature is {self.temperature}; it should be 0 (greedy) or more.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; it should be at least 1, or None for all tokens.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it should be in (0, 1], or None for all tokens.")
+
+
+def sample(logits: jax.Array, key: jax.Array, config: SamplingConfig) -> jax.Array:
+    """Draws one token per row.
+
+    Args:
+      logits: [batch, vocabulary].
+      key: PRNG key; not used when greedy.
+      config: temperature, top-k and top-p, applied in this order. The most likely token can always be drawn.
+
+    Returns:
+      int32 [batch].
+    """
+    if config.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return jax.random.categorical(key, filtered_logits(logits, config)).astype(jnp.int32)
+
+
+def filtered_logits(logits: jax.Array, config: SamplingConfig) -> jax.Array:
+    """Logits after temperature, top-k and top-p, float32 [batch, vocabulary]; tokens left out have -inf."""
+    logits = logits.astype(jnp.float32) / config.temperature
+    if config.top_k is not None and config.top_k < logits.shape[-1]:
+        smallest = jax.lax.top_k(logits, config.top_k)[0][..., -1:]
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    if config.top_p is not None and config.top_p < 1:
+        descending = -jnp.sort(-logits, axis=-1)
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        # A token is kept while those more likely than it have not reached top_p: the first always is.
+        kept = jnp.cumsum(probabilities, axis=-1) - probabilities < config.top_p
+        smallest = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    return logits
+
+
+def generate(
+    model: nnx.Module, prompt: Any, num_tokens: int, *, config: SamplingConfig = SamplingConfig(), seed: int = 0
+) -> jax.Array:
+    """Continues a prompt.
+
+    Args:
+      model: a `LanguageModel`.
+      prompt: int32 [batch, time], time ≥ 1.
+      num_tokens: how many tokens to draw.
+      config: how to draw them.
+      seed: the same seed gives the same tokens, drawn at once or streamed. Rows of a batch draw differently.
+
+    Returns:
+      int32 [batch, num_tokens].
+
+    Raises:
+      ValueError: the prompt is empty or has another rank, or num_tokens is not positive.
+    """
+    return jnp.concatenate(list(stream(model, prompt, num_tokens, config=config, seed=seed, block=num_tokens)), axis=1)
+
+
+def stream(
+    model: nnx.Module, prompt: Any, num_tokens: int, *, config: SamplingConfig = SamplingConfig(), seed: int = 0,
+    block: int = 16,
+) -> Iterator[jax.Array]:  # fmt: skip
+    """Yields the tokens of `generate` as they are drawn, int32 [batch, n ≤ block] at a time.
+
+    Args:
+      model, prompt, num_tokens, config, seed: as for `generate`.
+      block: tokens drawn per call of the device.
+
+    Raises:
+      ValueError: as `generate`, or `block` is not positive.
+    """
+    prompt = np.asarray(prompt)
+    if prompt.ndim != 2 or prompt.shape[1] < 1 or not np.issubdtype(prompt.dtype, np.integer):
+        raise ValueError(
+            f"prompt is {prompt.dtype} {list(prompt.shape)}; it should be an integer array [batch, time] with at least one token."
+        )
+    for name, value in (("num_tokens", num_tokens), ("block", block)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it should be at least 1.")
+    return _stream(model, prompt.astype(np.int32), num_tokens, config, jax.random.key(seed), block)
+
+
+def _stream(
+    model: nnx.Module, prompt: np.ndarray, num_tokens: int, config: SamplingConfig, key: jax.Array, block: int
+) -> Iterator[jax.Array]:
+    graphdef, params = nnx.split(model, nnx.Param)
+    logits, cache = prefill(graphdef, params, prompt, model.init_cache(prompt.shape[0]))
+    for start in range(0, num_tokens, block):
+        tokens, logits, cache = _decode(
+            graphdef, params, logits, cache, key, start, config=config, length=min(block, num_tokens - start)
+        )
+        yield tokens
+
+
+def prefill(graphdef: nnx.GraphDef, params: PyTree, prompt: np.ndarray, cache: PyTree) -> tuple[jax.Array, PyTree]:
+    """Reads a prompt into the cache, piece by piece.
+
+    Args:
+      graphdef, params: `nnx.split(model, nnx.Param)`.
+      prompt: int32 [batch, time].
+      cache: the cache before it.
+
+    Returns:
+      (logits of the token after the prompt, float32 [batch, vocabulary]; the cache after it).
+    """
+    logits = None
+    for start in range(0, prompt.shape[1], _PREFILL_PIECE):
+        logits, cache = _extend(graphdef, params, jnp.asarray(prompt[:, start : start + _PREFILL_PIECE]), cache)
+    assert logits is not None
+    return logits, cache
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _extend(graphdef: nnx.GraphDef, params: PyTree, tokens: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
+    logits, cache = nnx.merge(graphdef, params).extend(tokens, cache)
+    return logits[:, -1], cache
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("config", "length"))
+def _decode(
+    graphdef: nnx.GraphDef, params: PyTree, logits: jax.Array, cache: PyTree, key: jax.Array, start: jax.Array, *,
+    config: SamplingConfig, length: int,
+) -> tuple[jax.Array, jax.Array, PyTree]:  # fmt: skip
+    model = nnx.merge(graphdef, params)
+
+    def draw(carry: tuple[jax.Array, PyTree], i: jax.Array) -> tuple[tuple[jax.Array, PyTree], jax.Array]:
+        logits, cache = carry
+        # One key per place in the text, so that the tokens do not depend on how they are cut into blocks.
+        token = sample(logits, jax.random.fold_in(key, i), config)
+        logits, cache = model.extend(token[:, None], cache)
+        return (logits[:, -1], cache), token
+
+    (logits, cache), tokens = jax.lax.scan(draw, (logits, cache), start + jnp.arange(length))
+    return tokens.T, logits, cache

@@ -1,0 +1,293 @@
+"""Checkpoints: one folder per step with model, optimizer, PRNG key, step, data position and configuration (Orbax v1).
+
+    checkpoints/<step>/params, optimizer, progress      arrays (Orbax OCDBT)
+    checkpoints/<step>/position, config, integrity      JSON
+
+A step is written beside the others under a temporary name and renamed when it is complete.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import pathlib
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from atlasjax.train import integrity
+from atlasjax.train.errors import CheckpointError, NonFiniteError
+from atlasjax.train.state import TrainState
+
+PyTree = Any
+_JSON = ("position", "config", "integrity")
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What a checkpoint held.
+
+    Attributes:
+      state: the training state, in the shardings that were asked for.
+      positions: the data position of each process.
+      step: optimizer steps done.
+      skipped: newer checkpoints that could not be used: (step, reason), newest first.
+    """
+
+    state: TrainState
+    positions: list[Any]
+    step: int
+    skipped: list[tuple[int, str]]
+
+
+class Checkpoints:
+    """The checkpoints of one run. A context manager: leaving it waits for the save in progress.
+
+    Args:
+      directory: the folder that holds (or will hold) one folder per step.
+      keep: checkpoints kept; the oldest are deleted.
+
+    Attributes:
+      directory: the folder.
+    """
+
+    def __init__(self, directory: str | pathlib.Path, keep: int = 3):
+        from orbax.checkpoint import v1 as ocp
+
+        self.directory = pathlib.Path(directory).absolute()
+        registry = ocp.handlers.local_registry()
+        for name in _JSON:
+            registry.add(ocp.handlers.JsonHandler, checkpointable_name=name)
+        context = ocp.Context()
+        context.checkpointables.registry = registry
+        self._exit = contextlib.ExitStack()
+        self._exit.enter_context(_quiet())
+        self._checkpointer = ocp.training.Checkpointer(
+            self.directory,
+            context=context,
+            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            cleanup_tmp_directories=True,  # what a killed or failed save left behind
+        )
+        self._pending: tuple[int, Any] | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.wait()
+        except CheckpointError:
+            if error_type is None:  # otherwise the first error is the one to report
+                raise
+        finally:
+            with self._exit, contextlib.suppress(Exception):  # Orbax raises the error of a failed save once more
+                self._checkpointer.close()
+
+    def steps(self) -> list[int]:
+        """The complete checkpoints, oldest first."""
+        return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+
+    def path(self, step: int) -> pathlib.Path:
+        """The folder of a step."""
+        return self.directory / str(step)
+
+    def save(self, state: TrainState, positions: Sequence[Any], config: dict[str, Any]) -> None:
+        """Starts to save a state; returns as soon as its arrays are copied. Waits first for the save before it.
+
+        Args:
+          state: the state; its `step` names the folder. A step that is already saved is left as it is.
+          positions: the data position of each process, JSON-able.
+          config: JSON form of the run's TrainConfig.
+
+        Raises:
+          NonFiniteError: the state has a NaN or an infinity; nothing is written.
+          CheckpointError: this save could not start, or the one before it failed (disk full, …).
+        """
+        self.wait()
+        step = int(state.step)
+        if step in self.steps():
+            return
+        fingerprint = integrity.describe(state)
+        if not fingerprint["finite"]:
+            raise NonFiniteError(f"The training state after step {step} has NaN or infinite values. It was not saved.")
+        self._check_space(step, state)
+        content = {
+            "params": state.params,
+            "optimizer": state.optimizer,
+            "progress": {"key": state.key, "step": state.step},
+            "position": list(positions),
+            "config": config,
+            "integrity": fingerprint["sums"],
+        }
+        with self._clear_failure(step):
+            response = self._checkpointer.save_checkpointables_async(step, content, force=True)
+        self._pending = (step, response)
+
+    def wait(self) -> None:
+        """Waits until the save in progress is on disk.
+
+        Raises:
+          CheckpointError: it failed. The checkpoints before it are intact; nothing of it is left.
+        """
+        if self._pending is not None:
+            (step, response), self._pending = self._pending, None
+            with self._clear_failure(step):
+                response.result()
+
+    def set_aside(self, step: int) -> pathlib.Path:
+        """Moves a damaged checkpoint out of the way, so that its step can be saved again; returns its new place."""
+        target = self.directory.parent / "damaged" / f"{step}"
+        while target.exists():
+            target = target.with_name(target.name + "_")
+        if jax.process_index() == 0:
+            target.parent.mkdir(exist_ok=True)
+            self.path(step).rename(target)
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            multihost_utils.sync_global_devices("damaged checkpoint set aside")
+        self._checkpointer.reload()
+        return target
+
+    def config(self, step: int) -> dict[str, Any]:
+        """The JSON form of the TrainConfig that a step was saved with.
+
+        Raises:
+          CheckpointError: it cannot be read.
+        """
+        try:
+            return self._checkpointer.load_checkpointables(step, {"config": None})["config"]
+        except Exception as error:
+            raise CheckpointError(f"Checkpoint {self.path(step)} cannot be read: {_root_cause(error)}") from error
+
+    def newest_config(self) -> dict[str, Any] | None:
+        """The config of the newest checkpoint whose config can be read; None if there is none."""
+        for step in reversed(self.steps()):
+            with contextlib.suppress(CheckpointError):
+                return self.config(step)
+        return None
+
+    def restore(self, abstract: TrainState, step: int | None = None) -> Restored:
+        """Reads the newest usable checkpoint, or that of `step`.
+
+        A checkpoint that cannot be read, or whose arrays are not bit for bit those that were saved, is skipped.
+
+        Args:
+          abstract: shapes, dtypes and shardings of the state to make.
+          step: which checkpoint; None: the newest usable one.
+
+        Raises:
+          CheckpointError: none is usable; the message says why, for each.
+        """
+        target = {
+            "params": abstract.params,
+            "optimizer": abstract.optimizer,
+            "progress": {"key": abstract.key, "step": abstract.step},
+        }
+        loaded, used, skipped = self._load_newest(target, step)
+        state = TrainState(loaded["params"], loaded["optimizer"], **loaded["progress"])
+        return Restored(state, loaded["position"], used, skipped)
+
+    def restore_params(self, abstract: PyTree, step: int | None = None) -> tuple[PyTree, int, list[tuple[int, str]]]:
+        """Reads only the model's parameters; as `restore`, for evaluation and generation.
+
+        Args:
+          abstract: nested dict of the parameters' shapes, dtypes and shardings.
+          step: which checkpoint; None: the newest usable one.
+
+        Returns:
+          The parameters, their step, and the newer checkpoints that were skipped.
+        """
+        loaded, used, skipped = self._load_newest({"params": abstract}, step)
+        return loaded["params"], used, skipped
+
+    def _load_newest(
+        self, target: dict[str, Any], step: int | None
+    ) -> tuple[dict[str, Any], int, list[tuple[int, str]]]:
+        steps = self.steps()
+        if step is not None and step not in steps:
+            raise CheckpointError(f"There is no checkpoint of step {step} in {self.directory}; there are {steps}.")
+        skipped: list[tuple[int, str]] = []
+        for candidate in [step] if step is not None else reversed(steps):
+            try:
+                return self._load(candidate, target), candidate, skipped
+            except CheckpointError as error:
+                skipped.append((candidate, str(error)))
+        reasons = "".join(f"\n  {self.path(step)}: {reason}" for step, reason in skipped) or " there is none"
+        raise CheckpointError(f"No usable checkpoint in {self.directory}:{reasons}")
+
+    def _load(self, step: int, target: dict[str, Any]) -> dict[str, Any]:
+        try:
+            loaded = self._checkpointer.load_checkpointables(step, {**target, "position": None, "integrity": None})
+        except Exception as error:  # whatever the storage libraries raise on damaged files
+            raise CheckpointError(f"cannot be read ({_root_cause(error)})") from error
+        arrays = {name: loaded[name] for name in target}
+        if "progress" in arrays:
+            arrays = {**{n: arrays[n] for n in ("params", "optimizer")}, **arrays["progress"]}
+        sums = {
+            f".{name}{path}": value
+            for name, tree in arrays.items()
+            for path, value in integrity.describe(tree)["sums"].items()
+        }
+        saved = {path: value for path, value in loaded["integrity"].items() if path.startswith(_prefixes(arrays))}
+        wrong = integrity.damaged(saved, sums)
+        if wrong:
+            raise CheckpointError(f"damaged: {wrong[0]} and {len(wrong) - 1} more arrays are not those that were saved")
+        return loaded
+
+    def _check_space(self, step: int, state: TrainState) -> None:
+        needed = sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves((state.params, state.optimizer))
+            for shard in leaf.addressable_shards
+            if shard.replica_id == 0
+        )
+        free = shutil.disk_usage(self.directory).free
+        if free < needed:
+            raise CheckpointError(
+                self._failure(step, f"the disk has {free / 2**20:.1f} MiB free and it needs {needed / 2**20:.1f} MiB")
+            )
+
+    @contextlib.contextmanager
+    def _clear_failure(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever the storage libraries raise: OSError, ValueError, XlaRuntimeError
+            for leftover in self.directory.glob(f"{step}.*tmp*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            raise CheckpointError(self._failure(step, _root_cause(error))) from error
+
+    def _failure(self, step: int, cause: str) -> str:
+        intact = [done for done in self.steps() if done != step]
+        kept = f"The checkpoints before it are intact; the newest is {self.path(intact[-1])}." if intact else (
+            "There is no earlier checkpoint."
+        )  # fmt: skip
+        return f"Saving the checkpoint of step {step} failed: {cause}. {kept}"
+
+
+def _prefixes(arrays: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(f".{name}" for name in arrays)
+
+
+def _root_cause(error: BaseException) -> str:
+    """The first line of the innermost error: the libraries wrap it in several layers."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    lines = str(seen[-1]).strip().splitlines()
+    return (lines[0] if lines else type(seen[-1]).__name__)[:300].rstrip(". ")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Orbax, background threads included, from logging pages of tracebacks: its errors are reported once, by us."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,171 @@
+"""The configuration of a training run, its JSON form, and how two of them differ."""
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from atlasjax.data.config import DataConfig
+from atlasjax.distributed.mesh import MeshConfig, ProcessConfig
+from atlasjax.names import lookup
+from atlasjax.nn.config import ModelConfig
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with warm-up and cosine decay, and clipping of the gradient's global norm (A §6: AdamW, cosine, decay 0.1).
+
+    Attributes:
+      learning_rate: the peak, reached at the end of the warm-up.
+      warmup_steps: steps of linear warm-up.
+      final_fraction: the learning rate at the last step, as a fraction of the peak.
+      b1, b2, eps: AdamW's decay rates of the two moments, and the term that keeps it from dividing by zero.
+      weight_decay: decoupled decay, applied to matrices only (see `optimizer.decay_mask`).
+      clip_norm: gradients with a larger global norm are scaled down to it; None: never.
+    """
+
+    learning_rate: float = 4e-4
+    warmup_steps: int = 1000
+    final_fraction: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "positive")
+        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
+        _require(0 <= self.final_fraction <= 1, "optimizer.final_fraction", self.final_fraction, "in [0, 1]")
+        _require(0 <= self.b1 < 1, "optimizer.b1", self.b1, "in [0, 1)")
+        _require(0 <= self.b2 < 1, "optimizer.b2", self.b2, "in [0, 1)")
+        _require(self.eps > 0, "optimizer.eps", self.eps, "positive")
+        _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "0 or more")
+        _require(
+            self.clip_norm is None or self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "positive, or None"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One training run. Batch size and sequence length are those of `data`.
+
+    Attributes:
+      model: the architecture.
+      data: what to read, in which sequences and batches.
+      optimizer: the outer optimizer and its schedule.
+      mesh: how devices share the work.
+      processes: the other processes of a multi-host run.
+      steps: optimizer steps of the whole run.
+      accumulation: microbatches per step; gradients are summed over them, so that activations need 1/n of the memory.
+      seed: seeds the parameters and whatever is random in a run but the order of the data (`data.seed`).
+      run_dir: folder of checkpoints, metrics and plots.
+      eval_every: evaluate on held-out text every so many steps (and at the end); 0: only at the end.
+      eval_batches: batches of held-out text per evaluation; None: all of them.
+      checkpoint_every: save every so many steps (and at the end); 0: only at the end.
+      keep: checkpoints kept; the oldest are deleted. 2 at least, so that one remains when the newest is damaged.
+      log_every: steps between two lines of progress and metrics.
+      tensorboard: also write TensorBoard event files.
+    """
+
+    model: ModelConfig
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    processes: ProcessConfig = dataclasses.field(default_factory=ProcessConfig)
+    steps: int = 1000
+    accumulation: int = 1
+    seed: int = 0
+    run_dir: str = "runs/default"
+    eval_every: int = 100
+    eval_batches: int | None = 8
+    checkpoint_every: int = 100
+    keep: int = 3
+    log_every: int = 10
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("steps", 1), ("accumulation", 1), ("eval_every", 0), ("checkpoint_every", 0), ("keep", 2), ("log_every", 1),
+        ):  # fmt: skip
+            _require(getattr(self, name) >= least, name, getattr(self, name), f"at least {least}")
+        _require(self.eval_batches is None or self.eval_batches >= 1, "eval_batches", self.eval_batches, "at least 1")
+        _require(bool(self.run_dir), "run_dir", self.run_dir, "the path of a folder")
+        if self.data.batch_size % self.accumulation:
+            raise ValueError(
+                f"accumulation is {self.accumulation}; it should divide data.batch_size, which is {self.data.batch_size}."
+            )
+
+
+def _require(condition: bool, name: str, value: object, what: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} is {value!r}; it should be {what}.")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Returns a config dataclass as JSON-able nested dicts (tuples become lists)."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Builds a config dataclass from what `to_dict` returned; missing fields take their defaults.
+
+    Raises:
+      ValueError: a field is unknown (with a did-you-mean) or has an impossible value.
+    """
+    hints = typing.get_type_hints(cls)
+    arguments = {}
+    for name, value in values.items():
+        hint = lookup(f"{cls.__name__} field", name, hints)
+        arguments[name] = _from_json(hint, value)
+    return cls(**arguments)
+
+
+def _from_json(hint: Any, value: Any) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        options = [option for option in typing.get_args(hint) if option is not type(None)]
+        return None if value is None else _from_json(options[0], value) if len(options) == 1 else value
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return from_dict(hint, value)
+    if typing.get_origin(hint) is tuple:
+        return tuple(value)
+    return value
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yields (dotted field, old value, new value) for each field in which two JSON forms differ."""
+    for name in dict.fromkeys([*old, *new]):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from differences(before, after, f"{prefix}{name}.")
+        elif before != after:
+            yield f"{prefix}{name}", before, after
+
+
+# Fields that a run may change when it goes on: how long, how fast and where it trains, what it writes. All others decide
+# what the saved state means (architecture) or what the saved position points at (data).
+_FREE = ("steps", "optimizer.", "mesh.", "processes.", "run_dir", "eval_every", "eval_batches", "checkpoint_every", "keep",
+         "log_every", "tensorboard", "accumulation", "data.num_threads", "model.remat")  # fmt: skip
+
+
+def changes_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:
+    """Sorts the differences between a saved run's config and the one asked for.
+
+    Returns:
+      Lines "field: old → new" of three kinds: the architecture (`model.*`), other fields that must not change, and
+      fields that may.
+    """
+    architecture, fixed, free = [], [], []
+    for name, before, after in differences(old, new):
+        line = f"{name}: {before!r} → {after!r}"
+        if name.startswith(_FREE):
+            free.append(line)
+        elif name.startswith("model"):
+            architecture.append(line)
+        else:
+            fixed.append(line)
+    return architecture, fixed, free

@@ -1,0 +1,25 @@
+"""How a run can end badly: errors whose message is for the user, not for a traceback."""
+
+
+class RunError(RuntimeError):
+    """The run cannot go on; the message says what happened, what is safe, and what to do. The command exits with 1."""
+
+
+class NonFiniteError(RunError):
+    """A loss, gradient or state is NaN or infinite."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint could not be written or read."""
+
+
+class Interrupted(RunError):
+    """The run was asked to stop by a signal, after the step in progress was finished and saved.
+
+    Attributes:
+      signal: the signal's number; the command exits with 128 + signal, as shells do.
+    """
+
+    def __init__(self, message: str, signal: int):
+        super().__init__(message)
+        self.signal = signal

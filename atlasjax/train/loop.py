@@ -1,0 +1,220 @@
+"""The training loop: from a configuration to a trained model in a folder that it can be resumed from."""
+
+import dataclasses
+import functools
+import math
+import pathlib
+import time
+from collections.abc import Callable
+
+import jax
+
+from atlasjax.data.pipeline import BatchIterator
+from atlasjax.distributed.mesh import initialize
+from atlasjax.distributed.sharding import global_batch
+from atlasjax.evaluate.lm import LanguageModelResult, evaluate
+from atlasjax.train import setup as setup_lib
+from atlasjax.train.checkpoint import Checkpoints
+from atlasjax.train.config import TrainConfig, to_dict
+from atlasjax.train.errors import Interrupted, NonFiniteError
+from atlasjax.train.metrics import MetricsWriter
+from atlasjax.train.progress import Progress
+from atlasjax.train.setup import Setup
+from atlasjax.train.signals import StopSignals
+from atlasjax.train.state import TrainState
+from atlasjax.train.step import jit_eval_step, jit_train_step
+
+ADVICE = (
+    "What helps: a lower optimizer.learning_rate, a longer optimizer.warmup_steps, a smaller optimizer.clip_norm, or "
+    "model.dtype=float32; the same command with the change goes on from that checkpoint."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+      state: the final training state.
+      setup: the parts of the run.
+      resumed_from: step that this call resumed from; 0 for a new run.
+      evaluation: the last evaluation on held-out text; None where nothing is held out.
+      checkpoint: folder of the last checkpoint.
+      seconds: wall time of this call.
+    """
+
+    state: TrainState
+    setup: Setup
+    resumed_from: int
+    evaluation: LanguageModelResult | None
+    checkpoint: pathlib.Path
+    seconds: float
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self.state.step)
+
+
+def train(config: TrainConfig, *, on_step: Callable[[int], None] | None = None) -> TrainResult:
+    """Trains, or goes on training, until `config.steps` optimizer steps are done.
+
+    A run whose folder has checkpoints goes on from the newest usable one, and on the same machine and mesh gives bit for
+    bit the numbers of a run that was never stopped.
+
+    Args:
+      config: the run.
+      on_step: called with the number of steps done after each step (and after what is saved then is being saved).
+
+    Raises:
+      ValueError, FileNotFoundError: the configuration or the data is wrong, or the folder holds another run; before
+        anything is compiled.
+      CheckpointError: a checkpoint could not be written, or none of those there can be read.
+      NonFiniteError: a loss, gradient or state is NaN or infinite; nothing of it is saved.
+      Interrupted: SIGINT or SIGTERM; the step in progress was finished and saved.
+    """
+    started = time.perf_counter()
+    initialize(config.processes)
+    changed = setup_lib.check_resumable(config)
+    setup = setup_lib.prepare(config)
+    run_dir = pathlib.Path(config.run_dir)
+    main = jax.process_index() == 0
+    with Checkpoints(run_dir / "checkpoints", config.keep) as checkpoints:
+        data = iter(setup.train_data)
+        state, resumed_from, notes = _first_state(setup, checkpoints, data)
+        if main:
+            setup_lib.write_run_files(setup)
+            for line in [*notes, *(f"changed: {line}" for line in changed if resumed_from), *setup.skipped]:
+                print(line, flush=True)
+        run = _Run(setup, checkpoints, data)
+        with (
+            StopSignals() as signals,
+            MetricsWriter(run_dir, resumed_from, tensorboard=config.tensorboard and main, active=main) as writer,
+            Progress(resumed_from, config.steps, active=main) as progress,
+        ):
+            state = run.steps(state, resumed_from, signals, writer, progress, on_step)
+    return TrainResult(
+        state, setup, resumed_from, run.evaluation, checkpoints.path(int(state.step)), time.perf_counter() - started
+    )
+
+
+def _first_state(
+    setup: Setup, checkpoints: Checkpoints, data: BatchIterator
+) -> tuple[TrainState, int, list[str]]:
+    """Returns (state, steps done, lines for the user), from the newest usable checkpoint or afresh."""
+    if not checkpoints.steps():
+        return setup.init_state(), 0, []
+    restored = checkpoints.restore(setup.abstract_state())
+    setup_lib.set_position(data, restored.positions)
+    notes = []
+    for step, reason in restored.skipped:
+        aside = checkpoints.set_aside(step)
+        notes.append(f"The checkpoint of step {step} is unusable: {reason}. It is now in {aside}; using the one before it.")
+    notes.append(f"Resuming from step {restored.step} ({checkpoints.path(restored.step)}).")
+    return restored.state, restored.step, notes
+
+
+class _Run:
+    """The mutable part of a run: what happens between its steps."""
+
+    def __init__(self, setup: Setup, checkpoints: Checkpoints, data: BatchIterator):
+        self.setup, self.checkpoints, self.data = setup, checkpoints, data
+        self.config = setup.config
+        self.evaluation: LanguageModelResult | None = None
+        self._pending: list[tuple[int, dict[str, jax.Array]]] = []
+        self._train_step = jit_train_step(
+            setup.graphdef, setup.optimizer, setup.schedule, setup.shardings, setup.mesh,
+            microbatches=self.config.accumulation, max_segments=setup.train_data.max_segments,
+        )  # fmt: skip
+        self._put = functools.partial(global_batch, mesh=setup.mesh)
+        if setup.validation_data is not None:
+            self._eval_step = jit_eval_step(
+                setup.graphdef, setup.shardings.params, setup.mesh, setup.tokenizer.bytes_per_token,
+                max_segments=setup.validation_data.max_segments,
+            )  # fmt: skip
+
+    def steps(
+        self, state: TrainState, first: int, signals: StopSignals, writer: MetricsWriter, progress: Progress,
+        on_step: Callable[[int], None] | None,
+    ) -> TrainState:  # fmt: skip
+        """Takes the steps that are left; evaluates, saves and reports between them."""
+        config = self.config
+        if first >= config.steps:
+            progress.print(f"All {config.steps} steps are done; a larger steps goes on from here.")
+            self._evaluate(state)
+        for step in range(first + 1, config.steps + 1):
+            state, metrics = self._train_step(state, self._put(next(self.data)))
+            self._pending.append((step, metrics))
+            last, log = step == config.steps, step % config.log_every == 0
+            stop = signals.received(agree=log)
+            evaluating = last or _every(step, config.eval_every)
+            saving = last or bool(stop) or _every(step, config.checkpoint_every)
+            if log or saving or evaluating or step == first + 1:
+                loss = self._flush(writer, progress)
+                if log or last:
+                    progress.report(step, loss)
+            if evaluating and not stop and self._evaluate(state):
+                self._record_evaluation(step, writer, progress)
+            if saving:
+                self._save(state, step)
+            if on_step is not None:
+                on_step(step)
+            if stop and not last:
+                self.checkpoints.wait()
+                raise Interrupted(
+                    f"Stopped by signal {stop} after step {step}, saved in {self.checkpoints.path(step)}. The same command "
+                    "goes on from there.",
+                    stop,
+                )
+            if progress.paused and not last:
+                progress.start()
+        return state
+
+    def _flush(self, writer: MetricsWriter, progress: Progress) -> float:
+        """Waits for the steps in progress, records them, and returns the last loss."""
+        config = self.config
+        records = [(step, jax.device_get(metrics)) for step, metrics in self._pending]
+        self._pending = []
+        tokens_per_step = config.data.batch_size * config.data.sequence_length
+        progress.pause(len(records), len(records) * tokens_per_step)
+        for step, metrics in records:
+            values = {name: float(value) for name, value in metrics.items()}
+            writer.write(step, "train", {**values, "tokens_seen": step * tokens_per_step})
+            for name in ("loss", "gradient_norm"):
+                if not math.isfinite(values[name]):
+                    raise NonFiniteError(self._non_finite(f"The {name.replace('_', ' ')} of step {step} is {values[name]}."))
+        return values["loss"]
+
+    def _evaluate(self, state: TrainState) -> bool:
+        if self.setup.validation_data is None:
+            return False
+        self.evaluation = evaluate(
+            self._eval_step, state.params, self.setup.validation_data, max_batches=self.config.eval_batches, put=self._put
+        )
+        return True
+
+    def _record_evaluation(self, step: int, writer: MetricsWriter, progress: Progress) -> None:
+        result = self.evaluation
+        assert result is not None
+        seen = step * self.config.data.batch_size * self.config.data.sequence_length
+        writer.write(step, "evaluation", {**result.as_dict(), "tokens_seen": seen})
+        progress.print(
+            f"step {step}/{self.config.steps} · held-out: {result.bits_per_byte:.4f} bits per byte, perplexity "
+            f"{result.perplexity:.2f}"
+        )
+
+    def _save(self, state: TrainState, step: int) -> None:
+        try:
+            self.checkpoints.save(state, setup_lib.all_positions(self.data), to_dict(self.config))
+        except NonFiniteError:
+            raise NonFiniteError(self._non_finite(f"The training state after step {step} is not finite.")) from None
+
+    def _non_finite(self, what: str) -> str:
+        self.checkpoints.wait()
+        steps = self.checkpoints.steps()
+        last = f"The last good checkpoint is {self.checkpoints.path(steps[-1])}." if steps else "No checkpoint was saved yet."
+        return f"{what} {last} {ADVICE}"
+
+
+def _every(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0

@@ -1,0 +1,75 @@
+"""The outer optimizer: AdamW, its learning-rate schedule, and which parameters decay."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from atlasjax.train.config import OptimizerConfig
+
+PyTree = Any
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array | int], jax.Array]:
+    """Returns the schedule: step (0 is the first) → learning rate, float32.
+
+    Linear warm-up to the peak over `warmup_steps` (the first step already moves), then half a cosine down to
+    `final_fraction` of the peak at step `steps - 1`, where it stays.
+
+    Args:
+      config: the optimizer's settings.
+      steps: steps of the whole run.
+    """
+    warmup = min(config.warmup_steps, steps)
+    decay_steps = max(1, steps - 1 - warmup)
+
+    def schedule(step: jax.Array | int) -> jax.Array:
+        step = jnp.asarray(step, jnp.float32)
+        rising = (step + 1) / max(1, warmup)
+        progress = jnp.clip((step - warmup) / decay_steps, 0.0, 1.0)
+        floor = config.final_fraction
+        falling = floor + (1 - floor) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
+        return config.learning_rate * jnp.where(step < warmup, rising, falling)
+
+    return schedule
+
+
+def decay_mask(logical_axes: PyTree) -> PyTree:
+    """Which parameters decay: those that multiply, with two or more axes of their own.
+
+    The stacking axes "layers" and "heads" do not count, and neither does the axis of a convolution's taps, so norms,
+    biases, gate biases, feature coefficients and depthwise convolutions are left alone; embeddings, projections and the
+    memories' initial weights M_0 decay.
+
+    Args:
+      logical_axes: nested dict of the parameters' axis names (`state.logical_axes`).
+
+    Returns:
+      The same tree of bools.
+    """
+
+    def decays(axes: tuple[str | None, ...]) -> bool:
+        own = [axis for axis in axes if axis not in ("layers", "conv")]
+        if len(own) > 2:  # a stack over heads, as M_0: [layers, heads, in, out]
+            own = [axis for axis in own if axis != "heads"]
+        return len(own) >= 2
+
+    return jax.tree.map(decays, logical_axes, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def make_optimizer(config: OptimizerConfig, steps: int, mask: PyTree) -> optax.GradientTransformation:
+    """Returns clipping followed by AdamW on the schedule.
+
+    Args:
+      config: the optimizer's settings.
+      steps: steps of the whole run, for the schedule.
+      mask: tree of bools, which parameters decay.
+    """
+    adamw = optax.adamw(
+        learning_rate(config, steps), config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=mask
+    )
+    if config.clip_norm is None:
+        return optax.chain(adamw)
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)

@@ -1,0 +1,55 @@
+"""The picture of a run: training loss and held-out bits per byte against tokens."""
+
+import pathlib
+from typing import Any
+
+from atlasjax.train import metrics
+
+
+def plot_loss(run_dir: str | pathlib.Path, title: str = "", references: dict[str, float] | None = None) -> pathlib.Path:
+    """Draws loss_curve.png from a run's metrics.jsonl.
+
+    Args:
+      run_dir: the run's folder.
+      title: shown above the picture.
+      references: bits per byte of other models on the same held-out text, drawn as horizontal lines.
+
+    Returns:
+      The picture's path.
+
+    Raises:
+      ValueError: nothing was recorded yet.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    run_dir = pathlib.Path(run_dir)
+    records = metrics.read(run_dir / "metrics.jsonl")
+    train = [record for record in records if record["kind"] == "train"]
+    evaluations = [record for record in records if record["kind"] == "evaluation"]
+    if not train:
+        raise ValueError(f"{run_dir / 'metrics.jsonl'} has no training records to plot.")
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    FigureCanvasAgg(figure)  # draws to a file, whatever display there is
+    left, right = figure.subplots(1, 2)
+    _draw(left, train, "loss", "training loss (nats per token)", marker="")
+    if evaluations:
+        _draw(right, evaluations, "bits_per_byte", "held-out bits per byte", marker="o")
+        for style, (name, value) in zip(("--", ":", "-.") * 4, (references or {}).items()):
+            right.axhline(value, color="0.4", linestyle=style, linewidth=1, label=f"{name}: {value:.2f}")
+        right.legend(fontsize="small")
+    else:
+        right.text(0.5, 0.5, "no evaluation was recorded", ha="center", transform=right.transAxes)
+    figure.suptitle(title)
+    path = run_dir / "loss_curve.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _draw(axes: Any, records: list[dict[str, Any]], name: str, label: str, marker: str) -> None:
+    points = [(record["tokens_seen"], record[name]) for record in records if record[name] is not None]
+    axes.plot(*zip(*points), marker=marker, markersize=4, linewidth=1.2, color="tab:blue", label="this model")
+    axes.set_xlabel("training tokens")
+    axes.set_ylabel(label)
+    axes.ticklabel_format(axis="x", style="sci", scilimits=(0, 5))
+    axes.grid(alpha=0.3)

@@ -1,0 +1,95 @@
+"""The progress line: a live bar on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def duration(seconds: float) -> str:
+    """Returns seconds as "1h02m", "3m05s" or "12s"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+class Progress:
+    """Shows step, loss, tokens per second and the time left. A context manager.
+
+    The rate is over the time in `started` intervals: evaluation, compilation and saving do not count as training.
+
+    Args:
+      first_step: steps already done.
+      steps: steps of the whole run.
+      active: whether to show anything (one process of several does).
+    """
+
+    def __init__(self, first_step: int, steps: int, *, active: bool = True):
+        self._first, self._steps, self._active = first_step, steps, active
+        self._bar: Any = None
+        self._task: Any = None
+        self._clock: float | None = None
+        self._seconds = 0.0
+        self._tokens = 0.0
+        self._timed_steps = 0
+
+    def __enter__(self) -> "Progress":
+        if self._active and sys.stdout.isatty():
+            from rich import progress
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TextColumn("{task.fields[text]}")
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("training", total=self._steps, completed=self._first, text="compiling")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def start(self) -> None:
+        """Training goes on from here: start the clock."""
+        self._clock = time.perf_counter()
+
+    def pause(self, steps: int, tokens: float) -> None:
+        """Stop the clock and count `steps` and `tokens` done since `start`."""
+        if self._clock is not None:
+            self._seconds += time.perf_counter() - self._clock
+            self._timed_steps += steps
+            self._tokens += tokens
+            self._clock = None
+
+    @property
+    def paused(self) -> bool:
+        """Whether the clock stands."""
+        return self._clock is None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of training so far; 0 before any was timed."""
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+    def report(self, step: int, loss: float) -> None:
+        """Shows the state after `step` steps."""
+        if not self._active:
+            return
+        left = ""
+        if self._timed_steps:
+            left = f" · {duration((self._steps - step) * self._seconds / self._timed_steps)} left"
+        text = f"step {step}/{self._steps} · loss {loss:.4f} · {self.tokens_per_second:,.0f} tokens/s{left}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, text=text)
+        else:
+            print(text, flush=True)
+
+    @property
+    def print(self) -> Callable[[str], None]:
+        """Prints a line without disturbing the bar."""
+        if not self._active:
+            return lambda line: None
+        if self._bar is not None:
+            return lambda line: self._bar.console.print(line, markup=False, highlight=False)
+        return lambda line: print(line, flush=True)

@@ -1,0 +1,176 @@
+"""Everything that a run needs before its first step, checked before anything is compiled."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from atlasjax.data.pipeline import BatchIterator, Pipeline, make_pipeline
+from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
+from atlasjax.distributed.mesh import make_mesh
+from atlasjax.distributed.sharding import batch_shards
+from atlasjax.nn import logical_axes
+from atlasjax.train import state as state_lib
+from atlasjax.train.checkpoint import Checkpoints
+from atlasjax.train.config import TrainConfig, changes_on_resume, to_dict
+from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
+from atlasjax.train.state import TrainState
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """The parts of a run, none of which has touched a parameter yet.
+
+    Attributes:
+      config: the run's configuration.
+      mesh: the devices.
+      tokenizer: text ↔ tokens.
+      train_data, validation_data: this process's batches; validation is None where nothing is held out.
+      graphdef: the model's definition.
+      optimizer: clipping and AdamW.
+      schedule: step → learning rate.
+      shardings: of the TrainState.
+      skipped: one line for each mesh axis that a parameter could not be split over.
+    """
+
+    config: TrainConfig
+    mesh: Mesh
+    tokenizer: Tokenizer
+    train_data: Pipeline
+    validation_data: Pipeline | None
+    graphdef: nnx.GraphDef
+    optimizer: optax.GradientTransformation
+    schedule: Callable[[jax.Array | int], jax.Array]
+    shardings: TrainState
+    skipped: list[str]
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the TrainState."""
+        return state_lib.abstract_state(self.config.model, self.optimizer, self.shardings)
+
+    def init_state(self) -> TrainState:
+        """A fresh TrainState from the config's seed; every array is made on the devices that hold it."""
+        init = jax.jit(
+            lambda key: state_lib.init_state(self.config.model, self.optimizer, key), out_shardings=self.shardings
+        )
+        return init(jax.random.key(self.config.seed))
+
+
+def prepare(config: TrainConfig) -> Setup:
+    """Makes mesh, tokenizer, data and shardings of a run; compiles nothing.
+
+    The tokenizer is the one in the run's folder if there is one, so that a tokenizer that was trained for this run is not
+    trained again.
+
+    Raises:
+      ValueError: something in the config does not fit something else, or the data; the message names both.
+      FileNotFoundError: the data or the tokenizer is not there.
+    """
+    mesh = make_mesh(config.mesh)
+    microbatch, shards = config.data.batch_size // config.accumulation, batch_shards(mesh)
+    if microbatch % shards:
+        raise ValueError(
+            f"data.batch_size / accumulation is {config.data.batch_size} / {config.accumulation} = {microbatch} sequences; it "
+            f"should be divisible by mesh data × fsdp = {mesh.shape['data']} × {mesh.shape['fsdp']} = {shards}."
+        )
+    tokenizer = run_tokenizer(config)
+    if config.model.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"model.vocab_size is {config.model.vocab_size}; it should be at least {tokenizer.vocab_size}, the vocabulary of "
+            f"the tokenizer {config.data.tokenizer!r}."
+        )
+    where = (jax.process_index(), jax.process_count())
+    train_data = make_pipeline(config.data, tokenizer, "train", *where)
+    validation_data = make_pipeline(config.data, tokenizer, "validation", *where) if config.data.has_validation else None
+    graphdef, _ = state_lib.model_shapes(config.model)
+    mask = decay_mask(nnx.to_pure_dict(logical_axes(config.model)))
+    optimizer = make_optimizer(config.optimizer, config.steps, mask)
+    shardings, skipped = state_lib.state_shardings(config.model, optimizer, mesh)
+    return Setup(
+        config, mesh, tokenizer, train_data, validation_data, graphdef, optimizer,
+        learning_rate(config.optimizer, config.steps), shardings, skipped,
+    )  # fmt: skip
+
+
+def run_tokenizer(config: TrainConfig) -> Tokenizer:
+    """The tokenizer of a run: that of its folder, else a new one (see `data.make_tokenizer` for the errors)."""
+    folder = pathlib.Path(config.run_dir) / "tokenizer"
+    return load_tokenizer(folder) if folder.exists() else make_tokenizer(config.data)
+
+
+def write_run_files(setup: Setup) -> None:
+    """Makes the run's folder with config.json and the tokenizer.
+
+    Raises:
+      OSError: the folder cannot be made or written.
+    """
+    run_dir = pathlib.Path(setup.config.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    partial = run_dir / "config.json.partial"
+    partial.write_text(json.dumps(to_dict(setup.config), indent=2) + "\n")
+    partial.replace(run_dir / "config.json")
+    setup.tokenizer.save(run_dir / "tokenizer")
+
+
+def check_resumable(config: TrainConfig) -> list[str]:
+    """Checks that the checkpoints in the run's folder, if any, are of the run that `config` describes.
+
+    Returns:
+      A line "field: old → new" for each difference that a run may have when it goes on. Empty without checkpoints.
+
+    Raises:
+      ValueError: the architecture or the data is another one; the message names the fields.
+    """
+    folder = pathlib.Path(config.run_dir) / "checkpoints"
+    if not folder.exists():
+        return []
+    with Checkpoints(folder, config.keep) as checkpoints:
+        saved = checkpoints.newest_config()
+    if saved is None:
+        return []
+    architecture, fixed, free = changes_on_resume(saved, to_dict(config))
+    if architecture or fixed:
+        what = "a checkpoint of another architecture" if architecture else "a run on other data or with another seed"
+        raise ValueError(
+            f"{config.run_dir} holds {what} ({', '.join(architecture + fixed)}). Give another run_dir to start afresh, or the "
+            "same settings to go on."
+        )
+    return free
+
+
+def set_position(iterator: BatchIterator, positions: list[Any]) -> None:
+    """Puts this process's iterator where the checkpoint left it.
+
+    Raises:
+      ValueError: the positions are of another number of processes and differ, or of other data.
+    """
+    if len(positions) != jax.process_count() and any(position != positions[0] for position in positions):
+        raise ValueError(
+            f"the checkpoint has the data positions of {len(positions)} processes and there are {jax.process_count()} now; "
+            "packed documents can only go on with the same number of processes."
+        )
+    iterator.set_state(positions[jax.process_index() if len(positions) == jax.process_count() else 0])
+
+
+def all_positions(iterator: BatchIterator) -> list[Any]:
+    """The data positions of all processes, known to each."""
+    position = iterator.get_state()
+    if jax.process_count() == 1:
+        return [position]
+    from jax.experimental import multihost_utils
+
+    text = np.frombuffer(json.dumps(position).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.asarray(text.size))
+    padded = np.zeros(int(np.max(sizes)), np.uint8)
+    padded[: text.size] = text
+    rows = multihost_utils.process_allgather(padded)
+    return [json.loads(bytes(row[: int(size)])) for row, size in zip(rows, sizes)]

@@ -1,0 +1,53 @@
+"""Stopping a run from outside: SIGINT and SIGTERM end it after the step in progress."""
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class StopSignals:
+    """Catches SIGINT and SIGTERM inside a `with` block and remembers the first. The second acts as usual.
+
+    Outside the main thread, where Python has no signals, it catches nothing.
+    """
+
+    def __init__(self) -> None:
+        self._received = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        self._received = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def received(self, *, agree: bool) -> int:
+        """Returns the signal's number, or 0.
+
+        Args:
+          agree: whether all processes are asking now; then all get the same answer. Otherwise, with several processes, the
+            answer is 0: one process must not stop alone.
+        """
+        if jax.process_count() == 1:
+            return self._received
+        if not agree:
+            return 0
+        from jax.experimental import multihost_utils
+
+        return int(np.max(multihost_utils.process_allgather(np.asarray(self._received))))

@@ -1,0 +1,84 @@
+"""What training carries from step to step, and where it lives on the mesh."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from atlasjax.distributed import sharding
+from atlasjax.nn import LanguageModel, ModelConfig, abstract_model, logical_axes
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """A pytree with everything that training changes.
+
+    Attributes:
+      params: nested dict of float32 parameters, as `nnx.to_pure_dict` gives them.
+      optimizer: the state of the outer optimizer.
+      key: typed PRNG key; what is random at step n uses `jax.random.fold_in(key, n)`.
+      step: int32 scalar, optimizer steps done.
+    """
+
+    params: PyTree
+    optimizer: PyTree
+    key: jax.Array
+    step: jax.Array
+
+
+def model_shapes(config: ModelConfig) -> tuple[nnx.GraphDef, PyTree]:
+    """Returns (graphdef, nested dict of the parameters as ShapeDtypeStructs) of a model, without making it."""
+    graphdef, params, rest = nnx.split(abstract_model(config), nnx.Param, ...)
+    if jax.tree.leaves(rest):
+        raise ValueError(f"the model has state that is neither a parameter nor the cache: {nnx.to_pure_dict(rest)}.")
+    return graphdef, nnx.to_pure_dict(params)
+
+
+def merge(graphdef: nnx.GraphDef, params: PyTree) -> LanguageModel:
+    """Makes the model from its definition and a nested dict of parameters; for use inside a transformed function."""
+    return nnx.merge(graphdef, nnx.State(params))
+
+
+def init_params(config: ModelConfig, key: jax.Array) -> PyTree:
+    """Fresh parameters: the nested dict of float32 arrays of `LanguageModel(config)` made with `key`."""
+    model = LanguageModel(config, rngs=nnx.Rngs(key))
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+    """A fresh state; trace it with `jax.jit(..., out_shardings=...)`, so that every array is made where it lives."""
+    params_key, run_key = jax.random.split(key)
+    params = init_params(config, params_key)
+    return TrainState(params, optimizer.init(params), run_key, jnp.zeros((), jnp.int32))
+
+
+def state_shardings(
+    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> tuple[TrainState, list[str]]:
+    """Shardings of a TrainState, in its tree, and one line for each mesh axis that a parameter could not be split over."""
+    _, shapes = model_shapes(config)
+    param_shardings, skipped = sharding.parameter_shardings(nnx.to_pure_dict(logical_axes(config)), shapes, mesh)
+    optimizer_state = jax.eval_shape(optimizer.init, shapes)
+    whole = sharding.replicated(mesh)
+    shardings = TrainState(
+        params=param_shardings,
+        optimizer=sharding.optimizer_shardings(optimizer, optimizer_state, param_shardings, mesh),
+        key=whole,
+        step=whole,
+    )
+    return shardings, skipped
+
+
+def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation, shardings: TrainState) -> TrainState:
+    """Shapes, dtypes and shardings of a TrainState, without its arrays."""
+    shapes = jax.eval_shape(lambda key: init_state(config, optimizer, key), jax.random.key(0))
+    return jax.tree.map(
+        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where), shapes, shardings
+    )

@@ -1,0 +1,155 @@
+"""The loss, the training step and the evaluation step: pure functions, and their jitted, sharded form."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from atlasjax.distributed.mesh import BATCH_AXES
+from atlasjax.distributed.sharding import batch_sharding, replicated
+from atlasjax.train.state import TrainState, merge
+
+PyTree = Any
+Batch = dict[str, jax.Array]
+
+
+def loss_sums(
+    graphdef: nnx.GraphDef, params: PyTree, batch: Batch, max_segments: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (sum of weighted cross entropies, sum of weights), float32 scalars; the loss is their quotient.
+
+    Args:
+      graphdef: the model's definition.
+      params: its parameters.
+      batch: inputs int32 [batch, time], targets int32 [batch, time], weights float32 [batch, time] and, for packed
+        documents, segment_ids int32 [batch, time].
+      max_segments: bound on the segments per row; needed with segment_ids.
+    """
+    model = merge(graphdef, params)
+    logits = model(batch["inputs"], segment_ids=batch.get("segment_ids"), max_segments=max_segments)
+    weights = batch["weights"].astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"])
+    return jnp.sum(losses * weights), jnp.sum(weights)
+
+
+def accumulated_gradients(
+    graphdef: nnx.GraphDef, params: PyTree, batch: Batch, microbatches: int, max_segments: int | None = None,
+    constrain: Callable[[Batch], Batch] = lambda batch: batch,
+) -> tuple[jax.Array, PyTree, jax.Array]:  # fmt: skip
+    """Returns (loss, its gradient, sum of weights) of a batch, taken `microbatches` at a time.
+
+    Sums, not means, are added up over the microbatches, and divided once by the weight of the whole batch: the result is
+    that of the whole batch at once, whatever the number of weighted tokens in each.
+
+    Args:
+      graphdef, params, batch, max_segments: as in `loss_sums`.
+      microbatches: how many; must divide the batch.
+      constrain: says where a microbatch lives, [batch / microbatches, ...].
+    """
+
+    def sums(params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        return loss_sums(graphdef, params, batch, max_segments)
+
+    gradient = jax.value_and_grad(sums, has_aux=True)
+    if microbatches == 1:
+        (loss, weight), grads = gradient(params, batch)
+    else:
+        # Microbatch i takes rows i, i + n, i + 2n, …: every device keeps the rows that it already holds.
+        split = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
+
+        def add(carry: PyTree, microbatch: Batch) -> tuple[PyTree, None]:
+            return jax.tree.map(jnp.add, carry, gradient(params, constrain(microbatch))), None
+
+        zero = jnp.zeros((), jnp.float32)
+        ((loss, weight), grads), _ = jax.lax.scan(add, ((zero, zero), jax.tree.map(jnp.zeros_like, params)), split)
+    scale = jnp.where(weight > 0, 1.0 / jnp.where(weight > 0, weight, 1.0), 0.0)  # a batch of padding only has loss 0
+    return loss * scale, jax.tree.map(lambda g: g * scale, grads), weight
+
+
+def train_step(
+    state: TrainState, batch: Batch, *, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation,
+    schedule: Callable[[jax.Array], jax.Array], microbatches: int = 1, max_segments: int | None = None,
+    constrain: Callable[[Batch], Batch] = lambda batch: batch,
+) -> tuple[TrainState, dict[str, jax.Array]]:  # fmt: skip
+    """One optimizer step.
+
+    Args:
+      state: before the step.
+      batch: as in `loss_sums`.
+      graphdef: the model's definition.
+      optimizer: the outer optimizer.
+      schedule: step → learning rate; only reported, the optimizer has its own.
+      microbatches: gradient accumulation.
+      max_segments: bound on the segments per row.
+      constrain: says where a microbatch lives.
+
+    Returns:
+      (state after the step, float32 scalars: loss in nats per token, gradient_norm before clipping, learning_rate, tokens).
+    """
+    loss, grads, tokens = accumulated_gradients(graphdef, state.params, batch, microbatches, max_segments, constrain)
+    updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+    params = optax.apply_updates(state.params, updates)
+    metrics = {
+        "loss": loss,
+        "gradient_norm": optax.global_norm(grads),
+        "learning_rate": schedule(state.step),
+        "tokens": tokens,
+    }
+    return TrainState(params, optimizer_state, state.key, state.step + 1), metrics
+
+
+def jit_train_step(
+    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, schedule: Callable[[jax.Array], jax.Array],
+    shardings: TrainState, mesh: Mesh, *, microbatches: int = 1, max_segments: int | None = None,
+) -> Any:  # fmt: skip
+    """Returns the jitted (state, batch) → (state, metrics) on a mesh; the state that is passed in is given up (donated).
+
+    The batch is split over data and fsdp, parameters and moments by `shardings`; metrics are on every device.
+    """
+    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+    def constrain(batch: Batch) -> Batch:
+        return jax.lax.with_sharding_constraint(batch, jax.tree.map(lambda _: rows, batch))
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        return train_step(
+            state, batch, graphdef=graphdef, optimizer=optimizer, schedule=schedule, microbatches=microbatches,
+            max_segments=max_segments, constrain=constrain,
+        )  # fmt: skip
+
+    return jax.jit(
+        step,
+        in_shardings=(shardings, batch_sharding(mesh)),
+        out_shardings=(shardings, replicated(mesh)),
+        donate_argnums=0,
+    )
+
+
+def jit_eval_step(
+    graphdef: nnx.GraphDef, shardings: PyTree, mesh: Mesh, bytes_per_token: np.ndarray, *, max_segments: int | None = None
+) -> Any:
+    """Returns the jitted evaluation step on a mesh: (params, batch) → (nats, tokens, bytes).
+
+    nats is the float32 sum of the cross entropies of the tokens of weight > 0, tokens their number and bytes the length of
+    the text that they stand for, int32, over the batch of all processes.
+
+    Args:
+      graphdef: the model's definition.
+      shardings: of its parameters.
+      mesh: the mesh.
+      bytes_per_token: int [vocabulary], from the tokenizer.
+      max_segments: bound on the segments per row.
+    """
+    table = np.asarray(bytes_per_token, np.int32)
+
+    def step(params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        counted = batch["weights"] > 0
+        nats, _ = loss_sums(graphdef, params, {**batch, "weights": counted}, max_segments)
+        return nats, jnp.sum(counted, dtype=jnp.int32), jnp.sum(jnp.where(counted, jnp.asarray(table)[batch["targets"]], 0))
+
+    return jax.jit(step, in_shardings=(shardings, batch_sharding(mesh)), out_shardings=replicated(mesh))
