@@ -1,5 +1,6 @@
 """From a `DataConfig` to batches, with an exact position that can be saved and restored."""
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from atlasjax.data.sources import load_documents
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.data.windows import Batch, Windows, token_stream
 
+_FOREVER = 2**45  # windows; Grain's own endless repetition overflows when batches of one are sliced
+
 
 class BatchIterator(Iterator[Batch]):
     """Iterates over batches; its position is small, JSON-able, and exact."""
@@ -26,7 +29,7 @@ class BatchIterator(Iterator[Batch]):
 
     def get_state(self) -> dict[str, Any]:
         """Return the position after the batch returned last: a dict of strings, numbers and dicts, fit for JSON."""
-        return {"pipeline": dict(self._identity), "position": self._iterator.get_state()}
+        return {"pipeline": dict(self._identity), "position": copy.deepcopy(self._iterator.get_state())}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go to a position: the next batch is the one that came next when `state` was taken.
@@ -47,7 +50,7 @@ class BatchIterator(Iterator[Batch]):
         ]
         if differences:
             raise ValueError(f"The saved data position belongs to another pipeline: {'; '.join(differences)}.")
-        self._iterator.set_state(state["position"])
+        self._iterator.set_state(copy.deepcopy(state["position"]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +156,7 @@ def _contiguous(
     if identity["shuffle_seed"] is not None:
         dataset = dataset.shuffle(seed=identity["shuffle_seed"])
     if repeat:
-        dataset = dataset.repeat()
+        dataset = dataset.repeat(_FOREVER // len(windows))
     # The slices of a global batch lie side by side, so a process takes every process_count-th of them.
     dataset = dataset.batch(config.batch_size // process_count)[process_index::process_count]
     read = grain.ReadOptions(num_threads=config.num_threads, prefetch_buffer_size=2 * config.num_threads)
@@ -187,6 +190,10 @@ def _documents(
         first, last = (len(documents) * i // process_count for i in (process_index, process_index + 1))
         documents = Shard(documents, first, last)
         rows_at_a_time //= process_count
+    if not any(documents[i] for i in range(len(documents))):  # stops at the first that has text
+        raise ValueError(
+            f"All {len(documents)} documents that process {process_index} reads of the {split} split are empty."
+        )
     rows = packed_rows(
         documents,
         tokenizer,

@@ -12,7 +12,7 @@ BLOCK_SIZE = 4096  # characters
 def embedded_documents() -> TextDocuments:
     """The Python language reference inside every CPython, one document per topic, sorted by topic.
 
-    English prose with some code and grammar, some 370 kB; its length differs between versions of Python. Topics repeat
+    English prose with some code and grammar, some 370 to 410 kB, depending on the version of Python. Topics repeat
     whole sections of one another (without this, half of the lines held out would also be trained on), so a paragraph that
     came before, up to white space, is left out.
     """
@@ -112,5 +112,5 @@ def _blocks(text: str, period: int, split: Split) -> TextDocuments:
             end = len(text)
         blocks.append(text[start:end])
         start = end
-    kept = [block for i, block in enumerate(blocks) if (i % period == period - 1) == (split == "validation")]
+    kept = [block for i, block in enumerate(blocks) if (i % period == period // 2) == (split == "validation")]
     return TextDocuments(["".join(kept)])

@@ -39,7 +39,7 @@ class TfdsDocuments:
             )
         lookup("TFDS feature", feature, builder.info.features or {})
         try:
-            self._source = builder.as_data_source(split=split, decoders=tfds.decode.PartialDecoding({feature: True}))
+            self._source = builder.as_data_source(split=split)
         except NotImplementedError as error:
             raise ValueError(
                 f"The TFDS dataset {name!r} is stored as {builder.info.file_format.value}, which has no random access; "

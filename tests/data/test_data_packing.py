@@ -1,0 +1,152 @@
+"""Packed documents: nothing lost, nothing doubled, nothing predicted across a boundary, and shuffling by blocks."""
+
+import collections
+import itertools
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atlasjax.data import DataConfig, load_documents, make_pipeline
+from atlasjax.data.documents import TextDocuments
+from atlasjax.data.packing import BlockShuffle, packed_rows
+from atlasjax.data.tokenizers import ByteTokenizer
+
+BYTE = ByteTokenizer()
+
+
+def segments(rows):
+    """Yield (inputs, targets, weights) of every segment of rows {"inputs": [..., T], …}, in order, padding left out."""
+    for inputs, targets, weights, ids in zip(*(rows[n] for n in ("inputs", "targets", "weights", "segment_ids"))):
+        present = [i for i, _ in itertools.groupby(ids)]
+        # Ids count up from 1 in each row, and padding (0) comes only at the end.
+        assert [i for i in present if i] == list(range(1, max(ids, default=0) + 1))
+        assert 0 not in present[:-1]
+        for i in range(1, max(ids) + 1):
+            yield inputs[ids == i], targets[ids == i], weights[ids == i]
+        assert not inputs[ids == 0].any()
+        assert not weights[ids == 0].any()
+
+
+def joined(batches):
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def pieces_of(text: str, length: int) -> list[tuple[bytes, bytes, tuple]]:
+    """The segments that a document should give: inputs, targets where weighted, weights."""
+    data = text.encode()
+    weights = [1.0] * (len(data) - 1) + [0.0]
+    return [
+        (data[i : i + length], data[i + 1 : i + length + 1], tuple(weights[i : i + length]))
+        for i in range(0, len(data), length)
+    ]
+
+
+def check_packing(texts, batches, length, max_segments):
+    rows = joined(batches)
+    found = collections.Counter(
+        (bytes(x.tolist()), bytes(y[w == 1].tolist()), tuple(w.tolist())) for x, y, w in segments(rows)
+    )
+    assert found == collections.Counter(piece for text in texts for piece in pieces_of(text, length))
+    changes = 1 + (np.diff(rows["segment_ids"], axis=1) != 0).sum(axis=1)
+    assert changes.max() <= max_segments
+
+
+def pack(texts, length, max_segments, batch_size, seed=None):
+    rows = packed_rows(
+        TextDocuments(texts), BYTE, sequence_length=length, max_segments=max_segments, batch_size=batch_size,
+        shuffle_seed=seed, repeat=False, num_threads=0,
+    )  # fmt: skip
+    return list(rows.batch(1))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    texts=st.lists(st.text(max_size=40), min_size=1, max_size=25).filter(any),
+    length=st.integers(1, 30),
+    max_segments=st.integers(2, 5),
+    batch_size=st.integers(1, 10),
+    seed=st.none() | st.integers(0, 9),
+)
+def test_every_token_once_with_its_target(texts, length, max_segments, batch_size, seed):
+    check_packing(texts, pack(texts, length, max_segments, batch_size, seed), length, max_segments)
+
+
+@pytest.mark.parametrize("process_count", [1, 2])
+def test_one_pass_packs_the_whole_split(parquet_folder, process_count):
+    config = DataConfig(
+        source="parquet", paths=(str(parquet_folder),), packing="documents", validation_fraction=0.3,
+        sequence_length=96, batch_size=4, max_segments=3,
+    )  # fmt: skip
+    for split in ("train", "validation"):
+        documents = load_documents(config, split)
+        texts = [documents[i] for i in range(len(documents))]
+        pipelines = [make_pipeline(config, BYTE, split, i, process_count, repeat=False) for i in range(process_count)]
+        assert all(pipeline.max_segments == 3 for pipeline in pipelines)
+        check_packing(texts, [batch for pipeline in pipelines for batch in pipeline], 96, 3)
+
+
+def test_rows_are_well_filled(texts):
+    rows = joined(pack(texts, 400, 20, batch_size=8))
+    assert (rows["segment_ids"] > 0).mean() > 0.8
+
+
+def first_words(batches) -> list[int]:
+    """The numbers with which documents begin, in the order of the segments."""
+    texts = (bytes(inputs.tolist()).decode() for inputs, _, _ in segments(joined(batches)))
+    return [int(text.partition(":")[0]) for text in texts if text.partition(":")[0].isdecimal()]
+
+
+@pytest.mark.parametrize("kind", ["text", "parquet"])
+def test_processes_share_out_the_documents(kind, text_folder, parquet_folder):
+    """Every process goes through its own documents over and over, and no document belongs to two."""
+    folder = {"text": text_folder, "parquet": parquet_folder}[kind]
+    config = DataConfig(
+        source=kind, paths=(str(folder),), packing="documents", validation_fraction=0,
+        sequence_length=400, batch_size=3,
+    )  # fmt: skip
+    seen = []
+    for i in range(3):
+        batches = itertools.islice(make_pipeline(config, BYTE, "train", i, 3), 120)
+        numbers = first_words(list(batches))
+        count = collections.Counter(numbers)
+        assert len(numbers) > 60
+        # Documents of the last epoch may be still to come, and a few rows are filled at the same time.
+        assert max(count.values()) - min(count.values()) <= 2
+        seen.append(set(count))
+    assert set.union(*seen) == set(range(90))
+    assert sum(map(len, seen)) == 90
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 50])
+def test_block_shuffle_uses_few_blocks_at_a_time(window):
+    offsets = np.array([0, 4, 4, 9, 10, 16, 23])
+    parent = grain.MapDataset.range(23)
+    shuffled = BlockShuffle(parent, offsets, window, seed=5).repeat(3)
+    epochs = [[shuffled[e * 23 + i] for i in range(23)] for e in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(23))
+        blocks = np.searchsorted(offsets, epoch, side="right") - 1
+        spans = [np.flatnonzero(blocks == b) for b in np.unique(blocks)]
+        open_at_once = max(sum(s[0] <= i <= s[-1] for s in spans) for i in range(23))
+        assert open_at_once <= window
+    assert epochs[0] != epochs[1] != epochs[2]
+    again = BlockShuffle(parent, offsets, window, seed=5)
+    assert [again[i] for i in range(23)] == epochs[0]
+    other = BlockShuffle(parent, offsets, window, seed=6)
+    assert [other[i] for i in range(23)] != epochs[0]
+
+
+def test_shuffled_parquet_reads_every_row_group_once_per_epoch(parquet_folder, monkeypatch):
+    from atlasjax.data.parquet import ParquetDocuments
+
+    monkeypatch.setattr("atlasjax.data.parquet._MAX_BLOCKS", 3)
+    documents = ParquetDocuments([str(parquet_folder)], "text")
+    shuffled = BlockShuffle(grain.MapDataset.source(documents), documents.block_offsets, documents.blocks_in_memory, 0)
+    order = [shuffled[i] for i in range(len(shuffled))]
+    assert sorted(order) == sorted(documents[i] for i in range(len(documents)))
+    documents._read.cache_clear()
+    assert [shuffled[i] for i in range(len(shuffled))] == order
+    assert documents._read.cache_info().misses == 14

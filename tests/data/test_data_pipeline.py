@@ -1,0 +1,309 @@
+"""Contiguous packing, positions, sharding by process, and errors of the pipeline."""
+
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from atlasjax.data import DataConfig, load_text, make_pipeline, make_tokenizer
+from atlasjax.data.tokenizers import ByteTokenizer
+from atlasjax.data.windows import Windows, token_dtype, token_stream
+
+BYTE = ByteTokenizer()
+
+
+def assert_same(batch, other):
+    assert batch.keys() == other.keys()
+    for name in batch:
+        np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
+
+
+@pytest.fixture(params=["contiguous", "documents", "parquet", "threads"])
+def config(request, text_folder, parquet_folder):
+    """Small configurations whose epochs are a few batches long."""
+    base = {"sequence_length": 96, "batch_size": 4, "validation_fraction": 0.2, "max_segments": 5, "seed": 3}
+    return {
+        "contiguous": DataConfig(source="text", paths=(str(text_folder),), **base),
+        "documents": DataConfig(source="text", paths=(str(text_folder),), packing="documents", **base),
+        "parquet": DataConfig(source="parquet", paths=(str(parquet_folder),), packing="documents", **base),
+        "threads": DataConfig(
+            source="parquet", paths=(str(parquet_folder),), packing="documents", num_threads=2, **base
+        ),
+    }[request.param]
+
+
+# Batches
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_batch_has_the_promised_shapes_and_types(config, split):
+    batch = next(iter(make_pipeline(config, BYTE, split)))
+    names = ["inputs", "targets", "weights"] + ["segment_ids"] * (config.packing == "documents")
+    assert sorted(batch) == sorted(names)
+    for name, array in batch.items():
+        assert array.shape == (4, 96)
+        assert array.dtype == (np.float32 if name == "weights" else np.int32)
+        assert array.flags.c_contiguous
+
+
+def test_contiguous_pass_is_the_text_in_order(text_folder):
+    config = DataConfig(source="text", paths=(str(text_folder),), sequence_length=96, batch_size=4)
+    text = load_text(config, "validation").encode()
+    pipeline = make_pipeline(config, BYTE, "validation")
+    batches = list(pipeline)
+    inputs, targets, weights = (
+        np.concatenate([b[n].ravel() for b in batches]) for n in ("inputs", "targets", "weights")
+    )
+    assert bytes(inputs[weights == 1].tolist()) == text[:-1]
+    assert bytes(targets[weights == 1].tolist()) == text[1:]
+    assert not inputs[weights == 0].any()
+    assert set(weights) == {0, 1}
+    assert pipeline.num_tokens == len(text)
+    assert pipeline.batches_per_epoch == len(batches)
+    assert pipeline.max_segments is None
+
+
+def test_training_epoch_has_every_window_once_in_a_new_order(text_folder):
+    config = DataConfig(source="text", paths=(str(text_folder),), sequence_length=96, batch_size=1, held_out="tail")
+    pipeline = make_pipeline(config, BYTE, "train")
+    batches = iter(pipeline)
+    epochs = [[next(batches)["targets"].tobytes() for _ in range(pipeline.batches_per_epoch)] for _ in range(2)]
+    in_order = [b["targets"].tobytes() for b in make_pipeline(config, BYTE, "train", repeat=False)]
+    still = dataclasses.replace(config, shuffle=False)
+    unshuffled = [
+        b["targets"].tobytes() for b in itertools.islice(make_pipeline(still, BYTE, "train"), 2 * len(in_order))
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(in_order)
+    assert epochs[0] != epochs[1]
+    assert unshuffled[: len(in_order)] == unshuffled[len(in_order) :]
+    assert epochs[0] != unshuffled[: len(in_order)]
+
+
+@pytest.mark.parametrize("num_tokens", [2, 5, 6, 7, 11, 23])
+def test_windows_predict_every_token_but_the_first_once(num_tokens):
+    tokens = np.arange(100, 100 + num_tokens).astype(np.uint8)
+    windows = Windows(tokens, 5, multiple=4)
+    assert len(windows) % 4 == 0
+    kept = [
+        np.stack([w["inputs"], w["targets"]])[:, w["weights"] == 1]
+        for w in map(windows.__getitem__, range(len(windows)))
+    ]
+    pairs = np.concatenate(kept, axis=1)
+    np.testing.assert_array_equal(pairs[0], tokens[:-1])
+    np.testing.assert_array_equal(pairs[1], tokens[1:])
+
+
+def test_long_texts_are_tokenized_in_pieces(monkeypatch, texts):
+    class Recorder(ByteTokenizer):
+        longest = 0
+
+        def encode(self, text):
+            self.longest = max(self.longest, len(text))
+            return super().encode(text)
+
+    monkeypatch.setattr("atlasjax.data.windows._PIECE", 50)
+    recorder = Recorder()
+    stream = token_stream(["".join(texts), "no line end " * 20], recorder, "\n\n")
+    assert bytes(stream.tolist()).decode() == "".join(texts) + "\n\n" + "no line end " * 20
+    assert recorder.longest == 50
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.uint32)]
+)
+def test_token_dtype_is_the_smallest_that_fits(vocab_size, dtype):
+    assert token_dtype(vocab_size) == dtype
+
+
+def test_bpe_batches_decode_to_the_text():
+    config = DataConfig(tokenizer="bpe:500", sequence_length=64, batch_size=2)
+    tokenizer = make_tokenizer(config)
+    batches = list(make_pipeline(config, tokenizer, "validation"))
+    text = load_text(config, "validation")
+    weights = np.concatenate([b["weights"].ravel() for b in batches])
+    targets = np.concatenate([b["targets"].ravel() for b in batches])[weights == 1]
+    first = batches[0]["inputs"].ravel()[:1]
+    assert tokenizer.decode(np.concatenate([first, targets])) == text
+    assert tokenizer.bytes_per_token[targets].sum() == len(text.encode()) - tokenizer.bytes_per_token[first].sum()
+
+
+def test_parquet_and_text_of_the_same_documents_give_the_same_stream(text_folder, parquet_folder):
+    base = {"sequence_length": 96, "batch_size": 4, "validation_fraction": 0.1, "held_out": "documents"}
+    text = DataConfig(source="text", paths=(str(text_folder),), **base)
+    parquet = DataConfig(source="parquet", paths=(str(parquet_folder),), **base)
+    for split in ("train", "validation"):
+        first, second = (list(make_pipeline(c, BYTE, split, repeat=False)) for c in (text, parquet))
+        assert len(first) == len(second)
+        for batch, other in zip(first, second):
+            assert_same(batch, other)
+
+
+def test_heavy_libraries_are_imported_only_where_they_are_used():
+    code = (
+        "import sys, atlasjax.data, atlasjax.evaluate.ngram; atlasjax.data.load_text(atlasjax.data.DataConfig(), 'train');"
+        "atlasjax.data.make_tokenizer(atlasjax.data.DataConfig());"
+        "print([n for n in ('grain', 'jax', 'pyarrow', 'tokenizers', 'sentencepiece', 'tensorflow_datasets')"
+        " if n in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+# Position
+
+
+@pytest.mark.parametrize("steps", [0, 1, 7, 40])
+def test_restored_position_gives_the_same_batches(config, steps):
+    """Forty batches are more than two epochs of every configuration here."""
+    pipeline = make_pipeline(config, BYTE, "train")
+    batches = iter(pipeline)
+    for _ in range(steps):
+        next(batches)
+    state = json.loads(json.dumps(batches.get_state()))
+    wanted = list(itertools.islice(batches, 12))
+    for restored in (iter(pipeline), iter(make_pipeline(config, BYTE, "train")), batches):
+        restored.set_state(state)
+        for batch in wanted:
+            assert_same(next(restored), batch)
+
+
+def test_position_at_every_batch(config):
+    """Also in the middle of a group of packed rows, which Grain emits one by one."""
+    pipeline = make_pipeline(config, BYTE, "train")
+    batches, states, wanted = iter(pipeline), [], []
+    for _ in range(25):
+        states.append(batches.get_state())
+        wanted.append(next(batches))
+    restored = iter(pipeline)
+    for state, batch in zip(reversed(states), reversed(wanted)):
+        restored.set_state(state)
+        assert_same(next(restored), batch)
+        assert restored.get_state() == states[states.index(state) + 1] if state != states[-1] else True
+
+
+def test_validation_passes_are_alike_and_can_be_resumed(config):
+    pipeline = make_pipeline(config, BYTE, "validation")
+    first, second = list(pipeline), list(pipeline)
+    assert len(first) == len(second) > 1
+    for batch, other in zip(first, second):
+        assert_same(batch, other)
+    batches = iter(pipeline)
+    next(batches)
+    restored = iter(pipeline)
+    restored.set_state(batches.get_state())
+    rest = list(restored)
+    assert len(rest) == len(first) - 1
+    for batch, other in zip(rest, first[1:]):
+        assert_same(batch, other)
+
+
+def test_position_of_another_pipeline_is_refused(config):
+    state = iter(make_pipeline(config, BYTE, "train")).get_state()
+    for change, message in [
+        ({"sequence_length": 32}, "sequence_length was 96 and is now 32"),
+        ({"batch_size": 8}, "batch_size was 4 and is now 8"),
+        ({"seed": 4}, "shuffle_seed was 3 and is now 4"),
+        ({"shuffle": False}, "shuffle_seed was 3 and is now None"),
+        ({"validation_fraction": 0.25}, r"num_(tokens|documents) was \d+ and is now \d+"),
+    ]:
+        other = iter(make_pipeline(dataclasses.replace(config, **change), BYTE, "train"))
+        with pytest.raises(ValueError, match=f"position belongs to another pipeline: .*{message}"):
+            other.set_state(state)
+    with pytest.raises(ValueError, match="split was 'train' and is now 'validation'"):
+        iter(make_pipeline(config, BYTE, "validation")).set_state(state)
+    with pytest.raises(ValueError, match="not a data position"):
+        iter(make_pipeline(config, BYTE, "train")).set_state({"next_index": 3})
+
+
+# Processes
+
+
+@pytest.mark.parametrize("process_count", [2, 4])
+def test_contiguous_slices_make_up_the_global_batch(text_folder, process_count):
+    config = DataConfig(
+        source="text", paths=(str(text_folder),), sequence_length=96, batch_size=4, validation_fraction=0.3
+    )
+    for split in ("train", "validation"):
+        whole = iter(make_pipeline(config, BYTE, split))
+        parts = [iter(make_pipeline(config, BYTE, split, i, process_count)) for i in range(process_count)]
+        for _ in range(3 if split == "validation" else 100):
+            wanted, slices = next(whole), [next(part) for part in parts]
+            assert_same({n: np.concatenate([s[n] for s in slices]) for n in wanted}, wanted)
+
+
+def test_contiguous_position_fits_another_number_of_processes(text_folder):
+    config = DataConfig(source="text", paths=(str(text_folder),), sequence_length=96, batch_size=4)
+    whole = iter(make_pipeline(config, BYTE, "train"))
+    for _ in range(5):
+        next(whole)
+    state, wanted = whole.get_state(), next(whole)
+    for i in range(2):
+        part = iter(make_pipeline(config, BYTE, "train", i, 2))
+        part.set_state(state)
+        assert_same(next(part), {n: a[2 * i : 2 * i + 2] for n, a in wanted.items()})
+
+
+def test_one_pass_has_the_same_number_of_batches_in_every_process(config):
+    whole = list(make_pipeline(config, BYTE, "validation"))
+    parts = [list(make_pipeline(config, BYTE, "validation", i, 4)) for i in range(4)]
+    assert [len(part) for part in parts] == [len(whole)] * 4
+    for wanted, *slices in zip(whole, *parts):
+        assert_same({n: np.concatenate([s[n] for s in slices]) for n in wanted}, wanted)
+
+
+def test_document_position_fits_only_its_own_process(text_folder):
+    config = DataConfig(
+        source="text", paths=(str(text_folder),), packing="documents", batch_size=4, validation_fraction=0.2
+    )
+    state = iter(make_pipeline(config, BYTE, "train", 0, 2)).get_state()
+    for index, count, message in [
+        (1, 2, "process_index was 0 and is now 1"),
+        (0, 4, "process_count was 2 and is now 4"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            iter(make_pipeline(config, BYTE, "train", index, count)).set_state(state)
+
+
+# Errors
+
+
+def test_bad_processes(config):
+    with pytest.raises(ValueError, match="batch_size 4 is not divisible by process_count 3"):
+        make_pipeline(config, BYTE, "train", 0, 3)
+    with pytest.raises(ValueError, match=r"process_index is 2; it should be in \[0, 2\)"):
+        make_pipeline(config, BYTE, "train", 2, 2)
+
+
+def test_text_too_short_for_one_sequence(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("x" * 1000)
+    config = DataConfig(source="text", paths=(str(path),), sequence_length=100, validation_fraction=0.1)
+    with pytest.raises(ValueError, match=r"validation split is too short .* it has 100 tokens, .* 100 needs 101"):
+        make_pipeline(config, BYTE, "validation")
+    config = dataclasses.replace(config, sequence_length=900)
+    with pytest.raises(ValueError, match=r"train split is too short .* it has 900 tokens, .* 900 needs 901"):
+        make_pipeline(config, BYTE, "train")
+    config = dataclasses.replace(config, sequence_length=899)
+    assert next(iter(make_pipeline(config, BYTE, "train")))["weights"].all()
+
+
+def test_fewer_documents_than_processes(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 10)
+    config = DataConfig(source="text", paths=(str(tmp_path),), packing="documents", validation_fraction=0, batch_size=4)
+    with pytest.raises(ValueError, match="train split has 3 documents, too few for 4 processes"):
+        make_pipeline(config, BYTE, "train", 0, 4)
+
+
+def test_only_empty_documents(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"text": ["", None, ""]}), tmp_path / "empty.parquet")
+    config = DataConfig(source="parquet", paths=(str(tmp_path),), packing="documents", validation_fraction=0)
+    with pytest.raises(ValueError, match="All 3 documents that process 0 reads of the train split are empty"):
+        make_pipeline(config, BYTE, "train")
+    with pytest.raises(ValueError, match="has 4 tokens"):  # the separators
+        make_pipeline(dataclasses.replace(config, packing="contiguous"), BYTE, "train")

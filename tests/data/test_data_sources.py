@@ -1,0 +1,328 @@
+"""Every source: what it reads, how it is divided, and what it says about bad input."""
+
+import importlib
+import itertools
+import pathlib
+import sys
+from pydoc_data.topics import topics
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from atlasjax.data import DataConfig, load_documents, load_text
+from atlasjax.data.documents import EveryNth, Shard, TextDocuments
+from atlasjax.data.parquet import ParquetDocuments
+from atlasjax.data.sources import embedded_documents
+
+
+def everything(documents) -> list[str]:
+    return [documents[i] for i in range(len(documents))]
+
+
+# Embedded text
+
+
+def test_embedded_documents_hold_every_paragraph_of_the_reference_once():
+    paragraphs = [" ".join(p.split()) for text in embedded_documents().texts for p in text.split("\n\n")]
+    wanted = {" ".join(p.split()) for text in topics.values() for p in text.split("\n\n")}
+    assert len(paragraphs) == len(set(paragraphs))
+    assert set(paragraphs) == wanted
+    assert sum(map(len, paragraphs)) > 200_000
+
+
+def test_embedded_split_covers_the_text_and_keeps_the_halves_apart():
+    config = DataConfig()
+    train, validation = load_text(config, "train"), load_text(config, "validation")
+    whole = config.separator.join(embedded_documents().texts)
+    assert sorted(train + validation) == sorted(whole)
+    assert 0.03 < len(validation) / len(whole) < 0.07
+    seen = set(train.split("\n"))
+    lines = [line for line in validation.split("\n") if len(line) > 20]
+    assert sum(line in seen for line in lines) < 0.1 * len(lines)
+
+
+def test_embedded_blocks_are_spread_over_the_text():
+    whole = DataConfig().separator.join(embedded_documents().texts)
+    validation = load_text(DataConfig(), "validation")
+    places = sorted(whole.index(line) / len(whole) for line in validation.split("\n") if whole.count(line) == 1)
+    assert places[0] < 0.15
+    assert places[-1] > 0.85
+    assert max(b - a for a, b in itertools.pairwise(places)) < 0.3
+
+
+def test_packed_documents_hold_out_whole_topics():
+    config = DataConfig(packing="documents", validation_fraction=0.1)
+    train, validation = (everything(load_documents(config, split)) for split in ("train", "validation"))
+    assert sorted(train + validation) == sorted(embedded_documents().texts)
+    assert len(validation) == len(embedded_documents()) // 10
+
+
+# Text files
+
+
+def test_text_folder_is_read_recursively_in_order(text_folder, texts):
+    config = DataConfig(source="text", paths=(str(text_folder),), validation_fraction=0)
+    assert everything(load_documents(config, "train")) == texts
+    assert load_text(config, "train") == "\n\n".join(texts)
+
+
+def test_text_folder_holds_out_every_nth_file(text_folder, texts):
+    config = DataConfig(source="text", paths=(str(text_folder),), validation_fraction=0.1)
+    assert everything(load_documents(config, "validation")) == texts[9::10]
+    assert everything(load_documents(config, "train")) == [t for i, t in enumerate(texts) if i % 10 != 9]
+
+
+def test_single_text_holds_out_its_tail(tmp_path):
+    text = "".join(f"line {i}\n" for i in range(1000))
+    (tmp_path / "long.txt").write_text(text)
+    config = DataConfig(source="text", paths=(str(tmp_path / "long.txt"),), validation_fraction=0.2)
+    train, validation = load_text(config, "train"), load_text(config, "validation")
+    assert train + validation == text
+    assert len(validation) == pytest.approx(0.2 * len(text), abs=1)
+
+
+def test_separate_validation_files_hold_nothing_out(text_folder, tmp_path, texts):
+    (tmp_path / "valid.txt").write_text("held out")
+    config = DataConfig(source="text", paths=(str(text_folder),), validation_paths=(str(tmp_path / "valid.txt"),))
+    assert everything(load_documents(config, "train")) == texts
+    assert everything(load_documents(config, "validation")) == ["held out"]
+
+
+def test_files_by_name_pattern_and_suffix(tmp_path):
+    for name, text in {"a.txt": "A", "b.md": "B", "c.rst": "C", ".hidden.txt": "H", "bom.txt": "\ufeffM"}.items():
+        (tmp_path / name).write_text(text, "utf-8")
+
+    def read(*paths, **more):
+        return everything(
+            load_documents(DataConfig(source="text", paths=paths, validation_fraction=0, **more), "train")
+        )
+
+    assert read(str(tmp_path)) == ["A", "B", "M"]
+    assert read(str(tmp_path), suffixes=(".rst",)) == ["C"]
+    assert read(str(tmp_path / "c.rst"), str(tmp_path)) == ["C", "A", "B", "M"]
+    assert read(str(tmp_path / "*.rst"), str(tmp_path / "c.rst")) == ["C"]
+
+
+def test_empty_file_in_a_folder_is_left_out(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "full.txt").write_text("x")
+    config = DataConfig(source="text", paths=(str(tmp_path),), validation_fraction=0)
+    assert everything(load_documents(config, "train")) == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("content", "path", "error", "message"),
+    [
+        (None, "nowhere", FileNotFoundError, "nowhere' does not exist"),
+        (None, "*.txt", FileNotFoundError, r"No file matches .*\*\.txt"),
+        (None, ".", FileNotFoundError, r"has no file of the kind \*\.txt, \*\.md"),
+        (b"", "empty.txt", ValueError, "empty.txt' is empty"),
+        (b"", ".", ValueError, "All 1 data files under .* are empty"),
+        (b"caf\xe9 au lait", "latin.txt", ValueError, "latin.txt' is not UTF-8: byte 0xe9 at offset 3"),
+    ],
+)
+def test_bad_text_paths(tmp_path, content, path, error, message):
+    if content is not None:
+        (tmp_path / (path if path != "." else "found.txt")).write_bytes(content)
+    with pytest.raises(error, match=message):
+        load_documents(DataConfig(source="text", paths=(str(tmp_path / path),)), "train")
+
+
+# Parquet
+
+
+def test_parquet_column(parquet_folder, texts):
+    config = DataConfig(source="parquet", paths=(str(parquet_folder),), validation_fraction=0)
+    documents = load_documents(config, "train")
+    assert everything(documents) == texts
+    assert documents[89] == texts[89]
+    with pytest.raises(IndexError):
+        documents[90]
+
+
+def test_parquet_keeps_few_row_groups_in_memory(parquet_folder, monkeypatch):
+    documents = ParquetDocuments([str(parquet_folder)], "text")
+    everything(documents)
+    info = documents._read.cache_info()
+    assert info.misses == len(documents.block_offsets) - 1 == 8 + 6
+    assert info.currsize == documents.blocks_in_memory == 8
+    monkeypatch.setattr("atlasjax.data.parquet._CACHE_BYTES", 1)
+    assert ParquetDocuments([str(parquet_folder)], "text").blocks_in_memory == 1
+
+
+def test_parquet_missing_value_is_an_empty_document(tmp_path):
+    pq.write_table(pa.table({"text": ["a", None, "b"]}), tmp_path / "f.parquet")
+    assert everything(ParquetDocuments([str(tmp_path)], "text")) == ["a", "", "b"]
+
+
+def test_bad_parquet(parquet_folder, tmp_path):
+    with pytest.raises(ValueError, match=r"no column 'txt'\. Did you mean 'text'\? It has: id, text"):
+        ParquetDocuments([str(parquet_folder)], "txt")
+    with pytest.raises(ValueError, match=r"'id' .*int64; it should hold strings"):
+        ParquetDocuments([str(parquet_folder)], "id")
+    with pytest.raises(FileNotFoundError, match=r"no file of the kind \*\.parquet"):
+        ParquetDocuments([str(tmp_path)], "text")
+    (tmp_path / "no.parquet").write_text("no")
+    with pytest.raises(ValueError, match=r"no\.parquet' is not a Parquet file"):
+        ParquetDocuments([str(tmp_path / "no.parquet")], "text")
+    (tmp_path / "no.parquet").unlink()
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match="have no rows"):
+        ParquetDocuments([str(tmp_path)], "text")
+
+
+# TensorFlow Datasets
+
+
+class NoTensorFlow:
+    """Finds whatever the usual finders find, except TensorFlow: as if it were not installed."""
+
+    def __init__(self, finders):
+        self._finders = list(finders)
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "tensorflow":
+            return None
+        specs = (finder.find_spec(name, path, target) for finder in self._finders)
+        return next((spec for spec in specs if spec is not None), None)
+
+
+def forbid_tensorflow(patch):
+    patch.setattr(sys, "meta_path", [NoTensorFlow(sys.meta_path)])
+    patch.delitem(sys.modules, "tensorflow", raising=False)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("tensorflow")
+
+
+@pytest.fixture(scope="module")
+def tfds_folder(tmp_path_factory):
+    """A dataset written by TFDS, with TensorFlow made impossible to import."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+
+    class TinyText(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            features = {"text": tfds.features.Text(), "label": np.int64}
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features), disable_shuffling=True
+            )
+
+        def _split_generators(self, dl_manager):
+            del dl_manager
+            return {"train": self._generate_examples(40), "test": self._generate_examples(3)}
+
+        def _generate_examples(self, count):
+            for i in range(count):
+                yield i, {"text": f"Beispiel {i}: größer", "label": i}
+
+    folder = tmp_path_factory.mktemp("tfds")
+    with pytest.MonkeyPatch.context() as patch:
+        forbid_tensorflow(patch)
+        TinyText(data_dir=folder, file_format="array_record").download_and_prepare()
+    return str(folder)
+
+
+@pytest.fixture
+def without_tensorflow(monkeypatch):
+    forbid_tensorflow(monkeypatch)
+
+
+@pytest.mark.usefixtures("without_tensorflow")
+def test_tfds_is_read_back_without_tensorflow(tfds_folder):
+    config = DataConfig(source="tfds", tfds_name="tiny_text", tfds_data_dir=tfds_folder, validation_fraction=0.1)
+    train, validation = (everything(load_documents(config, split)) for split in ("train", "validation"))
+    assert validation == [f"Beispiel {i}: größer" for i in (9, 19, 29, 39)]
+    assert sorted(train + validation) == sorted(f"Beispiel {i}: größer" for i in range(40))
+
+
+@pytest.mark.usefixtures("without_tensorflow")
+def test_tfds_splits(tfds_folder):
+    config = DataConfig(
+        source="tfds", tfds_name="tiny_text:1.0.0", tfds_data_dir=tfds_folder,
+        tfds_split="train[:50%]", tfds_validation_split="test",
+    )  # fmt: skip
+    assert len(load_documents(config, "train")) == 20
+    assert len(load_documents(config, "validation")) == 3
+
+
+@pytest.mark.usefixtures("without_tensorflow")
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"tfds_name": "tiny_test"}, FileNotFoundError, "no TFDS dataset 'tiny_test'"),
+        ({"tfds_feature": "texts"}, ValueError, "Did you mean 'text'"),
+        ({"tfds_feature": "label"}, ValueError, "'label' .* should be a text"),
+        ({"tfds_split": "trian"}, ValueError, r"'trian'.*\['train', 'test'\]"),
+    ],
+)
+def test_bad_tfds(tfds_folder, change, error, message):
+    fields = {"source": "tfds", "tfds_name": "tiny_text", "tfds_data_dir": tfds_folder} | change
+    with pytest.raises(error, match=message):
+        load_documents(DataConfig(**fields), "train")
+
+
+@pytest.mark.usefixtures("without_tensorflow")
+def test_tfds_never_downloads(tmp_path):
+    pytest.importorskip("tensorflow_datasets")
+    config = DataConfig(source="tfds", tfds_name="ag_news_subset", tfds_data_dir=str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="'ag_news_subset' is not prepared in"):
+        load_documents(config, "train")
+    assert not list(pathlib.Path(tmp_path).iterdir())
+
+
+# Views and configuration
+
+
+@pytest.mark.parametrize("n", [2, 3, 7])
+def test_views_select_what_they_say(n):
+    documents = TextDocuments([str(i) for i in range(23)])
+    documents.block_offsets = pa.array([0, 5, 5, 11, 23]).to_numpy()
+    for view, wanted in [
+        (EveryNth(documents, n), [i for i in range(23) if i % n == n - 1]),
+        (EveryNth(documents, n, complement=True), [i for i in range(23) if i % n != n - 1]),
+        (Shard(documents, 4, 12), list(range(4, 12))),
+    ]:
+        assert everything(view) == [str(i) for i in wanted]
+        with pytest.raises(IndexError):
+            view[len(wanted)]
+        # The blocks of a view are those of the documents, less what is not selected.
+        blocks = [sum(a <= i < b for i in wanted) for a, b in ((0, 5), (5, 11), (11, 23))]
+        sizes = view.block_offsets[1:] - view.block_offsets[:-1]
+        assert [size for size in sizes if size] == [size for size in blocks if size]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"source": "txt"}, "Unknown data source 'txt'. Did you mean 'text'"),
+        ({"packing": "document"}, "Did you mean 'documents'"),
+        ({"held_out": "tial"}, "Did you mean 'tail'"),
+        ({"source": "text"}, "'text' needs paths"),
+        ({"paths": ("a.txt",)}, "'embedded' reads no paths, but 'a.txt'"),
+        ({"source": "text", "paths": "a.txt"}, "paths is 'a.txt'; it should be a tuple"),
+        ({"source": "tfds"}, "needs tfds_name"),
+        ({"source": "parquet", "paths": ("p",), "held_out": "tail"}, "'tail' cuts text in memory"),
+        ({"packing": "documents", "held_out": "blocks"}, "'blocks' cuts across documents"),
+        ({"sequence_length": 0}, "sequence_length is 0"),
+        ({"batch_size": 2.5}, "batch_size is 2.5"),
+        ({"max_segments": 1}, "max_segments is 1; it should be an integer of at least 2"),
+        ({"validation_fraction": 0.7}, "validation_fraction is 0.7"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_bad_configuration(fields, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**fields)
+
+
+def test_no_validation_split(text_folder):
+    with pytest.raises(ValueError, match="no validation split: validation_fraction is 0"):
+        load_documents(DataConfig(validation_fraction=0), "validation")
+    with pytest.raises(ValueError, match=r"Unknown split 'valid'\. Did you mean 'validation'"):
+        load_documents(DataConfig(), "valid")
+    config = DataConfig(source="text", paths=(str(text_folder),), held_out="documents", validation_fraction=0.01)
+    with pytest.raises(ValueError, match="every 100th document, but there are only 90"):
+        load_documents(config, "train")
