@@ -20,7 +20,7 @@ class BlockShuffle(grain.MapDataset):
     shuffled among themselves.
 
     Args:
-      parent: the documents; indices of later epochs go on counting where the epoch before ended.
+      parent: the documents.
       block_offsets: int64 [num_blocks + 1], where each block begins, and the number of documents.
       window: blocks in use at a time.
       seed: in [0, 2^32).
@@ -50,7 +50,7 @@ class BlockShuffle(grain.MapDataset):
         shuffle = grain.experimental.index_shuffle
         position = start + shuffle(position - start, max_index=stop - start - 1, seed=seed, rounds=4)
         place = int(np.searchsorted(offsets, position, side="right")) - 1
-        return self._parent[int(self._offsets[order[place]] + position - offsets[place]) + epoch * len(self)]
+        return self._parent[int(self._offsets[order[place]] + position - offsets[place])]
 
 
 @dataclasses.dataclass(frozen=True)
