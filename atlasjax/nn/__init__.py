@@ -1,0 +1,33 @@
+"""Thin Flax NNX modules around the pure functions of `atlasjax.memory`, and the language model."""
+
+from atlasjax.nn.abstract import abstract_model, count_parameters, logical_axes, state_bytes
+from atlasjax.nn.config import MemoryConfig, ModelConfig, config_from_dict, config_to_dict
+from atlasjax.nn.gates import GateProjection, initial_gates
+from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, SwiGLU
+from atlasjax.nn.memory_mixer import MemoryMixer, MemoryMixerState
+from atlasjax.nn.mixers import MIXERS, Mixer
+from atlasjax.nn.model import LanguageModel
+from atlasjax.nn.parameters import AXES
+
+__all__ = [
+    "AXES",
+    "MIXERS",
+    "CausalConv",
+    "GateProjection",
+    "LanguageModel",
+    "Linear",
+    "MemoryConfig",
+    "MemoryMixer",
+    "MemoryMixerState",
+    "Mixer",
+    "ModelConfig",
+    "RMSNorm",
+    "SwiGLU",
+    "abstract_model",
+    "config_from_dict",
+    "config_to_dict",
+    "count_parameters",
+    "initial_gates",
+    "logical_axes",
+    "state_bytes",
+]

@@ -1,0 +1,59 @@
+"""What can be known of a model without allocating it: shapes, logical axes, counts."""
+
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.model import LanguageModel
+
+
+def abstract_model(config: ModelConfig) -> LanguageModel:
+    """The model with a `jax.ShapeDtypeStruct` in place of every parameter."""
+    return nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
+
+
+def logical_axes(model: nnx.Module | ModelConfig) -> nnx.State:
+    """Logical axis names of every parameter.
+
+    Args:
+      model: a model, abstract or not, or a config. Nothing is allocated.
+
+    Returns:
+      The tree of `nnx.split(model, nnx.Param)[1]`, same structure, with a `PartitionSpec` of logical names for each array: a leaf
+      for `jax.tree.map`, as long as the array's rank. The names are those of `atlasjax.nn.parameters.AXES`.
+
+    Raises:
+      ValueError: a Param without the metadata `logical_axes`, or with a wrong number of them.
+    """
+    if isinstance(model, ModelConfig):
+        model = abstract_model(model)
+    _, params = nnx.split(model, nnx.Param)
+
+    def names(path: Any, variable: nnx.Variable) -> nnx.Variable:
+        axes = variable.get_metadata("logical_axes", None)
+        rank = len(variable.get_value().shape)
+        if axes is None or len(axes) != rank:
+            raise ValueError(f"{jax.tree_util.keystr(path)}: logical_axes {axes} do not name {rank} axes.")
+        return variable.replace(PartitionSpec(*axes))
+
+    return jax.tree_util.tree_map_with_path(names, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def count_parameters(config: ModelConfig, *, embeddings: bool = True) -> int:
+    """Numbers in all parameters of a model; with `embeddings=False` without the embedding and an untied head."""
+    model = abstract_model(config)
+    _, params = nnx.split(model, nnx.Param)
+    total = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    tables = 1 if config.tie_embeddings else 2
+    return total if embeddings else total - tables * config.vocab_size * config.dim
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Bytes of the cache that one sequence needs for decoding, whatever its length."""
+    graphdef, params = nnx.split(abstract_model(config), nnx.Param)
+    cache = jax.eval_shape(lambda p: nnx.merge(graphdef, p).init_cache(1), params)
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))

@@ -1,0 +1,195 @@
+"""Gates of a memory from the layer input, and initial values at which a memory cannot diverge.
+
+Every gate is a function of one float32 logit (or several channels) per token and head: retention α, momentum θ and window γ
+sigmoids, step size η = max_step · sigmoid, threshold δ softplus. The initial biases set the values below; the kernel starts
+small, so that they vary a little from token to token.
+
+Retention: 1/(1 − α) is the memory's time scale in tokens. Heads start at scales spread evenly in logarithm: 32 … 512 tokens
+(α around 0.99) where writing does not need what is already written: a matrix memory, or Muon, whose steps have one size. A
+deep memory under gradient descent decays towards W = 0, where its gradient is zero and no write can bring it back, so its heads
+start at 512 … 8192 tokens.
+
+Step size (SEMANTICS 1.9). Gradients of a chunk are all taken at its start, so a chunk acts as ONE step of gradient descent on
+the sum of its losses, and under ℓ2 that step contracts while
+
+    η · (number of times a gradient counts within a chunk) · λ < 2.
+
+- λ is the curvature of one token's loss, the largest squared singular value of ∂M(φ(k))/∂M: ‖φ(k)‖² for a matrix memory.
+  Keys have unit length, so ‖φ(k)‖² ≤ Σ_i c_i² (features: φ(k)·φ(k) = Σ_i c_i² ‖k‖^{2i}). For a deep memory at its fan-in start it
+  is measured at up to about 2 ‖φ‖². A LayerNorm inside divides by the variance of its input, which is about 1/value_dim at
+  depth 1 and a quarter of it for each layer more (a small input leaves GELU halved); it fluctuates, so twice that is taken.
+  `tests/nn/test_gates.py` measures all of them.
+- A gradient taken r tokens before the chunk's end counts (1 − θ^r)/(1 − θ) times (momentum carries it on) and a token's loss is
+  in the window of c tokens: in the worst case, all keys of a chunk equal, the count is
+  Σ_{r=1}^{b} (1 − θ^r)/(1 − θ) · Σ_j γ_j. Without momentum and window it is b.
+
+Heads start at half of exact = 1 / (count · λ), at which one chunk of equal keys would jump exactly onto its target: a fourth of the
+limit, which leaves room for the weights of a deep memory to grow. Real keys differ, and then a chunk's largest eigenvalue is far
+below its worst case, so the gate may go up to max_step = exact · min(4, √count). With b = c = 1 and no momentum that is DeltaNet's
+β = sigmoid, from 1/2.
+
+The dot-product loss has no curvature. With a matrix memory nothing can diverge (A Table 1's linear attention has η = 1):
+max_step = 1, from 1/2. In a deep memory it has no minimum either: its weights grow by a factor up to 1 + η ‖φ‖ ‖v‖ per token
+(σ' ≤ 1.13), against retention's α; η starts at half of (1 − α) / (1.13 ‖φ‖) of its head, so that at the start values of unit
+length cannot win, and may go up to 16 times the largest of those.
+
+Muon: NS makes every singular value about 1 (at most 1.13), whatever the gradient, so there is no curvature bound; but each
+write moves the weights by η, and a memory under retention α that is pushed one way for ever settles at spectral norm
+η / (every · (1 − α)). η starts at half of every · (1 − α), so that this norm is half of that of the weights' fan-in start
+(about 1), and may go up to 4 times the largest of those. With α < 1 such a memory is bounded for every η. Without retention a time
+scale of 128 tokens is assumed.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from atlasjax.memory import Gates, MemoryRule
+from atlasjax.memory.objectives import DotProduct
+from atlasjax.memory.optimizers import Muon
+from atlasjax.memory.structures import MLP, Matrix
+from atlasjax.nn.parameters import normal, param
+
+_SHORT, _LONG = (32.0, 512.0), (512.0, 8192.0)  # time scales of retention, in tokens
+_GELU_SLOPE = 1.13
+_KERNEL_SCALE = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class InitialGates:
+    """Values that the gates have at a zero input, and the upper end of the step size.
+
+    Attributes:
+      values: gate → float64 [heads, channels] (1 channel for a gate without a channel axis).
+      max_step: η = max_step · sigmoid(logit).
+    """
+
+    values: dict[str, np.ndarray]
+    max_step: float
+
+
+def feature_norm(rule: MemoryRule) -> float:
+    """Upper bound of ‖φ(k)‖² for ‖k‖ = 1, at the initial coefficients."""
+    coefficients = rule.features.init()
+    return 1.0 if coefficients is None else float(np.sum(np.square(coefficients, dtype=np.float64)))
+
+
+def curvature(rule: MemoryRule, value_dim: int) -> float:
+    """λ: estimate of the largest squared singular value of ∂M(φ(k))/∂M at M_0, for ‖k‖ = 1; exact for a matrix."""
+    if isinstance(rule.structure, Matrix):
+        return feature_norm(rule)
+    norm_gain = 1.0
+    if isinstance(rule.structure, MLP) and rule.structure.norm:
+        norm_gain = 2.0 * value_dim * 4.0 ** (rule.structure.depth - 1)
+    return 2.0 * feature_norm(rule) * norm_gain
+
+
+def gradient_count(rule: MemoryRule, momentum: np.ndarray, window: np.ndarray) -> np.ndarray:
+    """How often the gradients of a chunk count by its end, summed over the chunk; arrays [heads] and [heads, c] → [heads]."""
+    carried = np.cumsum(momentum[:, None] ** np.arange(rule.chunk_size), axis=1)  # (1 − θ^r)/(1 − θ), r = 1 … b
+    return carried.sum(axis=1) * window.sum(axis=1)
+
+
+def initial_gates(
+    rule: MemoryRule, num_heads: int, key_dim: int, value_dim: int, max_step: float | None
+) -> InitialGates:
+    """Initial gate values of each head, as derived at the top of this file.
+
+    Args:
+      rule: the memory rule.
+      num_heads: number of heads.
+      key_dim: size of a key.
+      value_dim: size of a value.
+      max_step: upper end of the step size; None takes the derived one. Initial steps are at most half of it.
+    """
+    muon, matrix = isinstance(rule.optimizer, Muon), isinstance(rule.structure, Matrix)
+    scales = np.geomspace(*(_SHORT if muon or matrix else _LONG), num_heads)
+    channels = rule.gate_channels(key_dim)
+    forgetting = 1.0 / scales if "retention" in channels else np.full(num_heads, 1.0 / 128)
+    momentum = np.linspace(0.8, 0.9, num_heads)
+    # The newest token of the window counts most: γ from about 0.88 to 0.12, Σ γ = c/2.
+    window = 1.0 / (1.0 + np.exp(-np.linspace(2.0, -2.0, rule.window)))
+    window = np.tile(window if rule.window > 1 else 1.0, (num_heads, 1))
+
+    if isinstance(rule.optimizer, Muon):
+        step = 0.5 * rule.optimizer.every * forgetting
+        derived = 4 * step.max()
+    elif isinstance(rule.objective, DotProduct) and matrix:
+        step, derived = np.full(num_heads, 0.5), 1.0
+    elif isinstance(rule.objective, DotProduct):
+        step = 0.5 * forgetting / (_GELU_SLOPE * feature_norm(rule) ** 0.5)
+        derived = 16 * step.max()
+    else:
+        count = gradient_count(rule, momentum if rule.optimizer.has_momentum else np.zeros(num_heads), window)
+        exact = 1.0 / (count * curvature(rule, value_dim))
+        step = 0.5 * exact
+        derived = float(np.max(exact * np.clip(np.sqrt(count), 1.0, 4.0)))
+    top = float(derived if max_step is None else max_step)
+
+    values = {
+        "retention": 1.0 - forgetting,
+        "step_size": np.minimum(step, 0.5 * top),
+        "momentum": momentum,
+        "window": window,
+        "threshold": np.ones(num_heads),
+    }
+    shapes = {name: (num_heads, channels[name] or 1) for name in channels}
+    return InitialGates(
+        {name: np.broadcast_to(np.reshape(values[name], (num_heads, -1)), shape) for name, shape in shapes.items()}, top
+    )
+
+
+def _logit(p: np.ndarray) -> np.ndarray:
+    return np.log(p) - np.log1p(-p)
+
+
+class GateProjection(nnx.Module):
+    """Gates of every token and head: one float32 projection of the layer input for all gates of the rule.
+
+    Args:
+      rule: the memory rule; says which gates, and with how many channels.
+      dim: width of the layer input.
+      num_heads, key_dim, value_dim: sizes of the memory.
+      max_step: see `initial_gates`.
+      rngs: source of the initial values.
+    """
+
+    def __init__(
+        self,
+        rule: MemoryRule,
+        *,
+        dim: int,
+        num_heads: int,
+        key_dim: int,
+        value_dim: int,
+        max_step: float | None,
+        rngs: nnx.Rngs,
+    ):
+        self.channels = tuple(rule.gate_channels(key_dim).items())
+        initial = initial_gates(rule, num_heads, key_dim, value_dim, max_step)
+        self.max_step = initial.max_step
+        inverse = {"step_size": lambda x: _logit(x / initial.max_step), "threshold": lambda x: np.log(np.expm1(x))}
+        biases = [inverse.get(name, _logit)(initial.values[name]) for name, _ in self.channels]
+        bias = jnp.asarray(np.concatenate(biases, axis=1), jnp.float32)
+        self.kernel = param(normal(rngs, (dim, *bias.shape), _KERNEL_SCALE), "embed", "heads", None)
+        self.bias = param(bias, "heads", None)
+
+    def __call__(self, x: jax.Array) -> Gates:
+        """Layer input [..., dim] → gates [..., heads] or [..., heads, channels], float32."""
+        # A TPU's default float32 product is bfloat16: too coarse for 1 − α.
+        highest = jax.lax.Precision.HIGHEST
+        logits = jnp.einsum("...e,ehn->...hn", x.astype(jnp.float32), self.kernel[...], precision=highest)
+        logits = logits + self.bias[...]
+        gates, start = {}, 0
+        for name, channels in self.channels:
+            logit = logits[..., start : start + (channels or 1)]
+            start += channels or 1
+            if name == "threshold":
+                gate = jax.nn.softplus(logit)
+            else:
+                gate = jax.nn.sigmoid(logit) * (self.max_step if name == "step_size" else 1.0)
+            gates[name] = gate if channels else gate[..., 0]
+        return Gates(**gates)

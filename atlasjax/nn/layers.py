@@ -1,0 +1,125 @@
+"""The small layers: norm, projection, SwiGLU, causal convolution. Float32 parameters, computation in the input's dtype."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from atlasjax.nn.parameters import normal, param
+
+
+def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
+    """x / √(mean(x²) + eps) over the last axis, float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def l2_normalize(x: jax.Array, eps: float = 1e-6) -> jax.Array:
+    """x / √(‖x‖² + eps) over the last axis, float32: at most unit length, and zero, with a finite derivative, at zero."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis with a learned scale (Zhang & Sennrich 2019), float32 inside.
+
+    Args:
+      shape: shape of the scale: [dim], or [heads, head_dim] for a scale of each head's own.
+      axes: logical names of those axes.
+      eps: added to the mean square.
+    """
+
+    def __init__(self, shape: tuple[int, ...], axes: tuple[str | None, ...], eps: float):
+        self.scale = param(jnp.ones(shape, jnp.float32), *axes)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., *shape] → the same shape and dtype."""
+        return (rms_normalize(x, self.eps) * self.scale[...]).astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """x @ kernel without a bias; kernel [fan_in, *out], normal with standard deviation scale / √fan_in.
+
+    Args:
+      shape: (fan_in, *out).
+      axes: logical names of the kernel's axes.
+      scale: relative to fan-in initialization.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, scale: float = 1.0, rngs: nnx.Rngs):
+        self.kernel = param(normal(rngs, shape, scale / shape[0] ** 0.5), *axes)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., fan_in] → [..., *out], dtype of x."""
+        return jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=1)
+
+
+class SwiGLU(nnx.Module):
+    """W_out (SiLU(x W_gate) ⊙ x W_in) (Shazeer 2020), no biases.
+
+    Args:
+      dim: width of input and output.
+      hidden: width between.
+      out_scale: initial scale of W_out relative to fan-in.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, dim: int, hidden: int, *, out_scale: float = 1.0, rngs: nnx.Rngs):
+        self.gate = Linear((dim, hidden), ("embed", "mlp"), rngs=rngs)
+        self.wide = Linear((dim, hidden), ("embed", "mlp"), rngs=rngs)
+        self.out = Linear((hidden, dim), ("mlp", "embed"), scale=out_scale, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., dim] → [..., dim], dtype of x."""
+        return self.out(jax.nn.silu(self.gate(x)) * self.wide(x))
+
+
+class CausalConv(nnx.Module):
+    """Depthwise causal convolution over time: y_t = Σ_j kernel[j] ⊙ x_{t − (width − 1) + j}, no bias.
+
+    Args:
+      width: number of taps, ≥ 1.
+      channels: shape of a token.
+      axes: logical names of the token's axes.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, width: int, channels: tuple[int, ...], axes: tuple[str | None, ...], *, rngs: nnx.Rngs):
+        self.kernel = param(normal(rngs, (width, *channels), width**-0.5), "conv", *axes)
+
+    def init_state(self, batch_size: int, dtype: jnp.dtype) -> jax.Array:
+        """The last width − 1 inputs before the first token: zeros [batch, width − 1, *channels]."""
+        width, *channels = self.kernel[...].shape
+        return jnp.zeros((batch_size, width - 1, *channels), dtype)
+
+    def __call__(
+        self, x: jax.Array, state: jax.Array, segment_ids: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Convolve a piece of a sequence.
+
+        Args:
+          x: [batch, time, *channels], any time ≥ 1.
+          state: the width − 1 inputs before it, [batch, width − 1, *channels].
+          segment_ids: integers [batch, time]; no tap reaches over a change of the id. The first segment goes on from `state`.
+
+        Returns:
+          y, float32, of the shape of x; and the next state.
+        """
+        kernel = self.kernel[...]
+        width, time = kernel.shape[0], x.shape[1]
+        inputs = jnp.concatenate([state, x], axis=1)
+        index = None
+        if segment_ids is not None:
+            # Number the segments: an id that comes back later in the row is another segment, as it is for the memory.
+            changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+            index = jnp.pad(jnp.cumsum(changes, axis=1, dtype=jnp.int32), ((0, 0), (width, 0)))
+            token = index[:, width - 1 :]
+        y = jnp.zeros(x.shape, jnp.float32)
+        for j in range(width):
+            tap = inputs[:, j : j + time].astype(jnp.float32)
+            if index is not None:
+                same = index[:, j : j + time] == token
+                tap = jnp.where(same.reshape(*same.shape, *(1,) * (x.ndim - 2)), tap, 0.0)
+            y = y + kernel[j] * tap
+        return y, inputs[:, time:]

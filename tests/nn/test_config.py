@@ -1,0 +1,89 @@
+"""Configurations: JSON round trip, overrides of a rule, and errors that name the thing."""
+
+import dataclasses
+import json
+
+import pytest
+
+from atlasjax import rules
+from atlasjax.memory import features, structures
+from atlasjax.nn import MemoryConfig, ModelConfig, config_from_dict, config_to_dict
+
+CONFIGS = [
+    ModelConfig(),
+    ModelConfig(dim=96, num_heads=3, head_dim=40, mlp_dim=100, tie_embeddings=False, remat=False, dtype="float32"),
+    ModelConfig(
+        memory=MemoryConfig("omeganet", chunk_size=8, window=2, structure="gated_mlp", expansion=2, max_step=0.1)
+    ),
+    ModelConfig(memory=MemoryConfig("atlas", features="sketch", degree=3, sketch_size=32, newton_schulz_every=4)),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_round_trip_through_json(config):
+    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+    assert hash(config) == hash(config_from_dict(config_to_dict(config)))
+
+
+@pytest.mark.parametrize("rule", rules.REGISTRY)
+def test_no_override_is_the_rule_itself(rule):
+    assert MemoryConfig(rule).build() == rules.REGISTRY[rule]()
+
+
+def test_overrides_reach_the_rule():
+    built = MemoryConfig(
+        "atlas", chunk_size=32, window=3, structure="mlp", depth=3, expansion=2, features="elementwise", degree=3,
+        newton_schulz_steps=4, newton_schulz_every=8, newton_schulz_schedule="polar_express",
+    ).build()  # fmt: skip
+    assert built == rules.atlas(32, 3, structures.MLP(3, 2), features.Powers(3), 4, 8, "polar_express")
+    assert MemoryConfig("omeganet", degree=3).build() == rules.omeganet(features=features.Polynomial(3))
+    assert MemoryConfig("titans", depth=3).build() == rules.titans(structure=structures.MLP(3))
+    assert MemoryConfig("titans", structure="matrix").build() == rules.titans(structure=structures.Matrix())
+    assert MemoryConfig("ttt_mlp", expansion=2).build() == rules.ttt_mlp(expansion=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: MemoryConfig("atlass"), ["memory rule", "atlass", "Did you mean 'atlas'"]),
+        (lambda: MemoryConfig("titans", window=4), ["titans", "window=4", "chunk_size"]),
+        (lambda: MemoryConfig("delta_rule", features="polynomial"), ["delta_rule", "features='polynomial'"]),
+        (lambda: MemoryConfig("ttt_linear", expansion=2), ["ttt_linear", "expansion=2"]),
+        (lambda: MemoryConfig("titans", newton_schulz_steps=5), ["titans", "newton_schulz_steps=5"]),
+        (lambda: MemoryConfig("swla", depth=3), ["swla", "depth=3", "matrix"]),
+        (lambda: MemoryConfig("atlas", features="identity", degree=3), ["degree=3", "identity"]),
+        (lambda: MemoryConfig("atlas", features="polynomail"), ["Did you mean 'polynomial'"]),
+        (lambda: MemoryConfig("atlas", structure="mpl"), ["Did you mean 'mlp'"]),
+        (lambda: MemoryConfig("atlas", chunk_size=10, newton_schulz_every=4), ["every", "chunk_size=10"]),
+        (lambda: MemoryConfig("titans", chunk_size=0), ["chunk_size", "0"]),
+        (lambda: MemoryConfig("titans", max_step=0.0), ["max_step", "0.0"]),
+        (lambda: ModelConfig(dim=100, num_heads=3), ["num_heads=3", "dim=100", "head_dim"]),
+        (lambda: ModelConfig(num_layers=0), ["num_layers", "0"]),
+        (lambda: ModelConfig(mlp_dim=-1), ["mlp_dim", "-1"]),
+        (lambda: ModelConfig(dim=True), ["dim", "True"]),
+        (lambda: ModelConfig(dtype="float16"), ["dtype", "bfloat16", "float16"]),
+        (lambda: ModelConfig(norm_eps=0.0), ["norm_eps", "0.0"]),
+        (lambda: ModelConfig(remat=1), ["remat", "1"]),
+        (lambda: ModelConfig(memory="atlas"), ["memory", "MemoryConfig", "'atlas'"]),
+        (lambda: config_from_dict({"num_layer": 3}), ["field of ModelConfig", "Did you mean 'num_layers'"]),
+        (
+            lambda: config_from_dict({"memory": {"chunksize": 3}}),
+            ["field of MemoryConfig", "Did you mean 'chunk_size'"],
+        ),
+        (lambda: config_from_dict({"num_layers": "3"}), ["ModelConfig.num_layers", "int", "'3'"]),
+        (lambda: config_from_dict({"memory": {"window": 2.5}}), ["MemoryConfig.window", "int or None", "2.5"]),
+        (lambda: config_from_dict({"dtype": "half"}), ["ModelConfig.dtype", "'bfloat16'", "'half'"]),
+        (lambda: config_from_dict({"memory": "atlas"}), ["MemoryConfig", "'atlas'"]),
+    ],
+)
+def test_errors_name_what_is_wrong(make, words):
+    with pytest.raises(ValueError) as error:
+        make()
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_derived_sizes_follow_a_replaced_field():
+    wider = dataclasses.replace(ModelConfig(dim=128), dim=1024)
+    assert (wider.resolved_head_dim, wider.resolved_mlp_dim) == (256, 2816)
+    assert dataclasses.replace(wider, head_dim=48, mlp_dim=7).resolved_head_dim == 48

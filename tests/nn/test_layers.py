@@ -1,0 +1,71 @@
+"""Norms and the causal convolution against numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from atlasjax.nn.layers import CausalConv, RMSNorm, SwiGLU, l2_normalize
+from atlasjax.nn.parameters import param
+
+
+def test_rms_norm_is_float32_inside():
+    norm = RMSNorm((4,), ("embed",), 1e-6)
+    norm.scale[...] = jnp.array([1.0, 2.0, 3.0, 4.0])
+    x = np.array([[300.0, -1.0, 0.5, 7.0]])
+    expected = x / np.sqrt((x**2).mean()) * [1, 2, 3, 4]
+    np.testing.assert_allclose(norm(jnp.asarray(x, jnp.float32)), expected, rtol=1e-6)
+    half = norm(jnp.asarray(x, jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(half, np.float32), expected, rtol=2**-8)
+
+
+def test_l2_normalize_at_zero_and_far_from_it():
+    assert np.all(l2_normalize(jnp.zeros(5)) == 0)
+    assert np.all(np.isfinite(jax.grad(lambda x: l2_normalize(x).sum())(jnp.zeros(5))))
+    np.testing.assert_allclose(jnp.linalg.norm(l2_normalize(jnp.arange(1.0, 6.0))), 1.0, rtol=1e-6)
+
+
+def test_swiglu_is_its_formula():
+    mlp = SwiGLU(3, 5, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (2, 3))
+    gate = x @ mlp.gate.kernel[...]
+    expected = (gate / (1 + jnp.exp(-gate)) * (x @ mlp.wide.kernel[...])) @ mlp.out.kernel[...]
+    np.testing.assert_allclose(mlp(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def _convolve(kernel, x):
+    """The definition, for one row [time, channels]."""
+    width = len(kernel)
+    return np.array([sum(kernel[width - 1 - j] * x[t - j] for j in range(width) if t - j >= 0) for t in range(len(x))])
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_convolution_and_its_streaming(width):
+    conv = CausalConv(width, (3,), ("heads",), rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).normal(size=(2, 9, 3)).astype(np.float32)
+    expected = np.stack([_convolve(np.asarray(conv.kernel[...]), row) for row in x])
+    y, _ = conv(jnp.asarray(x), conv.init_state(2, jnp.float32))
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+    state = conv.init_state(2, jnp.float32)
+    for start, stop in [(0, 1), (1, 2), (2, 7), (7, 9)]:
+        y, state = conv(jnp.asarray(x[:, start:stop]), state)
+        np.testing.assert_allclose(y, expected[:, start:stop], rtol=1e-5, atol=1e-6)
+
+
+def test_convolution_stops_at_segments_even_if_an_id_returns():
+    conv = CausalConv(4, (3,), ("heads",), rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).normal(size=(1, 9, 3)).astype(np.float32)
+    ids = jnp.array([[0, 0, 1, 0, 0, 0, 0, 2, 2]])
+    y, _ = conv(jnp.asarray(x), conv.init_state(1, jnp.float32), ids)
+    kernel = np.asarray(conv.kernel[...])
+    alone = [_convolve(kernel, x[0, a:b]) for a, b in [(0, 2), (2, 3), (3, 7), (7, 9)]]
+    np.testing.assert_allclose(y[0], np.concatenate(alone), rtol=1e-5, atol=1e-6)
+
+
+def test_param_refuses_names_that_do_not_fit():
+    with pytest.raises(ValueError, match="embedd"):
+        param(jnp.zeros((2, 3)), "embedd", None)
+    with pytest.raises(ValueError, match=r"\(2, 3\)"):
+        param(jnp.zeros((2, 3)), "embed")

@@ -1,0 +1,194 @@
+"""The language model: streamed = parallel, causal, independent rows and segments, gradients, dtypes, logical axes."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from atlasjax.nn import AXES, LanguageModel, MemoryConfig, ModelConfig, abstract_model, logical_axes
+
+# One rule for each way through the engines: matrix, LayerNorm inside, momentum, window with features, Muon.
+MEMORIES = {
+    "delta_rule": MemoryConfig("delta_rule", chunk_size=4, max_step=1.0),
+    "ttt_mlp": MemoryConfig("ttt_mlp", chunk_size=4, expansion=2, max_step=0.1),
+    "titans": MemoryConfig("titans", chunk_size=4, expansion=2, max_step=0.1),
+    "omeganet": MemoryConfig("omeganet", chunk_size=4, window=3, degree=2, expansion=2, max_step=0.1),
+    "atlas": MemoryConfig(
+        "atlas", chunk_size=4, window=3, features="elementwise", expansion=2, newton_schulz_every=2, max_step=0.2
+    ),
+}
+VOCAB, BATCH, TIME = 17, 2, 14
+
+
+def make_config(rule, **changes):
+    config = ModelConfig(
+        vocab_size=VOCAB, dim=16, num_layers=2, num_heads=2, mlp_dim=24, memory=MEMORIES[rule], dtype="float32"
+    )
+    return dataclasses.replace(config, **changes)
+
+
+@functools.cache
+def make(config):
+    """(graphdef, params, jitted parallel pass) with gates at which the memory writes a lot and forgets slowly."""
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    gates = model.layers.mixer.gates
+    logits = [3.0 if name == "retention" else 0.3 for name, channels in gates.channels for _ in range(channels or 1)]
+    gates.bias[...] = jnp.broadcast_to(jnp.array(logits), gates.bias[...].shape)
+    graphdef, params = nnx.split(model, nnx.Param)
+    return graphdef, params, jax.jit(lambda p, tokens: nnx.merge(graphdef, p)(tokens))
+
+
+def tokens(seed=0, batch=BATCH, time=TIME):
+    return jax.random.randint(jax.random.key(seed), (batch, time), 0, VOCAB)
+
+
+@pytest.mark.parametrize("rule", MEMORIES)
+def test_streamed_is_parallel(rule):
+    graphdef, params, parallel = make(make_config(rule))
+    expected = parallel(params, tokens())
+    assert expected.shape == (BATCH, TIME, VOCAB)
+    assert expected.dtype == jnp.float32
+
+    extend = jax.jit(lambda p, tokens, cache: nnx.merge(graphdef, p).extend(tokens, cache))
+
+    def stream(cuts):
+        cache = nnx.merge(graphdef, params).init_cache(BATCH)
+        sizes = jax.tree.map(jnp.shape, cache)
+        pieces = []
+        for start, stop in itertools.pairwise(cuts):
+            logits, cache = extend(params, tokens()[:, start:stop], cache)
+            assert jax.tree.map(jnp.shape, cache) == sizes
+            pieces.append(logits)
+        np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), expected, atol=2e-5, rtol=1e-4)
+        return cache
+
+    by_token, by_piece = stream(range(TIME + 1)), stream([0, 6, 7, 13, 14])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-3), by_piece, by_token)
+
+
+@pytest.mark.parametrize("rule", MEMORIES)
+def test_causal_and_rows_independent(rule):
+    _, params, parallel = make(make_config(rule))
+    before = np.asarray(parallel(params, tokens()))
+    for t in (0, 3, 4, 9, TIME - 1):
+        changed = tokens().at[1, t].add(1) % VOCAB
+        after = np.asarray(parallel(params, changed))
+        assert np.array_equal(after[0], before[0])
+        assert np.array_equal(after[1, :t], before[1, :t])
+        assert not np.array_equal(after[1, t], before[1, t])
+    # Two convolutions of width 4 reach 6 tokens back; further only the memory does.
+    first = np.asarray(parallel(params, tokens().at[1, 0].add(1) % VOCAB))
+    assert np.abs(first[1, -1] - before[1, -1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["titans", "atlas"])
+def test_packed_row_is_its_documents(rule):
+    graphdef, params, parallel = make(make_config(rule))
+    ids = jnp.array(
+        [[0] * 5 + [1] * 4 + [0] * 5, [3] * 5 + [4] * 5 + [7] * 4]
+    )  # an id may return: still a new document
+    packed = jax.jit(lambda p, x, ids: nnx.merge(graphdef, p)(x, ids, 4))(params, tokens(), ids)
+    for row, cuts in enumerate([(0, 5, 9, 14), (0, 5, 10, 14)]):
+        for start, stop in itertools.pairwise(cuts):
+            # The document at the start of its row; what follows it has no influence, because the model is causal.
+            alone = parallel(params, jnp.roll(tokens(), -start, axis=1))[row, : stop - start]
+            np.testing.assert_allclose(packed[row, start:stop], alone, atol=2e-5, rtol=1e-4)
+
+
+@functools.cache
+def loss_of(graphdef):
+    def loss(params, tokens):
+        logits = nnx.merge(graphdef, params)(tokens[:, :-1])
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1).mean()
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
+@pytest.mark.parametrize("rule", MEMORIES)
+def test_every_parameter_learns(rule):
+    config = make_config(rule, tie_embeddings=False)
+    graphdef, params, _ = make(config)
+    _, gradients = loss_of(graphdef)(params, tokens())
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        per_layer = gradient.reshape(2, -1) if "layers" in jax.tree_util.keystr(path) else gradient.reshape(1, -1)
+        assert np.all(np.isfinite(per_layer)), path
+        assert np.all(np.abs(per_layer).max(axis=1) > 0), path
+
+
+def test_remat_changes_nothing():
+    config = make_config("titans", tie_embeddings=False)
+    graphdef, params, _ = make(config)
+    loss, gradients = loss_of(graphdef)(params, tokens())
+    kept_graphdef = make(dataclasses.replace(config, remat=False))[0]
+    kept_loss, kept_gradients = loss_of(kept_graphdef)(params, tokens())
+    np.testing.assert_allclose(kept_loss, loss, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(kept_gradients), jax.tree.leaves(gradients)):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6)
+
+
+def test_bfloat16_is_close_to_float32():
+    _, params, parallel = make(make_config("titans"))
+    half_graphdef, _, half = make(make_config("titans", dtype="bfloat16"))
+    expected, got = np.asarray(parallel(params, tokens())), half(params, tokens())
+    assert got.dtype == jnp.float32
+    assert np.sqrt(np.mean((np.asarray(got) - expected) ** 2)) < 0.03 * expected.std()
+    assert not np.array_equal(got, expected)
+    assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(params))
+    cache = jax.eval_shape(lambda p: nnx.merge(half_graphdef, p).init_cache(1), params)
+    assert cache.conv.dtype == jnp.bfloat16
+    assert cache.memory.memory["W1"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("rule", MEMORIES)
+def test_every_parameter_names_its_axes(rule, tied):
+    config = make_config(rule, tie_embeddings=tied)
+    axes = logical_axes(config)
+    params = nnx.split(abstract_model(config), nnx.Param)[1]
+    assert jax.tree.structure(axes) == jax.tree.structure(params)
+    for names, shape in zip(jax.tree.leaves(axes), jax.tree.leaves(params), strict=True):
+        assert len(names) == len(shape.shape)
+        assert all(name is None or name in AXES for name in names)
+    assert tuple(axes["embedding"].get_value()) == ("vocab", "embed")
+    mixer = axes["layers"]["mixer"]
+    assert tuple(mixer["qkv"]["kernel"].get_value()) == ("layers", "embed", None, "heads")
+    for names in jax.tree.leaves(mixer["memory"]):
+        assert tuple(names[:2]) == ("layers", "heads")
+    assert ("head" in axes) == (not tied)
+
+
+def test_logical_axes_refuses_a_parameter_without_names():
+    model = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"kernel|bias"):
+        logical_axes(model)
+
+
+def test_layers_differ_and_initialization_is_reproducible():
+    _, params, _ = make(make_config("titans"))
+    kernel = params["layers"]["mixer"]["qkv"]["kernel"].get_value()
+    assert not np.array_equal(kernel[0], kernel[1])
+    again = nnx.split(LanguageModel(make_config("titans"), rngs=nnx.Rngs(0)), nnx.Param)[1]
+    assert np.array_equal(again["layers"]["mixer"]["qkv"]["kernel"].get_value(), kernel)
+    other = nnx.split(LanguageModel(make_config("titans"), rngs=nnx.Rngs(1)), nnx.Param)[1]
+    assert not np.array_equal(other["embedding"].get_value(), params["embedding"].get_value())
+
+
+def test_bad_arguments_are_named():
+    model = LanguageModel(make_config("delta_rule"), rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="tokens must be integers, got float32"):
+        model(jnp.zeros((1, 2)))
+    with pytest.raises(ValueError, match=r"tokens has shape \(3,\)"):
+        model(jnp.zeros(3, jnp.int32))
+    with pytest.raises(ValueError, match=r"segment_ids has shape \(1, 2\), should be that of tokens, \(1, 3\)"):
+        model(jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 2), jnp.int32))
+    with pytest.raises(ValueError, match=r"batch size \{2\}"):
+        model.extend(jnp.zeros((1, 3), jnp.int32), model.init_cache(2))
+    with pytest.raises(ValueError, match="batch_size"):
+        model.init_cache(0)
+    with pytest.raises(ValueError, match="Did you mean 'memory'"):
+        LanguageModel(make_config("delta_rule", mixer="memry"), rngs=nnx.Rngs(0))
