@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from atlasjax.nn import LanguageModel
+
 PyTree = Any
 _PREFILL_PIECE = 512  # tokens of prompt read at a time: bounds memory, and the number of lengths that get compiled
 
@@ -70,7 +72,7 @@ def filtered_logits(logits: jax.Array, config: SamplingConfig) -> jax.Array:
 
 
 def generate(
-    model: nnx.Module, prompt: Any, num_tokens: int, *, config: SamplingConfig = SamplingConfig(), seed: int = 0
+    model: LanguageModel, prompt: Any, num_tokens: int, *, config: SamplingConfig = SamplingConfig(), seed: int = 0
 ) -> jax.Array:
     """Continues a prompt.
 
@@ -91,7 +93,7 @@ def generate(
 
 
 def stream(
-    model: nnx.Module, prompt: Any, num_tokens: int, *, config: SamplingConfig = SamplingConfig(), seed: int = 0,
+    model: LanguageModel, prompt: Any, num_tokens: int, *, config: SamplingConfig = SamplingConfig(), seed: int = 0,
     block: int = 16,
 ) -> Iterator[jax.Array]:  # fmt: skip
     """Yields the tokens of `generate` as they are drawn, int32 [batch, n ≤ block] at a time.
@@ -115,7 +117,7 @@ def stream(
 
 
 def _stream(
-    model: nnx.Module, prompt: np.ndarray, num_tokens: int, config: SamplingConfig, key: jax.Array, block: int
+    model: LanguageModel, prompt: np.ndarray, num_tokens: int, config: SamplingConfig, key: jax.Array, block: int
 ) -> Iterator[jax.Array]:
     graphdef, params = nnx.split(model, nnx.Param)
     logits, cache = prefill(graphdef, params, prompt, model.init_cache(prompt.shape[0]))

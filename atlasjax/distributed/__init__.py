@@ -1,0 +1,30 @@
+"""Devices: the mesh, where every array lives on it, and plans for machines that one does not have."""
+
+from atlasjax.distributed.flops import count_flops
+from atlasjax.distributed.mesh import MeshConfig, ProcessConfig, initialize, make_mesh
+from atlasjax.distributed.sharding import (
+    LOGICAL_AXIS_RULES,
+    batch_sharding,
+    cache_shardings,
+    global_batch,
+    optimizer_shardings,
+    parameter_shardings,
+    partition_spec,
+    replicated,
+)
+
+__all__ = [
+    "LOGICAL_AXIS_RULES",
+    "MeshConfig",
+    "ProcessConfig",
+    "batch_sharding",
+    "cache_shardings",
+    "count_flops",
+    "global_batch",
+    "initialize",
+    "make_mesh",
+    "optimizer_shardings",
+    "parameter_shardings",
+    "partition_spec",
+    "replicated",
+]

@@ -29,14 +29,15 @@ def _jaxpr_flops(jaxpr: core.Jaxpr) -> int:
 
 def _equation_flops(equation: core.JaxprEqn) -> int:
     name, params = equation.primitive.name, equation.params
+    shapes: list[tuple[int, ...]] = [getattr(variable.aval, "shape", ()) for variable in equation.invars]
+    output = math.prod(getattr(equation.outvars[0].aval, "shape", ())) if equation.outvars else 0
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        left = equation.invars[0].aval.shape
-        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
+        return 2 * output * math.prod(shapes[0][axis] for axis in contracted)
     if name == "conv_general_dilated":
-        kernel = equation.invars[1].aval.shape
+        kernel = shapes[1]
         outputs = kernel[params["dimension_numbers"].rhs_spec[0]]
-        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) // outputs
+        return 2 * output * math.prod(kernel) // outputs
     if name == "pallas_call":
         # The kernel's body runs once per grid cell; a kernel that states its own cost is believed.
         estimate = params.get("cost_estimate")

@@ -92,7 +92,7 @@ def parameter_shardings(
     def sharding(path: tuple[Any, ...], axes: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         try:
-            spec, skipped = partition_spec(axes, leaf.shape, mesh, rules)
+            spec, skipped = partition_spec(tuple(axes), leaf.shape, mesh, rules)
         except ValueError as error:
             raise ValueError(f"parameter {name}: {error}") from None
         skipped_lines.extend(f"{name}: {line}" for line in skipped)

@@ -13,6 +13,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from atlasjax.nn import LanguageModel
+
 PyTree = Any
 
 
@@ -66,7 +68,7 @@ def evaluate(
     """Evaluates over batches of held-out text. Deterministic: the batches in order, summed in float64 on the host.
 
     Args:
-      eval_step: (params, batch) → (nats, tokens, bytes), as `train.step.jit_eval_step` makes it.
+      eval_step: (params, batch) → (nats, tokens, bytes), as `train.step.eval_sums` makes it.
       params: the model's parameters.
       batches: host batches (inputs, targets int32 [batch, time], weights float32 [batch, time], …).
       max_batches: stop after so many; None: all.
@@ -83,7 +85,7 @@ def evaluate(
 
 
 def evaluate_stream(
-    model: nnx.Module, tokens: np.ndarray, bytes_per_token: np.ndarray, *, piece: int = 512
+    model: LanguageModel, tokens: np.ndarray, bytes_per_token: np.ndarray, *, piece: int = 512
 ) -> tuple[LanguageModelResult, np.ndarray]:
     """Evaluates one long text as a stream, through the constant-size cache: any length in the memory of one piece.
 
@@ -126,4 +128,3 @@ def _extend_losses(
 ) -> tuple[jax.Array, PyTree]:
     logits, cache = nnx.merge(graphdef, params).extend(inputs, cache)
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets), cache
-

@@ -1,0 +1,69 @@
+"""Training: `train(TrainConfig(...))` makes or goes on with a run; its parts are pure functions to use on their own.
+
+config = default_config("atlas-tiny")
+result = train(config)
+model = load_run(config.run_dir).model
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atlasjax.train.checkpoint import Checkpoints
+    from atlasjax.train.config import OptimizerConfig, TrainConfig
+    from atlasjax.train.defaults import default_config
+    from atlasjax.train.errors import CheckpointError, ConfigError, Interrupted, NonFiniteError, RunError
+    from atlasjax.train.load import load_run
+    from atlasjax.train.loop import TrainResult, train
+    from atlasjax.train.plan import plan_training
+    from atlasjax.train.state import TrainState
+    from atlasjax.train.step import accumulated_gradients, jit_train_step, loss_sums, train_step
+
+# Loaded on first use: the error classes must not cost what the data pipeline costs.
+_HOME = {
+    "Checkpoints": "checkpoint",
+    "OptimizerConfig": "config",
+    "TrainConfig": "config",
+    "default_config": "defaults",
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "Interrupted": "errors",
+    "NonFiniteError": "errors",
+    "RunError": "errors",
+    "load_run": "load",
+    "TrainResult": "loop",
+    "train": "loop",
+    "plan_training": "plan",
+    "TrainState": "state",
+    "accumulated_gradients": "step",
+    "jit_train_step": "step",
+    "loss_sums": "step",
+    "train_step": "step",
+}
+
+__all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "ConfigError",
+    "Interrupted",
+    "NonFiniteError",
+    "OptimizerConfig",
+    "RunError",
+    "TrainConfig",
+    "TrainResult",
+    "TrainState",
+    "accumulated_gradients",
+    "default_config",
+    "jit_train_step",
+    "load_run",
+    "loss_sums",
+    "plan_training",
+    "train",
+    "train_step",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

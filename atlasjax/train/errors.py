@@ -5,6 +5,10 @@ class RunError(RuntimeError):
     """The run cannot go on; the message says what happened, what is safe, and what to do. The command exits with 1."""
 
 
+class ConfigError(ValueError):
+    """What was asked for cannot be done; found before anything was compiled. The command exits with 2."""
+
+
 class NonFiniteError(RunError):
     """A loss, gradient or state is NaN or infinite."""
 

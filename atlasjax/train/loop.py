@@ -1,11 +1,12 @@
 """The training loop: from a configuration to a trained model in a folder that it can be resumed from."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -16,8 +17,9 @@ from atlasjax.evaluate.lm import LanguageModelResult, evaluate
 from atlasjax.train import setup as setup_lib
 from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.config import TrainConfig, to_dict
-from atlasjax.train.errors import Interrupted, NonFiniteError
+from atlasjax.train.errors import ConfigError, Interrupted, NonFiniteError
 from atlasjax.train.metrics import MetricsWriter
+from atlasjax.train.plot import plot_loss
 from atlasjax.train.progress import Progress
 from atlasjax.train.setup import Setup
 from atlasjax.train.signals import StopSignals
@@ -67,16 +69,16 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] | None = None) 
       on_step: called with the number of steps done after each step (and after what is saved then is being saved).
 
     Raises:
-      ValueError, FileNotFoundError: the configuration or the data is wrong, or the folder holds another run; before
-        anything is compiled.
+      ConfigError: the configuration or the data is wrong, or the folder holds another run; before anything is compiled.
       CheckpointError: a checkpoint could not be written, or none of those there can be read.
       NonFiniteError: a loss, gradient or state is NaN or infinite; nothing of it is saved.
       Interrupted: SIGINT or SIGTERM; the step in progress was finished and saved.
     """
     started = time.perf_counter()
-    initialize(config.processes)
-    changed = setup_lib.check_resumable(config)
-    setup = setup_lib.prepare(config)
+    with _user_errors():
+        initialize(config.processes)
+        changed = setup_lib.check_resumable(config)
+        setup = setup_lib.prepare(config)
     run_dir = pathlib.Path(config.run_dir)
     main = jax.process_index() == 0
     with Checkpoints(run_dir / "checkpoints", config.keep) as checkpoints:
@@ -93,23 +95,34 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] | None = None) 
             Progress(resumed_from, config.steps, active=main) as progress,
         ):
             state = run.steps(state, resumed_from, signals, writer, progress, on_step)
+    if main and run.recorded:
+        plot_loss(run_dir, title=run_dir.name)
     return TrainResult(
         state, setup, resumed_from, run.evaluation, checkpoints.path(int(state.step)), time.perf_counter() - started
     )
 
 
-def _first_state(
-    setup: Setup, checkpoints: Checkpoints, data: BatchIterator
-) -> tuple[TrainState, int, list[str]]:
+@contextlib.contextmanager
+def _user_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _first_state(setup: Setup, checkpoints: Checkpoints, data: BatchIterator) -> tuple[TrainState, int, list[str]]:
     """Returns (state, steps done, lines for the user), from the newest usable checkpoint or afresh."""
     if not checkpoints.steps():
         return setup.init_state(), 0, []
     restored = checkpoints.restore(setup.abstract_state())
-    setup_lib.set_position(data, restored.positions)
+    with _user_errors():
+        setup_lib.set_position(data, restored.positions)
     notes = []
     for step, reason in restored.skipped:
         aside = checkpoints.set_aside(step)
-        notes.append(f"The checkpoint of step {step} is unusable: {reason}. It is now in {aside}; using the one before it.")
+        notes.append(
+            f"The checkpoint of step {step} is unusable: {reason}. It is now in {aside}; using the one before it."
+        )
     notes.append(f"Resuming from step {restored.step} ({checkpoints.path(restored.step)}).")
     return restored.state, restored.step, notes
 
@@ -121,6 +134,7 @@ class _Run:
         self.setup, self.checkpoints, self.data = setup, checkpoints, data
         self.config = setup.config
         self.evaluation: LanguageModelResult | None = None
+        self.recorded = False
         self._pending: list[tuple[int, dict[str, jax.Array]]] = []
         self._train_step = jit_train_step(
             setup.graphdef, setup.optimizer, setup.schedule, setup.shardings, setup.mesh,
@@ -177,19 +191,26 @@ class _Run:
         self._pending = []
         tokens_per_step = config.data.batch_size * config.data.sequence_length
         progress.pause(len(records), len(records) * tokens_per_step)
+        self.recorded = True
         for step, metrics in records:
             values = {name: float(value) for name, value in metrics.items()}
             writer.write(step, "train", {**values, "tokens_seen": step * tokens_per_step})
             for name in ("loss", "gradient_norm"):
                 if not math.isfinite(values[name]):
-                    raise NonFiniteError(self._non_finite(f"The {name.replace('_', ' ')} of step {step} is {values[name]}."))
+                    raise NonFiniteError(
+                        self._non_finite(f"The {name.replace('_', ' ')} of step {step} is {values[name]}.")
+                    )
         return values["loss"]
 
     def _evaluate(self, state: TrainState) -> bool:
         if self.setup.validation_data is None:
             return False
         self.evaluation = evaluate(
-            self._eval_step, state.params, self.setup.validation_data, max_batches=self.config.eval_batches, put=self._put
+            self._eval_step,
+            state.params,
+            self.setup.validation_data,
+            max_batches=self.config.eval_batches,
+            put=self._put,
         )
         return True
 
@@ -212,7 +233,11 @@ class _Run:
     def _non_finite(self, what: str) -> str:
         self.checkpoints.wait()
         steps = self.checkpoints.steps()
-        last = f"The last good checkpoint is {self.checkpoints.path(steps[-1])}." if steps else "No checkpoint was saved yet."
+        last = (
+            f"The last good checkpoint is {self.checkpoints.path(steps[-1])}."
+            if steps
+            else "No checkpoint was saved yet."
+        )
         return f"{what} {last} {ADVICE}"
 
 

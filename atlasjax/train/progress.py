@@ -40,7 +40,9 @@ class Progress:
             from rich import progress
 
             self._bar = progress.Progress(
-                progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TextColumn("{task.fields[text]}")
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.TextColumn("{task.fields[text]}"),
             )
             self._bar.start()
             self._task = self._bar.add_task("training", total=self._steps, completed=self._first, text="compiling")

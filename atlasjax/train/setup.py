@@ -90,9 +90,11 @@ def prepare(config: TrainConfig) -> Setup:
         )
     where = (jax.process_index(), jax.process_count())
     train_data = make_pipeline(config.data, tokenizer, "train", *where)
-    validation_data = make_pipeline(config.data, tokenizer, "validation", *where) if config.data.has_validation else None
+    validation_data = (
+        make_pipeline(config.data, tokenizer, "validation", *where) if config.data.has_validation else None
+    )
     graphdef, _ = state_lib.model_shapes(config.model)
-    mask = decay_mask(nnx.to_pure_dict(logical_axes(config.model)))
+    mask = decay_mask(state_lib.pure(logical_axes(config.model)))
     optimizer = make_optimizer(config.optimizer, config.steps, mask)
     shardings, skipped = state_lib.state_shardings(config.model, optimizer, mesh)
     return Setup(

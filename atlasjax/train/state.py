@@ -29,16 +29,21 @@ class TrainState:
 
     params: PyTree
     optimizer: PyTree
-    key: jax.Array
-    step: jax.Array
+    key: Any
+    step: Any
 
 
 def model_shapes(config: ModelConfig) -> tuple[nnx.GraphDef, PyTree]:
     """Returns (graphdef, nested dict of the parameters as ShapeDtypeStructs) of a model, without making it."""
-    graphdef, params, rest = nnx.split(abstract_model(config), nnx.Param, ...)
-    if jax.tree.leaves(rest):
-        raise ValueError(f"the model has state that is neither a parameter nor the cache: {nnx.to_pure_dict(rest)}.")
-    return graphdef, nnx.to_pure_dict(params)
+    graphdef, params, *others = nnx.split(abstract_model(config), nnx.Param, ...)
+    if jax.tree.leaves(others):
+        raise ValueError(f"the model has state that is neither a parameter nor the cache: {others}.")
+    return graphdef, pure(params)
+
+
+def pure(params: nnx.State) -> PyTree:
+    """An nnx.State as a nested dict of its values."""
+    return nnx.to_pure_dict(params)
 
 
 def merge(graphdef: nnx.GraphDef, params: PyTree) -> LanguageModel:
@@ -49,7 +54,7 @@ def merge(graphdef: nnx.GraphDef, params: PyTree) -> LanguageModel:
 def init_params(config: ModelConfig, key: jax.Array) -> PyTree:
     """Fresh parameters: the nested dict of float32 arrays of `LanguageModel(config)` made with `key`."""
     model = LanguageModel(config, rngs=nnx.Rngs(key))
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return pure(nnx.state(model, nnx.Param))
 
 
 def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
@@ -64,7 +69,7 @@ def state_shardings(
 ) -> tuple[TrainState, list[str]]:
     """Shardings of a TrainState, in its tree, and one line for each mesh axis that a parameter could not be split over."""
     _, shapes = model_shapes(config)
-    param_shardings, skipped = sharding.parameter_shardings(nnx.to_pure_dict(logical_axes(config)), shapes, mesh)
+    param_shardings, skipped = sharding.parameter_shardings(pure(logical_axes(config)), shapes, mesh)
     optimizer_state = jax.eval_shape(optimizer.init, shapes)
     whole = sharding.replicated(mesh)
     shardings = TrainState(

@@ -130,18 +130,16 @@ def jit_train_step(
     )
 
 
-def jit_eval_step(
-    graphdef: nnx.GraphDef, shardings: PyTree, mesh: Mesh, bytes_per_token: np.ndarray, *, max_segments: int | None = None
-) -> Any:
-    """Returns the jitted evaluation step on a mesh: (params, batch) → (nats, tokens, bytes).
+def eval_sums(
+    graphdef: nnx.GraphDef, bytes_per_token: np.ndarray, *, max_segments: int | None = None
+) -> Callable[[PyTree, Batch], tuple[jax.Array, jax.Array, jax.Array]]:
+    """Returns the evaluation step: (params, batch) → (nats, tokens, bytes).
 
     nats is the float32 sum of the cross entropies of the tokens of weight > 0, tokens their number and bytes the length of
-    the text that they stand for, int32, over the batch of all processes.
+    the text that they stand for, int32.
 
     Args:
       graphdef: the model's definition.
-      shardings: of its parameters.
-      mesh: the mesh.
       bytes_per_token: int [vocabulary], from the tokenizer.
       max_segments: bound on the segments per row.
     """
@@ -150,6 +148,26 @@ def jit_eval_step(
     def step(params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
         counted = batch["weights"] > 0
         nats, _ = loss_sums(graphdef, params, {**batch, "weights": counted}, max_segments)
-        return nats, jnp.sum(counted, dtype=jnp.int32), jnp.sum(jnp.where(counted, jnp.asarray(table)[batch["targets"]], 0))
+        return (
+            nats,
+            jnp.sum(counted, dtype=jnp.int32),
+            jnp.sum(jnp.where(counted, jnp.asarray(table)[batch["targets"]], 0)),
+        )
 
-    return jax.jit(step, in_shardings=(shardings, batch_sharding(mesh)), out_shardings=replicated(mesh))
+    return step
+
+
+def jit_eval_step(
+    graphdef: nnx.GraphDef,
+    shardings: PyTree,
+    mesh: Mesh,
+    bytes_per_token: np.ndarray,
+    *,
+    max_segments: int | None = None,
+) -> Any:
+    """Returns `eval_sums` jitted on a mesh; its sums are over the batch of all processes."""
+    return jax.jit(
+        eval_sums(graphdef, bytes_per_token, max_segments=max_segments),
+        in_shardings=(shardings, batch_sharding(mesh)),
+        out_shardings=replicated(mesh),
+    )

@@ -1,0 +1,79 @@
+"""The command `atlasjax`: train, evaluate, generate, info."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from atlasjax.names import lookup
+
+# Each command lives in its own module, imported when it is asked for, so that help is quick.
+COMMANDS = {
+    "train": "train a language model, or go on training one",
+    "evaluate": "measure a trained model on held-out text",
+    "generate": "let a trained model continue a text",
+    "info": "sizes and costs of presets; memory per device on a TPU",
+}
+USER_ERROR, RUN_ERROR = 2, 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+      arguments: of the command line; None: those of this process.
+
+    Returns:
+      The exit code: 0; 1 where a run failed; 2 where what was asked for is impossible; 128 + n after signal n.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if arguments[0] == "--version":
+        from atlasjax import __version__
+
+        print(f"atlasjax {__version__}")
+        return 0
+    try:
+        lookup("command", arguments[0], COMMANDS)
+    except ValueError as error:
+        return _fail(str(error), USER_ERROR)
+    return _run(arguments[0], arguments[1:])
+
+
+def _run(command: str, arguments: list[str]) -> int:
+    module = importlib.import_module(f"atlasjax.cli.{command}")
+    from atlasjax.train.errors import ConfigError, Interrupted, RunError
+
+    try:
+        module.run(arguments)
+    except ConfigError as error:
+        return _fail(str(error), USER_ERROR)
+    except Interrupted as error:
+        return _fail(str(error), 128 + error.signal)
+    except RunError as error:
+        return _fail(str(error), RUN_ERROR)
+    except KeyboardInterrupt:
+        return _fail("interrupted.", 130)
+    except SystemExit as exit_:  # from tyro: after help, or arguments that do not parse
+        return exit_.code if isinstance(exit_.code, int) else USER_ERROR
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"atlasjax: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _help() -> str:
+    lines = [f"  atlasjax {name:<10}{what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Sequence models that learn at test time, in JAX.",
+            "",
+            *lines,
+            "",
+            "`atlasjax train` alone trains a small Atlas model on text that comes with Python, in some minutes on a CPU.",
+            "`atlasjax COMMAND --help` lists the options of a command.",
+        ]
+    )

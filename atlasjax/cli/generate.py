@@ -1,0 +1,66 @@
+"""`atlasjax generate`."""
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from atlasjax.cli.parsing import parse
+from atlasjax.data.tokenizers import Tokenizer
+from atlasjax.generate import SamplingConfig, stream
+from atlasjax.train.errors import ConfigError
+from atlasjax.train.load import load_run
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateCommand:
+    """Options of `atlasjax generate`."""
+
+    run_dir: str = "runs/atlas-tiny"
+    """Folder of the run."""
+    prompt: str = "The "
+    """Text to continue."""
+    max_tokens: int = 400
+    """Tokens to draw."""
+    sampling: Annotated[SamplingConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=SamplingConfig)
+    seed: int = 0
+    """The same seed gives the same text."""
+    step: int | None = None
+    """Which checkpoint; None: the newest usable one."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Runs the command; see `atlasjax.cli.main` for what its errors become."""
+    command = parse(GenerateCommand, "generate", "Lets a trained model continue a text.", arguments)
+    if command.max_tokens < 1:
+        raise ConfigError(f"max_tokens is {command.max_tokens}; it should be at least 1.")
+    if not command.prompt:
+        raise ConfigError("prompt is empty; it should have at least one character.")
+    loaded = load_run(command.run_dir, command.step)
+    for step, reason in loaded.skipped:
+        print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)
+    prompt = loaded.tokenizer.encode(command.prompt)[None]
+    blocks = stream(loaded.model, prompt, command.max_tokens, config=command.sampling, seed=command.seed)
+    print(command.prompt, end="", flush=True)
+    for piece in text_pieces(loaded.tokenizer, (np.asarray(block)[0] for block in blocks)):
+        print(piece, end="", flush=True)
+    print()
+
+
+def text_pieces(tokenizer: Tokenizer, blocks: Iterator[np.ndarray]) -> Iterator[str]:
+    """Yields the text of a stream of tokens as it becomes known: a character cut in two waits for its other half."""
+    tokens: list[int] = []
+    shown = 0
+    text = ""
+    for block in blocks:
+        tokens.extend(block.tolist())
+        text = tokenizer.decode(tokens)
+        complete = len(text.rstrip("\ufffd"))
+        if complete > shown:
+            yield text[shown:complete]
+            shown = complete
+    if text[shown:]:
+        yield text[shown:]

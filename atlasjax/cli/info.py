@@ -1,0 +1,132 @@
+"""`atlasjax info`."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from atlasjax.cli.parsing import parse
+from atlasjax.distributed.mesh import MeshConfig
+from atlasjax.distributed.plan import Plan
+from atlasjax.presets import PRESETS, describe
+from atlasjax.train.config import TrainConfig
+from atlasjax.train.defaults import default_config
+from atlasjax.train.errors import ConfigError, RunError
+from atlasjax.train.plan import forward_flops_per_token, plan_training
+
+
+@dataclasses.dataclass(frozen=True)
+class InfoCommand:
+    """Options of `atlasjax info`."""
+
+    preset: tuple[str, ...] = ("atlas-tiny", "atlas-170m", "atlas-340m", "atlas-760m", "atlas-1.3b")
+    """Presets to compare, side by side."""
+    names: bool = False
+    """Only list the names of all presets."""
+    plan: str | None = None
+    """A TPU topology (v5e:16x16, v5p:8x8x8, v6e:16x16, …): compile the full training step for it and say what it needs."""
+    mesh: MeshConfig | None = None
+    """Mesh of the plan; None: one that fits the topology and the batch."""
+    batch_size: int | None = None
+    """Sequences per batch of the plan; None: the preset's."""
+    sequence_length: int | None = None
+    """Tokens per sequence; None: the preset's."""
+    accumulation: int | None = None
+    """Microbatches per step of the plan; None: the preset's."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Runs the command; see `atlasjax.cli.main` for what its errors become."""
+    command = parse(InfoCommand, "info", "Sizes and costs of presets, without making a model.", arguments)
+    if command.names:
+        print("\n".join(PRESETS))
+        return
+    try:
+        configs = {preset: _config(command, preset) for preset in command.preset}
+        rows = {preset: _sizes(config) for preset, config in configs.items()}
+        plans = (
+            {preset: plan_training(config, command.plan) for preset, config in configs.items()} if command.plan else {}
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except RuntimeError as error:
+        raise RunError(f"planning for {command.plan}: {error}") from error
+    _table({preset: {**row, **_plan_rows(plans.get(preset))} for preset, row in rows.items()})
+
+
+def _config(command: InfoCommand, preset: str) -> TrainConfig:
+    config = default_config(preset)
+    data = dataclasses.replace(
+        config.data,
+        batch_size=command.batch_size or config.data.batch_size,
+        sequence_length=command.sequence_length or config.data.sequence_length,
+    )
+    accumulation = command.accumulation or config.accumulation
+    config = dataclasses.replace(config, data=data, accumulation=accumulation)
+    if command.plan:
+        config = dataclasses.replace(config, mesh=command.mesh or suggested_mesh(config, command.plan))
+    return config
+
+
+def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
+    """A mesh for a topology: at least one sequence of a microbatch per data × fsdp device, and the rest over tensor.
+
+    Args:
+      config: the run; its microbatch and heads decide.
+      topology: e.g. "v5e:16x16".
+    """
+    devices = 1
+    for size in topology.partition(":")[2].split("x"):
+        devices *= int(size) if size.isdecimal() else 1
+    microbatch = config.data.batch_size // config.accumulation
+    tensor = 1
+    while devices // tensor > microbatch and config.model.num_heads % (2 * tensor) == 0:
+        tensor *= 2
+    fsdp = 1
+    while fsdp < 16 and (devices // tensor) % (2 * fsdp) == 0:
+        fsdp *= 2
+    return MeshConfig(data=-1, fsdp=fsdp, tensor=tensor)
+
+
+def _sizes(config: TrainConfig) -> dict[str, str]:
+    numbers = describe(config.model)
+    model = config.model
+    return {
+        "rule": model.memory.rule,
+        "layers × width, heads": f"{model.num_layers} × {model.dim}, {model.num_heads}",
+        "parameters": f"{numbers['parameters']:,}",
+        "without embeddings": f"{numbers['non_embedding_parameters']:,}",
+        "state per sequence": _size(numbers["state_bytes_per_sequence"]),
+        "forward FLOPs per token": f"{forward_flops_per_token(config):.3g}",
+        "at sequence length": f"{config.data.sequence_length:,}",
+    }
+
+
+def _plan_rows(plan: Plan | None) -> dict[str, str]:
+    if plan is None:
+        return {}
+    return {
+        "topology": f"{plan.topology}, {plan.devices} devices",
+        "mesh": ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items()),
+        "per device: state and batch": _size(plan.argument_bytes),
+        "per device: temporary": _size(plan.temp_bytes),
+        "per device: output": _size(plan.output_bytes),
+        "per device: total": f"{_size(plan.total_bytes)} of {_size(plan.available_bytes)}",
+        "fits": "yes" if plan.fits else "no: try more --accumulation, --mesh.tensor or a shorter --sequence-length",
+        "training FLOPs per step": f"{plan.flops:.3g}",
+        "collectives in the program": ", ".join(f"{kind} {n}" for kind, n in plan.collectives.items() if n),
+        "compiled in": f"{plan.compile_seconds:.0f} s",
+    }
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
+
+
+def _table(columns: dict[str, dict[str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", *columns)
+    for name in next(iter(columns.values())):
+        table.add_row(name, *(column[name] for column in columns.values()))
+    console = Console()
+    Console(width=max(console.width, 30 + 24 * len(columns)) if not console.is_terminal else None).print(table)

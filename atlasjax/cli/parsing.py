@@ -1,0 +1,61 @@
+"""Command lines to frozen dataclasses, by tyro."""
+
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+from atlasjax.train.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def parse(cls: type[T], command: str, description: str, arguments: Sequence[str], default: T | None = None) -> T:
+    """Parses the arguments of one command.
+
+    Args:
+      cls: the dataclass of its options.
+      command: its name.
+      description: for its help.
+      arguments: the command line after the command's name.
+      default: options that are not given.
+
+    Raises:
+      ConfigError: a value that the dataclass refuses.
+      SystemExit: help was asked for (0), or the arguments do not parse (2); tyro has printed why.
+    """
+    import tyro
+
+    try:
+        parsed = tyro.cli(
+            cls,
+            prog=f"atlasjax {command}",
+            description=description,
+            args=list(arguments),
+            default=default,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return cast(T, parsed)
+
+
+def pop_option(arguments: Sequence[str], name: str, default: str) -> tuple[str, list[str]]:
+    """Takes `--name value` or `--name=value` out of a command line, before it is parsed in full.
+
+    Returns:
+      (the last value given, or `default`; the other arguments).
+
+    Raises:
+      ConfigError: the value is missing.
+    """
+    value, rest = default, []
+    iterator = iter(arguments)
+    for argument in iterator:
+        if argument == f"--{name}":
+            following = next(iterator, None)
+            if following is None or following.startswith("--"):
+                raise ConfigError(f"--{name} needs a value.")
+            value = following
+        elif argument.startswith(f"--{name}="):
+            value = argument.partition("=")[2]
+        else:
+            rest.append(argument)
+    return value, rest

@@ -1,0 +1,32 @@
+"""What several commands print: baselines, samples."""
+
+from atlasjax.data.config import DataConfig
+from atlasjax.data.sources import load_text
+from atlasjax.data.tokenizers import Tokenizer
+from atlasjax.evaluate.ngram import baselines as ngram_baselines
+from atlasjax.generate import SamplingConfig, generate
+from atlasjax.nn import LanguageModel
+
+_BASELINE_CHARACTERS = 50_000_000  # beyond this, counting n-grams takes longer than it is worth
+
+
+def baselines(config: DataConfig) -> dict[str, float]:
+    """Bits per byte of byte n-gram models fitted to the training text, on the held-out text of `config`.
+
+    Empty where nothing is held out, or where the text is not one that fits in memory.
+    """
+    if not config.has_validation or config.source not in ("embedded", "text"):
+        return {}
+    train = load_text(config, "train")
+    if len(train) > _BASELINE_CHARACTERS:
+        return {}
+    scores = ngram_baselines(train, load_text(config, "validation"))
+    return {"unigram of bytes": scores["unigram"], "interpolated trigram": scores["trigram"]}
+
+
+def sample_text(
+    model: LanguageModel, tokenizer: Tokenizer, *, prompt: str = "The ", num_tokens: int = 200, seed: int = 0
+) -> str:
+    """A prompt and its continuation at temperature 0.8."""
+    tokens = generate(model, tokenizer.encode(prompt)[None], num_tokens, config=SamplingConfig(), seed=seed)
+    return prompt + tokenizer.decode(tokens[0].tolist())

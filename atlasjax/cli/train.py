@@ -1,0 +1,71 @@
+"""`atlasjax train`."""
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from atlasjax.cli.parsing import parse, pop_option
+from atlasjax.cli.report import baselines, sample_text
+from atlasjax.train.config import TrainConfig
+from atlasjax.train.defaults import default_config
+from atlasjax.train.errors import ConfigError
+from atlasjax.train.loop import TrainResult, train
+from atlasjax.train.plot import plot_loss
+from atlasjax.train.state import merge
+
+_DESCRIPTION = """Trains a language model, or goes on training the one in --run-dir.
+
+Without arguments: preset atlas-tiny, on the Python language reference that comes with Python, some minutes on a CPU. --preset
+chooses the model and the defaults of everything else; --help after it shows them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainCommand:
+    """Options of `atlasjax train`."""
+
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    preset: str = "atlas-tiny"
+    """Model and training defaults, "<rule>-<size>"."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Runs the command; see `atlasjax.cli.main` for what its errors become."""
+    preset, rest = pop_option(arguments, "preset", TrainCommand.preset)
+    try:
+        default = default_config(preset)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    command = parse(TrainCommand, "train", _DESCRIPTION, rest, TrainCommand(default, preset))
+    config = command.config
+    print(
+        f"Training {preset} in {config.run_dir}, {config.steps} steps; compiling the first takes a while.", flush=True
+    )
+    result = train(config)
+    _report(preset, config, result)
+
+
+def _report(preset: str, config: TrainConfig, result: TrainResult) -> None:
+    print()
+    references = baselines(config.data)
+    if result.evaluation is not None:
+        print("held-out bits per byte")
+        rows = {f"this model, {result.step} steps": result.evaluation.bits_per_byte, **references}
+        for name, value in rows.items():
+            print(f"  {name:<28}{value:6.3f}")
+    if references and result.step > result.resumed_from:
+        plot_loss(config.run_dir, title=f"{preset}, {result.step} steps", references=references)
+    print("\nsample:")
+    model = merge(result.setup.graphdef, result.state.params)
+    print(sample_text(model, result.setup.tokenizer, seed=config.seed))
+    run_dir = pathlib.Path(config.run_dir)
+    where = "" if run_dir == pathlib.Path(default_config("atlas-tiny").run_dir) else f" --run-dir {run_dir}"
+    again = "" if preset == TrainCommand.preset else f" --preset {preset}"
+    again += "" if config.run_dir == default_config(preset).run_dir else f" --run-dir {run_dir}"
+    print(f"\ncheckpoint:   {result.checkpoint}")
+    print(f"loss curve:   {run_dir / 'loss_curve.png'}")
+    print(f"go on:        atlasjax train{again} --steps {2 * config.steps}")
+    print(f"sample more:  atlasjax generate{where} --prompt 'The statement'")
+    print(f"measure:      atlasjax evaluate{where}", flush=True)

@@ -1,0 +1,158 @@
+"""Ahead-of-time compilation for TPU topologies that one does not own, with the libtpu package as a compiler."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from atlasjax.names import lookup
+
+# GiB of memory per device that programs can use, as libtpu's own out-of-memory messages give it.
+HBM_GIB = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.74, "tpu7x": 94.75}
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_RESULT = "atlasjax plan: "
+
+# libtpu reads these when it is loaded: they keep it quiet, let several processes use it at once, and keep jax on the CPU.
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_LOG_DIR": "disabled",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the compiler says about a program on a topology. Bytes are per device; nothing here is a measured speed.
+
+    Attributes:
+      topology: e.g. "v5e:16x16".
+      devices: how many it has.
+      mesh: axis → size.
+      argument_bytes: the training state and the batch.
+      temp_bytes: activations, gradients and buffers of the compiler.
+      output_bytes: results, of which alias_bytes reuse the memory of donated arguments.
+      alias_bytes: see output_bytes.
+      code_bytes: the program.
+      flops: matmul FLOPs of one call on all devices, scans counted in full (`flops.count_flops`).
+      collectives: kind → how many are in the program's text; one inside a loop is counted once.
+      compile_seconds: time to compile on this machine.
+    """
+
+    topology: str
+    devices: int
+    mesh: dict[str, int]
+    argument_bytes: int
+    temp_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    code_bytes: int
+    flops: int
+    collectives: dict[str, int]
+    compile_seconds: float
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory that a device needs: arguments, temporaries, code, and results that do not reuse an argument."""
+        return self.argument_bytes + self.temp_bytes + self.code_bytes + self.output_bytes - self.alias_bytes
+
+    @property
+    def available_bytes(self) -> int:
+        """Memory that a device of this topology has for programs."""
+        return int(HBM_GIB[self.topology.partition(":")[0]] * 2**30)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has that much."""
+        return self.total_bytes <= self.available_bytes
+
+
+def topology_devices(topology: str) -> Sequence[jax.Device]:
+    """The devices of a TPU topology, as compilation targets.
+
+    Args:
+      topology: "v5e:16x16", "v5p:8x8x8", "v6e:16x16", "tpu7x:4x4x4", …
+
+    Raises:
+      ValueError: libtpu is not installed, the generation is unknown, or it has no such topology.
+    """
+    check_topology(topology)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from jax.experimental import topologies
+
+    try:
+        return topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+    except Exception as error:  # jax raises several types here
+        raise ValueError(
+            f"topology is {topology!r}, which libtpu does not know: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def check_topology(topology: str) -> None:
+    """Checks a topology's name as far as it can be checked without loading libtpu.
+
+    Raises:
+      ValueError: libtpu is not installed, or the generation is unknown.
+    """
+    generation, _, shape = topology.partition(":")
+    lookup("TPU generation", generation, HBM_GIB)
+    if not re.fullmatch(r"\d+(x\d+){1,2}", shape):
+        raise ValueError(f"topology is {topology!r}; it should be like v5e:16x16 or v5p:8x8x8.")
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            "Planning for a TPU needs its compiler, libtpu: pip install 'jax[tpu]', the version of your jax."
+        )
+
+
+def low_effort() -> dict[str, Any]:
+    """Compiler options for a quick compilation; what they say about memory is an upper bound in practice."""
+    if jax.__version_info__ >= (0, 11):
+        return {"optimization_level": "O0"}
+    return {"exec_time_optimization_effort": -1.0}
+
+
+def collective_counts(text: str) -> dict[str, int]:
+    """How often each collective operation occurs in a compiled program's text."""
+    return {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in _COLLECTIVES}
+
+
+def run_in_child(module: str, request: dict[str, Any], *, timeout: float = 1800) -> Plan:
+    """Compiles in a child process, because libtpu can crash the process that it is in.
+
+    Args:
+      module: run as `python -m module REQUEST`; it must call `print_plan`.
+      request: JSON-able.
+      timeout: seconds.
+
+    Raises:
+      RuntimeError: the compilation failed; with the compiler's own message (out of memory, …).
+    """
+    command = [sys.executable, "-m", module, json.dumps(request)]
+    environment = {**os.environ, **_ENVIRONMENT}
+    environment.pop("XLA_FLAGS", None)  # simulated CPU devices would only cost time
+    try:
+        child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"the compiler did not finish within {timeout:.0f} seconds.") from None
+    for line in child.stdout.splitlines():
+        if line.startswith(_RESULT):
+            return Plan(**json.loads(line.removeprefix(_RESULT)))
+    errors = [line for line in child.stderr.splitlines() if line.strip()]
+    reason = next((line for line in errors if "RESOURCE_EXHAUSTED" in line), errors[-1] if errors else "no message")
+    raise RuntimeError(f"the compiler failed with code {child.returncode}: {reason[:500]}")
+
+
+def print_plan(plan: Plan) -> None:
+    """How the child of `run_in_child` answers."""
+    print(_RESULT + json.dumps(dataclasses.asdict(plan)), flush=True)

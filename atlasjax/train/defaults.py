@@ -1,0 +1,47 @@
+"""The training settings that belong to a preset's size."""
+
+from atlasjax.data.config import DataConfig
+from atlasjax.presets import get_preset
+from atlasjax.train.config import OptimizerConfig, TrainConfig
+
+_BATCH_TOKENS = 2**19  # 0.5M tokens a batch
+_SEQUENCE_LENGTH = 4096
+_TOKENS = {"170m": 15e9, "340m": 15e9, "760m": 30e9, "1.3b": 100e9}  # of training, as A Table 7
+
+
+def default_config(preset: str) -> TrainConfig:
+    """Returns the training run of a preset.
+
+    Tiny presets: some minutes on two CPU cores, on the embedded text. The others: sequences of 4,096, 0.5M tokens a batch,
+    AdamW at 4e-4 with cosine decay and weight decay 0.1, on as many tokens as the papers; the text is for the user to give
+    (`data.*`), and so is a mesh that fits the machine.
+
+    Raises:
+      ValueError: no such preset; the message suggests the nearest name.
+    """
+    model = get_preset(preset)
+    size = preset.rpartition("-")[2]
+    if size == "tiny":
+        return TrainConfig(
+            model=model,
+            data=DataConfig(sequence_length=256, batch_size=8),
+            optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=50, weight_decay=0.1),
+            steps=600,
+            run_dir=f"runs/{preset}",
+            eval_every=100,
+            eval_batches=None,
+            checkpoint_every=100,
+            log_every=10,
+        )
+    return TrainConfig(
+        model=model,
+        data=DataConfig(sequence_length=_SEQUENCE_LENGTH, batch_size=_BATCH_TOKENS // _SEQUENCE_LENGTH),
+        optimizer=OptimizerConfig(learning_rate=4e-4, warmup_steps=2000),
+        steps=round(_TOKENS[size] / _BATCH_TOKENS),
+        accumulation=2,
+        run_dir=f"runs/{preset}",
+        eval_every=1000,
+        eval_batches=16,
+        checkpoint_every=1000,
+        log_every=10,
+    )

@@ -1,0 +1,60 @@
+"""A trained model, out of the folder of its run."""
+
+import dataclasses
+import pathlib
+
+import jax
+
+from atlasjax.data.tokenizers import Tokenizer
+from atlasjax.distributed.mesh import MeshConfig, make_mesh
+from atlasjax.distributed.sharding import parameter_shardings
+from atlasjax.nn import LanguageModel, logical_axes
+from atlasjax.train import state as state_lib
+from atlasjax.train.checkpoint import Checkpoints
+from atlasjax.train.config import TrainConfig, from_dict
+from atlasjax.train.errors import ConfigError
+from atlasjax.train.setup import run_tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedRun:
+    """A run's model and what belongs to it.
+
+    Attributes:
+      model: with the checkpoint's parameters, split over all local devices where they divide.
+      tokenizer: the run's.
+      config: the run's.
+      step: optimizer steps done.
+      skipped: newer checkpoints that could not be used: (step, reason).
+    """
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    config: TrainConfig
+    step: int
+    skipped: list[tuple[int, str]]
+
+
+def load_run(run_dir: str | pathlib.Path, step: int | None = None) -> LoadedRun:
+    """Loads the newest usable checkpoint of a run, or that of `step`.
+
+    Raises:
+      ConfigError: there is no run in the folder.
+      CheckpointError: no checkpoint is usable, or `step` is not there.
+    """
+    folder = pathlib.Path(run_dir) / "checkpoints"
+    if not folder.is_dir():
+        raise ConfigError(f"run_dir is {str(run_dir)!r}; there is no run in it (no folder 'checkpoints').")
+    with Checkpoints(folder) as checkpoints:
+        saved = checkpoints.config(step) if step in checkpoints.steps() else checkpoints.newest_config()
+        if saved is None:
+            raise ConfigError(f"run_dir is {str(run_dir)!r}; the run in it has no checkpoint that can be read.")
+        config = dataclasses.replace(from_dict(TrainConfig, saved), run_dir=str(run_dir))
+        graphdef, shapes = state_lib.model_shapes(config.model)
+        mesh = make_mesh(MeshConfig(data=1, fsdp=-1))
+        shardings, _ = parameter_shardings(state_lib.pure(logical_axes(config.model)), shapes, mesh)
+        abstract = jax.tree.map(
+            lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where), shapes, shardings
+        )
+        params, used, skipped = checkpoints.restore_params(abstract, step)
+    return LoadedRun(state_lib.merge(graphdef, params), run_tokenizer(config), config, used, skipped)

@@ -1,0 +1,97 @@
+"""The full training step, compiled ahead of time for a TPU topology. Run as a module it is the child of `plan_training`."""
+
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from atlasjax.distributed import plan as plan_lib
+from atlasjax.distributed.flops import count_flops
+from atlasjax.distributed.mesh import make_mesh
+from atlasjax.distributed.plan import Plan
+from atlasjax.distributed.sharding import batch_sharding, batch_shards
+from atlasjax.nn import logical_axes
+from atlasjax.train import state as state_lib
+from atlasjax.train.config import TrainConfig, from_dict, to_dict
+from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
+from atlasjax.train.step import jit_train_step, train_step
+
+
+def plan_training(config: TrainConfig, topology: str) -> Plan:
+    """Compiles the whole training step (forward, backward, AdamW, collectives) for a TPU topology, in a child process.
+
+    Args:
+      config: the run; its mesh must fit the topology, and its batch the mesh.
+      topology: e.g. "v5e:16x16".
+
+    Raises:
+      ValueError: the topology is unknown, libtpu is missing, or mesh and batch do not fit.
+      RuntimeError: the compiler refused; e.g. the step does not fit a device's memory.
+    """
+    plan_lib.check_topology(topology)
+    return plan_lib.run_in_child(__name__, {"config": to_dict(config), "topology": topology})
+
+
+def compile_training(config: TrainConfig, topology: str) -> Plan:
+    """As `plan_training`, in this process."""
+    mesh = make_mesh(config.mesh, plan_lib.topology_devices(topology))
+    if (config.data.batch_size // config.accumulation) % batch_shards(mesh):
+        raise ValueError(
+            f"data.batch_size / accumulation is {config.data.batch_size // config.accumulation}; it should be divisible by the "
+            f"{batch_shards(mesh)} parts of mesh data × fsdp."
+        )
+    graphdef, _ = state_lib.model_shapes(config.model)
+    mask = decay_mask(state_lib.pure(logical_axes(config.model)))
+    optimizer = make_optimizer(config.optimizer, config.steps, mask)
+    schedule = learning_rate(config.optimizer, config.steps)
+    shardings, _ = state_lib.state_shardings(config.model, optimizer, mesh)
+    state = state_lib.abstract_state(config.model, optimizer, shardings)
+    batch = abstract_batch(config, mesh)
+    step = jit_train_step(graphdef, optimizer, schedule, shardings, mesh, microbatches=config.accumulation)
+    started = time.perf_counter()
+    compiled = step.lower(state, batch).compile(compiler_options=plan_lib.low_effort())
+    seconds = time.perf_counter() - started
+    flops = count_flops(
+        lambda state, batch: train_step(
+            state, batch, graphdef=graphdef, optimizer=optimizer, schedule=schedule, microbatches=config.accumulation
+        ),
+        state,
+        batch,
+    )
+    memory = compiled.memory_analysis()
+    return Plan(
+        topology=topology,
+        devices=mesh.size,
+        mesh=dict(mesh.shape),
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        code_bytes=memory.generated_code_size_in_bytes,
+        flops=flops,
+        collectives=plan_lib.collective_counts(compiled.as_text()),
+        compile_seconds=round(seconds, 1),
+    )
+
+
+def abstract_batch(config: TrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and shardings of a batch of contiguous text."""
+    shape, where = (config.data.batch_size, config.data.sequence_length), batch_sharding(mesh)
+    dtypes = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for name, dtype in dtypes.items()}
+
+
+def forward_flops_per_token(config: TrainConfig) -> float:
+    """Matmul FLOPs of the forward pass per token, averaged over one sequence of the config's length."""
+    graphdef, params = state_lib.model_shapes(config.model)
+    tokens = jax.ShapeDtypeStruct((1, config.data.sequence_length), jnp.int32)
+    flops = count_flops(lambda params, tokens: state_lib.merge(graphdef, params)(tokens), params, tokens)
+    return flops / config.data.sequence_length
+
+
+if __name__ == "__main__":
+    _request = json.loads(sys.argv[1])
+    plan_lib.print_plan(compile_training(from_dict(TrainConfig, _request["config"]), _request["topology"]))
