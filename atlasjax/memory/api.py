@@ -62,6 +62,8 @@ def scan(
     """
     check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.scan")
     max_segments = check.check_segments(segment_ids, max_segments, q, "memory.scan")
+    if segment_ids is not None:
+        segment_ids = jnp.asarray(segment_ids, jnp.int32)
     if check_gates:
         check.check_gate_ranges(gates, "memory.scan")
     run = lookup("implementation", implementation or "xla", IMPLEMENTATIONS)
@@ -139,4 +141,5 @@ def reference(
     check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.reference")
     if segment_ids is not None:
         check.check_segments(segment_ids, q.shape[1], q, "memory.reference")
+        segment_ids = jnp.asarray(segment_ids, jnp.int32)
     return reference_scan(rule, params, state, q, k, v, gates, segment_ids)

@@ -28,13 +28,16 @@ Read = Callable[[Callable[[str, jax.Array], jax.Array]], jax.Array]
 class BlockGates(NamedTuple):
     """Gates of a block of m tokens; E = tokens of the block and of the window before it.
 
-    retention: [m], [m, D] or None (α = 1) · step_size: [m] · momentum: [m] or None (no momentum state) · gamma: Γ [m, E].
+    retention: [m], [m, D] or None (α = 1) · step_size: [m] · momentum: [m] or None (no momentum state) · gamma: Γ [m, E] ·
+    real: [m], 1 for tokens and 0 for padding. None where gates alone make padding a no-op (α = 1, θ = 1, η = 0, γ = 0): true for
+    Muon and plain gradient descent, but with momentum M_t = α_t M_{t−1} + S_t would add S_t again.
     """
 
     retention: jax.Array | None
     step_size: jax.Array
     momentum: jax.Array | None
     gamma: jax.Array
+    real: jax.Array | None
 
 
 class Factors(NamedTuple):
@@ -109,10 +112,22 @@ def _coefficients(gates: BlockGates) -> _Coefficients:
         pairwise = jnp.tril(jnp.ones((m, m), scaled.dtype))
     else:
         a, pairwise = decay_products(gates.retention)
+    if gates.real is not None:
+        pairwise = pairwise * gates.real
     C = _exact(pairwise, D)
     if beta is not None:
         s = _exact(pairwise, beta)
     return _Coefficients(beta, D, a, s, C)
+
+
+def _outer_sum(weights: jax.Array, factors: Factors, dtype: jnp.dtype) -> jax.Array:
+    """Σ_i weights[i] left_i ⊗ input_i: [out, in]. The weights go to the narrower factor, which is less to multiply."""
+    left, inputs = factors
+    if left.shape[1] <= inputs.shape[1]:
+        left = left * weights[:, None]
+    else:
+        inputs = inputs * weights[:, None]
+    return dot(left.T, inputs, dtype)
 
 
 def dual_block(
@@ -139,14 +154,14 @@ def dual_block(
 
     y = read(linear)
     new_memory, new_momentum = {}, {}
-    for name, (left, inputs) in factors.items():
+    for name in factors:
         M = memory[name] if c.memory_start is None else c.memory_start[-1] * memory[name]
-        M = M + dot((left * c.memory_gradients[-1][:, None]).T, inputs, dtype)
+        M = M + _outer_sum(c.memory_gradients[-1], factors[name], dtype)
         if momentum is not None:
             assert c.memory_momentum is not None
             assert c.momentum_start is not None
             M = M + c.memory_momentum[-1] * momentum[name]
-            step = dot((left * c.momentum_gradients[-1][:, None]).T, inputs, dtype)
+            step = _outer_sum(c.momentum_gradients[-1], factors[name], dtype)
             new_momentum[name] = c.momentum_start[-1] * momentum[name] + step
         new_memory[name] = M
     return new_memory, new_momentum if momentum is not None else None, y
@@ -174,6 +189,8 @@ def channel_block(
         assert gates.momentum is not None
         beta, momentum_pairwise = decay_products(gates.momentum)
         D = _exact(momentum_pairwise, D)
+        if gates.real is not None:
+            pairwise = pairwise * gates.real[:, None]
         s = jnp.einsum("tjd,j->td", pairwise, beta, precision=jax.lax.Precision.HIGHEST)
     C = jnp.einsum("tjd,ji->tid", pairwise, D, precision=jax.lax.Precision.HIGHEST)
 
@@ -189,7 +206,7 @@ def channel_block(
     if momentum is None:
         return {name: M}, None, y
     M = M + s[-1] * momentum[name]
-    S = beta[-1] * momentum[name] + dot((left * D[-1][:, None]).T, inputs, dtype)
+    S = beta[-1] * momentum[name] + _outer_sum(D[-1], factors[name], dtype)
     return {name: M}, {name: S}, y
 
 

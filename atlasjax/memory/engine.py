@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlasjax.memory import blocks, layout
+from atlasjax.memory.optimizers import Momentum
 from atlasjax.memory.retention import Channel
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState, Weights, init_state
@@ -66,6 +67,7 @@ class Slot(NamedTuple):
     momentum: jax.Array | None
     gamma: jax.Array
     threshold: jax.Array | None
+    real: jax.Array | None  # 1 for tokens, 0 for padding; see `blocks.BlockGates`
 
 
 def gradient_factors(
@@ -132,7 +134,7 @@ def run_chunk(
         if first is not None:
             # The window stands right before the first real token; what is left of it is masked.
             join = lambda old, new: jax.lax.dynamic_update_slice(
-                jnp.concatenate([old, new]), old, (first, *[0] * (old.ndim - 1))
+                jnp.concatenate([old, new]), old, (first, *[jnp.zeros_like(first)] * (old.ndim - 1))
             )
         k, v = join(window.keys, k), join(window.values, v)
         if threshold is not None:
@@ -152,7 +154,7 @@ def run_chunk(
         gamma = blocks.window_matrix(slot.gamma)
         if real is not None:
             gamma = jnp.where(real, gamma, 0.0)
-        gates = blocks.BlockGates(slot.retention, slot.step_size, slot.momentum, gamma)
+        gates = blocks.BlockGates(slot.retention, slot.step_size, slot.momentum, gamma, slot.real)
         x = rule.features.apply(params.coefficients, slot.q)
         skip = rule.features.degree_one(params.coefficients, slot.q) if rule.structure.residual else None
         read = lambda linear: rule.structure.apply(linear, x, skip, params.norm)
@@ -250,6 +252,7 @@ def xla_scan(
         momentum=put(gates.momentum, 1.0),
         gamma=put(gamma, 0.0),
         threshold=put(gates.threshold, 1.0),
+        real=put(jnp.ones((batch, time, heads), wide), 0.0) if isinstance(rule.optimizer, Momentum) else None,
     )
 
     def chunk(params, chunk_start, memory, momentum, window, slot, first, count):
@@ -373,8 +376,8 @@ def _final_state(
         window_keys=tail(state.window_keys, k),
         window_values=tail(state.window_values, v),
         window_thresholds=tail(state.window_thresholds, gates.threshold),
-        window_count=None if state.window_count is None else where.last_count,
-        position=None if state.position is None else where.position,
+        window_count=None if state.window_count is None else where.last_count.astype(jnp.int32),
+        position=None if state.position is None else where.position.astype(jnp.int32),
         segment=state.segment if segment_ids is None else segment_ids[:, -1],
     )
 
@@ -400,7 +403,15 @@ def xla_step(
         step_size = jnp.where(writes[:, None], step_size, 0.0)
     gamma = jnp.ones((batch, heads, 1), wide) if gates.window is None else gates.window
     slot = Slot(
-        up(q), up(k), up(v), up(gates.retention), up(step_size), up(gates.momentum), up(gamma), up(gates.threshold)
+        up(q),
+        up(k),
+        up(v),
+        up(gates.retention),
+        up(step_size),
+        up(gates.momentum),
+        up(gamma),
+        up(gates.threshold),
+        None,
     )  # type: ignore[arg-type]
     zeros = jnp.zeros((batch,), jnp.int32)
     count = zeros if state.window_count is None else state.window_count

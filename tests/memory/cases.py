@@ -80,7 +80,9 @@ def assert_close(actual, expected, tolerance, what=""):
     flat, _ = jax.tree_util.tree_flatten_with_path(expected)
     actual_leaves = jax.tree.leaves(actual)
     assert len(flat) == len(actual_leaves)
-    floating = [np.abs(np.asarray(x, np.float64)).max(initial=0) for _, x in flat if jnp.issubdtype(x.dtype, jnp.floating)]
+    floating = [
+        np.abs(np.asarray(x, np.float64)).max(initial=0) for _, x in flat if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
     floor = 1e-3 * max(floating, default=0)
     for (path, want), have in zip(flat, actual_leaves):
         name = what + jax.tree_util.keystr(path)

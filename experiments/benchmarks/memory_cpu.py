@@ -1,0 +1,219 @@
+"""Speed and memory of the memory core on this machine, beside titans-pytorch.
+
+    python experiments/benchmarks/memory_cpu.py speed      # forward + backward; titans-pytorch if it is installed
+    python experiments/benchmarks/memory_cpu.py bytes      # temporary bytes against length, and against per-token weights
+    python experiments/benchmarks/memory_cpu.py stream     # a million tokens in pieces: time per piece, resident memory
+    python experiments/benchmarks/memory_cpu.py import     # what `import atlasjax` costs over `import jax`
+
+float32, 4 heads of 64, a two-layer memory of expansion 4, momentum on, chunk 64, batch 1. Ratios within one run are what
+counts; times are of the machine that ran it. Each command prints a table and appends one JSON line to `--out`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+HEADS, DIM, CHUNK = 4, 64, 64
+
+
+def inputs(length, dtype="float32", seed=0):
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    normal = lambda: rng.standard_normal((1, length, HEADS, DIM)).astype(dtype)
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    gate = lambda low, high: rng.uniform(low, high, (1, length, HEADS)).astype(dtype)
+    return unit(normal()), unit(normal()), normal(), (gate(0.95, 1), gate(0.0, 0.01), gate(0.5, 0.95))
+
+
+def best(run, repeats):
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def ours(length, chunk=CHUNK):
+    """(jitted forward + backward with gradients of every input and parameter, its arguments)."""
+    import jax
+
+    from atlasjax import memory, rules
+
+    rule = rules.titans(chunk)
+    params = memory.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=DIM, value_dim=DIM)
+    q, k, v, (alpha, eta, theta) = inputs(length)
+    gates = memory.Gates(retention=alpha, step_size=eta, momentum=theta)
+    args = jax.tree.map(jax.numpy.asarray, (params, q, k, v, gates))
+    loss = lambda params, q, k, v, gates: (memory.scan(rule, params, None, q, k, v, gates)[0] ** 2).sum()
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))), args
+
+
+def theirs(length, chunk_size, batch_size, repeats):
+    """Seconds of forward + backward of titans-pytorch's NeuralMemory with the same sizes."""
+    import torch
+    from titans_pytorch import MemoryMLP, NeuralMemory
+
+    torch.manual_seed(0)
+    model = NeuralMemory(
+        dim=HEADS * DIM,
+        dim_head=DIM,
+        heads=HEADS,
+        chunk_size=chunk_size,
+        batch_size=batch_size,
+        model=MemoryMLP(DIM, depth=2, expansion_factor=4.0),
+        momentum=True,
+        mem_model_norm_add_residual=False,
+        qkv_receives_diff_views=False,
+    )
+    x = torch.randn(1, length, HEADS * DIM)
+
+    def run():
+        model.zero_grad()
+        y, _ = model(x)
+        (y**2).sum().backward()
+
+    return best(run, repeats)
+
+
+def matmul_rate():
+    """GFLOP/s of a large float32 product of this machine."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.ones((2048, 2048))
+    f = jax.jit(lambda x: x @ x)
+    return 2 * 2048**3 / best(lambda: f(x).block_until_ready(), 5) / 1e9
+
+
+def speed(args):
+    import jax
+
+    length = args.length
+    run, values = ours(length)
+    compiled = run.lower(*values).compile()
+    repeats = args.repeats
+    seconds = best(lambda: jax.block_until_ready(compiled(*values)), repeats)
+    rate = matmul_rate()
+    # Two-layer memory of expansion 4: a product with one weight is 8 d² FLOP. Forward: 3 products for the gradients, 6 for
+    # reads (M, S and the scores), 4 for the new M and S, and 4 of width `chunk`; twice as many backward; recomputation once.
+    forward = 2 * HEADS * (4 * DIM * DIM * (3 + 4 + 4) + CHUNK * (2 * DIM + 2 * 4 * DIM))
+    flops = 4 * forward * length
+    result = {
+        "length": length,
+        "threads": os.cpu_count(),
+        "ours_s": seconds,
+        "ours_tokens_per_s": length / seconds,
+        "matmul_gflops": rate,
+        "mflop_per_token": flops / length / 1e6,
+        "share_of_matmul_rate": flops / seconds / 1e9 / rate,
+    }
+    try:
+        import titans_pytorch  # noqa: F401
+        import torch
+    except ImportError:
+        print("titans-pytorch is not installed (pip install -e '.[oracle]'): only our own times.")
+    else:
+        torch.set_num_threads(os.cpu_count() or 1)
+        result["titans_chunk64_s"] = theirs(length, 64, None, repeats)
+        small = 512
+        result["titans_per_token_512_s"] = theirs(small, 1, 64, 1)
+        run, values = ours(small)
+        ours_small = best(lambda: jax.block_until_ready(run(*values)), repeats)
+        result["ours_512_s"] = ours_small
+        result["ratio_to_fastest_mode"] = result["titans_chunk64_s"] / seconds
+        result["ratio_to_same_function"] = result["titans_per_token_512_s"] / ours_small
+    return result
+
+
+def bytes_(args):
+    import jax
+
+    result = {}
+    for length in (8192, 32768):
+        run, values = ours(length)
+        analysis = run.lower(*jax.eval_shape(lambda v=values: v)).compile().memory_analysis()
+        result[f"temporary_bytes_{length}"] = analysis.temp_size_in_bytes
+        # What a version with per-token weights must hold at the least: M_t of every token for the reads, and their cotangents.
+        per_token = 2 * length * HEADS * 2 * 4 * DIM * DIM * 4
+        result[f"per_token_weights_bytes_{length}"] = per_token
+        result[f"per_token_over_ours_{length}"] = per_token / analysis.temp_size_in_bytes
+    result["growth_8192_to_32768"] = result["temporary_bytes_32768"] / result["temporary_bytes_8192"]
+    return result
+
+
+def stream(args):
+    import jax
+
+    from atlasjax import memory, rules
+
+    piece, total = 8192, args.tokens
+    rule = rules.omeganet(CHUNK, 4)
+    from atlasjax.memory import features
+
+    rule = rules.omeganet(CHUNK, 4, features=features.Identity())
+    params = memory.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=DIM, value_dim=DIM)
+    q, k, v, (alpha, eta, _) = jax.tree.map(jax.numpy.asarray, inputs(piece))
+    gates = memory.Gates(alpha, eta, window=jax.numpy.ones((1, piece, HEADS, 4)) * 0.5)
+    run = jax.jit(lambda state, q, k, v, gates: memory.scan(rule, params, state, q, k, v, gates), donate_argnums=0)
+    state = memory.init_state(rule, params, batch_size=1)
+    rows = []
+    for i in range(-(-total // piece)):
+        start = time.perf_counter()
+        y, state = run(state, q, k, v, gates)
+        jax.block_until_ready((y, state))
+        rows.append((time.perf_counter() - start, resident_bytes()))
+        if i % 16 == 0:
+            print(f"  {(i + 1) * piece:>9,} tokens: {rows[-1][0] * 1e3:7.1f} ms a piece, {rows[-1][1] / 2**20:7.1f} MiB")
+    tenth = max(1, len(rows) // 10)
+    median = lambda xs: sorted(xs)[len(xs) // 2]
+    return {
+        "tokens": len(rows) * piece,
+        "piece": piece,
+        "first_tenth_s": median([r[0] for r in rows[1 : tenth + 1]]),
+        "last_tenth_s": median([r[0] for r in rows[-tenth:]]),
+        "resident_after_first_tenth": rows[tenth][1],
+        "resident_at_end": rows[-1][1],
+        "finite": bool(jax.numpy.isfinite(y).all()),
+    }
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def import_(args):
+    def seconds(statement):
+        code = f"import time; t = time.perf_counter(); {statement}; print(time.perf_counter() - t)"
+        return min(float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(5))
+
+    jax_s, ours_s = seconds("import jax"), seconds("import atlasjax")
+    memory_s = seconds("import atlasjax.memory, atlasjax.rules")
+    return {"import_jax_s": jax_s, "import_atlasjax_s": ours_s, "import_atlasjax_memory_s": memory_s}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = {"speed": speed, "bytes": bytes_, "stream": stream, "import": import_}
+    parser.add_argument("what", choices=commands)
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--out", default=None, help="append the result to this JSONL file")
+    args = parser.parse_args()
+    result = {"benchmark": args.what, **commands[args.what](args)}
+    for name, value in result.items():
+        print(f"{name:36s} {value:,.4g}" if isinstance(value, float) else f"{name:36s} {value}")
+    if args.out:
+        with open(args.out, "a") as f:
+            f.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The XLA engine against the token-by-token reference: outputs, final state, gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlasjax import memory
+from tests.memory.cases import RULES, assert_close, make_inputs
+
+# Two forms of one function in float64; the slack is for sums in another order, amplified by Newton–Schulz.
+EXACT = 1e-9
+
+
+def objective(fn, rule, params, q, k, v, gates, **kwargs):
+    """A scalar that every output and every state leaf enters with its own weight; and those."""
+    y, state = fn(rule, params, None, q, k, v, gates, **kwargs)
+    total = jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape))
+    for leaf in jax.tree.leaves(state):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            total += jnp.sum(jnp.sin(leaf + jnp.arange(leaf.size).reshape(leaf.shape)))
+    return total, (y, state)
+
+
+def both(rule, **kwargs):
+    """Jitted value-and-gradient functions of the reference and of the engine."""
+    functions = []
+    for fn in (memory.reference, memory.scan):
+        run = lambda *args, fn=fn: objective(fn, rule, *args, **kwargs)
+        functions.append(jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2, 3, 4), has_aux=True)))
+    return functions
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_outputs_state_and_gradients(name, x64):
+    rule = RULES[name]
+    args = make_inputs(rule, dtype=jnp.float64)
+    reference, engine = both(rule)
+    assert_close(engine(*args), reference(*args), EXACT)
+
+
+@pytest.mark.parametrize("time", [1, 63, 100, 257])
+@pytest.mark.parametrize("name", ["titans", "omeganet_window_over_chunk", "atlas_every", "channel_delta_momentum"])
+def test_any_length(name, time, x64):
+    rule = RULES[name]
+    args = make_inputs(rule, time=time, batch=1, dtype=jnp.float64)
+    reference, engine = both(rule)
+    assert_close(engine(*args), reference(*args), EXACT)
+
+
+EDGES = [
+    {"retention": 0.0},
+    {"retention": 1.0},
+    {"momentum": 0.0},
+    {"momentum": 1.0, "retention": 0.5},
+    {"window": 0.0},
+    {"step_size": 0.0},
+    {"retention": 0.0, "momentum": 0.0},
+    {"threshold": 1e-3},
+    {"threshold": 1e3},
+]
+
+
+@pytest.mark.parametrize("name", ["titans", "yaad_window", "omeganet", "atlas", "muon_matrix_channel", "gla", "moneta"])
+def test_extreme_gates(name, x64):
+    rule = RULES[name]
+    reference, engine = both(rule)
+    for override in EDGES:
+        if not set(override) & set(rule.gate_channels(4)):
+            continue
+        args = make_inputs(rule, time=21, dtype=jnp.float64, **override)
+        assert_close(engine(*args), reference(*args), EXACT, what=str(override))
+    # A decay of exactly zero among others cuts the past off there, also for the derivatives.
+    params, q, k, v, gates = make_inputs(rule, time=21, dtype=jnp.float64)
+    if gates.retention is not None:
+        gates = gates._replace(retention=gates.retention.at[:, 5].set(0.0).at[:, 6].set(0.0))
+        assert_close(engine(params, q, k, v, gates), reference(params, q, k, v, gates), EXACT, what="zero decay")
+    zero = jnp.zeros_like(k)
+    assert_close(engine(params, q, zero, v, gates), reference(params, q, zero, v, gates), EXACT, what="zero keys")
+    assert_close(
+        engine(params, zero, zero, zero, gates), reference(params, zero, zero, zero, gates), EXACT, what="all zero"
+    )
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_float32_and_bfloat16(name):
+    """Against the same inputs in float64. Relative to the largest output: 2e-5 (Muon 2e-3) and 4e-2 (Muon 1e-1).
+
+    Newton–Schulz multiplies rounding by about 3.4 at every step (SEMANTICS 1.7).
+    """
+    rule = RULES[name]
+    params, q, k, v, gates = make_inputs(rule, time=70)
+    engine = jax.jit(lambda *args: memory.scan(rule, *args[:1], None, *args[1:]))
+    for dtype, tolerance in {jnp.float32: 2e-5, jnp.bfloat16: 4e-2}.items():
+        if rule.uses_muon:
+            tolerance = {jnp.float32: 2e-3, jnp.bfloat16: 1e-1}[dtype]
+        q, k, v = (x.astype(dtype) for x in (q, k, v))
+        y, state = engine(params, q, k, v, gates)
+        assert y.dtype == dtype
+        floating = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+        assert all(x.dtype == jnp.float32 for x in floating)
+        with jax.enable_x64(True):
+            up = lambda x: jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64)
+            expected, _ = memory.reference(
+                rule, *jax.tree.map(up, (params,)), None, *jax.tree.map(up, (q, k, v, gates))
+            )
+            assert_close(y.astype(jnp.float32), expected, tolerance, what=str(dtype))
+
+
+@pytest.mark.parametrize("name", ["titans", "omeganet_window_over_chunk", "atlas_every", "gla", "swla", "ttt_mlp"])
+def test_causality(name):
+    """The Jacobian of outputs with respect to inputs is exactly zero above the diagonal."""
+    rule = RULES[name]
+    params, *inputs = make_inputs(rule, time=15, batch=1, heads=1)
+
+    def outputs(inputs):
+        q, k, v, gates = inputs
+        return memory.scan(rule, params, None, q, k, v, gates)[0][0].sum((-1, -2))
+
+    jacobian = jax.jit(jax.jacrev(outputs))(inputs)
+    depends = 0
+    for leaf in jax.tree.leaves(jacobian):
+        by_time = np.abs(np.asarray(leaf)).reshape(15, 15, -1).sum(-1)
+        assert (np.triu(by_time, 1) == 0).all()
+        depends += (np.tril(by_time) > 0).sum()
+    assert depends > 15
+
+
+@pytest.mark.parametrize("name", ["titans", "omeganet", "atlas", "gla", "linear_attention"])
+def test_batch_elements_and_heads_do_not_meet(name):
+    rule = RULES[name]
+    params, q, k, v, gates = make_inputs(rule, batch=3, heads=3)
+    engine = jax.jit(lambda *args: memory.scan(rule, params, None, *args)[0])
+    before = np.asarray(engine(q, k, v, gates))
+    wild = lambda x: x.at[1, :, 2].set(x[1, :, 2] * 0.5 + 0.1)
+    after = np.asarray(engine(wild(q), wild(k), wild(v), jax.tree.map(wild, gates)))
+    changed = (before != after).any(axis=(1, 3))
+    expected = np.zeros((3, 3), bool)
+    expected[1, 2] = True
+    np.testing.assert_array_equal(changed, expected)
+
+
+def test_read_looks_without_writing():
+    rule = RULES["omeganet"]
+    params, q, k, v, gates = make_inputs(rule)
+    y, state = memory.scan(rule, params, None, q, k, v, gates)
+    np.testing.assert_allclose(memory.read(rule, params, state, q[:, -1:])[:, 0], y[:, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_newton_schulz_steps_change_at_run_time():
+    rule = RULES["atlas"]
+    params, q, k, v, gates = make_inputs(rule)
+    for steps in (0, 1, 3):
+        other = rule.with_newton_schulz(steps=steps)
+        state = memory.init_state(rule, params, batch_size=2)
+        y, _ = memory.scan(other, params, state, q, k, v, gates)
+        expected, _ = memory.reference(other, params, state, q, k, v, gates)
+        assert_close(y, expected, 2e-3)
+
+
+def test_backward_memory_grows_with_boundaries_not_with_tokens():
+    """Temporary bytes of forward and backward: linear in length, far below one weight matrix per token."""
+    rule = RULES["titans"].__class__(chunk_size=32)
+
+    def temporary_bytes(time):
+        args = jax.eval_shape(lambda: make_inputs(rule, batch=1, time=time, heads=1, key_dim=16, value_dim=16))
+        loss = lambda params, *args: memory.scan(rule, params, None, *args)[0].sum()
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    short, long = temporary_bytes(512), temporary_bytes(2048)
+    assert long <= 4.2 * short
+    weights = 2 * 64 * 16 * 4
+    assert long < 2048 * weights / 5

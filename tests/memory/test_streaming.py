@@ -1,0 +1,137 @@
+"""Streaming and packing: any cut of a sequence into calls is the same function; packed segments are as if alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlasjax import memory
+from tests.memory.cases import RULES, assert_close, make_inputs, slice_time
+
+EXACT = 1e-9
+TIME, PIECE = 26, 11
+
+
+def steps(rule, params, state, q, k, v, gates):
+    """One `memory.step` a token; outputs, final state, and the state before every token (time axis first)."""
+
+    def body(state, xs):
+        y, new = memory.step(rule, params, state, *xs)
+        return new, (y, state)
+
+    last, (y, before) = jax.lax.scan(body, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, gates)))
+    return jnp.moveaxis(y, 0, 1), last, before
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_split(name, x64):
+    """One token at a time equals the reference; and a call that begins after ANY number of tokens goes on exactly."""
+    rule = RULES[name]
+    params, q, k, v, gates = make_inputs(rule, batch=1, time=TIME, dtype=jnp.float64)
+    state = memory.init_state(rule, jax.tree.map(lambda x: x.astype(jnp.float64), params), batch_size=1)
+    expected, final = jax.jit(lambda: memory.reference(rule, params, None, q, k, v, gates))()
+    y, last, before = jax.jit(lambda: steps(rule, params, state, q, k, v, gates))()
+    assert_close(y, expected, EXACT, what="steps")
+    assert_close(last, final, EXACT, what="state after steps")
+
+    # Every start is a row of one batch, each with its own place in its chunk.
+    starts = np.arange(TIME - PIECE + 1)
+    rows = starts[:, None] + np.arange(PIECE)
+    states = jax.tree.map(lambda x: x[starts, 0], before)
+    pieces = jax.tree.map(lambda x: x[0][rows], (q, k, v, gates))
+    y, after = jax.jit(lambda: memory.scan(rule, params, states, *pieces))()
+    assert_close(y, expected[0][rows], EXACT, what="piece")
+    ends = starts[:-1] + PIECE
+    assert_close(
+        jax.tree.map(lambda x: x[:-1], after),
+        jax.tree.map(lambda x: x[ends, 0], before),
+        EXACT,
+        what="state after piece",
+    )
+
+
+@pytest.mark.parametrize("name", ["titans", "omeganet_window_over_chunk", "atlas_every", "swla", "delta_rule"])
+def test_gradients_through_a_stream(name, x64):
+    """Two calls, cut in the middle of a chunk, have the gradients of one."""
+    rule = RULES[name]
+    args = make_inputs(rule, batch=1, time=23, dtype=jnp.float64)
+    weights = np.cos(np.arange(23 * 2 * 4)).reshape(1, 23, 2, 4)
+
+    def whole(params, q, k, v, gates):
+        return jnp.sum(weights * memory.reference(rule, params, None, q, k, v, gates)[0])
+
+    def cut(params, q, k, v, gates):
+        state, outputs = None, []
+        for start, stop in ((0, 9), (9, 10), (10, 23)):
+            piece = (x[:, start:stop] for x in (q, k, v))
+            y, state = memory.scan(rule, params, state, *piece, slice_time(gates, start, stop))
+            outputs.append(y)
+        return jnp.sum(weights * jnp.concatenate(outputs, axis=1))
+
+    argnums = (0, 1, 2, 3, 4)
+    assert_close(jax.jit(jax.grad(cut, argnums))(*args), jax.jit(jax.grad(whole, argnums))(*args), EXACT)
+
+
+SEGMENTS = np.array([[0] * 9 + [1] * 1 + [2] * 13 + [7] * 14, [3] * 37, [0, 1, 2, 3] * 2 + [4] * 29])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_segments(name, x64):
+    """Packed segments equal the reference, which resets by definition; with a stream cut inside a segment."""
+    rule = RULES[name]
+    params, q, k, v, gates = make_inputs(rule, batch=3, dtype=jnp.float64)
+    ids = jnp.asarray(SEGMENTS)
+    expected, final = jax.jit(lambda: memory.reference(rule, params, None, q, k, v, gates, segment_ids=ids))()
+    packed = jax.jit(lambda ids: memory.scan(rule, params, None, q, k, v, gates, segment_ids=ids, max_segments=9))
+    y, state = packed(ids)
+    assert_close(y, expected, EXACT)
+    assert_close(state.memory, final.memory, EXACT)
+    np.testing.assert_array_equal(state.segment, SEGMENTS[:, -1])
+
+    state, outputs = None, []
+    for start, stop in ((0, 14), (14, 37)):
+        piece = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], (q, k, v, gates))
+        y, state = memory.scan(rule, params, state, *piece, segment_ids=ids[:, start:stop])
+        outputs.append(y)
+    assert_close(jnp.concatenate(outputs, axis=1), expected, EXACT, what="stream")
+    assert_close(state.memory, final.memory, EXACT, what="stream")
+    if rule.window > 1:
+        np.testing.assert_array_equal(state.window_count, final.window_count)
+
+
+@pytest.mark.parametrize("name", ["titans", "omeganet", "atlas"])
+def test_packed_equals_alone(name, x64):
+    """The reference itself: a packed segment gives what it gives as a sequence of its own; and gradients stay inside."""
+    rule = RULES[name]
+    params, q, k, v, gates = make_inputs(rule, batch=1, dtype=jnp.float64)
+    ids = jnp.asarray(SEGMENTS[:1])
+    packed, _ = memory.scan(rule, params, None, q, k, v, gates, segment_ids=ids)
+    for start, stop in ((0, 9), (9, 10), (10, 23), (23, 37)):
+        piece = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], (q, k, v, gates))
+        alone, _ = memory.scan(rule, params, None, *piece)
+        assert_close(packed[:, start:stop], alone, EXACT)
+    third = lambda k: memory.scan(rule, params, None, q, k, v, gates, segment_ids=ids)[0][:, 10:23].sum()
+    gradient = np.abs(np.asarray(jax.grad(third)(k))).sum((0, 2, 3))
+    assert (gradient[:10] == 0).all()
+    assert (gradient[23:] == 0).all()
+    assert (gradient[10:23] > 0).all()
+
+
+def test_too_many_segments_are_loud():
+    rule = RULES["titans"]
+    params, q, k, v, gates = make_inputs(rule, batch=1)
+    packed = jax.jit(lambda ids: memory.scan(rule, params, None, q, k, v, gates, segment_ids=ids, max_segments=2))
+    y, state = packed(jnp.arange(37)[None])
+    assert np.isnan(np.asarray(y)).any()
+    assert np.isnan(np.asarray(state.memory["W1"])).all()
+    with pytest.raises(ValueError, match="max_segments=2, but segment_ids has a row with 37"):
+        memory.scan(rule, params, None, q, k, v, gates, segment_ids=jnp.arange(37)[None], max_segments=2)
+
+
+@pytest.mark.parametrize("name", ["titans", "omeganet", "atlas"])
+def test_state_size_does_not_depend_on_what_was_read(name):
+    rule = RULES[name]
+    params, q, k, v, gates = make_inputs(rule, time=50)
+    fresh = memory.init_state(rule, params, batch_size=2)
+    _, state = memory.scan(rule, params, fresh, q, k, v, gates)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), fresh) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
