@@ -56,8 +56,10 @@ class MemoryMixer(nnx.Module):
         self.heads = heads
         self.dtype = jnp.dtype(config.dtype)
         self.rule = config.memory.build()
-        self.qkv = Linear((dim, 3, inner), ("embed", None, "heads"), rngs=rngs)
-        self.qkv.kernel[...] = self.qkv.kernel[...] * jnp.array([1.0, 1.0, head_dim**-0.5])[:, None]
+        self.inputs = Linear(
+            (dim, 4, inner), ("embed", None, "heads"), rngs=rngs
+        )  # q, k, v and output gate in one product
+        self.inputs.kernel[...] = self.inputs.kernel[...] * jnp.array([1.0, 1.0, head_dim**-0.5, 1.0])[:, None]
         self.conv = CausalConv(config.conv_width, (3, inner), (None, "heads"), rngs=rngs)
         self.gates = GateProjection(
             self.rule, dim=dim, num_heads=heads, key_dim=head_dim, value_dim=head_dim, max_step=config.memory.max_step,
@@ -65,7 +67,6 @@ class MemoryMixer(nnx.Module):
         )  # fmt: skip
         self.memory = nnx.data(_memory_params(self.rule, rngs.params(), heads, head_dim))
         self.norm = RMSNorm((heads, head_dim), ("heads", None), config.norm_eps)
-        self.out_gate = Linear((dim, inner), ("embed", "heads"), rngs=rngs)
         self.out = Linear((inner, dim), ("heads", "embed"), scale=(2 * config.num_layers) ** -0.5, rngs=rngs)
 
     def init_state(self, batch_size: int) -> MemoryMixerState:
@@ -83,16 +84,16 @@ class MemoryMixer(nnx.Module):
           segment_ids: integers ≥ 0, [batch, time]; neither memory nor convolution reaches over a change of the id.
           max_segments: static bound on the segments of a row; needed under jit with `segment_ids`.
         """
-        q, k, v, _ = self._project(x, self.conv.init_state(x.shape[0], x.dtype), segment_ids)
+        q, k, v, gate, _ = self._project(x, self.conv.init_state(x.shape[0], x.dtype), segment_ids)
         y, _ = memory.scan(
             self.rule, values(self.memory), None, q, k, v, self.gates(x), segment_ids=segment_ids,
             max_segments=max_segments,
         )  # fmt: skip
-        return self._output(x, y)
+        return self._output(y, gate)
 
     def extend(self, x: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, MemoryMixerState]:
         """The next piece of a sequence, any time ≥ 1; one token goes through `memory.step`."""
-        q, k, v, conv = self._project(x, state.conv, None)
+        q, k, v, gate, conv = self._project(x, state.conv, None)
         gates, params = self.gates(x), values(self.memory)
         if x.shape[1] == 1:
             q, k, v, gates = jax.tree.map(lambda a: a[:, 0], (q, k, v, gates))
@@ -100,17 +101,17 @@ class MemoryMixer(nnx.Module):
             y = y[:, None]
         else:
             y, after = memory.scan(self.rule, params, state.memory, q, k, v, gates)
-        return self._output(x, y), MemoryMixerState(conv, after)
+        return self._output(y, gate), MemoryMixerState(conv, after)
 
     def _project(
         self, x: jax.Array, conv_state: jax.Array, segment_ids: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """q, k, v: [batch, time, heads, head_dim], and the convolution's next state."""
-        mixed, conv_state = self.conv(self.qkv(x), conv_state, segment_ids)
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """q, k, v: [batch, time, heads, head_dim]; the output gate, [batch, time, inner]; the convolution's next state."""
+        inputs = self.inputs(x)
+        mixed, conv_state = self.conv(inputs[:, :, :3], conv_state, segment_ids)
         heads = jax.nn.silu(mixed).reshape(*x.shape[:2], 3, self.heads, -1)
-        q, k, v = heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
-        return l2_normalize(q).astype(x.dtype), l2_normalize(k).astype(x.dtype), v.astype(x.dtype), conv_state
+        q, k, v = l2_normalize(heads[:, :, 0]), l2_normalize(heads[:, :, 1]), heads[:, :, 2]
+        return q.astype(x.dtype), k.astype(x.dtype), v.astype(x.dtype), jax.nn.silu(inputs[:, :, 3]), conv_state
 
-    def _output(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        y = self.norm(y).reshape(*x.shape[:2], -1)
-        return self.out(y * jax.nn.silu(self.out_gate(x)))
+    def _output(self, y: jax.Array, gate: jax.Array) -> jax.Array:
+        return self.out(self.norm(y).reshape(gate.shape) * gate)

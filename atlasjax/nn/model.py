@@ -38,7 +38,8 @@ def _stack_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer:
     """All layers as one `Layer` whose every parameter has a leading axis "layers"."""
     one = nnx.eval_shape(lambda: Layer(config, rngs=nnx.Rngs(0)))
     init = lambda key: nnx.split(Layer(config, rngs=nnx.Rngs(params=key)), nnx.Param)[1]
-    stacked = jax.vmap(init)(jax.random.split(rngs.params(), config.num_layers))
+    # One compilation instead of one for every array, also when the model is made outside jit.
+    stacked = jax.jit(lambda keys: jax.lax.map(init, keys))(jax.random.split(rngs.params(), config.num_layers))
     layers = nnx.merge(nnx.split(one, nnx.Param)[0], stacked)
     for _, variable in nnx.iter_graph(layers):
         if isinstance(variable, nnx.Param):

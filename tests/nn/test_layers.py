@@ -30,8 +30,8 @@ def test_l2_normalize_at_zero_and_far_from_it():
 def test_swiglu_is_its_formula():
     mlp = SwiGLU(3, 5, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (2, 3))
-    gate = x @ mlp.gate.kernel[...]
-    expected = (gate / (1 + jnp.exp(-gate)) * (x @ mlp.wide.kernel[...])) @ mlp.out.kernel[...]
+    gate, wide = x @ mlp.gate_and_wide.kernel[:, 0], x @ mlp.gate_and_wide.kernel[:, 1]
+    expected = (gate / (1 + jnp.exp(-gate)) * wide) @ mlp.out.kernel[...]
     np.testing.assert_allclose(mlp(x), expected, rtol=1e-5, atol=1e-6)
 
 

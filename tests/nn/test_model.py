@@ -25,6 +25,15 @@ MEMORIES = {
 VOCAB, BATCH, TIME = 17, 2, 14
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compile_fast():
+    """Nearly all the time of these tests is compilation of tiny models."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 def make_config(rule, **changes):
     config = ModelConfig(
         vocab_size=VOCAB, dim=16, num_layers=2, num_heads=2, mlp_dim=24, memory=MEMORIES[rule], dtype="float32"
@@ -111,8 +120,7 @@ def loss_of(graphdef):
 
 @pytest.mark.parametrize("rule", MEMORIES)
 def test_every_parameter_learns(rule):
-    config = make_config(rule, tie_embeddings=False)
-    graphdef, params, _ = make(config)
+    graphdef, params, _ = make(make_config(rule))
     _, gradients = loss_of(graphdef)(params, tokens())
     for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
         per_layer = gradient.reshape(2, -1) if "layers" in jax.tree_util.keystr(path) else gradient.reshape(1, -1)
@@ -120,12 +128,15 @@ def test_every_parameter_learns(rule):
         assert np.all(np.abs(per_layer).max(axis=1) > 0), path
 
 
+def graphdef_of(config):
+    return nnx.split(abstract_model(config), nnx.Param)[0]
+
+
 def test_remat_changes_nothing():
-    config = make_config("titans", tie_embeddings=False)
-    graphdef, params, _ = make(config)
+    graphdef, params, _ = make(make_config("titans"))
     loss, gradients = loss_of(graphdef)(params, tokens())
-    kept_graphdef = make(dataclasses.replace(config, remat=False))[0]
-    kept_loss, kept_gradients = loss_of(kept_graphdef)(params, tokens())
+    kept = graphdef_of(make_config("titans", remat=False))
+    kept_loss, kept_gradients = loss_of(kept)(params, tokens())
     np.testing.assert_allclose(kept_loss, loss, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(kept_gradients), jax.tree.leaves(gradients)):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6)
@@ -133,15 +144,25 @@ def test_remat_changes_nothing():
 
 def test_bfloat16_is_close_to_float32():
     _, params, parallel = make(make_config("titans"))
-    half_graphdef, _, half = make(make_config("titans", dtype="bfloat16"))
-    expected, got = np.asarray(parallel(params, tokens())), half(params, tokens())
+    half = graphdef_of(make_config("titans", dtype="bfloat16"))
+    expected = np.asarray(parallel(params, tokens()))
+    got = jax.jit(lambda p, x: nnx.merge(half, p)(x))(params, tokens())
     assert got.dtype == jnp.float32
     assert np.sqrt(np.mean((np.asarray(got) - expected) ** 2)) < 0.03 * expected.std()
     assert not np.array_equal(got, expected)
-    assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(params))
-    cache = jax.eval_shape(lambda p: nnx.merge(half_graphdef, p).init_cache(1), params)
+    cache = jax.eval_shape(lambda p: nnx.merge(half, p).init_cache(1), params)
     assert cache.conv.dtype == jnp.bfloat16
     assert cache.memory.memory["W1"].dtype == jnp.float32
+
+
+def test_untied_head_learns_and_is_used():
+    config = make_config("delta_rule", tie_embeddings=False)
+    graphdef, params, parallel = make(config)
+    _, gradients = loss_of(graphdef)(params, tokens())
+    assert np.abs(gradients["head"]["kernel"].get_value()).max() > 0
+    zero = jax.tree.map(jnp.zeros_like, params["head"]["kernel"])
+    params["head"]["kernel"] = zero
+    assert np.all(parallel(params, tokens()) == 0)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -156,7 +177,7 @@ def test_every_parameter_names_its_axes(rule, tied):
         assert all(name is None or name in AXES for name in names)
     assert tuple(axes["embedding"].get_value()) == ("vocab", "embed")
     mixer = axes["layers"]["mixer"]
-    assert tuple(mixer["qkv"]["kernel"].get_value()) == ("layers", "embed", None, "heads")
+    assert tuple(mixer["inputs"]["kernel"].get_value()) == ("layers", "embed", None, "heads")
     for names in jax.tree.leaves(mixer["memory"]):
         assert tuple(names[:2]) == ("layers", "heads")
     assert ("head" in axes) == (not tied)
@@ -169,17 +190,19 @@ def test_logical_axes_refuses_a_parameter_without_names():
 
 
 def test_layers_differ_and_initialization_is_reproducible():
-    _, params, _ = make(make_config("titans"))
-    kernel = params["layers"]["mixer"]["qkv"]["kernel"].get_value()
+    config = make_config("delta_rule")
+    init = jax.jit(lambda key: nnx.split(LanguageModel(config, rngs=nnx.Rngs(params=key)), nnx.Param)[1])
+    params, again, other = (init(jax.random.key(seed)) for seed in (0, 0, 1))
+    kernel = params["layers"]["mixer"]["inputs"]["kernel"].get_value()
+    assert kernel.dtype == jnp.float32
     assert not np.array_equal(kernel[0], kernel[1])
-    again = nnx.split(LanguageModel(make_config("titans"), rngs=nnx.Rngs(0)), nnx.Param)[1]
-    assert np.array_equal(again["layers"]["mixer"]["qkv"]["kernel"].get_value(), kernel)
-    other = nnx.split(LanguageModel(make_config("titans"), rngs=nnx.Rngs(1)), nnx.Param)[1]
-    assert not np.array_equal(other["embedding"].get_value(), params["embedding"].get_value())
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(again)))
+    assert not np.array_equal(params["embedding"].get_value(), other["embedding"].get_value())
 
 
 def test_bad_arguments_are_named():
-    model = LanguageModel(make_config("delta_rule"), rngs=nnx.Rngs(0))
+    graphdef, params, _ = make(make_config("delta_rule"))
+    model = nnx.merge(graphdef, params)
     with pytest.raises(TypeError, match="tokens must be integers, got float32"):
         model(jnp.zeros((1, 2)))
     with pytest.raises(ValueError, match=r"tokens has shape \(3,\)"):
