@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from atlasjax.train.config import OptimizerConfig
 
@@ -36,27 +37,28 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array | 
     return schedule
 
 
-def decay_mask(logical_axes: PyTree) -> PyTree:
-    """Which parameters decay: those that multiply, with two or more axes of their own.
+# Axes along which a parameter is a matrix; the others ("layers", "conv", unnamed ones) only stack smaller parameters.
+_MATRIX_AXES = {"vocab", "embed", "mlp", "heads", "memory_in", "memory_out"}
 
-    The stacking axes "layers" and "heads" do not count, and neither does the axis of a convolution's taps, so norms,
-    biases, gate biases, feature coefficients and depthwise convolutions are left alone; embeddings, projections and the
-    memories' initial weights M_0 decay.
+
+def decay_mask(logical_axes: PyTree) -> PyTree:
+    """Which parameters decay: matrices, those with two or more axes of `_MATRIX_AXES`.
+
+    Embeddings, projections (those of the gates included) and the memories' initial weights M_0 decay. Norms, biases, gate
+    biases, feature coefficients and depthwise convolutions do not: decay would pull them away from the values at which they
+    do nothing.
 
     Args:
-      logical_axes: nested dict of the parameters' axis names (`state.logical_axes`).
+      logical_axes: the parameters' axis names, a PartitionSpec each (`nn.logical_axes`, as a nested dict).
 
     Returns:
       The same tree of bools.
     """
-
-    def decays(axes: tuple[str | None, ...]) -> bool:
-        own = [axis for axis in axes if axis not in ("layers", "conv")]
-        if len(own) > 2:  # a stack over heads, as M_0: [layers, heads, in, out]
-            own = [axis for axis in own if axis != "heads"]
-        return len(own) >= 2
-
-    return jax.tree.map(decays, logical_axes, is_leaf=lambda node: isinstance(node, tuple))
+    return jax.tree.map(
+        lambda axes: len(_MATRIX_AXES.intersection(axes)) >= 2,
+        logical_axes,
+        is_leaf=lambda node: isinstance(node, PartitionSpec),
+    )
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, mask: PyTree) -> optax.GradientTransformation:

@@ -96,7 +96,7 @@ def train_step(
     params = optax.apply_updates(state.params, updates)
     metrics = {
         "loss": loss,
-        "gradient_norm": optax.global_norm(grads),
+        "gradient_norm": optax.tree.norm(grads),
         "learning_rate": schedule(state.step),
         "tokens": tokens,
     }

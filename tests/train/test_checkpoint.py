@@ -1,0 +1,187 @@
+"""Checkpoints: exact round trips, damage noticed and survived, failing writes."""
+
+import os
+import pathlib
+import shutil
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from atlasjax.distributed import MeshConfig, make_mesh
+from atlasjax.train import CheckpointError, Checkpoints, NonFiniteError, TrainState, integrity
+from tests.train.tiny import child
+
+OPTIMIZER = optax.adamw(1e-3)
+CONFIG = {"model": {"dim": 4}}
+
+
+def make_state(step: int, fill: float = 0.0) -> TrainState:
+    params = {"layer": {"kernel": jax.random.normal(jax.random.key(step), (64, 128)) + fill}, "bias": jnp.arange(8.0)}
+    return TrainState(params, OPTIMIZER.init(params), jax.random.key(step), jnp.int32(step))
+
+
+def abstract(state: TrainState) -> TrainState:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> pathlib.Path:
+    """A folder with the steps 2, 4 and 6; tests that damage it take a copy."""
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    with Checkpoints(folder) as checkpoints:
+        for step in (2, 4, 6):
+            checkpoints.save(make_state(step), [{"next": step}], CONFIG)
+    return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+
+
+def largest_file(folder: pathlib.Path) -> pathlib.Path:
+    return max((path for path in folder.rglob("*") if path.is_file() and path.parent.name == "d"), key=lambda path: path.stat().st_size)
+
+
+def test_round_trip_is_exact(saved):
+    with Checkpoints(saved) as checkpoints:
+        assert checkpoints.steps() == [2, 4, 6]
+        restored = checkpoints.restore(abstract(make_state(6)))
+        earlier = checkpoints.restore(abstract(make_state(4)), step=4)
+        assert checkpoints.newest_config() == CONFIG
+    assert (restored.step, restored.positions, restored.skipped) == (6, [{"next": 6}], [])
+    chex.assert_trees_all_equal(jax.random.key_data(restored.state.key), jax.random.key_data(jax.random.key(6)))
+    chex.assert_trees_all_equal(restored.state.params, make_state(6).params)
+    assert jax.tree.structure(restored.state) == jax.tree.structure(make_state(6))
+    chex.assert_trees_all_equal(earlier.state.params, make_state(4).params)
+
+
+def test_another_mesh(saved):
+    mesh = make_mesh(MeshConfig(2, 2, 2))
+    split = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=split if x.ndim == 2 else NamedSharding(mesh, PartitionSpec())
+        ),
+        make_state(6),
+    )
+    with Checkpoints(saved) as checkpoints:
+        state = checkpoints.restore(target).state
+    assert state.params["layer"]["kernel"].sharding == split
+    np.testing.assert_array_equal(state.params["layer"]["kernel"], make_state(6).params["layer"]["kernel"])
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    with Checkpoints(tmp_path / "c", keep=2) as checkpoints:
+        for step in range(4):
+            checkpoints.save(make_state(step), [None], CONFIG)
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 3]
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["2", "3"]
+
+
+def truncate(path: pathlib.Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_bit(path: pathlib.Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, os.remove], ids=["truncated", "bit flipped", "removed"])
+@pytest.mark.parametrize("part", ["params", "optimizer"])
+def test_damage_is_noticed_and_the_one_before_is_used(copy, damage, part):
+    damage(largest_file(copy / "6" / part))
+    with Checkpoints(copy) as checkpoints:
+        restored = checkpoints.restore(abstract(make_state(6)))
+        [(step, reason)] = restored.skipped
+        assert (restored.step, step) == (4, 6)
+        assert "cannot be read" in reason or "damaged" in reason
+        chex.assert_trees_all_equal(restored.state.params, make_state(4).params)
+        aside = checkpoints.set_aside(6)
+        assert aside.is_dir()
+        assert checkpoints.steps() == [2, 4]
+        checkpoints.save(make_state(6), [{"next": 6}], CONFIG)  # the step can be saved again
+    with Checkpoints(copy) as checkpoints:
+        assert checkpoints.restore(abstract(make_state(6))).step == 6
+
+
+@pytest.mark.parametrize("name", ["position/data.json", "_CHECKPOINT_METADATA", "params/_METADATA", "integrity/data.json"])
+def test_damaged_metadata(copy, name):
+    truncate(copy / "6" / name)
+    with Checkpoints(copy) as checkpoints:
+        restored = checkpoints.restore(abstract(make_state(6)))
+        assert restored.step in (4, 6)
+        chex.assert_trees_all_equal(restored.state.params, make_state(restored.step).params)
+
+
+def test_no_usable_checkpoint(copy):
+    for step in (2, 4, 6):
+        truncate(largest_file(copy / str(step) / "params"))
+    with Checkpoints(copy) as checkpoints, pytest.raises(CheckpointError, match="No usable checkpoint") as info:
+        checkpoints.restore(abstract(make_state(6)))
+    assert all(f"/{step}:" in str(info.value) for step in (2, 4, 6))
+
+
+def test_a_step_that_is_not_there(saved):
+    with Checkpoints(saved) as checkpoints, pytest.raises(CheckpointError, match=r"no checkpoint of step 3 .* \[2, 4, 6\]"):
+        checkpoints.restore(abstract(make_state(6)), step=3)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_state_that_is_not_finite_is_never_saved(tmp_path, value):
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        checkpoints.save(make_state(1), [None], CONFIG)
+        with pytest.raises(NonFiniteError, match="after step 2"):
+            checkpoints.save(make_state(2, fill=value), [None], CONFIG)
+        assert checkpoints.steps() == [1]
+
+
+def test_a_disk_without_room_is_refused_before_writing(copy, monkeypatch):
+    usage = shutil.disk_usage(copy)
+    with Checkpoints(copy) as checkpoints:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        with pytest.raises(CheckpointError, match=r"step 8 failed: the disk has 0.0 MiB free.*newest is .*/6"):
+            checkpoints.save(make_state(8), [None], CONFIG)
+    assert sorted(path.name for path in copy.iterdir()) == ["2", "4", "6"]
+
+
+def test_a_write_that_fails_leaves_nothing_half_written(copy):
+    """In a child process whose files may not grow past 8 KiB, as on a full disk: the failure is in the background thread."""
+    done = child("tests.train.failing_save", str(copy))
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "Saving the checkpoint of step 8 failed" in done.stdout
+    assert "File too large" in done.stdout
+    assert f"newest is {copy / '6'}" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in copy.iterdir()) == ["2", "4", "6"]
+    with Checkpoints(copy) as checkpoints:
+        assert checkpoints.restore(abstract(make_state(6))).step == 6
+
+
+def test_what_a_killed_save_left_is_cleared_away(copy):
+    leftover = copy / "8.orbax-checkpoint-tmp"
+    shutil.copytree(copy / "6", leftover)
+    (leftover / "commit_success.txt").unlink()
+    with Checkpoints(copy) as checkpoints:
+        assert checkpoints.steps() == [2, 4, 6]
+        checkpoints.save(make_state(8), [{"next": 8}], CONFIG)
+    assert sorted(path.name for path in copy.iterdir()) == ["4", "6", "8"]
+
+
+def test_fingerprints_do_not_depend_on_the_mesh():
+    mesh = make_mesh(MeshConfig(2, 4, 1))
+    state = make_state(1)
+    split = jax.device_put(state.params["layer"]["kernel"], NamedSharding(mesh, PartitionSpec("data", "fsdp")))
+    whole = integrity.describe({"k": state.params["layer"]["kernel"]})
+    assert integrity.describe({"k": split}) == whole
+    assert whole["finite"]
+    swapped = split[::-1]  # the same numbers in other places
+    assert integrity.damaged(integrity.describe({"k": swapped})["sums"], whole["sums"]) == ["['k']"]

@@ -1,0 +1,148 @@
+"""The training loop: what it refuses, how it stops, what it writes."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+
+import pytest
+
+from atlasjax.data import DataConfig
+from atlasjax.distributed import MeshConfig
+from atlasjax.train import CheckpointError, ConfigError, Interrupted, NonFiniteError, OptimizerConfig, load_run, metrics, train
+from atlasjax.train import setup as setup_lib
+from tests.train.test_checkpoint import largest_file, truncate
+from tests.train.tiny import MODEL, config, train_losses
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished run of four steps: (config, result)."""
+    run = config(tmp_path_factory.mktemp("done"), eval_every=2, tensorboard=True)
+    return run, train(run)
+
+
+def test_what_a_run_leaves(done):
+    run, result = done
+    folder = pathlib.Path(run.run_dir)
+    assert (result.step, result.resumed_from) == (4, 0)
+    assert result.checkpoint == folder / "checkpoints" / "4"
+    assert result.checkpoint.is_dir()
+    assert json.loads((folder / "config.json").read_text())["model"]["dim"] == 16
+    assert (folder / "tokenizer" / "tokenizer.json").is_file()
+    assert (folder / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder / "tensorboard").glob("events*"))
+    records = metrics.read(folder / "metrics.jsonl")
+    assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3, 4]
+    assert [record["step"] for record in records if record["kind"] == "evaluation"] == [2, 4]
+    assert records[-1]["bits_per_byte"] == result.evaluation.bits_per_byte
+    assert all(record["tokens_seen"] == record["step"] * 8 * 16 for record in records)
+
+
+def test_it_learns(done):
+    losses = [loss for _, loss in train_losses(done[0].run_dir)]
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_a_finished_run_does_nothing_more(done, capsys):
+    run, result = done
+    again = train(run)
+    assert again.resumed_from == again.step == 4
+    assert again.evaluation == result.evaluation
+    assert "All 4 steps are done" in capsys.readouterr().out
+    assert len(train_losses(run.run_dir)) == 4
+
+
+def test_another_architecture_is_refused_before_anything_is_compiled(done, monkeypatch):
+    run, _ = done
+    monkeypatch.setattr(setup_lib, "prepare", lambda config: pytest.fail("went on to prepare the run"))
+    other = dataclasses.replace(run, model=dataclasses.replace(MODEL, dim=32, num_layers=3))
+    with pytest.raises(ConfigError, match=r"another architecture \(model.dim: 16 → 32, model.num_layers: 2 → 3\)"):
+        train(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"), [({"seed": 1}, "seed: 0 → 1"), ({"data": {"batch_size": 16}}, "data.batch_size: 8 → 16")]
+)
+def test_other_data_or_seed_is_refused(done, changes, words):
+    run, _ = done
+    if "data" in changes:
+        changes = {"data": dataclasses.replace(run.data, **changes["data"])}
+    with pytest.raises(ConfigError, match=words):
+        train(dataclasses.replace(run, **changes))
+
+
+def test_load_run(done):
+    run, result = done
+    loaded = load_run(run.run_dir)
+    assert (loaded.step, loaded.config) == (4, run)
+    assert loaded.model(loaded.tokenizer.encode("the ")[None]).shape == (1, 4, 256)
+    with pytest.raises(ConfigError, match="no run in it"):
+        load_run(run.run_dir + "x")
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3 .*\[2, 4\]"):
+        load_run(run.run_dir, step=3)
+
+
+def test_a_truncated_checkpoint_is_reported_and_the_one_before_is_used(tmp_path, capsys):
+    run = config(tmp_path)
+    train(run)
+    before = train_losses(run.run_dir)
+    truncate(largest_file(tmp_path / "run/checkpoints/4/params"))
+    result = train(run)
+    out = capsys.readouterr().out
+    assert "The checkpoint of step 4 is unusable" in out
+    assert "Resuming from step 2" in out
+    assert (result.resumed_from, result.step) == (2, 4)
+    assert train_losses(run.run_dir) == before
+    assert result.checkpoint.is_dir()
+    assert (tmp_path / "run/damaged/4").is_dir()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    run = config(
+        tmp_path, steps=9, checkpoint_every=1, log_every=3, optimizer=OptimizerConfig(learning_rate=1e30, warmup_steps=0)
+    )
+    with pytest.raises(NonFiniteError, match=r"of step 2 is (nan|inf)\. The last good checkpoint is .*/1\. .*learning_rate"):
+        train(run)
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["1"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_and_saves(tmp_path, number):
+    run = config(tmp_path, steps=50, checkpoint_every=0)
+
+    def on_step(step: int) -> None:
+        if step == 3:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match=r"after step 4, saved in .*/4\. The same command goes on") as info:
+        train(run, on_step=on_step)
+    assert info.value.signal == number
+    assert signal.getsignal(number) is before
+    result = train(dataclasses.replace(run, steps=5))
+    assert result.resumed_from == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mesh": MeshConfig(8, 1, 2)}, "needs 16 devices; there are 8"),
+        ({"mesh": MeshConfig(8), "accumulation": 2}, r"8 / 2 = 4 sequences; it should be divisible .* 8 × 1 = 8"),
+        ({"model": dataclasses.replace(MODEL, vocab_size=100)}, "model.vocab_size is 100; it should be at least 256"),
+        ({"data_changes": {"sequence_length": 10_000}}, "too short for one sequence"),
+        ({"data_changes": {"paths": ("/nonexistent/text.txt",)}}, "/nonexistent/text.txt"),
+    ],
+)
+def test_bad_input_leaves_no_folder_behind(tmp_path, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        train(config(tmp_path, **changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_folder_of_text(tmp_path):
+    (tmp_path / "empty").mkdir()
+    run = dataclasses.replace(config(tmp_path), data=DataConfig(source="text", paths=(str(tmp_path / "empty"),)))
+    with pytest.raises(ConfigError, match="empty"):
+        train(run)
