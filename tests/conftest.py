@@ -18,5 +18,12 @@ _ENVIRONMENT = {
 }
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Compiling is what these tests spend their time on, not running: LLVM's optimizations are switched off.
+_XLA_FLAGS = {
+    "--xla_force_host_platform_device_count": "8",
+    "--xla_backend_optimization_level": "0",
+    "--xla_llvm_disable_expensive_passes": "true",
+}
+for _name, _value in _XLA_FLAGS.items():
+    if _name not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_name}={_value}".strip()

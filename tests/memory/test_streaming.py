@@ -75,7 +75,14 @@ def test_gradients_through_a_stream(name, x64):
 SEGMENTS = np.array([[0] * 9 + [1] * 1 + [2] * 13 + [7] * 14, [3] * 37, [0, 1, 2, 3] * 2 + [4] * 29])
 
 
-@pytest.mark.parametrize("name", RULES)
+# One of every engine, with and without window, momentum, and places in a chunk.
+SEGMENTED = [
+    "linear_attention", "delta_rule", "gla", "channel_delta_momentum", "ttt_linear", "titans", "titans_long_chunk",
+    "omeganet_window_over_chunk", "yaad_window", "atlas_every", "atlas_online",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEGMENTED)
 def test_segments(name, x64):
     """Packed segments equal the reference, which resets by definition; with a stream cut inside a segment."""
     rule = RULES[name]

@@ -1,0 +1,191 @@
+"""Features, objectives and the rule itself."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlasjax import memory, rules
+from atlasjax.memory import features, objectives, optimizers, retention, structures
+from atlasjax.memory.rule import MemoryRule
+
+
+def pairs(dim, count=200, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((2, count, dim)) / math.sqrt(dim)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_polynomial_kernel_is_exact(degree, x64):
+    q, k = pairs(5)
+    phi = features.Polynomial(degree)
+    c = jnp.asarray(np.random.default_rng(1).uniform(0.5, 1.5, degree + 1))
+    inner = jnp.sum(phi.apply(c, jnp.asarray(q)) * phi.apply(c, jnp.asarray(k)), -1)
+    expected = sum(float(c[i]) ** 2 * np.sum(q * k, -1) ** i for i in range(degree + 1))
+    np.testing.assert_allclose(inner, expected, atol=1e-12)
+    assert phi.dim(5) == math.comb(5 + degree, degree) == phi.apply(c, jnp.asarray(q)).shape[-1]
+    initial = np.asarray(phi.init()) ** 2
+    np.testing.assert_allclose(initial, [1 / math.factorial(i) for i in range(degree + 1)], rtol=1e-6)
+
+
+def test_polynomial_order_is_by_degree_then_lexicographic():
+    x = jnp.asarray([2.0, 3.0, 5.0])
+    c = jnp.ones(3)
+    products = [math.prod(x[i] for i in row) for row in itertools.combinations_with_replacement(range(3), 2)]
+    weights = [1, math.sqrt(2), math.sqrt(2), 1, math.sqrt(2), 1]
+    expected = [1.0, 2.0, 3.0, 5.0, *(w * p for w, p in zip(weights, products))]
+    np.testing.assert_allclose(features.Polynomial(2).apply(c, x), expected, rtol=1e-6)
+
+
+def test_powers():
+    x, c = jnp.asarray([2.0, -3.0]), jnp.asarray([1.0, 0.5])
+    np.testing.assert_allclose(features.Powers(2).apply(c, x), [2, -3, 2, 4.5])
+    np.testing.assert_allclose(features.Powers(2).degree_one(c, x), x)
+
+
+def test_sketch_is_unbiased_with_exact_low_degrees(x64):
+    q, k = pairs(6, count=20)
+    c = jnp.ones(4)
+    dot = np.sum(q * k, -1)
+    expected = 1 + dot + dot**2 + dot**3
+    spread = {}
+    for size in (16, 64):
+        estimates = []
+        for seed in range(300):
+            phi = features.TensorSketch(3, size, seed)
+            estimates.append(jnp.sum(phi.apply(c, jnp.asarray(q)) * phi.apply(c, jnp.asarray(k)), -1))
+        estimates = np.asarray(estimates)
+        spread[size] = estimates.std(0)
+        assert (np.abs(estimates.mean(0) - expected) < 5 * spread[size] / math.sqrt(300)).all()
+    # The variance falls as 1 / size.
+    assert 1.5 < spread[16].mean() / spread[64].mean() < 2.7
+    low = features.TensorSketch(3, 32).apply(c, jnp.asarray(q))
+    np.testing.assert_allclose(low[:, :7], np.concatenate([np.ones((20, 1)), q], 1))
+
+
+def test_huber_uses_the_norm_of_the_error():
+    out, v = jnp.asarray([3.0, 4.0]), jnp.zeros(2)
+    np.testing.assert_allclose(objectives.Huber().loss(out, v, jnp.asarray(6.0)), 12.5)
+    np.testing.assert_allclose(objectives.Huber().loss(out, v, jnp.asarray(2.0)), 2 * (5 - 1))
+    slope = jax.grad(lambda o: objectives.Huber().loss(o, v, jnp.asarray(2.0)))(out)
+    np.testing.assert_allclose(jnp.linalg.norm(slope), 2.0, rtol=1e-6)
+
+
+def test_every_named_rule_builds_and_is_hashable():
+    assert set(rules.REGISTRY) >= {
+        "titans", "titans_no_momentum", "ttt_linear", "ttt_mlp", "dla", "swla", "omeganet", "atlas", "atlas_plus_plus",
+        "delta_rule", "linear_attention",
+    }  # fmt: skip
+    built = [factory() for factory in rules.REGISTRY.values()]
+    assert len(set(built)) == len(built)
+
+
+@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0])
+def test_losses_have_finite_derivatives_at_zero_error(p):
+    for objective in (objectives.Lp(p), objectives.L2(), objectives.DotProduct(), objectives.Huber()):
+        loss = lambda o, objective=objective: objective.loss(o, jnp.zeros(3), jnp.asarray(1.0))
+        assert np.isfinite(jax.grad(loss)(jnp.zeros(3))).all()
+        assert np.isfinite(jax.hessian(loss)(jnp.zeros(3))).all()
+
+
+CLASHES = {
+    "retention=Channel.*clashes with structure=MLP": lambda: MemoryRule(retention=retention.Channel()),
+    "every=3.*clashes with chunk_size=64": lambda: rules.atlas(newton_schulz_every=3),
+    "window must be an integer ≥ 1, got 0": lambda: rules.omeganet(window=0),
+    "chunk_size must be an integer ≥ 1, got 2.5": lambda: rules.titans(2.5),
+    r"steps \(Newton–Schulz\) must be an integer ≥ 0, got -1": lambda: rules.atlas(newton_schulz_steps=-1),
+    "Unknown Newton–Schulz schedule 'standrad'. Did you mean 'standard'": lambda: optimizers.Muon(schedule="standrad"),
+    "Unknown activation 'gleu'. Did you mean 'gelu'": lambda: structures.MLP(activation="gleu"),
+    "depth must be an integer ≥ 1": lambda: structures.MLP(depth=0),
+    "degree must be an integer ≥ 1": lambda: features.Polynomial(0),
+    "p must be ≥ 1": lambda: objectives.Lp(0.5),
+    "objective must be one of .* Give an instance": lambda: MemoryRule(objective=objectives.L2),
+    "optimizer is Momentum.*not Muon": lambda: rules.titans().with_newton_schulz(3),
+}
+
+
+@pytest.mark.parametrize("message", CLASHES)
+def test_impossible_rules_are_refused(message):
+    with pytest.raises(ValueError, match=message):
+        CLASHES[message]()
+
+
+def call(rule=None, **changes):
+    rule = rule or rules.omeganet(8, 3, features=features.Identity())
+    arrays = {
+        "q": jnp.ones((2, 5, 3, 4)),
+        "k": jnp.ones((2, 5, 3, 4)),
+        "v": jnp.ones((2, 5, 3, 4)),
+        "gates": memory.Gates(jnp.ones((2, 5, 3)), jnp.ones((2, 5, 3)), window=jnp.ones((2, 5, 3, 3))),
+    }
+    options = {key: changes.pop(key) for key in list(changes) if key not in arrays and key != "state"}
+    state = changes.pop("state", None)
+    arrays |= changes
+    params = memory.init_params(rule, jax.random.key(0), num_heads=3, key_dim=4, value_dim=4)
+    return memory.scan(rule, params, state, **arrays, **options)
+
+
+GATES = memory.Gates(jnp.ones((2, 5, 3)), jnp.ones((2, 5, 3)), window=jnp.ones((2, 5, 3, 3)))
+BAD_CALLS = {
+    r"q has shape \(2, 5, 4\), should be \[batch, time, 3, 4\]": {"q": jnp.ones((2, 5, 4))},
+    r"k has shape \(2, 6, 3, 4\), should be \[2, 5, 3, 4\]": {"k": jnp.ones((2, 6, 3, 4))},
+    r"v has shape \(2, 5, 2, 4\), should be \[2, 5, 3, 4\]": {"v": jnp.ones((2, 5, 2, 4))},
+    r"k must be floating point, got int32": {"k": jnp.ones((2, 5, 3, 4), jnp.int32)},
+    r"one dtype, got q float32 and v bfloat16": {"v": jnp.ones((2, 5, 3, 4), jnp.bfloat16)},
+    r"gates.momentum is given, but this rule has no such gate": {"gates": GATES._replace(momentum=jnp.ones((2, 5, 3)))},
+    r"gates.window is missing; this rule needs it with shape \[2, 5, 3, 3\]": {"gates": GATES._replace(window=None)},
+    r"gates.retention has shape \(2, 5\)": {"gates": GATES._replace(retention=jnp.ones((2, 5)))},
+    r"gates must be memory.Gates, got dict": {"gates": {}},
+    r"Unknown implementation 'xal'. Did you mean 'xla'": {"implementation": "xal"},
+    r"segment_ids has shape \(5,\)": {"segment_ids": jnp.zeros(5, jnp.int32)},
+    r"segment_ids must be integers": {"segment_ids": jnp.zeros((2, 5))},
+    r"max_segments=3 is given without": {"max_segments": 3},
+    r"state must be a MemoryState": {"state": {}},
+    r"gates.retention must be in \[0, 1\], got 1.5 at index \(0, 0, 0\)": {
+        "gates": GATES._replace(retention=jnp.full((2, 5, 3), 1.5)), "check_gates": True,
+    },
+    r"gates.step_size must be in \[0, inf\], got nan": {
+        "gates": GATES._replace(step_size=jnp.full((2, 5, 3), jnp.nan)), "check_gates": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD_CALLS)
+def test_bad_calls_say_what_is_wrong(message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(**BAD_CALLS[message])
+
+
+def test_a_state_of_another_rule_or_batch_is_refused():
+    other = rules.titans(8)
+    params = memory.init_params(other, jax.random.key(0), num_heads=3, key_dim=4, value_dim=4)
+    with pytest.raises(ValueError, match=r"state is of another rule: it has .*momentum"):
+        call(state=memory.init_state(other, params, batch_size=2))
+    rule = rules.omeganet(8, 3, features=features.Identity())
+    params = memory.init_params(rule, jax.random.key(0), num_heads=3, key_dim=4, value_dim=4)
+    with pytest.raises(ValueError, match=r"state.* has shape \(1, .*should be \[2, "):
+        call(state=memory.init_state(rule, params, batch_size=1))
+    with pytest.raises(ValueError, match="coefficients"):
+        memory.init_state(rules.omeganet(8, 3), params, batch_size=1)
+
+
+def test_segments_under_jit_need_a_bound():
+    with pytest.raises(ValueError, match="need max_segments"):
+        jax.jit(lambda ids: call(segment_ids=ids)[0])(jnp.zeros((2, 5), jnp.int32))
+
+
+def test_gate_checks_under_jit():
+    from jax.experimental import checkify
+
+    bad = GATES._replace(window=jnp.full((2, 5, 3, 3), -0.25))
+    error, _ = checkify.checkify(jax.jit(lambda gates: call(gates=gates, check_gates=True)[0]))(bad)
+    with pytest.raises(checkify.JaxRuntimeError, match=r"gates.window must be in \[0, 1\], got -0.25"):
+        error.throw()
+
+
+def test_residual_needs_equal_sizes():
+    with pytest.raises(ValueError, match="key_dim must equal value_dim, got key_dim=4, value_dim=8"):
+        memory.init_params(rules.titans(), jax.random.key(0), num_heads=1, key_dim=4, value_dim=8)

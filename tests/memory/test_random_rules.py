@@ -1,0 +1,73 @@
+"""Property-based: random rules, sizes and lengths; the engine is the reference."""
+
+import jax
+import jax.numpy as jnp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from atlasjax import memory
+from atlasjax.memory import features, objectives, optimizers, retention, structures
+from atlasjax.memory.rule import MemoryRule
+from tests.memory.cases import assert_close, make_inputs
+
+
+@st.composite
+def memory_rules(draw):
+    structure = draw(
+        st.sampled_from(
+            [
+                structures.Matrix(),
+                structures.MLP(expansion=2),
+                structures.MLP(depth=1, norm=True),
+                structures.MLP(depth=3, expansion=1, activation="tanh"),
+                structures.GatedMLP(expansion=1, activation="silu"),
+            ]
+        )
+    )
+    chunk = draw(st.integers(1, 12))
+    every = draw(st.sampled_from([d for d in range(1, chunk + 1) if chunk % d == 0]))
+    decays = [retention.Full(), retention.Scalar()]
+    if isinstance(structure, structures.Matrix):
+        decays.append(retention.Channel())
+    return MemoryRule(
+        structure=structure,
+        objective=draw(
+            st.sampled_from([objectives.L2(), objectives.DotProduct(), objectives.Lp(3.0), objectives.Huber()])
+        ),
+        features=draw(
+            st.sampled_from(
+                [features.Identity(), features.Polynomial(2), features.Powers(2), features.TensorSketch(2, 4)]
+            )
+        ),
+        optimizer=draw(
+            st.sampled_from(
+                [optimizers.GradientDescent(), optimizers.Momentum(), optimizers.Muon(2, "standard", every)]
+            )
+        ),
+        retention=draw(st.sampled_from(decays)),
+        window=draw(st.integers(1, 6)),
+        chunk_size=chunk,
+    )
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(rule=memory_rules(), time=st.integers(1, 30), cut=st.integers(0, 30), seed=st.integers(0, 100))
+def test_engine_is_the_reference(rule, time, cut, seed):
+    with jax.enable_x64(True):
+        params, q, k, v, gates = make_inputs(rule, batch=1, heads=1, time=time, dtype=jnp.float64, seed=seed)
+        expected, final = jax.jit(lambda: memory.reference(rule, params, None, q, k, v, gates))()
+        cut = cut % time
+
+        def streamed():
+            state, outputs = None, []
+            for start, stop in ((0, cut), (cut, time)):
+                if start < stop:
+                    piece = (x[:, start:stop] for x in (q, k, v))
+                    piece_gates = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], gates)
+                    y, state = memory.scan(rule, params, state, *piece, piece_gates)
+                    outputs.append(y)
+            return jnp.concatenate(outputs, axis=1), state
+
+        y, state = jax.jit(streamed)()
+        assert_close(y, expected, 1e-9)
+        assert_close(state, final, 1e-9)
