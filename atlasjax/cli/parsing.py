@@ -1,5 +1,9 @@
 """Command lines to frozen dataclasses, by tyro."""
 
+import contextlib
+import io
+import re
+import sys
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
@@ -24,17 +28,34 @@ def parse(cls: type[T], command: str, description: str, arguments: Sequence[str]
     """
     import tyro
 
+    printed = io.StringIO()
     try:
-        parsed = tyro.cli(
-            cls,
-            prog=f"atlasjax {command}",
-            description=description,
-            args=list(arguments),
-            default=default,
-        )
+        with contextlib.redirect_stderr(printed):
+            parsed = tyro.cli(
+                cls,
+                prog=f"atlasjax {command}",
+                description=description,
+                args=list(arguments),
+                default=default,
+            )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    except SystemExit:
+        message = _value_error(printed.getvalue())
+        if message:
+            raise ConfigError(message) from None
+        print(printed.getvalue(), end="", file=sys.stderr)
+        raise
     return cast(T, parsed)
+
+
+def _value_error(text: str) -> str:
+    """The message inside the box that tyro draws around a ValueError of a nested dataclass; "" if it is another box."""
+    lines = [line.strip(" │╭╮╰╯─|-") for line in text.splitlines()]
+    if not lines or not lines[0].startswith("Value error"):
+        return ""
+    words = " ".join(lines[1:]).partition("For full helptext")[0].split()
+    return re.sub(r"^Error parsing \S+: ", "", " ".join(words))
 
 
 def pop_option(arguments: Sequence[str], name: str, default: str) -> tuple[str, list[str]]:

@@ -70,6 +70,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,  # what a killed or failed save left behind
         )
         self._pending: tuple[int, Any] | None = None
+        self._failed_step: int | None = None
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -83,6 +84,7 @@ class Checkpoints:
         finally:
             with self._exit, contextlib.suppress(Exception):  # Orbax raises the error of a failed save once more
                 self._checkpointer.close()
+            self._clear_failed()
 
     def steps(self) -> list[int]:
         """The complete checkpoints, oldest first."""
@@ -254,9 +256,15 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # whatever the storage libraries raise: OSError, ValueError, XlaRuntimeError
-            for leftover in self.directory.glob(f"{step}.*tmp*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+            self._failed_step = step
+            self._clear_failed()
             raise CheckpointError(self._failure(step, _root_cause(error))) from error
+
+    def _clear_failed(self) -> None:
+        """Removes what a failed save has written; its other threads may write on until the checkpointer is closed."""
+        if self._failed_step is not None and jax.process_index() == 0:
+            for leftover in self.directory.glob(f"{self._failed_step}.*tmp*"):
+                shutil.rmtree(leftover, ignore_errors=True)
 
     def _failure(self, step: int, cause: str) -> str:
         intact = [done for done in self.steps() if done != step]

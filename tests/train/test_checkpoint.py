@@ -22,7 +22,8 @@ CONFIG = {"model": {"dim": 4}}
 
 def make_state(step: int, fill: float = 0.0) -> TrainState:
     params = {"layer": {"kernel": jax.random.normal(jax.random.key(step), (64, 128)) + fill}, "bias": jnp.arange(8.0)}
-    return TrainState(params, OPTIMIZER.init(params), jax.random.key(step), jnp.int32(step))
+    noise = lambda leaf: jax.random.normal(jax.random.key(step + 1), leaf.shape) if leaf.ndim else leaf
+    return TrainState(params, jax.tree.map(noise, OPTIMIZER.init(params)), jax.random.key(step), jnp.int32(step))
 
 
 def abstract(state: TrainState) -> TrainState:
@@ -45,7 +46,10 @@ def copy(saved, tmp_path) -> pathlib.Path:
 
 
 def largest_file(folder: pathlib.Path) -> pathlib.Path:
-    return max((path for path in folder.rglob("*") if path.is_file() and path.parent.name == "d"), key=lambda path: path.stat().st_size)
+    return max(
+        (path for path in folder.rglob("*") if path.is_file() and path.parent.name == "d"),
+        key=lambda path: path.stat().st_size,
+    )
 
 
 def test_round_trip_is_exact(saved):
@@ -113,7 +117,9 @@ def test_damage_is_noticed_and_the_one_before_is_used(copy, damage, part):
         assert checkpoints.restore(abstract(make_state(6))).step == 6
 
 
-@pytest.mark.parametrize("name", ["position/data.json", "_CHECKPOINT_METADATA", "params/_METADATA", "integrity/data.json"])
+@pytest.mark.parametrize(
+    "name", ["position/data.json", "_CHECKPOINT_METADATA", "params/_METADATA", "integrity/data.json"]
+)
 def test_damaged_metadata(copy, name):
     truncate(copy / "6" / name)
     with Checkpoints(copy) as checkpoints:
@@ -131,7 +137,10 @@ def test_no_usable_checkpoint(copy):
 
 
 def test_a_step_that_is_not_there(saved):
-    with Checkpoints(saved) as checkpoints, pytest.raises(CheckpointError, match=r"no checkpoint of step 3 .* \[2, 4, 6\]"):
+    with (
+        Checkpoints(saved) as checkpoints,
+        pytest.raises(CheckpointError, match=r"no checkpoint of step 3 .* \[2, 4, 6\]"),
+    ):
         checkpoints.restore(abstract(make_state(6)), step=3)
 
 

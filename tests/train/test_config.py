@@ -40,7 +40,14 @@ def test_refused(field, value, words):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("learning_rate", 0), ("b2", 1.0), ("weight_decay", -1), ("clip_norm", 0), ("final_fraction", 2), ("warmup_steps", -1)],
+    [
+        ("learning_rate", 0),
+        ("b2", 1.0),
+        ("weight_decay", -1),
+        ("clip_norm", 0),
+        ("final_fraction", 2),
+        ("warmup_steps", -1),
+    ],
 )
 def test_optimizer_refused(field, value):
     with pytest.raises(ValueError, match=f"optimizer.{field} is {value}"):

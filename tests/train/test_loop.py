@@ -10,7 +10,16 @@ import pytest
 
 from atlasjax.data import DataConfig
 from atlasjax.distributed import MeshConfig
-from atlasjax.train import CheckpointError, ConfigError, Interrupted, NonFiniteError, OptimizerConfig, load_run, metrics, train
+from atlasjax.train import (
+    CheckpointError,
+    ConfigError,
+    Interrupted,
+    NonFiniteError,
+    OptimizerConfig,
+    load_run,
+    metrics,
+    train,
+)
 from atlasjax.train import setup as setup_lib
 from tests.train.test_checkpoint import largest_file, truncate
 from tests.train.tiny import MODEL, config, train_losses
@@ -74,7 +83,7 @@ def test_other_data_or_seed_is_refused(done, changes, words):
 
 
 def test_load_run(done):
-    run, result = done
+    run, _ = done
     loaded = load_run(run.run_dir)
     assert (loaded.step, loaded.config) == (4, run)
     assert loaded.model(loaded.tokenizer.encode("the ")[None]).shape == (1, 4, 256)
@@ -101,9 +110,15 @@ def test_a_truncated_checkpoint_is_reported_and_the_one_before_is_used(tmp_path,
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     run = config(
-        tmp_path, steps=9, checkpoint_every=1, log_every=3, optimizer=OptimizerConfig(learning_rate=1e30, warmup_steps=0)
+        tmp_path,
+        steps=9,
+        checkpoint_every=1,
+        log_every=3,
+        optimizer=OptimizerConfig(learning_rate=1e30, warmup_steps=0),
     )
-    with pytest.raises(NonFiniteError, match=r"of step 2 is (nan|inf)\. The last good checkpoint is .*/1\. .*learning_rate"):
+    with pytest.raises(
+        NonFiniteError, match=r"of step 2 is (nan|inf)\. The last good checkpoint is .*/1\. .*learning_rate"
+    ):
         train(run)
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["1"]
 

@@ -59,7 +59,9 @@ def test_decay_is_decoupled_and_masked():
 
 
 def test_clipping_keeps_small_gradients():
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=0, weight_decay=0.0, b1=0.0, b2=0.0, eps=1.0, clip_norm=1.0)
+    config = OptimizerConfig(
+        learning_rate=1.0, warmup_steps=0, weight_decay=0.0, b1=0.0, b2=0.0, eps=1.0, clip_norm=1.0
+    )
     optimizer = make_optimizer(config, 10, {"w": False})
     params = {"w": jnp.zeros(1)}
     for gradient, clipped in ((0.5, 0.5), (50.0, 1.0)):

@@ -22,7 +22,9 @@ def runs(tmp_path_factory):
     outputs = [child("tests.train.child", to_dict(killed), str(kill_at)) for kill_at in (4, 7, -1)]
     done = finish(uninterrupted)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert [output.returncode for output in outputs] == [-signal.SIGKILL, -signal.SIGKILL, 0], outputs[-1].stderr[-2000:]
+    assert [output.returncode for output in outputs] == [-signal.SIGKILL, -signal.SIGKILL, 0], outputs[-1].stderr[
+        -2000:
+    ]
     return whole, killed, outputs
 
 

@@ -17,7 +17,6 @@ from atlasjax.train import state as state_lib
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from tests.train.tiny import MODEL
 
-
 # These programs run once or twice: what they cost is their compilation.
 QUICK = {"xla_backend_optimization_level": 0}
 
@@ -26,7 +25,9 @@ def make_batch(rows: int = 8, length: int = 16, seed: int = 0) -> dict[str, np.n
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 256, (rows, length + 1)).astype(np.int32)
     weights = (rng.random((rows, length)) < 0.7).astype(np.float32)
-    weights[::2, 4:] = 0.0  # microbatch i takes rows i, i + n, …: the microbatches have very different numbers of tokens
+    weights[::2, 4:] = (
+        0.0  # microbatch i takes rows i, i + n, …: the microbatches have very different numbers of tokens
+    )
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
 
 
@@ -85,7 +86,9 @@ ATLAS = dataclasses.replace(
 def run(mesh_shape: tuple[int, int, int], accumulation: int = 1, model=ATLAS, steps: int = 2):
     """(losses, gradient norms, final state) of two steps on a mesh."""
     mesh = make_mesh(MeshConfig(*mesh_shape))
-    config = OptimizerConfig(learning_rate=1e-3, warmup_steps=0, eps=1e-3)  # Adam's sign-like first step amplifies rounding
+    config = OptimizerConfig(
+        learning_rate=1e-3, warmup_steps=0, eps=1e-3
+    )  # Adam's sign-like first step amplifies rounding
     optimizer = make_optimizer(config, 10, decay_mask(state_lib.pure(logical_axes(model))))
     graphdef, _ = state_lib.model_shapes(model)
     shardings, skipped = state_lib.state_shardings(model, optimizer, mesh)
@@ -108,7 +111,9 @@ def test_sharded_training_is_unsharded_training(mesh_shape):
     sharded_losses, sharded_norms, sharded_state = run(mesh_shape)
     np.testing.assert_allclose(sharded_losses, losses, rtol=1e-5)
     np.testing.assert_allclose(sharded_norms, norms, rtol=1e-3)
-    chex.assert_trees_all_close(jax.device_get(sharded_state.params), jax.device_get(state.params), rtol=1e-3, atol=2e-5)
+    chex.assert_trees_all_close(
+        jax.device_get(sharded_state.params), jax.device_get(state.params), rtol=1e-3, atol=2e-5
+    )
 
 
 def test_accumulation_on_a_mesh():
@@ -119,7 +124,9 @@ def test_accumulation_on_a_mesh():
 
 def test_moments_live_where_their_parameters_live():
     _, _, state = run((1, 4, 2))
-    adam = next(part for part in jax.tree.leaves(state.optimizer, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(part, "mu"))
+    adam = next(
+        part for part in jax.tree.leaves(state.optimizer, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(part, "mu")
+    )
     params = jax.tree.leaves(state.params)
     for moments in (adam.mu, adam.nu):
         for moment, param in zip(jax.tree.leaves(moments), params, strict=True):

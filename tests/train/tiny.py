@@ -13,7 +13,12 @@ from atlasjax.train import OptimizerConfig, TrainConfig
 
 TEXT = "the memory learns while it reads, and forgets what it no longer needs; a long text fits in little. " * 30
 MODEL = ModelConfig(
-    dim=16, num_layers=2, num_heads=2, mlp_dim=32, memory=MemoryConfig(rule="linear_attention", chunk_size=8), dtype="float32"
+    dim=16,
+    num_layers=2,
+    num_heads=2,
+    mlp_dim=32,
+    memory=MemoryConfig(rule="linear_attention", chunk_size=8),
+    dtype="float32",
 )
 
 

@@ -1,0 +1,79 @@
+"""Logical axes to shardings."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from atlasjax.distributed import (
+    LOGICAL_AXIS_RULES,
+    MeshConfig,
+    cache_shardings,
+    global_batch,
+    make_mesh,
+    partition_spec,
+)
+from atlasjax.memory import MemoryState
+from atlasjax.nn import AXES, abstract_model
+from atlasjax.presets import get_preset
+
+
+def test_every_axis_of_the_legend_has_a_rule():
+    assert set(LOGICAL_AXIS_RULES) == set(AXES)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "spec", "num_skipped"),
+    [
+        (("vocab", "embed"), (256, 64), P("tensor", "fsdp"), 0),
+        (("layers", "embed", None, "heads"), (3, 64, 3, 8), P(None, "fsdp", None, "tensor"), 0),
+        (("heads", "embed"), (7, 64), P(None, "fsdp"), 1),  # 2 does not divide 7
+        (("embed", "embed"), (64, 64), P("fsdp", None), 0),  # a mesh axis is used once
+        ((), (), P(), 0),
+    ],
+)
+def test_partition_spec(axes, shape, spec, num_skipped):
+    found, skipped = partition_spec(axes, shape, make_mesh(MeshConfig(2, 2, 2)))
+    assert found == spec
+    assert len(skipped) == num_skipped
+
+
+def test_what_is_skipped_is_said():
+    _, [line] = partition_spec(("heads",), (7,), make_mesh(MeshConfig(2, 2, 2)))
+    assert line == "axis 'heads' of size 7 is not divisible by tensor=2: kept whole"
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"), [(("haeds",), "Did you mean 'heads'"), (("heads", "embed"), "name 2 axes of an array of shape")]
+)
+def test_refused(axes, words):
+    with pytest.raises(ValueError, match=words):
+        partition_spec(axes, (8,), make_mesh(MeshConfig(2, 2, 2)))
+
+
+def test_the_cache_is_split_over_batch_and_heads():
+    config = get_preset("atlas-tiny")
+    graphdef, params = nnx.split(abstract_model(config), nnx.Param)
+    cache = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_cache(8), params)
+    mesh = make_mesh(MeshConfig(2, 2, 2))
+    shardings = cache_shardings(cache, mesh, num_heads=config.num_heads)
+    states = lambda tree: [
+        x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, MemoryState)) if isinstance(x, MemoryState)
+    ]
+    [state], [where] = states(cache), states(shardings)
+    for leaf, sharding in zip(jax.tree.leaves(state.memory), jax.tree.leaves(where.memory), strict=True):
+        assert sharding.spec[:3] == (None, ("data", "fsdp"), "tensor")
+        layers, batch, heads, *_ = leaf.shape
+        assert sharding.shard_shape(leaf.shape)[:3] == (layers, batch // 4, heads // 2)
+    made = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache), out_shardings=shardings)()
+    assert all(leaf.sharding.shard_shape(leaf.shape)[1] == 2 for leaf in jax.tree.leaves(made))
+
+
+def test_global_batch():
+    mesh = make_mesh(MeshConfig(2, 2, 2))
+    rows = np.arange(32, dtype=np.int32).reshape(8, 4)
+    batch = global_batch({"inputs": rows}, mesh)["inputs"]
+    assert batch.sharding.shard_shape(batch.shape) == (2, 4)
+    np.testing.assert_array_equal(batch, rows)

@@ -1,0 +1,205 @@
+"""The command `atlasjax`: output, errors of one line, exit codes."""
+
+import dataclasses
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from atlasjax import cli
+from atlasjax.train.errors import Interrupted
+from tests.train.tiny import TEXT, child
+
+MODEL = [
+    "--model.dim",
+    "16",
+    "--model.num-layers",
+    "1",
+    "--model.num-heads",
+    "2",
+    "--model.mlp-dim",
+    "32",
+    "--data.source",
+    "text",
+    "--data.sequence-length",
+    "16",
+    "--data.batch-size",
+    "8",
+    "--mesh.data",
+    "1",
+    "--eval-batches",
+    "2",
+    "--checkpoint-every",
+    "2",
+    "--log-every",
+    "2",
+    "--no-tensorboard",
+]
+PRESET = ["--preset", "linear-attention-tiny"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cli")
+    (path / "text.txt").write_text(TEXT)
+    return path
+
+
+def train_arguments(folder, steps: int) -> list[str]:
+    place = ["--run-dir", str(folder / "run"), "--data.paths", str(folder / "text.txt"), "--steps", str(steps)]
+    return ["train", *PRESET, *MODEL, *place]
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """A run of four steps, trained by the command in a child process: (folder, what it printed)."""
+    done = child("atlasjax.cli", *train_arguments(folder, 4))
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder, done.stdout
+
+
+def test_what_training_prints(trained):
+    folder, out = trained
+    assert "step 4/4" in out
+    for words in ("this model, 4 steps", "unigram of bytes", "interpolated trigram", "sample:\nThe "):
+        assert words in out
+    assert f"checkpoint:   {folder / 'run/checkpoints/4'}" in out
+    assert f"atlasjax train --preset linear-attention-tiny --run-dir {folder / 'run'} --steps 8" in out
+    assert f"atlasjax generate --run-dir {folder / 'run'}" in out
+    assert (folder / "run/loss_curve.png").exists()
+
+
+def test_evaluate(trained, capsys):
+    folder, out = trained
+    assert cli.main(["evaluate", "--run-dir", str(folder / "run"), "--max-batches", "2"]) == 0
+    printed = capsys.readouterr().out
+    line = next(line for line in printed.splitlines() if line.split()[:3] == ["bits", "per", "byte"])
+    trained_line = next(line for line in out.splitlines() if "this model" in line)
+    assert float(line.split()[-1]) == pytest.approx(float(trained_line.split()[-1]), abs=2e-3)
+
+
+def test_evaluate_a_stream(trained, capsys):
+    folder, _ = trained
+    assert cli.main(["evaluate", "--run-dir", str(folder / "run"), "--stream", "--piece", "32"]) == 0
+    assert "bits per byte by place in the stream" in capsys.readouterr().out
+
+
+def test_generate_is_determined_by_the_seed(trained, capsys):
+    folder, _ = trained
+    texts = []
+    for seed in (1, 1, 2):
+        arguments = [
+            "generate",
+            "--run-dir",
+            str(folder / "run"),
+            "--prompt",
+            "the ",
+            "--max-tokens",
+            "40",
+            "--seed",
+            str(seed),
+        ]
+        assert cli.main(arguments) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0].startswith("the ")
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_full_disk(trained):
+    """The files of the process may not grow past 16 KiB, which only the new checkpoint would."""
+    folder, _ = trained
+    command = [sys.executable, "-m", "atlasjax.cli", *train_arguments(folder, 6)]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))
+    before = sorted(path.name for path in (folder / "run/checkpoints").iterdir())
+    done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1, done.stderr[-2000:]
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("atlasjax: ")]
+    assert "Saving the checkpoint of step 6 failed" in line
+    assert "checkpoints before it are intact" in line
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in (folder / "run/checkpoints").iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], "Did you mean 'train'?"),
+        (["train", "--preset", "atlas-tyny"], "Did you mean 'atlas-tiny'?"),
+        (["train", "--preset"], "--preset needs a value"),
+        (["train", "--steps", "0"], "steps is 0; it should be at least 1"),
+        (["train", "--model.dim", "100", "--model.num-heads", "3"], "num_heads=3 does not divide dim=100"),
+        (
+            ["train", "--data.source", "text", "--data.paths", "/nonexistent/x.txt", "--run-dir", "runs/never"],
+            "/nonexistent/x.txt",
+        ),
+        (["train", "--data.sequence-length", "10000000", "--run-dir", "runs/never"], "too short for one sequence"),
+        (["train", "--model.memory.rule", "atlass"], "Did you mean 'atlas'?"),
+        (["evaluate", "--run-dir", "/nonexistent"], "there is no run in it"),
+        (["generate", "--run-dir", "/nonexistent"], "there is no run in it"),
+        (["generate", "--temperature", "-1"], "temperature is -1.0"),
+        (["info", "--preset", "titan-340m"], "Did you mean 'titans-340m'?"),
+        (["info", "--preset", "atlas-tiny", "--plan", "v5f:2x2"], "Unknown TPU generation 'v5f'. Did you mean"),
+        (["info", "--preset", "atlas-tiny", "--plan", "v5e"], "it should be like v5e:16x16"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_code_2(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.startswith("atlasjax: ")
+    assert len(error.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_option(capsys):
+    assert cli.main(["train", "--optimizer.lerning-rate", "1"]) == 2
+    assert "--optimizer.learning-rate" in capsys.readouterr().err
+
+
+def test_a_signal_gives_its_exit_code(monkeypatch, capsys):
+    from atlasjax.cli import train as command
+
+    def stop(arguments):
+        raise Interrupted(
+            "Stopped by signal 15 after step 3, saved in x. The same command goes on from there.", signal.SIGTERM
+        )
+
+    monkeypatch.setattr(command, "run", stop)
+    assert cli.main(["train"]) == 143
+    assert "goes on from there" in capsys.readouterr().err
+
+
+def test_a_bug_is_not_hidden(monkeypatch):
+    from atlasjax.cli import train as command
+
+    monkeypatch.setattr(command, "run", lambda arguments: (_ for _ in ()).throw(ValueError("a bug")))
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["train"])
+
+
+def test_help_is_quick_and_imports_nothing_heavy():
+    code = "import sys; from atlasjax import cli; cli.main(['--help']); print(sorted({'jax', 'tyro', 'grain'} & set(sys.modules)))"
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith("[]")
+    assert "atlasjax train" in done.stdout
+    assert time.perf_counter() - started < 5
+
+
+def test_info(capsys):
+    assert cli.main(["info", "--preset", "linear-attention-tiny", "titans-tiny"]) == 0
+    out = capsys.readouterr().out
+    for words in ("parameters", "state per sequence", "forward FLOPs per token", "titans-tiny"):
+        assert words in out
+
+
+def test_the_default_run_is_what_the_readme_says():
+    from atlasjax.train import default_config
+
+    config = default_config("atlas-tiny")
+    assert (config.run_dir, config.data.source) == ("runs/atlas-tiny", "embedded")
+    assert dataclasses.replace(config, steps=config.steps) == config

@@ -1,0 +1,117 @@
+"""Sampling: seeds, streams, filters, and the cache against the parallel model."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from atlasjax.generate import SamplingConfig, filtered_logits, generate, prefill, sample, stream
+from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
+
+CONFIG = ModelConfig(
+    vocab_size=32, dim=16, num_layers=2, num_heads=2, mlp_dim=32, dtype="float32",
+    memory=MemoryConfig(rule="titans", chunk_size=4, expansion=1),
+)  # fmt: skip
+PROMPT = np.array([[3, 1, 4, 1, 5, 9, 2], [2, 7, 1, 8, 2, 8, 1]], np.int32)
+LENGTH = 12
+
+
+@functools.cache
+def model() -> LanguageModel:
+    return LanguageModel(CONFIG, rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def tokens(seed: int, config: SamplingConfig = SamplingConfig(temperature=1.0)) -> np.ndarray:
+    return np.asarray(generate(model(), PROMPT, LENGTH, config=config, seed=seed))
+
+
+def test_shape_and_range():
+    assert tokens(0).shape == (2, LENGTH)
+    assert tokens(0).dtype == np.int32
+    assert ((tokens(0) >= 0) & (tokens(0) < 32)).all()
+
+
+def test_a_seed_is_a_text():
+    np.testing.assert_array_equal(
+        generate(model(), PROMPT, LENGTH, config=SamplingConfig(temperature=1.0), seed=0), tokens(0)
+    )
+    assert (tokens(1) != tokens(0)).any()
+
+
+@pytest.mark.parametrize("block", [1, 5])
+def test_streamed_in_blocks(block):
+    blocks = list(stream(model(), PROMPT, LENGTH, config=SamplingConfig(temperature=1.0), seed=0, block=block))
+    assert [part.shape[1] for part in blocks] == [min(block, LENGTH - start) for start in range(0, LENGTH, block)]
+    np.testing.assert_array_equal(np.concatenate(blocks, axis=1), tokens(0))
+
+
+def test_greedy_is_the_argmax_of_the_parallel_model():
+    """The cache's logits, token after token, are those of one parallel call over prompt and continuation."""
+    drawn = tokens(0, SamplingConfig(temperature=0))
+    text = jnp.concatenate([PROMPT, drawn], axis=1)
+    logits = np.asarray(model()(text))[:, PROMPT.shape[1] - 1 : -1]
+    top = np.sort(logits, axis=-1)
+    assert (top[..., -1] - top[..., -2]).min() > 1e-5  # no ties: the comparison below means something
+    np.testing.assert_array_equal(logits.argmax(-1), drawn)
+
+
+def test_prefill_gives_the_parallel_logits():
+    graphdef, params = nnx.split(model(), nnx.Param)
+    logits, _ = prefill(graphdef, params, PROMPT, model().init_cache(2))
+    np.testing.assert_allclose(logits, model()(jnp.asarray(PROMPT))[:, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_rows_do_not_influence_each_other():
+    config = SamplingConfig(temperature=0)
+    alone = generate(model(), PROMPT[:1], LENGTH, config=config)
+    np.testing.assert_array_equal(alone, tokens(0, config)[:1])
+
+
+LOGITS = jnp.log(jnp.array([[0.5, 0.25, 0.15, 0.1], [0.1, 0.2, 0.3, 0.4]]))
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (SamplingConfig(1.0), [[1, 1, 1, 1], [1, 1, 1, 1]]),
+        (SamplingConfig(1.0, top_k=2), [[1, 1, 0, 0], [0, 0, 1, 1]]),
+        (SamplingConfig(1.0, top_k=9), [[1, 1, 1, 1], [1, 1, 1, 1]]),
+        (SamplingConfig(1.0, top_p=0.6), [[1, 1, 0, 0], [0, 0, 1, 1]]),
+        (SamplingConfig(1.0, top_p=0.01), [[1, 0, 0, 0], [0, 0, 0, 1]]),
+        (SamplingConfig(1.0, top_k=3, top_p=0.8), [[1, 1, 0, 0], [0, 1, 1, 1]]),
+    ],
+)
+def test_filters(config, kept):
+    np.testing.assert_array_equal(np.isfinite(filtered_logits(LOGITS, config)), np.array(kept, bool))
+
+
+def test_frequencies_are_the_probabilities():
+    draw = jax.vmap(lambda key: sample(LOGITS, key, SamplingConfig(temperature=2.0)))
+    drawn = np.asarray(draw(jax.random.split(jax.random.key(0), 4000)))
+    expected = np.sqrt(np.exp(LOGITS[0])) / np.sqrt(np.exp(LOGITS[0])).sum()
+    np.testing.assert_allclose(np.bincount(drawn[:, 0], minlength=4) / 4000, expected, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"temperature": -1.0}, "temperature is -1.0"), ({"top_k": 0}, "top_k is 0"), ({"top_p": 0.0}, "top_p is 0.0")],
+)
+def test_refused_sampling(changes, words):
+    with pytest.raises(ValueError, match=words):
+        SamplingConfig(**changes)
+
+
+@pytest.mark.parametrize("prompt", [np.zeros((1, 0), np.int32), np.zeros(3, np.int32), np.zeros((1, 3), np.float32)])
+def test_refused_prompts(prompt):
+    with pytest.raises(ValueError, match=r"prompt is .* integer array \[batch, time\]"):
+        generate(model(), prompt, 1)
+
+
+@pytest.mark.parametrize(("num_tokens", "block"), [(0, 1), (1, 0)])
+def test_refused_lengths(num_tokens, block):
+    with pytest.raises(ValueError, match="is 0; it should be at least 1"):
+        next(stream(model(), PROMPT, num_tokens, block=block))

@@ -1,0 +1,51 @@
+"""The full training step of a 340M model, compiled ahead of time for a TPU pod that is not there (in a child process)."""
+
+import dataclasses
+import importlib.util
+
+import pytest
+
+from atlasjax.cli.info import suggested_mesh
+from atlasjax.distributed import MeshConfig
+from atlasjax.distributed.plan import check_topology
+from atlasjax.train import default_config, plan_training
+
+TOPOLOGY = "v5e:16x16"
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+
+
+def test_the_suggested_mesh_fits_batch_and_devices():
+    config = default_config("atlas-340m")
+    assert suggested_mesh(config, TOPOLOGY) == MeshConfig(-1, 16, 4)  # 64 sequences per microbatch on 256 devices
+    one = dataclasses.replace(config, accumulation=1)
+    assert suggested_mesh(one, "v5e:2x2") == MeshConfig(-1, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("topology", "words"), [("v5e", "should be like v5e:16x16"), ("v9:2x2", "Unknown TPU generation 'v9'")]
+)
+def test_unknown_topologies(topology, words):
+    with pytest.raises(ValueError, match=words):
+        check_topology(topology)
+
+
+@needs_libtpu
+def test_the_340m_preset_fits_a_v5e_pod():
+    """Half a million tokens a step, as in the papers; every device has 15.75 GiB."""
+    config = default_config("atlas-340m")
+    config = dataclasses.replace(config, mesh=suggested_mesh(config, TOPOLOGY))
+    plan = plan_training(config, TOPOLOGY)
+    print(
+        f"\natlas-340m on {TOPOLOGY}, mesh {plan.mesh}, bytes per device: arguments {plan.argument_bytes:,}, temporary "
+        f"{plan.temp_bytes:,}, output {plan.output_bytes:,} ({plan.alias_bytes:,} of it in the arguments' place), program "
+        f"{plan.code_bytes:,}; {plan.flops:.3g} FLOPs per step; {plan.collectives}; compiled in {plan.compile_seconds} s"
+    )
+    assert plan.devices == 256
+    assert plan.total_bytes < 15.75 * 2**30
+    assert plan.fits
+    # The state is split: 12 bytes for each of 390M parameters over fsdp × tensor = 64 devices, and little is left whole.
+    assert plan.argument_bytes < 3 * 12 * 390e6 / 64
+    assert plan.alias_bytes > 0.99 * plan.argument_bytes - 2**20  # the state is donated
+    assert plan.collectives["all-gather"] > 0
+    assert plan.collectives["all-reduce"] + plan.collectives["reduce-scatter"] > 0
+    assert plan.flops > 6 * 300e6 * 2**19
