@@ -1,0 +1,161 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Watching a memory learn at test time
+#
+# A *neural memory* is a small network whose weights are written while it reads. Every token brings a key and a value; the
+# memory takes a step of gradient descent on "this key should give this value", and is then asked a query.
+#
+# Here we give four memories the same stream of key–value pairs, one token at a time, and after **every** token ask each of them
+# for **all** the pairs. Nothing is trained beforehand: all learning that you see happens at test time.
+#
+# On Colab, run the next cell first; elsewhere the package is already there.
+
+# %%
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("atlasjax") is None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "atlasjax"], check=True)
+
+# %%
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+from atlasjax import memory, rules
+from atlasjax.memory import features, structures
+
+# %% [markdown]
+# ## The stream
+#
+# 24 pairs with keys of size 8: more pairs than a key has dimensions, so a matrix cannot hold them all, whatever it does.
+
+# %%
+PAIRS, DIM = 24, 8
+rng = np.random.default_rng(0)
+unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+keys = jnp.asarray(unit(rng.standard_normal((PAIRS, DIM))), jnp.float32)
+values = jnp.asarray(unit(rng.standard_normal((PAIRS, DIM))), jnp.float32)
+EPOCHS = 4  # the stream repeats, as a text repeats its words
+order = np.concatenate([rng.permutation(PAIRS) for _ in range(EPOCHS)])
+
+# %% [markdown]
+# ## Four memories
+#
+# Each is a `MemoryRule`: which memory, which loss, which features, which optimizer. `chunk_size=1` is the exact online rule.
+#
+# - **linear attention** adds v kᵀ and never corrects itself;
+# - **the delta rule** takes a gradient step on the error, with the same matrix;
+# - **delta rule on polynomial features**: the same step, but on all monomials of the key up to degree 2 (45 of them instead
+#   of 8): ATLAS's answer to the matrix's limit;
+# - **Atlas**: an MLP, the loss over the last 4 tokens (the Omega rule), and Muon as the inner optimizer.
+
+# %%
+MEMORIES = {
+    "linear attention": (rules.linear_attention(), {"step_size": 1.0}),
+    "delta rule": (rules.delta_rule(), {"step_size": 1.0}),
+    "delta rule, degree-2 features": (
+        rules.omeganet(1, 1, structures.Matrix(), features.Polynomial(2)),
+        {"step_size": 0.4, "retention": 1.0},
+    ),
+    "Atlas": (
+        rules.atlas(1, 4, features=features.Polynomial(2)),
+        {"step_size": 0.02, "retention": 1.0, "momentum": 0.5, "window": 1.0},
+    ),
+}
+
+
+def watch(rule, gate_values):
+    """Error of every pair after every token: [tokens, pairs]. One `memory.step` and one `memory.read` a token."""
+    params = memory.init_params(rule, jax.random.key(1), num_heads=1, key_dim=DIM, value_dim=DIM)
+    state = memory.init_state(rule, params, batch_size=1)
+    shapes = {name: (1, 1) if n is None else (1, 1, n) for name, n in rule.gate_channels(DIM).items()}
+    gates = memory.Gates(**{name: jnp.full(shape, gate_values[name]) for name, shape in shapes.items()})
+
+    @jax.jit
+    def token(state, index):
+        k, v = keys[index][None, None], values[index][None, None]
+        _, state = memory.step(rule, params, state, k, k, v, gates)
+        recalled = memory.read(rule, params, state, keys[None, :, None])[0, :, 0]
+        return state, jnp.linalg.norm(recalled - values, axis=-1)
+
+    errors = []
+    for index in order:
+        state, error = token(state, index)
+        errors.append(error)
+    return np.asarray(errors)
+
+
+errors = {name: watch(*choice) for name, choice in MEMORIES.items()}
+
+# %% [markdown]
+# ## What each remembers
+#
+# One row per pair, one column per token read; dark means recalled. A white dot marks the moment at which the pair is written.
+
+# %%
+figure, axes = plt.subplots(2, 2, figsize=(12, 7), sharex=True, sharey=True, layout="constrained")
+for axis, (name, error) in zip(axes.flat, errors.items()):
+    image = axis.imshow(error.T, aspect="auto", cmap="magma", vmin=0, vmax=1.5, interpolation="nearest")
+    axis.plot(np.arange(len(order)), order, ".", color="white", markersize=2.5)
+    axis.set_title(f"{name}: mean error at the end {error[-1].mean():.2f}")
+for axis in axes[-1]:
+    axis.set_xlabel("tokens read")
+for axis in axes[:, 0]:
+    axis.set_ylabel("pair")
+figure.colorbar(image, ax=axes, label="‖recalled − value‖")
+plt.show()
+
+# %%
+figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
+for name, error in errors.items():
+    axis.plot(np.arange(1, len(order) + 1), error.mean(axis=1), label=name)
+for epoch in range(1, EPOCHS):
+    axis.axvline(epoch * PAIRS, color="0.85", zorder=0)
+axis.set_xlabel("tokens read (grey lines: the stream starts over)")
+axis.set_ylabel("mean error over all pairs")
+axis.set_ylim(bottom=0)
+axis.legend()
+plt.show()
+
+# %% [markdown]
+# ## The same, fast
+#
+# A loop over `step` is for watching (and for decoding). For a whole sequence there is `memory.scan`: the same function, in chunks.
+
+# %%
+rule, gate_values = MEMORIES["delta rule"]
+params = memory.init_params(rule, jax.random.key(1), num_heads=1, key_dim=DIM, value_dim=DIM)
+k, v = keys[order][None, :, None], values[order][None, :, None]
+y, state = memory.scan(rule, params, None, k, k, v, memory.Gates(step_size=jnp.ones((1, len(order), 1))))
+recalled = memory.read(rule, params, state, keys[None, :, None])[0, :, 0]
+last = float(jnp.linalg.norm(recalled - values, axis=-1).mean())
+print(f"mean error after scan {last:.4f}, after {len(order)} steps {errors['delta rule'][-1].mean():.4f}")
+assert abs(last - errors["delta rule"][-1].mean()) < 1e-4
+
+# %% [markdown]
+# ## Try
+#
+# - More pairs, or larger keys: when does the matrix have room enough?
+# - `rules.atlas(...).with_newton_schulz(steps=1)`: less test-time compute for the same memory.
+# - `retention` below 1: which pairs go first?
+
+# %%
+final = {name: error[-1].mean() for name, error in errors.items()}
+assert final["delta rule, degree-2 features"] < final["delta rule"] < final["linear attention"]

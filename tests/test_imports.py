@@ -1,0 +1,81 @@
+"""Imports go one way, and cost what they should."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# Each room and what it may import of the project besides itself.
+FOUNDATION = {"atlasjax.names"}
+MAY_IMPORT = {
+    "pallas_kernels": set(),
+    "atlasjax.names": set(),
+    "atlasjax.memory": {"pallas_kernels"} | FOUNDATION,
+    "atlasjax.rules": {"atlasjax.memory"} | FOUNDATION,
+    "atlasjax.data": FOUNDATION,
+    "atlasjax.nn": {"atlasjax", "atlasjax.memory", "atlasjax.rules", "pallas_kernels"} | FOUNDATION,
+    "atlasjax.presets": {"atlasjax", "atlasjax.nn", "atlasjax.rules"} | FOUNDATION,
+}
+HEAVY = [
+    "orbax",
+    "grain",
+    "matplotlib",
+    "tokenizers",
+    "pyarrow",
+    "tensorboardX",
+    "tyro",
+    "rich",
+    "sentencepiece",
+    "flax",
+    "optax",
+]
+
+
+def room(module):
+    parts = module.split(".")
+    return parts[0] if parts[0] != "atlasjax" else ".".join(parts[:2])
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module == "atlasjax":
+                yield from (f"atlasjax.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+@pytest.mark.parametrize("package", ["atlasjax", "pallas_kernels"])
+def test_import_direction(package):
+    for path in (ROOT / package).rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        allowed = MAY_IMPORT.get(room(module))
+        for name in imports(path):
+            if name.split(".")[0] not in ("atlasjax", "pallas_kernels"):
+                if room(module) == "pallas_kernels":
+                    assert name.split(".")[0] in {"jax", *sys.stdlib_module_names}, f"{path} imports {name}"
+                continue
+            if allowed is not None and room(name) != room(module):
+                assert room(name) in allowed, f"{path} imports {name}; {room(module)} may import {sorted(allowed)}"
+            # The command line and training are on top: nothing below them knows them.
+            if room(module) not in ("atlasjax", "atlasjax.cli"):
+                assert room(name) != "atlasjax.cli", f"{path} imports {name}"
+
+
+def modules_after(statement):
+    code = f"import sys; {statement}; print(' '.join(sys.modules))"
+    return set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
+
+
+def test_importing_costs_what_jax_costs():
+    """By modules, which is exact, not by a clock; `experiments/benchmarks/memory_cpu.py import` measures seconds."""
+    assert not any(name.split(".")[0] in ("jax", *HEAVY) for name in modules_after("import atlasjax"))
+    loaded = modules_after("import atlasjax.memory, atlasjax.rules")
+    assert not [name for name in HEAVY if name in loaded]

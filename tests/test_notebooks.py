@@ -1,0 +1,29 @@
+"""Every notebook runs from top to bottom, and its two files say the same."""
+
+import pathlib
+
+import pytest
+
+jupytext = pytest.importorskip("jupytext")
+nbclient = pytest.importorskip("nbclient")
+
+NOTEBOOKS = pathlib.Path(__file__).parent.parent / "notebooks"
+SOURCES = sorted(NOTEBOOKS.glob("*.py"))
+
+
+def test_there_are_notebooks():
+    assert SOURCES
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
+def test_pair_is_in_step(source):
+    script, notebook = jupytext.read(source), jupytext.read(source.with_suffix(".ipynb"))
+    content = lambda nb: [(cell.cell_type, cell.source) for cell in nb.cells]
+    assert content(script) == content(notebook), f"run: jupytext --sync notebooks/{source.name}"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
+def test_runs(source):
+    notebook = jupytext.read(source)
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    assert any("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", []))
