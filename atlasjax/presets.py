@@ -31,8 +31,8 @@ SIZES: dict[str, tuple[float, dict[str, Any]]] = {
 }
 
 _TINY: dict[str, Any] = {"vocab_size": 256, "num_layers": 4, "dim": 128, "num_heads": 4, "dtype": "float32"}
-# One orthogonalization per token of a memory of 4 · head_dim hidden units costs more than fifty times the rest of the tiny model. What two
-# CPU cores can train in minutes is one in 32 tokens, of half the width.
+# One orthogonalization per token of a memory of 4 · head_dim hidden units costs more than fifty times the rest of the tiny
+# model. What two CPU cores can train in minutes is one in 32 tokens, of half the width.
 _TINY_MUON: dict[str, Any] = {"newton_schulz_every": 32, "expansion": 2}
 
 
