@@ -14,29 +14,9 @@ from atlasjax.train.errors import Interrupted
 from tests.train.tiny import TEXT, child
 
 MODEL = [
-    "--model.dim",
-    "16",
-    "--model.num-layers",
-    "1",
-    "--model.num-heads",
-    "2",
-    "--model.mlp-dim",
-    "32",
-    "--data.source",
-    "text",
-    "--data.sequence-length",
-    "16",
-    "--data.batch-size",
-    "8",
-    "--mesh.data",
-    "1",
-    "--eval-batches",
-    "2",
-    "--checkpoint-every",
-    "2",
-    "--log-every",
-    "2",
-    "--no-tensorboard",
+    *("--model.dim", "16", "--model.num-layers", "1", "--model.num-heads", "2", "--model.mlp-dim", "32"),
+    *("--data.source", "text", "--data.sequence-length", "16", "--data.batch-size", "8", "--mesh.data", "1"),
+    *("--eval-batches", "2", "--checkpoint-every", "2", "--log-every", "2", "--no-tensorboard"),
 ]
 PRESET = ["--preset", "linear-attention-tiny"]
 

@@ -53,6 +53,8 @@ def _run(command: str, arguments: list[str]) -> int:
         return _fail(str(error), 128 + error.signal)
     except RunError as error:
         return _fail(str(error), RUN_ERROR)
+    except OSError as error:  # a file that cannot be read or written; its message names the file
+        return _fail(str(error), RUN_ERROR)
     except KeyboardInterrupt:
         return _fail("interrupted.", 130)
     except SystemExit as exit_:  # from tyro: after help, or arguments that do not parse

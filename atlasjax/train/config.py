@@ -149,7 +149,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 # Fields that a run may change when it goes on: how long, how fast and where it trains, what it writes. All others decide
 # what the saved state means (architecture) or what the saved position points at (data).
 _FREE = ("steps", "optimizer.", "mesh.", "processes.", "run_dir", "eval_every", "eval_batches", "checkpoint_every", "keep",
-         "log_every", "tensorboard", "accumulation", "data.num_threads", "model.remat")  # fmt: skip
+         "log_every", "tensorboard", "accumulation", "data.num_threads", "model.remat", "model.dtype")  # fmt: skip
 
 
 def changes_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:

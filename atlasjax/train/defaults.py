@@ -24,9 +24,9 @@ def default_config(preset: str) -> TrainConfig:
     if size == "tiny":
         return TrainConfig(
             model=model,
-            data=DataConfig(sequence_length=256, batch_size=8),
-            optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=50, weight_decay=0.1),
-            steps=600,
+            data=DataConfig(sequence_length=256, batch_size=4),
+            optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=30, weight_decay=0.1),
+            steps=300,
             run_dir=f"runs/{preset}",
             eval_every=100,
             eval_batches=None,

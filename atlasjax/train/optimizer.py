@@ -72,6 +72,6 @@ def make_optimizer(config: OptimizerConfig, steps: int, mask: PyTree) -> optax.G
     adamw = optax.adamw(
         learning_rate(config, steps), config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=mask
     )
-    if config.clip_norm is None:
-        return optax.chain(adamw)
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+    # Without clipping the state has the same tree, so that a run can go on with or without it.
+    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+    return optax.chain(clip, adamw)

@@ -14,7 +14,7 @@ def test_two_processes(tmp_path):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    alone = config(tmp_path, run_dir=str(tmp_path / "alone"), mesh=MeshConfig(2), steps=6, eval_batches=2)
+    alone = config(tmp_path, run_dir=str(tmp_path / "alone"), mesh=MeshConfig(1, 2), steps=6, eval_batches=2)
     together = dataclasses.replace(alone, run_dir=str(tmp_path / "together"), steps=4)
     runs = [child("tests.train.child", to_dict(alone), "-1", devices=2, wait=False)]
     for index in range(2):

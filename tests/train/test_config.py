@@ -78,3 +78,12 @@ def test_presets_of_a_size_have_the_papers_batch():
     assert config.data.batch_size * config.data.sequence_length == 2**19
     assert config.steps * 2**19 == pytest.approx(15e9, rel=1e-4)
     assert config.optimizer.weight_decay == 0.1
+
+
+def test_what_the_advice_for_a_diverged_run_names_may_change():
+    old = TrainConfig(ModelConfig())
+    optimizer = OptimizerConfig(learning_rate=1e-5, warmup_steps=5, clip_norm=0.1)
+    new = dataclasses.replace(old, model=ModelConfig(dtype="float32"), optimizer=optimizer)
+    architecture, fixed, free = changes_on_resume(to_dict(old), to_dict(new))
+    assert (architecture, fixed) == ([], [])
+    assert len(free) == 4

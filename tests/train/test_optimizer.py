@@ -67,3 +67,9 @@ def test_clipping_keeps_small_gradients():
     for gradient, clipped in ((0.5, 0.5), (50.0, 1.0)):
         updates, _ = optimizer.update({"w": jnp.full(1, gradient)}, optimizer.init(params), params)
         np.testing.assert_allclose(updates["w"], -clipped / (clipped + 1.0), rtol=1e-6)  # Adam of one step with eps = 1
+
+
+def test_a_run_can_go_on_with_or_without_clipping():
+    params = {"w": jnp.zeros((2, 2))}
+    states = [make_optimizer(OptimizerConfig(clip_norm=norm), 10, {"w": True}).init(params) for norm in (None, 1.0)]
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
