@@ -67,16 +67,18 @@ def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
       from_start: [m, …], decay_0 … decay_t; pairwise: [m, m, …], decay_{i+1} … decay_t for t ≥ i, else 0.
     """
     m = decay.shape[0]
-    t = jnp.arange(m)[:, None]
-    i = jnp.arange(-1, m)[None, :]
-    expand = (...,) + (None,) * (decay.ndim - 1)
-    products = jnp.where((t > i)[expand], decay[:, None], 1.0)
-    shift = 1
-    while shift < m:  # a running product along t in log2(m) doublings
-        products = products * jnp.concatenate([jnp.ones_like(products[:shift]), products[:-shift]])
-        shift *= 2
-    products = jnp.where((t >= i)[expand], products, 0.0)
-    return products[:, 0], products[:, 1:]
+    padding = (1 << (m - 1).bit_length()) - m
+    start = jnp.pad(decay, ((0, padding), *((0, 0),) * (decay.ndim - 1)), constant_values=1.0)[:, None]
+    products = jnp.ones_like(start)[:, None]  # [parts, 1, 1, …]: parts of one token each
+    while products.shape[0] > 1:  # two neighbouring parts become one
+        first, second = products[0::2], products[1::2]
+        start_first, start_second = start[0::2], start[1::2]
+        across = start_second[:, :, None] * first[:, -1:]
+        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=2)
+        below = jnp.concatenate([across, second], axis=2)
+        products = jnp.concatenate([above, below], axis=1)
+        start = jnp.concatenate([start_first, start_first[:, -1:] * start_second], axis=1)
+    return start[0, :m], products[0, :m, :m]
 
 
 def window_matrix(gamma: jax.Array) -> jax.Array:
@@ -178,7 +180,7 @@ def channel_block(
 ) -> tuple[Weights, Weights | None, jax.Array]:
     """As `dual_block` for a retention per feature channel: C[t, i] becomes a vector over the D channels.
 
-    [m, E, D] numbers are formed, so blocks are short (`engine.block_size`).
+    [m, E, D] numbers are formed, so blocks are short (`chunk.plan`).
     """
     assert gates.retention is not None
     (name,) = memory

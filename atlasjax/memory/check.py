@@ -99,7 +99,8 @@ def check_state(rule: MemoryRule, params: MemoryParams, state: MemoryState, batc
     if isinstance(batch, str):
         batch = state.segment.shape[0]
     expected = jax.eval_shape(lambda p: init_state(rule, p, batch_size=batch), params)
-    if jax.tree.structure(expected) != jax.tree.structure(state):
+    want_structure: Any = jax.tree.structure(expected)
+    if want_structure != jax.tree.structure(state):
         raise ValueError(
             f"{where}: state is of another rule: it has {_fields(state)}, this rule's has {_fields(expected)}."
         )

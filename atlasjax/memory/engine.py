@@ -4,186 +4,25 @@ Only the memories at chunk boundaries are kept for the backward pass; everything
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from atlasjax.memory import blocks, layout
-from atlasjax.memory.optimizers import Momentum
-from atlasjax.memory.retention import Channel
+from atlasjax.memory import layout
+from atlasjax.memory.chunk import Plan, Slot, Window, plan, run_chunk
+from atlasjax.memory.optimizers import Momentum, Muon
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState, Weights, init_state
 
-# Block lengths: how many tokens are combined at once. They never change a result (SEMANTICS 1.4).
-_DUAL_BLOCK = 128  # the masks grow with the block's square, so longer chunks are computed in parts
-_CHANNEL_BLOCK = 16  # forms [block, block + c − 1, D]
-_FREE_BLOCK = 64  # where the gradient does not depend on the memory, chunks are as long as is fast
-_MUON_MATRICES = 8  # momenta orthogonalized together; fewer if they are large
-_MUON_NUMBERS = 2**20
 _GROUP_TOKENS = 32  # chunks shorter than this share one checkpoint
-
-
-class Plan(NamedTuple):
-    """Static sizes of a call: tokens of a chunk, tokens of a block, tokens of a slot (a chunk in whole blocks)."""
-
-    chunk: int
-    block: int
-    width: int
-    dtype: Any
-
-
-def plan(rule: MemoryRule, params: MemoryParams, dtype: Any) -> Plan:
-    chunk = _FREE_BLOCK if rule.has_constant_gradient else rule.chunk_size
-    if rule.uses_muon:
-        largest = max(math.prod(w.shape[1:]) for w in params.weights.values())
-        every = rule.optimizer.every  # type: ignore[union-attr]
-        block = min(chunk, every * min(_MUON_MATRICES, max(1, _MUON_NUMBERS // largest)))
-    elif isinstance(rule.retention, Channel):
-        block = min(chunk, _CHANNEL_BLOCK)
-    else:
-        block = -(-chunk // -(-chunk // _DUAL_BLOCK))
-    return Plan(chunk, block, -(-chunk // block) * block, dtype)
-
-
-class Window(NamedTuple):
-    """The last c − 1 tokens before a slot, of one head: [c − 1, dim], [c − 1, dim], [c − 1]."""
-
-    keys: jax.Array
-    values: jax.Array
-    thresholds: jax.Array
-
-
-class Slot(NamedTuple):
-    """The tokens of one slot of one head, gates filled with no-ops where there is no token; q, k, v: [width, dim]."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    retention: jax.Array | None
-    step_size: jax.Array
-    momentum: jax.Array | None
-    gamma: jax.Array
-    threshold: jax.Array | None
-    real: jax.Array | None  # 1 for tokens, 0 for padding; see `blocks.BlockGates`
-
-
-def gradient_factors(
-    rule: MemoryRule,
-    params: Any,
-    weights: Weights,
-    k: jax.Array,
-    v: jax.Array,
-    threshold: jax.Array | None,
-    dtype: Any,
-) -> dict[str, blocks.Factors]:
-    """∇ℓ at `weights` of E tokens of one head as outer products, one pair of factors for each weight.
-
-    Adding a zero to every product W h and differentiating with respect to it gives the cotangent of the product, which is the
-    left factor; h is the right one. So autodiff does the work for any structure and objective, once for all tokens.
-    """
-    x = rule.features.apply(params.coefficients, k)
-    skip = rule.features.degree_one(params.coefficients, k) if rule.structure.residual else None
-
-    def total_loss(zeros: Weights) -> tuple[jax.Array, Weights]:
-        inputs: Weights = {}
-
-        def linear(name: str, h: jax.Array) -> jax.Array:
-            inputs[name] = h
-            return blocks.dot(h, weights[name].T, dtype) + zeros[name]
-
-        out = rule.structure.apply(linear, x, skip, params.norm)
-        return jnp.sum(rule.objective.loss(out, v, threshold)), inputs
-
-    zeros = {name: jnp.zeros((k.shape[0], w.shape[0]), k.dtype) for name, w in weights.items()}
-    left, inputs = jax.grad(total_loss, has_aux=True)(zeros)
-    return {name: blocks.Factors(left[name], inputs[name]) for name in weights}
-
-
-def run_chunk(
-    rule: MemoryRule,
-    plan: Plan,
-    params: Any,
-    chunk_start: Weights,
-    memory: Weights,
-    momentum: Weights | None,
-    window: Window | None,
-    slot: Slot,
-    first: jax.Array | None,
-    count: jax.Array,
-) -> tuple[Weights, Weights | None, Window | None, jax.Array]:
-    """One slot of one head: (M, S, window, y) after it.
-
-    Args:
-      rule, plan: static.
-      params: `MemoryParams` of the head.
-      chunk_start: M_{t'}, where gradients are taken.
-      memory, momentum: M and S before the slot's first token.
-      window: the c − 1 tokens before it, None for c = 1.
-      slot: the tokens.
-      first: offset of the slot's first real token; None for 0.
-      count: how many tokens of the window are real.
-    """
-    c = rule.window
-    k, v, threshold = slot.k, slot.v, slot.threshold
-    real = None
-    if window is not None:
-        join = lambda old, new: jnp.concatenate([old, new])
-        if first is not None:
-            # The window stands right before the first real token; what is left of it is masked.
-            join = lambda old, new: jax.lax.dynamic_update_slice(
-                jnp.concatenate([old, new]), old, (first, *[jnp.zeros_like(first)] * (old.ndim - 1))
-            )
-        k, v = join(window.keys, k), join(window.values, v)
-        if threshold is not None:
-            threshold = join(window.thresholds, threshold)
-        real = jnp.arange(k.shape[0]) >= (0 if first is None else first) + (c - 1 - count)
-        after = slice(plan.chunk, plan.chunk + c - 1)
-        window = Window(k[after], v[after], window.thresholds if threshold is None else threshold[after])
-
-    factors = gradient_factors(rule, params, chunk_start, k, v, threshold, plan.dtype)
-    block_fn = blocks.dual_block
-    if rule.uses_muon:
-        block_fn = blocks.muon_block
-    elif isinstance(rule.retention, Channel):
-        block_fn = blocks.channel_block
-
-    def run_block(memory, momentum, factors, real, slot):
-        gamma = blocks.window_matrix(slot.gamma)
-        if real is not None:
-            gamma = jnp.where(real, gamma, 0.0)
-        gates = blocks.BlockGates(slot.retention, slot.step_size, slot.momentum, gamma, slot.real)
-        x = rule.features.apply(params.coefficients, slot.q)
-        skip = rule.features.degree_one(params.coefficients, slot.q) if rule.structure.residual else None
-        read = lambda linear: rule.structure.apply(linear, x, skip, params.norm)
-        return block_fn(rule, memory, momentum, factors, gates, read, plan.dtype)
-
-    num_blocks = slot.q.shape[0] // plan.block
-    if num_blocks <= 1:
-        memory, momentum, y = run_block(memory, momentum, factors, real, slot)
-        return memory, momentum, window, y
-
-    rows = np.arange(num_blocks)[:, None] * plan.block + np.arange(plan.block + c - 1)
-    parts = jax.tree.map(lambda x: x[rows], (factors, real))
-    slots = jax.tree.map(lambda x: x.reshape(num_blocks, plan.block, *x.shape[1:]), slot)
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def body(carry, xs):
-        (factors, real), slot = xs
-        memory, momentum, y = run_block(*carry, factors, real, slot)
-        return (memory, momentum), y
-
-    (memory, momentum), y = jax.lax.scan(body, (memory, momentum), (parts, slots))
-    return memory, momentum, window, y.reshape(slot.q.shape[0], -1)
 
 
 def _to_slots(x: jax.Array, plan: Plan, where: layout.Layout, fill: float) -> jax.Array:
     """[batch, time, heads, …] → [slots, batch, heads, width, …]."""
     batch, time = x.shape[:2]
     slots = where.num_slots
-    if where.index is None:
+    if where.place is None:
         x = jnp.pad(x, ((0, 0), (0, slots * plan.chunk - time), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
         x = x.reshape(batch, slots, plan.chunk, *x.shape[2:])
         pad = ((0, 0), (0, 0), (0, plan.width - plan.chunk), *((0, 0),) * (x.ndim - 3))
@@ -191,7 +30,7 @@ def _to_slots(x: jax.Array, plan: Plan, where: layout.Layout, fill: float) -> ja
     else:
         rows = jnp.arange(batch)[:, None]
         flat = jnp.full((batch, slots * plan.width, *x.shape[2:]), fill, x.dtype)
-        x = flat.at[rows, where.index].set(x, mode="drop", unique_indices=True)
+        x = flat.at[rows, where.place].set(x, mode="drop", unique_indices=True)
         x = x.reshape(batch, slots, plan.width, *x.shape[2:])
     return jnp.moveaxis(x, (1, 3), (0, 2))
 
@@ -200,11 +39,11 @@ def _from_slots(y: jax.Array, plan: Plan, where: layout.Layout, time: int) -> ja
     """[slots, batch, heads, width, dim] → [batch, time, heads, dim]; NaN for tokens that found no slot."""
     y = jnp.moveaxis(y, (0, 2), (1, 3))  # [batch, slots, width, heads, dim]
     batch = y.shape[0]
-    if where.index is None:
+    if where.place is None:
         return y[:, :, : plan.chunk].reshape(batch, -1, *y.shape[3:])[:, :time]
     flat = y.reshape(batch, -1, *y.shape[3:])
     rows = jnp.arange(batch)[:, None]
-    return flat.at[rows, where.index].get(mode="fill", fill_value=jnp.nan)
+    return flat.at[rows, where.place].get(mode="fill", fill_value=jnp.nan)
 
 
 def _choose(condition: jax.Array, a: Any, b: Any) -> Any:
@@ -242,11 +81,15 @@ def xla_scan(
     sizes = plan(rule, params, q.dtype)
     where = _layout(rule, sizes, state, fresh, batch, time, segment_ids, max_segments)
 
-    put = lambda x, fill: None if x is None else _to_slots(x.astype(wide), sizes, where, fill)
+    def put(x: Any, fill: float) -> Any:
+        return None if x is None else _to_slots(x.astype(wide), sizes, where, fill)
+
     gamma = jnp.ones((batch, time, heads, 1), wide) if gates.window is None else gates.window
-    put_tokens = lambda x: _to_slots(x, sizes, where, 0.0)
+    tokens = lambda x: _to_slots(x, sizes, where, 0.0)  # in their own dtype; chunks widen them
     slots = Slot(
-        *(put_tokens(x) for x in (q, k, v)),
+        q=tokens(q),
+        k=tokens(k),
+        v=tokens(v),
         retention=put(gates.retention, 1.0),
         step_size=put(gates.step_size, 0.0),
         momentum=put(gates.momentum, 1.0),
@@ -395,11 +238,14 @@ def xla_step(
     wide = jnp.promote_types(q.dtype, jnp.float32)
     batch, heads, _ = q.shape
     sizes = Plan(1, 1, 1, q.dtype)
-    up = lambda x: None if x is None else x.astype(wide)[:, :, None]
+
+    def up(x: Any) -> Any:
+        return None if x is None else x.astype(wide)[:, :, None]
+
     step_size = gates.step_size
     assert step_size is not None
-    if rule.uses_muon and state.position is not None:
-        writes = (state.position + 1) % rule.optimizer.every == 0  # type: ignore[union-attr]
+    if isinstance(rule.optimizer, Muon) and state.position is not None:
+        writes = (state.position + 1) % rule.optimizer.every == 0
         step_size = jnp.where(writes[:, None], step_size, 0.0)
     gamma = jnp.ones((batch, heads, 1), wide) if gates.window is None else gates.window
     slot = Slot(
@@ -412,7 +258,7 @@ def xla_step(
         up(gamma),
         up(gates.threshold),
         None,
-    )  # type: ignore[arg-type]
+    )
     zeros = jnp.zeros((batch,), jnp.int32)
     count = zeros if state.window_count is None else state.window_count
     start = state.memory

@@ -15,8 +15,7 @@ class Layout(NamedTuple):
 
     Attributes:
       num_slots: static.
-      index: [batch, time], place of each token in the flattened slots; None if token t simply lies at place t (a fresh or
-        aligned call whose chunks need no padding between them).
+      place: [batch, time], of each token in the flattened slots; None if token t lies in slot t // chunk (a fresh call).
       first: [batch], offset of the first token in slot 0; None for 0.
       resets: [slots, batch], whether the slot begins a new segment; None if none does.
       filled: [slots, batch], whether the slot has any token; None if all have.
@@ -27,7 +26,7 @@ class Layout(NamedTuple):
     """
 
     num_slots: int
-    index: jax.Array | None
+    place: jax.Array | None
     first: jax.Array | None
     resets: jax.Array | None
     filled: jax.Array | None
@@ -43,7 +42,7 @@ def aligned_layout(batch: int, time: int, chunk: int, window: int, count: jax.Ar
     starts = jnp.arange(num_slots)[:, None] * chunk
     return Layout(
         num_slots=num_slots,
-        index=None,
+        place=None,
         first=None,
         resets=None,
         filled=None,
@@ -62,7 +61,7 @@ def streamed_layout(time: int, chunk: int, width: int, window: int, position: ja
     before = jnp.maximum(slots * chunk - position, 0) + count
     return Layout(
         num_slots=num_slots,
-        index=token // chunk * width + token % chunk,
+        place=token // chunk * width + token % chunk,
         first=position,
         resets=None,
         filled=slots * chunk < position + time,
@@ -106,7 +105,7 @@ def segmented_layout(
     scatter = lambda x, fill: jnp.full((batch, num_slots), fill, x.dtype).at[rows, target].set(x, mode="drop").T
     return Layout(
         num_slots=num_slots,
-        index=slot * width + offset,
+        place=slot * width + offset,
         first=jnp.where(starts[:, 0], 0, position),
         resets=scatter(starts, False),
         filled=scatter(opens, False),

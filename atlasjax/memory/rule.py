@@ -109,5 +109,8 @@ class MemoryRule:
         """
         if not isinstance(self.optimizer, optimizers.Muon):
             raise ValueError(f"with_newton_schulz: the rule's optimizer is {self.optimizer!r}, not Muon.")
-        changes = {k: v for k, v in {"steps": steps, "schedule": schedule}.items() if v is not None}
-        return dataclasses.replace(self, optimizer=dataclasses.replace(self.optimizer, **changes))
+        muon = self.optimizer
+        changed = optimizers.Muon(
+            muon.steps if steps is None else steps, muon.schedule if schedule is None else schedule, muon.every
+        )
+        return dataclasses.replace(self, optimizer=changed)
