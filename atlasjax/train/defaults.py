@@ -1,6 +1,7 @@
 """The training settings that belong to a preset's size."""
 
 from atlasjax.data.config import DataConfig
+from atlasjax.distributed.mesh import MeshConfig
 from atlasjax.presets import get_preset
 from atlasjax.train.config import OptimizerConfig, TrainConfig
 
@@ -26,6 +27,7 @@ def default_config(preset: str) -> TrainConfig:
             model=model,
             data=DataConfig(sequence_length=256, batch_size=4),
             optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=30, weight_decay=0.1),
+            mesh=MeshConfig(data=1),  # too small to be worth more than one device
             steps=300,
             run_dir=f"runs/{preset}",
             eval_every=100,

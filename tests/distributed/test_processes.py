@@ -6,6 +6,7 @@ import socket
 import numpy as np
 
 from atlasjax.distributed import MeshConfig, ProcessConfig
+from atlasjax.train import train
 from atlasjax.train.config import to_dict
 from tests.train.tiny import child, config, finish, train_losses
 
@@ -16,18 +17,17 @@ def test_two_processes(tmp_path):
         address = f"localhost:{probe.getsockname()[1]}"
     alone = config(tmp_path, run_dir=str(tmp_path / "alone"), mesh=MeshConfig(1, 2), steps=6, eval_batches=2)
     together = dataclasses.replace(alone, run_dir=str(tmp_path / "together"), steps=4)
-    runs = [child("tests.train.child", to_dict(alone), "-1", devices=2, wait=False)]
+    runs = []
     for index in range(2):
-        processes = ProcessConfig(True, address, 2, index)
-        run = dataclasses.replace(together, processes=processes)
+        run = dataclasses.replace(together, processes=ProcessConfig(True, address, 2, index))
         runs.append(child("tests.train.child", to_dict(run), "-1", wait=False))
+    train(alone)
     results = [finish(run) for run in runs]
-    assert [result.returncode for result in results] == [0, 0, 0], results[1].stderr[-3000:]
-    assert "step" in results[1].stdout
-    assert "step" not in results[2].stdout  # one of the processes speaks
-    resumed = child("tests.train.child", to_dict(dataclasses.replace(alone, run_dir=together.run_dir)), "-1", devices=2)
-    assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert "Resuming from step 4" in resumed.stdout
+    assert [result.returncode for result in results] == [0, 0], results[0].stderr[-3000:]
+    assert "step" in results[0].stdout
+    assert "step" not in results[1].stdout  # one of the processes speaks
+    resumed = train(dataclasses.replace(alone, run_dir=together.run_dir))
+    assert (resumed.resumed_from, resumed.step) == (4, 6)
     expected, found = train_losses(alone.run_dir), train_losses(together.run_dir)
     assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6]
     # The schedule of the shorter run differs from its third step on: compare the steps before.
