@@ -131,7 +131,8 @@ def init_state(rule: MemoryRule, params: MemoryParams, *, batch_size: int) -> Me
     constant = rule.has_constant_gradient
     return MemoryState(
         memory=memory,
-        chunk_start=None if constant or rule.chunk_size == 1 else memory,
+        # A copy: a state whose leaves share a buffer could not be donated to a jitted call.
+        chunk_start=None if constant or rule.chunk_size == 1 else jax.tree.map(jnp.copy, memory),
         momentum=jax.tree.map(jnp.zeros_like, memory) if rule.optimizer.has_momentum else None,
         window_keys=keys,
         window_values=values,

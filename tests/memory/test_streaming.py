@@ -142,3 +142,15 @@ def test_state_size_does_not_depend_on_what_was_read(name):
     fresh = memory.init_state(rule, params, batch_size=2)
     _, state = memory.scan(rule, params, fresh, q, k, v, gates)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), fresh) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+
+
+@pytest.mark.parametrize("name", ["titans", "omeganet", "atlas", "gla", "yaad_window"])
+def test_state_can_be_donated(name):
+    """No two leaves share a buffer: a stream can give its state away at every call."""
+    rule = RULES[name]
+    params, q, k, v, gates = make_inputs(rule, time=12)
+    run = jax.jit(lambda state: memory.scan(rule, params, state, q, k, v, gates)[1], donate_argnums=0)
+    state = run(run(memory.init_state(rule, params, batch_size=2)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+    params, state = jax.jit(lambda p: (p, memory.init_state(rule, p, batch_size=2)))(params)
+    run(state)
