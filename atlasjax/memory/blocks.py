@@ -169,6 +169,41 @@ def dual_block(
     return new_memory, new_momentum if momentum is not None else None, y
 
 
+def delta_block(
+    memory: Weights,
+    k: jax.Array,
+    v: jax.Array,
+    gates: BlockGates,
+    read: Read,
+    dtype: jnp.dtype,
+) -> tuple[Weights, jax.Array]:
+    """The online delta rule (chunks of one token), many tokens at once: the WY form (Yang et al. 2024), with decay.
+
+    W_t = α_t W_{t−1} + u_t k_tᵀ with u_t = η_t (v_t − W_{t−1} k_t). With W_t = a_t W_0 + Σ_{i≤t} T_α[t,i] u_i k_iᵀ, all u of a
+    block solve one unit lower-triangular system, (I + L) U = diag(η) (V − a_{t−1} K W_0ᵀ), where L[t,i] = η_t T_α[t−1,i] (k_i·k_t)
+    for i < t. The block's length does not change the result.
+
+    Args:
+      memory: {name: W_0}.
+      k, v: features of the keys [m, D] and values [m, value_dim].
+      gates, read, dtype: as in `dual_block`.
+    """
+    ((name, W),) = memory.items()
+    m = k.shape[0]
+    if gates.retention is None:
+        start, pairwise = jnp.ones(m, k.dtype), jnp.tril(jnp.ones((m, m), k.dtype))
+    else:
+        start, pairwise = decay_products(gates.retention)
+    before = jnp.concatenate([jnp.ones_like(start[:1]), start[:-1]])
+    pairwise_before = jnp.concatenate([jnp.zeros_like(pairwise[:1]), pairwise[:-1]])  # zero on and above the diagonal
+    eta = gates.step_size[:, None]
+    system = jnp.eye(m, dtype=k.dtype) + eta * pairwise_before * _exact(k, k.T)
+    errors = eta * (v - before[:, None] * dot(k, W.T, dtype))
+    u = jax.scipy.linalg.solve_triangular(system, errors, lower=True, unit_diagonal=True)
+    y = read(lambda _, h: start[:, None] * dot(h, W.T, dtype) + dot(dot(h, k.T, dtype) * pairwise, u, dtype))
+    return {name: start[-1] * W + _outer_sum(pairwise[-1], Factors(u, k), dtype)}, y
+
+
 def channel_block(
     rule: MemoryRule,
     memory: Weights,

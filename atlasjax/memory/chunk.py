@@ -17,7 +17,9 @@ from atlasjax.memory.state import MemoryParams, Weights
 # Block lengths: how many tokens are combined at once. They never change a result (SEMANTICS 1.4).
 _DUAL_BLOCK = 128  # the masks grow with the block's square, so longer chunks are computed in parts
 _CHANNEL_BLOCK = 16  # forms [block, block + c − 1, D]
-_FREE_BLOCK = 64  # where the gradient does not depend on the memory, chunks are as long as is fast
+_FREE_BLOCK = (
+    64  # where the chunk size has no effect (or is one token, with a closed form), chunks are as long as is fast
+)
 _MUON_MATRICES = 8  # momenta orthogonalized together; fewer if they are large
 _MUON_NUMBERS = 2**20
 
@@ -32,7 +34,8 @@ class Plan(NamedTuple):
 
 
 def plan(rule: MemoryRule, params: MemoryParams, dtype: Any) -> Plan:
-    chunk = _FREE_BLOCK if rule.has_constant_gradient else rule.chunk_size
+    free = rule.has_constant_gradient or rule.is_online_delta
+    chunk = _FREE_BLOCK if free else rule.chunk_size
     if isinstance(rule.optimizer, Muon):
         largest = max(math.prod(w.shape[1:]) for w in params.weights.values())
         block = min(chunk, rule.optimizer.every * min(_MUON_MATRICES, max(1, _MUON_NUMBERS // largest)))
@@ -137,6 +140,13 @@ def run_chunk(
         real = jnp.arange(k.shape[0]) >= (0 if first is None else first) + (c - 1 - count)
         after = slice(plan.chunk, plan.chunk + c - 1)
         window = Window(k[after], v[after], window.thresholds if threshold is None else threshold[after])
+
+    if rule.is_online_delta:
+        gates = blocks.BlockGates(slot.retention, slot.step_size, None, slot.gamma, None)
+        keys, queries = (rule.features.apply(params.coefficients, x) for x in (k, slot.q))
+        read = lambda linear: rule.structure.apply(linear, queries, None, params.norm)
+        memory, y = blocks.delta_block(memory, keys, v, gates, read, plan.dtype)
+        return memory, None, None, y
 
     factors = gradient_factors(rule, params, chunk_start, k, v, threshold, plan.dtype)
     block_fn = blocks.dual_block

@@ -81,6 +81,17 @@ class MemoryRule:
         linear = isinstance(self.structure, structures.Matrix) and isinstance(self.objective, objectives.DotProduct)
         return linear and not self.uses_muon
 
+    @property
+    def is_online_delta(self) -> bool:
+        """Whether this is W_t = α_t W_{t−1} − η_t (W_{t−1} φ(k) − v) φ(k)ᵀ: then many tokens can be taken at once, exactly."""
+        return (
+            isinstance(self.structure, structures.Matrix)
+            and isinstance(self.objective, objectives.L2)
+            and isinstance(self.optimizer, optimizers.GradientDescent)
+            and not isinstance(self.retention, retention_lib.Channel)
+            and self.window == self.chunk_size == 1
+        )
+
     def gate_channels(self, key_dim: int) -> dict[str, int | None]:
         """The gates of this rule: name → number of channels (an axis after heads), or None for one scalar per token and head.
 

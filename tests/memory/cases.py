@@ -14,6 +14,9 @@ MATRIX, GD = structures.Matrix(), optimizers.GradientDescent()
 RULES: dict[str, MemoryRule] = {
     "linear_attention": rules.linear_attention(),
     "delta_rule": rules.delta_rule(),
+    "delta_rule_decay": MemoryRule(
+        MATRIX, objectives.L2(), features.Polynomial(2), GD, retention.Scalar(), chunk_size=1
+    ),
     "delta_rule_chunk8": rules.delta_rule(8),
     "gla": MemoryRule(MATRIX, objectives.DotProduct(), optimizer=GD, retention=retention.Channel()),
     "channel_delta_momentum": MemoryRule(

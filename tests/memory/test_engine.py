@@ -40,7 +40,9 @@ def test_outputs_state_and_gradients(name, x64):
 
 
 @pytest.mark.parametrize("time", [1, 63, 100, 257])
-@pytest.mark.parametrize("name", ["omeganet_window_over_chunk", "atlas_every", "channel_delta_momentum"])
+@pytest.mark.parametrize(
+    "name", ["omeganet_window_over_chunk", "atlas_every", "channel_delta_momentum", "delta_rule_decay"]
+)
 def test_any_length(name, time, x64):
     rule = RULES[name]
     args = make_inputs(rule, time=time, batch=1, dtype=jnp.float64)
@@ -61,7 +63,9 @@ EDGES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["titans", "yaad_window", "omeganet", "atlas", "muon_matrix_channel", "gla", "moneta"])
+@pytest.mark.parametrize(
+    "name", ["titans", "yaad_window", "omeganet", "atlas", "muon_matrix_channel", "gla", "moneta", "delta_rule_decay"]
+)
 def test_extreme_gates(name, x64):
     rule = RULES[name]
     reference, engine = both(rule)

@@ -1,5 +1,6 @@
 """Streaming and packing: any cut of a sequence into calls is the same function; packed segments are as if alone."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,8 +78,8 @@ SEGMENTS = np.array([[0] * 9 + [1] * 1 + [2] * 13 + [7] * 14, [3] * 37, [0, 1, 2
 
 # One of every engine, with and without window, momentum, and places in a chunk.
 SEGMENTED = [
-    "linear_attention", "delta_rule", "gla", "channel_delta_momentum", "ttt_linear", "titans", "titans_long_chunk",
-    "omeganet_window_over_chunk", "yaad_window", "atlas_every", "atlas_online",
+    "linear_attention", "delta_rule", "delta_rule_decay", "gla", "channel_delta_momentum", "ttt_linear", "titans",
+    "titans_long_chunk", "omeganet_window_over_chunk", "yaad_window", "atlas_every", "atlas_online",
 ]  # fmt: skip
 
 
@@ -141,7 +142,7 @@ def test_state_size_does_not_depend_on_what_was_read(name):
     params, q, k, v, gates = make_inputs(rule, time=50)
     fresh = memory.init_state(rule, params, batch_size=2)
     _, state = memory.scan(rule, params, fresh, q, k, v, gates)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), fresh) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(fresh, state)
 
 
 @pytest.mark.parametrize("name", ["titans", "omeganet", "atlas", "gla", "yaad_window"])
