@@ -1,10 +1,7 @@
-"""The XLA engine: `memory.scan` as a `lax.scan` over chunks of masked matmuls.
-
-Only the memories at chunk boundaries are kept for the backward pass; everything inside a chunk is computed again.
-"""
+"""The XLA engine: `memory.scan` laid out as slots and scanned, and `memory.step`."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,52 +10,8 @@ from atlasjax.memory import layout
 from atlasjax.memory.chunk import Plan, Slot, Window, plan, run_chunk
 from atlasjax.memory.optimizers import Momentum, Muon
 from atlasjax.memory.rule import MemoryRule
-from atlasjax.memory.state import Gates, MemoryParams, MemoryState, Weights, init_state
-
-_GROUP_TOKENS = 32  # chunks shorter than this share one checkpoint
-
-
-def _to_slots(x: jax.Array, plan: Plan, where: layout.Layout, fill: float) -> jax.Array:
-    """[batch, time, heads, …] → [slots, batch, heads, width, …]."""
-    batch, time = x.shape[:2]
-    slots = where.num_slots
-    if where.place is None:
-        x = jnp.pad(x, ((0, 0), (0, slots * plan.chunk - time), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
-        x = x.reshape(batch, slots, plan.chunk, *x.shape[2:])
-        pad = ((0, 0), (0, 0), (0, plan.width - plan.chunk), *((0, 0),) * (x.ndim - 3))
-        x = jnp.pad(x, pad, constant_values=fill)
-    else:
-        rows = jnp.arange(batch)[:, None]
-        flat = jnp.full((batch, slots * plan.width, *x.shape[2:]), fill, x.dtype)
-        x = flat.at[rows, where.place].set(x, mode="drop", unique_indices=True)
-        x = x.reshape(batch, slots, plan.width, *x.shape[2:])
-    return jnp.moveaxis(x, (1, 3), (0, 2))
-
-
-def _from_slots(y: jax.Array, plan: Plan, where: layout.Layout, time: int) -> jax.Array:
-    """[slots, batch, heads, width, dim] → [batch, time, heads, dim]; NaN for tokens that found no slot."""
-    y = jnp.moveaxis(y, (0, 2), (1, 3))  # [batch, slots, width, heads, dim]
-    batch = y.shape[0]
-    if where.place is None:
-        return y[:, :, : plan.chunk].reshape(batch, -1, *y.shape[3:])[:, :time]
-    flat = y.reshape(batch, -1, *y.shape[3:])
-    rows = jnp.arange(batch)[:, None]
-    return flat.at[rows, where.place].get(mode="fill", fill_value=jnp.nan)
-
-
-def _choose(condition: jax.Array, a: Any, b: Any) -> Any:
-    """Per batch element: leaves of `a` where the condition [batch] holds, else of `b`."""
-    expand = lambda x: condition.reshape(-1, *(1,) * (x.ndim - 1))
-    return jax.tree.map(lambda x, y: jnp.where(expand(y), x, y), a, b)
-
-
-class Carry(NamedTuple):
-    """What goes from slot to slot; leaves [batch, heads, …]."""
-
-    memory: Weights
-    momentum: Weights | None
-    window: Window | None
-    chunk_start: Weights
+from atlasjax.memory.slots import Carry, choose, cpu_lanes, from_slots, scan_slots, to_slots
+from atlasjax.memory.state import Gates, MemoryParams, MemoryState, init_state
 
 
 def xla_scan(
@@ -82,10 +35,10 @@ def xla_scan(
     where = _layout(rule, sizes, state, fresh, batch, time, segment_ids, max_segments)
 
     def put(x: Any, fill: float) -> Any:
-        return None if x is None else _to_slots(x.astype(wide), sizes, where, fill)
+        return None if x is None else to_slots(x.astype(wide), sizes, where, fill)
 
     gamma = jnp.ones((batch, time, heads, 1), wide) if gates.window is None else gates.window
-    tokens = lambda x: _to_slots(x, sizes, where, 0.0)  # in their own dtype; chunks widen them
+    tokens = lambda x: to_slots(x, sizes, where, 0.0)  # in their own dtype; chunks widen them
     slots = Slot(
         q=tokens(q),
         k=tokens(k),
@@ -97,34 +50,6 @@ def xla_scan(
         threshold=put(gates.threshold, 1.0),
         real=put(jnp.ones((batch, time, heads), wide), 0.0) if isinstance(rule.optimizer, Momentum) else None,
     )
-
-    def chunk(params, chunk_start, memory, momentum, window, slot, first, count):
-        slot = slot._replace(q=slot.q.astype(wide), k=slot.k.astype(wide), v=slot.v.astype(wide))
-        start = memory if chunk_start is None else chunk_start
-        return run_chunk(rule, sizes, params, start, memory, momentum, window, slot, first, count)
-
-    by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None, None))
-    by_batch = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0))
-    initial = jax.tree.map(lambda w: jnp.broadcast_to(w.astype(wide), (batch, *w.shape)), params.weights)
-    params = jax.tree.map(lambda x: x.astype(wide), params)
-
-    def run_slot(carry: Carry, xs: Any, first: jax.Array | None, chunk_fn: Any) -> tuple[Carry, jax.Array]:
-        slot, count, resets, filled = xs
-        memory, momentum = carry.memory, carry.momentum
-        if resets is not None:
-            memory = _choose(resets, initial, memory)
-            momentum = _choose(resets, jax.tree.map(jnp.zeros_like, momentum), momentum)
-        start = memory
-        if first is not None:  # the call may begin in the middle of a chunk
-            within = first > 0
-            start = _choose(within, carry.chunk_start, memory)
-        given = None if first is None else start
-        new_memory, new_momentum, window, y = chunk_fn(
-            params, given, memory, momentum, carry.window, slot, first, count
-        )
-        # Not inside the checkpointed function, so that the backward pass does not keep it.
-        kept = start if filled is None else _choose(filled, start, carry.chunk_start)
-        return Carry(new_memory, new_momentum, window, kept), y.astype(q.dtype)
 
     window = None
     if rule.window > 1:
@@ -138,31 +63,21 @@ def xla_scan(
         )
     carry = Carry(state.memory, state.momentum, window, state.chunk_start or state.memory)
     carry = jax.tree.map(lambda x: x.astype(wide), carry)
-    xs = (slots, where.window_count, where.resets, where.filled)
-    checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
-
-    outputs = []
-    if where.first is not None:
-        carry, y = run_slot(carry, jax.tree.map(lambda x: x[0], xs), where.first, checkpoint(by_batch))
-        outputs.append(y[None])
-        xs = jax.tree.map(lambda x: x[1:], xs)
-    remaining = where.num_slots - len(outputs)
-    group = max(1, _GROUP_TOKENS // sizes.width)
-    grouped = remaining // group * group if group > 1 else 0
-    if grouped:
-        # Short chunks: one boundary state is kept for several of them.
-        inner = lambda c, x: run_slot(c, x, None, by_batch)
-        outer = checkpoint(lambda c, x: jax.lax.scan(inner, c, x))
-        head = jax.tree.map(lambda x: x[:grouped].reshape(-1, group, *x.shape[1:]), xs)
-        carry, y = jax.lax.scan(outer, carry, head)
-        outputs.append(y.reshape(-1, *y.shape[2:]))
-        xs = jax.tree.map(lambda x: x[grouped:], xs)
-        remaining -= grouped
-    if remaining:
-        carry, y = jax.lax.scan(lambda c, x: run_slot(c, x, None, checkpoint(by_batch)), carry, xs)
-        outputs.append(y)
-    y = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
-    y = _from_slots(y, sizes, where, time)
+    operands = (
+        jax.tree.map(lambda x: x.astype(wide), params),
+        carry,
+        (slots, where.window_count, where.resets, where.filled),
+        where.first,
+    )
+    run = functools.partial(scan_slots, rule, sizes, q.dtype)
+    lanes = cpu_lanes(sizes, params)
+    if lanes == 1:
+        y, carry = run(1, *operands)
+    else:
+        y, carry = jax.lax.platform_dependent(
+            *operands, cpu=functools.partial(run, lanes), default=functools.partial(run, 1)
+        )
+    y = from_slots(y, sizes, where, time)
     return y, _final_state(rule, state, carry, where, k, v, gates, segment_ids)
 
 
@@ -201,10 +116,10 @@ def _final_state(
 ) -> MemoryState:
     memory = carry.memory
     if where.overflow is not None:
-        memory = _choose(where.overflow, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), memory), memory)
+        memory = choose(where.overflow, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), memory), memory)
     chunk_start = None
     if state.chunk_start is not None:
-        chunk_start = _choose(where.position == 0, memory, carry.chunk_start)
+        chunk_start = choose(where.position == 0, memory, carry.chunk_start)
 
     def tail(old: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
         if old is None or new is None:
@@ -264,7 +179,7 @@ def xla_step(
     start = state.memory
     if state.chunk_start is not None:
         assert state.position is not None
-        start = _choose(state.position == 0, state.memory, state.chunk_start)
+        start = choose(state.position == 0, state.memory, state.chunk_start)
     window = None
     if rule.window > 1:
         assert state.window_keys is not None
@@ -283,7 +198,7 @@ def xla_step(
     position = None if state.position is None else (state.position + 1) % rule.chunk_size
     return y[:, :, 0].astype(q.dtype), MemoryState(
         memory=memory,
-        chunk_start=None if position is None else _choose(position == 0, memory, start),
+        chunk_start=None if position is None else choose(position == 0, memory, start),
         momentum=momentum,
         window_keys=None if window is None else window.keys,
         window_values=None if window is None else window.values,

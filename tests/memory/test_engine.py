@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from atlasjax import memory
+from atlasjax.memory.chunk import plan as chunk_plan
 from tests.memory.cases import RULES, assert_close, make_inputs
 
 # Two forms of one function in float64; the slack is for sums in another order, amplified by Newton–Schulz.
@@ -176,3 +177,33 @@ def test_backward_memory_grows_with_boundaries_not_with_tokens():
     assert long <= 4.2 * short
     weights = 2 * 64 * 16 * 4
     assert long < 2048 * weights / 5
+
+
+@pytest.mark.parametrize("name", ["titans", "atlas_every", "omeganet_window_over_chunk", "delta_rule"])
+def test_lanes_of_heads_change_nothing(name, x64, monkeypatch):
+    """What a CPU does with large products, forced on small ones: groups of heads as separate operations."""
+    from atlasjax.memory import slots
+
+    monkeypatch.setattr(slots, "_LANE_NUMBERS", 1)
+    rule = RULES[name]
+    params, q, k, v, gates = make_inputs(rule, heads=6, dtype=jnp.float64)
+    assert slots.cpu_lanes(chunk_plan(rule, params, q.dtype), params) == 2
+    reference, engine = both(rule)
+    assert_close(engine(params, q, k, v, gates), reference(params, q, k, v, gates), EXACT)
+    ids = jnp.asarray([[0] * 9 + [1] * 28, [2] * 37])
+    reference, engine = (both(rule, segment_ids=ids)[0], both(rule, segment_ids=ids)[1])
+    assert_close(engine(params, q, k, v, gates)[1][0], reference(params, q, k, v, gates)[1][0], EXACT)
+
+
+def test_lanes_are_for_cpus_only(monkeypatch):
+    """Compiling for a TPU from a machine without one takes the TPU's branch."""
+    from atlasjax.memory import slots
+
+    monkeypatch.setattr(slots, "_LANE_NUMBERS", 1)
+    rule = RULES["titans"]
+    args = make_inputs(rule, heads=4)
+    products = {}
+    for platform in ("cpu", "tpu"):
+        traced = jax.jit(lambda params, *args: memory.scan(rule, params, None, *args)[0]).trace(*args)
+        products[platform] = traced.lower(lowering_platforms=(platform,)).as_text().count("dot_general")
+    assert products["cpu"] == 4 * products["tpu"]
