@@ -22,15 +22,16 @@
 # Here we give four memories the same stream of key–value pairs, one token at a time, and after **every** token ask each of them
 # for **all** the pairs. Nothing is trained beforehand: all learning that you see happens at test time.
 #
-# On Colab, run the next cell first; elsewhere the package is already there.
+# On Colab, clone the repository first and name its folder below; where the package is installed, the next cell does nothing.
 
 # %%
 import importlib.util
 import subprocess
 import sys
 
+REPOSITORY = ".."
 if importlib.util.find_spec("atlasjax") is None:
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "atlasjax"], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", REPOSITORY], check=True)
 
 # %%
 import jax
