@@ -175,7 +175,6 @@ def delta_block(
     v: jax.Array,
     gates: BlockGates,
     read: Read,
-    dtype: jnp.dtype,
 ) -> tuple[Weights, jax.Array]:
     """The online delta rule (chunks of one token), many tokens at once: the WY form (Yang et al. 2024), with decay.
 
@@ -186,7 +185,8 @@ def delta_block(
     Args:
       memory: {name: W_0}.
       k, v: features of the keys [m, D] and values [m, value_dim].
-      gates, read, dtype: as in `dual_block`.
+      gates, read: as in `dual_block`. Products take float32 inputs: errors of one token enter those of all later ones, and some
+        versions of XLA's CPU backend have no product of bfloat16 with a float32 result for these shapes.
     """
     ((name, W),) = memory.items()
     m = k.shape[0]
@@ -198,10 +198,10 @@ def delta_block(
     pairwise_before = jnp.concatenate([jnp.zeros_like(pairwise[:1]), pairwise[:-1]])  # zero on and above the diagonal
     eta = gates.step_size[:, None]
     system = jnp.eye(m, dtype=k.dtype) + eta * pairwise_before * _exact(k, k.T)
-    errors = eta * (v - before[:, None] * dot(k, W.T, dtype))
+    errors = eta * (v - before[:, None] * k @ W.T)
     u = jax.scipy.linalg.solve_triangular(system, errors, lower=True, unit_diagonal=True)
-    y = read(lambda _, h: start[:, None] * dot(h, W.T, dtype) + dot(dot(h, k.T, dtype) * pairwise, u, dtype))
-    return {name: start[-1] * W + _outer_sum(pairwise[-1], Factors(u, k), dtype)}, y
+    y = read(lambda _, h: start[:, None] * (h @ W.T) + (h @ k.T * pairwise) @ u)
+    return {name: start[-1] * W + _outer_sum(pairwise[-1], Factors(u, k), u.dtype)}, y
 
 
 def channel_block(

@@ -145,7 +145,7 @@ def run_chunk(
         gates = blocks.BlockGates(slot.retention, slot.step_size, None, slot.gamma, None)
         keys, queries = (rule.features.apply(params.coefficients, x) for x in (k, slot.q))
         read = lambda linear: rule.structure.apply(linear, queries, None, params.norm)
-        memory, y = blocks.delta_block(memory, keys, v, gates, read, plan.dtype)
+        memory, y = blocks.delta_block(memory, keys, v, gates, read)
         return memory, None, None, y
 
     factors = gradient_factors(rule, params, chunk_start, k, v, threshold, plan.dtype)
