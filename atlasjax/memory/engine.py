@@ -51,17 +51,7 @@ def xla_scan(
         real=put(jnp.ones((batch, time, heads), wide), 0.0) if isinstance(rule.optimizer, Momentum) else None,
     )
 
-    window = None
-    if rule.window > 1:
-        assert state.window_keys is not None
-        assert state.window_values is not None
-        thresholds = state.window_thresholds
-        window = Window(
-            state.window_keys,
-            state.window_values,
-            jnp.ones(state.window_keys.shape[:-1], wide) if thresholds is None else thresholds,
-        )
-    carry = Carry(state.memory, state.momentum, window, state.chunk_start or state.memory)
+    carry = Carry(state.memory, state.momentum, _window(state), state.chunk_start or state.memory)
     carry = jax.tree.map(lambda x: x.astype(wide), carry)
     operands = (
         jax.tree.map(lambda x: x.astype(wide), params),
@@ -81,6 +71,21 @@ def xla_scan(
     return y, _final_state(rule, state, carry, where, k, v, gates, segment_ids)
 
 
+def _window(state: MemoryState) -> Window | None:
+    """The window of a state; None for c = 1. Thresholds that the loss does not use are ones."""
+    if state.window_keys is None:
+        return None
+    assert state.window_values is not None
+    thresholds = state.window_thresholds
+    if thresholds is None:
+        thresholds = jnp.ones(state.window_keys.shape[:-1], state.window_keys.dtype)
+    return Window(state.window_keys, state.window_values, thresholds)
+
+
+def _window_count(state: MemoryState) -> jax.Array:
+    return jnp.zeros(state.segment.shape, jnp.int32) if state.window_count is None else state.window_count
+
+
 def _layout(
     rule: MemoryRule,
     sizes: Plan,
@@ -91,9 +96,8 @@ def _layout(
     segment_ids: jax.Array | None,
     max_segments: int | None,
 ) -> layout.Layout:
-    zeros = jnp.zeros((batch,), jnp.int32)
-    count = zeros if state.window_count is None else state.window_count
-    position = zeros if state.position is None else state.position
+    count = _window_count(state)
+    position = jnp.zeros_like(count) if state.position is None else state.position
     if segment_ids is not None:
         assert max_segments is not None
         return layout.segmented_layout(
@@ -174,19 +178,11 @@ def xla_step(
         up(gates.threshold),
         None,
     )
-    zeros = jnp.zeros((batch,), jnp.int32)
-    count = zeros if state.window_count is None else state.window_count
+    count = _window_count(state)
     start = state.memory
     if state.chunk_start is not None:
         assert state.position is not None
         start = choose(state.position == 0, state.memory, state.chunk_start)
-    window = None
-    if rule.window > 1:
-        assert state.window_keys is not None
-        assert state.window_values is not None
-        thresholds = state.window_thresholds
-        ones = jnp.ones(state.window_keys.shape[:-1], wide)
-        window = Window(state.window_keys, state.window_values, ones if thresholds is None else thresholds)
 
     def chunk(params, start, memory, momentum, window, slot, count):
         return run_chunk(rule, sizes, params, start, memory, momentum, window, slot, None, count)
@@ -194,7 +190,7 @@ def xla_step(
     by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None))
     by_batch = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0))
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
-    memory, momentum, window, y = by_batch(up_params, start, state.memory, state.momentum, window, slot, count)
+    memory, momentum, window, y = by_batch(up_params, start, state.memory, state.momentum, _window(state), slot, count)
     position = None if state.position is None else (state.position + 1) % rule.chunk_size
     return y[:, :, 0].astype(q.dtype), MemoryState(
         memory=memory,
