@@ -40,7 +40,8 @@ def _memory(rule: str, *, tiny: bool) -> MemoryConfig:
     parameters = inspect.signature(rules.REGISTRY[rule]).parameters
     config = MemoryConfig(rule=rule)
     if "features" in parameters:
-        config = dataclasses.replace(config, features="elementwise", degree=2)
+        features = "sketch" if rule == "polysketch" else "elementwise"
+        config = dataclasses.replace(config, features=features, degree=2)
     if tiny and "newton_schulz_every" in parameters:
         config = dataclasses.replace(config, **{k: v for k, v in _TINY_MUON.items() if k in config.overrides()})
     return config

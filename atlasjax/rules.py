@@ -19,11 +19,79 @@ def linear_attention(chunk_size: int = 64) -> MemoryRule:
     )  # fmt: skip
 
 
+def retnet(chunk_size: int = 64) -> MemoryRule:
+    """W_t = α_t W_{t−1} + η_t v kᵀ (RetNet, Sun et al. 2023, with a constant α for each head; with a gated one, Mamba-2's)."""
+    return MemoryRule(
+        structures.Matrix(), objectives.DotProduct(), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size
+    )
+
+
+def gla(chunk_size: int = 64) -> MemoryRule:
+    """W_t = W_{t−1} Diag(α_t) + η_t v kᵀ, α per channel of the key (gated linear attention, Yang et al. 2024)."""
+    return MemoryRule(
+        structures.Matrix(), objectives.DotProduct(), optimizer=optimizers.GradientDescent(),
+        retention=retention.Channel(), chunk_size=chunk_size,
+    )  # fmt: skip
+
+
+def polysketch(chunk_size: int = 64, features: features_lib.Features = features_lib.Polynomial(2)) -> MemoryRule:
+    """W_t = W_{t−1} + η_t v φ(k)ᵀ with polynomial features, exact or sketched (PolySketchFormer, Kacham et al. 2024).
+
+    Unnormalized: the read is not divided by φ(q)·Σφ(k).
+    """
+    return MemoryRule(
+        structures.Matrix(), objectives.DotProduct(), features, optimizers.GradientDescent(), retention.Full(),
+        chunk_size=chunk_size,
+    )  # fmt: skip
+
+
 def delta_rule(chunk_size: int = 1) -> MemoryRule:
     """W_t = W_{t−1}(I − η_t k kᵀ) + η_t v kᵀ (DeltaNet; η is its β). Exact at the default chunk of one token."""
     return MemoryRule(
         structures.Matrix(), objectives.L2(), optimizer=optimizers.GradientDescent(), retention=retention.Full(),
         chunk_size=chunk_size,
+    )  # fmt: skip
+
+
+def longhorn() -> MemoryRule:
+    """W_t = W_{t−1}(I − δ_t k kᵀ) + δ_t v kᵀ, δ = β/(1 + β‖k‖²) (Longhorn, Liu et al. 2024, β per head). The gate is β."""
+    return MemoryRule(
+        structures.Matrix(), objectives.L2(), optimizer=optimizers.Implicit(), retention=retention.Full(), chunk_size=1
+    )
+
+
+def longhorn_channel() -> MemoryRule:
+    """Longhorn with a β for each channel of the value: row c of W is written with δ_c = β_c/(1 + β_c‖k‖²)."""
+    return MemoryRule(
+        structures.Matrix(), objectives.L2(), optimizer=optimizers.Implicit(per_channel=True),
+        retention=retention.Full(), chunk_size=1,
+    )  # fmt: skip
+
+
+def gated_delta_rule() -> MemoryRule:
+    """W_t = α_t W_{t−1}(I − η_t k kᵀ) + η_t v kᵀ (Gated DeltaNet, Yang et al. 2024): decay first, then the delta rule."""
+    return MemoryRule(
+        structures.Matrix(), objectives.L2(), optimizer=optimizers.GradientDescent(),
+        retention=retention.Scalar(decay_first=True), chunk_size=1,
+    )  # fmt: skip
+
+
+def rwkv7() -> MemoryRule:
+    """W_t = W_{t−1}(Diag(α_t) − κ̂_t (a_t ⊙ κ̂_t)ᵀ) + v kᵀ (RWKV-7 as published, Peng et al. 2025).
+
+    Gates: α per channel (`retention`), the removal key κ̂ (`removal_key`) and its rates a (`removal`); k is the replacement key.
+    """
+    return MemoryRule(
+        structures.Matrix(), objectives.RemoveAndReplace(), optimizer=optimizers.GradientDescent(),
+        retention=retention.Channel(), chunk_size=1,
+    )  # fmt: skip
+
+
+def rwkv7_one_key() -> MemoryRule:
+    """W_t = W_{t−1}(Diag(α_t) − η_t k kᵀ) + η_t v kᵀ: RWKV-7 with one key, as in A Table 1."""
+    return MemoryRule(
+        structures.Matrix(), objectives.L2(), optimizer=optimizers.GradientDescent(), retention=retention.Channel(),
+        chunk_size=1,
     )  # fmt: skip
 
 
@@ -51,6 +119,32 @@ def titans(chunk_size: int = 64, structure: structures.Structure = structures.ML
 def titans_no_momentum(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
     """Titans without momentum: gradient descent with weight decay."""
     return MemoryRule(structure, objectives.L2(), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size)
+
+
+def moneta(
+    chunk_size: int = 64, p: float = 3.0, q: float = 4.0, structure: structures.Structure = structures.MLP()
+) -> MemoryRule:
+    """Moneta (Behrouz et al. 2025, "It's all connected"): the ℓp loss with the ℓq retention map; q = 2 is A Table 1's row.
+
+    A_t = α_t A_{t−1} − η_t ∇ℓ_p(M_{t'}; k, v),  M_t = A_t / ‖A_t‖_q^{q−2}.
+    """
+    return MemoryRule(
+        structure, objectives.Lp(p), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size,
+        retention=retention.Scalar() if q == 2 else retention.Lq(q),
+    )  # fmt: skip
+
+
+def yaad(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
+    """Yaad (Behrouz et al. 2025): Huber's loss with a threshold per token, gradient descent with decay."""
+    return MemoryRule(structure, objectives.Huber(), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size)
+
+
+def memora(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
+    """Memora (Behrouz et al. 2025): ℓ2 with the KL retention, M_t = softmax over rows of (α_t log M_{t−1} − η_t ∇ℓ)."""
+    return MemoryRule(
+        structure, objectives.L2(), optimizer=optimizers.GradientDescent(), retention=retention.KL(),
+        chunk_size=chunk_size,
+    )  # fmt: skip
 
 
 def dla(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
@@ -107,11 +201,22 @@ def atlas_plus_plus(
 
 REGISTRY: dict[str, Callable[..., MemoryRule]] = {
     "linear_attention": linear_attention,
-    "delta_rule": delta_rule,
+    "retnet": retnet,
+    "gla": gla,
+    "polysketch": polysketch,
     "ttt_linear": ttt_linear,
     "ttt_mlp": ttt_mlp,
+    "delta_rule": delta_rule,
+    "longhorn": longhorn,
+    "longhorn_channel": longhorn_channel,
+    "gated_delta_rule": gated_delta_rule,
+    "rwkv7": rwkv7,
+    "rwkv7_one_key": rwkv7_one_key,
     "titans": titans,
     "titans_no_momentum": titans_no_momentum,
+    "moneta": moneta,
+    "yaad": yaad,
+    "memora": memora,
     "dla": dla,
     "swla": swla,
     "omeganet": omeganet,

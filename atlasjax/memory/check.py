@@ -67,7 +67,7 @@ def check_call(
             raise ValueError(f"{where}: q, k and v must have one dtype, got q {q.dtype} and {name} {x.dtype}.")
     if not isinstance(gates, Gates):
         raise TypeError(f"{where}: gates must be memory.Gates, got {type(gates).__name__}.")
-    expected = rule.gate_channels(key_dim)
+    expected = rule.gate_channels(key_dim, value_dim)
     for name, gate in gates._asdict().items():
         if name not in expected:
             if gate is not None:
@@ -148,6 +148,8 @@ _RANGES = {
     "window": (0.0, 1.0),
     "step_size": (0.0, np.inf),
     "threshold": (0.0, np.inf),
+    "removal_key": (-np.inf, np.inf),
+    "removal": (0.0, 1.0),
 }
 
 

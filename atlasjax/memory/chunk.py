@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from atlasjax.memory import blocks
+from atlasjax.memory import blocks, formed
+from atlasjax.memory.delta import delta_block, delta_tokens
 from atlasjax.memory.optimizers import Muon
 from atlasjax.memory.retention import Channel
 from atlasjax.memory.rule import MemoryRule
@@ -20,8 +21,9 @@ _CHANNEL_BLOCK = 16  # forms [block, block + c − 1, D]
 _FREE_BLOCK = (
     64  # where the chunk size has no effect (or is one token, with a closed form), chunks are as long as is fast
 )
-_MUON_MATRICES = 8  # momenta orthogonalized together; fewer if they are large
-_MUON_NUMBERS = 2**20
+_CHANNEL_SYSTEM = 32  # solves a system [block, block] for each channel of the value
+_FORMED_MATRICES = 8  # momenta orthogonalized, or memories mapped, together; fewer if they are large
+_FORMED_NUMBERS = 2**20
 
 
 class Plan(NamedTuple):
@@ -36,10 +38,14 @@ class Plan(NamedTuple):
 def plan(rule: MemoryRule, params: MemoryParams, dtype: Any) -> Plan:
     free = rule.has_constant_gradient or rule.is_online_delta
     chunk = _FREE_BLOCK if free else rule.chunk_size
-    if isinstance(rule.optimizer, Muon):
+    channels = isinstance(rule.retention, Channel)
+    if rule.is_online_delta and (channels or rule.optimizer.per_channel):
+        chunk = _CHANNEL_BLOCK if channels else _CHANNEL_SYSTEM
+    if isinstance(rule.optimizer, Muon) or rule.retention.has_map:
         largest = max(math.prod(w.shape[1:]) for w in params.weights.values())
-        block = min(chunk, rule.optimizer.every * min(_MUON_MATRICES, max(1, _MUON_NUMBERS // largest)))
-    elif isinstance(rule.retention, Channel):
+        every = rule.optimizer.every if isinstance(rule.optimizer, Muon) else 1
+        block = min(chunk, every * min(_FORMED_MATRICES, max(1, _FORMED_NUMBERS // largest)))
+    elif channels:
         block = min(chunk, _CHANNEL_BLOCK)
     else:
         block = -(-chunk // -(-chunk // _DUAL_BLOCK))
@@ -61,10 +67,12 @@ class Slot(NamedTuple):
     k: jax.Array
     v: jax.Array
     retention: jax.Array | None
-    step_size: jax.Array
+    step_size: jax.Array | None
     momentum: jax.Array | None
     gamma: jax.Array
     threshold: jax.Array | None
+    removal_key: jax.Array | None
+    removal: jax.Array | None
     real: jax.Array | None  # 1 for tokens, 0 for padding; see `blocks.BlockGates`
 
 
@@ -142,16 +150,29 @@ def run_chunk(
         window = Window(k[after], v[after], window.thresholds if threshold is None else threshold[after])
 
     if rule.is_online_delta:
-        gates = blocks.BlockGates(slot.retention, slot.step_size, None, slot.gamma, None)
         keys, queries = (rule.features.apply(params.coefficients, x) for x in (k, slot.q))
+        tokens = delta_tokens(rule, keys, v, slot.step_size, slot.removal_key, slot.removal)
+        gates = blocks.BlockGates(slot.retention, tokens.rate, None, slot.gamma, None)
         read = lambda linear: rule.structure.apply(linear, queries, None, params.norm)
-        memory, y = blocks.delta_block(memory, keys, v, gates, read)
+        memory, y = delta_block(rule, memory, tokens, gates, read)
         return memory, None, None, y
 
-    factors = gradient_factors(rule, params, chunk_start, k, v, threshold, plan.dtype)
+    if rule.retention.decay_first:  # chunks of one token: its decay is that of the whole memory
+        assert slot.retention is not None
+        decay = slot.retention[0]
+        chunk_start = jax.tree.map(lambda w: w * decay, chunk_start)
+    factors = gradient_factors(rule, params, rule.weights(chunk_start), k, v, threshold, plan.dtype)
+    if rule.optimizer.per_channel:
+        # Windows are one token, so a row's step size can go to the row's factor.
+        assert slot.step_size is not None
+        scale = slot.step_size
+        factors = {name: blocks.Factors(scale * left, inputs) for name, (left, inputs) in factors.items()}
+        slot = slot._replace(step_size=jnp.ones_like(scale[:, 0]))
     block_fn = blocks.dual_block
     if rule.uses_muon:
-        block_fn = blocks.muon_block
+        block_fn = formed.muon_block
+    elif rule.retention.has_map:
+        block_fn = formed.mapped_block
     elif isinstance(rule.retention, Channel):
         block_fn = blocks.channel_block
 
@@ -159,6 +180,7 @@ def run_chunk(
         gamma = blocks.window_matrix(slot.gamma)
         if real is not None:
             gamma = jnp.where(real, gamma, 0.0)
+        assert slot.step_size is not None
         gates = blocks.BlockGates(slot.retention, slot.step_size, slot.momentum, gamma, slot.real)
         x = rule.features.apply(params.coefficients, slot.q)
         skip = rule.features.degree_one(params.coefficients, slot.q) if rule.structure.residual else None

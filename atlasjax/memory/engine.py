@@ -48,6 +48,8 @@ def xla_scan(
         momentum=put(gates.momentum, 1.0),
         gamma=put(gamma, 0.0),
         threshold=put(gates.threshold, 1.0),
+        removal_key=put(gates.removal_key, 0.0),
+        removal=put(gates.removal, 0.0),
         real=put(jnp.ones((batch, time, heads), wide), 0.0) if isinstance(rule.optimizer, Momentum) else None,
     )
 
@@ -162,21 +164,23 @@ def xla_step(
         return None if x is None else x.astype(wide)[:, :, None]
 
     step_size = gates.step_size
-    assert step_size is not None
     if isinstance(rule.optimizer, Muon) and state.position is not None:
+        assert step_size is not None
         writes = (state.position + 1) % rule.optimizer.every == 0
         step_size = jnp.where(writes[:, None], step_size, 0.0)
     gamma = jnp.ones((batch, heads, 1), wide) if gates.window is None else gates.window
     slot = Slot(
-        up(q),
-        up(k),
-        up(v),
-        up(gates.retention),
-        up(step_size),
-        up(gates.momentum),
-        up(gamma),
-        up(gates.threshold),
-        None,
+        q=up(q),
+        k=up(k),
+        v=up(v),
+        retention=up(gates.retention),
+        step_size=up(step_size),
+        momentum=up(gates.momentum),
+        gamma=up(gamma),
+        threshold=up(gates.threshold),
+        removal_key=up(gates.removal_key),
+        removal=up(gates.removal),
+        real=None,
     )
     count = _window_count(state)
     start = state.memory

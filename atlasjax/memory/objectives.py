@@ -66,4 +66,19 @@ class Huber:
         return jnp.where(inside, 0.5 * square, threshold * (norm - 0.5 * threshold))
 
 
-Objective = L2 | DotProduct | Lp | Huber
+@dataclasses.dataclass(frozen=True)
+class RemoveAndReplace:
+    """RWKV-7's write (Peng et al. 2025): what is bound to one key is removed, and the value is put in at another.
+
+    S_t = −(M_{t−1} κ̂_t)(a_t ⊙ κ̂_t)ᵀ + v_t k_tᵀ, with the removal key κ̂ (gate `removal_key`), its rate a ∈ [0, 1] for each channel
+    (gate `removal`), and the replacement key k. With κ̂ = k/‖k‖ and equal rates it is the delta rule. It is the gradient step
+    of no loss with one key, so it has no `loss`, and no step size.
+    """
+
+    uses_threshold = False
+
+    def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
+        raise TypeError("RemoveAndReplace: this write is not the gradient of a loss of M(φ(k)) and v.")
+
+
+Objective = L2 | DotProduct | Lp | Huber | RemoveAndReplace

@@ -8,8 +8,28 @@ from pallas_kernels.newton_schulz import SCHEDULES
 
 @dataclasses.dataclass(frozen=True)
 class GradientDescent:
-    """S_t = −η_t g_t. There is no momentum state (θ = 0 is its own code path)."""
+    """S_t = −η_t g_t. There is no momentum state (θ = 0 is its own code path).
 
+    Attributes:
+      per_channel: η_t has one value for each channel of the value (each row of a matrix memory).
+    """
+
+    per_channel: bool = False
+    has_momentum = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Implicit:
+    """The exact minimizer of a step's problem instead of one gradient step on it (Longhorn, Liu et al. 2024).
+
+    M_t = argmin_M ½‖M − α_t M_{t−1}‖² + (β_t/2) ‖M φ(k_t) − v_t‖². With a matrix memory that is the delta rule with the step
+    size β/(1 + β‖φ(k)‖²), which is below 2/‖φ(k)‖² for every β ≥ 0. The gate `step_size` is β.
+
+    Attributes:
+      per_channel: β_t has one value for each channel of the value.
+    """
+
+    per_channel: bool = False
     has_momentum = False
 
 
@@ -17,6 +37,7 @@ class GradientDescent:
 class Momentum:
     """S_t = θ_t S_{t−1} − η_t g_t."""
 
+    per_channel = False
     has_momentum = True
 
 
@@ -35,6 +56,7 @@ class Muon:
     steps: int = 5
     schedule: str = "standard"
     every: int = 1
+    per_channel = False
     has_momentum = True
 
     def __post_init__(self) -> None:
@@ -45,4 +67,4 @@ class Muon:
         lookup("Newton–Schulz schedule", self.schedule, SCHEDULES)
 
 
-Optimizer = GradientDescent | Momentum | Muon
+Optimizer = GradientDescent | Implicit | Momentum | Muon

@@ -8,17 +8,48 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.optimizers import GradientDescent, Muon
+from atlasjax.memory.objectives import RemoveAndReplace
+from atlasjax.memory.optimizers import GradientDescent, Implicit, Muon
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState, init_state
 from pallas_kernels.newton_schulz import SCHEDULES, newton_schulz
 
 
 def read_one(rule: MemoryRule, params: Any, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """M(φ(x)) of one head: x is [key_dim], the result [value_dim]."""
+    """M(φ(x)) of one head: x is [key_dim], the result [value_dim]; `weights` as a state stores them."""
+    weights = rule.weights(weights)
     features = rule.features.apply(params.coefficients, x)
     skip = rule.features.degree_one(params.coefficients, x) if rule.structure.residual else None
     return rule.structure.apply(lambda name, h: weights[name] @ h, features, skip, params.norm)
+
+
+def _gradient(
+    rule: MemoryRule, params: Any, weights: dict, token: dict, keys: jax.Array, values: jax.Array,
+    thresholds: jax.Array, gamma: jax.Array,
+) -> dict:  # fmt: skip
+    """g_t: the window's losses, weighed by γ, differentiated at the memory `weights`."""
+    if isinstance(rule.objective, RemoveAndReplace):
+        removed, W = token["removal_key"], weights["W"]
+        return {"W": jnp.outer(W @ removed, token["removal"] * removed) - jnp.outer(token["v"], token["k"])}
+
+    def loss(weights: dict, k: jax.Array, v: jax.Array, threshold: jax.Array) -> jax.Array:
+        features = rule.features.apply(params.coefficients, k)
+        skip = rule.features.degree_one(params.coefficients, k) if rule.structure.residual else None
+        out = rule.structure.apply(lambda name, h: weights[name] @ h, features, skip, params.norm)
+        return rule.objective.loss(out, v, threshold)
+
+    gradients = jax.vmap(jax.grad(loss), (None, 0, 0, 0))(weights, keys, values, thresholds)
+    return jax.tree.map(lambda x: jnp.tensordot(gamma, x, 1), gradients)
+
+
+def _minimizer(rule: MemoryRule, params: Any, W: jax.Array, token: dict) -> jax.Array:
+    """argmin_M ½‖M − W‖² + ½ Σ_c β_c (M φ(k) − v)_c², row by row: w_c (I + β_c k kᵀ) = its target."""
+    k, beta = rule.features.apply(params.coefficients, token["k"]), token["step_size"]
+
+    def row(w: jax.Array, v: jax.Array, beta: jax.Array) -> jax.Array:
+        return jnp.linalg.solve(jnp.eye(k.size, dtype=k.dtype) + beta * jnp.outer(k, k), w + beta * v * k)
+
+    return jax.vmap(row)(W, token["v"], jnp.broadcast_to(beta, W.shape[:1]))
 
 
 def _token(rule: MemoryRule, params: Any, initial: dict, carry: dict, token: dict) -> tuple[dict, jax.Array]:
@@ -35,6 +66,9 @@ def _token(rule: MemoryRule, params: Any, initial: dict, carry: dict, token: dic
 
     starts_chunk = carry["position"] == 0
     at_start = jax.tree.map(lambda m, g: jnp.where(starts_chunk, m, g), carry["M"], carry["chunk_start"])
+    alpha, theta, eta = token["retention"], token["momentum"], token["step_size"]
+    evaluated = jax.tree.map(lambda m: m * alpha, at_start) if rule.retention.decay_first else at_start
+    evaluated = rule.weights(evaluated)
 
     # The window: entry j holds token t − j.
     keys = jnp.concatenate([token["k"][None], carry["keys"]])
@@ -42,14 +76,9 @@ def _token(rule: MemoryRule, params: Any, initial: dict, carry: dict, token: dic
     thresholds = jnp.concatenate([token["threshold"][None], carry["thresholds"]])
     real = jnp.arange(rule.window) <= carry["count"]
 
-    def loss(weights: dict, k: jax.Array, v: jax.Array, threshold: jax.Array) -> jax.Array:
-        return rule.objective.loss(read_one(rule, params, weights, k), v, threshold)
-
-    gradients = jax.vmap(jax.grad(loss), (None, 0, 0, 0))(at_start, keys, values, thresholds)
     gamma = jnp.where(real, token["window"], 0.0)
-    g = jax.tree.map(lambda x: jnp.tensordot(gamma, x, 1), gradients)
+    g = _gradient(rule, params, evaluated, token, keys, values, thresholds, gamma)
 
-    alpha, theta, eta = token["retention"], token["momentum"], token["step_size"]
     decayed = jax.tree.map(lambda m: m * alpha, carry["M"])  # α is a scalar, or [D] acting on the right of W
     if isinstance(rule.optimizer, Muon):
         S = jax.tree.map(lambda s, x: theta * s - x, carry["S"], g)
@@ -58,12 +87,16 @@ def _token(rule: MemoryRule, params: Any, initial: dict, carry: dict, token: dic
             m + jnp.where(writes, eta, 0.0) * newton_schulz(s, rule.optimizer.steps, SCHEDULES[rule.optimizer.schedule])
         )
         M = jax.tree.map(step, decayed, S)
+    elif isinstance(rule.optimizer, Implicit):
+        S, M = carry["S"], {"W": _minimizer(rule, params, decayed["W"], token)}
     else:
+        if rule.optimizer.per_channel:
+            eta = eta[:, None]
         if isinstance(rule.optimizer, GradientDescent):
             S = jax.tree.map(lambda x: -eta * x, g)
         else:
             S = jax.tree.map(lambda s, x: theta * s - eta * x, carry["S"], g)
-        M = jax.tree.map(jnp.add, decayed, S)
+        M = rule.start(jax.tree.map(jnp.add, decayed, S))
 
     carry.update(
         M=M,
@@ -107,6 +140,8 @@ def reference_scan(
         "window": ones[..., None] if gates.window is None else wide(gates.window),
         "threshold": ones if gates.threshold is None else wide(gates.threshold),
     }
+    if gates.removal_key is not None and gates.removal is not None:
+        tokens |= {"removal_key": wide(gates.removal_key), "removal": wide(gates.removal)}
     by_batch: dict[str, jax.Array] = {}
     if segment_ids is not None:
         by_batch["segment"] = segment_ids
@@ -135,7 +170,7 @@ def reference_scan(
 
     over_heads = jax.vmap(one_head, in_axes=(0, 0, 0, None, 1, None), out_axes=(1, 0))
     over_batch = jax.vmap(over_heads, in_axes=(None, None, 0, 0, 0, 0))
-    y, last = over_batch(params, params.weights, carry_heads, carry_batch, tokens, by_batch)
+    y, last = over_batch(params, rule.start(params.weights), carry_heads, carry_batch, tokens, by_batch)
 
     position = last["position"][:, 0]
     ends_chunk = (position == 0)[:, None, None, None]

@@ -1,10 +1,15 @@
 """`MemoryRule`: one row of the design space, as a value."""
 
 import dataclasses
+from collections.abc import Iterator
+
+import jax
 
 from atlasjax.memory import features as features_lib
 from atlasjax.memory import objectives, optimizers, structures
 from atlasjax.memory import retention as retention_lib
+
+_Mapped = retention_lib.KL | retention_lib.Lq
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +25,10 @@ class MemoryRule:
 
     Attributes:
       structure: the memory M: `Matrix`, `MLP` or `GatedMLP`.
-      objective: the inner loss ℓ: `L2`, `DotProduct`, `Lp` or `Huber`.
+      objective: the inner loss ℓ: `L2`, `DotProduct`, `Lp` or `Huber`; or `RemoveAndReplace`.
       features: the feature map φ of keys and queries: `Identity`, `Polynomial`, `Powers` or `TensorSketch`.
-      optimizer: `GradientDescent`, `Momentum` or `Muon`.
-      retention: `Full`, `Scalar` or `Channel`.
+      optimizer: `GradientDescent`, `Implicit`, `Momentum` or `Muon`.
+      retention: `Full`, `Scalar`, `Channel`, `KL` or `Lq`.
       window: c ≥ 1, the number of last tokens whose loss every step descends on (the Omega rule); 1 is the online rule.
       chunk_size: b ≥ 1. Part of the model: gradients are taken at the memory of the chunk's start; 1 is exact online
         learning. (Without effect for a matrix memory under the dot-product loss without Muon.)
@@ -57,16 +62,8 @@ class MemoryRule:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"MemoryRule: {name} must be an integer ≥ 1, got {value!r}.")
-        if isinstance(self.retention, retention_lib.Channel) and not isinstance(self.structure, structures.Matrix):
-            raise ValueError(
-                "MemoryRule: retention=Channel() clashes with structure="
-                f"{self.structure!r}: a decay per feature channel is defined for Matrix() only. Use retention=Scalar()."
-            )
-        if isinstance(self.optimizer, optimizers.Muon) and self.chunk_size % self.optimizer.every:
-            raise ValueError(
-                f"MemoryRule: optimizer=Muon(every={self.optimizer.every}) clashes with chunk_size={self.chunk_size}: "
-                "`every` must divide the chunk size."
-            )
+        for part, other in _clashes(self):
+            raise ValueError(f"MemoryRule: {part} clashes with {other}")
 
     @property
     def uses_muon(self) -> bool:
@@ -83,27 +80,44 @@ class MemoryRule:
 
     @property
     def is_online_delta(self) -> bool:
-        """Whether this is W_t = α_t W_{t−1} − η_t (W_{t−1} φ(k) − v) φ(k)ᵀ: then many tokens can be taken at once, exactly."""
+        """Whether this is W_t = W_{t−1} Diag(α_t) − (W_{t−1} r_t) s_tᵀ + v_t k_tᵀ, chunks of one token: many tokens can then be
+        taken at once, exactly (the WY form)."""
         return (
             isinstance(self.structure, structures.Matrix)
-            and isinstance(self.objective, objectives.L2)
-            and isinstance(self.optimizer, optimizers.GradientDescent)
-            and not isinstance(self.retention, retention_lib.Channel)
+            and isinstance(self.objective, objectives.L2 | objectives.RemoveAndReplace)
+            and isinstance(self.optimizer, optimizers.GradientDescent | optimizers.Implicit)
+            and not self.retention.has_map
             and self.window == self.chunk_size == 1
         )
 
-    def gate_channels(self, key_dim: int) -> dict[str, int | None]:
+    def start(self, weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """What a state stores for the learned start `weights`: M_0, or its accumulator where retention has a map."""
+        retention = self.retention
+        return jax.tree.map(retention.start, weights) if isinstance(retention, _Mapped) else weights
+
+    def weights(self, stored: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The memory M_t of what a state stores: itself, or the retention's map of it; name → [..., out, in]."""
+        retention = self.retention
+        return jax.tree.map(retention.map, stored) if isinstance(retention, _Mapped) else stored
+
+    def gate_channels(self, key_dim: int, value_dim: int | None = None) -> dict[str, int | None]:
         """The gates of this rule: name → number of channels (an axis after heads), or None for one scalar per token and head.
 
         Args:
           key_dim: size of a key; per-channel retention has one α for each of the `features.dim(key_dim)` channels.
+          value_dim: size of a value, for a step size per channel; None: key_dim.
         """
+        feature_dim = self.features.dim(key_dim)
         gates: dict[str, int | None] = {}
-        if isinstance(self.retention, retention_lib.Scalar):
+        if isinstance(self.retention, retention_lib.Channel):
+            gates["retention"] = feature_dim
+        elif not isinstance(self.retention, retention_lib.Full):
             gates["retention"] = None
-        elif isinstance(self.retention, retention_lib.Channel):
-            gates["retention"] = self.features.dim(key_dim)
-        gates["step_size"] = None
+        if isinstance(self.objective, objectives.RemoveAndReplace):
+            gates["removal_key"] = feature_dim
+            gates["removal"] = feature_dim
+        else:
+            gates["step_size"] = (value_dim or key_dim) if self.optimizer.per_channel else None
         if self.optimizer.has_momentum:
             gates["momentum"] = None
         if self.window > 1:
@@ -125,3 +139,49 @@ class MemoryRule:
             muon.steps if steps is None else steps, muon.schedule if schedule is None else schedule, muon.every
         )
         return dataclasses.replace(self, optimizer=changed)
+
+
+def _clashes(rule: MemoryRule) -> Iterator[tuple[str, str]]:
+    """Pairs of choices that do not go together: (one, "the other: why and what to do")."""
+    retention, optimizer, structure = f"retention={rule.retention!r}", f"optimizer={rule.optimizer!r}", rule.structure
+    matrix = isinstance(structure, structures.Matrix)
+    online = rule.window == rule.chunk_size == 1
+    if isinstance(rule.retention, retention_lib.Channel) and not matrix:
+        yield (
+            retention,
+            f"structure={structure!r}: a decay per feature channel is defined for Matrix() only. Use Scalar().",
+        )
+    if rule.retention.decay_first and rule.chunk_size > 1:
+        yield (
+            retention,
+            f"chunk_size={rule.chunk_size}: gradients are taken at the memory of the chunk's start, which is "
+            "not decayed token by token. Use chunk_size=1.",
+        )
+    if rule.retention.has_map and rule.uses_muon:
+        yield retention, f"{optimizer}: an orthogonal step and a retention map do not combine. Use GradientDescent()."
+    if isinstance(optimizer_ := rule.optimizer, optimizers.Muon) and rule.chunk_size % optimizer_.every:
+        yield optimizer, f"chunk_size={rule.chunk_size}: `every` must divide the chunk size."
+    if rule.optimizer.per_channel and not matrix:
+        yield optimizer, f"structure={structure!r}: a step size per channel of the value is defined for Matrix() only."
+    if rule.optimizer.per_channel and rule.window > 1:
+        yield optimizer, f"window={rule.window}: a step size per channel is defined for window=1 only."
+    if isinstance(rule.optimizer, optimizers.Implicit):
+        if not (matrix and isinstance(rule.objective, objectives.L2) and online):
+            yield (
+                optimizer,
+                "the other choices: the step's minimizer is known for Matrix(), L2() and window=chunk_size=1 only.",
+            )
+        if not (isinstance(rule.retention, retention_lib.Full) or rule.retention.decay_first):
+            yield (
+                optimizer,
+                f"{retention}: it decays first. Use Full(), Scalar(decay_first=True) or Channel(decay_first=True).",
+            )
+    if isinstance(rule.objective, objectives.RemoveAndReplace):
+        plain = isinstance(rule.optimizer, optimizers.GradientDescent) and not rule.optimizer.per_channel
+        identity = isinstance(rule.features, features_lib.Identity)
+        if not (matrix and online and plain and identity) or rule.retention.has_map or rule.retention.decay_first:
+            yield (
+                "objective=RemoveAndReplace()",
+                "the other choices: it is defined for Matrix(), Identity(), GradientDescent(), a decay that does not come "
+                "first, and window=chunk_size=1 only.",
+            )

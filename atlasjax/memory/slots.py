@@ -118,7 +118,7 @@ def scan_slots(
         count, resets, filled = rest
         memory, momentum = carry.memory, carry.momentum
         if resets is not None:
-            initial = jax.tree.map(lambda w: jnp.broadcast_to(w, (batch, *w.shape)), params.weights)
+            initial = jax.tree.map(lambda w: jnp.broadcast_to(w, (batch, *w.shape)), rule.start(params.weights))
             memory = choose(resets, initial, memory)
             momentum = choose(resets, jax.tree.map(jnp.zeros_like, momentum), momentum)
         # The call may begin in the middle of a chunk.

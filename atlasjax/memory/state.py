@@ -14,7 +14,7 @@ class MemoryParams(NamedTuple):
     """Learned (outer-loop) parameters of a memory; every leaf has the heads axis first.
 
     Attributes:
-      weights: M_0, name → [heads, out, in], float32.
+      weights: M_0, name → [heads, out, in], float32; where retention has a map, what the map takes (for `KL` logits).
       coefficients: feature coefficients c_i, [heads, n], float32; None for the identity map.
       norm: LayerNorm inside the memory, {"scale", "bias"}: [heads, value_dim], float32; None without it.
     """
@@ -29,10 +29,12 @@ class Gates(NamedTuple):
 
     Attributes:
       retention: α ∈ [0, 1]; [batch, time, heads, D] for per-channel retention.
-      step_size: η ≥ 0.
+      step_size: η ≥ 0; [batch, time, heads, value_dim] where the optimizer has one per channel.
       momentum: θ ∈ [0, 1].
       window: γ ∈ [0, 1], [batch, time, heads, c]; entry j weighs the loss of token t − j.
       threshold: Huber's δ > 0.
+      removal_key: RWKV-7's κ̂, [batch, time, heads, D].
+      removal: RWKV-7's rate a ∈ [0, 1] of removal, [batch, time, heads, D].
     """
 
     retention: jax.Array | None = None
@@ -40,6 +42,8 @@ class Gates(NamedTuple):
     momentum: jax.Array | None = None
     window: jax.Array | None = None
     threshold: jax.Array | None = None
+    removal_key: jax.Array | None = None
+    removal: jax.Array | None = None
 
 
 class MemoryState(NamedTuple):
@@ -48,7 +52,7 @@ class MemoryState(NamedTuple):
     float32 (float64 for float64 inputs) and int32. Every leaf has the batch axis first; None where the rule has no use for it.
 
     Attributes:
-      memory: M_t, name → [batch, heads, out, in].
+      memory: M_t, name → [batch, heads, out, in]; where retention has a map its accumulator (`MemoryRule.weights` maps it).
       chunk_start: M_{t'}, the memory at the start of the current chunk, at which gradients are taken.
       momentum: S_t.
       window_keys: the last c − 1 keys, [batch, heads, c − 1, key_dim], oldest first.
@@ -103,13 +107,16 @@ def init_params(rule: MemoryRule, key: jax.Array, *, num_heads: int, key_dim: in
     return MemoryParams(weights, coefficients, norm)
 
 
-def init_state(rule: MemoryRule, params: MemoryParams, *, batch_size: int) -> MemoryState:
+def init_state(
+    rule: MemoryRule, params: MemoryParams, *, batch_size: int, max_length: int | None = None
+) -> MemoryState:
     """A fresh memory for every batch element: M = M_0, S = 0, an empty window.
 
     Args:
       rule: the memory rule.
       params: what `init_params` gave (or a trained version of it).
       batch_size: number of batch elements.
+      max_length: without effect: this state's size does not depend on how much is read.
 
     Raises:
       ValueError: parameters of another rule.
@@ -118,7 +125,7 @@ def init_state(rule: MemoryRule, params: MemoryParams, *, batch_size: int) -> Me
     num_heads, value_dim, _ = next(iter(params.weights.values())).shape
     dtype = jnp.promote_types(next(iter(params.weights.values())).dtype, jnp.float32)
     expand = lambda w: jnp.broadcast_to(w.astype(dtype), (batch_size, *w.shape))
-    memory = jax.tree.map(expand, params.weights)
+    memory = jax.tree.map(expand, rule.start(params.weights))
     window = rule.window - 1
     keys = values = thresholds = count = None
     if window:

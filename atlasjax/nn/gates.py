@@ -38,6 +38,11 @@ write moves the weights by η, and a memory under retention α that is pushed on
 η / (every · (1 − α)). η starts at half of every · (1 − α), so that this norm is half of that of the weights' fan-in start
 (about 1), and may go up to 4 times the largest of those. With α < 1 such a memory is bounded for every η. Without retention a time
 scale of 128 tokens is assumed.
+
+Longhorn's implicit step contracts for every β: it starts at 1, which is DeltaNet's 1/2 for keys of unit length, and may go up to 4.
+Memora's step goes through the softmax, whose slope is a weight's own size M ≤ 1: between 1 (all weight on one entry, the limit
+above) and 1/D (spread evenly, the start); λ is divided by √D. RWKV-7's removal rates start at 1/2 (as DeltaNet's β), and its
+removal key is the projection itself, of unit length.
 """
 
 import dataclasses
@@ -49,8 +54,10 @@ from flax import nnx
 
 from atlasjax.memory import Gates, MemoryRule
 from atlasjax.memory.objectives import DotProduct
-from atlasjax.memory.optimizers import Muon
+from atlasjax.memory.optimizers import Implicit, Muon
+from atlasjax.memory.retention import KL
 from atlasjax.memory.structures import MLP, Matrix
+from atlasjax.nn.layers import l2_normalize
 from atlasjax.nn.parameters import normal, param
 
 _SHORT, _LONG = (32.0, 512.0), (512.0, 8192.0)  # time scales of retention, in tokens
@@ -79,9 +86,10 @@ def feature_norm(rule: MemoryRule) -> float:
 
 def curvature(rule: MemoryRule, value_dim: int) -> float:
     """λ: estimate of the largest squared singular value of ∂M(φ(k))/∂M at M_0, for ‖k‖ = 1; exact for a matrix."""
+    softmax_slope = value_dim**-0.5 if isinstance(rule.retention, KL) else 1.0
     if isinstance(rule.structure, Matrix):
-        return feature_norm(rule)
-    norm_gain = 1.0
+        return feature_norm(rule) * softmax_slope
+    norm_gain = softmax_slope
     if isinstance(rule.structure, MLP) and rule.structure.norm:
         norm_gain = 2.0 * value_dim * 4.0 ** (rule.structure.depth - 1)
     return 2.0 * feature_norm(rule) * norm_gain
@@ -106,8 +114,9 @@ def initial_gates(
       max_step: upper end of the step size; None takes the derived one. Initial steps are at most half of it.
     """
     muon, matrix = isinstance(rule.optimizer, Muon), isinstance(rule.structure, Matrix)
-    scales = np.geomspace(*(_SHORT if muon or matrix else _LONG), num_heads)
-    channels = rule.gate_channels(key_dim)
+    short = (muon or matrix) and not rule.retention.has_map
+    scales = np.geomspace(*(_SHORT if short else _LONG), num_heads)
+    channels = rule.gate_channels(key_dim, value_dim)
     forgetting = 1.0 / scales if "retention" in channels else np.full(num_heads, 1.0 / 128)
     momentum = np.linspace(0.8, 0.9, num_heads)
     # The newest token of the window counts most: γ from about 0.88 to 0.12, Σ γ = c/2.
@@ -117,6 +126,8 @@ def initial_gates(
     if isinstance(rule.optimizer, Muon):
         step = 0.5 * rule.optimizer.every * forgetting
         derived = 4 * step.max()
+    elif isinstance(rule.optimizer, Implicit):
+        step, derived = np.full(num_heads, 1.0), 4.0
     elif isinstance(rule.objective, DotProduct) and matrix:
         step, derived = np.full(num_heads, 0.5), 1.0
     elif isinstance(rule.objective, DotProduct):
@@ -135,6 +146,8 @@ def initial_gates(
         "momentum": momentum,
         "window": window,
         "threshold": np.ones(num_heads),
+        "removal_key": np.zeros(num_heads),
+        "removal": np.full(num_heads, 0.5),
     }
     shapes = {name: (num_heads, channels[name] or 1) for name in channels}
     return InitialGates(
@@ -168,10 +181,14 @@ class GateProjection(nnx.Module):
         max_step: float | None,
         rngs: nnx.Rngs,
     ):
-        self.channels = tuple(rule.gate_channels(key_dim).items())
+        self.channels = tuple(rule.gate_channels(key_dim, value_dim).items())
         initial = initial_gates(rule, num_heads, key_dim, value_dim, max_step)
         self.max_step = initial.max_step
-        inverse = {"step_size": lambda x: _logit(x / initial.max_step), "threshold": lambda x: np.log(np.expm1(x))}
+        inverse = {
+            "step_size": lambda x: _logit(x / initial.max_step),
+            "threshold": lambda x: np.log(np.expm1(x)),
+            "removal_key": lambda x: x,
+        }
         biases = [inverse.get(name, _logit)(initial.values[name]) for name, _ in self.channels]
         bias = jnp.asarray(np.concatenate(biases, axis=1), jnp.float32)
         self.kernel = param(normal(rngs, (dim, *bias.shape), _KERNEL_SCALE), "embed", "heads", None)
@@ -189,6 +206,8 @@ class GateProjection(nnx.Module):
             start += channels or 1
             if name == "threshold":
                 gate = jax.nn.softplus(logit)
+            elif name == "removal_key":
+                gate = l2_normalize(logit)
             else:
                 gate = jax.nn.sigmoid(logit) * (self.max_step if name == "step_size" else 1.0)
             gates[name] = gate if channels else gate[..., 0]

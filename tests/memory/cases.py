@@ -18,7 +18,24 @@ RULES: dict[str, MemoryRule] = {
         MATRIX, objectives.L2(), features.Polynomial(2), GD, retention.Scalar(), chunk_size=1
     ),
     "delta_rule_chunk8": rules.delta_rule(8),
-    "gla": MemoryRule(MATRIX, objectives.DotProduct(), optimizer=GD, retention=retention.Channel()),
+    "retnet": rules.retnet(),
+    "gla": rules.gla(),
+    "polysketch": rules.polysketch(),
+    "longhorn": rules.longhorn(),
+    "longhorn_channel": rules.longhorn_channel(),
+    "gated_delta_rule": rules.gated_delta_rule(),
+    "gated_delta_momentum": MemoryRule(
+        MATRIX, objectives.L2(), optimizer=optimizers.Momentum(), retention=retention.Channel(decay_first=True),
+        window=2, chunk_size=1,
+    ),
+    "rwkv7": rules.rwkv7(),
+    "rwkv7_one_key": rules.rwkv7_one_key(),
+    "delta_rule_channel_steps": MemoryRule(
+        MATRIX, objectives.L2(), optimizer=optimizers.GradientDescent(per_channel=True), chunk_size=1
+    ),
+    "channel_steps_chunk8": MemoryRule(
+        MATRIX, objectives.L2(), optimizer=optimizers.GradientDescent(per_channel=True), chunk_size=8
+    ),
     "channel_delta_momentum": MemoryRule(
         MATRIX, objectives.L2(), optimizer=optimizers.Momentum(), retention=retention.Channel(), window=3, chunk_size=20
     ),
@@ -37,7 +54,15 @@ RULES: dict[str, MemoryRule] = {
     "omeganet_powers": rules.omeganet(8, 3, features=features.Powers(3)),
     "omeganet_sketch": rules.omeganet(8, 3, features=features.TensorSketch(2, 8)),
     "yaad_window": MemoryRule(objective=objectives.Huber(), window=3, chunk_size=8),
-    "moneta": MemoryRule(objective=objectives.Lp(3.0), optimizer=GD, chunk_size=8),
+    "moneta": rules.moneta(8, structure=structures.MLP(expansion=2)),
+    "moneta_row": rules.moneta(8, q=2.0),
+    "yaad": rules.yaad(8),
+    "memora": rules.memora(8, structures.MLP(expansion=2)),
+    "memora_matrix": rules.memora(20, structures.Matrix()),
+    "map_momentum_window": MemoryRule(
+        structures.GatedMLP(expansion=1), optimizer=optimizers.Momentum(), retention=retention.KL(), window=3,
+        chunk_size=9,
+    ),
     "momentum_full_retention": MemoryRule(retention=retention.Full(), chunk_size=8, window=2),
     "gated": MemoryRule(structures.GatedMLP(expansion=2), window=2, chunk_size=8),
     "atlas": rules.atlas(8, 3, structures.MLP(expansion=2), features.Powers(2)),
@@ -66,8 +91,13 @@ def make_inputs(rule, *, batch=2, time=37, heads=2, key_dim=4, value_dim=4, dtyp
     q, k, v = unit(normal(key_dim)), unit(normal(key_dim)), normal(value_dim)
     scale = {"retention": (0.7, 1.0), "momentum": (0.2, 0.9), "window": (0.1, 1.0), "threshold": (0.3, 1.0)}
     scale["step_size"] = (0.01, 0.05) if not rule.uses_muon else (0.005, 0.02)
+    if rule.is_online_delta:
+        scale["step_size"] = (0.1, 1.0)
+    if isinstance(rule.retention, retention.Lq):
+        scale["retention"] = (0.98, 1.0)  # M grows without bound as its accumulator decays
+    scale |= {"removal_key": (-0.5, 0.5), "removal": (0.2, 1.0)}
     gates = {}
-    for name, channels in rule.gate_channels(key_dim).items():
+    for name, channels in rule.gate_channels(key_dim, value_dim).items():
         low, high = scale[name]
         shape = (batch, time, heads) if channels is None else (batch, time, heads, channels)
         value = rng.uniform(low, high, shape)

@@ -42,7 +42,17 @@ def test_outputs_state_and_gradients(name, x64):
 
 @pytest.mark.parametrize("time", [1, 63, 100, 257])
 @pytest.mark.parametrize(
-    "name", ["omeganet_window_over_chunk", "atlas_every", "channel_delta_momentum", "delta_rule_decay"]
+    "name",
+    [
+        "omeganet_window_over_chunk",
+        "atlas_every",
+        "channel_delta_momentum",
+        "delta_rule_decay",
+        "gated_delta_rule",
+        "rwkv7",
+        "longhorn_channel",
+        "memora",
+    ],
 )
 def test_any_length(name, time, x64):
     rule = RULES[name]
@@ -61,11 +71,27 @@ EDGES = [
     {"retention": 0.0, "momentum": 0.0},
     {"threshold": 1e-3},
     {"threshold": 1e3},
+    {"removal": 0.0},
+    {"removal": 1.0, "retention": 0.0},
 ]
 
 
 @pytest.mark.parametrize(
-    "name", ["titans", "yaad_window", "omeganet", "atlas", "muon_matrix_channel", "gla", "moneta", "delta_rule_decay"]
+    "name",
+    [
+        "titans",
+        "yaad_window",
+        "omeganet",
+        "atlas",
+        "muon_matrix_channel",
+        "gla",
+        "moneta_row",
+        "memora",
+        "delta_rule_decay",
+        "gated_delta_rule",
+        "rwkv7",
+        "longhorn_channel",
+    ],
 )
 def test_extreme_gates(name, x64):
     rule = RULES[name]

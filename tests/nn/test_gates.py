@@ -94,7 +94,7 @@ def test_gates_start_where_they_should(rule):
         assert gate.dtype == jnp.float32
         assert gate.shape == ((1, 3, heads, channels) if channels else (1, 3, heads))
         np.testing.assert_allclose(gate.reshape(1, 3, heads, -1)[0, 0], initial.values[name], rtol=2e-4)
-    assert np.all(initial.values["step_size"] <= 0.5 * initial.max_step)
+    assert np.all(initial.values.get("step_size", 0.0) <= 0.5 * initial.max_step)
     if "retention" in expected:
         alpha = initial.values["retention"]
         assert np.all(alpha > 0.96)
@@ -134,4 +134,4 @@ def test_long_random_input_stays_finite(rule):
     assert np.all(np.isfinite(y))
     largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(state.memory))
     # Linear attention without retention sums values of length below one with steps of a half: at most 4,096 / 2.
-    assert largest < (2048 if rule == "linear_attention" else 100)
+    assert largest < (2048 if rule in ("linear_attention", "polysketch") else 100)
