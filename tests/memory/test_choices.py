@@ -104,6 +104,25 @@ CLASHES = {
     "p must be ≥ 1": lambda: objectives.Lp(0.5),
     "objective must be one of .* Give an instance": lambda: MemoryRule(objective=objectives.L2),
     "optimizer is Momentum.*not Muon": lambda: rules.titans().with_newton_schulz(3),
+    r"decay_first=True\) clashes with chunk_size=8": lambda: MemoryRule(
+        retention=retention.Scalar(decay_first=True), chunk_size=8
+    ),
+    r"KL\(\) clashes with optimizer=Muon": lambda: MemoryRule(optimizer=optimizers.Muon(), retention=retention.KL()),
+    r"per_channel=True\) clashes with structure=MLP": lambda: MemoryRule(
+        optimizer=optimizers.GradientDescent(per_channel=True)
+    ),
+    r"per_channel=True\) clashes with window=3": lambda: MemoryRule(
+        structures.Matrix(), optimizer=optimizers.GradientDescent(per_channel=True), window=3
+    ),
+    r"Implicit\(per_channel=False\) clashes with the other choices": lambda: MemoryRule(
+        optimizer=optimizers.Implicit()
+    ),
+    r"it decays first": lambda: MemoryRule(
+        structures.Matrix(), optimizer=optimizers.Implicit(), retention=retention.Scalar(), chunk_size=1
+    ),
+    r"RemoveAndReplace\(\) clashes with the other choices": lambda: MemoryRule(objective=objectives.RemoveAndReplace()),
+    r"decay_first must be True or False, got 1": lambda: retention.Scalar(decay_first=1),
+    r"q must be a number ≥ 2, got 1.0": lambda: retention.Lq(1.0),
 }
 
 
