@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "atlasjax.rules": {"atlasjax.memory"} | FOUNDATION,
     "atlasjax.data": FOUNDATION,
     "atlasjax.nn": {"atlasjax", "atlasjax.memory", "atlasjax.rules", "pallas_kernels"} | FOUNDATION,
+    "atlasjax.table1": {"atlasjax", "atlasjax.memory", "atlasjax.rules"} | FOUNDATION,
     "atlasjax.presets": {"atlasjax", "atlasjax.nn", "atlasjax.rules"} | FOUNDATION,
 }
 HEAVY = [

@@ -27,8 +27,8 @@ from atlasjax.memory.state import Weights
 class DeltaTokens(NamedTuple):
     """What the tokens of a block do, in the notation of this file.
 
-    removal r, write s: [m, D] · rate: [m] or [m, value_dim] · target: [m, value_dim], None for zero · added: k [m, D] and v [m, value_dim] of the
-    term v kᵀ, or None.
+    removal r, write s: [m, D] · rate: [m] or [m, value_dim] · target: [m, value_dim], None for zero · added: k [m, D] and v
+    [m, value_dim] of the term v kᵀ, or None.
     """
 
     removal: jax.Array
