@@ -1,0 +1,194 @@
+"""The arrays of a kernel memory: learned parameters and the state that is carried through time."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.kernelized.rule import KernelRule
+from atlasjax.memory.retention import Scalar
+from atlasjax.memory.state import Weights
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=["num_heads", "key_dim", "value_dim"]
+)
+@dataclasses.dataclass(frozen=True)
+class KernelParams:
+    """Learned (outer-loop) parameters; every leaf has the heads axis first. The sizes are static: a matrix memory has no leaf.
+
+    Attributes:
+      weights: the learned start of W1, {"W1": [heads, value_dim, expansion · value_dim]}, float32; {} for a matrix memory.
+      num_heads, key_dim, value_dim: sizes.
+    """
+
+    weights: Weights
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class Tail(NamedTuple):
+    """The c − 1 tokens up to t', oldest first, then the tokens after t' (p = b − 1 places); [batch, heads, c − 1 + p, …].
+
+    Places without a token hold zeros, and gates that do nothing. Gates are of the tokens after t' only, [batch, heads, p, …].
+
+    Attributes:
+      keys: [batch, heads, c − 1 + p, key_dim].
+      values: [batch, heads, c − 1 + p, value_dim].
+      preactivations: h_{t'}(k) of those keys, [batch, heads, c − 1 + p, width]; None where gradients do not need it.
+      retention, step_size, momentum: [batch, heads, p]; window: [batch, heads, p, c]. Ones where the rule has no such gate.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    preactivations: jax.Array | None
+    retention: jax.Array
+    step_size: jax.Array
+    momentum: jax.Array
+    window: jax.Array
+
+
+class KernelState(NamedTuple):
+    """What a kernel memory carries from call to call. t': the last token before the current chunk.
+
+    float32 (float64 for float64 inputs) and int32; every leaf has the batch axis first. N, the number of entries, is
+    `cache_window`, or max_length for a full cache. A window's entries end at place N − 1 (oldest first); a full cache's begin at
+    place 0.
+
+    Attributes:
+      keys: k_i, [batch, heads, N, key_dim].
+      coefficients: a_i(t'), [batch, heads, N, width].
+      momentum: s_i(t'), like coefficients; None without momentum.
+      decay: ρ_i(t'), [batch, heads, N].
+      count: tokens up to t', [batch]; for a window at most N. More than N in a full cache: outputs from there on are NaN.
+      weights: W1 at t', {"W1": [batch, heads, value_dim, width]}; {} for a matrix memory.
+      weights_momentum: its momentum; None without.
+      tail: the tokens that a step still writes to, and those of the unfinished chunk.
+      position: tokens of the current chunk read so far, in [0, chunk_size), [batch]; 0 where the chunk size has no effect.
+      segment: the segment id of the last token, [batch]; −1 before any.
+    """
+
+    keys: jax.Array
+    coefficients: jax.Array
+    momentum: jax.Array | None
+    decay: jax.Array
+    count: jax.Array
+    weights: Weights
+    weights_momentum: Weights | None
+    tail: Tail
+    position: jax.Array
+    segment: jax.Array
+
+
+def init_params(rule: KernelRule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> KernelParams:
+    """Fresh learned parameters: W1 of an MLP is normal with variance 1 / fan-in (zero would be a dead point).
+
+    Args:
+      rule: the kernel rule.
+      key: a PRNG key.
+      num_heads: number of heads, ≥ 1.
+      key_dim: size of a query or key.
+      value_dim: size of a value.
+
+    Raises:
+      ValueError: a size below one, or key_dim ≠ value_dim for an MLP memory, which has a residual.
+    """
+    for name, value in {"num_heads": num_heads, "key_dim": key_dim, "value_dim": value_dim}.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"init_params: {name} must be an integer ≥ 1, got {value!r}.")
+    if rule.structure.residual and key_dim != value_dim:
+        raise ValueError(
+            f"init_params: {rule.structure!r} adds its input to its output, so key_dim must equal value_dim, "
+            f"got key_dim={key_dim}, value_dim={value_dim}."
+        )
+    weights = jax.vmap(lambda k: rule.structure.init(k, 1, value_dim))(jax.random.split(key, num_heads))
+    weights.pop(rule.inner)
+    return KernelParams(weights, num_heads, key_dim, value_dim)
+
+
+def init_state(
+    rule: KernelRule,
+    params: KernelParams,
+    *,
+    batch_size: int,
+    max_length: int | None = None,
+    dtype: Any = None,
+) -> KernelState:
+    """A fresh memory for every batch element: an empty cache, W1 at its learned start.
+
+    Args:
+      rule: the kernel rule.
+      params: what `init_params` gave (or a trained version of it).
+      batch_size: number of batch elements.
+      max_length: the most tokens that a full cache can hold; ignored with `cache_window`, whose size is the window's.
+      dtype: of the state; None: float32, or that of wider parameters.
+
+    Raises:
+      ValueError: parameters of another rule; max_length missing, or not an integer ≥ 1, for a full cache.
+    """
+    check_params(rule, params)
+    if rule.cache_window is None:
+        if max_length is None:
+            raise ValueError(
+                "init_state: max_length is None, but this kernel memory keeps every token (cache_window=None): "
+                "give the most tokens it will read."
+            )
+        if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
+            raise ValueError(f"init_state: max_length must be an integer ≥ 1, got {max_length!r}.")
+    heads = next(iter(params.weights.values())).shape[0] if params.weights else params.num_heads
+    if dtype is None:
+        dtype = functools.reduce(jnp.promote_types, [w.dtype for w in params.weights.values()], jnp.float32)
+    return empty_state(rule, params, batch_size, heads, max_length or 0, dtype)
+
+
+def empty_state(rule: KernelRule, params: KernelParams, batch: int, heads: int, length: int, dtype: Any) -> KernelState:
+    """`init_state` without checks; `length`: entries of a full cache (0 for a call that begins from nothing)."""
+    entries = length if rule.cache_window is None else rule.cache_window
+    width, pending, tail = rule.width(params.value_dim), rule.pending, rule.window - 1 + rule.pending
+    full = lambda value, *shape: jnp.full((batch, heads, *shape), value, dtype)
+    weights = {name: jnp.broadcast_to(w.astype(dtype), (batch, *w.shape)) for name, w in params.weights.items()}
+    has_momentum = rule.optimizer.has_momentum
+    return KernelState(
+        keys=full(0.0, entries, params.key_dim),
+        coefficients=full(0.0, entries, width),
+        momentum=full(0.0, entries, width) if has_momentum else None,
+        decay=full(0.0, entries),
+        count=jnp.zeros((batch,), jnp.int32),
+        weights=weights,
+        weights_momentum=jax.tree.map(jnp.zeros_like, weights) if has_momentum else None,
+        tail=Tail(
+            keys=full(0.0, tail, params.key_dim),
+            values=full(0.0, tail, params.value_dim),
+            preactivations=None if rule.has_constant_gradient else full(0.0, tail, width),
+            retention=full(1.0, pending),
+            step_size=full(0.0, pending),
+            momentum=full(1.0, pending),
+            window=full(0.0, pending, rule.window),
+        ),
+        position=jnp.zeros((batch,), jnp.int32),
+        segment=jnp.full((batch,), -1, jnp.int32),
+    )
+
+
+def has_scaling(rule: KernelRule) -> bool:
+    """Whether the coefficients of old entries change: decay or momentum."""
+    return isinstance(rule.retention, Scalar) or rule.optimizer.has_momentum
+
+
+def check_params(rule: KernelRule, params: KernelParams) -> None:
+    """Raise where `params` is not of this rule, naming the leaf."""
+    if not isinstance(params, KernelParams):
+        raise TypeError(f"params must be a KernelParams, got {type(params).__name__}.")
+    shapes = dict(rule.structure.weight_shapes(1, params.value_dim))
+    shapes.pop(rule.inner)
+    if sorted(params.weights) != sorted(shapes):
+        raise ValueError(
+            f"params.weights: a kernel memory {rule.structure!r} has weights {sorted(shapes)}, got {sorted(params.weights)}."
+        )
+    for name, shape in shapes.items():
+        have = tuple(params.weights[name].shape)
+        if have[1:] != shape:
+            raise ValueError(f"params.weights[{name!r}] has shape {have}, should be [heads, {shape[0]}, {shape[1]}].")
