@@ -1,14 +1,77 @@
 """The functional API of kernel memories: `scan`, `step`, `read`, `reference`, as in `atlasjax.memory.api`."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.check import check_segments
+from atlasjax.memory.check import check_gate_ranges, check_segments
 from atlasjax.memory.kernelized import check
+from atlasjax.memory.kernelized.engine import xla_scan
 from atlasjax.memory.kernelized.reference import reference_scan
 from atlasjax.memory.kernelized.rule import KernelRule
 from atlasjax.memory.kernelized.state import KernelParams, KernelState
 from atlasjax.memory.state import Gates
+from atlasjax.names import lookup
+
+IMPLEMENTATIONS: dict[str, Callable] = {
+    "xla": xla_scan,
+    "reference": lambda rule, params, state, q, k, v, gates, segment_ids, max_segments: reference_scan(
+        rule, params, state, q, k, v, gates, segment_ids
+    ),
+}
+
+
+def scan(
+    rule: KernelRule,
+    params: KernelParams,
+    state: KernelState | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    *,
+    segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
+    implementation: str | None = None,
+    check_gates: bool = False,
+) -> tuple[jax.Array, KernelState]:
+    """Write and read a sequence: for every token, one step of the rule, then y_t = M_t(φ*(q_t)).
+
+    Cutting a sequence into calls at any places gives the outputs and the final state of one call. Works under jit, vmap,
+    shard_map and reverse-mode differentiation; the backward pass keeps no [time, time] array.
+
+    Args:
+      rule: the kernel rule, static under jit.
+      params: its learned parameters (`init_params`).
+      state: the memory so far; None for a fresh one. With a full cache the state that comes back then has no room for more tokens
+        (its max_length is the call's length): to go on, begin with `init_state`.
+      q: queries, [batch, time, heads, key_dim], floating point. Any length ≥ 1.
+      k: keys, like q.
+      v: values, [batch, time, heads, value_dim], of q's dtype.
+      gates: the gates that the rule uses, [batch, time, heads(, channels)]; see `KernelRule.gate_channels`.
+      segment_ids: optional integers ≥ 0, [batch, time]: where the id changes, a new segment starts with a fresh memory and a
+        fresh chunk, as if it were alone. The first segment goes on from `state` if it has the id of the state's last token.
+      max_segments: a static bound on the number of segments in a row; needed under jit. If a row has more, its outputs
+        without a place and its state are NaN.
+      implementation: None (the best available), "xla", or "reference" (the definition: slow).
+      check_gates: check the gates' values: an error outside jit, a `checkify.check` under it.
+
+    Returns:
+      y: [batch, time, heads, value_dim], of q's dtype (NaN for tokens beyond a full cache's max_length); and the new state, float32
+      (float64 for float64 inputs).
+
+    Raises:
+      TypeError, ValueError: an argument that does not fit, before anything is traced.
+    """
+    check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.scan")
+    max_segments = check_segments(segment_ids, max_segments, q, "memory.scan")
+    if segment_ids is not None:
+        segment_ids = jnp.asarray(segment_ids, jnp.int32)
+    if check_gates:
+        check_gate_ranges(gates, "memory.scan")
+    run = lookup("implementation", implementation or "xla", IMPLEMENTATIONS)
+    return run(rule, params, state, q, k, v, gates, segment_ids, max_segments)
 
 
 def reference(

@@ -1,0 +1,274 @@
+"""One block of one head: whole chunks of tokens, one after another, after one read of the cache before the block for all of them.
+
+The cache before the block changes within it by decay and momentum only, so its sums for every key and query of the block are
+taken once, at the block's start, and moved on in time by two scalars. What is left for each chunk is short: the block's entries.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlasjax.memory.blocks import Factors, dot
+from atlasjax.memory.kernelized import sums
+from atlasjax.memory.kernelized.coefficients import Coefficients, Transition
+from atlasjax.memory.kernelized.rule import KernelRule
+from atlasjax.memory.kernelized.sums import Partial
+from atlasjax.memory.kernelized.tape import Cache
+from atlasjax.memory.state import Weights
+
+
+class Sizes(NamedTuple):
+    """Static sizes of a call: tokens of a chunk, chunks of a block, blocks; and the compute dtype of products."""
+
+    chunk: int
+    chunks: int
+    blocks: int
+    dtype: Any
+
+    @property
+    def block(self) -> int:
+        return self.chunk * self.chunks
+
+
+class Carry(NamedTuple):
+    """Between blocks, one head: the c − 1 newest entries, which a step may still write (without keys), and the weights."""
+
+    coefficients: jax.Array
+    momentum: jax.Array | None
+    decay: jax.Array
+    weights: Weights
+    weights_momentum: Weights | None
+
+
+class Tokens(NamedTuple):
+    """A block's tokens: q [block, key_dim]; k, v [c − 1 + block, …] with the window before it; what gates decide, by chunk."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    coefficients: Coefficients
+    start: Transition  # [chunks], from the block's start to each chunk's
+
+
+class Places(NamedTuple):
+    """real [c − 1 + block], segment (None: one segment) like it; reset [chunks] (None: never): a fresh memory before the chunk."""
+
+    real: jax.Array
+    segment: jax.Array | None
+    reset: jax.Array | None
+
+
+def visible(
+    rule: KernelRule, read_at: Any, read_segment: Any, entry: Any, real: jax.Array, segment: jax.Array | None
+) -> jax.Array:
+    """Which entries a read sees, [r or 1, n]: real, not later, within the cache's window, of the same segment.
+
+    read_at: [r], place of the last token written; read_segment: [r]; entry: [n], places; real, segment: [n].
+    """
+    sees = real[None] & (entry[None] <= read_at[:, None])
+    if rule.cache_window is not None:
+        sees = sees & (entry[None] > read_at[:, None] - rule.cache_window)
+    if segment is not None:
+        sees = sees & (segment[None] == read_segment[:, None])
+    return sees
+
+
+def read_rows(rule: KernelRule, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
+    """The reads of the cache before a block: (token whose key is read, place of the last token written when it is).
+
+    Tokens and places are counted as in `Tokens.k`. Without a cache window the entries before the block are seen by all of its reads
+    alike, so every key is read once; else once for every chunk that takes its gradient.
+    """
+    c, E = rule.window, rule.window - 1 + sizes.chunk
+    if rule.has_constant_gradient:
+        return np.zeros(0, int), np.zeros(0, int)
+    if rule.cache_window is None:
+        tokens = np.arange(c - 1 + sizes.block)
+        return tokens, np.full_like(tokens, c - 2)
+    tokens = (np.arange(sizes.chunks)[:, None] * sizes.chunk + np.arange(E)).reshape(-1)
+    return tokens, np.repeat(np.arange(sizes.chunks) * sizes.chunk + c - 2, E)
+
+
+def _by_chunk(rule: KernelRule, sizes: Sizes, part: Partial) -> tuple[Partial | None, Partial]:
+    """Rows of a block's reads, [keys + queries], as those of each chunk: [chunks, E, …] and [chunks, b, …]."""
+    keys = len(read_rows(rule, sizes)[0])
+    stack = lambda x: x.reshape(sizes.chunks, -1, *x.shape[1:])
+    queries = jax.tree.map(lambda x: stack(x[keys:]), part)
+    if not keys:
+        return None, queries
+    if rule.window == 1 or rule.cache_window is not None:
+        return jax.tree.map(lambda x: stack(x[:keys]), part), queries
+    rows = np.arange(sizes.chunks)[:, None] * sizes.chunk + np.arange(rule.window - 1 + sizes.chunk)
+    return jax.tree.map(lambda x: x[:keys][rows], part), queries
+
+
+def gradients(
+    rule: KernelRule, weights: Weights, h: jax.Array, k: jax.Array, v: jax.Array, dtype: Any
+) -> tuple[jax.Array, dict[str, Factors]]:
+    """∂ℓ/∂h of each token, [n, width], and ∇ℓ of every other weight as outer products, from h(k): [n, width]."""
+
+    def total_loss(change: jax.Array, zeros: Weights) -> tuple[jax.Array, Weights]:
+        inputs: Weights = {}
+
+        def linear(name: str, x: jax.Array) -> jax.Array:
+            if name == rule.inner:
+                return h + change
+            inputs[name] = x
+            return dot(x, weights[name].T, dtype) + zeros[name]
+
+        return jnp.sum(rule.objective.loss(rule.structure.apply(linear, k, k, None), v)), inputs
+
+    zeros = {name: jnp.zeros((k.shape[0], w.shape[0]), h.dtype) for name, w in weights.items()}
+    (left_h, left), inputs = jax.grad(total_loss, argnums=(0, 1), has_aux=True)(jnp.zeros_like(h), zeros)
+    return left_h, {name: Factors(left[name], inputs[name]) for name in weights}
+
+
+def moved(x: jax.Array, s: jax.Array | None, by: Transition) -> jax.Array:
+    """A memory x with momentum s after a transition (scalars)."""
+    return by.decay * x if s is None or by.momentum is None else by.decay * x + by.momentum * s
+
+
+def write_weights(
+    weights: Weights, momentum: Weights | None, factors: dict[str, Factors], c: Coefficients, dtype: Any
+) -> tuple[Weights, Weights | None]:
+    """The ordinary weights and their momentum after a chunk."""
+    outer = lambda f, by: dot((f.left * by[:, None]).T, f.inputs, dtype)
+    new = {
+        name: moved(w, None if momentum is None else momentum[name], c.end) + outer(factors[name], c.end_gradients)
+        for name, w in weights.items()
+    }
+    if momentum is None:
+        return new, None
+    assert c.end.momentum_decay is not None
+    assert c.end_momentum is not None
+    return new, {n: c.end.momentum_decay * s + outer(factors[n], c.end_momentum) for n, s in momentum.items()}
+
+
+def read_out(
+    rule: KernelRule, h: jax.Array, q: jax.Array, weights: Weights, momentum: Weights | None,
+    factors: dict[str, Factors], A: jax.Array, s: jax.Array | None, C: jax.Array, dtype: Any,
+) -> jax.Array:  # fmt: skip
+    """y from h(q): [r, width]. The other weights are those of each read: A W + s S + Σ_i C[:, i] ∇_i, never formed; A, s: [r]."""
+
+    def linear(name: str, x: jax.Array) -> jax.Array:
+        if name == rule.inner:
+            return h
+        out = A[:, None] * dot(x, weights[name].T, dtype)
+        if momentum is not None and s is not None:
+            out = out + s[:, None] * dot(x, momentum[name].T, dtype)
+        left, inputs = factors[name]
+        return out + dot(dot(x, inputs.T, dtype) * C, left, dtype)
+
+    return rule.structure.apply(linear, q, q, None)
+
+
+def run_block(
+    rule: KernelRule, sizes: Sizes, initial: Weights, carry: Carry, part: Partial, tokens: Tokens, places: Places
+) -> tuple[Carry, Cache, jax.Array]:
+    """One block of one head.
+
+    Args:
+      rule, sizes: static.
+      initial: the weights of a fresh memory.
+      carry: before the block.
+      part: sums over the entries before those of `carry`, rows as `read_rows` gives them, then the queries.
+      tokens, places: the block's.
+
+    Returns:
+      the carry after the block; the entries that no step writes any more, without their keys; y [block, value_dim].
+    """
+    c, b, dtype = rule.window, sizes.chunk, sizes.dtype
+    E, old = (
+        c - 1 + b,
+        c - 1 + sizes.block - b,
+    )  # entries of a chunk with its window; entries that may stand before a chunk
+    wide = carry.decay.dtype
+    q, k, v = (x.astype(wide) for x in (tokens.q, tokens.k, tokens.v))
+    grow = lambda x: jnp.pad(x, ((0, sizes.block), *((0, 0),) * (x.ndim - 1)))
+    key_part, query_part = _by_chunk(rule, sizes, part)
+    entry = jnp.arange(c - 1 + sizes.block)
+
+    def chunk(carry: Carry, xs: Any) -> tuple[Carry, jax.Array]:
+        n, q, coef, start, key_part, query_part, reset = xs
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, n * b, E)
+        put = lambda x, new, at: jax.lax.dynamic_update_slice_in_dim(x, new, at, 0)
+        weights, weights_momentum = carry.weights, carry.weights_momentum
+        if reset is not None:
+            weights = jax.tree.map(lambda w, i: jnp.where(reset, i, w), weights, initial)
+            weights_momentum = jax.tree.map(lambda s: jnp.where(reset, 0.0, s), weights_momentum)
+        k_chunk, v_chunk, first = cut(k), cut(v), n * b + c - 1  # first: the chunk's first entry
+        segment = None if places.segment is None else cut(places.segment)
+        old_segment = None if places.segment is None else places.segment[:old]
+        old_real = places.real[:old] & (entry[:old] < first)
+        a_old, rho_old = carry.coefficients[:old], carry.decay[:old]
+
+        if key_part is None:  # the gradient does not depend on the memory
+            h = jnp.zeros((E, carry.coefficients.shape[1]), wide)
+        else:
+            sees = visible(rule, jnp.full((E,), first - 1), segment, entry[:old], old_real, old_segment)
+            kappa, value, mass = sums.join(
+                rule, key_part, start.decay, start.momentum, sums.scores(k_chunk, k[:old], dtype), rho_old[None], sees
+            )
+            h = sums.divide(value + dot(kappa, a_old, dtype), mass)
+        left, factors = gradients(rule, weights, h, k_chunk, v_chunk, dtype)
+
+        # Reads: the entries before the chunk, then those of the chunk and its window, for what this chunk's steps add to them.
+        A, s = coef.decay, coef.momentum
+        at = first + jnp.arange(b)
+        own_segment = None if segment is None else segment[c - 1 :]
+        sees = jnp.concatenate(
+            [
+                visible(rule, at, own_segment, entry[:old], old_real, old_segment),
+                visible(rule, at, own_segment, n * b + jnp.arange(E), cut(places.real), segment),
+            ],
+            axis=1,
+        )
+        weight = jnp.concatenate([A[:, None] * rho_old, jnp.zeros((b, c - 1), wide), coef.entries], axis=1)
+        raw = sums.scores(q, jnp.concatenate([k[:old], k_chunk]), dtype)
+        decay, momentum = A * start.decay, None
+        if s is not None:
+            momentum = A * start.momentum + s * start.momentum_decay
+        kappa, value, mass = sums.join(rule, query_part, decay, momentum, raw, weight, sees)
+        kappa_old, kappa = kappa[:, :old], kappa[:, old:]
+        if old:
+            value = value + A[:, None] * dot(kappa_old, a_old, dtype)
+            if s is not None and carry.momentum is not None:
+                value = value + s[:, None] * dot(kappa_old, carry.momentum[:old], dtype)
+        h = sums.divide(value + dot(kappa * coef.gradients, left, dtype), mass)
+        y = read_out(rule, h, q, weights, weights_momentum, factors, A, s, coef.gradients, dtype)
+
+        # Commit.
+        a = moved(carry.coefficients, carry.momentum, coef.end)
+        a = put(a, cut(a) + coef.end_gradients[:, None] * left, n * b)
+        momentum = None
+        if carry.momentum is not None:
+            assert coef.end_momentum is not None
+            momentum = coef.end.momentum_decay * carry.momentum
+            momentum = put(momentum, cut(momentum) + coef.end_momentum[:, None] * left, n * b)
+        rho = put(coef.end.decay * carry.decay, coef.end_entries, first)
+        weights, weights_momentum = write_weights(weights, weights_momentum, factors, coef, dtype)
+        return Carry(a, momentum, rho, weights, weights_momentum), y
+
+    local = carry._replace(
+        coefficients=grow(carry.coefficients),
+        momentum=None if carry.momentum is None else grow(carry.momentum),
+        decay=grow(carry.decay),
+    )
+    stacked = q.reshape(sizes.chunks, b, -1)
+    xs = (np.arange(sizes.chunks), stacked, tokens.coefficients, tokens.start, key_part, query_part, places.reset)
+    if sizes.chunks == 1:
+        local, y = chunk(local, jax.tree.map(lambda x: x[0], xs))
+    else:
+        local, y = jax.lax.scan(chunk, local, xs)
+        y = y.reshape(sizes.block, -1)
+    done = lambda x: None if x is None else x[: sizes.block]
+    left_open = lambda x: None if x is None else x[sizes.block :]
+    finished = Cache(k[:0], local.coefficients[: sizes.block], done(local.momentum), local.decay[: sizes.block])
+    carry = local._replace(
+        coefficients=local.coefficients[sizes.block :],
+        momentum=left_open(local.momentum),
+        decay=local.decay[sizes.block :],
+    )
+    return carry, finished, y

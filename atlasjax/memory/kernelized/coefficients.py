@@ -1,0 +1,145 @@
+"""What the gates alone decide: memories as combinations of the memory before, its momentum, and inner gradients.
+
+Within a chunk that starts with memory M, momentum S, and has gradients ∇_i of E = c − 1 + b tokens,
+
+    M_t = A_t M + s_t S + Σ_i C[t,i] ∇_i        ρ_i(t) = A_t ρ_i, and T_α[t,i] for the chunk's own entries
+
+(see `atlasjax.memory.blocks`; products of decays are formed by multiplication: exact at 0, values and derivatives).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.blocks import decay_products, window_matrix
+from atlasjax.memory.kernelized.rule import KernelRule
+from atlasjax.memory.retention import Full
+
+
+class Transition(NamedTuple):
+    """(M, S) ↦ (decay M + momentum S, momentum_decay S); the last two are None without momentum. Any shape."""
+
+    decay: jax.Array
+    momentum: jax.Array | None
+    momentum_decay: jax.Array | None
+
+
+class Coefficients(NamedTuple):
+    """Of one chunk.
+
+    Attributes:
+      decay: A_t, [b].
+      momentum: s_t, [b]; None without momentum.
+      gradients: C, [b, E].
+      entries: T_α, [b, b].
+      end: the transition over the whole chunk, scalars; the identity if the chunk is not committed.
+      end_gradients: [E], what the memory gets of each gradient over the chunk; end_momentum: [E], what the momentum gets.
+      end_entries: [b], ρ of the chunk's entries at its end. The last three are zero if the chunk is not committed.
+    """
+
+    decay: jax.Array
+    momentum: jax.Array | None
+    gradients: jax.Array
+    entries: jax.Array
+    end: Transition
+    end_gradients: jax.Array
+    end_momentum: jax.Array | None
+    end_entries: jax.Array
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def coefficients(
+    rule: KernelRule,
+    retention: jax.Array,
+    step_size: jax.Array,
+    momentum: jax.Array,
+    window: jax.Array,
+    counts: jax.Array,
+    real: jax.Array,
+    commit: jax.Array,
+) -> Coefficients:
+    """Coefficients of a chunk of one head.
+
+    Args:
+      rule: the rule.
+      retention, step_size, momentum: gates, [b]; window: [b, c].
+      counts: [b, E], whether a token's window may count a gradient: real, and of the token's segment.
+      real: [b], whether there is a token.
+      commit: [], whether the chunk changes the memory (an unfinished chunk is read, but not committed).
+    """
+    b = step_size.shape[0]
+    D = jnp.where(counts, -step_size[:, None] * window_matrix(window), 0.0)
+    beta = s = None
+    if rule.optimizer.has_momentum:
+        beta, pairwise = decay_products(momentum)
+        D = _product(pairwise, D)
+    if isinstance(rule.retention, Full):
+        A, between = jnp.ones_like(step_size), jnp.tril(jnp.ones((b, b), step_size.dtype))
+    else:
+        A, between = decay_products(retention)
+    between = jnp.where(real, between, 0.0)  # where there is no token, S is not added once more
+    C = _product(between, D)
+    if beta is not None:
+        s = _product(between, beta)
+    last = lambda x, otherwise: None if x is None else jnp.where(commit, x[-1], otherwise)
+    end = Transition(last(A, 1.0), last(s, 0.0), last(beta, 1.0))
+    end_momentum = None if beta is None else last(D, 0.0)
+    return Coefficients(A, s, C, between, end, last(C, 0.0), end_momentum, last(between, 0.0))
+
+
+def compose(second: Transition, first: Transition) -> Transition:
+    """The transition of `first`, then `second`."""
+    decay = second.decay * first.decay
+    if first.momentum is None or second.momentum is None or second.momentum_decay is None:
+        return Transition(decay, None, None)
+    assert first.momentum_decay is not None
+    momentum = second.decay * first.momentum + second.momentum * first.momentum_decay
+    return Transition(decay, momentum, second.momentum_decay * first.momentum_decay)
+
+
+def identity_like(x: Transition) -> Transition:
+    zeros = None if x.momentum is None else jnp.zeros_like(x.momentum)
+    ones = None if x.momentum_decay is None else jnp.ones_like(x.momentum_decay)
+    return Transition(jnp.ones_like(x.decay), zeros, ones)
+
+
+def before_each(parts: Transition) -> tuple[Transition, Transition]:
+    """From transitions of consecutive parts, [n], those from the beginning to each part's start, [n], and over all of them, []."""
+    start = identity_like(jax.tree.map(lambda x: x[0], parts))
+    whole, starts = jax.lax.scan(lambda sofar, part: (compose(part, sofar), sofar), start, parts)
+    return starts, whole
+
+
+def after_each(parts: Transition) -> Transition:
+    """From transitions of consecutive parts, [n], those from each part's end to the end of the last, [n]; and first from the
+    beginning of part 0: [n + 1]."""
+    end = identity_like(jax.tree.map(lambda x: x[0], parts))
+    whole, after = jax.lax.scan(lambda later, part: (compose(later, part), later), end, parts, reverse=True)
+    return jax.tree.map(lambda w, x: jnp.concatenate([w[None], x]), whole, after)
+
+
+def since_commit(parts: Transition, columns: int | None) -> Transition:
+    """Transitions from the end of an earlier part to the start of each part.
+
+    Args:
+      parts: of consecutive parts, [n].
+      columns: None: column 0 is what was there before part 0, column m + 1 part m, [n, n + 1] (the identity for m + 1 > row). Else
+        only the last so many parts before each, in order, [n, columns]; what stands before part 0 counts as parts without effect.
+    """
+    n = parts.decay.shape[0]
+    one = identity_like(jax.tree.map(lambda x: x[:1], parts))
+    wide = n + 1 if columns is None else columns
+    fresh = jax.tree.map(lambda x: jnp.broadcast_to(x, (wide,)), one)
+
+    def body(row: Transition, xs: tuple[Transition, jax.Array]) -> tuple[Transition, Transition]:
+        part, i = xs
+        moved = compose(part, row)
+        if columns is None:
+            return jax.tree.map(lambda new, old: jnp.where(jnp.arange(wide) <= i, new, old), moved, row), row
+        return jax.tree.map(lambda new, first: jnp.concatenate([new[1:], first]), moved, one), row
+
+    return jax.lax.scan(body, fresh, (parts, jnp.arange(n)))[1]
