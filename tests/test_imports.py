@@ -16,8 +16,9 @@ MAY_IMPORT = {
     "atlasjax.names": set(),
     "atlasjax.memory": {"pallas_kernels"} | FOUNDATION,
     "atlasjax.rules": {"atlasjax.memory"} | FOUNDATION,
+    "atlasjax.mixers": {"atlasjax", "atlasjax.memory", "atlasjax.rules"} | FOUNDATION,
     "atlasjax.data": FOUNDATION,
-    "atlasjax.nn": {"atlasjax", "atlasjax.memory", "atlasjax.rules", "pallas_kernels"} | FOUNDATION,
+    "atlasjax.nn": {"atlasjax", "atlasjax.memory", "atlasjax.mixers", "atlasjax.rules", "pallas_kernels"} | FOUNDATION,
     "atlasjax.table1": {"atlasjax", "atlasjax.memory", "atlasjax.rules"} | FOUNDATION,
     "atlasjax.presets": {"atlasjax", "atlasjax.nn", "atlasjax.rules"} | FOUNDATION,
 }

@@ -1,0 +1,1 @@
+"""Pure functions that mix tokens: attention, state spaces. No Flax, no configuration."""

@@ -1,0 +1,180 @@
+"""The selective scan of Mamba (Gu & Dao 2023, §3.2 and Algorithm 2): a diagonal linear recurrence whose step depends on the token.
+
+    h_t = exp(Δ_t A) ⊙ h_{t−1} + (Δ_t x_t) B_tᵀ          one state of N numbers for each channel
+    y_t = h_t C_t + D ⊙ x_t
+
+A is discretized exactly (zero-order hold), B by Euler's rule, as published. Decays are multiplied, never divided or taken
+as differences of logarithms, so that Δ = 0 (a token that is not there) and Δ so large that everything is forgotten are exact.
+
+States are laid out [batch, state, channels]: channels fill a vector unit's lanes, and N = 16 would not.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.mixers.shapes import check_shapes
+from atlasjax.names import lookup
+
+_CHUNK = 64  # tokens whose states exist at the same time; does not change the result
+
+_AXES = {
+    "x": "batch time channels",
+    "delta": "batch time channels",
+    "A": "channels state",
+    "B": "batch time state",
+    "C": "batch time state",
+    "D": "channels",
+    "state": "batch state channels",
+}
+
+# (h [batch, state, channels], x and Δ [time, batch, channels], A [state, channels], B and C [time, batch, state],
+# keep [time, batch]) → (the next h, y [time, batch, channels])
+_Chunk = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def init_state(batch_size: int, channels: int, state_dim: int) -> jax.Array:
+    """The state before the first token: zeros [batch, state, channels], float32."""
+    return jnp.zeros((batch_size, state_dim, channels), jnp.float32)
+
+
+def selective_scan(
+    x: jax.Array,
+    delta: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None = None,
+    *,
+    state: jax.Array | None = None,
+    resets: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The recurrence over a sequence. The backward pass keeps one state for each 64 tokens and recomputes those between.
+
+    Cutting a sequence into calls at any places gives the outputs and the final state of one call. Computes in float32 (float64
+    for float64 inputs).
+
+    Args:
+      x: the input, [batch, time, channels], floating point; any time ≥ 1.
+      delta: step sizes Δ ≥ 0, like x.
+      A: [channels, state], negative.
+      B: [batch, time, state], shared by the channels.
+      C: like B.
+      D: the skip, [channels]; None for none.
+      state: h before the first token, [batch, state, channels]; None for zeros.
+      resets: boolean [batch, time]; the state is forgotten before a token where it is True.
+      implementation: "sequential" (token after token within a chunk: a CPU's choice), "associative" (a parallel scan within a
+        chunk: an accelerator's), or None for the platform's.
+
+    Returns:
+      y: like x, of x's dtype; and the final state.
+
+    Raises:
+      TypeError, ValueError: an argument that does not fit, before anything is traced.
+    """
+    sizes = check_shapes("selective_scan", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D, state=state)
+    batch, time, channels = x.shape
+    _check_resets(resets, batch, time)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    state = jnp.zeros((batch, sizes["state"], channels), wide) if state is None else state.astype(wide)
+    keep = jnp.ones((batch, time), wide) if resets is None else jnp.where(resets, 0.0, 1.0).astype(wide)
+
+    chunk = min(_CHUNK, time)
+    num_chunks = -(-time // chunk)
+
+    def chunks(z: jax.Array, fill: float) -> jax.Array:
+        """[batch, time, …] → [chunks, chunk, batch, …]."""
+        widths = [(0, 0), (0, num_chunks * chunk - time)] + [(0, 0)] * (z.ndim - 2)
+        z = jnp.swapaxes(jnp.pad(z, widths, constant_values=fill), 0, 1)
+        return z.reshape(num_chunks, chunk, *z.shape[1:])
+
+    # Padding: Δ = 0 neither decays nor writes.
+    tokens = (*(chunks(z, 0.0) for z in (x, delta, B, C)), chunks(keep, 1.0))
+    run = functools.partial(_scan_chunks, state, A.astype(wide).T, tokens)
+    if implementation is None:
+        state, y = jax.lax.platform_dependent(
+            cpu=functools.partial(run, _sequential), default=functools.partial(run, _associative)
+        )
+    else:
+        state, y = run(lookup("implementation", implementation, _IMPLEMENTATIONS))
+    y = jnp.swapaxes(y.reshape(num_chunks * chunk, batch, channels)[:time], 0, 1)
+    if D is not None:
+        y = y + D.astype(wide) * x.astype(wide)
+    return y.astype(x.dtype), state
+
+
+def _scan_chunks(
+    state: jax.Array, A: jax.Array, tokens: tuple[jax.Array, ...], implementation: _Chunk
+) -> tuple[jax.Array, jax.Array]:
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def body(h: jax.Array, tokens: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        x, delta, B, C, keep = (z.astype(h.dtype) for z in tokens)
+        return implementation(h, x, delta, A, B, C, keep)
+
+    return jax.lax.scan(body, state, tokens)
+
+
+def _sequential(h, x, delta, A, B, C, keep):
+    def token(h, token):
+        x, delta, B, C, keep = token
+        decay = keep[:, None, None] * jnp.exp(delta[:, None] * A)
+        h = decay * h + (delta * x)[:, None] * B[:, :, None]
+        return h, jnp.sum(h * C[:, :, None], axis=1)
+
+    return jax.lax.scan(token, h, (x, delta, B, C, keep))
+
+
+def _associative(h, x, delta, A, B, C, keep):
+    decay = keep[:, :, None, None] * jnp.exp(delta[:, :, None] * A)
+    write = (delta * x)[:, :, None] * B[..., None]
+
+    def after(first, second):
+        return first[0] * second[0], second[0] * first[1] + second[1]
+
+    decays, writes = jax.lax.associative_scan(after, (decay, write), axis=0)
+    states = decays * h + writes
+    return states[-1], jnp.sum(states * C[..., None], axis=2)
+
+
+_IMPLEMENTATIONS: dict[str, _Chunk] = {"sequential": _sequential, "associative": _associative}
+
+
+def reference(
+    x: jax.Array,
+    delta: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None = None,
+    *,
+    state: jax.Array | None = None,
+    resets: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The definition, token by token; arguments and results as in `selective_scan`."""
+    sizes = check_shapes("mamba.reference", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D, state=state)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    x_, delta, A, B, C = (z.astype(wide) for z in (x, delta, A, B, C))
+    start = jnp.zeros((x.shape[0], sizes["state"], x.shape[2]), wide) if state is None else state.astype(wide)
+    resets = jnp.zeros(x.shape[:2], bool) if resets is None else resets
+
+    def token(h, t):
+        """h: [batch, channels, state]."""
+        h = jnp.where(resets[:, t, None, None], 0.0, h)
+        h = jnp.exp(delta[:, t, :, None] * A) * h + (delta[:, t] * x_[:, t])[:, :, None] * B[:, t, None]
+        y = jnp.einsum("bcn,bn->bc", h, C[:, t], precision=jax.lax.Precision.HIGHEST)
+        return h, y if D is None else y + D * x_[:, t]
+
+    last, y = jax.lax.scan(token, jnp.swapaxes(start, 1, 2), jnp.arange(x.shape[1]))
+    return jnp.swapaxes(y, 0, 1).astype(x.dtype), jnp.swapaxes(last, 1, 2)
+
+
+def _check_resets(resets: jax.Array | None, batch: int, time: int) -> None:
+    if resets is None:
+        return
+    if resets.shape != (batch, time) or resets.dtype != jnp.bool_:
+        raise ValueError(
+            f"selective_scan: resets must be boolean [{batch}, {time}], got {resets.dtype} {tuple(resets.shape)}."
+        )

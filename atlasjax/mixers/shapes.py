@@ -1,0 +1,37 @@
+"""Checks of array arguments by named axes."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+
+def check_shapes(where: str, axes: dict[str, str], **arrays: Any) -> dict[str, int]:
+    """Check ranks, and that an axis has one size wherever its name stands.
+
+    Args:
+      where: the function, for messages.
+      axes: argument → its axes, as "batch time channels".
+      **arrays: the arguments, floating point; None is skipped.
+
+    Returns:
+      The sizes by name.
+
+    Raises:
+      TypeError: not an array, or not floating point.
+      ValueError: a shape that does not fit, or an empty axis; the message names it, what it is and what it should be.
+    """
+    sizes: dict[str, int] = {}
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        names = axes[name].split()
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(f"{where}: {name} must be an array [{', '.join(names)}], got {type(x).__name__}.")
+        fits = len(x.shape) == len(names) and all(sizes.get(n, size) == size for n, size in zip(names, x.shape))
+        if not fits or 0 in x.shape:
+            want = ", ".join(f"{n}={sizes[n]}" if n in sizes else n for n in names)
+            raise ValueError(f"{where}: {name} has shape {tuple(x.shape)}, should be [{want}], no axis empty.")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{where}: {name} must be floating point, got {x.dtype}.")
+        sizes |= dict(zip(names, x.shape))
+    return sizes
