@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory.check import check_gate_ranges, check_segments
 from atlasjax.memory.kernelized import check
+from atlasjax.memory.kernelized.decode import read_state, xla_step
 from atlasjax.memory.kernelized.engine import xla_scan
 from atlasjax.memory.kernelized.reference import reference_scan
 from atlasjax.memory.kernelized.rule import KernelRule
@@ -72,6 +73,56 @@ def scan(
         check_gate_ranges(gates, "memory.scan")
     run = lookup("implementation", implementation or "xla", IMPLEMENTATIONS)
     return run(rule, params, state, q, k, v, gates, segment_ids, max_segments)
+
+
+def step(
+    rule: KernelRule,
+    params: KernelParams,
+    state: KernelState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    *,
+    check_gates: bool = False,
+) -> tuple[jax.Array, KernelState]:
+    """One token: `scan` without the time axis, for decoding. It costs one read of the cache.
+
+    Args:
+      rule, params, state: as in `scan`; the state is required.
+      q, k: [batch, heads, key_dim]; v: [batch, heads, value_dim].
+      gates: [batch, heads(, channels)].
+      check_gates: as in `scan`.
+
+    Returns:
+      y: [batch, heads, value_dim] (NaN beyond a full cache's max_length), and the new state.
+
+    Raises:
+      TypeError, ValueError: an argument that does not fit, before anything is traced.
+    """
+    if state is None:
+        raise ValueError("memory.step: state is None; start with memory.init_state.")
+    check.check_call(rule, params, state, q, k, v, gates, time=False, where="memory.step")
+    if check_gates:
+        check_gate_ranges(gates, "memory.step")
+    return xla_step(rule, params, state, q, k, v, gates)
+
+
+def read(rule: KernelRule, params: KernelParams, state: KernelState, q: jax.Array) -> jax.Array:
+    """Look without writing: M_t(φ*(q)) for any number of queries.
+
+    Args:
+      rule, params, state: as in `scan`.
+      q: [batch, time, heads, key_dim], floating point.
+
+    Returns:
+      [batch, time, heads, value_dim], of q's dtype; NaN if the state has read more than its max_length.
+
+    Raises:
+      TypeError, ValueError: an argument that does not fit, before anything is traced.
+    """
+    check.check_read(rule, params, state, q, "memory.read")
+    return read_state(rule, params, state, q)
 
 
 def reference(

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 
 from atlasjax.memory import kernelized
-from atlasjax.memory.kernelized import engine
 from tests.memory.cases import assert_close
 from tests.memory.kernelized.cases import RULES, make_inputs
 
@@ -30,12 +29,6 @@ def both(rule, **kwargs):
         run = lambda *args, fn=fn, extra=extra: objective(fn, rule, *args, **extra)
         functions.append(jax.jit(jax.value_and_grad(run, argnums=(1, 2, 3, 4, 5), has_aux=True)))
     return functions
-
-
-@pytest.fixture
-def short_blocks(monkeypatch):
-    """Several blocks, and several chunks in one, at a length that the reference can take."""
-    monkeypatch.setattr(engine, "_BLOCK_TOKENS", 8)
 
 
 @pytest.mark.parametrize("name", RULES)
