@@ -1,0 +1,21 @@
+"""Baseline mixers (SEMANTICS 7), one file each: a Mixer by the protocol of `atlasjax.nn.mixers`."""
+
+from atlasjax.nn.baselines.deltanet import DeltaNetMixer
+from atlasjax.nn.baselines.gated_deltanet import GatedDeltaNetMixer
+from atlasjax.nn.baselines.gla import GLAMixer
+from atlasjax.nn.baselines.longhorn import LonghornMixer
+from atlasjax.nn.baselines.mamba import MambaMixer
+from atlasjax.nn.baselines.mamba2 import Mamba2Mixer
+from atlasjax.nn.baselines.retnet import RetNetMixer
+from atlasjax.nn.baselines.rwkv7 import RWKV7Mixer
+
+__all__ = [
+    "DeltaNetMixer",
+    "GLAMixer",
+    "GatedDeltaNetMixer",
+    "LonghornMixer",
+    "Mamba2Mixer",
+    "MambaMixer",
+    "RWKV7Mixer",
+    "RetNetMixer",
+]

@@ -1,0 +1,47 @@
+"""Gated DeltaNet (Yang et al. 2025): decay first, then the delta rule."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from atlasjax import memory, rules
+from atlasjax.nn.baselines.recurrent import HeadProjections, HeadsMixer, Tokens, float32_product
+from atlasjax.nn.baselines.step_sizes import log_rates, step_bias
+from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.layers import Linear, l2_normalize
+from atlasjax.nn.parameters import param
+
+
+class GatedDeltaNetMixer(HeadsMixer):
+    """The gated delta rule:
+
+        q, k, v = SiLU(conv(x W)),  q and k of unit length,  z = x W_z,  β_t = σ(x W_β)
+        α_t = e^{g_t},  g_t = −exp(A_log) · softplus(x W_a + dt_bias)
+        S_t = α_t S_{t−1} + β_t (v_t − α_t S_{t−1} k_t) k_tᵀ        y_t = S_t q_t
+        out = (RMSNorm(y) ⊙ SiLU(z)) W_out                          one norm for each head
+
+    As published values are twice as wide as keys (`value_expansion=2`). Rates exp(A_log) start uniform in [0, 16].
+
+    Args:
+      config: see `HeadsMixer`; conv_width.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rules.gated_delta_rule(), rngs=rngs)
+        sizes = (self.key_dim, self.key_dim, self.value_dim, self.value_dim)
+        self.inputs = HeadProjections(config.dim, self.num_heads, sizes, config.conv_width, rngs=rngs)
+        self.gates = Linear((config.dim, 2, self.num_heads), ("embed", None, "heads"), rngs=rngs)  # β, decay
+        self.A_log = param(log_rates(rngs, self.num_heads, 1e-3, 16.0), "heads")  # log 0 would never learn
+        self.dt_bias = param(step_bias(rngs, self.num_heads), "heads")
+
+    def start_inputs(self, batch_size, dtype):
+        return self.inputs.start(batch_size, dtype)
+
+    def project(self, x, inputs, segment_ids):
+        (q, k, v, z), inputs = self.inputs(x, inputs, segment_ids)
+        q, k = l2_normalize(q).astype(x.dtype), l2_normalize(k).astype(x.dtype)
+        logits = float32_product(x, self.gates)
+        beta = jax.nn.sigmoid(logits[:, :, 0])
+        decay = jnp.exp(self.A_log[...]) * jax.nn.softplus(logits[:, :, 1] + self.dt_bias[...])
+        return Tokens(q, k, v, memory.Gates(retention=jnp.exp(-decay), step_size=beta), z), inputs

@@ -1,0 +1,48 @@
+"""Gated linear attention (Yang et al. 2024a): linear attention with a decay for each channel of the key."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from atlasjax import memory, rules
+from atlasjax.nn.baselines.recurrent import HeadProjections, HeadsMixer, Tokens, float32_product
+from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.layers import Linear
+from atlasjax.nn.parameters import param
+
+_RANK = 16
+_TEMPERATURE = 16.0
+
+
+class GLAMixer(HeadsMixer):
+    """Gated linear attention:
+
+        q, k, v, z = x W;  k also times head_dim^{−1/2}
+        S_t = S_{t−1} Diag(α_t) + v_t k_tᵀ,  α_t = σ(x W_1 W_2 + b)^{1/16}        y_t = S_t q_t
+        out = (RMSNorm(y) ⊙ SiLU(z)) W_out                                        one norm for each head
+
+    W_1 W_2 has rank 16. At the start α is about 0.96. As published keys are half as wide as values
+    (`head_dim = dim / (2 num_heads)` with `value_expansion=2`).
+
+    Args:
+      config: see `HeadsMixer`.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rules.gla(), rngs=rngs)
+        sizes = (self.key_dim, self.key_dim, self.value_dim, self.value_dim)
+        self.inputs = HeadProjections(config.dim, self.num_heads, sizes, rngs=rngs)
+        self.decay_in = Linear((config.dim, _RANK), ("embed", None), rngs=rngs)
+        self.decay_out = Linear((_RANK, self.num_heads, self.key_dim), (None, "heads", None), rngs=rngs)
+        self.decay_bias = param(jnp.zeros((self.num_heads, self.key_dim)), "heads", None)
+
+    def start_inputs(self, batch_size, dtype):
+        return None
+
+    def project(self, x, inputs, segment_ids):
+        (q, k, v, z), _ = self.inputs(x, None, None)
+        logits = float32_product(float32_product(x, self.decay_in), self.decay_out) + self.decay_bias[...]
+        alpha = jnp.exp(jax.nn.log_sigmoid(logits) / _TEMPERATURE)
+        gates = memory.Gates(retention=alpha, step_size=jnp.ones(q.shape[:3]))
+        return Tokens(q, k * self.key_dim**-0.5, v, gates, z), None

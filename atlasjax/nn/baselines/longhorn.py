@@ -1,0 +1,42 @@
+"""Longhorn (Liu et al. 2024): Mamba's block around an online regression solved by implicit steps."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from atlasjax import memory, rules
+from atlasjax.nn.baselines.mamba import MambaBlock
+from atlasjax.nn.baselines.recurrent import Tokens, run_memory, start_memory
+from atlasjax.nn.config import ModelConfig
+
+_RULE = rules.longhorn_channel()
+
+
+class LonghornMixer(MambaBlock):
+    """Longhorn in Mamba's block, with k for B, q for C, and β_t = σ(…) for each channel in place of Δ:
+
+        S_t = S_{t−1} + δ_t (x_t − S_{t−1} k_t) k_tᵀ,  δ_t = β_t / (1 + β_t ‖k_t‖²)        y_t = S_t q_t
+
+    S: [inner, state], row c with the δ of channel c: the rule `longhorn_channel`, since the published model has a β for each
+    channel. This is the step that the paper derives, and the row of A Table 1. The authors' code keeps only the diagonal of
+    k kᵀ, to fit Mamba's scan; the block-parallel delta rule has no need to. There is no rate A. β starts around one half.
+
+    Args:
+      config: see `MambaBlock`.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, jnp.zeros(config.ssm.expand * config.dim), rngs=rngs)
+
+    def activate(self, logits):
+        return jax.nn.sigmoid(logits)
+
+    def start_recurrence(self, batch_size):
+        return start_memory(_RULE, batch_size, 1, self.state_dim, self.inner)
+
+    def recur(self, tokens, state, segment_ids, max_segments):
+        q, k, v, beta = (z[:, :, None] for z in (tokens.read, tokens.write, tokens.x, tokens.step))
+        heads = Tokens(q, k, v, memory.Gates(step_size=beta))
+        y, state = run_memory(_RULE, heads, state, segment_ids, max_segments)
+        return y[:, :, 0], state

@@ -1,0 +1,104 @@
+"""Mamba (Gu & Dao 2023): a selective state space model in a gated block."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from atlasjax.mixers import mamba
+from atlasjax.nn.baselines.recurrent import RecurrentMixer, output_projection, segment_starts
+from atlasjax.nn.baselines.step_sizes import step_bias
+from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.layers import CausalConv, Linear
+from atlasjax.nn.parameters import param
+
+
+class MambaTokens(NamedTuple):
+    """x, gate logits z: [batch, time, inner] in the model's dtype; step Δ, like x, float32; read and write vectors
+    [batch, time, state] (C and B of Mamba, q and k of Longhorn)."""
+
+    x: jax.Array
+    z: jax.Array
+    step: jax.Array
+    write: jax.Array
+    read: jax.Array
+
+
+class MambaBlock(RecurrentMixer):
+    """The block around the recurrences of Mamba and Longhorn:
+
+        x, z = u W_in,  x ← SiLU(conv(x) + b)
+        low, B, C = x W_x,  Δ = activation(low W_Δ + b_Δ)       Δ of each channel, through rank dt_rank
+        out = ((recurrence(x, Δ, B, C) + D ⊙ x) ⊙ SiLU(z)) W_out
+
+    Args:
+      config: dim, conv_width, ssm (expand, state_dim, dt_rank), num_layers (for W_out's initial scale), dtype.
+      bias: b_Δ at the start, [expand · dim].
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, config: ModelConfig, bias: jax.Array, *, rngs: nnx.Rngs):
+        ssm = config.ssm
+        inner = ssm.expand * config.dim
+        rank = -(-config.dim // 16) if ssm.dt_rank is None else ssm.dt_rank
+        self.dtype = jnp.dtype(config.dtype)
+        self.inner, self.state_dim, self.rank = inner, ssm.state_dim, rank
+        self.inputs = Linear((config.dim, 2, inner), ("embed", None, "heads"), rngs=rngs)
+        self.conv = CausalConv(config.conv_width, (inner,), ("heads",), rngs=rngs)
+        self.conv_bias = param(jnp.zeros(inner), "heads")
+        self.selection = Linear((inner, rank + 2 * ssm.state_dim), ("heads", None), rngs=rngs)
+        self.step = Linear((rank, inner), (None, "heads"), rngs=rngs)
+        bound = rank**-0.5
+        self.step.kernel[...] = jax.random.uniform(rngs.params(), (rank, inner), minval=-bound, maxval=bound)
+        self.step_bias = param(bias, "heads")
+        self.D = param(jnp.ones(inner), "heads")
+        self.out = output_projection(config, inner, rngs)
+
+    def activate(self, logits: jax.Array) -> jax.Array:
+        """Δ of its logits."""
+        raise NotImplementedError
+
+    def start_inputs(self, batch_size: int, dtype: Any) -> jax.Array:
+        return self.conv.init_state(batch_size, dtype)
+
+    def project(self, x, inputs, segment_ids):
+        projected = self.inputs(x)
+        mixed, inputs = self.conv(projected[:, :, 0], inputs, segment_ids)
+        mixed = jax.nn.silu(mixed + self.conv_bias[...]).astype(x.dtype)
+        low, write, read = jnp.split(self.selection(mixed), (self.rank, self.rank + self.state_dim), axis=-1)
+        step = self.activate(self.step(low).astype(jnp.float32) + self.step_bias[...])
+        return MambaTokens(mixed, projected[:, :, 1], step, write, read), inputs
+
+    def output(self, y: jax.Array, tokens: MambaTokens) -> jax.Array:
+        y = y + (self.D[...] * tokens.x).astype(y.dtype)
+        return self.out(y * jax.nn.silu(tokens.z))
+
+
+class MambaMixer(MambaBlock):
+    """Mamba's block with the selective scan (`atlasjax.mixers.mamba`), A = −exp(A_log) for each channel and state.
+
+    A starts at −1, −2, …, −state_dim; Δ = softplus spread log-uniformly over [0.001, 0.1]; D at one.
+
+    Args:
+      config: see `MambaBlock`.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, step_bias(rngs, config.ssm.expand * config.dim), rngs=rngs)
+        rates = jnp.log(jnp.arange(1.0, self.state_dim + 1))
+        self.A_log = param(jnp.tile(rates, (self.inner, 1)), "heads", None)
+
+    def activate(self, logits):
+        return jax.nn.softplus(logits)
+
+    def start_recurrence(self, batch_size):
+        return mamba.init_state(batch_size, self.inner, self.state_dim)
+
+    def recur(self, tokens, state, segment_ids, max_segments):
+        resets = None if segment_ids is None else segment_starts(segment_ids)
+        A = -jnp.exp(self.A_log[...])
+        return mamba.selective_scan(
+            tokens.x, tokens.step, A, tokens.write, tokens.read, state=state, resets=resets
+        )  # fmt: skip

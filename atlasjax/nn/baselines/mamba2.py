@@ -1,0 +1,93 @@
+"""Mamba-2 (Dao & Gu 2024): the state space dual in a gated block."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from atlasjax.mixers import mamba2
+from atlasjax.nn.baselines.recurrent import RecurrentMixer, float32_product, output_projection
+from atlasjax.nn.baselines.step_sizes import log_rates, step_bias
+from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.layers import CausalConv, Linear, RMSNorm
+from atlasjax.nn.parameters import param
+
+
+class Mamba2Tokens(NamedTuple):
+    """x: [batch, time, heads, head_dim]; z: [batch, time, inner]; step Δ: [batch, time, heads], float32; B, C:
+    [batch, time, 1, state]."""
+
+    x: jax.Array
+    z: jax.Array
+    step: jax.Array
+    B: jax.Array
+    C: jax.Array
+
+
+class Mamba2Mixer(RecurrentMixer):
+    """Mamba-2's block:
+
+        z, x, B, C = u W_in,  x, B, C ← SiLU(conv(·) + b),  Δ = softplus(u W_Δ + dt_bias)
+        h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ,  y_t = h_t C_t + D x_t        A = −exp(A_log) and D of each head
+        out = RMSNorm(y ⊙ SiLU(z)) W_out                                       one norm over all heads
+
+    B and C are shared by all heads (one group). It has expand · dim / ssm.head_dim heads of its own. As published ssm.state_dim is
+    128 and ssm.head_dim 64, rates exp(A_log) start uniform in [1, 16], Δ log-uniform in [0.001, 0.1], and there is no FFN.
+
+    Args:
+      config: dim, conv_width, ssm (expand, state_dim, head_dim), norm_eps, num_layers (for W_out's initial scale), dtype.
+      rngs: source of the initial values.
+
+    Raises:
+      ValueError: ssm.head_dim does not divide ssm.expand · dim.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        ssm = config.ssm
+        inner = ssm.expand * config.dim
+        if inner % ssm.head_dim:
+            raise ValueError(
+                f"mixer 'mamba2': ssm.head_dim={ssm.head_dim} must divide ssm.expand · dim = {ssm.expand} · {config.dim} = {inner}."
+            )
+        self.dtype = jnp.dtype(config.dtype)
+        self.num_heads, self.head_dim, self.state_dim = inner // ssm.head_dim, ssm.head_dim, ssm.state_dim
+        self.inputs = Linear((config.dim, 2, inner), ("embed", None, "heads"), rngs=rngs)
+        self.selection = Linear((config.dim, 2 * ssm.state_dim), ("embed", None), rngs=rngs)
+        self.step = Linear((config.dim, self.num_heads), ("embed", "heads"), rngs=rngs)
+        self.conv = CausalConv(config.conv_width, (inner,), ("heads",), rngs=rngs)
+        self.conv_bias = param(jnp.zeros(inner), "heads")
+        self.selection_conv = CausalConv(config.conv_width, (2 * ssm.state_dim,), (None,), rngs=rngs)
+        self.selection_bias = param(jnp.zeros(2 * ssm.state_dim), None)
+        self.dt_bias = param(step_bias(rngs, self.num_heads), "heads")
+        self.A_log = param(log_rates(rngs, self.num_heads, 1.0, 16.0), "heads")
+        self.D = param(jnp.ones(self.num_heads), "heads")
+        self.norm = RMSNorm((inner,), ("heads",), config.norm_eps)
+        self.out = output_projection(config, inner, rngs)
+
+    def start_inputs(self, batch_size, dtype):
+        return self.conv.init_state(batch_size, dtype), self.selection_conv.init_state(batch_size, dtype)
+
+    def start_recurrence(self, batch_size):
+        return mamba2.init_state(batch_size, self.num_heads, self.head_dim, self.state_dim)
+
+    def project(self, x, inputs, segment_ids):
+        projected = self.inputs(x)
+        mixed, conv = self.conv(projected[:, :, 1], inputs[0], segment_ids)
+        mixed = jax.nn.silu(mixed + self.conv_bias[...]).astype(x.dtype)
+        selected, selection_conv = self.selection_conv(self.selection(x), inputs[1], segment_ids)
+        selected = jax.nn.silu(selected + self.selection_bias[...]).astype(x.dtype)
+        B, C = jnp.split(selected[:, :, None], 2, axis=-1)
+        step = jax.nn.softplus(float32_product(x, self.step) + self.dt_bias[...])
+        mixed = mixed.reshape(*x.shape[:2], self.num_heads, self.head_dim)
+        return Mamba2Tokens(mixed, projected[:, :, 0], step, B, C), (conv, selection_conv)
+
+    def recur(self, tokens, state, segment_ids, max_segments):
+        x, _, step, B, C = tokens
+        A = -jnp.exp(self.A_log[...])
+        return mamba2.ssd(
+            x, step, A, B, C, self.D[...], state=state, segment_ids=segment_ids, max_segments=max_segments
+        )
+
+    def output(self, y, tokens):
+        return self.out(self.norm(y.reshape(tokens.z.shape) * jax.nn.silu(tokens.z)))

@@ -1,0 +1,136 @@
+"""RWKV-7's time mixing (Peng et al. 2025): per-channel decay, with removal and replacement keys of their own."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from atlasjax import memory, rules
+from atlasjax.nn.baselines.recurrent import MatrixMixer, Tokens, float32_product, output_projection, segment_starts
+from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.layers import Linear, l2_normalize
+from atlasjax.nn.parameters import param
+
+_NAMES = ("r", "w", "k", "v", "a", "g")
+_MAX_RATE = float(np.exp(-0.5))  # decays are at least exp(−e^{−1/2}) = 0.545
+_NORM_EPS = 1e-5  # times head_dim
+_DEPTH = 0.5  # the published initial values depend on the layer's depth from 0 to 1; here all layers take the middle's
+
+
+class RWKV7Rest(NamedTuple):
+    """What the output needs: the bonus of each head, [batch, time, heads], and the gate, [batch, time, inner]."""
+
+    bonus: jax.Array
+    gate: jax.Array
+
+
+class LowRank(nnx.Module):
+    """activation(x W_1) W_2 + b, float32; W_2 starts small, so that b decides.
+
+    Args:
+      dim: width of x.
+      rank: columns of W_1.
+      shape: shape of the result, (heads, size).
+      bias: b at the start, of that shape; None for none.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, dim: int, rank: int, shape: tuple[int, int], bias: np.ndarray | None = None, *, rngs: nnx.Rngs):
+        self.down = Linear((dim, rank), ("embed", None), rngs=rngs)
+        self.up = Linear((rank, *shape), (None, "heads", None), scale=0.1, rngs=rngs)
+        self.bias = None if bias is None else param(jnp.asarray(bias, jnp.float32).reshape(shape), "heads", None)
+
+    def __call__(self, x: jax.Array, activation: Any = None) -> jax.Array:
+        """[..., dim] → [..., heads, size], float32."""
+        low = float32_product(x, self.down)
+        y = float32_product(low if activation is None else activation(low), self.up)
+        return y if self.bias is None else y + self.bias[...]
+
+
+def _rank(factor: float, dim: int) -> int:
+    """The published rank: factor · √dim, rounded to a multiple of 32."""
+    return max(32, round(factor * dim**0.5 / 32) * 32)
+
+
+class RWKV7Mixer(MatrixMixer):
+    """RWKV-7's time mixing:
+
+        x_c = x_t + μ_c ⊙ (x_{t−1} − x_t)                              token shift, for each c of r, w, k, v, a, g
+        r, k, v = x_r W_r, x_k W_k, x_v W_v
+        w = exp(−e^{−1/2} σ(tanh(x_w A_w) B_w + b_w))                  decay for each channel of the key
+        a = σ(x_a A_a B_a + b_a),  g = σ(x_g A_g) B_g                  rate of removal, output gate
+        κ̂ = k ⊙ ξ of unit length,  k̃ = k ⊙ (1 + (a − 1) ⊙ k_a)         removal and replacement key
+        S_t = S_{t−1} (Diag(w_t) − κ̂_t (a_t ⊙ κ̂_t)ᵀ) + v_t k̃_tᵀ        y_t = S_t r_t
+        out = ((GroupNorm(y) + (r · (ρ ⊙ k̃)) v) ⊙ g) W_out             one norm and one bonus for each head
+
+    Differences from the publication: no value residual across layers (v is not mixed with the first layer's); SwiGLU for its
+    channel mixing and RMSNorm for LayerNorm, as in all models here; initial values that it varies with depth are those of the
+    middle layer; normal instead of orthogonal projections; W_out and A do not start at zero.
+
+    Args:
+      config: dim, num_heads, head_dim (of keys), value_expansion, num_layers (for W_out's initial scale), dtype.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        dim, heads, key_dim = config.dim, config.num_heads, config.resolved_head_dim
+        value_dim = config.value_expansion * key_dim
+        self.dtype = jnp.dtype(config.dtype)
+        self.rule = rules.rwkv7()
+        self.num_heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
+
+        channel = np.arange(dim) / dim
+        powers = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
+        shift = np.stack([1.0 - channel ** (powers[name] * (1.0 - _DEPTH)) for name in _NAMES])
+        self.shift = param(jnp.asarray(shift, jnp.float32), None, "embed")
+        self.r = Linear((dim, heads, key_dim), ("embed", "heads", None), rngs=rngs)
+        self.k = Linear((dim, heads, key_dim), ("embed", "heads", None), scale=0.1, rngs=rngs)
+        self.v = Linear((dim, heads, value_dim), ("embed", "heads", None), rngs=rngs)
+
+        inner = heads * key_dim
+        linear = np.linspace(-0.5, 0.5, inner)
+        within = np.tile(np.linspace(-1.0, 1.0, key_dim), heads)
+        zigzag = within * np.abs(within)
+        decay = -6.0 + 6.0 * (linear + 0.5) ** (1.0 + _DEPTH**0.3)
+        factor = 2.5 * key_dim / 64
+        self.w = LowRank(dim, _rank(factor, dim), (heads, key_dim), decay + 0.5 + 2.5 * zigzag, rngs=rngs)
+        self.a = LowRank(dim, _rank(factor, dim), (heads, key_dim), -0.19 + 0.3 * zigzag + 0.4 * linear, rngs=rngs)
+        self.g = LowRank(dim, _rank(5.0, dim), (heads, value_dim), rngs=rngs)
+        per_key = lambda x: param(jnp.asarray(x, jnp.float32).reshape(heads, key_dim), "heads", None)
+        self.removal_scale = per_key(0.71 - 0.1 * linear)  # ξ
+        self.replacement = per_key(np.full(inner, 1.02))  # k_a
+        self.bonus = per_key(np.full(inner, -0.04))  # ρ
+        self.norm_scale = param(jnp.full((heads, value_dim), _DEPTH**0.7), "heads", None)
+        self.norm_bias = param(jnp.zeros((heads, value_dim)), "heads", None)
+        self.out = output_projection(config, heads * value_dim, rngs)
+
+    def start_inputs(self, batch_size, dtype):
+        return jnp.zeros((batch_size, 1, self.shift[...].shape[1]), dtype)  # the last token's x
+
+    def project(self, x, inputs, segment_ids):
+        before = jnp.concatenate([inputs, x[:, :-1]], axis=1)
+        if segment_ids is not None:
+            before = jnp.where(segment_starts(segment_ids)[..., None], 0.0, before)
+        mixed = dict(zip(_NAMES, (x + (before - x) * mu for mu in self.shift[...].astype(x.dtype))))
+        r, k, v = self.r(mixed["r"]), self.k(mixed["k"]), self.v(mixed["v"])
+        w = jnp.exp(-_MAX_RATE * jax.nn.sigmoid(self.w(mixed["w"], jnp.tanh)))
+        a = jax.nn.sigmoid(self.a(mixed["a"]))
+        g = self.g(mixed["g"], jax.nn.sigmoid).astype(x.dtype)
+        wide = k.astype(jnp.float32)
+        removal_key = l2_normalize(wide * self.removal_scale[...])
+        replacement = wide * (1.0 + (a - 1.0) * self.replacement[...])
+        bonus = jnp.sum(r.astype(jnp.float32) * replacement * self.bonus[...], axis=-1)
+        gates = memory.Gates(retention=w, removal_key=removal_key, removal=a)
+        return Tokens(r, replacement.astype(x.dtype), v, gates, RWKV7Rest(bonus, g)), x[:, -1:]
+
+    def output(self, y, tokens):
+        rest = tokens.rest
+        wide = y.astype(jnp.float32)
+        centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(centered * centered, axis=-1, keepdims=True)
+        normed = centered * jax.lax.rsqrt(variance + _NORM_EPS * self.key_dim)
+        normed = normed * self.norm_scale[...] + self.norm_bias[...]
+        gated = (normed + rest.bonus[..., None] * tokens.v).astype(y.dtype) * rest.gate
+        return self.out(gated.reshape(*y.shape[:2], -1))
