@@ -76,7 +76,11 @@ def xla_scan(
         place = None if fresh or not rule.pending else state.position[:, None] + jnp.arange(time)
     chunk, chunks = plan(rule, places, q.dtype)
     sizes = Sizes(chunk, chunks, -(-places // (chunk * chunks)), q.dtype)
-    tape = lay(rule, state, q, k, v, gates, segment_ids, place, sizes.blocks * sizes.block, keep)
+    runs = (
+        None if segment_ids is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+    )  # an id may come back; 0: the state's
+    numbered = state._replace(segment=jnp.zeros_like(state.segment))
+    tape = lay(rule, numbered, q, k, v, gates, runs, place, sizes.blocks * sizes.block, keep)
     if place is None:
         place = jnp.broadcast_to(jnp.arange(time), (batch, time))
 
@@ -150,12 +154,7 @@ def _run(
 
     held = jnp.arange(before) >= before - jnp.minimum(state.count, before)[:, None]
     real = jnp.concatenate([held, tape.real], axis=1)
-    base = (
-        tape.segment[:, :1]
-        if not segmented
-        else jnp.where(state.segment < 0, tape.segment[:, 0], state.segment)[:, None]
-    )
-    segment = jnp.concatenate([jnp.broadcast_to(base, (batch, before)), tape.segment], axis=1)
+    segment = jnp.concatenate([jnp.zeros((batch, before), jnp.int32), tape.segment], axis=1)
     reset = None
     if resets is not None:
         reset = jnp.pad(resets.T, ((0, 0), (0, commits.shape[1] - resets.shape[0]))).reshape(batch, sizes.blocks, -1)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from atlasjax.memory import kernelized
@@ -31,9 +32,146 @@ def both(rule, **kwargs):
     return functions
 
 
-@pytest.mark.parametrize("name", RULES)
+# One of every kind; the other rules' values and states are in test_streaming.
+GRADED = [
+    "decay_momentum", "matrix_window", "deep_transformer_online", "deep_unnormalized", "swdt_cache_under_chunk", "dot_matrix",
+    "dot", "dot_window_over_chunk",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRADED)
 def test_outputs_state_and_gradients(name, x64, short_blocks):
     rule = RULES[name]
     args = make_inputs(rule, dtype=jnp.float64)
     reference, scan = both(rule)
     assert_close(scan(None, *args), reference(None, *args), EXACT)
+
+
+def test_usual_blocks(x64):
+    """Blocks of the usual size, several of them."""
+    rule = RULES["dot_window_over_chunk"]
+    params, *inputs = make_inputs(rule, time=290, batch=1, heads=1, dtype=jnp.float64)
+    run = lambda fn: jax.jit(lambda *inputs: fn(rule, params, None, *inputs))(*inputs)
+    assert_close(run(kernelized.scan), run(kernelized.reference), EXACT)
+
+
+EDGES = [
+    {"retention": 0.0},
+    {"momentum": 0.0},
+    {"momentum": 1.0, "retention": 0.5},
+    {"window": 0.0},
+    {"step_size": 0.0},
+    {"retention": 0.0, "momentum": 0.0},
+]
+
+
+@pytest.mark.parametrize("name", ["decay_momentum", "dot_sliding"])
+def test_extreme_gates(name, x64, short_blocks):
+    """Also where log ρ = −∞, and where Z forgets an entry whose momentum is still there (α = 0)."""
+    rule = RULES[name]
+    reference, scan = both(rule)
+    for override in EDGES:
+        if not set(override) & set(rule.gate_channels(4)):
+            continue
+        args = make_inputs(rule, dtype=jnp.float64, **override)
+        assert_close(scan(None, *args), reference(None, *args), EXACT, what=str(override))
+    params, q, k, v, gates = make_inputs(rule, dtype=jnp.float64)
+    gates = gates._replace(retention=gates.retention.at[:, 5].set(0.0).at[:, 16].set(0.0))
+    assert_close(scan(None, params, q, k, v, gates), reference(None, params, q, k, v, gates), EXACT, what="zero decay")
+    zero = jnp.zeros_like(k)
+    assert_close(
+        scan(None, params, zero, zero, zero, gates),
+        reference(None, params, zero, zero, zero, gates),
+        EXACT,
+        what="zero",
+    )
+
+
+def test_gradients_through_a_stream(x64, short_blocks):
+    """Three calls, cut in the middle of chunks, have the gradients of one."""
+    rule = RULES["dot"]
+    params, *inputs = make_inputs(rule, batch=1, dtype=jnp.float64)
+    weights = np.cos(np.arange(23 * 2 * 4)).reshape(1, 23, 2, 4)
+
+    def whole(params, *inputs):
+        return jnp.sum(weights * kernelized.reference(rule, params, None, *inputs)[0])
+
+    def cut(params, *inputs):
+        state = kernelized.init_state(rule, params, batch_size=1, max_length=23)
+        outputs = []
+        for start, stop in ((0, 9), (9, 10), (10, 23)):
+            y, state = kernelized.scan(rule, params, state, *jax.tree.map(lambda x: x[:, start:stop], inputs))  # noqa: B023
+            outputs.append(y)
+        return jnp.sum(weights * jnp.concatenate(outputs, axis=1))
+
+    argnums = (0, 1, 2, 3, 4)
+    assert_close(
+        jax.jit(jax.grad(cut, argnums))(params, *inputs), jax.jit(jax.grad(whole, argnums))(params, *inputs), EXACT
+    )
+
+
+@pytest.mark.parametrize("name", ["decay_momentum", "swdt", "dot"])
+def test_float32_and_bfloat16(name, short_blocks):
+    """Against the same inputs in float64, relative to the largest output."""
+    rule = RULES[name]
+    params, q, k, v, gates = make_inputs(rule, time=40)
+    scan = jax.jit(lambda *args: kernelized.scan(rule, args[0], None, *args[1:]))
+    for dtype, tolerance in {jnp.float32: 5e-6, jnp.bfloat16: 2e-2}.items():
+        q, k, v = (x.astype(dtype) for x in (q, k, v))
+        y, state = scan(params, q, k, v, gates)
+        assert y.dtype == dtype
+        assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
+        with jax.enable_x64(True):
+            up = lambda x: jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64)
+            expected, _ = kernelized.scan(rule, *jax.tree.map(up, (params,)), None, *jax.tree.map(up, (q, k, v, gates)))
+            assert_close(y.astype(jnp.float32), expected, tolerance, what=str(dtype))
+
+
+@pytest.mark.parametrize("name", ["swdt", "dot"])
+def test_causality(name, short_blocks):
+    """The Jacobian of outputs with respect to inputs is exactly zero above the diagonal."""
+    rule = RULES[name]
+    params, *inputs = make_inputs(rule, time=19, batch=1, heads=1)
+    outputs = lambda inputs: kernelized.scan(rule, params, None, *inputs)[0][0].sum((-1, -2))
+    jacobian = jax.jit(jax.jacrev(outputs))(inputs)
+    depends = 0
+    for leaf in jax.tree.leaves(jacobian):
+        by_time = np.abs(np.asarray(leaf)).reshape(19, 19, -1).sum(-1)
+        assert (np.triu(by_time, 1) == 0).all()
+        depends += (np.tril(by_time) > 0).sum()
+    assert depends > 19
+
+
+def test_a_long_gap_in_scores_stays_finite():
+    """float32: a strong old entry that retention has all but erased, with its momentum still there; values and gradients."""
+    rule = RULES["decay_momentum"]
+    params, q, k, v, gates = make_inputs(rule, time=40, retention=1e-3, momentum=0.9)
+    k = k.at[:, 0].set(40 * q[:, -1])
+    run = lambda *args: jnp.sum(kernelized.scan(rule, params, None, *args)[0])
+    value, gradients = jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2, 3)))(20 * q, k, v, gates)
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves((value, gradients)))
+
+
+@pytest.mark.parametrize("name", ["attention", "deep_transformer"])
+def test_backward_keeps_no_score_matrix(name):
+    """Temporary bytes of forward and backward grow with length as the cache and a block's scores do, not as length²."""
+    rule = RULES[name]
+
+    def temporary_bytes(time):
+        args = jax.eval_shape(lambda: make_inputs(rule, batch=1, time=time, heads=1, key_dim=8, value_dim=8))
+        loss = lambda params, *args: kernelized.scan(rule, params, None, *args)[0].sum()
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    short, long = temporary_bytes(1024), temporary_bytes(4096)
+    assert long <= 4.5 * short
+    assert long < 4096 * 4096 * 4
+
+
+def test_what_left_the_cache_is_not_read(short_blocks):
+    """A masked product would still carry NaN on: 0 · NaN. So the work per token is bounded by the window and the block."""
+    rule = RULES["sliding"]
+    params, q, k, v, gates = make_inputs(rule, time=40)
+    y, _ = jax.jit(lambda v: kernelized.scan(rule, params, None, q, k, v, gates))(v.at[:, 0].set(jnp.nan))
+    assert np.isnan(np.asarray(y[:, 0])).all()
+    assert np.isfinite(np.asarray(y[:, rule.cache_window + 8 :])).all()

@@ -10,7 +10,7 @@ from atlasjax.memory.kernelized import KernelRule
 from tests.memory.cases import assert_close
 from tests.memory.kernelized.cases import FULL, L2, MATRIX, make_inputs
 
-FUNCTIONS = ["reference"]
+FUNCTIONS = ["reference", "scan"]
 ROUNDING = 2e-6  # float32
 
 
@@ -81,7 +81,7 @@ def test_a_coefficient_is_one_gradient_step(function, x64):
     """After one token, a_1 = −η γ σ'(h) ⊙ (W1ᵀ ∂ℓ/∂out) at the empty cache, and W1 took the outer product's step."""
     rule = KernelRule(objective=L2, window=2, chunk_size=1)
     params, q, k, v, gates = make_inputs(rule, batch=1, heads=1, time=1, dtype=jnp.float64)
-    _, state = getattr(kernelized, function)(rule, params, None, q, k, v, gates)
+    _, state = jax.jit(lambda *x: getattr(kernelized, function)(rule, params, None, *x))(q, k, v, gates)
     W1 = np.asarray(params.weights["W1"])[0]
     step = float(gates.step_size[0, 0, 0] * gates.window[0, 0, 0, 0])
     error = np.asarray(k - v)[0, 0, 0]  # h = 0 and σ(0) = 0: the output is the residual, k
@@ -99,5 +99,7 @@ def test_first_output_of_a_deep_memory(function, x64):
     a = eta * 0.5 * (W1.T @ np.asarray(v)[0, 0, 0])
     expected = np.asarray(q)[0, 0, 0] + alpha * W1 @ np.asarray(jax.nn.gelu(jnp.asarray(a), approximate=True))
     np.testing.assert_allclose(outputs(function, rule, params, q, k, v, gates)[0, 0, 0], expected, rtol=1e-12)
-    gradient = jax.grad(lambda k: getattr(kernelized, function)(rule, params, None, q, k, v, gates)[0].sum())(k)
+    gradient = jax.jit(jax.grad(lambda k: getattr(kernelized, function)(rule, params, None, q, k, v, gates)[0].sum()))(
+        k
+    )
     assert np.isfinite(np.asarray(gradient)).all()
