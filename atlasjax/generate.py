@@ -1,4 +1,4 @@
-"""Sampling from a language model with its constant-size cache."""
+"""Sampling from a language model with its cache."""
 
 import dataclasses
 import functools
@@ -120,7 +120,8 @@ def _stream(
     model: LanguageModel, prompt: np.ndarray, num_tokens: int, config: SamplingConfig, key: jax.Array, block: int
 ) -> Iterator[jax.Array]:
     graphdef, params = nnx.split(model, nnx.Param)
-    logits, cache = prefill(graphdef, params, prompt, model.init_cache(prompt.shape[0]))
+    batch, length = prompt.shape
+    logits, cache = prefill(graphdef, params, prompt, model.init_cache(batch, length + num_tokens))
     for start in range(0, num_tokens, block):
         tokens, logits, cache = _decode(
             graphdef, params, logits, cache, key, start, config=config, length=min(block, num_tokens - start)

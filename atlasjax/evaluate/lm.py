@@ -87,7 +87,7 @@ def evaluate(
 def evaluate_stream(
     model: LanguageModel, tokens: np.ndarray, bytes_per_token: np.ndarray, *, piece: int = 512
 ) -> tuple[LanguageModelResult, np.ndarray]:
-    """Evaluates one long text as a stream, through the constant-size cache: any length in the memory of one piece.
+    """Evaluates one long text as a stream, through the cache: any length in the memory of one piece, if the cache is bounded.
 
     The numbers are those of one parallel call over the whole text, to rounding.
 
@@ -111,7 +111,7 @@ def evaluate_stream(
         raise ValueError(f"piece is {piece}; it should be positive.")
     graphdef, params = nnx.split(model, nnx.Param)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    cache = model.init_cache(tokens.shape[0])
+    cache = model.init_cache(*inputs.shape)
     losses = []
     for start in range(0, inputs.shape[1], piece):
         part = slice(start, start + piece)

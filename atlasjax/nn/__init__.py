@@ -1,7 +1,7 @@
 """Thin Flax NNX modules around the pure functions of `atlasjax.memory`, and the language model."""
 
 from atlasjax.nn.abstract import abstract_model, count_parameters, logical_axes, state_bytes
-from atlasjax.nn.config import MemoryConfig, ModelConfig, config_from_dict, config_to_dict
+from atlasjax.nn.config import AttentionConfig, MemoryConfig, ModelConfig, SSMConfig
 from atlasjax.nn.gates import GateProjection, initial_gates
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, SwiGLU
 from atlasjax.nn.memory_mixer import MemoryMixer, MemoryMixerState
@@ -12,6 +12,7 @@ from atlasjax.nn.parameters import AXES
 __all__ = [
     "AXES",
     "MIXERS",
+    "AttentionConfig",
     "CausalConv",
     "GateProjection",
     "LanguageModel",
@@ -22,10 +23,9 @@ __all__ = [
     "Mixer",
     "ModelConfig",
     "RMSNorm",
+    "SSMConfig",
     "SwiGLU",
     "abstract_model",
-    "config_from_dict",
-    "config_to_dict",
     "count_parameters",
     "initial_gates",
     "logical_axes",

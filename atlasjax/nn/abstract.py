@@ -52,8 +52,16 @@ def count_parameters(config: ModelConfig, *, embeddings: bool = True) -> int:
     return total if embeddings else total - tables * config.vocab_size * config.dim
 
 
-def state_bytes(config: ModelConfig) -> int:
-    """Bytes of the cache that one sequence needs for decoding, whatever its length."""
+def state_bytes(config: ModelConfig, *, length: int | None = None) -> int:
+    """Bytes of the cache that one sequence needs for decoding.
+
+    Args:
+      config: the model.
+      length: tokens of the sequence; has an effect only, and is needed, where a mixer keeps every token.
+
+    Raises:
+      ValueError: length is None and a mixer keeps every token.
+    """
     graphdef, params = nnx.split(abstract_model(config), nnx.Param)
-    cache = jax.eval_shape(lambda p: nnx.merge(graphdef, p).init_cache(1), params)
+    cache = jax.eval_shape(lambda p: nnx.merge(graphdef, p).init_cache(1, length), params)
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))

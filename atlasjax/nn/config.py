@@ -2,10 +2,8 @@
 
 import dataclasses
 import inspect
-import types
-import typing
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 from atlasjax import rules
 from atlasjax.memory import features as features_lib
@@ -38,7 +36,7 @@ _RULE_FIELDS = {
 }
 
 
-def _takes(rule: str, field: str, value: object, known: typing.Iterable[str]) -> str:
+def _takes(rule: str, field: str, value: object, known: Iterable[str]) -> str:
     names = ", ".join(known) or "no overrides"
     return f"MemoryConfig: rule {rule!r} does not take {field}={value!r}. It takes: {names}."
 
@@ -154,19 +152,83 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _check_integers(config: object, least: Mapping[str, int], optional: Iterable[str] = ()) -> None:
+    """Raise ValueError unless each field is an integer of at least so much, or None where that is allowed."""
+    for name, low in least.items():
+        value = getattr(config, name)
+        if value is None and name in optional:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise ValueError(f"{type(config).__name__}: {name} must be an integer ≥ {low}, got {value!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Softmax attention, where a mixer has it.
+
+    Attributes:
+      window: a token sees itself and the window − 1 tokens before it; needed by "swa", "mag" and "mal".
+      rope_theta: base of the wave lengths of rotary positions, > 0.
+      persistent_tokens: learned keys and values that every token sees, ≥ 0.
+      segment_size: tokens of a segment of "mac", ≥ 1; a multiple of the memory's chunk size.
+
+    Raises:
+      ValueError: a field out of its range.
+    """
+
+    window: int | None = None
+    rope_theta: float = 1e4
+    persistent_tokens: int = 0
+    segment_size: int = 64
+
+    def __post_init__(self) -> None:
+        _check_integers(self, {"window": 1, "persistent_tokens": 0, "segment_size": 1}, ("window",))
+        if not _is_number(self.rope_theta) or self.rope_theta <= 0:
+            raise ValueError(f"AttentionConfig: rope_theta must be a number > 0, got {self.rope_theta!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class SSMConfig:
+    """State space models: Mamba, Mamba-2 and Longhorn.
+
+    Attributes:
+      state_dim: size of the state of each channel.
+      expand: inner width over the width of the residual stream.
+      head_dim: channels of a head (Mamba-2); divides the inner width.
+      dt_rank: rank of the projection of the step size (Mamba); None: dim / 16, rounded up.
+
+    Raises:
+      ValueError: a field below one.
+    """
+
+    state_dim: int = 16
+    expand: int = 2
+    head_dim: int = 64
+    dt_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_integers(self, {"state_dim": 1, "expand": 1, "head_dim": 1, "dt_rank": 1}, ("dt_rank",))
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only language model: embedding, pre-norm layers of (mixer, SwiGLU), norm, head.
+    """A decoder-only language model: embedding, layers of (mixer, SwiGLU), norm, head.
 
     Attributes:
       vocab_size: number of tokens of the vocabulary.
       dim: width of the residual stream.
       num_layers: number of layers.
       num_heads: heads of each mixer.
-      head_dim: size of a head's queries, keys and values; None: dim / num_heads.
-      mixer: a name of `atlasjax.nn.mixers.MIXERS`.
-      memory: the memory of the "memory" mixer.
-      conv_width: taps of the causal convolution on q, k and v; 1 is a gain for each channel.
+      head_dim: size of a head's queries and keys; None: dim / num_heads.
+      value_expansion: size of a head's values over that of its keys, ≥ 1.
+      mixer: a name of `atlasjax.nn.mixers.MIXERS`, or a pattern of names that repeats over the layers: with ("mamba", "swa") even
+        layers are Mamba and odd ones attention. A pattern's length divides num_layers.
+      ffn: what follows the mixer in a layer, "swiglu" or "none".
+      block: "pre_norm", x + f(norm(x)); or "bare", f(x), neither norm nor residual, which needs ffn="none".
+      memory: the memory of the mixers that have one ("memory", "mac", "mag", "mal").
+      attention: the attention of the mixers that have it.
+      ssm: sizes of the state space models.
+      conv_width: taps of the causal convolutions; 1 is a gain for each channel.
       mlp_dim: hidden width of SwiGLU; None: 8/3 dim, rounded up to a multiple of 128.
       tie_embeddings: whether the head is the transposed embedding.
       norm_eps: added to the mean square in every RMSNorm.
@@ -183,8 +245,13 @@ class ModelConfig:
     num_layers: int = 4
     num_heads: int = 4
     head_dim: int | None = None
-    mixer: str = "memory"
+    value_expansion: int = 1
+    mixer: str | tuple[str, ...] = "memory"
+    ffn: Literal["swiglu", "none"] = "swiglu"
+    block: Literal["pre_norm", "bare"] = "pre_norm"
     memory: MemoryConfig = MemoryConfig()
+    attention: AttentionConfig = AttentionConfig()
+    ssm: SSMConfig = SSMConfig()
     conv_width: int = 4
     mlp_dim: int | None = None
     tie_embeddings: bool = True
@@ -193,12 +260,8 @@ class ModelConfig:
     remat: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "num_layers", "num_heads", "conv_width", "head_dim", "mlp_dim"):
-            value = getattr(self, name)
-            if value is None and name in ("head_dim", "mlp_dim"):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"ModelConfig: {name} must be an integer ≥ 1, got {value!r}.")
+        names = ("vocab_size", "dim", "num_layers", "num_heads", "conv_width", "value_expansion", "head_dim", "mlp_dim")
+        _check_integers(self, dict.fromkeys(names, 1), ("head_dim", "mlp_dim"))
         if self.head_dim is None and self.dim % self.num_heads:
             raise ValueError(
                 f"ModelConfig: num_heads={self.num_heads} does not divide dim={self.dim}. "
@@ -206,66 +269,53 @@ class ModelConfig:
             )
         if not _is_number(self.norm_eps) or self.norm_eps <= 0:
             raise ValueError(f"ModelConfig: norm_eps must be a number > 0, got {self.norm_eps!r}.")
-        if self.dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"ModelConfig: dtype must be 'bfloat16' or 'float32', got {self.dtype!r}.")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"ModelConfig: {name} must be {' or '.join(map(repr, choices))}, got {getattr(self, name)!r}."
+                )
         for name in ("tie_embeddings", "remat"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"ModelConfig: {name} must be True or False, got {getattr(self, name)!r}.")
-        if not isinstance(self.memory, MemoryConfig):
-            raise ValueError(f"ModelConfig: memory must be a MemoryConfig, got {self.memory!r}.")
+        for name, kind in (("memory", MemoryConfig), ("attention", AttentionConfig), ("ssm", SSMConfig)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"ModelConfig: {name} must be a {kind.__name__}, got {getattr(self, name)!r}.")
+        if not isinstance(self.mixer, str | tuple) or not all(isinstance(name, str) for name in self.pattern):
+            raise ValueError(f"ModelConfig: mixer must be a name or a tuple of names, got {self.mixer!r}.")
+        if not self.pattern or self.num_layers % len(self.pattern):
+            raise ValueError(
+                f"ModelConfig: mixer={self.mixer!r} is a pattern of {len(self.pattern)} layers, which must divide "
+                f"num_layers={self.num_layers}."
+            )
+        if self.block == "bare" and self.ffn != "none":
+            raise ValueError(f"ModelConfig: block='bare' needs ffn='none', got ffn={self.ffn!r}.")
+
+    @property
+    def pattern(self) -> tuple[str, ...]:
+        """The mixers of one repetition of the pattern; one for a model whose layers are alike."""
+        return (self.mixer,) if isinstance(self.mixer, str) else self.mixer
 
     @property
     def resolved_head_dim(self) -> int:
-        """Size of a head's queries, keys and values."""
+        """Size of a head's queries and keys."""
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a head's values."""
+        return self.value_expansion * self.resolved_head_dim
 
     @property
     def resolved_mlp_dim(self) -> int:
         """Hidden width of SwiGLU."""
         return -(-8 * self.dim // (3 * 128)) * 128 if self.mlp_dim is None else self.mlp_dim
 
-
-def config_to_dict(config: Any) -> dict[str, Any]:
-    """A frozen config dataclass, nested ones included, as a dictionary of JSON values."""
-    return dataclasses.asdict(config)
-
-
-C = TypeVar("C")
-
-
-def config_from_dict(values: Mapping[str, Any], cls: type[C] = ModelConfig) -> C:  # type: ignore[assignment]
-    """The inverse of `config_to_dict`.
-
-    Args:
-      values: field name → JSON value; fields that are missing keep their defaults.
-      cls: the dataclass to build.
-
-    Raises:
-      ValueError: an unknown field (with the nearest known one), a value of a wrong type, or one that the dataclass refuses.
-    """
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{cls.__name__}: expected a dictionary of fields, got {values!r}.")
-    hints = typing.get_type_hints(cls)
-    fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    arguments: dict[str, Any] = {}
-    for name, value in values.items():
-        kind = lookup(f"field of {cls.__name__}", name, fields)
-        arguments[name] = _convert(f"{cls.__name__}.{name}", kind, value)
-    return cls(**arguments)
+    @property
+    def output_scale(self) -> float:
+        """Initial scale, relative to fan-in, of a projection that ends a branch: 1 / √(branches added to the residual stream)."""
+        if self.block == "bare":
+            return 1.0
+        return (self.num_layers * (1 if self.ffn == "none" else 2)) ** -0.5
 
 
-def _convert(where: str, kind: Any, value: Any) -> Any:
-    """`value` as a field of type `kind`: nested dataclasses, scalars, X | None, and Literal."""
-    if dataclasses.is_dataclass(kind):
-        return config_from_dict(value, kind)  # type: ignore[arg-type]
-    if typing.get_origin(kind) is Literal:
-        if value not in typing.get_args(kind):
-            raise ValueError(f"{where}: must be one of {', '.join(map(repr, typing.get_args(kind)))}, got {value!r}.")
-        return value
-    options = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
-    if float in options and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not any(type(value) is option for option in options):
-        names = " or ".join("None" if o is type(None) else o.__name__ for o in options)
-        raise ValueError(f"{where}: must be {names}, got {value!r}.")
-    return value
+_CHOICES = {"dtype": ("bfloat16", "float32"), "ffn": ("swiglu", "none"), "block": ("pre_norm", "bare")}

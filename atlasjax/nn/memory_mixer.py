@@ -17,7 +17,8 @@ class MemoryMixerState(NamedTuple):
     """What the mixer carries from call to call; its size does not depend on how much was read.
 
     Attributes:
-      conv: the last conv_width − 1 projections, [batch, conv_width − 1, 3, heads · head_dim], in the model's dtype.
+      conv: the last conv_width − 1 projections, [batch, conv_width − 1, 2 + value_expansion, heads · head_dim], in the model's
+        dtype.
       memory: the memory, float32.
     """
 
@@ -25,9 +26,11 @@ class MemoryMixerState(NamedTuple):
     memory: memory.MemoryState
 
 
-def _memory_params(rule: memory.MemoryRule, key: jax.Array, num_heads: int, head_dim: int) -> memory.MemoryParams:
+def _memory_params(
+    rule: memory.MemoryRule, key: jax.Array, num_heads: int, key_dim: int, value_dim: int
+) -> memory.MemoryParams:
     """`memory.init_params` with every array a Param."""
-    initial = memory.init_params(rule, key, num_heads=num_heads, key_dim=head_dim, value_dim=head_dim)
+    initial = memory.init_params(rule, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
     # Any: `MemoryParams` is declared with arrays, and holds the Params that stand for them.
     weights: Any = {name: param(w, "heads", "memory_out", "memory_in") for name, w in initial.weights.items()}
     coefficients: Any = None if initial.coefficients is None else param(initial.coefficients, "heads", None)
@@ -46,32 +49,40 @@ class MemoryMixer(nnx.Module):
     curvature that limits the step size.
 
     Args:
-      config: dim, num_heads, head_dim, conv_width, norm_eps, num_layers (for W_out's initial scale) and memory.
+      config: dim, num_heads, head_dim, value_expansion, conv_width, norm_eps, output_scale, dtype and memory.
       rngs: source of the initial values.
+
+    Raises:
+      ValueError: values wider than keys for a memory with a residual.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        dim, heads, head_dim = config.dim, config.num_heads, config.resolved_head_dim
+        dim, heads, head_dim, expansion = config.dim, config.num_heads, config.resolved_head_dim, config.value_expansion
         inner = heads * head_dim
         self.heads = heads
         self.dtype = jnp.dtype(config.dtype)
         self.rule = config.memory.build()
-        self.inputs = Linear(
-            (dim, 4, inner), ("embed", None, "heads"), rngs=rngs
-        )  # q, k, v and output gate in one product
-        self.inputs.kernel[...] = self.inputs.kernel[...] * jnp.array([1.0, 1.0, head_dim**-0.5, 1.0])[:, None]
-        self.conv = CausalConv(config.conv_width, (3, inner), (None, "heads"), rngs=rngs)
+        if self.rule.structure.residual and expansion > 1:
+            raise ValueError(
+                f"ModelConfig: value_expansion={expansion} needs a memory without a residual; rule {config.memory.rule!r} has "
+                f"{self.rule.structure!r}, which adds its input to its output."
+            )
+        # q, k, v and output gate in one product; v and the gate are `expansion` times as wide as q and k.
+        self.inputs = Linear((dim, 2 + 2 * expansion, inner), ("embed", None, "heads"), rngs=rngs)
+        scales = jnp.array([1.0, 1.0] + [config.value_dim**-0.5] * expansion + [1.0] * expansion)
+        self.inputs.kernel[...] = self.inputs.kernel[...] * scales[:, None]
+        self.conv = CausalConv(config.conv_width, (2 + expansion, inner), (None, "heads"), rngs=rngs)
         self.gates = GateProjection(
-            self.rule, dim=dim, num_heads=heads, key_dim=head_dim, value_dim=head_dim, max_step=config.memory.max_step,
-            rngs=rngs,
+            self.rule, dim=dim, num_heads=heads, key_dim=head_dim, value_dim=config.value_dim,
+            max_step=config.memory.max_step, rngs=rngs,
         )  # fmt: skip
-        self.memory = nnx.data(_memory_params(self.rule, rngs.params(), heads, head_dim))
-        self.norm = RMSNorm((heads, head_dim), ("heads", None), config.norm_eps)
-        self.out = Linear((inner, dim), ("heads", "embed"), scale=(2 * config.num_layers) ** -0.5, rngs=rngs)
+        self.memory = nnx.data(_memory_params(self.rule, rngs.params(), heads, head_dim, config.value_dim))
+        self.norm = RMSNorm((heads, config.value_dim), ("heads", None), config.norm_eps)
+        self.out = Linear((expansion * inner, dim), ("heads", "embed"), scale=config.output_scale, rngs=rngs)
 
-    def init_state(self, batch_size: int) -> MemoryMixerState:
-        """The state before the first token: a fresh memory, an empty convolution."""
-        fresh = memory.init_state(self.rule, values(self.memory), batch_size=batch_size)
+    def init_state(self, batch_size: int, max_length: int | None = None) -> MemoryMixerState:
+        """The state before the first token: a fresh memory, an empty convolution. `max_length`: see `memory.init_state`."""
+        fresh = memory.init_state(self.rule, values(self.memory), batch_size=batch_size, max_length=max_length)
         return MemoryMixerState(self.conv.init_state(batch_size, self.dtype), fresh)
 
     def __call__(
@@ -106,12 +117,20 @@ class MemoryMixer(nnx.Module):
     def _project(
         self, x: jax.Array, conv_state: jax.Array, segment_ids: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """q, k, v: [batch, time, heads, head_dim]; the output gate, [batch, time, inner]; the convolution's next state."""
+        """q, k: [batch, time, heads, key_dim]; v and the output gate: [.., value_dim]; and the convolution's next state."""
         inputs = self.inputs(x)
-        mixed, conv_state = self.conv(inputs[:, :, :3], conv_state, segment_ids)
-        heads = jax.nn.silu(mixed).reshape(*x.shape[:2], 3, self.heads, -1)
-        q, k, v = l2_normalize(heads[:, :, 0]), l2_normalize(heads[:, :, 1]), heads[:, :, 2]
-        return q.astype(x.dtype), k.astype(x.dtype), v.astype(x.dtype), jax.nn.silu(inputs[:, :, 3]), conv_state
+        streams = self.conv.kernel[...].shape[1]
+        mixed, conv_state = self.conv(inputs[:, :, :streams], conv_state, segment_ids)
+        mixed = jax.nn.silu(mixed)
+        q, k = (l2_normalize(self._by_head(mixed[:, :, i : i + 1])).astype(x.dtype) for i in (0, 1))
+        v, gate = self._by_head(mixed[:, :, 2:]).astype(x.dtype), jax.nn.silu(self._by_head(inputs[:, :, streams:]))
+        return q, k, v, gate, conv_state
+
+    def _by_head(self, x: jax.Array) -> jax.Array:
+        """[batch, time, n, heads · head_dim] → [batch, time, heads, n · head_dim]."""
+        batch, time, n, _ = x.shape
+        return jnp.swapaxes(x.reshape(batch, time, n, self.heads, -1), 2, 3).reshape(batch, time, self.heads, -1)
 
     def _output(self, y: jax.Array, gate: jax.Array) -> jax.Array:
-        return self.out(self.norm(y).reshape(gate.shape) * gate)
+        y = self.norm(y) * gate
+        return self.out(y.reshape(*y.shape[:2], -1))

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from atlasjax.names import lookup
+from atlasjax.nn import baselines
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.memory_mixer import MemoryMixer
 
@@ -21,8 +22,17 @@ class Mixer(Protocol):
     ) -> jax.Array:
         """Whole sequences: [batch, time, dim] → [batch, time, dim]; token t sees tokens ≤ t of its own segment."""
 
-    def init_state(self, batch_size: int) -> Any:
-        """The state before the first token: a pytree of arrays with the batch axis first."""
+    def init_state(self, batch_size: int, max_length: int | None = None) -> Any:
+        """The state before the first token: a pytree of arrays with the batch axis first.
+
+        Args:
+          batch_size: number of sequences.
+          max_length: the most tokens that will be read, for a state that keeps every token; others ignore it. Tokens beyond it
+            get NaN.
+
+        Raises:
+          ValueError: max_length is None and the state keeps every token.
+        """
 
     def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """The next piece [batch, time ≥ 1, dim]; any cutting of a sequence into pieces gives what `__call__` gives."""
@@ -30,13 +40,21 @@ class Mixer(Protocol):
 
 MIXERS: dict[str, type] = {
     "memory": MemoryMixer,
+    "mamba": baselines.MambaMixer,
+    "mamba2": baselines.Mamba2Mixer,
+    "retnet": baselines.RetNetMixer,
+    "gla": baselines.GLAMixer,
+    "deltanet": baselines.DeltaNetMixer,
+    "gated_deltanet": baselines.GatedDeltaNetMixer,
+    "rwkv7": baselines.RWKV7Mixer,
+    "longhorn": baselines.LonghornMixer,
 }
 
 
-def make_mixer(config: ModelConfig, *, rngs: nnx.Rngs) -> Mixer:
-    """The mixer that `config.mixer` names.
+def make_mixer(name: str, config: ModelConfig, *, rngs: nnx.Rngs) -> Mixer:
+    """The mixer of that name.
 
     Raises:
-      ValueError: no such mixer.
+      ValueError: no such mixer, or a config that it cannot be made with.
     """
-    return lookup("mixer", config.mixer, MIXERS)(config, rngs=rngs)
+    return lookup("mixer", name, MIXERS)(config, rngs=rngs)

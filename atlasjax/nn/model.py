@@ -1,5 +1,6 @@
-"""The language model: stacked pre-norm layers run by `lax.scan`, in parallel over a sequence or as a stream."""
+"""The language model: stacked layers run by `lax.scan`, in parallel over a sequence or as a stream."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,33 +14,94 @@ from atlasjax.nn.parameters import normal, param
 
 
 class Layer(nnx.Module):
-    """x + mixer(norm(x)), then x + SwiGLU(norm(x))."""
+    """x + mixer(norm(x)), then x + SwiGLU(norm(x)); without the second part, or without norm and residual, as the config says.
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.mixer_norm = RMSNorm((config.dim,), ("embed",), config.norm_eps)
-        self.mixer = make_mixer(config, rngs=rngs)
-        self.mlp_norm = RMSNorm((config.dim,), ("embed",), config.norm_eps)
-        out_scale = (2 * config.num_layers) ** -0.5
-        self.mlp = SwiGLU(config.dim, config.resolved_mlp_dim, out_scale=out_scale, rngs=rngs)
+    Args:
+      config: the model's.
+      mixer: name of the mixer.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, config: ModelConfig, mixer: str, *, rngs: nnx.Rngs):
+        self.remat = config.remat
+        norm = lambda: RMSNorm((config.dim,), ("embed",), config.norm_eps)
+        self.mixer_norm = None if config.block == "bare" else norm()
+        self.mixer = make_mixer(mixer, config, rngs=rngs)
+        if config.ffn == "swiglu":
+            self.mlp_norm = norm()
+            self.mlp = SwiGLU(config.dim, config.resolved_mlp_dim, out_scale=config.output_scale, rngs=rngs)
+        else:
+            self.mlp_norm = self.mlp = None
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None) -> jax.Array:
         """[batch, time, dim] → [batch, time, dim]."""
-        x = x + self.mixer(self.mixer_norm(x), segment_ids, max_segments)
-        return x + self.mlp(self.mlp_norm(x))
+        graphdef, params = nnx.split(self, nnx.Param)
+
+        def run(params: Any, x: jax.Array) -> jax.Array:
+            layer = nnx.merge(graphdef, params)
+            return layer._around(lambda y: (layer.mixer(y, segment_ids, max_segments), None), x)[0]
+
+        # A layer is the body of a scan, which cannot be merged with its recomputation.
+        return (jax.checkpoint(run, prevent_cse=False) if self.remat else run)(params, x)
+
+    def init_state(self, batch_size: int, max_length: int | None) -> Any:
+        """The mixer's state before the first token."""
+        return self.mixer.init_state(batch_size, max_length)
 
     def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """The next piece of a sequence, and the mixer's next state."""
-        y, state = self.mixer.extend(self.mixer_norm(x), state)
+        return self._around(lambda y: self.mixer.extend(y, state), x)
+
+    def _around(self, mix: Callable[[jax.Array], tuple[jax.Array, Any]], x: jax.Array) -> tuple[jax.Array, Any]:
+        if self.mixer_norm is None:
+            return mix(x)
+        y, state = mix(self.mixer_norm(x))
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), state
+        return (x if self.mlp is None else x + self.mlp(self.mlp_norm(x))), state
 
 
-def _stack_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer:
-    """All layers as one `Layer` whose every parameter has a leading axis "layers"."""
-    one = nnx.eval_shape(lambda: Layer(config, rngs=nnx.Rngs(0)))
-    init = lambda key: nnx.split(Layer(config, rngs=nnx.Rngs(params=key)), nnx.Param)[1]
+class Pattern(nnx.Module):
+    """Layers with different mixers, one after another: one repetition of a pattern, in the place of a `Layer`."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.size = len(config.pattern)
+        for i, mixer in enumerate(config.pattern):
+            setattr(self, f"layer_{i}", Layer(config, mixer, rngs=rngs))
+
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None) -> jax.Array:
+        """[batch, time, dim] → [batch, time, dim]."""
+        for layer in self._layers():
+            x = layer(x, segment_ids, max_segments)
+        return x
+
+    def init_state(self, batch_size: int, max_length: int | None) -> Any:
+        """A tuple of the mixers' states before the first token."""
+        return tuple(layer.init_state(batch_size, max_length) for layer in self._layers())
+
+    def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        """The next piece of a sequence, and the mixers' next states."""
+        states = []
+        for layer, before in zip(self._layers(), state, strict=True):
+            x, after = layer.extend(x, before)
+            states.append(after)
+        return x, tuple(states)
+
+    def _layers(self) -> list[Layer]:
+        return [getattr(self, f"layer_{i}") for i in range(self.size)]
+
+
+def _stack_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer | Pattern:
+    """All layers as one `Layer`, or all repetitions as one `Pattern`, whose every parameter has a leading axis "layers"."""
+
+    def make(key: jax.Array) -> Layer | Pattern:
+        rngs = nnx.Rngs(params=key)
+        return Layer(config, config.pattern[0], rngs=rngs) if len(config.pattern) == 1 else Pattern(config, rngs=rngs)
+
+    one = nnx.eval_shape(lambda: make(jax.random.key(0)))
+    init = lambda key: nnx.split(make(key), nnx.Param)[1]
+    keys = jax.random.split(rngs.params(), config.num_layers // len(config.pattern))
     # One compilation instead of one for every array, also when the model is made outside jit.
-    stacked = jax.jit(lambda keys: jax.lax.map(init, keys))(jax.random.split(rngs.params(), config.num_layers))
+    stacked = jax.jit(lambda keys: jax.lax.map(init, keys))(keys)
     layers = nnx.merge(nnx.split(one, nnx.Param)[0], stacked)
     for _, variable in nnx.iter_graph(layers):
         if isinstance(variable, nnx.Param):
@@ -48,18 +110,18 @@ def _stack_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer:
 
 
 class LanguageModel(nnx.Module):
-    """A decoder-only language model whose mixers are memories that learn at test time (A §5 in a Llama-like block).
+    """A decoder-only language model: memories that learn at test time (A §5), or other mixers, in a Llama-like block.
 
     Pure use: `graphdef, params = nnx.split(model, nnx.Param)` once, `nnx.merge(graphdef, params)` inside jitted functions. There
     is no other state: what is carried through time is the cache, an argument and a result.
 
     Args:
-      config: sizes, dtype and memory.
+      config: sizes, dtype and mixers.
       rngs: source of the initial values ("params"). Projections are normal with variance 1 / fan-in, those that write to the
-        residual stream scaled by 1/√(2 num_layers).
+        residual stream scaled by `config.output_scale`.
 
     Raises:
-      ValueError: an unknown mixer.
+      ValueError: an unknown mixer, or a config that a mixer cannot be made with.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -106,8 +168,6 @@ class LanguageModel(nnx.Module):
         def layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
             return nnx.merge(graphdef, params)(x, segment_ids, max_segments), None
 
-        if self.config.remat:
-            layer = jax.checkpoint(layer, prevent_cse=False)  # a scan's body cannot be merged with its recomputation
         x, _ = jax.lax.scan(layer, self._embed(tokens), params)
         return self.norm(x)
 
@@ -116,12 +176,24 @@ class LanguageModel(nnx.Module):
         kernel = self.embedding[...].T if self.head is None else self.head.kernel[...]
         return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
-    def init_cache(self, batch_size: int) -> Any:
-        """The cache before the first token: the mixers' states, every leaf [num_layers, batch, …]; of constant size."""
-        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-            raise ValueError(f"init_cache: batch_size must be an integer ≥ 1, got {batch_size!r}.")
+    def init_cache(self, batch_size: int, max_length: int | None = None) -> Any:
+        """The cache before the first token: the mixers' states, every leaf [repetitions, batch, …].
+
+        Args:
+          batch_size: number of sequences, ≥ 1.
+          max_length: the most tokens that will be read, ≥ 1. It matters, and is needed, only where a mixer keeps every token;
+            all other states have a size that does not depend on how much is read. Logits of tokens beyond it are NaN.
+
+        Raises:
+          ValueError: an argument out of its range, or no max_length where a mixer keeps every token.
+        """
+        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
+            if name == "max_length" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"init_cache: {name} must be an integer ≥ 1, got {value!r}.")
         graphdef, params = nnx.split(self.layers, nnx.Param)
-        return jax.vmap(lambda p: nnx.merge(graphdef, p).mixer.init_state(batch_size))(params)
+        return jax.vmap(lambda p: nnx.merge(graphdef, p).init_state(batch_size, max_length))(params)
 
     def extend(self, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         """Read the next tokens of a stream: prefill with any number of them, decode with one.
@@ -140,7 +212,7 @@ class LanguageModel(nnx.Module):
         """
         _check_tokens(tokens, "extend")
         batch = {leaf.shape[1] for leaf in jax.tree.leaves(cache)}
-        if batch != {tokens.shape[0]}:
+        if batch - {tokens.shape[0]}:
             raise ValueError(f"extend: tokens has shape {tokens.shape}, but the cache is of batch size {batch}.")
         graphdef, params = nnx.split(self.layers, nnx.Param)
 

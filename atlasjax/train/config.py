@@ -1,18 +1,12 @@
 """The configuration of a training run, its JSON form, and how two of them differ."""
 
 import dataclasses
-import json
-import types
-import typing
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from atlasjax.data.config import DataConfig
 from atlasjax.distributed.mesh import MeshConfig, ProcessConfig
-from atlasjax.names import lookup
 from atlasjax.nn.config import ModelConfig
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,36 +98,6 @@ class TrainConfig:
 def _require(condition: bool, name: str, value: object, what: str) -> None:
     if not condition:
         raise ValueError(f"{name} is {value!r}; it should be {what}.")
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """Returns a config dataclass as JSON-able nested dicts (tuples become lists)."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
-def from_dict(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Builds a config dataclass from what `to_dict` returned; missing fields take their defaults.
-
-    Raises:
-      ValueError: a field is unknown (with a did-you-mean) or has an impossible value.
-    """
-    hints = typing.get_type_hints(cls)
-    arguments = {}
-    for name, value in values.items():
-        hint = lookup(f"{cls.__name__} field", name, hints)
-        arguments[name] = _from_json(hint, value)
-    return cls(**arguments)
-
-
-def _from_json(hint: Any, value: Any) -> Any:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        options = [option for option in typing.get_args(hint) if option is not type(None)]
-        return None if value is None else _from_json(options[0], value) if len(options) == 1 else value
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return from_dict(hint, value)
-    if typing.get_origin(hint) is tuple:
-        return tuple(value)
-    return value
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -5,13 +5,14 @@ import pathlib
 
 import jax
 
+from atlasjax.config_json import from_dict
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import parameter_shardings
 from atlasjax.nn import LanguageModel, logical_axes
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints
-from atlasjax.train.config import TrainConfig, from_dict
+from atlasjax.train.config import TrainConfig
 from atlasjax.train.errors import ConfigError
 from atlasjax.train.setup import run_tokenizer
 

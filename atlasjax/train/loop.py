@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 
 import jax
 
+from atlasjax.config_json import to_dict
 from atlasjax.data.pipeline import BatchIterator
 from atlasjax.distributed.mesh import initialize
 from atlasjax.distributed.sharding import global_batch
 from atlasjax.evaluate.lm import LanguageModelResult, evaluate
 from atlasjax.train import setup as setup_lib
 from atlasjax.train.checkpoint import Checkpoints
-from atlasjax.train.config import TrainConfig, to_dict
+from atlasjax.train.config import TrainConfig
 from atlasjax.train.errors import ConfigError, Interrupted, NonFiniteError
 from atlasjax.train.metrics import MetricsWriter
 from atlasjax.train.plot import plot_loss

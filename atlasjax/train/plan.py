@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from atlasjax.config_json import from_dict, to_dict
 from atlasjax.distributed import plan as plan_lib
 from atlasjax.distributed.flops import count_flops
 from atlasjax.distributed.mesh import make_mesh
@@ -15,7 +16,7 @@ from atlasjax.distributed.plan import Plan
 from atlasjax.distributed.sharding import batch_sharding, batch_shards
 from atlasjax.nn import logical_axes
 from atlasjax.train import state as state_lib
-from atlasjax.train.config import TrainConfig, from_dict, to_dict
+from atlasjax.train.config import TrainConfig
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.step import jit_train_step, train_step
 

@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from atlasjax.config_json import from_dict, to_dict
 from atlasjax.data.pipeline import BatchIterator, Pipeline, make_pipeline
 from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import make_mesh
@@ -19,7 +20,7 @@ from atlasjax.distributed.sharding import batch_shards
 from atlasjax.nn import logical_axes
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints
-from atlasjax.train.config import TrainConfig, changes_on_resume, to_dict
+from atlasjax.train.config import TrainConfig, changes_on_resume
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.state import TrainState
 
@@ -139,6 +140,8 @@ def check_resumable(config: TrainConfig) -> list[str]:
         saved = checkpoints.newest_config()
     if saved is None:
         return []
+    # Through the dataclass: a run that was saved before a field existed has that field's default.
+    saved = to_dict(from_dict(TrainConfig, saved))
     architecture, fixed, free = changes_on_resume(saved, to_dict(config))
     if architecture or fixed:
         what = "a checkpoint of another architecture" if architecture else "a run on other data or with another seed"

@@ -5,9 +5,9 @@ import socket
 
 import numpy as np
 
+from atlasjax.config_json import to_dict
 from atlasjax.distributed import MeshConfig, ProcessConfig
 from atlasjax.train import train
-from atlasjax.train.config import to_dict
 from tests.train.tiny import child, config, finish, train_losses
 
 

@@ -6,8 +6,9 @@ import json
 import pytest
 
 from atlasjax import rules
+from atlasjax.config_json import from_dict, to_dict
 from atlasjax.memory import features, structures
-from atlasjax.nn import MemoryConfig, ModelConfig, config_from_dict, config_to_dict
+from atlasjax.nn import AttentionConfig, MemoryConfig, ModelConfig, SSMConfig
 
 CONFIGS = [
     ModelConfig(),
@@ -16,13 +17,21 @@ CONFIGS = [
         memory=MemoryConfig("omeganet", chunk_size=8, window=2, structure="gated_mlp", expansion=2, max_step=0.1)
     ),
     ModelConfig(memory=MemoryConfig("atlas", features="sketch", degree=3, sketch_size=32, newton_schulz_every=4)),
+    ModelConfig(
+        mixer=("mamba", "swa"),
+        ffn="none",
+        block="bare",
+        value_expansion=2,
+        ssm=SSMConfig(8, 3, 16, 2),
+        attention=AttentionConfig(window=16, rope_theta=5e5, persistent_tokens=2, segment_size=32),
+    ),
 ]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_round_trip_through_json(config):
-    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
-    assert hash(config) == hash(config_from_dict(config_to_dict(config)))
+    assert from_dict(ModelConfig, json.loads(json.dumps(to_dict(config)))) == config
+    assert hash(config) == hash(from_dict(ModelConfig, to_dict(config)))
 
 
 @pytest.mark.parametrize("rule", rules.REGISTRY)
@@ -65,15 +74,28 @@ def test_overrides_reach_the_rule():
         (lambda: ModelConfig(norm_eps=0.0), ["norm_eps", "0.0"]),
         (lambda: ModelConfig(remat=1), ["remat", "1"]),
         (lambda: ModelConfig(memory="atlas"), ["memory", "MemoryConfig", "'atlas'"]),
-        (lambda: config_from_dict({"num_layer": 3}), ["field of ModelConfig", "Did you mean 'num_layers'"]),
+        (lambda: AttentionConfig(window=0), ["AttentionConfig", "window", "0"]),
+        (lambda: AttentionConfig(rope_theta=-1.0), ["rope_theta", "-1.0"]),
+        (lambda: AttentionConfig(persistent_tokens=-1), ["persistent_tokens", "≥ 0", "-1"]),
+        (lambda: SSMConfig(expand=0), ["SSMConfig", "expand", "0"]),
+        (lambda: ModelConfig(value_expansion=0), ["value_expansion", "0"]),
+        (lambda: ModelConfig(ffn="gelu"), ["ffn", "'swiglu' or 'none'", "'gelu'"]),
+        (lambda: ModelConfig(block="bare"), ["block='bare'", "ffn='none'", "'swiglu'"]),
+        (lambda: ModelConfig(mixer=("memory",) * 3), ["pattern of 3", "num_layers=4"]),
+        (lambda: ModelConfig(mixer=()), ["pattern of 0", "num_layers=4"]),
+        (lambda: ModelConfig(mixer=["memory"]), ["tuple of names", "['memory']"]),
+        (lambda: ModelConfig(mixer=("memory", 2)), ["tuple of names", "2"]),
+        (lambda: from_dict(ModelConfig, {"mixer": ["mamba", 2]}), ["ModelConfig.mixer[1]", "str", "2"]),
+        (lambda: from_dict(ModelConfig, {"mixer": 2}), ["ModelConfig.mixer", "str or a list of str", "2"]),
+        (lambda: from_dict(ModelConfig, {"num_layer": 3}), ["field of ModelConfig", "Did you mean 'num_layers'"]),
         (
-            lambda: config_from_dict({"memory": {"chunksize": 3}}),
+            lambda: from_dict(ModelConfig, {"memory": {"chunksize": 3}}),
             ["field of MemoryConfig", "Did you mean 'chunk_size'"],
         ),
-        (lambda: config_from_dict({"num_layers": "3"}), ["ModelConfig.num_layers", "int", "'3'"]),
-        (lambda: config_from_dict({"memory": {"window": 2.5}}), ["MemoryConfig.window", "int or None", "2.5"]),
-        (lambda: config_from_dict({"dtype": "half"}), ["ModelConfig.dtype", "'bfloat16'", "'half'"]),
-        (lambda: config_from_dict({"memory": "atlas"}), ["MemoryConfig", "'atlas'"]),
+        (lambda: from_dict(ModelConfig, {"num_layers": "3"}), ["ModelConfig.num_layers", "int", "'3'"]),
+        (lambda: from_dict(ModelConfig, {"memory": {"window": 2.5}}), ["MemoryConfig.window", "int or None", "2.5"]),
+        (lambda: from_dict(ModelConfig, {"dtype": "half"}), ["ModelConfig.dtype", "'bfloat16'", "'half'"]),
+        (lambda: from_dict(ModelConfig, {"memory": "atlas"}), ["MemoryConfig", "'atlas'"]),
     ],
 )
 def test_errors_name_what_is_wrong(make, words):

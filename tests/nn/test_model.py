@@ -155,6 +155,65 @@ def test_bfloat16_is_close_to_float32():
     assert cache.memory.memory["W1"].dtype == jnp.float32
 
 
+def stream(graphdef, params, cuts):
+    """Logits of `tokens()` read in pieces."""
+    extend = jax.jit(lambda p, x, cache: nnx.merge(graphdef, p).extend(x, cache))
+    cache, pieces = nnx.merge(graphdef, params).init_cache(BATCH), []
+    for start, stop in itertools.pairwise(cuts):
+        logits, cache = extend(params, tokens()[:, start:stop], cache)
+        pieces.append(logits)
+    return jnp.concatenate(pieces, axis=1)
+
+
+def test_a_pattern_is_its_layers_in_turn():
+    """A pattern of twice the same mixer is the model of that mixer, with every second layer in one stack."""
+    _, params, parallel = make(make_config("titans", num_layers=4))
+    expected = parallel(params, tokens())
+    pattern = graphdef_of(make_config("titans", num_layers=4, mixer=("memory", "memory")))
+    whole = nnx.to_pure_dict(params)
+    whole["layers"] = {f"layer_{i}": jax.tree.map(lambda x, i=i: x[i::2], whole["layers"]) for i in range(2)}
+    split = nnx.State(whole)
+    np.testing.assert_array_equal(jax.jit(lambda p, x: nnx.merge(pattern, p)(x))(split, tokens()), expected)
+    np.testing.assert_allclose(stream(pattern, split, [0, 5, 14]), expected, atol=2e-5, rtol=1e-4)
+    axes = nnx.to_pure_dict(logical_axes(make_config("titans", num_layers=4, mixer=("memory", "memory"))))
+    assert axes["layers"]["layer_1"]["mixer"]["out"]["kernel"] == jax.sharding.PartitionSpec("layers", "heads", "embed")
+
+
+def test_layers_without_feed_forward_norm_or_residual():
+    """ffn="none" is a SwiGLU that adds nothing; a bare layer is its mixer alone."""
+    _, params, parallel = make(make_config("delta_rule"))
+    whole = nnx.to_pure_dict(params)
+    whole["layers"]["mlp"] = jax.tree.map(jnp.zeros_like, whole["layers"]["mlp"])
+    expected = parallel(nnx.State(whole), tokens())
+    short = graphdef_of(make_config("delta_rule", ffn="none"))
+    del whole["layers"]["mlp"], whole["layers"]["mlp_norm"]
+    np.testing.assert_allclose(nnx.merge(short, nnx.State(whole))(tokens()), expected, rtol=1e-6, atol=1e-6)
+
+    bare_config = make_config("delta_rule", ffn="none", block="bare")
+    bare, params, parallel = make(bare_config)
+    assert set(nnx.to_pure_dict(params)["layers"]) == {"mixer"}
+    model = nnx.merge(bare, params)
+    x = model.embedding[...][tokens()]
+    for i in range(2):
+        one = jax.tree.map(lambda p, i=i: p[i], nnx.split(model.layers.mixer, nnx.Param)[1])
+        x = nnx.merge(nnx.split(model.layers.mixer, nnx.Param)[0], one)(x)
+    expected = model.logits(model.norm(x))
+    np.testing.assert_allclose(parallel(params, tokens()), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(stream(bare, params, [0, 3, 14]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_values_wider_than_keys():
+    graphdef, params, parallel = make(make_config("delta_rule", value_expansion=3))
+    assert params["layers"]["mixer"]["memory"].weights["W"].get_value().shape == (2, 2, 24, 8)
+    np.testing.assert_allclose(
+        stream(graphdef, params, [0, 4, 5, 14]), parallel(params, tokens()), atol=2e-5, rtol=1e-4
+    )
+    _, gradients = loss_of(graphdef)(params, tokens())
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradients["layers"]["mixer"]))
+    with pytest.raises(ValueError, match=r"value_expansion=2 .* 'titans'"):
+        abstract_model(make_config("titans", value_expansion=2))
+
+
 def test_untied_head_learns_and_is_used():
     config = make_config("delta_rule", tie_embeddings=False)
     graphdef, params, parallel = make(config)
@@ -213,5 +272,7 @@ def test_bad_arguments_are_named():
         model.extend(jnp.zeros((1, 3), jnp.int32), model.init_cache(2))
     with pytest.raises(ValueError, match="batch_size"):
         model.init_cache(0)
+    with pytest.raises(ValueError, match=r"max_length must be an integer ≥ 1, got 2.5"):
+        model.init_cache(1, 2.5)
     with pytest.raises(ValueError, match="Did you mean 'memory'"):
         LanguageModel(make_config("delta_rule", mixer="memry"), rngs=nnx.Rngs(0))

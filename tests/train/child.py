@@ -5,8 +5,8 @@ import os
 import signal
 import sys
 
+from atlasjax.config_json import from_dict
 from atlasjax.train import TrainConfig, train
-from atlasjax.train.config import from_dict
 
 
 def main(config: str, kill_at: str) -> None:

@@ -5,11 +5,12 @@ import json
 
 import pytest
 
+from atlasjax.config_json import from_dict, to_dict
 from atlasjax.data import DataConfig
 from atlasjax.distributed import MeshConfig
 from atlasjax.nn import ModelConfig
 from atlasjax.train import OptimizerConfig, TrainConfig, default_config
-from atlasjax.train.config import changes_on_resume, from_dict, to_dict
+from atlasjax.train.config import changes_on_resume
 
 
 @pytest.mark.parametrize("preset", ["atlas-tiny", "titans-340m", "omeganet-1.3b"])

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from atlasjax.train.config import to_dict
+from atlasjax.config_json import to_dict
 from tests.train.tiny import child, config, finish, train_losses
 
 STEPS = 9
