@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlasjax.memory import blocks, formed
-from atlasjax.memory.delta import delta_block, delta_tokens
+from atlasjax.memory.objectives import DotProduct
 from atlasjax.memory.optimizers import Muon
 from atlasjax.memory.retention import Channel
 from atlasjax.memory.rule import MemoryRule
@@ -21,7 +21,8 @@ _CHANNEL_BLOCK = 16  # forms [block, block + c − 1, D]
 _FREE_BLOCK = (
     64  # where the chunk size has no effect (or is one token, with a closed form), chunks are as long as is fast
 )
-_CHANNEL_SYSTEM = 32  # solves a system [block, block] for each channel of the value
+_SYSTEM_BLOCK = 32  # a delta rule's triangular systems, or a linear rule's decays per channel
+_CHANNEL_SYSTEM = 16  # a system for each channel of the value, its rows written out
 _FORMED_MATRICES = 8  # momenta orthogonalized, or memories mapped, together; fewer if they are large
 _FORMED_NUMBERS = 2**20
 
@@ -36,11 +37,15 @@ class Plan(NamedTuple):
 
 
 def plan(rule: MemoryRule, params: MemoryParams, dtype: Any) -> Plan:
-    free = rule.has_constant_gradient or rule.is_online_delta
-    chunk = _FREE_BLOCK if free else rule.chunk_size
+    if rule.is_linear:
+        block = _FREE_BLOCK if isinstance(rule.objective, DotProduct) else _SYSTEM_BLOCK
+        if isinstance(rule.retention, Channel):
+            block = _SYSTEM_BLOCK
+        if rule.optimizer.per_channel:
+            block = _CHANNEL_SYSTEM
+        return Plan(block, block, block, dtype)
+    chunk = _FREE_BLOCK if rule.has_constant_gradient else rule.chunk_size
     channels = isinstance(rule.retention, Channel)
-    if rule.is_online_delta and (channels or rule.optimizer.per_channel):
-        chunk = _CHANNEL_BLOCK if channels else _CHANNEL_SYSTEM
     if isinstance(rule.optimizer, Muon) or rule.retention.has_map:
         largest = max(math.prod(w.shape[1:]) for w in params.weights.values())
         every = rule.optimizer.every if isinstance(rule.optimizer, Muon) else 1
@@ -148,14 +153,6 @@ def run_chunk(
         real = jnp.arange(k.shape[0]) >= (0 if first is None else first) + (c - 1 - count)
         after = slice(plan.chunk, plan.chunk + c - 1)
         window = Window(k[after], v[after], window.thresholds if threshold is None else threshold[after])
-
-    if rule.is_online_delta:
-        keys, queries = (rule.features.apply(params.coefficients, x) for x in (k, slot.q))
-        tokens = delta_tokens(rule, keys, v, slot.step_size, slot.removal_key, slot.removal)
-        gates = blocks.BlockGates(slot.retention, tokens.rate, None, slot.gamma, None)
-        read = lambda linear: rule.structure.apply(linear, queries, None, params.norm)
-        memory, y = delta_block(rule, memory, tokens, gates, read)
-        return memory, None, None, y
 
     if rule.retention.decay_first:  # chunks of one token: its decay is that of the whole memory
         assert slot.retention is not None

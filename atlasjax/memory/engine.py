@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory import layout
 from atlasjax.memory.chunk import Plan, Slot, Window, plan, run_chunk
+from atlasjax.memory.linear import linear_scan
 from atlasjax.memory.optimizers import Momentum, Muon
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.slots import Carry, choose, cpu_lanes, from_slots, scan_slots, to_slots
@@ -61,16 +62,22 @@ def xla_scan(
         (slots, where.window_count, where.resets, where.filled),
         where.first,
     )
-    run = functools.partial(scan_slots, rule, sizes, q.dtype)
-    lanes = cpu_lanes(sizes, params)
-    if lanes == 1:
-        y, carry = run(1, *operands)
-    else:
-        y, carry = jax.lax.platform_dependent(
-            *operands, cpu=functools.partial(run, lanes), default=functools.partial(run, 1)
-        )
+    y, carry = _run_slots(rule, sizes, q.dtype, operands)
     y = from_slots(y, sizes, where, time)
     return y, _final_state(rule, state, carry, where, k, v, gates, segment_ids)
+
+
+def _run_slots(rule: MemoryRule, sizes: Plan, dtype: Any, operands: Any) -> tuple[jax.Array, Carry]:
+    """All slots of a call, by the form that suits the rule; operands: as `slots.scan_slots`."""
+    params, carry, inputs, _ = operands
+    if rule.is_linear:
+        y, memory = linear_scan(rule, dtype, params, carry.memory, inputs[0], inputs[2])
+        return y, carry._replace(memory=memory, chunk_start=memory)
+    run = functools.partial(scan_slots, rule, sizes, dtype)
+    lanes = cpu_lanes(sizes, params)
+    if lanes == 1:
+        return run(1, *operands)
+    return jax.lax.platform_dependent(*operands, cpu=functools.partial(run, lanes), default=functools.partial(run, 1))
 
 
 def _window(state: MemoryState) -> Window | None:
@@ -183,6 +190,11 @@ def xla_step(
         real=None,
     )
     count = _window_count(state)
+    if rule.is_linear:
+        up_params = jax.tree.map(lambda x: x.astype(wide), params)
+        one = jax.tree.map(lambda x: x[None], slot)
+        y, memory = linear_scan(rule, q.dtype, up_params, state.memory, one, None)
+        return y[0, :, :, 0], state._replace(memory=memory)
     start = state.memory
     if state.chunk_start is not None:
         assert state.position is not None

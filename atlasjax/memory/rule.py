@@ -79,16 +79,15 @@ class MemoryRule:
         return linear and not self.uses_muon
 
     @property
-    def is_online_delta(self) -> bool:
-        """Whether this is W_t = W_{t−1} Diag(α_t) − (W_{t−1} r_t) s_tᵀ + v_t k_tᵀ, chunks of one token: many tokens can then be
-        taken at once, exactly (the WY form)."""
-        return (
-            isinstance(self.structure, structures.Matrix)
-            and isinstance(self.objective, objectives.L2 | objectives.RemoveAndReplace)
-            and isinstance(self.optimizer, optimizers.GradientDescent | optimizers.Implicit)
-            and not self.retention.has_map
-            and self.window == self.chunk_size == 1
-        )
+    def is_linear(self) -> bool:
+        """Whether a matrix memory is written by W_t = W_{t−1} Diag(α_t) − (W_{t−1} r_t) s_tᵀ + v_t k_tᵀ, so that many tokens can be
+        taken at once, exactly, and chunks have no effect: linear attention and, in chunks of one token, the delta rules."""
+        if not isinstance(self.structure, structures.Matrix) or self.retention.has_map or self.window > 1:
+            return False
+        if not isinstance(self.optimizer, optimizers.GradientDescent | optimizers.Implicit):
+            return False
+        delta = isinstance(self.objective, objectives.L2 | objectives.RemoveAndReplace) and self.chunk_size == 1
+        return delta or isinstance(self.objective, objectives.DotProduct)
 
     def start(self, weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """What a state stores for the learned start `weights`: M_0, or its accumulator where retention has a map."""

@@ -230,6 +230,6 @@ def test_block_length_changes_nothing(name, block, x64, monkeypatch):
     rule, _ = ROWS[name]
     params, q, k, v, gates = make_inputs(rule, dtype=jnp.float64)
     expected = memory.scan(rule, params, None, q, k, v, gates)
-    for constant in ("_FREE_BLOCK", "_CHANNEL_BLOCK", "_CHANNEL_SYSTEM"):
+    for constant in ("_FREE_BLOCK", "_SYSTEM_BLOCK", "_CHANNEL_SYSTEM"):
         monkeypatch.setattr(chunk, constant, block)
     assert_close(memory.scan(rule, params, None, q, k, v, gates), expected, 1e-12)

@@ -1,0 +1,158 @@
+"""Every rule's engine on this machine: block form against token scan, and decoding after much and after little text.
+
+    python experiments/benchmarks/rules_cpu.py blocks      # linear and delta rules at 4,096 tokens, forward + backward
+    python experiments/benchmarks/rules_cpu.py decode      # time of one token after reading 1,000 and 100,000
+
+float32, batch 1. The two sides of a ratio are timed in turn, the best of each counts. Each command prints a table and appends one
+JSON line to `--out`.
+"""
+
+import argparse
+import functools
+import json
+import sys
+import time
+
+# Rules with an exact block-parallel form: their block length is free, so the token scan computes the same function.
+BLOCK_PARALLEL = (
+    "linear_attention", "retnet", "gla", "polysketch", "delta_rule", "longhorn", "longhorn_channel", "gated_delta_rule",
+    "rwkv7", "rwkv7_one_key", "swla",
+)  # fmt: skip
+
+
+def inputs(rule, length, heads, dim, seed=0):
+    """(params, q, k, v, gates) with unit keys and gates in the middle of their ranges."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from atlasjax import memory
+
+    rng = np.random.default_rng(seed)
+    normal = lambda: rng.standard_normal((1, length, heads, dim)).astype("float32")
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    ranges = {"retention": (0.98, 1.0), "momentum": (0.5, 0.9), "removal_key": (-1.0, 1.0), "removal": (0.2, 0.8)}
+    gates = {}
+    for name, channels in rule.gate_channels(dim, dim).items():
+        shape = (1, length, heads) if channels is None else (1, length, heads, channels)
+        low, high = ranges.get(name, (0.2, 0.8))
+        if name == "step_size" and not (rule.is_linear):
+            low, high = 1e-4, 1e-3
+        gates[name] = rng.uniform(low, high, shape).astype("float32")
+        if name == "removal_key":
+            gates[name] = unit(gates[name])
+    params = memory.init_params(rule, jax.random.key(seed), num_heads=heads, key_dim=dim, value_dim=dim)
+    return jax.tree.map(jnp.asarray, (params, unit(normal()), unit(normal()), normal(), memory.Gates(**gates)))
+
+
+def alternate(runs, repeats):
+    """The best time of each function, taken in turn."""
+    for run in runs:
+        run()
+    times = [[] for _ in runs]
+    for _ in range(repeats):
+        for run, seconds in zip(runs, times):
+            start = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - start)
+    return [min(seconds) for seconds in times]
+
+
+def blocks(options):
+    """Forward + backward with gradients of every input: `memory.scan` against a `lax.scan` of `memory.step`."""
+    import jax
+    import jax.numpy as jnp
+
+    from atlasjax import memory, rules
+
+    rows = []
+    for name in options.rules or BLOCK_PARALLEL:
+        rule = rules.REGISTRY[name]()
+        if name == "polysketch":
+            from atlasjax.memory.features import TensorSketch
+
+            rule = rules.polysketch(features=TensorSketch(2, options.dim))
+        args = inputs(rule, options.length, options.heads, options.dim)
+
+        def by_block(params, *args, rule=rule):
+            return jnp.sum(memory.scan(rule, params, None, *args)[0] ** 2)
+
+        def token(params, rule, state, x):
+            y, state = memory.step(rule, params, state, *x)
+            return state, y
+
+        def by_token(params, *args, rule=rule, token=token):
+            state = memory.init_state(rule, params, batch_size=1)
+            tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), args)
+            return jnp.sum(jax.lax.scan(functools.partial(token, params, rule), state, tokens)[1] ** 2)
+
+        functions = [jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2, 3, 4))) for f in (by_block, by_token)]
+        values = [float(f(*args)[0]) for f in functions]
+        assert abs(values[0] - values[1]) <= 1e-3 * abs(values[1]), (name, values)
+        runs = [lambda f=f, args=args: jax.block_until_ready(f(*args)) for f in functions]
+        block, token = alternate(runs, options.repeats)
+        rows.append({"rule": name, "block_s": block, "token_s": token, "ratio": token / block})
+        print(
+            f"{name:20s} block form {block:7.3f} s   token scan {token:7.3f} s   {token / block:6.1f} times", flush=True
+        )
+    return {"length": options.length, "heads": options.heads, "dim": options.dim, "rows": rows}
+
+
+def decode(options):
+    """Time of one `memory.step` after reading a short and a long text."""
+    import jax
+
+    from atlasjax import memory, rules
+
+    short, long = 1_000, 100_000
+    rows = []
+    for name in options.rules or rules.REGISTRY:
+        rule = rules.REGISTRY[name]()
+        if not isinstance(rule, memory.MemoryRule):
+            continue  # a kernel memory's cache: see kernel_memories_cpu.py
+        params, *arrays = inputs(rule, 1_000, 1, 16)
+        read = jax.jit(lambda state, *arrays, rule=rule, params=params: memory.scan(rule, params, state, *arrays)[1])
+        step = jax.jit(lambda state, *arrays, rule=rule, params=params: memory.step(rule, params, state, *arrays))
+        one = jax.tree.map(lambda x: x[:, 0], tuple(arrays))
+        state, states = memory.init_state(rule, params, batch_size=1), {}
+        for done in range(1_000, long + 1, 1_000):
+            state = read(state, *arrays)
+            if done in (short, long):
+                states[done] = state
+
+        def run(state, one=one, step=step):
+            for _ in range(options.tokens):
+                y, state = step(state, *one)
+            jax.block_until_ready(y)
+
+        runs = [lambda state=states[n], run=run: run(state) for n in (short, long)]
+        seconds = [s / options.tokens for s in alternate(runs, options.repeats)]
+        rows.append({"rule": name, "short_s": seconds[0], "long_s": seconds[1], "ratio": seconds[1] / seconds[0]})
+        print(
+            f"{name:20s} after {short:,}: {1e6 * seconds[0]:7.1f} µs   after {long:,}: {1e6 * seconds[1]:7.1f} µs   "
+            f"{seconds[1] / seconds[0]:.2f} times", flush=True,
+        )  # fmt: skip
+    return {"heads": 1, "dim": 16, "rows": rows}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("blocks", "decode"))
+    parser.add_argument(
+        "--rules", nargs="*", help="names of atlasjax.rules.REGISTRY; all that the command is about if not given"
+    )
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=300, help="decoded per measurement")
+    parser.add_argument("--out", default=None, help="append the result as a JSON line to this file")
+    options = parser.parse_args()
+    result = {"command": options.command, **{"blocks": blocks, "decode": decode}[options.command](options)}
+    if options.out:
+        with open(options.out, "a") as file:
+            file.write(json.dumps({"python": sys.version.split()[0], **result}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
