@@ -1,0 +1,193 @@
+"""The baselines' published formulas for one row, token by token in numpy: (parameters, x [time, dim], config) → [time, dim].
+
+Slow and obvious. `p` is the nested dictionary of the mixer's parameters, float64.
+"""
+
+import numpy as np
+
+
+def sigmoid(x):
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
+def softplus(x):
+    return np.log1p(np.exp(x))
+
+
+def unit(x):
+    return x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+
+
+def rms(x, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+
+
+def linear(p, x):
+    return np.tensordot(x, p["kernel"], axes=1)
+
+
+def conv(p, x):
+    """Depthwise and causal; the last tap weighs the token itself."""
+    kernel = p["kernel"]
+    width = len(kernel)
+    past = lambda t, j: x[t - j] if t >= j else np.zeros_like(x[0])
+    return np.array([sum(kernel[width - 1 - j] * past(t, j) for j in range(width)) for t in range(len(x))])
+
+
+def run(step, start, *tokens):
+    """A recurrence for each head: tokens [time, heads, …]; step(S, token of each) → (S, y)."""
+    time, heads = tokens[0].shape[:2]
+    ys = []
+    for h in range(heads):
+        S, out = start, []
+        for t in range(time):
+            S, y = step(S, *(x[t, h] for x in tokens))
+            out.append(y)
+        ys.append(out)
+    return np.moveaxis(np.array(ys), 0, 1)
+
+
+def split(p, x, config, convolved):
+    dk, dv = config.resolved_head_dim, config.value_expansion * config.resolved_head_dim
+    inputs = linear(p["inputs"]["linear"], x)
+    if convolved:
+        mixed = silu(conv(p["inputs"]["conv"], inputs[..., : 2 * dk + dv]))
+        inputs = np.concatenate([mixed, inputs[..., 2 * dk + dv :]], -1)
+    return np.split(inputs, [dk, 2 * dk, 2 * dk + dv], axis=-1)
+
+
+def gated_output(p, y, config, z=None):
+    y = rms(y, config.norm_eps) * p["norm"]["scale"]
+    y = y if z is None else y * silu(z)
+    return linear(p["out"], y.reshape(len(y), -1))
+
+
+def retnet(p, x, config):
+    q, k, v, z = split(p, x, config, convolved=False)
+    half = q.shape[-1] // 2
+    angle = np.arange(len(x))[:, None, None] * 10_000.0 ** (-np.arange(half) / half)
+
+    def rotate(u):  # pairs as complex numbers
+        turned = (u[..., :half] + 1j * u[..., half:]) * np.exp(1j * angle)
+        return np.concatenate([turned.real, turned.imag], -1)
+
+    q, k = rotate(q), rotate(k) / np.sqrt(q.shape[-1])
+    gamma = np.tile(1 - 2.0 ** (-5 - np.arange(q.shape[1])), (len(x), 1))
+    step = lambda S, q, k, v, gamma: ((S := gamma * S + np.outer(v, k)), S @ q)
+    return gated_output(p, run(step, 0.0, q, k, v, gamma), config, z)
+
+
+def gla(p, x, config):
+    q, k, v, z = split(p, x, config, convolved=False)
+    alpha = sigmoid(linear(p["decay_out"], linear(p["decay_in"], x)) + p["decay_bias"]) ** (1 / 16)
+    step = lambda S, q, k, v, a: ((S := S * a + np.outer(v, k)), S @ q)
+    return gated_output(p, run(step, 0.0, q, k / np.sqrt(q.shape[-1]), v, alpha), config, z)
+
+
+def delta_step(S, q, k, v, alpha, beta):
+    S = alpha * S
+    S = S + beta * np.outer(v - S @ k, k)
+    return S, S @ q
+
+
+def deltanet(p, x, config):
+    q, k, v, _ = split(p, x, config, convolved=True)
+    beta = sigmoid(linear(p["write"], x))
+    start = np.zeros((v.shape[-1], k.shape[-1]))
+    return gated_output(p, run(delta_step, start, unit(q), unit(k), v, np.ones_like(beta), beta), config)
+
+
+def gated_deltanet(p, x, config):
+    q, k, v, z = split(p, x, config, convolved=True)
+    beta, a = np.moveaxis(linear(p["gates"], x), 1, 0)
+    alpha = np.exp(-np.exp(p["A_log"]) * softplus(a + p["dt_bias"]))
+    start = np.zeros((v.shape[-1], k.shape[-1]))
+    return gated_output(p, run(delta_step, start, unit(q), unit(k), v, alpha, sigmoid(beta)), config, z)
+
+
+def mamba_block(p, x, config, recur):
+    u, z = np.moveaxis(linear(p["inputs"], x), 1, 0)
+    u = silu(conv(p["conv"], u) + p["conv_bias"])
+    rank = p["step"]["kernel"].shape[0]
+    low, B, C = np.split(linear(p["selection"], u), [rank, rank + config.ssm.state_dim], axis=-1)
+    logits = linear(p["step"], low) + p["step_bias"]
+    y = recur(u, logits, B, C) + p["D"] * u
+    return linear(p["out"], y * silu(z))
+
+
+def mamba(p, x, config):
+    A = -np.exp(p["A_log"])
+
+    def recur(u, logits, B, C):
+        h, ys = np.zeros_like(A), []
+        for t in range(len(u)):
+            delta = softplus(logits[t])
+            h = np.exp(delta[:, None] * A) * h + np.outer(delta * u[t], B[t])
+            ys.append(h @ C[t])
+        return np.array(ys)
+
+    return mamba_block(p, x, config, recur)
+
+
+def longhorn(p, x, config):
+    def recur(u, logits, k, q):
+        S, ys = np.zeros((u.shape[1], k.shape[1])), []
+        for t in range(len(u)):
+            beta = sigmoid(logits[t])
+            delta = beta / (1 + beta * (k[t] @ k[t]))
+            S = S + delta[:, None] * np.outer(u[t] - S @ k[t], k[t])
+            ys.append(S @ q[t])
+        return np.array(ys)
+
+    return mamba_block(p, x, config, recur)
+
+
+def mamba2(p, x, config):
+    z, u = np.moveaxis(linear(p["inputs"], x), 1, 0)
+    u = silu(conv(p["conv"], u) + p["conv_bias"])
+    B, C = np.split(silu(conv(p["selection_conv"], linear(p["selection"], x)) + p["selection_bias"]), 2, axis=-1)
+    delta, A = softplus(linear(p["step"], x) + p["dt_bias"]), -np.exp(p["A_log"])
+    heads = len(A)
+    u = u.reshape(len(x), heads, -1)
+    B, C = (np.repeat(w[:, None], heads, axis=1) for w in (B, C))
+    step = lambda h, u, delta, decay, B, C: ((h := decay * h + delta * np.outer(u, B)), h @ C)
+    y = run(step, 0.0, u, delta, np.exp(delta * A), B, C) + p["D"][:, None] * u
+    y = rms(y.reshape(len(x), -1) * silu(z), config.norm_eps) * p["norm"]["scale"]
+    return linear(p["out"], y)
+
+
+def rwkv7(p, x, config):
+    before = np.concatenate([np.zeros_like(x[:1]), x[:-1]])
+    xr, xw, xk, xv, xa, xg = (x + mu * (before - x) for mu in p["shift"])
+    low_rank = lambda p, x, act: linear(p["up"], act(linear(p["down"], x)))
+    r, k, v = linear(p["r"], xr), linear(p["k"], xk), linear(p["v"], xv)
+    w = np.exp(-np.exp(-0.5) * sigmoid(low_rank(p["w"], xw, np.tanh) + p["w"]["bias"]))
+    a = sigmoid(low_rank(p["a"], xa, lambda y: y) + p["a"]["bias"])
+    g = low_rank(p["g"], xg, sigmoid)
+    kappa = unit(k * p["removal_scale"])
+    k = k * (1 + (a - 1) * p["replacement"])
+    step = lambda S, r, w, k, v, kappa, a: (
+        (S := S @ (np.diag(w) - np.outer(kappa, a * kappa)) + np.outer(v, k)),
+        S @ r,
+    )
+    y = run(step, np.zeros((v.shape[-1], k.shape[-1])), r, w, k, v, kappa, a)
+    y = y - y.mean(-1, keepdims=True)
+    y = y / np.sqrt((y * y).mean(-1, keepdims=True) + 1e-5 * k.shape[-1]) * p["norm_scale"] + p["norm_bias"]
+    y = (y + (r * k * p["bonus"]).sum(-1, keepdims=True) * v) * g
+    return linear(p["out"], y.reshape(len(x), -1))
+
+
+FORMULAS = {
+    "mamba": mamba,
+    "mamba2": mamba2,
+    "retnet": retnet,
+    "gla": gla,
+    "deltanet": deltanet,
+    "gated_deltanet": gated_deltanet,
+    "rwkv7": rwkv7,
+    "longhorn": longhorn,
+}

@@ -1,0 +1,183 @@
+"""The baseline mixers: the published formulas, streamed = parallel, causal, segments, gradients, dtypes, initial values."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from atlasjax.nn import ModelConfig, SSMConfig, logical_axes
+from atlasjax.nn.mixers import MIXERS
+from tests.nn.baseline_formulas import FORMULAS
+
+DIM, HEADS, KEY, BATCH, TIME = 12, 2, 4, 2, 14
+NAMES = list(FORMULAS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_fast():
+    """Nearly all the time of these tests is compilation of tiny layers."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def make_config(dtype="float32"):
+    return ModelConfig(
+        dim=DIM, num_layers=2, num_heads=HEADS, head_dim=KEY, value_expansion=2, dtype=dtype,
+        ssm=SSMConfig(state_dim=3, expand=2, head_dim=8),
+    )  # fmt: skip
+
+
+def abstract(name, config):
+    return nnx.eval_shape(lambda: MIXERS[name](config, rngs=nnx.Rngs(0)))
+
+
+@functools.cache
+def initial(name, config):
+    return jax.jit(lambda: nnx.split(MIXERS[name](config, rngs=nnx.Rngs(0)), nnx.Param)[1])()
+
+
+@functools.cache
+def make(name):
+    """(graphdef, params, jitted parallel pass), every parameter moved off its initial value: zeros and ones hide mistakes."""
+    graphdef = nnx.split(abstract(name, make_config()), nnx.Param)[0]
+    rng = np.random.default_rng(7)
+    params = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), initial(name, make_config()))
+    return graphdef, params, jax.jit(lambda p, x: nnx.merge(graphdef, p)(x))
+
+
+def inputs(time=TIME, seed=0):
+    return jax.random.normal(jax.random.key(seed), (BATCH, time, DIM))
+
+
+def close(got, expected, tolerance=2e-5):
+    """Relative to the largest expected number."""
+    expected = np.asarray(expected, np.float64)
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layer_is_the_published_formula(name):
+    _, params, parallel = make(name)
+    got = parallel(params, inputs())
+    assert got.shape == (BATCH, TIME, DIM)
+    values = jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(params))
+    for row in range(BATCH):
+        close(got[row], FORMULAS[name](values, np.asarray(inputs()[row], np.float64), make_config()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_streamed_is_parallel(name):
+    graphdef, params, parallel = make(name)
+    expected = parallel(params, inputs())
+    extend = jax.jit(lambda p, x, state: nnx.merge(graphdef, p).extend(x, state))
+
+    def stream(cuts):
+        state = nnx.merge(graphdef, params).init_state(BATCH)
+        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+        assert all(leaf.shape[0] == BATCH for leaf in jax.tree.leaves(state))
+        pieces = []
+        for start, stop in itertools.pairwise(cuts):
+            y, state = extend(params, inputs()[:, start:stop], state)
+            assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == shapes
+            pieces.append(y)
+        close(jnp.concatenate(pieces, axis=1), expected)
+        return state
+
+    by_token, by_piece = stream(range(TIME + 1)), stream([0, 6, 7, 13, 14])
+    for a, b in zip(jax.tree.leaves(by_piece), jax.tree.leaves(by_token), strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_causal_and_rows_independent(name):
+    _, params, parallel = make(name)
+    before = np.asarray(parallel(params, inputs()))
+    for t in (0, 6, TIME - 1):
+        after = np.asarray(parallel(params, inputs().at[1, t].add(1.0)))
+        assert np.array_equal(after[0], before[0])
+        assert np.array_equal(after[1, :t], before[1, :t])
+        assert np.abs(after[1, t:] - before[1, t:]).max(axis=1).min() > 1e-6  # seen by all later tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_row_is_its_segments(name):
+    graphdef, params, parallel = make(name)
+    ids = jnp.array([[0] * 5 + [1] * 4 + [0] * 5, [3] * 5 + [4] * 8 + [7]])  # an id may return: still another segment
+    packed = jax.jit(lambda p, x, ids: nnx.merge(graphdef, p)(x, ids, 3))(params, inputs(), ids)
+    for row, cuts in enumerate([(0, 5, 9, 14), (0, 5, 13, 14)]):
+        for start, stop in itertools.pairwise(cuts):
+            alone = parallel(params, jnp.roll(inputs(), -start, axis=1))[row, : stop - start]
+            close(packed[row, start:stop], alone)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_learns_and_names_its_axes(name):
+    graphdef, params, _ = make(name)
+    weights = jax.random.normal(jax.random.key(3), (BATCH, TIME, DIM))
+    gradients = jax.jit(jax.grad(lambda p: jnp.sum(weights * nnx.merge(graphdef, p)(inputs()))))(params)
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        assert np.all(np.isfinite(gradient)), path
+        assert np.all(np.abs(gradient).max() > 1e-6), path
+    axes = logical_axes(abstract(name, make_config()))
+    for names, value in zip(jax.tree.leaves(axes), jax.tree.leaves(params), strict=True):
+        assert len(names) == value.ndim
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_long_random_input_in_bfloat16(name):
+    """2,048 tokens at the initial values: finite, and the first ones are those of float32."""
+    half = nnx.split(abstract(name, make_config("bfloat16")), nnx.Param)[0]
+    params, x = initial(name, make_config()), inputs(2048, seed=5)
+    y = jax.jit(lambda p, x: nnx.merge(half, p)(x.astype(jnp.bfloat16)))(params, x)
+    assert y.dtype == jnp.bfloat16
+    assert np.all(np.isfinite(np.asarray(y, np.float32)))
+    expected = np.asarray(make(name)[2](params, x[:, :TIME]))
+    error = np.asarray(y[:, :TIME], np.float32) - expected
+    assert np.sqrt(np.mean(error**2)) < 0.02 * expected.std()
+    # Far along the sequence outputs are of the size that they start with.
+    assert np.asarray(y[:, -TIME:], np.float32).std() < 20 * expected.std()
+
+
+def parameters(name, dim=64):
+    return nnx.to_pure_dict(initial(name, ModelConfig(dim=dim, num_heads=4, ssm=SSMConfig(state_dim=3, head_dim=2))))
+
+
+def test_initial_values_are_the_published_ones():
+    mamba, mamba2, delta = parameters("mamba"), parameters("mamba2"), parameters("gated_deltanet")
+    np.testing.assert_allclose(np.exp(mamba["A_log"]), np.tile([1.0, 2.0, 3.0], (128, 1)), rtol=1e-6)
+    for bias in (mamba["step_bias"], mamba2["dt_bias"], delta["dt_bias"]):
+        step = np.log1p(np.exp(bias))
+        assert np.all((step > 0.9e-3) & (step < 0.11))
+    spread = np.sort(np.log(np.log1p(np.exp(mamba["step_bias"]))))
+    np.testing.assert_allclose(spread[[12, 64, 115]], np.log(1e-3) + np.log(100) * np.array([0.1, 0.5, 0.9]), atol=0.7)
+    assert np.all((np.exp(mamba2["A_log"]) >= 1) & (np.exp(mamba2["A_log"]) <= 16))
+    assert np.exp(mamba2["A_log"]).std() > 2
+    assert np.all((np.exp(delta["A_log"]) > 0) & (np.exp(delta["A_log"]) <= 16))
+    assert np.all(parameters("longhorn")["step_bias"] == 0)  # β = 1/2
+    rwkv = parameters("rwkv7")
+    assert np.exp(-np.exp(-0.5) / (1 + np.exp(-rwkv["w"]["bias"]))).max() > 0.995  # some channels remember for long
+    assert rwkv["shift"].min() >= 0
+    assert rwkv["shift"].max() <= 1
+
+
+def test_parameter_count_of_the_published_mamba_block():
+    """d = 512, expand 3: of 2,542,080 numbers, as in the Mamba baseline of GAM (20,504,576 with embeddings and norm)."""
+    config = ModelConfig(dim=512, num_heads=8, ssm=SSMConfig(state_dim=16, expand=3))
+    params = nnx.split(abstract("mamba", config), nnx.Param)[1]
+    count = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params))
+    assert count == 2_542_080
+    assert 6 * count + 10_000 * 512 + 256 * 512 + 2 * 512 == 20_504_576
+
+
+def test_refuses_sizes_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"mixer 'mamba2': ssm.head_dim=7 must divide .* = 24"):
+        MIXERS["mamba2"](ModelConfig(dim=12, num_heads=2, ssm=SSMConfig(head_dim=7)), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="mixer 'retnet': head_dim=3 must be even"):
+        MIXERS["retnet"](ModelConfig(dim=12, num_heads=4), rngs=nnx.Rngs(0))
