@@ -85,9 +85,10 @@ def coefficients(
     C = _product(between, D)
     if beta is not None:
         s = _product(between, beta)
-    last = lambda x, otherwise: None if x is None else jnp.where(commit, x[-1], otherwise)
-    end = Transition(last(A, 1.0), last(s, 0.0), last(beta, 1.0))
-    end_momentum = None if beta is None else last(D, 0.0)
+    last = lambda x, otherwise: jnp.where(commit, x[-1], otherwise)
+    end, end_momentum = Transition(last(A, 1.0), None, None), None
+    if beta is not None:
+        end, end_momentum = Transition(last(A, 1.0), last(s, 0.0), last(beta, 1.0)), last(D, 0.0)
     return Coefficients(A, s, C, between, end, last(C, 0.0), end_momentum, last(between, 0.0))
 
 

@@ -68,9 +68,10 @@ def _chunk(
     sees = real
     if rule.cache_window is not None:
         sees = sees & (place - (c - 1) > position - 1 - rule.cache_window)
-    at = lambda x: None if x is None else jax.lax.dynamic_index_in_dim(x, position - 1, keepdims=False)
+    at = lambda x: jax.lax.dynamic_index_in_dim(x, position - 1, keepdims=False)
+    s = None if coef.momentum is None else at(coef.momentum)
     entries = jnp.concatenate([jnp.zeros((c - 1,), coef.entries.dtype), at(coef.entries)])
-    return _Chunk(tail.keys, tail.values, h, sees, at(coef.decay), at(coef.momentum), at(coef.gradients), entries), coef
+    return _Chunk(tail.keys, tail.values, h, sees, at(coef.decay), s, at(coef.gradients), entries), coef
 
 
 def xla_step(
@@ -86,7 +87,7 @@ def xla_step(
     wide = jnp.promote_types(q.dtype, state.keys.dtype)
     batch, heads, _ = q.shape
     c, b, entries = rule.window, rule.pending + 1, state.keys.shape[2]
-    held = stored_places(rule, entries, state.count)
+    held = stored_places(rule, entries, state.num_tokens)
     gate = lambda x, *shape: jnp.ones((batch, heads, *shape), wide) if x is None else x.astype(wide)
     token = (
         q.astype(wide), k.astype(wide), v.astype(wide), gate(gates.retention), gate(gates.step_size),
@@ -124,10 +125,10 @@ def xla_step(
     cache = Cache(state.keys, state.coefficients, state.momentum, state.decay)
     by_head = jax.vmap(one, in_axes=(0, 0, 0, 0, 0, None, None, None))
     y, tail, left, coef, (weights, weights_momentum) = jax.vmap(by_head)(
-        cache, state.weights, state.weights_momentum, state.tail, token, held, state.count, state.position
+        cache, state.weights, state.weights_momentum, state.tail, token, held, state.num_tokens, state.position
     )
     if rule.cache_window is None:
-        y = jnp.where((state.count + state.position < entries)[:, None, None], y, jnp.nan)
+        y = jnp.where((state.num_tokens + state.position < entries)[:, None, None], y, jnp.nan)
 
     full = state.position + 1 == b
     after = state._replace(tail=jax.tree.map(lambda x, old: x[:, :, : old.shape[2]], tail, state.tail))
@@ -135,8 +136,8 @@ def xla_step(
 
     def commit(_: None) -> KernelState:
         commit_head = jax.vmap(lambda *x: _commit(rule, *x), in_axes=(0, 0, 0, 0, None))
-        new_cache = jax.vmap(commit_head)(cache, tail.keys, left, coef, state.count)
-        count = state.count + b
+        new_cache = jax.vmap(commit_head)(cache, tail.keys, left, coef, state.num_tokens)
+        count = state.num_tokens + b
         if rule.cache_window is not None:
             count = jnp.minimum(count, rule.cache_window)
         fresh = empty_state(rule, params, batch, heads, 0, wide).tail
@@ -168,7 +169,7 @@ def _commit(
     a, momentum, rho = cache.coefficients, cache.momentum, cache.decay
     if has_scaling(rule):
         a, rho = moved(a, momentum, coef.end), coef.end.decay * rho
-        if momentum is not None:
+        if momentum is not None and coef.end.momentum_decay is not None:
             momentum = coef.end.momentum_decay * momentum
     if rule.cache_window is not None:
 
@@ -193,7 +194,7 @@ def read_state(rule: KernelRule, params: KernelParams, state: KernelState, q: ja
     """M_t(φ*(q)) for queries [batch, time, heads, key_dim]."""
     wide = jnp.promote_types(q.dtype, state.keys.dtype)
     entries = state.keys.shape[2]
-    held = stored_places(rule, entries, state.count)
+    held = stored_places(rule, entries, state.num_tokens)
 
     def one(cache, weights, weights_momentum, tail, q, held, count, position):
         part = sums.partial_sums(rule, q, cache, _seen(rule, entries, held, position - 1)[None], q_dtype)
@@ -221,8 +222,8 @@ def read_state(rule: KernelRule, params: KernelParams, state: KernelState, q: ja
     cache = Cache(state.keys, state.coefficients, state.momentum, state.decay)
     by_head = jax.vmap(one, in_axes=(0, 0, 0, 0, 1, None, None, None), out_axes=1)
     y = jax.vmap(by_head)(
-        cache, state.weights, state.weights_momentum, state.tail, q.astype(wide), held, state.count, state.position
+        cache, state.weights, state.weights_momentum, state.tail, q.astype(wide), held, state.num_tokens, state.position
     )
     if rule.cache_window is None:
-        y = jnp.where((state.count + state.position <= entries)[:, None, None, None], y, jnp.nan)
+        y = jnp.where((state.num_tokens + state.position <= entries)[:, None, None, None], y, jnp.nan)
     return y.astype(q.dtype)

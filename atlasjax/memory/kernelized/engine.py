@@ -68,7 +68,7 @@ def xla_scan(
             assert max_segments is not None
             b = rule.chunk_size
             where = layout.segmented_layout(
-                segment_ids, max_segments, b, b, 1, state.position, jnp.zeros_like(state.count), state.segment
+                segment_ids, max_segments, b, b, 1, state.position, jnp.zeros_like(state.num_tokens), state.segment
             )
             place, keep, resets, overflow = where.place, ~starts[:, 0], where.resets, where.overflow
             places = where.num_slots * b
@@ -89,7 +89,7 @@ def xla_scan(
     position = used % chunk if rule.pending else jnp.zeros_like(used)
     end = used - position
     last_start = jnp.max(jnp.where(starts, place, -1), axis=1)
-    count = end - jnp.maximum(last_start, 0) + jnp.where(last_start < 0, state.count, 0)
+    count = end - jnp.maximum(last_start, 0) + jnp.where(last_start < 0, state.num_tokens, 0)
     if rule.cache_window is not None:
         count = jnp.minimum(count, rule.cache_window)
     num_chunks = sizes.blocks * sizes.chunks
@@ -103,7 +103,7 @@ def xla_scan(
         y = jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=jnp.nan))(y, place)
     if rule.cache_window is None and not fresh:
         begun = jax.lax.cummax(jnp.where(starts, place, -1), axis=1)
-        index = jnp.where(begun < 0, state.count[:, None] + place, place - begun)
+        index = jnp.where(begun < 0, state.num_tokens[:, None] + place, place - begun)
         y = jnp.where((index < entries)[:, :, None, None], y, jnp.nan)
 
     before = cache.decay.shape[2] - sizes.blocks * sizes.block
@@ -119,7 +119,7 @@ def xla_scan(
         coefficients=kept.coefficients,
         momentum=kept.momentum,
         decay=kept.decay,
-        count=count.astype(jnp.int32),
+        num_tokens=count.astype(jnp.int32),
         weights=carry.weights,
         weights_momentum=carry.weights_momentum,
         tail=tail,
@@ -152,7 +152,7 @@ def _run(
     before, length = entries + missing, sizes.blocks * sizes.block
     finished = before - (c - 1)
 
-    held = jnp.arange(before) >= before - jnp.minimum(state.count, before)[:, None]
+    held = jnp.arange(before) >= before - jnp.minimum(state.num_tokens, before)[:, None]
     real = jnp.concatenate([held, tape.real], axis=1)
     segment = jnp.concatenate([jnp.zeros((batch, before), jnp.int32), tape.segment], axis=1)
     reset = None

@@ -99,13 +99,13 @@ def _read(
     if rule.cache_window is None and indices.segment is None:
         sees = real[None]
     else:
-        read_at = first + np.concatenate([read_at, c - 1 + np.arange(sizes.block)])
+        at = first + np.concatenate([read_at, c - 1 + np.arange(sizes.block)])
         segment = read_segment = None
         if indices.segment is not None:
             segment = _cut(indices.segment, g, sizes, span)
             own = jax.lax.dynamic_slice_in_dim(indices.segment, first, c - 1 + sizes.block)
             read_segment = jnp.concatenate([own[rows], own[c - 1 :]])
-        sees = visible(rule, read_at, read_segment, entry, real, segment)
+        sees = visible(rule, at, read_segment, entry, real, segment)
     return partial_sums(rule, x, _moved(sizes, span, cache, since), sees, sizes.dtype)
 
 
@@ -139,7 +139,7 @@ def _forward(
         part = _read(rule, sizes, span, block.tokens, prefix, block.since, indices, g)
         after, done, y = run_block(rule, sizes, initial, carry, part, block.tokens, _places(rule, sizes, indices, g))
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, before + g * sizes.block, 0)
-        cache = jax.tree.map(put, cache._replace(keys=None), done._replace(keys=None))._replace(keys=cache.keys)
+        cache = Cache(cache.keys, *jax.tree.map(put, cache[1:], done[1:]))
         return (after, cache), (y, carry, part)
 
     outputs = []
@@ -190,7 +190,7 @@ def _run_backward(rule, sizes, saved, cotangents):  # type: ignore[no-untyped-de
             rule, sizes, initial, carry, part, tokens, _places(rule, sizes, indices, g)
         )
         take = lambda x: jax.lax.dynamic_slice_in_dim(x, before + g * sizes.block, sizes.block)
-        ct_done = jax.tree.map(take, ct_cache._replace(keys=None))._replace(keys=ct_cache.keys[:0])
+        ct_done = Cache(ct_cache.keys[:0], *jax.tree.map(take, ct_cache[1:]))
         _, pull = jax.vjp(run, initial, carry, part, block.tokens)
         more, ct_carry, ct_part, ct_tokens = pull((ct_carry, ct_done, ct_y))
 
@@ -202,15 +202,14 @@ def _run_backward(rule, sizes, saved, cotangents):  # type: ignore[no-untyped-de
         return (add(ct_initial, more), ct_carry, ct_cache), Xs(add(ct_tokens, read_tokens), ct_since)
 
     state = (jax.tree.map(jnp.zeros_like, initial), ct_carry, ct_cache)
-    by_span = []
+    by_span: list[Any] = []
     for span in reversed(_spans(rule, sizes, before)):
         x = (*_slice((xs, carries, parts, ct_y), span), jnp.arange(span.first, span.stop))
         state, ct_xs = jax.lax.scan(functools.partial(body, span=span), state, x, reverse=True)
         by_span.insert(0, ct_xs)
     ct_initial, ct_carry, ct_cache = state
     # Only the entries before the tape are inputs: the rest was room that the blocks wrote over.
-    given = lambda x: x.at[before:].set(0.0)
-    ct_cache = Cache(ct_cache.keys, *(None if x is None else given(x) for x in ct_cache[1:]))
+    ct_cache = Cache(ct_cache.keys, *jax.tree.map(lambda x: x.at[before:].set(0.0), ct_cache[1:]))
     return ct_initial, ct_carry, ct_cache, _join(by_span), None
 
 

@@ -127,7 +127,7 @@ def reference_scan(
     by_token = {name: x for name, x in tape._asdict().items() if name not in ("real", "segment")}
     in_batch = {"real": tape.real, "segment": tape.segment}
     grow = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, places), *((0, 0),) * (x.ndim - 3)))
-    count = jnp.minimum(state.count, before)
+    count = jnp.minimum(state.num_tokens, before)
     entry = jnp.arange(before + places)
     present = (entry >= before - count[:, None]) & (entry < before)
     memory = {
@@ -146,7 +146,7 @@ def reference_scan(
         "window_keys": newest_first(state.tail.keys),
         "window_values": newest_first(state.tail.values),
     }
-    per_batch = {"position": jnp.zeros_like(state.position), "count": state.count, "segment": state.segment}
+    per_batch = {"position": jnp.zeros_like(state.position), "count": state.num_tokens, "segment": state.segment}
 
     def one_head(initial: dict, per_head: dict, per_batch: dict, tokens: dict, in_batch: dict) -> Any:
         index = before + jnp.cumsum(in_batch["real"]) - 1
@@ -169,7 +169,7 @@ def reference_scan(
             starts = jnp.concatenate([state.segment[:, None], segment_ids[:, :-1]], 1) != segment_ids
             starts = starts & ~((jnp.arange(time) == 0) & (state.segment[:, None] < 0))
         since = jax.lax.cummax(jnp.where(starts, jnp.arange(time), -1), axis=1)
-        read = jnp.where(since < 0, state.count[:, None] + place, jnp.arange(time) - since)
+        read = jnp.where(since < 0, state.num_tokens[:, None] + place, jnp.arange(time) - since)
         y = jnp.where((read < entries)[:, :, None, None], y, jnp.nan)
     else:
         committed, entries = jnp.minimum(committed, rule.cache_window), rule.cache_window
@@ -188,7 +188,7 @@ def reference_scan(
         coefficients=cache.coefficients,
         momentum=cache.momentum,
         decay=cache.decay,
-        count=committed,
+        num_tokens=committed,
         weights=start["weights"],
         weights_momentum=None if state.weights_momentum is None else start["weights_s"],
         tail=tail,

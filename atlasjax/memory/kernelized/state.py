@@ -63,7 +63,7 @@ class KernelState(NamedTuple):
       coefficients: a_i(t'), [batch, heads, N, width].
       momentum: s_i(t'), like coefficients; None without momentum.
       decay: ρ_i(t'), [batch, heads, N].
-      count: tokens up to t', [batch]; for a window at most N. More than N in a full cache: outputs from there on are NaN.
+      num_tokens: tokens up to t', [batch]; for a window at most N. More than N in a full cache: outputs from there on are NaN.
       weights: W1 at t', {"W1": [batch, heads, value_dim, width]}; {} for a matrix memory.
       weights_momentum: its momentum; None without.
       tail: the tokens that a step still writes to, and those of the unfinished chunk.
@@ -75,7 +75,7 @@ class KernelState(NamedTuple):
     coefficients: jax.Array
     momentum: jax.Array | None
     decay: jax.Array
-    count: jax.Array
+    num_tokens: jax.Array
     weights: Weights
     weights_momentum: Weights | None
     tail: Tail
@@ -156,7 +156,7 @@ def empty_state(rule: KernelRule, params: KernelParams, batch: int, heads: int, 
         coefficients=full(0.0, entries, width),
         momentum=full(0.0, entries, width) if has_momentum else None,
         decay=full(0.0, entries),
-        count=jnp.zeros((batch,), jnp.int32),
+        num_tokens=jnp.zeros((batch,), jnp.int32),
         weights=weights,
         weights_momentum=jax.tree.map(jnp.zeros_like, weights) if has_momentum else None,
         tail=Tail(

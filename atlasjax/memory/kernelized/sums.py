@@ -99,8 +99,9 @@ def join(
     Returns:
       κ of the further entries [r, n]; Σ a κ of the first part [r, width]; Z of both [r], None if the memory is not normalized.
     """
+    mass: jax.Array | None = None
     if not rule.normalized:
-        kappa, factor, mass = _kappa(raw, None, visible), 1.0, None
+        kappa, factor = _kappa(raw, None, visible), jnp.ones_like(part.shift)
     else:
         passed = jax.lax.stop_gradient(jnp.where(part.mass > 0, decay, 0.0))
         before = jnp.where(passed > 0, part.shift + jnp.log(jnp.where(passed > 0, passed, 1.0)), -jnp.inf)

@@ -108,7 +108,7 @@ def ordered_cache(rule: KernelRule, state: KernelState) -> Cache:
     entries = state.keys.shape[2]
     if rule.cache_window is not None or entries == 0:
         return cache
-    index = jnp.arange(entries) - entries + state.count[:, None]
+    index = jnp.arange(entries) - entries + state.num_tokens[:, None]
     return jax.tree.map(lambda x: _take(x, index, (index >= 0) & (index < entries)), cache)
 
 
