@@ -156,7 +156,7 @@ class HeadsMixer(MatrixMixer):
         self.rule = rule
         self.num_heads = config.num_heads
         self.key_dim = config.resolved_head_dim
-        self.value_dim = config.value_expansion * self.key_dim
+        self.value_dim = config.value_dim
         self.dtype = jnp.dtype(config.dtype)
         self.norm = RMSNorm((self.num_heads, self.value_dim), ("heads", None), config.norm_eps)
         self.out = output_projection(config, self.num_heads * self.value_dim, rngs)

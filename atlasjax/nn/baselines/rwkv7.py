@@ -76,7 +76,7 @@ class RWKV7Mixer(MatrixMixer):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         dim, heads, key_dim = config.dim, config.num_heads, config.resolved_head_dim
-        value_dim = config.value_expansion * key_dim
+        value_dim = config.value_dim
         self.dtype = jnp.dtype(config.dtype)
         self.rule = rules.rwkv7()
         self.num_heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
