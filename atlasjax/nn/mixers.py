@@ -10,6 +10,7 @@ from flax import nnx
 
 from atlasjax.names import lookup
 from atlasjax.nn import baselines
+from atlasjax.nn.attention import AttentionMixer, SlidingWindowMixer
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.memory_mixer import MemoryMixer
 
@@ -40,6 +41,8 @@ class Mixer(Protocol):
 
 MIXERS: dict[str, type] = {
     "memory": MemoryMixer,
+    "attention": AttentionMixer,
+    "swa": SlidingWindowMixer,
     "mamba": baselines.MambaMixer,
     "mamba2": baselines.Mamba2Mixer,
     "retnet": baselines.RetNetMixer,

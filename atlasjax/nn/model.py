@@ -27,11 +27,9 @@ class Layer(nnx.Module):
         norm = lambda: RMSNorm((config.dim,), ("embed",), config.norm_eps)
         self.mixer_norm = None if config.block == "bare" else norm()
         self.mixer = make_mixer(mixer, config, rngs=rngs)
-        if config.ffn == "swiglu":
-            self.mlp_norm = norm()
-            self.mlp = SwiGLU(config.dim, config.resolved_mlp_dim, out_scale=config.output_scale, rngs=rngs)
-        else:
-            self.mlp_norm = self.mlp = None
+        has_ffn, scale = config.ffn == "swiglu", config.output_scale
+        self.mlp_norm = norm() if has_ffn else None
+        self.mlp = SwiGLU(config.dim, config.resolved_mlp_dim, out_scale=scale, rngs=rngs) if has_ffn else None
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None) -> jax.Array:
         """[batch, time, dim] → [batch, time, dim]."""
@@ -57,7 +55,9 @@ class Layer(nnx.Module):
             return mix(x)
         y, state = mix(self.mixer_norm(x))
         x = x + y
-        return (x if self.mlp is None else x + self.mlp(self.mlp_norm(x))), state
+        if self.mlp is not None and self.mlp_norm is not None:
+            x = x + self.mlp(self.mlp_norm(x))
+        return x, state
 
 
 class Pattern(nnx.Module):

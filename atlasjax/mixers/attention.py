@@ -1,0 +1,283 @@
+"""Softmax attention as pure functions: causal over all tokens or a sliding window, in parallel or as a stream.
+
+    y_t = Σ_s softmax_s(q_t · k_s / √key_dim) v_s        over the tokens s ≤ t that token t sees, and the persistent ones
+
+q and k are rotated by position (RoPE, Su et al. 2021). Persistent keys (Titans §3.3, and "persistent vectors" of Sukhbaatar et al.
+2019) are seen by every token; they have no position, so queries meet them unrotated. Logits and softmax are float32.
+
+Queries are taken in blocks, one after another, so no [time, time] array is formed: the temporary memory is [block, time], and
+[block, window + block] with a window, for which the arithmetic is O(time · (window + block)) too.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.mixers.rotary import rotate
+from atlasjax.mixers.shapes import check_shapes
+
+_AXES = {
+    "q": "batch time heads key_dim",
+    "k": "batch time heads key_dim",
+    "v": "batch time heads value_dim",
+    "persistent.keys": "persistent heads key_dim",
+    "persistent.values": "persistent heads value_dim",
+}
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 256
+_MASKED = -1e30  # not −∞, so that a row of padding, which sees nothing, has no NaN in its derivative
+
+
+class Persistent(NamedTuple):
+    """Keys and values that every token sees: [persistent, heads, key_dim] and [persistent, heads, value_dim]."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+class Source(NamedTuple):
+    """Something that queries look at.
+
+    Attributes:
+      q: [batch, time, heads, key_dim].
+      k: [batch, size, heads, key_dim], or without the batch axis.
+      v: [batch, size, heads, value_dim], or without the batch axis.
+      visible: [batch, time, size], whether the query sees the key; None: always.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    visible: jax.Array | None = None
+
+
+def softmax_attention(*sources: Source) -> jax.Array:
+    """One softmax over the keys of all sources: [batch, time, heads, value_dim], of v's dtype.
+
+    A query that sees no key gets the mean of all values.
+    """
+    logits = []
+    for q, k, _, visible in sources:
+        keys = "bshd" if k.ndim == 4 else "shd"
+        logit = jnp.einsum(f"bthd,{keys}->bhts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+        logits.append(logit if visible is None else jnp.where(visible[:, None], logit, _MASKED))
+    largest = jnp.stack([jnp.max(logit, axis=-1) for logit in logits]).max(axis=0)[..., None]
+    largest = jax.lax.stop_gradient(largest)
+    total, y = jnp.zeros_like(largest), jnp.zeros((), jnp.float32)
+    for logit, (_, _, v, _) in zip(logits, sources, strict=True):
+        weights = jnp.exp(logit - largest)
+        total = total + jnp.sum(weights, axis=-1, keepdims=True)
+        values = "bshv" if v.ndim == 4 else "shv"
+        y = y + jnp.einsum(
+            f"bhts,{values}->bthv", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+        )  # fmt: skip
+    return (y / jnp.swapaxes(total, 1, 2)).astype(sources[0].v.dtype)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    window: int | None = None,
+    rope_theta: float = 1e4,
+    persistent: Persistent | None = None,
+    segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    """Causal self-attention over whole sequences.
+
+    Args:
+      q, k: not rotated, [batch, time, heads, key_dim], key_dim even.
+      v: [batch, time, heads, value_dim].
+      window: a token sees itself and the window − 1 tokens before it; None: all tokens before it.
+      rope_theta: base of the wave lengths of the rotation.
+      persistent: keys and values that every token sees.
+      segment_ids: integers [batch, time]; where the id changes a new segment begins, which sees nothing before it and counts
+        its positions from 0.
+
+    Returns:
+      [batch, time, heads, value_dim], of v's dtype.
+
+    Raises:
+      TypeError, ValueError: an argument that does not fit.
+    """
+    check_attention("attention", q, k, v, window, persistent)
+    batch, time = q.shape[:2]
+    if segment_ids is None:
+        position, segment = jnp.broadcast_to(jnp.arange(time), (batch, time)), None
+    else:
+        if segment_ids.shape != (batch, time):
+            raise ValueError(f"attention: segment_ids has shape {segment_ids.shape}, should be {(batch, time)}.")
+        position, segment = segment_positions(segment_ids)
+    rotated = rotate(q, position, rope_theta)
+    k = rotate(k, position, rope_theta)
+    if window is None:
+        return _in_blocks(q, rotated, k, v, position, position, segment, segment, None, persistent)
+    # A window longer than the sequence would only add padding.
+    before = min(window, time)
+    pad = lambda x, fill: jnp.pad(x, ((0, 0), (before, 0), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+    k_segment = None if segment is None else pad(segment, -1)
+    return _in_blocks(
+        q, rotated, pad(k, 0), pad(v, 0), position, pad(position, -1), segment, k_segment, before, persistent
+    )
+
+
+def segment_positions(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[batch, time] → each token's place in its segment, and its segment's place in the row; an id may return."""
+    starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    t = jnp.arange(segment_ids.shape[1])
+    return t - jax.lax.cummax(jnp.where(starts, t, 0), axis=1), jnp.cumsum(starts, axis=1) - 1
+
+
+def _in_blocks(
+    q: jax.Array,
+    rotated: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_position: jax.Array,
+    k_position: jax.Array,
+    q_segment: jax.Array | None,
+    k_segment: jax.Array | None,
+    window: int | None,
+    persistent: Persistent | None,
+) -> jax.Array:
+    """Blocks of queries, one after another.
+
+    Args:
+      q, rotated: [batch, time, …].
+      k, v: all keys [batch, keys, …]; with a window, the `window` keys before the first query and then those of the queries.
+      q_position, k_position: [batch, time] and [batch, keys]; a key is seen from its own position on, and never if it is negative.
+      q_segment, k_segment: likewise; None for one segment.
+      window, persistent: see `attention`.
+    """
+    time = q.shape[1]
+    block = min(time, _LARGEST_BLOCK if window is None else max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, window)))
+
+    def run(start: Any) -> jax.Array:
+        cut = lambda x, first, size: jax.lax.dynamic_slice_in_dim(x, first, size, axis=1)
+        queries = lambda x: cut(x, start, block)
+        keys = (lambda x: x) if window is None else (lambda x: cut(x, start, block + window))
+        t, s = queries(q_position)[:, :, None], keys(k_position)[:, None, :]
+        visible = (s <= t) & (s >= 0)
+        if window is not None:
+            visible &= s > t - window
+        if q_segment is not None and k_segment is not None:
+            visible &= queries(q_segment)[:, :, None] == keys(k_segment)[:, None, :]
+        sources = [Source(queries(rotated), keys(k), keys(v), visible)]
+        if persistent is not None:
+            sources.append(Source(queries(q), persistent.keys.astype(k.dtype), persistent.values.astype(v.dtype)))
+        return softmax_attention(*sources)
+
+    if block == time:
+        return run(0)
+    count = -(-time // block)
+    extra = count * block - time
+    pad = lambda x: jnp.pad(x, ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2)))
+    q, rotated, q_position = pad(q), pad(rotated), pad(q_position)
+    q_segment = None if q_segment is None else pad(q_segment)
+    if window is not None:  # the last block's keys must lie inside too
+        k, v, k_position = pad(k), pad(v), jnp.pad(k_position, ((0, 0), (0, extra)), constant_values=-1)
+        k_segment = None if k_segment is None else pad(k_segment)
+    y = jax.lax.map(jax.checkpoint(run, prevent_cse=False), jnp.arange(count) * block)
+    return jnp.moveaxis(y, 0, 1).reshape(q.shape[0], count * block, *y.shape[3:])[:, :time]
+
+
+class KVCache(NamedTuple):
+    """Rotated keys and values of the tokens read; a token's place is its position.
+
+    Attributes:
+      keys: [batch, max_length, heads, key_dim].
+      values: [batch, max_length, heads, value_dim].
+      position: tokens read, and so the position of the next one, [batch].
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    position: jax.Array
+
+
+class WindowCache(NamedTuple):
+    """Rotated keys and values of the last `window` tokens; a token's place is its position modulo the window.
+
+    Attributes:
+      keys: [batch, window, heads, key_dim].
+      values: [batch, window, heads, value_dim].
+      position: tokens read, and so the position of the next one, [batch].
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    position: jax.Array
+
+
+def init_cache(
+    batch_size: int, size: int, heads: int, key_dim: int, value_dim: int, dtype: Any, *, window: bool = False
+) -> KVCache | WindowCache:
+    """An empty cache: of all tokens, `size` of them at most; or, with `window`, of the last `size`."""
+    kind = WindowCache if window else KVCache
+    shape = (batch_size, size, heads)
+    return kind(
+        jnp.zeros((*shape, key_dim), dtype), jnp.zeros((*shape, value_dim), dtype), jnp.zeros(batch_size, jnp.int32)
+    )
+
+
+def extend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: KVCache | WindowCache,
+    *,
+    rope_theta: float = 1e4,
+    persistent: Persistent | None = None,
+) -> tuple[jax.Array, KVCache | WindowCache]:
+    """`attention` of the next tokens of a stream. A `WindowCache` gives its own window.
+
+    Args:
+      q, k, v, rope_theta, persistent: as in `attention`; any time ≥ 1.
+      cache: the tokens so far.
+
+    Returns:
+      As `attention`, NaN for tokens beyond a `KVCache`'s max_length; and the next cache.
+
+    Raises:
+      TypeError, ValueError: an argument that does not fit.
+    """
+    check_attention("attention.extend", q, k, v, None, persistent)
+    time = q.shape[1]
+    position = cache.position[:, None] + jnp.arange(time)
+    rotated, k = rotate(q, position, rope_theta), rotate(k, position, rope_theta).astype(cache.keys.dtype)
+    rows, after = jnp.arange(q.shape[0])[:, None], cache.position + time
+    size = cache.keys.shape[1]
+    places = jnp.broadcast_to(jnp.arange(size), (q.shape[0], size))
+    if isinstance(cache, KVCache):
+        write = lambda x, new: x.at[rows, position].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+        cache = KVCache(write(cache.keys, k), write(cache.values, v), after)
+        y = _in_blocks(q, rotated, cache.keys, cache.values, position, places, None, None, None, persistent)
+        return jnp.where((position < size)[:, :, None, None], y, jnp.nan), cache
+    if time == 1:
+        write = lambda x, new: x.at[rows, position % size].set(new)
+        cache = WindowCache(write(cache.keys, k), write(cache.values, v), after)
+        held = position - (position - places) % size  # the newest position that falls on each place; negative: none yet
+        return _in_blocks(q, rotated, cache.keys, cache.values, position, held, None, None, None, persistent), cache
+    before = cache.position[:, None] - size + places  # positions in order of time
+    join = lambda x, new: jnp.concatenate([x[rows, before % size], new], axis=1)
+    keys, values = join(cache.keys, k), join(cache.values, v)
+    y = _in_blocks(
+        q, rotated, keys, values, position, jnp.concatenate([before, position], 1), None, None, size, persistent
+    )
+    write = lambda x, new: x.at[rows, (before + time) % size].set(new[:, time:], unique_indices=True)
+    return y, WindowCache(write(cache.keys, keys), write(cache.values, values), after)
+
+
+def check_attention(
+    where: str, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, persistent: Persistent | None
+) -> None:
+    """Raise TypeError or ValueError where the arguments of `attention` do not fit."""
+    arrays = {"q": q, "k": k, "v": v}
+    if persistent is not None:
+        arrays |= {"persistent.keys": persistent.keys, "persistent.values": persistent.values}
+    check_shapes(where, _AXES, **arrays)
+    if q.shape[-1] % 2:
+        raise ValueError(f"{where}: key_dim is {q.shape[-1]}, should be even, for rotary positions.")
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise ValueError(f"{where}: window must be an integer ≥ 1 or None, got {window!r}.")
