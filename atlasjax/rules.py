@@ -1,14 +1,17 @@
 """Named memory rules: the rows of A Table 1, and their relatives, as values.
 
-Each function takes the run's choices (`chunk_size`, `window`, …) and returns a `MemoryRule`. A new rule is one function and
-one line of `REGISTRY`.
+Each function takes the run's choices (`chunk_size`, `window`, …) and returns a `MemoryRule` or a `KernelRule`. A new rule is one
+function and one line of `REGISTRY`.
 """
 
 from collections.abc import Callable
 
 from atlasjax.memory import features as features_lib
 from atlasjax.memory import objectives, optimizers, retention, structures
+from atlasjax.memory.kernelized import KernelRule
 from atlasjax.memory.rule import MemoryRule
+
+Rule = MemoryRule | KernelRule
 
 
 def linear_attention(chunk_size: int = 64) -> MemoryRule:
@@ -199,7 +202,36 @@ def atlas_plus_plus(
     )
 
 
-REGISTRY: dict[str, Callable[..., MemoryRule]] = {
+def deep_transformer(
+    chunk_size: int = 64, structure: structures.Matrix | structures.MLP = structures.MLP()
+) -> KernelRule:
+    """DeepTransformer (A §4): a deep memory on the infinite features of softmax attention, dot-product loss, all tokens cached."""
+    return KernelRule(structure, objectives.DotProduct(), chunk_size=chunk_size)
+
+
+def swdt(
+    chunk_size: int = 64,
+    window: int = 1,
+    cache_window: int = 256,
+    structure: structures.Matrix | structures.MLP = structures.MLP(),
+) -> KernelRule:
+    """Sliding-window DeepTransformer (A §4): the same over the last `cache_window` tokens."""
+    return KernelRule(
+        structure, objectives.DotProduct(), window=window, cache_window=cache_window, chunk_size=chunk_size
+    )
+
+
+def dot(
+    chunk_size: int = 64,
+    window: int = 4,
+    structure: structures.Matrix | structures.MLP = structures.MLP(),
+    cache_window: int | None = None,
+) -> KernelRule:
+    """DOT, the deep Omega transformer (A §4, Eq. 30–31): ℓ2 and the Omega rule on the infinite features."""
+    return KernelRule(structure, objectives.L2(), window=window, cache_window=cache_window, chunk_size=chunk_size)
+
+
+REGISTRY: dict[str, Callable[..., Rule]] = {
     "linear_attention": linear_attention,
     "retnet": retnet,
     "gla": gla,
@@ -222,4 +254,7 @@ REGISTRY: dict[str, Callable[..., MemoryRule]] = {
     "omeganet": omeganet,
     "atlas": atlas,
     "atlas_plus_plus": atlas_plus_plus,
+    "deep_transformer": deep_transformer,
+    "swdt": swdt,
+    "dot": dot,
 }

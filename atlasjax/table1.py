@@ -6,9 +6,8 @@
 
 import dataclasses
 
-from atlasjax import rules
+from atlasjax import memory, rules
 from atlasjax.memory import features, objectives, optimizers, retention, structures
-from atlasjax.memory.rule import MemoryRule
 from atlasjax.names import lookup
 
 # How the memory is written, in the paper's symbols; W a matrix memory, M any memory, ∇ its inner gradient at M_{t'}.
@@ -35,6 +34,9 @@ WRITES: dict[str, str] = {
     "omeganet": "M_t = α M_{t−1} − η Σ_{j<c} γ_j ∇_{t−j}",
     "atlas": "M_t = α M_{t−1} + η NS(S_t), S_t = θ S_{t−1} − Σ_{j<c} γ_j ∇_{t−j}",
     "atlas_plus_plus": "M_t = α M_{t−1} + η NS(S_t), S_t = θ S_{t−1} − Σ_{j<c} γ_j ∇_{t−j}",
+    "deep_transformer": "M_t = α M_{t−1} − η ∇, first layer Σ_i a_i κ(k_i, ·)",
+    "swdt": "M_t = α M_{t−1} − η ∇, first layer Σ_{i>t−w} a_i κ(k_i, ·)",
+    "dot": "M_t = α M_{t−1} − η Σ_{j<c} γ_j ∇_{t−j}, first layer Σ_i a_i κ(k_i, ·)",
 }
 
 
@@ -140,7 +142,15 @@ def _optimality(optimizer: optimizers.Optimizer) -> str:
             return "first order"
 
 
-def row(name: str, rule: MemoryRule | None = None) -> Row:
+def _context(rule: memory.Rule) -> str:
+    context = "one token" if rule.window == 1 else f"last c = {rule.window} tokens"
+    if isinstance(rule, memory.KernelRule):
+        cached = "all tokens" if rule.cache_window is None else f"the last w = {rule.cache_window} tokens"
+        context += f"; {cached} cached"
+    return context
+
+
+def row(name: str, rule: memory.Rule | None = None) -> Row:
     """The row of a rule.
 
     Args:
@@ -158,9 +168,9 @@ def row(name: str, rule: MemoryRule | None = None) -> Row:
         optimizer=_optimizer(rule.optimizer),
         decay=_decay(rule.retention),
         depth=_depth(rule.structure),
-        capacity=_capacity(rule.features),
+        capacity=_capacity(rule.features) if isinstance(rule, memory.MemoryRule) else "D = ∞ (exp)",
         optimality=_optimality(rule.optimizer),
-        context="one token" if rule.window == 1 else f"last c = {rule.window} tokens",
+        context=_context(rule),
         write=WRITES[name],
     )
 

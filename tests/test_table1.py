@@ -33,7 +33,7 @@ def test_rows_follow_the_rule_and_not_its_name():
 def test_characteristics_that_the_paper_names():
     """A Table 1's own marks: who has dynamic decay, a deep memory, second order, a window."""
     marks = {
-        name: (r.decay != "no", "MLP" in r.depth, "second" in r.optimality, "last" in r.context)
+        name: (r.decay != "no", "MLP" in r.depth, "second" in r.optimality, "last c" in r.context)
         for name in rules.REGISTRY
         for r in [table1.row(name)]
     }

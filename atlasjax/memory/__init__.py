@@ -5,16 +5,21 @@ params = memory.init_params(rule, key, num_heads=4, key_dim=64, value_dim=64)
 y, state = memory.scan(rule, params, None, q, k, v, gates)
 """
 
-from atlasjax.memory.api import IMPLEMENTATIONS, read, reference, scan, step
+from atlasjax.memory.api import IMPLEMENTATIONS, Rule, init_params, init_state, read, reference, scan, step
+from atlasjax.memory.kernelized import KernelParams, KernelRule, KernelState
 from atlasjax.memory.rule import MemoryRule
-from atlasjax.memory.state import Gates, MemoryParams, MemoryState, init_params, init_state
+from atlasjax.memory.state import Gates, MemoryParams, MemoryState
 
 __all__ = [
     "IMPLEMENTATIONS",
     "Gates",
+    "KernelParams",
+    "KernelRule",
+    "KernelState",
     "MemoryParams",
     "MemoryRule",
     "MemoryState",
+    "Rule",
     "init_params",
     "init_state",
     "read",

@@ -1,12 +1,18 @@
-"""The functional API: `scan`, `step`, `read`, `reference`."""
+"""The functional API: `init_params`, `init_state`, `scan`, `step`, `read`, `reference`.
+
+A rule is a `MemoryRule` or a `KernelRule`, whose memory behind the exponential kernel has a cache; the functions are the same.
+"""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import check
+from atlasjax.memory import check, kernelized
+from atlasjax.memory import state as state_lib
 from atlasjax.memory.engine import xla_scan, xla_step
+from atlasjax.memory.kernelized import KernelParams, KernelRule, KernelState
 from atlasjax.memory.reference import read_one, reference_scan
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState
@@ -17,13 +23,40 @@ def _reference(rule, params, state, q, k, v, gates, segment_ids, max_segments):
     return reference_scan(rule, params, state, q, k, v, gates, segment_ids)
 
 
+Rule = MemoryRule | KernelRule
+Params = MemoryParams | KernelParams
+State = MemoryState | KernelState
+
+
+def init_params(rule: Rule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
+    """Fresh learned parameters of a rule: `state.init_params`, `kernelized.init_params`. Every leaf has the heads axis first."""
+    module: Any = kernelized if isinstance(rule, KernelRule) else state_lib
+    return module.init_params(rule, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
+
+
+def init_state(rule: Rule, params: Any, *, batch_size: int, max_length: int | None = None) -> Any:
+    """A fresh memory for every batch element: `state.init_state`, `kernelized.init_state`.
+
+    Args:
+      rule: the rule.
+      params: what `init_params` gave (or a trained version of it).
+      batch_size: number of batch elements.
+      max_length: the most tokens that will be read; only a kernel memory with a full cache needs it.
+
+    Raises:
+      ValueError: parameters of another rule; max_length missing where it is needed.
+    """
+    module: Any = kernelized if isinstance(rule, KernelRule) else state_lib
+    return module.init_state(rule, params, batch_size=batch_size, max_length=max_length)
+
+
 IMPLEMENTATIONS: dict[str, Callable] = {"xla": xla_scan, "reference": _reference}
 
 
 def scan(
-    rule: MemoryRule,
-    params: MemoryParams,
-    state: MemoryState | None,
+    rule: Rule,
+    params: Any,
+    state: Any,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -33,14 +66,14 @@ def scan(
     max_segments: int | None = None,
     implementation: str | None = None,
     check_gates: bool = False,
-) -> tuple[jax.Array, MemoryState]:
+) -> tuple[jax.Array, Any]:
     """Write and read a sequence: for every token, one step of the rule, then y_t = M_t(φ(q_t)).
 
     Cutting a sequence into calls at any places gives the outputs and the final state of one call. Batch elements and heads do
     not influence each other. Works under jit, grad, vmap and shard_map; the backward pass keeps one memory for each chunk.
 
     Args:
-      rule: the memory rule, static under jit.
+      rule: the memory rule, static under jit; a `MemoryRule` or a `KernelRule`.
       params: its learned parameters (`init_params`).
       state: the memory so far; None for a fresh one (`init_state`), which is also faster: chunks are then aligned statically.
       q: queries, [batch, time, heads, key_dim], floating point. Any length ≥ 1.
@@ -60,6 +93,11 @@ def scan(
     Raises:
       TypeError, ValueError: an argument that does not fit, before anything is traced.
     """
+    if isinstance(rule, KernelRule):
+        return kernelized.scan(
+            rule, params, state, q, k, v, gates, segment_ids=segment_ids, max_segments=max_segments,
+            implementation=implementation, check_gates=check_gates,
+        )  # fmt: skip
     check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.scan")
     max_segments = check.check_segments(segment_ids, max_segments, q, "memory.scan")
     if segment_ids is not None:
@@ -71,17 +109,19 @@ def scan(
 
 
 def step(
-    rule: MemoryRule,
-    params: MemoryParams,
-    state: MemoryState,
+    rule: Rule,
+    params: Any,
+    state: Any,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     gates: Gates,
     *,
     check_gates: bool = False,
-) -> tuple[jax.Array, MemoryState]:
+) -> tuple[jax.Array, Any]:
     """One token: `scan` without the time axis, for decoding. Its cost does not depend on how much was read.
+
+    (A kernel memory costs one read of its cache, whose size is fixed when the state is made.)
 
     Args:
       rule, params, state: as in `scan`; the state is required.
@@ -97,13 +137,15 @@ def step(
     """
     if state is None:
         raise ValueError("memory.step: state is None; start with memory.init_state.")
+    if isinstance(rule, KernelRule):
+        return kernelized.step(rule, params, state, q, k, v, gates, check_gates=check_gates)
     check.check_call(rule, params, state, q, k, v, gates, time=False, where="memory.step")
     if check_gates:
         check.check_gate_ranges(gates, "memory.step")
     return xla_step(rule, params, state, q, k, v, gates)
 
 
-def read(rule: MemoryRule, params: MemoryParams, state: MemoryState, q: jax.Array) -> jax.Array:
+def read(rule: Rule, params: Any, state: Any, q: jax.Array) -> jax.Array:
     """Look without writing: M_t(φ(q)) for any number of queries.
 
     Args:
@@ -116,6 +158,8 @@ def read(rule: MemoryRule, params: MemoryParams, state: MemoryState, q: jax.Arra
     Raises:
       TypeError, ValueError: an argument that does not fit, before anything is traced.
     """
+    if isinstance(rule, KernelRule):
+        return kernelized.read(rule, params, state, q)
     check.check_read(rule, params, state, q)
     wide = jnp.promote_types(q.dtype, jnp.float32)
     up = jax.tree.map(lambda x: x.astype(wide), params)
@@ -127,17 +171,19 @@ def read(rule: MemoryRule, params: MemoryParams, state: MemoryState, q: jax.Arra
 
 
 def reference(
-    rule: MemoryRule,
-    params: MemoryParams,
-    state: MemoryState | None,
+    rule: Rule,
+    params: Any,
+    state: Any,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     gates: Gates,
     *,
     segment_ids: jax.Array | None = None,
-) -> tuple[jax.Array, MemoryState]:
+) -> tuple[jax.Array, Any]:
     """The definition: token by token, inner gradients from `jax.grad`. Slow; arguments and results as in `scan`."""
+    if isinstance(rule, KernelRule):
+        return kernelized.reference(rule, params, state, q, k, v, gates, segment_ids=segment_ids)
     check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.reference")
     if segment_ids is not None:
         check.check_segments(segment_ids, q.shape[1], q, "memory.reference")

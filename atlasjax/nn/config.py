@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from atlasjax import rules
+from atlasjax.memory import Rule, structures
 from atlasjax.memory import features as features_lib
-from atlasjax.memory import structures
-from atlasjax.memory.rule import MemoryRule
 from atlasjax.names import lookup
 
 STRUCTURES: dict[str, type] = {
@@ -30,6 +29,7 @@ _FEATURE_FIELDS = {"degree": "degree", "sketch_size": "size"}
 _RULE_FIELDS = {
     "chunk_size": "chunk_size",
     "window": "window",
+    "cache_window": "cache_window",
     "newton_schulz_steps": "newton_schulz_steps",
     "newton_schulz_every": "newton_schulz_every",
     "newton_schulz_schedule": "schedule",
@@ -49,6 +49,7 @@ class MemoryConfig:
       rule: a name of `rules.REGISTRY`.
       chunk_size: b ≥ 1 tokens whose gradients are taken at one memory. Part of the model.
       window: c ≥ 1 last tokens whose loss every step descends on (the Omega rule).
+      cache_window: w ≥ window last tokens that a kernel memory's cache holds (swdt, dot).
       structure: "matrix", "mlp" or "gated_mlp".
       depth: number of matrices of an MLP memory, ≥ 1.
       expansion: hidden width of a deep memory over the head dimension, ≥ 1.
@@ -68,6 +69,7 @@ class MemoryConfig:
     rule: str = "atlas"
     chunk_size: int | None = None
     window: int | None = None
+    cache_window: int | None = None
     structure: str | None = None
     depth: int | None = None
     expansion: int | None = None
@@ -84,8 +86,8 @@ class MemoryConfig:
             raise ValueError(f"MemoryConfig: max_step must be a number > 0, got {self.max_step!r}.")
         self.build()
 
-    def build(self) -> MemoryRule:
-        """The `MemoryRule`: the named rule with the overrides that are not None.
+    def build(self) -> Rule:
+        """The `MemoryRule` or `KernelRule`: the named rule with the overrides that are not None.
 
         Raises:
           ValueError: as the class says; a refused override is named together with the rule and what the rule does take.

@@ -43,6 +43,13 @@ Longhorn's implicit step contracts for every β: it starts at 1, which is DeltaN
 Memora's step goes through the softmax, whose slope is a weight's own size M ≤ 1: between 1 (all weight on one entry, the limit
 above) and 1/D (spread evenly, the start); λ is divided by √D. RWKV-7's removal rates start at 1/2 (as DeltaNet's β), and its
 removal key is the projection itself, of unit length.
+
+Kernel memories (`KernelRule`, normalized): the first layer is an average of coefficients a_i, each written by the Γ = Σ_j γ_j of
+the few tokens that have i in their window, so the chunk does not multiply its step. A matrix under the dot-product loss is
+softmax attention at η = 1: from 1, up to 2. Under ℓ2, exact = 1/Γ. In an MLP, W1 takes every token, with hidden values of size up
+to about η Γ / 4; under ℓ2 the worst chunk then stays below one at η³ = 16 / (b Γ³). Under the dot-product loss W1 grows by a factor
+of at most 1 + 1.13² η² a token, whatever its size, against retention's α: η starts at √(1 − α)/2. What is read, W1 σ(h), is then
+about η W1 W1ᵀ/4 of a value: W1 starts at 2/√η times its fan-in scale, so that it is about one (`start_scale`).
 """
 
 import dataclasses
@@ -52,6 +59,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from atlasjax import memory
 from atlasjax.memory import Gates, MemoryRule
 from atlasjax.memory.objectives import DotProduct
 from atlasjax.memory.optimizers import Implicit, Muon
@@ -72,10 +80,12 @@ class InitialGates:
     Attributes:
       values: gate → float64 [heads, channels] (1 channel for a gate without a channel axis).
       max_step: η = max_step · sigmoid(logit).
+      start_scale: how many times their fan-in scale a memory's weights start at, [heads].
     """
 
     values: dict[str, np.ndarray]
     max_step: float
+    start_scale: np.ndarray
 
 
 def feature_norm(rule: MemoryRule) -> float:
@@ -102,7 +112,7 @@ def gradient_count(rule: MemoryRule, momentum: np.ndarray, window: np.ndarray) -
 
 
 def initial_gates(
-    rule: MemoryRule, num_heads: int, key_dim: int, value_dim: int, max_step: float | None
+    rule: memory.Rule, num_heads: int, key_dim: int, value_dim: int, max_step: float | None
 ) -> InitialGates:
     """Initial gate values of each head, as derived at the top of this file.
 
@@ -114,7 +124,8 @@ def initial_gates(
       max_step: upper end of the step size; None takes the derived one. Initial steps are at most half of it.
     """
     muon, matrix = isinstance(rule.optimizer, Muon), isinstance(rule.structure, Matrix)
-    short = (muon or matrix) and not rule.retention.has_map
+    kernel = isinstance(rule, memory.KernelRule)
+    short = (muon or matrix) and not rule.retention.has_map and not kernel  # a cache is there to be kept
     scales = np.geomspace(*(_SHORT if short else _LONG), num_heads)
     channels = rule.gate_channels(key_dim, value_dim)
     forgetting = 1.0 / scales if "retention" in channels else np.full(num_heads, 1.0 / 128)
@@ -123,7 +134,9 @@ def initial_gates(
     window = 1.0 / (1.0 + np.exp(-np.linspace(2.0, -2.0, rule.window)))
     window = np.tile(window if rule.window > 1 else 1.0, (num_heads, 1))
 
-    if isinstance(rule.optimizer, Muon):
+    if isinstance(rule, memory.KernelRule):
+        step, derived = _kernel_step(rule, forgetting, momentum, window.sum(axis=1))
+    elif isinstance(rule.optimizer, Muon):
         step = 0.5 * rule.optimizer.every * forgetting
         derived = 4 * step.max()
     elif isinstance(rule.optimizer, Implicit):
@@ -151,8 +164,42 @@ def initial_gates(
     }
     shapes = {name: (num_heads, channels[name] or 1) for name in channels}
     return InitialGates(
-        {name: np.broadcast_to(np.reshape(values[name], (num_heads, -1)), shape) for name, shape in shapes.items()}, top
+        {name: np.broadcast_to(np.reshape(values[name], (num_heads, -1)), shape) for name, shape in shapes.items()},
+        top,
+        start_scale(rule, values["step_size"]),
     )
+
+
+def start_scale(rule: memory.Rule, step_size: np.ndarray) -> np.ndarray:
+    """How many times their fan-in scale the weights of each head start at; step_size: initial η [heads]."""
+    if (
+        isinstance(rule, memory.KernelRule)
+        and isinstance(rule.structure, MLP)
+        and isinstance(rule.objective, DotProduct)
+    ):
+        return 2.0 / np.sqrt(step_size)
+    return np.ones_like(step_size)
+
+
+def _kernel_step(
+    rule: memory.KernelRule, forgetting: np.ndarray, momentum: np.ndarray, gamma: np.ndarray
+) -> tuple[np.ndarray, float]:
+    """Initial η and its upper end, as derived at the top of this file; all [heads], gamma: Γ."""
+    matrix = isinstance(rule.structure, Matrix)
+    if isinstance(rule.objective, DotProduct):
+        step = np.ones_like(forgetting) if matrix else 0.5 * np.sqrt(forgetting)
+        top = 2.0 if matrix else 16 * step.max()
+    else:
+        exact = 1.0 / gamma
+        if not matrix:
+            exact = np.minimum(exact, (16.0 / (rule.chunk_size * gamma**3)) ** (1 / 3))
+        step, top = 0.5 * exact, 2 * exact.max()
+    scale = np.ones_like(forgetting)
+    if not rule.normalized:
+        scale = scale / (np.e * rule.chunk_size)  # a sum of up to e^{1/√d} for each token, and no average
+    if rule.optimizer.has_momentum:
+        scale = scale * (1.0 - momentum)
+    return step * scale, float(np.max(top * scale))
 
 
 def _logit(p: np.ndarray) -> np.ndarray:
@@ -172,7 +219,7 @@ class GateProjection(nnx.Module):
 
     def __init__(
         self,
-        rule: MemoryRule,
+        rule: memory.Rule,
         *,
         dim: int,
         num_heads: int,
@@ -184,6 +231,7 @@ class GateProjection(nnx.Module):
         self.channels = tuple(rule.gate_channels(key_dim, value_dim).items())
         initial = initial_gates(rule, num_heads, key_dim, value_dim, max_step)
         self.max_step = initial.max_step
+        self.start_scale = tuple(initial.start_scale.tolist())
         inverse = {
             "step_size": lambda x: _logit(x / initial.max_step),
             "threshold": lambda x: np.log(np.expm1(x)),

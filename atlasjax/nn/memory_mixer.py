@@ -1,5 +1,6 @@
 """The memory as a layer: projections, short convolutions and gates around `atlasjax.memory`."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -23,16 +24,17 @@ class MemoryMixerState(NamedTuple):
     """
 
     conv: jax.Array
-    memory: memory.MemoryState
+    memory: memory.MemoryState | memory.KernelState
 
 
-def _memory_params(
-    rule: memory.MemoryRule, key: jax.Array, num_heads: int, key_dim: int, value_dim: int
-) -> memory.MemoryParams:
-    """`memory.init_params` with every array a Param."""
+def memory_params(rule: memory.Rule, key: jax.Array, num_heads: int, key_dim: int, value_dim: int, start: Any) -> Any:
+    """`memory.init_params` with every array a Param; weights start at `start` [heads] times their scale."""
     initial = memory.init_params(rule, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
-    # Any: `MemoryParams` is declared with arrays, and holds the Params that stand for them.
-    weights: Any = {name: param(w, "heads", "memory_out", "memory_in") for name, w in initial.weights.items()}
+    scaled = {name: w * jnp.asarray(start, w.dtype)[:, None, None] for name, w in initial.weights.items()}
+    # Any: the parameters are declared with arrays, and hold the Params that stand for them.
+    weights: Any = {name: param(w, "heads", "memory_out", "memory_in") for name, w in scaled.items()}
+    if isinstance(initial, memory.KernelParams):
+        return dataclasses.replace(initial, weights=weights)
     coefficients: Any = None if initial.coefficients is None else param(initial.coefficients, "heads", None)
     norm: Any = None if initial.norm is None else {name: param(x, "heads", None) for name, x in initial.norm.items()}
     return memory.MemoryParams(weights, coefficients, norm)
@@ -76,7 +78,9 @@ class MemoryMixer(nnx.Module):
             self.rule, dim=dim, num_heads=heads, key_dim=head_dim, value_dim=config.value_dim,
             max_step=config.memory.max_step, rngs=rngs,
         )  # fmt: skip
-        self.memory = nnx.data(_memory_params(self.rule, rngs.params(), heads, head_dim, config.value_dim))
+        self.memory = nnx.data(
+            memory_params(self.rule, rngs.params(), heads, head_dim, config.value_dim, self.gates.start_scale)
+        )
         self.norm = RMSNorm((heads, config.value_dim), ("heads", None), config.norm_eps)
         self.out = Linear((expansion * inner, dim), ("heads", "embed"), scale=config.output_scale, rngs=rngs)
 
