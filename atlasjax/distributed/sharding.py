@@ -28,6 +28,7 @@ LOGICAL_AXIS_RULES: dict[str, str | None] = {
     "mlp": "tensor",
     "heads": "tensor",
     "conv": None,
+    "rank": None,
     "memory_in": None,
     "memory_out": None,
 }
@@ -137,30 +138,31 @@ def batch_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
-def cache_shardings(cache: PyTree, mesh: Mesh, *, num_heads: int) -> PyTree:
-    """Shardings of a model's streaming cache: batch over data and fsdp, heads of memory states over tensor.
+def cache_shardings(cache: PyTree, mesh: Mesh) -> PyTree:
+    """Shardings of a model's streaming cache: batch over data and fsdp; heads of memories and of keys and values over tensor.
 
     Args:
-      cache: the (abstract) cache of `LanguageModel.init_cache`: arrays [layers, batch, ...]; the arrays of a
-        `memory.MemoryState` have the heads axis next, where they have one.
-      mesh: the mesh.
-      num_heads: heads of the model's memories.
+      cache: the (abstract) cache of `LanguageModel.init_cache`: arrays [layers, batch, ...].
+      mesh: the mesh; an axis that does not divide a dimension is skipped there.
     """
-    from atlasjax.memory import MemoryState
+    from atlasjax.memory import KernelState, MemoryState
+    from atlasjax.mixers.attention import KVCache, WindowCache
 
-    def spec(leaf: jax.ShapeDtypeStruct, *, is_memory: bool) -> NamedSharding:
+    # Where the heads axis is in the arrays of each that have one, which are those of at least this rank.
+    heads_axis = {MemoryState: 2, KernelState: 2, KVCache: 3, WindowCache: 3}
+
+    def spec(leaf: jax.ShapeDtypeStruct, heads: int | None) -> NamedSharding:
         axes: list[Any] = [None] * leaf.ndim
         if leaf.ndim > 1 and leaf.shape[1] % batch_shards(mesh) == 0:
             axes[1] = BATCH_AXES
-        if is_memory and leaf.ndim > 2 and leaf.shape[2] == num_heads and num_heads % mesh.shape["tensor"] == 0:
-            axes[2] = "tensor"
+        if heads is not None and leaf.ndim > heads and leaf.shape[heads] % mesh.shape["tensor"] == 0:
+            axes[heads] = "tensor"
         return NamedSharding(mesh, PartitionSpec(*axes))
 
     def node_shardings(node: PyTree) -> PyTree:
-        is_memory = isinstance(node, MemoryState)
-        return jax.tree.map(lambda leaf: spec(leaf, is_memory=is_memory), node)
+        return jax.tree.map(lambda leaf: spec(leaf, heads_axis.get(type(node))), node)
 
-    return jax.tree.map(node_shardings, cache, is_leaf=lambda node: isinstance(node, MemoryState))
+    return jax.tree.map(node_shardings, cache, is_leaf=lambda node: type(node) in heads_axis)
 
 
 def global_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:

@@ -1,5 +1,7 @@
 """Logical axes to shardings."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from atlasjax.distributed import (
     partition_spec,
 )
 from atlasjax.memory import MemoryState
-from atlasjax.nn import AXES, abstract_model
+from atlasjax.nn import AXES, AttentionConfig, abstract_model
 from atlasjax.presets import get_preset
 
 
@@ -58,7 +60,7 @@ def test_the_cache_is_split_over_batch_and_heads():
     graphdef, params = nnx.split(abstract_model(config), nnx.Param)
     cache = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_cache(8), params)
     mesh = make_mesh(MeshConfig(2, 2, 2))
-    shardings = cache_shardings(cache, mesh, num_heads=config.num_heads)
+    shardings = cache_shardings(cache, mesh)
     states = lambda tree: [
         x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, MemoryState)) if isinstance(x, MemoryState)
     ]
@@ -69,6 +71,16 @@ def test_the_cache_is_split_over_batch_and_heads():
         assert sharding.shard_shape(leaf.shape)[:3] == (layers, batch // 4, heads // 2)
     made = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache), out_shardings=shardings)()
     assert all(leaf.sharding.shard_shape(leaf.shape)[1] == 2 for leaf in jax.tree.leaves(made))
+
+
+@pytest.mark.parametrize("mixer", ["attention", "swa"])
+def test_keys_and_values_are_split_over_batch_and_heads(mixer):
+    config = dataclasses.replace(get_preset("atlas-tiny"), mixer=mixer, attention=AttentionConfig(window=24))
+    graphdef, params = nnx.split(abstract_model(config), nnx.Param)
+    cache = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_cache(8, 32), params)
+    shardings = cache_shardings(cache, make_mesh(MeshConfig(2, 2, 2)))
+    assert shardings.keys.spec == shardings.values.spec == P(None, ("data", "fsdp"), None, "tensor", None)
+    assert shardings.position.spec == P(None, ("data", "fsdp"))
 
 
 def test_global_batch():
