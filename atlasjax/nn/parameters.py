@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-AXES = ("layers", "vocab", "embed", "mlp", "heads", "conv", "memory_in", "memory_out")
+AXES = ("layers", "vocab", "embed", "mlp", "heads", "conv", "rank", "memory_in", "memory_out")
 """Legend of logical axes.
 
 layers: the stacked layers · vocab: tokens of the vocabulary · embed: the residual stream · mlp: hidden width of SwiGLU ·
-heads: heads, or heads × head_dim · conv: taps of a convolution · memory_in, memory_out: the two sides of a memory's matrix.
+heads: heads, heads × head_dim, or the inner channels of a state space model · conv: taps of a convolution · rank: the narrow side
+of a low-rank product, or a state space model's state · memory_in, memory_out: the two sides of a memory's matrix.
 An axis without a name (None) is never sharded.
 """
 

@@ -38,7 +38,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array | 
 
 
 # Axes along which a parameter is a matrix; the others ("layers", "conv", unnamed ones) only stack smaller parameters.
-_MATRIX_AXES = {"vocab", "embed", "mlp", "heads", "memory_in", "memory_out"}
+_MATRIX_AXES = {"vocab", "embed", "mlp", "heads", "rank", "memory_in", "memory_out"}
 
 
 def decay_mask(logical_axes: PyTree) -> PyTree:

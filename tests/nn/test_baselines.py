@@ -11,6 +11,7 @@ from flax import nnx
 
 from atlasjax.nn import ModelConfig, SSMConfig, logical_axes
 from atlasjax.nn.mixers import MIXERS
+from atlasjax.train.optimizer import decay_mask
 from tests.nn.baseline_formulas import FORMULAS
 
 DIM, HEADS, KEY, BATCH, TIME = 12, 2, 4, 2, 14
@@ -181,3 +182,20 @@ def test_refuses_sizes_that_do_not_fit():
         MIXERS["mamba2"](ModelConfig(dim=12, num_heads=2, ssm=SSMConfig(head_dim=7)), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="mixer 'retnet': head_dim=3 must be even"):
         MIXERS["retnet"](ModelConfig(dim=12, num_heads=4), rngs=nnx.Rngs(0))
+
+
+def test_weight_decay_leaves_rates_and_steps_alone():
+    decayed = {
+        name: {
+            jax.tree_util.keystr(path)
+            for path, yes in jax.tree_util.tree_leaves_with_path(
+                decay_mask(logical_axes(abstract(name, make_config())))
+            )
+            if yes
+        }
+        for name in ("mamba", "mamba2", "rwkv7")
+    }
+    kernels = lambda *names: {f"['{name}']['kernel'].value" for name in names}
+    assert decayed["mamba"] == kernels("inputs", "selection", "step", "out")
+    assert decayed["mamba2"] == kernels("inputs", "selection", "step", "out")
+    assert decayed["rwkv7"] == kernels("r", "k", "v", "out")

@@ -33,8 +33,8 @@ class GLAMixer(HeadsMixer):
         super().__init__(config, rules.gla(), rngs=rngs)
         sizes = (self.key_dim, self.key_dim, self.value_dim, self.value_dim)
         self.inputs = HeadProjections(config.dim, self.num_heads, sizes, rngs=rngs)
-        self.decay_in = Linear((config.dim, _RANK), ("embed", None), rngs=rngs)
-        self.decay_out = Linear((_RANK, self.num_heads, self.key_dim), (None, "heads", None), rngs=rngs)
+        self.decay_in = Linear((config.dim, _RANK), ("embed", "rank"), rngs=rngs)
+        self.decay_out = Linear((_RANK, self.num_heads, self.key_dim), ("rank", "heads", None), rngs=rngs)
         self.decay_bias = param(jnp.zeros((self.num_heads, self.key_dim)), "heads", None)
 
     def start_inputs(self, batch_size, dtype):

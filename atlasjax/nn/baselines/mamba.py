@@ -47,8 +47,8 @@ class MambaBlock(RecurrentMixer):
         self.inputs = Linear((config.dim, 2, inner), ("embed", None, "heads"), rngs=rngs)
         self.conv = CausalConv(config.conv_width, (inner,), ("heads",), rngs=rngs)
         self.conv_bias = param(jnp.zeros(inner), "heads")
-        self.selection = Linear((inner, rank + 2 * ssm.state_dim), ("heads", None), rngs=rngs)
-        self.step = Linear((rank, inner), (None, "heads"), rngs=rngs)
+        self.selection = Linear((inner, rank + 2 * ssm.state_dim), ("heads", "rank"), rngs=rngs)
+        self.step = Linear((rank, inner), ("rank", "heads"), rngs=rngs)
         bound = rank**-0.5
         self.step.kernel[...] = jax.random.uniform(rngs.params(), (rank, inner), minval=-bound, maxval=bound)
         self.step_bias = param(bias, "heads")

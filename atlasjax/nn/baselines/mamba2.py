@@ -53,7 +53,7 @@ class Mamba2Mixer(RecurrentMixer):
         self.dtype = jnp.dtype(config.dtype)
         self.num_heads, self.head_dim, self.state_dim = inner // ssm.head_dim, ssm.head_dim, ssm.state_dim
         self.inputs = Linear((config.dim, 2, inner), ("embed", None, "heads"), rngs=rngs)
-        self.selection = Linear((config.dim, 2 * ssm.state_dim), ("embed", None), rngs=rngs)
+        self.selection = Linear((config.dim, 2 * ssm.state_dim), ("embed", "rank"), rngs=rngs)
         self.step = Linear((config.dim, self.num_heads), ("embed", "heads"), rngs=rngs)
         self.conv = CausalConv(config.conv_width, (inner,), ("heads",), rngs=rngs)
         self.conv_bias = param(jnp.zeros(inner), "heads")

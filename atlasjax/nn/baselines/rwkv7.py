@@ -27,7 +27,7 @@ class RWKV7Rest(NamedTuple):
 
 
 class LowRank(nnx.Module):
-    """activation(x W_1) W_2 + b, float32; W_2 starts small, so that b decides.
+    """activation(x W_1) W_2 + b, float32; W_2 starts small, so that b decides. As published, without weight decay.
 
     Args:
       dim: width of x.
