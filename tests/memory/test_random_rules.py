@@ -26,9 +26,18 @@ def memory_rules(draw):
     )
     chunk = draw(st.integers(1, 12))
     every = draw(st.sampled_from([d for d in range(1, chunk + 1) if chunk % d == 0]))
+    window = draw(st.integers(1, 6))
+    steps = [optimizers.GradientDescent(), optimizers.Momentum(), optimizers.Muon(2, "standard", every)]
     decays = [retention.Full(), retention.Scalar()]
+    if chunk == 1:
+        decays.append(retention.Scalar(decay_first=True))
     if isinstance(structure, structures.Matrix):
         decays.append(retention.Channel())
+        if window == 1:
+            steps.append(optimizers.GradientDescent(per_channel=True))
+    optimizer = draw(st.sampled_from(steps))
+    if not isinstance(optimizer, optimizers.Muon):
+        decays.append(retention.KL())
     return MemoryRule(
         structure=structure,
         objective=draw(
@@ -39,13 +48,9 @@ def memory_rules(draw):
                 [features.Identity(), features.Polynomial(2), features.Powers(2), features.TensorSketch(2, 4)]
             )
         ),
-        optimizer=draw(
-            st.sampled_from(
-                [optimizers.GradientDescent(), optimizers.Momentum(), optimizers.Muon(2, "standard", every)]
-            )
-        ),
+        optimizer=optimizer,
         retention=draw(st.sampled_from(decays)),
-        window=draw(st.integers(1, 6)),
+        window=window,
         chunk_size=chunk,
     )
 
