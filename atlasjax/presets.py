@@ -1,9 +1,16 @@
-"""Named model configurations: every rule of `atlasjax.rules` at the sizes of A Table 7, and tiny ones for a CPU.
+"""Named model configurations: every architecture at the sizes of A Table 7, and tiny ones for a CPU.
 
-A Table 7 gives layers, width and heads; it does not give the width of SwiGLU or say whether the head is tied. Both are chosen
-here, one choice for each size, so that the parameter counts of all rules land near the paper's names (`sizes`): the head is tied
-at 340M and 760M and not tied at 170M and 1.3B, and SwiGLU is 3.67, 2.25, 2.33 and 3 times the width. The vocabulary is the
-paper's, 32,000.
+A preset is `<architecture>-<size>`: `ARCHITECTURES` says in one line what an architecture changes, `SIZES` what a size is. Names of
+published models are what was published (`retnet`, `gated-deltanet-h2`); every rule of `atlasjax.rules` is there besides as a layer
+of its own, `<rule>-lmm` (and `<rule>`, where no published model has that name), and in the backbones that join it with attention.
+
+A Table 7 gives layers, width and heads, but neither the width of SwiGLU nor whether the head is tied, and mixers differ in their
+parameters. So the head is tied at 340M and 760M and not at 170M and 1.3B, and the width of SwiGLU, or where there is none the
+number of layers, is what brings each architecture nearest to the number in the paper's name for the size: all architectures of one
+size have equally many parameters (`count_parameters`), within a step of that width. The vocabulary is the paper's, 32,000.
+
+Not in the papers, and chosen here: attention windows and MAC segments of 2,048 and 512 tokens (64 and 64 in tiny ones), 16
+persistent tokens (4).
 
 Rules of the Omega family (omeganet, atlas, atlas_plus_plus) use elementwise powers of degree 2 here, D = 2 · head_dim. All
 monomials, the default of `rules.atlas`, have D = C(head_dim + 2, 2): 2,145 for heads of 64, so a memory of 565 thousand numbers for
@@ -12,58 +19,174 @@ numbers for each sequence. Ask for them with `MemoryConfig(features="polynomial"
 """
 
 import dataclasses
+import functools
 import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from atlasjax import rules
 from atlasjax.names import lookup
 from atlasjax.nn.abstract import count_parameters, state_bytes
-from atlasjax.nn.config import MemoryConfig, ModelConfig
+from atlasjax.nn.config import AttentionConfig, MemoryConfig, ModelConfig, SSMConfig
 
 _PAPER_VOCABULARY = 32_000
 
-# name → (the paper's number of parameters, sizes)
-SIZES: dict[str, tuple[float, dict[str, Any]]] = {
-    "170m": (170e6, {"num_layers": 12, "dim": 768, "num_heads": 16, "mlp_dim": 2816, "tie_embeddings": False}),
-    "340m": (340e6, {"num_layers": 24, "dim": 1024, "num_heads": 16, "mlp_dim": 2304, "tie_embeddings": True}),
-    "760m": (760e6, {"num_layers": 24, "dim": 1536, "num_heads": 16, "mlp_dim": 3584, "tie_embeddings": True}),
-    "1.3b": (1.3e9, {"num_layers": 18, "dim": 2048, "num_heads": 8, "mlp_dim": 6144, "tie_embeddings": False}),
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What all architectures of one size share.
+
+    Attributes:
+      parameters: how many they should have: the number in the paper's name for the size.
+      fields: of `ModelConfig`.
+      width_step: the width of SwiGLU is a multiple of this.
+      attention: of architectures that have one.
+      memory: overrides of the rules that take them, and do not choose otherwise.
+      mamba2_state: published state size of Mamba-2.
+    """
+
+    parameters: float
+    fields: dict[str, Any]
+    width_step: int = 64
+    attention: AttentionConfig = AttentionConfig(window=2048, segment_size=512)
+    memory: dict[str, Any] = dataclasses.field(default_factory=lambda: {"cache_window": 2048})
+    mamba2_state: int = 128
+
+
+def _paper(parameters: float, layers: int, dim: int, heads: int, *, tied: bool) -> Size:
+    fields = {"num_layers": layers, "dim": dim, "num_heads": heads, "tie_embeddings": tied}
+    return Size(parameters, {"vocab_size": _PAPER_VOCABULARY, **fields})
+
+
+SIZES: dict[str, Size] = {
+    "tiny": Size(
+        1.07e6,
+        {"vocab_size": 256, "num_layers": 4, "dim": 128, "num_heads": 4, "dtype": "float32"},
+        width_step=8,
+        attention=AttentionConfig(window=64, segment_size=64),
+        # One orthogonalization per token of a memory of 4 · head_dim hidden units costs more than fifty times the rest of the
+        # tiny model. What two CPU cores can train in minutes is one in 32 tokens, of half the width.
+        memory={"newton_schulz_every": 32, "expansion": 2, "cache_window": 64},
+        mamba2_state=64,
+    ),
+    "170m": _paper(170e6, 12, 768, 16, tied=False),
+    "340m": _paper(340e6, 24, 1024, 16, tied=True),
+    "760m": _paper(760e6, 24, 1536, 16, tied=True),
+    "1.3b": _paper(1.3e9, 18, 2048, 8, tied=False),
 }
 
-_TINY: dict[str, Any] = {"vocab_size": 256, "num_layers": 4, "dim": 128, "num_heads": 4, "dtype": "float32"}
-# One orthogonalization per token of a memory of 4 · head_dim hidden units costs more than fifty times the rest of the tiny
-# model. What two CPU cores can train in minutes is one in 32 tokens, of half the width.
-_TINY_MUON: dict[str, Any] = {"newton_schulz_every": 32, "expansion": 2}
+# Published models → the fields of `ModelConfig` that they change.
+BASELINES: dict[str, dict[str, Any]] = {
+    "transformer++": {"mixer": "attention"},
+    "swa": {"mixer": "swa"},
+    "retnet": {"mixer": "retnet", "value_expansion": 2},
+    "gla": {"mixer": "gla"},
+    "deltanet": {"mixer": "deltanet"},
+    "gated-deltanet": {"mixer": "gated_deltanet", "value_expansion": 2},
+    "gated-deltanet-h2": {"mixer": ("mamba2", "gated_deltanet", "swa")},
+    "mamba": {"mixer": "mamba", "ffn": "none"},
+    "mamba2": {"mixer": "mamba2", "ffn": "none"},
+    "samba": {"mixer": ("mamba", "swa")},
+    "rwkv7": {"mixer": "rwkv7"},
+    "longhorn": {"mixer": "longhorn", "ffn": "none"},
+}
+
+# Backbones around a rule: suffix → mixer.
+BACKBONES: dict[str, str] = {"lmm": "memory"}
+
+# Sizes where an architecture has other layers than A Table 7: a pattern must divide their number.
+_LAYERS: dict[tuple[str, str], int] = {("gated-deltanet-h2", "tiny"): 3}
 
 
-def _memory(rule: str, *, tiny: bool) -> MemoryConfig:
+def rule_name(rule: str) -> str:
+    """A rule's name as part of a preset's: `gated_delta_rule` → `gated-delta-rule`, `atlas_plus_plus` → `atlas++`."""
+    return rule.removesuffix("_plus_plus").replace("_", "-") + ("++" if rule.endswith("_plus_plus") else "")
+
+
+def _architectures() -> dict[str, dict[str, Any]]:
+    table = {name: dict(changes) for name, changes in BASELINES.items()}
+    for rule in rules.REGISTRY:
+        table.setdefault(rule_name(rule), {"mixer": "memory", "memory": rule})
+    for rule in rules.REGISTRY:
+        for suffix, mixer in BACKBONES.items():
+            table[f"{rule_name(rule)}-{suffix}"] = {"mixer": mixer, "memory": rule}
+    return table
+
+
+# Architecture → the fields of `ModelConfig` that it changes; "memory" is a rule's name.
+ARCHITECTURES: dict[str, dict[str, Any]] = _architectures()
+
+
+def _memory(rule: str, size: Size) -> MemoryConfig:
     parameters = inspect.signature(rules.REGISTRY[rule]).parameters
     config = MemoryConfig(rule=rule)
     if "features" in parameters:
         features = "sketch" if rule == "polysketch" else "elementwise"
         config = dataclasses.replace(config, features=features, degree=2)
-    if tiny and "newton_schulz_every" in parameters:
-        config = dataclasses.replace(config, **{k: v for k, v in _TINY_MUON.items() if k in config.overrides()})
-    return config
+    takes = set(config.overrides())
+    if "newton_schulz_every" not in takes:
+        takes -= {"expansion"}
+    if parameters.get("cache_window") is None or parameters["cache_window"].default is None:
+        takes -= {"cache_window"}  # a rule that keeps every token
+    return dataclasses.replace(config, **{name: x for name, x in size.memory.items() if name in takes})
 
 
-def _presets() -> dict[str, ModelConfig]:
-    presets = {}
-    for rule in rules.REGISTRY:
-        prefix = rule.replace("_", "-")
-        presets[f"{prefix}-tiny"] = ModelConfig(memory=_memory(rule, tiny=True), **_TINY)
-        for size, (_, sizes) in SIZES.items():
-            presets[f"{prefix}-{size}"] = ModelConfig(
-                vocab_size=_PAPER_VOCABULARY, memory=_memory(rule, tiny=False), **sizes
-            )
-    return presets
+def _fields(architecture: str, size_name: str) -> dict[str, Any]:
+    """Fields of the config, all but those that `_fit` chooses."""
+    changes, size = dict(ARCHITECTURES[architecture]), SIZES[size_name]
+    mixer = changes["mixer"]
+    mixers = {mixer} if isinstance(mixer, str) else set(mixer)
+    if "memory" in changes:
+        changes["memory"] = _memory(changes["memory"], size)
+    if mixers & {"swa", "mac", "mag", "mal"}:
+        persistent = 0 if "swa" in mixers else 4 if size_name == "tiny" else 16
+        changes["attention"] = dataclasses.replace(size.attention, persistent_tokens=persistent)
+    if "mamba2" in mixers:
+        changes["ssm"] = SSMConfig(state_dim=size.mamba2_state)
+    if (architecture, size_name) in _LAYERS:
+        changes["num_layers"] = _LAYERS[architecture, size_name]
+    return {**size.fields, **changes}
 
 
-PRESETS: dict[str, ModelConfig] = _presets()
+def _fit(fields: dict[str, Any], size: Size) -> ModelConfig:
+    """The config whose number of parameters, linear in the width of SwiGLU and in the layers, is nearest to the size's."""
+    if fields.get("ffn") == "none":
+        counts = [count_parameters(ModelConfig(**{**fields, "num_layers": layers})) for layers in (1, 2)]
+        layers = 1 + round((size.parameters - counts[0]) / (counts[1] - counts[0]))
+        return ModelConfig(**{**fields, "num_layers": max(1, layers)})
+    least = ModelConfig(**fields, mlp_dim=size.width_step)
+    per_step = 3 * least.dim * least.num_layers * size.width_step
+    steps = 1 + round((size.parameters - count_parameters(least)) / per_step)
+    return dataclasses.replace(least, mlp_dim=max(1, steps) * size.width_step)
+
+
+class _Presets(Mapping[str, ModelConfig]):
+    """`<architecture>-<size>` → its config, worked out when it is first asked for: counting parameters takes a moment."""
+
+    def __init__(self) -> None:
+        self._names = {
+            f"{architecture}-{size}": (architecture, size) for architecture in ARCHITECTURES for size in SIZES
+        }
+        self._make = functools.cache(lambda name: _fit(_fields(*self._names[name]), SIZES[self._names[name][1]]))
+
+    def __getitem__(self, name: str) -> ModelConfig:
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+
+PRESETS: Mapping[str, ModelConfig] = _Presets()
 
 
 def get_preset(name: str) -> ModelConfig:
-    """The configuration of that name, e.g. "atlas-tiny" or "omeganet-340m".
+    """The configuration of that name, e.g. "atlas-tiny" or "gated-deltanet-h2-340m".
 
     Raises:
       ValueError: no such preset; the message suggests the nearest name.
@@ -71,46 +194,40 @@ def get_preset(name: str) -> ModelConfig:
     return lookup("preset", name, PRESETS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """A row of `sizes`.
-
-    Attributes:
-      preset: its name.
-      paper: number of parameters in the paper's name for it.
-      parameters: number of parameters that it has here.
-    """
-
-    preset: str
-    paper: float
-    parameters: int
-
-    @property
-    def difference(self) -> float:
-        """How far ours is from the paper's name, as a fraction of it."""
-        return self.parameters / self.paper - 1
-
-
-def sizes(rule: str = "atlas") -> list[Size]:
-    """Our parameter counts beside the paper's names, for the presets of one rule.
+def preset_names(size: str) -> list[str]:
+    """All presets of one size, each model once: `<rule>` and not `<rule>-lmm` where both are the same.
 
     Raises:
-      ValueError: no such rule.
+      ValueError: no such size; the message suggests the nearest name.
     """
-    lookup("memory rule", rule, rules.REGISTRY)
-    names = {size: f"{rule.replace('_', '-')}-{size}" for size in SIZES}
-    return [Size(name, SIZES[size][0], count_parameters(PRESETS[name])) for size, name in names.items()]
+    lookup("size", size, SIZES)
+    distinct: dict[str, str] = {}
+    for architecture, changes in ARCHITECTURES.items():
+        distinct.setdefault(repr(sorted(changes.items())), architecture)
+    return [f"{architecture}-{size}" for architecture in distinct.values()]
 
 
-def describe(config: ModelConfig) -> dict[str, int]:
+def has_memory(config: ModelConfig) -> bool:
+    """Whether a layer of the model has the memory that `config.memory` describes."""
+    return not set(config.pattern).isdisjoint(("memory", *BACKBONES.values()))
+
+
+def describe(config: ModelConfig, *, length: int | None = None) -> dict[str, int]:
     """Sizes of a model, from shapes alone.
+
+    Args:
+      config: the model.
+      length: tokens of a sequence; has an effect only, and is needed, where a mixer keeps every token.
 
     Returns:
       parameters: all of them; non_embedding_parameters: without the embedding and an untied head;
-      state_bytes_per_sequence: the cache of one sequence in decoding, whatever its length.
+      state_bytes_per_sequence: the cache of one sequence in decoding, whatever its length, or for `length` tokens.
+
+    Raises:
+      ValueError: length is None and a mixer keeps every token.
     """
     return {
         "parameters": count_parameters(config),
         "non_embedding_parameters": count_parameters(config, embeddings=False),
-        "state_bytes_per_sequence": state_bytes(config),
+        "state_bytes_per_sequence": state_bytes(config, length=length),
     }

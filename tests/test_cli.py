@@ -121,6 +121,7 @@ def test_a_full_disk(trained):
         (["generate", "--run-dir", "/nonexistent"], "there is no run in it"),
         (["generate", "--temperature", "-1"], "temperature is -1.0"),
         (["info", "--preset", "titan-340m"], "Did you mean 'titans-340m'?"),
+        (["info", "--size", "340"], "Did you mean '340m'?"),
         (["info", "--preset", "atlas-tiny", "--plan", "v5f:2x2"], "Unknown TPU generation 'v5f'. Did you mean"),
         (["info", "--preset", "atlas-tiny", "--plan", "v5e"], "it should be like v5e:16x16"),
     ],
@@ -171,10 +172,27 @@ def test_help_is_quick_and_imports_nothing_heavy():
 
 
 def test_info(capsys):
-    assert cli.main(["info", "--preset", "linear-attention-tiny", "titans-tiny"]) == 0
+    assert cli.main(["info", "--preset", "titans-tiny", "transformer++-tiny", "--sequence-length", "128"]) == 0
     out = capsys.readouterr().out
-    for words in ("parameters", "state per sequence", "forward FLOPs per token", "titans-tiny"):
+    for words in ("parameters", "forward FLOPs per token", "titans-tiny", "memory of titans"):
         assert words in out
+    titans, attention = next(line for line in out.splitlines() if "state per sequence" in line).split("│")[2:4]
+    assert "tokens" not in titans
+    assert attention.strip() == "0.50 MiB at 128 tokens"  # 4 layers of 128 keys and values of 128 float32
+
+
+def test_info_of_a_size_names_and_rules(capsys, monkeypatch):
+    from atlasjax.cli import info
+
+    monkeypatch.setattr(info, "preset_names", lambda size: [f"swa-{size}", f"mamba-{size}"])
+    assert cli.main(["info", "--size", "tiny"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "-tiny" in line]
+    assert [row.split("│")[1].strip() for row in rows] == ["swa-tiny", "mamba-tiny"]
+    assert "1,082,368" in rows[1]
+    assert cli.main(["info", "--names"]) == 0
+    assert "\ngated-deltanet-h2\n" in capsys.readouterr().out
+    assert cli.main(["info", "--rules"]) == 0
+    assert "| `atlas` |" in capsys.readouterr().out
 
 
 def test_the_default_run_is_what_the_readme_says():

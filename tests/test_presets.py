@@ -1,52 +1,101 @@
 """Presets: names, sizes, and what is known of them without allocating them."""
 
+import subprocess
+import sys
+
 import jax
 import pytest
 from flax import nnx
 
 from atlasjax import presets, rules
 from atlasjax.nn import LanguageModel, count_parameters
+from atlasjax.nn.mixers import MIXERS
+
+# The models of ATLAS's tables.
+PAPER = [
+    "transformer++", "swa", "retnet", "gla", "deltanet", "gated-deltanet", "gated-deltanet-h2", "ttt-linear", "ttt-mlp",
+    "mamba", "mamba2", "samba", "rwkv7", "longhorn", "moneta", "yaad", "memora", "titans", "titans-lmm", "dla", "swla",
+    "deep-transformer", "swdt", "dot", "omeganet", "atlas", "atlas++",
+]  # fmt: skip
 
 
-def test_every_rule_has_every_size():
+def test_names():
+    assert set(PAPER) <= set(presets.ARCHITECTURES)
+    for rule in rules.REGISTRY:
+        for suffix in presets.BACKBONES:
+            assert f"{presets.rule_name(rule)}-{suffix}" in presets.ARCHITECTURES
     assert set(presets.PRESETS) == {
-        f"{rule.replace('_', '-')}-{size}"
-        for rule in rules.REGISTRY
+        f"{architecture}-{size}"
+        for architecture in presets.ARCHITECTURES
         for size in ("tiny", "170m", "340m", "760m", "1.3b")
     }
+    names = presets.preset_names("tiny")
+    assert "titans-tiny" in names
+    assert "titans-lmm-tiny" not in names
+    assert "retnet-lmm-tiny" in names  # the rule alone; retnet-tiny is the published model
+    assert presets.get_preset("titans-lmm-tiny") == presets.get_preset("titans-tiny")
 
 
-@pytest.mark.parametrize("rule", rules.REGISTRY)
-def test_parameter_counts_are_near_the_papers_names(rule):
-    for size in presets.sizes(rule):
-        assert abs(size.difference) < 0.09, size
-        config = presets.get_preset(size.preset)
-        assert config.memory.rule == rule
+def test_every_mixer_is_in_some_architecture():
+    used = {name for changes in presets.ARCHITECTURES.values() for name in _pattern(changes["mixer"])}
+    assert used == set(MIXERS)
+
+
+def _pattern(mixer):
+    return (mixer,) if isinstance(mixer, str) else mixer
+
+
+def test_tiny_models_have_equally_many_parameters():
+    target = presets.SIZES["tiny"].parameters
+    for name in presets.preset_names("tiny"):
+        assert abs(count_parameters(presets.get_preset(name)) / target - 1) < 0.025, name
+
+
+@pytest.mark.parametrize("size", ["170m", "340m", "760m", "1.3b"])
+def test_parameter_counts_are_near_the_papers_names(size):
+    """Every model of the paper at 340M; at the other sizes those whose parts count differently."""
+    chosen = PAPER if size == "340m" else ["transformer++", "gated-deltanet-h2", "mamba2", "rwkv7", "atlas++", "dot"]
+    for architecture in [*chosen, *(f"atlas++-{suffix}" for suffix in presets.BACKBONES)]:
+        config = presets.get_preset(f"{architecture}-{size}")
+        assert abs(count_parameters(config) / presets.SIZES[size].parameters - 1) < 0.02, architecture
         assert config.vocab_size == 32_000
+        if config.ffn == "swiglu":
+            assert config.num_layers == {"170m": 12, "340m": 24, "760m": 24, "1.3b": 18}[size]
+            assert config.mlp_dim % 64 == 0
 
 
 def test_counts_of_atlas_are_exact():
     """The numbers that the documentation prints."""
-    assert {size.preset: size.parameters for size in presets.sizes("atlas")} == {
-        "atlas-170m": 168_879_552,
-        "atlas-340m": 350_466_432,
-        "atlas-760m": 775_783_296,
-        "atlas-1.3b": 1_303_903_504,
+    assert {size: count_parameters(presets.get_preset(f"atlas-{size}")) for size in presets.SIZES} == {
+        "tiny": 1_070_864,
+        "170m": 170_649_024,
+        "340m": 341_029_248,
+        "760m": 761_627_520,
+        "1.3b": 1_296_825_616,
     }
 
 
-def test_description_is_what_a_real_model_has():
-    config = presets.get_preset("ttt-linear-tiny")
+@pytest.mark.parametrize("name", ["ttt-linear-tiny", "transformer++-tiny"])
+def test_description_is_what_a_real_model_has(name):
+    config = presets.get_preset(name)
     model = LanguageModel(config, rngs=nnx.Rngs(0))
     leaves = jax.tree.leaves(nnx.split(model, nnx.Param)[1])
-    described = presets.describe(config)
+    described = presets.describe(config, length=96)
     assert described["parameters"] == sum(x.size for x in leaves) == count_parameters(config)
     assert described["parameters"] - described["non_embedding_parameters"] == config.vocab_size * config.dim
-    assert described["state_bytes_per_sequence"] == sum(x.nbytes for x in jax.tree.leaves(model.init_cache(1)))
+    assert described["state_bytes_per_sequence"] == sum(x.nbytes for x in jax.tree.leaves(model.init_cache(1, 96)))
 
 
 def test_a_wrong_name_gets_a_suggestion():
     with pytest.raises(ValueError, match="Did you mean 'atlas-tiny'"):
         presets.get_preset("atlas-tyni")
-    with pytest.raises(ValueError, match="Did you mean 'omeganet'"):
-        presets.sizes("omega-net")
+    with pytest.raises(ValueError, match="Did you mean 'tiny'"):
+        presets.preset_names("tiiny")
+
+
+def test_listing_them_computes_nothing():
+    code = (
+        "import jax; from flax import nnx; nnx.eval_shape = None\n"
+        "from atlasjax.presets import PRESETS; assert 'atlas-tiny' in PRESETS; print(len(list(PRESETS)))"
+    )
+    assert int(subprocess.check_output([sys.executable, "-c", code], text=True)) == len(presets.PRESETS)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from atlasjax.cli.parsing import parse
 from atlasjax.distributed.mesh import MeshConfig
 from atlasjax.distributed.plan import Plan
-from atlasjax.presets import PRESETS, describe
+from atlasjax.nn import ModelConfig
+from atlasjax.presets import ARCHITECTURES, SIZES, describe, has_memory, preset_names
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.defaults import default_config
 from atlasjax.train.errors import ConfigError, RunError
@@ -19,8 +20,12 @@ class InfoCommand:
 
     preset: tuple[str, ...] = ("atlas-tiny", "atlas-170m", "atlas-340m", "atlas-760m", "atlas-1.3b")
     """Presets to compare, side by side."""
+    size: str | None = None
+    """Instead: every architecture of that size (tiny, 170m, 340m, 760m, 1.3b), one a row."""
     names: bool = False
-    """Only list the names of all presets."""
+    """Only list the names of architectures and sizes; a preset is <architecture>-<size>."""
+    rules: bool = False
+    """Only print the table of the memory rules, as Markdown (docs/rules.md)."""
     plan: str | None = None
     """A TPU topology (v5e:16x16, v5p:8x8x8, v6e:16x16, …): compile the full training step for it and say what it needs."""
     mesh: MeshConfig | None = None
@@ -37,10 +42,17 @@ def run(arguments: Sequence[str]) -> None:
     """Runs the command; see `atlasjax.cli.main` for what its errors become."""
     command = parse(InfoCommand, "info", "Sizes and costs of presets, without making a model.", arguments)
     if command.names:
-        print("\n".join(PRESETS))
+        print("\n".join(ARCHITECTURES))
+        print(f"\nEach with -{', -'.join(SIZES)}, e.g. atlas-tiny.")
+        return
+    if command.rules:
+        from atlasjax import table1
+
+        print(table1.page(), end="")
         return
     try:
-        configs = {preset: _config(command, preset) for preset in command.preset}
+        presets = command.preset if command.size is None else tuple(preset_names(command.size))
+        configs = {preset: _config(command, preset) for preset in presets}
         rows = {preset: _sizes(config) for preset, config in configs.items()}
         plans = (
             {preset: plan_training(config, command.plan) for preset, config in configs.items()} if command.plan else {}
@@ -49,7 +61,8 @@ def run(arguments: Sequence[str]) -> None:
         raise ConfigError(str(error)) from error
     except RuntimeError as error:
         raise RunError(f"planning for {command.plan}: {error}") from error
-    _table({preset: {**row, **_plan_rows(plans.get(preset))} for preset, row in rows.items()})
+    entries = {preset: {**row, **_plan_rows(plans.get(preset))} for preset, row in rows.items()}
+    _table(entries, as_rows=command.size is not None)
 
 
 def _config(command: InfoCommand, preset: str) -> TrainConfig:
@@ -87,17 +100,25 @@ def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
 
 
 def _sizes(config: TrainConfig) -> dict[str, str]:
-    numbers = describe(config.model)
-    model = config.model
+    model, length = config.model, config.data.sequence_length
+    numbers = describe(model, length=length)
+    # Whether the cache grows with the text: only that of a longer sequence tells.
+    grows = describe(model, length=2 * length)["state_bytes_per_sequence"] != numbers["state_bytes_per_sequence"]
     return {
-        "rule": model.memory.rule,
+        "mixer": _mixer(model),
         "layers × width, heads": f"{model.num_layers} × {model.dim}, {model.num_heads}",
+        "SwiGLU": "none" if model.ffn == "none" else f"{model.resolved_mlp_dim:,}",
         "parameters": f"{numbers['parameters']:,}",
         "without embeddings": f"{numbers['non_embedding_parameters']:,}",
-        "state per sequence": _size(numbers["state_bytes_per_sequence"]),
+        "state per sequence": _size(numbers["state_bytes_per_sequence"]) + (f" at {length:,} tokens" if grows else ""),
         "forward FLOPs per token": f"{forward_flops_per_token(config):.3g}",
-        "at sequence length": f"{config.data.sequence_length:,}",
+        "at sequence length": f"{length:,}",
     }
+
+
+def _mixer(model: ModelConfig) -> str:
+    pattern = ", ".join(model.pattern)
+    return f"{pattern} of {model.memory.rule}" if has_memory(model) else pattern
 
 
 def _plan_rows(plan: Plan | None) -> dict[str, str]:
@@ -121,12 +142,20 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
 
 
-def _table(columns: dict[str, dict[str, str]]) -> None:
+def _table(entries: dict[str, dict[str, str]], *, as_rows: bool) -> None:
+    """Prints the entries as columns, or as rows of a table as wide as it needs to be."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", *columns)
-    for name in next(iter(columns.values())):
-        table.add_row(name, *(column[name] for column in columns.values()))
+    fields = list(next(iter(entries.values())))
+    if as_rows:
+        table = Table("", *fields)
+        for name, entry in entries.items():
+            table.add_row(name, *entry.values())
+    else:
+        table = Table("", *entries)
+        for name in fields:
+            table.add_row(name, *(entry[name] for entry in entries.values()))
     console = Console()
-    Console(width=max(console.width, 30 + 24 * len(columns)) if not console.is_terminal else None).print(table)
+    needed = Console(width=10_000).measure(table).maximum
+    Console(width=max(console.width, needed) if not console.is_terminal else None).print(table)
