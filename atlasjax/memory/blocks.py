@@ -55,6 +55,12 @@ def exact(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
+def neighbours(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Even and odd entries of the first axis; the derivative is a concatenation, where that of slices would be padding."""
+    first, second = jax.lax.split(x.reshape(-1, 2, *x.shape[1:]), (1, 1), axis=1)
+    return first[:, 0], second[:, 0]
+
+
 def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Products of consecutive decays.
 
@@ -69,8 +75,7 @@ def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     start = jnp.pad(decay, ((0, padding), *((0, 0),) * (decay.ndim - 1)), constant_values=1.0)[:, None]
     products = jnp.ones_like(start)[:, None]  # [parts, 1, 1, …]: parts of one token each
     while products.shape[0] > 1:  # two neighbouring parts become one
-        first, second = products[0::2], products[1::2]
-        start_first, start_second = start[0::2], start[1::2]
+        (first, second), (start_first, start_second) = neighbours(products), neighbours(start)
         across = start_second[:, :, None] * first[:, -1:]
         above = jnp.concatenate([first, jnp.zeros_like(first)], axis=2)
         below = jnp.concatenate([across, second], axis=2)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.blocks import decay_products, dot, exact
+from atlasjax.memory.blocks import decay_products, dot, exact, neighbours
 from atlasjax.memory.chunk import Slot
 from atlasjax.memory.objectives import DotProduct, RemoveAndReplace
 from atlasjax.memory.optimizers import Implicit
@@ -101,7 +101,7 @@ def tokens_of(
 
 def prepare(rule: MemoryRule, dtype: Any, tokens: Tokens) -> Prepared:
     """Everything of a block that does not depend on W_0. `dtype`: that of the inputs of products without a system to solve."""
-    start, end, (_, _, removal, pair) = _from_start(tokens.decay), _to_end(tokens.decay), tokens
+    (start, end), (_, _, removal, pair) = _from_start_and_to_end(tokens.decay), tokens
     last = None if start is None else start[-1]
     key_end = None if pair is None else _times(end, pair.key)
     if removal is None:
@@ -122,7 +122,9 @@ def prepare(rule: MemoryRule, dtype: Any, tokens: Tokens) -> Prepared:
     removed, lower, write_end = _times(before, removal.key), score(removal.write), _times(end, removal.write)
     if removal.rate.ndim == 2:
         return Prepared(removed, right, (lower, removal.rate), write_end, added, last)
-    inverse = _inverse(removal.rate[:, None] * lower) * removal.rate
+    # One token alone (decoding) has nothing to solve.
+    inverse = jnp.ones_like(lower) if lower.shape[0] == 1 else _inverse(removal.rate[:, None] * lower)
+    inverse = inverse * removal.rate
     return Prepared(exact(inverse, removed), exact(inverse, right), None, write_end, added, last)
 
 
@@ -146,7 +148,7 @@ def read(dtype: Any, tokens: Tokens, W: jax.Array, u: jax.Array | None) -> jax.A
     """y of the block's queries: [m, value_dim]; W: before the block."""
     h = tokens.query
     score = functools.partial(_scores, h, decay=tokens.decay, strict=False, shift=False)
-    y = dot(_times(_from_start(tokens.decay), h), W.T, dtype)
+    y = dot(_times(_from_start_and_to_end(tokens.decay)[0], h), W.T, dtype)
     if tokens.removal is not None and u is not None:
         y = y + score(tokens.removal.write) @ u
     if tokens.added is not None:
@@ -161,17 +163,23 @@ def _times(decay: jax.Array | None, x: jax.Array) -> jax.Array:
     return decay * x if decay.ndim == x.ndim else decay[:, None] * x
 
 
-def _from_start(decay: jax.Array | None) -> jax.Array | None:
-    """A_t: products of the decays up to t."""
-    return None if decay is None else jax.lax.associative_scan(jnp.multiply, decay)
-
-
-def _to_end(decay: jax.Array | None) -> jax.Array | None:
-    """Products of the decays after t."""
+def _from_start_and_to_end(decay: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """A_t, the products of the decays up to t, and the products of those after t; by halves, like `_channel_scores`."""
     if decay is None:
-        return None
-    after = jnp.concatenate([decay[1:], jnp.ones_like(decay[:1])])
-    return jax.lax.associative_scan(jnp.multiply, after, reverse=True)
+        return None, None
+    if decay.ndim == 1:
+        start, pairwise = decay_products(decay)
+        return start, pairwise[-1]
+    m = decay.shape[0]
+    size = 1 << (m - 1).bit_length()
+    start = jnp.pad(decay, ((0, size - m), (0, 0)), constant_values=1.0)[:, None]
+    end, whole = jnp.ones_like(start), start
+    while start.shape[0] > 1:
+        (first_start, second_start), (first_end, second_end), (first, second) = map(neighbours, (start, end, whole))
+        start = jnp.concatenate([first_start, first * second_start], axis=1)
+        end = jnp.concatenate([second * first_end, second_end], axis=1)
+        whole = first * second
+    return start[0, :m], end[0, :m]
 
 
 def _scores(queries: jax.Array, keys: jax.Array, *, decay: jax.Array | None, strict: bool, shift: bool) -> jax.Array:
@@ -209,9 +217,9 @@ def _channel_scores(queries: jax.Array, keys: jax.Array, decay: jax.Array, *, st
         queries = queries * whole
     # queries: decayed from their part's start to t (shift: t − 1); keys: from i + 1 to their part's end; whole: a part's decay.
     while scores.shape[0] > 1:
-        (first_q, second_q), (first_k, second_k), (first, second) = map(_neighbours, (queries, keys, whole))
+        (first_q, second_q), (first_k, second_k), (first, second) = map(neighbours, (queries, keys, whole))
         across = exact(second_q, first_k.mT)
-        first_scores, second_scores = _neighbours(scores)
+        first_scores, second_scores = neighbours(scores)
         above = jnp.concatenate([first_scores, jnp.zeros_like(across)], axis=2)
         below = jnp.concatenate([across, second_scores], axis=2)
         scores = jnp.concatenate([above, below], axis=1)
@@ -221,12 +229,7 @@ def _channel_scores(queries: jax.Array, keys: jax.Array, decay: jax.Array, *, st
     return scores[0, :m, :m]
 
 
-def _neighbours(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Even and odd entries of the first axis; the derivative is a concatenation, where that of slices would be padding."""
-    first, second = jax.lax.split(x.reshape(-1, 2, *x.shape[1:]), (1, 1), axis=1)
-    return first[:, 0], second[:, 0]
-
-
+@jax.custom_jvp
 def _inverse(lower: jax.Array) -> jax.Array:
     """(I + L)⁻¹ of a strictly lower triangular L [m, m], by halves: products only, the same arithmetic as substitution by blocks.
 
@@ -242,12 +245,18 @@ def _inverse(lower: jax.Array) -> jax.Array:
         # The blocks B: rows of the odd parts, columns of the even part before each.
         grid = lower.reshape(parts // 2, 2, n, parts // 2, 2, n)[:, 1, :, :, 0]
         across = jnp.moveaxis(jnp.diagonal(grid, axis1=0, axis2=2), -1, 0)
-        first, second = _neighbours(inverse)
+        first, second = neighbours(inverse)
         corner = -exact(exact(second, across), first)
         above = jnp.concatenate([first, jnp.zeros_like(first)], axis=2)
         below = jnp.concatenate([corner, second], axis=2)
         inverse = jnp.concatenate([above, below], axis=1)
     return inverse[0, :m, :m]
+
+
+@_inverse.defjvp
+def _inverse_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    inverse = _inverse(*primals)
+    return inverse, -exact(exact(inverse, tangents[0]), inverse)
 
 
 def _substitute(lower: jax.Array, rate: jax.Array, right: jax.Array) -> jax.Array:
