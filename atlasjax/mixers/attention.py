@@ -210,15 +210,21 @@ class WindowCache(NamedTuple):
     position: jax.Array
 
 
-def init_cache(
-    batch_size: int, size: int, heads: int, key_dim: int, value_dim: int, dtype: Any, *, window: bool = False
-) -> KVCache | WindowCache:
-    """An empty cache: of all tokens, `size` of them at most; or, with `window`, of the last `size`."""
-    kind = WindowCache if window else KVCache
-    shape = (batch_size, size, heads)
-    return kind(
-        jnp.zeros((*shape, key_dim), dtype), jnp.zeros((*shape, value_dim), dtype), jnp.zeros(batch_size, jnp.int32)
-    )
+def init_cache(batch_size: int, max_length: int, heads: int, key_dim: int, value_dim: int, dtype: Any) -> KVCache:
+    """An empty cache of all tokens, `max_length` of them at most."""
+    return KVCache(*_empty(batch_size, max_length, heads, key_dim, value_dim, dtype))
+
+
+def init_window(batch_size: int, window: int, heads: int, key_dim: int, value_dim: int, dtype: Any) -> WindowCache:
+    """An empty cache of the last `window` tokens."""
+    return WindowCache(*_empty(batch_size, window, heads, key_dim, value_dim, dtype))
+
+
+def _empty(
+    batch: int, size: int, heads: int, key_dim: int, value_dim: int, dtype: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    zeros = lambda dim: jnp.zeros((batch, size, heads, dim), dtype)
+    return zeros(key_dim), zeros(value_dim), jnp.zeros(batch, jnp.int32)
 
 
 def extend(

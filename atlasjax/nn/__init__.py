@@ -1,10 +1,13 @@
 """Thin Flax NNX modules around the pure functions of `atlasjax.memory`, and the language model."""
 
 from atlasjax.nn.abstract import abstract_model, count_parameters, logical_axes, state_bytes
+from atlasjax.nn.attention import AttentionHeads, AttentionMixer, SlidingWindowMixer
+from atlasjax.nn.backbones import MAGMixer, MALMixer
 from atlasjax.nn.config import AttentionConfig, MemoryConfig, ModelConfig, SSMConfig
 from atlasjax.nn.gates import GateProjection, initial_gates
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, SwiGLU
-from atlasjax.nn.memory_mixer import MemoryMixer, MemoryMixerState
+from atlasjax.nn.mac import MACMixer
+from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixer, MemoryMixerState
 from atlasjax.nn.mixers import MIXERS, Mixer
 from atlasjax.nn.model import LanguageModel
 from atlasjax.nn.parameters import AXES
@@ -13,17 +16,24 @@ __all__ = [
     "AXES",
     "MIXERS",
     "AttentionConfig",
+    "AttentionHeads",
+    "AttentionMixer",
     "CausalConv",
     "GateProjection",
     "LanguageModel",
     "Linear",
+    "MACMixer",
+    "MAGMixer",
+    "MALMixer",
     "MemoryConfig",
+    "MemoryHeads",
     "MemoryMixer",
     "MemoryMixerState",
     "Mixer",
     "ModelConfig",
     "RMSNorm",
     "SSMConfig",
+    "SlidingWindowMixer",
     "SwiGLU",
     "abstract_model",
     "count_parameters",

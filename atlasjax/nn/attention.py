@@ -34,11 +34,9 @@ class AttentionHeads(nnx.Module):
         self.window, self.theta = window, config.attention.rope_theta
         self.dtype = jnp.dtype(config.dtype)
         self.inputs = Linear((config.dim, heads, (2 + expansion) * key_dim), ("embed", "heads", None), rngs=rngs)
-        self.persistent_keys = self.persistent_values = None
-        if config.attention.persistent_tokens:
-            shape = (config.attention.persistent_tokens, heads)
-            self.persistent_keys = param(normal(rngs, (*shape, key_dim), 1.0), None, "heads", None)
-            self.persistent_values = param(normal(rngs, (*shape, self.value_dim), 1.0), None, "heads", None)
+        shape = (config.attention.persistent_tokens, heads)
+        learned = lambda dim: param(normal(rngs, (*shape, dim), 1.0), None, "heads", None) if shape[0] else None
+        self.persistent_keys, self.persistent_values = learned(key_dim), learned(self.value_dim)
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """[batch, time, dim] → q, k: [batch, time, heads, key_dim] and v: [.., value_dim]."""
@@ -64,15 +62,15 @@ class AttentionHeads(nnx.Module):
         Raises:
           ValueError: max_length is None, and there is no window.
         """
-        size = max_length if self.window is None else self.window
-        if size is None:
+        sizes = (self.heads, self.key_dim, self.value_dim, self.dtype)
+        if self.window is not None:
+            return attention.init_window(batch_size, self.window, *sizes)
+        if max_length is None:
             raise ValueError(
                 "mixer 'attention' keeps the keys and values of every token: max_length is None, it should be the most tokens "
                 "that will be read."
             )
-        return attention.init_cache(
-            batch_size, size, self.heads, self.key_dim, self.value_dim, self.dtype, window=self.window is not None
-        )
+        return attention.init_cache(batch_size, max_length, *sizes)
 
     def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """The next piece of a sequence, as `__call__`, and the next cache."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax import memory
+from atlasjax.nn.attention import output_projection
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.gates import GateProjection
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, l2_normalize
@@ -40,25 +41,25 @@ def memory_params(rule: memory.Rule, key: jax.Array, num_heads: int, key_dim: in
     return memory.MemoryParams(weights, coefficients, norm)
 
 
-class MemoryMixer(nnx.Module):
-    """Tokens write to and read from a memory, per head.
+class MemoryHeads(nnx.Module):
+    """A memory for each head with its projections, up to what is read: for `MemoryMixer` and for hybrids.
 
         q, k, v = SiLU(conv(x W_qkv)),  q and k of unit length            as in DeltaNet
         y_t     = M_t(φ(q_t)),  M_t the memory after writing (k_t, v_t)   `memory.scan`, gates from x
-        out     = (RMSNorm(y) ⊙ SiLU(x W_gate)) W_out                     one norm for each head
 
     v starts at about unit length: the targets' scale is the scale that a memory's weights must grow to, and with them the
     curvature that limits the step size.
 
     Args:
-      config: dim, num_heads, head_dim, value_expansion, conv_width, norm_eps, output_scale, dtype and memory.
+      config: dim, num_heads, head_dim, value_expansion, conv_width, dtype and memory.
+      output_gate: also project SiLU(x W_gate), of y's shape.
       rngs: source of the initial values.
 
     Raises:
       ValueError: values wider than keys for a memory with a residual.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, output_gate: bool = False, rngs: nnx.Rngs):
         dim, heads, head_dim, expansion = config.dim, config.num_heads, config.resolved_head_dim, config.value_expansion
         inner = heads * head_dim
         self.heads = heads
@@ -70,9 +71,9 @@ class MemoryMixer(nnx.Module):
                 f"{self.rule.structure!r}, which adds its input to its output."
             )
         # q, k, v and output gate in one product; v and the gate are `expansion` times as wide as q and k.
-        self.inputs = Linear((dim, 2 + 2 * expansion, inner), ("embed", None, "heads"), rngs=rngs)
-        scales = jnp.array([1.0, 1.0] + [config.value_dim**-0.5] * expansion + [1.0] * expansion)
-        self.inputs.kernel[...] = self.inputs.kernel[...] * scales[:, None]
+        scales = [1.0, 1.0] + [config.value_dim**-0.5] * expansion + [1.0] * (expansion if output_gate else 0)
+        self.inputs = Linear((dim, len(scales), inner), ("embed", None, "heads"), rngs=rngs)
+        self.inputs.kernel[...] = self.inputs.kernel[...] * jnp.array(scales)[:, None]
         self.conv = CausalConv(config.conv_width, (2 + expansion, inner), (None, "heads"), rngs=rngs)
         self.gates = GateProjection(
             self.rule, dim=dim, num_heads=heads, key_dim=head_dim, value_dim=config.value_dim,
@@ -81,33 +82,34 @@ class MemoryMixer(nnx.Module):
         self.memory = nnx.data(
             memory_params(self.rule, rngs.params(), heads, head_dim, config.value_dim, self.gates.start_scale)
         )
-        self.norm = RMSNorm((heads, config.value_dim), ("heads", None), config.norm_eps)
-        self.out = Linear((expansion * inner, dim), ("heads", "embed"), scale=config.output_scale, rngs=rngs)
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> MemoryMixerState:
         """The state before the first token: a fresh memory, an empty convolution. `max_length`: see `memory.init_state`."""
         fresh = memory.init_state(self.rule, values(self.memory), batch_size=batch_size, max_length=max_length)
         return MemoryMixerState(self.conv.init_state(batch_size, self.dtype), fresh)
 
-    def __call__(
+    def scan(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
-    ) -> jax.Array:
-        """Whole sequences from a fresh memory: [batch, time, dim] → [batch, time, dim].
+    ) -> tuple[jax.Array, jax.Array]:
+        """Whole sequences from a fresh memory.
 
         Args:
-          x: the layer input, in the model's dtype.
+          x: the layer input, [batch, time, dim], in the model's dtype.
           segment_ids: integers ≥ 0, [batch, time]; neither memory nor convolution reaches over a change of the id.
           max_segments: static bound on the segments of a row; needed under jit with `segment_ids`.
+
+        Returns:
+          y and the output gate, both [batch, time, heads, value_dim]; an empty array without a gate.
         """
         q, k, v, gate, _ = self._project(x, self.conv.init_state(x.shape[0], x.dtype), segment_ids)
         y, _ = memory.scan(
             self.rule, values(self.memory), None, q, k, v, self.gates(x), segment_ids=segment_ids,
             max_segments=max_segments,
         )  # fmt: skip
-        return self._output(y, gate)
+        return y, gate
 
-    def extend(self, x: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, MemoryMixerState]:
-        """The next piece of a sequence, any time ≥ 1; one token goes through `memory.step`."""
+    def scan_from(self, x: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, jax.Array, MemoryMixerState]:
+        """The next piece of a sequence, any time ≥ 1; one token goes through `memory.step`. As above, and the next state."""
         q, k, v, gate, conv = self._project(x, state.conv, None)
         gates, params = self.gates(x), values(self.memory)
         if x.shape[1] == 1:
@@ -116,7 +118,7 @@ class MemoryMixer(nnx.Module):
             y = y[:, None]
         else:
             y, after = memory.scan(self.rule, params, state.memory, q, k, v, gates)
-        return self._output(y, gate), MemoryMixerState(conv, after)
+        return y, gate, MemoryMixerState(conv, after)
 
     def _project(
         self, x: jax.Array, conv_state: jax.Array, segment_ids: jax.Array | None
@@ -132,8 +134,40 @@ class MemoryMixer(nnx.Module):
 
     def _by_head(self, x: jax.Array) -> jax.Array:
         """[batch, time, n, heads · head_dim] → [batch, time, heads, n · head_dim]."""
-        batch, time, n, _ = x.shape
-        return jnp.swapaxes(x.reshape(batch, time, n, self.heads, -1), 2, 3).reshape(batch, time, self.heads, -1)
+        batch, time, n, inner = x.shape
+        return jnp.swapaxes(x.reshape(batch, time, n, self.heads, inner // self.heads), 2, 3).reshape(
+            batch, time, self.heads, n * inner // self.heads
+        )
+
+
+class MemoryMixer(MemoryHeads):
+    """Tokens write to and read from a memory, per head.
+
+        out = (RMSNorm(y) ⊙ SiLU(x W_gate)) W_out        y of `MemoryHeads`; one norm for each head
+
+    Args:
+      config: as `MemoryHeads`; norm_eps and output_scale.
+      rngs: source of the initial values.
+
+    Raises:
+      ValueError: values wider than keys for a memory with a residual.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, output_gate=True, rngs=rngs)
+        self.norm = RMSNorm((config.num_heads, config.value_dim), ("heads", None), config.norm_eps)
+        self.out = output_projection(config, rngs)
+
+    def __call__(
+        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
+    ) -> jax.Array:
+        """Whole sequences from a fresh memory: [batch, time, dim] → [batch, time, dim]; see `MemoryHeads.scan`."""
+        return self._output(*self.scan(x, segment_ids, max_segments))
+
+    def extend(self, x: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, MemoryMixerState]:
+        """The next piece of a sequence, any time ≥ 1."""
+        y, gate, state = self.scan_from(x, state)
+        return self._output(y, gate), state
 
     def _output(self, y: jax.Array, gate: jax.Array) -> jax.Array:
         y = self.norm(y) * gate

@@ -11,7 +11,9 @@ from flax import nnx
 from atlasjax.names import lookup
 from atlasjax.nn import baselines
 from atlasjax.nn.attention import AttentionMixer, SlidingWindowMixer
+from atlasjax.nn.backbones import MAGMixer, MALMixer
 from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.mac import MACMixer
 from atlasjax.nn.memory_mixer import MemoryMixer
 
 
@@ -41,6 +43,9 @@ class Mixer(Protocol):
 
 MIXERS: dict[str, type] = {
     "memory": MemoryMixer,
+    "mac": MACMixer,
+    "mag": MAGMixer,
+    "mal": MALMixer,
     "attention": AttentionMixer,
     "swa": SlidingWindowMixer,
     "mamba": baselines.MambaMixer,

@@ -112,6 +112,11 @@ def jitted_extend():
     return jax.jit(lambda q, k, v, cache, persistent: A.extend(q, k, v, cache, rope_theta=THETA, persistent=persistent))
 
 
+def init_cache(window, length):
+    sizes = (HEADS, KEY, VALUE, jnp.float32)
+    return A.init_cache(BATCH, length, *sizes) if window is None else A.init_window(BATCH, window, *sizes)
+
+
 def stream(x, cache, cuts):
     pieces, shapes = [], jax.tree.map(jnp.shape, cache)
     for start, stop in itertools.pairwise(cuts):
@@ -125,7 +130,7 @@ def stream(x, cache, cuts):
 def test_streamed_is_parallel(window, persistent):
     x = arrays(17, persistent)
     expected = parallel(x, window)
-    empty = A.init_cache(BATCH, window or 17, HEADS, KEY, VALUE, jnp.float32, window=window is not None)
+    empty = init_cache(window, 17)
     caches = []
     for cuts in (range(18), [0, 17], [0, 2, 3, 9, 10, 17]):
         y, cache = stream(x, empty, cuts)
@@ -138,7 +143,7 @@ def test_streamed_is_parallel(window, persistent):
 def test_a_long_piece_of_a_stream_goes_through_blocks():
     x = arrays(400)
     for window in (None, 30):
-        empty = A.init_cache(BATCH, window or 400, HEADS, KEY, VALUE, jnp.float32, window=window is not None)
+        empty = init_cache(window, 400)
         y, _ = stream(x, empty, [0, 61, 400])
         close(y, parallel(x, window))
 
@@ -146,7 +151,7 @@ def test_a_long_piece_of_a_stream_goes_through_blocks():
 def test_rows_of_a_stream_may_have_read_different_numbers_of_tokens():
     x = arrays(12)
     for window in (None, 4):
-        empty = A.init_cache(BATCH, window or 12, HEADS, KEY, VALUE, jnp.float32, window=window is not None)
+        empty = init_cache(window, 12)
         _, early = stream(x, empty, [0, 3])
         _, late = stream(x, empty, [0, 7])
         mixed = jax.tree.map(lambda a, b: jnp.stack([a[0], b[1]]), early, late)
@@ -158,7 +163,7 @@ def test_rows_of_a_stream_may_have_read_different_numbers_of_tokens():
 
 def test_tokens_beyond_a_full_cache_are_nan():
     x = arrays(9)
-    empty = A.init_cache(BATCH, 6, HEADS, KEY, VALUE, jnp.float32)
+    empty = init_cache(None, 6)
     for cuts in ([0, 9], [0, 4, 9], range(10)):
         y, _ = stream(x, empty, cuts)
         close(y[:, :6], parallel(x, None)[:, :6])

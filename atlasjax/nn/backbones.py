@@ -1,0 +1,128 @@
+"""Hybrids of a memory and sliding-window attention in one layer: side by side (MAG), or one after the other (MAL)."""
+
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+
+from atlasjax.mixers.attention import KVCache, WindowCache
+from atlasjax.nn.attention import AttentionHeads, output_projection, required_window
+from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.layers import RMSNorm
+from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixer, MemoryMixerState
+
+
+class HybridState(NamedTuple):
+    """The memory's state, and the keys and values of the attention's window."""
+
+    memory: MemoryMixerState
+    window: KVCache | WindowCache
+
+
+class GatedHeads(nnx.Module):
+    """Attention gated by memory, for each head, and back to the residual stream (Titans §4.2):
+
+        out = (RMSNorm(attention) ⊙ σ(RMSNorm(memory))) W_out        a learned scale for each channel of both norms
+
+    Args:
+      config: dim, num_heads, head_dim, value_expansion, norm_eps, output_scale.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        shape = (config.num_heads, config.value_dim)
+        self.attention_norm = RMSNorm(shape, ("heads", None), config.norm_eps)
+        self.memory_norm = RMSNorm(shape, ("heads", None), config.norm_eps)
+        self.out = output_projection(config, rngs)
+
+    def __call__(self, attention: jax.Array, memory: jax.Array) -> jax.Array:
+        """Both [batch, time, heads, value_dim] → [batch, time, dim]."""
+        y = self.attention_norm(attention) * jax.nn.sigmoid(self.memory_norm(memory))
+        return self.out(y.reshape(*y.shape[:2], -1))
+
+
+class MAGMixer(nnx.Module):
+    """Memory as a gate (Titans Eq. 26–28, A Figure 3): sliding-window attention and memory side by side.
+
+        a = SWA(x),  m = memory(x)             each with projections of its own; the attention also sees the persistent tokens
+        out = (RMSNorm(a) ⊙ σ(RMSNorm(m))) W_out
+
+    Titans' o = y ⊗ M(x̃) "normalizes the outputs y and M(x̃) with learnable vectors, followed by a non-linearity σ"; read here as:
+    both are normalized for each head, and σ, a sigmoid, is applied to the memory's side alone. Titans puts the persistent tokens
+    in front of the sequence; here they are keys and values of the attention, and the memory has its learned M_0 instead.
+
+    Any rule of `rules.REGISTRY`. The state is bounded, but for a kernel memory that keeps every token. Cost per token: that of
+    the memory, and attention over the window.
+
+    Args:
+      config: as for `MemoryHeads` and `AttentionHeads`; attention.window is needed.
+      rngs: source of the initial values.
+
+    Raises:
+      ValueError: no window, an odd head_dim, or values wider than keys for a memory with a residual.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.attention = AttentionHeads(config, required_window(config, "mag"), rngs=rngs)
+        self.memory = MemoryHeads(config, rngs=rngs)
+        self.join = GatedHeads(config, rngs=rngs)
+
+    def __call__(
+        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
+    ) -> jax.Array:
+        """Whole sequences: [batch, time, dim] → [batch, time, dim]; arguments as for `MemoryHeads.scan`."""
+        m, _ = self.memory.scan(x, segment_ids, max_segments)
+        return self.join(self.attention(x, segment_ids), m)
+
+    def init_state(self, batch_size: int, max_length: int | None = None) -> HybridState:
+        """The state before the first token; `max_length`: see `memory.init_state`."""
+        return HybridState(self.memory.init_state(batch_size, max_length), self.attention.init_state(batch_size))
+
+    def extend(self, x: jax.Array, state: HybridState) -> tuple[jax.Array, HybridState]:
+        """The next piece of a sequence, any time ≥ 1."""
+        m, _, memory = self.memory.scan_from(x, state.memory)
+        a, window = self.attention.extend(x, state.window)
+        return self.join(a, m), HybridState(memory, window)
+
+
+class MALMixer(nnx.Module):
+    """Memory as a layer (Titans Eq. 29–31): a memory, then sliding-window attention on what it gives, in one mixer.
+
+        y = memory(x)                          `MemoryMixer`, its output gate and projection included
+        out = SWA(RMSNorm(y)) W_out            the attention also sees the persistent tokens; no residual between the two
+
+    Any rule of `rules.REGISTRY`; state and cost as `MAGMixer`'s.
+
+    Args:
+      config: as for `MemoryMixer` and `AttentionHeads`; attention.window is needed.
+      rngs: source of the initial values.
+
+    Raises:
+      ValueError: no window, an odd head_dim, or values wider than keys for a memory with a residual.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.memory = MemoryMixer(config, rngs=rngs)
+        self.norm = RMSNorm((config.dim,), ("embed",), config.norm_eps)
+        self.attention = AttentionHeads(config, required_window(config, "mal"), rngs=rngs)
+        self.out = output_projection(config, rngs)
+
+    def __call__(
+        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
+    ) -> jax.Array:
+        """Whole sequences: [batch, time, dim] → [batch, time, dim]; arguments as for `MemoryHeads.scan`."""
+        y = self.norm(self.memory(x, segment_ids, max_segments))
+        return self._output(self.attention(y, segment_ids))
+
+    def init_state(self, batch_size: int, max_length: int | None = None) -> HybridState:
+        """The state before the first token; `max_length`: see `memory.init_state`."""
+        return HybridState(self.memory.init_state(batch_size, max_length), self.attention.init_state(batch_size))
+
+    def extend(self, x: jax.Array, state: HybridState) -> tuple[jax.Array, HybridState]:
+        """The next piece of a sequence, any time ≥ 1."""
+        y, memory = self.memory.extend(x, state.memory)
+        y, window = self.attention.extend(self.norm(y), state.window)
+        return self._output(y), HybridState(memory, window)
+
+    def _output(self, y: jax.Array) -> jax.Array:
+        return self.out(y.reshape(*y.shape[:2], -1))

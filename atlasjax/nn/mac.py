@@ -1,0 +1,280 @@
+"""Memory as a context (MAC, Titans §4.1): segments of tokens attend to what they retrieve from memory, then write to it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from atlasjax import memory
+from atlasjax.memory.check import check_segments
+from atlasjax.memory.layout import segmented_layout
+from atlasjax.mixers.attention import KVCache, Source, init_cache, softmax_attention
+from atlasjax.mixers.rotary import rotate
+from atlasjax.nn.attention import AttentionHeads
+from atlasjax.nn.backbones import GatedHeads
+from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, l2_normalize
+from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState
+from atlasjax.nn.parameters import values
+
+
+class MACState(NamedTuple):
+    """What MAC carries from call to call.
+
+    Attributes:
+      conv: the last conv_width − 1 projections for the retrieval queries, [batch, conv_width − 1, heads · head_dim].
+      memory: the memory after the last token.
+      start: the memory at the start of the segment, which is what retrieval reads.
+      tokens: keys and values of the segment's tokens, and how many there are: position < segment_size.
+      retrieved: keys and values of what they retrieved.
+    """
+
+    conv: jax.Array
+    memory: MemoryMixerState
+    start: Any
+    tokens: KVCache
+    retrieved: KVCache
+
+
+class MACMixer(nnx.Module):
+    """Memory as a context (Titans Eq. 21–25), in segments of `attention.segment_size` tokens; s: the segment's start.
+
+        h_i = M_s(q_i)                        retrieval, before the segment is written; q = SiLU(conv(x W_q)) of unit length
+        r_i = RMSNorm(h_i) W_r                the retrieved token
+        a_i = softmax attention of x_i over [persistent, r_j for j ≤ i, x_j for j ≤ i in the segment], RoPE within the segment
+        y_i = a_i W_y                         is written to memory, token by token; k, v and gates from y as in `MemoryHeads`
+        m_i = M_i(q(y_i))                     read after the write of token i
+        out = (RMSNorm(a_i) ⊙ σ(RMSNorm(m_i))) W_out
+
+    A retrieved token of a later position is not seen: its query is a later token. x and r share the attention's projections.
+    Titans' o = y ⊗ M(y) has the norms and the sigmoid of `MAGMixer`.
+
+    Any rule of `rules.REGISTRY`. A segment needs the memory that the one before it left, so segments run one after another, in
+    training too. Cost per token: the memory's, one more read of it, and attention over at most 2 · segment_size + persistent keys.
+    The state is bounded, but for a kernel memory that keeps every token (and of its cache training keeps one for each segment).
+
+    Args:
+      config: as for `MemoryHeads` and `AttentionHeads`; attention.segment_size.
+      rngs: source of the initial values.
+
+    Raises:
+      ValueError: a segment size that the memory's chunk size does not divide, an odd head_dim, or values wider than keys for a
+        memory with a residual.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        heads, inner = config.num_heads, config.num_heads * config.resolved_head_dim
+        self.segment_size, self.dtype = config.attention.segment_size, jnp.dtype(config.dtype)
+        rule = config.memory.build()
+        if not rule.has_constant_gradient and self.segment_size % rule.chunk_size:
+            raise ValueError(
+                f"mixer 'mac': attention.segment_size={self.segment_size} must be a multiple of the memory's "
+                f"chunk_size={rule.chunk_size} (rule {config.memory.rule!r})."
+            )
+        self.queries = Linear((config.dim, inner), ("embed", "heads"), rngs=rngs)
+        self.conv = CausalConv(config.conv_width, (inner,), ("heads",), rngs=rngs)
+        self.retrieved_norm = RMSNorm((heads, config.value_dim), ("heads", None), config.norm_eps)
+        self.retrieved = Linear((heads * config.value_dim, config.dim), ("heads", "embed"), rngs=rngs)
+        self.attention = AttentionHeads(config, None, rngs=rngs)
+        self.written = Linear((heads * config.value_dim, config.dim), ("heads", "embed"), rngs=rngs)
+        self.memory = MemoryHeads(config, rngs=rngs)
+        self.join = GatedHeads(config, rngs=rngs)
+
+    def __call__(
+        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
+    ) -> jax.Array:
+        """Whole sequences: [batch, time, dim] → [batch, time, dim].
+
+        Args:
+          x: the layer input, in the model's dtype.
+          segment_ids: integers ≥ 0, [batch, time], for packed documents: where the id changes, memory, convolutions and the grid
+            of segments start afresh.
+          max_segments: static bound on the documents of a row; needed under jit with `segment_ids`.
+        """
+        batch, time, size = *x.shape[:2], self.segment_size
+        queries, _ = self._queries(x, self.conv.init_state(batch, x.dtype), segment_ids)
+        if segment_ids is None:
+            count, place, resets = -(-time // size), None, None
+        else:
+            max_segments = check_segments(segment_ids, max_segments, x, "mixer 'mac'")
+            assert max_segments is not None
+            zeros = jnp.zeros(batch, jnp.int32)
+            ids = jnp.asarray(segment_ids, jnp.int32)
+            where = segmented_layout(ids, max_segments, size, size, 1, zeros, zeros, zeros - 1)
+            count, place, resets = where.num_slots, where.place, where.resets
+        fresh = self.memory.init_state(batch, count * size)
+        position = jnp.broadcast_to(jnp.arange(size), (batch, size))
+        earlier = position[:, None, :] <= position[:, :, None]
+
+        def segment(
+            state: MemoryMixerState, inputs: tuple[jax.Array, jax.Array, jax.Array | None]
+        ) -> tuple[MemoryMixerState, jax.Array]:
+            x, queries, reset = inputs
+            if reset is not None:
+                state = _choose(reset, fresh, state)
+            q, rotated, tokens, retrieved = self._look(x, queries, state.memory, position)
+            y, state = self._write(self._attend(q, rotated, tokens, retrieved, earlier), state)
+            return state, y
+
+        xs = (_to_segments(x, count, size, place), _to_segments(queries, count, size, place), resets)
+        _, y = jax.lax.scan(jax.checkpoint(segment, prevent_cse=False), fresh, xs)
+        return _from_segments(y, time, place)
+
+    def init_state(self, batch_size: int, max_length: int | None = None) -> MACState:
+        """The state before the first token; `max_length`: see `memory.init_state`."""
+        fresh = self.memory.init_state(batch_size, max_length)
+        attention, size = self.attention, self.segment_size
+        empty = lambda: init_cache(
+            batch_size, size, attention.heads, attention.key_dim, attention.value_dim, self.dtype
+        )
+        # A copy: a state whose leaves share a buffer could not be donated to a jitted call.
+        start = jax.tree.map(jnp.copy, _what_is_read(fresh.memory))
+        return MACState(self.conv.init_state(batch_size, self.dtype), fresh, start, empty(), empty())
+
+    def extend(self, x: jax.Array, state: MACState) -> tuple[jax.Array, MACState]:
+        """The next piece of a sequence, any time ≥ 1.
+
+        Whole segments inside the piece are taken at once; the tokens before and after them one by one.
+        """
+        time, size = x.shape[1], self.segment_size
+        queries, conv = self._queries(x, state.conv, None)
+        state = state._replace(conv=conv)
+        if time == 1:
+            return self._token(x, queries, state)
+        y = jnp.zeros_like(x)
+        one_by_one = jnp.arange(time)[:, None]
+        if time < 2 * size:
+            return self._pieces(self._token, 1, one_by_one, time, x, queries, y, state)
+        head = (size - state.tokens.position) % size
+        whole = (time - head) // size
+        y, state = self._pieces(self._token, 1, one_by_one[: size - 1], head, x, queries, y, state)
+        starts = head + jnp.arange(time // size)[:, None] * size
+        y, state = self._pieces(self._segment, size, starts, head + whole * size, x, queries, y, state)
+        starts = head + whole * size + one_by_one[: size - 1]
+        return self._pieces(self._token, 1, starts, time, x, queries, y, state)
+
+    def _pieces(
+        self, run: Callable[..., Any], size: int, starts: jax.Array, end: Any, x: jax.Array, queries: jax.Array,
+        y: jax.Array, state: MACState,
+    ) -> tuple[jax.Array, MACState]:  # fmt: skip
+        """One piece after another, of `size` tokens each, row by row those that start before `end`.
+
+        Args:
+          run: (x, queries, state) of a piece → (y, state).
+          starts: [pieces, batch or 1], where each starts in each row.
+          end: [batch], or an integer.
+          x, queries: of all tokens.
+          y: [batch, time, dim], into which the outputs go.
+        """
+        batch, time = x.shape[:2]
+        rows = jnp.arange(batch)[:, None]
+
+        def piece(carry: tuple[jax.Array, MACState], start: jax.Array) -> tuple[tuple[jax.Array, MACState], None]:
+            y, state = carry
+            active = start < end
+            index = start[:, None] + jnp.arange(size)
+            inside = jnp.minimum(index, time - 1)
+
+            def go(y: jax.Array, state: MACState) -> tuple[jax.Array, MACState]:
+                out, after = run(x[rows, inside], queries[rows, inside], state)
+                y = y.at[rows, jnp.where(active[:, None], index, time)].set(out, mode="drop")
+                return y, _choose(active, after, state)
+
+            return jax.lax.cond(jnp.any(active), go, lambda y, state: (y, state), y, state), None
+
+        carry, _ = jax.lax.scan(piece, (y, state), jnp.broadcast_to(starts, (len(starts), batch)))
+        return carry
+
+    def _segment(self, x: jax.Array, queries: jax.Array, state: MACState) -> tuple[jax.Array, MACState]:
+        """A whole segment: the state is, and will be, at a segment's start."""
+        position = jnp.broadcast_to(jnp.arange(self.segment_size), x.shape[:2])
+        earlier = position[:, None, :] <= position[:, :, None]
+        q, rotated, tokens, retrieved = self._look(x, queries, _reading(state.start, state.memory.memory), position)
+        y, after = self._write(self._attend(q, rotated, tokens, retrieved, earlier), state.memory)
+        held = lambda k, v: KVCache(k, v, state.tokens.position)
+        start = _what_is_read(after.memory)
+        return y, MACState(state.conv, after, start, held(*tokens), held(*retrieved))
+
+    def _token(self, x: jax.Array, queries: jax.Array, state: MACState) -> tuple[jax.Array, MACState]:
+        """One token, anywhere in a segment."""
+        position = state.tokens.position
+        q, rotated, token, retrieved = self._look(
+            x, queries, _reading(state.start, state.memory.memory), position[:, None]
+        )
+        rows = jnp.arange(x.shape[0])
+        after = (position + 1) % self.segment_size
+        put = lambda old, new: old.at[rows, position].set(new[:, 0])
+        tokens, retrieved = (
+            KVCache(put(cache.keys, k), put(cache.values, v), after)
+            for cache, (k, v) in ((state.tokens, token), (state.retrieved, retrieved))
+        )
+        earlier = (jnp.arange(self.segment_size) <= position[:, None])[:, None]
+        y, written = self._write(self._attend(q, rotated, tokens[:2], retrieved[:2], earlier), state.memory)
+        start = _choose(after == 0, _what_is_read(written.memory), state.start)
+        return y, MACState(state.conv, written, start, tokens, retrieved)
+
+    def _queries(self, x: jax.Array, conv: jax.Array, segment_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Retrieval queries, [batch, time, heads, head_dim], and the convolution's next state."""
+        mixed, conv = self.conv(self.queries(x), conv, segment_ids)
+        q = l2_normalize(jax.nn.silu(mixed).reshape(*x.shape[:2], self.attention.heads, -1))
+        return q.astype(x.dtype), conv
+
+    def _look(self, x: jax.Array, queries: jax.Array, start: Any, position: jax.Array) -> tuple[Any, Any, Any, Any]:
+        """Retrieval and projections: q, rotated q, and rotated keys with values of the tokens and of what they retrieve."""
+        h = memory.read(self.memory.rule, values(self.memory.memory), start, queries)
+        r = self.retrieved(self.retrieved_norm(h).reshape(*x.shape[:2], -1))
+        theta = self.attention.theta
+        q, k, v = self.attention.project(x)
+        _, rk, rv = self.attention.project(r)
+        turn = lambda z: rotate(z, position, theta)
+        return q, turn(q), (turn(k), v), (turn(rk), rv)
+
+    def _attend(self, q: jax.Array, rotated: jax.Array, tokens: Any, retrieved: Any, visible: jax.Array) -> jax.Array:
+        """[batch, time, heads, value_dim]; visible: [batch, time, keys], of tokens and of what they retrieved."""
+        sources = [Source(rotated, k, v, visible) for k, v in (tokens, retrieved)]
+        persistent = self.attention.persistent()
+        if persistent is not None:
+            sources.append(Source(q, persistent.keys.astype(q.dtype), persistent.values.astype(q.dtype)))
+        return softmax_attention(*sources)
+
+    def _write(self, a: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, MemoryMixerState]:
+        """The attention's output is written, read, and gated by what is read: [batch, time, dim], and the memory after it."""
+        m, _, state = self.memory.scan_from(self.written(a.reshape(*a.shape[:2], -1)), state)
+        return self.join(a, m), state
+
+
+def _what_is_read(state: Any) -> Any:
+    """The part of a memory's state that `memory.read` looks at, to be kept."""
+    return state.memory if isinstance(state, memory.MemoryState) else state
+
+
+def _reading(kept: Any, state: Any) -> Any:
+    """A state of which `memory.read` reads what was kept; the rest is that of `state`."""
+    return state._replace(memory=kept) if isinstance(state, memory.MemoryState) else kept
+
+
+def _choose(condition: jax.Array, a: Any, b: Any) -> Any:
+    """Per batch element: leaves of `a` where the condition [batch] holds, else of `b`."""
+    expand = lambda x: condition.reshape(-1, *(1,) * (x.ndim - 1))
+    return jax.tree.map(lambda x, y: jnp.where(expand(x), x, y), a, b)
+
+
+def _to_segments(x: jax.Array, count: int, size: int, place: jax.Array | None) -> jax.Array:
+    """[batch, time, …] → [segments, batch, size, …]; place: [batch, time] in the segments, None if token t has place t."""
+    batch, time, *rest = x.shape
+    if place is None:
+        x = jnp.pad(x, ((0, 0), (0, count * size - time), *((0, 0),) * len(rest)))
+    else:
+        empty = jnp.zeros((batch, count * size, *rest), x.dtype)
+        x = empty.at[jnp.arange(batch)[:, None], place].set(x, mode="drop", unique_indices=True)
+    return jnp.moveaxis(x.reshape(batch, count, size, *rest), 1, 0)
+
+
+def _from_segments(y: jax.Array, time: int, place: jax.Array | None) -> jax.Array:
+    """[segments, batch, size, dim] → [batch, time, dim]; NaN for tokens that found no place."""
+    y = jnp.moveaxis(y, 0, 1).reshape(y.shape[1], -1, y.shape[-1])
+    if place is None:
+        return y[:, :time]
+    return y.at[jnp.arange(y.shape[0])[:, None], place].get(mode="fill", fill_value=jnp.nan)

@@ -1,0 +1,316 @@
+"""MAC, MAG, MAL and the attention mixers: their definitions, streamed = parallel, causal, segments, gradients, dtypes."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from atlasjax import memory, rules
+from atlasjax.generate import SamplingConfig, generate
+from atlasjax.mixers.rotary import rotate
+from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig, logical_axes, state_bytes
+from atlasjax.nn.mixers import MIXERS
+from atlasjax.nn.parameters import values
+
+DIM, HEADS, HEAD, BATCH, TIME, SEGMENT, WINDOW = 12, 2, 4, 2, 22, 4, 5
+MEMORIES = {
+    "titans": MemoryConfig("titans", chunk_size=2, expansion=1, max_step=0.1),
+    "deep_transformer": MemoryConfig("deep_transformer", chunk_size=2, structure="matrix"),
+}
+# A deep memory with momentum in all; and in MAC, which keeps what retrieval reads, a kernel memory, whose state is another.
+CASES = [*((name, "titans") for name in ("attention", "swa", "mag", "mal", "mac")), ("mac", "deep_transformer")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_fast():
+    """Nearly all the time of these tests is compilation of tiny layers."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def make_config(rule, **changes):
+    attention = AttentionConfig(window=WINDOW, rope_theta=30.0, persistent_tokens=2, segment_size=SEGMENT)
+    options = dict(dim=DIM, num_layers=2, num_heads=HEADS, head_dim=HEAD, dtype="float32", conv_width=3)
+    return ModelConfig(**{**options, "attention": attention, "memory": MEMORIES[rule], **changes})
+
+
+def abstract(name, config):
+    return nnx.eval_shape(lambda: MIXERS[name](config, rngs=nnx.Rngs(0)))
+
+
+@functools.cache
+def make(name, rule):
+    """(graphdef, params, jitted parallel pass), every parameter moved off its initial value: ones and zeros hide mistakes."""
+    config = make_config(rule)
+    graphdef = nnx.split(abstract(name, config), nnx.Param)[0]
+    initial = jax.jit(lambda: nnx.split(MIXERS[name](config, rngs=nnx.Rngs(0)), nnx.Param)[1])()
+    rng = np.random.default_rng(7)
+    params = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), initial)
+    return graphdef, params, jax.jit(lambda p, x: nnx.merge(graphdef, p)(x))
+
+
+def inputs(seed=0):
+    return jax.random.normal(jax.random.key(seed), (BATCH, TIME, DIM))
+
+
+def close(got, expected, tolerance=3e-5):
+    """Relative to the largest expected number."""
+    expected = np.asarray(expected, np.float64)
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+# ---- definitions of one row, token by token ----
+
+
+def attend(q, keys, seen_values, persistent, at):
+    """One token's softmax over a list of (position, key, value), and the persistent tokens; [heads, value_dim]."""
+    turn = lambda x, position: rotate(x[None, None], jnp.array([[position]]), 30.0)[0, 0]
+    logits = [jnp.sum(turn(q, at) * turn(k, s), axis=-1) for s, k in keys]
+    logits += [jnp.sum(q * k, axis=-1) for k in persistent.keys]
+    weights = jax.nn.softmax(jnp.stack(logits) / HEAD**0.5, axis=0)
+    return jnp.einsum("nh,nhv->hv", weights, jnp.stack([*seen_values, *persistent.values]))
+
+
+def window_attention(heads, x):
+    q, k, v = (z[0] for z in heads.project(x[None]))
+    seen = lambda t: range(max(0, t - WINDOW + 1), t + 1)
+    y = [
+        attend(q[t], [(s, k[s]) for s in seen(t)], [v[s] for s in seen(t)], heads.persistent(), t)
+        for t in range(len(x))
+    ]
+    return jnp.stack(y)
+
+
+class MemoryByToken:
+    """A memory that reads x token by token: its convolution, projections and gates as they are written down."""
+
+    def __init__(self, heads):
+        self.heads, self.params, self.past = heads, values(heads.memory), [jnp.zeros((3, HEADS * HEAD))] * 2
+        self.state = memory.init_state(heads.rule, self.params, batch_size=1, max_length=TIME)
+
+    def __call__(self, x):
+        self.past.append(jnp.einsum("e,enc->nc", x, self.heads.inputs.kernel[:, :3]))
+        mixed = sum(tap * z for tap, z in zip(self.heads.conv.kernel[...], self.past[-3:], strict=True))
+        q, k, v = jax.nn.silu(mixed).reshape(3, HEADS, HEAD)
+        q, k = (z / jnp.sqrt(jnp.sum(z * z, axis=-1, keepdims=True) + 1e-6) for z in (q, k))
+        gates = self.heads.gates(x[None])
+        y, self.state = memory.step(self.heads.rule, self.params, self.state, q[None], k[None], v[None], gates)
+        return y[0]
+
+
+def rms(x, scale):
+    return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+def join(parts, a, m):
+    y = rms(a, parts.attention_norm.scale[...]) * jax.nn.sigmoid(rms(m, parts.memory_norm.scale[...]))
+    return y.reshape(len(y), -1) @ parts.out.kernel[...]
+
+
+def swa(mixer, x):
+    return window_attention(mixer.attention, x).reshape(len(x), -1) @ mixer.out.kernel[...]
+
+
+def mag(mixer, x):
+    m = MemoryByToken(mixer.memory)
+    return join(mixer.join, window_attention(mixer.attention, x), jnp.stack([m(token) for token in x]))
+
+
+def mal(mixer, x):
+    m, parts = MemoryByToken(mixer.memory), mixer.memory
+    y = rms(jnp.stack([m(token) for token in x]), parts.norm.scale[...]).reshape(len(x), -1)
+    y = (y * jax.nn.silu(x @ parts.inputs.kernel[:, 3])) @ parts.out.kernel[...]
+    return window_attention(mixer.attention, rms(y, mixer.norm.scale[...])).reshape(len(x), -1) @ mixer.out.kernel[...]
+
+
+def mac(mixer, x):
+    m, a, y, past = MemoryByToken(mixer.memory), [], [], [jnp.zeros(HEADS * HEAD)] * 2
+    for t, token in enumerate(x):
+        if t % SEGMENT == 0:
+            start, keys, seen = m.state, [], []
+        past.append(token @ mixer.queries.kernel[...])
+        q = jax.nn.silu(sum(c * z for c, z in zip(mixer.conv.kernel[...], past[-3:], strict=True))).reshape(HEADS, HEAD)
+        q = q / jnp.sqrt(jnp.sum(q * q, axis=-1, keepdims=True) + 1e-6)
+        h = memory.read(m.heads.rule, m.params, start, q[None, None])[0, 0]
+        retrieved = rms(h, mixer.retrieved_norm.scale[...]).reshape(-1) @ mixer.retrieved.kernel[...]
+        for z in (token, retrieved):
+            _, k, v = (z[0, 0] for z in mixer.attention.project(z[None, None]))
+            keys.append((t % SEGMENT, k))
+            seen.append(v)
+        q = mixer.attention.project(token[None, None])[0][0, 0]
+        a.append(attend(q, keys, seen, mixer.attention.persistent(), t % SEGMENT))
+        y.append(m(a[-1].reshape(-1) @ mixer.written.kernel[...]))
+    return join(mixer.join, jnp.stack(a), jnp.stack(y))
+
+
+@pytest.mark.parametrize(("name", "rule"), [case for case in CASES if case[0] != "attention"])
+def test_layer_is_its_definition(name, rule):
+    graphdef, params, parallel = make(name, rule)
+    definition = {"swa": swa, "mag": mag, "mal": mal, "mac": mac}[name]
+    got = parallel(params, inputs())
+    assert got.shape == (BATCH, TIME, DIM)
+    close(got[1, :14], definition(nnx.merge(graphdef, params), inputs()[1, :14]))
+
+
+# ---- what holds for every mixer ----
+
+
+@functools.cache
+def jitted_extend(name, rule):
+    graphdef = make(name, rule)[0]
+    return jax.jit(lambda p, x, state: nnx.merge(graphdef, p).extend(x, state))
+
+
+def stream(name, rule, x, state, cuts):
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    pieces = []
+    for start, stop in itertools.pairwise(cuts):
+        y, state = jitted_extend(name, rule)(make(name, rule)[1], x[:, start:stop], state)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == shapes
+        pieces.append(y)
+    return jnp.concatenate(pieces, axis=1), state
+
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_streamed_is_parallel(name, rule):
+    graphdef, params, parallel = make(name, rule)
+    expected = parallel(params, inputs())
+    empty = nnx.merge(graphdef, params).init_state(BATCH, TIME)
+    assert all(leaf.shape[0] == BATCH for leaf in jax.tree.leaves(empty))
+    states = []
+    # For MAC with segments of 4: one by one; from inside a segment over whole ones into another; pieces within two segments.
+    for cuts in (range(TIME + 1), [0, 1, 22], [0, 3, 6, 9, 10, 13, 16, 19, 22]):
+        y, state = stream(name, rule, inputs(), empty, cuts)
+        close(y, expected)
+        states.append(state)
+    for state in states[1:]:
+        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(states[0]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=3e-5)
+
+
+@pytest.mark.parametrize("cuts", [[0, 1, 5], [0, 21]])
+def test_rows_of_a_stream_may_stand_anywhere_in_their_segments(cuts):
+    graphdef, params, parallel = make("mac", "titans")
+    x, empty = inputs(), nnx.merge(graphdef, params).init_state(BATCH, TIME)
+    _, early = stream("mac", "titans", x, empty, range(2))
+    _, late = stream("mac", "titans", x[:, :4], empty, range(4))
+    mixed = jax.tree.map(lambda a, b: jnp.stack([a[0], b[1]]), early, late)
+    longer = jnp.concatenate([x, x], axis=1)
+    pieces = jnp.stack([longer[0, 1:22], longer[1, 3:24]])
+    y, _ = stream("mac", "titans", pieces, mixed, cuts)
+    whole = parallel(params, longer)
+    close(y, jnp.stack([whole[0, 1 : 1 + cuts[-1]], whole[1, 3 : 3 + cuts[-1]]]))
+
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_causal_and_rows_independent(name, rule):
+    _, params, parallel = make(name, rule)
+    before = np.asarray(parallel(params, inputs()))
+    for t in (0, 5, 6, 7, TIME - 1):
+        after = np.asarray(parallel(params, inputs().at[1, t].add(1.0)))
+        assert np.array_equal(after[0], before[0])
+        assert np.array_equal(after[1, :t], before[1, :t])
+        reach = WINDOW if name == "swa" else TIME
+        moved = np.abs(after[1] - before[1]).max(axis=1)
+        assert moved[t : t + reach].min() > 1e-7  # seen by all later tokens, or by those of the window
+        assert np.all(moved[t + reach :] == 0)
+
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_packed_row_is_its_segments(name, rule):
+    graphdef, params, parallel = make(name, rule)
+    ids = np.repeat([[0, 1, 0, 2], [3, 4, 5, 6]], [5, 4, 1, 12], axis=1)  # an id may return: still another segment
+    packed = jax.jit(lambda p, x, ids: nnx.merge(graphdef, p)(x, ids, 4))(params, inputs(), jnp.asarray(ids))
+    for start, stop in itertools.pairwise([0, 5, 9, 10, 22]):
+        alone = parallel(params, jnp.roll(inputs(), -start, axis=1))[:, : stop - start]
+        close(packed[:, start:stop], alone)
+
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_every_parameter_learns_and_names_its_axes(name, rule):
+    graphdef, params, _ = make(name, rule)
+    weights = jax.random.normal(jax.random.key(3), (BATCH, TIME, DIM))
+    gradients = jax.jit(jax.grad(lambda p: jnp.sum(weights * nnx.merge(graphdef, p)(inputs()))))(params)
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        assert np.all(np.isfinite(gradient)), path
+        assert np.abs(gradient).max() > 1e-6, path
+    axes = logical_axes(abstract(name, make_config(rule)))
+    for names, value in zip(jax.tree.leaves(axes), jax.tree.leaves(params), strict=True):
+        assert len(names) == value.ndim
+
+
+@pytest.mark.parametrize(("name", "rule"), [case for case in CASES if case[1] == "titans"])
+def test_bfloat16_is_close_to_float32(name, rule):
+    half = nnx.split(abstract(name, make_config(rule, dtype="bfloat16")), nnx.Param)[0]
+    _, params, parallel = make(name, rule)
+    expected = np.asarray(parallel(params, inputs()))
+    y = jax.jit(lambda p, x: nnx.merge(half, p)(x.astype(jnp.bfloat16)))(params, inputs())
+    assert y.dtype == jnp.bfloat16
+    assert np.sqrt(np.mean((np.asarray(y, np.float32) - expected) ** 2)) < 0.03 * expected.std()
+
+
+@pytest.mark.parametrize("name", ["mac", "mag", "mal"])
+def test_every_rule_fits(name):
+    """Shapes of the parallel pass over packed documents and of a step, for all rules."""
+    for rule in rules.REGISTRY:
+        config = make_config("titans", memory=MemoryConfig(rule), attention=AttentionConfig(8, segment_size=64))
+        graphdef, params = nnx.split(abstract(name, config), nnx.Param)
+        x, ids = jax.ShapeDtypeStruct((BATCH, 70, DIM), jnp.float32), jnp.zeros((BATCH, 70), jnp.int32)
+        y = jax.eval_shape(lambda p, x, g=graphdef, ids=ids: nnx.merge(g, p)(x, ids, 2), params, x)
+        assert y.shape == x.shape
+        x = jax.ShapeDtypeStruct((BATCH, 1, DIM), jnp.float32)
+        state = jax.eval_shape(lambda p, g=graphdef: nnx.merge(g, p).init_state(BATCH, 9), params)
+        y, after = jax.eval_shape(lambda p, x, s, g=graphdef: nnx.merge(g, p).extend(x, s), params, x, state)
+        assert y.shape == x.shape
+        assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+
+
+def test_a_model_of_bounded_and_unbounded_states():
+    config = make_config("titans", vocab_size=17, mlp_dim=16, mixer=("mac", "attention"))
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(1), (BATCH, 11), 0, 17)
+    expected = jax.jit(lambda x: model(x))(tokens)
+    extend = jax.jit(model.extend)
+    first, cache = extend(tokens[:, :9], model.init_cache(BATCH, 10))
+    second, cache = extend(tokens[:, 9:10], cache)
+    close(jnp.concatenate([first, second], axis=1), expected[:, :10])
+    beyond, _ = extend(tokens[:, 10:], cache)
+    assert np.all(np.isnan(beyond))  # never a silently wrong number
+    with pytest.raises(ValueError, match="max_length is None"):
+        model.init_cache(BATCH)
+    # Keys and values in float32, of HEADS · HEAD numbers each.
+    assert state_bytes(config, length=30) - state_bytes(config, length=20) == 10 * 2 * HEADS * HEAD * 4
+    drawn = generate(model, np.asarray(tokens), 3, config=SamplingConfig(temperature=0))
+    logits = model(jnp.concatenate([tokens, drawn], axis=1))
+    np.testing.assert_array_equal(drawn, logits[:, 10:-1].argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("swa", {"attention": AttentionConfig()}, "mixer 'swa' needs a window: attention.window is None"),
+        ("mag", {"attention": AttentionConfig()}, "mixer 'mag' needs a window"),
+        ("mal", {"attention": AttentionConfig()}, "mixer 'mal' needs a window"),
+        ("mac", {"attention": AttentionConfig(segment_size=5)}, "segment_size=5 must be a multiple of .*chunk_size=2"),
+        ("attention", {"head_dim": 3}, "head_dim=3 must be even"),
+        ("mag", {"value_expansion": 2}, "value_expansion=2 needs a memory without a residual"),
+    ],
+)
+def test_bad_configs_are_named(name, changes, words):
+    with pytest.raises(ValueError, match=words):
+        abstract(name, make_config("titans", **changes))
+
+
+def test_a_state_of_all_tokens_needs_a_length():
+    graphdef, params, _ = make("attention", "titans")
+    with pytest.raises(ValueError, match="'attention' keeps the keys and values of every token: max_length is None"):
+        nnx.merge(graphdef, params).init_state(BATCH)
+    graphdef, params, _ = make("mac", "deep_transformer")
+    with pytest.raises(ValueError, match="max_length is None"):
+        nnx.merge(graphdef, params).init_state(BATCH)
