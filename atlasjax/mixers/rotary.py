@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def rotate(x: jax.Array, position: jax.Array, theta: float = 1e4) -> jax.Array:
@@ -16,8 +17,12 @@ def rotate(x: jax.Array, position: jax.Array, theta: float = 1e4) -> jax.Array:
       Like x, of x's dtype; computed in float32.
     """
     half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = position[:, :, None, None].astype(jnp.float32) * frequency
+    # Angles in 2⁻³² of a turn, by integers that wrap around: a float32 product would be off by a twentieth of a radian after a
+    # million tokens, differently for q and k. The frequencies' own rounding is the same for both, and below 1e-9 a token.
+    frequency = theta ** (-np.arange(half, dtype=np.float64) / half) / (2 * np.pi)
+    step = jnp.asarray(np.round(frequency * 2.0**32).astype(np.uint32))
+    phase = jax.lax.bitcast_convert_type(position.astype(jnp.uint32)[:, :, None, None] * step, jnp.int32)
+    angle = phase.astype(jnp.float32) * (2 * np.pi / 2.0**32)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -161,6 +161,16 @@ def test_rows_of_a_stream_may_have_read_different_numbers_of_tokens():
         close(y, jnp.stack([whole[0, 3:8], whole[1, 7:12]]))
 
 
+def test_a_long_stream_sees_distances_exactly():
+    """What a window gives does not depend on how much was read before it, after three million tokens either."""
+    x = arrays(12)
+    empty = init_cache(4, 12)
+    y, _ = stream(x, empty, [0, 1, 12])
+    late, cache = stream(x, empty._replace(position=empty.position + 3_000_001), [0, 1, 12])
+    close(late[:, 4:], y[:, 4:], 2e-6)
+    assert np.array_equal(cache.position, [3_000_013] * BATCH)
+
+
 def test_tokens_beyond_a_full_cache_are_nan():
     x = arrays(9)
     empty = init_cache(None, 6)
