@@ -246,13 +246,18 @@ class MACMixer(nnx.Module):
 
 
 def _what_is_read(state: Any) -> Any:
-    """The part of a memory's state that `memory.read` looks at, to be kept."""
-    return state.memory if isinstance(state, memory.MemoryState) else state
+    """A memory's state without what `memory.read` does not look at, to be kept."""
+    if not isinstance(state, memory.MemoryState):
+        return state
+    return state._replace(
+        chunk_start=None, momentum=None, window_keys=None, window_values=None, window_thresholds=None, window_count=None,
+        position=None,
+    )  # fmt: skip
 
 
 def _reading(kept: Any, state: Any) -> Any:
     """A state of which `memory.read` reads what was kept; the rest is that of `state`."""
-    return state._replace(memory=kept) if isinstance(state, memory.MemoryState) else kept
+    return state._replace(memory=kept.memory) if isinstance(state, memory.MemoryState) else kept
 
 
 def _choose(condition: jax.Array, a: Any, b: Any) -> Any:

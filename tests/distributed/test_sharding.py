@@ -73,14 +73,18 @@ def test_the_cache_is_split_over_batch_and_heads():
     assert all(leaf.sharding.shard_shape(leaf.shape)[1] == 2 for leaf in jax.tree.leaves(made))
 
 
-@pytest.mark.parametrize("mixer", ["attention", "swa"])
+@pytest.mark.parametrize("mixer", ["attention", "swa", "mac"])
 def test_keys_and_values_are_split_over_batch_and_heads(mixer):
-    config = dataclasses.replace(get_preset("atlas-tiny"), mixer=mixer, attention=AttentionConfig(window=24))
+    config = dataclasses.replace(get_preset("titans-tiny"), mixer=mixer, attention=AttentionConfig(window=24))
     graphdef, params = nnx.split(abstract_model(config), nnx.Param)
     cache = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_cache(8, 32), params)
     shardings = cache_shardings(cache, make_mesh(MeshConfig(2, 2, 2)))
-    assert shardings.keys.spec == shardings.values.spec == P(None, ("data", "fsdp"), None, "tensor", None)
-    assert shardings.position.spec == P(None, ("data", "fsdp"))
+    tokens = shardings.tokens if mixer == "mac" else shardings
+    assert tokens.keys.spec == tokens.values.spec == P(None, ("data", "fsdp"), None, "tensor", None)
+    assert tokens.position.spec == P(None, ("data", "fsdp"))
+    if mixer == "mac":
+        for leaf in jax.tree.leaves(shardings.start.memory):
+            assert leaf.spec[:3] == (None, ("data", "fsdp"), "tensor")
 
 
 def test_global_batch():

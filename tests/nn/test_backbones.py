@@ -232,6 +232,22 @@ def test_packed_row_is_its_segments(name, rule):
         close(packed[:, start:stop], alone)
 
 
+def test_tokens_of_too_many_documents_are_nan():
+    graphdef, params, parallel = make("mac", "titans")
+    ids = jnp.broadcast_to(
+        jnp.maximum(jnp.arange(TIME) - 9, 0), (BATCH, TIME)
+    )  # ten tokens, then twelve of one token each
+    packed = np.asarray(jax.jit(lambda p, x, ids: nnx.merge(graphdef, p)(x, ids, 4))(params, inputs(), ids))
+    close(packed[:, :10], parallel(params, inputs())[:, :10])
+    wrong = np.isnan(packed).all(axis=(0, 2))
+    assert wrong[-1]
+    single = parallel(params, jnp.roll(inputs(), -10, axis=1))[:, :1]
+    close(packed[:, 10:11], single)
+    assert np.array_equal(wrong, np.isnan(packed).any(axis=(0, 2)))
+    with pytest.raises(ValueError, match="max_segments"):
+        jax.jit(lambda p, x, ids: nnx.merge(graphdef, p)(x, ids))(params, inputs(), ids)
+
+
 @pytest.mark.parametrize(("name", "rule"), CASES)
 def test_every_parameter_learns_and_names_its_axes(name, rule):
     graphdef, params, _ = make(name, rule)
