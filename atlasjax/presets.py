@@ -92,10 +92,14 @@ BASELINES: dict[str, dict[str, Any]] = {
 }
 
 # Backbones around a rule: suffix → mixer.
-BACKBONES: dict[str, str] = {"lmm": "memory"}
+BACKBONES: dict[str, str] = {"lmm": "memory", "mac": "mac", "mag": "mag", "mal": "mal"}
 
-# Sizes where an architecture has other layers than A Table 7: a pattern must divide their number.
-_LAYERS: dict[tuple[str, str], int] = {("gated-deltanet-h2", "tiny"): 3}
+# Where an architecture has another number of layers than its size: a pattern must divide it, and SwiGLU must have some width left.
+_LAYERS: dict[tuple[str, str], int] = {
+    ("gated-deltanet-h2", "tiny"): 3,
+    ("rwkv7-mac", "340m"): 20,
+    ("rwkv7-mac", "760m"): 21,
+}
 
 
 def rule_name(rule: str) -> str:
@@ -209,7 +213,7 @@ def preset_names(size: str) -> list[str]:
 
 def has_memory(config: ModelConfig) -> bool:
     """Whether a layer of the model has the memory that `config.memory` describes."""
-    return not set(config.pattern).isdisjoint(("memory", *BACKBONES.values()))
+    return not set(config.pattern).isdisjoint(BACKBONES.values())
 
 
 def describe(config: ModelConfig, *, length: int | None = None) -> dict[str, int]:
