@@ -1,0 +1,139 @@
+"""One tiny training run, measured: what the zoo and the ablation repeat for each model."""
+
+import dataclasses
+import json
+import pathlib
+import statistics
+import time
+from typing import Any
+
+from atlasjax.nn import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What all models of a table have in common.
+
+    Attributes:
+      steps: optimizer steps.
+      batch_size: sequences per step.
+      sequence_length: tokens (bytes) per sequence.
+      learning_rate: peak of AdamW, the same for all; warm-up over a tenth of the steps, cosine decay to a tenth of the peak.
+      eval_batches: batches of held-out text, as large as those of training; None: all of it.
+      text: a file of text; None: the embedded text.
+      seed: of parameters and of the order of the data.
+    """
+
+    steps: int = 80
+    batch_size: int = 4
+    sequence_length: int = 256
+    learning_rate: float = 4e-3
+    eval_batches: int | None = 16
+    text: str | None = None
+    seed: int = 0
+
+
+def train_config(model: ModelConfig, recipe: Recipe) -> Any:
+    """The run as `atlasjax train` would have it."""
+    from atlasjax.data.config import DataConfig
+    from atlasjax.distributed.mesh import MeshConfig
+    from atlasjax.train.config import OptimizerConfig, TrainConfig
+
+    source: dict[str, Any] = {} if recipe.text is None else {"source": "text", "paths": (recipe.text,)}
+    data = DataConfig(sequence_length=recipe.sequence_length, batch_size=recipe.batch_size, seed=recipe.seed, **source)
+    optimizer = OptimizerConfig(learning_rate=recipe.learning_rate, warmup_steps=max(1, recipe.steps // 10))
+    return TrainConfig(
+        model=model, data=data, optimizer=optimizer, mesh=MeshConfig(data=1), steps=recipe.steps, seed=recipe.seed
+    )
+
+
+def measure(model: ModelConfig, recipe: Recipe, *, progress: str | None = None) -> tuple[dict[str, Any], Any]:
+    """Trains a model on one device and evaluates it on held-out text.
+
+    Args:
+      model: the architecture.
+      recipe: the rest.
+      progress: a name to report progress under; None: silent.
+
+    Returns:
+      ({bits_per_byte, loss of the last ten steps in nats per byte, tokens_per_second of the median training step,
+      compile_seconds, seconds in all, tokens}, the trained parameters).
+
+    Raises:
+      FloatingPointError: the loss of a step is not finite.
+    """
+    import jax
+    import numpy as np
+
+    from atlasjax.distributed.sharding import global_batch
+    from atlasjax.train.setup import prepare
+    from atlasjax.train.step import jit_train_step
+
+    started = time.perf_counter()
+    config = train_config(model, recipe)
+    setup = prepare(config)
+    state, data = setup.init_state(), iter(setup.train_data)
+    batch = global_batch(next(data), setup.mesh)
+    step = jit_train_step(setup.graphdef, setup.optimizer, setup.schedule, setup.shardings, setup.mesh)
+    before = time.perf_counter()
+    step = step.lower(state, batch).compile()
+    compile_seconds = time.perf_counter() - before
+    losses, seconds = [], []
+    for number in range(1, recipe.steps + 1):
+        before = time.perf_counter()
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        seconds.append(time.perf_counter() - before)
+        if not np.isfinite(losses[-1]):
+            raise FloatingPointError(f"the loss of step {number} is {losses[-1]}")
+        if number < recipe.steps:
+            batch = global_batch(next(data), setup.mesh)
+        if progress and (number % 20 == 0 or number == recipe.steps):
+            print(f"{progress}: step {number}/{recipe.steps}, loss {losses[-1]:.3f}", flush=True)
+    result = held_out(model, state.params, recipe)
+    tokens = recipe.batch_size * recipe.sequence_length
+    return {
+        "bits_per_byte": round(result, 4),
+        "final_training_loss": round(float(np.mean(losses[-10:])), 4),
+        "tokens_per_second": round(tokens / statistics.median(seconds)),
+        "compile_seconds": round(compile_seconds, 1),
+        "seconds": round(time.perf_counter() - started, 1),
+        "tokens": tokens * recipe.steps,
+    }, jax.device_get(state.params)
+
+
+def held_out(model: ModelConfig, params: Any, recipe: Recipe) -> float:
+    """Bits per byte on held-out text of parameters in the form of `TrainState.params`; `model` may differ from the trained one
+    in what adds no parameter (Newton–Schulz steps, window, …)."""
+    import jax
+
+    from atlasjax.evaluate.lm import evaluate
+    from atlasjax.train.setup import prepare
+    from atlasjax.train.step import eval_sums
+
+    setup = prepare(train_config(model, recipe))
+    assert setup.validation_data is not None
+    run = jax.jit(eval_sums(setup.graphdef, setup.tokenizer.bytes_per_token))
+    return evaluate(run, params, setup.validation_data, max_batches=recipe.eval_batches).bits_per_byte
+
+
+def read_rows(path: pathlib.Path, recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Finished rows of a results file, by model name; the newest of each.
+
+    Raises:
+      ValueError: a row was measured with another recipe.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        row = json.loads(line)
+        if row["recipe"] != dataclasses.asdict(recipe):
+            raise ValueError(f"{path} has rows of another recipe, {row['recipe']}. Give another --out.")
+        rows[row["model"]] = row
+    return rows
+
+
+def append_row(path: pathlib.Path, row: dict[str, Any]) -> None:
+    """Adds one row; a row is whole or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
