@@ -117,6 +117,21 @@ def _count_sketches(dim: int, degree: int, size: int, seed: int) -> np.ndarray:
     return sketches
 
 
+@functools.lru_cache
+def _spectra(dim: int, degree: int, size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Count sketches followed by a Fourier transform, and its inverse, as real matrices.
+
+    Real and imaginary part of the `degree` maps [degree, dim, frequencies], and of the way back [frequencies, size]. Products with
+    them are what XLA does well everywhere; its own Fourier transform has no bfloat16, and its CPU backend refuses some layouts.
+    """
+    spectra = np.fft.rfft(_count_sketches(dim, degree, size, seed).astype(np.float64), axis=-1)
+    back = (
+        np.fft.irfft(np.eye(spectra.shape[-1]), n=size, axis=-1),
+        np.fft.irfft(1j * np.eye(spectra.shape[-1]), n=size, axis=-1),
+    )
+    return spectra.real, spectra.imag, *back
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorSketch:
     """A random sketch of `Polynomial` (Pham & Pagh 2013): degrees 0 and 1 exact, each higher one in `size` numbers.
@@ -143,11 +158,18 @@ class TensorSketch:
         assert coefficients is not None
         c = coefficients.astype(x.dtype)
         blocks = [jnp.broadcast_to(c[0], (*x.shape[:-1], 1)), c[1] * x]
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # there is no bfloat16 Fourier transform
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
         for degree in range(2, self.degree + 1):
-            sketches = jnp.asarray(_count_sketches(x.shape[-1], degree, self.size, self.seed), wide.dtype)
-            spectrum = math.prod(jnp.fft.rfft(wide @ sketches[j], axis=-1) for j in range(degree))
-            blocks.append(c[degree] * jnp.fft.irfft(spectrum, n=self.size, axis=-1).astype(x.dtype))
+            spectra = _spectra(x.shape[-1], degree, self.size, self.seed)
+            to_real, to_imag, from_real, from_imag = (jnp.asarray(matrix, wide.dtype) for matrix in spectra)
+            # Σ over the circular convolution of the sketches = the product of their spectra.
+            real, imag = product(wide, to_real[0]), product(wide, to_imag[0])
+            for j in range(1, degree):
+                other_real, other_imag = product(wide, to_real[j]), product(wide, to_imag[j])
+                real, imag = real * other_real - imag * other_imag, real * other_imag + imag * other_real
+            sketch = product(real, from_real) + product(imag, from_imag)
+            blocks.append(c[degree] * sketch.astype(x.dtype))
         return jnp.concatenate(blocks, axis=-1)
 
     def degree_one(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
