@@ -181,10 +181,7 @@ class TestModel:
         assert jax.tree.map(jnp.shape, cache) == sizes
         assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(cache) if jnp.issubdtype(x.dtype, jnp.floating))
 
-    def test_loss_falls_and_sharded_is_unsharded(self, name, request):
-        if name == "polysketch":
-            reason = "XLA's CPU backend refuses the layout of a TensorSketch's FFT in the sharded step (RET_CHECK, fft_thunk.cc)"
-            request.applymarker(pytest.mark.xfail(raises=jax.errors.JaxRuntimeError, strict=True, reason=reason))
+    def test_loss_falls_and_sharded_is_unsharded(self, name):
         m = model(name)
         state, losses = m.trained
         assert losses[0] == pytest.approx(m.loss(m.params, 0), rel=2e-5)
