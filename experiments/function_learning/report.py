@@ -21,7 +21,7 @@ LINES = {
     "muon": ("#1A1A1A", (0, (4, 1.2, 1, 1.2))),
 }
 REFERENCE = f"mean of the last {BLOCK} outputs"
-LOWEST, HIGHEST = 0.02, 3.0  # losses that a panel shows
+LOWEST, HIGHEST = 0.005, 3.0  # losses that a panel shows
 
 
 def _where(rows: Iterable[Row], **wanted) -> list[Row]:
@@ -172,7 +172,7 @@ def figure(rows: list[Row], dim: int, length: int, path: pathlib.Path) -> None:
                 if down == grid[0] - 1:
                     axes.set_xlabel("position (tokens)")
         panels[0][0].set(yscale="log", ylim=(LOWEST, HIGHEST), xlim=(0, length))
-        panels[0][0].set_yticks([0.03, 0.1, 0.3, 1, 3], ["0.03", "0.1", "0.3", "1", "3"])
+        panels[0][0].set_yticks([0.01, 0.03, 0.1, 0.3, 1, 3], ["0.01", "0.03", "0.1", "0.3", "1", "3"])
         panels[0][0].set_yticks([], minor=True)
         order = [name for name in (*NAMES.values(), REFERENCE) if name in handles]
         chart.legend([handles[n] for n in order], order, loc="upper center", ncols=len(order), frameon=False)

@@ -2,7 +2,7 @@
 
     python experiments/function_learning/run.py quick       # about a minute: is everything in place?
     python experiments/function_learning/run.py             # the run of README.md
-    python experiments/function_learning/run.py wide        # adds expansion 4 at d = 256, without Muon
+    python experiments/function_learning/run.py wide        # more at d = 256: expansion 4, and Muon; an hour or two
     python experiments/function_learning/run.py full        # every shape and optimizer at d = 256; an accelerator's work
 
 Each writes `results.jsonl`, `table.md` and `loss.png` to `--out`. Rows that stand in `results.jsonl` are not measured again,
@@ -58,11 +58,14 @@ PLANS = {
     "quick": (Grid(32, 512, 4, 64, ((2, 1),), tuple(RATES)),),
     "main": (
         Grid(256, 4096, 32, 512, ((2, 1), (3, 1)), _ELEMENTWISE),
+        Grid(64, 4096, 8, 512, ((2, 1),), tuple(RATES)),
         Grid(32, 4096, 4, 512, _SHAPES, tuple(RATES)),
+    ),
+    "wide": (
+        Grid(256, 4096, 32, 512, ((2, 4),), _ELEMENTWISE),
         # Newton–Schulz of 256 × 256 matrices at each token: its sweep would cost a CPU more than all the rest.
         Grid(256, 4096, 32, 512, ((2, 1),), ("muon",), sweep_dim=64),
     ),
-    "wide": (Grid(256, 4096, 32, 512, ((2, 4),), _ELEMENTWISE),),
     "full": (Grid(256, 4096, 32, 512, _SHAPES, tuple(RATES)),),
 }
 
@@ -93,7 +96,7 @@ def losses(cell: Row, rates: list[float], seeds: list[int], say) -> list:
     return list(np.concatenate(pieces, axis=1))
 
 
-def recent_mean_losses(setting: str, seed: int, shape) -> "object":
+def recent_mean_losses(setting: str, seed: int, shape) -> "numpy.ndarray":
     """Losses [t − BLOCK] of the mean of the last `BLOCK` outputs as prediction: what is had without looking at the input."""
     import jax.numpy as jnp
     import numpy as np
