@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "atlasjax.memory": {"pallas_kernels"} | FOUNDATION,
     "atlasjax.rules": {"atlasjax.memory"} | FOUNDATION,
     "atlasjax.mixers": {"atlasjax", "atlasjax.memory", "atlasjax.rules"} | FOUNDATION,
+    "atlasjax.elastic": {"atlasjax", "atlasjax.memory", "atlasjax.mixers"} | FOUNDATION,
     "atlasjax.data": FOUNDATION,
     "atlasjax.nn": {"atlasjax", "atlasjax.memory", "atlasjax.mixers", "atlasjax.rules", "pallas_kernels"} | FOUNDATION,
     "atlasjax.table1": {"atlasjax", "atlasjax.memory", "atlasjax.rules"} | FOUNDATION,

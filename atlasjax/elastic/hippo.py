@@ -1,0 +1,303 @@
+"""HiPPO-LegS in closed form: a history of any length as its first N Legendre coefficients.
+
+Elastic Memory (arXiv 2602.11212) §2, App. E. A signal f over [0, t] is compressed to c_n(t) = 1/t ∫_0^t f(x) g_n(x/t) dx, its
+projection on g_n(u) = √(2n+1) P_n(2u − 1), which are orthonormal on [0, 1]; Σ_n c_n g_n(x/t) gives it back. c follows
+t c' = −A c + B f with A_nn = n+1, A_nk = √((2n+1)(2k+1)) for n > k, and B_n = √(2n+1) (Gu et al. 2020). Token k fills [k, k+1),
+so the step from `start` to `stop` tokens is linear:
+
+    c(stop) = P c(start) + K f,    P = (start/stop)^A,    K_nj = ∫ g_n over [(start+j)/stop, (start+j+1)/stop]
+
+No power of a matrix is taken: A's eigenvectors are useless from N = 16 on. P_nm = r ∫_0^1 g_n(ru) g_m(u) du, r = start/stop, is
+exact by N-point Gauss–Legendre quadrature, and K is a difference of antiderivatives. Matrices are float64 numpy arrays, made
+outside of any trace.
+"""
+
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlasjax.names import lookup
+
+
+def transition(
+    order: int, start: int, stop: int, *, discretization: str = "zoh", legacy_hippo: bool = False
+) -> np.ndarray:
+    """P: what becomes of the coefficients after `start` tokens when there are `stop`, if the tokens between were zero.
+
+    Args:
+      order: N ≥ 1 coefficients.
+      start, stop: numbers of tokens, 0 ≤ start < stop. From start = 0 nothing is kept: P = 0.
+      discretization: "zoh", exact for a signal that is constant over each token; or "forward", "backward", "bilinear": one Euler or
+        trapezoidal step for each token, t = k to k + 1 for token k (the first token, where t = 0, is exact).
+      legacy_hippo: number time as the published HiPPO code does: the state is zero at t = 1, token k fills [k+1, k+2), and the
+        Euler and trapezoidal steps of token k take t = k + 1 at both ends.
+
+    Returns:
+      float64 [order, order], lower triangular.
+
+    Raises:
+      ValueError: an argument out of its range.
+
+    Warns:
+      RuntimeWarning: "forward" explodes, as it does while t is small against N² (‖A‖ is of that size): the result is useless.
+    """
+    return block(order, start, stop, discretization=discretization, legacy_hippo=legacy_hippo, parts="P")[0]
+
+
+def kernel(order: int, start: int, stop: int, *, discretization: str = "zoh", legacy_hippo: bool = False) -> np.ndarray:
+    """K: what tokens start … stop − 1 give to the coefficients after `stop` tokens; arguments as in `transition`.
+
+    Returns:
+      float64 [order, stop − start].
+    """
+    return block(order, start, stop, discretization=discretization, legacy_hippo=legacy_hippo, parts="K")[1]
+
+
+def block(
+    order: int, start: int, stop: int, *, discretization: str = "zoh", legacy_hippo: bool = False, parts: str = "PK"
+) -> tuple[np.ndarray, np.ndarray]:
+    """(P, K) of `transition` and `kernel` at once; `parts` "P" or "K" leaves the other one empty where that saves work."""
+    check_integer("order", order, 1)
+    check_integer("start", start, 0)
+    check_integer("stop", stop, start + 1)
+    steps = lookup("discretization", discretization, DISCRETIZATIONS)
+    if steps is not None:
+        p, k = _stepwise(order, start, stop, steps, legacy_hippo)
+        _warn_if_exploded(order, start, stop, discretization, p, k)
+        return p, k
+    first, last = start + legacy_hippo, stop + legacy_hippo
+    p = _dilation(order, first / last) if "P" in parts else np.zeros((0, 0))
+    if "K" not in parts:
+        return p, np.zeros((0, 0))
+    return p, np.diff(_antiderivatives(order, np.arange(first, last + 1) / last), axis=1)
+
+
+def reconstruction(order: int, positions: Any, length: float = 1.0) -> np.ndarray:
+    """R_jn = g_n(x_j / t): reads the signal off its coefficients at positions x_j of [0, t].
+
+    It depends on x_j / t alone, so one R serves a history that grows.
+
+    Args:
+      order: N ≥ 1 coefficients.
+      positions: x_j, [samples].
+      length: t > 0, in the positions' unit.
+
+    Returns:
+      float64 [samples, order].
+
+    Raises:
+      ValueError: an argument out of its range, or a position outside of [0, length].
+    """
+    check_integer("order", order, 1)
+    x = check_positions("positions", positions, length)
+    return _basis(order, x / length).T
+
+
+def compress(
+    signal: jax.Array,
+    order: int,
+    *,
+    coefficients: jax.Array | None = None,
+    start: int = 0,
+    discretization: str = "zoh",
+    legacy_hippo: bool = False,
+) -> jax.Array:
+    """The coefficients after start + time tokens.
+
+    Args:
+      signal: tokens start, start + 1, …: floating point [..., time, channels], time ≥ 1.
+      order: N ≥ 1 coefficients of each channel.
+      coefficients: those after `start` tokens, [..., order, channels]; None: there are none, start is 0.
+      start: tokens read before, an integer.
+      discretization, legacy_hippo: see `transition`.
+
+    Returns:
+      [..., order, channels], of float32, or float64 if the signal is.
+
+    Raises:
+      TypeError, ValueError: an argument that does not fit.
+    """
+    if not jnp.issubdtype(signal.dtype, jnp.floating):
+        raise TypeError(f"compress: signal must be floating point, got {signal.dtype}.")
+    if signal.ndim < 2 or 0 in signal.shape:
+        raise ValueError(f"compress: signal has shape {signal.shape}, should be [..., time ≥ 1, channels].")
+    if (coefficients is None) != (start == 0):
+        given = "None" if coefficients is None else "given"
+        raise ValueError(f"compress: start={start} with coefficients {given}: they belong together.")
+    dtype = jnp.promote_types(signal.dtype, jnp.float32)
+    p, k = block(order, start, start + signal.shape[-2], discretization=discretization, legacy_hippo=legacy_hippo)
+    state = apply(jnp.asarray(k, dtype), signal.astype(dtype))
+    if coefficients is None:
+        return state
+    if coefficients.shape != state.shape:
+        raise ValueError(f"compress: coefficients has shape {coefficients.shape}, should be {state.shape}.")
+    return apply(jnp.asarray(p, dtype), coefficients.astype(dtype)) + state
+
+
+def reconstruct(coefficients: jax.Array, positions: Any, length: float = 1.0) -> jax.Array:
+    """The signal at positions of [0, length], from coefficients [..., order, channels]: [..., samples, channels].
+
+    Raises:
+      ValueError: as `reconstruction`, or coefficients without the two axes.
+    """
+    if coefficients.ndim < 2:
+        raise ValueError(f"reconstruct: coefficients has shape {coefficients.shape}, should be [..., order, channels].")
+    matrix = reconstruction(coefficients.shape[-2], positions, length)
+    return apply(jnp.asarray(matrix, jnp.promote_types(coefficients.dtype, jnp.float32)), coefficients)
+
+
+def apply(matrix: jax.Array, x: jax.Array) -> jax.Array:
+    """matrix [rows, n] times x [..., n, channels], in full float32 on every device: products of bfloat16 would not do."""
+    return jnp.matmul(matrix, x, precision=jax.lax.Precision.HIGHEST)
+
+
+def check_integer(name: str, value: Any, least: int) -> None:
+    """Raise ValueError unless the value is an integer of at least so much."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+        raise ValueError(f"hippo: {name} must be an integer ≥ {least}, got {value!r}.")
+
+
+def check_positions(name: str, positions: Any, length: float) -> np.ndarray:
+    """Positions as float64 [samples ≥ 1]; ValueError if one lies outside of [0, length]."""
+    if not (math.isfinite(length) and length > 0):
+        raise ValueError(f"hippo: length must be a number > 0, got {length!r}.")
+    x = np.asarray(positions, np.float64)
+    if x.ndim != 1 or not x.size:
+        raise ValueError(f"hippo: {name} has shape {x.shape}, should be [samples ≥ 1].")
+    outside = ~((x >= 0) & (x <= length))
+    if outside.any():
+        raise ValueError(f"hippo: {name} must lie in [0, {length}], got {x[outside][0]} at index {np.argmax(outside)}.")
+    return x
+
+
+def build_bytes(order: int, block_size: int) -> int:
+    """Peak bytes of the float64 arrays while one exact block is built."""
+    return 8 * order * (3 * order + 3 * block_size)
+
+
+def _legendre(order: int, z: np.ndarray) -> np.ndarray:
+    """P_0 … P_{order−1} at z: [order, *z.shape], by the three-term recurrence."""
+    p = np.empty((order, *z.shape))
+    p[0] = 1.0
+    if order > 1:
+        p[1] = z
+    for n in range(1, order - 1):
+        np.multiply(p[n], z * ((2 * n + 1) / (n + 1)), out=p[n + 1])
+        p[n + 1] -= (n / (n + 1)) * p[n - 1]
+    return p
+
+
+def _basis(order: int, u: np.ndarray) -> np.ndarray:
+    """g_n(u): [order, *u.shape]."""
+    g = _legendre(order, 2 * u - 1)
+    g *= np.sqrt(2 * np.arange(order) + 1.0)[:, None]
+    return g
+
+
+def _antiderivatives(order: int, u: np.ndarray) -> np.ndarray:
+    """∫ g_n up to a constant: (P_{n+1} − P_{n−1})(2u − 1) / (2√(2n+1)), and u for n = 0: [order, *u.shape]."""
+    p = _legendre(order + 1, 2 * u - 1)
+    out = np.empty((order, *u.shape))
+    out[0] = u
+    np.subtract(p[2:], p[: order - 1], out=out[1:])
+    out[1:] /= 2 * np.sqrt(2 * np.arange(1, order) + 1.0)[:, None]
+    return out
+
+
+@functools.lru_cache(maxsize=2)
+def _quadrature(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Gauss–Legendre nodes and weights on [0, 1]: exact up to degree 2 · count − 1.
+
+    Newton's method from Tricomi's estimate, all roots at once: numpy's and SciPy's own solve an eigenvalue problem first.
+    """
+    k = np.arange(1, count + 1)
+    z = np.cos(np.pi * (k - 0.25) / (count + 0.5)) * (1 - (1 - 1 / count) / (8 * count**2))
+    for _ in range(5):
+        before, p = np.ones(count), z.copy()
+        for n in range(1, count):
+            before, p = p, ((2 * n + 1) * z * p - n * before) / (n + 1)
+        slope = count * (before - z * p) / (1 - z * z)
+        z = z - p / slope
+    z, slope = z[::-1], slope[::-1]
+    return (z + 1) / 2, 1 / ((1 - z * z) * slope**2)
+
+
+_TILES = 8
+
+
+def _dilation(order: int, ratio: float) -> np.ndarray:
+    """ratio^A, 0 ≤ ratio < 1."""
+    p = np.zeros((order, order))
+    if ratio == 0:
+        return p
+    nodes, weights = _quadrature(order)
+    dilated, plain = _basis(order, ratio * nodes), _basis(order, nodes)
+    plain *= ratio * weights
+    edges = np.linspace(0, order, min(_TILES, order) + 1).astype(int)
+    for low, high in itertools.pairwise(edges):  # nothing stands above the diagonal
+        np.matmul(dilated[low:high], plain[:high].T, out=p[low:high, :high])
+    return np.tril(p)
+
+
+# The steps of token k, from (I + a_k A)^{-1} ((I − b_k A) c + d_k B f): (a, b, d) for the times t before and after the token.
+_Steps = Callable[[float, float], tuple[float, float, float]]
+DISCRETIZATIONS: dict[str, _Steps | None] = {
+    "zoh": None,
+    "forward": lambda before, after: (0.0, 1 / before, 1 / before),
+    "backward": lambda before, after: (1 / after, 0.0, 1 / after),
+    "bilinear": lambda before, after: (0.5 / after, 0.5 / before, 0.5 / before + 0.5 / after),
+}
+
+
+def _stepwise(order: int, start: int, stop: int, steps: _Steps, legacy: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Products of one-token steps, from the last token to the first: O(order) operations a row, because A is semiseparable.
+
+    Kept transposed, [order (what comes in), order (what goes out)], so that the recurrence runs over whole rows of memory.
+    """
+    n = np.arange(order)
+    b = np.sqrt(2 * n + 1.0)
+    after = np.eye(order)  # (product of the later steps)ᵀ
+    k = np.empty((stop - start, order))
+    for token in range(stop - 1, start - 1, -1):
+        if token == 0 and not legacy:
+            k[0] = after[0]  # t = 0: the coefficients of a constant, whatever was there before
+            return np.zeros((order, order)), k.T.copy()
+        implicit, explicit, gain = steps(token + 1, token + 1) if legacy else steps(token, token + 1)
+        if implicit:
+            after = _solve_transposed(implicit, n, b, after)
+        k[token - start] = gain * (b @ after)
+        if explicit:
+            above = b[:, None] * after
+            above = np.cumsum(above[::-1], axis=0)[::-1] - above  # Σ over rows below
+            after = after - explicit * ((n + 1)[:, None] * after + b[:, None] * above)
+    return after.T.copy(), k.T.copy()
+
+
+def _solve_transposed(step: float, n: np.ndarray, b: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """(I + step A)⁻ᵀ y, by substitution from the last row."""
+    x = np.empty_like(y)
+    below = np.zeros(y.shape[1])
+    inverse = 1 / (1 + step * (n + 1))
+    for i in range(len(n) - 1, -1, -1):
+        x[i] = (y[i] - (step * b[i]) * below) * inverse[i]
+        below += b[i] * x[i]
+    return x
+
+
+def _warn_if_exploded(order: int, start: int, stop: int, discretization: str, p: np.ndarray, k: np.ndarray) -> None:
+    # Exactly, ‖P‖ ≤ 1 and ‖K‖ ≤ 1/√stop: projecting a signal does not make it larger.
+    largest = max(float(np.abs(p).max()), float(np.abs(k).max()) * math.sqrt(stop))
+    if not largest <= 1:
+        warnings.warn(
+            f"hippo: discretization={discretization!r} with order={order} explodes over tokens {start} to {stop}: it amplifies a "
+            f"signal {largest:.1e}-fold, where the exact factor is at most 1. Use 'zoh', which is exact, or a smaller order.",
+            RuntimeWarning,
+            stacklevel=4,
+        )

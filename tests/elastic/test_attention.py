@@ -1,0 +1,195 @@
+"""Elastic block attention against its definition, token by token: values, gradients, streams, documents, dtypes."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlasjax.elastic import attention as A
+from atlasjax.elastic import banks, hippo, sampling
+from atlasjax.mixers.rotary import rotate
+
+BATCH, HEADS, KEY, VALUE, THETA = 2, 2, 4, 6, 100.0
+ORDER, SIZE, SAMPLES = 7, 5, 6
+R = sampling.sampled_reconstruction(ORDER, "exponential", SAMPLES, 20.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_fast():
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@functools.cache
+def bank(blocks, size=SIZE, discretization="zoh"):
+    blocks = [
+        hippo.block(ORDER, m * size, (m + 1) * size, discretization=discretization) for m in range(blocks)
+    ]  # fmt: skip
+    if not blocks:
+        return banks.Bank(np.zeros((0, ORDER, ORDER)), np.zeros((0, ORDER, size)))
+    return banks.Bank(*(np.stack(x) for x in zip(*blocks)))
+
+
+def arrays(time, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return tuple(2 * jax.random.normal(key, (BATCH, time, HEADS, dim)) for key, dim in zip(keys, (KEY, KEY, VALUE)))
+
+
+def definition(q, k, v, size=SIZE, r=R, discretization="zoh", rotated=True):
+    """One token at a time. Memory is the whole history at once, integrated against the polynomials: no recurrence over blocks."""
+    time = q.shape[1]
+    place = jnp.broadcast_to(jnp.arange(time) % size, (BATCH, time))
+    rq, rk = rotate(q, place, THETA), rotate(k, place, THETA)
+    outputs = []
+    for t in range(time):
+        start = t // size * size
+        logits = jnp.einsum("bhd,bshd->bhs", rq[:, t], rk[:, start : t + 1])
+        values = v[:, start : t + 1]
+        if start:
+            whole = jnp.asarray(r @ hippo.kernel(ORDER, 0, start, discretization=discretization), jnp.float32)
+            samples_k, samples_v = (
+                jnp.einsum("st,bthd->bshd", whole, x[:, :start], precision="highest") for x in (k, v)
+            )
+            asked = rq if rotated else q
+            logits = jnp.concatenate([jnp.einsum("bhd,bshd->bhs", asked[:, t], samples_k), logits], axis=-1)
+            values = jnp.concatenate([samples_v, values], axis=1)
+        outputs.append(jnp.einsum("bhs,bshd->bhd", jax.nn.softmax(logits / KEY**0.5, axis=-1), values))
+    return jnp.stack(outputs, axis=1)
+
+
+def close(got, expected, tolerance=1e-5):
+    """Relative to the largest expected number."""
+    expected = np.asarray(expected, np.float64)
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+def parallel(q, k, v, size=SIZE, r=R, discretization="zoh", rotated=True, **options):
+    matrices = bank(A.blocks_needed(q.shape[1], size), size, discretization)
+    return A.attention(q, k, v, matrices, r, rope_theta=THETA, rotate_memory_queries=rotated, **options)
+
+
+@pytest.mark.parametrize(
+    ("time", "options"),
+    [(3, {}), (17, {}), (15, {"rotated": False}), (12, {"discretization": "backward"}), (6, {"size": 1})],
+)
+def test_values_and_gradients(time, options):
+    x = arrays(time)
+    weights = jax.random.normal(jax.random.key(9), (BATCH, time, HEADS, VALUE))
+    run = lambda f: jax.jit(
+        jax.value_and_grad(lambda x: (lambda y: (jnp.sum(weights * y), y))(f(*x, **options)), has_aux=True)
+    )(x)
+    (_, expected), expected_gradients = run(definition)
+    (_, y), gradients = run(parallel)
+    close(y, expected)
+    for got, want in zip(gradients, expected_gradients):
+        close(got, want, 2e-5)
+
+
+def test_gradients_cross_blocks_and_the_future_is_unseen():
+    q, k, v = arrays(17)
+    gradient = jax.jit(jax.grad(lambda v: jnp.sum(parallel(q, k, v)[:, 11:15] ** 2)))(v)
+    assert np.all(np.abs(np.asarray(gradient)[:, :15]).max((2, 3)) > 1e-4)
+    assert not np.asarray(gradient)[:, 15:].any()
+
+
+def test_the_first_block_has_no_memory():
+    q, k, v = arrays(10)
+    y = parallel(q, k, v)
+    other = parallel(q, k, v, r=100 * R)
+    np.testing.assert_array_equal(y[:, :SIZE], other[:, :SIZE])
+    assert np.abs(np.asarray(y - other))[:, SIZE:].max() > 0.1
+
+
+@functools.cache
+def jitted_extend():
+    return jax.jit(lambda q, k, v, state, matrices: A.extend(q, k, v, state, matrices, R, rope_theta=THETA))
+
+
+def stream(x, state, cuts):
+    pieces, shapes = [], jax.tree.map(jnp.shape, state)
+    matrices = bank(A.blocks_needed(state.max_length, SIZE))
+    for start, stop in itertools.pairwise(cuts):
+        y, state = jitted_extend()(*(a[:, start:stop] for a in x), state, matrices)
+        assert jax.tree.map(jnp.shape, state) == shapes
+        pieces.append(y)
+    return jnp.concatenate(pieces, axis=1), state
+
+
+def fresh(length=17):
+    return A.init_state(BATCH, length, SIZE, R, HEADS, KEY, VALUE, jnp.float32)
+
+
+def test_streamed_is_parallel_at_every_split():
+    x = arrays(12)
+    expected = parallel(*x)
+    states = []
+    for cuts in [range(13), [0, 12], [0, 1, 4, 5, 6, 12], *([0, cut, 12] for cut in range(1, 12))]:
+        y, state = stream(x, fresh(), cuts)
+        close(y, expected)
+        states.append(state)
+    for state in states[1:]:
+        close(state.coefficients, states[0].coefficients)
+        close(state.memory_values, states[0].memory_values)
+        np.testing.assert_array_equal(state.keys[:, :2], states[0].keys[:, :2])
+
+
+def test_rows_of_a_stream_may_have_read_different_numbers_of_tokens():
+    x = arrays(16)
+    _, early = stream(x, fresh(), [0, 3])
+    _, late = stream(x, fresh(), [0, 8])
+    mixed = jax.tree.map(lambda a, b: jnp.stack([a[0], b[1]]), early, late)
+    pieces = [jnp.stack([a[0, 3:11], a[1, 8:16]]) for a in x]
+    whole = parallel(*x)
+    for cuts in ([0, 8], range(9)):
+        y, _ = stream(pieces, mixed, cuts)
+        close(y, jnp.stack([whole[0, 3:11], whole[1, 8:16]]))
+
+
+def test_tokens_beyond_max_length_are_nan():
+    x = arrays(17)
+    for cuts in ([0, 17], range(18)):
+        y, _ = stream(x, fresh(8), cuts)
+        close(y[:, :8], parallel(*x)[:, :8])
+        assert np.all(np.isnan(y[:, 8:]))
+
+
+def test_documents():
+    """Where the id changes memory and blocks start afresh; an id may return."""
+    ids = np.repeat([[5, 0, 5, 2], [1, 2, 3, 4]], [6, 1, 12, 4], axis=1)
+    x = arrays(23)
+    y = jax.jit(lambda *x: parallel(*x, segment_ids=jnp.asarray(ids), max_segments=4))(*x)
+    for start, stop in ((0, 6), (6, 7), (7, 19), (19, 23)):
+        close(y[:, start:stop], parallel(*(a[:, start:stop] for a in x)))
+    few = jax.jit(lambda ids, *x: parallel(*x, segment_ids=ids, max_segments=2))(jnp.asarray(ids), *x)
+    close(few[:, :19], y[:, :19])
+    assert np.all(np.isnan(few[:, 19:]) | (np.abs(few - y)[:, 19:] < 1e-4))
+
+
+def test_bfloat16_has_a_float32_memory():
+    x = tuple(a.astype(jnp.bfloat16) for a in arrays(200))
+    y = parallel(*x, size=32)
+    assert y.dtype == jnp.bfloat16
+    exact = parallel(*(a.astype(jnp.float32) for a in x), size=32)
+    error = np.asarray(y, np.float32) - np.asarray(exact)
+    assert np.sqrt(np.mean(error**2)) < 0.01 * np.asarray(exact).std()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda q, k, v: A.attention(q, k[:, :3], v, bank(1), R), r"k has shape .*should be .*time=10"),
+        (lambda q, k, v: A.attention(q[..., :3], k[..., :3], v, bank(1), R), "key_dim is 3, should be even"),
+        (lambda q, k, v: A.attention(q, k, v, bank(0), R), r"bank has 0 blocks of 5 tokens, but 10 tokens need 1. banks.load"),
+        (lambda q, k, v: A.attention(q, k, v, bank(1), R[:, :4]), r"reconstruction has shape .*should be \[samples, order=7"),
+        (lambda q, k, v: A.extend(q, k, v, fresh(26), bank(4), R), "bank has 4 blocks of 5 tokens, but 26 tokens need 5"),
+        (lambda q, k, v: A.extend(q, k, v, fresh(26), bank(5), R[:3]), r"memory_keys has shape .*should be \(2, 3, 2, 4\)"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(*arrays(10))
