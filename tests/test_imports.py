@@ -20,7 +20,15 @@ MAY_IMPORT = {
     "atlasjax.mixers": {"atlasjax", "atlasjax.memory", "atlasjax.rules"} | FOUNDATION,
     "atlasjax.elastic": {"atlasjax", "atlasjax.memory", "atlasjax.mixers"} | FOUNDATION,
     "atlasjax.data": FOUNDATION,
-    "atlasjax.nn": {"atlasjax", "atlasjax.memory", "atlasjax.mixers", "atlasjax.rules", "pallas_kernels"} | FOUNDATION,
+    "atlasjax.nn": {
+        "atlasjax",
+        "atlasjax.elastic",
+        "atlasjax.memory",
+        "atlasjax.mixers",
+        "atlasjax.rules",
+        "pallas_kernels",
+    }
+    | FOUNDATION,
     "atlasjax.table1": {"atlasjax", "atlasjax.memory", "atlasjax.rules"} | FOUNDATION,
     "atlasjax.presets": {"atlasjax", "atlasjax.nn", "atlasjax.rules"} | FOUNDATION,
 }

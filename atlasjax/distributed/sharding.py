@@ -145,11 +145,12 @@ def cache_shardings(cache: PyTree, mesh: Mesh) -> PyTree:
       cache: the (abstract) cache of `LanguageModel.init_cache`: arrays [layers, batch, ...].
       mesh: the mesh; an axis that does not divide a dimension is skipped there.
     """
+    from atlasjax.elastic.attention import ElasticState
     from atlasjax.memory import KernelState, MemoryState
     from atlasjax.mixers.attention import KVCache, WindowCache
 
     # Where the heads axis is in the arrays of each that have one, which are those of at least this rank.
-    heads_axis = {MemoryState: 2, KernelState: 2, KVCache: 3, WindowCache: 3}
+    heads_axis = {MemoryState: 2, KernelState: 2, KVCache: 3, WindowCache: 3, ElasticState: 3}
 
     def spec(leaf: jax.ShapeDtypeStruct, heads: int | None) -> NamedSharding:
         axes: list[Any] = [None] * leaf.ndim

@@ -3,7 +3,8 @@
 from atlasjax.nn.abstract import abstract_model, count_parameters, logical_axes, state_bytes
 from atlasjax.nn.attention import AttentionHeads, AttentionMixer, SlidingWindowMixer
 from atlasjax.nn.backbones import MAGMixer, MALMixer
-from atlasjax.nn.config import AttentionConfig, MemoryConfig, ModelConfig, SSMConfig
+from atlasjax.nn.config import AttentionConfig, ElasticConfig, MemoryConfig, ModelConfig, SSMConfig
+from atlasjax.nn.elastic import ElasticMixer
 from atlasjax.nn.gates import GateProjection, initial_gates
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, SwiGLU
 from atlasjax.nn.mac import MACMixer
@@ -19,6 +20,8 @@ __all__ = [
     "AttentionHeads",
     "AttentionMixer",
     "CausalConv",
+    "ElasticConfig",
+    "ElasticMixer",
     "GateProjection",
     "LanguageModel",
     "Linear",

@@ -1,0 +1,111 @@
+"""Elastic Memory as a layer (arXiv 2602.11212): causal attention within blocks, and to samples of a compressed past."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from atlasjax import elastic
+from atlasjax.nn.attention import output_projection
+from atlasjax.nn.config import ElasticConfig, ModelConfig
+from atlasjax.nn.layers import Linear
+
+_SLOW_ORDER = 2048  # from here on a block takes seconds
+
+
+class ElasticMixer(nnx.Module):
+    """Block attention with an elastic memory; has no more parameters than attention (E §2).
+
+        q, k, v = x W_in;  out = `elastic.attention.attention`(q, k, v) W_out        RoPE within the block; no biases
+
+    The banks of `elastic.banks` are constants, one copy for all layers; they are built, or read from the disk cache, when a model
+    is first called with so many blocks. Decoding has a state of a fixed size, but the bank has a matrix for every block, so
+    `init_state` must know max_length. Nothing of `config.elastic` changes the parameters: a trained model may be made again with
+    another sampling, discretization or order.
+
+    Args:
+      config: dim, num_heads, head_dim (even), value_expansion, dtype, attention.rope_theta, elastic; output_scale.
+      rngs: source of the initial values.
+
+    Raises:
+      ValueError: an odd head_dim.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        heads, key_dim = config.num_heads, config.resolved_head_dim
+        if key_dim % 2:
+            raise ValueError(f"ModelConfig: head_dim={key_dim} must be even for rotary positions in mixer 'elastic'.")
+        self.heads, self.key_dim, self.value_dim = heads, key_dim, config.value_dim
+        self.elastic, self.theta, self.dtype = config.elastic, config.attention.rope_theta, jnp.dtype(config.dtype)
+        width = (2 + config.value_expansion) * key_dim
+        self.inputs = Linear((config.dim, heads, width), ("embed", "heads", None), rngs=rngs)
+        self.out = output_projection(config, rngs)
+
+    def __call__(
+        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
+    ) -> jax.Array:
+        """Whole sequences: [batch, time, dim] → [batch, time, dim]; documents beyond max_segments get NaN."""
+        y = elastic.attention.attention(
+            *self._project(x), bank(self.elastic, x.shape[1]), reconstruction(self.elastic), segment_ids=segment_ids,
+            max_segments=max_segments, **self._options(),
+        )  # fmt: skip
+        return self._output(y)
+
+    def init_state(self, batch_size: int, max_length: int | None = None) -> elastic.attention.ElasticState:
+        """The state before the first token.
+
+        Raises:
+          ValueError: max_length is None.
+        """
+        if max_length is None:
+            raise ValueError(
+                "mixer 'elastic' has a matrix for every block that will be read: max_length is None, it should be the most tokens "
+                "that will be read."
+            )
+        return elastic.attention.init_state(
+            batch_size, max_length, self.elastic.block_size, reconstruction(self.elastic), self.heads, self.key_dim,
+            self.value_dim, self.dtype,
+        )  # fmt: skip
+
+    def extend(
+        self, x: jax.Array, state: elastic.attention.ElasticState
+    ) -> tuple[jax.Array, elastic.attention.ElasticState]:
+        """The next piece of a sequence, any time ≥ 1; tokens beyond max_length get NaN."""
+        matrices = bank(self.elastic, state.max_length), reconstruction(self.elastic)
+        y, state = elastic.attention.extend(*self._project(x), state, *matrices, **self._options())
+        return self._output(y), state
+
+    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q, k, v = jnp.split(self.inputs(x), (self.key_dim, 2 * self.key_dim), axis=-1)
+        return q, k, v
+
+    def _options(self) -> dict:
+        return {"rope_theta": self.theta, "rotate_memory_queries": self.elastic.rotate_memory_queries}
+
+    def _output(self, y: jax.Array) -> jax.Array:
+        return self.out(y.reshape(*y.shape[:2], -1))
+
+
+def bank(config: ElasticConfig, max_length: int) -> elastic.Bank:
+    """The bank that a context of so many tokens needs, from the cache or built; slow ones are announced on stderr."""
+    blocks = elastic.attention.blocks_needed(max_length, config.block_size)
+    return elastic.banks.load(
+        config.order, config.block_size, blocks, discretization=config.discretization, legacy_hippo=config.legacy_hippo,
+        progress=_announce if config.order >= _SLOW_ORDER else None,
+    )  # fmt: skip
+
+
+def _announce(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@functools.lru_cache(maxsize=16)
+def reconstruction(config: ElasticConfig) -> np.ndarray:
+    """R at the configured sampling, float32 [samples, order]."""
+    sampling: str | elastic.sampling.Sampling = config.sampling
+    if config.alpha is not None:
+        sampling = functools.partial(elastic.sampling.exponential, alpha=config.alpha)
+    return elastic.sampling.sampled_reconstruction(config.order, sampling, config.samples, float(config.context))

@@ -1,0 +1,141 @@
+"""Elastic Memory as a layer of a model."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from atlasjax import config_json
+from atlasjax.elastic import banks, sampling
+from atlasjax.nn import ElasticConfig, ElasticMixer, LanguageModel, ModelConfig, count_parameters
+from atlasjax.nn.elastic import bank, reconstruction
+
+ELASTIC = ElasticConfig(order=6, samples=5, block_size=8, context=32)
+CONFIG = ModelConfig(
+    vocab_size=40, dim=16, num_layers=2, num_heads=2, mlp_dim=16, mixer=("attention", "elastic"), elastic=ELASTIC,
+    dtype="float32", remat=False,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_fast():
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATLASJAX_CACHE", str(tmp_path))
+    banks._load.cache_clear()
+
+
+def split(config):
+    return nnx.split(LanguageModel(config, rngs=nnx.Rngs(0)), nnx.Param)
+
+
+def tokens(time):
+    return jax.random.randint(jax.random.key(1), (2, time), 0, 40)
+
+
+def close(got, expected, tolerance=2e-5):
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+def test_another_reading_of_the_same_parameters():
+    """Sampling, number of samples and order may change at test time; before the second block none of it is seen."""
+    x = tokens(20)
+    _, params = split(CONFIG)
+
+    def run(**changes):
+        config = dataclasses.replace(CONFIG, elastic=dataclasses.replace(ELASTIC, **changes))
+        graphdef = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))), nnx.Param)[0]
+        return np.asarray(nnx.merge(graphdef, params)(x))
+
+    y = run()
+    for changes in (
+        {"sampling": "uniform"}, {"samples": 9}, {"order": 3}, {"alpha": 0.5}, {"discretization": "backward"},
+        {"rotate_memory_queries": False},
+    ):  # fmt: skip
+        other = run(**changes)
+        close(other[:, :8], y[:, :8], 2e-6)
+        assert np.abs(other - y)[:, 8:].max() > 1e-3, changes
+    sampling.SAMPLINGS["ends"] = lambda count, length: np.linspace(0, length, count)
+    try:
+        assert np.abs(run(sampling="ends") - y)[:, 8:].max() > 1e-3
+    finally:
+        del sampling.SAMPLINGS["ends"]
+
+
+def test_memory_adds_no_parameters():
+    assert count_parameters(CONFIG) == count_parameters(dataclasses.replace(CONFIG, mixer="attention"))
+
+
+def test_a_stream_and_its_longest_length():
+    graphdef, params = split(CONFIG)
+    x = tokens(20)
+    model = nnx.merge(graphdef, params)
+    expected = model(x)
+    extend = jax.jit(lambda params, x, cache: nnx.merge(graphdef, params).extend(x, cache))
+    cache = model.init_cache(2, 20)
+    pieces = []
+    for start, stop in ((0, 7), (7, 8), (8, 20)):
+        y, cache = extend(params, x[:, start:stop], cache)
+        pieces.append(y)
+    close(jnp.concatenate(pieces, axis=1), expected)
+    y, _ = extend(params, x, model.init_cache(2, 19))
+    assert np.isnan(y[:, 19:]).all()
+    with pytest.raises(ValueError, match=r"mixer 'elastic' .*max_length is None"):
+        ElasticMixer(CONFIG, rngs=nnx.Rngs(0)).init_state(2)
+
+
+def test_packed_documents():
+    graphdef, params = split(CONFIG)
+    x, ids = tokens(30), jnp.asarray(np.repeat([[1, 2], [4, 3]], [11, 19], axis=1))
+    y = jax.jit(lambda x, ids: nnx.merge(graphdef, params)(x, ids, 2))(x, ids)
+    for start, stop in ((0, 11), (11, 30)):
+        close(y[:, start:stop], nnx.merge(graphdef, params)(x[:, start:stop]))
+
+
+def test_banks_are_shared_constants_of_the_context():
+    assert bank(ELASTIC, 8).kernels.shape == (0, 6, 8)
+    assert bank(ELASTIC, 17).kernels.shape == (2, 6, 8)
+    assert bank(ELASTIC, 17) is bank(ELASTIC, 24)
+    assert reconstruction(ELASTIC).shape == (5, 6)
+    np.testing.assert_allclose(
+        reconstruction(dataclasses.replace(ELASTIC, alpha=0.5))[:, 1],
+        np.sqrt(3) * (1 - 2 * 0.5 ** np.arange(5)),
+        rtol=1e-6,
+    )
+
+
+def test_config_is_json():
+    assert config_json.from_dict(ModelConfig, json.loads(json.dumps(config_json.to_dict(CONFIG)))) == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"order": 0}, "order must be an integer ≥ 1, got 0"),
+        ({"samples": 0}, "samples must be an integer ≥ 1, got 0"),
+        ({"block_size": 2.5}, "block_size must be an integer ≥ 1, got 2.5"),
+        ({"sampling": "unifrom"}, "Did you mean 'uniform'"),
+        ({"discretization": "zo"}, "Did you mean 'zoh'"),
+        ({"alpha": 1.5}, r"alpha must be a number in \(0, 1\), got 1.5"),
+        ({"alpha": 0.5, "sampling": "uniform"}, "alpha=0.5 clashes with sampling='uniform'"),
+        ({"legacy_hippo": 1}, "legacy_hippo must be True or False, got 1"),
+    ],
+)
+def test_bad_config_is_named(changes, words):
+    with pytest.raises(ValueError, match=words):
+        ElasticConfig(**changes)
+
+
+def test_odd_heads_are_refused():
+    with pytest.raises(ValueError, match="head_dim=7 must be even"):
+        LanguageModel(dataclasses.replace(CONFIG, mixer="elastic", head_dim=7), rngs=nnx.Rngs(0))
