@@ -87,7 +87,8 @@ def generate(
       int32 [batch, num_tokens].
 
     Raises:
-      ValueError: the prompt is empty or has another rank, or num_tokens is not positive.
+      ValueError: the prompt is empty or has another rank, num_tokens is not positive, or prompt and tokens together are longer
+        than a model with learned positions can read.
     """
     return jnp.concatenate(list(stream(model, prompt, num_tokens, config=config, seed=seed, block=num_tokens)), axis=1)
 
@@ -113,6 +114,7 @@ def stream(
     for name, value in (("num_tokens", num_tokens), ("block", block)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it should be at least 1.")
+    model.check_length(prompt.shape[1] + num_tokens, "prompt and num_tokens")
     return _stream(model, prompt.astype(np.int32), num_tokens, config, jax.random.key(seed), block)
 
 

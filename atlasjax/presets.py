@@ -10,7 +10,7 @@ number of layers, is what brings each architecture nearest to the number in the 
 size have equally many parameters (`count_parameters`), within a step of that width. The vocabulary is the paper's, 32,000.
 
 Not in the papers, and chosen here: attention windows and MAC segments of 2,048 and 512 tokens (64 and 64 in tiny ones), 16
-persistent tokens (4).
+persistent tokens (4), 4,096 learned positions (512) where a model has them.
 
 Rules of the Omega family (omeganet, atlas, atlas_plus_plus) use elementwise powers of degree 2 here, D = 2 · head_dim. All
 monomials, the default of `rules.atlas`, have D = C(head_dim + 2, 2): 2,145 for heads of 64, so a memory of 565 thousand numbers for
@@ -27,7 +27,7 @@ from typing import Any
 from atlasjax import rules
 from atlasjax.names import lookup
 from atlasjax.nn.abstract import count_parameters, state_bytes
-from atlasjax.nn.config import AttentionConfig, MemoryConfig, ModelConfig, SSMConfig
+from atlasjax.nn.config import AttentionConfig, GAMConfig, MemoryConfig, ModelConfig, SSMConfig
 
 _PAPER_VOCABULARY = 32_000
 
@@ -39,10 +39,11 @@ class Size:
     Attributes:
       parameters: how many they should have: the number in the paper's name for the size.
       fields: of `ModelConfig`.
-      width_step: the width of SwiGLU is a multiple of this.
+      width_step: the width of the feed-forward network is a multiple of this.
       attention: of architectures that have one.
       memory: overrides of the rules that take them, and do not choose otherwise.
       mamba2_state: published state size of Mamba-2.
+      max_positions: of models with learned positions.
     """
 
     parameters: float
@@ -51,6 +52,7 @@ class Size:
     attention: AttentionConfig = AttentionConfig(window=2048, segment_size=512)
     memory: dict[str, Any] = dataclasses.field(default_factory=lambda: {"cache_window": 2048})
     mamba2_state: int = 128
+    max_positions: int = 4096
 
 
 def _paper(parameters: float, layers: int, dim: int, heads: int, *, tied: bool) -> Size:
@@ -68,12 +70,16 @@ SIZES: dict[str, Size] = {
         # tiny model. What two CPU cores can train in minutes is one in 32 tokens, of half the width.
         memory={"newton_schulz_every": 32, "expansion": 2, "cache_window": 64},
         mamba2_state=64,
+        max_positions=512,
     ),
     "170m": _paper(170e6, 12, 768, 16, tied=False),
     "340m": _paper(340e6, 24, 1024, 16, tied=True),
     "760m": _paper(760e6, 24, 1536, 16, tied=True),
     "1.3b": _paper(1.3e9, 18, 2048, 8, tied=False),
 }
+
+# What GAM's paper puts around its mixer and its Transformer's: LayerNorm, GELU, learned positions, dropout.
+_GAM_FRAME = {"ffn": "gelu", "norm": "layer", "norm_eps": 1e-5, "positions": "learned", "dropout": 0.1}
 
 # Published models → the fields of `ModelConfig` that they change.
 BASELINES: dict[str, dict[str, Any]] = {
@@ -89,6 +95,11 @@ BASELINES: dict[str, dict[str, Any]] = {
     "samba": {"mixer": ("mamba", "swa")},
     "rwkv7": {"mixer": "rwkv7"},
     "longhorn": {"mixer": "longhorn", "ffn": "none"},
+    "gam": {"mixer": "gam", **_GAM_FRAME},
+    "gam-sum": {"mixer": "gam", "gam": GAMConfig(fusion="sum"), **_GAM_FRAME},
+    "gam-global": {"mixer": "gam", "gam": GAMConfig(fusion="global"), **_GAM_FRAME},
+    "gam-local": {"mixer": "gam", "gam": GAMConfig(fusion="local"), **_GAM_FRAME},
+    "gam-transformer": {"mixer": "attention", "attention": AttentionConfig(rope_theta=None, bias=True), **_GAM_FRAME},
 }
 
 # Backbones around a rule: suffix → mixer.
@@ -147,19 +158,22 @@ def _fields(architecture: str, size_name: str) -> dict[str, Any]:
         changes["attention"] = dataclasses.replace(size.attention, persistent_tokens=persistent)
     if "mamba2" in mixers:
         changes["ssm"] = SSMConfig(state_dim=size.mamba2_state)
+    if changes.get("positions") == "learned":
+        changes["max_positions"] = size.max_positions
     if (architecture, size_name) in _LAYERS:
         changes["num_layers"] = _LAYERS[architecture, size_name]
     return {**size.fields, **changes}
 
 
 def _fit(fields: dict[str, Any], size: Size) -> ModelConfig:
-    """The config whose number of parameters, linear in the width of SwiGLU and in the layers, is nearest to the size's."""
+    """The config whose number of parameters, linear in the feed-forward width and in the layers, is nearest to the size's."""
     if fields.get("ffn") == "none":
         counts = [count_parameters(ModelConfig(**{**fields, "num_layers": layers})) for layers in (1, 2)]
         layers = 1 + round((size.parameters - counts[0]) / (counts[1] - counts[0]))
         return ModelConfig(**{**fields, "num_layers": max(1, layers)})
     least = ModelConfig(**fields, mlp_dim=size.width_step)
-    per_step = 3 * least.dim * least.num_layers * size.width_step
+    per_column = 2 * least.dim + 1 if least.ffn == "gelu" else 3 * least.dim
+    per_step = per_column * least.num_layers * size.width_step
     steps = 1 + round((size.parameters - count_parameters(least)) / per_step)
     return dataclasses.replace(least, mlp_dim=max(1, steps) * size.width_step)
 

@@ -18,11 +18,12 @@ MAY_IMPORT = {
     "atlasjax.memory": {"pallas_kernels"} | FOUNDATION,
     "atlasjax.rules": {"atlasjax.memory"} | FOUNDATION,
     "atlasjax.mixers": {"atlasjax", "atlasjax.memory", "atlasjax.rules"} | FOUNDATION,
+    "atlasjax.gam": {"atlasjax.mixers"} | FOUNDATION,
     "atlasjax.elastic": {"atlasjax", "atlasjax.memory", "atlasjax.mixers"} | FOUNDATION,
     "atlasjax.data": FOUNDATION,
     "atlasjax.nn": {
         "atlasjax",
-        "atlasjax.elastic",
+        "atlasjax.gam",
         "atlasjax.memory",
         "atlasjax.mixers",
         "atlasjax.rules",

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from atlasjax.distributed import MeshConfig, global_batch, make_mesh
-from atlasjax.nn import AttentionConfig, ModelConfig, SSMConfig, logical_axes
+from atlasjax.nn import ModelConfig, SSMConfig, logical_axes
 from atlasjax.presets import ARCHITECTURES, BACKBONES, get_preset, preset_names
 from atlasjax.train import OptimizerConfig
 from atlasjax.train import state as state_lib
@@ -30,7 +30,7 @@ STEPS = 30
 LONG = 4096
 
 BACKBONES_COVERED = ("titans-mac", "atlas-mag", "delta-rule-mal")
-GRADIENTS_COVERED = ("transformer++", "gated-deltanet-h2", "mamba", "atlas", "dot")
+GRADIENTS_COVERED = ("transformer++", "gated-deltanet-h2", "mamba", "atlas", "dot", "gam")
 
 
 def _covered(name: str) -> bool:
@@ -65,10 +65,16 @@ def small(name: str) -> ModelConfig:
         num_heads=2,
         mlp_dim=48,
         memory=dataclasses.replace(memory, **cut),
-        attention=AttentionConfig(
-            window=7, segment_size=8, persistent_tokens=min(2, config.attention.persistent_tokens)
+        attention=dataclasses.replace(
+            config.attention,
+            window=7,
+            segment_size=8,
+            persistent_tokens=min(2, config.attention.persistent_tokens),
         ),
         ssm=SSMConfig(state_dim=8, head_dim=16),
+        gam=dataclasses.replace(config.gam, slots=16),
+        max_positions=config.max_positions and LONG + PIECE,
+        dropout=0.0,  # its own tests are in tests/nn/test_gam.py; here losses are compared with those of the parallel pass
         remat=False,
     )
 

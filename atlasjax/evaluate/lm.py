@@ -102,13 +102,14 @@ def evaluate_stream(
       float32 [streams, time - 1].
 
     Raises:
-      ValueError: fewer than two tokens, or `piece` is not positive.
+      ValueError: fewer than two tokens, more than a model with learned positions can read, or `piece` is not positive.
     """
     tokens = np.atleast_2d(np.asarray(tokens, np.int32))
     if tokens.ndim != 2 or tokens.shape[1] < 2:
         raise ValueError(f"tokens has shape {tokens.shape}; it should be [streams, time] with at least two tokens.")
     if piece < 1:
         raise ValueError(f"piece is {piece}; it should be positive.")
+    model.check_length(tokens.shape[1] - 1, "tokens")
     graphdef, params = nnx.split(model, nnx.Param)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     cache = model.init_cache(*inputs.shape)

@@ -80,7 +80,7 @@ def attention(
     v: jax.Array,
     *,
     window: int | None = None,
-    rope_theta: float = 1e4,
+    rope_theta: float | None = 1e4,
     persistent: Persistent | None = None,
     segment_ids: jax.Array | None = None,
 ) -> jax.Array:
@@ -90,7 +90,7 @@ def attention(
       q, k: not rotated, [batch, time, heads, key_dim], key_dim even.
       v: [batch, time, heads, value_dim].
       window: a token sees itself and the window − 1 tokens before it; None: all tokens before it.
-      rope_theta: base of the wave lengths of the rotation.
+      rope_theta: base of the wave lengths of the rotation; None: no rotation.
       persistent: keys and values that every token sees.
       segment_ids: integers [batch, time]; where the id changes a new segment begins, which sees nothing before it and counts
         its positions from 0.
@@ -233,7 +233,7 @@ def extend(
     v: jax.Array,
     cache: KVCache | WindowCache,
     *,
-    rope_theta: float = 1e4,
+    rope_theta: float | None = 1e4,
     persistent: Persistent | None = None,
 ) -> tuple[jax.Array, KVCache | WindowCache]:
     """`attention` of the next tokens of a stream. A `WindowCache` gives its own window.

@@ -5,17 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def rotate(x: jax.Array, position: jax.Array, theta: float = 1e4) -> jax.Array:
+def rotate(x: jax.Array, position: jax.Array, theta: float | None = 1e4) -> jax.Array:
     """Rotate the pairs (x_i, x_{i + head_dim/2}) by position · θ^{−2i/head_dim}, so that q·k depends on the distance only.
 
     Args:
       x: [batch, time, heads, head_dim], head_dim even.
       position: integers [batch, time].
-      theta: base of the wave lengths.
+      theta: base of the wave lengths; None: no rotation, x as it is.
 
     Returns:
       Like x, of x's dtype; computed in float32.
     """
+    if theta is None:
+        return x
     half = x.shape[-1] // 2
     # Angles in 2⁻³² of a turn, by integers that wrap around: a float32 product would be off by a twentieth of a radian after a
     # million tokens, differently for q and k. The frequencies' own rounding is the same for both, and below 1e-9 a token.

@@ -3,27 +3,29 @@
 from atlasjax.nn.abstract import abstract_model, count_parameters, logical_axes, state_bytes
 from atlasjax.nn.attention import AttentionHeads, AttentionMixer, SlidingWindowMixer
 from atlasjax.nn.backbones import MAGMixer, MALMixer
-from atlasjax.nn.config import AttentionConfig, ElasticConfig, MemoryConfig, ModelConfig, SSMConfig
-from atlasjax.nn.elastic import ElasticMixer
+from atlasjax.nn.config import AttentionConfig, GAMConfig, MemoryConfig, ModelConfig, SSMConfig
+from atlasjax.nn.gam import GAMMixer
 from atlasjax.nn.gates import GateProjection, initial_gates
-from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, SwiGLU
+from atlasjax.nn.layers import GELU, CausalConv, LayerNorm, Linear, RMSNorm, SwiGLU
 from atlasjax.nn.mac import MACMixer
 from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixer, MemoryMixerState
 from atlasjax.nn.mixers import MIXERS, Mixer
-from atlasjax.nn.model import LanguageModel
+from atlasjax.nn.model import LanguageModel, PositionedCache
 from atlasjax.nn.parameters import AXES
 
 __all__ = [
     "AXES",
+    "GELU",
     "MIXERS",
     "AttentionConfig",
     "AttentionHeads",
     "AttentionMixer",
     "CausalConv",
-    "ElasticConfig",
-    "ElasticMixer",
+    "GAMConfig",
+    "GAMMixer",
     "GateProjection",
     "LanguageModel",
+    "LayerNorm",
     "Linear",
     "MACMixer",
     "MAGMixer",
@@ -34,6 +36,7 @@ __all__ = [
     "MemoryMixerState",
     "Mixer",
     "ModelConfig",
+    "PositionedCache",
     "RMSNorm",
     "SSMConfig",
     "SlidingWindowMixer",

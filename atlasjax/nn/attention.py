@@ -15,10 +15,10 @@ from atlasjax.nn.parameters import normal, param
 class AttentionHeads(nnx.Module):
     """Attention up to the heads' outputs, without the projection back: for the mixers below and for hybrids.
 
-        q, k, v = x W;  y = `mixers.attention.attention`(q, k, v), RoPE on q and k; no biases
+        q, k, v = x W (+ b);  y = `mixers.attention.attention`(q, k, v), RoPE on q and k
 
     Args:
-      config: dim, num_heads, head_dim (even), value_expansion, dtype, attention (rope_theta, persistent_tokens).
+      config: dim, num_heads, head_dim (even), value_expansion, dtype, attention (rope_theta, persistent_tokens, bias).
       window: a token sees itself and the window − 1 tokens before it; None: all tokens before it.
       rngs: source of the initial values.
 
@@ -33,9 +33,10 @@ class AttentionHeads(nnx.Module):
         self.heads, self.key_dim, self.value_dim = heads, key_dim, config.value_dim
         self.window, self.theta = window, config.attention.rope_theta
         self.dtype = jnp.dtype(config.dtype)
-        self.inputs = Linear((config.dim, heads, (2 + expansion) * key_dim), ("embed", "heads", None), rngs=rngs)
-        shape = (config.attention.persistent_tokens, heads)
-        learned = lambda dim: param(normal(rngs, (*shape, dim), 1.0), None, "heads", None) if shape[0] else None
+        shape = (config.dim, heads, (2 + expansion) * key_dim)
+        self.inputs = Linear(shape, ("embed", "heads", None), bias=config.attention.bias, rngs=rngs)
+        size = (config.attention.persistent_tokens, heads)
+        learned = lambda dim: param(normal(rngs, (*size, dim), 1.0), None, "heads", None) if size[0] else None
         self.persistent_keys, self.persistent_values = learned(key_dim), learned(self.value_dim)
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -80,7 +81,7 @@ class AttentionHeads(nnx.Module):
 class AttentionMixer(nnx.Module):
     """Causal softmax attention over all tokens, as in Transformer++ (Touvron et al. 2023): RoPE, no biases.
 
-        out = attention(x) W_out        `AttentionHeads`
+        out = attention(x) W_out (+ b)        `AttentionHeads`
 
     Decoding keeps the keys and values of all tokens: its state and its time per token grow with what was read.
 
@@ -91,7 +92,7 @@ class AttentionMixer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.attention = AttentionHeads(config, self._window(config), rngs=rngs)
-        self.out = output_projection(config, rngs)
+        self.out = output_projection(config, rngs, bias=config.attention.bias)
 
     @staticmethod
     def _window(config: ModelConfig) -> int | None:
@@ -131,7 +132,7 @@ def required_window(config: ModelConfig, mixer: str) -> int:
     return config.attention.window
 
 
-def output_projection(config: ModelConfig, rngs: nnx.Rngs) -> Linear:
+def output_projection(config: ModelConfig, rngs: nnx.Rngs, *, bias: bool = False) -> Linear:
     """Heads' values back to the residual stream."""
     inner = config.num_heads * config.value_dim
-    return Linear((inner, config.dim), ("heads", "embed"), scale=config.output_scale, rngs=rngs)
+    return Linear((inner, config.dim), ("heads", "embed"), scale=config.output_scale, bias=bias, rngs=rngs)

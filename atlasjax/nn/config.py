@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from atlasjax import elastic, rules
+from atlasjax import gam, rules
 from atlasjax.memory import Rule, structures
 from atlasjax.memory import features as features_lib
 from atlasjax.names import lookup
@@ -170,7 +170,8 @@ class AttentionConfig:
 
     Attributes:
       window: a token sees itself and the window − 1 tokens before it; needed by "swa", "mag" and "mal".
-      rope_theta: base of the wave lengths of rotary positions, > 0.
+      rope_theta: base of the wave lengths of rotary positions, > 0; None: no rotary positions.
+      bias: whether the projections to queries, keys and values, and of the output of "attention" and "swa", have biases.
       persistent_tokens: learned keys and values that every token sees, ≥ 0.
       segment_size: tokens of a segment of "mac", ≥ 1; a multiple of the memory's chunk size.
 
@@ -179,14 +180,17 @@ class AttentionConfig:
     """
 
     window: int | None = None
-    rope_theta: float = 1e4
+    rope_theta: float | None = 1e4
     persistent_tokens: int = 0
     segment_size: int = 64
+    bias: bool = False
 
     def __post_init__(self) -> None:
         _check_integers(self, {"window": 1, "persistent_tokens": 0, "segment_size": 1}, ("window",))
-        if not _is_number(self.rope_theta) or self.rope_theta <= 0:
-            raise ValueError(f"AttentionConfig: rope_theta must be a number > 0, got {self.rope_theta!r}.")
+        if self.rope_theta is not None and (not _is_number(self.rope_theta) or self.rope_theta <= 0):
+            raise ValueError(f"AttentionConfig: rope_theta must be a number > 0 or None, got {self.rope_theta!r}.")
+        if not isinstance(self.bias, bool):
+            raise ValueError(f"AttentionConfig: bias must be True or False, got {self.bias!r}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,52 +217,31 @@ class SSMConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ElasticConfig:
-    """Elastic Memory (`atlasjax.elastic`): the past as Legendre coefficients, read at sampled positions.
+class GAMConfig:
+    """Gated Associative Memory (`atlasjax.gam`). It sees the last num_layers · (conv_width − 1) + 1 tokens and no others.
 
     Attributes:
-      order: N ≥ 1 coefficients of each channel of keys and values.
-      samples: L_mem ≥ 1 positions at which the past is read; None: as many as coefficients.
-      block_size: L ≥ 1 tokens of a block, which sees itself exactly and what was before it through memory.
-      sampling: a name of `elastic.sampling.SAMPLINGS`; may be another one than in training.
-      context: t ≥ 1 tokens for which the sampling is laid out; a shorter or longer past is read at the same fractions of it.
-      alpha: ratio in (0, 1) of "exponential"; None: the newest sample lies half a token before the end of `context` tokens.
-      discretization: "zoh", which is exact; "forward", "backward" or "bilinear".
-      legacy_hippo: number time as the published HiPPO code does.
-      rotate_memory_queries: whether queries ask memory rotated, as printed in the paper, or as they are.
+      slots: rows of the table that every token reads, ≥ 1.
+      fusion: "gated", as published; or an ablation: "sum" of both paths, "global" (the table) alone, "local" (the
+        convolution) alone.
+      conv_width: taps of the convolution, ≥ 1; this mixer does not use `ModelConfig.conv_width`.
 
     Raises:
-      ValueError: a field out of its range, an unknown name, or an alpha for another sampling than "exponential".
+      ValueError: a field out of its range, or an unknown fusion.
     """
 
-    order: int = 540
-    samples: int | None = None
-    block_size: int = 1024
-    sampling: str = "exponential"
-    context: int = 8192
-    alpha: float | None = None
-    discretization: str = "zoh"
-    legacy_hippo: bool = False
-    rotate_memory_queries: bool = True
+    slots: int = 512
+    fusion: str = "gated"
+    conv_width: int = 3
 
     def __post_init__(self) -> None:
-        _check_integers(self, {"order": 1, "samples": 1, "block_size": 1, "context": 1}, ("samples",))
-        lookup("sampling", self.sampling, elastic.sampling.SAMPLINGS)
-        lookup("discretization", self.discretization, elastic.hippo.DISCRETIZATIONS)
-        for name in ("legacy_hippo", "rotate_memory_queries"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"ElasticConfig: {name} must be True or False, got {getattr(self, name)!r}.")
-        if self.alpha is None:
-            return
-        if not _is_number(self.alpha) or not 0 < self.alpha < 1:
-            raise ValueError(f"ElasticConfig: alpha must be a number in (0, 1), got {self.alpha!r}.")
-        if self.sampling != "exponential":
-            raise ValueError(f"ElasticConfig: alpha={self.alpha} clashes with sampling={self.sampling!r}.")
+        _check_integers(self, {"slots": 1, "conv_width": 1})
+        lookup("fusion", self.fusion, gam.FUSIONS)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only language model: embedding, layers of (mixer, SwiGLU), norm, head.
+    """A decoder-only language model: embedding, layers of (mixer, feed-forward network), norm, head.
 
     Attributes:
       vocab_size: number of tokens of the vocabulary.
@@ -269,16 +252,22 @@ class ModelConfig:
       value_expansion: size of a head's values over that of its keys, ≥ 1.
       mixer: a name of `atlasjax.nn.mixers.MIXERS`, or a pattern of names that repeats over the layers: with ("mamba", "swa") even
         layers are Mamba and odd ones attention. A pattern's length divides num_layers.
-      ffn: what follows the mixer in a layer, "swiglu" or "none".
+      ffn: what follows the mixer in a layer: "swiglu", without biases; "gelu", two projections with biases; or "none".
       block: "pre_norm", x + f(norm(x)); or "bare", f(x), neither norm nor residual, which needs ffn="none".
       memory: the memory of the mixers that have one ("memory", "mac", "mag", "mal").
       attention: the attention of the mixers that have it.
       ssm: sizes of the state space models.
-      elastic: the memory of "elastic".
+      gam: sizes of "gam".
+      norm: of the residual stream, "rms" or "layer" (with a bias). Norms inside mixers are as their papers have them.
+      positions: "none", or "learned": a table that is added to the embedding; it has no entry beyond max_positions, so
+        longer sequences are refused, and logits of a stream beyond it are NaN.
+      max_positions: entries of that table, ≥ 1; None without one.
+      dropout: rate in [0, 1) at which embeddings and outputs of the feed-forward networks are dropped, where keys for it are given,
+        as in training; never in evaluation or decoding.
       conv_width: taps of the causal convolutions; 1 is a gain for each channel.
-      mlp_dim: hidden width of SwiGLU; None: 8/3 dim, rounded up to a multiple of 128.
+      mlp_dim: hidden width of the feed-forward network; None: 8/3 dim, rounded up to a multiple of 128, and 4 dim for "gelu".
       tie_embeddings: whether the head is the transposed embedding.
-      norm_eps: added to the mean square in every RMSNorm.
+      norm_eps: added to the mean square in every norm.
       dtype: of activations and matmul inputs, "bfloat16" or "float32". Parameters, gates, memories, norms' statistics and
         logits are always float32.
       remat: recompute each layer in the backward pass instead of keeping its activations.
@@ -294,12 +283,16 @@ class ModelConfig:
     head_dim: int | None = None
     value_expansion: int = 1
     mixer: str | tuple[str, ...] = "memory"
-    ffn: Literal["swiglu", "none"] = "swiglu"
+    ffn: Literal["swiglu", "gelu", "none"] = "swiglu"
     block: Literal["pre_norm", "bare"] = "pre_norm"
     memory: MemoryConfig = MemoryConfig()
     attention: AttentionConfig = AttentionConfig()
     ssm: SSMConfig = SSMConfig()
-    elastic: ElasticConfig = ElasticConfig()
+    gam: GAMConfig = GAMConfig()
+    norm: Literal["rms", "layer"] = "rms"
+    positions: Literal["none", "learned"] = "none"
+    max_positions: int | None = None
+    dropout: float = 0.0
     conv_width: int = 4
     mlp_dim: int | None = None
     tie_embeddings: bool = True
@@ -308,8 +301,9 @@ class ModelConfig:
     remat: bool = True
 
     def __post_init__(self) -> None:
-        names = ("vocab_size", "dim", "num_layers", "num_heads", "conv_width", "value_expansion", "head_dim", "mlp_dim")
-        _check_integers(self, dict.fromkeys(names, 1), ("head_dim", "mlp_dim"))
+        optional = ("head_dim", "mlp_dim", "max_positions")
+        names = ("vocab_size", "dim", "num_layers", "num_heads", "conv_width", "value_expansion", *optional)
+        _check_integers(self, dict.fromkeys(names, 1), optional)
         if self.head_dim is None and self.dim % self.num_heads:
             raise ValueError(
                 f"ModelConfig: num_heads={self.num_heads} does not divide dim={self.dim}. "
@@ -322,11 +316,17 @@ class ModelConfig:
                 raise ValueError(
                     f"ModelConfig: {name} must be {' or '.join(map(repr, choices))}, got {getattr(self, name)!r}."
                 )
+        if (self.positions == "learned") != (self.max_positions is not None):
+            need = "an integer ≥ 1" if self.positions == "learned" else "None"
+            raise ValueError(
+                f"ModelConfig: positions={self.positions!r} needs max_positions to be {need}, got {self.max_positions!r}."
+            )
+        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
+            raise ValueError(f"ModelConfig: dropout must be a number in [0, 1), got {self.dropout!r}.")
         for name in ("tie_embeddings", "remat"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"ModelConfig: {name} must be True or False, got {getattr(self, name)!r}.")
-        parts = {"memory": MemoryConfig, "attention": AttentionConfig, "ssm": SSMConfig, "elastic": ElasticConfig}
-        for name, kind in parts.items():
+        for name, kind in _PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"ModelConfig: {name} must be a {kind.__name__}, got {getattr(self, name)!r}.")
         if not isinstance(self.mixer, str | tuple) or not all(isinstance(name, str) for name in self.pattern):
@@ -356,8 +356,10 @@ class ModelConfig:
 
     @property
     def resolved_mlp_dim(self) -> int:
-        """Hidden width of SwiGLU."""
-        return -(-8 * self.dim // (3 * 128)) * 128 if self.mlp_dim is None else self.mlp_dim
+        """Hidden width of the feed-forward network."""
+        if self.mlp_dim is not None:
+            return self.mlp_dim
+        return 4 * self.dim if self.ffn == "gelu" else -(-8 * self.dim // (3 * 128)) * 128
 
     @property
     def output_scale(self) -> float:
@@ -367,4 +369,16 @@ class ModelConfig:
         return (self.num_layers * (1 if self.ffn == "none" else 2)) ** -0.5
 
 
-_CHOICES = {"dtype": ("bfloat16", "float32"), "ffn": ("swiglu", "none"), "block": ("pre_norm", "bare")}
+_PARTS = {
+    "memory": MemoryConfig,
+    "attention": AttentionConfig,
+    "ssm": SSMConfig,
+    "gam": GAMConfig,
+}
+_CHOICES = {
+    "dtype": ("bfloat16", "float32"),
+    "ffn": ("swiglu", "gelu", "none"),
+    "block": ("pre_norm", "bare"),
+    "norm": ("rms", "layer"),
+    "positions": ("none", "learned"),
+}

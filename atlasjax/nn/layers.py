@@ -1,9 +1,13 @@
-"""The small layers: norm, projection, SwiGLU, causal convolution. Float32 parameters, computation in the input's dtype."""
+"""The small layers: norms, projection, feed-forward networks, causal convolution, dropout.
+
+Float32 parameters, computation in the input's dtype.
+"""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from atlasjax.mixers.convolution import causal_convolution
 from atlasjax.nn.parameters import normal, param
 
 
@@ -37,22 +41,52 @@ class RMSNorm(nnx.Module):
         return (rms_normalize(x, self.eps) * self.scale[...]).astype(x.dtype)
 
 
+class LayerNorm(nnx.Module):
+    """(x − mean) / √(variance + eps) over the last axis, with a learned scale and bias (Ba et al. 2016), float32 inside.
+
+    Args:
+      shape, axes, eps: as of `RMSNorm`; eps is added to the variance.
+    """
+
+    def __init__(self, shape: tuple[int, ...], axes: tuple[str | None, ...], eps: float):
+        self.scale = param(jnp.ones(shape, jnp.float32), *axes)
+        self.bias = param(jnp.zeros(shape, jnp.float32), *axes)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., *shape] → the same shape and dtype."""
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)  # RMS of what is centred: no difference of large squares
+        return (rms_normalize(y, self.eps) * self.scale[...] + self.bias[...]).astype(x.dtype)
+
+
 class Linear(nnx.Module):
-    """x @ kernel without a bias; kernel [fan_in, *out], normal with standard deviation scale / √fan_in.
+    """x @ kernel (+ bias); kernel [fan_in, *out], normal with standard deviation scale / √fan_in.
 
     Args:
       shape: (fan_in, *out).
       axes: logical names of the kernel's axes.
       scale: relative to fan-in initialization.
+      bias: whether to add a learned bias [*out], zero at the start.
       rngs: source of the initial values.
     """
 
-    def __init__(self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, scale: float = 1.0, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        *,
+        scale: float = 1.0,
+        bias: bool = False,
+        rngs: nnx.Rngs,
+    ):
         self.kernel = param(normal(rngs, shape, scale / shape[0] ** 0.5), *axes)
+        self.bias = param(jnp.zeros(shape[1:], jnp.float32), *axes[1:]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., fan_in] → [..., *out], dtype of x."""
-        return jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=1)
+        y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=1)
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
 class SwiGLU(nnx.Module):
@@ -73,6 +107,43 @@ class SwiGLU(nnx.Module):
         """[..., dim] → [..., dim], dtype of x."""
         h = self.gate_and_wide(x)
         return self.out(jax.nn.silu(h[..., 0, :]) * h[..., 1, :])
+
+
+class GELU(nnx.Module):
+    """gelu(x W + b) W_out + b_out (the exact form, by the error function).
+
+    Args:
+      dim: width of input and output.
+      hidden: width between.
+      out_scale: initial scale of W_out relative to fan-in.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, dim: int, hidden: int, *, out_scale: float = 1.0, rngs: nnx.Rngs):
+        self.wide = Linear((dim, hidden), ("embed", "mlp"), bias=True, rngs=rngs)
+        self.out = Linear((hidden, dim), ("mlp", "embed"), scale=out_scale, bias=True, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., dim] → [..., dim], dtype of x."""
+        return self.out(jax.nn.gelu(self.wide(x), approximate=False))
+
+
+def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
+    """Set each number to zero with probability `rate` and divide the others by 1 − rate (Srivastava et al. 2014).
+
+    Args:
+      x: [batch, ...].
+      rate: in [0, 1).
+      keys: typed PRNG keys [batch]; None, or a rate of 0: x as it is. Each row has its own key, so that what it drops does not
+        depend on the rest of the batch, nor on how the batch is cut into microbatches or over devices.
+
+    Returns:
+      Like x.
+    """
+    if keys is None or rate == 0:
+        return x
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
+    return jnp.where(kept, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
 class CausalConv(nnx.Module):
@@ -106,20 +177,4 @@ class CausalConv(nnx.Module):
         Returns:
           y, float32, of the shape of x; and the next state.
         """
-        kernel = self.kernel[...]
-        width, time = kernel.shape[0], x.shape[1]
-        inputs = jnp.concatenate([state, x], axis=1)
-        index = None
-        if segment_ids is not None:
-            # Number the segments: an id that comes back later in the row is another segment, as it is for the memory.
-            changes = segment_ids[:, 1:] != segment_ids[:, :-1]
-            index = jnp.pad(jnp.cumsum(changes, axis=1, dtype=jnp.int32), ((0, 0), (width, 0)))
-            token = index[:, width - 1 :]
-        y = jnp.zeros(x.shape, jnp.float32)
-        for j in range(width):
-            tap = inputs[:, j : j + time].astype(jnp.float32)
-            if index is not None:
-                same = index[:, j : j + time] == token
-                tap = jnp.where(same.reshape(*same.shape, *(1,) * (x.ndim - 2)), tap, 0.0)
-            y = y + kernel[j] * tap
-        return y, inputs[:, time:]
+        return causal_convolution(x, self.kernel[...], state, segment_ids=segment_ids)

@@ -1,20 +1,28 @@
 """The language model: stacked layers run by `lax.scan`, in parallel over a sequence or as a stream."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from atlasjax.mixers.attention import segment_positions
 from atlasjax.nn.config import ModelConfig
-from atlasjax.nn.layers import Linear, RMSNorm, SwiGLU
+from atlasjax.nn.layers import GELU, LayerNorm, Linear, RMSNorm, SwiGLU, dropout
 from atlasjax.nn.mixers import make_mixer
 from atlasjax.nn.parameters import normal, param
 
+_NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
+_FFNS: dict[str, type[SwiGLU | GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
+
+
+def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    return _NORMS[config.norm]((config.dim,), ("embed",), config.norm_eps)
+
 
 class Layer(nnx.Module):
-    """x + mixer(norm(x)), then x + SwiGLU(norm(x)); without the second part, or without norm and residual, as the config says.
+    """x + mixer(norm(x)), then x + ffn(norm(x)); without the second part, or without norm and residual, as the config says.
 
     Args:
       config: the model's.
@@ -23,24 +31,26 @@ class Layer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, mixer: str, *, rngs: nnx.Rngs):
-        self.remat = config.remat
-        norm = lambda: RMSNorm((config.dim,), ("embed",), config.norm_eps)
-        self.mixer_norm = None if config.block == "bare" else norm()
+        self.remat, self.dropout = config.remat, config.dropout
+        self.mixer_norm = None if config.block == "bare" else _norm(config)
         self.mixer = make_mixer(mixer, config, rngs=rngs)
-        has_ffn, scale = config.ffn == "swiglu", config.output_scale
-        self.mlp_norm = norm() if has_ffn else None
-        self.mlp = SwiGLU(config.dim, config.resolved_mlp_dim, out_scale=scale, rngs=rngs) if has_ffn else None
+        ffn = _FFNS.get(config.ffn)
+        self.mlp_norm = None if ffn is None else _norm(config)
+        scale = config.output_scale
+        self.mlp = None if ffn is None else ffn(config.dim, config.resolved_mlp_dim, out_scale=scale, rngs=rngs)
 
-    def __call__(self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None) -> jax.Array:
-        """[batch, time, dim] → [batch, time, dim]."""
+    def __call__(
+        self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
+    ) -> jax.Array:
+        """[batch, time, dim] → [batch, time, dim]; `dropout_keys` as in `LanguageModel`."""
         graphdef, params = nnx.split(self, nnx.Param)
 
-        def run(params: Any, x: jax.Array) -> jax.Array:
+        def run(params: Any, x: jax.Array, keys: jax.Array | None) -> jax.Array:
             layer = nnx.merge(graphdef, params)
-            return layer._around(lambda y: (layer.mixer(y, segment_ids, max_segments), None), x)[0]
+            return layer._around(lambda y: (layer.mixer(y, segment_ids, max_segments), None), x, keys)[0]
 
         # A layer is the body of a scan, which cannot be merged with its recomputation.
-        return (jax.checkpoint(run, prevent_cse=False) if self.remat else run)(params, x)
+        return (jax.checkpoint(run, prevent_cse=False) if self.remat else run)(params, x, dropout_keys)
 
     def init_state(self, batch_size: int, max_length: int | None) -> Any:
         """The mixer's state before the first token."""
@@ -50,13 +60,15 @@ class Layer(nnx.Module):
         """The next piece of a sequence, and the mixer's next state."""
         return self._around(lambda y: self.mixer.extend(y, state), x)
 
-    def _around(self, mix: Callable[[jax.Array], tuple[jax.Array, Any]], x: jax.Array) -> tuple[jax.Array, Any]:
+    def _around(
+        self, mix: Callable[[jax.Array], tuple[jax.Array, Any]], x: jax.Array, keys: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
         if self.mixer_norm is None:
             return mix(x)
         y, state = mix(self.mixer_norm(x))
         x = x + y
         if self.mlp is not None and self.mlp_norm is not None:
-            x = x + self.mlp(self.mlp_norm(x))
+            x = x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, keys)
         return x, state
 
 
@@ -68,10 +80,13 @@ class Pattern(nnx.Module):
         for i, mixer in enumerate(config.pattern):
             setattr(self, f"layer_{i}", Layer(config, mixer, rngs=rngs))
 
-    def __call__(self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None) -> jax.Array:
-        """[batch, time, dim] → [batch, time, dim]."""
-        for layer in self._layers():
-            x = layer(x, segment_ids, max_segments)
+    def __call__(
+        self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
+    ) -> jax.Array:
+        """[batch, time, dim] → [batch, time, dim]; `dropout_keys` as in `LanguageModel`."""
+        for i, layer in enumerate(self._layers()):
+            keys = None if dropout_keys is None else jax.vmap(lambda key, i=i: jax.random.fold_in(key, i))(dropout_keys)
+            x = layer(x, segment_ids, max_segments, keys)
         return x
 
     def init_state(self, batch_size: int, max_length: int | None) -> Any:
@@ -109,6 +124,18 @@ def _stack_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer | Pattern:
     return layers
 
 
+class PositionedCache(NamedTuple):
+    """The cache of a model with learned positions.
+
+    Attributes:
+      layers: the mixers' states, as the cache of a model without.
+      position: tokens read, and so the position of the next one, int32 [1, batch].
+    """
+
+    layers: Any
+    position: jax.Array
+
+
 class LanguageModel(nnx.Module):
     """A decoder-only language model: memories that learn at test time (A §5), or other mixers, in a Llama-like block.
 
@@ -129,15 +156,22 @@ class LanguageModel(nnx.Module):
         self.dtype = jnp.dtype(config.dtype)
         scale = config.dim**-0.5  # logits of a tied head start with unit variance
         self.embedding = param(normal(rngs, (config.vocab_size, config.dim), scale), "vocab", "embed")
+        table = lambda size: param(normal(rngs, (size, config.dim), scale), None, "embed")
+        self.positions = None if config.max_positions is None else table(config.max_positions)
         self.layers = _stack_layers(config, rngs)
-        self.norm = RMSNorm((config.dim,), ("embed",), config.norm_eps)
+        self.norm = _norm(config)
         if config.tie_embeddings:
             self.head = None
         else:
             self.head = Linear((config.dim, config.vocab_size), ("embed", "vocab"), rngs=rngs)
 
     def __call__(
-        self, tokens: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        max_segments: int | None = None,
+        *,
+        dropout_keys: jax.Array | None = None,
     ) -> jax.Array:
         """Logits of the next token after every token, in parallel.
 
@@ -145,17 +179,23 @@ class LanguageModel(nnx.Module):
           tokens: integers [batch, time], time ≥ 1.
           segment_ids: integers ≥ 0, [batch, time], for packed documents: where the id changes, everything starts afresh.
           max_segments: static bound on the number of segments in a row; needed under jit with `segment_ids`.
+          dropout_keys: typed PRNG keys [batch], one for each row, for training with the config's dropout; None: no dropout.
 
         Returns:
           float32 [batch, time, vocab_size].
 
         Raises:
-          TypeError, ValueError: an argument of wrong dtype or shape.
+          TypeError, ValueError: an argument of wrong dtype or shape, or more tokens than there are learned positions.
         """
-        return self.logits(self.hidden(tokens, segment_ids, max_segments))
+        return self.logits(self.hidden(tokens, segment_ids, max_segments, dropout_keys=dropout_keys))
 
     def hidden(
-        self, tokens: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        max_segments: int | None = None,
+        *,
+        dropout_keys: jax.Array | None = None,
     ) -> jax.Array:
         """What the head reads, [batch, time, dim] in the model's dtype, after the final norm; arguments as in `__call__`."""
         _check_tokens(tokens, "LanguageModel")
@@ -164,11 +204,14 @@ class LanguageModel(nnx.Module):
                 f"LanguageModel: segment_ids has shape {segment_ids.shape}, should be that of tokens, {tokens.shape}."
             )
         graphdef, params = nnx.split(self.layers, nnx.Param)
+        keys, layer_keys = self._dropout_keys(tokens, dropout_keys)
 
-        def layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
-            return nnx.merge(graphdef, params)(x, segment_ids, max_segments), None
+        def layer(x: jax.Array, xs: tuple[Any, jax.Array | None]) -> tuple[jax.Array, None]:
+            params, keys = xs
+            return nnx.merge(graphdef, params)(x, segment_ids, max_segments, keys), None
 
-        x, _ = jax.lax.scan(layer, self._embed(tokens), params)
+        x = self._embed(tokens, self._positions(tokens, segment_ids))
+        x, _ = jax.lax.scan(layer, dropout(x, self.config.dropout, keys), (params, layer_keys))
         return self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -178,6 +221,8 @@ class LanguageModel(nnx.Module):
 
     def init_cache(self, batch_size: int, max_length: int | None = None) -> Any:
         """The cache before the first token: the mixers' states, every leaf [repetitions, batch, …].
+
+        With learned positions it is a `PositionedCache` of them.
 
         Args:
           batch_size: number of sequences, ≥ 1.
@@ -193,7 +238,8 @@ class LanguageModel(nnx.Module):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"init_cache: {name} must be an integer ≥ 1, got {value!r}.")
         graphdef, params = nnx.split(self.layers, nnx.Param)
-        return jax.vmap(lambda p: nnx.merge(graphdef, p).init_state(batch_size, max_length))(params)
+        cache = jax.vmap(lambda p: nnx.merge(graphdef, p).init_state(batch_size, max_length))(params)
+        return cache if self.positions is None else PositionedCache(cache, jnp.zeros((1, batch_size), jnp.int32))
 
     def extend(self, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         """Read the next tokens of a stream: prefill with any number of them, decode with one.
@@ -220,11 +266,52 @@ class LanguageModel(nnx.Module):
             params, state = xs
             return nnx.merge(graphdef, params).extend(x, state)
 
-        x, cache = jax.lax.scan(layer, self._embed(tokens), (params, cache))
+        time = tokens.shape[1]
+        if self.positions is None:
+            x, cache = jax.lax.scan(layer, self._embed(tokens, None), (params, cache))
+        else:
+            position = cache.position[0, :, None] + jnp.arange(time)
+            x, layers = jax.lax.scan(layer, self._embed(tokens, position), (params, cache.layers))
+            cache = PositionedCache(layers, cache.position + time)
         return self.logits(self.norm(x)), cache
 
-    def _embed(self, tokens: jax.Array) -> jax.Array:
-        return self.embedding[...][tokens].astype(self.dtype)
+    def check_length(self, length: int, where: str) -> None:
+        """Raise ValueError, which begins with `where`, if there are learned positions for fewer than `length` tokens."""
+        longest = self.config.max_positions
+        if longest is not None and length > longest:
+            raise ValueError(
+                f"{where}: {length} tokens, but the model has learned positions for max_positions={longest}."
+            )
+
+    def _positions(self, tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array | None:
+        """Each token's place in its sequence or segment, int32 [batch, time]; None without learned positions."""
+        if self.positions is None:
+            return None
+        if segment_ids is not None:
+            return segment_positions(segment_ids)[0]
+        self.check_length(tokens.shape[1], "LanguageModel")
+        return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    def _embed(self, tokens: jax.Array, position: jax.Array | None) -> jax.Array:
+        x = self.embedding[...][tokens]
+        if self.positions is not None:
+            x = x + self.positions[...].at[position].get(mode="fill", fill_value=jnp.nan)  # beyond the table: NaN
+        return x.astype(self.dtype)
+
+    def _dropout_keys(
+        self, tokens: jax.Array, dropout_keys: jax.Array | None
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """The keys [batch] of the embedding and those of the layers, [repetitions, batch]; None where nothing is dropped."""
+        if dropout_keys is None or not self.config.dropout:
+            return None, None
+        if not jnp.issubdtype(dropout_keys.dtype, jax.dtypes.prng_key) or dropout_keys.shape != tokens.shape[:1]:
+            raise ValueError(
+                f"LanguageModel: dropout_keys is {dropout_keys.dtype} {dropout_keys.shape}, should be typed PRNG keys "
+                f"(jax.random.key) of shape {tokens.shape[:1]}, one for each row."
+            )
+        repetitions = self.config.num_layers // len(self.config.pattern)
+        keys = jax.vmap(lambda key: jax.random.split(key, 1 + repetitions), out_axes=1)(dropout_keys)
+        return keys[0], keys[1:]
 
 
 def _check_tokens(tokens: jax.Array, where: str) -> None:

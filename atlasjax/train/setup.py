@@ -83,6 +83,11 @@ def prepare(config: TrainConfig) -> Setup:
             f"data.batch_size / accumulation is {config.data.batch_size} / {config.accumulation} = {microbatch} sequences; it "
             f"should be divisible by mesh data × fsdp = {mesh.shape['data']} × {mesh.shape['fsdp']} = {shards}."
         )
+    longest = config.model.max_positions
+    if longest is not None and config.data.sequence_length > longest:
+        raise ValueError(
+            f"data.sequence_length is {config.data.sequence_length}; it should be at most model.max_positions, which is {longest}."
+        )
     tokenizer = run_tokenizer(config)
     if config.model.vocab_size < tokenizer.vocab_size:
         raise ValueError(

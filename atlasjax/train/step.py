@@ -27,11 +27,13 @@ def loss_sums(
       graphdef: the model's definition.
       params: its parameters.
       batch: inputs int32 [batch, time], targets int32 [batch, time], weights float32 [batch, time] and, for packed
-        documents, segment_ids int32 [batch, time].
+        documents, segment_ids int32 [batch, time]; for dropout, dropout_keys, typed PRNG keys [batch].
       max_segments: bound on the segments per row; needed with segment_ids.
     """
     model = merge(graphdef, params)
-    logits = model(batch["inputs"], segment_ids=batch.get("segment_ids"), max_segments=max_segments)
+    logits = model(
+        batch["inputs"], batch.get("segment_ids"), max_segments, dropout_keys=batch.get("dropout_keys")
+    )  # fmt: skip
     weights = batch["weights"].astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"])
     return jnp.sum(losses * weights), jnp.sum(weights)
@@ -78,9 +80,12 @@ def train_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:  # fmt: skip
     """One optimizer step.
 
+    Where the model has dropout, row r of step n drops by the key `split(fold_in(state.key, n), batch)[r]`: the same in a run that
+    was resumed, on every mesh and for every number of microbatches.
+
     Args:
       state: before the step.
-      batch: as in `loss_sums`.
+      batch: as in `loss_sums`, without dropout_keys.
       graphdef: the model's definition.
       optimizer: the outer optimizer.
       schedule: step → learning rate; only reported, the optimizer has its own.
@@ -91,6 +96,9 @@ def train_step(
     Returns:
       (state after the step, float32 scalars: loss in nats per token, gradient_norm before clipping, learning_rate, tokens).
     """
+    if merge(graphdef, state.params).config.dropout:
+        keys = jax.random.split(jax.random.fold_in(state.key, state.step), batch["inputs"].shape[0])
+        batch = {**batch, "dropout_keys": keys}
     loss, grads, tokens = accumulated_gradients(graphdef, state.params, batch, microbatches, max_segments, constrain)
     updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)

@@ -8,7 +8,7 @@ import pytest
 from atlasjax import rules
 from atlasjax.config_json import from_dict, to_dict
 from atlasjax.memory import features, structures
-from atlasjax.nn import AttentionConfig, MemoryConfig, ModelConfig, SSMConfig
+from atlasjax.nn import AttentionConfig, GAMConfig, MemoryConfig, ModelConfig, SSMConfig
 
 CONFIGS = [
     ModelConfig(),
@@ -24,6 +24,16 @@ CONFIGS = [
         value_expansion=2,
         ssm=SSMConfig(8, 3, 16, 2),
         attention=AttentionConfig(window=16, rope_theta=5e5, persistent_tokens=2, segment_size=32),
+    ),
+    ModelConfig(
+        mixer=("gam", "attention"),
+        ffn="gelu",
+        norm="layer",
+        positions="learned",
+        max_positions=256,
+        dropout=0.1,
+        gam=GAMConfig(slots=64, fusion="sum", conv_width=2),
+        attention=AttentionConfig(rope_theta=None, bias=True),
     ),
 ]
 
@@ -78,8 +88,18 @@ def test_overrides_reach_the_rule():
         (lambda: AttentionConfig(rope_theta=-1.0), ["rope_theta", "-1.0"]),
         (lambda: AttentionConfig(persistent_tokens=-1), ["persistent_tokens", "≥ 0", "-1"]),
         (lambda: SSMConfig(expand=0), ["SSMConfig", "expand", "0"]),
+        (lambda: AttentionConfig(bias=1), ["AttentionConfig", "bias", "1"]),
+        (lambda: GAMConfig(slots=0), ["GAMConfig", "slots", "0"]),
+        (lambda: GAMConfig(fusion="gatd"), ["fusion", "Did you mean 'gated'"]),
+        (lambda: GAMConfig(conv_width=2.0), ["GAMConfig", "conv_width", "2.0"]),
+        (lambda: ModelConfig(norm="batch"), ["norm", "'rms' or 'layer'", "'batch'"]),
+        (lambda: ModelConfig(positions="learned"), ["positions='learned'", "max_positions", "None"]),
+        (lambda: ModelConfig(max_positions=8), ["positions='none'", "max_positions to be None", "8"]),
+        (lambda: ModelConfig(positions="learned", max_positions=0), ["max_positions", "≥ 1", "0"]),
+        (lambda: ModelConfig(dropout=1.0), ["dropout", "[0, 1)", "1.0"]),
+        (lambda: ModelConfig(gam={"slots": 3}), ["gam", "GAMConfig"]),
         (lambda: ModelConfig(value_expansion=0), ["value_expansion", "0"]),
-        (lambda: ModelConfig(ffn="gelu"), ["ffn", "'swiglu' or 'none'", "'gelu'"]),
+        (lambda: ModelConfig(ffn="relu"), ["ffn", "'swiglu' or 'gelu' or 'none'", "'relu'"]),
         (lambda: ModelConfig(block="bare"), ["block='bare'", "ffn='none'", "'swiglu'"]),
         (lambda: ModelConfig(mixer=("memory",) * 3), ["pattern of 3", "num_layers=4"]),
         (lambda: ModelConfig(mixer=()), ["pattern of 0", "num_layers=4"]),

@@ -1,0 +1,41 @@
+"""Depthwise causal convolution as a pure function: y_t = bias + Σ_j kernel[j] ⊙ x_{t − (width − 1) + j}."""
+
+import jax
+import jax.numpy as jnp
+
+
+def causal_convolution(
+    x: jax.Array,
+    kernel: jax.Array,
+    state: jax.Array,
+    bias: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Convolve a piece of a sequence.
+
+    Args:
+      x: [batch, time, *channels], any time ≥ 1.
+      kernel: [width, *channels], the last tap is the token's own.
+      state: the width − 1 inputs before x, [batch, width − 1, *channels]; zeros before the first token.
+      bias: [*channels]; None: no bias.
+      segment_ids: integers [batch, time]; no tap reaches over a change of the id. The first segment goes on from `state`.
+
+    Returns:
+      y, float32, of the shape of x; and the next state, of the dtype that joining `state` and x gives.
+    """
+    width, time = kernel.shape[0], x.shape[1]
+    inputs = jnp.concatenate([state, x], axis=1)
+    index = None
+    if segment_ids is not None:
+        # Number the segments: an id that comes back later in the row is another segment, as it is for the memory.
+        changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+        index = jnp.pad(jnp.cumsum(changes, axis=1, dtype=jnp.int32), ((0, 0), (width, 0)))
+        token = index[:, width - 1 :]
+    y = jnp.zeros(x.shape, jnp.float32)
+    for j in range(width):
+        tap = inputs[:, j : j + time].astype(jnp.float32)
+        if index is not None:
+            same = index[:, j : j + time] == token
+            tap = jnp.where(same.reshape(*same.shape, *(1,) * (x.ndim - 2)), tap, 0.0)
+        y = y + kernel[j] * tap
+    return (y if bias is None else y + bias), inputs[:, time:]
