@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "atlasjax.data": FOUNDATION,
     "atlasjax.nn": {
         "atlasjax",
+        "atlasjax.elastic",
         "atlasjax.gam",
         "atlasjax.memory",
         "atlasjax.mixers",

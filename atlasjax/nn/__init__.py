@@ -3,7 +3,8 @@
 from atlasjax.nn.abstract import abstract_model, count_parameters, logical_axes, state_bytes
 from atlasjax.nn.attention import AttentionHeads, AttentionMixer, SlidingWindowMixer
 from atlasjax.nn.backbones import MAGMixer, MALMixer
-from atlasjax.nn.config import AttentionConfig, GAMConfig, MemoryConfig, ModelConfig, SSMConfig
+from atlasjax.nn.config import AttentionConfig, ElasticConfig, GAMConfig, MemoryConfig, ModelConfig, SSMConfig
+from atlasjax.nn.elastic import ElasticMixer
 from atlasjax.nn.gam import GAMMixer
 from atlasjax.nn.gates import GateProjection, initial_gates
 from atlasjax.nn.layers import GELU, CausalConv, LayerNorm, Linear, RMSNorm, SwiGLU
@@ -21,6 +22,8 @@ __all__ = [
     "AttentionHeads",
     "AttentionMixer",
     "CausalConv",
+    "ElasticConfig",
+    "ElasticMixer",
     "GAMConfig",
     "GAMMixer",
     "GateProjection",

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from atlasjax import gam, rules
+from atlasjax import elastic, gam, rules
 from atlasjax.memory import Rule, structures
 from atlasjax.memory import features as features_lib
 from atlasjax.names import lookup
@@ -240,6 +240,50 @@ class GAMConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ElasticConfig:
+    """Elastic Memory (`atlasjax.elastic`): the past as Legendre coefficients, read at sampled positions.
+
+    Attributes:
+      order: N ≥ 1 coefficients of each channel of keys and values.
+      samples: L_mem ≥ 1 positions at which the past is read; None: as many as coefficients.
+      block_size: L ≥ 1 tokens of a block, which sees itself exactly and what was before it through memory.
+      sampling: a name of `elastic.sampling.SAMPLINGS`; may be another one than in training.
+      context: t ≥ 1 tokens for which the sampling is laid out; a shorter or longer past is read at the same fractions of it.
+      alpha: ratio in (0, 1) of "exponential"; None: the newest sample lies half a token before the end of `context` tokens.
+      discretization: "zoh", which is exact; "forward", "backward" or "bilinear".
+      legacy_hippo: number time as the published HiPPO code does.
+      rotate_memory_queries: whether queries ask memory rotated, as printed in the paper, or as they are.
+
+    Raises:
+      ValueError: a field out of its range, an unknown name, or an alpha for another sampling than "exponential".
+    """
+
+    order: int = 540
+    samples: int | None = None
+    block_size: int = 1024
+    sampling: str = "exponential"
+    context: int = 8192
+    alpha: float | None = None
+    discretization: str = "zoh"
+    legacy_hippo: bool = False
+    rotate_memory_queries: bool = True
+
+    def __post_init__(self) -> None:
+        _check_integers(self, {"order": 1, "samples": 1, "block_size": 1, "context": 1}, ("samples",))
+        lookup("sampling", self.sampling, elastic.sampling.SAMPLINGS)
+        lookup("discretization", self.discretization, elastic.hippo.DISCRETIZATIONS)
+        for name in ("legacy_hippo", "rotate_memory_queries"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"ElasticConfig: {name} must be True or False, got {getattr(self, name)!r}.")
+        if self.alpha is None:
+            return
+        if not _is_number(self.alpha) or not 0 < self.alpha < 1:
+            raise ValueError(f"ElasticConfig: alpha must be a number in (0, 1), got {self.alpha!r}.")
+        if self.sampling != "exponential":
+            raise ValueError(f"ElasticConfig: alpha={self.alpha} clashes with sampling={self.sampling!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only language model: embedding, layers of (mixer, feed-forward network), norm, head.
 
@@ -257,6 +301,7 @@ class ModelConfig:
       memory: the memory of the mixers that have one ("memory", "mac", "mag", "mal").
       attention: the attention of the mixers that have it.
       ssm: sizes of the state space models.
+      elastic: the memory of "elastic".
       gam: sizes of "gam".
       norm: of the residual stream, "rms" or "layer" (with a bias). Norms inside mixers are as their papers have them.
       positions: "none", or "learned": a table that is added to the embedding; it has no entry beyond max_positions, so
@@ -288,6 +333,7 @@ class ModelConfig:
     memory: MemoryConfig = MemoryConfig()
     attention: AttentionConfig = AttentionConfig()
     ssm: SSMConfig = SSMConfig()
+    elastic: ElasticConfig = ElasticConfig()
     gam: GAMConfig = GAMConfig()
     norm: Literal["rms", "layer"] = "rms"
     positions: Literal["none", "learned"] = "none"
@@ -373,6 +419,7 @@ _PARTS = {
     "memory": MemoryConfig,
     "attention": AttentionConfig,
     "ssm": SSMConfig,
+    "elastic": ElasticConfig,
     "gam": GAMConfig,
 }
 _CHOICES = {
