@@ -74,7 +74,7 @@ def attention(
     bank: Bank,
     reconstruction: Any,
     *,
-    rope_theta: float = 1e4,
+    rope_theta: float | None = 1e4,
     rotate_memory_queries: bool = True,
     segment_ids: jax.Array | None = None,
     max_segments: int | None = None,
@@ -86,7 +86,7 @@ def attention(
       v: [batch, time, heads, value_dim].
       bank: of at least `blocks_needed(time, L)` blocks (`banks.load`); L is that of its kernels.
       reconstruction: R, [samples, order] (`sampling.sampled_reconstruction`): another one may be used than in training.
-      rope_theta: base of the wave lengths of the rotation.
+      rope_theta: base of the wave lengths of the rotation; None: no rotation.
       rotate_memory_queries: whether queries meet the samples rotated by their place in the block, or as they are.
       segment_ids: integers [batch, time]; where the id changes a new document begins: memory and blocks start afresh.
       max_segments: static bound on the documents of a row; needed under jit with `segment_ids`. Tokens of further ones get NaN.
@@ -149,7 +149,7 @@ def extend(
     bank: Bank,
     reconstruction: Any,
     *,
-    rope_theta: float = 1e4,
+    rope_theta: float | None = 1e4,
     rotate_memory_queries: bool = True,
 ) -> tuple[jax.Array, ElasticState]:
     """`attention` of the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
@@ -319,7 +319,7 @@ def _attend(
     samples: tuple[jax.Array, jax.Array],
     has_memory: jax.Array,
     *,
-    rope_theta: float,
+    rope_theta: float | None,
     rotate_memory_queries: bool,
 ) -> jax.Array:
     """Queries at places [batch, queries] of one block, whose tokens k, v [batch, L, …] lie at their own places."""

@@ -115,7 +115,7 @@ def _build(
     for m in range(first, last):
         if progress is not None:
             peak = build_bytes(order, size) / 1e9
-            progress(f"elastic bank: block {m} of order {order}, {size} tokens; {peak:.1f} GB while it is built")
+            progress(f"elastic bank: block {m} of order {order}, {size} tokens; {peak:.2f} GB while it is built")
         p, k = block(order, m * size, (m + 1) * size, discretization=discretization, legacy_hippo=legacy)
         bank.transitions[m - first], bank.kernels[m - first] = p, k
     return bank

@@ -1,0 +1,138 @@
+"""What a memory layer costs: its state (E Table 1), and training throughput against Transformer++ (E Table 8).
+
+    python -m experiments.elastic.cost sizes
+    python -m experiments.elastic.cost throughput                                     # E's 12 layers of 720: minutes a model
+    python -m experiments.elastic.cost throughput --layers 3 --length 2048 --block-size 512
+
+Models are E's: attention over the last `block-size` tokens in all layers, but for another mixer in the 9th of 12.
+Throughput is forward and backward of the loss, batch 1; models are timed in turn and the best of --repeats counts. It is reported
+as a fraction of Transformer++'s in the same run: the number to compare. Rows are appended to --out.
+"""
+
+import argparse
+import json
+import pathlib
+import time
+from typing import Any
+
+HERE = pathlib.Path(__file__).parent
+SIZES = {"8 heads": (8, 720), "12 heads": (12, 1080), "16 heads": (16, 1440)}
+MEMORIES = ("elastic", "memorizing", "infini", "melodi")
+ORDER = 540
+
+
+def model(memory: str | None, heads: int, dim: int, layers: int, block_size: int, order: int, vocabulary: int) -> Any:
+    """E's architecture around one memory layer; None: Transformer++ with the same blocks."""
+    from atlasjax.nn import AttentionConfig, ElasticConfig, ModelConfig
+
+    pattern = ["swa"] * layers
+    if memory is not None:
+        pattern[max(0, 3 * layers // 4 - 1)] = memory
+    return ModelConfig(
+        vocab_size=vocabulary, dim=dim, num_layers=layers, num_heads=heads, head_dim=90, mixer=tuple(pattern),
+        attention=AttentionConfig(window=block_size), dtype="float32",
+        elastic=ElasticConfig(order=order, block_size=block_size),
+    )  # fmt: skip
+
+
+def available(names: list[str]) -> list[str]:
+    """Those that this version of the library has."""
+    from atlasjax.nn import MIXERS
+
+    missing = [name for name in names if name not in MIXERS]
+    if missing:
+        print(f"not in this version: {', '.join(missing)}")
+    return [name for name in names if name in MIXERS]
+
+
+def sizes(options: argparse.Namespace) -> None:
+    """Numbers that a layer keeps for one sequence, by what they are, at E's widths and N = 540."""
+    import jax
+
+    from atlasjax.nn.elastic import ElasticMixer
+
+    print("| heads | width | N | coefficients | samples | current block | float32 bytes of all |\n|" + " ---: |" * 7)
+    for heads, dim in SIZES.values():
+        config = model("elastic", heads, dim, 12, options.block_size, options.order, 256)
+
+        def state(config: Any = config) -> Any:
+            from flax import nnx
+
+            return ElasticMixer(config, rngs=nnx.Rngs(0)).init_state(1, 8192)
+
+        found = jax.eval_shape(state)
+        size = {
+            name: getattr(found, name).size
+            for name in ("coefficients", "memory_keys", "memory_values", "keys", "values")
+        }
+        samples, block = size["memory_keys"] + size["memory_values"], size["keys"] + size["values"]
+        total = 4 * (size["coefficients"] + samples + block)
+        print(f"| {heads} | {dim} | {options.order} | {size['coefficients']:,} | {samples:,} | {block:,} | {total:,} |")
+
+
+def throughput(options: argparse.Namespace) -> None:
+    """Tokens a second of forward and backward, as fractions of Transformer++'s."""
+    import jax
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    from atlasjax.nn import LanguageModel
+
+    heads, dim = SIZES[options.size]
+    tokens = np.random.default_rng(0).integers(0, options.vocabulary, (1, options.length + 1), dtype=np.int32)
+    steps = {}
+    for name in (None, *available(options.memories)):
+        config = model(name, heads, dim, options.layers, options.block_size, options.order, options.vocabulary)
+        graphdef, params = nnx.split(LanguageModel(config, rngs=nnx.Rngs(0)), nnx.Param)
+
+        def loss(params: Any, tokens: Any, graphdef: Any = graphdef) -> Any:
+            logits = nnx.merge(graphdef, params)(tokens[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        start = time.perf_counter()
+        compiled = jax.jit(jax.value_and_grad(loss)).lower(params, tokens).compile()
+        temporary = compiled.memory_analysis().temp_size_in_bytes
+        print(f"{name or 'transformer++'}: compiled in {time.perf_counter() - start:.0f} s", flush=True)
+        steps[name or "transformer++"] = (compiled, params, temporary)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(options.repeats + 1):
+        for name, (compiled, params, _) in steps.items():
+            start = time.perf_counter()
+            jax.block_until_ready(compiled(params, tokens))
+            if turn:  # the first warms up
+                times[name].append(time.perf_counter() - start)
+    rows = []
+    best = {name: min(seconds) for name, seconds in times.items()}
+    print("| memory | tokens a second | normalized | temporary bytes |\n| --- | ---: | ---: | ---: |")
+    for name, seconds in best.items():
+        row = {
+            "memory": name, "tokens_per_second": round(options.length / seconds, 1),
+            "normalized": round(best["transformer++"] / seconds, 3), "temporary_bytes": steps[name][2],
+        }  # fmt: skip
+        rows.append(row)
+        print("| " + " | ".join(f"{x:,}" if isinstance(x, int) else str(x) for x in row.values()) + " |")
+    settings = {key: getattr(options, key) for key in ("size", "layers", "length", "block_size", "order", "repeats")}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("a") as file:
+        file.write(json.dumps({"device": str(jax.devices()[0].device_kind), **settings, "rows": rows}) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("sizes", "throughput"))
+    parser.add_argument("--memories", nargs="+", default=["elastic"], choices=MEMORIES)
+    parser.add_argument("--size", choices=SIZES, default="8 heads")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--block-size", type=int, default=1024)
+    parser.add_argument("--order", type=int, default=ORDER)
+    parser.add_argument("--vocabulary", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "throughput.jsonl")
+    options = parser.parse_args()
+    {"sizes": sizes, "throughput": throughput}[options.command](options)
+
+
+if __name__ == "__main__":
+    main()
