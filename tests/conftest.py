@@ -13,6 +13,7 @@ _ENVIRONMENT = {
     "TPU_LOG_DIR": "disabled",
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(__file__).parent.parent / ".jax_cache"),
+    "ATLASJAX_CACHE": str(pathlib.Path(__file__).parent.parent / ".jax_cache"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }

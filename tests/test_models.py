@@ -72,6 +72,7 @@ def small(name: str) -> ModelConfig:
             persistent_tokens=min(2, config.attention.persistent_tokens),
         ),
         ssm=SSMConfig(state_dim=8, head_dim=16),
+        elastic=dataclasses.replace(config.elastic, order=6, samples=5, block_size=8, context=48),
         gam=dataclasses.replace(config.gam, slots=16),
         max_positions=config.max_positions and LONG + PIECE,
         dropout=0.0,  # its own tests are in tests/nn/test_gam.py; here losses are compared with those of the parallel pass

@@ -243,7 +243,8 @@ def _dilation(order: int, ratio: float) -> np.ndarray:
     edges = np.linspace(0, order, min(_TILES, order) + 1).astype(int)
     for low, high in itertools.pairwise(edges):  # nothing stands above the diagonal
         np.matmul(dilated[low:high], plain[:high].T, out=p[low:high, :high])
-    return np.tril(p)
+        p[low:high, low:high] = np.tril(p[low:high, low:high])
+    return p
 
 
 # The steps of token k, from (I + a_k A)^{-1} ((I − b_k A) c + d_k B f): (a, b, d) for the times t before and after the token.
