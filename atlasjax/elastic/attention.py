@@ -100,12 +100,15 @@ def attention(
     time = q.shape[1] if getattr(q, "ndim", 0) == 4 else 0
     matrices = _check("elastic.attention", q, k, v, bank, reconstruction, time)
     size, batch = matrices.block_size, q.shape[0]
-    options = {"rope_theta": rope_theta, "rotate_memory_queries": rotate_memory_queries}
+    options: dict[str, Any] = {"rope_theta": rope_theta, "rotate_memory_queries": rotate_memory_queries}
     if segment_ids is None:
         count = -(-time // size)
         pad = lambda x: jnp.pad(x, ((0, 0), (0, count * size - time), (0, 0), (0, 0)))
         q, k, v = (_to_blocks(pad(x), count) for x in (q, k, v))
         index = jnp.broadcast_to(jnp.arange(count)[:, None], (count, batch))
+        if count == 1:  # nothing to remember
+            place = jnp.broadcast_to(jnp.arange(size), (batch, size))
+            return _attend(q[0], place, k[0], v[0], None, index[0], **options)[:, :time]
         y = _attend_blocks(q, k, v, matrices.uniform_states(k, v), index, matrices, **options)
         return _from_blocks(y)[:, :time]
     most = check_segments(segment_ids, max_segments, q, "elastic.attention")
@@ -316,7 +319,7 @@ def _attend(
     place: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    samples: tuple[jax.Array, jax.Array],
+    samples: tuple[jax.Array, jax.Array] | None,
     has_memory: jax.Array,
     *,
     rope_theta: float | None,
@@ -327,10 +330,10 @@ def _attend(
     places = jnp.arange(size)[None]
     rotated = rotate(q, place, rope_theta)
     visible = places[:, None] <= place[:, :, None]
-    return softmax_attention(
-        Source(rotated, rotate(k, places, rope_theta), v, visible),
-        Source(rotated if rotate_memory_queries else q, *samples, has_memory[:, None, None]),
-    )
+    sources = [Source(rotated, rotate(k, places, rope_theta), v, visible)]
+    if samples is not None:
+        sources.append(Source(rotated if rotate_memory_queries else q, *samples, has_memory[:, None, None]))
+    return softmax_attention(*sources)
 
 
 def _empty_coefficients(batch: int, matrices: _Matrices, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -56,8 +56,8 @@ def load(
 ) -> Bank:
     """The bank of the first `blocks` blocks: what the cache has, and what it lacks is built and added to it.
 
-    Building takes order³ operations a block: milliseconds at order 540, about a minute on two cores at 8,640, where the float64
-    arrays of one block take 2.2 GB (`hippo.build_bytes`) and the bank itself 4 · order · (order + block_size) bytes a block.
+    Building takes order³ operations a block: milliseconds at order 540, half a minute on two cores at 8,640, where the float64
+    arrays of one block take 2.0 GB (`hippo.build_bytes`) and the bank itself 4 · order · (order + block_size) bytes a block.
 
     Args:
       order: N ≥ 1.

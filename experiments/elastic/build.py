@@ -1,7 +1,7 @@
 """Time, memory and accuracy of building banks.
 
     python -m experiments.elastic.build                               # N = 540, blocks of 1,024 tokens: seconds
-    python -m experiments.elastic.build --order 8640 --blocks 2       # about a minute a block, 2.2 GB
+    python -m experiments.elastic.build --order 8640 --blocks 2       # half a minute a block, 2.0 GB
 
 Builds into an empty folder that is deleted afterwards, or into --cache-dir. The check: the first column of P_m = r^A is
 r ∫_0^1 g_n(ru) du, which has a closed form; and a constant signal must stay a constant, c = (1, 0, 0, …).
