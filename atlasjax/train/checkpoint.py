@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import pathlib
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -84,6 +85,8 @@ class Checkpoints:
         finally:
             with self._exit, contextlib.suppress(Exception):  # Orbax raises the error of a failed save once more
                 self._checkpointer.close()
+            if self._failed_step is not None:
+                _join_writers()
             self._clear_failed()
 
     def steps(self) -> list[int]:
@@ -272,6 +275,14 @@ class Checkpoints:
             "There is no earlier checkpoint."
         )  # fmt: skip
         return f"Saving the checkpoint of step {step} failed: {cause}. {kept}"
+
+
+def _join_writers() -> None:
+    """Waits for the threads that a failed save has left: closing does not, and at the interpreter's end they would complain."""
+    with _quiet():
+        for thread in threading.enumerate():
+            if type(thread).__module__.startswith("orbax.") and thread is not threading.current_thread():
+                thread.join(timeout=30)
 
 
 def _prefixes(arrays: dict[str, Any]) -> tuple[str, ...]:
