@@ -5,13 +5,17 @@ params = memory.init_params(rule, key, num_heads=4, key_dim=64, value_dim=64)
 y, state = memory.scan(rule, params, None, q, k, v, gates)
 """
 
-from atlasjax.memory.api import IMPLEMENTATIONS, Rule, init_params, init_state, read, reference, scan, step
+from atlasjax.memory.api import IMPLEMENTATIONS, AnyRule, Rule, init_params, init_state, read, reference, scan, step
+from atlasjax.memory.caching import CachedRule, CachedState
 from atlasjax.memory.kernelized import KernelParams, KernelRule, KernelState
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "AnyRule",
+    "CachedRule",
+    "CachedState",
     "Gates",
     "KernelParams",
     "KernelRule",

@@ -1,6 +1,7 @@
 """The functional API: `init_params`, `init_state`, `scan`, `step`, `read`, `reference`.
 
-A rule is a `MemoryRule` or a `KernelRule`, whose memory behind the exponential kernel has a cache; the functions are the same.
+A rule is a `MemoryRule`, a `KernelRule`, whose memory behind the exponential kernel has a cache of tokens, or a `CachedRule`, which
+keeps the memories of earlier segments; the functions are the same.
 """
 
 from collections.abc import Callable
@@ -9,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import check, kernelized
+from atlasjax.memory import caching, check, kernelized
 from atlasjax.memory import state as state_lib
+from atlasjax.memory.caching import CachedRule, CachedState
 from atlasjax.memory.engine import xla_scan, xla_step
 from atlasjax.memory.kernelized import KernelParams, KernelRule, KernelState
 from atlasjax.memory.reference import read_one, reference_scan
@@ -24,37 +26,48 @@ def _reference(rule, params, state, q, k, v, gates, segment_ids, max_segments):
 
 
 Rule = MemoryRule | KernelRule
+AnyRule = Rule | CachedRule
 Params = MemoryParams | KernelParams
-State = MemoryState | KernelState
+State = MemoryState | KernelState | CachedState
 
 
-def init_params(rule: Rule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
+def init_params(rule: AnyRule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
     """Fresh learned parameters of a rule: `state.init_params`, `kernelized.init_params`. Every leaf has the heads axis first."""
     module: Any = kernelized if isinstance(rule, KernelRule) else state_lib
+    if isinstance(rule, CachedRule):
+        rule = rule.rule
     return module.init_params(rule, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
 
 
-def init_state(rule: Rule, params: Any, *, batch_size: int, max_length: int | None = None) -> Any:
-    """A fresh memory for every batch element: `state.init_state`, `kernelized.init_state`.
+def init_state(rule: AnyRule, params: Any, *, batch_size: int, max_length: int | None = None) -> Any:
+    """A fresh memory for every batch element: `state.init_state`, `kernelized.init_state`, `caching.init_state`.
 
     Args:
       rule: the rule.
       params: what `init_params` gave (or a trained version of it).
       batch_size: number of batch elements.
-      max_length: the most tokens that will be read; only a kernel memory with a full cache needs it.
+      max_length: the most tokens that will be read; needed by what keeps everything: a kernel memory with a full cache, a
+        cached rule without a capacity.
 
     Raises:
       ValueError: parameters of another rule; max_length missing where it is needed.
     """
-    module: Any = kernelized if isinstance(rule, KernelRule) else state_lib
+    module: Any = _module(rule) or state_lib
     return module.init_state(rule, params, batch_size=batch_size, max_length=max_length)
+
+
+def _module(rule: Any) -> Any:
+    """The module of these functions for a rule of another kind; None for a `MemoryRule`."""
+    if isinstance(rule, KernelRule):
+        return kernelized
+    return caching if isinstance(rule, CachedRule) else None
 
 
 IMPLEMENTATIONS: dict[str, Callable] = {"xla": xla_scan, "reference": _reference}
 
 
 def scan(
-    rule: Rule,
+    rule: AnyRule,
     params: Any,
     state: Any,
     q: jax.Array,
@@ -73,7 +86,7 @@ def scan(
     not influence each other. Works under jit, grad, vmap and shard_map; the backward pass keeps one memory for each chunk.
 
     Args:
-      rule: the memory rule, static under jit; a `MemoryRule` or a `KernelRule`.
+      rule: the memory rule, static under jit; a `MemoryRule`, a `KernelRule` or a `CachedRule`.
       params: its learned parameters (`init_params`).
       state: the memory so far; None for a fresh one (`init_state`), which is also faster: chunks are then aligned statically.
       q: queries, [batch, time, heads, key_dim], floating point. Any length ≥ 1.
@@ -93,8 +106,8 @@ def scan(
     Raises:
       TypeError, ValueError: an argument that does not fit, before anything is traced.
     """
-    if isinstance(rule, KernelRule):
-        return kernelized.scan(
+    if (module := _module(rule)) is not None:
+        return module.scan(
             rule, params, state, q, k, v, gates, segment_ids=segment_ids, max_segments=max_segments,
             implementation=implementation, check_gates=check_gates,
         )  # fmt: skip
@@ -109,7 +122,7 @@ def scan(
 
 
 def step(
-    rule: Rule,
+    rule: AnyRule,
     params: Any,
     state: Any,
     q: jax.Array,
@@ -121,7 +134,7 @@ def step(
 ) -> tuple[jax.Array, Any]:
     """One token: `scan` without the time axis, for decoding. Its cost does not depend on how much was read.
 
-    (A kernel memory costs one read of its cache, whose size is fixed when the state is made.)
+    (A kernel memory costs one read of its cache, and a cached rule reads of its memories: sizes fixed when the state is made.)
 
     Args:
       rule, params, state: as in `scan`; the state is required.
@@ -137,20 +150,22 @@ def step(
     """
     if state is None:
         raise ValueError("memory.step: state is None; start with memory.init_state.")
-    if isinstance(rule, KernelRule):
-        return kernelized.step(rule, params, state, q, k, v, gates, check_gates=check_gates)
+    if (module := _module(rule)) is not None:
+        return module.step(rule, params, state, q, k, v, gates, check_gates=check_gates)
     check.check_call(rule, params, state, q, k, v, gates, time=False, where="memory.step")
     if check_gates:
         check.check_gate_ranges(gates, "memory.step")
+    assert isinstance(rule, MemoryRule)  # as `check_call` found
     return xla_step(rule, params, state, q, k, v, gates)
 
 
-def read(rule: Rule, params: Any, state: Any, q: jax.Array) -> jax.Array:
+def read(rule: AnyRule, params: Any, state: Any, q: jax.Array, connector: jax.Array | None = None) -> jax.Array:
     """Look without writing: M_t(φ(q)) for any number of queries.
 
     Args:
       rule, params, state: as in `scan`.
       q: [batch, time, heads, key_dim], floating point.
+      connector: u of a cached rule, like q; None: the queries.
 
     Returns:
       [batch, time, heads, value_dim], of q's dtype.
@@ -158,6 +173,10 @@ def read(rule: Rule, params: Any, state: Any, q: jax.Array) -> jax.Array:
     Raises:
       TypeError, ValueError: an argument that does not fit, before anything is traced.
     """
+    if isinstance(rule, CachedRule):
+        return caching.read(rule, params, state, q, connector)
+    if connector is not None:
+        raise ValueError(f"memory.read: connector is given, but {type(rule).__name__} has no use for one.")
     if isinstance(rule, KernelRule):
         return kernelized.read(rule, params, state, q)
     check.check_read(rule, params, state, q)
@@ -171,7 +190,7 @@ def read(rule: Rule, params: Any, state: Any, q: jax.Array) -> jax.Array:
 
 
 def reference(
-    rule: Rule,
+    rule: AnyRule,
     params: Any,
     state: Any,
     q: jax.Array,
@@ -182,10 +201,11 @@ def reference(
     segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """The definition: token by token, inner gradients from `jax.grad`. Slow; arguments and results as in `scan`."""
-    if isinstance(rule, KernelRule):
-        return kernelized.reference(rule, params, state, q, k, v, gates, segment_ids=segment_ids)
+    if (module := _module(rule)) is not None:
+        return module.reference(rule, params, state, q, k, v, gates, segment_ids=segment_ids)
     check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.reference")
     if segment_ids is not None:
         check.check_segments(segment_ids, q.shape[1], q, "memory.reference")
         segment_ids = jnp.asarray(segment_ids, jnp.int32)
+    assert isinstance(rule, MemoryRule)  # as `check_call` found
     return reference_scan(rule, params, state, q, k, v, gates, segment_ids)

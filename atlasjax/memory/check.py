@@ -32,7 +32,7 @@ def _floating(name: str, x: Any, where: str) -> None:
 
 
 def check_call(
-    rule: MemoryRule,
+    rule: Any,
     params: MemoryParams,
     state: MemoryState | None,
     q: Any,
@@ -150,6 +150,7 @@ _RANGES = {
     "threshold": (0.0, np.inf),
     "removal_key": (-np.inf, np.inf),
     "removal": (0.0, 1.0),
+    "connector": (-np.inf, np.inf),
 }
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from atlasjax.memory import blocks, formed
+from atlasjax.memory import blocks, formed, structures
 from atlasjax.memory.objectives import DotProduct
 from atlasjax.memory.optimizers import Muon
 from atlasjax.memory.retention import Channel
@@ -65,6 +65,18 @@ class Window(NamedTuple):
     thresholds: jax.Array
 
 
+class Soup(NamedTuple):
+    """Memories that every read mixes with the one that is written (Memory Soup, MC §3.3): each layer is linear in its weights.
+
+    Attributes:
+      weights: name → [batch, heads, n, out, in].
+      gates: [batch, time, heads, 1 + n] (in a step without time): of the memory that is written, and of the others.
+    """
+
+    weights: Weights
+    gates: jax.Array
+
+
 class Slot(NamedTuple):
     """The tokens of one slot of one head, gates filled with no-ops where there is no token; q, k, v: [width, dim]."""
 
@@ -79,6 +91,7 @@ class Slot(NamedTuple):
     removal_key: jax.Array | None
     removal: jax.Array | None
     real: jax.Array | None  # 1 for tokens, 0 for padding; see `blocks.BlockGates`
+    soup: jax.Array | None  # [width, 1 + n], see `Soup`
 
 
 def gradient_factors(
@@ -113,6 +126,18 @@ def gradient_factors(
     return {name: blocks.Factors(left[name], inputs[name]) for name in weights}
 
 
+def mix(linear: structures.Linear, soup: Weights, gates: jax.Array, dtype: Any) -> structures.Linear:
+    """γ_0 W_t h + Σ_i γ_i W^(i) h for every token: the soup's layers, without a matrix for each token."""
+
+    def mixed(name: str, h: jax.Array) -> jax.Array:
+        each = soup[name]
+        weighed = (gates[:, 1:, None] * h[:, None]).reshape(h.shape[0], -1)
+        others = blocks.dot(weighed, jnp.moveaxis(each, 0, 1).reshape(each.shape[1], -1).T, dtype)
+        return gates[:, :1] * linear(name, h) + others
+
+    return mixed
+
+
 def run_chunk(
     rule: MemoryRule,
     plan: Plan,
@@ -124,6 +149,7 @@ def run_chunk(
     slot: Slot,
     first: jax.Array | None,
     count: jax.Array,
+    soup: Weights | None,
 ) -> tuple[Weights, Weights | None, Window | None, jax.Array]:
     """One slot of one head: (M, S, window, y) after it.
 
@@ -136,6 +162,7 @@ def run_chunk(
       slot: the tokens.
       first: offset of the slot's first real token; None for 0.
       count: how many tokens of the window are real.
+      soup: memories to be mixed into reads, [n, out, in]; None if there are none.
     """
     c = rule.window
     k, v, threshold = slot.k, slot.v, slot.threshold
@@ -181,7 +208,8 @@ def run_chunk(
         gates = blocks.BlockGates(slot.retention, slot.step_size, slot.momentum, gamma, slot.real)
         x = rule.features.apply(params.coefficients, slot.q)
         skip = rule.features.degree_one(params.coefficients, slot.q) if rule.structure.residual else None
-        read = lambda linear: rule.structure.apply(linear, x, skip, params.norm)
+        mixed = lambda linear: linear if soup is None else mix(linear, soup, slot.soup, plan.dtype)
+        read = lambda linear: rule.structure.apply(mixed(linear), x, skip, params.norm)
         return block_fn(rule, memory, momentum, factors, gates, read, plan.dtype)
 
     num_blocks = slot.q.shape[0] // plan.block

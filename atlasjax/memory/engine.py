@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import layout
-from atlasjax.memory.chunk import Plan, Slot, Window, plan, run_chunk
+from atlasjax.memory.chunk import Plan, Slot, Soup, Window, plan, run_chunk
 from atlasjax.memory.linear import linear_scan
 from atlasjax.memory.optimizers import Momentum, Muon
 from atlasjax.memory.rule import MemoryRule
@@ -25,15 +25,23 @@ def xla_scan(
     gates: Gates,
     segment_ids: jax.Array | None = None,
     max_segments: int | None = None,
+    *,
+    lengths: jax.Array | None = None,
+    soup: Soup | None = None,
 ) -> tuple[jax.Array, MemoryState]:
-    """The recurrence over a sequence; arguments as in `memory.scan`, already checked."""
+    """The recurrence over a sequence; arguments as in `memory.scan`, already checked.
+
+    lengths: [batch], how many tokens of each row there are: the others are not written, and their outputs are NaN. Not together
+      with `segment_ids`.
+    soup: other memories to be mixed with this one in every read; the rule is not linear.
+    """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     batch, time, heads, _ = q.shape
     fresh = state is None
     if state is None:
         state = init_state(rule, params, batch_size=batch)
     sizes = plan(rule, params, q.dtype)
-    where = _layout(rule, sizes, state, fresh, batch, time, segment_ids, max_segments)
+    where = _layout(rule, sizes, state, fresh, batch, time, segment_ids, max_segments, lengths)
 
     def put(x: Any, fill: float) -> Any:
         return None if x is None else to_slots(x.astype(wide), sizes, where, fill)
@@ -52,6 +60,7 @@ def xla_scan(
         removal_key=put(gates.removal_key, 0.0),
         removal=put(gates.removal, 0.0),
         real=put(jnp.ones((batch, time, heads), wide), 0.0) if isinstance(rule.optimizer, Momentum) else None,
+        soup=None if soup is None else put(soup.gates, 0.0),
     )
 
     carry = Carry(state.memory, state.momentum, _window(state), state.chunk_start or state.memory)
@@ -61,15 +70,16 @@ def xla_scan(
         carry,
         (slots, where.window_count, where.resets, where.filled),
         where.first,
+        None if soup is None else jax.tree.map(lambda x: x.astype(wide), soup.weights),
     )
     y, carry = _run_slots(rule, sizes, q.dtype, operands)
     y = from_slots(y, sizes, where, time)
-    return y, _final_state(rule, state, carry, where, k, v, gates, segment_ids)
+    return y, _final_state(rule, state, carry, where, k, v, gates, segment_ids, lengths)
 
 
 def _run_slots(rule: MemoryRule, sizes: Plan, dtype: Any, operands: Any) -> tuple[jax.Array, Carry]:
     """All slots of a call, by the form that suits the rule; operands: as `slots.scan_slots`."""
-    params, carry, inputs, _ = operands
+    params, carry, inputs, _, _ = operands
     if rule.is_linear:
         y, memory = linear_scan(rule, dtype, params, carry.memory, inputs[0], inputs[2])
         return y, carry._replace(memory=memory, chunk_start=memory)
@@ -104,6 +114,7 @@ def _layout(
     time: int,
     segment_ids: jax.Array | None,
     max_segments: int | None,
+    lengths: jax.Array | None,
 ) -> layout.Layout:
     count = _window_count(state)
     position = jnp.zeros_like(count) if state.position is None else state.position
@@ -112,9 +123,9 @@ def _layout(
         return layout.segmented_layout(
             segment_ids, max_segments, sizes.chunk, sizes.width, rule.window, position, count, state.segment
         )
-    if fresh or state.position is None:
+    if (fresh or state.position is None) and lengths is None:
         return layout.aligned_layout(batch, time, sizes.chunk, rule.window, count)
-    return layout.streamed_layout(time, sizes.chunk, sizes.width, rule.window, position, count)
+    return layout.streamed_layout(time, sizes.chunk, sizes.width, rule.window, position, count, lengths)
 
 
 def _final_state(
@@ -126,6 +137,7 @@ def _final_state(
     v: jax.Array,
     gates: Gates,
     segment_ids: jax.Array | None,
+    lengths: jax.Array | None,
 ) -> MemoryState:
     memory = carry.memory
     if where.overflow is not None:
@@ -137,8 +149,12 @@ def _final_state(
     def tail(old: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
         if old is None or new is None:
             return None
-        new = jnp.moveaxis(new[:, -(rule.window - 1) :], 1, 2).astype(old.dtype)
-        return jnp.concatenate([old, new], axis=2)[:, :, -(rule.window - 1) :]
+        if lengths is None:
+            new = jnp.moveaxis(new[:, -(rule.window - 1) :], 1, 2).astype(old.dtype)
+            return jnp.concatenate([old, new], axis=2)[:, :, -(rule.window - 1) :]
+        both = jnp.concatenate([old, jnp.moveaxis(new, 1, 2).astype(old.dtype)], axis=2)
+        last = lambda x, n: jax.lax.dynamic_slice_in_dim(x, n, rule.window - 1, axis=1)
+        return jax.vmap(last)(both, lengths)
 
     return MemoryState(
         memory=memory,
@@ -161,8 +177,10 @@ def xla_step(
     k: jax.Array,
     v: jax.Array,
     gates: Gates,
+    *,
+    soup: Soup | None = None,
 ) -> tuple[jax.Array, MemoryState]:
-    """One token: q, k: [batch, heads, key_dim], v: [batch, heads, value_dim], gates [batch, heads(, n)]."""
+    """One token: q, k: [batch, heads, key_dim], v: [batch, heads, value_dim], gates [batch, heads(, n)]; soup: see `xla_scan`."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     batch, heads, _ = q.shape
     sizes = Plan(1, 1, 1, q.dtype)
@@ -188,6 +206,7 @@ def xla_step(
         removal_key=up(gates.removal_key),
         removal=up(gates.removal),
         real=None,
+        soup=None if soup is None else up(soup.gates),
     )
     count = _window_count(state)
     if rule.is_linear:
@@ -200,13 +219,16 @@ def xla_step(
         assert state.position is not None
         start = choose(state.position == 0, state.memory, state.chunk_start)
 
-    def chunk(params, start, memory, momentum, window, slot, count):
-        return run_chunk(rule, sizes, params, start, memory, momentum, window, slot, None, count)
+    def chunk(params, start, memory, momentum, window, slot, count, mixed):
+        return run_chunk(rule, sizes, params, start, memory, momentum, window, slot, None, count, mixed)
 
-    by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None))
-    by_batch = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0))
+    by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None, 0))
+    by_batch = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0))
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
-    memory, momentum, window, y = by_batch(up_params, start, state.memory, state.momentum, _window(state), slot, count)
+    mixed = None if soup is None else soup.weights
+    memory, momentum, window, y = by_batch(
+        up_params, start, state.memory, state.momentum, _window(state), slot, count, mixed
+    )
     position = None if state.position is None else (state.position + 1) % rule.chunk_size
     return y[:, :, 0].astype(q.dtype), MemoryState(
         memory=memory,

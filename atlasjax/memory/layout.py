@@ -53,22 +53,38 @@ def aligned_layout(batch: int, time: int, chunk: int, window: int, count: jax.Ar
     )
 
 
-def streamed_layout(time: int, chunk: int, width: int, window: int, position: jax.Array, count: jax.Array) -> Layout:
-    """A call that begins `position` tokens into a chunk (traced, one for each batch element)."""
+def streamed_layout(
+    time: int,
+    chunk: int,
+    width: int,
+    window: int,
+    position: jax.Array,
+    count: jax.Array,
+    lengths: jax.Array | None = None,
+) -> Layout:
+    """A call that begins `position` tokens into a chunk (traced, one for each batch element).
+
+    lengths: [batch], how many tokens of each row there are; the others find no slot. None: all.
+    """
     num_slots = (time + chunk - 1 + chunk - 1) // chunk
     token = position[:, None] + jnp.arange(time)
     slots = jnp.arange(num_slots)[:, None]
     before = jnp.maximum(slots * chunk - position, 0) + count
+    place = token // chunk * width + token % chunk
+    if lengths is not None:
+        # Beyond the last slot, each in a place of its own: scattering promises that no two are the same.
+        place = jnp.where(jnp.arange(time) < lengths[:, None], place, num_slots * width + jnp.arange(time))
+    end = time if lengths is None else lengths
     return Layout(
         num_slots=num_slots,
-        place=token // chunk * width + token % chunk,
+        place=place,
         first=position,
         resets=None,
-        filled=slots * chunk < position + time,
+        filled=slots * chunk < position + end,
         window_count=jnp.minimum(before, window - 1),
         overflow=None,
-        position=(position + time) % chunk,
-        last_count=jnp.minimum(count + time, window - 1),
+        position=(position + end) % chunk,
+        last_count=jnp.minimum(count + end, window - 1),
     )
 
 

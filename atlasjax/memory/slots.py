@@ -87,6 +87,7 @@ def scan_slots(
     carry: Carry,
     inputs: SlotInputs,
     first: jax.Array | None,
+    soup: Weights | None,
 ) -> tuple[jax.Array, Carry]:
     """All slots of a call.
 
@@ -97,6 +98,7 @@ def scan_slots(
       carry: before the first slot.
       inputs: the slots.
       first: [batch], offset of the call's first token in slot 0; None if the call begins at the start of a chunk.
+      soup: weights of memories to be mixed into every read, [batch, heads, n, …]; None if there are none.
 
     Returns:
       y: [slots, batch, heads, width, value_dim], and the carry after the last slot.
@@ -104,17 +106,18 @@ def scan_slots(
     wide = jnp.promote_types(dtype, jnp.float32)
     batch = jax.tree.leaves(carry.memory)[0].shape[0]
 
-    def chunk(params, chunk_start, memory, momentum, window, slot, first, count):
+    def chunk(params, chunk_start, memory, momentum, window, slot, first, count, mixed):
         slot = slot._replace(q=slot.q.astype(wide), k=slot.k.astype(wide), v=slot.v.astype(wide))
         start = memory if chunk_start is None else chunk_start
-        return run_chunk(rule, sizes, params, start, memory, momentum, window, slot, first, count)
+        return run_chunk(rule, sizes, params, start, memory, momentum, window, slot, first, count, mixed)
 
-    by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None, None))
-    by_batch = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0))
+    by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None, None, 0))
+    by_batch = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0, 0))
     checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
-    lane_params = _split(params, lanes, 0)
+    lane_params = tuple(zip(_split(params, lanes, 0), _split(soup, lanes, 1)))
 
-    def run_lane(params: MemoryParams, carry: Carry, slot: Slot, rest: Any, first: Any, chunk_fn: Any) -> Any:
+    def run_lane(constants: Any, carry: Carry, slot: Slot, rest: Any, first: Any, chunk_fn: Any) -> Any:
+        params, mixed = constants
         count, resets, filled = rest
         memory, momentum = carry.memory, carry.momentum
         if resets is not None:
@@ -124,7 +127,7 @@ def scan_slots(
         # The call may begin in the middle of a chunk.
         start = memory if first is None else choose(first > 0, carry.chunk_start, memory)
         given = None if first is None else start
-        memory, momentum, window, y = chunk_fn(params, given, memory, momentum, carry.window, slot, first, count)
+        memory, momentum, window, y = chunk_fn(params, given, memory, momentum, carry.window, slot, first, count, mixed)
         # Not inside the checkpointed function, so that the backward pass does not keep it.
         kept = start if filled is None else choose(filled, start, carry.chunk_start)
         return Carry(memory, momentum, window, kept), y.astype(dtype)

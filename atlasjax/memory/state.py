@@ -35,6 +35,7 @@ class Gates(NamedTuple):
       threshold: Huber's δ > 0.
       removal_key: RWKV-7's κ̂, [batch, time, heads, D].
       removal: RWKV-7's rate a ∈ [0, 1] of removal, [batch, time, heads, D].
+      connector: u of a `CachedRule`, [batch, time, heads, key_dim].
     """
 
     retention: jax.Array | None = None
@@ -44,6 +45,7 @@ class Gates(NamedTuple):
     threshold: jax.Array | None = None
     removal_key: jax.Array | None = None
     removal: jax.Array | None = None
+    connector: jax.Array | None = None
 
 
 class MemoryState(NamedTuple):

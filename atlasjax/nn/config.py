@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from atlasjax import elastic, gam, rules
-from atlasjax.memory import Rule, structures
+from atlasjax.memory import AnyRule, structures
 from atlasjax.memory import features as features_lib
 from atlasjax.names import lookup
+from atlasjax.nn.caching import CachingConfig
 
 STRUCTURES: dict[str, type] = {
     "matrix": structures.Matrix,
@@ -61,6 +62,7 @@ class MemoryConfig:
       newton_schulz_every: write the memory once in so many tokens (Muon rules); must divide the chunk size.
       newton_schulz_schedule: a name of `pallas_kernels.newton_schulz.SCHEDULES`.
       max_step: upper end of the step-size gate, > 0; None takes the one derived in `atlasjax.nn.gates`.
+      caching: how the memories of earlier segments are cached and read; None: they are not.
 
     Raises:
       ValueError: an unknown name, an override that the rule does not take, or choices that clash.
@@ -80,14 +82,17 @@ class MemoryConfig:
     newton_schulz_every: int | None = None
     newton_schulz_schedule: str | None = None
     max_step: float | None = None
+    caching: CachingConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.caching is not None and not isinstance(self.caching, CachingConfig):
+            raise ValueError(f"MemoryConfig: caching must be a CachingConfig or None, got {self.caching!r}.")
         if self.max_step is not None and not (_is_number(self.max_step) and self.max_step > 0):
             raise ValueError(f"MemoryConfig: max_step must be a number > 0, got {self.max_step!r}.")
         self.build()
 
-    def build(self) -> Rule:
-        """The `MemoryRule` or `KernelRule`: the named rule with the overrides that are not None.
+    def build(self) -> AnyRule:
+        """The named rule with the overrides that are not None: a `MemoryRule` or `KernelRule`; with caching a `CachedRule`.
 
         Raises:
           ValueError: as the class says; a refused override is named together with the rule and what the rule does take.
@@ -106,7 +111,8 @@ class MemoryConfig:
         else:
             self._override_part("structure", STRUCTURES, _STRUCTURE_FIELDS, parameters, arguments)
         self._override_part("features", FEATURES, _FEATURE_FIELDS, parameters, arguments)
-        return factory(**arguments)
+        rule = factory(**arguments)
+        return rule if self.caching is None else self.caching.around(rule)
 
     def _override_part(
         self,

@@ -42,7 +42,8 @@ scale of 128 tokens is assumed.
 Longhorn's implicit step contracts for every β: it starts at 1, which is DeltaNet's 1/2 for keys of unit length, and may go up to 4.
 Memora's step goes through the softmax, whose slope is a weight's own size M ≤ 1: between 1 (all weight on one entry, the limit
 above) and 1/D (spread evenly, the start); λ is divided by √D. RWKV-7's removal rates start at 1/2 (as DeltaNet's β), and its
-removal key is the projection itself, of unit length.
+removal key is the projection itself, of unit length. A cached rule's connector u is the projection as it is (MC §3.2): small at
+first, so all memories that a token reads start with about the same weight.
 
 Kernel memories (`KernelRule`, normalized): the first layer is an average of coefficients a_i, each written by the Γ = Σ_j γ_j of
 the few tokens that have i in their window, so the chunk does not multiply its step. A matrix under the dot-product loss is
@@ -219,7 +220,7 @@ class GateProjection(nnx.Module):
 
     def __init__(
         self,
-        rule: memory.Rule,
+        rule: memory.AnyRule,
         *,
         dim: int,
         num_heads: int,
@@ -229,15 +230,18 @@ class GateProjection(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.channels = tuple(rule.gate_channels(key_dim, value_dim).items())
-        initial = initial_gates(rule, num_heads, key_dim, value_dim, max_step)
+        one = rule.rule if isinstance(rule, memory.CachedRule) else rule
+        initial = initial_gates(one, num_heads, key_dim, value_dim, max_step)
         self.max_step = initial.max_step
         self.start_scale = tuple(initial.start_scale.tolist())
         inverse = {
             "step_size": lambda x: _logit(x / initial.max_step),
             "threshold": lambda x: np.log(np.expm1(x)),
             "removal_key": lambda x: x,
+            "connector": lambda x: x,
         }
-        biases = [inverse.get(name, _logit)(initial.values[name]) for name, _ in self.channels]
+        values = initial.values | {"connector": np.zeros((num_heads, key_dim))}
+        biases = [inverse.get(name, _logit)(values[name]) for name, _ in self.channels]
         bias = jnp.asarray(np.concatenate(biases, axis=1), jnp.float32)
         self.kernel = param(normal(rngs, (dim, *bias.shape), _KERNEL_SCALE), "embed", "heads", None)
         self.bias = param(bias, "heads", None)
@@ -256,6 +260,8 @@ class GateProjection(nnx.Module):
                 gate = jax.nn.softplus(logit)
             elif name == "removal_key":
                 gate = l2_normalize(logit)
+            elif name == "connector":
+                gate = logit
             else:
                 gate = jax.nn.sigmoid(logit) * (self.max_step if name == "step_size" else 1.0)
             gates[name] = gate if channels else gate[..., 0]

@@ -16,7 +16,8 @@ from atlasjax.nn.parameters import param, values
 
 
 class MemoryMixerState(NamedTuple):
-    """What the mixer carries from call to call; its size does not depend on how much was read.
+    """What the mixer carries from call to call; its size does not depend on how much was read (where everything is kept: on how
+    much may be read).
 
     Attributes:
       conv: the last conv_width − 1 projections, [batch, conv_width − 1, 2 + value_expansion, heads · head_dim], in the model's
@@ -25,10 +26,12 @@ class MemoryMixerState(NamedTuple):
     """
 
     conv: jax.Array
-    memory: memory.MemoryState | memory.KernelState
+    memory: memory.MemoryState | memory.KernelState | memory.CachedState
 
 
-def memory_params(rule: memory.Rule, key: jax.Array, num_heads: int, key_dim: int, value_dim: int, start: Any) -> Any:
+def memory_params(
+    rule: memory.AnyRule, key: jax.Array, num_heads: int, key_dim: int, value_dim: int, start: Any
+) -> Any:
     """`memory.init_params` with every array a Param; weights start at `start` [heads] times their scale."""
     initial = memory.init_params(rule, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
     scaled = {name: w * jnp.asarray(start, w.dtype)[:, None, None] for name, w in initial.weights.items()}

@@ -1,0 +1,159 @@
+"""`scan`, `step`, `read`, `reference` of a `CachedRule`; called through `atlasjax.memory`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import check
+from atlasjax.memory.caching import parallel, streaming
+from atlasjax.memory.caching.reference import reference_cached
+from atlasjax.memory.caching.rule import CachedRule
+from atlasjax.memory.caching.state import CachedState, init_state, tokens_of
+from atlasjax.memory.state import Gates, MemoryParams, infer_key_dim
+from atlasjax.names import lookup
+
+IMPLEMENTATIONS = ("xla", "reference")
+
+
+def _check(
+    rule: CachedRule, params: MemoryParams, state: Any, q: Any, k: Any, v: Any, gates: Any, *, time: bool, where: str
+) -> None:
+    connector = gates.connector if isinstance(gates, Gates) else None
+    plain = gates._replace(connector=None) if isinstance(gates, Gates) else gates
+    check.check_call(rule.rule, params, None, q, k, v, plain, time=time, where=where)
+    needed = "connector" in rule.gate_channels(q.shape[-1])
+    if needed and connector is None:
+        raise ValueError(
+            f"{where}: gates.connector is missing; this rule needs it with shape {list(q.shape)} "
+            '(or CachedRule(connector="query")).'
+        )
+    if not needed and connector is not None:
+        raise ValueError(
+            f"{where}: gates.connector is given, but aggregation={rule.aggregation!r} with connector={rule.connector!r} "
+            "has no use for it."
+        )
+    if needed:
+        check._shape("gates.connector", connector, tuple(q.shape), where)
+        check._floating("gates.connector", connector, where)
+    if state is not None:
+        check_state(rule, params, state, q.shape[0], where)
+
+
+def check_state(rule: CachedRule, params: MemoryParams, state: Any, batch: int, where: str) -> None:
+    """Raise where `state` is not a state of this rule with these parameters and this batch size."""
+    if not isinstance(state, CachedState):
+        raise TypeError(f"{where}: state must be a CachedState, got {type(state).__name__}.")
+    places = state.keys.shape[2] if state.keys.ndim == 4 else 1
+    if rule.capacity is not None and places != rule.capacity:
+        raise ValueError(f"{where}: state has a cache of {places} memories, should be capacity={rule.capacity}.")
+    length = places * rule.segment_size + 1
+    expected = jax.eval_shape(lambda p: init_state(rule, p, batch_size=batch, max_length=length), params)
+    structure: Any = jax.tree.structure(expected)
+    if structure != jax.tree.structure(state):
+        raise ValueError(f"{where}: state is of another rule.")
+    flat, _ = jax.tree_util.tree_flatten_with_path(expected)
+    for (path, want), have in zip(flat, jax.tree.leaves(state)):
+        check._shape(f"state{jax.tree_util.keystr(path)}", have, want.shape, where)
+
+
+def scan(
+    rule: CachedRule,
+    params: MemoryParams,
+    state: CachedState | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    *,
+    segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
+    implementation: str | None = None,
+    check_gates: bool = False,
+) -> tuple[jax.Array, CachedState]:
+    """`memory.scan` of a cached rule.
+
+    Args:
+      state: None for a fresh one: segments are then computed in parallel. The state that is returned has room for the memories of
+        this call only (unless the rule has a capacity): to go on, begin with `init_state`.
+      segment_ids: packed documents; only together with state=None.
+      implementation: None, "xla", or "reference" (y of it; the state is the engine's).
+      The others: as in `memory.scan`.
+
+    Raises:
+      TypeError, ValueError: an argument that does not fit, before anything is traced.
+    """
+    where = "memory.scan"
+    _check(rule, params, state, q, k, v, gates, time=True, where=where)
+    max_segments = check.check_segments(segment_ids, max_segments, q, where)
+    if segment_ids is not None:
+        if state is not None:
+            raise ValueError(
+                f"{where}: segment_ids of a cached rule need state=None: documents cannot go on from a state."
+            )
+        segment_ids = jnp.asarray(segment_ids, jnp.int32)
+    if check_gates:
+        check.check_gate_ranges(gates, where)
+    name = implementation or "xla"
+    lookup("implementation", name, dict.fromkeys(IMPLEMENTATIONS))
+    tokens = tokens_of(rule, q, k, v, gates)
+    if state is None:
+        y, after = parallel.parallel_scan(rule, params, tokens, segment_ids, max_segments)
+    else:
+        y, after = streaming.streamed_scan(rule, params, state, tokens)
+    if name == "reference":
+        if state is not None:
+            raise ValueError(f'{where}: implementation="reference" of a cached rule needs state=None.')
+        y = reference_cached(rule, params, tokens, segment_ids).astype(q.dtype)
+    return y, after
+
+
+def step(
+    rule: CachedRule,
+    params: MemoryParams,
+    state: CachedState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    *,
+    check_gates: bool = False,
+) -> tuple[jax.Array, CachedState]:
+    """`memory.step` of a cached rule: one step of the rule and a read of the cache ("ssc": of top_k memories)."""
+    _check(rule, params, state, q, k, v, gates, time=False, where="memory.step")
+    if check_gates:
+        check.check_gate_ranges(gates, "memory.step")
+    return streaming.step(rule, params, state, tokens_of(rule, q, k, v, gates))
+
+
+def read(
+    rule: CachedRule, params: MemoryParams, state: CachedState, q: jax.Array, connector: jax.Array | None = None
+) -> jax.Array:
+    """`memory.read` of a cached rule: what a token that was read last would read; u = q where no connector is given."""
+    batch = state.position.shape[0] if isinstance(state, CachedState) else 1
+    check_state(rule, params, state, batch, "memory.read")
+    heads = next(iter(params.weights.values())).shape[0]
+    shape = (batch, "time", heads, infer_key_dim(rule.rule, params))
+    check._shape("q", q, shape, "memory.read")
+    check._floating("q", q, "memory.read")
+    if connector is not None:
+        check._shape("connector", connector, tuple(q.shape), "memory.read")
+    return streaming.read_state(rule, params, state, q, connector)
+
+
+def reference(
+    rule: CachedRule,
+    params: MemoryParams,
+    state: None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    *,
+    segment_ids: jax.Array | None = None,
+) -> tuple[jax.Array, CachedState]:
+    """The definition, from a fresh memory: Python loops over tokens, memories and soups formed. Very slow."""
+    return scan(
+        rule, params, state, q, k, v, gates, segment_ids=segment_ids,
+        max_segments=None if segment_ids is None else q.shape[1], implementation="reference",
+    )  # fmt: skip

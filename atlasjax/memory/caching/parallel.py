@@ -1,0 +1,256 @@
+"""Memory Caching from a fresh memory: all segments of a call in parallel, each reading those before it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import layout
+from atlasjax.memory import state as base
+from atlasjax.memory.caching import gates as gating
+from atlasjax.memory.caching import read
+from atlasjax.memory.caching.rule import CachedRule
+from atlasjax.memory.caching.state import CachedState, Tokens, empty_cache
+from atlasjax.memory.chunk import Soup
+from atlasjax.memory.engine import xla_scan
+from atlasjax.memory.slots import choose
+from atlasjax.memory.state import MemoryParams, MemoryState
+
+
+def parallel_scan(
+    rule: CachedRule,
+    params: MemoryParams,
+    tokens: Tokens,
+    segment_ids: jax.Array | None,
+    max_segments: int | None,
+) -> tuple[jax.Array, CachedState]:
+    """A call from a fresh memory: segments side by side ("carry": their memories one after another), then what they read."""
+    batch, time = tokens.q.shape[:2]
+    size = rule.segment_size
+    grid = _grid(rule, batch, time, segment_ids, max_segments)
+    rows = jax.tree.map(lambda x: _to_segments(x, grid, size), tokens)  # [segments, batch, C, heads, …]
+    lengths = grid.lengths
+    y, ends, starts = _write(rule, params, rows, lengths, grid.resets)
+    weights = rule.rule.weights(ends.memory)
+    if rule.stop_gradient:
+        weights = jax.lax.stop_gradient(weights)
+    y = _read(rule, params, rows, y, weights, grid.visible, starts)
+    out = _from_segments(y, grid, time).astype(tokens.q.dtype)
+    return out, _last_state(rule, params, grid, rows, ends, weights, time, segment_ids)
+
+
+class _Grid(NamedTuple):
+    """Segments of a call. place: [batch, time] in the flattened segments, None if token t has place t · resets: [segments, batch],
+    where a document begins · lengths: [segments, batch], None where only the last one may be short · last: [batch], the segment of
+    the last token · visible: [segments, batch or 1, segments], of reader and memory · overflow: [batch]."""
+
+    segments: int
+    place: jax.Array | None
+    resets: jax.Array | None
+    lengths: jax.Array | None
+    last: jax.Array | None
+    visible: jax.Array
+    overflow: jax.Array | None
+
+
+def _grid(rule: CachedRule, batch: int, time: int, segment_ids: jax.Array | None, max_segments: int | None) -> _Grid:
+    size = rule.segment_size
+    reach = lambda count: count if rule.capacity is None else rule.capacity
+    if segment_ids is None:
+        count = -(-time // size)
+        s, i = jnp.arange(count)[:, None, None], jnp.arange(count)
+        lengths = None
+        if time % size:
+            lengths = jnp.full((count, batch), size).at[-1].set(time % size)
+        return _Grid(count, None, None, lengths, None, (i < s) & (s - i <= reach(count)), None)
+    assert max_segments is not None
+    zeros = jnp.zeros(batch, jnp.int32)
+    where = layout.segmented_layout(segment_ids, max_segments, size, size, 1, zeros, zeros, zeros - 1)
+    count = where.num_slots
+    assert where.place is not None
+    assert where.resets is not None
+    segment = where.place // size
+    lengths = jnp.zeros((batch, count), jnp.int32).at[jnp.arange(batch)[:, None], segment].add(1, mode="drop").T
+    s, i = jnp.arange(count)[:, None, None], jnp.arange(count)
+    begins = jax.lax.cummax(jnp.where(where.resets, jnp.arange(count)[:, None], 0), axis=0)[:, :, None]
+    visible = (i < s) & (i >= begins) & (s - i <= reach(count))
+    return _Grid(count, where.place, where.resets, lengths, segment[:, -1], visible, where.overflow)
+
+
+def _to_segments(x: jax.Array, grid: _Grid, size: int) -> jax.Array:
+    """[batch, time, …] → [segments, batch, C, …], padded with zeros."""
+    batch, time, *rest = x.shape
+    total = grid.segments * size
+    if grid.place is None:
+        x = jnp.pad(x, ((0, 0), (0, total - time), *((0, 0),) * len(rest)))
+    else:
+        rows = jnp.arange(batch)[:, None]
+        x = jnp.zeros((batch, total, *rest), x.dtype).at[rows, grid.place].set(x, mode="drop", unique_indices=True)
+    return jnp.moveaxis(x.reshape(batch, grid.segments, size, *rest), 1, 0)
+
+
+def _from_segments(y: jax.Array, grid: _Grid, time: int) -> jax.Array:
+    """[segments, batch, heads, C, dim] → [batch, time, heads, dim]; NaN for tokens that found no segment."""
+    y = jnp.transpose(y, (1, 0, 3, 2, 4))
+    y = y.reshape(y.shape[0], -1, *y.shape[3:])
+    if grid.place is None:
+        return y[:, :time]
+    return y.at[jnp.arange(y.shape[0])[:, None], grid.place].get(mode="fill", fill_value=jnp.nan)
+
+
+def _write(
+    rule: CachedRule, params: MemoryParams, rows: Tokens, lengths: jax.Array | None, resets: jax.Array | None
+) -> tuple[jax.Array, MemoryState, MemoryState | None]:
+    """M_t(q_t) of the segments' own memories, [segments, batch, C, heads, value_dim], the states at their ends, and those at their
+    starts (None: fresh)."""
+    starts = None
+    count, batch, size = rows.q.shape[:3]
+    if rule.start == "fresh":
+        flat = lambda x: x.reshape(-1, *x.shape[2:])
+        apart = lambda x: x.reshape(count, batch, *x.shape[1:])
+        q, k, v, gates, _ = jax.tree.map(flat, rows)
+        short = None if lengths is None else lengths.reshape(-1)
+        y, ends = xla_scan(rule.rule, params, None, q, k, v, gates, lengths=short)
+        y, ends = apart(y), jax.tree.map(apart, ends)
+    else:
+        fresh = base.init_state(rule.rule, params, batch_size=batch)
+
+        def segment(state: MemoryState, xs: Any) -> tuple[MemoryState, Any]:
+            (q, k, v, gates, _), lengths, reset = xs
+            if reset is not None:
+                state = choose(reset, fresh, state)
+            y, after = xla_scan(rule.rule, params, state, q, k, v, gates, lengths=lengths)
+            return after, (y, after, state if rule.mixes_weights else None)
+
+        run = jax.checkpoint(segment, prevent_cse=False)
+        wide = jnp.promote_types(rows.q.dtype, jnp.float32)
+        start = jax.tree.map(lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x, fresh)
+        _, (y, ends, starts) = jax.lax.scan(run, start, (rows, lengths, resets))
+    if lengths is not None:
+        real = jnp.arange(size) < lengths[..., None]
+        y = jnp.where(real[..., None, None], y, 0.0)
+    return y, ends, starts
+
+
+def _read(
+    rule: CachedRule, params: MemoryParams, rows: Tokens, y: jax.Array, weights: Any, visible: jax.Array,
+    starts: MemoryState | None,
+) -> jax.Array:  # fmt: skip
+    """What the tokens read of all memories: [segments, batch, heads, C, value_dim].
+
+    Args:
+      y: of their own memories, [segments, batch, C, heads, value_dim].
+      weights: θ, [segments, batch, heads, out, in].
+      visible: [segments, batch or 1, segments].
+      starts: states before the segments' first tokens; None if all are fresh.
+    """
+    wide, dtype = jnp.promote_types(rows.q.dtype, jnp.float32), rows.q.dtype
+    up = lambda x: jnp.swapaxes(x.astype(wide), 2, 3)  # [segments, batch, heads, C, …]
+    q, k, own_read = up(rows.q), up(rows.k), up(y)
+    count, size = q.shape[0], q.shape[3]
+    if count == 1 and (rule.gate == "softmax" or not rule.has_scores):
+        return own_read
+    params = jax.tree.map(lambda x: x.astype(wide), params)
+    if rows.connector is None:
+        scores, own = jnp.zeros((*q.shape[:4], count), wide), jnp.zeros(q.shape[:4], wide)
+    else:
+        u = up(rows.connector)
+        keys = gating.pool(rule, k, axis=3)
+        scores = jnp.einsum("sbhtd,ibhd->sbhti", u, keys, precision=jax.lax.Precision.HIGHEST)
+        own = gating.score(u, gating.running_pool(rule, jnp.cumsum(k, axis=3), jnp.arange(1, size + 1)))
+    seen = jnp.broadcast_to(visible[:, :, None, None, :], scores.shape)
+    if rule.aggregation == "ssc":
+        return _read_selected(rule, params, weights, q, own_read, scores, own, seen, dtype)
+    gamma, mine = gating.gamma(rule, scores, own, seen)
+    if rule.mixes_weights:
+        return _read_soup(rule, params, rows, weights, gamma, mine, starts)
+    reach = count if rule.capacity is None else rule.capacity
+    others = read.read_earlier(rule.rule, dtype, params, weights, q, gamma, reach)
+    return read.join(rule.rule, params, q, own_read, mine, others)
+
+
+def _read_selected(
+    rule: CachedRule, params: MemoryParams, weights: Any, q: jax.Array, own_read: jax.Array, scores: jax.Array,
+    own: jax.Array, seen: jax.Array, dtype: Any,
+) -> jax.Array:  # fmt: skip
+    count, batch, heads, size = q.shape[:4]
+    chosen = gating.select(rule, scores, seen)
+    pick = lambda x: jnp.take_along_axis(x, chosen, axis=-1)
+    there = pick(seen)
+    gamma, mine = gating.gamma(rule, pick(scores), own, there)
+    index = jnp.where(there, chosen, count)
+    line = lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, count * size, *x.shape[4:])
+    others = read.read_selected(rule.rule, dtype, params, weights, line(q), line(index), line(gamma))
+    others = jnp.moveaxis(others.reshape(batch, heads, count, size, -1), 2, 0)
+    return read.join(rule.rule, params, q, own_read, mine, others)
+
+
+def _read_soup(
+    rule: CachedRule, params: MemoryParams, rows: Tokens, weights: Any, gamma: jax.Array, mine: jax.Array,
+    starts: MemoryState | None,
+) -> jax.Array:  # fmt: skip
+    """The segments once more, with the cached layers mixed into every read.
+
+    The mixed layer needs the memory of every token, which is never formed: only the engine can apply it.
+    """
+    mixed = jax.tree.map(lambda w: jnp.moveaxis(w, 0, 2), weights)  # [batch, heads, segments, out, in]
+    shares = jnp.concatenate([mine[..., None], gamma], axis=-1)
+
+    def segment(row: Tokens, shares: jax.Array, start: MemoryState | None) -> jax.Array:
+        q, k, v, gates, _ = row
+        soup = Soup(mixed, jnp.swapaxes(shares, 1, 2))
+        return xla_scan(rule.rule, params, start, q, k, v, gates, soup=soup)[0]
+
+    y = jax.vmap(segment)(rows, shares, starts)
+    return jnp.swapaxes(y.astype(mine.dtype), 2, 3)
+
+
+def _last_state(
+    rule: CachedRule, params: MemoryParams, grid: _Grid, rows: Tokens, ends: MemoryState, weights: Any, time: int,
+    segment_ids: jax.Array | None,
+) -> CachedState:  # fmt: skip
+    """The state after the call: the last segment's memory, and those before it in its document."""
+    count, batch, size = rows.q.shape[:3]
+    wide = jnp.promote_types(rows.q.dtype, jnp.float32)
+    last = jnp.full((batch,), count - 1) if grid.last is None else jnp.minimum(grid.last, count - 1)
+    take = lambda x: x[last, jnp.arange(batch)]
+    online = jax.tree.map(take, ends)
+    if segment_ids is not None:
+        online = online._replace(segment=segment_ids[:, -1])
+    places = max(1, count - 1) if rule.capacity is None else rule.capacity
+    state = empty_cache(rule, params, online, places)
+    visible = jnp.broadcast_to(grid.visible, (count, batch, count))[last, jnp.arange(batch)]  # of the last segment
+    begins = jnp.argmax(visible, axis=-1)  # the oldest that is kept
+    kept = jnp.sum(visible, axis=-1)
+    evicted = jnp.zeros_like(kept)
+    if grid.resets is None and rule.capacity is not None:
+        evicted = jnp.maximum(last - kept, 0)
+    elif rule.capacity is not None:
+        assert grid.resets is not None
+        first = jax.lax.cummax(jnp.where(grid.resets, jnp.arange(count)[:, None], 0), axis=0)[last, jnp.arange(batch)]
+        evicted = jnp.maximum(last - first - kept, 0)
+    # Memory number n of the document stands at place n mod N.
+    place = (evicted[:, None] + jnp.arange(places)) % places
+    source = jnp.minimum(begins[:, None] + jnp.arange(places), count - 1)
+    place = jnp.where(jnp.arange(places) < kept[:, None], place, places)
+    row = jnp.arange(batch)[:, None]
+    keys = jnp.swapaxes(rows.k.astype(wide), 2, 3)  # [segments, batch, heads, C, key_dim]
+    pooled = gating.pool(rule, keys, axis=3)
+
+    def put(empty: jax.Array, each: jax.Array) -> jax.Array:
+        """[batch, heads, N, …] from [segments, batch, heads, …]."""
+        moved = jnp.moveaxis(empty, 2, 1).astype(each.dtype).at[row, place].set(each[source, row], mode="drop")
+        return jnp.moveaxis(moved, 1, 2)
+
+    read_so_far = jnp.full((batch,), (time - 1) % size + 1) if grid.lengths is None else take(grid.lengths)
+    state = state._replace(
+        cached={name: put(x, weights[name]) for name, x in state.cached.items()},
+        keys=put(state.keys, pooled),
+        key_sum=jnp.sum(take(keys), axis=2),
+        position=read_so_far.astype(jnp.int32),
+        cached_count=(evicted + kept).astype(jnp.int32),
+    )
+    if grid.overflow is None:
+        return state
+    poison = lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return choose(grid.overflow, jax.tree.map(poison, state), state)

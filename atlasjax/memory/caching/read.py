@@ -1,0 +1,193 @@
+"""Reading many memories: sums of weighed reads, without weights for each token.
+
+A read here is the branch of a memory: what it adds to its input, M(φ(q)) − r(q).
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlasjax.memory.blocks import dot
+from atlasjax.memory.chunk import mix
+from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.state import MemoryParams, Weights
+
+_BLOCK = 128  # tokens that read one memory together in `read_selected`
+
+
+def branch(rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, weights: Weights, q: jax.Array) -> jax.Array:
+    """Reads of one memory of one head: weights [out, in], q [n, key_dim] → [n, value_dim]."""
+    x = rule.features.apply(params.coefficients, q)
+    outermost = next(iter(rule.structure.weight_shapes(1, 1)))
+    skip = jnp.zeros((q.shape[0], weights[outermost].shape[0]), q.dtype) if rule.structure.residual else None
+    return rule.structure.apply(lambda name, h: dot(h, weights[name].T, dtype), x, skip, params.norm)
+
+
+def skip_of(rule: MemoryRule, params: MemoryParams, q: jax.Array) -> jax.Array | None:
+    """r(q), what a memory with a residual adds its branch to: q [..., heads, n, key_dim] → [..., heads, n, value_dim]."""
+    if not rule.structure.residual:
+        return None
+    features, coefficients = rule.features, params.coefficients
+    axes = None if coefficients is None else 0
+    return jax.vmap(features.degree_one, in_axes=(axes, -3), out_axes=-3)(coefficients, q)
+
+
+def join(
+    rule: MemoryRule, params: MemoryParams, q: jax.Array, own_read: jax.Array, mine: jax.Array, others: jax.Array
+) -> jax.Array:
+    """The input of a residual once, and the weighed branches; all [..., heads, tokens, …]."""
+    skip = skip_of(rule, params, q)
+    if skip is None:
+        return mine[..., None] * own_read + others
+    return skip + mine[..., None] * (own_read - skip) + others
+
+
+def _over_heads(rule: MemoryRule, dtype: jnp.dtype) -> Callable[..., jax.Array]:
+    """`branch` for [batch, heads, …]."""
+    one = functools.partial(branch, rule, dtype)
+    return jax.vmap(jax.vmap(one), in_axes=(None, 0, 0))
+
+
+def read_earlier(
+    rule: MemoryRule,
+    dtype: jnp.dtype,
+    params: MemoryParams,
+    memories: Weights,
+    q: jax.Array,
+    gamma: jax.Array,
+    reach: int,
+) -> jax.Array:
+    """Every segment reads those before it: Σ_{i<s} γ_i M^(i)(q), one pair of segments after another.
+
+    Args:
+      rule, dtype: static; dtype is that of the inputs of products.
+      params: every leaf [heads, …].
+      memories: [segments, batch, heads, out, in].
+      q: [segments, batch, heads, tokens, key_dim].
+      gamma: [segments, batch, heads, tokens, segments], zero for what is not to be read.
+      reach: static; only the last so many memories are read.
+
+    Returns:
+      [segments, batch, heads, tokens, value_dim].
+    """
+    segments = q.shape[0]
+    reader, earlier = np.tril_indices(segments, -1)
+    near = reader - earlier <= reach
+    reader, earlier = reader[near], earlier[near]
+    value_dim = memories[next(iter(rule.structure.weight_shapes(1, 1)))].shape[-2]
+    y = jnp.zeros((*q.shape[:-1], value_dim), q.dtype)
+    if not len(reader):
+        return y
+    run = _over_heads(rule, dtype)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def weighed(params, memories, q, s, i, gamma):
+        return gamma[..., None] * run(params, jax.tree.map(lambda w: w[i], memories), q[s])
+
+    def pair(y, xs):
+        s, i, gamma = xs
+        return y.at[s].add(weighed(params, memories, q, s, i, gamma)), None
+
+    return jax.lax.scan(pair, y, (jnp.asarray(reader), jnp.asarray(earlier), gamma[reader, ..., earlier]))[0]
+
+
+def read_all(
+    rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, memories: Weights, q: jax.Array, gamma: jax.Array
+) -> jax.Array:
+    """Every token reads every memory, one memory after another: Σ_i γ_i M^(i)(q).
+
+    memories: [batch, heads, n, out, in]; q: [batch, heads, tokens, key_dim]; gamma: [batch, heads, tokens, n].
+    """
+    run = jax.checkpoint(_over_heads(rule, dtype), prevent_cse=False)
+
+    def one(y, xs):
+        weights, gamma = xs
+        return y + gamma[..., None] * run(params, weights, q), None
+
+    value_dim = memories[next(iter(rule.structure.weight_shapes(1, 1)))].shape[-2]
+    first = lambda x, axis: jnp.moveaxis(x, axis, 0)
+    y = jnp.zeros((*q.shape[:-1], value_dim), q.dtype)
+    return jax.lax.scan(one, y, (jax.tree.map(lambda w: first(w, 2), memories), first(gamma, -1)))[0]
+
+
+def read_selected(
+    rule: MemoryRule,
+    dtype: jnp.dtype,
+    params: MemoryParams,
+    memories: Weights,
+    q: jax.Array,
+    index: jax.Array,
+    gamma: jax.Array,
+) -> jax.Array:
+    """Every token reads the k memories that it selected: Σ_j γ_j M^(index_j)(q).
+
+    The readings are sorted by memory and laid into blocks of tokens that read one memory, so the work grows with k and not with
+    the number of memories.
+
+    Args:
+      rule, dtype, params: as in `read_earlier`.
+      memories: [n, batch, heads, out, in].
+      q: [batch, heads, tokens, key_dim].
+      index: integers [batch, heads, tokens, k]; n where nothing is to be read.
+      gamma: [batch, heads, tokens, k].
+
+    Returns:
+      [batch, heads, tokens, value_dim].
+    """
+    count = next(iter(memories.values())).shape[0]
+    batch, heads, tokens, k = index.shape
+    size = min(_BLOCK, tokens)
+    blocks = math.ceil(tokens * k / size) + count
+
+    def lay(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of one head: the token of each place [blocks · size], the memory of each block, each reading's place [tokens · k]."""
+        flat = index.reshape(-1)
+        order = jnp.argsort(flat, stable=True)
+        number = jnp.zeros(count + 1, jnp.int32).at[flat].add(1)[:count]
+        needed = -(-number // size)
+        ends = jnp.cumsum(needed)
+        start = jnp.concatenate([jnp.cumsum(number) - number, jnp.zeros(1, jnp.int32)])
+        rank = jnp.arange(tokens * k, dtype=jnp.int32) - start[flat[order]]
+        first = jnp.concatenate([(ends - needed) * size, jnp.full(1, blocks * size, jnp.int32)])
+        target = jnp.where(flat[order] < count, first[flat[order]] + rank, blocks * size)
+        place = jnp.zeros(tokens * k, jnp.int32).at[order].set(target.astype(jnp.int32))
+        token = (
+            jnp.zeros(blocks * size, jnp.int32).at[place].set(jnp.arange(tokens * k, dtype=jnp.int32) // k, mode="drop")
+        )
+        return token, jnp.minimum(jnp.searchsorted(ends, jnp.arange(blocks), side="right"), count - 1), place
+
+    token, which, place = jax.vmap(jax.vmap(lay))(index)
+    rows = jnp.take_along_axis(q, token[..., None], axis=2).reshape(batch, heads, blocks, size, -1)
+    run = _over_heads(rule, dtype)
+    b, h = jnp.arange(batch)[:, None], jnp.arange(heads)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def block(params, memories, rows, which):
+        return run(params, jax.tree.map(lambda w: w[which, b, h], memories), rows)
+
+    xs = (jnp.moveaxis(rows, 2, 0), jnp.moveaxis(which, 2, 0))
+    _, out = jax.lax.scan(lambda _, x: (None, block(params, memories, *x)), None, xs)
+    out = jnp.moveaxis(out, 0, 2).reshape(batch, heads, blocks * size, -1)
+    # Readings of nothing have no place: they get zeros.
+    read = jax.vmap(jax.vmap(lambda x, p: x.at[p].get(mode="fill", fill_value=0.0)))(out, place)
+    return jnp.einsum("bhtk,bhtkv->bhtv", gamma, read.reshape(batch, heads, tokens, k, -1))
+
+
+def read_mixed(
+    rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, memories: Weights, q: jax.Array, gamma: jax.Array
+) -> jax.Array:
+    """A soup's branch: layers mixed for each token; arguments as in `read_all`."""
+
+    def one(params: MemoryParams, memories: Weights, q: jax.Array, gamma: jax.Array) -> jax.Array:
+        x = rule.features.apply(params.coefficients, q)
+        outermost = next(iter(rule.structure.weight_shapes(1, 1)))
+        skip = jnp.zeros((q.shape[0], memories[outermost].shape[1]), q.dtype) if rule.structure.residual else None
+        zero = lambda name, h: jnp.zeros((h.shape[0], memories[name].shape[1]), h.dtype)
+        shares = jnp.concatenate([jnp.zeros_like(gamma[:, :1]), gamma], axis=1)
+        return rule.structure.apply(mix(zero, memories, shares, dtype), x, skip, params.norm)
+
+    return jax.vmap(jax.vmap(one), in_axes=(None, 0, 0, 0))(params, memories, q, gamma)

@@ -1,0 +1,113 @@
+"""The definition of Memory Caching: token by token, every memory kept as it is, soups formed. Slow and obvious; SEMANTICS 4."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import state as base
+from atlasjax.memory.caching.rule import CachedRule
+from atlasjax.memory.caching.state import Tokens
+from atlasjax.memory.reference import reference_scan
+from atlasjax.memory.state import MemoryParams
+
+
+def _gates(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array) -> jax.Array:
+    """γ of one token and head, [1 + n], the token's own memory first."""
+    every = jnp.concatenate([own[None], scores])
+    read = jnp.concatenate([jnp.ones(1, bool), visible])
+    if rule.aggregation == "residual":
+        return jnp.where(read, 1.0, 0.0)
+    if rule.aggregation == "ssc":
+        order = jnp.argsort(jnp.where(visible, -scores, jnp.inf), stable=True)
+        rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
+        read = jnp.concatenate([jnp.ones(1, bool), visible & (rank < rule.top_k)])
+    if rule.gate == "softmax":
+        return jax.nn.softmax(jnp.where(read, every, -jnp.inf))
+    return jnp.where(read, jax.nn.sigmoid(every) if rule.gate == "sigmoid" else every, 0.0)
+
+
+def _read(rule: CachedRule, params: Any, memories: dict, gamma: jax.Array, x: jax.Array) -> jax.Array:
+    """One token of one head: memories [1 + n, out, in], gamma [1 + n], x [key_dim]."""
+    one = rule.rule
+    if rule.aggregation == "soup":
+        return read_one_of(rule, params, jax.tree.map(lambda w: jnp.tensordot(gamma, w, 1), memories), x)
+    skip = one.features.degree_one(params.coefficients, x) if one.structure.residual else 0.0
+    branches = jax.vmap(lambda w: read_one_of(rule, params, w, x) - skip)(memories)
+    return skip + jnp.tensordot(gamma, branches, 1)
+
+
+def read_one_of(rule: CachedRule, params: Any, weights: dict, x: jax.Array) -> jax.Array:
+    """M(φ(x)) of one head from the weights themselves."""
+    one = rule.rule
+    features = one.features.apply(params.coefficients, x)
+    skip = one.features.degree_one(params.coefficients, x) if one.structure.residual else None
+    return one.structure.apply(lambda name, h: weights[name] @ h, features, skip, params.norm)
+
+
+def reference_cached(
+    rule: CachedRule, params: MemoryParams, tokens: Tokens, segment_ids: jax.Array | None = None
+) -> jax.Array:
+    """y of a call from a fresh memory, [batch, time, heads, value_dim]; tokens as `parallel_scan`."""
+    dtype = jnp.promote_types(tokens.q.dtype, jnp.float32)
+    wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    batch, time, heads, key_dim = tokens.q.shape
+    params, tokens = jax.tree.map(wide, (params, tokens))
+    fresh = jax.tree.map(wide, base.init_state(rule.rule, params, batch_size=1))
+    ids = jnp.zeros((batch, time), jnp.int32) if segment_ids is None else segment_ids
+    theta = rule.rule.weights(fresh.memory)
+    stop = jax.lax.stop_gradient if rule.stop_gradient else lambda x: x
+    most = time // rule.segment_size + 1
+    when = lambda condition, a, b: jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
+
+    def token(carry: dict[str, Any], xs: Any) -> tuple[dict[str, Any], jax.Array]:
+        """One token of one row. The cache has a place for every segment; those from `first` to `last` are of this document."""
+        token, document = xs
+        c = dict(carry)
+        begins = (document != c["document"]) & (c["document"] >= 0)
+        full = (c["position"] == rule.segment_size) & ~begins
+        done = stop(rule.rule.weights(c["online"].memory))
+        put = lambda old, new: jnp.where(full, old.at[c["last"]].set(new), old)
+        c["thetas"] = {name: put(old, done[name][0]) for name, old in c["thetas"].items()}
+        c["keys"] = put(c["keys"], _pool(rule, c["key_sum"], c["position"]))
+        c["last"] = c["last"] + full
+        c["first"] = jnp.where(begins, c["last"], c["first"])
+        anew = begins | full if rule.start == "fresh" else begins
+        c["online"] = when(anew, fresh, c["online"])
+        c["key_sum"] = jnp.where(begins | full, 0.0, c["key_sum"])
+        c["position"] = jnp.where(begins | full, 0, c["position"]) + 1
+        c["document"] = document
+
+        q, k, v, gates, _ = jax.tree.map(lambda x: x[None, None], token)
+        _, c["online"] = reference_scan(rule.rule, params, c["online"], q, k, v, gates)
+        c["key_sum"] = c["key_sum"] + token.k
+        number = jnp.arange(most)
+        visible = (number >= c["first"]) & (number < c["last"])
+        if rule.capacity is not None:
+            visible &= number >= c["last"] - rule.capacity
+        own = rule.rule.weights(c["online"].memory)
+        together = {name: jnp.concatenate([own[name], c["thetas"][name]]) for name in own}  # [1 + most, heads, out, in]
+        pooled = jnp.concatenate([_pool(rule, c["key_sum"], c["position"])[None], c["keys"]])
+
+        def head(params: Any, memories: dict, pooled: jax.Array, q: jax.Array, u: jax.Array | None) -> jax.Array:
+            scores = jnp.zeros(1 + most, dtype) if u is None else pooled @ u
+            return _read(rule, params, memories, _gates(rule, scores[1:], scores[0], visible), q)
+
+        y = jax.vmap(head, in_axes=(0, 1, 1, 0, 0))(params, together, pooled, token.q, token.connector)
+        return c, y
+
+    carry = {
+        "online": fresh,
+        "thetas": {name: jnp.zeros((most, *w.shape[1:]), dtype) for name, w in theta.items()},
+        "keys": jnp.zeros((most, heads, key_dim), dtype),
+        "key_sum": jnp.zeros((heads, key_dim), dtype),
+        "position": jnp.zeros((), jnp.int32),
+        "first": jnp.zeros((), jnp.int32),
+        "last": jnp.zeros((), jnp.int32),
+        "document": jnp.full((), -1, jnp.int32),
+    }
+    return jax.vmap(lambda tokens, ids: jax.lax.scan(token, carry, (tokens, ids))[1])(tokens, ids)
+
+
+def _pool(rule: CachedRule, total: jax.Array, count: jax.Array) -> jax.Array:
+    return total / jnp.maximum(count, 1) if rule.pooling == "mean" else total

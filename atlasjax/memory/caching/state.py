@@ -1,0 +1,93 @@
+"""What a cached memory carries from call to call."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import state as base
+from atlasjax.memory.caching.rule import CachedRule
+from atlasjax.memory.state import Gates, MemoryParams, MemoryState, Weights
+
+
+class Tokens(NamedTuple):
+    """Tokens of a call: q, k, v as in `memory.scan`, the rule's gates, and u (None for "residual"), [batch, time, heads, …]."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    gates: Gates
+    connector: jax.Array | None
+
+
+def tokens_of(rule: CachedRule, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> Tokens:
+    """The connector apart from the gates of `rule.rule`."""
+    connector = None
+    if rule.has_scores:
+        connector = q if rule.connector == "query" else gates.connector
+    return Tokens(q, k, v, gates._replace(connector=None), connector)
+
+
+class CachedState(NamedTuple):
+    """The memory that is written, and those of earlier segments. float32 (float64 for float64 inputs), int32; batch axis first.
+
+    A segment's memory goes to the cache when the first token of the next one is read: until then it is `online`.
+
+    Attributes:
+      online: state of the memory of the current segment.
+      cached: θ^(i), name → [batch, heads, N, out, in]; memory number i is at place i mod N.
+      keys: p^(i), [batch, heads, N, key_dim].
+      key_sum: sum of the current segment's keys, [batch, heads, key_dim].
+      position: tokens of the current segment read so far, in [0, segment_size], [batch].
+      cached_count: memories cached so far, evicted ones included, [batch].
+    """
+
+    online: MemoryState
+    cached: Weights
+    keys: jax.Array
+    key_sum: jax.Array
+    position: jax.Array
+    cached_count: jax.Array
+
+
+def init_state(
+    rule: CachedRule, params: MemoryParams, *, batch_size: int, max_length: int | None = None
+) -> CachedState:
+    """A fresh memory and an empty cache.
+
+    Args:
+      rule: the cached rule.
+      params: of `rule.rule`.
+      batch_size: number of batch elements.
+      max_length: the most tokens that will be read; needed, and of effect, only where `rule.capacity` is None. Outputs of tokens
+        beyond it that need a place in the cache are NaN.
+
+    Raises:
+      ValueError: max_length missing or not an integer ≥ 1 where it is needed; parameters of another rule.
+    """
+    places = rule.capacity
+    if places is None:
+        if max_length is None:
+            raise ValueError(
+                "init_state: max_length is None, but this rule keeps the memory of every segment (capacity=None): "
+                "give the most tokens that will be read, or a capacity."
+            )
+        if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
+            raise ValueError(f"init_state: max_length must be an integer ≥ 1, got {max_length!r}.")
+        places = max(1, (max_length - 1) // rule.segment_size)
+    return empty_cache(rule, params, base.init_state(rule.rule, params, batch_size=batch_size), places)
+
+
+def empty_cache(rule: CachedRule, params: MemoryParams, online: MemoryState, places: int) -> CachedState:
+    """A cache of so many places beside a memory from which nothing was cached."""
+    any_weight = next(iter(online.memory.values()))
+    batch, heads = any_weight.shape[:2]
+    key_dim = base.infer_key_dim(rule.rule, params)
+    return CachedState(
+        online=online,
+        cached={name: jnp.zeros((batch, heads, places, *w.shape[2:]), w.dtype) for name, w in online.memory.items()},
+        keys=jnp.zeros((batch, heads, places, key_dim), any_weight.dtype),
+        key_sum=jnp.zeros((batch, heads, key_dim), any_weight.dtype),
+        position=jnp.zeros((batch,), jnp.int32),
+        cached_count=jnp.zeros((batch,), jnp.int32),
+    )

@@ -1,0 +1,272 @@
+"""Memory Caching: the fast forms against the definition, the identities of SEMANTICS section 4, and what must be refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlasjax import memory, rules
+from atlasjax.memory import CachedRule, structures
+from tests.memory.cases import RULES, assert_close, slice_time
+from tests.memory.cases import make_inputs as plain_inputs
+
+EXACT = 1e-9
+TIME, PIECE, SIZE = 15, 6, 4
+TITANS = rules.titans(2, structures.MLP(expansion=2))
+OMEGA = rules.omeganet(4, window=3, structure=structures.MLP(expansion=1))
+ATLAS = rules.atlas(4, 3, structures.MLP(expansion=1), RULES["omeganet_powers"].features, newton_schulz_every=2)
+
+# Each aggregation with each gate, start and kind of memory at least once; the window of `OMEGA` reaches over its segment's start.
+CASES = {
+    "residual": CachedRule(rules.linear_attention(), "residual", SIZE),
+    "residual_titans": CachedRule(TITANS, "residual", SIZE, capacity=1),
+    "grm": CachedRule(TITANS, "grm", SIZE),
+    "grm_sigmoid_sum": CachedRule(rules.delta_rule(), "grm", SIZE, gate="sigmoid", pooling="sum", connector="query"),
+    "grm_carry_capacity": CachedRule(OMEGA, "grm", SIZE, start="carry", capacity=2),
+    "grm_raw_decay": CachedRule(rules.gla(), "grm", 3, gate="raw", start="carry"),
+    "soup": CachedRule(TITANS, "soup", SIZE),
+    "soup_carry": CachedRule(OMEGA, "soup", SIZE, gate="sigmoid", start="carry", capacity=2),
+    "soup_matrix": CachedRule(rules.gated_delta_rule(), "soup", 5),
+    "soup_norm": CachedRule(rules.ttt_mlp(2, expansion=1), "soup", SIZE, stop_gradient=True),
+    "ssc": CachedRule(TITANS, "ssc", 2),
+    "ssc_one": CachedRule(rules.retnet(), "ssc", 3, top_k=1, capacity=2, start="carry"),
+    "ssc_atlas": CachedRule(ATLAS, "ssc", SIZE, gate="sigmoid"),
+    "grm_map": CachedRule(rules.memora(2, structures.MLP(expansion=1)), "grm", SIZE),
+}
+IDS = jnp.array([[0] * 6 + [1] * 9, [2] * 5 + [3] * 3 + [4] * 7])
+
+
+def make_inputs(rule, *, time=TIME, batch=2, heads=2, dim=4, dtype=jnp.float64, seed=0):
+    """(params, q, k, v, gates) of a cached rule; scores of different sizes, so that no order of memories is a tie."""
+    params, q, k, v, gates = plain_inputs(
+        rule.rule, batch=batch, time=time, heads=heads, key_dim=dim, value_dim=dim, dtype=dtype, seed=seed
+    )
+    if "connector" in rule.gate_channels(dim):
+        u = np.random.default_rng(seed + 1).standard_normal(q.shape)
+        gates = gates._replace(connector=jnp.asarray(3 * u, jnp.promote_types(dtype, jnp.float32)))
+    return params, q, k, v, gates
+
+
+def outputs(fn, rule, *args, **kwargs):
+    return fn(rule, args[0], None, *args[1:], **kwargs)[0]
+
+
+def run(fn, rule, *args):
+    return jax.jit(lambda *args: outputs(fn, rule, *args))(*args)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients(name, x64):
+    rule = CASES[name]
+    args = make_inputs(rule)
+    weights = np.cos(np.arange(TIME * 2 * 2 * 4)).reshape(2, TIME, 2, 4)
+    results = []
+    for fn in (memory.reference, memory.scan):
+        total = lambda *args, fn=fn: (jnp.sum(weights * (y := outputs(fn, rule, *args))), y)
+        results.append(jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3, 4), has_aux=True))(*args))
+    assert_close(results[1], results[0], EXACT)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packed_documents(name, x64):
+    """Every document is as if alone, and the last one's memory can go on."""
+    rule = CASES[name]
+    args = make_inputs(rule)
+    y, state = jax.jit(lambda *args: memory.scan(rule, args[0], None, *args[1:], segment_ids=IDS, max_segments=4))(
+        *args
+    )
+    want = jax.jit(lambda *args: outputs(memory.reference, rule, *args, segment_ids=IDS))(*args)
+    assert_close(y, want, EXACT)
+    tail = jax.tree.map(lambda x: x[1:, 8:], args[1:])
+    _, alone = jax.jit(lambda *tail: memory.scan(rule, args[0], None, *tail))(*tail)
+    own = lambda s: (s.online.memory, s.key_sum, s.position, s.cached_count)
+    assert_close(jax.tree.map(lambda x: x[1:], own(state)), own(alone), EXACT)
+    connector = None if args[4].connector is None else args[4].connector[:, -1:]
+    read = memory.read(rule, args[0], state, args[1][:, -1:], connector)
+    assert_close(read, y[:, -1:], EXACT, "read of the state")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_split(name, x64):
+    """One token at a time equals the whole; a call that begins after ANY number of tokens goes on exactly."""
+    rule = CASES[name]
+    params, *arrays = make_inputs(rule, batch=1)
+    expected, final = jax.jit(lambda *a: memory.scan(rule, params, None, *a))(*arrays)
+    state = memory.init_state(rule, params, batch_size=1, max_length=TIME)
+    state = jax.tree.map(lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+
+    def body(state, xs):
+        y, new = memory.step(rule, params, state, *xs)
+        return new, (y, state)
+
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tuple(arrays))
+    last, (y, before) = jax.jit(lambda tokens: jax.lax.scan(body, state, tokens))(tokens)
+    assert_close(jnp.moveaxis(y, 0, 1), expected, EXACT, "steps")
+    assert_close(last, final, EXACT, "state after steps")
+
+    starts = np.arange(TIME - PIECE + 1)
+    rows = starts[:, None] + np.arange(PIECE)
+    states = jax.tree.map(lambda x: x[starts, 0], before)
+    pieces = jax.tree.map(lambda x: x[0][rows], tuple(arrays))
+    y, after = jax.jit(lambda pieces: memory.scan(rule, params, states, *pieces))(pieces)
+    assert_close(y, expected[0][rows], EXACT, "piece")
+    ends = jax.tree.map(lambda x: x[starts[:-1] + PIECE, 0], before)
+    assert_close(jax.tree.map(lambda x: x[:-1], after), ends, EXACT, "state after piece")
+
+
+@pytest.mark.parametrize("name", ["grm", "soup", "ssc", "ssc_atlas"])
+def test_bfloat16(name):
+    rule = CASES[name]
+    args = make_inputs(rule, dtype=jnp.bfloat16)
+    y = jax.jit(lambda *args: outputs(memory.scan, rule, *args))(*args)
+    assert y.dtype == jnp.bfloat16
+    # The same rounded inputs, computed in float32; the top memories are those of the same float32 scores.
+    want = jax.jit(lambda *args: outputs(memory.reference, rule, *args))(*args)
+    assert_close(y.astype(jnp.float32), want.astype(jnp.float32), 2e-2)
+
+
+@pytest.mark.parametrize(
+    "name", ["residual", "grm_sigmoid_sum", "grm_carry_capacity", "soup", "soup_carry", "ssc", "ssc_one"]
+)
+def test_the_future_never_changes_the_past(name, x64):
+    """Nothing of the tokens from t on, not even how many there are, changes what the tokens before t read."""
+    rule = CASES[name]
+    args = make_inputs(rule)
+    other = make_inputs(rule, seed=5)
+    run = jax.jit(lambda *args: outputs(memory.scan, rule, *args))
+    y = run(*args)
+    for t in (1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE, TIME - 1):
+        spliced = jax.tree.map(lambda a, b, t=t: jnp.concatenate([a[:, :t], b[:, t:]], 1), args[1:], other[1:])
+        assert_close(run(args[0], *spliced)[:, :t], y[:, :t], 1e-12)
+    short = jax.tree.map(lambda x: x[:, :9], args[1:])
+    assert_close(run(args[0], *short), y[:, :9], 1e-12)
+
+
+@pytest.mark.parametrize("aggregation", ["residual", "grm", "soup", "ssc"])
+def test_one_segment_is_the_base_rule(aggregation, x64):
+    rule = CachedRule(TITANS, aggregation, 16)
+    args = make_inputs(rule)
+    plain = args[4]._replace(connector=None)
+    want = memory.scan(TITANS, args[0], None, *args[1:4], plain)[0]
+    assert_close(run(memory.scan, rule, *args), want, EXACT)
+
+
+def test_residual_of_linear_attention_is_linear_attention(x64):
+    rule = CachedRule(rules.linear_attention(), "residual", SIZE)
+    args = make_inputs(rule)
+    params = jax.tree.map(jnp.zeros_like, args[0])  # a matrix memory starts at zero
+    want = memory.scan(rule.rule, params, None, *args[1:])[0]
+    assert_close(run(memory.scan, rule, params, *args[1:]), want, EXACT)
+
+
+def test_a_soup_of_matrices_is_gated_residual_memory(x64):
+    soup = CachedRule(rules.delta_rule(), "soup", SIZE)
+    args = make_inputs(soup)
+    grm = dataclasses.replace(soup, aggregation="grm")
+    assert_close(run(memory.reference, soup, *args), run(memory.reference, grm, *args), EXACT)
+    assert_close(run(memory.scan, soup, *args), run(memory.reference, grm, *args), EXACT)
+
+
+def test_selecting_all_memories_is_gated_residual_memory(x64):
+    ssc = CachedRule(TITANS, "ssc", SIZE, top_k=3)
+    args = make_inputs(ssc)
+    grm = dataclasses.replace(ssc, aggregation="grm")
+    assert_close(run(memory.scan, ssc, *args), run(memory.reference, grm, *args), EXACT)
+
+
+def test_only_selected_memories_have_gradients(x64):
+    """No gradient reaches the keys of a segment that nobody selects: its pooled key and its memory are not read."""
+    rule = CachedRule(rules.linear_attention(), "ssc", SIZE, top_k=1, connector="query")
+    params, q, k, v, gates = make_inputs(rule, batch=1, heads=1)
+    far = jnp.asarray([1.0, 0.0, 0.0, 0.0])
+    q = jnp.broadcast_to(far, q.shape)
+    k = k.at[:, :SIZE].set(-far).at[:, SIZE : 2 * SIZE].set(far)  # every later token selects the second segment
+    late = lambda k: jnp.sum(jnp.square(memory.scan(rule, params, None, q, k, v, gates)[0][:, 2 * SIZE :]))
+    gradient = jax.jit(jax.grad(late))(k)
+    assert float(jnp.abs(gradient[:, :SIZE]).max()) == 0.0
+    assert float(jnp.abs(gradient[:, SIZE : 2 * SIZE]).max()) > 0.0
+
+
+def test_stop_gradient(x64):
+    """Through a cached memory nothing flows, through the online one it does; values stay the same."""
+    rule = CachedRule(TITANS, "residual", SIZE)
+    params, q, k, v, gates = make_inputs(rule)
+    stopped = dataclasses.replace(rule, stop_gradient=True)
+    late = lambda rule, v: jnp.sum(jnp.square(memory.scan(rule, params, None, q, k, v, gates)[0][:, 2 * SIZE :]))
+    run = jax.jit(jax.value_and_grad(late, argnums=1), static_argnums=0)
+    (value, free), (same, cut) = run(rule, v), run(stopped, v)
+    assert_close(same, value, 1e-12)
+    assert float(jnp.abs(cut[:, : 2 * SIZE]).max()) == 0.0
+    assert float(jnp.abs(free[:, : 2 * SIZE]).max()) > 0.0
+    assert float(jnp.abs(cut[:, 2 * SIZE :]).max()) > 0.0
+
+
+def test_more_memories_than_places_is_nan_not_a_wrong_number():
+    rule = CachedRule(rules.linear_attention(), "grm", SIZE)
+    params, *arrays = make_inputs(rule, dtype=jnp.float32, batch=1, time=4 * SIZE)
+    state = memory.init_state(rule, params, batch_size=1, max_length=3 * SIZE)
+    y, _ = memory.scan(rule, params, state, *arrays)
+    assert np.isfinite(y[:, : 3 * SIZE]).all()
+    assert np.isnan(y[:, 3 * SIZE :]).all()
+    short = jax.tree.map(lambda x: x[:, : 2 * SIZE], tuple(arrays))
+    ids = jnp.zeros((1, 2 * SIZE), jnp.int32).at[:, 1::2].set(1)
+    run = jax.jit(lambda ids, *a: memory.scan(rule, params, None, *a, segment_ids=ids, max_segments=2)[0])
+    assert np.isnan(run(ids, *short)).any()
+
+
+def test_bounded_by_a_capacity():
+    """An endless stream: the state keeps its size, and outputs depend on the last memories only."""
+    rule = CachedRule(rules.linear_attention(), "grm", SIZE, capacity=2)
+    params, *arrays = make_inputs(rule, dtype=jnp.float32, batch=1, time=40)
+    state = memory.init_state(rule, params, batch_size=1)
+    sizes = jax.tree.map(jnp.shape, state)
+    run = jax.jit(lambda state, *a: memory.scan(rule, params, state, *a))
+    for t in range(0, 40, 10):
+        y, state = run(state, *slice_time(tuple(arrays), t, t + 10))
+        assert jax.tree.map(jnp.shape, state) == sizes
+    late = slice_time(tuple(arrays), 28, 40)  # the segment of the last four tokens, and the two before it
+    assert_close(y[:, -4:], memory.scan(rule, params, None, *late)[0][:, -4:], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"segment_size": 5}, "segment_size=5 must be a multiple of the rule's chunk_size=2"),
+        ({"segment_size": 0}, "segment_size must be an integer ≥ 1, got 0"),
+        ({"aggregation": "supe"}, "soup"),
+        ({"gate": "softmx"}, "softmax"),
+        ({"start": "new"}, "start"),
+        ({"top_k": 0}, "top_k must be an integer ≥ 1, got 0"),
+        ({"aggregation": "ssc", "top_k": 3, "capacity": 2}, "top_k=3 is more than capacity=2"),
+        ({"capacity": -1}, "capacity must be an integer ≥ 1, got -1"),
+        ({"rule": rules.swdt()}, "rule must be a MemoryRule, got KernelRule"),
+    ],
+)
+def test_refused_rules(change, message):
+    with pytest.raises(ValueError, match=message):
+        CachedRule(**{"rule": TITANS, "segment_size": SIZE, **change})
+
+
+def test_refused_calls():
+    rule = CachedRule(TITANS, "grm", SIZE)
+    params, q, k, v, gates = make_inputs(rule, dtype=jnp.float32)
+    with pytest.raises(ValueError, match=r"gates.connector is missing.*\[2, 15, 2, 4\]"):
+        memory.scan(rule, params, None, q, k, v, gates._replace(connector=None))
+    with pytest.raises(ValueError, match=r"gates.connector has shape \(2, 15, 2, 3\)"):
+        memory.scan(rule, params, None, q, k, v, gates._replace(connector=gates.connector[..., :3]))
+    residual = CachedRule(TITANS, "residual", SIZE)
+    with pytest.raises(ValueError, match="has no use for it"):
+        memory.scan(residual, params, None, q, k, v, gates)
+    with pytest.raises(ValueError, match="max_length is None"):
+        memory.init_state(rule, params, batch_size=2)
+    state = memory.init_state(rule, params, batch_size=2, max_length=20)
+    with pytest.raises(TypeError, match="state must be a CachedState, got MemoryState"):
+        memory.scan(rule, params, state.online, q, k, v, gates)
+    with pytest.raises(ValueError, match="state=None"):
+        memory.scan(rule, params, state, q, k, v, gates, segment_ids=jnp.zeros((2, TIME), jnp.int32))
+    with pytest.raises(ValueError, match="capacity=7"):
+        memory.scan(dataclasses.replace(rule, capacity=7), params, state, q, k, v, gates)
+    with pytest.raises(ValueError, match="no use for one"):
+        memory.read(TITANS, params, state.online, q, q)
