@@ -67,6 +67,11 @@ def blocks_needed(time: int, block_size: int) -> int:
     return max(-(-time // block_size) - 1, 0)
 
 
+def no_bank(blocks: int, block_size: int) -> Bank:
+    """Stands for a bank where there is no memory: attention within blocks alone."""
+    return Bank(np.zeros((blocks, 0, 0), np.float32), np.zeros((blocks, 0, block_size), np.float32))
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -85,7 +90,8 @@ def attention(
       q, k: not rotated, [batch, time, heads, key_dim], key_dim even.
       v: [batch, time, heads, value_dim].
       bank: of at least `blocks_needed(time, L)` blocks (`banks.load`); L is that of its kernels.
-      reconstruction: R, [samples, order] (`sampling.sampled_reconstruction`): another one may be used than in training.
+      reconstruction: R, [samples, order] (`sampling.sampled_reconstruction`): another one may be used than in training. None, with
+        a bank of order 0 (`no_bank`): no memory.
       rope_theta: base of the wave lengths of the rotation; None: no rotation.
       rotate_memory_queries: whether queries meet the samples rotated by their place in the block, or as they are.
       segment_ids: integers [batch, time]; where the id changes a new document begins: memory and blocks start afresh.
@@ -131,7 +137,7 @@ def init_state(
     batch_size: int, max_length: int, block_size: int, reconstruction: Any, heads: int, key_dim: int, value_dim: int, dtype: Any
 ) -> ElasticState:  # fmt: skip
     """The state before the first token; `max_length`: the most tokens that will be read, those beyond get NaN."""
-    samples, order = reconstruction.shape
+    samples, order = (0, 0) if reconstruction is None else reconstruction.shape
     zeros = lambda size, dim: jnp.zeros((batch_size, size, heads, dim), dtype)
     return ElasticState(
         coefficients=jnp.zeros((batch_size, order, heads, key_dim + value_dim), jnp.float32),
@@ -252,8 +258,8 @@ class _Matrices:
         count = k.shape[0] - 1
         x = _together(k, v)
         empty = jnp.zeros((1, x.shape[1], self.order, *x.shape[3:]), jnp.float32)
-        if not count:
-            return empty
+        if not count or not self.order:
+            return jnp.broadcast_to(empty, (count + 1, *empty.shape[1:]))
         writes = _einsum("mnl,mblhd->mbnhd", self.kernels[:count], x[:count])
 
         def step(c: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -271,7 +277,7 @@ class _Matrices:
         k, v: [blocks, batch, L, …]; index: [blocks, batch], 0 at a document's first block; → [blocks + 1, batch, order, …].
         """
         last = self.transitions.shape[0] - 1
-        if last < 0:
+        if last < 0 or not self.order:
             return jnp.zeros((k.shape[0] + 1, *initial.shape), jnp.float32)
 
         def step(c: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -331,7 +337,7 @@ def _attend(
     rotated = rotate(q, place, rope_theta)
     visible = places[:, None] <= place[:, :, None]
     sources = [Source(rotated, rotate(k, places, rope_theta), v, visible)]
-    if samples is not None:
+    if samples is not None and samples[0].shape[1]:
         sources.append(Source(rotated if rotate_memory_queries else q, *samples, has_memory[:, None, None]))
     return softmax_attention(*sources)
 
@@ -355,13 +361,17 @@ def _check(where: str, q: Any, k: Any, v: Any, bank: Bank, reconstruction: Any, 
         raise ValueError(f"{where}: key_dim is {sizes['key_dim']}, should be even, for rotary positions.")
     named = {"bank.transitions": bank.transitions, "bank.kernels": bank.kernels, "reconstruction": reconstruction}
     known: dict[str, int] = {}
+    if reconstruction is None:
+        named["reconstruction"] = reconstruction = np.zeros((0, 0), np.float32)
     for name, x in named.items():
         names, shape = _BANK_AXES[name].split(), np.shape(x)
         own = dict(zip(names, shape))
-        if len(shape) != len(names) or tuple((own | known)[n] for n in names) != shape or own["order"] < 1:
+        if len(shape) != len(names) or tuple((own | known)[n] for n in names) != shape:
             want = ", ".join(f"{n}={known[n]}" if n in known else n for n in names)
             raise ValueError(f"{where}: {name} has shape {shape}, should be [{want}].")
         known |= own
+    if bool(known["order"]) != bool(known["samples"]):
+        raise ValueError(f"{where}: order {known['order']} with {known['samples']} samples; without memory both are 0.")
     needed = blocks_needed(time, known["block_size"])
     if known["blocks"] < needed:
         raise ValueError(

@@ -4,7 +4,7 @@ from atlasjax.nn.abstract import abstract_model, count_parameters, logical_axes,
 from atlasjax.nn.attention import AttentionHeads, AttentionMixer, SlidingWindowMixer
 from atlasjax.nn.backbones import MAGMixer, MALMixer
 from atlasjax.nn.config import AttentionConfig, ElasticConfig, GAMConfig, MemoryConfig, ModelConfig, SSMConfig
-from atlasjax.nn.elastic import ElasticMixer
+from atlasjax.nn.elastic import BlockMixer, ElasticMixer
 from atlasjax.nn.gam import GAMMixer
 from atlasjax.nn.gates import GateProjection, initial_gates
 from atlasjax.nn.layers import GELU, CausalConv, LayerNorm, Linear, RMSNorm, SwiGLU
@@ -21,6 +21,7 @@ __all__ = [
     "AttentionConfig",
     "AttentionHeads",
     "AttentionMixer",
+    "BlockMixer",
     "CausalConv",
     "ElasticConfig",
     "ElasticMixer",

@@ -14,6 +14,7 @@ from atlasjax.nn.config import ElasticConfig, ModelConfig
 from atlasjax.nn.layers import Linear
 
 _SLOW_ORDER = 2048  # from here on a block takes seconds
+_NO_LIMIT = 2**31 - 1  # positions are int32
 
 
 class ElasticMixer(nnx.Module):
@@ -49,8 +50,7 @@ class ElasticMixer(nnx.Module):
     ) -> jax.Array:
         """Whole sequences: [batch, time, dim] → [batch, time, dim]; documents beyond max_segments get NaN."""
         y = elastic.attention.attention(
-            *self._project(x), bank(self.elastic, x.shape[1]), reconstruction(self.elastic), segment_ids=segment_ids,
-            max_segments=max_segments, **self._options(),
+            *self._project(x), *self._matrices(x.shape[1]), segment_ids=segment_ids, max_segments=max_segments, **self._options()
         )  # fmt: skip
         return self._output(y)
 
@@ -65,18 +65,24 @@ class ElasticMixer(nnx.Module):
                 "mixer 'elastic' has a matrix for every block that will be read: max_length is None, it should be the most tokens "
                 "that will be read."
             )
-        return elastic.attention.init_state(
-            batch_size, max_length, self.elastic.block_size, reconstruction(self.elastic), self.heads, self.key_dim,
-            self.value_dim, self.dtype,
-        )  # fmt: skip
+        return self._empty_state(batch_size, max_length)
 
     def extend(
         self, x: jax.Array, state: elastic.attention.ElasticState
     ) -> tuple[jax.Array, elastic.attention.ElasticState]:
         """The next piece of a sequence, any time ≥ 1; tokens beyond max_length get NaN."""
-        matrices = bank(self.elastic, state.max_length), reconstruction(self.elastic)
+        matrices = self._matrices(state.max_length)
         y, state = elastic.attention.extend(*self._project(x), state, *matrices, **self._options())
         return self._output(y), state
+
+    def _matrices(self, max_length: int) -> tuple[elastic.Bank, np.ndarray | None]:
+        return bank(self.elastic, max_length), reconstruction(self.elastic)
+
+    def _empty_state(self, batch_size: int, max_length: int) -> elastic.attention.ElasticState:
+        return elastic.attention.init_state(
+            batch_size, max_length, self.elastic.block_size, self._matrices(1)[1], self.heads, self.key_dim, self.value_dim,
+            self.dtype,
+        )  # fmt: skip
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v = jnp.split(self.inputs(x), (self.key_dim, 2 * self.key_dim), axis=-1)
@@ -87,6 +93,21 @@ class ElasticMixer(nnx.Module):
 
     def _output(self, y: jax.Array) -> jax.Array:
         return self.out(y.reshape(*y.shape[:2], -1))
+
+
+class BlockMixer(ElasticMixer):
+    """The same without the memory: causal attention within blocks of `elastic.block_size` tokens; nothing before them is seen.
+
+    What "elastic" is to be compared with, and the local layers around it. The state holds one block, and no length is too long.
+    """
+
+    def init_state(self, batch_size: int, max_length: int | None = None) -> elastic.attention.ElasticState:
+        """The state before the first token; max_length has no effect."""
+        return self._empty_state(batch_size, _NO_LIMIT)
+
+    def _matrices(self, max_length: int) -> tuple[elastic.Bank, np.ndarray | None]:
+        size = self.elastic.block_size
+        return elastic.attention.no_bank(elastic.attention.blocks_needed(max_length, size), size), None
 
 
 def bank(config: ElasticConfig, max_length: int) -> elastic.Bank:

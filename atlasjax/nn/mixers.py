@@ -13,7 +13,7 @@ from atlasjax.nn import baselines
 from atlasjax.nn.attention import AttentionMixer, SlidingWindowMixer
 from atlasjax.nn.backbones import MAGMixer, MALMixer
 from atlasjax.nn.config import ModelConfig
-from atlasjax.nn.elastic import ElasticMixer
+from atlasjax.nn.elastic import BlockMixer, ElasticMixer
 from atlasjax.nn.gam import GAMMixer
 from atlasjax.nn.mac import MACMixer
 from atlasjax.nn.memory_mixer import MemoryMixer
@@ -50,6 +50,7 @@ MIXERS: dict[str, type] = {
     "mal": MALMixer,
     "attention": AttentionMixer,
     "swa": SlidingWindowMixer,
+    "block_attention": BlockMixer,
     "elastic": ElasticMixer,
     "mamba": baselines.MambaMixer,
     "mamba2": baselines.Mamba2Mixer,

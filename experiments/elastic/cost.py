@@ -4,7 +4,7 @@
     python -m experiments.elastic.cost throughput                                     # E's 12 layers of 720: minutes a model
     python -m experiments.elastic.cost throughput --layers 3 --length 2048 --block-size 512
 
-Models are E's: attention over the last `block-size` tokens in all layers, but for another mixer in the 9th of 12.
+Models are E's: attention within blocks in all layers, but for another mixer in the 9th of 12; Transformer++ has the same blocks.
 Throughput is forward and backward of the loss, batch 1; models are timed in turn and the best of --repeats counts. It is reported
 as a fraction of Transformer++'s in the same run: the number to compare. Rows are appended to --out.
 """
@@ -25,7 +25,7 @@ def model(memory: str | None, heads: int, dim: int, layers: int, block_size: int
     """E's architecture around one memory layer; None: Transformer++ with the same blocks."""
     from atlasjax.nn import AttentionConfig, ElasticConfig, ModelConfig
 
-    pattern = ["swa"] * layers
+    pattern = ["block_attention"] * layers
     if memory is not None:
         pattern[max(0, 3 * layers // 4 - 1)] = memory
     return ModelConfig(

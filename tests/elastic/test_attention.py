@@ -186,6 +186,8 @@ def test_bfloat16_has_a_float32_memory():
         (lambda q, k, v: A.attention(q[..., :3], k[..., :3], v, bank(1), R), "key_dim is 3, should be even"),
         (lambda q, k, v: A.attention(q, k, v, bank(0), R), r"bank has 0 blocks of 5 tokens, but 10 tokens need 1. banks.load"),
         (lambda q, k, v: A.attention(q, k, v, bank(1), R[:, :4]), r"reconstruction has shape .*should be \[samples, order=7"),
+        (lambda q, k, v: A.attention(q, k, v, bank(1), None), r"reconstruction has shape \(0, 0\), should be"),
+        (lambda q, k, v: A.attention(q, k, v, A.no_bank(1, 5), np.zeros((3, 0))), "order 0 with 3 samples"),
         (lambda q, k, v: A.extend(q, k, v, fresh(26), bank(4), R), "bank has 4 blocks of 5 tokens, but 26 tokens need 5"),
         (lambda q, k, v: A.extend(q, k, v, fresh(26), bank(5), R[:3]), r"memory_keys has shape .*should be \(2, 3, 2, 4\)"),
     ],

@@ -94,6 +94,31 @@ def test_a_stream_and_its_longest_length():
         ElasticMixer(CONFIG, rngs=nnx.Rngs(0)).init_state(2)
 
 
+def test_without_memory_blocks_are_sequences_of_their_own():
+    config = dataclasses.replace(CONFIG, mixer="block_attention", num_layers=1)
+    graphdef, params = split(config)
+    x = tokens(20)
+    model = nnx.merge(graphdef, params)
+    y = model(x)
+    whole = nnx.split(
+        nnx.eval_shape(lambda: LanguageModel(dataclasses.replace(config, mixer="attention"), rngs=nnx.Rngs(0))),
+        nnx.Param,
+    )
+    paths = lambda tree: {tuple(p for p in path if p != "attention"): leaf for path, leaf in nnx.to_flat_state(tree)}
+    flat = paths(params)
+    renamed = nnx.from_flat_state(
+        [(path, flat[tuple(p for p in path if p != "attention")]) for path, _ in nnx.to_flat_state(whole[1])]
+    )
+    attention = nnx.merge(whole[0], renamed)
+    for start in (0, 8, 16):
+        close(y[:, start : start + 8], attention(x[:, start : start + 8]))
+    cache, pieces = model.init_cache(2), []
+    for start, stop in ((0, 7), (7, 8), (8, 20)):
+        piece, cache = model.extend(x[:, start:stop], cache)
+        pieces.append(piece)
+    close(jnp.concatenate(pieces, axis=1), y)
+
+
 def test_packed_documents():
     graphdef, params = split(CONFIG)
     x, ids = tokens(30), jnp.asarray(np.repeat([[1, 2], [4, 3]], [11, 19], axis=1))
