@@ -22,10 +22,10 @@ class ElasticMixer(nnx.Module):
 
         q, k, v = x W_in;  out = `elastic.attention.attention`(q, k, v) W_out        RoPE within the block; no biases
 
-    The banks of `elastic.banks` are constants, one copy for all layers; they are built, or read from the disk cache, when a model
-    is first called with so many blocks. Decoding has a state of a fixed size, but the bank has a matrix for every block, so
-    `init_state` must know max_length. Nothing of `config.elastic` changes the parameters: a trained model may be made again with
-    another sampling, discretization or order.
+    The banks of `elastic.banks` are constants, one copy in each compiled function for all layers; they are built, or read from the
+    disk cache, when a model is first called with so many blocks. Decoding has a state of a fixed size, but the bank has a matrix
+    for every block, so `init_state` must know max_length. Nothing of `config.elastic` changes the parameters: a trained model may
+    be made again with another sampling, discretization or order.
 
     Args:
       config: dim, num_heads, head_dim (even), value_expansion, dtype, attention.rope_theta, elastic; output_scale.
@@ -123,7 +123,6 @@ def _announce(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-@functools.lru_cache(maxsize=16)
 def reconstruction(config: ElasticConfig) -> np.ndarray:
     """R at the configured sampling, float32 [samples, order]."""
     sampling: str | elastic.sampling.Sampling = config.sampling
