@@ -45,3 +45,8 @@ PARAMETERS = {
     "transformer": 24_166_400,
     "mamba": 20_504_576,
 }
+
+
+def small(config: ModelConfig) -> ModelConfig:
+    """The same architecture at a width of 128 and 4 layers, for a CPU."""
+    return dataclasses.replace(config, dim=128, num_layers=4, num_heads=4)
