@@ -43,7 +43,10 @@ def run(arguments: Sequence[str]) -> None:
     for step, reason in loaded.skipped:
         print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)
     prompt = loaded.tokenizer.encode(command.prompt)[None]
-    blocks = stream(loaded.model, prompt, command.max_tokens, config=command.sampling, seed=command.seed)
+    try:
+        blocks = stream(loaded.model, prompt, command.max_tokens, config=command.sampling, seed=command.seed)
+    except ValueError as error:  # e.g. more tokens than the model has positions
+        raise ConfigError(str(error)) from error
     print(command.prompt, end="", flush=True)
     for piece in text_pieces(loaded.tokenizer, (np.asarray(block)[0] for block in blocks)):
         print(piece, end="", flush=True)

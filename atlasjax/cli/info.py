@@ -99,6 +99,9 @@ def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
     return MeshConfig(data=-1, fsdp=fsdp, tensor=tensor)
 
 
+_FFNS = {"swiglu": "SwiGLU", "gelu": "GELU"}
+
+
 def _sizes(config: TrainConfig) -> dict[str, str]:
     model, length = config.model, config.data.sequence_length
     numbers = describe(model, length=length)
@@ -107,7 +110,7 @@ def _sizes(config: TrainConfig) -> dict[str, str]:
     return {
         "mixer": _mixer(model),
         "layers × width, heads": f"{model.num_layers} × {model.dim}, {model.num_heads}",
-        "SwiGLU": "none" if model.ffn == "none" else f"{model.resolved_mlp_dim:,}",
+        "feed-forward": "none" if model.ffn == "none" else f"{_FFNS[model.ffn]} {model.resolved_mlp_dim:,}",
         "parameters": f"{numbers['parameters']:,}",
         "without embeddings": f"{numbers['non_embedding_parameters']:,}",
         "state per sequence": _size(numbers["state_bytes_per_sequence"]) + (f" at {length:,} tokens" if grows else ""),

@@ -226,6 +226,8 @@ class SSMConfig:
 class GAMConfig:
     """Gated Associative Memory (`atlasjax.gam`). It sees the last num_layers · (conv_width − 1) + 1 tokens and no others.
 
+    So it cannot do recall over more than 13 tokens at the paper's 6 layers: its table is learned, and the same for every text.
+
     Attributes:
       slots: rows of the table that every token reads, ≥ 1.
       fusion: "gated", as published; or an ablation: "sum" of both paths, "global" (the table) alone, "local" (the

@@ -11,13 +11,15 @@ import optax
 import pytest
 from flax import nnx
 
+from atlasjax.data import DataConfig
 from atlasjax.distributed import MeshConfig, global_batch, make_mesh
 from atlasjax.evaluate.lm import evaluate_stream
 from atlasjax.generate import generate
 from atlasjax.nn import LanguageModel, PositionedCache, count_parameters, logical_axes
-from atlasjax.train import jit_train_step, loss_sums
+from atlasjax.train import TrainConfig, jit_train_step, loss_sums
 from atlasjax.train import state as state_lib
 from atlasjax.train.optimizer import decay_mask
+from atlasjax.train.setup import prepare
 from experiments.gam.models import MODELS, PARAMETERS
 
 BATCH, TIME, VOCAB = 2, 14, 17
@@ -139,6 +141,9 @@ def test_more_tokens_than_positions_are_refused_before_anything_is_compiled():
     with pytest.raises(ValueError, match=r"tokens: 15 tokens, .* max_positions=14"):
         evaluate_stream(model, np.zeros(16, np.int32), np.ones(VOCAB, np.int32))
     assert generate(model, np.asarray(tokens(10)), 4).shape == (BATCH, 4)
+    config = TrainConfig(small("gam", vocab_size=256), DataConfig(sequence_length=15), mesh=MeshConfig(data=1))
+    with pytest.raises(ValueError, match=r"data.sequence_length is 15; .* model.max_positions, which is 14"):
+        prepare(config)
 
 
 def test_every_parameter_learns_and_the_right_ones_decay():
