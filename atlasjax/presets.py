@@ -27,7 +27,8 @@ from typing import Any
 from atlasjax import rules
 from atlasjax.names import lookup
 from atlasjax.nn.abstract import count_parameters, state_bytes
-from atlasjax.nn.config import AttentionConfig, GAMConfig, MemoryConfig, ModelConfig, SSMConfig
+from atlasjax.nn.caching import CachingConfig
+from atlasjax.nn.config import AttentionConfig, ElasticConfig, GAMConfig, MemoryConfig, ModelConfig, SSMConfig
 
 _PAPER_VOCABULARY = 32_000
 
@@ -37,22 +38,26 @@ class Size:
     """What all architectures of one size share.
 
     Attributes:
-      parameters: how many they should have: the number in the paper's name for the size.
+      parameters: how many they should have: the number in the paper's name for the size. None: what the fields give.
       fields: of `ModelConfig`.
       width_step: the width of the feed-forward network is a multiple of this.
       attention: of architectures that have one.
       memory: overrides of the rules that take them, and do not choose otherwise.
       mamba2_state: published state size of Mamba-2.
+      cached_segment: tokens after which a memory is cached (MC: 256).
       max_positions: of models with learned positions.
+      elastic: sizes of Elastic Memory.
     """
 
-    parameters: float
+    parameters: float | None
     fields: dict[str, Any]
     width_step: int = 64
     attention: AttentionConfig = AttentionConfig(window=2048, segment_size=512)
     memory: dict[str, Any] = dataclasses.field(default_factory=lambda: {"cache_window": 2048})
     mamba2_state: int = 128
+    cached_segment: int = 256
     max_positions: int = 4096
+    elastic: dict[str, int] = dataclasses.field(default_factory=lambda: {"order": 540, "block_size": 1024})
 
 
 def _paper(parameters: float, layers: int, dim: int, heads: int, *, tied: bool) -> Size:
@@ -70,12 +75,40 @@ SIZES: dict[str, Size] = {
         # tiny model. What two CPU cores can train in minutes is one in 32 tokens, of half the width.
         memory={"newton_schulz_every": 32, "expansion": 2, "cache_window": 64},
         mamba2_state=64,
+        cached_segment=64,
+        elastic={"order": 64, "block_size": 64, "context": 512},
         max_positions=512,
     ),
     "170m": _paper(170e6, 12, 768, 16, tied=False),
     "340m": _paper(340e6, 24, 1024, 16, tied=True),
     "760m": _paper(760e6, 24, 1536, 16, tied=True),
     "1.3b": _paper(1.3e9, 18, 2048, 8, tied=False),
+}
+
+
+def _elastic(dim: int, heads: int) -> Size:
+    """E's sizes: 12 layers, heads of 90; the vocabulary is not stated."""
+    fields = {"num_layers": 12, "dim": dim, "num_heads": heads, "head_dim": 90}
+    return Size(None, {"vocab_size": _PAPER_VOCABULARY, **fields}, attention=AttentionConfig(window=1024))
+
+
+# Sizes of other papers, of the architectures that they have: no width is chosen there.
+PUBLISHED_SIZES: dict[str, Size] = {
+    "98m": _elastic(720, 8),
+    "205m": _elastic(1080, 12),
+    "345m": _elastic(1440, 16),
+    "22m": Size(
+        None,
+        {"vocab_size": 10_000, "num_layers": 6, "dim": 512, "num_heads": 8, "dtype": "float32"},
+        max_positions=256,
+    ),
+}
+_ALL_SIZES = SIZES | PUBLISHED_SIZES
+_PUBLISHED = {
+    **dict.fromkeys(
+        ("98m", "205m", "345m"), ("transformer++", "swa", "elastic-exp", "elastic-uniform", "elastic-uniform-mid")
+    ),
+    "22m": ("gam", "gam-sum", "gam-global", "gam-local", "gam-transformer"),
 }
 
 # What GAM's paper puts around its mixer and its Transformer's: LayerNorm, GELU, learned positions, dropout.
@@ -102,6 +135,18 @@ BASELINES: dict[str, dict[str, Any]] = {
     "gam-transformer": {"mixer": "attention", "attention": AttentionConfig(rope_theta=None, bias=True), **_GAM_FRAME},
 }
 
+# Samplings of Elastic Memory (E Table 1) → suffix of the preset. One layer has the memory, the others attention in a window.
+_ELASTIC = {"exp": "exponential", "uniform": "uniform", "uniform-mid": "uniform_mid"}
+BASELINES |= {
+    f"elastic-{suffix}": {"mixer": "elastic", "elastic": ElasticConfig(sampling=sampling)}
+    for suffix, sampling in _ELASTIC.items()
+}
+BASELINES["block-attention"] = {"mixer": "block_attention"}
+
+# Rules whose memories are cached (Memory Caching): suffix → aggregation, for the rules of that paper and of ATLAS.
+CACHED_RULES = ("linear_attention", "gated_delta_rule", "dla", "swla", "titans", "omeganet", "atlas")
+CACHING: tuple[str, ...] = ("residual", "grm", "soup", "ssc")
+
 # Backbones around a rule: suffix → mixer.
 BACKBONES: dict[str, str] = {"lmm": "memory", "mac": "mac", "mag": "mag", "mal": "mal"}
 
@@ -125,10 +170,13 @@ def _architectures() -> dict[str, dict[str, Any]]:
     for rule in rules.REGISTRY:
         for suffix, mixer in BACKBONES.items():
             table[f"{rule_name(rule)}-{suffix}"] = {"mixer": mixer, "memory": rule}
+    for rule in CACHED_RULES:
+        for aggregation in CACHING:
+            table[f"{rule_name(rule)}-{aggregation}"] = {"mixer": "memory", "memory": rule, "caching": aggregation}
     return table
 
 
-# Architecture → the fields of `ModelConfig` that it changes; "memory" is a rule's name.
+# Architecture → the fields of `ModelConfig` that it changes; "memory" is a rule's name, "caching" an aggregation's.
 ARCHITECTURES: dict[str, dict[str, Any]] = _architectures()
 
 
@@ -148,11 +196,21 @@ def _memory(rule: str, size: Size) -> MemoryConfig:
 
 def _fields(architecture: str, size_name: str) -> dict[str, Any]:
     """Fields of the config, all but those that `_fit` chooses."""
-    changes, size = dict(ARCHITECTURES[architecture]), SIZES[size_name]
+    changes, size = dict(ARCHITECTURES[architecture]), _ALL_SIZES[size_name]
     mixer = changes["mixer"]
     mixers = {mixer} if isinstance(mixer, str) else set(mixer)
     if "memory" in changes:
         changes["memory"] = _memory(changes["memory"], size)
+    if "caching" in changes:
+        caching = CachingConfig(changes.pop("caching"), segment_size=size.cached_segment)
+        changes["memory"] = dataclasses.replace(changes["memory"], caching=caching)
+    if "elastic" in mixers:
+        layers = size.fields["num_layers"]
+        memory_layer = round(3 * layers / 4) - 1  # the ninth of twelve (E §4)
+        changes["mixer"] = tuple("elastic" if i == memory_layer else "swa" for i in range(layers))
+        mixers = set(changes["mixer"])
+    if mixers & {"elastic", "block_attention"}:
+        changes["elastic"] = dataclasses.replace(changes.get("elastic", ElasticConfig()), **size.elastic)
     if mixers & {"swa", "mac", "mag", "mal"}:
         persistent = 0 if "swa" in mixers else 4 if size_name == "tiny" else 16
         changes["attention"] = dataclasses.replace(size.attention, persistent_tokens=persistent)
@@ -167,6 +225,8 @@ def _fields(architecture: str, size_name: str) -> dict[str, Any]:
 
 def _fit(fields: dict[str, Any], size: Size) -> ModelConfig:
     """The config whose number of parameters, linear in the feed-forward width and in the layers, is nearest to the size's."""
+    if size.parameters is None:
+        return ModelConfig(**fields)
     if fields.get("ffn") == "none":
         counts = [count_parameters(ModelConfig(**{**fields, "num_layers": layers})) for layers in (1, 2)]
         layers = 1 + round((size.parameters - counts[0]) / (counts[1] - counts[0]))
@@ -185,7 +245,9 @@ class _Presets(Mapping[str, ModelConfig]):
         self._names = {
             f"{architecture}-{size}": (architecture, size) for architecture in ARCHITECTURES for size in SIZES
         }
-        self._make = functools.cache(lambda name: _fit(_fields(*self._names[name]), SIZES[self._names[name][1]]))
+        for size, architectures in _PUBLISHED.items():
+            self._names |= {f"{architecture}-{size}": (architecture, size) for architecture in architectures}
+        self._make = functools.cache(lambda name: _fit(_fields(*self._names[name]), _ALL_SIZES[self._names[name][1]]))
 
     def __getitem__(self, name: str) -> ModelConfig:
         return self._make(name)

@@ -28,7 +28,7 @@ def test_names():
         f"{architecture}-{size}"
         for architecture in presets.ARCHITECTURES
         for size in ("tiny", "170m", "340m", "760m", "1.3b")
-    }
+    } | {f"{architecture}-{size}" for size, published in presets._PUBLISHED.items() for architecture in published}
     names = presets.preset_names("tiny")
     assert "titans-tiny" in names
     assert "titans-lmm-tiny" not in names
@@ -38,6 +38,7 @@ def test_names():
 
 def test_every_mixer_is_in_some_architecture():
     used = {name for changes in presets.ARCHITECTURES.values() for name in _pattern(changes["mixer"])}
+    assert set(presets.get_preset("elastic-exp-98m").mixer) == {"swa", "elastic"}
     assert used == set(MIXERS)
 
 
@@ -62,6 +63,19 @@ def test_parameter_counts_are_near_the_papers_names(size):
         if config.ffn == "swiglu" and architecture != "rwkv7-mac":
             assert config.num_layers == {"170m": 12, "340m": 24, "760m": 24, "1.3b": 18}[size]
             assert config.mlp_dim % 64 == 0
+
+
+def test_sizes_of_other_papers():
+    """E's 12 layers with heads of 90, the memory in the ninth; G's six layers, counted exactly."""
+    for size, count in {"98m": 97_707_600, "205m": 205_036_920, "345m": 344_714_400}.items():
+        config = presets.get_preset(f"elastic-exp-{size}")
+        assert count_parameters(config) == count
+        assert (config.num_layers, config.head_dim, config.mixer.index("elastic")) == (12, 90, 8)
+    counts = {name: count_parameters(presets.get_preset(f"{name}-22m")) for name in presets._PUBLISHED["22m"]}
+    assert counts == {
+        "gam": 22_599_680, "gam-sum": 19_447_808, "gam-global": 19_435_520, "gam-local": 17_874_944,
+        "gam-transformer": 24_166_400,
+    }  # fmt: skip
 
 
 def test_counts_of_atlas_are_exact():

@@ -21,6 +21,7 @@ from experiments.zoo.training import Recipe, append_row, measure, read_rows
 HERE = pathlib.Path(__file__).parent
 STATE_LENGTH = 4096  # tokens of the sequence whose state is counted, where every token is kept
 BACKBONES_OF = ("titans", "atlas")  # rules that are shown in every backbone
+CACHED = ("linear-attention-grm", "titans-residual", "titans-grm", "titans-soup", "titans-ssc")
 
 
 def model_names() -> list[str]:
@@ -28,6 +29,8 @@ def model_names() -> list[str]:
     from atlasjax.presets import ARCHITECTURES, BACKBONES, BASELINES
 
     def shown(name: str) -> bool:
+        if "caching" in ARCHITECTURES[name]:
+            return name in CACHED
         rule, _, backbone = name.rpartition("-")
         if name in BASELINES or backbone not in BACKBONES:
             return True
