@@ -146,11 +146,11 @@ def cache_shardings(cache: PyTree, mesh: Mesh) -> PyTree:
       mesh: the mesh; an axis that does not divide a dimension is skipped there.
     """
     from atlasjax.elastic.attention import ElasticState
-    from atlasjax.memory import KernelState, MemoryState
+    from atlasjax.memory import CachedState, KernelState, MemoryState
     from atlasjax.mixers.attention import KVCache, WindowCache
 
     # Where the heads axis is in the arrays of each that have one, which are those of at least this rank.
-    heads_axis = {MemoryState: 2, KernelState: 2, KVCache: 3, WindowCache: 3, ElasticState: 3}
+    heads_axis = {MemoryState: 2, KernelState: 2, CachedState: 2, KVCache: 3, WindowCache: 3, ElasticState: 3}
 
     def spec(leaf: jax.ShapeDtypeStruct, heads: int | None) -> NamedSharding:
         axes: list[Any] = [None] * leaf.ndim
