@@ -1,4 +1,4 @@
-"""Text for training and evaluation: sources, tokenizers, and Grain pipelines with an exact position.
+"""Text for training and evaluation: sources, tokenizers, and Grain pipelines with an exact position; and a synthetic task.
 
 config = DataConfig(source="text", paths=("books/",), sequence_length=1024, batch_size=32)
 tokenizer = make_tokenizer(config)
@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from atlasjax.data.associative_recall import RecallConfig, recall_accuracy, recall_sequences
     from atlasjax.data.config import DataConfig
     from atlasjax.data.pipeline import BatchIterator, Pipeline, make_pipeline
     from atlasjax.data.sources import load_documents, load_text
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 # Loaded on first use: Grain takes a while to import.
 _HOME = {
+    "RecallConfig": "associative_recall",
+    "recall_accuracy": "associative_recall",
+    "recall_sequences": "associative_recall",
     "DataConfig": "config",
     "BatchIterator": "pipeline",
     "Pipeline": "pipeline",
@@ -32,12 +36,15 @@ __all__ = [
     "BatchIterator",
     "DataConfig",
     "Pipeline",
+    "RecallConfig",
     "Tokenizer",
     "load_documents",
     "load_text",
     "load_tokenizer",
     "make_pipeline",
     "make_tokenizer",
+    "recall_accuracy",
+    "recall_sequences",
 ]
 
 

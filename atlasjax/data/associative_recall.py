@@ -1,0 +1,153 @@
+"""Multi-query associative recall (MQAR): sequences that list keys with their values and then ask for each of them.
+
+config = RecallConfig(vocab_size=256, length=64, num_pairs=16)
+tokens, labels = recall_sequences(config, 1000, seed=0)
+test_tokens, test_labels = recall_sequences(config, 1000, seed=0, split="test")
+accuracy = recall_accuracy(model(test_tokens), test_labels)
+
+The task of Zoology (Arora et al. 2023, arXiv 2312.04927), as its public generator defines it.
+"""
+
+import dataclasses
+import typing
+from typing import Any, Literal
+
+import numpy as np
+
+from atlasjax.names import lookup
+
+IGNORE = -100
+"""The label of a position that asks nothing."""
+
+Filler = Literal["zeros", "random"]
+RecallSplit = Literal["train", "test"]
+
+_BLOCK = 2**22  # random numbers drawn at once: memory stays small with large vocabularies and many sequences
+
+
+@dataclasses.dataclass(frozen=True)
+class RecallConfig:
+    """A setting of MQAR. With K pairs and L tokens:
+
+        k_1 v_1 k_2 v_2 … k_K v_K, then L − 2K places in which each key stands once more
+
+    Keys are K distinct tokens of 1 … V/2 − 1, values K distinct ones of V/2 … V − 1, both uniform. Key j is asked at position
+    2K + 2 (g_j − 1), where g_1, g_2, … are drawn without replacement from 1 … (L − 2K) / 2 with weights g^(power − 1). The label
+    v_j stands at the query's own position (it is what comes next there, so nothing is to be shifted), `IGNORE` at all others.
+
+    Attributes:
+      vocab_size: V, greater than the length.
+      length: L, even, at least 4K.
+      num_pairs: K ≥ 1.
+      power: a > 0; 1 asks at uniform distances, the published 0.01 mostly soon.
+      filler: what stands where nothing is asked: "zeros", or "random" tokens of the whole vocabulary, also keys and values.
+
+    Raises:
+      ValueError: a field out of its range, fields that clash, or an unknown filler.
+    """
+
+    vocab_size: int = 8192
+    length: int = 64
+    num_pairs: int = 4
+    power: float = 0.01
+    filler: Filler = "zeros"
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "length", "num_pairs"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"RecallConfig: {name} must be an integer ≥ 1, got {value!r}.")
+        if self.vocab_size <= self.length:
+            raise ValueError(
+                f"RecallConfig: vocab_size must be greater than length={self.length}, got {self.vocab_size}."
+            )
+        if self.length % 2:
+            raise ValueError(f"RecallConfig: length must be even, got {self.length}.")
+        if 4 * self.num_pairs > self.length:
+            raise ValueError(
+                f"RecallConfig: num_pairs={self.num_pairs} needs a length of at least 4 · num_pairs = {4 * self.num_pairs}, "
+                f"got {self.length}: 2 tokens a pair, and every other one of the rest for a query."
+            )
+        number = isinstance(self.power, int | float) and not isinstance(self.power, bool)
+        if not number or not self.power > 0:
+            raise ValueError(f"RecallConfig: power must be a number > 0, got {self.power!r}.")
+        lookup("filler", self.filler, {name: name for name in typing.get_args(Filler)})
+
+
+def recall_sequences(
+    config: RecallConfig, num_sequences: int, seed: int, split: RecallSplit = "train"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sequences and what is asked in them.
+
+    Args:
+      config: the setting.
+      num_sequences: n ≥ 1.
+      seed: ≥ 0. The same seed, split and n give the same sequences.
+      split: "train" or "test": independent streams of one seed.
+
+    Returns:
+      tokens and labels, both int32 [n, length]; a label is a token, or `IGNORE` where nothing is asked.
+
+    Raises:
+      ValueError: num_sequences or seed out of its range, or an unknown split.
+    """
+    for name, value, least in (("num_sequences", num_sequences, 1), ("seed", seed, 0)):
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+            raise ValueError(f"recall_sequences: {name} must be an integer ≥ {least}, got {value!r}.")
+    stream = lookup("split", split, {name: number for number, name in enumerate(typing.get_args(RecallSplit))})
+    rng = np.random.default_rng([seed, stream])
+    step = max(1, _BLOCK // config.vocab_size)
+    sizes = [min(step, num_sequences - start) for start in range(0, num_sequences, step)]
+    tokens, labels = zip(*(_block(config, size, rng) for size in sizes), strict=True)
+    return np.concatenate(tokens), np.concatenate(labels)
+
+
+def _block(config: RecallConfig, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    half, pairs, length = config.vocab_size // 2, config.num_pairs, config.length
+    slots = (length - 2 * pairs) // 2
+    keys = 1 + _without_replacement(rng, n, pairs, np.zeros(half - 1))
+    values = half + _without_replacement(rng, n, pairs, np.zeros(config.vocab_size - half))
+    gaps = _without_replacement(rng, n, pairs, (config.power - 1) * np.log(np.arange(1, slots + 1)))
+    asked = 2 * pairs + 2 * gaps
+    tokens = np.zeros((n, length), np.int32)
+    tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
+    np.put_along_axis(tokens, asked, keys.astype(np.int32), axis=1)
+    labels = np.full((n, length), IGNORE, np.int32)
+    np.put_along_axis(labels, asked, values.astype(np.int32), axis=1)
+    if config.filler == "random":
+        tokens = np.where(tokens == 0, rng.integers(0, config.vocab_size, tokens.shape, dtype=np.int32), tokens)
+    return tokens, labels
+
+
+def _without_replacement(rng: np.random.Generator, n: int, k: int, log_weights: np.ndarray) -> np.ndarray:
+    """[n, k] distinct indices into `log_weights`, in the order drawn; each draw has these weights among what is left.
+
+    That is the order of the k largest of log_weights + Gumbel noise (Yellott 1977), so all rows are drawn at once.
+    """
+    scores = log_weights + rng.gumbel(size=(n, len(log_weights)))
+    largest = np.argpartition(-scores, k - 1, axis=1)[:, :k]
+    order = np.argsort(-np.take_along_axis(scores, largest, axis=1), axis=1)
+    return np.take_along_axis(largest, order, axis=1)
+
+
+def recall_accuracy(logits: Any, labels: Any) -> Any:
+    """The share of a sequence's queries that are answered, mean over sequences.
+
+    Args:
+      logits: [n, length, vocab_size], NumPy or JAX; the answer is the largest.
+      labels: integers [n, length], of the same library; each row has at least one that is not `IGNORE`.
+
+    Returns:
+      A scalar in [0, 1]. It can be traced and vmapped.
+
+    Raises:
+      ValueError: shapes that do not fit.
+    """
+    if logits.ndim != 3 or logits.shape[:2] != labels.shape:
+        raise ValueError(
+            f"recall_accuracy: logits has shape {logits.shape}, should be [n, length, vocab_size] with labels' "
+            f"[n, length] = {labels.shape}."
+        )
+    asked = labels != IGNORE
+    right = (logits.argmax(-1) == labels) & asked
+    return (right.sum(-1) / asked.sum(-1)).mean()
