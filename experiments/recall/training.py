@@ -1,0 +1,127 @@
+"""Training of one model with several seeds and learning rates at once, in one compiled program."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from atlasjax.data.associative_recall import IGNORE, RecallConfig, recall_accuracy, recall_sequences
+from atlasjax.nn import ModelConfig, logical_axes
+from atlasjax.train import state as state_lib
+from atlasjax.train.optimizer import decay_mask
+
+PIECE = 50  # steps of one call of the compiled program
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What all models of a table have in common.
+
+    Attributes:
+      vocab_size, length, num_pairs: the setting of MQAR (`RecallConfig`), filled with zeros.
+      steps: optimizer steps; no sequence is seen twice.
+      batch_size: sequences of a step.
+      test_sequences: sequences of the accuracy.
+    """
+
+    vocab_size: int = 256
+    length: int = 64
+    num_pairs: int = 16
+    steps: int = 1000
+    batch_size: int = 64
+    test_sequences: int = 1000
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "test_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Recipe: {name} must be at least 1, got {getattr(self, name)}.")
+        self.task()
+
+    def task(self) -> RecallConfig:
+        return RecallConfig(vocab_size=self.vocab_size, length=self.length, num_pairs=self.num_pairs)
+
+
+def train(
+    config: ModelConfig, recipe: Recipe, runs: Sequence[tuple[int, float]], say: Callable[[int, float], None]
+) -> list[dict[str, Any]]:
+    """Trains `config` once for each of `runs`, all side by side, and measures each.
+
+    AdamW with weight decay 0.1 on matrices, the rate falling from its peak to zero as half a cosine, no warm-up, no clipping. The
+    loss is the cross entropy at the queries. A seed draws the initial parameters and the sequences; runs of one seed differ in the
+    rate alone.
+
+    Args:
+      config: the model.
+      recipe: the rest.
+      runs: (seed, learning rate) of each run.
+      say: called with the step and the lowest loss of the runs, once in `PIECE` steps.
+
+    Returns:
+      For each run {accuracy on test sequences of the seed's other stream; loss of its last steps in nats per query, None if it is
+      not finite; seconds_of_all, of all runs together}.
+    """
+    graphdef, _ = state_lib.model_shapes(config)
+    mask = decay_mask(state_lib.pure(logical_axes(config)))
+    started = time.perf_counter()
+
+    def optimizer(rate: jax.Array) -> optax.GradientTransformation:
+        schedule = lambda step: rate * 0.5 * (1 + jnp.cos(jnp.pi * step / recipe.steps))
+        return optax.adamw(schedule, weight_decay=0.1, mask=mask)
+
+    def start(seed: jax.Array, rate: jax.Array) -> tuple[Any, Any]:
+        params = state_lib.init_params(config, jax.random.key(seed))
+        return params, optimizer(rate).init(params)
+
+    def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+        logits = state_lib.merge(graphdef, params)(tokens)
+        asked = labels != IGNORE
+        entropy = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(asked, labels, 0))
+        return jnp.mean(entropy, where=asked)
+
+    def advance(carry: Any, rate: jax.Array, tokens: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+        def step(carry: Any, batch: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+            params, state = carry
+            value, gradients = jax.value_and_grad(loss)(params, *batch)
+            updates, state = optimizer(rate).update(gradients, state, params)
+            return (optax.apply_updates(params, updates), state), value
+
+        return jax.lax.scan(step, carry, (tokens, labels))
+
+    def accuracy(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+        logits = lambda rows: state_lib.merge(graphdef, params)(rows[None])[0]
+        return recall_accuracy(jax.lax.map(logits, tokens, batch_size=50), labels)
+
+    seeds, rates = zip(*runs, strict=True)
+    shape = (recipe.steps, recipe.batch_size, recipe.length)
+    sequences = {seed: recall_sequences(recipe.task(), shape[0] * shape[1], seed) for seed in set(seeds)}
+    tokens, labels = (
+        np.stack([sequences[seed][part].reshape(shape) for seed in seeds]) for part in (0, 1)
+    )  # [runs, steps, batch, length]
+    peaks = jnp.asarray(rates)
+    carry = jax.jit(jax.vmap(start))(jnp.asarray(seeds), peaks)
+    compiled = jax.jit(jax.vmap(advance), donate_argnums=0)
+    losses = []
+    for begin in range(0, recipe.steps, PIECE):
+        steps = slice(begin, begin + PIECE)
+        carry, found = compiled(carry, peaks, tokens[:, steps], labels[:, steps])
+        losses.append(np.asarray(found))
+        say(min(begin + PIECE, recipe.steps), float(np.min(found.mean(1))))
+    tests = [recall_sequences(recipe.task(), recipe.test_sequences, seed, split="test") for seed in seeds]
+    test_tokens, test_labels = (np.stack(part) for part in zip(*tests, strict=True))
+    # One run after another: all logits at once are large.
+    found = jax.jit(lambda *xs: jax.lax.map(lambda x: accuracy(*x), xs))(carry[0], test_tokens, test_labels)
+    last = np.concatenate(losses, axis=1)[:, -PIECE:].mean(1)
+    seconds = round(time.perf_counter() - started, 1)
+    return [
+        {
+            "accuracy": round(float(a), 4),
+            "loss": round(float(value), 4) if np.isfinite(value) else None,
+            "seconds_of_all": seconds,
+        }
+        for a, value in zip(found, last, strict=True)
+    ]
