@@ -26,7 +26,10 @@ the sum of its losses, and under ℓ2 that step contracts while
 Heads start at half of exact = 1 / (count · λ), at which one chunk of equal keys would jump exactly onto its target: a fourth of the
 limit, which leaves room for the weights of a deep memory to grow. Real keys differ, and then a chunk's largest eigenvalue is far
 below its worst case, so the gate may go up to max_step = exact · min(4, √count). With b = c = 1 and no momentum that is DeltaNet's
-β = sigmoid, from 1/2.
+β = sigmoid, from 1/2. MAC writes what attention has averaged, so the keys of a chunk are much alike and the worst
+case is near: there (`similar_keys`) the gate may go up to exact only, and it shrinks as momentum grows, by (1 − θ)/(1 − θ at the
+start), so that η/(1 − θ), the step that a gradient adds up to, keeps its bound. (Without the two, a head of titans-mac-tiny reached
+weights of 1e19 after 30 steps of training, which the norms behind the memory hide from the loss until gradients overflow.)
 
 The dot-product loss has no curvature. With a matrix memory nothing can diverge (A Table 1's linear attention has η = 1):
 max_step = 1, from 1/2. In a deep memory it has no minimum either: its weights grow by a factor up to 1 + η ‖φ‖ ‖v‖ per token
@@ -113,7 +116,13 @@ def gradient_count(rule: MemoryRule, momentum: np.ndarray, window: np.ndarray) -
 
 
 def initial_gates(
-    rule: memory.Rule, num_heads: int, key_dim: int, value_dim: int, max_step: float | None
+    rule: memory.Rule,
+    num_heads: int,
+    key_dim: int,
+    value_dim: int,
+    max_step: float | None,
+    *,
+    similar_keys: bool = False,
 ) -> InitialGates:
     """Initial gate values of each head, as derived at the top of this file.
 
@@ -123,6 +132,7 @@ def initial_gates(
       key_dim: size of a key.
       value_dim: size of a value.
       max_step: upper end of the step size; None takes the derived one. Initial steps are at most half of it.
+      similar_keys: whether the keys of a chunk are to be expected nearly equal.
     """
     muon, matrix = isinstance(rule.optimizer, Muon), isinstance(rule.structure, Matrix)
     kernel = isinstance(rule, memory.KernelRule)
@@ -151,7 +161,7 @@ def initial_gates(
         count = gradient_count(rule, momentum if rule.optimizer.has_momentum else np.zeros(num_heads), window)
         exact = 1.0 / (count * curvature(rule, value_dim))
         step = 0.5 * exact
-        derived = float(np.max(exact * np.clip(np.sqrt(count), 1.0, 4.0)))
+        derived = float(np.max(exact * (1.0 if similar_keys else np.clip(np.sqrt(count), 1.0, 4.0))))
     top = float(derived if max_step is None else max_step)
 
     values = {
@@ -214,7 +224,7 @@ class GateProjection(nnx.Module):
       rule: the memory rule; says which gates, and with how many channels.
       dim: width of the layer input.
       num_heads, key_dim, value_dim: sizes of the memory.
-      max_step: see `initial_gates`.
+      max_step, similar_keys: see `initial_gates`.
       rngs: source of the initial values.
     """
 
@@ -227,12 +237,17 @@ class GateProjection(nnx.Module):
         key_dim: int,
         value_dim: int,
         max_step: float | None,
+        similar_keys: bool = False,
         rngs: nnx.Rngs,
     ):
         self.channels = tuple(rule.gate_channels(key_dim, value_dim).items())
         one = rule.rule if isinstance(rule, memory.CachedRule) else rule
-        initial = initial_gates(one, num_heads, key_dim, value_dim, max_step)
+        muon = isinstance(one.optimizer, Muon)  # whose steps have one size
+        initial = initial_gates(one, num_heads, key_dim, value_dim, max_step, similar_keys=similar_keys)
         self.max_step = initial.max_step
+        # 1 / (1 − θ) of each head at the start, where the step size is to shrink with it.
+        momentum = initial.values["momentum"][:, 0] if similar_keys and "momentum" in initial.values else None
+        self.shrink = None if momentum is None or muon else tuple((1.0 / (1.0 - momentum)).tolist())
         self.start_scale = tuple(initial.start_scale.tolist())
         inverse = {
             "step_size": lambda x: _logit(x / initial.max_step),
@@ -265,4 +280,6 @@ class GateProjection(nnx.Module):
             else:
                 gate = jax.nn.sigmoid(logit) * (self.max_step if name == "step_size" else 1.0)
             gates[name] = gate if channels else gate[..., 0]
+        if self.shrink is not None:
+            gates["step_size"] = gates["step_size"] * (1.0 - gates["momentum"]) * jnp.asarray(self.shrink)
         return Gates(**gates)

@@ -44,7 +44,7 @@ class MACMixer(nnx.Module):
         h_i = M_s(q_i)                        retrieval, before the segment is written; q = SiLU(conv(x W_q)) of unit length
         r_i = RMSNorm(h_i) W_r                the retrieved token
         a_i = softmax attention of x_i over [persistent, r_j for j ≤ i, x_j for j ≤ i in the segment], RoPE within the segment
-        y_i = a_i W_y                         is written to memory, token by token; k, v and gates from y as in `MemoryHeads`
+        y_i = RMSNorm(a_i W_y)                is written to memory, token by token; k, v and gates from y as in `MemoryHeads`
         m_i = M_i(q(y_i))                     read after the write of token i
         out = (RMSNorm(a_i) ⊙ σ(RMSNorm(m_i))) W_out
 
@@ -79,7 +79,9 @@ class MACMixer(nnx.Module):
         self.retrieved = Linear((heads * config.value_dim, config.dim), ("heads", "embed"), rngs=rngs)
         self.attention = AttentionHeads(config, None, rngs=rngs)
         self.written = Linear((heads * config.value_dim, config.dim), ("heads", "embed"), rngs=rngs)
-        self.memory = MemoryHeads(config, rngs=rngs)
+        # A memory's input has unit size, as behind the norm of a layer: the scale of what is written is what bounds its steps.
+        self.written_norm = RMSNorm((config.dim,), ("embed",), config.norm_eps)
+        self.memory = MemoryHeads(config, similar_keys=True, rngs=rngs)
         self.join = GatedHeads(config, rngs=rngs)
 
     def __call__(
@@ -241,7 +243,8 @@ class MACMixer(nnx.Module):
 
     def _write(self, a: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, MemoryMixerState]:
         """The attention's output is written, read, and gated by what is read: [batch, time, dim], and the memory after it."""
-        m, _, state = self.memory.scan_from(self.written(a.reshape(*a.shape[:2], -1)), state)
+        y = self.written_norm(self.written(a.reshape(*a.shape[:2], -1)))
+        m, _, state = self.memory.scan_from(y, state)
         return self.join(a, m), state
 
 

@@ -56,13 +56,14 @@ class MemoryHeads(nnx.Module):
     Args:
       config: dim, num_heads, head_dim, value_expansion, conv_width, dtype and memory.
       output_gate: also project SiLU(x W_gate), of y's shape.
+      similar_keys: see `gates.initial_gates`.
       rngs: source of the initial values.
 
     Raises:
       ValueError: values wider than keys for a memory with a residual.
     """
 
-    def __init__(self, config: ModelConfig, *, output_gate: bool = False, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, output_gate: bool = False, similar_keys: bool = False, rngs: nnx.Rngs):
         dim, heads, head_dim, expansion = config.dim, config.num_heads, config.resolved_head_dim, config.value_expansion
         inner = heads * head_dim
         self.heads = heads
@@ -80,7 +81,7 @@ class MemoryHeads(nnx.Module):
         self.conv = CausalConv(config.conv_width, (2 + expansion, inner), (None, "heads"), rngs=rngs)
         self.gates = GateProjection(
             self.rule, dim=dim, num_heads=heads, key_dim=head_dim, value_dim=config.value_dim,
-            max_step=config.memory.max_step, rngs=rngs,
+            max_step=config.memory.max_step, similar_keys=similar_keys, rngs=rngs,
         )  # fmt: skip
         self.memory = nnx.data(
             memory_params(self.rule, rngs.params(), heads, head_dim, config.value_dim, self.gates.start_scale)
