@@ -1,0 +1,141 @@
+"""Log-linear attention against its definition, pair by pair."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlasjax.mixers import log_linear
+
+BATCH, HEADS, KEY, VALUE, LEVELS = 2, 2, 4, 3, 9
+
+
+def inputs(time, dtype=np.float64, seed=0):
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal((BATCH, time, HEADS, *shape)), dtype)
+    decay = jnp.asarray(rng.uniform(0.5, 1.0, (BATCH, time, HEADS)), dtype)
+    return normal(KEY), normal(KEY), normal(VALUE), normal(LEVELS), decay, normal(KEY)
+
+
+def definition(q, k, v, weights, decay):
+    """Σ_s λ_t[level] (α_{s+1} … α_t) ⟨q_t, k_s⟩ v_s, nothing but the formula."""
+    q, k, v, weights, decay = (np.asarray(x, np.float64) for x in (q, k, v, weights, decay))
+    y = np.zeros((*q.shape[:3], v.shape[-1]))
+    for t in range(q.shape[1]):
+        for s in range(t + 1):
+            share = weights[:, t, :, (t ^ s).bit_length()] * np.prod(decay[:, s + 1 : t + 1], axis=1)
+            y[:, t] += (share * np.sum(q[:, t] * k[:, s], axis=-1))[..., None] * v[:, s]
+    return y
+
+
+def close(actual, expected, tolerance):
+    expected = np.asarray(expected, np.float64)
+    assert np.abs(np.asarray(actual, np.float64) - expected).max() <= tolerance * np.abs(expected).max()
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("time", [1, 2, 7, 16, 45, 130])
+def test_values(time, x64):
+    q, k, v, weights, decay, _ = inputs(time)
+    close(jax.jit(log_linear.attention)(q, k, v, weights, decay), definition(q, k, v, weights, decay), 1e-11)
+    close(jax.jit(log_linear.attention)(q, k, v, weights), definition(q, k, v, weights, jnp.ones_like(decay)), 1e-11)
+
+
+def test_gradients(x64):
+    args = inputs(37)[:5]
+
+    def dense(q, k, v, weights, decay):
+        t = jnp.arange(37)
+        level = log_linear.level_of(t[:, None], t)
+        share = jnp.take_along_axis(
+            jnp.moveaxis(weights, 2, 1), jnp.broadcast_to(level, (BATCH, HEADS, 37, 37)), axis=3
+        )
+        total = jnp.cumsum(jnp.log(decay), axis=1)
+        products = jnp.exp(jnp.moveaxis(total[:, :, None] - total[:, None], 3, 1))
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) * share * jnp.tril(products)
+        return jnp.einsum("bhts,bshv->bthv", scores, v)
+
+    weights = np.cos(np.arange(BATCH * 37 * HEADS * VALUE)).reshape(BATCH, 37, HEADS, VALUE)
+    gradients = [
+        jax.jit(jax.grad(lambda *a, f=f: jnp.sum(weights * f(*a)), argnums=(0, 1, 2, 3, 4)))(*args)
+        for f in (log_linear.attention, dense)
+    ]
+    for actual, expected in zip(*gradients):
+        close(actual, expected, 1e-10)
+
+
+def test_weights_of_one_are_linear_attention(x64):
+    q, k, v, weights, _, _ = inputs(45)
+    scores = jnp.tril(jnp.einsum("bthd,bshd->bhts", q, k))
+    close(log_linear.attention(q, k, v, jnp.ones_like(weights)), jnp.einsum("bhts,bshv->bthv", scores, v), 1e-12)
+
+
+def test_log_linear_plus_plus_weights(x64):
+    """The softmax over {the token, the dyadic segments before it} of scores with their mean keys, from their definition."""
+    _, k, _, _, _, u = inputs(45)
+    actual = np.asarray(log_linear.segment_weights(u, k))
+    k, u = np.asarray(k), np.asarray(u)
+    for t in range(45):
+        levels = np.array([(t ^ s).bit_length() for s in range(t + 1)])
+        logits = {
+            n: np.sum(u[:, t] * k[:, : t + 1][:, levels == n].mean(axis=1), axis=-1) for n in set(levels.tolist())
+        }
+        total = sum(np.exp(x) for x in logits.values())
+        for level in range(actual.shape[-1]):
+            want = np.exp(logits[level]) / total if level in logits else np.zeros((BATCH, HEADS))
+            np.testing.assert_allclose(actual[:, t, :, level], want, atol=1e-12)
+
+
+@pytest.mark.parametrize("plus_plus", [False, True])
+def test_a_stream_is_the_whole(plus_plus, x64):
+    q, k, v, weights, decay, u = inputs(45)
+    if plus_plus:
+        weights = log_linear.segment_weights(u, k)
+    want = log_linear.attention(q, k, v, weights, decay)
+    state = log_linear.init_state(BATCH, HEADS, KEY, VALUE, 45)
+    state = state._replace(states=state.states.astype(jnp.float64), key_sums=state.key_sums.astype(jnp.float64))
+    levels = state.states.shape[2]
+
+    def one(state, xs):
+        q, k, v, w, a, u = xs
+        chosen = {"connector": u} if plus_plus else {"weights": w[..., :levels]}
+        y, state = log_linear.step(state, q, k, v, retention=a, **chosen)
+        return state, y
+
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, weights, decay, u))
+    _, y = jax.jit(lambda state, tokens: jax.lax.scan(one, state, tokens))(state, tokens)
+    close(jnp.moveaxis(y, 0, 1), want, 1e-11)
+
+
+def test_levels_do_not_depend_on_the_length(x64):
+    q, k, v, weights, decay, _ = inputs(45)
+    cut = jax.tree.map(lambda x: x[:, :19], (q, k, v, weights, decay))
+    close(log_linear.attention(*cut), log_linear.attention(q, k, v, weights, decay)[:, :19], 1e-12)
+
+
+def test_bfloat16_and_the_end_of_a_state():
+    q, k, v, weights, decay, _ = inputs(40, jnp.bfloat16)
+    y = log_linear.attention(q, k, v, weights, decay)
+    assert y.dtype == jnp.bfloat16
+    close(y.astype(jnp.float32), definition(*(x.astype(jnp.float32) for x in (q, k, v, weights, decay))), 2e-2)
+    state = log_linear.init_state(BATCH, HEADS, KEY, VALUE, 2)
+    for t, finite in enumerate((True, True, False)):
+        y, state = log_linear.step(state, q[:, t], k[:, t], v[:, t], weights[:, t])
+        assert bool(jnp.isfinite(y.astype(jnp.float32)).all()) == finite
+
+
+def test_refused():
+    q, k, v, weights, decay, _ = inputs(40, np.float32)
+    with pytest.raises(ValueError, match=r"weights has shape .* should be \[2, 40, 2, 7\] or more levels"):
+        log_linear.attention(q, k, v, weights[..., :6], decay)
+    with pytest.raises(ValueError, match=r"k has shape"):
+        log_linear.attention(q, k[:, :-1], v, weights, decay)
+    with pytest.raises(ValueError, match="either weights or connector"):
+        log_linear.step(log_linear.init_state(BATCH, HEADS, KEY, VALUE, 8), q[:, 0], k[:, 0], v[:, 0])
+    with pytest.raises(ValueError, match="length must be an integer ≥ 1, got 0"):
+        log_linear.num_levels(0)
