@@ -145,7 +145,7 @@ def mac(mixer, x):
             seen.append(v)
         q = mixer.attention.project(token[None, None])[0][0, 0]
         a.append(attend(q, keys, seen, mixer.attention.persistent(), t % SEGMENT))
-        y.append(m(a[-1].reshape(-1) @ mixer.written.kernel[...]))
+        y.append(m(rms(a[-1].reshape(-1) @ mixer.written.kernel[...], mixer.written_norm.scale[...])))
     return join(mixer.join, jnp.stack(a), jnp.stack(y))
 
 
