@@ -116,12 +116,31 @@ def _sizes(config: TrainConfig) -> dict[str, str]:
         "state per sequence": _size(numbers["state_bytes_per_sequence"]) + (f" at {length:,} tokens" if grows else ""),
         "forward FLOPs per token": f"{forward_flops_per_token(config):.3g}",
         "at sequence length": f"{length:,}",
+        **(_against_attention(config) if _is_cached(model) else {}),
+    }
+
+
+def _is_cached(model: ModelConfig) -> bool:
+    return has_memory(model) and model.memory.caching is not None
+
+
+def _against_attention(config: TrainConfig) -> dict[str, str]:
+    """What the same model would need with full attention in the place of its cached memories."""
+    model = dataclasses.replace(config.model, mixer="attention")
+    numbers = describe(model, length=config.data.sequence_length)
+    return {
+        "full attention instead: keys and values": _size(numbers["state_bytes_per_sequence"]),
+        "full attention instead: FLOPs per token": f"{forward_flops_per_token(dataclasses.replace(config, model=model)):.3g}",
     }
 
 
 def _mixer(model: ModelConfig) -> str:
     pattern = ", ".join(model.pattern)
-    return f"{pattern} of {model.memory.rule}" if has_memory(model) else pattern
+    if not has_memory(model):
+        return pattern
+    caching = model.memory.caching
+    cached = "" if caching is None else f", {caching.aggregation} every {caching.segment_size}"
+    return f"{pattern} of {model.memory.rule}{cached}"
 
 
 def _plan_rows(plan: Plan | None) -> dict[str, str]:
@@ -150,7 +169,8 @@ def _table(entries: dict[str, dict[str, str]], *, as_rows: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    fields = list(next(iter(entries.values())))
+    fields = list(dict.fromkeys(field for entry in entries.values() for field in entry))
+    entries = {name: {field: entry.get(field, "") for field in fields} for name, entry in entries.items()}
     if as_rows:
         table = Table("", *fields)
         for name, entry in entries.items():
