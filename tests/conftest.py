@@ -1,7 +1,11 @@
 """Test session set-up: eight simulated CPU devices, a quiet libtpu, a compilation cache shared by runs and workers."""
 
+import gc
+import itertools
 import os
 import pathlib
+
+import pytest
 
 # Must be set before anything imports jax. The TPU_* values only silence libtpu, which is used as a compiler here.
 _ENVIRONMENT = {
@@ -28,3 +32,22 @@ _XLA_FLAGS = {
 for _name, _value in _XLA_FLAGS.items():
     if _name not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_name}={_value}".strip()
+
+_MAPPINGS = pathlib.Path("/proc/self/maps")
+_MOST_MAPPINGS = 20_000
+_EVERY = 10  # tests between two looks at the mappings
+
+_tests_run = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _free_compiled_programs():
+    """Frees compiled programs before a worker has too many: each takes some ten memory mappings, and Linux allows 65,530."""
+    yield
+    if next(_tests_run) % _EVERY or not _MAPPINGS.exists():
+        return
+    if _MAPPINGS.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
