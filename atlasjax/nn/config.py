@@ -1,173 +1,12 @@
 """What a model is made of: frozen, flat, JSON-able dataclasses, checked where they are made."""
 
 import dataclasses
-import inspect
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from atlasjax import elastic, gam, rules
-from atlasjax.memory import AnyRule, structures
-from atlasjax.memory import features as features_lib
+from atlasjax import elastic, gam
 from atlasjax.names import lookup
-from atlasjax.nn.caching import CachingConfig
-
-STRUCTURES: dict[str, type] = {
-    "matrix": structures.Matrix,
-    "mlp": structures.MLP,
-    "gated_mlp": structures.GatedMLP,
-}
-FEATURES: dict[str, type] = {
-    "identity": features_lib.Identity,
-    "polynomial": features_lib.Polynomial,
-    "elementwise": features_lib.Powers,
-    "sketch": features_lib.TensorSketch,
-}
-
-# Fields of MemoryConfig that change the rule's structure or feature map instead of being arguments of the rule itself:
-# our name → the name in the structure's or the map's own dataclass.
-_STRUCTURE_FIELDS = {"depth": "depth", "expansion": "expansion"}
-_FEATURE_FIELDS = {"degree": "degree", "sketch_size": "size"}
-_RULE_FIELDS = {
-    "chunk_size": "chunk_size",
-    "window": "window",
-    "cache_window": "cache_window",
-    "newton_schulz_steps": "newton_schulz_steps",
-    "newton_schulz_every": "newton_schulz_every",
-    "newton_schulz_schedule": "schedule",
-}
-
-
-def _takes(rule: str, field: str, value: object, known: Iterable[str]) -> str:
-    names = ", ".join(known) or "no overrides"
-    return f"MemoryConfig: rule {rule!r} does not take {field}={value!r}. It takes: {names}."
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryConfig:
-    """A rule of `atlasjax.rules` by name, with overrides. None leaves a choice as the rule has it.
-
-    Attributes:
-      rule: a name of `rules.REGISTRY`.
-      chunk_size: b ≥ 1 tokens whose gradients are taken at one memory. Part of the model.
-      window: c ≥ 1 last tokens whose loss every step descends on (the Omega rule).
-      cache_window: w ≥ window last tokens that a kernel memory's cache holds (swdt, dot).
-      structure: "matrix", "mlp" or "gated_mlp".
-      depth: number of matrices of an MLP memory, ≥ 1.
-      expansion: hidden width of a deep memory over the head dimension, ≥ 1.
-      features: feature map of queries and keys: "identity", "polynomial" (all monomials), "elementwise" (powers of each
-        coordinate) or "sketch" (a TensorSketch of the polynomial).
-      degree: its degree ≥ 1.
-      sketch_size: numbers for each degree above one of a "sketch", ≥ 1.
-      newton_schulz_steps: Newton–Schulz steps of a Muon rule, ≥ 0.
-      newton_schulz_every: write the memory once in so many tokens (Muon rules); must divide the chunk size.
-      newton_schulz_schedule: a name of `pallas_kernels.newton_schulz.SCHEDULES`.
-      max_step: upper end of the step-size gate, > 0; None takes the one derived in `atlasjax.nn.gates`.
-      caching: how the memories of earlier segments are cached and read; None: they are not.
-
-    Raises:
-      ValueError: an unknown name, an override that the rule does not take, or choices that clash.
-    """
-
-    rule: str = "atlas"
-    chunk_size: int | None = None
-    window: int | None = None
-    cache_window: int | None = None
-    structure: str | None = None
-    depth: int | None = None
-    expansion: int | None = None
-    features: str | None = None
-    degree: int | None = None
-    sketch_size: int | None = None
-    newton_schulz_steps: int | None = None
-    newton_schulz_every: int | None = None
-    newton_schulz_schedule: str | None = None
-    max_step: float | None = None
-    caching: CachingConfig | None = None
-
-    def __post_init__(self) -> None:
-        if self.caching is not None and not isinstance(self.caching, CachingConfig):
-            raise ValueError(f"MemoryConfig: caching must be a CachingConfig or None, got {self.caching!r}.")
-        if self.max_step is not None and not (_is_number(self.max_step) and self.max_step > 0):
-            raise ValueError(f"MemoryConfig: max_step must be a number > 0, got {self.max_step!r}.")
-        self.build()
-
-    def build(self) -> AnyRule:
-        """The named rule with the overrides that are not None: a `MemoryRule` or `KernelRule`; with caching a `CachedRule`.
-
-        Raises:
-          ValueError: as the class says; a refused override is named together with the rule and what the rule does take.
-        """
-        factory = lookup("memory rule", self.rule, rules.REGISTRY)
-        parameters = inspect.signature(factory).parameters
-        arguments: dict[str, Any] = {}
-        for field, parameter in _RULE_FIELDS.items():
-            value = getattr(self, field)
-            if value is not None:
-                if parameter not in parameters:
-                    raise ValueError(_takes(self.rule, field, value, self.overrides()))
-                arguments[parameter] = value
-        if "expansion" in parameters and self.expansion is not None:
-            arguments["expansion"] = self.expansion
-        else:
-            self._override_part("structure", STRUCTURES, _STRUCTURE_FIELDS, parameters, arguments)
-        self._override_part("features", FEATURES, _FEATURE_FIELDS, parameters, arguments)
-        rule = factory(**arguments)
-        return rule if self.caching is None else self.caching.around(rule)
-
-    def _override_part(
-        self,
-        part: str,
-        table: Mapping[str, type],
-        fields: Mapping[str, str],
-        parameters: Mapping[str, inspect.Parameter],
-        arguments: dict[str, Any],
-    ) -> None:
-        """Put the structure or feature map into `arguments`, if it or one of its own fields is overridden."""
-        given = {name: getattr(self, name) for name in (part, *fields) if getattr(self, name) is not None}
-        if not given:
-            return
-        if part not in parameters:
-            raise ValueError(_takes(self.rule, *next(iter(given.items())), self.overrides()))
-        name = given.pop(part, None)
-        value = parameters[part].default if name is None else lookup(part, name, table)()
-        own = [field.name for field in dataclasses.fields(value)]
-        for field in given:
-            if fields[field] not in own:
-                raise ValueError(
-                    f"MemoryConfig: {field}={given[field]!r} clashes with {part}={name or _name_of(value, table)!r} "
-                    f"of rule {self.rule!r}, which has no {field}."
-                )
-        arguments[part] = dataclasses.replace(value, **{fields[field]: x for field, x in given.items()})
-
-    def overrides(self) -> tuple[str, ...]:
-        """Names of the fields that this rule can override."""
-        parameters = inspect.signature(lookup("memory rule", self.rule, rules.REGISTRY)).parameters
-        names = [field for field, parameter in _RULE_FIELDS.items() if parameter in parameters]
-        if "structure" in parameters:
-            names += ["structure", *_STRUCTURE_FIELDS]
-        elif "expansion" in parameters:
-            names += ["expansion"]
-        if "features" in parameters:
-            names += ["features", *_FEATURE_FIELDS]
-        return (*names, "max_step")
-
-
-def _name_of(value: object, table: Mapping[str, type]) -> str:
-    return next(name for name, kind in table.items() if type(value) is kind)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_integers(config: object, least: Mapping[str, int], optional: Iterable[str] = ()) -> None:
-    """Raise ValueError unless each field is an integer of at least so much, or None where that is allowed."""
-    for name, low in least.items():
-        value = getattr(config, name)
-        if value is None and name in optional:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ValueError(f"{type(config).__name__}: {name} must be an integer ≥ {low}, got {value!r}.")
+from atlasjax.nn.checks import check_integers, is_number
+from atlasjax.nn.memory_config import MemoryConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +31,8 @@ class AttentionConfig:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        _check_integers(self, {"window": 1, "persistent_tokens": 0, "segment_size": 1}, ("window",))
-        if self.rope_theta is not None and (not _is_number(self.rope_theta) or self.rope_theta <= 0):
+        check_integers(self, {"window": 1, "persistent_tokens": 0, "segment_size": 1}, ("window",))
+        if self.rope_theta is not None and (not is_number(self.rope_theta) or self.rope_theta <= 0):
             raise ValueError(f"AttentionConfig: rope_theta must be a number > 0 or None, got {self.rope_theta!r}.")
         if not isinstance(self.bias, bool):
             raise ValueError(f"AttentionConfig: bias must be True or False, got {self.bias!r}.")
@@ -219,7 +58,7 @@ class SSMConfig:
     dt_rank: int | None = None
 
     def __post_init__(self) -> None:
-        _check_integers(self, {"state_dim": 1, "expand": 1, "head_dim": 1, "dt_rank": 1}, ("dt_rank",))
+        check_integers(self, {"state_dim": 1, "expand": 1, "head_dim": 1, "dt_rank": 1}, ("dt_rank",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +82,7 @@ class GAMConfig:
     conv_width: int = 3
 
     def __post_init__(self) -> None:
-        _check_integers(self, {"slots": 1, "conv_width": 1})
+        check_integers(self, {"slots": 1, "conv_width": 1})
         lookup("fusion", self.fusion, gam.FUSIONS)
 
 
@@ -277,7 +116,7 @@ class ElasticConfig:
     rotate_memory_queries: bool = True
 
     def __post_init__(self) -> None:
-        _check_integers(self, {"order": 1, "samples": 1, "block_size": 1, "context": 1}, ("samples",))
+        check_integers(self, {"order": 1, "samples": 1, "block_size": 1, "context": 1}, ("samples",))
         lookup("sampling", self.sampling, elastic.sampling.SAMPLINGS)
         lookup("discretization", self.discretization, elastic.hippo.DISCRETIZATIONS)
         for name in ("legacy_hippo", "rotate_memory_queries"):
@@ -285,7 +124,7 @@ class ElasticConfig:
                 raise ValueError(f"ElasticConfig: {name} must be True or False, got {getattr(self, name)!r}.")
         if self.alpha is None:
             return
-        if not _is_number(self.alpha) or not 0 < self.alpha < 1:
+        if not is_number(self.alpha) or not 0 < self.alpha < 1:
             raise ValueError(f"ElasticConfig: alpha must be a number in (0, 1), got {self.alpha!r}.")
         if self.sampling != "exponential":
             raise ValueError(f"ElasticConfig: alpha={self.alpha} clashes with sampling={self.sampling!r}.")
@@ -357,13 +196,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         optional = ("head_dim", "mlp_dim", "max_positions")
         names = ("vocab_size", "dim", "num_layers", "num_heads", "conv_width", "value_expansion", *optional)
-        _check_integers(self, dict.fromkeys(names, 1), optional)
+        check_integers(self, dict.fromkeys(names, 1), optional)
         if self.head_dim is None and self.dim % self.num_heads:
             raise ValueError(
                 f"ModelConfig: num_heads={self.num_heads} does not divide dim={self.dim}. "
                 "Change one of them, or give head_dim."
             )
-        if not _is_number(self.norm_eps) or self.norm_eps <= 0:
+        if not is_number(self.norm_eps) or self.norm_eps <= 0:
             raise ValueError(f"ModelConfig: norm_eps must be a number > 0, got {self.norm_eps!r}.")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -375,7 +214,7 @@ class ModelConfig:
             raise ValueError(
                 f"ModelConfig: positions={self.positions!r} needs max_positions to be {need}, got {self.max_positions!r}."
             )
-        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
+        if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ValueError(f"ModelConfig: dropout must be a number in [0, 1), got {self.dropout!r}.")
         for name in ("tie_embeddings", "remat"):
             if not isinstance(getattr(self, name), bool):
