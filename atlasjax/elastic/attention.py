@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlasjax.elastic.banks import Bank
-from atlasjax.memory.check import check_segments
-from atlasjax.mixers.attention import Source, segment_positions, softmax_attention
-from atlasjax.mixers.rotary import rotate
+from atlasjax.mixers.attention import Source, softmax_attention
+from atlasjax.mixers.blocks import block_source, continued, documents, unfinished, whole
 from atlasjax.mixers.shapes import check_shapes
 
 _AXES = {"q": "batch time heads key_dim", "k": "batch time heads key_dim", "v": "batch time heads value_dim"}
@@ -108,29 +107,16 @@ def attention(
     size, batch = matrices.block_size, q.shape[0]
     options: dict[str, Any] = {"rope_theta": rope_theta, "rotate_memory_queries": rotate_memory_queries}
     if segment_ids is None:
-        count = -(-time // size)
-        pad = lambda x: jnp.pad(x, ((0, 0), (0, count * size - time), (0, 0), (0, 0)))
-        q, k, v = (_to_blocks(pad(x), count) for x in (q, k, v))
-        index = jnp.broadcast_to(jnp.arange(count)[:, None], (count, batch))
-        if count == 1:  # nothing to remember
+        grid = whole(batch, time, size)
+        q, k, v = (grid.lay(x) for x in (q, k, v))
+        if grid.touched == 1:  # nothing to remember
             place = jnp.broadcast_to(jnp.arange(size), (batch, size))
-            return _attend(q[0], place, k[0], v[0], None, index[0], **options)[:, :time]
-        y = _attend_blocks(q, k, v, matrices.uniform_states(k, v), index, matrices, **options)
-        return _from_blocks(y)[:, :time]
-    most = check_segments(segment_ids, max_segments, q, "elastic.attention")
-    assert most is not None
-    position, _ = segment_positions(segment_ids)
-    slot = jnp.cumsum(position % size == 0, axis=1) - 1
-    count = min((time + most * (size - 1)) // size, time)  # documents end their last blocks early
-    place = slot * size + position % size
-    rows = jnp.arange(batch)[:, None]
-    put = lambda x: jnp.zeros((batch, count * size, *x.shape[2:]), x.dtype).at[rows, place].set(x, mode="drop")
-    q, k, v = (_to_blocks(put(x), count) for x in (q, k, v))
-    index = jnp.zeros((batch, count), jnp.int32).at[rows, slot].set(position // size, mode="drop").T
-    empty = _empty_coefficients(batch, matrices, k, v)
-    states = matrices.states(k, v, index, empty)[:count]
-    y = _from_blocks(_attend_blocks(q, k, v, states, index, matrices, **options))
-    return y.at[rows, place].get(mode="fill", fill_value=jnp.nan)
+            return _attend(q[0], place, k[0], v[0], None, grid.index[0], **options)[:, :time]
+        return grid.pick(_attend_blocks(q, k, v, matrices.uniform_states(k, v), grid.index, matrices, **options))
+    grid = documents(segment_ids, max_segments, q, size, "elastic.attention")
+    q, k, v = (grid.lay(x) for x in (q, k, v))
+    states = matrices.states(k, v, grid.index, _empty_coefficients(batch, matrices, k, v))[:-1]
+    return grid.pick(_attend_blocks(q, k, v, states, grid.index, matrices, **options))
 
 
 def init_state(
@@ -214,28 +200,14 @@ def _piece(
 ) -> tuple[jax.Array, ElasticState]:
     """Tokens are laid on the grid of blocks after those that the current block has; then as for a whole sequence."""
     size, (batch, time) = matrices.block_size, q.shape[:2]
-    ended = (
-        size - 1 + time
-    ) // size  # the most blocks that can be full afterwards; the tokens' last block may be another one
-    rows, offset = jnp.arange(batch)[:, None], state.position % size
-    place = offset[:, None] + jnp.arange(time)
-    length = (ended + 1) * size
-    put = lambda x, old: (
-        jnp.pad(old, ((0, 0), (0, length - size), (0, 0), (0, 0))).at[rows, place].set(x, unique_indices=True)
-    )
-    keys, values = put(k, state.keys), put(v, state.values)
-    queries = put(q, jnp.zeros((batch, size, *q.shape[2:]), q.dtype))
-    touched = (2 * size - 2 + time) // size
-    blocks = lambda x: _to_blocks(x, ended + 1)
-    kb, vb = blocks(keys), blocks(values)
-    index = state.position // size + jnp.arange(ended + 1)[:, None]
-    states = matrices.states(kb[:ended], vb[:ended], index[:ended], state.coefficients)
-    cut = lambda x: x[:touched]
-    y = _attend_blocks(cut(blocks(queries)), cut(kb), cut(vb), cut(states), cut(index), matrices, **options)
-    y = _from_blocks(y)[rows, place]
-    last, every = (offset + time) // size, jnp.arange(batch)
+    grid = continued(state.position, time, size)
+    queries, kb, vb = grid.lay(q), grid.lay(k, state.keys), grid.lay(v, state.values)
+    states = matrices.states(kb[:-1], vb[:-1], grid.index[:-1], state.coefficients)
+    cut = lambda x: x[: grid.touched]
+    y = grid.pick(_attend_blocks(cut(queries), cut(kb), cut(vb), cut(states), cut(grid.index), matrices, **options))
+    last, every = unfinished(state.position, time, size), jnp.arange(batch)
     coefficients = states[last, every]
-    mk, mv = matrices.sample(coefficients, keys, values)
+    mk, mv = matrices.sample(coefficients, k, v)
     return y, ElasticState(
         coefficients, mk, mv, kb[last, every], vb[last, every], state.position + time, state.max_length
     )
@@ -332,27 +304,15 @@ def _attend(
     rotate_memory_queries: bool,
 ) -> jax.Array:
     """Queries at places [batch, queries] of one block, whose tokens k, v [batch, L, …] lie at their own places."""
-    size = k.shape[1]
-    places = jnp.arange(size)[None]
-    rotated = rotate(q, place, rope_theta)
-    visible = places[:, None] <= place[:, :, None]
-    sources = [Source(rotated, rotate(k, places, rope_theta), v, visible)]
+    block = block_source(q, place, k, v, rope_theta)
+    sources = [block]
     if samples is not None and samples[0].shape[1]:
-        sources.append(Source(rotated if rotate_memory_queries else q, *samples, has_memory[:, None, None]))
+        sources.append(Source(block.q if rotate_memory_queries else q, *samples, has_memory[:, None, None]))
     return softmax_attention(*sources)
 
 
 def _empty_coefficients(batch: int, matrices: _Matrices, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.zeros((batch, matrices.order, k.shape[-2], k.shape[-1] + v.shape[-1]), jnp.float32)
-
-
-def _to_blocks(x: jax.Array, count: int) -> jax.Array:
-    return jnp.moveaxis(x.reshape(x.shape[0], count, -1, *x.shape[2:]), 1, 0)
-
-
-def _from_blocks(x: jax.Array) -> jax.Array:
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def _check(where: str, q: Any, k: Any, v: Any, bank: Bank, reconstruction: Any, time: int) -> _Matrices:
