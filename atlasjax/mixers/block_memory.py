@@ -1,0 +1,169 @@
+"""Attention within blocks, and a gate for each head between it and what a memory of the blocks before gives.
+
+    y_t = (1 − σ(b_h)) · local_t + σ(b_h) · read(memory, q_t)        local alone in a document's first block, where memory is empty
+    memory ← write(memory, k, v of the block)                        once, after the block
+
+What `memorizing` and `infini` share. A memory is a pytree of arrays with the batch axis first, and empty when all are zero.
+
+    read:  (memory, q [batch, time, heads, key_dim], number of the block in its document [batch]) → [batch, time, heads, value_dim]
+    write: (memory, k, v [batch, block_size, heads, dim] of a full block) → memory
+
+Queries and keys come to both without rotation, as they do in the two papers.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.mixers.attention import softmax_attention
+from atlasjax.mixers.blocks import block_source, check_block_size, continued, documents, unfinished, whole
+from atlasjax.mixers.shapes import check_shapes
+
+_AXES = {
+    "q": "batch time heads key_dim",
+    "k": "batch time heads key_dim",
+    "v": "batch time heads value_dim",
+    "gate": "heads",
+}
+
+Read = Callable[[Any, jax.Array, jax.Array], jax.Array]
+Write = Callable[[Any, jax.Array, jax.Array], Any]
+
+
+class CurrentBlock(NamedTuple):
+    """The block that a stream is in.
+
+    Attributes:
+      keys: not rotated, at their places, [batch, block_size, heads, key_dim]; places not yet reached hold an older block's.
+      values: [batch, block_size, heads, value_dim].
+      position: tokens read, [batch].
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    position: jax.Array
+
+
+class BlockMemoryState(NamedTuple):
+    """What is carried through a stream; its size does not depend on how much was read.
+
+    Attributes:
+      memory: of all blocks before the current one.
+      block: the current one.
+    """
+
+    memory: Any
+    block: CurrentBlock
+
+
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, gate: jax.Array, empty: Any, read: Read, write: Write, *,
+    where: str, block_size: int, rope_theta: float | None, segment_ids: jax.Array | None, max_segments: int | None,
+) -> jax.Array:  # fmt: skip
+    """Whole sequences; see `memorizing.attention`. `empty` is the memory before the first block."""
+    batch, time = q.shape[:2]
+    if segment_ids is None:
+        grid = whole(batch, time, block_size)
+        if grid.touched == 1:  # nothing to remember
+            place = jnp.broadcast_to(jnp.arange(time), (batch, time))
+            return softmax_attention(block_source(q, place, k, v, rope_theta))
+    else:
+        grid = documents(segment_ids, max_segments, q, block_size, where)
+    blocks = (*(grid.lay(x) for x in (q, k, v)), grid.index, None)
+    y, _ = _read_blocks(blocks, gate, empty, read, write, rope_theta)
+    return grid.pick(y)
+
+
+def init_state(
+    memory: Any, batch_size: int, block_size: int, heads: int, key_dim: int, value_dim: int, dtype: Any
+) -> BlockMemoryState:
+    """The state before the first token, with an empty memory."""
+    zeros = lambda dim: jnp.zeros((batch_size, block_size, heads, dim), dtype)
+    return BlockMemoryState(memory, CurrentBlock(zeros(key_dim), zeros(value_dim), jnp.zeros(batch_size, jnp.int32)))
+
+
+def extend(
+    q: jax.Array, k: jax.Array, v: jax.Array, gate: jax.Array, state: BlockMemoryState, read: Read, write: Write, *,
+    rope_theta: float | None,
+) -> tuple[jax.Array, BlockMemoryState]:  # fmt: skip
+    """The next tokens of a stream, any time ≥ 1; rows may have read different numbers of tokens."""
+    memory, (keys, values, position) = state
+    size, (batch, time) = keys.shape[1], q.shape[:2]
+    rows = jnp.arange(batch)
+    if time > 1:
+        grid, last = continued(position, time, size), unfinished(position, time, size)
+        kb, vb = grid.lay(k, keys), grid.lay(v, values)
+        full = jnp.arange(grid.touched)[:, None] < last
+        blocks = (*(x[: grid.touched] for x in (grid.lay(q), kb, vb, grid.index)), full)
+        y, memory = _read_blocks(blocks, gate, memory, read, write, rope_theta)
+        return grid.pick(y), BlockMemoryState(memory, CurrentBlock(kb[last, rows], vb[last, rows], position + time))
+    place = position % size
+    keys, values = keys.at[rows, place].set(k[:, 0]), values.at[rows, place].set(v[:, 0])
+    y = _mix(q, place[:, None], keys, values, memory, position // size, gate, read, rope_theta)
+    full = place == size - 1
+    store = lambda memory: _choose(full, write(memory, keys, values), memory)
+    memory = jax.lax.cond(jnp.any(full), store, lambda memory: memory, memory)
+    return y, BlockMemoryState(memory, CurrentBlock(keys, values, position + 1))
+
+
+def _read_blocks(
+    blocks: tuple[Any, ...], gate: jax.Array, memory: Any, read: Read, write: Write, rope_theta: float | None
+) -> tuple[jax.Array, Any]:
+    """Blocks one after another.
+
+    blocks: q, k, v [blocks, batch, size, …]; the number of each in its document, [blocks, batch]; and which are full and enter the
+    memory, [blocks, batch], None for all: what one that is not full leaves there meets a new document, or nothing.
+    """
+    batch, size = blocks[0].shape[1:3]
+    place = jnp.broadcast_to(jnp.arange(size), (batch, size))
+
+    def block(memory: Any, xs: tuple[Any, ...]) -> tuple[Any, jax.Array]:
+        q, k, v, index, full = xs
+        memory = _choose(index > 0, memory, jax.tree.map(jnp.zeros_like, memory))
+        y = _mix(q, place, k, v, memory, index, gate, read, rope_theta)
+        after = write(memory, k, v)
+        return after if full is None else _choose(full, after, memory), y
+
+    memory, y = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), memory, blocks)
+    return y, memory
+
+
+def _mix(
+    q: jax.Array, place: jax.Array, k: jax.Array, v: jax.Array, memory: Any, index: jax.Array, gate: jax.Array, read: Read,
+    rope_theta: float | None,
+) -> jax.Array:  # fmt: skip
+    """Queries at places [batch, queries] of one block, whose tokens k, v [batch, size, …] lie at their own places."""
+    local = softmax_attention(block_source(q, place, k, v, rope_theta)).astype(jnp.float32)
+    past = read(memory, q, index).astype(jnp.float32)
+    share = jnp.where(index[:, None] > 0, jax.nn.sigmoid(gate.astype(jnp.float32)), 0.0)[:, None, :, None]
+    return (local + share * (past - local)).astype(v.dtype)
+
+
+def _choose(rows: jax.Array, yes: Any, no: Any) -> Any:
+    """Row by row of the batch."""
+    return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), yes, no)
+
+
+def check(where: str, q: Any, k: Any, v: Any, gate: Any, block_size: int) -> None:
+    """Raise TypeError or ValueError where the arguments of an attention do not fit."""
+    sizes = check_shapes(where, _AXES, q=q, k=k, v=v, gate=gate)
+    if sizes["key_dim"] % 2:
+        raise ValueError(f"{where}: key_dim is {sizes['key_dim']}, should be even, for rotary positions.")
+    check_block_size(where, block_size)
+
+
+def check_state_type(where: str, state: Any, memory: type) -> None:
+    """Raise TypeError unless `state` is one with such a memory."""
+    if not isinstance(state, BlockMemoryState) or not isinstance(state.memory, memory):
+        raise TypeError(f"{where}: state must be what its own init_state or extend returned, got {state!r:.200}.")
+
+
+def check_state(where: str, state: BlockMemoryState, expected: Callable[[], BlockMemoryState]) -> None:
+    """Raise ValueError unless `state` has the shapes that `expected()` has."""
+    wanted = jax.tree_util.tree_leaves_with_path(jax.eval_shape(expected))
+    for (path, want), have in zip(wanted, jax.tree.leaves(state), strict=True):
+        if have.shape != want.shape:
+            name = f"state{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{where}: {name} has shape {have.shape}, should be {want.shape}.")
