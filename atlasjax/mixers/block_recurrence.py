@@ -1,0 +1,182 @@
+"""Attention with block recurrence (Transformer-XL, arXiv 1901.02860, §3.1) as pure functions: in parallel, or as a stream.
+
+A sequence is read in blocks of L tokens. A token sees its block up to itself, and the whole block before:
+
+    y_t = Σ_s softmax_s(q_t · k_s / √key_dim) v_s        over max(0, (⌊t / L⌋ − 1) L) ≤ s ≤ t
+
+q and k are rotated by position (RoPE), in the place of Transformer-XL's own relative positions: both depend on t − s only, which is
+what lets keys of the block before be used again. Over n layers what a token sees reaches back n blocks and its own.
+
+What the source leaves open. The paper of Elastic Memory (arXiv 2602.11212) names its baseline by "block recurrence" alone; this
+is the recurrence of keys and values, not the recurrent state vectors of Block-Recurrent Transformers (arXiv 2203.07852). Gradients
+flow into the block before, as across the blocks of that paper's memories; Transformer-XL stops them (`stop_gradient`).
+
+Logits and softmax are float32. State and time per token do not depend on how much was read.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.mixers.attention import Source, softmax_attention
+from atlasjax.mixers.blocks import check_block_size, continued, documents, unfinished, whole
+from atlasjax.mixers.rotary import rotate
+from atlasjax.mixers.shapes import check_shapes
+
+_AXES = {"q": "batch time heads key_dim", "k": "batch time heads key_dim", "v": "batch time heads value_dim"}
+
+
+class BlockRecurrenceState(NamedTuple):
+    """Rotated keys and values of the current block and of the one before.
+
+    Attributes:
+      keys: [batch, 2, block_size, heads, key_dim]; block m lies at m modulo 2, in the place of block m − 2.
+      values: [batch, 2, block_size, heads, value_dim].
+      position: tokens read, and so the position of the next one, [batch].
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    position: jax.Array
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    block_size: int,
+    rope_theta: float | None = 1e4,
+    stop_gradient: bool = False,
+    segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
+) -> jax.Array:
+    """Attention to the current block and the one before, over whole sequences.
+
+    Args:
+      q, k: not rotated, [batch, time, heads, key_dim], key_dim even.
+      v: [batch, time, heads, value_dim].
+      block_size: L ≥ 1 tokens.
+      rope_theta: base of the wave lengths of the rotation; None: no rotation.
+      stop_gradient: whether keys and values of the block before are constants, as in Transformer-XL.
+      segment_ids: integers [batch, time]; where the id changes a new document begins, and with it a first block.
+      max_segments: static bound on the documents of a row; needed under jit with `segment_ids`. Tokens of further ones get NaN.
+
+    Returns:
+      [batch, time, heads, value_dim], of v's dtype.
+
+    Raises:
+      TypeError, ValueError: an argument that does not fit.
+    """
+    where = "block_recurrence.attention"
+    _check(where, q, k, v, block_size)
+    batch, time = q.shape[:2]
+    if segment_ids is None:
+        grid = whole(batch, time, block_size)
+        position = jnp.broadcast_to(jnp.arange(time), (batch, time))
+    else:
+        grid = documents(segment_ids, max_segments, q, block_size, where)
+        assert grid.place is not None
+        position = grid.place  # blocks of a document lie one after another, and only differences count
+    kb, vb = grid.lay(rotate(k, position, rope_theta)), grid.lay(v)
+    before = lambda x: jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]])
+    pk, pv = before(kb), before(vb)
+    if stop_gradient:
+        pk, pv = jax.lax.stop_gradient((pk, pv))
+    return grid.pick(_attend_blocks(grid.lay(rotate(q, position, rope_theta)), kb, vb, pk, pv, grid.index))
+
+
+def init_state(
+    batch_size: int, block_size: int, heads: int, key_dim: int, value_dim: int, dtype: Any
+) -> BlockRecurrenceState:
+    """The state before the first token."""
+    check_block_size("block_recurrence.init_state", block_size)
+    zeros = lambda dim: jnp.zeros((batch_size, 2, block_size, heads, dim), dtype)
+    return BlockRecurrenceState(zeros(key_dim), zeros(value_dim), jnp.zeros(batch_size, jnp.int32))
+
+
+def extend(
+    q: jax.Array, k: jax.Array, v: jax.Array, state: BlockRecurrenceState, *, rope_theta: float | None = 1e4
+) -> tuple[jax.Array, BlockRecurrenceState]:
+    """`attention` of the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
+
+    Args:
+      q, k, v, rope_theta: as in `attention`.
+      state: from `init_state` or the last `extend`; it gives the block size.
+
+    Returns:
+      As `attention`; and the next state.
+
+    Raises:
+      TypeError, ValueError: an argument that does not fit.
+    """
+    where = "block_recurrence.extend"
+    _check(where, q, k, v, state.keys.shape[2])
+    for name, x, new in (("keys", state.keys, k), ("values", state.values, v)):
+        wanted = (q.shape[0], 2, state.keys.shape[2], *new.shape[2:])
+        if x.shape != wanted:
+            raise ValueError(f"{where}: state.{name} has shape {x.shape}, should be {wanted}.")
+    position = state.position[:, None] + jnp.arange(q.shape[1])
+    q, k = rotate(q, position, rope_theta), rotate(k, position, rope_theta)
+    k, v = k.astype(state.keys.dtype), v.astype(state.values.dtype)
+    return (_one_token if q.shape[1] == 1 else _piece)(q, k, v, state)
+
+
+def _one_token(
+    q: jax.Array, k: jax.Array, v: jax.Array, state: BlockRecurrenceState
+) -> tuple[jax.Array, BlockRecurrenceState]:
+    batch, _, size = state.keys.shape[:3]
+    index, place, rows = state.position // size, state.position % size, jnp.arange(batch)
+    write = lambda x, new: x.at[rows, index % 2, place].set(new[:, 0])
+    keys, values = write(state.keys, k), write(state.values, v)
+    own = jnp.arange(2) == (index % 2)[:, None]
+    seen = jnp.where(own[:, :, None], jnp.arange(size) <= place[:, None, None], (index > 0)[:, None, None])
+    flat = lambda x: x.reshape(batch, 2 * size, *x.shape[3:])
+    y = softmax_attention(Source(q, flat(keys), flat(values), flat(seen)[:, None]))
+    return y, BlockRecurrenceState(keys, values, state.position + 1)
+
+
+def _piece(
+    q: jax.Array, k: jax.Array, v: jax.Array, state: BlockRecurrenceState
+) -> tuple[jax.Array, BlockRecurrenceState]:
+    """Tokens are laid on the grid of blocks after those that the current block has; then as for a whole sequence."""
+    (batch, time), size = q.shape[:2], state.keys.shape[2]
+    grid, rows, half = continued(state.position, time, size), jnp.arange(batch), state.position // size % 2
+    lay = lambda x, held: grid.lay(x, held[rows, half])
+    kb, vb = lay(k, state.keys), lay(v, state.values)
+    before = lambda x, held: jnp.concatenate([held[rows, 1 - half][None], x[:-1]])
+    pk, pv = before(kb, state.keys), before(vb, state.values)
+    cut = lambda *arrays: (x[: grid.touched] for x in arrays)
+    y = grid.pick(_attend_blocks(*cut(grid.lay(q), kb, vb, pk, pv, grid.index)))
+    last = unfinished(state.position, time, size)
+    even = ((half + last) % 2 == 0)[:, None, None, None]
+
+    def pair(current: jax.Array, previous: jax.Array) -> jax.Array:
+        current, previous = current[last, rows], previous[last, rows]
+        return jnp.stack([jnp.where(even, current, previous), jnp.where(even, previous, current)], axis=1)
+
+    return y, BlockRecurrenceState(pair(kb, pk), pair(vb, pv), state.position + time)
+
+
+def _attend_blocks(
+    q: jax.Array, k: jax.Array, v: jax.Array, before_k: jax.Array, before_v: jax.Array, index: jax.Array
+) -> jax.Array:
+    """Blocks one after another: all [blocks, batch, L, heads, dim], q and k rotated; index: of each block in its document."""
+    causal = jnp.tril(jnp.ones((q.shape[2], q.shape[2]), bool))[None]
+
+    def block(xs: tuple[jax.Array, ...]) -> jax.Array:
+        q, k, v, before_k, before_v, m = xs
+        return softmax_attention(Source(q, k, v, causal), Source(q, before_k, before_v, (m > 0)[:, None, None]))
+
+    xs = (q, k, v, before_k, before_v, index)
+    if q.shape[0] == 1:
+        return block(tuple(x[0] for x in xs))[None]
+    return jax.lax.map(functools.partial(jax.checkpoint, prevent_cse=False)(block), xs)
+
+
+def _check(where: str, q: Any, k: Any, v: Any, block_size: Any) -> None:
+    check_block_size(where, block_size)
+    if check_shapes(where, _AXES, q=q, k=k, v=v)["key_dim"] % 2:
+        raise ValueError(f"{where}: key_dim is {q.shape[-1]}, should be even, for rotary positions.")

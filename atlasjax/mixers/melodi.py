@@ -1,0 +1,332 @@
+"""Melodi's short-term memory (arXiv 2410.03156, §3) within one layer, as pure functions: in parallel, or as a stream.
+
+A sequence is read in blocks of L tokens. Behind each block come N learned summary tokens U, which read it; a linear map over the
+axis of tokens makes of all of them the N memory tokens Z that the next block sees. With x [L, dim] what the layer reads:
+
+    q, k, v = W_in of [n_z(Z^(m)) | x | U]             at places −N … −1 | 0 … L−1 | L … L+N−1, rotated (RoPE)
+    o_x, o_U = W_out softmax(q kᵀ / √key_dim) v        for the queries of x and U, causal over all that stands before them
+    Z^(m+1) = (U + o_U) + W_mixᵀ [n_x(x + o_x) ; n_U(U + o_U)] + b        W_mix: [L + N, N];  n: RMSNorm
+
+The output is o_x. Z^(0) is empty: the first block is local attention alone. Blocks are read one after another, since the memory
+that a block writes depends on what it has read.
+
+What the sources leave open, or what differs here. The authors' model (google-research/meliad, transformer/memory2) has such a layer
+everywhere: its summary tokens run through all layers and their feed-forward networks, and a second mixing of each makes the next
+layer's. As a baseline of Elastic Memory (arXiv 2602.11212) the memory is of one layer, so summary tokens begin and end in it: Z is
+made of what attention gives, before the layer's feed-forward network, and there is no second mixing. x is what the layer's norm
+gives, and Z has a norm of its own, where meliad has one norm for both. Z^(0) is masked, where meliad has tokens of zeros; positions
+are rotary, where it has T5's biases. There is no long-term memory. Gradients flow across the blocks.
+
+Logits, softmax, norms, mixing's sums and the memory are float32; keys and values made from it have the dtype of x.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.mixers.attention import Source, softmax_attention
+from atlasjax.mixers.blocks import Grid, block_source, continued, documents, unfinished, whole
+from atlasjax.mixers.rotary import rotate
+from atlasjax.mixers.shapes import check_shapes
+
+_AXES = {
+    "x": "batch time dim",
+    "weights.inputs": "dim heads 2·key_dim+value_dim",
+    "weights.out": "heads·value_dim dim",
+    "weights.summary": "summary dim",
+    "weights.mixing": "block_size+summary summary",
+    "weights.mixing_bias": "summary",
+    "weights.context_norm": "dim",
+    "weights.summary_norm": "dim",
+    "weights.memory_norm": "dim",
+}
+
+
+class Weights(NamedTuple):
+    """The parameters of the layer.
+
+    Attributes:
+      inputs: W_in, to queries, keys and values, [dim, heads, 2 · key_dim + value_dim], key_dim even.
+      out: W_out, [heads · value_dim, dim].
+      summary: U, [summary, dim].
+      mixing: W_mix, [block_size + summary, summary]; so it says how large a block is.
+      mixing_bias: b, [summary].
+      context_norm, summary_norm, memory_norm: the norms' scales n_x, n_U, n_z, [dim].
+    """
+
+    inputs: jax.Array
+    out: jax.Array
+    summary: jax.Array
+    mixing: jax.Array
+    mixing_bias: jax.Array
+    context_norm: jax.Array
+    summary_norm: jax.Array
+    memory_norm: jax.Array
+
+
+class MelodiState(NamedTuple):
+    """What is carried through a stream.
+
+    Attributes:
+      memory_keys: of the memory tokens, rotated, [batch, summary, heads, key_dim].
+      memory_values: [batch, summary, heads, value_dim].
+      keys: of the current block, rotated, at their places, [batch, block_size, heads, key_dim].
+      values: [batch, block_size, heads, value_dim].
+      mixed: the tokens of the current block, as far as they are mixed, float32 [batch, summary, dim].
+      position: tokens read, [batch].
+    """
+
+    memory_keys: jax.Array
+    memory_values: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    mixed: jax.Array
+    position: jax.Array
+
+
+def attention(
+    x: jax.Array,
+    weights: Weights,
+    *,
+    rope_theta: float | None = 1e4,
+    norm_eps: float = 1e-6,
+    segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
+) -> jax.Array:
+    """The layer over whole sequences.
+
+    Args:
+      x: [batch, time, dim].
+      weights: used in x's dtype.
+      rope_theta: base of the wave lengths of the rotation; None: no rotation.
+      norm_eps: added to the mean square in the norms.
+      segment_ids: integers [batch, time]; where the id changes a new document begins: memory and blocks start afresh.
+      max_segments: static bound on the documents of a row; needed under jit with `segment_ids`. Tokens of further ones get NaN.
+
+    Returns:
+      o_x, [batch, time, dim], of x's dtype.
+
+    Raises:
+      TypeError, ValueError: an argument that does not fit.
+    """
+    layer = _make("melodi.attention", x, weights, rope_theta, norm_eps)
+    batch, time = x.shape[:2]
+    if segment_ids is None:
+        grid = whole(batch, time, layer.block_size)
+        place = jnp.broadcast_to(jnp.arange(time), (batch, time)) % layer.block_size
+    else:
+        grid = documents(segment_ids, max_segments, x, layer.block_size, "melodi.attention")
+        assert grid.place is not None
+        place = grid.place % layer.block_size
+    q, k, v = layer.rotated(x, place)
+    q, k, v = grid.lay(q), grid.lay(k), grid.lay(v)
+    if grid.touched == 1:  # nothing to remember
+        return grid.pick(layer.attend(q[0], layer.places(batch), k[0], v[0], None)[None])
+    start = (*layer.empty_memory(batch, x.dtype), layer.nothing_mixed(batch))
+    return grid.pick(_read_blocks(layer, q, k, v, x, grid, start)[0])
+
+
+def init_state(batch_size: int, weights: Weights, dtype: Any) -> MelodiState:
+    """The state before the first token; `dtype`: that of the x to come.
+
+    Raises:
+      TypeError, ValueError: weights that do not fit.
+    """
+    x = jax.ShapeDtypeStruct((batch_size, 1, weights.inputs.shape[0]), dtype)
+    layer = _make("melodi.init_state", x, weights, None, 1e-6)
+    zeros = lambda dim: jnp.zeros((batch_size, layer.block_size, layer.heads, dim), dtype)
+    return MelodiState(
+        *layer.empty_memory(batch_size, dtype), zeros(layer.key_dim), zeros(layer.value_dim),
+        layer.nothing_mixed(batch_size), jnp.zeros(batch_size, jnp.int32),
+    )  # fmt: skip
+
+
+def extend(
+    x: jax.Array, weights: Weights, state: MelodiState, *, rope_theta: float | None = 1e4, norm_eps: float = 1e-6
+) -> tuple[jax.Array, MelodiState]:
+    """`attention` of the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
+
+    Args:
+      x, weights, rope_theta, norm_eps: as in `attention`.
+      state: from `init_state` or the last `extend`.
+
+    Returns:
+      As `attention`; and the next state.
+
+    Raises:
+      TypeError, ValueError: an argument that does not fit.
+    """
+    layer = _make("melodi.extend", x, weights, rope_theta, norm_eps)
+    wanted = jax.eval_shape(lambda: init_state(x.shape[0], weights, x.dtype))
+    for name, got, want in zip(MelodiState._fields, state, wanted):
+        if got.shape != want.shape:
+            raise ValueError(f"melodi.extend: state.{name} has shape {got.shape}, should be {want.shape}.")
+    return (_one_token if x.shape[1] == 1 else _piece)(layer, x, state)
+
+
+def _one_token(layer: "_Layer", x: jax.Array, state: MelodiState) -> tuple[jax.Array, MelodiState]:
+    size, rows = layer.block_size, jnp.arange(x.shape[0])
+    index, place = state.position // size, state.position % size
+    q, k, v = layer.rotated(x, place[:, None])
+    keys, values = state.keys.at[rows, place].set(k[:, 0]), state.values.at[rows, place].set(v[:, 0])
+    memory = layer.memory_source(state.memory_keys, state.memory_values, index)
+    y = layer.attend(q, place[:, None], keys, values, memory)
+    normed = layer.context(x, y)[:, 0]
+    taps = layer.weights.mixing[place].astype(x.dtype)
+    mixed = state.mixed + jnp.einsum("bn,bd->bnd", taps, normed, preferred_element_type=jnp.float32)
+    full = place == size - 1
+
+    def write(before: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        after = (*layer.write(keys, values, memory, mixed), jnp.zeros_like(mixed))
+        return tuple(
+            jnp.where(full.reshape(-1, *(1,) * (a.ndim - 1)), a, b) for a, b in zip(after, before, strict=True)
+        )
+
+    before = (state.memory_keys, state.memory_values, mixed)
+    memory_keys, memory_values, mixed = jax.lax.cond(jnp.any(full), write, lambda before: before, before)
+    return y, MelodiState(memory_keys, memory_values, keys, values, mixed, state.position + 1)
+
+
+def _piece(layer: "_Layer", x: jax.Array, state: MelodiState) -> tuple[jax.Array, MelodiState]:
+    """Tokens are laid on the grid of blocks after those that the current block has; then as for a whole sequence."""
+    size, (batch, time) = layer.block_size, x.shape[:2]
+    grid, rows = continued(state.position, time, size), jnp.arange(batch)
+    q, k, v = layer.rotated(x, (state.position[:, None] + jnp.arange(time)) % size)
+    kb, vb = grid.lay(k, state.keys), grid.lay(v, state.values)
+    start = (state.memory_keys, state.memory_values, state.mixed)
+    y, before, mixed, end = _read_blocks(layer, grid.lay(q), kb, vb, x, grid, start)
+    last = unfinished(state.position, time, size)
+    at_last = lambda x, end: jnp.concatenate([x, end[None]])[last, rows]
+    mk, mv = at_last(before[0], end[0]), at_last(before[1], end[1])
+    mixed = at_last(mixed, end[2])
+    return grid.pick(y), MelodiState(mk, mv, kb[last, rows], vb[last, rows], mixed, state.position + time)
+
+
+def _read_blocks(
+    layer: "_Layer", q: jax.Array, k: jax.Array, v: jax.Array, x: jax.Array, grid: Grid, start: tuple[jax.Array, ...]
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array, tuple[jax.Array, ...]]:
+    """The blocks that are touched, one after another.
+
+    Args:
+      q, k, v: rotated and laid, [blocks, batch, L, heads, dim].
+      x: the tokens, [batch, time, dim].
+      start: keys and values of the memory before the first block, and what of it is mixed already.
+
+    Returns:
+      o_x [blocks, batch, L, dim]; the memory before each block; what of each is mixed; and these two after the last.
+    """
+    batch = x.shape[0]
+    lies = grid.lay(jnp.ones(x.shape[:2], bool))
+    place = layer.places(batch)
+
+    def block(carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], Any]:
+        memory_keys, memory_values, mixed = carry
+        q, k, v, x, lies, m = xs
+        memory = layer.memory_source(memory_keys, memory_values, m)
+        y = layer.attend(q, place, k, v, memory)
+        normed = jnp.where(lies[:, :, None], layer.context(x, y), 0)
+        mixed = mixed + layer.mix(normed, layer.weights.mixing[: layer.block_size])
+        after = (*layer.write(k, v, memory, mixed), jnp.zeros_like(mixed))
+        return after, (y, (memory_keys, memory_values), mixed)
+
+    xs = tuple(a[: grid.touched] for a in (q, k, v, grid.lay(x), lies, grid.index))
+    end, (y, before, mixed) = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), start, xs)
+    return y, before, mixed, end
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """The weights of a call, and what is done with them."""
+
+    weights: Weights
+    heads: int
+    key_dim: int
+    value_dim: int
+    block_size: int
+    summary: int
+    theta: float | None
+    eps: float
+
+    def places(self, batch: int) -> jax.Array:
+        return jnp.broadcast_to(jnp.arange(self.block_size), (batch, self.block_size))
+
+    def empty_memory(self, batch: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        zeros = lambda dim: jnp.zeros((batch, self.summary, self.heads, dim), dtype)
+        return zeros(self.key_dim), zeros(self.value_dim)
+
+    def nothing_mixed(self, batch: int) -> jax.Array:
+        return jnp.zeros((batch, self.summary, self.weights.summary.shape[1]), jnp.float32)
+
+    def rotated(self, x: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values of tokens [batch, time, dim] at those places."""
+        y = jnp.tensordot(x, self.weights.inputs.astype(x.dtype), axes=1)
+        q, k, v = jnp.split(y, (self.key_dim, 2 * self.key_dim), axis=-1)
+        return rotate(q, place, self.theta), rotate(k, place, self.theta), v
+
+    def normed(self, x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+        """RMSNorm of float32 [..., dim]."""
+        return (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * scale).astype(dtype)
+
+    def context(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """n_x(x + o_x), in x's dtype."""
+        return self.normed(x.astype(jnp.float32) + y, self.weights.context_norm, x.dtype)
+
+    def mix(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        """[batch, tokens, dim], [tokens, summary] → float32 [batch, summary, dim]."""
+        return jnp.einsum("btd,tn->bnd", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+
+    def memory_source(self, keys: jax.Array, values: jax.Array, index: jax.Array) -> tuple[jax.Array, ...]:
+        """What every query of block `index`, [batch], sees of the memory: none of it in the first."""
+        return keys, values, (index > 0)[:, None, None]
+
+    def attend(
+        self, q: jax.Array, place: jax.Array, k: jax.Array, v: jax.Array, memory: tuple[jax.Array, ...] | None
+    ) -> jax.Array:
+        """o_x of rotated queries at places [batch, queries] of a block with the rotated keys k: [batch, queries, dim]."""
+        sources = [block_source(q, place, k, v, None)]
+        if memory is not None:
+            sources.append(Source(q, *memory))
+        return self.output(softmax_attention(*sources))
+
+    def output(self, y: jax.Array) -> jax.Array:
+        return y.reshape(*y.shape[:2], -1) @ self.weights.out.astype(y.dtype)
+
+    def write(
+        self, k: jax.Array, v: jax.Array, memory: tuple[jax.Array, ...], mixed: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of the next memory, from a full block's rotated keys, its values, and its tokens mixed."""
+        batch, dtype, weights = k.shape[0], k.dtype, self.weights
+        u = jnp.broadcast_to(weights.summary.astype(dtype), (batch, *weights.summary.shape))
+        order = jnp.broadcast_to(jnp.arange(self.summary), (batch, self.summary))
+        uq, uk, uv = self.rotated(u, self.block_size + order)
+        causal = jnp.tril(jnp.ones((self.summary, self.summary), bool))[None]
+        y = softmax_attention(Source(uq, k, v), Source(uq, uk, uv, causal), Source(uq, *memory))
+        u = u.astype(jnp.float32) + self.output(y)
+        normed = self.normed(u, weights.summary_norm, dtype)
+        mixed = mixed + self.mix(normed, weights.mixing[self.block_size :]) + weights.mixing_bias[:, None]
+        z = self.normed(u + mixed, weights.memory_norm, dtype)
+        _, keys, values = self.rotated(z, order - self.summary)
+        return keys, values
+
+
+def _make(where: str, x: Any, weights: Weights, theta: float | None, eps: float) -> _Layer:
+    check_shapes(where, _AXES, x=x, **{f"weights.{name}": getattr(weights, name) for name in Weights._fields})
+    heads, width = weights.inputs.shape[1:]
+    value_dim, rest = divmod(weights.out.shape[0], heads)
+    key_dim = (width - value_dim) // 2
+    if rest or key_dim < 1 or 2 * key_dim + value_dim != width:
+        raise ValueError(
+            f"{where}: weights.inputs has shape {weights.inputs.shape} and weights.out {weights.out.shape}, should be "
+            "[dim, heads, 2·key_dim+value_dim] and [heads·value_dim, dim]."
+        )
+    if key_dim % 2:
+        raise ValueError(f"{where}: key_dim is {key_dim}, should be even, for rotary positions.")
+    total, summary = weights.mixing.shape
+    if total <= summary:
+        raise ValueError(
+            f"{where}: weights.mixing has shape {weights.mixing.shape}, should be [block_size+summary, summary={summary}], "
+            "block_size ≥ 1."
+        )
+    return _Layer(weights, heads, key_dim, value_dim, total - summary, summary, theta, eps)

@@ -1,0 +1,162 @@
+"""Block recurrence against its definition, token by token: values, gradients, streams, documents, dtypes."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlasjax.mixers import attention as softmax
+from atlasjax.mixers import block_recurrence as B
+from atlasjax.mixers.rotary import rotate
+
+BATCH, HEADS, KEY, VALUE, THETA, SIZE = 2, 2, 4, 6, 100.0, 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_fast():
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def arrays(time, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return tuple(2 * jax.random.normal(key, (BATCH, time, HEADS, dim)) for key, dim in zip(keys, (KEY, KEY, VALUE)))
+
+
+def definition(q, k, v, size=SIZE, stop=False):
+    """Block by block, a token at a time: keys unrotated in the cache, rotated by their distance from its first token."""
+    outputs = []
+    cache = k[:, :0], v[:, :0]
+    for start in range(0, q.shape[1], size):
+        block = slice(start, start + size)
+        if stop:
+            cache = jax.lax.stop_gradient(cache)
+        keys, values = (jnp.concatenate([old, x[:, block]], axis=1) for old, x in zip(cache, (k, v)))
+        held = cache[0].shape[1]
+        places = jnp.broadcast_to(jnp.arange(keys.shape[1]) - held, keys.shape[:2])
+        rotated, asked = rotate(keys, places, THETA), rotate(q[:, block], places[:, held:], THETA)
+        for t in range(asked.shape[1]):
+            seen = held + t + 1
+            logits = jnp.einsum("bhd,bshd->bhs", asked[:, t], rotated[:, :seen]) / KEY**0.5
+            outputs.append(jnp.einsum("bhs,bshd->bhd", jax.nn.softmax(logits, axis=-1), values[:, :seen]))
+        cache = k[:, block], v[:, block]
+    return jnp.stack(outputs, axis=1)
+
+
+def parallel(q, k, v, size=SIZE, stop=False, **options):
+    return B.attention(q, k, v, block_size=size, rope_theta=THETA, stop_gradient=stop, **options)
+
+
+def close(got, expected, tolerance=1e-5):
+    """Relative to the largest expected number."""
+    expected = np.asarray(expected, np.float64)
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("time", "options"), [(3, {}), (17, {}), (15, {"stop": True}), (6, {"size": 1})])
+def test_values_and_gradients(time, options):
+    x = arrays(time)
+    weights = jax.random.normal(jax.random.key(9), (BATCH, time, HEADS, VALUE))
+    run = lambda f: jax.jit(
+        jax.value_and_grad(lambda x: (lambda y: (jnp.sum(weights * y), y))(f(*x, **options)), has_aux=True)
+    )(x)
+    (_, expected), expected_gradients = run(definition)
+    (_, y), gradients = run(parallel)
+    close(y, expected)
+    for got, want in zip(gradients, expected_gradients):
+        close(got, want, 2e-5)
+
+
+def test_what_a_token_sees():
+    """The block before and its own up to itself, and nothing else; the gradient into the block before can be stopped."""
+    x = arrays(17)
+
+    def reaches(stop):
+        gradient = jax.jit(jax.grad(lambda v: jnp.sum(parallel(*x[:2], v, stop=stop)[:, 12] ** 2)))(x[2])
+        return np.flatnonzero(np.asarray(gradient).any((0, 2, 3)))
+
+    assert reaches(False).tolist() == list(range(5, 13))
+    assert reaches(True).tolist() == [10, 11, 12]
+
+
+def test_the_first_two_blocks_are_causal_attention():
+    x = arrays(17)
+    expected = softmax.attention(*(a[:, : 2 * SIZE] for a in x), rope_theta=THETA)
+    close(parallel(*x)[:, : 2 * SIZE], expected)
+
+
+@functools.cache
+def jitted_extend():
+    return jax.jit(lambda q, k, v, state: B.extend(q, k, v, state, rope_theta=THETA))
+
+
+def stream(x, state, cuts):
+    pieces, shapes = [], jax.tree.map(jnp.shape, state)
+    for start, stop in itertools.pairwise(cuts):
+        y, state = jitted_extend()(*(a[:, start:stop] for a in x), state)
+        assert jax.tree.map(jnp.shape, state) == shapes
+        pieces.append(y)
+    return jnp.concatenate(pieces, axis=1), state
+
+
+def fresh():
+    return B.init_state(BATCH, SIZE, HEADS, KEY, VALUE, jnp.float32)
+
+
+def test_streamed_is_parallel_at_every_split():
+    x = arrays(12)
+    expected = parallel(*x)
+    for cuts in [range(13), [0, 12], [0, 1, 4, 5, 6, 12], *([0, cut, 12] for cut in range(1, 12))]:
+        y, _ = stream(x, fresh(), cuts)
+        close(y, expected)
+
+
+def test_rows_of_a_stream_may_have_read_different_numbers_of_tokens():
+    x = arrays(16)
+    _, early = stream(x, fresh(), [0, 3])
+    _, late = stream(x, fresh(), [0, 8])
+    mixed = jax.tree.map(lambda a, b: jnp.stack([a[0], b[1]]), early, late)
+    pieces = [jnp.stack([a[0, 3:11], a[1, 8:16]]) for a in x]
+    whole = parallel(*x)
+    for cuts in ([0, 8], range(9)):
+        y, _ = stream(pieces, mixed, cuts)
+        close(y, jnp.stack([whole[0, 3:11], whole[1, 8:16]]))
+
+
+def test_documents():
+    """Where the id changes a first block begins; an id may return."""
+    ids = np.repeat([[5, 0, 5, 2], [1, 2, 3, 4]], [6, 1, 12, 4], axis=1)
+    x = arrays(23)
+    y = jax.jit(lambda *x: parallel(*x, segment_ids=jnp.asarray(ids), max_segments=4))(*x)
+    alone = jax.jit(parallel)
+    for start, stop in ((0, 6), (6, 7), (7, 19), (19, 23)):
+        close(y[:, start:stop], alone(*(a[:, start:stop] for a in x)))
+
+
+def test_bfloat16():
+    x = tuple(a.astype(jnp.bfloat16) for a in arrays(70))
+    run = jax.jit(functools.partial(parallel, size=32))
+    y = run(*x)
+    assert y.dtype == jnp.bfloat16
+    exact = np.asarray(run(*(a.astype(jnp.float32) for a in x)))
+    assert np.sqrt(np.mean((np.asarray(y, np.float32) - exact) ** 2)) < 0.01 * exact.std()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda q, k, v: parallel(q, k[:, :3], v), r"k has shape .*should be .*time=10"),
+        (lambda q, k, v: parallel(q[..., :3], k[..., :3], v), "key_dim is 3, should be even"),
+        (lambda q, k, v: parallel(q, k, v, size=0), "block_size must be an integer ≥ 1, got 0"),
+        (lambda q, k, v: B.extend(q, k, v[..., :4], fresh()), r"state.values has shape .*should be \(2, 2, 5, 2, 4\)"),
+        (lambda q, k, v: B.init_state(2, 2.5, 2, 4, 4, jnp.float32), "block_size must be an integer ≥ 1, got 2.5"),
+    ],
+)
+def test_bad_input_is_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(*arrays(10))
