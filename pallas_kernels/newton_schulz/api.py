@@ -1,0 +1,129 @@
+"""Newton–Schulz: which form and which implementation, derivatives, batching."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from pallas_kernels.newton_schulz import gram, tpu
+from pallas_kernels.newton_schulz.reference import SCHEDULES, Triple, coefficients
+from pallas_kernels.newton_schulz.reference import newton_schulz as definition
+
+FORMS = ("direct", "gram")
+IMPLEMENTATIONS = ("xla", "pallas_tpu")
+_HIGHEST = jax.lax.Precision.HIGHEST
+_GRAM_STEPS = 7  # beyond, the Gram form's rounding in the null space has grown over everything
+
+
+def newton_schulz(
+    s: jax.Array,
+    steps: int = 5,
+    schedule: Sequence[Triple] = SCHEDULES["standard"],
+    *,
+    form: str | None = "direct",
+    implementation: str = "xla",
+    precision: jax.lax.Precision = _HIGHEST,
+    interpret: Any = False,
+) -> jax.Array:
+    """Newton–Schulz of each matrix in a batch: X ← a X + (b A + c A²) X with A = X Xᵀ from X = S / (‖S‖_F + ε) (A Eq. 57, §5).
+
+    Args:
+      s: [..., rows, columns], floating point. Iterated on the side with fewer rows.
+      steps: number of steps, ≥ 0; 0 only normalizes. Rounding in the null space grows by the first coefficient at each
+        step, so results of different machines agree only for about 7 steps with the standard schedule.
+      schedule: triples (a, b, c), one a step; the last one repeats.
+      form: "direct", as written; "gram", on S Sᵀ alone, with half the operations at columns = 4 rows, good to 3e-4
+        after five steps, and refused beyond seven; None: the one with fewer operations.
+      implementation: "xla"; "pallas_tpu", one kernel that keeps a matrix on chip for all steps, forward and backward; it has no
+        forward-mode derivative.
+      precision: of the products of "pallas_tpu" and of the Gram form. A TPU's default rounds their inputs to bfloat16, which is
+        noise where S has a small rank.
+      interpret: run the kernel's Python on any machine (for tests), as `pallas_call` takes it.
+
+    Returns:
+      An array of the shape of `s`, float32 (float64 for float64 input and "xla"). A zero matrix gives zero, with derivative zero.
+
+    Raises:
+      ValueError: a form or an implementation that does not exist, or that cannot do these sizes, dtype or steps.
+    """
+    triples = coefficients(schedule, steps)
+    rows, columns = sorted(s.shape[-2:])
+    form = _choose_form(form, rows, columns, steps)
+    if implementation == "xla":
+        return definition(s, steps, schedule) if form == "direct" else _gram_xla(s, triples, precision)
+    if implementation != "pallas_tpu":
+        raise ValueError(f"newton_schulz: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
+    if s.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"newton_schulz: {implementation!r} takes float32 or bfloat16, s is {s.dtype} {s.shape}.")
+    if columns > 1024 or rows > 256:
+        raise ValueError(f"newton_schulz: {implementation!r} holds matrices up to 256 × 1,024, s has {s.shape}.")
+    transposed = s.shape[-2] > s.shape[-1]
+    x = s.mT if transposed else s
+    y = _kernel(x.reshape(-1, rows, columns), triples, form, precision, interpret).reshape(x.shape)
+    return y.mT if transposed else y
+
+
+def _choose_form(form: str | None, rows: int, columns: int, steps: int) -> str:
+    if form is None:
+        cost = lambda name: tpu.operations(rows, columns, steps, name, backward=False)
+        return "gram" if steps <= _GRAM_STEPS and cost("gram") < cost("direct") else "direct"
+    if form not in FORMS:
+        raise ValueError(f"newton_schulz: form={form!r}, should be one of {FORMS}.")
+    if form == "gram" and steps > _GRAM_STEPS:
+        raise ValueError(f"newton_schulz: form='gram' is exact enough for at most {_GRAM_STEPS} steps, got {steps}.")
+    return form
+
+
+def _gram_xla(s: jax.Array, triples: Sequence[Triple], precision: jax.lax.Precision) -> jax.Array:
+    dot = functools.partial(jnp.matmul, precision=precision)
+
+    def one(x: jax.Array) -> jax.Array:
+        qs, _ = gram.forward(dot, [dot(x, x.T)], triples)
+        return dot(qs[0], x)
+
+    transposed = s.shape[-2] > s.shape[-1]
+    x = (s.mT if transposed else s).astype(jnp.promote_types(s.dtype, jnp.float32))
+    y = jax.vmap(one)(x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
+    return y.mT if transposed else y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _kernel(
+    s: jax.Array, triples: tuple[Triple, ...], form: str, precision: jax.lax.Precision, interpret: Any
+) -> jax.Array:
+    return _folded(
+        functools.partial(tpu.forward, triples=triples, form=form, precision=precision, interpret=interpret)
+    )(s)
+
+
+def _kernel_forward(s: jax.Array, *options: Any) -> tuple[jax.Array, jax.Array]:
+    return _kernel(s, *options), s
+
+
+def _kernel_backward(
+    triples: tuple[Triple, ...], form: str, precision: jax.lax.Precision, interpret: Any, s: jax.Array, dy: jax.Array
+) -> tuple[jax.Array]:
+    call = functools.partial(tpu.backward, triples=triples, form=form, precision=precision, interpret=interpret)
+    return (_folded(call)(s, dy).astype(s.dtype),)
+
+
+_kernel.defvjp(_kernel_forward, _kernel_backward)
+
+
+def _folded(call: Any) -> Any:
+    """A call whose vmapped axes become more matrices of one call, so that a program still finds several to work on."""
+
+    @custom_vmap
+    def function(*arrays: jax.Array) -> jax.Array:
+        return call(*arrays)
+
+    @function.def_vmap
+    def rule(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        arrays = tuple(x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(arrays, batched))
+        y = function(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
+        return y.reshape(size, -1, *y.shape[1:]), True
+
+    return function

@@ -1,0 +1,154 @@
+"""Newton–Schulz for TPUs (Mosaic): a program holds a few matrices and all that their steps need in vector memory.
+
+Device memory sees S and NS(S), in the backward pass S and both cotangents; nothing in between is stored, the backward pass
+computes the steps again. The matrices of one program advance a step at a time, so that a matrix unit, whose result takes long to
+come, always has the product of another matrix to begin.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.newton_schulz import direct, gram
+from pallas_kernels.newton_schulz.reference import Triple
+
+# Matrices of one program: with a single pass of bfloat16 the next product must come from another matrix; six passes keep a matrix
+# unit busy by themselves, and more matrices only make the program longer to compile.
+_MOST_TOGETHER = {False: 8, True: 2}  # whether products are exact → how many
+_VMEM = 64 * 2**20  # scoped limit; the smallest generation served has 64 MiB
+_BUDGET = 24 * 2**20  # of float32 blocks and intermediates, by which matrices are put together
+
+
+def products(precision: jax.lax.Precision) -> tuple[gram.Dot, gram.Dot, gram.Dot]:
+    """x y, x yᵀ and xᵀ y, accumulated in float32."""
+
+    def product(x: jax.Array, y: jax.Array, *, x_axis: int, y_axis: int) -> jax.Array:
+        axes = (((x_axis,), (y_axis,)), ((), ()))
+        return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
+
+    of = functools.partial(functools.partial, product)
+    return of(x_axis=1, y_axis=0), of(x_axis=1, y_axis=1), of(x_axis=0, y_axis=0)
+
+
+def _forward_kernel(
+    s_ref: Any, y_ref: Any, *, triples: Sequence[Triple], form: str, precision: jax.lax.Precision
+) -> None:
+    dot, dot_t, _ = products(precision)
+    together = range(s_ref.shape[0])
+    load = lambda i: s_ref[i].astype(jnp.float32)
+    if form == "direct":
+        ys, _ = direct.forward(dot, dot_t, [load(i) for i in together], triples)
+        for i in together:
+            y_ref[i] = ys[i]
+        return
+    qs, _ = gram.forward(dot, [dot_t(load(i), load(i)) for i in together], triples)
+    for i in together:
+        y_ref[i] = dot(qs[i], load(i))
+
+
+def _backward_kernel(
+    s_ref: Any, dy_ref: Any, ds_ref: Any, *, triples: Sequence[Triple], form: str, precision: jax.lax.Precision
+) -> None:
+    dot, dot_t, t_dot = products(precision)
+    together = range(s_ref.shape[0])
+    load = lambda ref, i: ref[i].astype(jnp.float32)
+    if form == "direct":
+        matrices = [load(s_ref, i) for i in together]
+        _, before = direct.forward(dot, dot_t, matrices, triples)
+        cotangents = [load(dy_ref, i) for i in together]
+        for i, d in enumerate(direct.backward(dot, dot_t, t_dot, matrices, triples, before, cotangents)):
+            ds_ref[i] = d
+        return
+    grams = [dot_t(load(s_ref, i), load(s_ref, i)) for i in together]
+    qs, steps = gram.forward(dot, grams, triples)
+    dqs = [dot_t(load(dy_ref, i), load(s_ref, i)) for i in together]
+    for i, d in enumerate(gram.backward(dot, grams, triples, steps, dqs)):
+        ds_ref[i] = dot(qs[i], load(dy_ref, i)) + dot(d, load(s_ref, i)) + t_dot(d, load(s_ref, i))
+
+
+def together(rows: int, columns: int, steps: int, form: str, precision: jax.lax.Precision, *, backward: bool) -> int:
+    """How many matrices a program takes: a power of two, as many as the budget of vector memory holds."""
+    tiles = lambda r, c: 4 * (-(-r // 8) * 8) * (-(-c // 128) * 128)
+    large, small = tiles(rows, columns), tiles(rows, rows)
+    kept = (steps if form == "direct" else 1) * large if backward else large
+    per_matrix = 2 * (3 if backward else 2) * large + kept + (4 * steps if backward and form == "gram" else 4) * small
+    exact = precision == jax.lax.Precision.HIGHEST
+    if exact and backward:
+        return 1
+    count = _MOST_TOGETHER[exact]
+    while count > 1 and count * per_matrix > _BUDGET:
+        count //= 2
+    return count
+
+
+def _call(kernel: Any, inputs: Sequence[jax.Array], cost: pl.CostEstimate, count: int, interpret: Any) -> jax.Array:
+    number, rows, columns = inputs[0].shape
+    padded = -(-number // count) * count
+    block = pl.BlockSpec((count, rows, columns), lambda i: (i, 0, 0))
+    y = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((padded, rows, columns), jnp.float32),
+        grid=(padded // count,),
+        in_specs=[block] * len(inputs),
+        out_specs=block,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=_VMEM),
+        cost_estimate=cost,
+        interpret=interpret,
+        name=f"newton_schulz_{rows}x{columns}",
+    )(*(jnp.pad(x, ((0, padded - number), (0, 0), (0, 0))) for x in inputs))
+    return y[:number]
+
+
+def operations(rows: int, columns: int, steps: int, form: str, *, backward: bool) -> int:
+    """Floating-point operations of the products for one matrix: the floor of a matrix unit, and what the compiler is told."""
+    large, small = 2 * rows * rows * columns, 2 * rows**3
+    if form == "direct":
+        forward = steps * (2 * large + small)
+        # again the steps; then X Xᵀ, dX' Xᵀ and three products with X or dX', A², A dP and dP A
+        return forward if not backward else forward + steps * (5 * large + 3 * small)
+    chain = steps * small + (steps - 1) * 3 * small if steps else 0
+    if not backward:
+        return 2 * large + chain
+    # each step: dQ Q, dP A, A dP, P dQ; all but the last four more for the cotangent of the next A
+    return 2 * large + chain + steps * 4 * small + max(steps - 1, 0) * 4 * small + 3 * large
+
+
+def forward(
+    s: jax.Array, *, triples: tuple[Triple, ...], form: str, precision: jax.lax.Precision, interpret: Any = False
+) -> jax.Array:
+    """NS of matrices [number, rows ≤ columns, columns], float32."""
+    number, rows, columns = s.shape
+    kernel = functools.partial(_forward_kernel, triples=triples, form=form, precision=precision)
+    cost = pl.CostEstimate(
+        flops=number * operations(rows, columns, len(triples), form, backward=False),
+        bytes_accessed=number * rows * columns * (s.dtype.itemsize + 4),
+        transcendentals=number,
+    )
+    return _call(kernel, (s,), cost, together(rows, columns, len(triples), form, precision, backward=False), interpret)
+
+
+def backward(
+    s: jax.Array,
+    dy: jax.Array,
+    *,
+    triples: tuple[Triple, ...],
+    form: str,
+    precision: jax.lax.Precision,
+    interpret: Any = False,
+) -> jax.Array:
+    """The cotangent of S from that of NS(S), float32 [number, rows, columns]."""
+    number, rows, columns = s.shape
+    kernel = functools.partial(_backward_kernel, triples=triples, form=form, precision=precision)
+    cost = pl.CostEstimate(
+        flops=number * operations(rows, columns, len(triples), form, backward=True),
+        bytes_accessed=number * rows * columns * (s.dtype.itemsize + dy.dtype.itemsize + 4),
+        transcendentals=number,
+    )
+    return _call(
+        kernel, (s, dy), cost, together(rows, columns, len(triples), form, precision, backward=True), interpret
+    )
