@@ -9,7 +9,7 @@ touches S. Functions here are of one matrix [d, d]; `dot(x, y)` is a product in 
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,11 @@ Dot = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Step(NamedTuple):
-    """What a step leaves for its backward pass, each [d, d]: A_i, P_i, T = P_i A_i, Q_i."""
+    """What a step leaves for its backward pass, each [d, d]: A_i, P_i, T = P_i A_i (None in the last step), Q_i."""
 
     a: jax.Array
     p: jax.Array
-    t: jax.Array | None
+    t: Any
     q: jax.Array
 
 
