@@ -17,7 +17,39 @@ _SLOW_ORDER = 2048  # from here on a block takes seconds
 _NO_LIMIT = 2**31 - 1  # positions are int32
 
 
-class ElasticMixer(nnx.Module):
+class BlockProjections(nnx.Module):
+    """What the mixers share that attend within blocks: q, k, v = x W_in, and heads' values back by W_out; no biases.
+
+    Args:
+      config: dim, num_heads, head_dim (even), value_expansion, dtype, attention.rope_theta; output_scale.
+      rngs: source of the initial values.
+
+    Raises:
+      ValueError: an odd head_dim.
+    """
+
+    mixer: str  # for messages
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        heads, key_dim = config.num_heads, config.resolved_head_dim
+        if key_dim % 2:
+            raise ValueError(
+                f"ModelConfig: head_dim={key_dim} must be even for rotary positions in mixer {self.mixer!r}."
+            )
+        self.heads, self.key_dim, self.value_dim = heads, key_dim, config.value_dim
+        self.theta, self.dtype = config.attention.rope_theta, jnp.dtype(config.dtype)
+        self.inputs = Linear((config.dim, heads, 2 * key_dim + config.value_dim), ("embed", "heads", None), rngs=rngs)
+        self.out = output_projection(config, rngs)
+
+    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q, k, v = jnp.split(self.inputs(x), (self.key_dim, 2 * self.key_dim), axis=-1)
+        return q, k, v
+
+    def _output(self, y: jax.Array) -> jax.Array:
+        return self.out(y.reshape(*y.shape[:2], -1))
+
+
+class ElasticMixer(BlockProjections):
     """Block attention with an elastic memory; has no more parameters than attention (E §2).
 
         q, k, v = x W_in;  out = `elastic.attention.attention`(q, k, v) W_out        RoPE within the block; no biases
@@ -35,15 +67,11 @@ class ElasticMixer(nnx.Module):
       ValueError: an odd head_dim.
     """
 
+    mixer = "elastic"
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        heads, key_dim = config.num_heads, config.resolved_head_dim
-        if key_dim % 2:
-            raise ValueError(f"ModelConfig: head_dim={key_dim} must be even for rotary positions in mixer 'elastic'.")
-        self.heads, self.key_dim, self.value_dim = heads, key_dim, config.value_dim
-        self.elastic, self.theta, self.dtype = config.elastic, config.attention.rope_theta, jnp.dtype(config.dtype)
-        width = (2 + config.value_expansion) * key_dim
-        self.inputs = Linear((config.dim, heads, width), ("embed", "heads", None), rngs=rngs)
-        self.out = output_projection(config, rngs)
+        super().__init__(config, rngs=rngs)
+        self.elastic = config.elastic
 
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
@@ -84,15 +112,8 @@ class ElasticMixer(nnx.Module):
             self.dtype,
         )  # fmt: skip
 
-    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q, k, v = jnp.split(self.inputs(x), (self.key_dim, 2 * self.key_dim), axis=-1)
-        return q, k, v
-
     def _options(self) -> dict:
         return {"rope_theta": self.theta, "rotate_memory_queries": self.elastic.rotate_memory_queries}
-
-    def _output(self, y: jax.Array) -> jax.Array:
-        return self.out(y.reshape(*y.shape[:2], -1))
 
 
 class BlockMixer(ElasticMixer):
@@ -100,6 +121,8 @@ class BlockMixer(ElasticMixer):
 
     What "elastic" is to be compared with, and the local layers around it. The state holds one block, and no length is too long.
     """
+
+    mixer = "block_attention"
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> elastic.attention.ElasticState:
         """The state before the first token; max_length has no effect."""
