@@ -128,6 +128,9 @@ BASELINES: dict[str, dict[str, Any]] = {
     "samba": {"mixer": ("mamba", "swa")},
     "rwkv7": {"mixer": "rwkv7"},
     "longhorn": {"mixer": "longhorn", "ffn": "none"},
+    "log-linear": {"mixer": "log_linear"},
+    "log-linear++": {"mixer": "log_linear_plus_plus"},
+    "log-linear-mamba2": {"mixer": "log_linear_mamba2", "ffn": "none"},
     "gam": {"mixer": "gam", **_GAM_FRAME},
     "gam-sum": {"mixer": "gam", "gam": GAMConfig(fusion="sum"), **_GAM_FRAME},
     "gam-global": {"mixer": "gam", "gam": GAMConfig(fusion="global"), **_GAM_FRAME},
@@ -156,6 +159,10 @@ _LAYERS: dict[tuple[str, str], int] = {
     ("rwkv7-mac", "340m"): 20,
     ("rwkv7-mac", "760m"): 21,
 }
+
+
+# Where the number of layers alone comes not near enough to the size: a state of another size than the published one.
+_STATES: dict[tuple[str, str], int] = {("log-linear-mamba2", "tiny"): 80}
 
 
 def rule_name(rule: str) -> str:
@@ -214,8 +221,8 @@ def _fields(architecture: str, size_name: str) -> dict[str, Any]:
     if mixers & {"swa", "mac", "mag", "mal"}:
         persistent = 0 if "swa" in mixers else 4 if size_name == "tiny" else 16
         changes["attention"] = dataclasses.replace(size.attention, persistent_tokens=persistent)
-    if "mamba2" in mixers:
-        changes["ssm"] = SSMConfig(state_dim=size.mamba2_state)
+    if mixers & {"mamba2", "log_linear_mamba2"}:
+        changes["ssm"] = SSMConfig(state_dim=_STATES.get((architecture, size_name), size.mamba2_state))
     if changes.get("positions") == "learned":
         changes["max_positions"] = size.max_positions
     if (architecture, size_name) in _LAYERS:

@@ -60,6 +60,9 @@ MIXERS: dict[str, type] = {
     "gated_deltanet": baselines.GatedDeltaNetMixer,
     "rwkv7": baselines.RWKV7Mixer,
     "longhorn": baselines.LonghornMixer,
+    "log_linear": baselines.LogLinearMixer,
+    "log_linear_plus_plus": baselines.LogLinearPlusPlusMixer,
+    "log_linear_mamba2": baselines.LogLinearMamba2Mixer,
     "gam": GAMMixer,
 }
 

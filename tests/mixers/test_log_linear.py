@@ -1,5 +1,8 @@
 """Log-linear attention against its definition, pair by pair."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,3 +142,62 @@ def test_refused():
         log_linear.step(log_linear.init_state(BATCH, HEADS, KEY, VALUE, 8), q[:, 0], k[:, 0], v[:, 0])
     with pytest.raises(ValueError, match="length must be an integer ≥ 1, got 0"):
         log_linear.num_levels(0)
+
+
+@pytest.mark.parametrize("plus_plus", [False, True])
+def test_packed_documents_are_alone(plus_plus, x64):
+    """Also where an id comes back, and where lengths are powers of two and not."""
+    lengths = np.array([[5, 13, 1, 19], [8, 16, 13, 1]])
+    ids = jnp.asarray([np.repeat([3, 1, 3, 0], row) for row in lengths])
+    q, k, v, weights, decay, u = inputs(38)
+
+    def run(segment_ids, q, k, v, weights, decay, u):
+        if plus_plus:
+            weights = log_linear.segment_weights(u, k, segment_ids)
+        return log_linear.attention(q, k, v, weights, decay, segment_ids)
+
+    packed = jax.jit(run)(ids, q, k, v, weights, decay, u)
+    whole = jax.jit(functools.partial(run, None))
+    for row in range(BATCH):
+        for start, length in zip(np.cumsum(lengths[row]) - lengths[row], lengths[row]):
+            alone = [jnp.roll(x, -start, axis=1) for x in (q, k, v, weights, decay, u)]
+            close(packed[row, start : start + length], whole(*alone)[row, :length], 1e-11)
+
+
+@pytest.mark.parametrize("plus_plus", [False, True])
+def test_pieces_of_any_length_are_the_whole(plus_plus, x64):
+    """Pieces shorter and longer than what is computed at once, that begin anywhere; values, state and gradients."""
+    time = 140
+    q, k, v, weights, decay, u = inputs(time)
+    empty = jax.tree.map(
+        lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x,
+        log_linear.init_state(BATCH, HEADS, KEY, VALUE, time),
+    )
+
+    def stream(cuts, q, k, v, weights, decay, u):
+        state, ys = empty, []
+        for start, stop in itertools.pairwise(cuts):
+            piece = [x[:, start:stop] for x in (q, k, v, weights, decay, u)]
+            chosen = {"connector": piece[5]} if plus_plus else {"weights": piece[3]}
+            y, state = log_linear.extend(state, *piece[:3], retention=piece[4], **chosen)
+            ys.append(y)
+        return jnp.concatenate(ys, axis=1), state
+
+    def whole(q, k, v, weights, decay, u):
+        if plus_plus:
+            weights = log_linear.segment_weights(u, k)
+        return log_linear.attention(q, k, v, weights, decay)
+
+    args = (q, k, v, weights, decay, u)
+    want = jax.jit(whole)(*args)
+    states = []
+    for each in ([0, 3, 4, 37, 140], [0, 140]):
+        y, state = jax.jit(lambda *args, each=each: stream(each, *args))(*args)
+        close(y, want, 1e-11)
+        states.append(state)
+    jax.tree.map(lambda a, b: close(a, b, 1e-11), *states)
+    cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(want.shape))
+    gradient = lambda f: jax.jit(jax.grad(lambda args: jnp.sum(cotangent * f(*args))))(args)
+    for a, b in zip(gradient(lambda *args: stream([0, 37, 140], *args)[0]), gradient(whole)):
+        if np.abs(b).max() > 0:
+            close(a, b, 1e-10)

@@ -181,6 +181,55 @@ def rwkv7(p, x, config):
     return linear(p["out"], y.reshape(len(x), -1))
 
 
+def log_linear_sum(q, k, v, decay, share):
+    """Σ_s share(t, level) (decays s + 1 … t) ⟨q_t, k_s⟩ v_s of each head; share: (t, level) → [heads]."""
+    y = np.zeros_like(v)
+    for t in range(len(q)):
+        for s in range(t + 1):
+            weight = share(t, (t ^ s).bit_length()) * decay[s + 1 : t + 1].prod(0) * (q[t] * k[s]).sum(-1)
+            y[t] += weight[:, None] * v[s]
+    return y
+
+
+def level_weights(p, x):
+    return softplus(p["scale"] * linear(p["linear"], x))
+
+
+def log_linear(p, x, config):
+    q, k, v, z = split(p, x, config, convolved=True)
+    weights = level_weights(p["levels"], x)
+    y = log_linear_sum(unit(q), unit(k), v, np.ones(q.shape[:2]), lambda t, level: weights[t, :, min(level, 14)])
+    return gated_output(p, y, config, z)
+
+
+def log_linear_plus_plus(p, x, config):
+    q, k, v, rest = split(p, x, config, convolved=True)
+    z, u = np.split(rest, [v.shape[-1]], axis=-1)
+    q, k = unit(q), unit(k)
+
+    def share(t, level):
+        """The softmax over the means of the keys of the segments that t has."""
+        levels = np.array([(t ^ s).bit_length() for s in range(t + 1)])
+        scores = {n: (u[t] * k[: t + 1][levels == n].mean(0)).sum(-1) for n in set(levels)}
+        return np.exp(scores[level]) / sum(map(np.exp, scores.values()))
+
+    return gated_output(p, log_linear_sum(q, k, v, np.ones(q.shape[:2]), share), config, z)
+
+
+def log_linear_mamba2(p, x, config):
+    """With λ = 1 it would be `mamba2`."""
+    z, u = np.moveaxis(linear(p["inputs"], x), 1, 0)
+    u = silu(conv(p["conv"], u) + p["conv_bias"])
+    B, C = np.split(silu(conv(p["selection_conv"], linear(p["selection"], x)) + p["selection_bias"]), 2, axis=-1)
+    delta, A = softplus(linear(p["step"], x) + p["dt_bias"]), -np.exp(p["A_log"])
+    u = u.reshape(len(x), len(A), -1)
+    weights = level_weights(p["levels"], x)
+    share = lambda t, level: weights[t, :, min(level, 14)]
+    y = log_linear_sum(C[:, None], B[:, None], delta[..., None] * u, np.exp(delta * A), share) + p["D"][:, None] * u
+    y = rms(y.reshape(len(x), -1) * silu(z), config.norm_eps) * p["norm"]["scale"]
+    return linear(p["out"], y)
+
+
 FORMULAS = {
     "mamba": mamba,
     "mamba2": mamba2,
@@ -190,4 +239,7 @@ FORMULAS = {
     "gated_deltanet": gated_deltanet,
     "rwkv7": rwkv7,
     "longhorn": longhorn,
+    "log_linear": log_linear,
+    "log_linear_plus_plus": log_linear_plus_plus,
+    "log_linear_mamba2": log_linear_mamba2,
 }

@@ -3,6 +3,7 @@
 from atlasjax.nn.baselines.deltanet import DeltaNetMixer
 from atlasjax.nn.baselines.gated_deltanet import GatedDeltaNetMixer
 from atlasjax.nn.baselines.gla import GLAMixer
+from atlasjax.nn.baselines.log_linear import LogLinearMamba2Mixer, LogLinearMixer, LogLinearPlusPlusMixer
 from atlasjax.nn.baselines.longhorn import LonghornMixer
 from atlasjax.nn.baselines.mamba import MambaMixer
 from atlasjax.nn.baselines.mamba2 import Mamba2Mixer
@@ -13,6 +14,9 @@ __all__ = [
     "DeltaNetMixer",
     "GLAMixer",
     "GatedDeltaNetMixer",
+    "LogLinearMamba2Mixer",
+    "LogLinearMixer",
+    "LogLinearPlusPlusMixer",
     "LonghornMixer",
     "Mamba2Mixer",
     "MambaMixer",

@@ -1,0 +1,32 @@
+"""Levels of the Fenwick tree: which a token has, and which lies between two."""
+
+import jax
+import jax.numpy as jnp
+
+
+def num_levels(length: int) -> int:
+    """Levels that tokens of a text of so many tokens have, the token's own included.
+
+    Raises:
+      ValueError: length < 1.
+    """
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        raise ValueError(f"num_levels: length must be an integer ≥ 1, got {length!r}.")
+    return (length - 1).bit_length() + 1
+
+
+def level_of(t: jax.Array, s: jax.Array) -> jax.Array:
+    """level(t, s) = bit_length(t xor s) of integers ≥ 0."""
+    different = jnp.bitwise_xor(t, s)
+    return 32 - jax.lax.clz(different.astype(jnp.int32))
+
+
+def has_level(level: jax.Array, t: jax.Array) -> jax.Array:
+    """Whether token t has a level: 0, and ℓ where bit ℓ − 1 of t is set."""
+    return (level == 0) | (jnp.right_shift(t, jnp.maximum(level - 1, 0)) & 1 == 1)
+
+
+def softmax(scores: jax.Array, t: jax.Array) -> jax.Array:
+    """Over the levels that token t has; scores [..., levels], t [..., 1]."""
+    has = has_level(jnp.arange(scores.shape[-1]), t)
+    return jax.nn.softmax(jnp.where(has, scores, -jnp.inf), axis=-1)

@@ -1,0 +1,184 @@
+"""Log-linear attention over whole sequences, by halves."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.blocks import decay_products, dot, exact, neighbours
+from atlasjax.mixers.log_linear.levels import has_level, level_of, num_levels, softmax
+
+_BLOCK = 16  # tokens whose pairwise scores are formed; a power of two
+
+
+def _check(
+    where: str, q: jax.Array, k: jax.Array, v: jax.Array, weights: jax.Array, retention: jax.Array | None
+) -> None:
+    if q.ndim != 4 or 0 in q.shape:
+        raise ValueError(f"{where}: q has shape {q.shape}, should be [batch, time ≥ 1, heads, key_dim].")
+    lead = q.shape[:3]
+    for name, x, shape in (("k", k, q.shape), ("v", v, (*lead, "value_dim")), ("retention", retention, lead)):
+        if x is None:
+            continue
+        if x.ndim != len(shape) or any(a != b for a, b in zip(x.shape, shape) if not isinstance(b, str)):
+            raise ValueError(f"{where}: {name} has shape {x.shape}, should be {list(shape)}.")
+    needed = num_levels(q.shape[1])
+    if weights.ndim != 4 or weights.shape[:3] != lead or weights.shape[3] < needed:
+        raise ValueError(
+            f"{where}: weights has shape {weights.shape}, should be {[*lead, needed]} or more levels for {q.shape[1]} tokens."
+        )
+
+
+class _Layout(NamedTuple):
+    """Packed segments, each at a multiple of its own length rounded up to a power of two, so that the same halves join.
+
+    Attributes:
+      size: places in all, a power of two < 4 time; static.
+      place: of each token, [batch, time].
+      position: of each token in its segment, [batch, time].
+    """
+
+    size: int
+    place: jax.Array
+    position: jax.Array
+
+    def lay(self, x: jax.Array, fill: float = 0.0) -> jax.Array:
+        """[batch, time, …] → [batch, size, …]."""
+        rows = jnp.arange(x.shape[0])[:, None]
+        empty = jnp.full((x.shape[0], self.size, *x.shape[2:]), fill, x.dtype)
+        return empty.at[rows, self.place].set(x, unique_indices=True)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """The way back."""
+        return x[jnp.arange(x.shape[0])[:, None], self.place]
+
+
+def _layout(segment_ids: jax.Array) -> _Layout:
+    """Segments in the order of their rounded lengths, the longest first: then each begins at a multiple of its own."""
+    batch, time = segment_ids.shape
+    t = jnp.arange(time)
+    starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    segment = jnp.cumsum(starts, axis=1) - 1
+    rows = jnp.arange(batch)[:, None]
+    lengths = jnp.zeros((batch, time), jnp.int32).at[rows, segment].add(1)
+    rounded = jnp.where(lengths > 0, jnp.left_shift(1, 32 - jax.lax.clz(jnp.maximum(lengths - 1, 0))), 0)
+    order = jnp.argsort(-rounded, axis=1)
+    ordered = jnp.take_along_axis(rounded, order, axis=1)
+    begin = jnp.zeros_like(rounded).at[rows, order].set(jnp.cumsum(ordered, axis=1) - ordered)
+    position = t - jax.lax.cummax(jnp.where(starts, t, 0), axis=1)
+    # A length n is rounded up to at most 2n − 1.
+    size = 1 << (2 * time - 2).bit_length()
+    return _Layout(size, jnp.take_along_axis(begin, segment, axis=1) + position, position)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    weights: jax.Array,
+    retention: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    """Log-linear attention over whole sequences.
+
+    Args:
+      q, k: [batch, time ≥ 1, heads, key_dim], floating point.
+      v: [batch, time, heads, value_dim].
+      weights: λ, [batch, time, heads, levels] with at least `num_levels(time)` levels.
+      retention: α ∈ [0, 1], [batch, time, heads]; None: no decay.
+      segment_ids: packed documents, integers [batch, time]: where the id changes, positions and states start afresh.
+
+    Returns:
+      [batch, time, heads, value_dim], of q's dtype.
+
+    Raises:
+      ValueError: a shape that does not fit.
+    """
+    _check("log_linear.attention", q, k, v, weights, retention)
+    if segment_ids is not None:
+        layout = _layout(segment_ids)
+        # What lies before the segment is at levels that the token does not have.
+        there = has_level(jnp.arange(weights.shape[-1]), layout.position[..., None, None])
+        own = layout.lay(jnp.where(there, weights, 0.0))
+        more = num_levels(layout.size) - own.shape[-1]
+        own = jnp.pad(own, ((0, 0),) * 3 + ((0, max(more, 0)),))
+        decay = None if retention is None else layout.lay(retention, 1.0)
+        return layout.gather(attention(layout.lay(q), layout.lay(k), layout.lay(v), own, decay))
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    time = q.shape[1]
+    size = max(1 << (time - 1).bit_length(), 1)
+    if retention is None:
+        retention = jnp.ones(q.shape[:3], wide)
+
+    def one(q: jax.Array, k: jax.Array, v: jax.Array, weights: jax.Array, decay: jax.Array) -> jax.Array:
+        """One head of one sequence, padded to a power of two."""
+        block = min(_BLOCK, size)
+        parts = lambda x, fill=0.0: jnp.pad(
+            x, ((0, size - time), *((0, 0),) * (x.ndim - 1)), constant_values=fill
+        ).reshape(-1, block, *x.shape[1:])
+        q, k, v, weights, decay = parts(q), parts(k), parts(v), parts(weights), parts(decay, 1.0)
+        start, pairwise = jax.vmap(decay_products)(decay)  # [parts, m], [parts, m, m]
+        level = level_of(jnp.arange(block)[:, None], jnp.arange(block))
+        shares = jnp.take_along_axis(weights, jnp.broadcast_to(level, (q.shape[0], block, block)), axis=2)
+        y = dot(exact(q, k.mT) * pairwise * shares, v, q.dtype)
+        states = dot((v * pairwise[:, -1, :, None]).mT, k, q.dtype)  # [parts, value_dim, key_dim]
+        whole = start[:, -1]
+        # q: decayed from its part's start; states: to its part's end; whole: a part's decay.
+        q = q * start[:, :, None]
+        while q.shape[0] > 1:
+            (first_q, second_q), (first, second) = neighbours(q), neighbours(whole)
+            (first_state, second_state), (first_y, second_y) = neighbours(states), neighbours(y)
+            (first_w, second_w) = neighbours(weights)
+            share = second_w[:, :, (second_q.shape[1] - 1).bit_length() + 1, None]
+            second_y = second_y + share * dot(second_q, first_state.mT, q.dtype)
+            join = lambda a, b: jnp.concatenate([a, b], axis=1)
+            y, weights = join(first_y, second_y), join(first_w, second_w)
+            q = join(first_q, first[:, None, None] * second_q)
+            states = second[:, None, None] * first_state + second_state
+            whole = first * second
+        return y[0, :time]
+
+    by_head = jax.vmap(one, in_axes=1, out_axes=1)
+    y = jax.vmap(by_head)(*(x.astype(wide) for x in (q, k, v, weights, retention)))
+    return y.astype(q.dtype)
+
+
+def segment_weights(connector: jax.Array, keys: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+    """λ of Log-Linear++: softmax over a token's levels of ⟨u_t, mean of the segment's keys⟩, without 1/√d.
+
+    Args:
+      connector: u, [batch, time ≥ 1, heads, key_dim].
+      keys: k, like u.
+      segment_ids: as in `attention`.
+
+    Returns:
+      [batch, time, heads, num_levels(time)], in at least float32; zero at levels that a token does not have.
+    """
+    time = connector.shape[1]
+    if segment_ids is not None:
+        layout = _layout(segment_ids)
+        scores = layout.gather(_segment_scores(layout.lay(connector), layout.lay(keys)))[..., : num_levels(time)]
+        return softmax(scores, layout.position[:, :, None, None])
+    return softmax(_segment_scores(connector, keys), jnp.arange(time)[None, :, None, None])
+
+
+def _segment_scores(connector: jax.Array, keys: jax.Array) -> jax.Array:
+    """⟨u_t, mean of the keys of the segment before t's own⟩ for each level, [batch, time, heads, num_levels(time)]."""
+    wide = jnp.promote_types(connector.dtype, jnp.float32)
+    time = connector.shape[1]
+    levels, size = num_levels(time), 1 << (time - 1).bit_length()
+
+    def one(u: jax.Array, k: jax.Array) -> jax.Array:
+        pad = lambda x: jnp.pad(x, ((0, size - time), (0, 0)))
+        u, k = pad(u), pad(k)
+        scores = [jnp.sum(u * k, axis=-1)]
+        for level in range(1, levels):
+            length = 1 << (level - 1)
+            means = jnp.mean(k.reshape(-1, length, k.shape[-1]), axis=1)
+            before = jnp.concatenate([jnp.zeros_like(means[:1]), means[:-1]])
+            rows = u.reshape(-1, length, u.shape[-1])
+            scores.append(jnp.einsum("ptd,pd->pt", rows, before, precision=jax.lax.Precision.HIGHEST).reshape(-1))
+        return jnp.stack(scores, axis=-1)[:time]
+
+    by_head = jax.vmap(one, in_axes=1, out_axes=1)
+    return jax.vmap(by_head)(connector.astype(wide), keys.astype(wide))

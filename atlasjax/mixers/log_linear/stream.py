@@ -1,0 +1,194 @@
+"""Log-linear attention from a state: one token, or the next piece of a stream."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.blocks import decay_products
+from atlasjax.mixers.log_linear.levels import level_of, num_levels, softmax
+
+_PIECE = 64  # tokens whose pairwise scores are formed
+
+
+class LogLinearState(NamedTuple):
+    """One state for each level; float32, batch axis first.
+
+    Attributes:
+      states: Σ v kᵀ of each level's segment, decayed, [batch, heads, levels, value_dim, key_dim].
+      key_sums: Σ k of it, [batch, heads, levels, key_dim].
+      position: tokens read, [batch], int32.
+    """
+
+    states: jax.Array
+    key_sums: jax.Array
+    position: jax.Array
+
+
+def init_state(batch_size: int, heads: int, key_dim: int, value_dim: int, max_length: int) -> LogLinearState:
+    """The state before the first token, for at most `max_length` tokens: a level more for each doubling.
+
+    Raises:
+      ValueError: max_length < 1.
+    """
+    levels = num_levels(max_length)
+    return LogLinearState(
+        states=jnp.zeros((batch_size, heads, levels, value_dim, key_dim)),
+        key_sums=jnp.zeros((batch_size, heads, levels, key_dim)),
+        position=jnp.zeros((batch_size,), jnp.int32),
+    )
+
+
+def _check_stream(where: str, state: LogLinearState, weights: jax.Array | None, connector: jax.Array | None) -> None:
+    if (weights is None) == (connector is None):
+        raise ValueError(f"{where}: give either weights or connector.")
+    levels = state.states.shape[2]
+    if weights is not None and weights.shape[-1] < levels:
+        raise ValueError(f"{where}: weights has {weights.shape[-1]} levels, should have {levels}.")
+
+
+def step(
+    state: LogLinearState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    weights: jax.Array | None = None,
+    retention: jax.Array | None = None,
+    connector: jax.Array | None = None,
+) -> tuple[jax.Array, LogLinearState]:
+    """One token of a stream.
+
+    Args:
+      state: from `init_state` or the last step.
+      q, k: [batch, heads, key_dim]; v: [batch, heads, value_dim].
+      weights: λ, [batch, heads, levels]; levels beyond the state's are not used. Or
+      connector: u of Log-Linear++, [batch, heads, key_dim], from which λ is formed. One of the two.
+      retention: α, [batch, heads]; None: no decay.
+
+    Returns:
+      y: [batch, heads, value_dim], NaN beyond the state's max_length, and the next state.
+
+    Raises:
+      ValueError: both or none of weights and connector, or too few levels.
+    """
+    _check_stream("log_linear.step", state, weights, connector)
+    levels, t = state.states.shape[2], state.position
+    wide = state.states.dtype
+    q_, k_, v_ = (x.astype(wide) for x in (q, k, v))
+    # Token t closes the segments below its lowest set bit n: they become the segment of level n + 1.
+    lowest = jnp.where(t > 0, 31 - jax.lax.clz(t & -t), -1)
+    level = jnp.arange(levels)
+    below, at = level <= lowest[:, None], (level == lowest[:, None] + 1) & (t > 0)[:, None]
+
+    def merge(x: jax.Array) -> jax.Array:
+        """[batch, heads, levels, …]: lower levels into one."""
+        expand = lambda mask: mask.reshape(mask.shape[0], 1, levels, *(1,) * (x.ndim - 3))
+        merged = jnp.sum(jnp.where(expand(below), x, 0.0), axis=2, keepdims=True)
+        return jnp.where(expand(at), merged, jnp.where(expand(below), 0.0, x))
+
+    states, sums = merge(state.states), merge(state.key_sums)
+    if retention is not None:
+        states = retention.astype(wide)[:, :, None, None, None] * states
+    states = states.at[:, :, 0].set(v_[..., :, None] * k_[..., None, :])
+    sums = sums.at[:, :, 0].set(k_)
+    if connector is not None:
+        length = jnp.left_shift(1, jnp.maximum(level - 1, 0))
+        scores = jnp.einsum("bhd,bhld->bhl", connector.astype(wide), sums, precision=jax.lax.Precision.HIGHEST)
+        shares = softmax(scores / length, t[:, None, None])
+    else:
+        assert weights is not None
+        shares = weights[..., :levels].astype(wide)
+    reads = jnp.einsum("bhlvk,bhk->bhlv", states, q_, precision=jax.lax.Precision.HIGHEST)
+    y = jnp.einsum("bhl,bhlv->bhv", shares, reads, precision=jax.lax.Precision.HIGHEST)
+    beyond = t >= 1 << (levels - 1)
+    y = jnp.where(beyond[:, None, None], jnp.nan, y)
+    return y.astype(q.dtype), LogLinearState(states, sums, t + 1)
+
+
+def extend(
+    state: LogLinearState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    weights: jax.Array | None = None,
+    retention: jax.Array | None = None,
+    connector: jax.Array | None = None,
+) -> tuple[jax.Array, LogLinearState]:
+    """The next piece of a stream, any time ≥ 1, which may begin anywhere: as many `step`s, 64 tokens at once.
+
+    Args:
+      state: from `init_state` or the last call.
+      q, k: [batch, time, heads, key_dim]; v: [batch, time, heads, value_dim].
+      weights, retention, connector: as in `step`, with the time axis.
+
+    Returns:
+      y: [batch, time, heads, value_dim], NaN beyond the state's max_length, and the next state.
+
+    Raises:
+      ValueError: as `step`.
+    """
+    _check_stream("log_linear.extend", state, weights, connector)
+    time, levels, wide = q.shape[1], state.states.shape[2], state.states.dtype
+    if time == 1:
+        first = lambda x: None if x is None else x[:, 0]
+        y, state = step(state, q[:, 0], k[:, 0], v[:, 0], first(weights), first(retention), first(connector))
+        return y[:, None], state
+    block = min(_PIECE, time)
+    count = -(-time // block)
+
+    def parts(x: jax.Array | None, fill: float = 0.0) -> jax.Array | None:
+        """[batch, time, heads, …] → [pieces, batch, heads, block, …]."""
+        if x is None:
+            return None
+        pad = ((0, 0), (0, count * block - time), *((0, 0),) * (x.ndim - 2))
+        x = jnp.pad(x.astype(wide), pad, constant_values=fill).reshape(x.shape[0], count, block, *x.shape[2:])
+        return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 3, 2)
+
+    if retention is None:
+        retention = jnp.ones(q.shape[:3], wide)
+    if weights is not None:
+        weights = weights[..., :levels]
+    lengths = jnp.minimum(time - jnp.arange(count, dtype=jnp.int32) * block, block)
+    tokens = (*map(parts, (q, k, v, weights)), parts(retention, 1.0), parts(connector))
+    # The gradient of a piece needs the state before it alone.
+    run = jax.checkpoint(_extend_piece, prevent_cse=False)
+    state, y = jax.lax.scan(run, state, (tokens, lengths))
+    y = jnp.moveaxis(y, 0, 1)  # [batch, pieces, heads, block, value_dim]
+    return jnp.swapaxes(y, 2, 3).reshape(q.shape[0], -1, *v.shape[2:])[:, :time].astype(q.dtype), state
+
+
+def _extend_piece(state: LogLinearState, xs: Any) -> tuple[LogLinearState, jax.Array]:
+    """Tokens [batch, heads, block, …], of which the first `length` are there; the others have zero keys and values."""
+    (q, k, v, weights, decay, connector), length = xs
+    einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    levels, block, wide = state.states.shape[2], q.shape[2], q.dtype
+    level = jnp.arange(levels)
+    t = state.position[:, None] + jnp.arange(block)
+    # Where the states' segments begin: those of the last token that was read. Absent ones are zero.
+    newest = state.position[:, None] - 1
+    begin = jnp.where(level == 0, newest, jnp.left_shift(jnp.right_shift(newest, level), level))
+    distance = lambda a, b: jnp.clip(level_of(a, b), 0, levels - 1)
+    of_state, of_token = distance(t[:, :, None], begin[:, None]), distance(t[:, :, None], t[:, None])
+    one_hot = lambda x: jax.nn.one_hot(x, levels, dtype=wide)
+    past = jnp.tril(jnp.ones((block, block), wide))
+    if connector is not None:
+        scores = einsum("bhtl,btlm->bhtm", einsum("bhtd,bhld->bhtl", connector, state.key_sums), one_hot(of_state))
+        scores += einsum("bhts,btsm->bhtm", einsum("bhtd,bhsd->bhts", connector, k) * past, one_hot(of_token))
+        shares = softmax(scores / jnp.left_shift(1, jnp.maximum(level - 1, 0)), t[:, None, :, None])
+    else:
+        shares = weights
+    share_of = lambda x: jnp.take_along_axis(shares, jnp.broadcast_to(x[:, None], (*q.shape[:3], x.shape[2])), axis=3)
+    from_start, pairwise = jax.vmap(jax.vmap(decay_products))(decay)
+    old = share_of(of_state) * from_start[..., None]
+    y = einsum("bhtlk,bhlvk->bhtv", old[..., None] * q[:, :, :, None], state.states)
+    y += einsum("bhts,bhsv->bhtv", einsum("bhtk,bhsk->bhts", q, k) * pairwise * share_of(of_token), v)
+    y = jnp.where((t >= 1 << (levels - 1))[:, None, :, None], jnp.nan, y)
+
+    end = state.position[:, None] + length - 1
+    moved, token = one_hot(distance(end, begin)), one_hot(distance(end, t))
+    written = token[:, None, :, :, None] * (v * pairwise[:, :, -1, :, None])[:, :, :, None]
+    states = einsum("bhlvk,blm->bhmvk", from_start[:, :, -1, None, None, None] * state.states, moved)
+    states += einsum("bhsmv,bhsk->bhmvk", written, k)
+    key_sums = einsum("bhld,blm->bhmd", state.key_sums, moved) + einsum("bhsd,bsm->bhmd", k, token)
+    return LogLinearState(states, key_sums, state.position + length), y
