@@ -1,0 +1,61 @@
+"""Melodi's short-term memory (Chen et al. 2024) within one layer: summary tokens, mixed linearly into the next block's memory."""
+
+import jax
+from flax import nnx
+
+from atlasjax.mixers import melodi
+from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.elastic import BlockProjections
+from atlasjax.nn.layers import Linear, RMSNorm
+from atlasjax.nn.parameters import normal, param
+
+
+class MelodiMixer(BlockProjections):
+    """Causal attention within blocks of L tokens and to the N memory tokens that the block before has written.
+
+    See `atlasjax.mixers.melodi` for the equations, and for what was decided where the paper is silent. Besides attention's
+    parameters it has the summary tokens, the linear map that mixes them with a block's tokens, and three norms:
+    N (dim + L + N + 1) + 3 dim numbers. So unlike those of "elastic" its parameters depend on the block size and on N.
+
+    Args:
+      config: see `BlockProjections`; norm_eps, elastic.block_size (L) and elastic.order (N).
+      rngs: source of the initial values. Summary tokens are standard normal, as what the layer's norm gives.
+
+    Raises:
+      ValueError: an odd head_dim.
+    """
+
+    mixer = "melodi"
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        summary, dim, self.eps = config.elastic.order, config.dim, config.norm_eps
+        self.summary = param(normal(rngs, (summary, dim), 1.0), None, "embed")
+        self.mixing = Linear((config.elastic.block_size + summary, summary), (None, None), bias=True, rngs=rngs)
+        norm = lambda: RMSNorm((dim,), ("embed",), config.norm_eps)
+        self.context_norm, self.summary_norm, self.memory_norm = norm(), norm(), norm()
+
+    def __call__(
+        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
+    ) -> jax.Array:
+        """Whole sequences: [batch, time, dim] → [batch, time, dim]; documents beyond max_segments get NaN."""
+        return melodi.attention(
+            x, self._weights(), rope_theta=self.theta, norm_eps=self.eps, segment_ids=segment_ids, max_segments=max_segments
+        )  # fmt: skip
+
+    def init_state(self, batch_size: int, max_length: int | None = None) -> melodi.MelodiState:
+        """The state before the first token; max_length has no effect."""
+        return melodi.init_state(batch_size, self._weights(), self.dtype)
+
+    def extend(self, x: jax.Array, state: melodi.MelodiState) -> tuple[jax.Array, melodi.MelodiState]:
+        """The next piece of a sequence, any time ≥ 1."""
+        return melodi.extend(x, self._weights(), state, rope_theta=self.theta, norm_eps=self.eps)
+
+    def _weights(self) -> melodi.Weights:
+        bias = self.mixing.bias
+        assert bias is not None
+        return melodi.Weights(
+            inputs=self.inputs.kernel[...], out=self.out.kernel[...], summary=self.summary[...],
+            mixing=self.mixing.kernel[...], mixing_bias=bias[...], context_norm=self.context_norm.scale[...],
+            summary_norm=self.summary_norm.scale[...], memory_norm=self.memory_norm.scale[...],
+        )  # fmt: skip
