@@ -106,7 +106,8 @@ PUBLISHED_SIZES: dict[str, Size] = {
 _ALL_SIZES = SIZES | PUBLISHED_SIZES
 _PUBLISHED = {
     **dict.fromkeys(
-        ("98m", "205m", "345m"), ("transformer++", "swa", "elastic-exp", "elastic-uniform", "elastic-uniform-mid")
+        ("98m", "205m", "345m"),
+        ("transformer++", "swa", "elastic-exp", "elastic-uniform", "elastic-uniform-mid", "memorizing", "infini"),
     ),
     "22m": ("gam", "gam-sum", "gam-global", "gam-local", "gam-transformer"),
 }
@@ -138,7 +139,11 @@ BASELINES: dict[str, dict[str, Any]] = {
     "gam-transformer": {"mixer": "attention", "attention": AttentionConfig(rope_theta=None, bias=True), **_GAM_FRAME},
 }
 
-# Samplings of Elastic Memory (E Table 1) → suffix of the preset. One layer has the memory, the others attention in a window.
+# Mixers of which a model has one layer, at three quarters of its depth (E §4); the others are attention in a window.
+ONE_LAYER: tuple[str, ...] = ("elastic", "memorizing", "infini")
+BASELINES |= {name: {"mixer": name} for name in ("memorizing", "infini")}
+
+# Samplings of Elastic Memory (E Table 1) → suffix of the preset.
 _ELASTIC = {"exp": "exponential", "uniform": "uniform", "uniform-mid": "uniform_mid"}
 BASELINES |= {
     f"elastic-{suffix}": {"mixer": "elastic", "elastic": ElasticConfig(sampling=sampling)}
@@ -211,12 +216,12 @@ def _fields(architecture: str, size_name: str) -> dict[str, Any]:
     if "caching" in changes:
         caching = CachingConfig(changes.pop("caching"), segment_size=size.cached_segment)
         changes["memory"] = dataclasses.replace(changes["memory"], caching=caching)
-    if "elastic" in mixers:
+    if mixer in ONE_LAYER:
         layers = size.fields["num_layers"]
-        memory_layer = round(3 * layers / 4) - 1  # the ninth of twelve (E §4)
-        changes["mixer"] = tuple("elastic" if i == memory_layer else "swa" for i in range(layers))
+        memory_layer = round(3 * layers / 4) - 1  # the ninth of twelve
+        changes["mixer"] = tuple(mixer if i == memory_layer else "swa" for i in range(layers))
         mixers = set(changes["mixer"])
-    if mixers & {"elastic", "block_attention"}:
+    if mixers & {*ONE_LAYER, "block_attention"}:
         changes["elastic"] = dataclasses.replace(changes.get("elastic", ElasticConfig()), **size.elastic)
     if mixers & {"swa", "mac", "mag", "mal"}:
         persistent = 0 if "swa" in mixers else 4 if size_name == "tiny" else 16

@@ -71,6 +71,11 @@ def test_sizes_of_other_papers():
         config = presets.get_preset(f"elastic-exp-{size}")
         assert count_parameters(config) == count
         assert (config.num_layers, config.head_dim, config.mixer.index("elastic")) == (12, 90, 8)
+        for name in ("memorizing", "infini"):  # a gate for each head more
+            baseline = presets.get_preset(f"{name}-{size}")
+            assert count_parameters(baseline) == count + config.num_heads
+            assert baseline.mixer.index(name) == 8
+            assert (baseline.elastic.order, baseline.elastic.block_size) == (540, 1024)
     counts = {name: count_parameters(presets.get_preset(f"{name}-22m")) for name in presets._PUBLISHED["22m"]}
     assert counts == {
         "gam": 22_599_680, "gam-sum": 19_447_808, "gam-global": 19_435_520, "gam-local": 17_874_944,

@@ -52,6 +52,8 @@ MIXERS: dict[str, type] = {
     "swa": SlidingWindowMixer,
     "block_attention": BlockMixer,
     "elastic": ElasticMixer,
+    "memorizing": baselines.MemorizingMixer,
+    "infini": baselines.InfiniMixer,
     "mamba": baselines.MambaMixer,
     "mamba2": baselines.Mamba2Mixer,
     "retnet": baselines.RetNetMixer,

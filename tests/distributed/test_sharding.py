@@ -87,6 +87,20 @@ def test_keys_and_values_are_split_over_batch_and_heads(mixer):
             assert leaf.spec[:3] == (None, ("data", "fsdp"), "tensor")
 
 
+@pytest.mark.parametrize("mixer", ["memorizing", "infini"])
+def test_memories_of_blocks_are_split_over_batch_and_heads(mixer):
+    config = dataclasses.replace(get_preset("titans-tiny"), mixer=mixer)
+    graphdef, params = nnx.split(abstract_model(config), nnx.Param)
+    cache = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_cache(8), params)
+    shardings = cache_shardings(cache, make_mesh(MeshConfig(2, 2, 2)))
+    held = P(None, ("data", "fsdp"), None, "tensor", None)
+    block, memory = shardings.block, shardings.memory
+    assert block.keys.spec == block.values.spec == held
+    assert block.position.spec == P(None, ("data", "fsdp"))
+    for leaf in memory:
+        assert leaf.spec == held if mixer == "memorizing" else leaf.spec[:3] == (None, ("data", "fsdp"), "tensor")
+
+
 def test_global_batch():
     mesh = make_mesh(MeshConfig(2, 2, 2))
     rows = np.arange(32, dtype=np.int32).reshape(8, 4)

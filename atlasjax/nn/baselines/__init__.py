@@ -3,10 +3,12 @@
 from atlasjax.nn.baselines.deltanet import DeltaNetMixer
 from atlasjax.nn.baselines.gated_deltanet import GatedDeltaNetMixer
 from atlasjax.nn.baselines.gla import GLAMixer
+from atlasjax.nn.baselines.infini import InfiniMixer
 from atlasjax.nn.baselines.log_linear import LogLinearMamba2Mixer, LogLinearMixer, LogLinearPlusPlusMixer
 from atlasjax.nn.baselines.longhorn import LonghornMixer
 from atlasjax.nn.baselines.mamba import MambaMixer
 from atlasjax.nn.baselines.mamba2 import Mamba2Mixer
+from atlasjax.nn.baselines.memorizing import MemorizingMixer
 from atlasjax.nn.baselines.retnet import RetNetMixer
 from atlasjax.nn.baselines.rwkv7 import RWKV7Mixer
 
@@ -14,12 +16,14 @@ __all__ = [
     "DeltaNetMixer",
     "GLAMixer",
     "GatedDeltaNetMixer",
+    "InfiniMixer",
     "LogLinearMamba2Mixer",
     "LogLinearMixer",
     "LogLinearPlusPlusMixer",
     "LonghornMixer",
     "Mamba2Mixer",
     "MambaMixer",
+    "MemorizingMixer",
     "RWKV7Mixer",
     "RetNetMixer",
 ]
