@@ -66,22 +66,25 @@ class Weights(NamedTuple):
     memory_norm: jax.Array
 
 
+class KeysAndValues(NamedTuple):
+    """Rotated keys [batch, size, heads, key_dim], and values [batch, size, heads, value_dim]."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
 class MelodiState(NamedTuple):
     """What is carried through a stream.
 
     Attributes:
-      memory_keys: of the memory tokens, rotated, [batch, summary, heads, key_dim].
-      memory_values: [batch, summary, heads, value_dim].
-      keys: of the current block, rotated, at their places, [batch, block_size, heads, key_dim].
-      values: [batch, block_size, heads, value_dim].
+      memory: of the memory tokens; size: summary.
+      block: of the current block, at their places; size: block_size.
       mixed: the tokens of the current block, as far as they are mixed, float32 [batch, summary, dim].
       position: tokens read, [batch].
     """
 
-    memory_keys: jax.Array
-    memory_values: jax.Array
-    keys: jax.Array
-    values: jax.Array
+    memory: KeysAndValues
+    block: KeysAndValues
     mixed: jax.Array
     position: jax.Array
 
@@ -124,7 +127,7 @@ def attention(
     q, k, v = grid.lay(q), grid.lay(k), grid.lay(v)
     if grid.touched == 1:  # nothing to remember
         return grid.pick(layer.attend(q[0], layer.places(batch), k[0], v[0], None)[None])
-    start = (*layer.empty_memory(batch, x.dtype), layer.nothing_mixed(batch))
+    start = layer.empty(batch, layer.summary, x.dtype), layer.nothing_mixed(batch)
     return grid.pick(_read_blocks(layer, q, k, v, x, grid, start)[0])
 
 
@@ -136,11 +139,8 @@ def init_state(batch_size: int, weights: Weights, dtype: Any) -> MelodiState:
     """
     x = jax.ShapeDtypeStruct((batch_size, 1, weights.inputs.shape[0]), dtype)
     layer = _make("melodi.init_state", x, weights, None, 1e-6)
-    zeros = lambda dim: jnp.zeros((batch_size, layer.block_size, layer.heads, dim), dtype)
-    return MelodiState(
-        *layer.empty_memory(batch_size, dtype), zeros(layer.key_dim), zeros(layer.value_dim),
-        layer.nothing_mixed(batch_size), jnp.zeros(batch_size, jnp.int32),
-    )  # fmt: skip
+    memory, block = (layer.empty(batch_size, size, dtype) for size in (layer.summary, layer.block_size))
+    return MelodiState(memory, block, layer.nothing_mixed(batch_size), jnp.zeros(batch_size, jnp.int32))
 
 
 def extend(
@@ -160,9 +160,10 @@ def extend(
     """
     layer = _make("melodi.extend", x, weights, rope_theta, norm_eps)
     wanted = jax.eval_shape(lambda: init_state(x.shape[0], weights, x.dtype))
-    for name, got, want in zip(MelodiState._fields, state, wanted):
+    for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(wanted), strict=True):
         if got.shape != want.shape:
-            raise ValueError(f"melodi.extend: state.{name} has shape {got.shape}, should be {want.shape}.")
+            name = jax.tree_util.keystr(path)
+            raise ValueError(f"melodi.extend: state{name} has shape {got.shape}, should be {want.shape}.")
     return (_one_token if x.shape[1] == 1 else _piece)(layer, x, state)
 
 
@@ -170,23 +171,21 @@ def _one_token(layer: "_Layer", x: jax.Array, state: MelodiState) -> tuple[jax.A
     size, rows = layer.block_size, jnp.arange(x.shape[0])
     index, place = state.position // size, state.position % size
     q, k, v = layer.rotated(x, place[:, None])
-    keys, values = state.keys.at[rows, place].set(k[:, 0]), state.values.at[rows, place].set(v[:, 0])
-    memory = layer.memory_source(state.memory_keys, state.memory_values, index)
+    keys, values = (held.at[rows, place].set(new[:, 0]) for held, new in zip(state.block, (k, v)))
+    memory = (*state.memory, _visible(index))
     y = layer.attend(q, place[:, None], keys, values, memory)
     normed = layer.context(x, y)[:, 0]
     taps = layer.weights.mixing[place].astype(x.dtype)
     mixed = state.mixed + jnp.einsum("bn,bd->bnd", taps, normed, preferred_element_type=jnp.float32)
     full = place == size - 1
 
-    def write(before: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        after = (*layer.write(keys, values, memory, mixed), jnp.zeros_like(mixed))
-        return tuple(
-            jnp.where(full.reshape(-1, *(1,) * (a.ndim - 1)), a, b) for a, b in zip(after, before, strict=True)
-        )
+    def write(before: tuple[KeysAndValues, jax.Array]) -> tuple[KeysAndValues, jax.Array]:
+        after = layer.write(keys, values, memory, mixed), jnp.zeros_like(mixed)
+        return jax.tree.map(lambda a, b: jnp.where(full.reshape(-1, *(1,) * (a.ndim - 1)), a, b), after, before)
 
-    before = (state.memory_keys, state.memory_values, mixed)
-    memory_keys, memory_values, mixed = jax.lax.cond(jnp.any(full), write, lambda before: before, before)
-    return y, MelodiState(memory_keys, memory_values, keys, values, mixed, state.position + 1)
+    before = state.memory, mixed
+    memory_after, mixed_after = jax.lax.cond(jnp.any(full), write, lambda before: before, before)
+    return y, MelodiState(memory_after, KeysAndValues(keys, values), mixed_after, state.position + 1)
 
 
 def _piece(layer: "_Layer", x: jax.Array, state: MelodiState) -> tuple[jax.Array, MelodiState]:
@@ -194,46 +193,55 @@ def _piece(layer: "_Layer", x: jax.Array, state: MelodiState) -> tuple[jax.Array
     size, (batch, time) = layer.block_size, x.shape[:2]
     grid, rows = continued(state.position, time, size), jnp.arange(batch)
     q, k, v = layer.rotated(x, (state.position[:, None] + jnp.arange(time)) % size)
-    kb, vb = grid.lay(k, state.keys), grid.lay(v, state.values)
-    start = (state.memory_keys, state.memory_values, state.mixed)
-    y, before, mixed, end = _read_blocks(layer, grid.lay(q), kb, vb, x, grid, start)
+    kb, vb = grid.lay(k, state.block.keys), grid.lay(v, state.block.values)
+    y, before, end = _read_blocks(layer, grid.lay(q), kb, vb, x, grid, (state.memory, state.mixed))
     last = unfinished(state.position, time, size)
-    at_last = lambda x, end: jnp.concatenate([x, end[None]])[last, rows]
-    mk, mv = at_last(before[0], end[0]), at_last(before[1], end[1])
-    mixed = at_last(mixed, end[2])
-    return grid.pick(y), MelodiState(mk, mv, kb[last, rows], vb[last, rows], mixed, state.position + time)
+    memory, mixed = jax.tree.map(lambda x, end: jnp.concatenate([x, end[None]])[last, rows], before, end)
+    block = KeysAndValues(kb[last, rows], vb[last, rows])
+    return grid.pick(y), MelodiState(memory, block, mixed, state.position + time)
 
 
 def _read_blocks(
-    layer: "_Layer", q: jax.Array, k: jax.Array, v: jax.Array, x: jax.Array, grid: Grid, start: tuple[jax.Array, ...]
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array, tuple[jax.Array, ...]]:
+    layer: "_Layer",
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    x: jax.Array,
+    grid: Grid,
+    start: tuple[KeysAndValues, jax.Array],
+) -> tuple[jax.Array, tuple[KeysAndValues, jax.Array], tuple[KeysAndValues, jax.Array]]:
     """The blocks that are touched, one after another.
 
     Args:
       q, k, v: rotated and laid, [blocks, batch, L, heads, dim].
       x: the tokens, [batch, time, dim].
-      start: keys and values of the memory before the first block, and what of it is mixed already.
+      start: the memory before the first block, and what of that block is mixed already.
 
     Returns:
-      o_x [blocks, batch, L, dim]; the memory before each block; what of each is mixed; and these two after the last.
+      o_x [blocks, batch, L, dim]; the memory before each block, and what of the block is mixed; these two after the last.
     """
     batch = x.shape[0]
     lies = grid.lay(jnp.ones(x.shape[:2], bool))
     place = layer.places(batch)
 
-    def block(carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], Any]:
-        memory_keys, memory_values, mixed = carry
+    def block(carry: tuple[KeysAndValues, jax.Array], xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+        memory, mixed = carry
         q, k, v, x, lies, m = xs
-        memory = layer.memory_source(memory_keys, memory_values, m)
-        y = layer.attend(q, place, k, v, memory)
+        source = (*memory, _visible(m))
+        y = layer.attend(q, place, k, v, source)
         normed = jnp.where(lies[:, :, None], layer.context(x, y), 0)
         mixed = mixed + layer.mix(normed, layer.weights.mixing[: layer.block_size])
-        after = (*layer.write(k, v, memory, mixed), jnp.zeros_like(mixed))
-        return after, (y, (memory_keys, memory_values), mixed)
+        after = layer.write(k, v, source, mixed), jnp.zeros_like(mixed)
+        return after, (y, (memory, mixed))
 
     xs = tuple(a[: grid.touched] for a in (q, k, v, grid.lay(x), lies, grid.index))
-    end, (y, before, mixed) = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), start, xs)
-    return y, before, mixed, end
+    end, (y, before) = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), start, xs)
+    return y, before, end
+
+
+def _visible(index: jax.Array) -> jax.Array:
+    """Whether queries of block `index`, [batch], see the memory: not in the first."""
+    return (index > 0)[:, None, None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,9 +260,9 @@ class _Layer:
     def places(self, batch: int) -> jax.Array:
         return jnp.broadcast_to(jnp.arange(self.block_size), (batch, self.block_size))
 
-    def empty_memory(self, batch: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        zeros = lambda dim: jnp.zeros((batch, self.summary, self.heads, dim), dtype)
-        return zeros(self.key_dim), zeros(self.value_dim)
+    def empty(self, batch: int, size: int, dtype: Any) -> KeysAndValues:
+        zeros = lambda dim: jnp.zeros((batch, size, self.heads, dim), dtype)
+        return KeysAndValues(zeros(self.key_dim), zeros(self.value_dim))
 
     def nothing_mixed(self, batch: int) -> jax.Array:
         return jnp.zeros((batch, self.summary, self.weights.summary.shape[1]), jnp.float32)
@@ -277,10 +285,6 @@ class _Layer:
         """[batch, tokens, dim], [tokens, summary] → float32 [batch, summary, dim]."""
         return jnp.einsum("btd,tn->bnd", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
 
-    def memory_source(self, keys: jax.Array, values: jax.Array, index: jax.Array) -> tuple[jax.Array, ...]:
-        """What every query of block `index`, [batch], sees of the memory: none of it in the first."""
-        return keys, values, (index > 0)[:, None, None]
-
     def attend(
         self, q: jax.Array, place: jax.Array, k: jax.Array, v: jax.Array, memory: tuple[jax.Array, ...] | None
     ) -> jax.Array:
@@ -293,10 +297,8 @@ class _Layer:
     def output(self, y: jax.Array) -> jax.Array:
         return y.reshape(*y.shape[:2], -1) @ self.weights.out.astype(y.dtype)
 
-    def write(
-        self, k: jax.Array, v: jax.Array, memory: tuple[jax.Array, ...], mixed: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of the next memory, from a full block's rotated keys, its values, and its tokens mixed."""
+    def write(self, k: jax.Array, v: jax.Array, memory: tuple[jax.Array, ...], mixed: jax.Array) -> KeysAndValues:
+        """Those of the next memory, from a full block's rotated keys, its values, and its tokens mixed."""
         batch, dtype, weights = k.shape[0], k.dtype, self.weights
         u = jnp.broadcast_to(weights.summary.astype(dtype), (batch, *weights.summary.shape))
         order = jnp.broadcast_to(jnp.arange(self.summary), (batch, self.summary))
@@ -308,7 +310,7 @@ class _Layer:
         mixed = mixed + self.mix(normed, weights.mixing[self.block_size :]) + weights.mixing_bias[:, None]
         z = self.normed(u + mixed, weights.memory_norm, dtype)
         _, keys, values = self.rotated(z, order - self.summary)
-        return keys, values
+        return KeysAndValues(keys, values)
 
 
 def _make(where: str, x: Any, weights: Weights, theta: float | None, eps: float) -> _Layer:

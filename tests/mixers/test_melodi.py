@@ -143,9 +143,9 @@ def test_streamed_is_parallel_at_every_split():
         close(y, expected)
         states.append(state)
     for state in states[1:]:
-        close(state.memory_keys, states[0].memory_keys)
+        close(state.memory.keys, states[0].memory.keys)
         close(state.mixed, states[0].mixed)
-        close(state.keys[:, :2], states[0].keys[:, :2])
+        close(state.block.keys[:, :2], states[0].block.keys[:, :2])
 
 
 def test_rows_of_a_stream_may_have_read_different_numbers_of_tokens():
@@ -195,7 +195,7 @@ def test_bfloat16():
         (lambda x, w: parallel(x, w._replace(mixing=w.mixing[:SUMMARY])), r"mixing has shape \(3, 3\).*block_size ≥ 1"),
         (lambda x, w: parallel(x, w._replace(inputs=w.inputs[..., :-1])), r"weights.inputs has shape .*2·key_dim"),
         (lambda x, w: parallel(x, w._replace(inputs=w.inputs[..., :-2])), "key_dim is 3, should be even"),
-        (lambda x, w: M.extend(x, weights(summary=2), fresh()), r"memory_keys has shape .*should be \(2, 2, 2, 4\)"),
+        (lambda x, w: M.extend(x, weights(summary=2), fresh()), r"state.memory.keys has shape .*should be \(2, 2, 2, 4\)"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(call, words):
