@@ -104,11 +104,13 @@ PUBLISHED_SIZES: dict[str, Size] = {
     ),
 }
 _ALL_SIZES = SIZES | PUBLISHED_SIZES
+# The architectures of each.
+_ELASTIC_TABLE = (
+    "transformer++", "transformer-block-recurrence", "swa", "elastic-exp", "elastic-uniform", "elastic-uniform-mid", "memorizing",
+    "infini", "melodi",
+)  # fmt: skip
 _PUBLISHED = {
-    **dict.fromkeys(
-        ("98m", "205m", "345m"),
-        ("transformer++", "swa", "elastic-exp", "elastic-uniform", "elastic-uniform-mid", "memorizing", "infini"),
-    ),
+    **dict.fromkeys(("98m", "205m", "345m"), _ELASTIC_TABLE),
     "22m": ("gam", "gam-sum", "gam-global", "gam-local", "gam-transformer"),
 }
 
@@ -140,8 +142,8 @@ BASELINES: dict[str, dict[str, Any]] = {
 }
 
 # Mixers of which a model has one layer, at three quarters of its depth (E §4); the others are attention in a window.
-ONE_LAYER: tuple[str, ...] = ("elastic", "memorizing", "infini")
-BASELINES |= {name: {"mixer": name} for name in ("memorizing", "infini")}
+ONE_LAYER: tuple[str, ...] = ("elastic", "memorizing", "infini", "melodi")
+BASELINES |= {name: {"mixer": name} for name in ("memorizing", "infini", "melodi")}
 
 # Samplings of Elastic Memory (E Table 1) → suffix of the preset.
 _ELASTIC = {"exp": "exponential", "uniform": "uniform", "uniform-mid": "uniform_mid"}
@@ -150,6 +152,7 @@ BASELINES |= {
     for suffix, sampling in _ELASTIC.items()
 }
 BASELINES["block-attention"] = {"mixer": "block_attention"}
+BASELINES["transformer-block-recurrence"] = {"mixer": "block_recurrence"}
 
 # Rules whose memories are cached (Memory Caching): suffix → aggregation, for the rules of that paper and of ATLAS.
 CACHED_RULES = ("linear_attention", "gated_delta_rule", "dla", "swla", "titans", "omeganet", "atlas")
@@ -221,7 +224,7 @@ def _fields(architecture: str, size_name: str) -> dict[str, Any]:
         memory_layer = round(3 * layers / 4) - 1  # the ninth of twelve
         changes["mixer"] = tuple(mixer if i == memory_layer else "swa" for i in range(layers))
         mixers = set(changes["mixer"])
-    if mixers & {*ONE_LAYER, "block_attention"}:
+    if mixers & {*ONE_LAYER, "block_attention", "block_recurrence"}:
         changes["elastic"] = dataclasses.replace(changes.get("elastic", ElasticConfig()), **size.elastic)
     if mixers & {"swa", "mac", "mag", "mal"}:
         persistent = 0 if "swa" in mixers else 4 if size_name == "tiny" else 16

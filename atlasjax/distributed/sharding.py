@@ -149,12 +149,14 @@ def cache_shardings(cache: PyTree, mesh: Mesh) -> PyTree:
     from atlasjax.memory import CachedState, KernelState, MemoryState
     from atlasjax.mixers.attention import KVCache, WindowCache
     from atlasjax.mixers.block_memory import CurrentBlock
+    from atlasjax.mixers.block_recurrence import BlockRecurrenceState
     from atlasjax.mixers.infini import Associative
+    from atlasjax.mixers.melodi import KeysAndValues
     from atlasjax.mixers.memorizing import Queue
 
     # Where the heads axis is in the arrays of each that have one, which are those of at least this rank.
     heads_axis = {MemoryState: 2, KernelState: 2, CachedState: 2, KVCache: 3, WindowCache: 3, ElasticState: 3}
-    heads_axis |= {CurrentBlock: 3, Queue: 3, Associative: 2}
+    heads_axis |= {CurrentBlock: 3, Queue: 3, Associative: 2, BlockRecurrenceState: 4, KeysAndValues: 3}
 
     def spec(leaf: jax.ShapeDtypeStruct, heads: int | None) -> NamedSharding:
         axes: list[Any] = [None] * leaf.ndim

@@ -91,7 +91,7 @@ class ElasticConfig:
     """Elastic Memory (`atlasjax.elastic`): the past as Legendre coefficients, read at sampled positions.
 
     Attributes:
-      order: N ≥ 1 coefficients of each channel of keys and values; of "memorizing", tokens of its queue.
+      order: N ≥ 1 coefficients of each channel of keys and values; tokens of the queue of "memorizing", of the summary of "melodi".
       samples: L_mem ≥ 1 positions at which the past is read; None: as many as coefficients.
       block_size: L ≥ 1 tokens of a block, which sees itself exactly and what was before it through memory.
       sampling: a name of `elastic.sampling.SAMPLINGS`; may be another one than in training.
@@ -148,7 +148,7 @@ class ModelConfig:
       memory: the memory of the mixers that have one ("memory", "mac", "mag", "mal").
       attention: the attention of the mixers that have it.
       ssm: sizes of the state space models.
-      elastic: the memory of "elastic"; the block size of all that attend within blocks, and the queue of "memorizing".
+      elastic: the memory of "elastic"; the block size of all that attend within blocks, and N of "memorizing" and "melodi".
       gam: sizes of "gam".
       norm: of the residual stream, "rms" or "layer" (with a bias). Norms inside mixers are as their papers have them.
       positions: "none", or "learned": a table that is added to the embedding; it has no entry beyond max_positions, so

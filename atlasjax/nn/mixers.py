@@ -54,6 +54,8 @@ MIXERS: dict[str, type] = {
     "elastic": ElasticMixer,
     "memorizing": baselines.MemorizingMixer,
     "infini": baselines.InfiniMixer,
+    "melodi": baselines.MelodiMixer,
+    "block_recurrence": baselines.BlockRecurrenceMixer,
     "mamba": baselines.MambaMixer,
     "mamba2": baselines.Mamba2Mixer,
     "retnet": baselines.RetNetMixer,

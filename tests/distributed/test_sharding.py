@@ -101,6 +101,23 @@ def test_memories_of_blocks_are_split_over_batch_and_heads(mixer):
         assert leaf.spec == held if mixer == "memorizing" else leaf.spec[:3] == (None, ("data", "fsdp"), "tensor")
 
 
+@pytest.mark.parametrize("mixer", ["melodi", "block_recurrence"])
+def test_keys_and_values_of_blocks_are_split_over_batch_and_heads(mixer):
+    """All that has heads, and nothing else, is split over tensor too."""
+    config = dataclasses.replace(get_preset("titans-tiny"), mixer=mixer)
+    graphdef, params = nnx.split(abstract_model(config), nnx.Param)
+    cache = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_cache(8), params)
+    shardings = cache_shardings(cache, make_mesh(MeshConfig(2, 2, 2)))
+    if mixer == "melodi":
+        assert {leaf.spec for leaf in (*shardings.memory, *shardings.block)} == {
+            P(None, ("data", "fsdp"), None, "tensor", None)
+        }
+        assert shardings.mixed.spec == P(None, ("data", "fsdp"), None, None)
+    else:
+        assert shardings.keys.spec == shardings.values.spec == P(None, ("data", "fsdp"), None, None, "tensor", None)
+    assert shardings.position.spec == P(None, ("data", "fsdp"))
+
+
 def test_global_batch():
     mesh = make_mesh(MeshConfig(2, 2, 2))
     rows = np.arange(32, dtype=np.int32).reshape(8, 4)

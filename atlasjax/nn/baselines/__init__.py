@@ -1,5 +1,6 @@
 """Baseline mixers (SEMANTICS 7), one file each: a Mixer by the protocol of `atlasjax.nn.mixers`."""
 
+from atlasjax.nn.baselines.block_recurrence import BlockRecurrenceMixer
 from atlasjax.nn.baselines.deltanet import DeltaNetMixer
 from atlasjax.nn.baselines.gated_deltanet import GatedDeltaNetMixer
 from atlasjax.nn.baselines.gla import GLAMixer
@@ -8,11 +9,13 @@ from atlasjax.nn.baselines.log_linear import LogLinearMamba2Mixer, LogLinearMixe
 from atlasjax.nn.baselines.longhorn import LonghornMixer
 from atlasjax.nn.baselines.mamba import MambaMixer
 from atlasjax.nn.baselines.mamba2 import Mamba2Mixer
+from atlasjax.nn.baselines.melodi import MelodiMixer
 from atlasjax.nn.baselines.memorizing import MemorizingMixer
 from atlasjax.nn.baselines.retnet import RetNetMixer
 from atlasjax.nn.baselines.rwkv7 import RWKV7Mixer
 
 __all__ = [
+    "BlockRecurrenceMixer",
     "DeltaNetMixer",
     "GLAMixer",
     "GatedDeltaNetMixer",
@@ -23,6 +26,7 @@ __all__ = [
     "LonghornMixer",
     "Mamba2Mixer",
     "MambaMixer",
+    "MelodiMixer",
     "MemorizingMixer",
     "RWKV7Mixer",
     "RetNetMixer",

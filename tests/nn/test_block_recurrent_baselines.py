@@ -1,0 +1,68 @@
+"""Melodi and block recurrence as layers of a model: their parameters, packed documents, a stream, what they refuse."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from atlasjax.nn import ElasticConfig, LanguageModel, ModelConfig, count_parameters
+
+CONFIG = ModelConfig(
+    vocab_size=40, dim=16, num_layers=2, num_heads=2, mlp_dim=16, mixer=("melodi", "block_recurrence"),
+    elastic=ElasticConfig(order=3, block_size=4), dtype="float32", remat=False,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_fast():
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def test_documents_streams_and_gradients():
+    """A packed row, its documents alone, and each of them streamed are one function; every parameter has a gradient."""
+    graphdef, params = nnx.split(LanguageModel(CONFIG, rngs=nnx.Rngs(0)), nnx.Param)
+    x = jax.random.randint(jax.random.key(1), (2, 23), 0, 40)
+    ids = jnp.asarray(np.repeat([[1, 2], [4, 3]], [10, 13], axis=1))
+    model = nnx.merge(graphdef, params)
+
+    def loss(params):
+        y = nnx.merge(graphdef, params)(x, ids, 2)
+        return jnp.sum(jax.nn.log_softmax(y)[..., 0]), y
+
+    (_, y), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    assert all(bool(jnp.any(leaf != 0)) for leaf in jax.tree.leaves(gradient))
+    extend = jax.jit(lambda params, x, cache: nnx.merge(graphdef, params).extend(x, cache))
+    for start, stop in ((0, 10), (10, 23)):
+        cache, pieces = model.init_cache(2), []
+        shapes = jax.tree.map(jnp.shape, cache)
+        for first, last in ((start, start + 7), (start + 7, start + 8), (start + 8, stop)):
+            piece, cache = extend(params, x[:, first:last], cache)
+            pieces.append(piece)
+        assert jax.tree.map(jnp.shape, cache) == shapes
+        found, expected = jnp.concatenate(pieces, axis=1), y[:, start:stop]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+def test_parameters():
+    """Block recurrence has none but attention's; Melodi N (dim + L + N + 1) + 3 dim more."""
+    count = lambda mixer: count_parameters(dataclasses.replace(CONFIG, mixer=mixer, num_layers=1))
+    assert count("block_recurrence") == count("attention")
+    assert count("melodi") - count("attention") == 3 * (16 + 4 + 3 + 1) + 3 * 16
+
+
+@pytest.mark.parametrize("mixer", ["melodi", "block_recurrence"])
+def test_odd_heads_are_refused(mixer):
+    with pytest.raises(ValueError, match=f"head_dim=7 must be even for rotary positions in mixer '{mixer}'"):
+        LanguageModel(dataclasses.replace(CONFIG, mixer=mixer, head_dim=7), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("field", ["order", "block_size"])
+def test_sizes_below_one_are_refused(field):
+    with pytest.raises(ValueError, match=f"{field} must be an integer ≥ 1, got 0"):
+        ElasticConfig(**{field: 0})
