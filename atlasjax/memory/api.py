@@ -33,9 +33,9 @@ State = MemoryState | KernelState | CachedState
 
 def init_params(rule: AnyRule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
     """Fresh learned parameters of a rule: `state.init_params`, `kernelized.init_params`. Every leaf has the heads axis first."""
-    module: Any = kernelized if isinstance(rule, KernelRule) else state_lib
     if isinstance(rule, CachedRule):
         rule = rule.rule
+    module: Any = kernelized if isinstance(rule, KernelRule) else state_lib
     return module.init_params(rule, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
 
 

@@ -6,22 +6,22 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import check
-from atlasjax.memory.caching import parallel, streaming
+from atlasjax.memory.caching import memories, parallel, streaming
 from atlasjax.memory.caching.reference import reference_cached
 from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.caching.state import CachedState, init_state, tokens_of
-from atlasjax.memory.state import Gates, MemoryParams, infer_key_dim
+from atlasjax.memory.caching.state import AnyParams, CachedState, init_state, tokens_of
+from atlasjax.memory.state import Gates
 from atlasjax.names import lookup
 
 IMPLEMENTATIONS = ("xla", "reference")
 
 
 def _check(
-    rule: CachedRule, params: MemoryParams, state: Any, q: Any, k: Any, v: Any, gates: Any, *, time: bool, where: str
+    rule: CachedRule, params: AnyParams, state: Any, q: Any, k: Any, v: Any, gates: Any, *, time: bool, where: str
 ) -> None:
     connector = gates.connector if isinstance(gates, Gates) else None
     plain = gates._replace(connector=None) if isinstance(gates, Gates) else gates
-    check.check_call(rule.rule, params, None, q, k, v, plain, time=time, where=where)
+    memories.check_call(rule, params, q, k, v, plain, time=time, where=where)
     needed = "connector" in rule.gate_channels(q.shape[-1])
     if needed and connector is None:
         raise ValueError(
@@ -40,7 +40,7 @@ def _check(
         check_state(rule, params, state, q.shape[0], where)
 
 
-def check_state(rule: CachedRule, params: MemoryParams, state: Any, batch: int, where: str) -> None:
+def check_state(rule: CachedRule, params: AnyParams, state: Any, batch: int, where: str) -> None:
     """Raise where `state` is not a state of this rule with these parameters and this batch size."""
     if not isinstance(state, CachedState):
         raise TypeError(f"{where}: state must be a CachedState, got {type(state).__name__}.")
@@ -59,7 +59,7 @@ def check_state(rule: CachedRule, params: MemoryParams, state: Any, batch: int, 
 
 def scan(
     rule: CachedRule,
-    params: MemoryParams,
+    params: AnyParams,
     state: CachedState | None,
     q: jax.Array,
     k: jax.Array,
@@ -110,7 +110,7 @@ def scan(
 
 def step(
     rule: CachedRule,
-    params: MemoryParams,
+    params: AnyParams,
     state: CachedState,
     q: jax.Array,
     k: jax.Array,
@@ -127,13 +127,12 @@ def step(
 
 
 def read(
-    rule: CachedRule, params: MemoryParams, state: CachedState, q: jax.Array, connector: jax.Array | None = None
+    rule: CachedRule, params: AnyParams, state: CachedState, q: jax.Array, connector: jax.Array | None = None
 ) -> jax.Array:
     """`memory.read` of a cached rule: what a token that was read last would read; u = q where no connector is given."""
     batch = state.position.shape[0] if isinstance(state, CachedState) else 1
     check_state(rule, params, state, batch, "memory.read")
-    heads = next(iter(params.weights.values())).shape[0]
-    shape = (batch, "time", heads, infer_key_dim(rule.rule, params))
+    shape = (batch, "time", *memories.sizes(rule, params))
     check._shape("q", q, shape, "memory.read")
     check._floating("q", q, "memory.read")
     if connector is not None:
@@ -143,7 +142,7 @@ def read(
 
 def reference(
     rule: CachedRule,
-    params: MemoryParams,
+    params: AnyParams,
     state: None,
     q: jax.Array,
     k: jax.Array,

@@ -6,20 +6,18 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import layout
-from atlasjax.memory import state as base
 from atlasjax.memory.caching import gates as gating
-from atlasjax.memory.caching import read
+from atlasjax.memory.caching import memories, read
 from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.caching.state import CachedState, Tokens, empty_cache
+from atlasjax.memory.caching.state import AnyParams, CachedState, Tokens, empty_cache
 from atlasjax.memory.chunk import Soup
-from atlasjax.memory.engine import xla_scan
 from atlasjax.memory.slots import choose
-from atlasjax.memory.state import MemoryParams, MemoryState
+from atlasjax.memory.state import MemoryState
 
 
 def parallel_scan(
     rule: CachedRule,
-    params: MemoryParams,
+    params: AnyParams,
     tokens: Tokens,
     segment_ids: jax.Array | None,
     max_segments: int | None,
@@ -31,7 +29,7 @@ def parallel_scan(
     rows = jax.tree.map(lambda x: _to_segments(x, grid, size), tokens)  # [segments, batch, C, heads, …]
     lengths = grid.lengths
     y, ends, starts = _write(rule, params, rows, lengths, grid.resets)
-    weights = rule.rule.weights(ends.memory)
+    weights = memories.weights_of(rule, ends)
     if rule.stop_gradient:
         weights = jax.lax.stop_gradient(weights)
     y = _read(rule, params, rows, y, weights, grid.visible, starts)
@@ -99,7 +97,7 @@ def _from_segments(y: jax.Array, grid: _Grid, time: int) -> jax.Array:
 
 
 def _write(
-    rule: CachedRule, params: MemoryParams, rows: Tokens, lengths: jax.Array | None, resets: jax.Array | None
+    rule: CachedRule, params: AnyParams, rows: Tokens, lengths: jax.Array | None, resets: jax.Array | None
 ) -> tuple[jax.Array, MemoryState, MemoryState | None]:
     """M_t(q_t) of the segments' own memories, [segments, batch, C, heads, value_dim], the states at their ends, and those at their
     starts (None: fresh)."""
@@ -110,16 +108,16 @@ def _write(
         apart = lambda x: x.reshape(count, batch, *x.shape[1:])
         q, k, v, gates, _ = jax.tree.map(flat, rows)
         short = None if lengths is None else lengths.reshape(-1)
-        y, ends = xla_scan(rule.rule, params, None, q, k, v, gates, lengths=short)
+        y, ends = memories.scan(rule, params, None, q, k, v, gates, lengths=short)
         y, ends = apart(y), jax.tree.map(apart, ends)
     else:
-        fresh = base.init_state(rule.rule, params, batch_size=batch)
+        fresh = memories.init_state(rule, params, batch)
 
         def segment(state: MemoryState, xs: Any) -> tuple[MemoryState, Any]:
             (q, k, v, gates, _), lengths, reset = xs
             if reset is not None:
                 state = choose(reset, fresh, state)
-            y, after = xla_scan(rule.rule, params, state, q, k, v, gates, lengths=lengths)
+            y, after = memories.scan(rule, params, state, q, k, v, gates, lengths=lengths)
             return after, (y, after, state if rule.mixes_weights else None)
 
         run = jax.checkpoint(segment, prevent_cse=False)
@@ -133,7 +131,7 @@ def _write(
 
 
 def _read(
-    rule: CachedRule, params: MemoryParams, rows: Tokens, y: jax.Array, weights: Any, visible: jax.Array,
+    rule: CachedRule, params: AnyParams, rows: Tokens, y: jax.Array, weights: Any, visible: jax.Array,
     starts: MemoryState | None,
 ) -> jax.Array:  # fmt: skip
     """What the tokens read of all memories: [segments, batch, heads, C, value_dim].
@@ -170,7 +168,7 @@ def _read(
 
 
 def _read_selected(
-    rule: CachedRule, params: MemoryParams, weights: Any, q: jax.Array, own_read: jax.Array, scores: jax.Array,
+    rule: CachedRule, params: AnyParams, weights: Any, q: jax.Array, own_read: jax.Array, scores: jax.Array,
     own: jax.Array, seen: jax.Array, dtype: Any,
 ) -> jax.Array:  # fmt: skip
     count, batch, heads, size = q.shape[:4]
@@ -186,7 +184,7 @@ def _read_selected(
 
 
 def _read_soup(
-    rule: CachedRule, params: MemoryParams, rows: Tokens, weights: Any, gamma: jax.Array, mine: jax.Array,
+    rule: CachedRule, params: AnyParams, rows: Tokens, weights: Any, gamma: jax.Array, mine: jax.Array,
     starts: MemoryState | None,
 ) -> jax.Array:  # fmt: skip
     """The segments once more, with the cached layers mixed into every read.
@@ -199,14 +197,14 @@ def _read_soup(
     def segment(row: Tokens, shares: jax.Array, start: MemoryState | None) -> jax.Array:
         q, k, v, gates, _ = row
         soup = Soup(mixed, jnp.swapaxes(shares, 1, 2))
-        return xla_scan(rule.rule, params, start, q, k, v, gates, soup=soup)[0]
+        return memories.scan(rule, params, start, q, k, v, gates, soup=soup)[0]
 
     y = jax.vmap(segment)(rows, shares, starts)
     return jnp.swapaxes(y.astype(mine.dtype), 2, 3)
 
 
 def _last_state(
-    rule: CachedRule, params: MemoryParams, grid: _Grid, rows: Tokens, ends: MemoryState, weights: Any, time: int,
+    rule: CachedRule, params: AnyParams, grid: _Grid, rows: Tokens, ends: MemoryState, weights: Any, time: int,
     segment_ids: jax.Array | None,
 ) -> CachedState:  # fmt: skip
     """The state after the call: the last segment's memory, and those before it in its document."""

@@ -12,32 +12,48 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlasjax.memory.blocks import dot
+from atlasjax.memory.caching import memories as memories_of
+from atlasjax.memory.caching.state import AnyParams
 from atlasjax.memory.chunk import mix
+from atlasjax.memory.kernelized.rule import KernelRule
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import MemoryParams, Weights
 
 _BLOCK = 128  # tokens that read one memory together in `read_selected`
 
 
-def branch(rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, weights: Weights, q: jax.Array) -> jax.Array:
+def branch(
+    rule: MemoryRule | KernelRule, dtype: jnp.dtype, params: AnyParams, weights: Weights, q: jax.Array
+) -> jax.Array:
     """Reads of one memory of one head: weights [out, in], q [n, key_dim] → [n, value_dim]."""
+    if isinstance(rule, KernelRule):
+        return memories_of.kernel_branch(rule, dtype, weights, q)
+    assert isinstance(params, MemoryParams)
     x = rule.features.apply(params.coefficients, q)
     outermost = next(iter(rule.structure.weight_shapes(1, 1)))
     skip = jnp.zeros((q.shape[0], weights[outermost].shape[0]), q.dtype) if rule.structure.residual else None
     return rule.structure.apply(lambda name, h: dot(h, weights[name].T, dtype), x, skip, params.norm)
 
 
-def skip_of(rule: MemoryRule, params: MemoryParams, q: jax.Array) -> jax.Array | None:
+def skip_of(rule: MemoryRule | KernelRule, params: AnyParams, q: jax.Array) -> jax.Array | None:
     """r(q), what a memory with a residual adds its branch to: q [..., heads, n, key_dim] → [..., heads, n, value_dim]."""
     if not rule.structure.residual:
         return None
+    if isinstance(rule, KernelRule):
+        return q
+    assert isinstance(params, MemoryParams)
     features, coefficients = rule.features, params.coefficients
     axes = None if coefficients is None else 0
     return jax.vmap(features.degree_one, in_axes=(axes, -3), out_axes=-3)(coefficients, q)
 
 
 def join(
-    rule: MemoryRule, params: MemoryParams, q: jax.Array, own_read: jax.Array, mine: jax.Array, others: jax.Array
+    rule: MemoryRule | KernelRule,
+    params: AnyParams,
+    q: jax.Array,
+    own_read: jax.Array,
+    mine: jax.Array,
+    others: jax.Array,
 ) -> jax.Array:
     """The input of a residual once, and the weighed branches; all [..., heads, tokens, …]."""
     skip = skip_of(rule, params, q)
@@ -46,16 +62,16 @@ def join(
     return skip + mine[..., None] * (own_read - skip) + others
 
 
-def _over_heads(rule: MemoryRule, dtype: jnp.dtype) -> Callable[..., jax.Array]:
+def _over_heads(rule: MemoryRule | KernelRule, dtype: jnp.dtype) -> Callable[..., jax.Array]:
     """`branch` for [batch, heads, …]."""
     one = functools.partial(branch, rule, dtype)
     return jax.vmap(jax.vmap(one), in_axes=(None, 0, 0))
 
 
 def read_earlier(
-    rule: MemoryRule,
+    rule: MemoryRule | KernelRule,
     dtype: jnp.dtype,
-    params: MemoryParams,
+    params: AnyParams,
     memories: Weights,
     q: jax.Array,
     gamma: jax.Array,
@@ -78,8 +94,7 @@ def read_earlier(
     reader, earlier = np.tril_indices(segments, -1)
     near = reader - earlier <= reach
     reader, earlier = reader[near], earlier[near]
-    value_dim = memories[next(iter(rule.structure.weight_shapes(1, 1)))].shape[-2]
-    y = jnp.zeros((*q.shape[:-1], value_dim), q.dtype)
+    y = jnp.zeros((*q.shape[:-1], memories_of.value_dim(rule, memories)), q.dtype)
     if not len(reader):
         return y
     run = _over_heads(rule, dtype)
@@ -96,7 +111,12 @@ def read_earlier(
 
 
 def read_all(
-    rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, memories: Weights, q: jax.Array, gamma: jax.Array
+    rule: MemoryRule | KernelRule,
+    dtype: jnp.dtype,
+    params: AnyParams,
+    memories: Weights,
+    q: jax.Array,
+    gamma: jax.Array,
 ) -> jax.Array:
     """Every token reads every memory, one memory after another: Σ_i γ_i M^(i)(q).
 
@@ -108,16 +128,15 @@ def read_all(
         weights, gamma = xs
         return y + gamma[..., None] * run(params, weights, q), None
 
-    value_dim = memories[next(iter(rule.structure.weight_shapes(1, 1)))].shape[-2]
     first = lambda x, axis: jnp.moveaxis(x, axis, 0)
-    y = jnp.zeros((*q.shape[:-1], value_dim), q.dtype)
+    y = jnp.zeros((*q.shape[:-1], memories_of.value_dim(rule, memories)), q.dtype)
     return jax.lax.scan(one, y, (jax.tree.map(lambda w: first(w, 2), memories), first(gamma, -1)))[0]
 
 
 def read_selected(
-    rule: MemoryRule,
+    rule: MemoryRule | KernelRule,
     dtype: jnp.dtype,
-    params: MemoryParams,
+    params: AnyParams,
     memories: Weights,
     q: jax.Array,
     index: jax.Array,
@@ -178,9 +197,17 @@ def read_selected(
 
 
 def read_mixed(
-    rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, memories: Weights, q: jax.Array, gamma: jax.Array
+    rule: MemoryRule | KernelRule,
+    dtype: jnp.dtype,
+    params: AnyParams,
+    memories: Weights,
+    q: jax.Array,
+    gamma: jax.Array,
 ) -> jax.Array:
     """A soup's branch: layers mixed for each token; arguments as in `read_all`."""
+
+    assert isinstance(rule, MemoryRule)
+    assert isinstance(params, MemoryParams)
 
     def one(params: MemoryParams, memories: Weights, q: jax.Array, gamma: jax.Array) -> jax.Array:
         x = rule.features.apply(params.coefficients, q)

@@ -5,11 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import state as base
+from atlasjax.memory.caching import memories as memories_of
 from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.caching.state import Tokens
-from atlasjax.memory.reference import reference_scan
-from atlasjax.memory.state import MemoryParams
+from atlasjax.memory.caching.state import AnyParams, Tokens
+from atlasjax.memory.kernelized import KernelRule
+from atlasjax.memory.kernelized.reference import read_one
+from atlasjax.memory.rule import MemoryRule
 
 
 def _gates(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array) -> jax.Array:
@@ -30,6 +31,7 @@ def _gates(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Arr
 def _read(rule: CachedRule, params: Any, memories: dict, gamma: jax.Array, x: jax.Array) -> jax.Array:
     """One token of one head: memories [1 + n, out, in], gamma [1 + n], x [key_dim]."""
     one = rule.rule
+    assert isinstance(one, MemoryRule)
     if rule.aggregation == "soup":
         return read_one_of(rule, params, jax.tree.map(lambda w: jnp.tensordot(gamma, w, 1), memories), x)
     skip = one.features.degree_one(params.coefficients, x) if one.structure.residual else 0.0
@@ -37,25 +39,42 @@ def _read(rule: CachedRule, params: Any, memories: dict, gamma: jax.Array, x: ja
     return skip + jnp.tensordot(gamma, branches, 1)
 
 
+def _read_kernels(rule: CachedRule, memories: dict, gamma: jax.Array, x: jax.Array, own_read: jax.Array) -> jax.Array:
+    """As `_read` for kernel memories, each over its own Z; own_read: M_t(x) of the token's own, the first of `memories`."""
+    one = rule.rule
+    assert isinstance(one, KernelRule)
+
+    def read(theta: dict) -> jax.Array:
+        entries = {"keys": theta["keys"], "a": theta["coefficients"], "rho": theta["decay"][:, 0]}
+        present = jnp.ones(entries["rho"].shape, bool)
+        return read_one(one, {**entries, "weights": theta, "present": present}, x)
+
+    skip = x if one.structure.residual else 0.0
+    branches = jax.vmap(read)(memories) - skip
+    return skip + gamma[0] * (own_read - skip) + jnp.tensordot(gamma[1:], branches[1:], 1)
+
+
 def read_one_of(rule: CachedRule, params: Any, weights: dict, x: jax.Array) -> jax.Array:
     """M(φ(x)) of one head from the weights themselves."""
     one = rule.rule
+    assert isinstance(one, MemoryRule)
     features = one.features.apply(params.coefficients, x)
     skip = one.features.degree_one(params.coefficients, x) if one.structure.residual else None
     return one.structure.apply(lambda name, h: weights[name] @ h, features, skip, params.norm)
 
 
 def reference_cached(
-    rule: CachedRule, params: MemoryParams, tokens: Tokens, segment_ids: jax.Array | None = None
+    rule: CachedRule, params: AnyParams, tokens: Tokens, segment_ids: jax.Array | None = None
 ) -> jax.Array:
     """y of a call from a fresh memory, [batch, time, heads, value_dim]; tokens as `parallel_scan`."""
     dtype = jnp.promote_types(tokens.q.dtype, jnp.float32)
     wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
     batch, time, heads, key_dim = tokens.q.shape
     params, tokens = jax.tree.map(wide, (params, tokens))
-    fresh = jax.tree.map(wide, base.init_state(rule.rule, params, batch_size=1))
+    fresh = jax.tree.map(wide, memories_of.init_state(rule, params, 1))
     ids = jnp.zeros((batch, time), jnp.int32) if segment_ids is None else segment_ids
-    theta = rule.rule.weights(fresh.memory)
+    theta = memories_of.weights_of(rule, fresh)
+    kernel = isinstance(rule.rule, KernelRule)
     stop = jax.lax.stop_gradient if rule.stop_gradient else lambda x: x
     most = time // rule.segment_size + 1
     when = lambda condition, a, b: jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
@@ -66,7 +85,7 @@ def reference_cached(
         c = dict(carry)
         begins = (document != c["document"]) & (c["document"] >= 0)
         full = (c["position"] == rule.segment_size) & ~begins
-        done = stop(rule.rule.weights(c["online"].memory))
+        done = stop(memories_of.weights_of(rule, c["online"]))
         put = lambda old, new: jnp.where(full, old.at[c["last"]].set(new), old)
         c["thetas"] = {name: put(old, done[name][0]) for name, old in c["thetas"].items()}
         c["keys"] = put(c["keys"], _pool(rule, c["key_sum"], c["position"]))
@@ -79,21 +98,28 @@ def reference_cached(
         c["document"] = document
 
         q, k, v, gates, _ = jax.tree.map(lambda x: x[None, None], token)
-        _, c["online"] = reference_scan(rule.rule, params, c["online"], q, k, v, gates)
+        own_read, c["online"] = memories_of.reference_scan(rule, params, c["online"], q, k, v, gates)
         c["key_sum"] = c["key_sum"] + token.k
         number = jnp.arange(most)
         visible = (number >= c["first"]) & (number < c["last"])
         if rule.capacity is not None:
             visible &= number >= c["last"] - rule.capacity
-        own = rule.rule.weights(c["online"].memory)
+        own = memories_of.weights_of(rule, c["online"])
         together = {name: jnp.concatenate([own[name], c["thetas"][name]]) for name in own}  # [1 + most, heads, out, in]
         pooled = jnp.concatenate([_pool(rule, c["key_sum"], c["position"])[None], c["keys"]])
 
-        def head(params: Any, memories: dict, pooled: jax.Array, q: jax.Array, u: jax.Array | None) -> jax.Array:
+        def head(
+            params: Any, memories: dict, pooled: jax.Array, q: jax.Array, u: jax.Array | None, own_read: jax.Array
+        ) -> jax.Array:
             scores = jnp.zeros(1 + most, dtype) if u is None else pooled @ u
-            return _read(rule, params, memories, _gates(rule, scores[1:], scores[0], visible), q)
+            gamma = _gates(rule, scores[1:], scores[0], visible)
+            if kernel:  # its memory within a chunk is more than its cache: it reads for itself
+                return _read_kernels(rule, memories, gamma, q, own_read)
+            return _read(rule, params, memories, gamma, q)
 
-        y = jax.vmap(head, in_axes=(0, 1, 1, 0, 0))(params, together, pooled, token.q, token.connector)
+        y = jax.vmap(head, in_axes=(0, 1, 1, 0, 0, 0))(
+            params, together, pooled, token.q, token.connector, own_read[0, 0]
+        )
         return c, y
 
     carry = {

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from atlasjax.memory.kernelized.rule import KernelRule
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.structures import Matrix
 from atlasjax.names import lookup
@@ -21,7 +22,7 @@ STARTS = {"fresh": "each segment starts from M_0", "carry": "each goes on from t
 
 @dataclasses.dataclass(frozen=True)
 class CachedRule:
-    """Memory Caching (arXiv 2602.24281, §3; SEMANTICS 4) around any `MemoryRule`; frozen and hashable, static under `jax.jit`.
+    """Memory Caching (arXiv 2602.24281, §3; SEMANTICS 4) around any rule; frozen and hashable, static under `jax.jit`.
 
     A sequence is cut into segments of C tokens. At a segment's end the memory's parameters θ^(i) and a pooled key p^(i) are
     cached. Token t of segment s reads the memory M_t of its own segment and the cached ones, i < s, weighed by gates γ from the
@@ -30,6 +31,9 @@ class CachedRule:
 
     A cached memory costs as much as the memory itself: `value_dim · feature_dim` numbers for a matrix, and for an MLP of two
     layers and expansion 4 8 · head_dim², which from head_dim 64 on is more than the keys and values of a segment of 256 tokens.
+
+    A kernel memory is cached as the tokens of its segment and their coefficients: segments are then an attention of its own each,
+    weighed by γ. It takes neither "soup" nor "carry".
 
     Attributes:
       rule: the rule by which every segment is written.
@@ -44,10 +48,11 @@ class CachedRule:
       stop_gradient: whether no gradient flows into cached memories.
 
     Raises:
-      ValueError: an unknown name, a number out of its range, or a segment size that the chunk size does not divide.
+      ValueError: an unknown name, a number out of its range, a segment size that the chunk size does not divide, or a choice
+        that a kernel memory does not take.
     """
 
-    rule: MemoryRule
+    rule: MemoryRule | KernelRule
     aggregation: str = "grm"
     segment_size: int = 256
     top_k: int = 2
@@ -59,11 +64,8 @@ class CachedRule:
     stop_gradient: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rule, MemoryRule):
-            raise ValueError(
-                f"CachedRule: rule must be a MemoryRule, got {type(self.rule).__name__}. (A kernel memory's state is its tokens: "
-                "it has no parameters to cache.)"
-            )
+        if not isinstance(self.rule, MemoryRule | KernelRule):
+            raise ValueError(f"CachedRule: rule must be a MemoryRule or a KernelRule, got {type(self.rule).__name__}.")
         tables = {
             "aggregation": AGGREGATIONS, "gate": GATES, "connector": CONNECTORS, "pooling": POOLINGS, "start": STARTS,
         }  # fmt: skip
@@ -82,6 +84,16 @@ class CachedRule:
             )
         if self.aggregation == "ssc" and self.capacity is not None and self.top_k > self.capacity:
             raise ValueError(f"CachedRule: top_k={self.top_k} is more than capacity={self.capacity} memories.")
+        if isinstance(self.rule, KernelRule) and self.start == "carry":
+            raise ValueError(
+                'CachedRule: start="carry" is not offered for a kernel memory: it keeps its tokens, so that every cached memory '
+                'would keep all tokens before it once more. Give start="fresh".'
+            )
+        if isinstance(self.rule, KernelRule) and self.aggregation == "soup":
+            raise ValueError(
+                'CachedRule: aggregation="soup" is not offered for a kernel memory: what is mixed would be its sums before '
+                'the division by Z and before the activation, which no reading of one memory gives. Give "grm".'
+            )
         if not isinstance(self.stop_gradient, bool):
             raise ValueError(f"CachedRule: stop_gradient must be True or False, got {self.stop_gradient!r}.")
 

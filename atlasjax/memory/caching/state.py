@@ -1,13 +1,16 @@
 """What a cached memory carries from call to call."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import state as base
+from atlasjax.memory.caching import memories
 from atlasjax.memory.caching.rule import CachedRule
+from atlasjax.memory.kernelized import KernelParams, KernelState
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState, Weights
+
+AnyParams = MemoryParams | KernelParams
 
 
 class Tokens(NamedTuple):
@@ -35,14 +38,15 @@ class CachedState(NamedTuple):
 
     Attributes:
       online: state of the memory of the current segment.
-      cached: θ^(i), name → [batch, heads, N, out, in]; memory number i is at place i mod N.
+      cached: θ^(i), name → [batch, heads, N, out, in]; memory number i is at place i mod N. Of a kernel memory of n entries:
+        keys [batch, heads, N, n, key_dim], coefficients, decay [batch, heads, N, n, 1], and W1 where there is one.
       keys: p^(i), [batch, heads, N, key_dim].
       key_sum: sum of the current segment's keys, [batch, heads, key_dim].
       position: tokens of the current segment read so far, in [0, segment_size], [batch].
       cached_count: memories cached so far, evicted ones included, [batch].
     """
 
-    online: MemoryState
+    online: MemoryState | KernelState
     cached: Weights
     keys: jax.Array
     key_sum: jax.Array
@@ -50,9 +54,7 @@ class CachedState(NamedTuple):
     cached_count: jax.Array
 
 
-def init_state(
-    rule: CachedRule, params: MemoryParams, *, batch_size: int, max_length: int | None = None
-) -> CachedState:
+def init_state(rule: CachedRule, params: AnyParams, *, batch_size: int, max_length: int | None = None) -> CachedState:
     """A fresh memory and an empty cache.
 
     Args:
@@ -75,17 +77,18 @@ def init_state(
         if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
             raise ValueError(f"init_state: max_length must be an integer ≥ 1, got {max_length!r}.")
         places = max(1, (max_length - 1) // rule.segment_size)
-    return empty_cache(rule, params, base.init_state(rule.rule, params, batch_size=batch_size), places)
+    return empty_cache(rule, params, memories.init_state(rule, params, batch_size), places)
 
 
-def empty_cache(rule: CachedRule, params: MemoryParams, online: MemoryState, places: int) -> CachedState:
+def empty_cache(rule: CachedRule, params: AnyParams, online: Any, places: int) -> CachedState:
     """A cache of so many places beside a memory from which nothing was cached."""
-    any_weight = next(iter(online.memory.values()))
+    weights = memories.weights_of(rule, online)
+    any_weight = next(iter(weights.values()))
     batch, heads = any_weight.shape[:2]
-    key_dim = base.infer_key_dim(rule.rule, params)
+    _, key_dim = memories.sizes(rule, params)
     return CachedState(
         online=online,
-        cached={name: jnp.zeros((batch, heads, places, *w.shape[2:]), w.dtype) for name, w in online.memory.items()},
+        cached={name: jnp.zeros((batch, heads, places, *w.shape[2:]), w.dtype) for name, w in weights.items()},
         keys=jnp.zeros((batch, heads, places, key_dim), any_weight.dtype),
         key_sum=jnp.zeros((batch, heads, key_dim), any_weight.dtype),
         position=jnp.zeros((batch,), jnp.int32),

@@ -5,22 +5,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import state as base
 from atlasjax.memory.caching import gates as gating
-from atlasjax.memory.caching import read
+from atlasjax.memory.caching import memories, read
 from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.caching.state import CachedState, Tokens
+from atlasjax.memory.caching.state import AnyParams, CachedState, Tokens
 from atlasjax.memory.chunk import Soup
-from atlasjax.memory.engine import xla_scan, xla_step
+from atlasjax.memory.kernelized import KernelParams, KernelRule, KernelState
+from atlasjax.memory.kernelized.decode import read_state as read_kernel
 from atlasjax.memory.slots import choose
-from atlasjax.memory.state import MemoryParams
 
 
-def _push(rule: CachedRule, params: MemoryParams, state: CachedState, full: jax.Array) -> CachedState:
+def _push(rule: CachedRule, params: AnyParams, state: CachedState, full: jax.Array) -> CachedState:
     """Where `full` [batch]: the segment's memory goes to the cache, and a new segment begins."""
     places = state.keys.shape[2]
     row, place = jnp.arange(full.shape[0]), state.cached_count % places
-    weights = rule.rule.weights(state.online.memory)
+    weights = memories.weights_of(rule, state.online)
     if rule.stop_gradient:
         weights = jax.lax.stop_gradient(weights)
 
@@ -31,7 +30,7 @@ def _push(rule: CachedRule, params: MemoryParams, state: CachedState, full: jax.
     keys = gating.running_pool(rule, state.key_sum, state.position[:, None])
     online = state.online
     if rule.start == "fresh":
-        fresh = base.init_state(rule.rule, params, batch_size=full.shape[0])
+        fresh = memories.init_state(rule, params, full.shape[0])
         fresh = jax.tree.map(lambda x, like: x.astype(like.dtype), fresh, online)
         online = choose(full, fresh._replace(segment=online.segment), online)
     return CachedState(
@@ -53,7 +52,7 @@ def _by_age(state: CachedState) -> tuple[jax.Array, jax.Array]:
 
 
 def _read_cache(
-    rule: CachedRule, params: MemoryParams, state: CachedState, q: jax.Array, u: jax.Array | None, own_keys: jax.Array,
+    rule: CachedRule, params: AnyParams, state: CachedState, q: jax.Array, u: jax.Array | None, own_keys: jax.Array,
     own_read: Any, dtype: Any,
 ) -> jax.Array:  # fmt: skip
     """What tokens read of the cache and of their own memory.
@@ -80,7 +79,7 @@ def _read_cache(
         gamma, mine = gating.gamma(rule, pick(scores), own, pick(seen))
         place = jnp.take_along_axis(jnp.broadcast_to(order[:, None, None], scores.shape), chosen, axis=-1)
         index = jnp.where(pick(seen), place, keys.shape[1])
-        memories = jax.tree.map(lambda w: jnp.moveaxis(w, 2, 0), state.cached)
+        by_memory = jax.tree.map(lambda w: jnp.moveaxis(w, 2, 0), state.cached)
         if tokens == 1:
             at = lambda w: w[
                 jnp.arange(batch)[:, None, None],
@@ -89,7 +88,7 @@ def _read_cache(
             ]
             others = read.read_all(rule.rule, dtype, params, jax.tree.map(at, state.cached), q, gamma)
         else:
-            others = read.read_selected(rule.rule, dtype, params, memories, q, index, gamma)
+            others = read.read_selected(rule.rule, dtype, params, by_memory, q, index, gamma)
         return read.join(rule.rule, params, q, own_read(None), mine, others)
     gamma, mine = gating.gamma(rule, scores, own, seen)
     # Back to the order of the places.
@@ -111,7 +110,7 @@ def _overfull(rule: CachedRule, state: CachedState) -> jax.Array:
 
 
 def streamed_scan(
-    rule: CachedRule, params: MemoryParams, state: CachedState, tokens: Tokens
+    rule: CachedRule, params: AnyParams, state: CachedState, tokens: Tokens
 ) -> tuple[jax.Array, CachedState]:
     """A call that goes on from a state, which may be anywhere in a segment: one segment after another."""
     batch, time = tokens.q.shape[:2]
@@ -145,8 +144,8 @@ def streamed_scan(
         end = {}
 
         def own_read(soup: Soup | None) -> jax.Array:
-            y, end["state"] = xla_scan(
-                rule.rule, params, state.online, row.q, row.k, row.v, row.gates, lengths=length, soup=soup
+            y, end["state"] = memories.scan(
+                rule, params, state.online, row.q, row.k, row.v, row.gates, lengths=length, soup=soup
             )
             return up(jnp.where(real[..., None, None], y, 0.0))
 
@@ -167,7 +166,7 @@ def streamed_scan(
     return y.astype(dtype), state
 
 
-def step(rule: CachedRule, params: MemoryParams, state: CachedState, tokens: Tokens) -> tuple[jax.Array, CachedState]:
+def step(rule: CachedRule, params: AnyParams, state: CachedState, tokens: Tokens) -> tuple[jax.Array, CachedState]:
     """One token: tokens without the time axis."""
     dtype = tokens.q.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
@@ -180,9 +179,7 @@ def step(rule: CachedRule, params: MemoryParams, state: CachedState, tokens: Tok
     def own_read(soup: Soup | None) -> jax.Array:
         if soup is not None:
             soup = soup._replace(gates=soup.gates[:, 0])
-        y, end["state"] = xla_step(
-            rule.rule, params, state.online, tokens.q, tokens.k, tokens.v, tokens.gates, soup=soup
-        )
+        y, end["state"] = memories.step(rule, params, state.online, tokens.q, tokens.k, tokens.v, tokens.gates, soup)
         return up(y)
 
     u = None if tokens.connector is None else up(tokens.connector)
@@ -194,17 +191,21 @@ def step(rule: CachedRule, params: MemoryParams, state: CachedState, tokens: Tok
 
 
 def read_state(
-    rule: CachedRule, params: MemoryParams, state: CachedState, q: jax.Array, connector: jax.Array | None
+    rule: CachedRule, params: AnyParams, state: CachedState, q: jax.Array, connector: jax.Array | None
 ) -> jax.Array:
     """Reads of a state without writing: q, connector [batch, time, heads, key_dim] → [batch, time, heads, value_dim]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
     up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
-    own = rule.rule.weights(state.online.memory)
     keys = gating.running_pool(rule, state.key_sum, state.position[:, None])
     own_keys = jnp.broadcast_to(keys[:, :, None], (*keys.shape[:2], q.shape[1], keys.shape[2]))
 
     def own_read(soup: Soup | None) -> jax.Array:
+        if isinstance(rule.rule, KernelRule):
+            assert isinstance(params, KernelParams)
+            assert isinstance(state.online, KernelState)
+            return up(read_kernel(rule.rule, params, state.online, q))
+        own = memories.weights_of(rule, state.online)
         if soup is None:
             other, shares = jax.tree.map(lambda w: w[:, :, None], own), None
             branches = read.read_all(rule.rule, wide, up_params, other, up(q), jnp.ones((*up(q).shape[:3], 1), wide))

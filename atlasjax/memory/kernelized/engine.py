@@ -28,6 +28,7 @@ from atlasjax.memory.kernelized.tape import (
 from atlasjax.memory.state import Gates
 
 _BLOCK_TOKENS = 128  # tokens that read the cache together: never changes a result
+_NOWHERE = 1 << 29  # a place beyond any tape
 
 
 def plan(rule: KernelRule, time: int, dtype: jnp.dtype) -> tuple[int, int]:
@@ -47,8 +48,12 @@ def xla_scan(
     gates: Gates,
     segment_ids: jax.Array | None = None,
     max_segments: int | None = None,
+    lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, KernelState]:
-    """The recurrence over a sequence; arguments as in `scan`, already checked."""
+    """The recurrence over a sequence; arguments as in `scan`, already checked.
+
+    lengths: [batch], how many tokens of each row there are, without segment_ids; y of the others is NaN. None: all.
+    """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     batch, time, heads, _ = q.shape
     fresh = state is None
@@ -74,6 +79,11 @@ def xla_scan(
             places = where.num_slots * b
     if place is None:
         place = None if fresh or not rule.pending else state.position[:, None] + jnp.arange(time)
+    if lengths is not None:
+        assert segment_ids is None
+        t = jnp.arange(time)
+        # Beyond any tape, each in a place of its own: scattering promises that no two are the same.
+        place = jnp.where(t < lengths[:, None], state.position[:, None] + t, _NOWHERE + t)
     chunk, chunks = plan(rule, places, q.dtype)
     sizes = Sizes(chunk, chunks, -(-places // (chunk * chunks)), q.dtype)
     runs = (
@@ -85,7 +95,7 @@ def xla_scan(
         place = jnp.broadcast_to(jnp.arange(time), (batch, time))
 
     # What is committed: all chunks but an unfinished last one.
-    used = place[:, -1] + 1
+    used = place[:, -1] + 1 if lengths is None else state.position + lengths
     position = used % chunk if rule.pending else jnp.zeros_like(used)
     end = used - position
     last_start = jnp.max(jnp.where(starts, place, -1), axis=1)
@@ -99,7 +109,7 @@ def xla_scan(
 
     y, cache, carry = _run(rule, sizes, params, state, tape, commits, resets, segment_ids is not None)
     y = jnp.moveaxis(y.reshape(batch, heads, sizes.blocks * sizes.block, -1), 1, 2)
-    if place.shape[1] != y.shape[1] or segment_ids is not None or not fresh:
+    if place.shape[1] != y.shape[1] or segment_ids is not None or lengths is not None or not fresh:
         y = jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=jnp.nan))(y, place)
     if rule.cache_window is None and not fresh:
         begun = jax.lax.cummax(jnp.where(starts, place, -1), axis=1)

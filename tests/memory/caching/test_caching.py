@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from atlasjax import memory, rules
-from atlasjax.memory import CachedRule, structures
+from atlasjax.memory import CachedRule, KernelRule, objectives, optimizers, retention, structures
 from tests.memory.cases import RULES, assert_close, slice_time
 from tests.memory.cases import make_inputs as plain_inputs
+from tests.memory.kernelized.cases import make_inputs as kernel_inputs
 
 EXACT = 1e-9
 TIME, PIECE, SIZE = 15, 6, 4
@@ -35,12 +36,32 @@ CASES = {
     "ssc_atlas": CachedRule(ATLAS, "ssc", SIZE, gate="sigmoid"),
     "grm_map": CachedRule(rules.memora(2, structures.MLP(expansion=1)), "grm", SIZE),
 }
+# Kernel memories: windows over the segment's start, momentum, caches shorter than a segment, chunks of one segment and less.
+ATTENTION = KernelRule(structures.Matrix(), retention=retention.Full())
+SMALL_MLP = structures.MLP(expansion=1)
+CASES |= {
+    "residual_attention": CachedRule(ATTENTION, "residual", SIZE),
+    "grm_deep_transformer": CachedRule(KernelRule(SMALL_MLP, chunk_size=2), "grm", SIZE, stop_gradient=True),
+    "grm_raw_swdt": CachedRule(
+        KernelRule(SMALL_MLP, cache_window=3, chunk_size=4), "grm", SIZE, gate="raw", capacity=2
+    ),
+    "ssc_dot": CachedRule(
+        KernelRule(SMALL_MLP, objectives.L2(), optimizers.Momentum(), window=3, chunk_size=2), "ssc", SIZE, top_k=1
+    ),
+    "grm_delta_kernel": CachedRule(
+        KernelRule(structures.Matrix(), objectives.L2(), window=2, normalized=False, chunk_size=1),
+        "grm",
+        5,
+        gate="sigmoid",
+    ),
+}
 IDS = jnp.array([[0] * 6 + [1] * 9, [2] * 5 + [3] * 3 + [4] * 7])
 
 
 def make_inputs(rule, *, time=TIME, batch=2, heads=2, dim=4, dtype=jnp.float64, seed=0):
     """(params, q, k, v, gates) of a cached rule; scores of different sizes, so that no order of memories is a tie."""
-    params, q, k, v, gates = plain_inputs(
+    inputs = kernel_inputs if isinstance(rule.rule, KernelRule) else plain_inputs
+    params, q, k, v, gates = inputs(
         rule.rule, batch=batch, time=time, heads=heads, key_dim=dim, value_dim=dim, dtype=dtype, seed=seed
     )
     if "connector" in rule.gate_channels(dim):
@@ -81,7 +102,8 @@ def test_packed_documents(name, x64):
     assert_close(y, want, EXACT)
     tail = jax.tree.map(lambda x: x[1:, 8:], args[1:])
     _, alone = jax.jit(lambda *tail: memory.scan(rule, args[0], None, *tail))(*tail)
-    own = lambda s: (s.online.memory, s.key_sum, s.position, s.cached_count)
+    online = lambda s: s._replace(segment=s.position) if isinstance(rule.rule, KernelRule) else s.memory
+    own = lambda s: (online(s.online), s.key_sum, s.position, s.cached_count)
     assert_close(jax.tree.map(lambda x: x[1:], own(state)), own(alone), EXACT)
     connector = None if args[4].connector is None else args[4].connector[:, -1:]
     read = memory.read(rule, args[0], state, args[1][:, -1:], connector)
@@ -128,7 +150,7 @@ def test_bfloat16(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["residual", "grm_sigmoid_sum", "grm_carry_capacity", "soup", "soup_carry", "ssc", "ssc_one"]
+    "name", ["residual", "grm_sigmoid_sum", "grm_carry_capacity", "soup", "soup_carry", "ssc", "ssc_one", "ssc_dot"]
 )
 def test_the_future_never_changes_the_past(name, x64):
     """Nothing of the tokens from t on, not even how many there are, changes what the tokens before t read."""
@@ -159,6 +181,27 @@ def test_residual_of_linear_attention_is_linear_attention(x64):
     params = jax.tree.map(jnp.zeros_like, args[0])  # a matrix memory starts at zero
     want = memory.scan(rule.rule, params, None, *args[1:])[0]
     assert_close(run(memory.scan, rule, params, *args[1:]), want, EXACT)
+
+
+def test_residual_of_kernel_attention_is_attention_over_each_segment(x64):
+    """Softmax attention over each segment by itself, summed: one softmax for each, not one over all."""
+    rule = CachedRule(ATTENTION, "residual", SIZE)
+    params, q, k, v, gates = make_inputs(rule)
+    ones = jax.tree.map(jnp.ones_like, gates)
+    scores = jnp.exp(jnp.einsum("bthd,bshd->bhts", q, k) / 2)  # √4
+    scores = jnp.tril(scores)
+    t = np.arange(TIME)
+    segments = [jnp.where(t // SIZE == i, scores, 0.0) for i in range(4)]
+    shares = sum(x / jnp.maximum(x.sum(-1, keepdims=True), 1e-300) for x in segments)
+    want = jnp.einsum("bhts,bshv->bthv", shares, v)
+    assert_close(run(memory.scan, rule, params, q, k, v, ones), want, EXACT)
+
+
+def test_one_segment_is_the_kernel_rule(x64):
+    one = CASES["ssc_dot"].rule
+    args = make_inputs(CachedRule(one, "ssc", 16))
+    want = memory.scan(one, args[0], None, *args[1:4], args[4]._replace(connector=None))[0]
+    assert_close(run(memory.scan, CachedRule(one, "ssc", 16), *args), want, EXACT)
 
 
 def test_a_soup_of_matrices_is_gated_residual_memory(x64):
@@ -241,7 +284,9 @@ def test_bounded_by_a_capacity():
         ({"top_k": 0}, "top_k must be an integer ≥ 1, got 0"),
         ({"aggregation": "ssc", "top_k": 3, "capacity": 2}, "top_k=3 is more than capacity=2"),
         ({"capacity": -1}, "capacity must be an integer ≥ 1, got -1"),
-        ({"rule": rules.swdt()}, "rule must be a MemoryRule, got KernelRule"),
+        ({"rule": "swdt"}, "rule must be a MemoryRule or a KernelRule, got str"),
+        ({"rule": ATTENTION, "aggregation": "soup"}, "soup.* is not offered for a kernel memory"),
+        ({"rule": ATTENTION, "start": "carry"}, "carry.* is not offered for a kernel memory"),
     ],
 )
 def test_refused_rules(change, message):

@@ -1,0 +1,99 @@
+"""What a cached rule asks of the rule inside it: a `MemoryRule`, whose memory is matrices, or a `KernelRule`.
+
+A kernel memory is cached as what its sums need: keys k_i, coefficients a_i and ρ_i of the tokens of its segment (zeros where there
+is none, which add nothing), and W1 of an MLP. Beside other memories it is read alone, over its own Z; its gate weighs what is read.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import check, engine, kernelized
+from atlasjax.memory import state as base
+from atlasjax.memory.blocks import dot
+from atlasjax.memory.caching.rule import CachedRule
+from atlasjax.memory.chunk import Soup
+from atlasjax.memory.kernelized import KernelParams, KernelRule
+from atlasjax.memory.kernelized import check as kernel_check
+from atlasjax.memory.kernelized import decode as kernel_decode
+from atlasjax.memory.kernelized import engine as kernel_engine
+from atlasjax.memory.kernelized.reference import reference_scan as kernel_reference
+from atlasjax.memory.kernelized.sums import divide, partial_sums
+from atlasjax.memory.kernelized.tape import Cache
+from atlasjax.memory.reference import reference_scan as base_reference
+from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.state import Gates, Weights
+
+
+def check_call(rule: CachedRule, params: Any, q: Any, k: Any, v: Any, gates: Any, *, time: bool, where: str) -> None:
+    """The check of the rule inside, of a call without a state."""
+    checker: Any = kernel_check if isinstance(rule.rule, KernelRule) else check
+    checker.check_call(rule.rule, params, None, q, k, v, gates, time=time, where=where)
+
+
+def sizes(rule: CachedRule, params: Any) -> tuple[int, int]:
+    """Heads and key_dim."""
+    if isinstance(params, KernelParams):
+        return params.num_heads, params.key_dim
+    assert isinstance(rule.rule, MemoryRule)
+    return next(iter(params.weights.values())).shape[0], base.infer_key_dim(rule.rule, params)
+
+
+def init_state(rule: CachedRule, params: Any, batch_size: int) -> Any:
+    """A fresh memory, with room for the tokens of a segment where it keeps them."""
+    if isinstance(rule.rule, KernelRule):
+        return kernelized.init_state(rule.rule, params, batch_size=batch_size, max_length=rule.segment_size)
+    return base.init_state(rule.rule, params, batch_size=batch_size)
+
+
+def weights_of(rule: CachedRule, state: Any) -> Weights:
+    """θ, what is cached: name → [batch, heads, …, …]; of a kernel memory at the end of a chunk."""
+    if isinstance(rule.rule, KernelRule):
+        entries = {"keys": state.keys, "coefficients": state.coefficients, "decay": state.decay[..., None]}
+        return {**state.weights, **entries}
+    return rule.rule.weights(state.memory)
+
+
+def scan(
+    rule: CachedRule, params: Any, state: Any, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
+    lengths: jax.Array | None = None, soup: Soup | None = None,
+) -> tuple[jax.Array, Any]:  # fmt: skip
+    """The rule's own `scan`; of each row the first `lengths` tokens are there."""
+    if isinstance(rule.rule, KernelRule):
+        assert soup is None
+        return kernel_engine.xla_scan(rule.rule, params, state, q, k, v, gates, lengths=lengths)
+    return engine.xla_scan(rule.rule, params, state, q, k, v, gates, lengths=lengths, soup=soup)
+
+
+def step(
+    rule: CachedRule, params: Any, state: Any, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, soup: Soup | None
+) -> tuple[jax.Array, Any]:
+    """The rule's own `step`."""
+    if isinstance(rule.rule, KernelRule):
+        assert soup is None
+        return kernel_decode.xla_step(rule.rule, params, state, q, k, v, gates)
+    return engine.xla_step(rule.rule, params, state, q, k, v, gates, soup=soup)
+
+
+def reference_scan(rule: CachedRule, *args: Any) -> tuple[jax.Array, Any]:
+    """The definition of the rule inside."""
+    run: Any = kernel_reference if isinstance(rule.rule, KernelRule) else base_reference
+    return run(rule.rule, *args)
+
+
+def kernel_branch(rule: KernelRule, dtype: jnp.dtype, weights: Weights, q: jax.Array) -> jax.Array:
+    """What reads of one cached kernel memory of one head add to their input: q [n, key_dim] → [n, value_dim]."""
+    cache = Cache(weights["keys"], weights["coefficients"], None, weights["decay"][:, 0])
+    part = partial_sums(rule, q, cache, jnp.ones((1, cache.keys.shape[0]), bool), dtype)
+    h = divide(part.value, part.mass if rule.normalized else None)
+    linear = lambda name, x: h if name == rule.inner else dot(x, weights[name].T, dtype)
+    return rule.structure.apply(linear, q, jnp.zeros_like(q) if rule.structure.residual else None, None)
+
+
+def value_dim(rule: MemoryRule | KernelRule, weights: Weights) -> int:
+    """Size of a read, from weights [..., out, in]."""
+    outermost = next(iter(rule.structure.weight_shapes(1, 1)))
+    if outermost in weights:
+        return weights[outermost].shape[-2]
+    return weights["coefficients"].shape[-1]
