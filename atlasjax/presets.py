@@ -111,7 +111,7 @@ _ELASTIC_TABLE = (
 )  # fmt: skip
 _PUBLISHED = {
     **dict.fromkeys(("98m", "205m", "345m"), _ELASTIC_TABLE),
-    "22m": ("gam", "gam-sum", "gam-global", "gam-local", "gam-transformer"),
+    "22m": ("gam", "gam-sum", "gam-global", "gam-local", "gam-transformer", "gam-mamba"),
 }
 
 # What GAM's paper puts around its mixer and its Transformer's: LayerNorm, GELU, learned positions, dropout.
@@ -139,6 +139,11 @@ BASELINES: dict[str, dict[str, Any]] = {
     "gam-global": {"mixer": "gam", "gam": GAMConfig(fusion="global"), **_GAM_FRAME},
     "gam-local": {"mixer": "gam", "gam": GAMConfig(fusion="local"), **_GAM_FRAME},
     "gam-transformer": {"mixer": "attention", "attention": AttentionConfig(rope_theta=None, bias=True), **_GAM_FRAME},
+}
+
+# At its paper's size only: as published, neither norm nor residual stand around its layers, and more of them would not train.
+_PUBLISHED_ONLY: dict[str, dict[str, Any]] = {
+    "gam-mamba": {"mixer": "mamba", **_GAM_FRAME, "ffn": "none", "block": "bare", "ssm": SSMConfig(expand=3)},
 }
 
 # Mixers of which a model has one layer, at three quarters of its depth (E §4); the others are attention in a window.
@@ -214,7 +219,7 @@ def _memory(rule: str, size: Size) -> MemoryConfig:
 
 def _fields(architecture: str, size_name: str) -> dict[str, Any]:
     """Fields of the config, all but those that `_fit` chooses."""
-    changes, size = dict(ARCHITECTURES[architecture]), _ALL_SIZES[size_name]
+    changes, size = dict((ARCHITECTURES | _PUBLISHED_ONLY)[architecture]), _ALL_SIZES[size_name]
     mixer = changes["mixer"]
     mixers = {mixer} if isinstance(mixer, str) else set(mixer)
     if "memory" in changes:

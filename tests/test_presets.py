@@ -85,7 +85,7 @@ def test_sizes_of_other_papers():
     counts = {name: count_parameters(presets.get_preset(f"{name}-22m")) for name in presets._PUBLISHED["22m"]}
     assert counts == {
         "gam": 22_599_680, "gam-sum": 19_447_808, "gam-global": 19_435_520, "gam-local": 17_874_944,
-        "gam-transformer": 24_166_400,
+        "gam-transformer": 24_166_400, "gam-mamba": 20_504_576,
     }  # fmt: skip
 
 

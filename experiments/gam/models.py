@@ -2,38 +2,19 @@
 
 import dataclasses
 
-from atlasjax.nn import AttentionConfig, GAMConfig, ModelConfig, SSMConfig
-
-GAM = ModelConfig(
-    vocab_size=10_000,
-    dim=512,
-    num_layers=6,
-    num_heads=8,
-    mixer="gam",
-    gam=GAMConfig(slots=512, conv_width=3),
-    ffn="gelu",
-    norm="layer",
-    norm_eps=1e-5,
-    positions="learned",
-    max_positions=256,
-    dropout=0.1,
-    dtype="float32",
-    remat=False,
-)
-
-
-def _fusion(name: str) -> ModelConfig:
-    return dataclasses.replace(GAM, gam=dataclasses.replace(GAM.gam, fusion=name))
-
+from atlasjax.nn import ModelConfig
+from atlasjax.presets import get_preset
 
 MODELS: dict[str, ModelConfig] = {
-    "gam": GAM,
-    "gam-sum": _fusion("sum"),
-    "gam-global": _fusion("global"),
-    "gam-local": _fusion("local"),
-    "transformer": dataclasses.replace(GAM, mixer="attention", attention=AttentionConfig(rope_theta=None, bias=True)),
-    # As published: Mamba layers without norm and residual around them.
-    "mamba": dataclasses.replace(GAM, mixer="mamba", ffn="none", block="bare", ssm=SSMConfig(state_dim=16, expand=3)),
+    name: dataclasses.replace(get_preset(f"{preset}-22m"), remat=False)
+    for name, preset in {
+        "gam": "gam",
+        "gam-sum": "gam-sum",
+        "gam-global": "gam-global",
+        "gam-local": "gam-local",
+        "transformer": "gam-transformer",
+        "mamba": "gam-mamba",
+    }.items()
 }
 
 # The counts that the paper gives or that follow from it, with a vocabulary of 10,000.
