@@ -1,0 +1,217 @@
+"""A recurrence over chunks as one TPU kernel: the carry stays in vector memory for the whole sequence, forward and backward.
+
+    carry, y_i = chunk(carry, x_i)        for the chunks i of each row
+
+The grid is rows × chunks, and the second dimension runs in order, so the carry is a scratch buffer that a chunk finds as the chunk
+before it left it. Device memory sees the inputs, the outputs and, where gradients are wanted, the carry before each chunk. The
+backward kernel walks the chunks in reverse: it computes a chunk again from the carry before it, differentiates it (`jax.vjp` inside
+the kernel) and holds the cotangent of the carry in scratch.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+Arrays = tuple[jax.Array, ...]
+# (carry, inputs) → (carry, outputs): float32 matrices. Hashable, made of what Mosaic can compile.
+Chunk = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
+
+_VMEM = 64 * 2**20  # scoped limit; the smallest generation served has 64 MiB
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def chunk_scan(chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Any = False) -> tuple[Arrays, Arrays]:
+    """Scans a chunk function over the chunks of many rows.
+
+    Args:
+      chunk: what one chunk of one row does; static.
+      carry: before the first chunk, float32 [rows, …, …] each.
+      xs: [rows, chunks, …, …] each, at least one chunk; of any floating dtype, given to `chunk` in float32.
+      interpret: as `pallas_call` takes it.
+
+    Returns:
+      The carry after the last chunk, and the outputs, float32 [rows, chunks, …, …] each. There is no forward-mode derivative.
+    """
+    final, ys, _ = _forward(chunk, carry, xs, interpret, keep=False)
+    return final, ys
+
+
+def _chunk_scan_forward(chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Any) -> tuple[Any, Any]:
+    final, ys, before = _forward(chunk, carry, xs, interpret, keep=True)
+    return (final, ys), (before, xs)
+
+
+def _chunk_scan_backward(chunk: Chunk, interpret: Any, kept: Any, cotangents: Any) -> tuple[Arrays, Arrays]:
+    before, xs = kept
+    dcarry, dys = cotangents
+    return _backward(chunk, before, xs, dcarry, dys, interpret)
+
+
+chunk_scan.defvjp(_chunk_scan_forward, _chunk_scan_backward)
+
+
+def _wide(refs: Sequence[Any]) -> Arrays:
+    return tuple(ref[...].astype(jnp.float32) for ref in refs)
+
+
+def _store(refs: Sequence[Any], values: Sequence[jax.Array]) -> None:
+    for ref, value in zip(refs, values, strict=True):
+        ref[...] = value.astype(ref.dtype)
+
+
+def _specs(arrays: Sequence[Any], index: Callable[[Any], Any] | None) -> list[pl.BlockSpec]:
+    """Blocks of arrays with one matrix for each chunk (`index`: step of the grid → chunk), or for each row."""
+    if index is None:
+        return [pl.BlockSpec((None, *x.shape[1:]), lambda row, i: (row, 0, 0)) for x in arrays]
+    return [pl.BlockSpec((None, None, *x.shape[2:]), lambda row, i: (row, index(i), 0, 0)) for x in arrays]
+
+
+def _outputs(chunk: Chunk, carry: Arrays, xs: Arrays) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of one chunk's outputs."""
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape[-2:], jnp.float32)
+    _, ys = jax.eval_shape(chunk, tuple(map(shape, carry)), tuple(map(shape, xs)))
+    return list(ys)
+
+
+def _forward(chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Any, *, keep: bool) -> tuple[Arrays, Arrays, Arrays]:
+    """Final carry, outputs, and with `keep` the carry before each chunk."""
+    sizes = len(carry), len(xs)
+
+    @_rows_folded
+    def call(*arrays: jax.Array) -> Arrays:
+        carry, xs = arrays[: sizes[0]], arrays[sizes[0] :]
+        rows, count = xs[0].shape[:2]
+        outputs = _outputs(chunk, carry, xs)
+        of_chunks = lambda shapes: [jax.ShapeDtypeStruct((rows, count, *x.shape[-2:]), jnp.float32) for x in shapes]
+        final = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in carry]
+        ys, before = of_chunks(outputs), of_chunks(carry) if keep else []
+
+        def kernel(*refs: Any) -> None:
+            groups = _groups(refs, (sizes[0], sizes[1], len(final), len(ys), len(before), len(carry)))
+            first_refs, x_refs, final_refs, y_refs, before_refs, scratch = groups
+
+            @pl.when(pl.program_id(1) == 0)
+            def _() -> None:
+                _store(scratch, _wide(first_refs))
+
+            state = _wide(scratch)
+            if keep:
+                _store(before_refs, state)
+            state, y = chunk(state, _wide(x_refs))
+            _store(scratch, state)
+            _store(y_refs, y)
+
+            @pl.when(pl.program_id(1) == count - 1)
+            def _() -> None:
+                _store(final_refs, state)
+
+        forward = lambda i: i
+        return tuple(
+            _call(
+                kernel, (rows, count), "chunk_scan", interpret,
+                arrays, _specs(carry, None) + _specs(xs, forward),
+                [*final, *ys, *before], _specs(final, None) + _specs([*ys, *before], forward), carry,
+            )
+        )  # fmt: skip
+
+    results = call(*carry, *xs)
+    outputs = len(results) - sizes[0] * (2 if keep else 1)
+    final, ys, before = _groups(results, (sizes[0], outputs, sizes[0] if keep else 0))
+    return final, ys, before
+
+
+def _backward(
+    chunk: Chunk, before: Arrays, xs: Arrays, dcarry: Arrays, dys: Arrays, interpret: Any
+) -> tuple[Arrays, Arrays]:
+    """Cotangents of the first carry and of the inputs."""
+    sizes = len(before), len(xs), len(dcarry), len(dys)
+
+    @_rows_folded
+    def call(*arrays: jax.Array) -> Arrays:
+        before, xs, dcarry, dys = _groups(arrays, sizes)
+        rows, count = xs[0].shape[:2]
+        dfirst = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in dcarry]
+        dxs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs]
+
+        def kernel(*refs: Any) -> None:
+            groups = _groups(refs, (*sizes, len(dfirst), len(dxs), len(dcarry)))
+            before_refs, x_refs, dfinal_refs, dy_refs, dfirst_refs, dx_refs, scratch = groups
+
+            @pl.when(pl.program_id(1) == 0)
+            def _() -> None:
+                _store(scratch, _wide(dfinal_refs))
+
+            _, pullback = jax.vjp(chunk, _wide(before_refs), _wide(x_refs))
+            dstate, dx = pullback((_wide(scratch), _wide(dy_refs)))
+            _store(scratch, dstate)
+            _store(dx_refs, dx)
+
+            @pl.when(pl.program_id(1) == count - 1)
+            def _() -> None:
+                _store(dfirst_refs, dstate)
+
+        reverse = lambda i: count - 1 - i
+        return tuple(
+            _call(
+                kernel, (rows, count), "chunk_scan_backward", interpret,
+                arrays, _specs([*before, *xs], reverse) + _specs(dcarry, None) + _specs(dys, reverse),
+                [*dfirst, *dxs], _specs(dfirst, None) + _specs(dxs, reverse), dcarry,
+            )
+        )  # fmt: skip
+
+    results = call(*before, *xs, *dcarry, *dys)
+    dfirst, dxs = _groups(results, (len(dcarry), len(xs)))
+    return dfirst, dxs
+
+
+def _call(
+    kernel: Any,
+    grid: tuple[int, int],
+    name: str,
+    interpret: Any,
+    arrays: Sequence[jax.Array],
+    in_specs: Sequence[pl.BlockSpec],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    out_specs: Sequence[pl.BlockSpec],
+    carry: Sequence[jax.Array],
+) -> Sequence[jax.Array]:
+    return pl.pallas_call(
+        kernel,
+        out_shape=list(out_shape),
+        grid=grid,
+        in_specs=list(in_specs),
+        out_specs=list(out_specs),
+        scratch_shapes=[pltpu.VMEM(x.shape[1:], jnp.float32) for x in carry],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM),
+        interpret=interpret,
+        name=name,
+    )(*arrays)
+
+
+def _groups(items: Sequence[Any], sizes: Sequence[int]) -> list[tuple[Any, ...]]:
+    """Consecutive groups of so many items."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(tuple(items[start : start + size]))
+        start += size
+    assert start == len(items), (start, len(items))
+    return parts
+
+
+def _rows_folded(call: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """A call whose vmapped axes become more rows of one call: the grid has them in parallel."""
+    function = custom_vmap(call)
+
+    @function.def_vmap
+    def rule(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Arrays, tuple[bool, ...]]:
+        arrays = tuple(x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(arrays, batched))
+        ys = function(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
+        return tuple(y.reshape(size, -1, *y.shape[1:]) for y in ys), (True,) * len(ys)
+
+    return function

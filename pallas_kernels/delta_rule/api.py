@@ -1,0 +1,90 @@
+"""The delta rule over whole sequences: checks, layout, and the implementations."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.chunk_scan import chunk_scan
+from pallas_kernels.delta_rule import reference
+from pallas_kernels.delta_rule.chunk import DeltaRuleChunk
+
+IMPLEMENTATIONS = ("pallas_tpu", "reference")
+_DTYPES = (jnp.float32, jnp.bfloat16)
+
+
+def delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    beta: jax.Array,
+    decay: jax.Array | None = None,
+    initial: jax.Array | None = None,
+    *,
+    chunk_size: int = 64,
+    implementation: str = "pallas_tpu",
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """W_t = α_t W_{t−1} + β_t (v_t − α_t W_{t−1} k_t) k_tᵀ and y_t = W_t q_t (Yang et al. 2024; gated: 2412.06464), block-parallel.
+
+    Args:
+      q, k: [batch, time, heads, key_dim], float32 or bfloat16; the kernel serves key_dim and value_dim up to 256.
+      v: [batch, time, heads, value_dim], of the same dtype.
+      beta: β, [batch, time, heads].
+      decay: α in [0, 1], [batch, time, heads]; None: 1.
+      initial: W before the first token, [batch, heads, value_dim, key_dim]; None: zero.
+      chunk_size: tokens of a block, a power of two ≥ 8; does not change the result.
+      implementation: "pallas_tpu": a kernel that keeps W on chip for the whole sequence and computes again what its backward pass
+        needs (no forward-mode derivative); "reference": token by token.
+      interpret: as `pallas_call` takes it.
+
+    Returns:
+      y [batch, time, heads, value_dim], of q's dtype, and the last W, float32.
+
+    Raises:
+      ValueError: shapes that do not fit, other dtypes, or an implementation or a chunk size that does not exist.
+    """
+    batch, time, heads, key_dim = q.shape if q.ndim == 4 else (0, 0, 0, 0)
+    value_dim = v.shape[-1]
+    wanted = {
+        "q": (q, (batch, time, heads, key_dim)),
+        "k": (k, (batch, time, heads, key_dim)),
+        "v": (v, (batch, time, heads, value_dim)),
+        "beta": (beta, (batch, time, heads)),
+        "decay": (decay, (batch, time, heads)),
+        "initial": (initial, (batch, heads, value_dim, key_dim)),
+    }
+    for name, (x, shape) in wanted.items():
+        if x is not None and (x.shape != shape or not time):
+            raise ValueError(
+                f"delta_rule: {name} has shape {x.shape}, should be {shape}, with q {q.shape} and v {v.shape}."
+            )
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
+        raise ValueError(
+            f"delta_rule: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}, should all be float32 or all bfloat16."
+        )
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"delta_rule: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
+    if initial is None:
+        initial = jnp.zeros((batch, heads, value_dim, key_dim), jnp.float32)
+    if implementation == "reference":
+        return reference.delta_rule(q, k, v, beta, decay, initial)
+    if chunk_size < 8 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"delta_rule: chunk_size={chunk_size}, should be a power of two ≥ 8.")
+    if max(key_dim, value_dim) > 256:
+        raise ValueError(f"delta_rule: the kernel serves head dimensions up to 256, q {q.shape}, v {v.shape}.")
+    count = -(-time // chunk_size)
+    padding = count * chunk_size - time
+
+    def blocks(x: jax.Array, fill: float) -> jax.Array:
+        x = x if x.ndim == 4 else x.astype(jnp.float32)[..., None]
+        x = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)), constant_values=fill)
+        return jnp.moveaxis(x, 2, 1).reshape(batch * heads, count, chunk_size, x.shape[-1])
+
+    gates = (blocks(beta, 0.0),) if decay is None else (blocks(beta, 0.0), blocks(decay, 1.0))
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    chunk = DeltaRuleChunk(decay is not None, precision)
+    carry = (initial.astype(jnp.float32).reshape(batch * heads, value_dim, key_dim),)
+    (final,), (y,) = chunk_scan(chunk, carry, (blocks(q, 0.0), blocks(k, 0.0), blocks(v, 0.0), *gates), interpret)
+    y = jnp.moveaxis(y.reshape(batch, heads, count * chunk_size, value_dim), 1, 2)[:, :time]
+    return y.astype(q.dtype), final.reshape(initial.shape)

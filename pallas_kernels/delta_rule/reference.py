@@ -1,0 +1,24 @@
+"""The (gated) delta rule token by token: the definition."""
+
+import jax
+import jax.numpy as jnp
+
+
+def delta_rule(
+    q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, decay: jax.Array | None, initial: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """W_t = α_t W_{t−1} + β_t (v_t − α_t W_{t−1} k_t) k_tᵀ, y_t = W_t q_t; shapes as in `api.delta_rule`."""
+    alpha = jnp.ones_like(beta) if decay is None else decay
+    matmul = lambda w, x: jnp.einsum("bhvd,bhd->bhv", w, x, precision=jax.lax.Precision.HIGHEST)
+
+    def token(w: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, beta, alpha = x
+        w = alpha[..., None, None] * w
+        u = beta[..., None] * (v - matmul(w, k))
+        w = w + u[..., :, None] * k[..., None, :]
+        return w, matmul(w, q)
+
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    xs = tuple(jnp.moveaxis(x.astype(wide), 1, 0) for x in (q, k, v, beta, alpha))
+    final, y = jax.lax.scan(token, initial.astype(wide), xs)
+    return jnp.moveaxis(y, 0, 1).astype(q.dtype), final

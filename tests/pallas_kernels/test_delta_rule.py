@@ -1,0 +1,109 @@
+"""The delta rule's kernel against its definition, token by token, in interpret mode."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.delta_rule import delta_rule
+
+
+def inputs(batch, time, heads, key_dim, value_dim, *, gated, same_keys=False, dtype="float32"):
+    rng = np.random.default_rng(0)
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    q, k = unit(rng.standard_normal((2, batch, time, heads, key_dim)))
+    if same_keys:  # where powers of the system would overflow
+        k = np.broadcast_to(k[:, :1], k.shape)
+    v = rng.standard_normal((batch, time, heads, value_dim))
+    beta = rng.uniform(0.2, 1.0, (batch, time, heads))
+    decay = rng.uniform(0.0, 1.0, (batch, time, heads)) * (rng.random((batch, time, heads)) > 0.2)  # some are zero
+    initial = rng.standard_normal((batch, heads, value_dim, key_dim))
+    arrays = [jnp.asarray(x, dtype) for x in (q, k, v)]
+    return (*arrays, *(jnp.asarray(x, jnp.float32) for x in (beta, *((decay,) if gated else ()), initial)))
+
+
+def run(gated, args, **options):
+    """Outputs and gradients of every argument for random cotangents."""
+
+    def f(*args):
+        decay, initial = (args[4], args[5]) if gated else (None, args[4])
+        return delta_rule(*args[:4], decay, initial, **options)
+
+    (y, final), pullback = jax.vjp(jax.jit(f), *args)
+    rng = np.random.default_rng(1)
+    random = lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype)
+    return y, final, *pullback((random(y), random(final)))
+
+
+def close(found, expected, tolerance):
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "chunk_size"),
+    [((2, 37, 2, 8, 16), 16), ((1, 16, 1, 16, 8), 16), ((1, 5, 1, 4, 4), 8), ((1, 64, 1, 32, 32), 32)],
+)
+def test_values_and_gradients(shape, chunk_size, gated):
+    args = inputs(*shape, gated=gated)
+    expected = run(gated, args, implementation="reference")
+    close(run(gated, args, chunk_size=chunk_size, interpret=True), expected, 2e-5)
+
+
+def test_equal_keys():
+    args = inputs(1, 64, 1, 8, 8, gated=False, same_keys=True)
+    close(run(False, args, interpret=True), run(False, args, implementation="reference"), 2e-5)
+
+
+def test_bfloat16_inputs():
+    args = inputs(1, 40, 2, 16, 16, gated=True, dtype="bfloat16")
+    exact = run(True, [x.astype(jnp.float32) for x in args], implementation="reference")
+    found = run(True, args, chunk_size=16, interpret=True)
+    close([x.astype(jnp.float32) for x in found], exact, 2e-2)
+
+
+def test_split_anywhere():
+    *tokens, initial = inputs(1, 29, 2, 8, 8, gated=True)
+    scan = functools.partial(delta_rule, chunk_size=8, interpret=True)
+    y, final = scan(*tokens, initial)
+    for cut in (1, 8, 13, 28):
+        y1, state = scan(*(x[:, :cut] for x in tokens), initial)
+        y2, state = scan(*(x[:, cut:] for x in tokens), state)
+        close([jnp.concatenate([y1, y2], axis=1), state], [y, final], 2e-6)
+
+
+def test_vmap_and_remat():
+    args = inputs(2, 16, 1, 8, 8, gated=True)
+    scan = functools.partial(delta_rule, chunk_size=8, interpret=True)
+    loss = lambda f: jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args)[0])), argnums=(0, 1, 2, 3, 4, 5))
+    rows = tuple(x[:, None] for x in args)
+    expected = loss(scan)(*args)
+    close([x[:, 0] for x in jax.vmap(loss(scan))(*rows)], expected, 1e-6)
+    close(jax.jit(loss(jax.checkpoint(scan)))(*args), expected, 1e-6)
+
+
+def test_no_race_and_no_unwritten_memory():
+    args = inputs(2, 24, 1, 8, 128, gated=True)
+    interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    expected = run(True, args, implementation="reference")
+    close(run(True, args, chunk_size=8, interpret=interpret), expected, 2e-5)
+
+
+def test_bad_input():
+    q, k, v, beta, initial = inputs(1, 8, 2, 4, 4, gated=False)
+    for message, arguments, options in [
+        (r"beta has shape \(1, 8\), should be \(1, 8, 2\)", (q, k, v, beta[..., 0]), {}),
+        (r"initial has shape .*, should be \(1, 2, 4, 4\)", (q, k, v, beta, None, initial[:, :1]), {}),
+        ("should all be float32 or all bfloat16", (q, k.astype(jnp.bfloat16), v, beta), {}),
+        ("chunk_size=24, should be a power of two", (q, k, v, beta), {"chunk_size": 24}),
+        ("implementation='gpu', should be one of", (q, k, v, beta), {"implementation": "gpu"}),
+        ("head dimensions up to 256", (jnp.ones((1, 8, 2, 300)), jnp.ones((1, 8, 2, 300)), v, beta), {}),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            delta_rule(*arguments, **options)
