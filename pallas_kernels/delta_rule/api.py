@@ -77,14 +77,15 @@ def delta_rule(
     padding = count * chunk_size - time
 
     def blocks(x: jax.Array, fill: float) -> jax.Array:
-        x = x if x.ndim == 4 else x.astype(jnp.float32)[..., None]
         x = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)), constant_values=fill)
         return jnp.moveaxis(x, 2, 1).reshape(batch * heads, count, chunk_size, x.shape[-1])
 
-    gates = (blocks(beta, 0.0),) if decay is None else (blocks(beta, 0.0), blocks(decay, 1.0))
+    row = lambda x, fill: blocks(x.astype(jnp.float32)[..., None], fill)
+    columns = [row(beta, 0.0)] if decay is None else [row(beta, 0.0), row(decay, 1.0)]
+    gates = jnp.concatenate(columns, axis=-1).mT  # tokens in lanes: a column would fill one lane of 128
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     chunk = DeltaRuleChunk(decay is not None, precision)
     carry = (initial.astype(jnp.float32).reshape(batch * heads, value_dim, key_dim),)
-    (final,), (y,) = chunk_scan(chunk, carry, (blocks(q, 0.0), blocks(k, 0.0), blocks(v, 0.0), *gates), interpret)
+    (final,), (y,) = chunk_scan(chunk, carry, (blocks(q, 0.0), blocks(k, 0.0), blocks(v, 0.0), gates), interpret)
     y = jnp.moveaxis(y.reshape(batch, heads, count * chunk_size, value_dim), 1, 2)[:, :time]
     return y.astype(q.dtype), final.reshape(initial.shape)

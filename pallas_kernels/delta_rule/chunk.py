@@ -19,51 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_HIGHEST = jax.lax.Precision.HIGHEST
-
-
-def _iota(size: int, axis: int) -> jax.Array:
-    return jax.lax.broadcasted_iota(jnp.int32, (size, size), axis)
-
-
-def _product(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, precision: Any = _HIGHEST) -> jax.Array:
-    axes = (((x_axis,), (y_axis,)), ((), ()))
-    return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
-
-
-@jax.custom_vjp
-def decay_products(decay: jax.Array) -> jax.Array:
-    """P [m, m] from α [m, 1]; m a power of two. P is (I − N)⁻¹ with α below the diagonal of N."""
-    size = decay.shape[0]
-    row, column = _iota(size, 0), _iota(size, 1)
-    products = jnp.where(row > column, decay, 1.0)  # of the last 2^k decays
-    shift = 1
-    while shift < size:
-        earlier = jnp.concatenate([jnp.ones((shift, size), products.dtype), products[:-shift]])
-        products = products * earlier
-        shift *= 2
-    return jnp.where(row >= column, products, 0.0)
-
-
-def _decay_forward(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
-    products = decay_products(decay)
-    return products, products
-
-
-def _decay_backward(products: jax.Array, d: jax.Array) -> tuple[jax.Array]:
-    size = products.shape[0]
-    inner = _product(_product(products, d, 0, 0), products, 1, 1)  # Pᵀ dP Pᵀ
-    return (jnp.sum(jnp.where(_iota(size, 0) == _iota(size, 1) + 1, inner, 0.0), axis=1, keepdims=True),)
-
-
-decay_products.defvjp(_decay_forward, _decay_backward)
+from pallas_kernels.blocks import HIGHEST, columns, decay_products, entry, from_start, iota, last_row, product
 
 
 @jax.custom_vjp
 def inverse(lower: jax.Array) -> jax.Array:
     """(I + L)⁻¹ of a strictly lower triangular L [m, m]; m a power of two."""
     size = lower.shape[0]
-    row, column = _iota(size, 0), _iota(size, 1)
+    row, column = iota(size, 0), iota(size, 1)
     x = (row == column).astype(jnp.float32)
     for level in range(size.bit_length() - 1):
         # Bits, not quotients: dividing integers needs to know the generation of the TPU.
@@ -71,7 +34,7 @@ def inverse(lower: jax.Array) -> jax.Array:
         between = same & ((row >> level) > (column >> level))
         part = jnp.where(between, lower, 0.0)
         # The first step's X is the identity.
-        x = x - part if level == 0 else x - _product(x, _product(part, x, 1, 0), 1, 0)
+        x = x - part if level == 0 else x - product(x, product(part, x, 1, 0), 1, 0)
     return x
 
 
@@ -82,8 +45,8 @@ def _inverse_forward(lower: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _inverse_backward(x: jax.Array, d: jax.Array) -> tuple[jax.Array]:
     size = x.shape[0]
-    dlower = -_product(_product(x, d, 0, 0), x, 1, 1)  # −Xᵀ dX Xᵀ
-    return (jnp.where(_iota(size, 0) > _iota(size, 1), dlower, 0.0),)
+    dlower = -product(product(x, d, 0, 0), x, 1, 1)  # −Xᵀ dX Xᵀ
+    return (jnp.where(iota(size, 0) > iota(size, 1), dlower, 0.0),)
 
 
 inverse.defvjp(_inverse_forward, _inverse_backward)
@@ -91,39 +54,30 @@ inverse.defvjp(_inverse_forward, _inverse_backward)
 
 @dataclasses.dataclass(frozen=True)
 class DeltaRuleChunk:
-    """A `chunk_scan.Chunk`: carry (W [value_dim, key_dim],); inputs q, k [m, key_dim], v [m, value_dim], β and, gated, α [m, 1].
+    """A `chunk_scan.Chunk`: carry (W [value_dim, key_dim],); inputs q, k [m, key_dim], v [m, value_dim] and the gates [n, m].
 
-    m is a power of two; padding has β = 0 and α = 1. `precision` is that of products with q, k, v and W.
+    The gates are the rows β and, gated, α. m is a power of two; padding has β = 0 and α = 1. `precision` is that of products with
+    q, k, v and W.
     """
 
     gated: bool
-    precision: jax.lax.Precision = _HIGHEST
+    precision: jax.lax.Precision = HIGHEST
 
     def __call__(self, carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-        (w,), (q, k, v, beta, *decay) = carry, xs
-        product = functools.partial(_product, precision=self.precision)
+        (w,), (q, k, v, gates) = carry, xs
+        dot = functools.partial(product, precision=self.precision)
         size = q.shape[0]
-        row, column = _iota(size, 0), _iota(size, 1)
+        row, column = iota(size, 0), iota(size, 1)
+        gates = columns(gates)
+        beta = gates[:, :1]
+        wk, wq, p = dot(k, w, 1, 1), dot(q, w, 1, 1), (row >= column).astype(jnp.float32)
         if self.gated:
-            p = decay_products(decay[0])
-            at = lambda place: (_column(size) == place).astype(jnp.float32)
-            total = lambda x, axis: jnp.sum(x, axis=axis, keepdims=True)
-            from_start = total(at(0) * decay[0], 0) * total(jnp.where(column == 0, p, 0.0), 1)  # A [m, 1]
-            to_end = _product(p, at(size - 1), 0, 0)  # P[end, ·] as a column
-            last = total(at(size - 1) * from_start, 0)  # [1, 1]
-        else:
-            p = (row >= column).astype(jnp.float32)
-        keys = jnp.where(row > column, product(k, k, 1, 1) * p, 0.0)
-        scores = product(q, k, 1, 1) * p
-        wk, wq = product(k, w, 1, 1), product(q, w, 1, 1)
+            p = decay_products(gates[:, 1:])
+            start = from_start(gates[:, 1:], p)  # A
+            wk, wq = start * wk, start * wq
+        system = jnp.where(row > column, beta * dot(k, k, 1, 1) * p, 0.0)
+        u = product(inverse(system), beta * (v - wk), 1, 0)
+        y = wq + dot(dot(q, k, 1, 1) * p, u, 1, 0)
         if self.gated:
-            wk, wq = from_start * wk, from_start * wq
-        u = _product(inverse(beta * keys), beta * (v - wk), 1, 0)
-        y = wq + product(scores, u, 1, 0)
-        if not self.gated:
-            return (w + product(u, k, 0, 0),), (y,)
-        return (last * w + product(to_end * u, k, 0, 0),), (y,)
-
-
-def _column(size: int) -> jax.Array:
-    return jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+            w, u = entry(start, size - 1) * w, last_row(p) * u
+        return (w + dot(u, k, 0, 0),), (y,)

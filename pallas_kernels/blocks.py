@@ -1,0 +1,73 @@
+"""Arithmetic of one block of tokens on matrices alone: what kernels of several memories share, in terms that Mosaic compiles."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def iota(size: int, axis: int) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, (size, size), axis)
+
+
+def product(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, precision: Any = HIGHEST) -> jax.Array:
+    axes = (((x_axis,), (y_axis,)), ((), ()))
+    return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+@jax.custom_vjp
+def decay_products(decay: jax.Array) -> jax.Array:
+    """P [m, m] from α [m, 1]; m a power of two. P is (I − N)⁻¹ with α below the diagonal of N."""
+    size = decay.shape[0]
+    row, column = iota(size, 0), iota(size, 1)
+    products = jnp.where(row > column, decay, 1.0)  # of the last 2^k decays
+    shift = 1
+    while shift < size:
+        earlier = jnp.concatenate([jnp.ones((shift, size), products.dtype), products[:-shift]])
+        products = products * earlier
+        shift *= 2
+    return jnp.where(row >= column, products, 0.0)
+
+
+def _decay_forward(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
+    products = decay_products(decay)
+    return products, products
+
+
+def _decay_backward(products: jax.Array, d: jax.Array) -> tuple[jax.Array]:
+    size = products.shape[0]
+    inner = product(product(products, d, 0, 0), products, 1, 1)  # Pᵀ dP Pᵀ
+    return (jnp.sum(jnp.where(iota(size, 0) == iota(size, 1) + 1, inner, 0.0), axis=1, keepdims=True),)
+
+
+decay_products.defvjp(_decay_forward, _decay_backward)
+
+
+def columns(rows: jax.Array) -> jax.Array:
+    """[n, m] → [m, n] for a few rows, by an exact product: values of tokens lie in memory as rows, 8 of them to a tile."""
+    size = rows.shape[0]
+    return product(rows, (iota(size, 0) == iota(size, 1)).astype(jnp.float32), 0, 0)
+
+
+def last_row(x: jax.Array) -> jax.Array:
+    """The last row of [m, n] as a column [n, 1]."""
+    place = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
+    return product(x, (place == x.shape[0] - 1).astype(jnp.float32), 0, 0)
+
+
+def first_column(x: jax.Array) -> jax.Array:
+    """The first column of [m, n], [m, 1]."""
+    return jnp.sum(jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) == 0, x, 0.0), axis=1, keepdims=True)
+
+
+def entry(column: jax.Array, place: int) -> jax.Array:
+    """One entry of a column [m, 1], [1, 1]."""
+    here = jax.lax.broadcasted_iota(jnp.int32, column.shape, 0) == place
+    return jnp.sum(jnp.where(here, column, 0.0), axis=0, keepdims=True)
+
+
+def from_start(decay: jax.Array, products: jax.Array) -> jax.Array:
+    """α_0 … α_t, [m, 1], from α [m, 1] and its `decay_products`."""
+    return entry(decay, 0) * first_column(products)
