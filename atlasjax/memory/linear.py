@@ -17,7 +17,6 @@ The block's length does not change the result.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -113,15 +112,14 @@ def prepare(rule: MemoryRule, dtype: Any, tokens: Tokens) -> Prepared:
     before, shift = start, not rule.retention.decay_first
     if start is not None and shift:
         before = jnp.concatenate([jnp.ones_like(start[:1]), start[:-1]])
+    score = functools.partial(_scores, removal.key, decay=tokens.decay, strict=True, shift=shift)
     right, added = removal.target, None
-    keys = [removal.write] if pair is None else [removal.write, pair.key]
-    lower, *across = _scores(removal.key, keys, decay=tokens.decay, strict=True, shift=shift)
     if pair is not None and key_end is not None:
-        given = -exact(across[0], pair.value)
+        given = -exact(score(pair.key), pair.value)
         right = given if right is None else right + given
         added = pair.value.T @ key_end
     assert right is not None
-    removed, write_end = _times(before, removal.key), _times(end, removal.write)
+    removed, lower, write_end = _times(before, removal.key), score(removal.write), _times(end, removal.write)
     if removal.rate.ndim == 2:
         return Prepared(removed, right, (lower, removal.rate), write_end, added, last)
     # One token alone (decoding) has nothing to solve.
@@ -148,14 +146,13 @@ def advance(W: jax.Array, block: Prepared) -> tuple[jax.Array, jax.Array | None]
 
 def read(dtype: Any, tokens: Tokens, W: jax.Array, u: jax.Array | None) -> jax.Array:
     """y of the block's queries: [m, value_dim]; W: before the block."""
-    h, removal, added = tokens.query, tokens.removal, tokens.added
+    h = tokens.query
+    score = functools.partial(_scores, h, decay=tokens.decay, strict=False, shift=False)
     y = dot(_times(_from_start_and_to_end(tokens.decay)[0], h), W.T, dtype)
-    keys = ([] if removal is None else [removal.write]) + ([] if added is None else [added.key])
-    scores = _scores(h, keys, decay=tokens.decay, strict=False, shift=False)
-    if u is not None:
-        y = y + scores[0] @ u
-    if added is not None:
-        y = y + dot(scores[-1], added.value, dtype)
+    if tokens.removal is not None and u is not None:
+        y = y + score(tokens.removal.write) @ u
+    if tokens.added is not None:
+        y = y + dot(score(tokens.added.key), tokens.added.value, dtype)
     return y
 
 
@@ -185,16 +182,14 @@ def _from_start_and_to_end(decay: jax.Array | None) -> tuple[jax.Array | None, j
     return start[0, :m], end[0, :m]
 
 
-def _scores(
-    queries: jax.Array, keys: Sequence[jax.Array], *, decay: jax.Array | None, strict: bool, shift: bool
-) -> list[jax.Array]:
-    """Σ_d P[t,i,d] queries[t,d] keys[i,d] for i ≤ t (strict: i < t), else 0: [m, m] for each of the keys [m, D].
+def _scores(queries: jax.Array, keys: jax.Array, *, decay: jax.Array | None, strict: bool, shift: bool) -> jax.Array:
+    """Σ_d P[t,i,d] queries[t,d] keys[i,d] for i ≤ t (strict: i < t), else 0: [m, m].
 
     P[t,i] are the decays i + 1 … t (shift: … t − 1); `decay` is [m], [m, D] or None.
     """
     m = queries.shape[0]
     if decay is not None and decay.ndim == 2:
-        return list(_channel_scores(queries, jnp.stack(keys), decay, strict=strict, shift=shift))
+        return _channel_scores(queries, keys, decay, strict=strict, shift=shift)
     if decay is None:
         pairwise = jnp.tril(jnp.ones((m, m), queries.dtype), -1 if strict else 0)
     else:
@@ -203,36 +198,35 @@ def _scores(
             pairwise = jnp.concatenate([jnp.zeros_like(pairwise[:1]), pairwise[:-1]])
         elif strict:
             pairwise = jnp.tril(pairwise, -1)
-    return [exact(queries, key.T) * pairwise for key in keys]
+    return exact(queries, keys.T) * pairwise
 
 
 def _channel_scores(queries: jax.Array, keys: jax.Array, decay: jax.Array, *, strict: bool, shift: bool) -> jax.Array:
-    """`_scores` for a decay per channel, by halves: two neighbouring parts of a block become one; [kinds of keys, m, m].
+    """`_scores` for a decay per channel, by halves: two neighbouring parts of a block become one.
 
     For t in the second part and i in the first, P[t,i] = (decays of the second part up to t) · (decays of the first after i), so
     the scores between them are one product of decayed queries and decayed keys: no [m, m, D] array, no quotient of decays.
     """
     m, _ = queries.shape
     size = 1 << (m - 1).bit_length()
-    padded = lambda x, fill: jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, size - m), (0, 0)), constant_values=fill)
-    queries, whole = padded(queries, 0.0)[:, None], padded(decay, 1.0)[:, None]  # [parts, tokens of a part, D]
-    keys = jnp.swapaxes(padded(keys, 0.0), 0, 1)[:, :, None]  # [parts, kinds, tokens of a part, D]
-    diagonal = jnp.sum(queries[:, None] * keys, axis=-1, keepdims=True)
-    scores = jnp.zeros_like(diagonal) if strict or shift else diagonal  # [parts, kinds, tokens, tokens]
+    parts = lambda x, fill: jnp.pad(x, ((0, size - m), (0, 0)), constant_values=fill)[:, None]
+    queries, keys, whole = parts(queries, 0.0), parts(keys, 0.0), parts(decay, 1.0)  # [parts, tokens of a part, D]
+    diagonal = jnp.sum(queries * keys, axis=-1, keepdims=True)
+    scores = jnp.zeros_like(diagonal) if strict or shift else diagonal
     if not shift:
         queries = queries * whole
     # queries: decayed from their part's start to t (shift: t − 1); keys: from i + 1 to their part's end; whole: a part's decay.
     while scores.shape[0] > 1:
         (first_q, second_q), (first_k, second_k), (first, second) = map(neighbours, (queries, keys, whole))
-        across = exact(second_q[:, None], first_k.mT)
+        across = exact(second_q, first_k.mT)
         first_scores, second_scores = neighbours(scores)
-        above = jnp.concatenate([first_scores, jnp.zeros_like(across)], axis=3)
-        below = jnp.concatenate([across, second_scores], axis=3)
-        scores = jnp.concatenate([above, below], axis=2)
+        above = jnp.concatenate([first_scores, jnp.zeros_like(across)], axis=2)
+        below = jnp.concatenate([across, second_scores], axis=2)
+        scores = jnp.concatenate([above, below], axis=1)
         queries = jnp.concatenate([first_q, first * second_q], axis=1)
-        keys = jnp.concatenate([second[:, None] * first_k, second_k], axis=2)
+        keys = jnp.concatenate([second * first_k, second_k], axis=1)
         whole = first * second
-    return scores[0, :, :m, :m]
+    return scores[0, :m, :m]
 
 
 @jax.custom_jvp

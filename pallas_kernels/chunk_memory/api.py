@@ -1,0 +1,146 @@
+"""The chunkwise recurrence over whole sequences: checks, layout, and the implementations."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.chunk_memory import reference
+from pallas_kernels.chunk_memory.chunk import MemoryChunk, Objective, Structure, window_rows
+from pallas_kernels.chunk_scan import chunk_scan
+
+IMPLEMENTATIONS = ("pallas_tpu", "reference")
+_DTYPES = (jnp.float32, jnp.bfloat16)
+Weights = dict[str, jax.Array]
+
+
+def chunk_memory(
+    structure: Structure,
+    objective: Objective,
+    weights: Weights,
+    momenta: Weights | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    step_size: jax.Array,
+    retention: jax.Array | None = None,
+    momentum: jax.Array | None = None,
+    window: jax.Array | None = None,
+    chunk_size: int = 64,
+    implementation: str = "pallas_tpu",
+    interpret: Any = False,
+) -> tuple[jax.Array, Weights, Weights | None]:
+    """M_t = α_t M_{t−1} + S_t, S_t = θ_t S_{t−1} − η_t Σ_j γ_{t,j} ∇ℓ(M_{t'}; k_{t−j}, v_{t−j}), y_t = M_t(q_t) (A Eq. 32, 10).
+
+    M_{t'} is the memory at the start of the token's chunk. The sequence begins a chunk, and nothing was read before it.
+
+    Args:
+      structure, objective: frozen objects with the methods `Structure.apply` and `Objective.loss`, such as those of
+        `atlasjax.memory.structures` and `objectives`; static under jit. A residual structure adds k itself.
+      weights: M before the first token, name → [batch, heads, out, in].
+      momenta: S alike; given where `momentum` is.
+      q, k: [batch, time, heads, key_dim], float32 or bfloat16.
+      v: [batch, time, heads, value_dim], of the same dtype.
+      step_size: η, [batch, time, heads].
+      retention: α, [batch, time, heads]; None: 1.
+      momentum: θ, [batch, time, heads]; None: S_t is the step alone.
+      window: γ, [batch, time, heads, c] with 1 ≤ c ≤ 64; None: c = 1, γ = 1.
+      chunk_size: a power of two, 8 to 256. Part of the result.
+      implementation: "pallas_tpu": a kernel that keeps M and S on chip for the whole sequence; its backward pass computes again
+        what it needs from the memories before each chunk; there is no forward-mode derivative. "reference": token by token.
+      interpret: as `pallas_call` takes it.
+
+    Returns:
+      y [batch, time, heads, value_dim], of q's dtype, and the last M and S (None without momentum), float32.
+
+    Raises:
+      ValueError: shapes that do not fit, other dtypes, an implementation or a chunk size that does not exist.
+    """
+    _check(weights, momenta, q, k, v, step_size, retention, momentum, window)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"chunk_memory: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
+    batch, time, heads, _ = q.shape
+    ones = jnp.ones((batch, time, heads), jnp.float32)
+    if implementation == "reference":
+        gates = {
+            "step_size": step_size,
+            "retention": ones if retention is None else retention,
+            "momentum": ones if momentum is None else momentum,
+            "window": ones[..., None] if window is None else window,
+        }
+        return reference.chunk_memory(structure, objective, weights, momenta, q, k, v, gates, chunk_size)
+    if chunk_size < 8 or chunk_size > 256 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_memory: chunk_size={chunk_size}, should be a power of two from 8 to 256.")
+    count = -(-time // chunk_size)
+
+    def blocks(x: jax.Array, fill: float = 0.0) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, count * chunk_size - time), (0, 0), (0, 0)), constant_values=fill)
+        return jnp.moveaxis(x, 2, 1).reshape(batch * heads, count, chunk_size, x.shape[-1])
+
+    row = lambda x, fill: blocks(x.astype(jnp.float32)[..., None], fill)
+    rows = [row(step_size, 0.0), row(ones, 0.0)]
+    rows += [row(x, 1.0) for x in (retention, momentum) if x is not None]
+    if window is not None and window.shape[-1] > 1:
+        rows.append(blocks(window.astype(jnp.float32)))
+        size = window.shape[-1]
+    else:
+        rows[0] = rows[0] if window is None else row(step_size * window[..., 0], 0.0)
+        size = 1
+    gates = jnp.concatenate(rows, axis=-1).mT  # tokens in lanes: a column would fill one lane of 128
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    names = tuple(sorted(weights))
+    chunk = MemoryChunk(structure, objective, names, momentum is not None, retention is not None, size, precision)
+    fold = lambda w: w.astype(jnp.float32).reshape(-1, *w.shape[2:])
+    carry = [fold(weights[name]) for name in names]
+    carry += [] if momenta is None else [fold(momenta[name]) for name in names]
+    if size > 1:
+        carry += [jnp.zeros((batch * heads, window_rows(size), n), jnp.float32) for n in (k.shape[-1], v.shape[-1], 1)]
+    final, (y,) = chunk_scan(chunk, tuple(carry), (blocks(q), blocks(k), blocks(v), gates), interpret)
+    unfold = lambda parts: {name: w.reshape(batch, heads, *w.shape[1:]) for name, w in zip(names, parts)}
+    y = jnp.moveaxis(y.reshape(batch, heads, count * chunk_size, -1), 1, 2)[:, :time].astype(q.dtype)
+    return y, unfold(final), None if momenta is None else unfold(final[len(names) :])
+
+
+def _check(
+    weights: Weights,
+    momenta: Weights | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    step_size: jax.Array,
+    retention: jax.Array | None,
+    momentum: jax.Array | None,
+    window: jax.Array | None,
+) -> None:
+    if q.ndim != 4 or v.ndim != 4 or not q.shape[1]:
+        raise ValueError(
+            f"chunk_memory: q and v have shapes {q.shape}, {v.shape}, should be [batch, time ≥ 1, heads, dim]."
+        )
+    tokens = q.shape[:3]
+    wanted = {
+        "k": (k, q.shape),
+        "v": (v, (*tokens, v.shape[-1])),
+        "step_size": (step_size, tokens),
+        "retention": (retention, tokens),
+        "momentum": (momentum, tokens),
+        "window": (window, (*tokens, window.shape[-1] if window is not None and window.ndim == 4 else "c")),
+    }
+    for name, (x, shape) in wanted.items():
+        if x is not None and x.shape != shape:
+            raise ValueError(f"chunk_memory: {name} has shape {x.shape}, should be {shape}, with q {q.shape}.")
+    if window is not None and not 1 <= window.shape[-1] <= 64:
+        raise ValueError(f"chunk_memory: window has {window.shape[-1]} weights for each token, should have 1 to 64.")
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
+        raise ValueError(
+            f"chunk_memory: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}, should all be float32 or all bfloat16."
+        )
+    if (momenta is None) != (momentum is None):
+        raise ValueError("chunk_memory: momenta S and the gate momentum θ go together, one of them is None.")
+    for name, w in weights.items():
+        if w.ndim != 4 or w.shape[:2] != (q.shape[0], q.shape[2]):
+            expected = f"({q.shape[0]}, {q.shape[2]}, out, in)"
+            raise ValueError(f"chunk_memory: weights[{name!r}] has shape {w.shape}, should be {expected}.")
+        if momenta is not None and (name not in momenta or momenta[name].shape != w.shape):
+            found = momenta[name].shape if name in momenta else "missing"
+            raise ValueError(f"chunk_memory: momenta[{name!r}] is {found}, should have shape {w.shape}.")

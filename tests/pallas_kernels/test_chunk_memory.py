@@ -1,0 +1,119 @@
+"""The chunkwise memory's kernel against its definition, token by token, in interpret mode."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from atlasjax.memory import objectives, structures
+from pallas_kernels.chunk_memory import chunk_memory
+
+MLP, GATED, MATRIX = structures.MLP(expansion=2), structures.GatedMLP(expansion=2), structures.Matrix()
+L2, DOT = objectives.L2(), objectives.DotProduct()
+
+
+def inputs(structure, batch, time, heads, dim, *, gates, window=1, dtype="float32", seed=0):
+    """(weights, momenta or None, q, k, v) and the gates that are asked for."""
+    rng = np.random.default_rng(seed)
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    tokens = (batch, time, heads)
+    q, k = unit(rng.standard_normal((2, *tokens, dim)))
+    v = rng.standard_normal((*tokens, dim))
+    shapes = structure.weight_shapes(dim, dim)
+    normal = lambda scale: {
+        name: jnp.asarray(scale * rng.standard_normal((batch, heads, *s)) / s[1] ** 0.5, jnp.float32)
+        for name, s in shapes.items()
+    }
+    weights, momenta = normal(1.0), normal(0.1) if "momentum" in gates else None
+    ranges = {"step_size": (0.01, 0.1), "retention": (0.0, 1.0), "momentum": (0.0, 0.9)}
+    values = {name: rng.uniform(*ranges[name], tokens) for name in ("step_size", *gates)}
+    if window > 1:
+        values["window"] = rng.uniform(0, 1, (*tokens, window))
+    cast = lambda x: jnp.asarray(x, dtype)
+    return (weights, momenta, cast(q), cast(k), cast(v)), {n: jnp.asarray(x, jnp.float32) for n, x in values.items()}
+
+
+def run(structure, objective, arrays, gates, **options):
+    """Outputs, and gradients of every argument for random cotangents."""
+    f = lambda arrays, gates: chunk_memory(structure, objective, *arrays, **gates, **options)
+    out, pullback = jax.vjp(jax.jit(f), arrays, gates)
+    rng = np.random.default_rng(1)
+    random = lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype)
+    return out, pullback(jax.tree.map(random, out))
+
+
+def close(found, expected, tolerance):
+    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True)
+    for (path, a), b in pairs:
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("structure", "objective", "shape", "gates", "window"),
+    [
+        (MLP, L2, (2, 37, 2, 4), ("retention", "momentum"), 5),
+        (MLP, L2, (1, 16, 1, 8), (), 1),
+        (MLP, L2, (1, 21, 1, 4), ("momentum",), 1),
+        (MLP, L2, (1, 21, 1, 4), ("retention",), 12),  # longer than a chunk
+        (GATED, L2, (1, 19, 1, 4), ("retention", "momentum"), 3),
+        (structures.MLP(depth=3, expansion=1), DOT, (1, 9, 1, 4), ("retention", "momentum"), 1),
+        (MATRIX, DOT, (1, 21, 1, 4), ("retention",), 4),
+        (MATRIX, objectives.Lp(4.0), (1, 11, 1, 4), (), 2),
+    ],
+    ids=str,
+)
+def test_values_and_gradients(structure, objective, shape, gates, window):
+    arrays, values = inputs(structure, *shape, gates=gates, window=window)
+    expected = run(structure, objective, arrays, values, chunk_size=8, implementation="reference")
+    close(run(structure, objective, arrays, values, chunk_size=8, interpret=True), expected, 2e-5)
+
+
+def test_bfloat16_inputs():
+    arrays, values = inputs(MLP, 1, 20, 2, 16, gates=("retention", "momentum"), dtype="bfloat16")
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+    expected = run(MLP, L2, wide, values, chunk_size=8, implementation="reference")
+    found = run(MLP, L2, arrays, values, chunk_size=8, interpret=True)
+    assert found[0][0].dtype == jnp.bfloat16
+    assert found[0][1]["W1"].dtype == jnp.float32
+    close(found, expected, 3e-2)
+
+
+def test_chunks_continue():
+    """A sequence cut where a chunk ends goes on from the weights and momenta; a window would have to be carried too."""
+    (weights, momenta, *tokens), values = inputs(MLP, 1, 32, 1, 4, gates=("retention", "momentum"))
+    scan = functools.partial(chunk_memory, MLP, L2, chunk_size=8, interpret=True)
+    y, w, s = scan(weights, momenta, *tokens, **values)
+    part = lambda x, which: jax.tree.map(lambda x: x[:, which], x)
+    first, rest = slice(0, 16), slice(16, None)
+    y1, w1, s1 = scan(weights, momenta, *part(tokens, first), **part(values, first))
+    y2, w2, s2 = scan(w1, s1, *part(tokens, rest), **part(values, rest))
+    close((jnp.concatenate([y1, y2], axis=1), w2, s2), (y, w, s), 2e-6)
+
+
+def test_no_race_and_no_unwritten_memory():
+    arrays, values = inputs(MLP, 2, 16, 1, 8, gates=("momentum",), window=2)
+    expected = run(MLP, L2, arrays, values, chunk_size=8, implementation="reference")
+    interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    close(run(MLP, L2, arrays, values, chunk_size=8, interpret=interpret), expected, 2e-5)
+
+
+def test_bad_input():
+    (weights, momenta, q, k, v), values = inputs(MLP, 1, 8, 2, 4, gates=("momentum",))
+    scan = functools.partial(chunk_memory, MLP, L2)
+    for message, arguments, options in [
+        (r"k has shape \(1, 8, 2, 3\), should be \(1, 8, 2, 4\)", (weights, momenta, q, k[..., :3], v), {}),
+        (r"window has shape \(1, 8, 2\)", (weights, momenta, q, k, v), {"window": values["step_size"]}),
+        ("should all be float32 or all bfloat16", (weights, momenta, q, k.astype(jnp.bfloat16), v), {}),
+        ("momenta S and the gate momentum θ go together", (weights, None, q, k, v), {}),
+        (r"momenta\['W1'\] is missing", (weights, {"W2": momenta["W2"]}, q, k, v), {}),
+        (r"weights\['W1'\] has shape", (jax.tree.map(lambda w: w[:, :1], weights), momenta, q, k, v), {}),
+        ("chunk_size=12, should be a power of two", (weights, momenta, q, k, v), {"chunk_size": 12}),
+        ("implementation='cuda', should be one of", (weights, momenta, q, k, v), {"implementation": "cuda"}),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            scan(*arguments, **{**values, **options})
