@@ -2,8 +2,8 @@
 
     M_t = α_t M_{t−1} + S_t,   S_t = θ_t S_{t−1} − η_t Σ_{j<c} γ_{t,j} ∇ℓ(M_{t'}; k_{t−j}, v_{t−j})
 
-with M_{t'} at the chunk's start. Every ∇_i of a weight is left_i ⊗ input_i, so with T_α[t,i] = α_{i+1} … α_t, T_θ alike and Γ[t,i] = γ_{t,t−i} over the tokens of the
-chunk and of the window before it,
+with M_{t'} at the chunk's start. Every ∇_i of a weight is left_i ⊗ input_i, so with T_α[t,i] = α_{i+1} … α_t, T_θ alike and
+Γ[t,i] = γ_{t,t−i} over the tokens of the chunk and of the window before it,
 
     C = T_α T_θ diag(−η) Γ        M_t h = a_t M_0 h + s_t S_0 h + Σ_i C[t,i] (input_i · h) left_i
 
