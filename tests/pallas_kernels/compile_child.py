@@ -1,0 +1,82 @@
+"""`python compile_child.py TOPOLOGY`: compiles every kernel, forward and backward, for one chip; a line for each that compiled.
+
+A process of its own, because a program that libtpu does not like can end the process.
+"""
+
+import os
+import sys
+
+# Must be set before anything imports jax: libtpu is used as a compiler here, quietly and beside other processes.
+os.environ.update(
+    JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost",
+    TPU_SKIP_MDS_QUERY="1", TPU_LOG_DIR="disabled",
+)  # fmt: skip
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from atlasjax.memory import objectives, structures
+from pallas_kernels.chunk_memory import chunk_memory
+from pallas_kernels.delta_rule import delta_rule
+from pallas_kernels.newton_schulz import newton_schulz
+
+BATCH, TIME, HEADS = 1, 256, 2
+
+
+def tokens(dim, dtype):
+    return [jax.ShapeDtypeStruct((BATCH, TIME, HEADS, dim), dtype)] * 3
+
+
+def gates(count, *channels):
+    return [jax.ShapeDtypeStruct((BATCH, TIME, HEADS, *channels), "float32")] * count
+
+
+def memory(structure, dim, window, dtype):
+    """A chunk memory with all gates, and its arguments."""
+    shapes = structure.weight_shapes(dim, dim).items()
+    weights = {name: jax.ShapeDtypeStruct((BATCH, HEADS, *shape), "float32") for name, shape in shapes}
+
+    def call(weights, momenta, q, k, v, step_size, retention, momentum, gamma):
+        given = {"step_size": step_size, "retention": retention, "momentum": momentum, "window": gamma}
+        return chunk_memory(structure, objectives.L2(), weights, momenta, q, k, v, **given)[0]
+
+    return call, [weights, weights, *tokens(dim, dtype), *gates(3), *gates(1, window)]
+
+
+def kernels():
+    """Name → (function, its arguments' shapes)."""
+    matrix = lambda *shape: [jax.ShapeDtypeStruct((4, *shape), "float32")]
+    for form in ("direct", "gram"):
+        yield (
+            f"newton_schulz {form}",
+            lambda s, form=form: newton_schulz(s, form=form, implementation="pallas_tpu"),
+            matrix(64, 256),
+        )
+    yield (
+        "newton_schulz 96x384",
+        lambda s: newton_schulz(s, 3, form="gram", implementation="pallas_tpu"),
+        matrix(96, 384),
+    )
+    for dim in (32, 64, 96, 128):
+        dtype = "float32" if dim == 96 else "bfloat16"
+        yield f"delta_rule {dim}", lambda *x: delta_rule(*x)[0], [*tokens(dim, dtype), *gates(2)]
+    yield "delta_rule without decay", lambda *x: delta_rule(*x)[0], [*tokens(64, "bfloat16"), *gates(1)]
+    yield "chunk_memory mlp", *memory(structures.MLP(), 64, 4, "bfloat16")
+    yield "chunk_memory gated_mlp 32", *memory(structures.GatedMLP(), 32, 1, "bfloat16")
+    yield "chunk_memory matrix 96", *memory(structures.Matrix(), 96, 12, "float32")
+
+
+def main(topology):
+    device = SingleDeviceSharding(topologies.get_topology_desc(topology, platform="tpu").devices[0])
+    for name, function, shapes in kernels():
+        loss = lambda arguments, function=function: jnp.sum(function(*arguments).astype(jnp.float32) ** 2)
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
+        compiled = jax.jit(jax.value_and_grad(loss)).lower(jax.tree.map(place, shapes)).compile()
+        count = compiled.as_text().count('custom_call_target="tpu_custom_call"')
+        print(f"{name}: {count} kernels, {compiled.memory_analysis().temp_size_in_bytes} bytes", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
