@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.batching import rows_folded
 
 Arrays = tuple[jax.Array, ...]
 # (carry, inputs) → (carry, outputs): float32 matrices. Hashable, made of what Mosaic can compile.
@@ -83,7 +84,7 @@ def _forward(chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Any, *, keep: b
     """Final carry, outputs, and with `keep` the carry before each chunk."""
     sizes = len(carry), len(xs)
 
-    @_rows_folded
+    @rows_folded
     def call(*arrays: jax.Array) -> Arrays:
         carry, xs = arrays[: sizes[0]], arrays[sizes[0] :]
         rows, count = xs[0].shape[:2]
@@ -132,7 +133,7 @@ def _backward(
     """Cotangents of the first carry and of the inputs."""
     sizes = len(before), len(xs), len(dcarry), len(dys)
 
-    @_rows_folded
+    @rows_folded
     def call(*arrays: jax.Array) -> Arrays:
         before, xs, dcarry, dys = _groups(arrays, sizes)
         rows, count = xs[0].shape[:2]
@@ -202,16 +203,3 @@ def _groups(items: Sequence[Any], sizes: Sequence[int]) -> list[tuple[Any, ...]]
         start += size
     assert start == len(items), (start, len(items))
     return parts
-
-
-def _rows_folded(call: Callable[..., Arrays]) -> Callable[..., Arrays]:
-    """A call whose vmapped axes become more rows of one call: the grid has them in parallel."""
-    function = custom_vmap(call)
-
-    @function.def_vmap
-    def rule(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Arrays, tuple[bool, ...]]:
-        arrays = tuple(x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(arrays, batched))
-        ys = function(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
-        return tuple(y.reshape(size, -1, *y.shape[1:]) for y in ys), (True,) * len(ys)
-
-    return function

@@ -99,6 +99,7 @@ class MemoryChunk:
         y = self.structure.apply(linear, q, q, None)
         m = q.shape[0]
         at_end = last_row(memory_gradients)
+        momentum_at_end = None if momentum_gradients is None else last_row(momentum_gradients)
         after, momenta_after = [], []
         for name in self.names:
             left, inputs = factors[name]
@@ -106,7 +107,7 @@ class MemoryChunk:
             w = w + _outer(at_end, left, inputs, dot)
             if s is not None:
                 w = w + entry(s, m - 1) * momenta[name]
-                step = _outer(last_row(momentum_gradients), left, inputs, dot)
+                step = _outer(momentum_at_end, left, inputs, dot)
                 momenta_after.append(entry(beta, m - 1) * momenta[name] + step)
             after.append(w)
         return (*after, *momenta_after, *(left_over if self.window > 1 else ())), (y,)

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 
+from pallas_kernels.batching import rows_folded
 from pallas_kernels.newton_schulz import gram, tpu
 from pallas_kernels.newton_schulz.reference import SCHEDULES, Triple, coefficients
 from pallas_kernels.newton_schulz.reference import newton_schulz as definition
@@ -94,7 +94,7 @@ def _gram_xla(s: jax.Array, triples: Sequence[Triple], precision: jax.lax.Precis
 def _kernel(
     s: jax.Array, triples: tuple[Triple, ...], form: str, precision: jax.lax.Precision, interpret: Any
 ) -> jax.Array:
-    return _folded(
+    return rows_folded(
         functools.partial(tpu.forward, triples=triples, form=form, precision=precision, interpret=interpret)
     )(s)
 
@@ -107,23 +107,7 @@ def _kernel_backward(
     triples: tuple[Triple, ...], form: str, precision: jax.lax.Precision, interpret: Any, s: jax.Array, dy: jax.Array
 ) -> tuple[jax.Array]:
     call = functools.partial(tpu.backward, triples=triples, form=form, precision=precision, interpret=interpret)
-    return (_folded(call)(s, dy).astype(s.dtype),)
+    return (rows_folded(call)(s, dy).astype(s.dtype),)
 
 
 _kernel.defvjp(_kernel_forward, _kernel_backward)
-
-
-def _folded(call: Any) -> Any:
-    """A call whose vmapped axes become more matrices of one call, so that a program still finds several to work on."""
-
-    @custom_vmap
-    def function(*arrays: jax.Array) -> jax.Array:
-        return call(*arrays)
-
-    @function.def_vmap
-    def rule(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
-        arrays = tuple(x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(arrays, batched))
-        y = function(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
-        return y.reshape(size, -1, *y.shape[1:]), True
-
-    return function

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.blocks import product
 from pallas_kernels.newton_schulz import direct, gram
 from pallas_kernels.newton_schulz.reference import Triple
 
@@ -26,12 +27,7 @@ _BUDGET = 24 * 2**20  # of float32 blocks and intermediates, by which matrices a
 
 def products(precision: jax.lax.Precision) -> tuple[gram.Dot, gram.Dot, gram.Dot]:
     """x y, x yᵀ and xᵀ y, accumulated in float32."""
-
-    def product(x: jax.Array, y: jax.Array, *, x_axis: int, y_axis: int) -> jax.Array:
-        axes = (((x_axis,), (y_axis,)), ((), ()))
-        return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
-
-    of = functools.partial(functools.partial, product)
+    of = functools.partial(functools.partial, product, precision=precision)
     return of(x_axis=1, y_axis=0), of(x_axis=1, y_axis=1), of(x_axis=0, y_axis=0)
 
 

@@ -1,0 +1,21 @@
+"""Batching of kernels whose first axis is a batch of independent rows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+
+def rows_folded(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call on arrays [rows, …] whose vmapped axes become more rows of one call, which a kernel's grid has in parallel."""
+    function = custom_vmap(call)
+
+    @function.def_vmap
+    def rule(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        arrays = tuple(x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(arrays, batched))
+        ys = function(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
+        return jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:]), ys), jax.tree.map(lambda _: True, ys)
+
+    return function
