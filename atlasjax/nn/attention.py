@@ -132,7 +132,7 @@ def required_window(config: ModelConfig, mixer: str) -> int:
     return config.attention.window
 
 
-def output_projection(config: ModelConfig, rngs: nnx.Rngs, *, bias: bool = False) -> Linear:
-    """Heads' values back to the residual stream."""
-    inner = config.num_heads * config.value_dim
+def output_projection(config: ModelConfig, rngs: nnx.Rngs, *, inner: int | None = None, bias: bool = False) -> Linear:
+    """Heads' values (or `inner` channels) back to the residual stream, at `config.output_scale`."""
+    inner = config.num_heads * config.value_dim if inner is None else inner
     return Linear((inner, config.dim), ("heads", "embed"), scale=config.output_scale, bias=bias, rngs=rngs)

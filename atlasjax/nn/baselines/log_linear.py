@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax.mixers import log_linear
+from atlasjax.nn.attention import output_projection
 from atlasjax.nn.baselines.mamba2 import Mamba2Mixer, Mamba2Tokens
 from atlasjax.nn.baselines.recurrent import (
     HeadProjections,
     RecurrentMixer,
     RecurrentState,
     float32_product,
-    output_projection,
 )
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, RMSNorm, l2_normalize
@@ -158,7 +158,7 @@ class LogLinearMixer(RecurrentMixer):
         if self._inputs == 4:
             self.levels = LevelWeights(config.dim, heads, rngs=rngs)
         self.norm = RMSNorm((heads, value_dim), ("heads", None), config.norm_eps)
-        self.out = output_projection(config, heads * value_dim, rngs)
+        self.out = output_projection(config, rngs, inner=heads * value_dim)
 
     def start_inputs(self, batch_size, dtype):
         return self.inputs.start(batch_size, dtype)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax.mixers import mamba
-from atlasjax.nn.baselines.recurrent import RecurrentMixer, output_projection, segment_starts
+from atlasjax.nn.attention import output_projection
+from atlasjax.nn.baselines.recurrent import RecurrentMixer, segment_starts
 from atlasjax.nn.baselines.step_sizes import step_bias
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import CausalConv, Linear
@@ -53,7 +54,7 @@ class MambaBlock(RecurrentMixer):
         self.step.kernel[...] = jax.random.uniform(rngs.params(), (rank, inner), minval=-bound, maxval=bound)
         self.step_bias = param(bias, "heads")
         self.D = param(jnp.ones(inner), "heads")
-        self.out = output_projection(config, inner, rngs)
+        self.out = output_projection(config, rngs, inner=inner)
 
     def activate(self, logits: jax.Array) -> jax.Array:
         """Δ of its logits."""

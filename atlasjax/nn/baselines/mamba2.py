@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax.mixers import mamba2
-from atlasjax.nn.baselines.recurrent import RecurrentMixer, float32_product, output_projection
+from atlasjax.nn.attention import output_projection
+from atlasjax.nn.baselines.recurrent import RecurrentMixer, float32_product
 from atlasjax.nn.baselines.step_sizes import log_rates, step_bias
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm
@@ -63,7 +64,7 @@ class Mamba2Mixer(RecurrentMixer):
         self.A_log = param(log_rates(rngs, self.num_heads, 1.0, 16.0), "heads")
         self.D = param(jnp.ones(self.num_heads), "heads")
         self.norm = RMSNorm((inner,), ("heads",), config.norm_eps)
-        self.out = output_projection(config, inner, rngs)
+        self.out = output_projection(config, rngs, inner=inner)
 
     def start_inputs(self, batch_size, dtype):
         return self.conv.init_state(batch_size, dtype), self.selection_conv.init_state(batch_size, dtype)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax import memory
+from atlasjax.nn.attention import output_projection
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm
 
@@ -159,7 +160,7 @@ class HeadsMixer(MatrixMixer):
         self.value_dim = config.value_dim
         self.dtype = jnp.dtype(config.dtype)
         self.norm = RMSNorm((self.num_heads, self.value_dim), ("heads", None), config.norm_eps)
-        self.out = output_projection(config, self.num_heads * self.value_dim, rngs)
+        self.out = output_projection(config, rngs, inner=self.num_heads * self.value_dim)
 
     def output(self, y: jax.Array, tokens: Tokens) -> jax.Array:
         y = self.norm(y)
@@ -203,11 +204,6 @@ class HeadProjections(nnx.Module):
             mixed, state = self.conv(inputs[..., : self.ends[2]], state, segment_ids)
             inputs = jnp.concatenate([jax.nn.silu(mixed).astype(x.dtype), inputs[..., self.ends[2] :]], axis=-1)
         return jnp.split(inputs, self.ends[:-1], axis=-1), state
-
-
-def output_projection(config: ModelConfig, inner: int, rngs: nnx.Rngs) -> Linear:
-    """The projection back to the residual stream, its initial scale down by √(2 num_layers)."""
-    return Linear((inner, config.dim), ("heads", "embed"), scale=(2 * config.num_layers) ** -0.5, rngs=rngs)
 
 
 def float32_product(x: jax.Array, linear: Linear) -> jax.Array:

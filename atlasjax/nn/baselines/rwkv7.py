@@ -8,7 +8,8 @@ import numpy as np
 from flax import nnx
 
 from atlasjax import memory, rules
-from atlasjax.nn.baselines.recurrent import MatrixMixer, Tokens, float32_product, output_projection, segment_starts
+from atlasjax.nn.attention import output_projection
+from atlasjax.nn.baselines.recurrent import MatrixMixer, Tokens, float32_product, segment_starts
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, l2_normalize
 from atlasjax.nn.parameters import param
@@ -104,7 +105,7 @@ class RWKV7Mixer(MatrixMixer):
         self.bonus = per_key(np.full(inner, -0.04))  # ρ
         self.norm_scale = param(jnp.full((heads, value_dim), _DEPTH**0.7), "heads", None)
         self.norm_bias = param(jnp.zeros((heads, value_dim)), "heads", None)
-        self.out = output_projection(config, heads * value_dim, rngs)
+        self.out = output_projection(config, rngs, inner=heads * value_dim)
 
     def start_inputs(self, batch_size, dtype):
         return jnp.zeros((batch_size, 1, self.shift[...].shape[1]), dtype)  # the last token's x
