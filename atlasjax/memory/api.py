@@ -15,6 +15,7 @@ from atlasjax.memory import state as state_lib
 from atlasjax.memory.caching import CachedRule, CachedState
 from atlasjax.memory.engine import xla_scan, xla_step
 from atlasjax.memory.kernelized import KernelParams, KernelRule, KernelState
+from atlasjax.memory.kernels import pallas_tpu_scan
 from atlasjax.memory.reference import read_one, reference_scan
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState
@@ -63,7 +64,7 @@ def _module(rule: Any) -> Any:
     return caching if isinstance(rule, CachedRule) else None
 
 
-IMPLEMENTATIONS: dict[str, Callable] = {"xla": xla_scan, "reference": _reference}
+IMPLEMENTATIONS: dict[str, Callable] = {"xla": xla_scan, "pallas_tpu": pallas_tpu_scan, "reference": _reference}
 
 
 def scan(

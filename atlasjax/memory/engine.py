@@ -147,14 +147,7 @@ def _final_state(
         chunk_start = choose(where.position == 0, memory, carry.chunk_start)
 
     def tail(old: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
-        if old is None or new is None:
-            return None
-        if lengths is None:
-            new = jnp.moveaxis(new[:, -(rule.window - 1) :], 1, 2).astype(old.dtype)
-            return jnp.concatenate([old, new], axis=2)[:, :, -(rule.window - 1) :]
-        both = jnp.concatenate([old, jnp.moveaxis(new, 1, 2).astype(old.dtype)], axis=2)
-        last = lambda x, n: jax.lax.dynamic_slice_in_dim(x, n, rule.window - 1, axis=1)
-        return jax.vmap(last)(both, lengths)
+        return None if old is None or new is None else window_after(old, new, lengths)
 
     return MemoryState(
         memory=memory,
@@ -167,6 +160,16 @@ def _final_state(
         position=None if state.position is None else where.position.astype(jnp.int32),
         segment=state.segment if segment_ids is None else segment_ids[:, -1],
     )
+
+
+def window_after(old: jax.Array, new: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+    """The window after a call: old [batch, heads, c − 1(, dim)], new [batch, time, heads(, dim)]; lengths: as in `xla_scan`."""
+    size, new = old.shape[2], jnp.moveaxis(new, 1, 2).astype(old.dtype)
+    if lengths is None:
+        return jnp.concatenate([old, new[:, :, -size:]], axis=2)[:, :, -size:]
+    both = jnp.concatenate([old, new], axis=2)
+    last = lambda x, n: jax.lax.dynamic_slice_in_dim(x, n, size, axis=1)
+    return jax.vmap(last)(both, lengths)
 
 
 def xla_step(

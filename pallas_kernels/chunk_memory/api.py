@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.chunk_memory import reference
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Objective, Structure, window_rows
 from pallas_kernels.chunk_scan import chunk_scan
+from pallas_kernels.layout import from_chunks, gates_to_chunks, to_chunks
 
 IMPLEMENTATIONS = ("pallas_tpu", "reference")
 _DTYPES = (jnp.float32, jnp.bfloat16)
@@ -72,22 +73,12 @@ def chunk_memory(
         return reference.chunk_memory(structure, objective, weights, momenta, q, k, v, gates, chunk_size)
     if chunk_size < 8 or chunk_size > 256 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_memory: chunk_size={chunk_size}, should be a power of two from 8 to 256.")
-    count = -(-time // chunk_size)
-
-    def blocks(x: jax.Array, fill: float = 0.0) -> jax.Array:
-        x = jnp.pad(x, ((0, 0), (0, count * chunk_size - time), (0, 0), (0, 0)), constant_values=fill)
-        return jnp.moveaxis(x, 2, 1).reshape(batch * heads, count, chunk_size, x.shape[-1])
-
-    row = lambda x, fill: blocks(x.astype(jnp.float32)[..., None], fill)
-    rows = [row(step_size, 0.0), row(ones, 0.0)]
-    rows += [row(x, 1.0) for x in (retention, momentum) if x is not None]
-    if window is not None and window.shape[-1] > 1:
-        rows.append(blocks(window.astype(jnp.float32)))
-        size = window.shape[-1]
-    else:
-        rows[0] = rows[0] if window is None else row(step_size * window[..., 0], 0.0)
-        size = 1
-    gates = jnp.concatenate(rows, axis=-1).mT  # tokens in lanes: a column would fill one lane of 128
+    rows = [(step_size, 0.0), (ones, 0.0)]
+    rows += [(x, 1.0) for x in (retention, momentum) if x is not None]
+    size = 1 if window is None else window.shape[-1]
+    if window is not None:
+        rows = [*rows, (window, 0.0)] if size > 1 else [(step_size * window[..., 0], 0.0), *rows[1:]]
+    gates = gates_to_chunks(rows, chunk_size)
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     names = tuple(sorted(weights))
     chunk = MemoryChunk(structure, objective, names, momentum is not None, retention is not None, size, precision)
@@ -96,9 +87,9 @@ def chunk_memory(
     carry += [] if momenta is None else [fold(momenta[name]) for name in names]
     if size > 1:
         carry += [jnp.zeros((batch * heads, window_rows(size), n), jnp.float32) for n in (k.shape[-1], v.shape[-1], 1)]
-    final, (y,) = chunk_scan(chunk, tuple(carry), (blocks(q), blocks(k), blocks(v), gates), interpret)
+    final, (y,) = chunk_scan(chunk, tuple(carry), (*(to_chunks(x, chunk_size) for x in (q, k, v)), gates), interpret)
     unfold = lambda parts: {name: w.reshape(batch, heads, *w.shape[1:]) for name, w in zip(names, parts)}
-    y = jnp.moveaxis(y.reshape(batch, heads, count * chunk_size, -1), 1, 2)[:, :time].astype(q.dtype)
+    y = from_chunks(y, batch, time).astype(q.dtype)
     return y, unfold(final), None if momenta is None else unfold(final[len(names) :])
 
 

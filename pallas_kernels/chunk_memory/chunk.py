@@ -107,6 +107,7 @@ class MemoryChunk:
             w = w + _outer(at_end, left, inputs, dot)
             if s is not None:
                 w = w + entry(s, m - 1) * momenta[name]
+                assert momentum_at_end is not None
                 step = _outer(momentum_at_end, left, inputs, dot)
                 momenta_after.append(entry(beta, m - 1) * momenta[name] + step)
             after.append(w)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.chunk_scan import chunk_scan
 from pallas_kernels.delta_rule import reference
 from pallas_kernels.delta_rule.chunk import DeltaRuleChunk
+from pallas_kernels.layout import from_chunks, gates_to_chunks, to_chunks
 
 IMPLEMENTATIONS = ("pallas_tpu", "reference")
 _DTYPES = (jnp.float32, jnp.bfloat16)
@@ -73,19 +74,9 @@ def delta_rule(
         raise ValueError(f"delta_rule: chunk_size={chunk_size}, should be a power of two ≥ 8.")
     if max(key_dim, value_dim) > 256:
         raise ValueError(f"delta_rule: the kernel serves head dimensions up to 256, q {q.shape}, v {v.shape}.")
-    count = -(-time // chunk_size)
-    padding = count * chunk_size - time
-
-    def blocks(x: jax.Array, fill: float) -> jax.Array:
-        x = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)), constant_values=fill)
-        return jnp.moveaxis(x, 2, 1).reshape(batch * heads, count, chunk_size, x.shape[-1])
-
-    row = lambda x, fill: blocks(x.astype(jnp.float32)[..., None], fill)
-    columns = [row(beta, 0.0)] if decay is None else [row(beta, 0.0), row(decay, 1.0)]
-    gates = jnp.concatenate(columns, axis=-1).mT  # tokens in lanes: a column would fill one lane of 128
+    gates = gates_to_chunks([(beta, 0.0)] if decay is None else [(beta, 0.0), (decay, 1.0)], chunk_size)
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     chunk = DeltaRuleChunk(decay is not None, precision)
     carry = (initial.astype(jnp.float32).reshape(batch * heads, value_dim, key_dim),)
-    (final,), (y,) = chunk_scan(chunk, carry, (blocks(q, 0.0), blocks(k, 0.0), blocks(v, 0.0), gates), interpret)
-    y = jnp.moveaxis(y.reshape(batch, heads, count * chunk_size, value_dim), 1, 2)[:, :time]
-    return y.astype(q.dtype), final.reshape(initial.shape)
+    (final,), (y,) = chunk_scan(chunk, carry, (*(to_chunks(x, chunk_size) for x in (q, k, v)), gates), interpret)
+    return from_chunks(y, batch, time).astype(q.dtype), final.reshape(initial.shape)

@@ -1,0 +1,175 @@
+"""`memory.scan` by the TPU kernels of `pallas_kernels`: which calls they serve, and how a rule becomes a kernel's arguments.
+
+`chunk_memory` runs whole chunks of a memory whose gradients are taken at the chunk's start, and rules whose gradients are constant,
+for which chunks have no effect; `delta_rule` the delta rules. Features of keys and queries are formed before the kernel. What is
+left of a last chunk goes through the XLA engine, so that the state is that of any other call.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import features, objectives, optimizers, retention, structures
+from atlasjax.memory.engine import window_after, xla_scan
+from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.state import Gates, MemoryParams, MemoryState, Weights, init_state
+from pallas_kernels.chunk_memory import chunk_memory
+from pallas_kernels.delta_rule import delta_rule
+
+CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
+_FREE_CHUNK = 64  # where chunks have no effect
+_MOST_NUMBERS = 2**20 + 2**17  # weights and momenta of a head: several copies of them share a core's vector memory
+_MOST_CHANNELS = 256  # of a delta rule's keys and values
+
+
+@dataclasses.dataclass(frozen=True)
+class _Branch:
+    """A structure without its residual r(x), which is then the caller's: the gradient at (out, v) is that at (out − r, v − r)."""
+
+    structure: structures.MLP | structures.GatedMLP
+
+    def apply(self, linear: structures.Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
+        return self.structure.apply(linear, x, jnp.zeros((), jnp.float32), norm)
+
+
+def unserved(
+    rule: MemoryRule, params: MemoryParams, state: MemoryState | None, q: jax.Array, packed: bool
+) -> str | None:
+    """Why "pallas_tpu" cannot run a call, with the shapes that matter; None if it can.
+
+    Args:
+      rule, params, state: as in `memory.scan`.
+      q: [batch, time, heads, key_dim].
+      packed: whether there are segment ids.
+    """
+    time = q.shape[1]
+    numbers = sum(math.prod(w.shape[1:]) for w in params.weights.values()) * (1 + rule.optimizer.has_momentum)
+    refusals = {
+        f"q is {q.dtype}, should be float32 or bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
+        "segment_ids are given: packed segments restart the chunks": packed,
+        f"structure={rule.structure!r} has a LayerNorm inside": rule.structure.norm,
+        f"objective={rule.objective!r}": rule.objective.uses_threshold
+        or isinstance(rule.objective, objectives.RemoveAndReplace),
+        f"optimizer={rule.optimizer!r}": rule.uses_muon or rule.optimizer.per_channel,
+        f"retention={rule.retention!r}": rule.retention.has_map or isinstance(rule.retention, retention.Channel),
+        f"the weights {_shapes(params)} and their momenta are {numbers:,} numbers a head, more than {_MOST_NUMBERS:,}": numbers
+        > _MOST_NUMBERS,
+    }
+    if _is_delta(rule):
+        widest = max(params.weights["W"].shape[1:])
+        refusals[f"retention={rule.retention!r} decays after the removal; the kernel's comes first"] = not (
+            isinstance(rule.retention, retention.Full) or rule.retention.decay_first
+        )
+        refusals[f"W is {params.weights['W'].shape}, the kernel takes up to {_MOST_CHANNELS} channels"] = (
+            widest > _MOST_CHANNELS
+        )
+    elif not rule.has_constant_gradient:
+        refusals[f"chunk_size={rule.chunk_size}, should be one of {CHUNK_SIZES}"] = rule.chunk_size not in CHUNK_SIZES
+        refusals[f"{time} tokens are no whole chunk of {rule.chunk_size}"] = time < rule.chunk_size
+    if state is not None:
+        inside = state.position is not None or state.window_keys is not None
+        refusals["a state is given that may stand inside a chunk or a window; the kernel begins with state=None"] = (
+            inside
+        )
+    return next((reason for reason, refused in refusals.items() if refused), None)
+
+
+def pallas_tpu_scan(
+    rule: MemoryRule,
+    params: MemoryParams,
+    state: MemoryState | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
+) -> tuple[jax.Array, MemoryState]:
+    """As `engine.xla_scan`; there is no forward-mode derivative.
+
+    Raises:
+      ValueError: a call that the kernels do not serve, with the reason.
+    """
+    if (reason := unserved(rule, params, state, q, segment_ids is not None)) is not None:
+        raise ValueError(f'memory.scan: implementation="pallas_tpu" cannot run this call: {reason}. Use "xla".')
+    before = init_state(rule, params, batch_size=q.shape[0]) if state is None else state
+    if _is_delta(rule):
+        return _delta(rule, params, before, q, k, v, gates)
+    whole = q.shape[1] if rule.has_constant_gradient else q.shape[1] // rule.chunk_size * rule.chunk_size
+    cut = lambda which: jax.tree.map(lambda x: x[:, which], (q, k, v, gates))
+    y, after = _chunks(rule, params, before, *cut(slice(whole)))
+    if whole == q.shape[1]:
+        return y, after
+    rest, after = xla_scan(rule, params, after, *cut(slice(whole, None)))
+    return jnp.concatenate([y, rest], axis=1), after
+
+
+def _is_delta(rule: MemoryRule) -> bool:
+    return rule.is_linear and not isinstance(rule.objective, objectives.DotProduct)
+
+
+def _shapes(params: MemoryParams) -> dict[str, tuple[int, ...]]:
+    return {name: w.shape[1:] for name, w in params.weights.items()}
+
+
+def _featured(rule: MemoryRule, params: MemoryParams, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """φ(x) and r(x) of x [batch, time, heads, key_dim], float32."""
+    x = x.astype(jnp.float32)
+    if isinstance(rule.features, features.Identity):
+        return x, x
+    by_head = lambda f: jax.vmap(f, in_axes=(0, 2), out_axes=2)(params.coefficients, x)
+    return by_head(rule.features.apply), by_head(rule.features.degree_one)
+
+
+def _delta(
+    rule: MemoryRule, params: MemoryParams, before: MemoryState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates
+) -> tuple[jax.Array, MemoryState]:
+    query, key = (_featured(rule, params, x)[0] for x in (q, k))
+    assert gates.step_size is not None
+    beta = gates.step_size.astype(jnp.float32)
+    if isinstance(rule.optimizer, optimizers.Implicit):
+        beta = beta / (1.0 + beta * jnp.sum(key * key, axis=-1))
+    query, key = query.astype(q.dtype), key.astype(q.dtype)
+    y, memory = delta_rule(query, key, v, beta, gates.retention, initial=before.memory["W"])
+    return y, before._replace(memory={"W": memory})
+
+
+def _chunks(
+    rule: MemoryRule, params: MemoryParams, before: MemoryState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates
+) -> tuple[jax.Array, MemoryState]:
+    """Whole chunks from the start of one, or any number of tokens where chunks have no effect."""
+    structure: Any = rule.structure
+    (query, query_skip), (key, key_skip) = _featured(rule, params, q), _featured(rule, params, k)
+    value, apart = v, structure.residual and not isinstance(rule.features, features.Identity)
+    if apart:
+        structure = _Branch(structure)
+        if not isinstance(rule.objective, objectives.DotProduct):
+            value = v.astype(jnp.float32) - key_skip
+    assert gates.step_size is not None
+    y, memory, momentum = chunk_memory(
+        structure, rule.objective, before.memory, before.momentum,
+        query.astype(q.dtype), key.astype(q.dtype), value.astype(q.dtype),
+        step_size=gates.step_size, retention=gates.retention, momentum=gates.momentum, window=gates.window,
+        chunk_size=_FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size,
+    )  # fmt: skip
+    if apart:
+        y = (y + query_skip).astype(q.dtype)
+    count = before.window_count
+    tail = lambda old, new: None if old is None else window_after(old, new)
+    return y, before._replace(
+        memory=memory,
+        # A copy: a state whose leaves share a buffer could not be donated to a jitted call.
+        chunk_start=None if before.chunk_start is None else _copied(memory),
+        momentum=momentum,
+        window_keys=tail(before.window_keys, k),
+        window_values=tail(before.window_values, v),
+        window_count=None if count is None else jnp.minimum(count + q.shape[1], rule.window - 1),
+    )
+
+
+def _copied(weights: Weights) -> Weights:
+    return jax.tree.map(jnp.copy, weights)

@@ -1,0 +1,134 @@
+"""`memory.scan` by the TPU kernels, in interpret mode, against the definition; and what they refuse."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from atlasjax import memory
+from atlasjax.memory import kernels
+from tests.memory.cases import RULES, assert_close, make_inputs
+
+SERVED = {
+    "linear_attention", "delta_rule", "delta_rule_chunk8", "retnet", "polysketch", "longhorn", "gated_delta_rule", "titans",
+    "titans_matrix", "titans_no_momentum", "titans_deep", "dla", "swla", "omeganet", "omeganet_powers", "omeganet_sketch",
+    "momentum_full_retention", "gated", "moneta_row",
+}  # fmt: skip
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    for name in ("chunk_memory", "delta_rule"):
+        monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
+
+
+def objective(fn, rule, params, state, q, k, v, gates):
+    """A scalar that every output and every state leaf enters with its own weight; and those."""
+    y, state = fn(rule, params, state, q, k, v, gates)
+    total = jnp.sum(y.astype(jnp.float32) * jnp.cos(jnp.arange(y.size)).reshape(y.shape))
+    for leaf in jax.tree.leaves(state):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            total += jnp.sum(jnp.sin(leaf + jnp.arange(leaf.size).reshape(leaf.shape)))
+    return total, (y, state)
+
+
+def gradients(fn, rule):
+    return jax.jit(jax.value_and_grad(functools.partial(objective, fn, rule), argnums=(0, 2, 3, 4, 5), has_aux=True))
+
+
+PALLAS = functools.partial(memory.scan, implementation="pallas_tpu")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "delta_rule",
+        "gated_delta_rule",
+        "longhorn",
+        "swla",
+        "polysketch",
+        "titans",
+        "omeganet",
+        "dla",
+        "gated",
+        "moneta_row",
+    ],
+)
+def test_outputs_state_and_gradients(name, interpreted):
+    """37 tokens: chunks of 8, and five tokens that the XLA engine takes."""
+    rule = RULES[name]
+    params, *rest = make_inputs(rule, batch=1)
+    found, expected = (gradients(fn, rule)(params, None, *rest) for fn in (PALLAS, memory.reference))
+    assert_close(found, expected, 2e-5)
+
+
+def test_bfloat16(interpreted):
+    rule = RULES["omeganet"]
+    params, q, k, v, gates = make_inputs(rule, batch=1, time=16)
+    expected, _ = memory.reference(rule, params, None, q, k, v, gates)
+    narrow = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    y, state = PALLAS(rule, params, None, *narrow, gates)
+    assert y.dtype == jnp.bfloat16
+    assert state.memory["W1"].dtype == jnp.float32
+    assert_close(y.astype(jnp.float32), expected, 4e-2)
+
+
+@pytest.mark.parametrize("name", ["gated_delta_rule", "linear_attention"])
+def test_goes_on_from_a_state(name, interpreted):
+    """Where chunks have no effect, a state has no place inside one."""
+    rule = RULES[name]
+    params, q, k, v, gates = make_inputs(rule, batch=2)
+    cut = lambda which: jax.tree.map(lambda x: x[:, which], (q, k, v, gates))
+    first, state = memory.scan(rule, params, None, *cut(slice(13)))
+    second, state = PALLAS(rule, params, state, *cut(slice(13, None)))
+    found = jnp.concatenate([first, second], axis=1), state
+    assert_close(found, memory.reference(rule, params, None, q, k, v, gates), 2e-5)
+
+
+def test_vmap_and_remat_and_scan_over_layers(interpreted):
+    rule = RULES["titans"]
+    params, q, k, v, gates = make_inputs(rule, batch=1, time=16)
+    layers = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), params)
+
+    def deep(fn, layers, q):
+        layer = lambda x, params: (x + fn(rule, params, None, x, k, v, gates)[0], None)
+        return jax.lax.scan(jax.checkpoint(layer), q, layers)[0]
+
+    rows = jnp.stack([q, 2 * q])
+    run = lambda fn: jax.vmap(jax.value_and_grad(lambda q: jnp.sum(deep(fn, layers, q) ** 2)))(rows)
+    assert_close(run(PALLAS), run(memory.scan), 2e-5)
+
+
+def test_what_is_served():
+    """Every rule of the table is either served or refused with what it has that the kernels have not."""
+    reasons = {}
+    for name, rule in RULES.items():
+        params, q, *_ = jax.eval_shape(lambda rule=rule: make_inputs(rule, time=300))
+        reasons[name] = kernels.unserved(rule, params, None, q, False)
+    assert {name for name, reason in reasons.items() if reason is None} == SERVED
+    assert "Muon" in reasons["atlas"]
+    assert "LayerNorm" in reasons["ttt_mlp"]
+    assert "Channel" in reasons["gla"]
+    assert "KL" in reasons["memora"]
+    assert "decays after the removal" in reasons["delta_rule_decay"]
+    assert "chunk_size=4, should be one of" in reasons["omeganet_window_over_chunk"]
+
+
+def test_refused():
+    rule = RULES["titans"]
+    params, q, k, v, gates = make_inputs(rule, time=16)
+    state = memory.init_state(rule, params, batch_size=2)
+    ids = jnp.zeros((2, 16), jnp.int32)
+    cut = lambda which: jax.tree.map(lambda x: x[:, which], (q, k, v, gates))
+    with pytest.raises(ValueError, match="a state is given that may stand inside a chunk"):
+        PALLAS(rule, params, state, q, k, v, gates)
+    with pytest.raises(ValueError, match="packed segments restart the chunks"):
+        PALLAS(rule, params, None, q, k, v, gates, segment_ids=ids)
+    with pytest.raises(ValueError, match="7 tokens are no whole chunk of 8"):
+        PALLAS(rule, params, None, *cut(slice(7)))
+    with pytest.raises(ValueError, match="float16, should be float32 or bfloat16"):
+        PALLAS(rule, params, None, *(x.astype(jnp.float16) for x in (q, k, v)), gates)
+    wide = jax.eval_shape(lambda: make_inputs(rule, key_dim=512, value_dim=512, time=16))
+    with pytest.raises(ValueError, match=r"'W1': \(512, 2048\).*more than"):
+        jax.eval_shape(lambda params, *rest: PALLAS(rule, params, None, *rest), *wide)
