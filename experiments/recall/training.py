@@ -32,7 +32,7 @@ class Recipe:
     vocab_size: int = 256
     length: int = 64
     num_pairs: int = 16
-    steps: int = 1000
+    steps: int = 600
     batch_size: int = 64
     test_sequences: int = 1000
 

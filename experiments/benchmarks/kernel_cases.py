@@ -1,0 +1,334 @@
+"""What `kernels_tpu.py` compiles: the cases, their programs, and what a program's kernels need (operations, bytes) by its trace.
+
+Imports jax only where a program is built, so that a table or a plot of finished rows needs none of it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+BATCH, TIME, HEADS = 1, 4096, 16  # as in a model of 340M parameters at d = 64
+MATRICES = 256  # of one call of newton_schulz
+STEPS = 5
+WINDOW = 4
+PASSES = {"HIGHEST": 6, "HIGH": 3}  # bfloat16 passes of a float32 product; one otherwise
+
+VARIANTS = {
+    "product": ("plain",),
+    "newton_schulz": ("direct", "gram"),
+    "delta_rule": ("plain", "gated"),
+    "chunk_memory": ("matrix", "mlp", "gated_mlp", "mlp_window"),
+}
+DIRECTIONS = ("forward", "both")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One program.
+
+    Attributes:
+      operation: a key of VARIANTS. "product" is one plain product [2 d, d] × [d, d] of bfloat16, to calibrate the others.
+      variant: newton_schulz: its form; delta_rule: with or without decay; chunk_memory: its structure with momentum and retention,
+        or ("mlp_window") OmegaNet's rule: a two-layer memory with retention and a window of four tokens, no momentum.
+      dim: d. newton_schulz: matrices d × 4 d; else key_dim = value_dim = d.
+      dtype: of tokens, "float32" or "bfloat16", and with it the precision of products (newton_schulz, whose matrices are float32:
+        that precision alone).
+      direction: "forward", or "both": forward and backward, with the gradients of all inputs.
+      engine: "pallas_tpu" or "xla".
+      chunk: tokens of a chunk.
+    """
+
+    operation: str
+    variant: str
+    dim: int
+    dtype: str
+    direction: str
+    engine: str
+    chunk: int = 64
+
+    @property
+    def kernel(self) -> str:
+        """The case without direction and engine."""
+        chunk = f" chunk {self.chunk}" if self.chunk != 64 else ""
+        return f"{self.operation} {self.variant} {self.dim} {self.dtype}{chunk}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel} {self.direction} {self.engine}"
+
+    @property
+    def items(self) -> int:
+        """What a cost is given for: matrices, or tokens of one head."""
+        return {"newton_schulz": MATRICES, "product": 1}.get(self.operation, BATCH * TIME * HEADS)
+
+    @property
+    def item(self) -> str:
+        return {"newton_schulz": "matrix", "product": "product"}.get(self.operation, "token and head")
+
+
+def all_cases() -> list[Case]:
+    """Every case of the page, what matters most first."""
+    cases = [Case("product", "plain", 512, "bfloat16", "forward", engine) for engine in ("pallas_tpu", "xla")]
+    for dims, directions in (((64, 128), DIRECTIONS), ((32, 96, 256), DIRECTIONS[:1])):
+        for operation, variants in list(VARIANTS.items())[1:]:
+            for variant in variants:
+                for dim in dims:
+                    # Exact products are Newton–Schulz's default; tokens of a model are bfloat16.
+                    exact = operation == "newton_schulz" or (variant in ("gated", "mlp_window") and dim == 64)
+                    for dtype in ("bfloat16", "float32") if exact else ("bfloat16",):
+                        for direction in directions:
+                            cases += [
+                                Case(operation, variant, dim, dtype, direction, engine)
+                                for engine in ("pallas_tpu", "xla")
+                                # XLA's direct form has exact products only.
+                                if not (engine == "xla" and variant == "direct" and dtype == "bfloat16")
+                            ]
+    cases += [
+        Case("chunk_memory", "mlp", 64, "bfloat16", direction, engine, 128)
+        for direction in DIRECTIONS
+        for engine in ("pallas_tpu", "xla")
+    ]
+    return cases
+
+
+def quick_cases() -> list[Case]:
+    return [case for case in all_cases() if case.dim == 64 and case.direction == "forward" and case.chunk == 64]
+
+
+def program(case: Case) -> tuple[Callable[..., Any], list[Any]]:
+    """The function of a case and the shapes of its arguments. Direction "both": the outputs' cotangents come last."""
+    import jax
+
+    forward, shapes = {
+        "product": _plain_product,
+        "newton_schulz": _newton_schulz,
+        "delta_rule": _delta_rule,
+        "chunk_memory": _chunk_memory,
+    }[case.operation](case)
+    if case.direction == "forward":
+        return forward, shapes
+
+    def both(*arguments: Any) -> Any:
+        *arguments, dy = arguments
+        y, pullback = jax.vjp(forward, *arguments)
+        return y, pullback(dy)
+
+    return both, [*shapes, jax.eval_shape(forward, *shapes)]
+
+
+def _shape(*shape: int, dtype: str = "float32") -> Any:
+    import jax
+
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _plain_product(case: Case) -> tuple[Callable[..., Any], list[Any]]:
+    import jax.numpy as jnp
+    from jax.experimental import pallas as pl
+
+    multiply = lambda x, y: jnp.dot(x, y, preferred_element_type=jnp.float32)
+
+    def kernel(x: Any, y: Any, out: Any) -> None:
+        out[...] = multiply(x[...], y[...])
+
+    shapes = [_shape(2 * case.dim, case.dim, dtype=case.dtype), _shape(case.dim, case.dim, dtype=case.dtype)]
+    if case.engine == "xla":
+        return multiply, shapes
+    return pl.pallas_call(kernel, out_shape=_shape(2 * case.dim, case.dim), name="product"), shapes
+
+
+def _newton_schulz(case: Case) -> tuple[Callable[..., Any], list[Any]]:
+    import jax
+
+    from pallas_kernels.newton_schulz import newton_schulz
+
+    precision = jax.lax.Precision.HIGHEST if case.dtype == "float32" else jax.lax.Precision.DEFAULT
+
+    def call(s: Any) -> Any:
+        return newton_schulz(s, STEPS, form=case.variant, implementation=case.engine, precision=precision)
+
+    return call, [_shape(MATRICES, case.dim, 4 * case.dim)]
+
+
+def _tokens(case: Case) -> list[Any]:
+    return [_shape(BATCH, TIME, HEADS, case.dim, dtype=case.dtype)] * 3
+
+
+def _gate(*channels: int) -> Any:
+    return _shape(BATCH, TIME, HEADS, *channels)
+
+
+def _delta_rule(case: Case) -> tuple[Callable[..., Any], list[Any]]:
+    gated = case.variant == "gated"
+    shapes = [*_tokens(case), *[_gate()] * (2 if gated else 1)]
+    if case.engine == "pallas_tpu":
+        from pallas_kernels.delta_rule import delta_rule
+
+        return lambda *x: delta_rule(*x, chunk_size=case.chunk)[0], shapes
+
+    import jax
+
+    from atlasjax import memory, rules
+
+    rule = rules.gated_delta_rule() if gated else rules.delta_rule()
+    sizes = {"num_heads": HEADS, "key_dim": case.dim, "value_dim": case.dim}
+    empty = jax.eval_shape(lambda: memory.init_params(rule, jax.random.key(0), **sizes))
+
+    def call(q: Any, k: Any, v: Any, beta: Any, decay: Any = None) -> Any:
+        # The kernel's memory starts at zero, too.
+        params = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), empty)
+        gates = memory.Gates(retention=decay, step_size=beta)
+        return memory.scan(rule, params, None, q, k, v, gates, implementation="xla")[0]
+
+    return call, shapes
+
+
+def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
+    import jax
+
+    from atlasjax import memory
+    from atlasjax.memory import objectives, optimizers, structures
+
+    kind, _, window = case.variant.partition("_window")
+    window = WINDOW if case.variant.endswith("_window") else 1
+    structure: Any = {"matrix": structures.Matrix, "mlp": structures.MLP, "gated_mlp": structures.GatedMLP}[kind]()
+    momentum = window == 1
+    gates = [_gate()] * (3 if momentum else 2) + ([_gate(WINDOW)] if window > 1 else [])
+
+    def named(given: Any) -> dict[str, Any]:
+        names = ["retention", "step_size"] + (["momentum"] if momentum else ["window"])
+        return dict(zip(names, given, strict=True))
+
+    if case.engine == "pallas_tpu":
+        from pallas_kernels.chunk_memory import chunk_memory
+
+        shapes = structure.weight_shapes(case.dim, case.dim).items()
+        weights = {name: _shape(BATCH, HEADS, *shape) for name, shape in shapes}
+
+        def kernel(weights: Any, q: Any, k: Any, v: Any, *given: Any) -> Any:
+            momenta = jax.tree.map(jax.numpy.zeros_like, weights) if momentum else None
+            return chunk_memory(
+                structure, objectives.L2(), weights, momenta, q, k, v, **named(given), chunk_size=case.chunk
+            )[0]
+
+        return kernel, [weights, *_tokens(case), *gates]
+
+    rule = memory.MemoryRule(
+        structure, objectives.L2(), window=window, chunk_size=case.chunk,
+        optimizer=optimizers.Momentum() if momentum else optimizers.GradientDescent(),
+    )  # fmt: skip
+    sizes = {"num_heads": HEADS, "key_dim": case.dim, "value_dim": case.dim}
+    params = jax.eval_shape(lambda: memory.init_params(rule, jax.random.key(0), **sizes))
+
+    def scan(params: Any, q: Any, k: Any, v: Any, *given: Any) -> Any:
+        return memory.scan(rule, params, None, q, k, v, memory.Gates(**named(given)), implementation="xla")[0]
+
+    return scan, [params, *_tokens(case), *gates]
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """[rows, depth] × [depth, columns], in so many bfloat16 passes."""
+
+    rows: int
+    depth: int
+    columns: int
+    passes: int
+
+    @property
+    def operations(self) -> int:
+        return 2 * self.rows * self.depth * self.columns
+
+    def tiled(self, edge: int) -> int:
+        """Operations of a matrix unit that holds [edge, edge] of one operand while rows of the other, eight at a time, pass through."""
+        whole = lambda size, unit: -(-size // unit) * unit
+        held = lambda held, passing: 2 * whole(self.depth, edge) * whole(held, edge) * whole(passing, 8)
+        return self.passes * min(held(self.columns, self.rows), held(self.rows, self.columns))
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A `pallas_call` by its trace: steps of its grid, products of one step, bytes that its blocks move in all steps."""
+
+    name: str
+    steps: int
+    products: tuple[Product, ...]
+    block_bytes: int
+
+
+def kernels_of(function: Callable[..., Any], shapes: list[Any]) -> list[Kernel]:
+    """The kernels of a program, from its jaxpr: no compiler is asked. Products whose result is not used do not count."""
+    import jax
+    from jax.interpreters import partial_eval
+
+    kernels = []
+    for equation in _equations(jax.make_jaxpr(function)(*shapes).jaxpr, "pallas_call"):
+        body, mapping = equation.params["jaxpr"], equation.params["grid_mapping"]
+        body, *_ = partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)
+        products = tuple(_product(x) for x in _equations(body, "dot_general"))
+        moved = sum(_moved(block, mapping.grid) for block in mapping.block_mappings)
+        kernels.append(Kernel(equation.params["name"], math.prod(mapping.grid), products, moved))
+    return kernels
+
+
+def _equations(jaxpr: Any, primitive: str) -> Iterator[Any]:
+    """Equations of a primitive in a jaxpr and in those it calls, but not inside another kernel."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == primitive:
+            yield equation
+        elif equation.primitive.name != "pallas_call":
+            for value in equation.params.values():
+                for inner in value if isinstance(value, tuple | list) else (value,):
+                    inner = getattr(inner, "jaxpr", inner)
+                    if hasattr(inner, "eqns"):
+                        yield from _equations(inner, primitive)
+
+
+def _product(equation: Any) -> Product:
+    (left_axes, right_axes), batch = equation.params["dimension_numbers"]
+    assert batch == ((), ()), batch
+    left, right = (x.aval for x in equation.invars)
+    depth = math.prod(left.shape[i] for i in left_axes)
+    precision = equation.params["precision"]
+    wide = left.dtype == right.dtype == "float32"
+    passes = PASSES.get(precision[0].name, 1) if precision and wide else 1
+    return Product(math.prod(left.shape) // depth, depth, math.prod(right.shape) // depth, passes)
+
+
+def _moved(block: Any, grid: tuple[int, ...]) -> int:
+    """Bytes of a block over the whole grid: it is moved where its place changes from one step to the next."""
+    import jax
+    import numpy as np
+    from jax.extend import core
+
+    moves = 1
+    if grid:
+        places = np.stack([axis.ravel() for axis in np.indices(grid, dtype=np.int32)])
+        blocks = np.stack(jax.vmap(core.jaxpr_as_fun(block.index_map_jaxpr))(*places), axis=-1)
+        moves += int((blocks[1:] != blocks[:-1]).any(axis=1).sum())
+    sizes = [getattr(size, "block_size", size if isinstance(size, int) else 1) for size in block.block_shape]
+    return moves * math.prod(sizes) * block.array_aval.dtype.itemsize
+
+
+def ideal_bytes(case: Case) -> int:
+    """Bytes that the forward pass of a chunk memory or delta rule must move: its inputs, its outputs and, with a backward pass to
+    come, the state before each chunk; each once, in its own type.
+    """
+    import jax
+
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    forward, shapes = program(dataclasses.replace(case, direction="forward", engine="pallas_tpu"))
+    total = size(shapes) + size(jax.eval_shape(forward, *shapes))
+    if case.operation in ("newton_schulz", "product"):
+        return total
+    if case.operation == "delta_rule":
+        state = BATCH * HEADS * 4 * case.dim**2
+        total += state  # the last one
+    else:
+        weights = size(shapes[0])
+        momentum = not case.variant.endswith("_window")
+        tokens = 0 if momentum else BATCH * HEADS * 4 * (WINDOW - 1) * 2 * case.dim
+        state = (2 if momentum else 1) * weights + tokens
+        total += state  # the last one; the first weights are among the inputs, and momenta start at zero
+    return total + (TIME // case.chunk * state if case.direction == "both" else 0)

@@ -1,0 +1,178 @@
+"""What the kernels cost on a TPU by its compiler's schedule, beside the XLA engine and the arithmetic floor. Needs no TPU.
+
+    python experiments/benchmarks/kernels_tpu.py                        # every kernel for v5e; an hour on two cores
+    python experiments/benchmarks/kernels_tpu.py --quick                # d = 64, forward: ten minutes
+    python experiments/benchmarks/kernels_tpu.py --topology v6e         # another chip: v5e, v5p, v6e
+    python experiments/benchmarks/kernels_tpu.py --only mlp 128         # cases whose name has all these words
+    python experiments/benchmarks/kernels_tpu.py plot                   # roofline, byte check and docs' figure from finished rows
+
+libtpu (extra `test`: `jax[tpu]`) compiles each program for a chip that is only named, in a child process, because it can end the
+process. One line of JSON a program is appended to `--out`; finished ones are skipped, so the command goes on where it was stopped;
+`--again` measures anew (a later line of the same case counts). From them the table beside it (`.md`) is made anew each time.
+These are the compiler's static figures, not a clock's: good for comparisons and regressions.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# As a script, Python looks beside this file only.
+sys.path.insert(0, str(ROOT))
+
+from experiments.benchmarks.kernel_cases import Case, all_cases, quick_cases
+from experiments.benchmarks.kernel_report import Row, byte_table, latest, program_cycles, table
+from experiments.benchmarks.tpu_static import CHIPS, environment
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def read_rows(path: pathlib.Path) -> list[Row]:
+    """The rows of a file, [] without one. A last line without its end, which a killed run leaves behind, is left out.
+
+    Raises:
+      ValueError: another line is not a JSON object.
+    """
+    rows = []
+    text = path.read_text() if path.exists() else ""
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}.") from None
+    return rows
+
+
+def append_row(path: pathlib.Path, row: Row) -> None:
+    text = path.read_text() if path.exists() else ""
+    if text and not text.endswith("\n"):
+        path.write_text(text[: text.rfind("\n") + 1])
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def sources(operation: str) -> str:
+    """A digest of the files that a kernel is made of, so that rows of an older kernel can be told."""
+    folder = ROOT / "pallas_kernels"
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.py"), *(folder / operation).glob("*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def compile_case(case: Case, topology: str, limit: float) -> Row:
+    """The row of one case; with "error" where its program did not compile."""
+    started = time.perf_counter()
+    row: Row = {"case": dataclasses.asdict(case), "topology": topology, "sources": sources(case.operation)}
+    row |= {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(HERE / "tpu_static.py"), json.dumps(row["case"]), topology, folder]
+        # XLA's estimates stand in the compiled program: nothing is to be written.
+        variables = environment(CHIPS[topology], folder if case.engine == "pallas_tpu" else None)
+        try:
+            child = subprocess.run(
+                command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=limit, check=False
+            )
+        except subprocess.TimeoutExpired:
+            result = {"error": f"not compiled within {limit:g} s"}
+        else:
+            if child.returncode:
+                result = {"error": _reason(child.stderr) or f"the compiler ended with {child.returncode}"}
+            else:
+                result = json.loads(child.stdout.splitlines()[-1])
+    return row | {"seconds": round(time.perf_counter() - started, 1)} | result
+
+
+def _reason(stderr: str) -> str:
+    """The line of a child's last words that says why."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    told = [line for line in lines if "Error" in line or "RESOURCE_EXHAUSTED" in line or "INTERNAL" in line]
+    return (told or lines or [""])[-1][:300]
+
+
+def measure(
+    cases: list[Case],
+    topology: str,
+    path: pathlib.Path,
+    again: bool,
+    run: Callable[[Case], Row],
+) -> list[Row]:
+    """Rows of all cases that have none yet (all with `again`), each appended to the file at once; returns every row of the file."""
+    rows = read_rows(path)
+    done = latest(rows, topology)
+    todo = [case for case in cases if again or case.name not in done]
+    print(f"{len(cases) - len(todo)} of {len(cases)} programs for {topology} are in {path.name}", flush=True)
+    for number, case in enumerate(todo, 1):
+        row = run(case)
+        append_row(path, row)
+        rows.append(row)
+        cycles = "" if "error" in row else f"{program_cycles(row) / case.items:,.1f} cycles per {case.item}"
+        print(f"[{number}/{len(todo)}] {case.name}: {cycles or row['error']} ({row['seconds']:.0f} s)", flush=True)
+    return rows
+
+
+def beside(out: pathlib.Path, topology: str, suffix: str) -> pathlib.Path:
+    """A file beside the rows; v5e's has no chip in its name."""
+    return out.with_name(out.stem + ("" if topology == "v5e" else f"_{topology}") + suffix)
+
+
+def write_table(rows: list[Row], topology: str, out: pathlib.Path) -> str:
+    """Makes the page of all finished rows of a chip anew, and returns it."""
+    command = "python experiments/benchmarks/kernels_tpu.py" + ("" if topology == "v5e" else f" --topology {topology}")
+    found = latest(rows, topology)
+    stale = {row["case"]["operation"] for row in found.values() if row["sources"] != sources(row["case"]["operation"])}
+    page = table(found, topology, command, sorted(stale))
+    beside(out, topology, ".md").write_text(page)
+    return page
+
+
+def report(rows: list[Row], topology: str, out: pathlib.Path) -> None:
+    """Table, roofline and docs' figure of the finished rows; prints the bytes that kernels move."""
+    from experiments.benchmarks import kernel_plots
+
+    found = latest(rows, topology)
+    if not found:
+        sys.exit(f"{out} has no rows for {topology}: run the command without `plot` first.")
+    write_table(rows, topology, out)
+    kernel_plots.roofline(found, topology, beside(out, topology, ".png"))
+    kernel_plots.grid_figure(ROOT / "docs" / "figures" / "chunk_scan.png")
+    print(byte_table(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("measure", "plot"), default="measure")
+    parser.add_argument("--topology", choices=CHIPS, default="v5e", help="the chip (default v5e)")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="cases with all these words in their name, e.g. gram 128")
+    parser.add_argument("--quick", action="store_true", help="d = 64, forward")
+    parser.add_argument("--again", action="store_true", help="measure finished cases anew")
+    parser.add_argument("--limit", type=float, default=1200.0, help="seconds for one program")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "kernels_tpu.jsonl", help="rows; the table lies beside it")
+    options = parser.parse_args()
+    if options.what == "plot":
+        report(read_rows(options.out), options.topology, options.out)
+        return
+    if importlib.util.find_spec("libtpu") is None:
+        sys.exit("libtpu, the TPU compiler, is not installed: pip install -e '.[test]', or `jax[tpu]` of the installed jax.")
+    cases = quick_cases() if options.quick else all_cases()
+    if options.only:
+        cases = [case for case in cases if all(word in case.name.split() for word in options.only)]
+    if not cases:
+        sys.exit(f"No case has all of {options.only} in its name; one is called {all_cases()[-1].name!r}.")
+    run = lambda case: compile_case(case, options.topology, options.limit)
+    rows = measure(cases, options.topology, options.out, options.again, run)
+    print(write_table(rows, options.topology, options.out))
+
+
+if __name__ == "__main__":
+    main()
