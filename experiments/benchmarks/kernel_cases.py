@@ -21,6 +21,7 @@ VARIANTS = {
     "chunk_memory": ("matrix", "mlp", "gated_mlp", "mlp_window"),
 }
 DIRECTIONS = ("forward", "both")
+ENGINES = ("pallas_tpu", "xla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,27 +70,28 @@ class Case:
 
 def all_cases() -> list[Case]:
     """Every case of the page, what matters most first."""
-    cases = [Case("product", "plain", 512, "bfloat16", "forward", engine) for engine in ("pallas_tpu", "xla")]
-    for dims, directions in (((64, 128), DIRECTIONS), ((32, 96, 256), DIRECTIONS[:1])):
-        for operation, variants in list(VARIANTS.items())[1:]:
-            for variant in variants:
-                for dim in dims:
-                    # Exact products are Newton–Schulz's default; tokens of a model are bfloat16.
-                    exact = operation == "newton_schulz" or (variant in ("gated", "mlp_window") and dim == 64)
-                    for dtype in ("bfloat16", "float32") if exact else ("bfloat16",):
-                        for direction in directions:
-                            cases += [
-                                Case(operation, variant, dim, dtype, direction, engine)
-                                for engine in ("pallas_tpu", "xla")
-                                # XLA's direct form has exact products only.
-                                if not (engine == "xla" and variant == "direct" and dtype == "bfloat16")
-                            ]
-    cases += [
-        Case("chunk_memory", "mlp", 64, "bfloat16", direction, engine, 128)
-        for direction in DIRECTIONS
-        for engine in ("pallas_tpu", "xla")
-    ]
-    return cases
+    cases = [Case("product", "plain", 512, "bfloat16", "forward", engine) for engine in ENGINES]
+    for operation, variant in ((o, v) for o, variants in VARIANTS.items() for v in variants if o != "product"):
+        for dim in (64, 128, 32, 96, 256):
+            # Exact products are Newton–Schulz's default; tokens of a model are bfloat16.
+            exact = operation == "newton_schulz" or (variant in ("gated", "mlp_window") and dim == 64)
+            for dtype in ("bfloat16", "float32") if exact else ("bfloat16",):
+                for direction in DIRECTIONS if dim in (64, 128) else DIRECTIONS[:1]:
+                    cases += [
+                        Case(operation, variant, dim, dtype, direction, engine)
+                        for engine in ENGINES
+                        # XLA's direct form has exact products only.
+                        if not (engine == "xla" and variant == "direct" and dtype == "bfloat16")
+                    ]
+    cases += [Case("chunk_memory", "mlp", 64, "bfloat16", way, engine, 128) for way in DIRECTIONS for engine in ENGINES]
+
+    def rank(case: Case) -> int:
+        xla, small = case.engine == "xla", case.dim not in (64, 128)
+        if case.operation == "product":
+            return 0
+        return (2 if small else 1) if not xla else 5 if small else 3 if case.direction == "forward" else 4
+
+    return sorted(cases, key=rank)
 
 
 def quick_cases() -> list[Case]:
@@ -241,7 +243,7 @@ class Product:
         return 2 * self.rows * self.depth * self.columns
 
     def tiled(self, edge: int) -> int:
-        """Operations of a matrix unit that holds [edge, edge] of one operand while rows of the other, eight at a time, pass through."""
+        """Operations of a unit that holds [edge, edge] of one operand while rows of the other, eight at a time, pass through."""
         whole = lambda size, unit: -(-size // unit) * unit
         held = lambda held, passing: 2 * whole(self.depth, edge) * whole(held, edge) * whole(passing, 8)
         return self.passes * min(held(self.columns, self.rows), held(self.rows, self.columns))
@@ -249,9 +251,10 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A `pallas_call` by its trace: steps of its grid, products of one step, bytes that its blocks move in all steps."""
+    """A `pallas_call` by its trace: arrays in and out, steps of its grid, products of a step, bytes that its blocks move in all."""
 
     name: str
+    arrays: int
     steps: int
     products: tuple[Product, ...]
     block_bytes: int
@@ -268,7 +271,9 @@ def kernels_of(function: Callable[..., Any], shapes: list[Any]) -> list[Kernel]:
         body, *_ = partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)
         products = tuple(_product(x) for x in _equations(body, "dot_general"))
         moved = sum(_moved(block, mapping.grid) for block in mapping.block_mappings)
-        kernels.append(Kernel(equation.params["name"], math.prod(mapping.grid), products, moved))
+        kernels.append(
+            Kernel(equation.params["name"], len(mapping.block_mappings), math.prod(mapping.grid), products, moved)
+        )
     return kernels
 
 
@@ -286,7 +291,7 @@ def _equations(jaxpr: Any, primitive: str) -> Iterator[Any]:
 
 
 def _product(equation: Any) -> Product:
-    (left_axes, right_axes), batch = equation.params["dimension_numbers"]
+    (left_axes, _), batch = equation.params["dimension_numbers"]
     assert batch == ((), ()), batch
     left, right = (x.aval for x in equation.invars)
     depth = math.prod(left.shape[i] for i in left_axes)

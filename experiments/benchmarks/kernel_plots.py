@@ -40,30 +40,35 @@ def roofline(found: dict[str, Row], topology: str, path: pathlib.Path) -> None:
     figure, (*plots, names) = _figure((15, 7), 1, 3, width_ratios=[3, 3, 1.5])
     known = points(found)
     numbers = {name: i for i, name in enumerate(sorted({x[0] for x in known}), 1)}
-    intensity = np.geomspace(4, 4096, 200)
+    left, right = 16, 2048
+    bottom = min([chip.flops / 100, *(x[-1] / 1.5 for x in known)])
+    intensity = np.geomspace(left, right, 200)
     for axes, dtype, passes in zip(plots, ("bfloat16", "float32"), (1, 6), strict=True):
         peak = chip.flops / passes
         axes.plot(intensity, np.minimum(chip.bandwidth * intensity, peak), color="black", linewidth=1.2)
         words = "bfloat16 products" if passes == 1 else "exact float32 products: a sixth, six passes each"
-        axes.text(4000, peak * 1.06, f"{peak / 1e12:.3g} TFLOP/s", ha="right", fontsize=8)
-        axes.text(5, chip.bandwidth * 5 * 1.35, f"{chip.bandwidth / 1e9:.0f} GB/s", fontsize=8, rotation=38)
+        axes.text(right * 0.95, peak * 1.05, f"{peak / 1e12:.3g} TFLOP/s", ha="right", fontsize=8)
+        axes.text(left * 1.05, chip.bandwidth * left * 0.8, f"{chip.bandwidth / 1e9:.0f} GB/s", fontsize=8, va="top")
         axes.set_title(words, fontsize=10)
         shown = [x for x in known if x[2] == dtype]
-        for name, operation, _, backward, x, y in shown:
+        for _, operation, _, backward, x, y in shown:
             axes.plot(x, y, "v" if backward else "o", color=_COLORS[operation], markersize=5)
         for (x, y), texts in _labels(axes, [(numbers[p[0]], p[4], p[5]) for p in shown]):
             axes.annotate(texts, (x, y), (5, 3), textcoords="offset points", fontsize=7)
-        axes.set(xscale="log", yscale="log", xlim=(4, 4096), ylim=(chip.flops / 400, chip.flops * 1.6))
+        axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, chip.flops * 1.6))
         axes.set_xlabel("operations of the kernel's products per byte of HBM")
         axes.set_ylabel("FLOP/s")
         axes.grid(alpha=0.3, which="both")
-    marks = [Line2D([], [], marker=m, color="gray", linestyle="", label=t) for m, t in (("o", "forward"), ("v", "backward"))]
+    marks = [
+        Line2D([], [], marker=m, color="gray", linestyle="", label=t) for m, t in (("o", "forward"), ("v", "backward"))
+    ]
     plots[0].legend(handles=marks, fontsize=8, loc="upper left")
     names.axis("off")
     for i, name in enumerate(numbers):
         color = _COLORS[name.split()[0]]
         names.text(0, 1 - (i + 0.5) / max(len(numbers), 30), f"{numbers[name]:2d}  {name}", fontsize=8, color=color)
-    figure.suptitle(f"Kernels on {topology}: the compiler's static estimate, not a clock")
+    note = "above the line: a schedule may begin products faster than the published peak"
+    figure.suptitle(f"Kernels on {topology}: the compiler's static estimate, not a clock ({note})", fontsize=11)
     figure.savefig(path, dpi=110)
 
 
@@ -94,26 +99,21 @@ def _figure(size: tuple[float, float], rows: int, columns: int, **ratios: Any) -
 def grid_figure(path: pathlib.Path) -> None:
     """How `chunk_scan` walks the chunks of a row, forward and backward, and what lies where."""
     figure, (forward, backward) = _figure((11, 8), 2, 1)
-    _walk(
-        forward, "forward", ["chunk 0", "chunk 1", "chunk 2", "chunk 3"], [("$x_{i}$", 0.0)], [("$y_{i}$", -0.35), ("$C_{i}$", 0.35)],
-        "first carry $C_0$", "final carry", 1,
-    )  # fmt: skip
-    _walk(
-        backward, "backward", ["chunk 0", "chunk 1", "chunk 2", "chunk 3"],
-        [("$C_{i}$", -0.5), ("$x_{i}$", 0.0), ("$dy_{i}$", 0.5)], [("$dx_{i}$", 0.0)], "$d$ final carry", "$d$ first carry", -1,
-    )  # fmt: skip
+    read, written = [("$C_{i}$", -0.5), ("$x_{i}$", 0.0), ("$dy_{i}$", 0.5)], [("$y_{i}$", -0.35), ("$C_{i}$", 0.35)]
+    _walk(forward, "forward", read[1:2], written, "first carry $C_0$", "final carry", 1)
+    _walk(backward, "backward", read, [("$dx_{i}$", 0.0)], "$d$ final carry", "$d$ first carry", -1)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
 def _walk(
-    axes: Any, title: str, boxes: list[str], below: list[tuple[str, float]], above: list[tuple[str, float]],
+    axes: Any, title: str, below: list[tuple[str, float]], above: list[tuple[str, float]],
     first: str, last: str, step: int,
 ) -> None:  # fmt: skip
     """One kernel: HBM above and below, vector memory between them, the grid's steps from left to right or back."""
     from matplotlib.patches import FancyBboxPatch, Rectangle
 
-    pitch, width, count = 3.0, 1.9, len(boxes)
+    pitch, width, count = 3.0, 1.9, 4
     right = pitch * (count - 1)
     for shift in (0.24, 0.12):  # more rows
         axes.add_patch(Rectangle((-2.6 + shift, -0.95 + shift), right + 5.2, 1.9, facecolor="white", edgecolor="0.7"))
@@ -123,14 +123,16 @@ def _walk(
         axes.text(-2.5, y + (0.82 if y > 0 else -0.12), words, fontsize=9, va="bottom" if y > 0 else "top", color="0.3")
     arrow = {"arrowstyle": "->", "color": "black", "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
     scratch = arrow | {"color": "tab:blue", "linewidth": 2.4}
-    work = "C, x → C, y" if step > 0 else "again, then\nits transpose"
-    for i, name in enumerate(boxes):
+    work = "C, x → C, y" if step > 0 else "once more,\nthen its VJP"
+    for i in range(count):
         x = pitch * i
         axes.add_patch(
-            FancyBboxPatch((x - width / 2, -0.6), width, 1.2, boxstyle="round,pad=0.02", facecolor="white", edgecolor="tab:blue")
+            FancyBboxPatch(
+                (x - width / 2, -0.6), width, 1.2, boxstyle="round,pad=0.02", facecolor="white", edgecolor="tab:blue"
+            )
         )
         order = i if step > 0 else count - 1 - i
-        axes.text(x, 0.28, f"{name}", ha="center", va="center", fontsize=10)
+        axes.text(x, 0.28, f"chunk {i}", ha="center", va="center", fontsize=10)
         axes.text(x, -0.08, work, ha="center", va="center", fontsize=8.5)
         axes.text(x, -0.46, f"step {order}", ha="center", va="center", fontsize=7.5, color="0.4")
         for words, shift in below:
@@ -147,9 +149,11 @@ def _walk(
     begin, end = (first, last) if step > 0 else (last, first)
     axes.text(-2.5, 0.15, begin, fontsize=9, va="bottom")
     axes.text(right + 2.55, 0.15, end, fontsize=9, va="bottom", ha="right")
-    axes.text(-2.5, -0.85, "vector memory of one row", fontsize=9, color="tab:blue", va="bottom")
-    carried = "carry C" if step > 0 else "cotangent of the carry"
-    axes.text(pitch / 2, -0.12, f"{carried}\n(scratch)", fontsize=7, color="tab:blue", va="top", ha="center")
+    axes.text(-2.5, 0.7, "VMEM of a row", fontsize=9, color="tab:blue", va="bottom")
+    carried = "C" if step > 0 else "dC"
+    axes.text(pitch / 2, -0.12, f"{carried}, in\nscratch", fontsize=8, color="tab:blue", va="top", ha="center")
     axes.set(xlim=(-2.9, right + 3.1), ylim=(-3.1, 3.2))
-    axes.set_title(f"{title}: a grid of rows (in parallel) × chunks (in {'order' if step > 0 else 'reverse order'})", fontsize=11)
+    axes.set_title(
+        f"{title}: a grid of rows (in parallel) × chunks (in {'order' if step > 0 else 'reverse order'})", fontsize=11
+    )
     axes.axis("off")

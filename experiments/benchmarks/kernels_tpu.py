@@ -26,15 +26,15 @@ import tempfile
 import time
 from collections.abc import Callable
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 # As a script, Python looks beside this file only.
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from experiments.benchmarks.kernel_cases import Case, all_cases, quick_cases
 from experiments.benchmarks.kernel_report import Row, byte_table, latest, program_cycles, table
 from experiments.benchmarks.tpu_static import CHIPS, environment
 
 HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 
 def read_rows(path: pathlib.Path) -> list[Row]:
@@ -153,17 +153,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("measure", "plot"), default="measure")
     parser.add_argument("--topology", choices=CHIPS, default="v5e", help="the chip (default v5e)")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="cases with all these words in their name, e.g. gram 128")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", help="cases with all these words in their name, e.g. gram 128"
+    )
     parser.add_argument("--quick", action="store_true", help="d = 64, forward")
     parser.add_argument("--again", action="store_true", help="measure finished cases anew")
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds for one program")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "kernels_tpu.jsonl", help="rows; the table lies beside it")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=HERE / "kernels_tpu.jsonl", help="rows; the table lies beside it"
+    )
     options = parser.parse_args()
     if options.what == "plot":
         report(read_rows(options.out), options.topology, options.out)
         return
     if importlib.util.find_spec("libtpu") is None:
-        sys.exit("libtpu, the TPU compiler, is not installed: pip install -e '.[test]', or `jax[tpu]` of the installed jax.")
+        sys.exit(
+            "libtpu, the TPU compiler, is not installed: pip install -e '.[test]', or `jax[tpu]` of the installed jax."
+        )
     cases = quick_cases() if options.quick else all_cases()
     if options.only:
         cases = [case for case in cases if all(word in case.name.split() for word in options.only)]

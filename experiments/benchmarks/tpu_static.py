@@ -45,8 +45,8 @@ class Chip:
         return self.flops / (self.cores * self.operations)
 
 
-# Peak, bandwidth, cores and units: cloud.google.com/tpu/docs/v5e, /v5p and /v6e. A unit of v5e and v5p takes one row of its operand a
-# cycle (jax-ml.github.io/scaling-book/tpus: [8, 128] × [128, 128] every 8 cycles; 1.5 GHz on v5e); on v6e, where the compiler
+# Peak, bandwidth, cores and units: cloud.google.com/tpu/docs/v5e, /v5p and /v6e. A unit of v5e and v5p takes one row of its operand
+# a cycle (jax-ml.github.io/scaling-book/tpus: [8, 128] × [128, 128] every 8 cycles; 1.5 GHz on v5e); on v6e, where the compiler
 # begins a product of [16, 256] every 8 bundles, two.
 CHIPS = {
     "v5e": Chip(197e12, 819e9, 1, 4, 128, 2 * 4 * 128 * 128, "v5e:2x2", "v5litepod-4"),
@@ -56,7 +56,7 @@ CHIPS = {
 
 
 def environment(chip: Chip, folder: str | None = None) -> dict[str, str]:
-    """Variables with which libtpu only compiles, quietly and beside other processes, and writes its schedules to a folder, if given.
+    """Variables with which libtpu only compiles, quietly and beside other processes, and writes schedules to a folder, if given.
 
     Only the last schedules are written: all stages of one kernel take up to a gigabyte.
     """
@@ -110,7 +110,7 @@ def loops(bundles: str) -> int:
 
 
 def schedules(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Name of each operation that has a schedule in the folder (kernels without XLA's number) → `utilization` and loops.
+    """Name of each operation that has a schedule in the folder → `utilization` and loops.
 
     Raises:
       ValueError: two operations of one name.
@@ -208,17 +208,18 @@ def estimated_cycles(text: str) -> float:
     return cost(entry)
 
 
-def array_bytes(text: str) -> dict[str, int]:
-    """Bytes of all operands and results of each kernel of a compiled program, in the tiles in which it holds them."""
+def kernel_arrays(text: str) -> dict[str, list[str]]:
+    """Name of each kernel of a compiled program → types of its operands and results."""
     found, _ = computations(text)
-    sizes: dict[str, int] = {}
+    arrays: dict[str, list[str]] = {}
     for instructions in found.values():
         types = {x.name: x.type for x in instructions}
         for x in instructions:
             if x.operation == "custom-call" and 'custom_call_target="tpu_custom_call"' in x.rest:
                 operands = re.findall(r"%([\w.-]+)", x.rest.split(")")[0])
-                sizes[x.name] = sum(map(type_bytes, [x.type, *(types[name] for name in operands)]))
-    return sizes
+                results = re.findall(r"\w+\[[\d,]*\](?:\{[^}]*\})?", x.type)
+                arrays[x.name] = [*(types[name] for name in operands), *results]
+    return arrays
 
 
 def type_bytes(text: str) -> int:
@@ -265,19 +266,19 @@ def measure(case: Any, chip: Chip, folder: pathlib.Path) -> dict[str, Any]:
     outside = estimated_cycles(text)
     if case.engine == "xla":
         return {"outside": outside, "kernels": []}
-    bytes_in_tiles = {re.sub(r"\.\d+$", "", name): size for name, size in array_bytes(text).items()}
-    scheduled = {re.sub(r"\.\d+$", "", name): x for name, x in schedules(folder).items()}
+    scheduled, arrays = schedules(folder), kernel_arrays(text)
     kernels = []
     for kernel in kernel_cases.kernels_of(function, shapes):
+        # XLA numbers kernels of one name in an order of its own.
+        alike = [x for x in arrays if re.fullmatch(rf"{re.escape(kernel.name)}(\.\d+)?", x)]
+        (name,) = [x for x in alike if len(arrays[x]) == kernel.arrays]
         counts = {
             "operations": sum(x.operations for x in kernel.products),
             "unit_operations": sum(x.operations * x.passes for x in kernel.products),
             "tile_operations": sum(x.tiled(chip.edge) for x in kernel.products),
         }
-        kernels.append(
-            {"name": kernel.name, "steps": kernel.steps, **scheduled[kernel.name], **counts}
-            | {"block_bytes": kernel.block_bytes, "array_bytes": bytes_in_tiles[kernel.name]}
-        )
+        moved = {"block_bytes": kernel.block_bytes, "array_bytes": sum(map(type_bytes, arrays[name]))}
+        kernels.append({"name": kernel.name, "steps": kernel.steps, **scheduled[name], **counts, **moved})
     analysis = compiled.cost_analysis()
     return {
         "outside": outside,
