@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
-MESH_AXES = ("data", "fsdp", "tensor")
-BATCH_AXES = ("data", "fsdp")
+from atlasjax.nn.partition import BATCH_AXES, HEAD_AXES
+
+MESH_AXES = (*BATCH_AXES, *HEAD_AXES)
 
 
 @dataclasses.dataclass(frozen=True)

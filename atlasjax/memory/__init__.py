@@ -8,6 +8,7 @@ y, state = memory.scan(rule, params, None, q, k, v, gates)
 from atlasjax.memory.api import IMPLEMENTATIONS, AnyRule, Rule, init_params, init_state, read, reference, scan, step
 from atlasjax.memory.caching import CachedRule, CachedState
 from atlasjax.memory.kernelized import KernelParams, KernelRule, KernelState
+from atlasjax.memory.partition import Partition
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState
 
@@ -23,6 +24,7 @@ __all__ = [
     "MemoryParams",
     "MemoryRule",
     "MemoryState",
+    "Partition",
     "Rule",
     "init_params",
     "init_state",

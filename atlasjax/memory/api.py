@@ -16,6 +16,7 @@ from atlasjax.memory.caching import CachedRule, CachedState
 from atlasjax.memory.engine import xla_scan, xla_step
 from atlasjax.memory.kernelized import KernelParams, KernelRule, KernelState
 from atlasjax.memory.kernels import pallas_tpu_scan
+from atlasjax.memory.partition import Partition, partitioned
 from atlasjax.memory.reference import read_one, reference_scan
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState
@@ -79,6 +80,7 @@ def scan(
     segment_ids: jax.Array | None = None,
     max_segments: int | None = None,
     implementation: str | None = None,
+    partition: Partition | None = None,
     check_gates: bool = False,
 ) -> tuple[jax.Array, Any]:
     """Write and read a sequence: for every token, one step of the rule, then y_t = M_t(φ(q_t)).
@@ -98,7 +100,10 @@ def scan(
         fresh chunk, as if it were alone. The first segment goes on from `state` if it has the id of the state's last token.
       max_segments: a static bound on the number of segments in a row; needed under jit. If a row has more, its outputs
         without a place and its state are NaN.
-      implementation: None (the best available), "xla", or "reference" (the definition: slow).
+      implementation: None (the best available), "xla", "pallas_tpu" (kernels of `pallas_kernels`, which keep the memory on chip;
+        no forward-mode derivative), or "reference" (the definition: slow).
+      partition: split the call over the devices of a mesh, batch elements and heads; a `MemoryRule` only. Kernels need it where
+        arrays are sharded and the call is not inside a `shard_map`; what XLA compiles it also partitions.
       check_gates: check the gates' values: an error outside jit, a `checkify.check` under it.
 
     Returns:
@@ -108,6 +113,8 @@ def scan(
       TypeError, ValueError: an argument that does not fit, before anything is traced.
     """
     if (module := _module(rule)) is not None:
+        if partition is not None:
+            raise ValueError(f"memory.scan: partition is for a MemoryRule, rule is a {type(rule).__name__}.")
         return module.scan(
             rule, params, state, q, k, v, gates, segment_ids=segment_ids, max_segments=max_segments,
             implementation=implementation, check_gates=check_gates,
@@ -119,7 +126,10 @@ def scan(
     if check_gates:
         check.check_gate_ranges(gates, "memory.scan")
     run = lookup("implementation", implementation or "xla", IMPLEMENTATIONS)
-    return run(rule, params, state, q, k, v, gates, segment_ids, max_segments)
+    call = lambda *arguments: run(rule, *arguments, max_segments)
+    if partition is not None:
+        call = partitioned(partition, call)
+    return call(params, state, q, k, v, gates, segment_ids)
 
 
 def step(

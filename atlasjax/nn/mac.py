@@ -73,6 +73,11 @@ class MACMixer(nnx.Module):
                 f"mixer 'mac': attention.segment_size={self.segment_size} must be a multiple of the memory's "
                 f"chunk_size={rule.chunk_size} (rule {config.memory.rule!r})."
             )
+        if config.memory.implementation == "pallas_tpu":
+            raise ValueError(
+                "mixer 'mac': its memory is written segment by segment from a state, for which there is no kernel. "
+                'Use memory.implementation="xla" or None.'
+            )
         self.queries = Linear((config.dim, inner), ("embed", "heads"), rngs=rngs)
         self.conv = CausalConv(config.conv_width, (inner,), ("heads",), rngs=rngs)
         self.retrieved_norm = RMSNorm((heads, config.value_dim), ("heads", None), config.norm_eps)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from atlasjax import rules
-from atlasjax.memory import AnyRule, structures
+from atlasjax.memory import AnyRule, MemoryRule, structures
 from atlasjax.memory import features as features_lib
 from atlasjax.names import lookup
 from atlasjax.nn.caching import CachingConfig
@@ -64,6 +64,8 @@ class MemoryConfig:
       newton_schulz_schedule: a name of `pallas_kernels.newton_schulz.SCHEDULES`.
       max_step: upper end of the step-size gate, > 0; None takes the one derived in `atlasjax.nn.gates`.
       caching: how the memories of earlier segments are cached and read; None: they are not.
+      implementation: of `memory.scan` over whole sequences, as in training: "xla", "pallas_tpu", or None for the best available. A
+        stream is always extended by "xla".
 
     Raises:
       ValueError: an unknown name, an override that the rule does not take, or choices that clash.
@@ -84,13 +86,19 @@ class MemoryConfig:
     newton_schulz_schedule: str | None = None
     max_step: float | None = None
     caching: CachingConfig | None = None
+    implementation: str | None = None
 
     def __post_init__(self) -> None:
         if self.caching is not None and not isinstance(self.caching, CachingConfig):
             raise ValueError(f"MemoryConfig: caching must be a CachingConfig or None, got {self.caching!r}.")
         if self.max_step is not None and not (is_number(self.max_step) and self.max_step > 0):
             raise ValueError(f"MemoryConfig: max_step must be a number > 0, got {self.max_step!r}.")
-        self.build()
+        if self.implementation is not None:
+            lookup("MemoryConfig.implementation", self.implementation, dict.fromkeys(("xla", "pallas_tpu")))
+        if not isinstance(self.build(), MemoryRule) and self.implementation == "pallas_tpu":
+            raise ValueError(
+                f'MemoryConfig: implementation="pallas_tpu" has no kernel for {self.build()!r}. Use "xla" or None.'
+            )
 
     def build(self) -> AnyRule:
         """The named rule with the overrides that are not None: a `MemoryRule` or `KernelRule`; with caching a `CachedRule`.

@@ -13,6 +13,7 @@ from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.gates import GateProjection
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, l2_normalize
 from atlasjax.nn.parameters import param, values
+from atlasjax.nn.partition import mesh_partition
 
 
 class MemoryMixerState(NamedTuple):
@@ -69,6 +70,7 @@ class MemoryHeads(nnx.Module):
         self.heads = heads
         self.dtype = jnp.dtype(config.dtype)
         self.rule = config.memory.build()
+        self.implementation = config.memory.implementation
         if self.rule.structure.residual and expansion > 1:
             raise ValueError(
                 f"ModelConfig: value_expansion={expansion} needs a memory without a residual; rule {config.memory.rule!r} has "
@@ -108,7 +110,8 @@ class MemoryHeads(nnx.Module):
         q, k, v, gate, _ = self._project(x, self.conv.init_state(x.shape[0], x.dtype), segment_ids)
         y, _ = memory.scan(
             self.rule, values(self.memory), None, q, k, v, self.gates(x), segment_ids=segment_ids,
-            max_segments=max_segments,
+            max_segments=max_segments, implementation=self.implementation,
+            partition=mesh_partition(x.shape[0], self.heads) if self.implementation == "pallas_tpu" else None,
         )  # fmt: skip
         return y, gate
 

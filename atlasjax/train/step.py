@@ -131,11 +131,21 @@ def jit_train_step(
         )  # fmt: skip
 
     return jax.jit(
-        step,
+        _on(mesh, step),
         in_shardings=(shardings, batch_sharding(mesh)),
         out_shardings=(shardings, replicated(mesh)),
         donate_argnums=0,
     )
+
+
+def _on(mesh: Mesh, step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step`, traced within the mesh: kernels ask for it, since nobody but they can split them (`nn.partition`)."""
+
+    def traced(*arguments: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return step(*arguments)
+
+    return traced
 
 
 def eval_sums(
@@ -175,7 +185,7 @@ def jit_eval_step(
 ) -> Any:
     """Returns `eval_sums` jitted on a mesh; its sums are over the batch of all processes."""
     return jax.jit(
-        eval_sums(graphdef, bytes_per_token, max_segments=max_segments),
+        _on(mesh, eval_sums(graphdef, bytes_per_token, max_segments=max_segments)),
         in_shardings=(shardings, batch_sharding(mesh)),
         out_shardings=replicated(mesh),
     )

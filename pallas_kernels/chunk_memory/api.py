@@ -78,7 +78,7 @@ def chunk_memory(
     size = 1 if window is None else window.shape[-1]
     if window is not None:
         rows = [*rows, (window, 0.0)] if size > 1 else [(step_size * window[..., 0], 0.0), *rows[1:]]
-    gates = gates_to_chunks(rows, chunk_size)
+    coefficients = gates_to_chunks(rows, chunk_size)
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     names = tuple(sorted(weights))
     chunk = MemoryChunk(structure, objective, names, momentum is not None, retention is not None, size, precision)
@@ -87,7 +87,7 @@ def chunk_memory(
     carry += [] if momenta is None else [fold(momenta[name]) for name in names]
     if size > 1:
         carry += [jnp.zeros((batch * heads, window_rows(size), n), jnp.float32) for n in (k.shape[-1], v.shape[-1], 1)]
-    final, (y,) = chunk_scan(chunk, tuple(carry), (*(to_chunks(x, chunk_size) for x in (q, k, v)), gates), interpret)
+    final, (y,) = chunk_scan(chunk, tuple(carry), (*(to_chunks(x, chunk_size) for x in (q, k, v)), coefficients), interpret)
     unfold = lambda parts: {name: w.reshape(batch, heads, *w.shape[1:]) for name, w in zip(names, parts)}
     y = from_chunks(y, batch, time).astype(q.dtype)
     return y, unfold(final), None if momenta is None else unfold(final[len(names) :])

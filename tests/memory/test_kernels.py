@@ -5,9 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from atlasjax import memory
-from atlasjax.memory import kernels
+from atlasjax.memory import Partition, kernels
 from tests.memory.cases import RULES, assert_close, make_inputs
 
 SERVED = {
@@ -132,3 +133,28 @@ def test_refused():
     wide = jax.eval_shape(lambda: make_inputs(rule, key_dim=512, value_dim=512, time=16))
     with pytest.raises(ValueError, match=r"'W1': \(512, 2048\).*more than"):
         jax.eval_shape(lambda params, *rest: PALLAS(rule, params, None, *rest), *wide)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
+def test_partitioned_over_a_mesh(implementation, interpreted):
+    """Each device takes its batch elements and heads; parameters' gradients are summed over the batch's devices."""
+    rule = RULES["titans"]
+    params, *rest = make_inputs(rule, batch=4, time=11)
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    partition = Partition(mesh, ("data",), ("tensor",))
+    place = lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec))
+    sharded = place(PartitionSpec("tensor"), params), None, *place(PartitionSpec("data", None, "tensor"), tuple(rest))
+    scan = functools.partial(memory.scan, implementation=implementation, partition=partition)
+    found = gradients(scan, rule)(*sharded)
+    assert_close(jax.device_get(found), gradients(memory.scan, rule)(params, None, *rest), 2e-5)
+    assert found[0][1][0].sharding.spec == PartitionSpec("data", None, "tensor")
+
+
+def test_bad_partitions():
+    rule = RULES["titans"]
+    params, *rest = make_inputs(rule, batch=3, time=8)
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    with pytest.raises(ValueError, match=r"3 batch cannot be split over \('data',\), 4 parts"):
+        memory.scan(rule, params, None, *rest, partition=Partition(mesh, ("data",)))
+    with pytest.raises(ValueError, match=r"should name different axes of the mesh, which has \('data', 'tensor'\)"):
+        Partition(mesh, ("batch",))

@@ -1,0 +1,69 @@
+"""A call split by hand over the devices of a mesh: batch elements and heads do not meet, so each device has a call of its own.
+
+What XLA compiles, it also partitions; a kernel it cannot look into, and so cannot split.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from atlasjax.memory.state import Gates
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """Which mesh axes split the batch, and which the heads; hashable, static under jit.
+
+    Attributes:
+      mesh: the mesh of the arrays; every axis that is not named sees the same call.
+      batch: mesh axes over which the batch is split.
+      heads: mesh axes over which the heads are split.
+
+    Raises:
+      ValueError: an axis that the mesh has not, or that is named twice.
+    """
+
+    mesh: Mesh | AbstractMesh
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        named = (*self.batch, *self.heads)
+        unknown = sorted(set(named) - set(self.mesh.axis_names))
+        if unknown or len(set(named)) < len(named):
+            raise ValueError(
+                f"Partition: batch={self.batch} and heads={self.heads} should name different axes of the mesh, which has "
+                f"{tuple(self.mesh.axis_names)}."
+            )
+
+    def check(self, batch: int, heads: int) -> None:
+        """Raises ValueError where the axes do not divide a size."""
+        for name, size, axes in (("batch", batch, self.batch), ("heads", heads, self.heads)):
+            parts = math.prod(self.mesh.shape[axis] for axis in axes)
+            if size % parts:
+                raise ValueError(f"Partition: {size} {name} cannot be split over {axes}, {parts} parts.")
+
+
+def partitioned(partition: Partition, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run(params, state, q, k, v, gates, segment_ids)` → (y, state), each device with its own batch elements and heads."""
+    batch, heads = partition.batch or None, partition.heads or None
+    tokens = PartitionSpec(batch, None, heads)
+    of_state = lambda x: PartitionSpec(batch) if x.ndim == 1 else PartitionSpec(batch, heads)
+
+    def call(params: Any, state: Any, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, ids: Any) -> Any:
+        partition.check(q.shape[0], q.shape[2])
+        arguments = (params, state, q, k, v, gates, ids)
+        specs = (
+            jax.tree.map(lambda _: PartitionSpec(heads), params),
+            jax.tree.map(of_state, state),
+            tokens, tokens, tokens, jax.tree.map(lambda _: tokens, gates), None if ids is None else PartitionSpec(batch),
+        )  # fmt: skip
+        _, after = jax.eval_shape(run, *arguments)
+        outputs = (tokens, jax.tree.map(of_state, after))
+        return jax.shard_map(run, mesh=partition.mesh, in_specs=specs, out_specs=outputs, check_vma=False)(*arguments)
+
+    return call
