@@ -86,10 +86,11 @@ def all_cases() -> list[Case]:
     cases += [Case("chunk_memory", "mlp", 64, "bfloat16", way, engine, 128) for way in DIRECTIONS for engine in ENGINES]
 
     def rank(case: Case) -> int:
-        xla, small = case.engine == "xla", case.dim not in (64, 128)
         if case.operation == "product":
             return 0
-        return (2 if small else 1) if not xla else 5 if small else 3 if case.direction == "forward" else 4
+        group = {64: 0, 128: 0, 256: 2}.get(case.dim, 1)
+        order = {"pallas_tpu": (1, 3, 5), "xla": (2, 6, 7)}[case.engine]
+        return 4 if case.engine == "xla" and case.direction == "both" else order[group]
 
     return sorted(cases, key=rank)
 

@@ -10,15 +10,18 @@ from experiments.benchmarks.tpu_static import CHIPS
 _COLORS = {"newton_schulz": "tab:red", "delta_rule": "tab:green", "chunk_memory": "tab:blue"}
 
 
+DIMS = (64, 128)  # more would hide each other
+
+
 def points(found: dict[str, Row]) -> list[tuple[str, str, str, bool, float, float]]:
-    """One for each kernel: name, operation, type, whether it is the backward kernel, operations per byte of HBM, FLOP/s.
+    """One for each kernel of DIMS: name, operation, type, whether it is the backward kernel, operations per byte of HBM, FLOP/s.
 
     Operations are those of the products, each once; bytes those of the arrays as the compiled program holds them.
     """
     found_points = []
     for row in found.values():
         case, chip = Case(**row["case"]), CHIPS[row["topology"]]
-        if "error" in row or case.operation not in _COLORS or not row["kernels"]:
+        if "error" in row or case.operation not in _COLORS or case.dim not in DIMS or not row["kernels"]:
             continue
         kernel = row["kernels"][-1]
         operations = kernel["operations"] * kernel["steps"]
@@ -53,12 +56,11 @@ def roofline(found: dict[str, Row], topology: str, path: pathlib.Path) -> None:
         shown = [x for x in known if x[2] == dtype]
         for _, operation, _, backward, x, y in shown:
             axes.plot(x, y, "v" if backward else "o", color=_COLORS[operation], markersize=5)
-        for (x, y), texts in _labels(axes, [(numbers[p[0]], p[4], p[5]) for p in shown]):
-            axes.annotate(texts, (x, y), (5, 3), textcoords="offset points", fontsize=7)
         axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, chip.flops * 1.6))
         axes.set_xlabel("operations of the kernel's products per byte of HBM")
         axes.set_ylabel("FLOP/s")
         axes.grid(alpha=0.3, which="both")
+        _number(axes, [(numbers[p[0]], p[4], p[5]) for p in shown])
     marks = [
         Line2D([], [], marker=m, color="gray", linestyle="", label=t) for m, t in (("o", "forward"), ("v", "backward"))
     ]
@@ -72,19 +74,20 @@ def roofline(found: dict[str, Row], topology: str, path: pathlib.Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _labels(axes: Any, marked: list[tuple[int, float, float]]) -> list[tuple[tuple[float, float], str]]:
-    """Labels of points, those of neighbours joined: ((x, y), "3, 7")."""
-    import math
+def _number(axes: Any, marked: list[tuple[int, float, float]]) -> None:
+    """Writes the number of each point beside it, on the side where least else is; the axes' limits must be set."""
+    import numpy as np
 
-    groups: list[tuple[tuple[float, float], list[int]]] = []
-    for number, x, y in sorted(marked, key=lambda p: (p[1], p[2])):
-        for (gx, gy), members in groups:
-            if abs(math.log10(x / gx)) < 0.09 and abs(math.log10(y / gy)) < 0.045:
-                members.append(number)
-                break
-        else:
-            groups.append(((x, y), [number]))
-    return [(place, ", ".join(map(str, dict.fromkeys(members)))) for place, members in groups]
+    places = axes.transData.transform([(x, y) for _, x, y in marked]).reshape(-1, 2)
+    taken = list(places)
+    sides = [(9, 4), (9, -9), (-9, 4), (-9, -9), (0, 9), (0, -14)]  # of the text's middle, in points
+    for (number, x, y), place in zip(marked, places, strict=True):
+        shifts = [np.array(side) * axes.figure.dpi / 72 for side in sides]
+        nearest = [min(np.hypot(*(place + shift - other)) for other in taken) for shift in shifts]
+        best = int(np.argmax(np.minimum(nearest, 12)))  # far enough is far enough
+        taken.append(place + shifts[best])
+        text = {"textcoords": "offset points", "fontsize": 7, "ha": "center", "va": "baseline"}
+        axes.annotate(str(number), (x, y), sides[best], **text)
 
 
 def _figure(size: tuple[float, float], rows: int, columns: int, **ratios: Any) -> tuple[Any, Any]:

@@ -49,13 +49,8 @@ def kernel_figures(row: Row, kernel: Row) -> dict[str, float]:
     return {"bundles": bundles, "floor": floor, "over_floor": bundles / floor, "over_tiles": bundles / tiles}
 
 
-def table(found: dict[str, Row], topology: str, command: str, stale: Iterable[str] = ()) -> str:
-    """The finished rows of a chip (see `latest`) as a page of Markdown.
-
-    Args:
-      command: what made the rows.
-      stale: operations with rows of an older kernel.
-    """
+def table(found: dict[str, Row], topology: str, command: str) -> str:
+    """The finished rows of a chip (see `latest`), made by a command, as a page of Markdown."""
     chip = CHIPS[topology]
     groups = collections.defaultdict(list)
     for case, row in _kernel_rows(found):
@@ -72,8 +67,6 @@ def table(found: dict[str, Row], topology: str, command: str, stale: Iterable[st
         page.append(
             f"- The chip has {chip.cores} cores, which share the rows of a grid; kernels' figures are of one doing all."
         )
-    if stale:
-        page.append(f"- Rows of older kernels than those of this checkout: {', '.join(stale)}.")
     for operation, entries in groups.items():
         page += [f"\n## {operation}: cycles per {entries[0][0].item}\n", _line(_HEAD), _line(_HEAD.values())]
         page += [_line(_cells(case, row, found)) for case, row in entries]
