@@ -82,7 +82,7 @@ def utilization(text: str) -> dict[str, Any]:
     """Bundles of a schedule, and how many slots of each kind are used, from the compiler's table of slots by bundle.
 
     Returns:
-      bundles; matrix_unit: the used share of the matrix units' slots; spills and fills: vector registers written to memory and read
+      bundles; slots: the used share of the slots of each kind; matrix_unit: that of the matrix units; spills and fills: vector registers written to memory and read
       back because there were too few of them.
 
     Raises:
@@ -96,9 +96,11 @@ def utilization(text: str) -> dict[str, Any]:
     capacity = dict(zip(names, map(int, lines[start - 1].split()), strict=True))
     rows = [[int(x) for x in line.split()] for line in lines[start + 1 :] if line[:1].isdigit()]
     used = {name: sum(row[i] for row in rows) for i, name in enumerate(names)}
+    slots = {name: used[name] / (capacity[name] * len(rows)) for name in names}
     return {
         "bundles": len(rows),
-        "matrix_unit": used["MXU"] / (capacity["MXU"] * len(rows)),
+        "slots": {name: round(share, 3) for name, share in slots.items()},
+        "matrix_unit": slots["MXU"],
         "spills": used["VSTORE:SPILL"],
         "fills": used["VLOAD:FILL"],
     }

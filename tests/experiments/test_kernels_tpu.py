@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from experiments.benchmarks import kernel_cases, kernel_plots, kernel_report, kernels_tpu, tpu_static
 from experiments.benchmarks.kernel_cases import Case
-from pallas_kernels.newton_schulz import tpu
+from pallas_kernels.newton_schulz import forms
 
 # Of a schedule by libtpu 0.0.42.1, which spells it so.
 UTILIZATION = """\
@@ -93,7 +93,9 @@ custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"bod
 
 def test_a_schedule_is_read():
     found = tpu_static.utilization(UTILIZATION)
-    assert found == {"bundles": 4, "matrix_unit": 10 / 16, "spills": 1, "fills": 3}
+    shares = [10 / 16, 0, 3 / 16, 3 / 8, 0, 4 / 12, 3 / 12, 2 / 4, 1 / 4, 1 / 8]
+    slots = dict(zip(UTILIZATION.splitlines()[1].split(", "), (round(x, 3) for x in shares)))
+    assert found == {"bundles": 4, "slots": slots, "matrix_unit": 10 / 16, "spills": 1, "fills": 3}
     assert tpu_static.loops(BUNDLES) == 1
     with pytest.raises(ValueError, match="UTILIZATION"):
         tpu_static.utilization("something else")
@@ -132,7 +134,7 @@ def test_products_of_newton_schulz_by_hand(form):
     found = kernel_cases.kernels_of(forward, shapes)
     assert [kernel.arrays for kernel in found] == [2, 3]
     large, small, steps = 2 * 64 * 64 * 256, 2 * 64**3, kernel_cases.STEPS
-    forward_only = tpu.operations(64, 256, steps, form, backward=False)
+    forward_only = forms.operations(64, 256, steps, form, backward=False)
     # The backward kernel takes the steps again, direct: all but the last, whose result nobody needs.
     again = (steps - 1) * (2 * large + small) if form == "direct" else forward_only - large
     back = steps * (5 * large + 3 * small) if form == "direct" else 4 * large + (steps + steps - 1) * 4 * small
