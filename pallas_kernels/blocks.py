@@ -51,6 +51,12 @@ def columns(rows: jax.Array) -> jax.Array:
     return product(rows, (iota(size, 0) == iota(size, 1)).astype(jnp.float32), 0, 0)
 
 
+def row_of(column: jax.Array) -> jax.Array:
+    """[m, 1] → [1, m], exactly."""
+    m = column.shape[0]
+    return jnp.sum(jnp.where(iota(m, 0) == iota(m, 1), column, 0.0), axis=0, keepdims=True)
+
+
 def last_row(x: jax.Array) -> jax.Array:
     """The last row of [m, n] as a column [n, 1]."""
     place = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)

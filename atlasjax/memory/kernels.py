@@ -19,10 +19,12 @@ from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState, Weights, init_state
 from pallas_kernels.chunk_memory import chunk_memory
 from pallas_kernels.delta_rule import delta_rule
+from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
 CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
 _FREE_CHUNK = 64  # where chunks have no effect
-_MOST_NUMBERS = 2**20 + 2**17  # weights and momenta of a head: several copies of them share a core's vector memory
+# Weights and momenta of a head: several copies of them share a core's vector memory, with Muon those of eight tokens.
+_MOST_NUMBERS = {False: 2**20 + 2**17, True: 2**18 + 2**16}
 _MOST_CHANNELS = 256  # of a delta rule's keys and values
 
 
@@ -48,16 +50,18 @@ def unserved(
     """
     time = q.shape[1]
     numbers = sum(math.prod(w.shape[1:]) for w in params.weights.values()) * (1 + rule.optimizer.has_momentum)
+    most = _MOST_NUMBERS[rule.uses_muon]
+    every = rule.optimizer.every if isinstance(rule.optimizer, optimizers.Muon) else 1
     refusals = {
         f"q is {q.dtype}, should be float32 or bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
         "segment_ids are given: packed segments restart the chunks": packed,
         f"structure={rule.structure!r} has a LayerNorm inside": rule.structure.norm,
         f"objective={rule.objective!r}": rule.objective.uses_threshold
         or isinstance(rule.objective, objectives.RemoveAndReplace),
-        f"optimizer={rule.optimizer!r}": rule.uses_muon or rule.optimizer.per_channel,
+        f"optimizer={rule.optimizer!r}": rule.optimizer.per_channel or bool(every & (every - 1)),
         f"retention={rule.retention!r}": rule.retention.has_map or isinstance(rule.retention, retention.Channel),
-        f"the weights {_shapes(params)} and their momenta are {numbers:,} numbers a head, more than {_MOST_NUMBERS:,}": numbers
-        > _MOST_NUMBERS,
+        f"the weights {_shapes(params)} and their momenta are {numbers:,} numbers a head, more than {most:,}": numbers
+        > most,
     }
     if _is_delta(rule):
         widest = max(params.weights["W"].shape[1:])
@@ -150,11 +154,15 @@ def _chunks(
         if not isinstance(rule.objective, objectives.DotProduct):
             value = v.astype(jnp.float32) - key_skip
     assert gates.step_size is not None
+    muon: dict[str, Any] = {}
+    if isinstance(optimizer := rule.optimizer, optimizers.Muon):
+        triples = coefficients(SCHEDULES[optimizer.schedule], optimizer.steps)
+        muon = {"newton_schulz": triples, "every": optimizer.every}
     y, memory, momentum = chunk_memory(
         structure, rule.objective, before.memory, before.momentum,
         query.astype(q.dtype), key.astype(q.dtype), value.astype(q.dtype),
         step_size=gates.step_size, retention=gates.retention, momentum=gates.momentum, window=gates.window,
-        chunk_size=_FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size,
+        chunk_size=_FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size, **muon,
     )  # fmt: skip
     if apart:
         y = (y + query_skip).astype(q.dtype)

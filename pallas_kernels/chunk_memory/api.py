@@ -7,8 +7,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.chunk_memory import reference
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Objective, Structure, window_rows
+from pallas_kernels.chunk_memory.muon import MATRICES, MuonChunk
 from pallas_kernels.chunk_scan import chunk_scan
 from pallas_kernels.layout import from_chunks, gates_to_chunks, to_chunks
+from pallas_kernels.newton_schulz.reference import Triple
 
 IMPLEMENTATIONS = ("pallas_tpu", "reference")
 _DTYPES = (jnp.float32, jnp.bfloat16)
@@ -29,12 +31,15 @@ def chunk_memory(
     momentum: jax.Array | None = None,
     window: jax.Array | None = None,
     chunk_size: int = 64,
+    newton_schulz: tuple[Triple, ...] | None = None,
+    every: int = 1,
     implementation: str = "pallas_tpu",
     interpret: Any = False,
 ) -> tuple[jax.Array, Weights, Weights | None]:
     """M_t = α_t M_{t−1} + S_t, S_t = θ_t S_{t−1} − η_t Σ_j γ_{t,j} ∇ℓ(M_{t'}; k_{t−j}, v_{t−j}), y_t = M_t(q_t) (A Eq. 32, 10).
 
-    M_{t'} is the memory at the start of the token's chunk. The sequence begins a chunk, and nothing was read before it.
+    M_{t'} is the memory at the start of the token's chunk. The sequence begins a chunk, and nothing was read before it. With
+    `newton_schulz` (Muon, A Eq. 57) the step size stands with the write: S_t = θ_t S_{t−1} − Σ …, M_t = α_t M_{t−1} + η_t NS(S_t).
 
     Args:
       structure, objective: frozen objects with the methods `Structure.apply` and `Objective.loss`, such as those of
@@ -48,6 +53,8 @@ def chunk_memory(
       momentum: θ, [batch, time, heads]; None: S_t is the step alone.
       window: γ, [batch, time, heads, c] with 1 ≤ c ≤ 64; None: c = 1, γ = 1.
       chunk_size: a power of two, 8 to 256. Part of the result.
+      newton_schulz: triples (a, b, c), one a step, for a memory written by Muon, which needs momenta; None: without.
+      every: with Muon the memory is written at each `every`-th token of its chunk only; a power of two that divides chunk_size.
       implementation: "pallas_tpu": a kernel that keeps M and S on chip for the whole sequence; its backward pass computes again
         what it needs from the memories before each chunk; there is no forward-mode derivative. "reference": token by token.
       interpret: as `pallas_call` takes it.
@@ -59,6 +66,8 @@ def chunk_memory(
       ValueError: shapes that do not fit, other dtypes, an implementation or a chunk size that does not exist.
     """
     _check(weights, momenta, q, k, v, step_size, retention, momentum, window)
+    if newton_schulz is not None and momenta is None:
+        raise ValueError("chunk_memory: newton_schulz needs momenta S and the gate momentum θ, they are None.")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"chunk_memory: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
     batch, time, heads, _ = q.shape
@@ -70,27 +79,60 @@ def chunk_memory(
             "momentum": ones if momentum is None else momentum,
             "window": ones[..., None] if window is None else window,
         }
-        return reference.chunk_memory(structure, objective, weights, momenta, q, k, v, gates, chunk_size)
+        return reference.chunk_memory(
+            structure, objective, weights, momenta, q, k, v, gates, chunk_size, newton_schulz, every
+        )
     if chunk_size < 8 or chunk_size > 256 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_memory: chunk_size={chunk_size}, should be a power of two from 8 to 256.")
-    rows = [(step_size, 0.0), (ones, 0.0)]
-    rows += [(x, 1.0) for x in (retention, momentum) if x is not None]
+    if every < 1 or every & (every - 1) or every > chunk_size:
+        raise ValueError(f"chunk_memory: every={every}, should be a power of two, at most chunk_size={chunk_size}.")
+    if window is not None and window.shape[-1] == 1:
+        window = jnp.pad(window, ((0, 0), (0, 0), (0, 0), (0, 1)))
     size = 1 if window is None else window.shape[-1]
-    if window is not None:
-        rows = [*rows, (window, 0.0)] if size > 1 else [(step_size * window[..., 0], 0.0), *rows[1:]]
-    coefficients = gates_to_chunks(rows, chunk_size)
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     names = tuple(sorted(weights))
-    chunk = MemoryChunk(structure, objective, names, momentum is not None, retention is not None, size, precision)
     fold = lambda w: w.astype(jnp.float32).reshape(-1, *w.shape[2:])
     carry = [fold(weights[name]) for name in names]
     carry += [] if momenta is None else [fold(momenta[name]) for name in names]
     if size > 1:
         carry += [jnp.zeros((batch * heads, window_rows(size), n), jnp.float32) for n in (k.shape[-1], v.shape[-1], 1)]
-    final, (y,) = chunk_scan(chunk, tuple(carry), (*(to_chunks(x, chunk_size) for x in (q, k, v)), coefficients), interpret)
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    chunk = MemoryChunk(structure, objective, names, momentum is not None, retention is not None, size, precision)
+    tokens = tuple(to_chunks(x, chunk_size) for x in (q, k, v))
+    rows = [(step_size, 0.0), (ones, 0.0), *((x, 1.0) for x in (retention, momentum) if x is not None)]
+    rows += [] if window is None else [(window, 0.0)]
+    if newton_schulz is None:
+        final, (y,) = chunk_scan(chunk, tuple(carry), (*tokens, gates_to_chunks(rows, chunk_size)), interpret)
+    else:
+        block = min(chunk_size, MATRICES * every)
+        begins = jnp.broadcast_to((jnp.arange(time) % chunk_size < block)[:, None], ones.shape)
+        xs = (*tokens, gates_to_chunks([*rows, (begins, 0.0)], chunk_size))
+        muon = MuonChunk(chunk, newton_schulz, every)
+        final, y = _scan_blocks(muon, (*carry[: len(names)], *carry), xs, block, interpret)
+        final = final[len(names) :]
     unfold = lambda parts: {name: w.reshape(batch, heads, *w.shape[1:]) for name, w in zip(names, parts)}
     y = from_chunks(y, batch, time).astype(q.dtype)
     return y, unfold(final), None if momenta is None else unfold(final[len(names) :])
+
+
+def _scan_blocks(
+    chunk: MuonChunk, carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...], block: int, interpret: Any
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """`chunk_scan` over blocks; the backward pass keeps the carry before each chunk, and that of its blocks one chunk at a time.
+
+    xs: q, k, v [rows, chunks, chunk_size, dim] and gates [rows, chunks, n, chunk_size].
+    """
+    *tokens, gates = xs
+    rows, count, size = tokens[0].shape[:3]
+    split = lambda x: jnp.moveaxis(x.reshape(rows, count, size // block, block, -1), 1, 0)
+    lanes = jnp.moveaxis(gates.reshape(rows, count, -1, size // block, block), (1, 3), (0, 2))
+
+    @jax.checkpoint
+    def body(carry: tuple[jax.Array, ...], xs: Any) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        carry, (y,) = chunk_scan(chunk, carry, xs, interpret)
+        return carry, y
+
+    carry, y = jax.lax.scan(body, carry, (*map(split, tokens), lanes))
+    return carry, jnp.moveaxis(y, 0, 1).reshape(rows, count, size, -1)
 
 
 def _check(

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import HIGHEST, columns, decay_products, entry, from_start, iota, last_row, product
+from pallas_kernels.blocks import HIGHEST, columns, decay_products, entry, from_start, iota, last_row, product, row_of
 
 Linear = Callable[[str, jax.Array], jax.Array]
 
@@ -80,10 +80,10 @@ class MemoryChunk:
             real = jnp.concatenate([real, gates[:, 1:2]])
             left_over = k[-before:], v[-before:], real[-before:]
 
-        factors = self._factors(memory, k, v, dot)
+        factors = gradient_factors(self.structure, self.objective, memory, k, v, dot)
         a, s, beta, memory_gradients, momentum_gradients = self._coefficients(gates, before)
         if self.window > 1:
-            mask = _row_of(real)
+            mask = row_of(real)
             memory_gradients = memory_gradients * mask
             momentum_gradients = None if momentum_gradients is None else momentum_gradients * mask
 
@@ -113,23 +113,6 @@ class MemoryChunk:
             after.append(w)
         return (*after, *momenta_after, *(left_over if self.window > 1 else ())), (y,)
 
-    def _factors(self, memory: dict[str, jax.Array], k: jax.Array, v: jax.Array, dot: Any) -> dict[str, Any]:
-        """(left, input) of each weight's gradients; see `atlasjax.memory.chunk.gradient_factors`."""
-
-        def out(zeros: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-            inputs = {}
-
-            def linear(name: str, h: jax.Array) -> jax.Array:
-                inputs[name] = h
-                return dot(h, memory[name], 1, 1) + zeros[name]
-
-            return self.structure.apply(linear, k, k, None), inputs
-
-        zeros = {name: jnp.zeros((k.shape[0], w.shape[0]), jnp.float32) for name, w in memory.items()}
-        value, pullback, inputs = jax.vjp(out, zeros, has_aux=True)
-        (left,) = pullback(jax.grad(lambda y: jnp.sum(self.objective.loss(y, v, None)))(value))
-        return {name: (left[name], inputs[name]) for name in memory}
-
     def _coefficients(self, gates: jax.Array, before: int) -> tuple[Any, ...]:
         """a, s, β as columns (None: without), C and, with momentum, D [m, before + m]."""
         m = gates.shape[0]
@@ -144,16 +127,11 @@ class MemoryChunk:
             index += 1
         else:
             pairwise = (row >= column).astype(jnp.float32)
-        pairwise = pairwise * _row_of(real)  # padding adds no S
+        pairwise = pairwise * row_of(real)  # padding adds no S
         theta = gates[:, index : index + 1]
         index += self.momentum
         if self.window > 1:
-            shape = (m, before + m)
-            age = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + before - jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-            gamma = jnp.zeros(shape, jnp.float32)
-            for j in range(self.window):
-                gamma = gamma + jnp.where(age == j, gates[:, index + j : index + j + 1], 0.0)
-            D = -step * gamma
+            D = -step * window_weights(gates[:, index : index + self.window], before)
         else:
             D = jnp.where(row == column, -step, 0.0)
         if not self.momentum:
@@ -165,10 +143,35 @@ class MemoryChunk:
         return a, s, beta, product(pairwise, D, 1, 0), D
 
 
-def _row_of(column: jax.Array) -> jax.Array:
-    """[m, 1] → [1, m], exactly."""
-    m = column.shape[0]
-    return jnp.sum(jnp.where(iota(m, 0) == iota(m, 1), column, 0.0), axis=0, keepdims=True)
+def gradient_factors(
+    structure: Structure, objective: Objective, memory: dict[str, jax.Array], k: jax.Array, v: jax.Array, dot: Any
+) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """(left, input) of each weight's gradients; see `atlasjax.memory.chunk.gradient_factors`."""
+
+    def out(zeros: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        inputs = {}
+
+        def linear(name: str, h: jax.Array) -> jax.Array:
+            inputs[name] = h
+            return dot(h, memory[name], 1, 1) + zeros[name]
+
+        return structure.apply(linear, k, k, None), inputs
+
+    zeros = {name: jnp.zeros((k.shape[0], w.shape[0]), jnp.float32) for name, w in memory.items()}
+    value, pullback, inputs = jax.vjp(out, zeros, has_aux=True)
+    (left,) = pullback(jax.grad(lambda y: jnp.sum(objective.loss(y, v, None)))(value))
+    return {name: (left[name], inputs[name]) for name in memory}
+
+
+def window_weights(gamma: jax.Array, before: int) -> jax.Array:
+    """Γ [m, before + m] of γ [m, c]: Γ[t, i] weighs token i, the first `before` of which came before the chunk."""
+    m, window = gamma.shape
+    shape = (m, before + m)
+    age = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + before - jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    total = jnp.zeros(shape, jnp.float32)
+    for j in range(window):
+        total = total + jnp.where(age == j, gamma[:, j : j + 1], 0.0)
+    return total
 
 
 def _outer(weights: jax.Array, left: jax.Array, inputs: jax.Array, dot: Any) -> jax.Array:

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.batching import rows_folded
-from pallas_kernels.newton_schulz import gram, tpu
+from pallas_kernels.newton_schulz import forms, gram, tpu
+from pallas_kernels.newton_schulz.forms import FORMS, GRAM_STEPS
 from pallas_kernels.newton_schulz.reference import SCHEDULES, Triple, coefficients
 from pallas_kernels.newton_schulz.reference import newton_schulz as definition
 
-FORMS = ("direct", "gram")
 IMPLEMENTATIONS = ("xla", "pallas_tpu")
 _HIGHEST = jax.lax.Precision.HIGHEST
-_GRAM_STEPS = 7  # beyond, the Gram form's rounding in the null space has grown over everything
 
 
 def newton_schulz(
@@ -68,12 +67,11 @@ def newton_schulz(
 
 def _choose_form(form: str | None, rows: int, columns: int, steps: int) -> str:
     if form is None:
-        cost = lambda name: tpu.operations(rows, columns, steps, name, backward=False)
-        return "gram" if steps <= _GRAM_STEPS and cost("gram") < cost("direct") else "direct"
+        return forms.cheaper(rows, columns, steps)
     if form not in FORMS:
         raise ValueError(f"newton_schulz: form={form!r}, should be one of {FORMS}.")
-    if form == "gram" and steps > _GRAM_STEPS:
-        raise ValueError(f"newton_schulz: form='gram' is exact enough for at most {_GRAM_STEPS} steps, got {steps}.")
+    if form == "gram" and steps > GRAM_STEPS:
+        raise ValueError(f"newton_schulz: form='gram' is exact enough for at most {GRAM_STEPS} steps, got {steps}.")
     return form
 
 

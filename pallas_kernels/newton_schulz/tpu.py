@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.blocks import product
-from pallas_kernels.newton_schulz import direct, gram
+from pallas_kernels.newton_schulz import forms
 from pallas_kernels.newton_schulz.reference import Triple
 
 # Matrices of one program: with a single pass of bfloat16 the next product must come from another matrix; six passes keep a matrix
@@ -25,46 +24,20 @@ _VMEM = 64 * 2**20  # scoped limit; the smallest generation served has 64 MiB
 _BUDGET = 24 * 2**20  # of float32 blocks and intermediates, by which matrices are put together
 
 
-def products(precision: jax.lax.Precision) -> tuple[gram.Dot, gram.Dot, gram.Dot]:
-    """x y, x yᵀ and xᵀ y, accumulated in float32."""
-    of = functools.partial(functools.partial, product, precision=precision)
-    return of(x_axis=1, y_axis=0), of(x_axis=1, y_axis=1), of(x_axis=0, y_axis=0)
-
-
 def _forward_kernel(
     s_ref: Any, y_ref: Any, *, triples: Sequence[Triple], form: str, precision: jax.lax.Precision
 ) -> None:
-    dot, dot_t, _ = products(precision)
-    together = range(s_ref.shape[0])
-    load = lambda i: s_ref[i].astype(jnp.float32)
-    if form == "direct":
-        ys, _ = direct.forward(dot, dot_t, [load(i) for i in together], triples)
-        for i in together:
-            y_ref[i] = ys[i]
-        return
-    qs, _ = gram.forward(dot, [dot_t(load(i), load(i)) for i in together], triples)
-    for i in together:
-        y_ref[i] = dot(qs[i], load(i))
+    matrices = [s_ref[i].astype(jnp.float32) for i in range(s_ref.shape[0])]
+    for i, y in enumerate(forms.forward(matrices, triples, form, precision)):
+        y_ref[i] = y
 
 
 def _backward_kernel(
     s_ref: Any, dy_ref: Any, ds_ref: Any, *, triples: Sequence[Triple], form: str, precision: jax.lax.Precision
 ) -> None:
-    dot, dot_t, t_dot = products(precision)
-    together = range(s_ref.shape[0])
-    load = lambda ref, i: ref[i].astype(jnp.float32)
-    if form == "direct":
-        matrices = [load(s_ref, i) for i in together]
-        _, before = direct.forward(dot, dot_t, matrices, triples)
-        cotangents = [load(dy_ref, i) for i in together]
-        for i, d in enumerate(direct.backward(dot, dot_t, t_dot, matrices, triples, before, cotangents)):
-            ds_ref[i] = d
-        return
-    grams = [dot_t(load(s_ref, i), load(s_ref, i)) for i in together]
-    qs, steps = gram.forward(dot, grams, triples)
-    dqs = [dot_t(load(dy_ref, i), load(s_ref, i)) for i in together]
-    for i, d in enumerate(gram.backward(dot, grams, triples, steps, dqs)):
-        ds_ref[i] = dot(qs[i], load(dy_ref, i)) + dot(d, load(s_ref, i)) + t_dot(d, load(s_ref, i))
+    load = lambda ref: [ref[i].astype(jnp.float32) for i in range(ref.shape[0])]
+    for i, d in enumerate(forms.backward(load(s_ref), load(dy_ref), triples, form, precision)):
+        ds_ref[i] = d
 
 
 def together(rows: int, columns: int, steps: int, form: str, precision: jax.lax.Precision, *, backward: bool) -> int:
@@ -100,20 +73,6 @@ def _call(kernel: Any, inputs: Sequence[jax.Array], cost: pl.CostEstimate, count
     return y[:number]
 
 
-def operations(rows: int, columns: int, steps: int, form: str, *, backward: bool) -> int:
-    """Floating-point operations of the products for one matrix: the floor of a matrix unit, and what the compiler is told."""
-    large, small = 2 * rows * rows * columns, 2 * rows**3
-    if form == "direct":
-        forward = steps * (2 * large + small)
-        # again the steps; then X Xᵀ, dX' Xᵀ and three products with X or dX', A², A dP and dP A
-        return forward if not backward else forward + steps * (5 * large + 3 * small)
-    chain = steps * small + (steps - 1) * 3 * small if steps else 0
-    if not backward:
-        return 2 * large + chain
-    # each step: dQ Q, dP A, A dP, P dQ; all but the last four more for the cotangent of the next A
-    return 2 * large + chain + steps * 4 * small + max(steps - 1, 0) * 4 * small + 3 * large
-
-
 def forward(
     s: jax.Array, *, triples: tuple[Triple, ...], form: str, precision: jax.lax.Precision, interpret: Any = False
 ) -> jax.Array:
@@ -121,7 +80,7 @@ def forward(
     number, rows, columns = s.shape
     kernel = functools.partial(_forward_kernel, triples=triples, form=form, precision=precision)
     cost = pl.CostEstimate(
-        flops=number * operations(rows, columns, len(triples), form, backward=False),
+        flops=number * forms.operations(rows, columns, len(triples), form, backward=False),
         bytes_accessed=number * rows * columns * (s.dtype.itemsize + 4),
         transcendentals=number,
     )
@@ -141,7 +100,7 @@ def backward(
     number, rows, columns = s.shape
     kernel = functools.partial(_backward_kernel, triples=triples, form=form, precision=precision)
     cost = pl.CostEstimate(
-        flops=number * operations(rows, columns, len(triples), form, backward=True),
+        flops=number * forms.operations(rows, columns, len(triples), form, backward=True),
         bytes_accessed=number * rows * columns * (s.dtype.itemsize + dy.dtype.itemsize + 4),
         transcendentals=number,
     )

@@ -14,7 +14,7 @@ from tests.memory.cases import RULES, assert_close, make_inputs
 SERVED = {
     "linear_attention", "delta_rule", "delta_rule_chunk8", "retnet", "polysketch", "longhorn", "gated_delta_rule", "titans",
     "titans_matrix", "titans_no_momentum", "titans_deep", "dla", "swla", "omeganet", "omeganet_powers", "omeganet_sketch",
-    "momentum_full_retention", "gated", "moneta_row",
+    "momentum_full_retention", "gated", "moneta_row", "atlas", "atlas_plus_plus",
 }  # fmt: skip
 
 
@@ -75,6 +75,14 @@ def test_bfloat16(interpreted):
     assert_close(y.astype(jnp.float32), expected, 4e-2)
 
 
+def test_muon(interpreted):
+    """Rounding in Newton–Schulz grows by 3.4 a step (SEMANTICS 1.7)."""
+    rule = RULES["atlas"]
+    params, *rest = make_inputs(rule, batch=1, time=19)
+    found, expected = (gradients(fn, rule)(params, None, *rest) for fn in (PALLAS, memory.reference))
+    assert_close(found, expected, 2e-3)
+
+
 @pytest.mark.parametrize("name", ["gated_delta_rule", "linear_attention"])
 def test_goes_on_from_a_state(name, interpreted):
     """Where chunks have no effect, a state has no place inside one."""
@@ -108,7 +116,8 @@ def test_what_is_served():
         params, q, *_ = jax.eval_shape(lambda rule=rule: make_inputs(rule, time=300))
         reasons[name] = kernels.unserved(rule, params, None, q, False)
     assert {name for name, reason in reasons.items() if reason is None} == SERVED
-    assert "Muon" in reasons["atlas"]
+    assert "Channel" in reasons["muon_matrix_channel"]
+    assert "chunk_size=12" in reasons["atlas_every"]
     assert "LayerNorm" in reasons["ttt_mlp"]
     assert "Channel" in reasons["gla"]
     assert "KL" in reasons["memora"]

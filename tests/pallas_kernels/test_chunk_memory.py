@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from atlasjax.memory import objectives, structures
 from pallas_kernels.chunk_memory import chunk_memory
+from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
 MLP, GATED, MATRIX = structures.MLP(expansion=2), structures.GatedMLP(expansion=2), structures.Matrix()
 L2, DOT = objectives.L2(), objectives.DotProduct()
@@ -117,3 +118,20 @@ def test_bad_input():
     ]:
         with pytest.raises(ValueError, match=message):
             scan(*arguments, **{**values, **options})
+
+
+@pytest.mark.parametrize(
+    ("structure", "gates", "window", "chunk_size", "every"),
+    [
+        (MLP, ("retention", "momentum"), 3, 16, 1),
+        (MATRIX, ("momentum",), 1, 8, 4),
+        (GATED, ("retention", "momentum"), 1, 32, 2),
+    ],
+    ids=str,
+)
+def test_muon(structure, gates, window, chunk_size, every):
+    """Chunks of one and of several blocks of eight writes; the last chunk is not full."""
+    arrays, values = inputs(structure, 1, 21, 2, 4, gates=gates, window=window)
+    options = {"chunk_size": chunk_size, "every": every, "newton_schulz": coefficients(SCHEDULES["standard"], 2)}
+    expected = run(structure, L2, arrays, values, **options, implementation="reference")
+    close(run(structure, L2, arrays, values, **options, interpret=True), expected, 2e-4)

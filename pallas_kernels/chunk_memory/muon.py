@@ -1,0 +1,127 @@
+"""A block of tokens of a memory written by Muon, of matrices alone: what the TPU kernel runs for each block.
+
+    S_t = θ_t S_{t−1} − Σ_{j<c} γ_{t,j} ∇ℓ(M_{t'}; k_{t−j}, v_{t−j})        M_t = α_t M_{t−1} + η_t NS(S_t)
+
+Newton–Schulz is not linear, so there is no dual form: the momenta of a block's writing tokens are formed, a few matrices at a time,
+and orthogonalized together, so that their products do not wait for each other. A read needs no M_t of its own:
+
+    M_t h = a_t M_0 h + Σ_{j ≤ t} P[t,j] η_j NS(S_j) h        P[t,j] = α_{j+1} … α_t
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.blocks import HIGHEST, columns, decay_products, entry, from_start, iota, product
+from pallas_kernels.chunk_memory.chunk import MemoryChunk, gradient_factors, window_rows, window_weights
+from pallas_kernels.newton_schulz import forms
+from pallas_kernels.newton_schulz.reference import Triple
+
+MATRICES = 8  # orthogonalized together in a block: their products do not wait for each other
+
+Matrices = tuple[jax.Array, ...]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def orthogonalized(triples: tuple[Triple, ...], matrices: Matrices) -> Matrices:
+    """Newton–Schulz of matrices that have no more rows than columns, by the form with fewer operations."""
+    return tuple(forms.forward(matrices, triples, _form(triples, matrices), HIGHEST))
+
+
+def _orthogonalized_forward(triples: tuple[Triple, ...], matrices: Matrices) -> tuple[Matrices, Matrices]:
+    return orthogonalized(triples, matrices), matrices
+
+
+def _orthogonalized_backward(triples: tuple[Triple, ...], matrices: Matrices, cotangents: Matrices) -> tuple[Matrices]:
+    return (tuple(forms.backward(matrices, cotangents, triples, _form(triples, matrices), HIGHEST)),)
+
+
+orthogonalized.defvjp(_orthogonalized_forward, _orthogonalized_backward)
+
+
+def _form(triples: tuple[Triple, ...], matrices: Matrices) -> str:
+    rows, cols = matrices[0].shape
+    return forms.cheaper(rows, cols, len(triples))
+
+
+@dataclasses.dataclass(frozen=True)
+class MuonChunk:
+    """A `chunk_scan.Chunk`; its chunks are the blocks of a memory's chunk.
+
+    Carry: M_{t'} by name, then the carry of `memory`. Inputs: as those of `memory`, with one more row of gates, which is 1 in the
+    tokens of a block that begins a chunk. m is a multiple of `every`.
+
+    Attributes:
+      memory: the chunk of the same memory without Newton–Schulz, with momentum.
+      triples: of Newton–Schulz, one a step.
+      every: the memory is written once in so many tokens.
+    """
+
+    memory: MemoryChunk
+    triples: tuple[Triple, ...]
+    every: int
+
+    def __call__(self, carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+        names, window, structure = self.memory.names, self.memory.window, self.memory.structure
+        dot = functools.partial(product, precision=self.memory.precision)
+        count = len(names)
+        group = lambda i: dict(zip(names, carry[i * count : (i + 1) * count]))
+        start, memory, momenta = group(0), group(1), group(2)
+        q, k, v, gates = xs
+        gates = columns(gates)
+        step, real = gates[:, :1], gates[:, 1:2]
+        alpha = gates[:, 2:3] if self.memory.retention else None
+        index = 2 + self.memory.retention
+        theta = gates[:, index : index + 1]
+        begins = entry(gates[:, -1:], 0)
+        start = {name: begins * memory[name] + (1.0 - begins) * w for name, w in start.items()}
+        m, before = q.shape[0], 0
+        left_over: tuple[jax.Array, ...] = ()
+        gamma = (iota(m, 0) == iota(m, 1)).astype(jnp.float32)  # Γᵀ [E, m]
+        if window > 1:
+            before = window_rows(window)
+            keys, values, real_before = carry[3 * count :]
+            k, v = jnp.concatenate([keys, k]), jnp.concatenate([values, v])
+            real = jnp.concatenate([real_before, real])
+            left_over = k[-before:], v[-before:], real[-before:]
+            gamma = columns(window_weights(gates[:, index + 1 : index + 1 + window], before))
+        factors = gradient_factors(structure, self.memory.objective, start, k, v, dot)
+
+        products = decay_products(theta)
+        beta = from_start(theta, products)
+        D = -real * product(gamma, products, 1, 1)  # [E, m]: of each token's gradient in each token's S
+        pairwise = (iota(m, 0) >= iota(m, 1)).astype(jnp.float32) if alpha is None else decay_products(alpha)
+        a = None if alpha is None else from_start(alpha, pairwise)
+        writers = range(self.every - 1, m, self.every)
+
+        updates: dict[str, list[jax.Array]] = {}
+        after_momenta, after = [], []
+        for name in names:
+            left, inputs = factors[name]
+            tall = left.shape[1] > inputs.shape[1]
+            first = momenta[name].T if tall else momenta[name]
+            rows, cols = (inputs, left) if tall else (left, inputs)
+            S = [entry(beta, j) * first + product(rows * D[:, j : j + 1], cols, 0, 0) for j in writers]
+            after_momenta.append(S[-1].T if tall else S[-1])
+            out = orthogonalized(self.triples, tuple(S))
+            updates[name] = [x.T if tall else x for x in out]
+        weight = {j: entry(step, j) * pairwise[:, j : j + 1] for j in writers}  # [m, 1]
+
+        def linear(name: str, h: jax.Array) -> jax.Array:
+            out = dot(h, memory[name], 1, 1)
+            if a is not None:
+                out = a * out
+            for j, update in zip(writers, updates[name]):
+                out = out + weight[j] * dot(h, update, 1, 1)
+            return out
+
+        y = structure.apply(linear, q, q, None)
+        for name in names:
+            w = memory[name] if a is None else entry(a, m - 1) * memory[name]
+            for j, update in zip(writers, updates[name]):
+                w = w + entry(weight[j], m - 1) * update
+            after.append(w)
+        return (*start.values(), *after, *after_momenta, *left_over), (y,)
