@@ -82,8 +82,8 @@ def utilization(text: str) -> dict[str, Any]:
     """Bundles of a schedule, and how many slots of each kind are used, from the compiler's table of slots by bundle.
 
     Returns:
-      bundles; slots: the used share of the slots of each kind; matrix_unit: that of the matrix units; spills and fills: vector registers written to memory and read
-      back because there were too few of them.
+      bundles; slots: the used share of the slots of each kind; matrix_unit: that of the matrix units; spills and fills: vector
+      registers written to memory and read back because there were too few of them.
 
     Raises:
       ValueError: a table of another form.
