@@ -28,6 +28,7 @@ _XLA_FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     "--xla_backend_optimization_level": "0",
     "--xla_llvm_disable_expensive_passes": "true",
+    "--xla_cpu_use_fusion_emitters": "false",  # they take two thirds of a compilation
 }
 for _name, _value in _XLA_FLAGS.items():
     if _name not in os.environ.get("XLA_FLAGS", ""):
