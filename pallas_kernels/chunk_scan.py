@@ -26,8 +26,10 @@ Chunk = Callable[..., Any]
 _VMEM = 64 * 2**20  # scoped limit; the smallest generation served has 64 MiB
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def chunk_scan(chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Any = False) -> tuple[Arrays, Arrays]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
+def chunk_scan(
+    chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Any = False, dtype: jax.typing.DTypeLike = jnp.float32
+) -> tuple[Arrays, Arrays]:
     """Scans a chunk function over the chunks of many rows.
 
     Args:
@@ -35,20 +37,25 @@ def chunk_scan(chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Any = False) 
       carry: before the first chunk, float32 [rows, …, …] each.
       xs: [rows, chunks, …, …] each, at least one chunk; of any floating dtype, given to `chunk` in float32.
       interpret: as `pallas_call` takes it.
+      dtype: of the outputs.
 
     Returns:
-      The carry after the last chunk, and the outputs, float32 [rows, chunks, …, …] each. There is no forward-mode derivative.
+      The carry after the last chunk, and the outputs [rows, chunks, …, …]. There is no forward-mode derivative.
     """
-    final, ys, _ = _forward(chunk, carry, xs, interpret, keep=False)
+    final, ys, _ = _forward(chunk, carry, xs, interpret, dtype, keep=False)
     return final, ys
 
 
-def _chunk_scan_forward(chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Any) -> tuple[Any, Any]:
-    final, ys, before = _forward(chunk, carry, xs, interpret, keep=True)
+def _chunk_scan_forward(
+    chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Any, dtype: jax.typing.DTypeLike
+) -> tuple[Any, Any]:
+    final, ys, before = _forward(chunk, carry, xs, interpret, dtype, keep=True)
     return (final, ys), (before, xs)
 
 
-def _chunk_scan_backward(chunk: Chunk, interpret: Any, kept: Any, cotangents: Any) -> tuple[Arrays, Arrays]:
+def _chunk_scan_backward(
+    chunk: Chunk, interpret: Any, dtype: jax.typing.DTypeLike, kept: Any, cotangents: Any
+) -> tuple[Arrays, Arrays]:
     before, xs = kept
     dcarry, dys = cotangents
     return _backward(chunk, before, xs, dcarry, dys, interpret)
@@ -80,7 +87,9 @@ def _outputs(chunk: Chunk, carry: Arrays, xs: Arrays) -> list[jax.ShapeDtypeStru
     return list(ys)
 
 
-def _forward(chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Any, *, keep: bool) -> tuple[Arrays, Arrays, Arrays]:
+def _forward(
+    chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Any, dtype: jax.typing.DTypeLike, *, keep: bool
+) -> tuple[Arrays, Arrays, Arrays]:
     """Final carry, outputs, and with `keep` the carry before each chunk."""
     sizes = len(carry), len(xs)
 
@@ -89,9 +98,9 @@ def _forward(chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Any, *, keep: b
         carry, xs = arrays[: sizes[0]], arrays[sizes[0] :]
         rows, count = xs[0].shape[:2]
         outputs = _outputs(chunk, carry, xs)
-        of_chunks = lambda shapes: [jax.ShapeDtypeStruct((rows, count, *x.shape[-2:]), jnp.float32) for x in shapes]
+        of_chunks = lambda shapes, dtype: [jax.ShapeDtypeStruct((rows, count, *x.shape[-2:]), dtype) for x in shapes]
         final = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in carry]
-        ys, before = of_chunks(outputs), of_chunks(carry) if keep else []
+        ys, before = of_chunks(outputs, dtype), of_chunks(carry, jnp.float32) if keep else []
 
         def kernel(*refs: Any) -> None:
             groups = _groups(refs, (sizes[0], sizes[1], len(final), len(ys), len(before), len(carry)))

@@ -101,7 +101,7 @@ def chunk_memory(
     rows = [(step_size, 0.0), (ones, 0.0), *((x, 1.0) for x in (retention, momentum) if x is not None)]
     rows += [] if window is None else [(window, 0.0)]
     if newton_schulz is None:
-        final, (y,) = chunk_scan(chunk, tuple(carry), (*tokens, gates_to_chunks(rows, chunk_size)), interpret)
+        final, (y,) = chunk_scan(chunk, tuple(carry), (*tokens, gates_to_chunks(rows, chunk_size)), interpret, q.dtype)
     else:
         block = min(chunk_size, MATRICES * every)
         begins = jnp.broadcast_to((jnp.arange(time) % chunk_size < block)[:, None], ones.shape)
@@ -110,7 +110,7 @@ def chunk_memory(
         final, y = _scan_blocks(muon, (*carry[: len(names)], *carry), xs, block, interpret)
         final = final[len(names) :]
     unfold = lambda parts: {name: w.reshape(batch, heads, *w.shape[1:]) for name, w in zip(names, parts)}
-    y = from_chunks(y, batch, time).astype(q.dtype)
+    y = from_chunks(y, batch, time)
     return y, unfold(final), None if momenta is None else unfold(final[len(names) :])
 
 
@@ -128,7 +128,7 @@ def _scan_blocks(
 
     @jax.checkpoint
     def body(carry: tuple[jax.Array, ...], xs: Any) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        carry, (y,) = chunk_scan(chunk, carry, xs, interpret)
+        carry, (y,) = chunk_scan(chunk, carry, xs, interpret, tokens[0].dtype)
         return carry, y
 
     carry, y = jax.lax.scan(body, carry, (*map(split, tokens), lanes))

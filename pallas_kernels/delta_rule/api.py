@@ -78,5 +78,7 @@ def delta_rule(
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     chunk = DeltaRuleChunk(decay is not None, precision)
     carry = (initial.astype(jnp.float32).reshape(batch * heads, value_dim, key_dim),)
-    (final,), (y,) = chunk_scan(chunk, carry, (*(to_chunks(x, chunk_size) for x in (q, k, v)), gates), interpret)
-    return from_chunks(y, batch, time).astype(q.dtype), final.reshape(initial.shape)
+    (final,), (y,) = chunk_scan(
+        chunk, carry, (*(to_chunks(x, chunk_size) for x in (q, k, v)), gates), interpret, q.dtype
+    )
+    return from_chunks(y, batch, time), final.reshape(initial.shape)
