@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from atlasjax.memory import objectives, structures
 from pallas_kernels.chunk_memory import chunk_memory
 from pallas_kernels.delta_rule import delta_rule
-from pallas_kernels.newton_schulz import newton_schulz
+from pallas_kernels.newton_schulz import SCHEDULES, coefficients, newton_schulz
 
 BATCH, TIME, HEADS = 1, 256, 2
 
@@ -33,14 +33,14 @@ def gates(count, *channels):
     return [jax.ShapeDtypeStruct((BATCH, TIME, HEADS, *channels), "float32")] * count
 
 
-def memory(structure, dim, window, dtype):
+def memory(structure, dim, window, dtype, **options):
     """A chunk memory with all gates, and its arguments."""
     shapes = structure.weight_shapes(dim, dim).items()
     weights = {name: jax.ShapeDtypeStruct((BATCH, HEADS, *shape), "float32") for name, shape in shapes}
 
     def call(weights, momenta, q, k, v, step_size, retention, momentum, gamma):
         given = {"step_size": step_size, "retention": retention, "momentum": momentum, "window": gamma}
-        return chunk_memory(structure, objectives.L2(), weights, momenta, q, k, v, **given)[0]
+        return chunk_memory(structure, objectives.L2(), weights, momenta, q, k, v, **given, **options)[0]
 
     return call, [weights, weights, *tokens(dim, dtype), *gates(3), *gates(1, window)]
 
@@ -66,6 +66,9 @@ def kernels():
     yield "chunk_memory mlp", *memory(structures.MLP(), 64, 4, "bfloat16")
     yield "chunk_memory gated_mlp 32", *memory(structures.GatedMLP(), 32, 1, "bfloat16")
     yield "chunk_memory matrix 96", *memory(structures.Matrix(), 96, 12, "float32")
+    # Few steps and a write in eight tokens: what is written out for each matrix is what takes long to compile.
+    muon = {"newton_schulz": coefficients(SCHEDULES["standard"], 2), "every": 8, "chunk_size": 16}
+    yield "chunk_memory muon", *memory(structures.MLP(), 32, 4, "bfloat16", **muon)
 
 
 def main(topology):

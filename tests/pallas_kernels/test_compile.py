@@ -16,7 +16,9 @@ def test_kernels_compile(topology):
     child = subprocess.run([sys.executable, CHILD, topology], capture_output=True, text=True, timeout=900, check=False)
     assert child.returncode == 0, child.stdout + child.stderr[-3000:]
     lines = child.stdout.splitlines()
-    assert len(lines) == 11
+    assert len(lines) == 12
     for line in lines:
         name, _, rest = line.partition(": ")
-        assert int(rest.split()[0]) == 2, f"{name}: forward and backward are one kernel each, got {rest}"
+        # Muon's backward pass runs a chunk's forward kernel again, which keeps the carry before each of its blocks.
+        expected = 3 if "muon" in name else 2
+        assert int(rest.split()[0]) == expected, f"{name}: one kernel each way, got {rest}"
