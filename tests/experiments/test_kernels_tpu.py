@@ -157,7 +157,7 @@ def test_floor_and_bytes_of_the_delta_rule_by_hand():
     assert sum(x.operations * x.passes for x in kernel.products) == tokens + 6 * exact
     rows, chunks = kernel_cases.HEADS, kernel_cases.TIME // m
     assert kernel.steps == rows * chunks
-    each = 3 * m * dim * 2 + m * 4 + m * dim * 4  # q, k, v; β; y
+    each = 4 * m * dim * 2 + m * 4  # q, k, v, y; β
     assert kernel.block_bytes == rows * (
         chunks * each + 2 * dim * dim * 4
     )  # the first and the last W stay for a whole row
