@@ -64,7 +64,7 @@ class MAGMixer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.attention = AttentionHeads(config, required_window(config, "mag"), rngs=rngs)
-        self.memory = MemoryHeads(config, rngs=rngs)
+        self.memory = MemoryHeads(config, similar_keys=True, rngs=rngs)  # the layers before gave averages
         self.join = GatedHeads(config, rngs=rngs)
 
     def __call__(
@@ -102,7 +102,7 @@ class MALMixer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.memory = MemoryMixer(config, rngs=rngs)
+        self.memory = MemoryMixer(config, similar_keys=True, rngs=rngs)  # the layers before gave averages
         self.norm = RMSNorm((config.dim,), ("embed",), config.norm_eps)
         self.attention = AttentionHeads(config, required_window(config, "mal"), rngs=rngs)
         self.out = output_projection(config, rngs)

@@ -26,10 +26,12 @@ the sum of its losses, and under ℓ2 that step contracts while
 Heads start at half of exact = 1 / (count · λ), at which one chunk of equal keys would jump exactly onto its target: a fourth of the
 limit, which leaves room for the weights of a deep memory to grow. Real keys differ, and then a chunk's largest eigenvalue is far
 below its worst case, so the gate may go up to max_step = exact · min(4, √count). With b = c = 1 and no momentum that is DeltaNet's
-β = sigmoid, from 1/2. MAC writes what attention has averaged, so the keys of a chunk are much alike and the worst
-case is near: there (`similar_keys`) the gate may go up to exact only, and it shrinks as momentum grows, by (1 − θ)/(1 − θ at the
-start), so that η/(1 − θ), the step that a gradient adds up to, keeps its bound. (Without the two, a head of titans-mac-tiny reached
-weights of 1e19 after 30 steps of training, which the norms behind the memory hide from the loss until gradients overflow.)
+β = sigmoid, from 1/2. MAC, MAG and MAL write what attention, here or in the layers before, has averaged, so the keys of a chunk are
+much alike and the worst case is near: there (`similar_keys`) the gate may go up to exact only, and it shrinks as momentum grows, by
+(1 − θ)/(1 − θ at the start), so that η/(1 − θ), the step that a gradient adds up to, keeps its bound. (Without the two, a head of
+titans-mac-tiny reached weights of 1e19 after 30 steps of training, and one of titans-mal-tiny outputs of 1e30, when its θ rose from
+0.92 to 0.99 and the largest eigenvalue of a chunk's 64 keys from 28 to 58; the norms behind the memory hide that from the loss
+until gradients overflow.)
 
 The dot-product loss has no curvature. With a matrix memory nothing can diverge (A Table 1's linear attention has η = 1):
 max_step = 1, from 1/2. In a deep memory it has no minimum either: its weights grow by a factor up to 1 + η ‖φ‖ ‖v‖ per token

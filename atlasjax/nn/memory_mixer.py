@@ -154,14 +154,15 @@ class MemoryMixer(MemoryHeads):
 
     Args:
       config: as `MemoryHeads`; norm_eps and output_scale.
+      similar_keys: see `gates.initial_gates`.
       rngs: source of the initial values.
 
     Raises:
       ValueError: values wider than keys for a memory with a residual.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        super().__init__(config, output_gate=True, rngs=rngs)
+    def __init__(self, config: ModelConfig, *, similar_keys: bool = False, rngs: nnx.Rngs):
+        super().__init__(config, output_gate=True, similar_keys=similar_keys, rngs=rngs)
         self.norm = RMSNorm((config.num_heads, config.value_dim), ("heads", None), config.norm_eps)
         self.out = output_projection(config, rngs)
 

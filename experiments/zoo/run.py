@@ -87,9 +87,9 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    figure = Figure(figsize=(13, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes, names = figure.subplots(1, 2, width_ratios=[3, 1.15])
+    axes, names = figure.subplots(1, 2, width_ratios=[3, 1.4])
     ordered = sorted(rows, key=lambda row: row["bits_per_byte"])
     lines = []
     for number, row in enumerate(ordered, 1):
@@ -113,7 +113,7 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
     names.axis("off")
     per_column = -(-len(lines) // 2) if len(lines) > 30 else len(lines)
     for i, (line, color) in enumerate(lines):
-        names.text(0.56 * (i // per_column), 1 - (i % per_column + 0.5) / per_column, line, fontsize=8, color=color)
+        names.text(0.52 * (i // per_column), 1 - (i % per_column + 0.5) / per_column, line, fontsize=8, color=color)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
 
@@ -126,12 +126,15 @@ _KINDS = {
 }
 
 
+_ATTEND = {"attention", "swa", "mac", "mag", "mal", "block_attention", "block_recurrence"}
+
+
 def _color(name: str) -> str:
     from atlasjax.memory import KernelRule, structures
     from atlasjax.presets import get_preset, has_memory
 
     config = get_preset(f"{name}-tiny")
-    if set(config.pattern) & {"attention", "swa", "mac", "mag", "mal"}:
+    if set(config.pattern) & _ATTEND:
         return _KINDS["attention"][1]
     if not has_memory(config):
         return _KINDS["matrix"][1]
