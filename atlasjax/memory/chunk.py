@@ -36,15 +36,18 @@ class Plan(NamedTuple):
     dtype: Any
 
 
-def plan(rule: MemoryRule, params: MemoryParams, dtype: Any) -> Plan:
+def plan(rule: MemoryRule, params: MemoryParams, dtype: Any, time: int | None = None) -> Plan:
+    """Sizes of a call of `time` tokens (None: many); where chunks have no effect, few tokens are not padded to a long one."""
+    few = _FREE_BLOCK if time is None else 1 << (time - 1).bit_length()
     if rule.is_linear:
         block = _FREE_BLOCK if isinstance(rule.objective, DotProduct) else _SYSTEM_BLOCK
         if isinstance(rule.retention, Channel):
             block = _SYSTEM_BLOCK
         if rule.optimizer.per_channel:
             block = _CHANNEL_SYSTEM
+        block = min(block, few)
         return Plan(block, block, block, dtype)
-    chunk = _FREE_BLOCK if rule.has_constant_gradient else rule.chunk_size
+    chunk = min(_FREE_BLOCK, few) if rule.has_constant_gradient else rule.chunk_size
     channels = isinstance(rule.retention, Channel)
     if isinstance(rule.optimizer, Muon) or rule.retention.has_map:
         largest = max(math.prod(w.shape[1:]) for w in params.weights.values())

@@ -40,7 +40,7 @@ def xla_scan(
     fresh = state is None
     if state is None:
         state = init_state(rule, params, batch_size=batch)
-    sizes = plan(rule, params, q.dtype)
+    sizes = plan(rule, params, q.dtype, time)
     where = _layout(rule, sizes, state, fresh, batch, time, segment_ids, max_segments, lengths)
 
     def put(x: Any, fill: float) -> Any:
