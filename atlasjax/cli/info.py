@@ -36,6 +36,8 @@ class InfoCommand:
     """Tokens per sequence; None: the preset's."""
     accumulation: int | None = None
     """Microbatches per step of the plan; None: the preset's."""
+    implementation: str | None = None
+    """Of the memories in the plan: xla, pallas_tpu; None: the preset's."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -67,6 +69,9 @@ def run(arguments: Sequence[str]) -> None:
 
 def _config(command: InfoCommand, preset: str) -> TrainConfig:
     config = default_config(preset)
+    if command.implementation is not None:
+        memory = dataclasses.replace(config.model.memory, implementation=command.implementation)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, memory=memory))
     data = dataclasses.replace(
         config.data,
         batch_size=command.batch_size or config.data.batch_size,
