@@ -173,7 +173,9 @@ def test_a_pattern_is_its_layers_in_turn():
     whole = nnx.to_pure_dict(params)
     whole["layers"] = {f"layer_{i}": jax.tree.map(lambda x, i=i: x[i::2], whole["layers"]) for i in range(2)}
     split = nnx.State(whole)
-    np.testing.assert_array_equal(jax.jit(lambda p, x: nnx.merge(pattern, p)(x))(split, tokens()), expected)
+    found = jax.jit(lambda p, x: nnx.merge(pattern, p)(x))(split, tokens())
+    # Two programs, in which XLA fuses differently: the same numbers up to rounding.
+    np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max(), rtol=0)
     np.testing.assert_allclose(stream(pattern, split, [0, 5, 14]), expected, atol=2e-5, rtol=1e-4)
     axes = nnx.to_pure_dict(logical_axes(make_config("titans", num_layers=4, mixer=("memory", "memory"))))
     assert axes["layers"]["layer_1"]["mixer"]["out"]["kernel"] == jax.sharding.PartitionSpec("layers", "heads", "embed")
