@@ -10,9 +10,10 @@ import pytest
 from atlasjax.distributed import MeshConfig, global_batch, make_mesh
 from atlasjax.memory import kernels
 from atlasjax.nn import MemoryConfig, ModelConfig, logical_axes
-from atlasjax.train import OptimizerConfig
+from atlasjax.train import OptimizerConfig, TrainConfig
 from atlasjax.train import state as state_lib
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
+from atlasjax.train.setup import prepare
 from atlasjax.train.step import jit_train_step
 
 
@@ -60,3 +61,9 @@ def test_what_has_no_kernel():
         MemoryConfig("dot", implementation="pallas_tpu")
     with pytest.raises(ValueError, match="Did you mean 'pallas_tpu'"):
         MemoryConfig("titans", implementation="pallas_tpus")
+
+
+def test_a_run_without_tpus_says_so(tmp_path):
+    run = TrainConfig(model=config("pallas_tpu"), run_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="whose kernels run on TPUs; the devices here are cpu"):
+        prepare(run)
