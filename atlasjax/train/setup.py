@@ -80,8 +80,8 @@ def prepare(config: TrainConfig) -> Setup:
     platform = mesh.devices.flat[0].platform
     if config.model.memory.implementation == "pallas_tpu" and platform != "tpu":
         raise ValueError(
-            f'model.memory.implementation is "pallas_tpu", whose kernels run on TPUs; the devices here are {platform}. Give "xla" or '
-            "None: the numbers are the same, and so are the parameters."
+            f'model.memory.implementation is "pallas_tpu", whose kernels run on TPUs; the devices here are {platform}. '
+            'Give "xla" or None: the numbers are the same, and so are the parameters.'
         )
     microbatch, shards = config.data.batch_size // config.accumulation, batch_shards(mesh)
     if microbatch % shards:
