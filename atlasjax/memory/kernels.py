@@ -16,16 +16,14 @@ import jax.numpy as jnp
 from atlasjax.memory import features, objectives, optimizers, retention, structures
 from atlasjax.memory.engine import window_after, xla_scan
 from atlasjax.memory.rule import MemoryRule
-from atlasjax.memory.state import Gates, MemoryParams, MemoryState, Weights, init_state
-from pallas_kernels.chunk_memory import chunk_memory
-from pallas_kernels.delta_rule import delta_rule
+from atlasjax.memory.state import Gates, MemoryParams, MemoryState, init_state
+from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory
+from pallas_kernels.delta_rule import MOST_CHANNELS, delta_rule
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
-CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
 _FREE_CHUNK = 64  # where chunks have no effect
 # Weights and momenta of a head: several copies of them share a core's vector memory, with Muon those of eight tokens.
 _MOST_NUMBERS = {False: 2**20 + 2**17, True: 2**18 + 2**16}
-_MOST_CHANNELS = 256  # of a delta rule's keys and values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +66,8 @@ def unserved(
         refusals[f"retention={rule.retention!r} decays after the removal; the kernel's comes first"] = not (
             isinstance(rule.retention, retention.Full) or rule.retention.decay_first
         )
-        refusals[f"W is {params.weights['W'].shape}, the kernel takes up to {_MOST_CHANNELS} channels"] = (
-            widest > _MOST_CHANNELS
+        refusals[f"W is {params.weights['W'].shape}, the kernel takes up to {MOST_CHANNELS} channels"] = (
+            widest > MOST_CHANNELS
         )
     elif not rule.has_constant_gradient:
         refusals[f"chunk_size={rule.chunk_size}, should be one of {CHUNK_SIZES}"] = rule.chunk_size not in CHUNK_SIZES
@@ -171,13 +169,9 @@ def _chunks(
     return y, before._replace(
         memory=memory,
         # A copy: a state whose leaves share a buffer could not be donated to a jitted call.
-        chunk_start=None if before.chunk_start is None else _copied(memory),
+        chunk_start=None if before.chunk_start is None else jax.tree.map(jnp.copy, memory),
         momentum=momentum,
         window_keys=tail(before.window_keys, k),
         window_values=tail(before.window_values, v),
         window_count=None if count is None else jnp.minimum(count + q.shape[1], rule.window - 1),
     )
-
-
-def _copied(weights: Weights) -> Weights:
-    return jax.tree.map(jnp.copy, weights)

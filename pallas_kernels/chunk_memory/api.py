@@ -13,6 +13,7 @@ from pallas_kernels.layout import from_chunks, gates_to_chunks, to_chunks
 from pallas_kernels.newton_schulz.reference import Triple
 
 IMPLEMENTATIONS = ("pallas_tpu", "reference")
+CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
 _DTYPES = (jnp.float32, jnp.bfloat16)
 Weights = dict[str, jax.Array]
 
@@ -82,7 +83,7 @@ def chunk_memory(
         return reference.chunk_memory(
             structure, objective, weights, momenta, q, k, v, gates, chunk_size, newton_schulz, every
         )
-    if chunk_size < 8 or chunk_size > 256 or chunk_size & (chunk_size - 1):
+    if chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_memory: chunk_size={chunk_size}, should be a power of two from 8 to 256.")
     if every < 1 or every & (every - 1) or every > chunk_size:
         raise ValueError(f"chunk_memory: every={every}, should be a power of two, at most chunk_size={chunk_size}.")

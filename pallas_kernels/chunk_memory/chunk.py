@@ -41,6 +41,14 @@ def window_rows(window: int) -> int:
     return -(-(window - 1) // 8) * 8
 
 
+def after_window(
+    window: tuple[jax.Array, ...], k: jax.Array, v: jax.Array, real: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    """Keys, values and `real` of a chunk behind those of the window in the carry, and the window that the chunk leaves."""
+    k, v, real = (jnp.concatenate(pair) for pair in zip(window, (k, v, real)))
+    return k, v, real, tuple(x[-window[0].shape[0] :] for x in (k, v, real))
+
+
 @dataclasses.dataclass(frozen=True)
 class MemoryChunk:
     """A `chunk_scan.Chunk`.
@@ -75,10 +83,7 @@ class MemoryChunk:
         before = 0
         if self.window > 1:
             before = window_rows(self.window)
-            keys, values, real = carry[-3:]
-            k, v = jnp.concatenate([keys, k]), jnp.concatenate([values, v])
-            real = jnp.concatenate([real, gates[:, 1:2]])
-            left_over = k[-before:], v[-before:], real[-before:]
+            k, v, real, left_over = after_window(carry[-3:], k, v, gates[:, 1:2])
 
         factors = gradient_factors(self.structure, self.objective, memory, k, v, dot)
         a, s, beta, memory_gradients, momentum_gradients = self._coefficients(gates, before)

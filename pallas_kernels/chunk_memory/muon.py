@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.blocks import HIGHEST, columns, decay_products, entry, from_start, iota, product
-from pallas_kernels.chunk_memory.chunk import MemoryChunk, gradient_factors, window_rows, window_weights
+from pallas_kernels.chunk_memory.chunk import MemoryChunk, after_window, gradient_factors, window_rows, window_weights
 from pallas_kernels.newton_schulz import forms
 from pallas_kernels.newton_schulz.reference import Triple
 
@@ -78,16 +78,12 @@ class MuonChunk:
         theta = gates[:, index : index + 1]
         begins = entry(gates[:, -1:], 0)
         start = {name: begins * memory[name] + (1.0 - begins) * w for name, w in start.items()}
-        m, before = q.shape[0], 0
+        m = q.shape[0]
         left_over: tuple[jax.Array, ...] = ()
         gamma = (iota(m, 0) == iota(m, 1)).astype(jnp.float32)  # Γᵀ [E, m]
         if window > 1:
-            before = window_rows(window)
-            keys, values, real_before = carry[3 * count :]
-            k, v = jnp.concatenate([keys, k]), jnp.concatenate([values, v])
-            real = jnp.concatenate([real_before, real])
-            left_over = k[-before:], v[-before:], real[-before:]
-            gamma = columns(window_weights(gates[:, index + 1 : index + 1 + window], before))
+            k, v, real, left_over = after_window(carry[-3:], k, v, real)
+            gamma = columns(window_weights(gates[:, index + 1 : index + 1 + window], window_rows(window)))
         factors = gradient_factors(structure, self.memory.objective, start, k, v, dot)
 
         products = decay_products(theta)

@@ -1,5 +1,5 @@
 """The delta rule and the gated delta rule, block-parallel."""
 
-from pallas_kernels.delta_rule.api import delta_rule
+from pallas_kernels.delta_rule.api import MOST_CHANNELS, delta_rule
 
-__all__ = ["delta_rule"]
+__all__ = ["MOST_CHANNELS", "delta_rule"]

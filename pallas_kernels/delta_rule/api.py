@@ -11,6 +11,7 @@ from pallas_kernels.delta_rule.chunk import DeltaRuleChunk
 from pallas_kernels.layout import from_chunks, gates_to_chunks, to_chunks
 
 IMPLEMENTATIONS = ("pallas_tpu", "reference")
+MOST_CHANNELS = 256  # of keys and values
 _DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -72,8 +73,10 @@ def delta_rule(
         return reference.delta_rule(q, k, v, beta, decay, initial)
     if chunk_size < 8 or chunk_size & (chunk_size - 1):
         raise ValueError(f"delta_rule: chunk_size={chunk_size}, should be a power of two ≥ 8.")
-    if max(key_dim, value_dim) > 256:
-        raise ValueError(f"delta_rule: the kernel serves head dimensions up to 256, q {q.shape}, v {v.shape}.")
+    if max(key_dim, value_dim) > MOST_CHANNELS:
+        raise ValueError(
+            f"delta_rule: the kernel serves head dimensions up to {MOST_CHANNELS}, q {q.shape}, v {v.shape}."
+        )
     gates = gates_to_chunks([(beta, 0.0)] if decay is None else [(beta, 0.0), (decay, 1.0)], chunk_size)
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     chunk = DeltaRuleChunk(decay is not None, precision)

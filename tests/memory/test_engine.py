@@ -7,20 +7,10 @@ import pytest
 
 from atlasjax import memory
 from atlasjax.memory.chunk import plan as chunk_plan
-from tests.memory.cases import RULES, assert_close, make_inputs
+from tests.memory.cases import RULES, assert_close, make_inputs, objective
 
 # Two forms of one function in float64; the slack is for sums in another order, amplified by Newton–Schulz.
 EXACT = 1e-9
-
-
-def objective(fn, rule, params, q, k, v, gates, **kwargs):
-    """A scalar that every output and every state leaf enters with its own weight; and those."""
-    y, state = fn(rule, params, None, q, k, v, gates, **kwargs)
-    total = jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape))
-    for leaf in jax.tree.leaves(state):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            total += jnp.sum(jnp.sin(leaf + jnp.arange(leaf.size).reshape(leaf.shape)))
-    return total, (y, state)
 
 
 def both(rule, **kwargs):
