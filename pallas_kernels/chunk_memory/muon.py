@@ -10,17 +10,23 @@ and orthogonalized together, so that their products do not wait for each other. 
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blocks import HIGHEST, columns, decay_products, entry, from_start, iota, product
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, after_window, gradient_factors, window_rows, window_weights
 from pallas_kernels.newton_schulz import forms
 from pallas_kernels.newton_schulz.reference import Triple
 
-MATRICES = 8  # orthogonalized together in a block: their products do not wait for each other
+MATRICES = 8  # writes of a block
+# Of them orthogonalized at a time, in a loop: what is written out takes long to compile, and exact products keep a matrix unit
+# busy with the products of few matrices.
+_TOGETHER, _TOGETHER_BACKWARD = 2, 1
 
 Matrices = tuple[jax.Array, ...]
 
@@ -28,7 +34,8 @@ Matrices = tuple[jax.Array, ...]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def orthogonalized(triples: tuple[Triple, ...], matrices: Matrices) -> Matrices:
     """Newton–Schulz of matrices that have no more rows than columns, by the form with fewer operations."""
-    return tuple(forms.forward(matrices, triples, _form(triples, matrices), HIGHEST))
+    run = lambda group: forms.forward(group, triples, _form(triples, matrices), HIGHEST)
+    return _in_groups(run, _TOGETHER, matrices)
 
 
 def _orthogonalized_forward(triples: tuple[Triple, ...], matrices: Matrices) -> tuple[Matrices, Matrices]:
@@ -36,10 +43,34 @@ def _orthogonalized_forward(triples: tuple[Triple, ...], matrices: Matrices) -> 
 
 
 def _orthogonalized_backward(triples: tuple[Triple, ...], matrices: Matrices, cotangents: Matrices) -> tuple[Matrices]:
-    return (tuple(forms.backward(matrices, cotangents, triples, _form(triples, matrices), HIGHEST)),)
+    run = lambda group, d: forms.backward(group, d, triples, _form(triples, matrices), HIGHEST)
+    return (_in_groups(run, _TOGETHER_BACKWARD, matrices, cotangents),)
 
 
 orthogonalized.defvjp(_orthogonalized_forward, _orthogonalized_backward)
+
+
+def _in_groups(run: Callable[..., Any], together: int, *lists: Matrices) -> Matrices:
+    """run(matrices[, …]) → matrices of all matrices, so many at a time. The loop's arrays are scratch: their index is dynamic."""
+    count = len(lists[0])
+    if count <= together:
+        return tuple(run(*lists))
+
+    def loop(*refs: Any) -> Matrices:
+        for ref, matrices in zip(refs, lists):
+            for i, x in enumerate(matrices):
+                ref[i] = x
+
+        def group(number: jax.Array, _: None) -> None:
+            places = [number * together + i for i in range(together)]
+            results = run(*(tuple(ref[i] for i in places) for ref in refs))
+            for i, x in zip(places, results):
+                refs[0][i] = x
+
+        jax.lax.fori_loop(0, count // together, group, None)
+        return tuple(refs[0][i] for i in range(count))
+
+    return pl.run_scoped(loop, *(pltpu.VMEM((count, *x[0].shape), jnp.float32) for x in lists))
 
 
 def _form(triples: tuple[Triple, ...], matrices: Matrices) -> str:
