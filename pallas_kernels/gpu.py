@@ -33,10 +33,11 @@ def products(dtype: jax.typing.DTypeLike, interpret: Any) -> Product:
     return product
 
 
-def call(kernel: Any, *, warps: int, interpret: Any, **options: Any) -> Callable[..., Any]:
+def call(kernel: Any, *, warps: int, interpret: Any, stages: int = 1, **options: Any) -> Callable[..., Any]:
     """`pallas_call` by the Triton backend, whatever the default of this jax is.
 
-    No stages: a pipelined loop could load a state before the iteration that writes it.
+    With more than one stage a loop loads operands of later iterations early. Only for kernels that read nothing which they write:
+    a load of a state could come before the iteration that writes it.
     """
-    parameters = {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=warps, num_stages=1)}
-    return pl.pallas_call(kernel, interpret=interpret, **parameters, **options)
+    options |= {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=warps, num_stages=stages)}
+    return pl.pallas_call(kernel, interpret=interpret, **options)

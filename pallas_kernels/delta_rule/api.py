@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chunk_scan import chunk_scan
-from pallas_kernels.delta_rule import reference
+from pallas_kernels.delta_rule import gpu, reference
 from pallas_kernels.delta_rule.chunk import DeltaRuleChunk
 from pallas_kernels.layout import from_chunks, gates_to_chunks, to_chunks
 
-IMPLEMENTATIONS = ("pallas_tpu", "reference")
+IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
 MOST_CHANNELS = 256  # of keys and values
 _DTYPES = (jnp.float32, jnp.bfloat16)
 
@@ -37,7 +37,8 @@ def delta_rule(
       initial: W before the first token, [batch, heads, value_dim, key_dim]; None: zero.
       chunk_size: tokens of a block, a power of two ≥ 8; does not change the result.
       implementation: "pallas_tpu": a kernel that keeps W on chip for the whole sequence and computes again what its backward pass
-        needs (no forward-mode derivative); "reference": token by token.
+        needs; "pallas_gpu": kernels for what is sequential, in chunks of at most 64 tokens, between batched products of all chunks,
+        which keeps W before each chunk (neither has a forward-mode derivative); "reference": token by token.
       interpret: as `pallas_call` takes it.
 
     Returns:
@@ -77,6 +78,8 @@ def delta_rule(
         raise ValueError(
             f"delta_rule: the kernel serves head dimensions up to {MOST_CHANNELS}, q {q.shape}, v {v.shape}."
         )
+    if implementation == "pallas_gpu":
+        return gpu.delta_rule(q, k, v, beta, decay, initial, chunk_size, interpret)
     gates = gates_to_chunks([(beta, 0.0)] if decay is None else [(beta, 0.0), (decay, 1.0)], chunk_size)
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     chunk = DeltaRuleChunk(decay is not None, precision)

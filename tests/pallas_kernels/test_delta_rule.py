@@ -1,4 +1,4 @@
-"""The delta rule's kernel against its definition, token by token, in interpret mode."""
+"""The delta rule's kernels against their definition, token by token, in interpret mode."""
 
 import functools
 
@@ -9,6 +9,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.delta_rule import delta_rule
+from pallas_kernels.delta_rule.state_pass import state_pass
+
+KERNELS = ("pallas_tpu", "pallas_gpu")
 
 
 def inputs(batch, time, heads, key_dim, value_dim, *, gated, same_keys=False, dtype="float32"):
@@ -47,30 +50,42 @@ def close(found, expected, tolerance):
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "chunk_size"),
-    [((2, 37, 2, 8, 16), 16), ((1, 16, 1, 16, 8), 16), ((1, 5, 1, 4, 4), 8), ((1, 64, 1, 32, 32), 32)],
+    ("implementation", "shape", "chunk_size"),
+    [
+        ("pallas_tpu", (2, 37, 2, 8, 16), 16),
+        ("pallas_tpu", (1, 16, 1, 16, 8), 16),
+        ("pallas_tpu", (1, 5, 1, 4, 4), 8),
+        ("pallas_tpu", (1, 64, 1, 32, 32), 32),
+        ("pallas_gpu", (2, 37, 2, 8, 16), 16),
+        ("pallas_gpu", (1, 70, 1, 96, 40), 64),  # several parts of keys and of values
+        ("pallas_gpu", (1, 5, 1, 4, 20), 8),
+    ],
 )
-def test_values_and_gradients(shape, chunk_size, gated):
+def test_values_and_gradients(implementation, shape, chunk_size, gated):
     args = inputs(*shape, gated=gated)
     expected = run(gated, args, implementation="reference")
-    close(run(gated, args, chunk_size=chunk_size, interpret=True), expected, 2e-5)
+    close(run(gated, args, implementation=implementation, chunk_size=chunk_size, interpret=True), expected, 2e-5)
 
 
-def test_equal_keys():
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_equal_keys(implementation):
     args = inputs(1, 64, 1, 8, 8, gated=False, same_keys=True)
-    close(run(False, args, interpret=True), run(False, args, implementation="reference"), 2e-5)
+    found = run(False, args, implementation=implementation, interpret=True)
+    close(found, run(False, args, implementation="reference"), 2e-5)
 
 
-def test_bfloat16_inputs():
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_bfloat16_inputs(implementation):
     args = inputs(1, 40, 2, 16, 16, gated=True, dtype="bfloat16")
     exact = run(True, [x.astype(jnp.float32) for x in args], implementation="reference")
-    found = run(True, args, chunk_size=16, interpret=True)
+    found = run(True, args, implementation=implementation, chunk_size=16, interpret=True)
     close([x.astype(jnp.float32) for x in found], exact, 2e-2)
 
 
-def test_split_anywhere():
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_split_anywhere(implementation):
     *tokens, initial = inputs(1, 29, 2, 8, 8, gated=True)
-    scan = functools.partial(delta_rule, chunk_size=8, interpret=True)
+    scan = functools.partial(delta_rule, implementation=implementation, chunk_size=8, interpret=True)
     y, final = scan(*tokens, initial)
     for cut in (1, 8, 13, 28):
         y1, state = scan(*(x[:, :cut] for x in tokens), initial)
@@ -78,14 +93,51 @@ def test_split_anywhere():
         close([jnp.concatenate([y1, y2], axis=1), state], [y, final], 2e-6)
 
 
-def test_vmap_and_remat():
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_vmap_and_remat(implementation):
     args = inputs(2, 16, 1, 8, 8, gated=True)
-    scan = functools.partial(delta_rule, chunk_size=8, interpret=True)
+    scan = functools.partial(delta_rule, implementation=implementation, chunk_size=8, interpret=True)
     loss = lambda f: jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args)[0])), argnums=(0, 1, 2, 3, 4, 5))
     rows = tuple(x[:, None] for x in args)
     expected = loss(scan)(*args)
     close([x[:, 0] for x in jax.vmap(loss(scan))(*rows)], expected, 1e-6)
     close(jax.jit(loss(jax.checkpoint(scan)))(*args), expected, 1e-6)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_state_pass_against_a_scan(gated):
+    rows, chunks, tokens, key_dim, value_dim = 2, 3, 16, 128, 32
+    rng = np.random.default_rng(0)
+    random = lambda *shape: jnp.asarray(rng.standard_normal(shape) / 4, jnp.float32)
+    of_keys = [random(rows, chunks, tokens, key_dim) / 4 for _ in range(2)]
+    decay = jnp.asarray(rng.uniform(0.0, 1.0, (rows, chunks)), jnp.float32).at[0, 1].set(0.0) if gated else None
+    args = random(rows, chunks, tokens, value_dim), *of_keys, decay, random(rows, value_dim, key_dim)
+
+    def definition(a, b, c, decay, first):
+        product = functools.partial(jnp.einsum, precision="highest")
+
+        def step(x, chunk):
+            a, b, c, decay = chunk
+            z = a - product("rtk,rvk->rtv", b, x)
+            return decay[:, None, None] * x + product("rtv,rtk->rvk", z, c), (x, z)
+
+        decay = jnp.ones((rows, chunks)) if decay is None else decay
+        last, (x, z) = jax.lax.scan(step, first, [jnp.moveaxis(y, 1, 0) for y in (a, b, c, decay)])
+        return jnp.moveaxis(x, 0, 1), jnp.moveaxis(z, 0, 1), last
+
+    expected, expected_pullback = jax.vjp(definition, *args)
+    found, pullback = jax.vjp(functools.partial(state_pass, interpret=True), *args)
+    close(found, expected, 2e-6)
+    cotangents = tuple(random(*x.shape) for x in expected)
+    leaves = lambda pullback: jax.tree.leaves(pullback(cotangents))
+    close(leaves(pullback), leaves(expected_pullback), 2e-6)
+
+
+def test_no_kernel_runs_twice():
+    """The backward pass keeps what the state pass and the inversion gave: one kernel each way."""
+    args = inputs(1, 32, 1, 16, 16, gated=True)
+    loss = lambda *args: jnp.sum(delta_rule(*args, implementation="pallas_gpu", interpret=True)[0])
+    assert str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3, 4, 5)))(*args)).count("pallas_call[") == 2
 
 
 def test_no_race_and_no_unwritten_memory():
