@@ -1,0 +1,292 @@
+"""Time of the memory kernels on the device that jax has, beside the XLA engine, softmax attention and other libraries.
+
+    python experiments/benchmarks/kernels_measured.py                      # 4 × 8,192 tokens, 16 heads, d = 64 and 128, bfloat16
+    python experiments/benchmarks/kernels_measured.py --only omeganet delta_rule --dims 64
+    python experiments/benchmarks/kernels_measured.py --record             # also into atlasjax/memory/fastest.json
+    JAX_PLATFORMS=cpu python experiments/benchmarks/kernels_measured.py --batch 1 --tokens 2048 --heads 4 --dims 64 --dtype float32
+
+For each operation forward, and forward and backward with the gradients of all inputs and parameters: the XLA engine, the kernels of
+the platform, `jax.nn.dot_product_attention` (causal, same heads) and, where they are installed and run on the device,
+flash-linear-attention and titans-pytorch. All of a case are timed in turn, and medians over the rounds compared: ratios within one
+case mean something on any machine. Before it is timed every engine runs two chunks and a rest of the case, and its outputs and
+gradients are compared with the definition in float64; a wrong kernel gets no time.
+
+One line of JSON a case is appended to `--out`; finished ones of this device, jax and size are skipped, so the command goes on where
+it was stopped; `--again` measures anew (a later line counts). From the lines the table beside them (`.md`) is made anew each time.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import platform as machine
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+# As a script, Python looks beside this file only.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from atlasjax.names import lookup
+from experiments.benchmarks import measured_cases, measured_report
+from experiments.benchmarks.kernels_tpu import append_row, read_rows
+from experiments.benchmarks.measured_cases import ENGINES, OPERATIONS, PLATFORM_NAMES, Case
+from experiments.benchmarks.measured_report import Row
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+_SHORTEST = 0.02  # seconds of one measurement on an accelerator, whose calls are shorter than what starting them takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What jax runs on: "cpu", "cuda", "rocm" or "tpu", and its public name."""
+
+    platform: str
+    name: str
+    jax: str
+
+
+def find_device() -> Device:
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform == "gpu":
+        rocm = "rocm" in device.client.platform_version.lower()
+        return Device("rocm" if rocm else "cuda", device.device_kind, jax.__version__)
+    name = device.device_kind
+    if device.platform == "cpu":
+        info = pathlib.Path("/proc/cpuinfo")
+        lines = info.read_text().splitlines() if info.exists() else []
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        name = f"{models[0] if models else machine.machine()}, {os.cpu_count()} cores"
+    return Device(device.platform, name, jax.__version__)
+
+
+def sources() -> str:
+    """A digest of the engines and kernels, so that lines of an older state can be told."""
+    digest = hashlib.sha256()
+    for folder in (ROOT / "pallas_kernels", ROOT / "atlasjax" / "memory"):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One case by one engine, ready: `run` computes it so many times and waits."""
+
+    run: Callable[[int], None]
+    result: Callable[[], Any]
+    figures: Row
+
+
+def jax_program(case: Case, engine: str) -> Program:
+    import jax
+
+    run = measured_cases.program(measured_cases.function(case, engine), case.direction)
+    arguments = jax.tree.map(jax.numpy.asarray, measured_cases.inputs(case))
+    started = time.perf_counter()
+    compiled = jax.jit(run).lower(*arguments).compile()
+    figures: Row = {"compile_s": round(time.perf_counter() - started, 2)}
+    if (memory := compiled.memory_analysis()) is not None:
+        figures["temporary_bytes"] = memory.temp_size_in_bytes
+
+    def repeat(calls: int) -> None:
+        for _ in range(calls):
+            out = compiled(*arguments)
+        jax.block_until_ready(out)
+
+    return Program(repeat, lambda: jax.device_get(compiled(*arguments)), figures)
+
+
+def torch_program(case: Case, engine: str, device: Device) -> Program:
+    from experiments.benchmarks import measured_torch
+
+    made = measured_torch.program(case, engine, device.platform == "cuda")
+    used = made.temporary_bytes()
+    return Program(made.run, made.result, {} if used is None else {"temporary_bytes": used})
+
+
+def prepare(case: Case, engine: str, device: Device) -> Program:
+    if engine in measured_cases.OTHER_LIBRARIES:
+        return torch_program(case, engine, device)
+    return jax_program(case, engine)
+
+
+def unavailable(engine: str, device: Device) -> str | None:
+    """Why an engine cannot run on this device at all, None if it may."""
+    needs = ENGINES[engine]
+    if needs is not None and needs != device.platform:
+        return f"needs {PLATFORM_NAMES[needs]}"
+    if engine in measured_cases.OTHER_LIBRARIES:
+        from experiments.benchmarks import measured_torch
+
+        if engine == "titans_pytorch" and device.platform not in ("cpu", "cuda"):
+            return "needs a CPU or a CUDA GPU"
+        return measured_torch.missing(engine)
+    return None
+
+
+def check(case: Case, engine: str, device: Device, known: dict[Any, Row]) -> Row:
+    """{"error": …} of the small case, with "failed" where a kernel is wrong; {} of another function. `known` keeps the answers.
+
+    Baselines (the XLA engine, attention) keep their time: their error is that of the device's own products.
+    """
+    if (engine, case.operation) in measured_cases.OTHER_FUNCTIONS:
+        return {}
+    little = measured_cases.small(case)
+    if (little, engine) not in known:
+        error = measured_cases.errors(prepare(little, engine, device).result(), little, engine)
+        row: Row = {"error": error, "checked_dtype": little.dtype}
+        most = measured_cases.tolerance(little)
+        if engine not in ("xla", "attention") and not all(x <= most for x in error.values()):  # also where one is NaN
+            found = ", ".join(f"{name} {x:.1e}" for name, x in error.items())
+            row["failed"] = f"wrong: errors of {found}, allowed {most:g} in {little.dtype}"
+        known[little, engine] = row
+    return known[little, engine]
+
+
+def measure(case: Case, device: Device, repeats: int, known: dict[Any, Row]) -> dict[str, Row]:
+    """Engine → its row: seconds of every round, compiled figures, error; or "refused" or "failed" with the reason."""
+    rows: dict[str, Row] = {}
+    programs: dict[str, tuple[Program, int]] = {}
+    for engine in case.engines:
+        rows[engine] = row = {}
+        if (reason := unavailable(engine, device)) is not None:
+            row["refused"] = reason
+            continue
+        # Attention has no use for a rule: one check for all operations.
+        of = dataclasses.replace(case, operation="delta_rule") if engine.startswith("attention") else case
+        try:
+            row |= check(of, engine, device, known)
+            if "failed" in row:
+                continue
+            program = prepare(of, engine, device)
+            program.run(1)
+            started = time.perf_counter()
+            program.run(1)
+            calls = 1 if device.platform == "cpu" else min(100, -(-_SHORTEST // (time.perf_counter() - started)))
+            row |= program.figures
+            programs[engine] = program, int(calls)
+        except ValueError as error:  # above all a call that an engine does not serve, with its reason
+            row["refused"] = reason_of(error)
+        except Exception as error:  # a compiler's or an allocator's, or another library's: the other engines go on
+            row["failed"] = f"{type(error).__name__}: {reason_of(error)}"
+    for engine in programs:
+        rows[engine] |= {"seconds": []}
+    for _ in range(repeats):
+        for engine, (program, calls) in programs.items():
+            started = time.perf_counter()
+            program.run(calls)
+            rows[engine]["seconds"].append(float(f"{(time.perf_counter() - started) / calls:.4g}"))
+    for engine in programs:
+        rows[engine]["median_s"] = statistics.median(rows[engine]["seconds"])
+    return rows
+
+
+def reason_of(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
+def run_cases(
+    cases: list[Case],
+    device: Device,
+    path: pathlib.Path,
+    repeats: int,
+    again: bool,
+    command: str,
+    measure: Any = measure,
+) -> list[Row]:
+    """Lines of all cases that have none yet (all with `again`), each appended to the file at once; every line of the file."""
+    lines = read_rows(path)
+    done = measured_report.latest(lines)
+    todo = [case for case in cases if again or measured_report.key(case, device.name, device.jax) not in done]
+    print(
+        f"{device.name}, jax {device.jax}: {len(cases) - len(todo)} of {len(cases)} cases are in {path.name}",
+        flush=True,
+    )
+    digest = sources()
+    kept = [done[measured_report.key(case, device.name, device.jax)] for case in cases if case not in todo]
+    if older := sum(line["sources"] != digest for line in kept):
+        print(f"{older} of them are of another state of the engines; --again measures them anew", flush=True)
+    known: dict[Any, Row] = {}
+    for number, case in enumerate(todo, 1):
+        started = time.perf_counter()
+        rows = measure(case, device, repeats, known)
+        line: Row = {"case": dataclasses.asdict(case), "device": device.name, "platform": device.platform}
+        line |= {"jax": device.jax, "sources": digest, "command": command, "engines": rows}
+        append_row(path, line)
+        lines.append(line)
+        took = time.perf_counter() - started
+        print(f"[{number}/{len(todo)}] {case.name} ({took:.0f} s): {measured_report.summary(rows)}", flush=True)
+    return lines
+
+
+def record(lines: list[Row], cases: list[Case], device: Device, command: str, path: pathlib.Path) -> None:
+    """Writes what the cases say about kernels into the table of `memory.fastest`, in place of older rows of the same key."""
+    from atlasjax.memory import fastest
+
+    new, lacking = measured_report.measurements(lines, cases, device, command)
+    for text in lacking:
+        print(f"not recorded: {text}")
+    kept = {row.key: row for row in fastest.read(path)} if path.exists() else {}
+    kept |= {row.key: row for row in new}
+    rows = [json.dumps(dataclasses.asdict(row)) for _, row in sorted(kept.items())]
+    beside = path.with_name(path.name + ".part")
+    beside.write_text("[\n" + ",\n".join(rows) + "\n]\n" if rows else "[]\n")
+    os.replace(beside, path)
+    print(f"{len(new)} rows recorded in {path.name}, {len(kept)} in all")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a sequence; Atlas: a sixteenth")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--matrices", type=int, default=256, help="of newton_schulz")
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128], help="head dimensions")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of tokens")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"operations: {', '.join(OPERATIONS)}")
+    parser.add_argument("--repeats", type=int, default=9, help="rounds")
+    parser.add_argument("--again", action="store_true", help="measure finished cases anew")
+    parser.add_argument(
+        "--record", action="store_true", help="write what was measured into atlasjax/memory/fastest.json"
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=HERE / "kernels_measured.jsonl", help="lines; the table lies beside it"
+    )
+    options = parser.parse_args()
+    names = options.only or list(OPERATIONS)
+    sizes = {name: getattr(options, name) for name in ("tokens", "batch", "heads", "matrices")}
+    try:
+        for name in names:
+            lookup("operation", name, OPERATIONS)
+        for name, value in {**sizes, "repeats": options.repeats, "dims": min(options.dims)}.items():
+            if value < 1:
+                raise ValueError(f"--{name} {value}, should be at least 1.")
+        if options.tokens < measured_cases.CHUNK:
+            raise ValueError(f"--tokens {options.tokens}, should be at least a chunk, {measured_cases.CHUNK}.")
+    except ValueError as error:
+        sys.exit(str(error))
+    device = find_device()
+    cases = measured_cases.all_cases(names, options.dims, options.dtype, **sizes)
+    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    words += ["--dims", *map(str, options.dims), "--dtype", options.dtype, "--repeats", str(options.repeats)]
+    words += ["--only", *options.only] if options.only else []
+    command = " ".join(["python experiments/benchmarks/kernels_measured.py", *words])
+    lines = run_cases(cases, device, options.out, options.repeats, options.again, command)
+    options.out.with_suffix(".md").write_text(measured_report.page(lines))
+    measured_report.show(lines, cases, device)
+    if options.record:
+        from atlasjax.memory import fastest
+
+        record(lines, cases, device, command + " --record", fastest.PATH)
+
+
+if __name__ == "__main__":
+    main()

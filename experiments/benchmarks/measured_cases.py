@@ -1,0 +1,269 @@
+"""What `kernels_measured.py` times: cases, their arrays, their programs in JAX, and the definition to check results against.
+
+Imports jax only where a program is built, so that a table of finished rows needs none of it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from experiments.benchmarks.kernel_cases import DIRECTIONS, STEPS, WINDOW
+
+CHUNK = 64
+# Operation → the kernel that serves it, as `memory.fastest` calls it; None: no choice hangs on it.
+OPERATIONS: dict[str, str | None] = {
+    "newton_schulz": None,
+    "newton_schulz_gram": None,
+    "delta_rule": "delta_rule",
+    "gated_delta_rule": "delta_rule",
+    "omeganet": "chunk_memory",
+    "dla": "chunk_memory",
+    "titans": "chunk_memory",
+    "atlas": "chunk_memory_muon",
+    "ttt_linear": None,
+}
+# Engine → the platform that it needs; None: any.
+ENGINES: dict[str, str | None] = {
+    "xla": None,
+    "pallas_tpu": "tpu",
+    "pallas_gpu": "cuda",
+    "fla": "cuda",
+    "titans_pytorch": None,
+    "attention": None,
+    "attention_cudnn": "cuda",
+}
+PLATFORM_NAMES = {"tpu": "a TPU", "cuda": "a CUDA GPU"}
+OTHER_LIBRARIES = {"fla": ("delta_rule", "gated_delta_rule", "ttt_linear"), "titans_pytorch": ("titans",)}
+# Rows of other functions with the same purpose and sizes: their numbers cannot be checked against ours.
+OTHER_FUNCTIONS = {
+    ("fla", "ttt_linear"): "learns a bias too, and adds the residual after reading",
+    ("titans_pytorch", "titans"): "has its projections and norms inside, and one step of momentum a chunk",
+}
+_MUON_SHARE = 16  # of the tokens: Newton–Schulz of every token is a hundred times the work
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One function of one size, which several engines compute.
+
+    Attributes:
+      operation: a key of OPERATIONS.
+      dim: newton_schulz: matrices dim × 4 dim; else key_dim = value_dim.
+      dtype: of tokens, "float32" or "bfloat16"; newton_schulz: float32, with exact products, as Muon calls it.
+      direction: "forward", or "both": forward and backward, with the gradients of all inputs and parameters.
+      batch: newton_schulz: the number of matrices.
+      tokens, heads: newton_schulz: 0.
+    """
+
+    operation: str
+    dim: int
+    dtype: str
+    direction: str
+    batch: int
+    tokens: int
+    heads: int
+
+    @property
+    def is_matrices(self) -> bool:
+        return self.operation.startswith("newton_schulz")
+
+    @property
+    def name(self) -> str:
+        size = f"{self.dim} × {4 * self.dim}" if self.is_matrices else f"d = {self.dim}"
+        return f"{self.operation}, {size}, {self.dtype}, {self.direction}"
+
+    @property
+    def engines(self) -> list[str]:
+        """Those that compute the case, and softmax attention of the same width; all that there are, on any device."""
+        other = [name for name, operations in OTHER_LIBRARIES.items() if self.operation in operations]
+        attention = [] if self.is_matrices else ["attention", "attention_cudnn"]
+        return ["xla", "pallas_tpu", "pallas_gpu", *other, *attention]
+
+
+def all_cases(
+    operations: list[str], dims: list[int], dtype: str, *, tokens: int, batch: int, heads: int, matrices: int
+) -> list[Case]:
+    cases = []
+    for operation in operations:
+        sizes = {"batch": batch, "tokens": tokens, "heads": heads}
+        if operation == "atlas":
+            sizes["tokens"] = max(2 * CHUNK, tokens // _MUON_SHARE)
+        of = dtype
+        if operation.startswith("newton_schulz"):
+            sizes, of = {"batch": matrices, "tokens": 0, "heads": 0}, "float32"
+        cases += [Case(operation, dim, of, direction, **sizes) for dim in dims for direction in DIRECTIONS]
+    return cases
+
+
+def small(case: Case) -> Case:
+    """The case that is checked: two chunks and a rest. Muon in float32: it makes full-sized noise of what bfloat16 rounds away."""
+    dtype = "float32" if case.operation == "atlas" else case.dtype
+    sizes = {"batch": 4} if case.is_matrices else {"batch": 1, "tokens": 2 * CHUNK + 4, "heads": 2}
+    return dataclasses.replace(case, direction="both", dtype=dtype, **sizes)
+
+
+def tolerance(case: Case) -> float:
+    """The largest error, over the size of the exact result, with which a result is not called wrong."""
+    if case.dtype == "bfloat16":
+        return 5e-2
+    # Rounding in Newton–Schulz grows by the first coefficient at each step.
+    return 1e-2 if case.is_matrices or case.operation == "atlas" else 1e-3
+
+
+def rule(operation: str) -> Any:
+    from atlasjax import rules
+    from atlasjax.memory import features
+
+    identity = features.Identity()
+    return {
+        "delta_rule": rules.delta_rule,
+        "gated_delta_rule": rules.gated_delta_rule,
+        "omeganet": lambda: rules.omeganet(CHUNK, WINDOW, features=identity),
+        "dla": lambda: rules.dla(CHUNK),
+        "titans": lambda: rules.titans(CHUNK),
+        "atlas": lambda: rules.atlas(CHUNK, WINDOW, features=identity, newton_schulz_steps=STEPS),
+        "ttt_linear": rules.ttt_linear,
+    }[operation]()
+
+
+def inputs(case: Case) -> tuple[Any, ...]:
+    """The arrays of a case, NumPy's: (s,), or (params, q, k, v, gates) with queries and keys of unit length; last the cotangent."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from atlasjax import memory
+
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)
+    if case.is_matrices:
+        shape = case.batch, case.dim, 4 * case.dim
+        return normal(*shape), normal(*shape)
+    shape = case.batch, case.tokens, case.heads
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    q, k, v, dy = (x.astype(jnp.dtype(case.dtype)) for x in (
+        unit(normal(*shape, case.dim)), unit(normal(*shape, case.dim)), normal(*shape, case.dim), normal(*shape, case.dim)
+    ))  # fmt: skip
+    of = rule(case.operation)
+    ranges = {"retention": (0.95, 1.0), "momentum": (0.5, 0.9), "window": (0.2, 1.0)}
+    ranges["step_size"] = (0.2, 0.8) if of.is_linear else (0.0, 0.1)
+    gates = {}
+    for name, channels in of.gate_channels(case.dim, case.dim).items():
+        gates[name] = rng.uniform(*ranges[name], shape if channels is None else (*shape, channels)).astype(np.float32)
+    params = memory.init_params(of, jax.random.key(0), num_heads=case.heads, key_dim=case.dim, value_dim=case.dim)
+    return jax.tree.map(np.asarray, params), q, k, v, memory.Gates(**gates), dy
+
+
+def function(case: Case, engine: str) -> Callable[..., Any]:
+    """A case's forward pass by an engine of JAX, of the arrays of `inputs` but for the cotangent."""
+    import jax
+
+    if engine.startswith("attention"):
+        backend = {"attention": "xla", "attention_cudnn": "cudnn"}[engine]
+        # The rule's parameters and gates have no part in it.
+        return lambda params, q, k, v, gates: jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation=backend
+        )
+    if case.is_matrices:
+        from pallas_kernels.newton_schulz import newton_schulz
+
+        form = "gram" if case.operation.endswith("gram") else "direct"
+        return lambda s: newton_schulz(s, STEPS, form=form, implementation=engine)
+
+    from atlasjax import memory
+
+    of = rule(case.operation)
+    return lambda params, q, k, v, gates: memory.scan(of, params, None, q, k, v, gates, implementation=engine)[0]
+
+
+def program(forward: Callable[..., Any], direction: str) -> Callable[..., Any]:
+    """A function of all arrays of `inputs` that gives y, for "both" with the gradients of all but the cotangent."""
+    import jax
+
+    def run(*arguments: Any) -> Any:
+        *arguments, dy = arguments
+        if direction == "forward":
+            return forward(*arguments)
+        y, pullback = jax.vjp(forward, *arguments)
+        return y, pullback(dy)
+
+    return run
+
+
+def definition(case: Case, engine: str) -> Callable[..., Any]:
+    """What `function` should compute, slowly."""
+    import jax
+    import jax.numpy as jnp
+
+    from atlasjax import memory
+    from pallas_kernels.newton_schulz.reference import newton_schulz
+
+    if case.is_matrices:
+        return lambda s: newton_schulz(s, STEPS)
+    if engine.startswith("attention"):
+
+        def attention(params: Any, q: Any, k: Any, v: Any, gates: Any) -> Any:
+            scores = jnp.einsum("bthd,bshd->bhts", q, k) / case.dim**0.5
+            allowed = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+            return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf)), v)
+
+        return attention
+    of = rule(case.operation)
+
+    def scan(params: Any, *tokens: Any) -> Any:
+        """By pieces whose weights, one set a token, are computed again in the backward pass."""
+        pieces = next(n for n in range(round(case.tokens**0.5), 0, -1) if case.tokens % n == 0)
+        cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], pieces, -1, *x.shape[2:]), 1, 0)
+
+        @jax.checkpoint
+        def piece(state: Any, x: Any) -> Any:
+            y, state = memory.reference(of, params, state, *x)
+            return state, y
+
+        state = memory.init_state(of, params, batch_size=case.batch)
+        _, y = jax.lax.scan(piece, state, jax.tree.map(cut, tokens))
+        return jnp.moveaxis(y, 0, 1).reshape(case.batch, case.tokens, case.heads, -1)
+
+    return scan
+
+
+@functools.cache
+def exact(case: Case, engine: str) -> Any:
+    """y and gradients by the definition: in float64 on the CPU, or where jax has no CPU in float32 with exact products."""
+    import jax
+    import numpy as np
+
+    run = program(definition(case, engine), "both")
+    arrays = inputs(case)
+    try:
+        cpu = jax.devices("cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS names accelerators only
+        with jax.default_matmul_precision("highest"):
+            found = jax.jit(run)(*jax.tree.map(lambda x: x.astype(np.float32), arrays))
+            return jax.tree.map(np.asarray, found)
+    with jax.enable_x64(True), jax.default_device(cpu):
+        return jax.tree.map(np.asarray, jax.jit(run)(*jax.tree.map(lambda x: x.astype(np.float64), arrays)))
+
+
+def errors(found: Any, case: Case, engine: str) -> dict[str, float]:
+    """The largest error of y and of any gradient, over the largest number of the exact array; NaN where there is one.
+
+    Args:
+      found: (y, gradients), as `program` gives them for `small(case)`, or gradients of the last arguments alone.
+    """
+    import jax
+    import numpy as np
+
+    def of(found: Any, expected: Any) -> float:
+        found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
+        largest = 0.0
+        for a, b in zip(found, expected[-len(found) :], strict=True):
+            if a.shape != b.shape:
+                raise RuntimeError(f"a result has shape {a.shape}, should be {b.shape}.")
+            size = np.abs(b).max() or 1.0
+            largest = np.maximum(largest, np.abs(np.asarray(a, np.float64) - b).max() / size)  # keeps a NaN
+        return float(largest)
+
+    exactly = exact(small(case), "attention" if engine.startswith("attention") else "xla")
+    return {name: of(*both) for name, *both in zip(("values", "gradients"), found, exactly, strict=True)}

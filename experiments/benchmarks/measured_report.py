@@ -1,0 +1,197 @@
+"""Pages of `kernels_measured.py`: tables of finished lines, and what they say to `memory.fastest`."""
+
+import collections
+from collections.abc import Iterable
+from typing import Any
+
+from experiments.benchmarks.measured_cases import ENGINES, OPERATIONS, OTHER_FUNCTIONS, Case
+
+Row = dict[str, Any]
+_BASELINES = ("xla", "attention")
+
+
+def key(case: Case, device: str, jax: str) -> tuple[Any, ...]:
+    return case, device, jax
+
+
+def latest(lines: list[Row]) -> dict[tuple[Any, ...], Row]:
+    """(case, device, version of jax) → its last line."""
+    return {key(Case(**line["case"]), line["device"], line["jax"]): line for line in lines}
+
+
+def ratio(rows: dict[str, Row], baseline: str, engine: str) -> float | None:
+    """How many times as long the baseline takes; None where one of the two has no time."""
+    times = [rows.get(name, {}).get("median_s") for name in (baseline, engine)]
+    return None if None in times else times[0] / times[1]
+
+
+def summary(rows: dict[str, Row]) -> str:
+    """Ratios of one case in a line."""
+    found = []
+    for engine, row in rows.items():
+        if "median_s" in row:
+            share = ratio(rows, engine, "xla")
+            found.append(f"{engine} {_time(row)}" + (f" ({share:.2f} × xla's)" if share and engine != "xla" else ""))
+        elif "failed" in row:
+            found.append(f"{engine} failed, {row['failed']}")
+    return ", ".join(found) or "nothing ran"
+
+
+def _time(row: Row) -> str:
+    milliseconds = 1e3 * row["median_s"]
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
+
+
+_COLUMNS = (
+    "case",
+    "pass",
+    "engine",
+    "time",
+    "XLA ÷ it",
+    "attention ÷ it",
+    "temporary MiB",
+    "error of y",
+    "of gradients",
+)
+
+
+def sizes(case: Case) -> str:
+    if case.is_matrices:
+        return f"{case.batch} matrices {case.dim} × {4 * case.dim}"
+    return f"d = {case.dim}, {case.batch} × {case.tokens:,} tokens, {case.heads} heads, {case.dtype}"
+
+
+def cells(case: Case, rows: dict[str, Row]) -> list[list[str]]:
+    """One row of a table for each engine with a time, from the third column on."""
+    table = []
+    for engine, row in rows.items():
+        if "median_s" not in row:
+            continue
+        ratios = [ratio(rows, baseline, engine) if engine != baseline else None for baseline in _BASELINES]
+        size = row.get("temporary_bytes")
+        error = [f"{x:.0e}" for x in row["error"].values()] if "error" in row else ["", ""]
+        if row.get("checked_dtype", case.dtype) != case.dtype:
+            error = [f"{x} ({row['checked_dtype']})" for x in error]
+        figures = ["" if x is None else f"{x:.2f}" for x in ratios] + ["" if size is None else f"{size / 2**20:,.1f}"]
+        table.append([engine, _time(row), *figures, *error])
+    return table
+
+
+def without_time(lines: Iterable[Row]) -> list[str]:
+    """Who has no time, why, and in which operations, one text for each reason."""
+    reasons: dict[tuple[str, str], dict[str, None]] = collections.defaultdict(dict)
+    for line in lines:
+        for engine, row in line["engines"].items():
+            for kind in ("refused", "failed"):
+                if kind in row:
+                    reason = row[kind] if kind == "refused" else f"failed, {row[kind]}"
+                    reasons[engine, reason][line["case"]["operation"]] = None
+    return [f"{engine}: {reason} ({', '.join(names)})" for (engine, reason), names in sorted(reasons.items())]
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(x.replace("|", "\\|") for x in cells) + " |"
+
+
+def page(lines: list[Row]) -> str:
+    """The finished lines as a page of Markdown, by device."""
+    groups: dict[tuple[str, str], list[Row]] = collections.defaultdict(list)
+    for line in latest(lines).values():
+        groups[line["device"], line["jax"]].append(line)
+    text = [_EXPLANATION]
+    order = lambda case: (list(OPERATIONS).index(case.operation), case.dim, case.dtype, case.direction == "both")
+    for (device, jax), found in sorted(groups.items()):
+        text += [f"\n## {device}, jax {jax}\n"]
+        text += [f"    {command}" for command in dict.fromkeys(line["command"] for line in found)]
+        text += ["", _line(_COLUMNS), _line("---" if i < 3 else "---:" for i in range(len(_COLUMNS)))]
+        for case, line in sorted(((Case(**line["case"]), line) for line in found), key=lambda x: order(x[0])):
+            first = [f"{case.operation}, {sizes(case)}", case.direction]
+            text += [_line([*first, *row]) for row in cells(case, line["engines"])]
+        if told := without_time(found):
+            text += ["\nWithout a time:\n", *(f"- {line}" for line in told)]
+    return "\n".join(text) + "\n"
+
+
+def _others() -> str:
+    return "; ".join(f"{engine}'s {operation} {what}" for (engine, operation), what in OTHER_FUNCTIONS.items())
+
+
+_EXPLANATION = f"""\
+# Measured time of kernels and engines
+
+Generated by `experiments/benchmarks/kernels_measured.py`. Medians over rounds in which all engines of a case run in turn; **only
+ratios within one case mean something**. Pass "both" is forward and backward, with the gradients of all inputs and parameters.
+
+- **XLA ÷ it**: how many times as long the XLA engine takes for the same function. **attention ÷ it**: softmax attention (causal,
+  `jax.nn.dot_product_attention`) with as many heads of the same width, forward or both, over the same tokens.
+- **error**: of outputs, and of the worst gradient, against the definition in float64 on two chunks and a rest, over the largest
+  number of the exact array. A kernel beyond its tolerance has no time. Atlas is checked in float32: Newton–Schulz makes
+  full-sized noise of what bfloat16 rounds away in momenta of small rank.
+- **temporary MiB**: by XLA's memory analysis; of PyTorch the most that was allocated.
+- Of other functions, and so without an error: {_others()}."""
+
+
+def show(lines: list[Row], cases: list[Case], device: Any) -> None:
+    """Prints the table of some cases of a device."""
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{device.name}, jax {device.jax}")
+    for i, name in enumerate(_COLUMNS):
+        table.add_column(name, justify="left" if i < 3 else "right")
+    done = latest(lines)
+    found = [done[key(case, device.name, device.jax)] for case in cases]
+    for case, line in zip(cases, found, strict=True):
+        first = [f"{case.operation}\n{sizes(case)}", case.direction]
+        rows = cells(case, line["engines"])
+        for i, row in enumerate(rows):
+            table.add_row(*(["", ""] if i else first), *row, end_section=i == len(rows) - 1)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(table)
+    for text in without_time(found):
+        console.print(f"without a time: {text}", highlight=False, markup=False)
+
+
+def measurements(lines: list[Row], cases: list[Case], device: Any, command: str) -> tuple[list[Any], list[str]]:
+    """Rows for `memory.fastest` from the cases of a run, and what it lacks for others.
+
+    A kernel's ratio is the least over the operations that it serves, all of which the run must have: forward and backward. What
+    `memory.scan` says that a kernel cannot run does not count; what failed otherwise or was wrong counts as 0.
+    """
+    from atlasjax.memory.fastest import IMPLEMENTATIONS, Measurement
+
+    if device.platform not in IMPLEMENTATIONS:
+        return [], [f"{device.platform} has no kernels: the XLA engine is what runs there."]
+    engine = IMPLEMENTATIONS[device.platform]
+    assert ENGINES[engine] == device.platform
+    done = latest(lines)
+    found: list[Measurement] = []
+    lacking = []
+    both = [case for case in cases if case.direction == "both"]
+    groups = dict.fromkeys((OPERATIONS[case.operation], case.dim, case.dtype) for case in both)
+    for kernel, dim, dtype in groups:
+        if kernel is None:
+            continue
+        mine = [case for case in both if (OPERATIONS[case.operation], case.dim, case.dtype) == (kernel, dim, dtype)]
+        needed = {name for name, of in OPERATIONS.items() if of == kernel} - {case.operation for case in mine}
+        where = f"{kernel}, d = {dim}, {dtype}"
+        if needed:
+            lacking.append(f"{where}: the run is without {', '.join(sorted(needed))}")
+            continue
+        ratios = []
+        for case in mine:
+            rows = done[key(case, device.name, device.jax)]["engines"]
+            if "cannot run this call" in rows[engine].get("refused", ""):
+                continue
+            over = ratio(rows, "xla", engine)
+            if over is not None or "median_s" not in rows[engine]:
+                ratios.append(round(over or 0.0, 3))
+        if not ratios:
+            lacking.append(f"{where}: {engine} ran none of it")
+            continue
+        found.append(
+            Measurement(device.platform, kernel, dim, dtype, engine, min(ratios), device.name, device.jax, command)
+        )
+    return found, lacking
