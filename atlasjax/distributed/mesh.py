@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from atlasjax.nn.partition import BATCH_AXES, HEAD_AXES
@@ -69,7 +70,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"mesh {dict(zip(MESH_AXES, shape))} uses {needed} of {len(devices)} devices; with several processes it must "
             "use all of them. Set one size to -1."
         )
-    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:needed])
+    # A pod's torus may have no axis as long as one of the mesh, such as 4 of 16 × 16: then a part of an axis.
+    parts = mesh_utils.create_device_mesh(shape, devices[:needed], allow_split_physical_axes=True)
+    return Mesh(parts, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Ahead-of-time compilation for TPU topologies that one does not own, with the libtpu package as a compiler."""
 
+import collections
 import dataclasses
 import importlib.util
 import json
@@ -17,6 +18,10 @@ from atlasjax.names import lookup
 # GiB of memory per device that programs can use, as libtpu's own out-of-memory messages give it.
 HBM_GIB = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.74, "tpu7x": 94.75}
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_GATHER = re.compile(r" = (?:\(.*[ (])?([a-z0-9]+\[[\d,]*\])[^ ]* all-gather(?:-start)?\(")
+_REMATERIALIZED = re.compile(
+    r"Involuntary full rematerialization\. (The compiler .*?)(?:, metadata=|\. As the last|$)", re.M
+)
 _RESULT = "atlasjax plan: "
 
 # libtpu reads these when it is loaded: they keep it quiet, let several processes use it at once, and keep jax on the CPU.
@@ -29,6 +34,8 @@ _ENVIRONMENT = {
     "TPU_LOG_DIR": "disabled",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
+# In a child process, whose output is read, it may also say what the partitioner warns of.
+_WARNINGS = {"TPU_STDERR_LOG_LEVEL": "1", "TPU_MIN_LOG_LEVEL": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +53,10 @@ class Plan:
       code_bytes: the program.
       flops: matmul FLOPs of one call on all devices, scans counted in full (`flops.count_flops`).
       collectives: kind → how many are in the program's text; one inside a loop is counted once.
+      kernels: calls of Pallas kernels in the program's text.
+      gathers: type of an all-gather's result, e.g. "bf16[1024,8000]" → how many; the shape is that of a device's part.
+      rematerialized: what the partitioner could take from one sharding to another only by a whole copy on every device
+        ("involuntary full rematerialization"), in its own words, each once.
       compile_seconds: time to compile on this machine.
     """
 
@@ -59,7 +70,10 @@ class Plan:
     code_bytes: int
     flops: int
     collectives: dict[str, int]
+    kernels: int
+    gathers: dict[str, int]
     compile_seconds: float
+    rematerialized: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -127,6 +141,21 @@ def collective_counts(text: str) -> dict[str, int]:
     return {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in _COLLECTIVES}
 
 
+def kernel_count(text: str) -> int:
+    """How often a compiled program's text calls a Pallas kernel."""
+    return text.count('custom_call_target="tpu_custom_call"')
+
+
+def gathers(text: str) -> dict[str, int]:
+    """The type of each all-gather's result in a compiled program's text, and how many have it."""
+    return dict(collections.Counter(_GATHER.findall(text)))
+
+
+def rematerializations(messages: str) -> tuple[str, ...]:
+    """What the partitioner warned of, from the child's standard error (`Plan.rematerialized`)."""
+    return tuple(dict.fromkeys(_REMATERIALIZED.findall(messages)))
+
+
 def run_in_child(module: str, request: dict[str, Any], *, timeout: float = 1800) -> Plan:
     """Compiles in a child process, because libtpu can crash the process that it is in.
 
@@ -139,7 +168,7 @@ def run_in_child(module: str, request: dict[str, Any], *, timeout: float = 1800)
       RuntimeError: the compilation failed; with the compiler's own message (out of memory, …).
     """
     command = [sys.executable, "-m", module, json.dumps(request)]
-    environment = {**os.environ, **_ENVIRONMENT}
+    environment = {**os.environ, **_ENVIRONMENT, **_WARNINGS}
     environment.pop("XLA_FLAGS", None)  # simulated CPU devices would only cost time
     try:
         child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
@@ -147,8 +176,9 @@ def run_in_child(module: str, request: dict[str, Any], *, timeout: float = 1800)
         raise RuntimeError(f"the compiler did not finish within {timeout:.0f} seconds.") from None
     for line in child.stdout.splitlines():
         if line.startswith(_RESULT):
-            return Plan(**json.loads(line.removeprefix(_RESULT)))
-    errors = [line for line in child.stderr.splitlines() if line.strip()]
+            plan = Plan(**json.loads(line.removeprefix(_RESULT)))
+            return dataclasses.replace(plan, rematerialized=rematerializations(child.stderr))
+    errors = [line for line in child.stderr.splitlines() if line.strip() and not re.match(r"[IW]\d{4} ", line)]
     reason = next((line for line in errors if "RESOURCE_EXHAUSTED" in line), errors[-1] if errors else "no message")
     raise RuntimeError(f"the compiler failed with code {child.returncode}: {reason[:500]}")
 

@@ -12,6 +12,7 @@ from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import GELU, LayerNorm, Linear, RMSNorm, SwiGLU, dropout
 from atlasjax.nn.mixers import make_mixer
 from atlasjax.nn.parameters import normal, param
+from atlasjax.nn.partition import HEAD_AXES, read_table
 
 _NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
 _FFNS: dict[str, type[SwiGLU | GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
@@ -293,9 +294,10 @@ class LanguageModel(nnx.Module):
         return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     def _embed(self, tokens: jax.Array, position: jax.Array | None) -> jax.Array:
-        x = self.embedding[...][tokens]
+        x = read_table(self.embedding[...], HEAD_AXES)[tokens]
         if self.positions is not None:
-            x = x + self.positions[...].at[position].get(mode="fill", fill_value=jnp.nan)  # beyond the table: NaN
+            table = read_table(self.positions[...])
+            x = x + table.at[position].get(mode="fill", fill_value=jnp.nan)  # beyond the table: NaN
         return x.astype(self.dtype)
 
     def _dropout_keys(

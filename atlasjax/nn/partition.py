@@ -1,7 +1,7 @@
-"""How a layer's kernels are split over the mesh of the program that they are traced in."""
+"""How a model's kernels and tables are split over the mesh of the program that they are traced in."""
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from atlasjax import memory
 
@@ -17,13 +17,31 @@ def mesh_partition(batch: int, heads: int) -> memory.Partition | None:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or any(kind == AxisType.Manual for kind in mesh.axis_types):
         return None
+    return memory.Partition(mesh, _dividing(mesh, BATCH_AXES, batch), _dividing(mesh, HEAD_AXES, heads))
 
-    def dividing(names: tuple[str, ...], size: int) -> tuple[str, ...]:
-        chosen = []
-        for name in names:
-            if name in mesh.axis_names and size % mesh.shape[name] == 0:
-                chosen.append(name)
-                size //= mesh.shape[name]
-        return tuple(chosen)
 
-    return memory.Partition(mesh, dividing(BATCH_AXES, batch), dividing(HEAD_AXES, heads))
+def _dividing(mesh: AbstractMesh, names: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """Of the names those that are axes of the mesh and together divide a size."""
+    chosen = []
+    for name in names:
+        if name in mesh.axis_names and size % mesh.shape[name] == 0:
+            chosen.append(name)
+            size //= mesh.shape[name]
+    return tuple(chosen)
+
+
+def read_table(table: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
+    """A table [entries, width] on the way to being read at some entries: its width whole, its entries split as they are stored.
+
+    In a training step the width is stored split over an axis that also splits the batch. Without this the compiler takes the
+    tokens of all devices to the columns that a device holds, and in the backward pass every device gets the whole cotangent.
+
+    Args:
+      table: of any dtype.
+      over: mesh axes that split the entries; those that the mesh around this trace has not, or that do not divide the entries,
+        split nothing.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return table
+    return jax.lax.with_sharding_constraint(table, PartitionSpec(_dividing(mesh, over, table.shape[0]) or None, None))

@@ -62,7 +62,7 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
         state,
         batch,
     )
-    memory = compiled.memory_analysis()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
     return Plan(
         topology=topology,
         devices=mesh.size,
@@ -73,7 +73,9 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
         alias_bytes=memory.alias_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
         flops=flops,
-        collectives=plan_lib.collective_counts(compiled.as_text()),
+        collectives=plan_lib.collective_counts(text),
+        kernels=plan_lib.kernel_count(text),
+        gathers=plan_lib.gathers(text),
         compile_seconds=round(seconds, 1),
     )
 

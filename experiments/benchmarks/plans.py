@@ -1,0 +1,109 @@
+"""Training steps of half a million tokens compiled ahead of time for TPU pods. Needs no TPU.
+
+    python experiments/benchmarks/plans.py                       # atlas-340m and atlas-1.3b for three pods, kernels and XLA engine
+    python experiments/benchmarks/plans.py --preset titans-340m --topology v5e:16x16 --implementation pallas_tpu
+
+One line of JSON a plan is appended to `--out`; finished ones are skipped, `--again` makes them anew (a later line counts). From
+them the table beside it (`.md`) is made anew each time. Nothing is run: memory, collectives and kernels are the compiler's, at its
+lowest effort, and no speed follows from them.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import pathlib
+import sys
+from typing import Any
+
+# As a script, Python looks beside this file only.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from atlasjax.cli.info import suggested_mesh
+from atlasjax.distributed.plan import HBM_GIB
+from atlasjax.train import TrainConfig, default_config, plan_training
+from experiments.benchmarks.kernels_tpu import append_row, read_rows
+
+HERE = pathlib.Path(__file__).resolve().parent
+PRESETS = ("atlas-340m", "atlas-1.3b")
+TOPOLOGIES = ("v5e:16x16", "v5p:8x8x8", "v6e:16x16")
+IMPLEMENTATIONS = ("pallas_tpu", "xla")
+Row = dict[str, Any]
+
+
+def config(preset: str, topology: str, implementation: str) -> TrainConfig:
+    """A preset's training run, its memories by an engine, on the mesh that `atlasjax info` suggests."""
+    run = default_config(preset)
+    memory = dataclasses.replace(run.model.memory, implementation=implementation)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, memory=memory))
+    return dataclasses.replace(run, mesh=suggested_mesh(run, topology))
+
+
+def plan(preset: str, topology: str, implementation: str) -> Row:
+    """The row of one plan; with "error" where there is none."""
+    row: Row = {"preset": preset, "topology": topology, "implementation": implementation}
+    row |= {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    try:
+        made = plan_training(config(preset, topology, implementation), topology)
+    except RuntimeError as error:
+        return row | {"error": str(error)}
+    return row | {"plan": dataclasses.asdict(made), "total_bytes": made.total_bytes, "fits": made.fits}
+
+
+def key(row: Row) -> tuple[str, str, str]:
+    return row["preset"], row["topology"], row["implementation"]
+
+
+def table(rows: list[Row]) -> str:
+    """The page of the last row of each plan."""
+    page = [
+        "# Training steps compiled for TPU pods", "",
+        "`python experiments/benchmarks/plans.py`: half a million tokens a step in sequences of 4,096, in two microbatches;",
+        "forward, backward, AdamW and collectives, at the compiler's lowest effort. GiB are of one device; kernels and collectives",
+        "are counted in the program's text, a loop's body once. Copied whole: arrays that the partitioner could take from one",
+        "sharding to another only by a whole copy on every device. Compiled, not run.", "",
+        "| preset | pod | memories | mesh data × fsdp × tensor | state and batch | temporary | total | of | fits | kernels | "
+        "all-gather, all-reduce, reduce-scatter, all-to-all, permute | copied whole |",
+        "|---|---|---|---|---:|---:|---:|---:|---|---:|---|---:|",
+    ]  # fmt: skip
+    refused = []
+    for row in sorted({key(row): row for row in rows}.values(), key=key):
+        preset, topology, implementation = key(row)
+        if "error" in row:
+            refused.append(f"- {preset}, {topology}, {implementation}: {row['error']}")
+            continue
+        made, gib = row["plan"], lambda x: f"{x / 2**30:.2f}"
+        kinds = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+        page.append(
+            f"| {preset} | {topology} | {implementation} | {' × '.join(map(str, made['mesh'].values()))} | "
+            f"{gib(made['argument_bytes'])} | {gib(made['temp_bytes'])} | {gib(row['total_bytes'])} | "
+            f"{HBM_GIB[topology.partition(':')[0]]} | {'yes' if row['fits'] else 'no'} | {made['kernels']} | "
+            f"{', '.join(str(made['collectives'][kind]) for kind in kinds)} | {len(made['rematerialized'])} |"
+        )
+    return "\n".join([*page, *(["", "No plan:", "", *refused] if refused else []), ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", nargs="+", default=PRESETS)
+    parser.add_argument("--topology", nargs="+", default=TOPOLOGIES)
+    parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
+    parser.add_argument("--again", action="store_true", help="make finished plans anew")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "plans.jsonl", help="rows; the table lies beside it")
+    options = parser.parse_args()
+    rows = read_rows(options.out)
+    done = {key(row) for row in rows if "error" not in row}
+    for implementation in options.implementation:
+        for preset in options.preset:
+            for topology in options.topology:
+                if (preset, topology, implementation) in done and not options.again:
+                    continue
+                row = plan(preset, topology, implementation)
+                append_row(options.out, row)
+                rows.append(row)
+                print(preset, topology, implementation, row.get("error") or f"{row['total_bytes']:,} bytes", flush=True)
+    options.out.with_suffix(".md").write_text(table(rows))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
