@@ -140,6 +140,8 @@ def test_tables(tmp_path, capsys):
     assert "| omeganet, d = 64, 4 × 8,192 tokens, 16 heads, bfloat16 | both | xla | 300 ms |  | 0.50 |" in page
     assert "| both | pallas_gpu | 100 ms | 3.00 | 1.50 | 1.0 | 1e-06 | 2e-06 |" in page
     assert "| attention | 150 ms | 2.00 |  |" in page
+    faster = measured_report.page([line(big, attention=timed(0.15), attention_cudnn=timed(0.05), xla=timed(0.3))])
+    assert "| xla | 300 ms |  | 0.17 |" in faster
     assert "- pallas_tpu: needs a TPU (omeganet, titans)" in page
     assert "- pallas_gpu: failed, wrong: errors of values 1.0e+00 (newton_schulz)" in page
     assert "| newton_schulz, 256 matrices 64 × 256 | forward | xla | 12.3 ms |" in page
