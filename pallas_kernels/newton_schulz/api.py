@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.batching import rows_folded
-from pallas_kernels.newton_schulz import forms, gram, tpu
+from pallas_kernels.newton_schulz import forms, gpu, gram, tpu
 from pallas_kernels.newton_schulz.forms import FORMS, GRAM_STEPS
 from pallas_kernels.newton_schulz.reference import SCHEDULES, Triple, coefficients
 from pallas_kernels.newton_schulz.reference import newton_schulz as definition
 
-IMPLEMENTATIONS = ("xla", "pallas_tpu")
+_KERNELS = {"pallas_tpu": tpu, "pallas_gpu": gpu}
+IMPLEMENTATIONS = ("xla", *_KERNELS)
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -36,10 +37,10 @@ def newton_schulz(
       schedule: triples (a, b, c), one a step; the last one repeats.
       form: "direct", as written; "gram", on S Sᵀ alone, with half the operations at columns = 4 rows, good to 3e-4
         after five steps, and refused beyond seven; None: the one with fewer operations.
-      implementation: "xla"; "pallas_tpu", one kernel that keeps a matrix on chip for all steps, forward and backward; it has no
-        forward-mode derivative.
-      precision: of the products of "pallas_tpu" and of the Gram form. A TPU's default rounds their inputs to bfloat16, which is
-        noise where S has a small rank.
+      implementation: "xla"; "pallas_tpu", one kernel that keeps a matrix on chip for all steps, forward and backward;
+        "pallas_gpu", one kernel whose matrices lie in caches, in tiles. Kernels have no forward-mode derivative.
+      precision: of the products of kernels and of the Gram form. A TPU's default, and that of "pallas_gpu", rounds their inputs to
+        bfloat16, which is noise where S has a small rank; otherwise "pallas_gpu" multiplies in three passes of TF32.
       interpret: run the kernel's Python on any machine (for tests), as `pallas_call` takes it.
 
     Returns:
@@ -53,15 +54,15 @@ def newton_schulz(
     form = _choose_form(form, rows, columns, steps)
     if implementation == "xla":
         return definition(s, steps, schedule) if form == "direct" else _gram_xla(s, triples, precision)
-    if implementation != "pallas_tpu":
+    if implementation not in _KERNELS:
         raise ValueError(f"newton_schulz: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
     if s.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"newton_schulz: {implementation!r} takes float32 or bfloat16, s is {s.dtype} {s.shape}.")
     if columns > 1024 or rows > 256:
-        raise ValueError(f"newton_schulz: {implementation!r} holds matrices up to 256 × 1,024, s has {s.shape}.")
+        raise ValueError(f"newton_schulz: {implementation!r} takes matrices up to 256 × 1,024, s has {s.shape}.")
     transposed = s.shape[-2] > s.shape[-1]
     x = s.mT if transposed else s
-    y = _kernel(x.reshape(-1, rows, columns), triples, form, precision, interpret).reshape(x.shape)
+    y = _kernel(x.reshape(-1, rows, columns), triples, form, precision, implementation, interpret).reshape(x.shape)
     return y.mT if transposed else y
 
 
@@ -88,13 +89,17 @@ def _gram_xla(s: jax.Array, triples: Sequence[Triple], precision: jax.lax.Precis
     return y.mT if transposed else y
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
 def _kernel(
-    s: jax.Array, triples: tuple[Triple, ...], form: str, precision: jax.lax.Precision, interpret: Any
+    s: jax.Array,
+    triples: tuple[Triple, ...],
+    form: str,
+    precision: jax.lax.Precision,
+    implementation: str,
+    interpret: Any,
 ) -> jax.Array:
-    return rows_folded(
-        functools.partial(tpu.forward, triples=triples, form=form, precision=precision, interpret=interpret)
-    )(s)
+    options = {"triples": triples, "form": form, "precision": precision, "interpret": interpret}
+    return rows_folded(functools.partial(_KERNELS[implementation].forward, **options))(s)
 
 
 def _kernel_forward(s: jax.Array, *options: Any) -> tuple[jax.Array, jax.Array]:
@@ -102,10 +107,17 @@ def _kernel_forward(s: jax.Array, *options: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _kernel_backward(
-    triples: tuple[Triple, ...], form: str, precision: jax.lax.Precision, interpret: Any, s: jax.Array, dy: jax.Array
+    triples: tuple[Triple, ...],
+    form: str,
+    precision: jax.lax.Precision,
+    implementation: str,
+    interpret: Any,
+    s: jax.Array,
+    dy: jax.Array,
 ) -> tuple[jax.Array]:
-    call = functools.partial(tpu.backward, triples=triples, form=form, precision=precision, interpret=interpret)
-    return (rows_folded(call)(s, dy).astype(s.dtype),)
+    options = {"triples": triples, "form": form, "precision": precision, "interpret": interpret}
+    ds = rows_folded(functools.partial(_KERNELS[implementation].backward, **options))(s, dy)
+    return (ds.astype(s.dtype),)
 
 
 _kernel.defvjp(_kernel_forward, _kernel_backward)

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.newton_schulz import EPSILON, SCHEDULES, coefficients, newton_schulz
+from pallas_kernels.gpu import products
+from pallas_kernels.newton_schulz import EPSILON, SCHEDULES, coefficients, gpu, newton_schulz, tiles
 
 
 def on_singular_values(s, steps, schedule):
@@ -62,14 +64,7 @@ def close(actual, expected, tolerance):
     np.testing.assert_allclose(actual, expected, atol=tolerance * np.abs(expected).max(), rtol=0)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 5])
-@pytest.mark.parametrize("shape", [(3, 16, 64), (2, 64, 24), (2, 3, 9, 9), (1, 5)])
-@pytest.mark.parametrize("options", [
-    {"form": "gram"},
-    {"form": "gram", "implementation": "pallas_tpu", "interpret": True},
-    {"form": "direct", "implementation": "pallas_tpu", "interpret": True},
-], ids=["xla-gram", "tpu-gram", "tpu-direct"])  # fmt: skip
-def test_forms_and_kernels(shape, steps, options):
+def check(shape, steps, **options):
     """Of full rank, of rank one as a momentum after its first token, and zero.
 
     The Gram form squares singular values, so small ones have half their digits: and rounding in a null space
@@ -87,9 +82,80 @@ def test_forms_and_kernels(shape, steps, options):
         close(g[i], gradient[i], 10 * tolerance)
 
 
-def test_kernel_with_every_batching_and_bfloat16():
+@pytest.mark.parametrize("steps", [0, 1, 5])
+@pytest.mark.parametrize("shape", [(3, 16, 64), (2, 64, 24), (2, 3, 9, 9), (1, 5)])
+@pytest.mark.parametrize("options", [
+    {"form": "gram"},
+    {"form": "gram", "implementation": "pallas_tpu", "interpret": True},
+    {"form": "direct", "implementation": "pallas_tpu", "interpret": True},
+], ids=["xla-gram", "tpu-gram", "tpu-direct"])  # fmt: skip
+def test_forms_and_kernels(shape, steps, options):
+    check(shape, steps, **options)
+
+
+# Tiles of 64, 32 and 16; several along both sides and one; filled up and whole; a program with several matrices.
+@pytest.mark.parametrize(("shape", "steps"), [((70, 130), 5), ((24, 40), 1), ((3, 40, 16), 5), ((1, 5), 0)])
+@pytest.mark.parametrize("form", ["gram", "direct"])
+def test_gpu_kernel(shape, steps, form, monkeypatch):
+    monkeypatch.setattr(gpu, "_ALL_WARPS", 4)
+    check(shape, steps, form=form, implementation="pallas_gpu", interpret=True)
+
+
+class Phases:
+    """An array of matrices that fails where a phase reads what it writes, writes it twice, or reads what nobody wrote."""
+
+    def __init__(self, array=None, shape=None):
+        self.array = np.zeros(shape, np.float32) if array is None else np.array(array)
+        self.shape = self.array.shape
+        self.known = np.full(self.shape, array is not None)
+        self.barrier()
+
+    def barrier(self):
+        self.written, self.read = np.zeros((2, *self.shape), bool)
+
+    def __getitem__(self, index):
+        place = self._place(index)
+        assert self.known[place].all(), "reads what nobody wrote"
+        assert not self.written[place].any(), "reads what this phase writes"
+        self.read[place] = True
+        return jnp.asarray(self.array[place])
+
+    def __setitem__(self, index, value):
+        place = self._place(index)
+        assert not (self.read | self.written)[place].any(), "writes what this phase reads or writes"
+        self.written[place] = self.known[place] = True
+        self.array[place] = value
+
+    def _place(self, index):
+        slices = (slice(int(x.start), int(x.start) + x.size) if isinstance(x, pl.Slice) else x for x in index)
+        return tuple(x if isinstance(x, slice) else int(x) for x in slices)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("form", ["gram", "direct"])
+def test_gpu_kernel_waits_for_what_it_reads(form, backward):
+    """Interpret mode has one thread; here are the kernels' phases as they are, and the barriers between them."""
+    steps, tile, (rows, columns) = 3, 16, (32, 48)
+    s, weights = np.random.default_rng(7).standard_normal((2, 1, rows, columns)).astype(np.float32)
+    squares, wides = gpu._places(form, steps, backward=backward)
+    result = Phases(shape=s.shape)
+    refs = [Phases(s), *([Phases(weights)] if backward else []), result]
+    workspaces = [Phases(shape=(squares, rows, rows)), Phases(shape=(wides, rows, columns))]
+    barrier = lambda: [ref.barrier() for ref in (*refs, *workspaces)]
+    arithmetic = tiles.Arithmetic(products(jnp.float32, True), barrier, 1)
+    triples = jnp.asarray(coefficients(SCHEDULES["polar_express"], steps))
+    with jax.disable_jit():
+        call = gpu._Call(arithmetic, triples, steps, tile, *workspaces)
+        gpu._KERNELS[form, backward](call, *(tiles.Matrix(ref, 0, tile) for ref in refs))
+    assert not any(ref.written.any() for ref in (*refs, *workspaces))  # the last phase ended too
+    expected = with_gradient(jnp.asarray(s), jnp.asarray(weights), steps=steps, schedule=SCHEDULES["polar_express"])
+    close(result.array, expected[backward], 1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
+def test_kernel_with_every_batching_and_bfloat16(implementation):
     s = np.random.default_rng(5).standard_normal((2, 3, 8, 16)).astype(np.float32)
-    kernel = lambda s: newton_schulz(s, form="gram", implementation="pallas_tpu", interpret=True)
+    kernel = lambda s: newton_schulz(s, form="gram", implementation=implementation, interpret=True)
     expected = newton_schulz(jnp.asarray(s), form="gram")
     np.testing.assert_allclose(jax.vmap(jax.vmap(kernel))(s), expected, atol=1e-5)
     np.testing.assert_allclose(jax.lax.map(kernel, s), expected, atol=1e-5)
@@ -122,8 +188,9 @@ def test_bad_input():
         with pytest.raises(ValueError, match=message):
             newton_schulz(s, **arguments)
     for message, shape, dtype in (
-        (r"up to 256 × 1,024, s has \(512, 600\)", (512, 600), jnp.float32),
-        (r"takes float32 or bfloat16, s is float16 \(4, 4\)", (4, 4), jnp.float16),
+        (r"256 × 1,024, s has \(512, 600\)", (512, 600), jnp.float32),
+        (r"float32 or bfloat16, s is float16 \(4, 4\)", (4, 4), jnp.float16),
     ):
-        with pytest.raises(ValueError, match=message):
-            newton_schulz(jnp.ones(shape, dtype), implementation="pallas_tpu")
+        for implementation in ("pallas_tpu", "pallas_gpu"):
+            with pytest.raises(ValueError, match=f"{implementation}' .*{message}"):
+                newton_schulz(jnp.ones(shape, dtype), implementation=implementation)
