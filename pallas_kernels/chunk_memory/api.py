@@ -5,14 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.chunk_memory import reference
+from pallas_kernels.chunk_memory import gpu, reference
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Objective, Structure, window_rows
 from pallas_kernels.chunk_memory.muon import MATRICES, MuonChunk
 from pallas_kernels.chunk_scan import chunk_scan
 from pallas_kernels.layout import from_chunks, gates_to_chunks, to_chunks
 from pallas_kernels.newton_schulz.reference import Triple
 
-IMPLEMENTATIONS = ("pallas_tpu", "reference")
+IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
 CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
 _DTYPES = (jnp.float32, jnp.bfloat16)
 Weights = dict[str, jax.Array]
@@ -64,7 +64,8 @@ def chunk_memory(
       y [batch, time, heads, value_dim], of q's dtype, and the last M and S (None without momentum), float32.
 
     Raises:
-      ValueError: shapes that do not fit, other dtypes, an implementation or a chunk size that does not exist.
+      ValueError: shapes that do not fit, other dtypes, an implementation or a chunk size that does not exist, a memory that the
+        implementation does not serve.
     """
     _check(weights, momenta, q, k, v, step_size, retention, momentum, window)
     if newton_schulz is not None and momenta is None:
@@ -87,6 +88,10 @@ def chunk_memory(
         raise ValueError(f"chunk_memory: chunk_size={chunk_size}, should be a power of two from 8 to 256.")
     if every < 1 or every & (every - 1) or every > chunk_size:
         raise ValueError(f"chunk_memory: every={every}, should be a power of two, at most chunk_size={chunk_size}.")
+    if implementation == "pallas_gpu" and (reason := gpu.unserved(structure, weights, chunk_size)) is not None:
+        raise ValueError(f'chunk_memory: implementation="pallas_gpu" cannot run this call: {reason}.')
+    if implementation == "pallas_gpu" and newton_schulz is not None:
+        raise ValueError('chunk_memory: implementation="pallas_gpu" has no kernel for newton_schulz (Muon).')
     if window is not None and window.shape[-1] == 1:
         window = jnp.pad(window, ((0, 0), (0, 0), (0, 0), (0, 1)))
     size = 1 if window is None else window.shape[-1]
@@ -94,14 +99,17 @@ def chunk_memory(
     fold = lambda w: w.astype(jnp.float32).reshape(-1, *w.shape[2:])
     carry = [fold(weights[name]) for name in names]
     carry += [] if momenta is None else [fold(momenta[name]) for name in names]
-    if size > 1:
+    if size > 1 and implementation == "pallas_tpu":
         carry += [jnp.zeros((batch * heads, window_rows(size), n), jnp.float32) for n in (k.shape[-1], v.shape[-1], 1)]
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     chunk = MemoryChunk(structure, objective, names, momentum is not None, retention is not None, size, precision)
     tokens = tuple(to_chunks(x, chunk_size) for x in (q, k, v))
     rows = [(step_size, 0.0), (ones, 0.0), *((x, 1.0) for x in (retention, momentum) if x is not None)]
     rows += [] if window is None else [(window, 0.0)]
-    if newton_schulz is None:
+    if implementation == "pallas_gpu":
+        final, y = gpu.chunk_memory(chunk, tuple(carry), (*tokens, gates_to_chunks(rows, chunk_size)), interpret)
+        y = y.astype(q.dtype)
+    elif newton_schulz is None:
         final, (y,) = chunk_scan(chunk, tuple(carry), (*tokens, gates_to_chunks(rows, chunk_size)), interpret, q.dtype)
     else:
         block = min(chunk_size, MATRICES * every)

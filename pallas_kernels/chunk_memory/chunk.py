@@ -86,11 +86,7 @@ class MemoryChunk:
             k, v, real, left_over = after_window(carry[-3:], k, v, gates[:, 1:2])
 
         factors = gradient_factors(self.structure, self.objective, memory, k, v, dot)
-        a, s, beta, memory_gradients, momentum_gradients = self._coefficients(gates, before)
-        if self.window > 1:
-            mask = row_of(real)
-            memory_gradients = memory_gradients * mask
-            momentum_gradients = None if momentum_gradients is None else momentum_gradients * mask
+        a, s, beta, memory_gradients, momentum_gradients = self.coefficients(gates, real if before else None)
 
         def linear(name: str, h: jax.Array) -> jax.Array:
             left, inputs = factors[name]
@@ -118,11 +114,15 @@ class MemoryChunk:
             after.append(w)
         return (*after, *momenta_after, *(left_over if self.window > 1 else ())), (y,)
 
-    def _coefficients(self, gates: jax.Array, before: int) -> tuple[Any, ...]:
-        """a, s, β as columns (None: without), C and, with momentum, D [m, before + m]."""
+    def coefficients(self, gates: jax.Array, real: jax.Array | None) -> tuple[Any, ...]:
+        """a, s, β as columns (None: without), C and, with momentum, D [m, E], from the gates as columns [m, n].
+
+        The E tokens are those of the chunk, behind those of the window where `real` [E, 1] says which of them exist.
+        """
+        before = 0 if real is None else real.shape[0] - gates.shape[0]
         m = gates.shape[0]
         row, column = iota(m, 0), iota(m, 1)
-        step, real = gates[:, :1], gates[:, 1:2]
+        step = gates[:, :1]
         index = 2
         a = s = beta = None
         if self.retention:
@@ -132,11 +132,12 @@ class MemoryChunk:
             index += 1
         else:
             pairwise = (row >= column).astype(jnp.float32)
-        pairwise = pairwise * row_of(real)  # padding adds no S
+        pairwise = pairwise * row_of(gates[:, 1:2])  # padding adds no S
         theta = gates[:, index : index + 1]
         index += self.momentum
         if self.window > 1:
-            D = -step * window_weights(gates[:, index : index + self.window], before)
+            assert real is not None
+            D = -step * window_weights(gates[:, index : index + self.window], before) * row_of(real)
         else:
             D = jnp.where(row == column, -step, 0.0)
         if not self.momentum:

@@ -1,0 +1,182 @@
+"""The chunkwise memory on GPUs: only what is sequential is a kernel, and its state stays in the second-level cache.
+
+The weights and momenta of a two-layer memory are more than a multiprocessor holds, so they are not on chip. One program walks
+through the chunks of a row; the states that it writes before each chunk, which the backward pass wants anyway, are what the next
+chunk reads back. A step takes the gradients of a chunk's tokens in tiles of the hidden width, in registers, and adds them to the
+state. The backward kernel walks in reverse and computes only the cotangent of the state before each chunk:
+
+    forward   W_0, S_0, tokens           → W_i, S_i before each chunk
+    backward  W_i, tokens, ext_i, G_N    → G_i = ext_i + (∂ state_{i+1} / ∂ state_i)ᵀ G_{i+1}
+
+Everything else needs no order: reads, and the derivatives of tokens and gates given G_i, are `MemoryChunk` on all chunks at once,
+compiled by XLA.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.blocks import columns, entry, last_row
+from pallas_kernels.chunk_memory.chunk import MemoryChunk
+from pallas_kernels.chunk_memory.gpu_kernels import LEAST, Layers, state_cotangents, states
+
+Arrays = tuple[jax.Array, ...]
+
+_TOGETHER = 2**28  # bytes of one hidden array [rows, chunks, tokens, hidden] of the parallel parts
+
+
+def unserved(structure: Any, weights: dict[str, jax.Array], chunk_size: int) -> str | None:
+    """Why the kernel cannot run a memory with weights [batch, heads, out, in]; None if it can."""
+    layers = Layers.of(structure)
+    if layers is None:
+        return f"structure={structure!r} has more than one hidden layer"
+    if chunk_size < LEAST:
+        return f"chunk_size={chunk_size}, should be at least {LEAST}"
+    width = weights[layers.outer].shape[-1]
+    if layers.inner and width % LEAST:
+        return f"the hidden width {width} is no multiple of {LEAST}"
+    return None
+
+
+def chunk_memory(chunk: MemoryChunk, carry: Arrays, xs: Arrays, interpret: Any) -> tuple[Arrays, jax.Array]:
+    """`memory_scan` with the tokens of the window before each chunk, and dimensions of tokens as kernels want them.
+
+    carry: weights by name, then momenta alike, [rows, out, in]; xs: q, k, v [rows, chunks, m, dim] and gates [rows, chunks, n, m].
+    """
+    layers = Layers.of(chunk.structure)
+    assert layers is not None
+    wanted = [x.shape for x in carry]
+
+    def widths(name: str, w: jax.Array) -> tuple[int, int]:
+        out, inputs = w.shape[-2:]
+        outer = name == layers.outer
+        return (_padded(out) if outer else out), (inputs if outer and layers.inner else _padded(inputs))
+
+    names = chunk.names * (len(carry) // len(chunk.names))
+    # Zeros stay zeros: a gradient is zero where both of its factors' channels are.
+    carry = tuple(_pad(w, *widths(name, w)) for name, w in zip(names, carry))
+    *tokens, gates = xs
+    value_dim = tokens[2].shape[-1]
+    q, k, v = (_pad(x, x.shape[-2], _padded(x.shape[-1])) for x in tokens)
+    window: Arrays = ()
+    if chunk.window > 1:
+        size = _padded(chunk.window - 1)
+        window = tuple(_before(x, size).astype(jnp.float32) for x in (k, v, gates[..., 1:2, :].mT))
+    final, y = memory_scan(chunk, interpret, carry, (q, k, v, gates), window)
+    return tuple(x[:, : shape[1], : shape[2]] for x, shape in zip(final, wanted)), y[..., :value_dim]
+
+
+def _padded(size: int) -> int:
+    """Of a dimension of tokens: a power of two."""
+    return max(LEAST, 1 << (size - 1).bit_length())
+
+
+def _pad(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows - x.shape[-2]), (0, columns - x.shape[-1])])
+
+
+def _before(x: jax.Array, size: int) -> jax.Array:
+    """The `size` tokens before each chunk, zeros before the first: [rows, chunks, m, n] → [rows, chunks, size, n]."""
+    rows, count, m, n = x.shape
+    line = jnp.pad(x.reshape(rows, count * m, n), ((0, 0), (size, 0), (0, 0)))
+    return line[:, m * jnp.arange(count)[:, None] + jnp.arange(size)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def memory_scan(
+    chunk: MemoryChunk, interpret: Any, carry: Arrays, xs: Arrays, window: Arrays
+) -> tuple[Arrays, jax.Array]:
+    """Scans a memory over the chunks of many rows.
+
+    Args:
+      chunk: its structure has `Layers`; static.
+      interpret: as `pallas_call` takes it.
+      carry: weights by name, then momenta alike, float32 [rows, out, in]: in and out of tokens powers of two ≥ 16.
+      xs: q, k, v [rows, chunks, m, dim] and gates [rows, chunks, n, m], as `MemoryChunk` takes them; m a power of two ≥ 16.
+      window: for c > 1 keys, values and `real` of the tokens before each chunk, [rows, chunks, w, dim or 1]; w alike.
+
+    Returns:
+      The carry after the last chunk, and y [rows, chunks, m, value_dim], float32. There is no forward-mode derivative.
+    """
+    return _forward(chunk, interpret, carry, xs, window)[0]
+
+
+def _forward(
+    chunk: MemoryChunk, interpret: Any, carry: Arrays, xs: Arrays, window: Arrays
+) -> tuple[tuple[Arrays, jax.Array], Any]:
+    tokens = _tokens(chunk, xs, window)
+    before, last = states(chunk, interpret, carry, tokens, xs[0].dtype)
+    read = lambda state, xs, window: chunk((*state, *window), _wide(xs))[1][0]
+    y = _all_chunks(read, before, xs, window)
+    return (last, y), (before, xs, window)
+
+
+def _backward(chunk: MemoryChunk, interpret: Any, kept: Any, cotangents: Any) -> tuple[Arrays, Arrays, Arrays]:
+    before, xs, window = kept
+    dfinal, dy = cotangents
+    count = len(before)
+
+    def pullback(state: Arrays, xs: Arrays, window: Arrays, dstate: Arrays | None, dy: jax.Array | None) -> Any:
+        """Of one chunk: cotangents of its state, tokens and window from those of the next state, or of y."""
+
+        def outputs(state: Arrays, xs: Arrays, window: Arrays) -> tuple[Arrays, jax.Array]:
+            after, (y,) = chunk((*state, *window), _wide(xs))
+            return after[:count], y
+
+        (after, y), pull = jax.vjp(outputs, state, xs, window)
+        zero = functools.partial(jax.tree.map, jnp.zeros_like)
+        return pull((zero(after) if dstate is None else dstate, zero(y) if dy is None else dy))
+
+    from_reads = lambda state, xs, window, dy: pullback(state, xs, window, None, dy)
+    from_writes = lambda state, xs, window, dstate: pullback(state, xs, window, dstate, None)[1:]
+    dstate, *dtokens = _all_chunks(from_reads, before, xs, window, dy)
+    tokens = _tokens(chunk, xs, window)
+    after, dfirst = state_cotangents(chunk, interpret, before, tokens, dstate, dfinal, xs[0].dtype)
+    more = _all_chunks(from_writes, before, xs, window, after)
+    dxs, dwindow = jax.tree.map(jnp.add, tuple(dtokens), tuple(more))
+    return dfirst, dxs, dwindow
+
+
+memory_scan.defvjp(_forward, _backward)
+
+
+def _all_chunks(f: Callable[..., Any], *arrays: Any) -> Any:
+    """f of every chunk of every row, as many rows at once as memory should hold; arrays [rows, chunks, …]."""
+    state, xs = arrays[:2]
+    numbers = xs[0].shape[1] * xs[0].shape[2] * max(max(x.shape[-2:]) for x in state)
+    together = max(1, _TOGETHER // (4 * numbers))
+    over_chunks = jax.vmap(f)
+    if together >= xs[0].shape[0]:
+        return jax.vmap(over_chunks)(*arrays)
+    return jax.lax.map(lambda arrays: over_chunks(*arrays), arrays, batch_size=together)
+
+
+def _wide(xs: Arrays) -> Arrays:
+    return tuple(x.astype(jnp.float32) for x in xs)
+
+
+def _tokens(chunk: MemoryChunk, xs: Arrays, window: Arrays) -> dict[str, Any]:
+    """What a state's step needs of each chunk: `blocks` of (k, v, C_end [1 or 2, E]), and a, s, β at its end, [rows, chunks, 3]."""
+
+    def at_end(gates: jax.Array, real: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        m = gates.shape[1]
+        by_token = columns(gates)
+        if real is not None:
+            real = jnp.concatenate([real, by_token[:, 1:2]])
+        a, s, beta, *gradients = chunk.coefficients(by_token, real)
+        weights = [last_row(x)[:, 0] for x in gradients if x is not None]
+        one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+        last = lambda x, absent: absent if x is None else entry(x, m - 1)[0, 0]
+        return jnp.stack(weights), jnp.stack([last(a, one), last(s, zero), last(beta, zero)])
+
+    _, k, v, gates = xs
+    real = window[2] if window else None
+    weights, scales = jax.vmap(jax.vmap(at_end))(gates, real)
+    split = window[0].shape[2] if window else 0
+    blocks: list[Arrays] = [(k, v, weights[..., split:])]
+    if window:
+        blocks.append((*window[:2], weights[..., :split]))
+    return {"blocks": blocks, "scales": scales}

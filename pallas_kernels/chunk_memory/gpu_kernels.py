@@ -1,0 +1,380 @@
+"""The two GPU kernels of the chunkwise memory: states before each chunk, and their cotangents."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels import gpu
+from pallas_kernels.batching import rows_folded
+from pallas_kernels.chunk_memory.chunk import MemoryChunk
+
+Arrays = tuple[jax.Array, ...]
+
+LEAST = 16  # rows and columns of a product on tensor cores
+_TILE = 16  # of the hidden width: at d = 64 with bfloat16 products hardly a register spills, with wider tiles hundreds of bytes do
+_WARPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """A memory of at most one hidden layer: M(x) = readout(x, W_outer hidden(W_inner x, …)), without one readout(x, W_outer x).
+
+    Found by calling `structure.apply`; hidden is a function of each hidden channel by itself.
+    """
+
+    structure: Any
+    outer: str
+    inner: tuple[str, ...]
+
+    @classmethod
+    def of(cls, structure: Any) -> "Layers | None":
+        """None if there are more layers."""
+        calls = []
+        x = jnp.zeros((1, 1), jnp.float32)
+
+        def linear(name: str, h: jax.Array) -> jax.Array:
+            calls.append((name, h is x))
+            return jnp.zeros((1, 1), jnp.float32)
+
+        structure.apply(linear, x, x, None)
+        *inner, (outer, reads_input) = calls
+        if reads_input != (not inner) or not all(first for _, first in inner):
+            return None
+        return cls(structure, outer, tuple(name for name, _ in inner))
+
+    def hidden(self, z: dict[str, jax.Array]) -> jax.Array:
+        found = []
+
+        def linear(name: str, h: jax.Array) -> jax.Array:
+            if name in z:
+                return z[name]
+            found.append(h)
+            return h
+
+        x = next(iter(z.values()))
+        self.structure.apply(linear, x, x, None)
+        return found[0]
+
+    def readout(self, x: jax.Array, out: jax.Array) -> jax.Array:
+        return self.structure.apply(lambda name, h: out if name == self.outer else h, x, x, None)
+
+
+def _rows(kernel: Any, inputs: Any, outputs: Any, *, warps: int, interpret: Any) -> Any:
+    """A kernel with one program for each row; inputs: a tree of [rows, …]; outputs: the tree of shapes of one row."""
+    leaves, tree = jax.tree.flatten(inputs)
+    shapes, out_tree = jax.tree.flatten(outputs)
+
+    def body(*refs: Any) -> None:
+        kernel(jax.tree.unflatten(tree, refs[: len(leaves)]), jax.tree.unflatten(out_tree, refs[len(leaves) :]))
+
+    def spec(shape: tuple[int, ...]) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *shape), lambda row: (row, *[0] * len(shape)))
+
+    @rows_folded
+    def run(*arrays: jax.Array) -> Arrays:
+        rows = arrays[0].shape[0]
+        return tuple(
+            gpu.call(
+                body,
+                warps=warps,
+                interpret=interpret,
+                grid=(rows,),
+                in_specs=[spec(x.shape[1:]) for x in arrays],
+                out_specs=[spec(x.shape) for x in shapes],
+                out_shape=[jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for x in shapes],
+                name=kernel.__name__,
+            )(*arrays)
+        )
+
+    return jax.tree.unflatten(out_tree, run(*leaves))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What both kernels do with a chunk's tokens."""
+
+    layers: Layers
+    objective: Any
+    dot: gpu.Product
+    count: int  # tiles
+
+    def part(self, ref: Any, i: Any, name: str, j: Any) -> Any:
+        """Tile j of a weight [chunks, out, in] before chunk i, as an index of its reference."""
+        columns = pl.ds(j * _TILE, _TILE)
+        return ref.at[(i, slice(None), columns) if name == self.layers.outer else (i, columns, slice(None))]
+
+    def load(self, refs: dict[str, Any], i: Any, j: Any) -> dict[str, jax.Array]:
+        return {name: self.part(ref, i, name, j)[...] for name, ref in refs.items()}
+
+    def store_all(self, refs: list[dict[str, Any]], i: Any, j: Any, values: list[dict[str, jax.Array]]) -> None:
+        for part, of_part in zip(refs, values):
+            for name, x in of_part.items():
+                self.part(part[name], i, name, j)[...] = x
+
+    def tiles(self, body: Callable[..., Any], init: Any) -> Any:
+        return jax.lax.fori_loop(0, self.count, body, init)
+
+    def projections(self, block: "_Block", w: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: self.dot(block.k, w[name], 1, 1) for name in self.layers.inner}
+
+    def hidden(self, block: "_Block", z: dict[str, jax.Array], j: Any) -> jax.Array:
+        if z:
+            return self.layers.hidden(z)
+        return block.key_tile(pl.ds(j * _TILE, _TILE))
+
+    def factors(self, z: dict[str, jax.Array], u: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """h, and ∇ of each projection from u = ∇ of h."""
+        h, pullback = jax.vjp(self.layers.hidden, z)
+        return h, pullback(u)[0]
+
+    def outs(self, blocks: list["_Block"], weights: dict[str, Any], i: Any) -> tuple[jax.Array, ...]:
+        """W_outer h of each block."""
+
+        def add(j: Any, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            w = self.load(weights, i, j)
+            h = [self.hidden(block, self.projections(block, w), j) for block in blocks]
+            return tuple(total + self.dot(x, w[self.layers.outer], 1, 1) for total, x in zip(totals, h))
+
+        return self.tiles(add, tuple(jnp.zeros(block.refs[1].shape[1:], jnp.float32) for block in blocks))
+
+    def gradient(self, block: "_Block", out: jax.Array) -> jax.Array:
+        """∇ℓ of W_outer h."""
+        loss = lambda out: jnp.sum(
+            self.objective.loss(self.layers.readout(block.k.astype(jnp.float32), out), block.v, None)
+        )
+        return jax.grad(loss)(out)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """The E tokens of a step. Each use loads them anew: held through the loops over tiles they would fill the registers.
+
+    Attributes:
+      refs: k, v [chunks, E, dim] and the weights of their gradients in the next W and S [chunks, 1 or 2, E].
+      i: the chunk.
+      g, d: [E, value_dim], where a kernel puts what it has found for them.
+    """
+
+    refs: tuple[Any, Any, Any]
+    i: Any
+    g: Any = None
+    d: Any = None
+
+    @property
+    def k(self) -> jax.Array:
+        return self.refs[0][self.i]
+
+    @property
+    def v(self) -> jax.Array:
+        return self.refs[1][self.i].astype(jnp.float32)
+
+    def key_tile(self, which: Any) -> jax.Array:
+        return self.refs[0][self.i, :, which].astype(jnp.float32)
+
+    @property
+    def weights(self) -> tuple[jax.Array, ...]:
+        """Columns [E, 1]."""
+        return tuple(self.refs[2][self.i, place, :][:, None] for place in range(self.refs[2].shape[1]))
+
+
+def _settings(
+    chunk: MemoryChunk, carry: Arrays, dtype: jax.typing.DTypeLike, interpret: Any
+) -> tuple[_Step, Callable[[Sequence[Any]], list[dict[str, Any]]]]:
+    layers = Layers.of(chunk.structure)
+    assert layers is not None
+    width = carry[chunk.names.index(layers.outer)].shape[-1]
+    step = _Step(layers, chunk.objective, gpu.products(dtype, interpret), width // _TILE)
+    size = len(chunk.names)
+    named = lambda carry: [dict(zip(chunk.names, carry[at : at + size])) for at in range(0, len(carry), size)]
+    return step, named
+
+
+def _copy(step: _Step, source: dict[str, Any], at: Any, target: dict[str, Any], to: Any) -> None:
+    def tile(j: Any, _: None) -> None:
+        step.store_all([target], to, j, [step.load(source, at, j)])
+
+    step.tiles(tile, None)
+
+
+def _barrier(interpret: Any) -> None:
+    """All threads of a program have written their part of a state before another reads it."""
+    if not interpret:
+        triton.debug_barrier()
+
+
+def states(
+    chunk: MemoryChunk, interpret: Any, carry: Arrays, tokens: dict[str, Any], dtype: jax.typing.DTypeLike
+) -> tuple[Arrays, Arrays]:
+    """The carry before each chunk, [rows, chunks, out, in] each, and after the last, [rows, out, in].
+
+    Args:
+      chunk, interpret, carry: as in `gpu.memory_scan`.
+      tokens: `blocks` of (k, v [rows, chunks, E, dim], weights of their gradients in the next W and S [rows, chunks, 1 or 2, E]),
+        and `scales`, what a chunk makes of W in W, of S in W and of S in S, [rows, chunks, 3].
+      dtype: of the tokens, which says how products are taken.
+    """
+    step, named = _settings(chunk, carry, dtype, interpret)
+    outer, inner, dot = step.layers.outer, step.layers.inner, step.dot
+    chunks = tokens["scales"].shape[1]
+
+    def chunk_memory_states(refs: Any, results: Any) -> None:
+        first, tokens = refs
+        before, last = results
+        for source, target in zip(first, before):
+            _copy(step, source, 0, target, 0)
+        _barrier(interpret)
+
+        def advance(i: Any, _: None) -> None:
+            blocks = [_Block(refs, i) for refs in tokens["blocks"]]
+            a, s, beta = (tokens["scales"][i, place] for place in range(3))
+            outs = step.outs(blocks, before[0], i)
+            gradients = [step.gradient(block, out) for block, out in zip(blocks, outs)]
+
+            def write(j: Any, _: None) -> None:
+                old = [step.load(part, i, j) for part in before]
+                w = old[0]
+                new = [{name: a * x for name, x in w.items()}]
+                if len(old) > 1:
+                    new[0] = {name: x + s * old[1][name] for name, x in new[0].items()}
+                    new.append({name: beta * x for name, x in old[1].items()})
+                for block, g in zip(blocks, gradients):
+                    left = {outer: g}
+                    if inner:
+                        h, of_projections = step.factors(step.projections(block, w), dot(g, w[outer], 1, 0))
+                        left |= of_projections
+                    else:
+                        h = step.hidden(block, {}, j)
+                    for part, weight in zip(new, block.weights):
+                        for name in (outer, *inner):
+                            part[name] += dot(left[name] * weight, h if name == outer else block.k, 0, 0)
+                put = functools.partial(step.store_all, j=j, values=new)
+                pl.when(i + 1 < chunks)(functools.partial(put, before, i + 1))
+                pl.when(i + 1 == chunks)(functools.partial(put, last, 0))
+
+            step.tiles(write, None)
+            _barrier(interpret)
+
+        jax.lax.fori_loop(0, chunks, advance, None)
+
+    shapes = lambda count: named([jax.ShapeDtypeStruct((count, *x.shape[1:]), jnp.float32) for x in carry])
+    inputs = (named([x[:, None] for x in carry]), tokens)
+    results = _rows(chunk_memory_states, inputs, (shapes(chunks), shapes(1)), warps=_WARPS, interpret=interpret)
+    before, last = (tuple(part[name] for part in parts for name in chunk.names) for parts in results)
+    return before, tuple(x[:, 0] for x in last)
+
+
+def state_cotangents(
+    chunk: MemoryChunk,
+    interpret: Any,
+    before: Arrays,
+    tokens: dict[str, Any],
+    ext: Arrays,
+    last: Arrays,
+    dtype: jax.typing.DTypeLike,
+) -> tuple[Arrays, Arrays]:
+    """G_i = ext_i + (∂ state_{i+1} / ∂ state_i)ᵀ G_{i+1}: G after each chunk, and before the first; shapes as of `states`.
+
+    Args:
+      chunk, interpret, tokens, dtype: as in `states`.
+      before: the carry before each chunk, [rows, chunks, out, in] each.
+      ext: cotangents of the carry before each chunk, from elsewhere than the next carry.
+      last: of the carry after the last chunk.
+    """
+    step, named = _settings(chunk, before, dtype, interpret)
+    outer, inner, dot = step.layers.outer, step.layers.inner, step.dot
+    chunks = tokens["scales"].shape[1]
+
+    def chunk_memory_cotangents(refs: Any, outputs: Any) -> None:
+        weights, ext, last, tokens = refs
+        after, first, scratch = outputs
+        for source, target in zip(last, after):
+            _copy(step, source, 0, target, chunks - 1)
+        _barrier(interpret)
+
+        def advance(t: Any, _: None) -> None:
+            i = chunks - 1 - t
+            # g = ∇ℓ of W_outer h and its cotangent's image d = ∂g/∂out ᵀ dg pass through memory: held in registers, they spill.
+            blocks = [_Block(refs, i, *kept) for refs, kept in zip(tokens["blocks"], scratch)]
+            a, s, beta = (tokens["scales"][i, place] for place in range(3))
+            outs = step.outs(blocks, weights, i)
+            for block, out in zip(blocks, outs):
+                block.g[...] = step.gradient(block, out)
+            _barrier(interpret)
+
+            def load(j: Any) -> tuple[dict[str, jax.Array], list[dict[str, jax.Array]]]:
+                return step.load(weights, i, j), [step.load(part, i, j) for part in after]
+
+            def weighted(block: _Block, later: list[dict[str, jax.Array]], name: str, x: jax.Array, axis: int) -> Any:
+                """What the cotangents of the next W and S make of one factor x of a weight's gradients."""
+                parts = [weight * dot(x, part[name], 1, axis) for part, weight in zip(later, block.weights)]
+                return functools.reduce(jnp.add, parts)
+
+            def through(block: _Block, w: Any, later: Any) -> Any:
+                """(h, ∇ of the projections) with their transpose, and the cotangents of the latter."""
+                primal = jax.vjp(step.factors, step.projections(block, w), dot(block.g[...], w[outer], 1, 0))
+                return primal, {name: weighted(block, later, name, block.k, 1) for name in inner}
+
+            def add(j: Any, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                """dg."""
+                w, later = load(j)
+                new = []
+                for block, total in zip(blocks, totals):
+                    if inner:
+                        ((h, _), pullback), dleft = through(block, w, later)
+                        total += dot(pullback((jnp.zeros_like(h), dleft))[1], w[outer], 1, 1)
+                    else:
+                        h = step.hidden(block, {}, j)
+                    new.append(total + weighted(block, later, outer, h, 1))
+                return tuple(new)
+
+            dg = step.tiles(add, tuple(jnp.zeros(x.shape, jnp.float32) for x in outs))
+            for block, out, x in zip(blocks, outs, dg):
+                block.d[...] = jax.vjp(functools.partial(step.gradient, block), out)[1](x)[0]
+            _barrier(interpret)
+
+            def write(names: tuple[str, ...], j: Any, _: None) -> None:
+                w, later = load(j)
+                new = [{name: step.part(part[name], i, name, j)[...] for name in names} for part in ext]
+                for name in names:
+                    new[0][name] += a * later[0][name]
+                    if len(later) > 1:
+                        new[1][name] += s * later[0][name] + beta * later[1][name]
+                for block in blocks:
+                    left: dict[str, jax.Array] = {}
+                    if inner:
+                        ((h, _), pullback), dleft = through(block, w, later)
+                        dh = weighted(block, later, outer, block.g[...], 0) + dot(block.d[...], w[outer], 1, 0)
+                        left, du = pullback((dh, dleft))
+                    else:
+                        h = step.hidden(block, {}, j)
+                    for name in names:
+                        if name in left:
+                            new[0][name] += dot(left[name], block.k, 0, 0)
+                            continue
+                        new[0][name] += dot(block.d[...], h, 0, 0)
+                        if inner:
+                            new[0][name] += dot(block.g[...], du, 0, 0)
+                put = functools.partial(step.store_all, j=j, values=new)
+                pl.when(i > 0)(functools.partial(put, after, i - 1))
+                pl.when(i == 0)(functools.partial(put, first, 0))
+
+            # One after the other, though both need the same factors: together they spill.
+            for names in ((outer,), inner) if inner else ((outer,),):
+                step.tiles(functools.partial(write, names), None)
+            _barrier(interpret)
+
+        jax.lax.fori_loop(0, chunks, advance, None)
+
+    shapes = lambda count: named([jax.ShapeDtypeStruct((count, *x.shape[2:]), jnp.float32) for x in ext])
+    scratch = [(jax.ShapeDtypeStruct(v.shape[2:], jnp.float32),) * 2 for _, v, _ in tokens["blocks"]]
+    inputs = (named(before)[0], named(ext), named([x[:, None] for x in last]), tokens)
+    outputs = (shapes(chunks), shapes(1), scratch)
+    *results, _ = _rows(chunk_memory_cotangents, inputs, outputs, warps=_WARPS, interpret=interpret)
+    after, first = (tuple(part[name] for part in parts for name in chunk.names) for parts in results)
+    return after, tuple(x[:, 0] for x in first)

@@ -1,0 +1,70 @@
+"""The chunkwise memory's GPU kernels against its definition, token by token, in interpret mode."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from atlasjax.memory import objectives, structures
+from pallas_kernels.chunk_memory import chunk_memory
+from pallas_kernels.chunk_memory import gpu as parallel
+from pallas_kernels.newton_schulz import SCHEDULES
+from tests.pallas_kernels.test_chunk_memory import DOT, GATED, L2, MATRIX, MLP, close, inputs, run
+
+NARROW = structures.MLP(expansion=1)
+GPU = {"chunk_size": 16, "implementation": "pallas_gpu", "interpret": True}
+
+
+@pytest.mark.parametrize(
+    ("structure", "objective", "shape", "gates", "window"),
+    [
+        (NARROW, L2, (1, 37, 2, 16), ("retention", "momentum"), 5),  # two tiles of padding in the last chunk
+        (MLP, L2, (1, 37, 1, 8), ("retention",), 20),  # the window is longer than a chunk, tokens are padded to 16
+        (GATED, L2, (1, 33, 1, 16), ("momentum",), 1),
+        (MATRIX, objectives.Lp(4.0), (1, 20, 1, 4), ("retention", "momentum"), 2),
+        (structures.MLP(depth=1), DOT, (1, 20, 1, 24), (), 1),
+    ],
+    ids=str,
+)
+def test_values_and_gradients(structure, objective, shape, gates, window):
+    arrays, values = inputs(structure, *shape, gates=gates, window=window)
+    expected = run(structure, objective, arrays, values, chunk_size=16, implementation="reference")
+    close(run(structure, objective, arrays, values, **GPU), expected, 2e-5)
+
+
+def test_bfloat16_inputs():
+    arrays, values = inputs(NARROW, 1, 36, 1, 16, gates=("retention", "momentum"), dtype="bfloat16")
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+    expected = run(NARROW, L2, wide, values, chunk_size=16, implementation="reference")
+    found = run(NARROW, L2, arrays, values, **GPU)
+    assert found[0][0].dtype == jnp.bfloat16
+    assert found[0][1]["W1"].dtype == jnp.float32
+    close(found, expected, 3e-2)
+
+
+def test_rows_in_groups(monkeypatch):
+    """Where all chunks at once would take too much memory, rows go through the parallel parts in groups; vmapped rows are rows."""
+    arrays, values = inputs(MATRIX, 3, 20, 1, 4, gates=("retention",), window=2)
+    f = jax.jit(lambda arrays, gates: chunk_memory(MATRIX, L2, *arrays, **gates, **GPU)[0])
+    expected = f(arrays, values)
+    monkeypatch.setattr(parallel, "_TOGETHER", 2 * 32 * 16 * 4)
+    jax.clear_caches()
+    close(f(arrays, values), expected, 1e-6)
+    one = jax.tree.map(lambda x: x[:, None], (arrays, values))
+    close(jax.vmap(f)(*one)[:, 0], expected, 1e-6)
+
+
+def test_what_it_does_not_serve():
+    (weights, momenta, q, k, v), values = inputs(MLP, 1, 16, 1, 8, gates=("momentum",))
+    scan = functools.partial(chunk_memory, weights=weights, momenta=momenta, q=q, k=k, v=v, objective=L2, **values)
+    for message, structure, options in [
+        ("chunk_size=8, should be at least 16", MLP, {"chunk_size": 8}),
+        ("has no kernel for newton_schulz", MLP, {"newton_schulz": SCHEDULES["standard"]}),
+        ("more than one hidden layer", structures.MLP(depth=3, expansion=2), {}),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            scan(structure, **{**GPU, **options})
+    (weights, momenta, q, k, v), values = inputs(NARROW, 1, 16, 1, 24, gates=())
+    with pytest.raises(ValueError, match="the hidden width 24 is no multiple of 16"):
+        chunk_memory(NARROW, L2, weights, momenta, q, k, v, **values, **GPU)
