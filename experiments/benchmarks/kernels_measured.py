@@ -5,11 +5,11 @@
     python experiments/benchmarks/kernels_measured.py --record             # also into atlasjax/memory/fastest.json
     JAX_PLATFORMS=cpu python experiments/benchmarks/kernels_measured.py --batch 1 --tokens 2048 --heads 4 --dims 64 --dtype float32
 
-For each operation forward, and forward and backward with the gradients of all inputs and parameters: the XLA engine, the kernels of
-the platform, `jax.nn.dot_product_attention` (causal, same heads) and, where they are installed and run on the device,
-flash-linear-attention and titans-pytorch. All of a case are timed in turn, and medians over the rounds compared: ratios within one
-case mean something on any machine. Before it is timed every engine runs two chunks and a rest of the case, and its outputs and
-gradients are compared with the definition in float64; a wrong kernel gets no time.
+For each operation forward, and forward and backward with the gradients of all inputs and parameters: the XLA engine, the
+kernels of the platform, `jax.nn.dot_product_attention` (causal, same heads) and, where they are installed and run on the
+device, flash-linear-attention and titans-pytorch. All of a case are timed in turn, and medians over the rounds compared: ratios
+within one case mean something on any machine. Before it is timed every engine runs two chunks and a rest of the case, and its
+outputs and gradients are compared with the definition in float64; a wrong kernel gets no time.
 
 One line of JSON a case is appended to `--out`; finished ones of this device, jax and size are skipped, so the command goes on where
 it was stopped; `--again` measures anew (a later line counts). From the lines the table beside them (`.md`) is made anew each time.
@@ -22,7 +22,6 @@ import json
 import os
 import pathlib
 import platform as machine
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -184,8 +183,6 @@ def measure(case: Case, device: Device, repeats: int, known: dict[Any, Row]) -> 
             started = time.perf_counter()
             program.run(calls)
             rows[engine]["seconds"].append(float(f"{(time.perf_counter() - started) / calls:.4g}"))
-    for engine in programs:
-        rows[engine]["median_s"] = statistics.median(rows[engine]["seconds"])
     return rows
 
 
