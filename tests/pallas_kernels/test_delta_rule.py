@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.delta_rule import delta_rule
 from pallas_kernels.delta_rule.state_pass import state_pass
+from pallas_kernels.delta_rule.tiles import Chunks
 
 KERNELS = ("pallas_tpu", "pallas_gpu")
 
@@ -105,39 +106,33 @@ def test_vmap_and_remat(implementation):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_state_pass_against_a_scan(gated):
-    rows, chunks, tokens, key_dim, value_dim = 2, 3, 16, 128, 32
+def test_state_pass_is_its_own_adjoint(gated):
+    batch, count, size, heads, key_dim, value_dim = 1, 3, 16, 2, 128, 64
     rng = np.random.default_rng(0)
-    random = lambda *shape: jnp.asarray(rng.standard_normal(shape) / 4, jnp.float32)
-    of_keys = [random(rows, chunks, tokens, key_dim) / 4 for _ in range(2)]
-    decay = jnp.asarray(rng.uniform(0.0, 1.0, (rows, chunks)), jnp.float32).at[0, 1].set(0.0) if gated else None
-    args = random(rows, chunks, tokens, value_dim), *of_keys, decay, random(rows, value_dim, key_dim)
+    random = lambda *shape: jnp.asarray(rng.standard_normal(shape) / 8, jnp.float32)
+    tokens = lambda n: random(batch, count * size, heads, n)
+    decay = jnp.asarray(rng.uniform(0.0, 1.0, (heads, count)), jnp.float32).at[0, 1].set(0.0) if gated else None
+    a, b, c, first = tokens(value_dim), tokens(key_dim), tokens(key_dim), random(heads, value_dim, key_dim)
 
-    def definition(a, b, c, decay, first):
+    def definition(a, first):
         product = functools.partial(jnp.einsum, precision="highest")
+        by_chunk = lambda x: jnp.moveaxis(x[0].reshape(count, size, heads, -1), 2, 1)
 
         def step(x, chunk):
             a, b, c, decay = chunk
             z = a - product("rtk,rvk->rtv", b, x)
             return decay[:, None, None] * x + product("rtv,rtk->rvk", z, c), (x, z)
 
-        decay = jnp.ones((rows, chunks)) if decay is None else decay
-        last, (x, z) = jax.lax.scan(step, first, [jnp.moveaxis(y, 1, 0) for y in (a, b, c, decay)])
-        return jnp.moveaxis(x, 0, 1), jnp.moveaxis(z, 0, 1), last
+        gamma = jnp.ones((heads, count)) if decay is None else decay
+        last, (x, z) = jax.lax.scan(step, first, (by_chunk(a), by_chunk(b), by_chunk(c), gamma.T))
+        return jnp.moveaxis(x, 0, 1), jnp.moveaxis(z, 1, 2).reshape(a.shape), last
 
-    expected, expected_pullback = jax.vjp(definition, *args)
-    found, pullback = jax.vjp(functools.partial(state_pass, interpret=True), *args)
-    close(found, expected, 2e-6)
-    cotangents = tuple(random(*x.shape) for x in expected)
-    leaves = lambda pullback: jax.tree.leaves(pullback(cotangents))
-    close(leaves(pullback), leaves(expected_pullback), 2e-6)
-
-
-def test_no_kernel_runs_twice():
-    """The backward pass keeps what the state pass and the inversion gave: one kernel each way."""
-    args = inputs(1, 32, 1, 16, 16, gated=True)
-    loss = lambda *args: jnp.sum(delta_rule(*args, implementation="pallas_gpu", interpret=True)[0])
-    assert str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3, 4, 5)))(*args)).count("pallas_call[") == 2
+    chunks = Chunks(heads, size)
+    expected, pullback = jax.vjp(definition, a, first)
+    close(state_pass(chunks, a, b, c, None, decay, first, True), expected, 2e-6)
+    dx, dz, dlast = (random(*x.shape) for x in expected)
+    _, da, dfirst = state_pass(chunks, dz, c, b, dx, decay, dlast, True, reverse=True)
+    close((da, dfirst), pullback((dx, dz, dlast)), 2e-6)
 
 
 def test_no_race_and_no_unwritten_memory():

@@ -1,0 +1,182 @@
+"""Kernels of what a chunk of the delta rule does not need the memory for: U = V̂ − K̂ W_0ᵀ and W_end = γ W_0 + Uᵀ C.
+
+    T = (I + L)⁻¹,  L = diag(β) (P ∘ K Kᵀ)_{t>i}      V̂ = T (β ⊙ V)   K̂ = T (β ⊙ A ⊙ K)   C = P[end, ·] ⊙ K   γ = A_end
+
+in the terms of `chunk.py`; without decay C is K and γ is 1. T is found in blocks of 16 tokens, by halves within a block and
+T_ij = −T_ii Σ_k L_ik T_kj between them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels import gpu
+from pallas_kernels.blocks import iota
+from pallas_kernels.delta_rule.tiles import Chunks, decays, decays_backward, given, last, parts, total, wide
+
+_BLOCK = 16  # the least that products take
+
+
+def prepare(
+    chunks: Chunks, k: jax.Array, v: jax.Array, beta: jax.Array, decay: jax.Array | None, interpret: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """V̂, K̂ and C [batch, time, heads, …], T and γ [batch · heads, chunks, …], from k, v and gates; γ: None without decay."""
+    dtype, m, keys, values = k.dtype, chunks.size, k.shape[-1], v.shape[-1]
+    product, exact = gpu.products(dtype, interpret), gpu.products(jnp.float32, interpret)
+    gated = decay is not None
+
+    def kernel(k_ref: Any, v_ref: Any, beta_ref: Any, *refs: Any) -> None:
+        outputs = refs[1:] if gated else refs
+        value_ref, removed_ref, t_ref = outputs[0], outputs[1], outputs[3 if gated else 2]
+        beta, p = beta_ref[...], None
+        scale = beta
+        if gated:
+            d = decays(refs[0][...])
+            p, scale = d.products, beta * d.start
+            written_ref, end_ref = outputs[2], outputs[4]
+            for part in parts(keys):
+                written_ref[:, part] = (d.end[:, None] * wide(k_ref[:, part])).astype(dtype)
+            end_ref[...] = last(d.start)
+        t_ref[...] = _lower(beta, _similarity(k_ref, keys, product), p)
+        _invert(t_ref, exact, interpret)
+        t = t_ref[...]
+        for part in parts(values):
+            value_ref[:, part] = product(t, beta[:, None] * wide(v_ref[:, part]), 1, 0).astype(dtype)
+        for part in parts(keys):
+            removed_ref[:, part] = product(t, scale[:, None] * wide(k_ref[:, part]), 1, 0).astype(dtype)
+
+    found = chunks.call(
+        kernel, given(k, v, beta, decay), [],
+        [(values, dtype), (keys, dtype), *[(keys, dtype)] * gated], [((m, m), jnp.float32), *[((), jnp.float32)] * gated],
+        warps=4, interpret=interpret, name="delta_rule_prepare",
+    )  # fmt: skip
+    if gated:
+        value, removed, written, t, end = found
+        return value, removed, written, t, end
+    value, removed, t = found
+    return value, removed, k, t, None
+
+
+def prepare_backward(
+    chunks: Chunks, k: jax.Array, v: jax.Array, beta: jax.Array, decay: jax.Array | None, t: jax.Array,
+    u: jax.Array, du: jax.Array, x: jax.Array, dx: jax.Array, dk: jax.Array, interpret: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
+    """Cotangents of k, v, β and α.
+
+    Args:
+      k, v, beta, decay, t: inputs and T of `prepare`.
+      u, du: U and its cotangent, which is V̂'s.
+      x, dx: the memory before a chunk and the cotangent of that after it: of K̂ is −dU X, of C is U dX, of γ is ⟨X, dX⟩.
+      dk: what k's cotangent has from elsewhere.
+    """
+    dtype, m, keys, values = k.dtype, chunks.size, k.shape[-1], v.shape[-1]
+    product, exact = gpu.products(dtype, interpret), gpu.products(jnp.float32, interpret)
+    gated = decay is not None
+
+    def kernel(k_ref: Any, v_ref: Any, beta_ref: Any, u_ref: Any, du_ref: Any, more_ref: Any, *refs: Any) -> None:
+        row, column = iota(m, 0), iota(m, 1)
+        alpha_refs, refs = refs[:gated], refs[gated:]
+        t_ref, x_ref, dx_ref, dk_ref, dv_ref, dbeta_ref, *dalpha_refs = refs
+        beta = beta_ref[...]
+        d = decays(alpha_refs[0][...]) if gated else None
+        scale = beta if d is None else beta * d.start
+        # −dU X and U dX of some channels of keys.
+        removed = lambda part: -total(product(du_ref[:, c], x_ref[c, part], 1, 0) for c in parts(values))
+        written = lambda part: total(product(u_ref[:, c], dx_ref[c, part], 1, 0) for c in parts(values))
+
+        t = t_ref[...]
+        dt = total(product(du_ref[:, c], beta[:, None] * wide(v_ref[:, c]), 1, 1) for c in parts(values))
+        dt += total(product(removed(c), scale[:, None] * wide(k_ref[:, c]), 1, 1) for c in parts(keys))
+        dlower = jnp.where(row > column, -exact(exact(t, dt, 0, 0), t, 1, 1), 0.0)  # −Tᵀ dT Tᵀ
+        similarity = _similarity(k_ref, keys, product)
+        dproducts = beta[:, None] * dlower * similarity
+        dlower = dlower if d is None else dlower * d.products
+        dbeta = jnp.sum(dlower * similarity, axis=1)
+        dsimilarity = beta[:, None] * dlower
+
+        for part in parts(values):
+            solved = product(t, du_ref[:, part], 0, 0)
+            dv_ref[:, part] = (beta[:, None] * solved).astype(dtype)
+            dbeta += jnp.sum(solved * wide(v_ref[:, part]), axis=1)
+        dscale, dend = jnp.zeros((m,), jnp.float32), jnp.zeros((m,), jnp.float32)
+        for part in parts(keys):
+            key, solved, dwritten = wide(k_ref[:, part]), product(t, removed(part), 0, 0), written(part)
+            dscale += jnp.sum(solved * key, axis=1)
+            dkey = wide(more_ref[:, part]) + scale[:, None] * solved
+            if d is not None:
+                dend += jnp.sum(dwritten * key, axis=1)
+                dwritten = d.end[:, None] * dwritten
+            dkey += product(dsimilarity, key, 1, 0) + product(dsimilarity, key, 0, 0)
+            dk_ref[:, part] = (dkey + dwritten).astype(dtype)
+        if d is None:
+            dbeta_ref[...] = dbeta + dscale
+            return
+        dbeta_ref[...] = dbeta + d.start * dscale
+        dlast = total(jnp.sum(wide(x_ref[c, n]) * wide(dx_ref[c, n])) for c in parts(values) for n in parts(keys))
+        place = jax.lax.broadcasted_iota(jnp.int32, (m,), 0)
+        dstart = beta * dscale + jnp.where(place == m - 1, dlast, 0.0)
+        dalpha_refs[0][...] = decays_backward(d, dproducts, dstart, dend, product)
+
+    found = chunks.call(
+        kernel, given(k, v, beta, u, du, dk, decay), [t, x, dx],
+        [(keys, dtype), (values, dtype), *[(None, jnp.float32)] * (1 + gated)], [],
+        warps=8, interpret=interpret, name="delta_rule_prepare_backward",
+    )  # fmt: skip
+    dk, dv, dbeta, *dalpha = found
+    return dk, dv, dbeta, dalpha[0] if gated else None
+
+
+def _similarity(k_ref: Any, keys: int, product: gpu.Product) -> jax.Array:
+    """K Kᵀ."""
+    return total(product(k_ref[:, part], k_ref[:, part], 1, 1) for part in parts(keys))
+
+
+def _lower(beta: jax.Array, similarity: jax.Array, p: jax.Array | None) -> jax.Array:
+    """L."""
+    m = beta.shape[0]
+    system = beta[:, None] * similarity
+    return jnp.where(iota(m, 0) > iota(m, 1), system if p is None else system * p, 0.0)
+
+
+def _invert(ref: Any, exact: gpu.Product, interpret: Any) -> None:
+    """L in memory becomes T. Blocks are read from memory, because values cannot be cut."""
+    # All warps of the program must see what one wrote, before they read it or write over it.
+    barrier = (lambda: None) if interpret else triton.debug_barrier
+    size = ref.shape[0]
+    rows = lambda i: pl.ds(pl.multiple_of(i * _BLOCK, _BLOCK), _BLOCK)
+    block = lambda axis: jax.lax.broadcasted_iota(jnp.int32, (_BLOCK, size), axis) // _BLOCK
+
+    def diagonal(i: jax.Array, _: None) -> None:
+        lower = ref[rows(i), rows(i)]
+        barrier()
+        ref[rows(i), rows(i)] = _inverse_by_halves(lower, exact)
+
+    def below(i: jax.Array, _: None) -> None:
+        barrier()
+        found = jnp.where(iota(size, 0) // _BLOCK < i, ref[...], 0.0)
+        lower, t = ref[rows(i), :], ref[rows(i), rows(i)]
+        before = exact(jnp.where(block(1) < i, lower, 0.0), found, 1, 0)
+        new = jnp.where(block(1) < i, -exact(t, before, 1, 0), lower)
+        barrier()
+        ref[rows(i), :] = new
+
+    barrier()
+    jax.lax.fori_loop(0, size // _BLOCK, diagonal, None)
+    jax.lax.fori_loop(1, size // _BLOCK, below, None)
+    barrier()
+
+
+def _inverse_by_halves(lower: jax.Array, exact: gpu.Product) -> jax.Array:
+    """As `chunk.inverse`."""
+    size = lower.shape[0]
+    row, column = iota(size, 0), iota(size, 1)
+
+    def step(level: jax.Array, x: jax.Array) -> jax.Array:
+        between = ((row >> (level + 1)) == (column >> (level + 1))) & ((row >> level) > (column >> level))
+        part = jnp.where(between, lower, 0.0)
+        return x - exact(x, exact(part, x, 1, 0), 1, 0)
+
+    return jax.lax.fori_loop(0, size.bit_length() - 1, step, (row == column).astype(jnp.float32))

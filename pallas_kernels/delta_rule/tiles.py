@@ -1,0 +1,158 @@
+"""What the delta rule's kernels of single chunks share: their grid, and the gates of a chunk."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import gpu
+from pallas_kernels.batching import rows_folded
+from pallas_kernels.blocks import iota
+
+PART = 64  # channels of a product: more of them at once spill registers
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """The chunks of `size` tokens of arrays of tokens [batch, time, heads, channels] and of states [batch · heads, chunks, …].
+
+    One program for each chunk of each head; time is a multiple of `size`.
+    """
+
+    heads: int
+    size: int
+
+    def token_block(self, shape: Sequence[int]) -> pl.BlockSpec:
+        """[batch, time, heads] or [batch, time, heads, channels]."""
+        rest = tuple(shape[3:])
+        return pl.BlockSpec(
+            (None, self.size, None, *rest),
+            lambda row, i: (row // self.heads, i, row % self.heads, *(0 for _ in rest)),
+        )
+
+    def state_block(self, shape: Sequence[int]) -> pl.BlockSpec:
+        """[batch · heads, chunks, …]."""
+        rest = tuple(shape[2:])
+        return pl.BlockSpec((None, None, *rest), lambda row, i: (row, i, *(0 for _ in rest)))
+
+    def call(
+        self,
+        kernel: Callable[..., None],
+        tokens: Sequence[jax.Array],
+        states: Sequence[jax.Array],
+        token_outputs: Sequence[tuple[int | None, Any]],
+        state_outputs: Sequence[tuple[tuple[int, ...], Any]],
+        *,
+        warps: int,
+        interpret: Any,
+        name: str,
+    ) -> tuple[jax.Array, ...]:
+        """Runs a kernel of (references to tokens, to states, to the outputs in this order), one chunk of each.
+
+        Args:
+          kernel, tokens, states: the kernel and its inputs.
+          token_outputs: (channels, dtype) of each; None for channels: a number for each token.
+          state_outputs: (shape of one chunk, dtype) of each.
+          warps, interpret, name: of the kernel.
+        """
+        count = len(tokens)
+
+        @rows_folded
+        def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            batch, time = arrays[0].shape[:2]
+            rows, chunks = batch * self.heads, time // self.size
+            gate = (batch, time, self.heads)
+            of_tokens = [jax.ShapeDtypeStruct(gate if n is None else (*gate, n), dtype) for n, dtype in token_outputs]
+            of_states = [jax.ShapeDtypeStruct((rows, chunks, *shape), dtype) for shape, dtype in state_outputs]
+            specs = lambda tokens, states: [
+                *(self.token_block(x.shape) for x in tokens), *(self.state_block(x.shape) for x in states)
+            ]  # fmt: skip
+            return tuple(
+                gpu.call(
+                    kernel, warps=warps, interpret=interpret, name=name, grid=(rows, chunks),
+                    out_shape=[*of_tokens, *of_states],
+                    in_specs=specs(arrays[:count], arrays[count:]), out_specs=specs(of_tokens, of_states),
+                )(*arrays)
+            )  # fmt: skip
+
+        return call(*tokens, *states)
+
+
+def parts(channels: int) -> list[Any]:
+    """Slices of so many channels, a product's each."""
+    return [pl.ds(start, min(PART, channels)) for start in range(0, channels, PART)]
+
+
+def given(*arrays: jax.Array | None) -> list[jax.Array]:
+    return [x for x in arrays if x is not None]
+
+
+def total(matrices: Iterable[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.add, matrices)
+
+
+def wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def last(x: jax.Array) -> jax.Array:
+    """The last entry of [m]."""
+    place = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return jnp.sum(jnp.where(place == x.shape[0] - 1, x, 0.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Decays:
+    """α of a chunk of m tokens and its products.
+
+    alpha [m] · products: P [m, m], P[t,i] = α_{i+1} … α_t · start: A [m], A_t = α_0 … α_t · end [m]: P's last row.
+    """
+
+    alpha: jax.Array
+    products: jax.Array
+    start: jax.Array
+    end: jax.Array
+
+
+def decays(alpha: jax.Array) -> Decays:
+    """From α [m] ≥ 0."""
+    p = _products(alpha, 0)
+    end = jnp.sum(jnp.where(iota(alpha.shape[0], 0) == alpha.shape[0] - 1, p, 0.0), axis=0)
+    return Decays(alpha, p, _first_entry(alpha) * _first_column(p), end)
+
+
+def decays_backward(
+    decays: Decays, dproducts: jax.Array, dstart: jax.Array, dend: jax.Array | None, product: gpu.Product
+) -> jax.Array:
+    """Cotangent of α [m]: Σ_{s≥t>i} P[s,t] dP[s,i] P[t−1,i], no quotients. That of P is zero above the diagonal."""
+    alpha, p, m = decays.alpha, decays.products, dstart.shape[0]
+    row, column = iota(m, 0), iota(m, 1)
+    dfirst = jnp.sum(dstart * _first_column(p))
+    dproducts = dproducts + jnp.where(column == 0, _first_entry(alpha) * dstart[:, None], 0.0)
+    if dend is not None:
+        dproducts = dproducts + jnp.where(row == m - 1, dend[None, :], 0.0)
+    inner = product(p, dproducts, 0, 0)
+    before = jnp.sum(jnp.where(row == column + 1, alpha[None, :], 0.0), axis=1)  # α_{t−1}
+    dalpha = jnp.sum(inner * _products(before, 1), axis=1)
+    return dalpha + jnp.where(jax.lax.broadcasted_iota(jnp.int32, (m,), 0) == 0, dfirst, 0.0)
+
+
+def _products(alpha: jax.Array, offset: int) -> jax.Array:
+    """α_{i+1+offset} … α_t for t ≥ i + offset, else 0. Sums of logarithms that begin anew in each column: none of them cancels."""
+    row, column = iota(alpha.shape[0], 0), iota(alpha.shape[0], 1) + offset
+    logs = jnp.where(alpha > 0.0, jnp.log(jnp.where(alpha > 0.0, alpha, 1.0)), -jnp.inf)
+    sums = jnp.cumsum(jnp.where(row > column, logs[:, None], 0.0), axis=0)
+    return jnp.where(row >= column, jnp.exp(sums), 0.0)
+
+
+def _first_entry(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) == 0, x, 0.0))
+
+
+def _first_column(p: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(iota(p.shape[0], 1) == 0, p, 0.0), axis=1)
