@@ -22,8 +22,9 @@ from pallas_kernels.delta_rule import MOST_CHANNELS, delta_rule
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
 _FREE_CHUNK = 64  # where chunks have no effect
-# Weights and momenta of a head: several copies of them share a core's vector memory, with Muon those of eight tokens.
-_MOST_NUMBERS = {False: 2**20 + 2**17, True: 2**18 + 2**16}
+# Weights and momenta of a head: several copies of them share a core's vector memory, with Muon the momenta and updates of a
+# few writes too. The compiler takes memories of two layers as large as this for v5e, v5p and v6e: d = 256, Atlas' of d = 128.
+_MOST_NUMBERS = {False: 2**20 + 2**17, True: 2**18 + 2**17}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 PRESETS = ("atlas-340m", "atlas-1.3b")
 TOPOLOGIES = ("v5e:16x16", "v5p:8x8x8", "v6e:16x16")
 IMPLEMENTATIONS = ("pallas_tpu", "xla")
+# Where a step does not fit in the preset's two microbatches.
+ACCUMULATION = {("atlas-1.3b", "v5e:16x16", "xla"): 4, ("atlas-1.3b", "v6e:16x16", "xla"): 4}
 Row = dict[str, Any]
 
 
@@ -34,16 +36,23 @@ def config(preset: str, topology: str, implementation: str) -> TrainConfig:
     """A preset's training run, its memories by an engine, on the mesh that `atlasjax info` suggests."""
     run = default_config(preset)
     memory = dataclasses.replace(run.model.memory, implementation=implementation)
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, memory=memory))
+    accumulation = ACCUMULATION.get((preset, topology, implementation), run.accumulation)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, memory=memory), accumulation=accumulation)
     return dataclasses.replace(run, mesh=suggested_mesh(run, topology))
 
 
 def plan(preset: str, topology: str, implementation: str) -> Row:
     """The row of one plan; with "error" where there is none."""
-    row: Row = {"preset": preset, "topology": topology, "implementation": implementation}
+    run = config(preset, topology, implementation)
+    row: Row = {
+        "preset": preset,
+        "topology": topology,
+        "implementation": implementation,
+        "accumulation": run.accumulation,
+    }
     row |= {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
     try:
-        made = plan_training(config(preset, topology, implementation), topology)
+        made = plan_training(run, topology)
     except RuntimeError as error:
         return row | {"error": str(error)}
     return row | {"plan": dataclasses.asdict(made), "total_bytes": made.total_bytes, "fits": made.fits}
@@ -57,13 +66,13 @@ def table(rows: list[Row]) -> str:
     """The page of the last row of each plan."""
     page = [
         "# Training steps compiled for TPU pods", "",
-        "`python experiments/benchmarks/plans.py`: half a million tokens a step in sequences of 4,096, in two microbatches;",
-        "forward, backward, AdamW and collectives, at the compiler's lowest effort. GiB are of one device; kernels and collectives",
+        "`python experiments/benchmarks/plans.py`: half a million tokens a step in sequences of 4,096, in microbatches; forward,",
+        "backward, AdamW and collectives, at the compiler's lowest effort. GiB are of one device; kernels and collectives",
         "are counted in the program's text, a loop's body once. Copied whole: arrays that the partitioner could take from one",
         "sharding to another only by a whole copy on every device. Compiled, not run.", "",
-        "| preset | pod | memories | mesh data × fsdp × tensor | state and batch | temporary | total | of | fits | kernels | "
-        "all-gather, all-reduce, reduce-scatter, all-to-all, permute | copied whole |",
-        "|---|---|---|---|---:|---:|---:|---:|---|---:|---|---:|",
+        "| preset | pod | memories | microbatches | mesh data × fsdp × tensor | state and batch | temporary | total | of | fits | "
+        "kernels | all-gather, all-reduce, reduce-scatter, all-to-all, permute | copied whole |",
+        "|---|---|---|---:|---|---:|---:|---:|---:|---|---:|---|---:|",
     ]  # fmt: skip
     refused = []
     for row in sorted({key(row): row for row in rows}.values(), key=key):
@@ -74,7 +83,7 @@ def table(rows: list[Row]) -> str:
         made, gib = row["plan"], lambda x: f"{x / 2**30:.2f}"
         kinds = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
         page.append(
-            f"| {preset} | {topology} | {implementation} | {' × '.join(map(str, made['mesh'].values()))} | "
+            f"| {preset} | {topology} | {implementation} | {row['accumulation']} | {' × '.join(map(str, made['mesh'].values()))} | "
             f"{gib(made['argument_bytes'])} | {gib(made['temp_bytes'])} | {gib(row['total_bytes'])} | "
             f"{HBM_GIB[topology.partition(':')[0]]} | {'yes' if row['fits'] else 'no'} | {made['kernels']} | "
             f"{', '.join(str(made['collectives'][kind]) for kind in kinds)} | {len(made['rematerialized'])} |"

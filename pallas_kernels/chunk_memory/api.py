@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.chunk_memory import gpu, reference
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Objective, Structure, window_rows
-from pallas_kernels.chunk_memory.muon import MATRICES, MuonChunk
+from pallas_kernels.chunk_memory.muon import MuonChunk, writes
 from pallas_kernels.chunk_scan import chunk_scan
 from pallas_kernels.layout import from_chunks, gates_to_chunks, to_chunks
 from pallas_kernels.newton_schulz.reference import Triple
@@ -112,7 +112,7 @@ def chunk_memory(
     elif newton_schulz is None:
         final, (y,) = chunk_scan(chunk, tuple(carry), (*tokens, gates_to_chunks(rows, chunk_size)), interpret, q.dtype)
     else:
-        block = min(chunk_size, MATRICES * every)
+        block = min(chunk_size, every * writes(sum(w.shape[-2] * w.shape[-1] for w in weights.values())))
         begins = jnp.broadcast_to((jnp.arange(time) % chunk_size < block)[:, None], ones.shape)
         xs = (*tokens, gates_to_chunks([*rows, (begins, 0.0)], chunk_size))
         muon = MuonChunk(chunk, newton_schulz, every)

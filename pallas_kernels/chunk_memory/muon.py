@@ -23,12 +23,16 @@ from pallas_kernels.chunk_memory.chunk import MemoryChunk, after_window, gradien
 from pallas_kernels.newton_schulz import forms
 from pallas_kernels.newton_schulz.reference import Triple
 
-MATRICES = 8  # writes of a block
-# Of them orthogonalized at a time, in a loop: what is written out takes long to compile, and exact products keep a matrix unit
-# busy with the products of few matrices.
+# Of a block's writes orthogonalized at a time, in a loop: what is written out takes long to compile, and exact products keep a
+# matrix unit busy with the products of few matrices.
 _TOGETHER, _TOGETHER_BACKWARD = 2, 1
 
 Matrices = tuple[jax.Array, ...]
+
+
+def writes(numbers: int) -> int:
+    """Writes of a block of a memory with so many numbers in its weights: the momentum and the update of each are on chip."""
+    return 8 if numbers <= 2**17 else 4
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,4 +1,6 @@
-"""`python compile_child.py TOPOLOGY`: compiles every kernel, forward and backward, for one chip; a line for each that compiled.
+"""`python compile_child.py TOPOLOGY [wide]`: compiles kernels, forward and backward, for one chip; a line for each that compiled.
+
+Every kernel, or with `wide` those of heads of 128 and 256 and the memories of the Atlas presets.
 
 A process of its own, because a program that libtpu does not like can end the process.
 """
@@ -17,7 +19,9 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from atlasjax.memory import objectives, structures
+from atlasjax import memory as memory_lib
+from atlasjax import rules
+from atlasjax.memory import features, objectives, structures
 from pallas_kernels.chunk_memory import chunk_memory
 from pallas_kernels.delta_rule import delta_rule
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients, newton_schulz
@@ -71,9 +75,32 @@ def kernels():
     yield "chunk_memory muon", *memory(structures.MLP(), 32, 4, "bfloat16", **muon)
 
 
-def main(topology):
+def atlas(dim):
+    """The memory of Atlas' presets: five steps for each token, features of twice the head's dimension."""
+    rule = rules.atlas(features=features.Powers(2))
+    sizes = {"num_heads": HEADS, "key_dim": dim, "value_dim": dim}
+    params = jax.eval_shape(lambda: memory_lib.init_params(rule, jax.random.key(0), **sizes))
+
+    def call(params, q, k, v, step_size, retention, momentum, window):
+        given = memory_lib.Gates(retention=retention, step_size=step_size, momentum=momentum, window=window)
+        return memory_lib.scan(rule, params, None, q, k, v, given, implementation="pallas_tpu")[0]
+
+    return call, [params, *tokens(dim, "bfloat16"), *gates(3), *gates(1, rule.window)]
+
+
+def wide_kernels():
+    """As `kernels`: what takes longer to compile."""
+    yield "delta_rule 256", lambda *x: delta_rule(*x)[0], [*tokens(256, "bfloat16"), *gates(2)]
+    for dim in (128, 256):
+        yield f"chunk_memory mlp {dim}", *memory(structures.MLP(), dim, 4, "bfloat16")
+    yield "chunk_memory gated_mlp 128", *memory(structures.GatedMLP(), 128, 1, "bfloat16")
+    for dim in (64, 128):
+        yield f"chunk_memory muon, atlas {dim}", *atlas(dim)
+
+
+def main(topology, which="all"):
     device = SingleDeviceSharding(topologies.get_topology_desc(topology, platform="tpu").devices[0])
-    for name, function, shapes in kernels():
+    for name, function, shapes in {"all": kernels, "wide": wide_kernels}[which]():
         loss = lambda arguments, function=function: jnp.sum(function(*arguments).astype(jnp.float32) ** 2)
         place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
         compiled = jax.jit(jax.value_and_grad(loss)).lower(jax.tree.map(place, shapes)).compile()
@@ -82,4 +109,4 @@ def main(topology):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

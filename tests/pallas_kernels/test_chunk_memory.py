@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from atlasjax.memory import objectives, structures
-from pallas_kernels.chunk_memory import chunk_memory
+from pallas_kernels.chunk_memory import api, chunk_memory
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
 MLP, GATED, MATRIX = structures.MLP(expansion=2), structures.GatedMLP(expansion=2), structures.Matrix()
@@ -122,16 +122,17 @@ def test_bad_input():
 
 
 @pytest.mark.parametrize(
-    ("structure", "gates", "window", "chunk_size", "every"),
+    ("structure", "gates", "window", "chunk_size", "every", "writes"),
     [
-        (MLP, ("retention", "momentum"), 3, 16, 1),
-        (MATRIX, ("momentum",), 1, 8, 4),
-        (GATED, ("retention", "momentum"), 1, 32, 2),
+        (MLP, ("retention", "momentum"), 3, 16, 1, 4),
+        (MATRIX, ("momentum",), 1, 8, 4, 8),
+        (GATED, ("retention", "momentum"), 1, 32, 2, 8),
     ],
     ids=str,
 )
-def test_muon(structure, gates, window, chunk_size, every):
-    """Chunks of one and of several blocks of eight writes; the last chunk is not full."""
+def test_muon(structure, gates, window, chunk_size, every, writes, monkeypatch):
+    """Chunks of one and of several blocks, of four writes as those of large memories are and of eight; the last one is not full."""
+    monkeypatch.setattr(api, "writes", lambda numbers: writes)
     arrays, values = inputs(structure, 1, 21, 2, 4, gates=gates, window=window)
     options = {"chunk_size": chunk_size, "every": every, "newton_schulz": coefficients(SCHEDULES["standard"], 2)}
     expected = run(structure, L2, arrays, values, **options, implementation="reference")
