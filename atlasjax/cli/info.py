@@ -37,7 +37,7 @@ class InfoCommand:
     accumulation: int | None = None
     """Microbatches per step of the plan; None: the preset's."""
     implementation: str | None = None
-    """Of the memories in the plan: xla, pallas_tpu; None: the preset's."""
+    """Of the memories in the plan, for TPUs: xla, pallas_tpu; None: the preset's."""
 
 
 def run(arguments: Sequence[str]) -> None:

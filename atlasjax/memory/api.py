@@ -4,18 +4,19 @@ A rule is a `MemoryRule`, a `KernelRule`, whose memory behind the exponential ke
 keeps the memories of earlier segments; the functions are the same.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import caching, check, kernelized
+from atlasjax.memory import caching, check, fastest, kernelized
 from atlasjax.memory import state as state_lib
 from atlasjax.memory.caching import CachedRule, CachedState
 from atlasjax.memory.engine import xla_scan, xla_step
 from atlasjax.memory.kernelized import KernelParams, KernelRule, KernelState
-from atlasjax.memory.kernels import pallas_tpu_scan
+from atlasjax.memory.kernels import best_scan, pallas_scan
 from atlasjax.memory.partition import Partition, partitioned
 from atlasjax.memory.reference import read_one, reference_scan
 from atlasjax.memory.rule import MemoryRule
@@ -65,7 +66,11 @@ def _module(rule: Any) -> Any:
     return caching if isinstance(rule, CachedRule) else None
 
 
-IMPLEMENTATIONS: dict[str, Callable] = {"xla": xla_scan, "pallas_tpu": pallas_tpu_scan, "reference": _reference}
+IMPLEMENTATIONS: dict[str, Callable] = {
+    "xla": xla_scan,
+    **{name: functools.partial(pallas_scan, name) for name in fastest.IMPLEMENTATIONS.values()},
+    "reference": _reference,
+}
 
 
 def scan(
@@ -100,8 +105,9 @@ def scan(
         fresh chunk, as if it were alone. The first segment goes on from `state` if it has the id of the state's last token.
       max_segments: a static bound on the number of segments in a row; needed under jit. If a row has more, its outputs
         without a place and its state are NaN.
-      implementation: None (the best available), "xla", "pallas_tpu" (kernels of `pallas_kernels`, which keep the memory on chip;
-        no forward-mode derivative), or "reference" (the definition: slow).
+      implementation: "xla", "pallas_tpu" or "pallas_gpu" (kernels of `pallas_kernels`; no forward-mode derivative), "reference"
+        (the definition: slow), or None: a kernel where one is recorded as faster (`memory.fastest`), serves the call, and XLA need
+        not split it over devices; else "xla".
       partition: split the call over the devices of a mesh, batch elements and heads; a `MemoryRule` only. Kernels need it where
         arrays are sharded and the call is not inside a `shard_map`; what XLA compiles it also partitions.
       check_gates: check the gates' values: an error outside jit, a `checkify.check` under it.
@@ -125,7 +131,7 @@ def scan(
         segment_ids = jnp.asarray(segment_ids, jnp.int32)
     if check_gates:
         check.check_gate_ranges(gates, "memory.scan")
-    run = lookup("implementation", implementation or "xla", IMPLEMENTATIONS)
+    run: Callable = best_scan if implementation is None else lookup("implementation", implementation, IMPLEMENTATIONS)
     call = lambda *arguments: run(rule, *arguments, max_segments)
     if partition is not None:
         call = partitioned(partition, call)

@@ -1,4 +1,4 @@
-"""`memory.scan` by the TPU kernels of `pallas_kernels`: which calls they serve, and how a rule becomes a kernel's arguments.
+"""`memory.scan` by the kernels of `pallas_kernels`: which calls they serve, and how a rule becomes a kernel's arguments.
 
 `chunk_memory` runs whole chunks of a memory whose gradients are taken at the chunk's start, and rules whose gradients are constant,
 for which chunks have no effect; `delta_rule` the delta rules. Features of keys and queries are formed before the kernel. What is
@@ -6,6 +6,7 @@ left of a last chunk goes through the XLA engine, so that the state is that of a
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +16,10 @@ import jax.numpy as jnp
 
 from atlasjax.memory import features, objectives, optimizers, retention, structures
 from atlasjax.memory.engine import window_after, xla_scan
+from atlasjax.memory.fastest import IMPLEMENTATIONS, fastest
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState, init_state
-from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory
+from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unserved_by_gpu
 from pallas_kernels.delta_rule import MOST_CHANNELS, delta_rule
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
@@ -37,19 +39,40 @@ class _Branch:
         return self.structure.apply(linear, x, jnp.zeros((), jnp.float32), norm)
 
 
+def kernel_of(rule: MemoryRule) -> str:
+    """What serves a rule, if anything does: a name of `fastest.KERNELS`."""
+    if _is_delta(rule):
+        return "delta_rule"
+    return "chunk_memory_muon" if rule.uses_muon else "chunk_memory"
+
+
+def _fastest(rule: MemoryRule, q: jax.Array, v: jax.Array) -> dict[str, str]:
+    """Platform → kernels that are recorded as faster than XLA there for tokens [batch, time, heads, dim]; see `fastest`."""
+    return fastest(kernel_of(rule), q.shape[-1], q.dtype) if q.shape[-1] == v.shape[-1] else {}
+
+
+def may_run(implementation: str | None, rule: Any, q: jax.Array, v: jax.Array) -> bool:
+    """Whether `memory.scan` may run a kernel, which XLA cannot split over the devices of a mesh; arguments as there."""
+    if implementation is None:
+        return isinstance(rule, MemoryRule) and bool(_fastest(rule, q, v))
+    return implementation in IMPLEMENTATIONS.values()
+
+
 def unserved(
-    rule: MemoryRule, params: MemoryParams, state: MemoryState | None, q: jax.Array, packed: bool
+    implementation: str, rule: MemoryRule, params: MemoryParams, state: MemoryState | None, q: jax.Array, packed: bool
 ) -> str | None:
-    """Why "pallas_tpu" cannot run a call, with the shapes that matter; None if it can.
+    """Why "pallas_tpu" or "pallas_gpu" cannot run a call, with the shapes that matter; None if it can.
 
     Args:
+      implementation: which of them.
       rule, params, state: as in `memory.scan`.
       q: [batch, time, heads, key_dim].
       packed: whether there are segment ids.
     """
     time = q.shape[1]
     numbers = sum(math.prod(w.shape[1:]) for w in params.weights.values()) * (1 + rule.optimizer.has_momentum)
-    most = _MOST_NUMBERS[rule.uses_muon]
+    on_gpu = implementation == "pallas_gpu"
+    most = math.inf if on_gpu else _MOST_NUMBERS[rule.uses_muon]
     every = rule.optimizer.every if isinstance(rule.optimizer, optimizers.Muon) else 1
     refusals = {
         f"q is {q.dtype}, should be float32 or bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
@@ -61,6 +84,7 @@ def unserved(
         f"retention={rule.retention!r}": rule.retention.has_map or isinstance(rule.retention, retention.Channel),
         f"the weights {_shapes(params)} and their momenta are {numbers:,} numbers a head, more than {most:,}": numbers
         > most,
+        f"optimizer={rule.optimizer!r} has no GPU kernel": on_gpu and rule.uses_muon,
     }
     if _is_delta(rule):
         widest = max(params.weights["W"].shape[1:])
@@ -73,6 +97,10 @@ def unserved(
     elif not rule.has_constant_gradient:
         refusals[f"chunk_size={rule.chunk_size}, should be one of {CHUNK_SIZES}"] = rule.chunk_size not in CHUNK_SIZES
         refusals[f"{time} tokens are no whole chunk of {rule.chunk_size}"] = time < rule.chunk_size
+    if on_gpu and not _is_delta(rule) and not any(refusals.values()):
+        size = _FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size
+        if (reason := unserved_by_gpu(rule.structure, params.weights, size)) is not None:
+            refusals[reason] = True
     if state is not None:
         inside = state.position is not None or state.window_keys is not None
         refusals["a state is given that may stand inside a chunk or a window; the kernel begins with state=None"] = (
@@ -81,7 +109,8 @@ def unserved(
     return next((reason for reason, refused in refusals.items() if refused), None)
 
 
-def pallas_tpu_scan(
+def pallas_scan(
+    implementation: str,
     rule: MemoryRule,
     params: MemoryParams,
     state: MemoryState | None,
@@ -92,23 +121,52 @@ def pallas_tpu_scan(
     segment_ids: jax.Array | None = None,
     max_segments: int | None = None,
 ) -> tuple[jax.Array, MemoryState]:
-    """As `engine.xla_scan`; there is no forward-mode derivative.
+    """As `engine.xla_scan`, by "pallas_tpu" or "pallas_gpu"; there is no forward-mode derivative.
 
     Raises:
       ValueError: a call that the kernels do not serve, with the reason.
     """
-    if (reason := unserved(rule, params, state, q, segment_ids is not None)) is not None:
-        raise ValueError(f'memory.scan: implementation="pallas_tpu" cannot run this call: {reason}. Use "xla".')
+    if (reason := unserved(implementation, rule, params, state, q, segment_ids is not None)) is not None:
+        raise ValueError(f'memory.scan: implementation="{implementation}" cannot run this call: {reason}. Use "xla".')
     before = init_state(rule, params, batch_size=q.shape[0]) if state is None else state
     if _is_delta(rule):
-        return _delta(rule, params, before, q, k, v, gates)
+        return _delta(implementation, rule, params, before, q, k, v, gates)
     whole = q.shape[1] if rule.has_constant_gradient else q.shape[1] // rule.chunk_size * rule.chunk_size
     cut = lambda which: jax.tree.map(lambda x: x[:, which], (q, k, v, gates))
-    y, after = _chunks(rule, params, before, *cut(slice(whole)))
+    y, after = _chunks(implementation, rule, params, before, *cut(slice(whole)))
     if whole == q.shape[1]:
         return y, after
     rest, after = xla_scan(rule, params, after, *cut(slice(whole, None)))
     return jnp.concatenate([y, rest], axis=1), after
+
+
+def best_scan(
+    rule: MemoryRule,
+    params: MemoryParams,
+    state: MemoryState | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
+) -> tuple[jax.Array, MemoryState]:
+    """By what is recorded as fastest on the platform that the call is compiled for, where that serves it; else the XLA engine.
+
+    A kernel is taken only where XLA need not split it over devices: on one device or inside a `shard_map`.
+    """
+
+    def xla(params: Any, state: Any, q: Any, k: Any, v: Any, gates: Any, segment_ids: Any) -> Any:
+        return xla_scan(rule, params, state, q, k, v, gates, segment_ids, max_segments)
+
+    arrays = (params, state, q, k, v, gates, segment_ids)
+    alone = jax.device_count() == 1 or jax.sharding.get_abstract_mesh().manual_axes
+    kernels = {
+        platform: functools.partial(pallas_scan, implementation, rule)
+        for platform, implementation in (_fastest(rule, q, v) if alone else {}).items()
+        if unserved(implementation, rule, params, state, q, segment_ids is not None) is None
+    }
+    return jax.lax.platform_dependent(*arrays, default=xla, **kernels) if kernels else xla(*arrays)
 
 
 def _is_delta(rule: MemoryRule) -> bool:
@@ -129,7 +187,14 @@ def _featured(rule: MemoryRule, params: MemoryParams, x: jax.Array) -> tuple[jax
 
 
 def _delta(
-    rule: MemoryRule, params: MemoryParams, before: MemoryState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates
+    implementation: str,
+    rule: MemoryRule,
+    params: MemoryParams,
+    before: MemoryState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
 ) -> tuple[jax.Array, MemoryState]:
     query, key = (_featured(rule, params, x)[0] for x in (q, k))
     assert gates.step_size is not None
@@ -137,12 +202,21 @@ def _delta(
     if isinstance(rule.optimizer, optimizers.Implicit):
         beta = beta / (1.0 + beta * jnp.sum(key * key, axis=-1))
     query, key = query.astype(q.dtype), key.astype(q.dtype)
-    y, memory = delta_rule(query, key, v, beta, gates.retention, initial=before.memory["W"])
+    y, memory = delta_rule(
+        query, key, v, beta, gates.retention, initial=before.memory["W"], implementation=implementation
+    )
     return y, before._replace(memory={"W": memory})
 
 
 def _chunks(
-    rule: MemoryRule, params: MemoryParams, before: MemoryState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates
+    implementation: str,
+    rule: MemoryRule,
+    params: MemoryParams,
+    before: MemoryState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
 ) -> tuple[jax.Array, MemoryState]:
     """Whole chunks from the start of one, or any number of tokens where chunks have no effect."""
     structure: Any = rule.structure
@@ -161,7 +235,7 @@ def _chunks(
         structure, rule.objective, before.memory, before.momentum,
         query.astype(q.dtype), key.astype(q.dtype), value.astype(q.dtype),
         step_size=gates.step_size, retention=gates.retention, momentum=gates.momentum, window=gates.window,
-        chunk_size=_FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size, **muon,
+        chunk_size=_FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size, implementation=implementation, **muon,
     )  # fmt: skip
     if apart:
         y = (y + query_skip).astype(q.dtype)

@@ -9,6 +9,7 @@ from flax import nnx
 
 from atlasjax import memory
 from atlasjax.memory.check import check_segments
+from atlasjax.memory.fastest import IMPLEMENTATIONS
 from atlasjax.memory.layout import segmented_layout
 from atlasjax.mixers.attention import KVCache, Source, init_cache, softmax_attention
 from atlasjax.mixers.rotary import rotate
@@ -73,7 +74,7 @@ class MACMixer(nnx.Module):
                 f"mixer 'mac': attention.segment_size={self.segment_size} must be a multiple of the memory's "
                 f"chunk_size={rule.chunk_size} (rule {config.memory.rule!r})."
             )
-        if config.memory.implementation == "pallas_tpu":
+        if config.memory.implementation in IMPLEMENTATIONS.values():
             raise ValueError(
                 "mixer 'mac': its memory is written segment by segment from a state, for which there is no kernel. "
                 'Use memory.implementation="xla" or None.'

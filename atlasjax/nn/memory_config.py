@@ -8,6 +8,7 @@ from typing import Any
 from atlasjax import rules
 from atlasjax.memory import AnyRule, MemoryRule, structures
 from atlasjax.memory import features as features_lib
+from atlasjax.memory.fastest import IMPLEMENTATIONS
 from atlasjax.names import lookup
 from atlasjax.nn.caching import CachingConfig
 from atlasjax.nn.checks import is_number
@@ -64,8 +65,8 @@ class MemoryConfig:
       newton_schulz_schedule: a name of `pallas_kernels.newton_schulz.SCHEDULES`.
       max_step: upper end of the step-size gate, > 0; None takes the one derived in `atlasjax.nn.gates`.
       caching: how the memories of earlier segments are cached and read; None: they are not.
-      implementation: of `memory.scan` over whole sequences, as in training: "xla", "pallas_tpu", or None for the best available. A
-        stream is always extended by "xla".
+      implementation: of `memory.scan` over whole sequences, as in training: "xla", "pallas_tpu", "pallas_gpu", or None: what is
+        recorded as fastest. A stream is always extended by "xla".
 
     Raises:
       ValueError: an unknown name, an override that the rule does not take, or choices that clash.
@@ -94,10 +95,12 @@ class MemoryConfig:
         if self.max_step is not None and not (is_number(self.max_step) and self.max_step > 0):
             raise ValueError(f"MemoryConfig: max_step must be a number > 0, got {self.max_step!r}.")
         if self.implementation is not None:
-            lookup("MemoryConfig.implementation", self.implementation, dict.fromkeys(("xla", "pallas_tpu")))
-        if not isinstance(self.build(), MemoryRule) and self.implementation == "pallas_tpu":
+            lookup(
+                "MemoryConfig.implementation", self.implementation, dict.fromkeys(("xla", *IMPLEMENTATIONS.values()))
+            )
+        if not isinstance(self.build(), MemoryRule) and self.implementation in IMPLEMENTATIONS.values():
             raise ValueError(
-                f'MemoryConfig: implementation="pallas_tpu" has no kernel for {self.build()!r}. Use "xla" or None.'
+                f'MemoryConfig: implementation="{self.implementation}" has no kernel for {self.build()!r}. Use "xla" or None.'
             )
 
     def build(self) -> AnyRule:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax import memory
+from atlasjax.memory.kernels import may_run
 from atlasjax.nn.attention import output_projection
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.gates import GateProjection
@@ -111,7 +112,7 @@ class MemoryHeads(nnx.Module):
         y, _ = memory.scan(
             self.rule, values(self.memory), None, q, k, v, self.gates(x), segment_ids=segment_ids,
             max_segments=max_segments, implementation=self.implementation,
-            partition=mesh_partition(x.shape[0], self.heads) if self.implementation == "pallas_tpu" else None,
+            partition=mesh_partition(x.shape[0], self.heads) if may_run(self.implementation, self.rule, q, v) else None,
         )  # fmt: skip
         return y, gate
 

@@ -78,10 +78,12 @@ def prepare(config: TrainConfig) -> Setup:
     """
     mesh = make_mesh(config.mesh)
     platform = mesh.devices.flat[0].platform
-    if config.model.memory.implementation == "pallas_tpu" and platform != "tpu":
+    implementation = config.model.memory.implementation
+    wanted = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}.get(implementation or "", platform)
+    if platform != wanted:
         raise ValueError(
-            f'model.memory.implementation is "pallas_tpu", whose kernels run on TPUs; the devices here are {platform}. '
-            'Give "xla" or None: the numbers are the same, and so are the parameters.'
+            f'model.memory.implementation is "{implementation}", whose kernels run on {wanted.upper()}s; the devices here are '
+            f'{platform}. Give "xla" or None: the numbers are the same, and so are the parameters.'
         )
     microbatch, shards = config.data.batch_size // config.accumulation, batch_shards(mesh)
     if microbatch % shards:

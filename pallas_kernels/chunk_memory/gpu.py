@@ -25,16 +25,20 @@ from pallas_kernels.chunk_memory.gpu_kernels import LEAST, Layers, state_cotange
 
 Arrays = tuple[jax.Array, ...]
 
+_MOST_CHANNELS = 256  # of keys (with their features) and values: a step holds all of them for its tokens
 _TOGETHER = 2**28  # bytes of one hidden array [rows, chunks, tokens, hidden] of the parallel parts
 
 
-def unserved(structure: Any, weights: dict[str, jax.Array], chunk_size: int) -> str | None:
-    """Why the kernel cannot run a memory with weights [batch, heads, out, in]; None if it can."""
+def unserved_by_gpu(structure: Any, weights: dict[str, jax.Array], chunk_size: int) -> str | None:
+    """Why the kernels cannot run a memory with weights [..., out, in]; None if they can."""
     layers = Layers.of(structure)
     if layers is None:
         return f"structure={structure!r} has more than one hidden layer"
     if chunk_size < LEAST:
         return f"chunk_size={chunk_size}, should be at least {LEAST}"
+    channels = [w.shape[-2 if name == layers.outer else -1] for name, w in weights.items()]
+    if max(channels) > _MOST_CHANNELS:
+        return f"keys or values have {max(channels)} channels, more than {_MOST_CHANNELS}"
     width = weights[layers.outer].shape[-1]
     if layers.inner and width % LEAST:
         return f"the hidden width {width} is no multiple of {LEAST}"

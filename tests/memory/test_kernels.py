@@ -1,5 +1,6 @@
-"""`memory.scan` by the TPU kernels, in interpret mode, against the definition; and what they refuse."""
+"""`memory.scan` by kernels, in interpret mode, against the definition; and what they refuse."""
 
+import dataclasses
 import functools
 
 import jax
@@ -85,6 +86,16 @@ def test_goes_on_from_a_state(name, interpreted):
     assert_close(found, memory.reference(rule, params, None, q, k, v, gates), 2e-5)
 
 
+@pytest.mark.parametrize("name", ["gated_delta_rule", "omeganet"])
+def test_on_gpus(name, interpreted):
+    """37 tokens: two chunks of 16, and five tokens that the XLA engine takes."""
+    rule = dataclasses.replace(RULES[name], chunk_size=1 if name == "gated_delta_rule" else 16)
+    params, *rest = make_inputs(rule, batch=1, key_dim=8, value_dim=8)
+    scan = functools.partial(memory.scan, implementation="pallas_gpu")
+    found, expected = (gradients(fn, rule)(params, *rest) for fn in (scan, memory.reference))
+    assert_close(found, expected, 2e-5)
+
+
 def test_vmap_and_remat_and_scan_over_layers(interpreted):
     rule = RULES["titans"]
     params, q, k, v, gates = make_inputs(rule, batch=1, time=16)
@@ -104,7 +115,7 @@ def test_what_is_served():
     reasons = {}
     for name, rule in RULES.items():
         params, q, *_ = jax.eval_shape(lambda rule=rule: make_inputs(rule, time=300))
-        reasons[name] = kernels.unserved(rule, params, None, q, False)
+        reasons[name] = kernels.unserved("pallas_tpu", rule, params, None, q, False)
     assert {name for name, reason in reasons.items() if reason is None} == SERVED
     assert "Channel" in reasons["muon_matrix_channel"]
     assert "chunk_size=12" in reasons["atlas_every"]
@@ -113,6 +124,38 @@ def test_what_is_served():
     assert "KL" in reasons["memora"]
     assert "decays after the removal" in reasons["delta_rule_decay"]
     assert "chunk_size=4, should be one of" in reasons["omeganet_window_over_chunk"]
+
+
+def test_what_gpus_refuse():
+    reasons = {}
+    for name, rule in RULES.items():
+        params, q, *_ = jax.eval_shape(lambda rule=rule: make_inputs(rule, time=300))
+        reasons[name] = kernels.unserved("pallas_gpu", rule, params, None, q, False)
+    assert {name for name, reason in reasons.items() if reason is None} < SERVED
+    assert "has no GPU kernel" in reasons["atlas"]
+    assert "chunk_size=8, should be at least 16" in reasons["titans"]
+    assert reasons["gated_delta_rule"] is None
+    assert reasons["swla"] is None
+
+
+def test_none_takes_what_is_recorded_as_fastest(monkeypatch):
+    """On the platform that a call is compiled for, where the kernel serves it and XLA need not split it."""
+    rule = RULES["gated_delta_rule"]
+    params, *rest = make_inputs(rule, batch=1, time=16, key_dim=8, value_dim=8)
+    f = jax.jit(lambda params, *rest: memory.scan(rule, params, None, *rest))
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    compiled_for = lambda platform: f.trace(params, *rest).lower(lowering_platforms=(platform,)).as_text()
+    assert "tpu_custom_call" not in compiled_for("tpu")  # nothing is recorded
+    asked = []
+    recorded = lambda kernel, dim, dtype: asked.append((kernel, dim, dtype)) or {"tpu": "pallas_tpu"}
+    monkeypatch.setattr(kernels, "fastest", recorded)
+    jax.clear_caches()
+    assert "tpu_custom_call" in compiled_for("tpu")
+    assert set(asked) == {("delta_rule", 8, jnp.dtype("float32"))}
+    assert_close(f(params, *rest), memory.reference(rule, params, None, *rest), 2e-5)
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    jax.clear_caches()
+    assert "tpu_custom_call" not in compiled_for("tpu")
 
 
 def test_refused():

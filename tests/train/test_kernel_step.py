@@ -63,7 +63,8 @@ def test_what_has_no_kernel():
         MemoryConfig("titans", implementation="pallas_tpus")
 
 
-def test_a_run_without_tpus_says_so(tmp_path):
-    run = TrainConfig(model=config("pallas_tpu"), run_dir=str(tmp_path))
-    with pytest.raises(ValueError, match="whose kernels run on TPUs; the devices here are cpu"):
+@pytest.mark.parametrize(("implementation", "devices"), [("pallas_tpu", "TPUs"), ("pallas_gpu", "GPUs")])
+def test_a_run_without_such_devices_says_so(implementation, devices, tmp_path):
+    run = TrainConfig(model=config(implementation), run_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=f"whose kernels run on {devices}; the devices here are cpu"):
         prepare(run)
