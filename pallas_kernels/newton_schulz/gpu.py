@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import gpu
 from pallas_kernels.newton_schulz.reference import EPSILON, Triple
-from pallas_kernels.newton_schulz.tiles import Arithmetic, Index, Matrix, identity
+from pallas_kernels.newton_schulz.tiles import Arithmetic, Index, Matrix, divide, identity, repeat
 
 _WARPS = {16: 1, 32: 1, 64: 4}  # by tile; exact products of larger tiles need more shared memory than there is
 # Of all programs, each with a workspace: as many as find registers at a time, eight on each of an H200's multiprocessors.
@@ -72,7 +72,7 @@ class _Chain:
         return self.call.small(4 * i + 2 if self.keep else 2)
 
     def q(self, i: Index) -> Matrix:
-        return self.call.small(4 * i + 3 if self.keep else 3 + jax.lax.rem(i, 2))
+        return self.call.small(4 * i + 3 if self.keep else 3 + divide(i, 2)[1])
 
     @property
     def gram(self) -> Matrix:
@@ -101,7 +101,7 @@ def _gram_steps(call: _Call, s: Matrix, chain: _Chain) -> None:
 
     on.each_tile(square, begin)
 
-    def step(number: Index, _: Any) -> None:
+    def step(number: Index) -> None:
         ca, cb, cc = call.triple(number)
         a, p, t, q = (of(number) for of in (chain.a, chain.p, chain.t, chain.q))
         next_a, next_q = chain.a(number + 1), chain.q(number + 1)
@@ -126,7 +126,7 @@ def _gram_steps(call: _Call, s: Matrix, chain: _Chain) -> None:
             on.each_tile(square, advance_t)
             on.each_tile(square, advance_a)
 
-    jax.lax.fori_loop(0, call.steps, step, None)
+    repeat(call.steps, step)
 
 
 def _gram_forward(call: _Call, s: Matrix, y: Matrix) -> None:
@@ -146,7 +146,7 @@ def _gram_backward(call: _Call, s: Matrix, dy: Matrix, ds: Matrix) -> None:
     _gram_steps(call, s, chain)
     square = chain.gram.shape
     da, dp, outer, both = (chain.extra(number) for number in (1, 2, 3, 2))
-    dq = lambda number: chain.extra(4 + jax.lax.rem(number, 2))
+    dq = lambda number: chain.extra(4 + divide(number, 2)[1])
 
     def begin(i: Index, j: Index) -> None:
         dq(call.steps)[i, j] = on.dot(dy, s, i, j, transposed=True)
@@ -155,7 +155,7 @@ def _gram_backward(call: _Call, s: Matrix, dy: Matrix, ds: Matrix) -> None:
 
     on.each_tile(square, begin)
 
-    def step(passed: Index, _: Any) -> None:
+    def step(passed: Index) -> None:
         """From the cotangents of A_{i+1} and Q_{i+1} to those of A_i and Q_i."""
         number = call.steps - 1 - passed
         _, cb, cc = call.triple(number)
@@ -181,7 +181,7 @@ def _gram_backward(call: _Call, s: Matrix, dy: Matrix, ds: Matrix) -> None:
         on.each_tile(square, advance)
         on.each_tile(square, chain_rule)
 
-    jax.lax.fori_loop(0, call.steps, step, None)
+    repeat(call.steps, step)
     gram, first, q = chain.gram, dq(0), chain.q(call.steps)
     scale, norm = _scale(on.trace(gram))
     inner = on.total(square, lambda i, j: da[i, j] * gram[i, j])
@@ -208,7 +208,7 @@ def _direct_steps(call: _Call, s: Matrix, x: Callable[[Index], Matrix], a_and_p:
 
     on.each_tile(s.shape, begin)
 
-    def step(number: Index, _: Any) -> None:
+    def step(number: Index) -> None:
         ca, cb, cc = call.triple(number)
         before, after = x(number), x(number + 1)
         a, p = a_and_p(number)
@@ -226,12 +226,12 @@ def _direct_steps(call: _Call, s: Matrix, x: Callable[[Index], Matrix], a_and_p:
         on.each_tile(a.shape, polynomial)
         on.each_tile(s.shape, advance)
 
-    jax.lax.fori_loop(0, call.steps, step, None)
+    repeat(call.steps, step)
     return square
 
 
 def _direct_forward(call: _Call, s: Matrix, y: Matrix) -> None:
-    x = lambda number: call.large(jax.lax.rem(number, 2))
+    x = lambda number: call.large(divide(number, 2)[1])
     _direct_steps(call, s, x, lambda _: (call.small(0), call.small(1)))
     result = x(call.steps)
 
@@ -247,7 +247,7 @@ def _direct_backward(call: _Call, s: Matrix, dy: Matrix, ds: Matrix) -> None:
     a_and_p = lambda number: (call.small(3 + 2 * number), call.small(4 + 2 * number))
     scale, norm = _scale(_direct_steps(call, s, x, a_and_p))
     dp, da, both = (call.small(place) for place in range(3))
-    d = lambda number: call.large(call.steps + 1 + jax.lax.rem(number, 2))
+    d = lambda number: call.large(call.steps + 1 + divide(number, 2)[1])
     start = d(call.steps)
 
     def begin(i: Index, j: Index) -> None:
@@ -255,7 +255,7 @@ def _direct_backward(call: _Call, s: Matrix, dy: Matrix, ds: Matrix) -> None:
 
     on.each_tile(s.shape, begin)
 
-    def step(passed: Index, _: Any) -> None:
+    def step(passed: Index) -> None:
         number = call.steps - 1 - passed
         ca, cb, cc = call.triple(number)
         before, later, earlier = x(number), d(number + 1), d(number)
@@ -278,7 +278,7 @@ def _direct_backward(call: _Call, s: Matrix, dy: Matrix, ds: Matrix) -> None:
         on.each_tile(a.shape, symmetric)
         on.each_tile(s.shape, advance)
 
-    jax.lax.fori_loop(0, call.steps, step, None)
+    repeat(call.steps, step)
     first = d(0)
     inner = on.total(s.shape, lambda i, j: s[i, j] * first[i, j])
 
@@ -302,18 +302,26 @@ _KERNELS = {
 
 
 def _kernel(
-    ones: Any, triples: Any, *refs: Any, arrays: int, steps: int, tile: int, body: Any, exact: bool, interpret: Any
+    ones: Any,
+    triples: Any,
+    *refs: Any,
+    arrays: int,
+    programs: int,
+    steps: int,
+    tile: int,
+    body: Any,
+    exact: bool,
+    interpret: Any,
 ) -> None:
     """Other references: S, dY if any, the result, each with all matrices; the workspaces of this program."""
     arguments, (square, *wide) = refs[:arrays], refs[arrays:]
     call = _Call(Arithmetic.of(exact, interpret, ones[0]), triples, steps, tile, square, wide[0] if wide else None)
-    program, programs = pl.program_id(0), pl.num_programs(0)
-    mine = jax.lax.div(arguments[0].shape[0] - program + programs - 1, programs)
+    program = pl.program_id(0)
 
-    def run(turn: Index, _: Any) -> None:
+    def run(turn: Index) -> None:
         body(call, *(Matrix(ref, program + turn * programs, tile) for ref in arguments))
 
-    jax.lax.fori_loop(0, mine, run, None)
+    repeat(divide(arguments[0].shape[0] + programs - 1 - program, programs)[0], run)
 
 
 def _run(
@@ -326,6 +334,8 @@ def _run(
     backward: bool,
 ) -> jax.Array:
     number, *sizes = inputs[0].shape
+    if not number:
+        return jnp.zeros(inputs[0].shape, jnp.float32)
     # Zeros around a matrix stay zeros, and change no norm.
     tile = min(max(pl.next_power_of_2(sizes[0]), min(_WARPS)), max(_WARPS))
     rows, columns = (-(-size // tile) * tile for size in sizes)
@@ -334,7 +344,7 @@ def _run(
     squares, wides = _places(form, steps, backward=backward)
     workspaces = [(squares, rows, rows)] + [(wides, rows, columns)] * (wides > 0)
     kernel = functools.partial(
-        _kernel, arrays=len(inputs) + 1, steps=steps, tile=tile, body=_KERNELS[form, backward],
+        _kernel, arrays=len(inputs) + 1, programs=programs, steps=steps, tile=tile, body=_KERNELS[form, backward],
         exact=precision != jax.lax.Precision.DEFAULT, interpret=interpret,
     )  # fmt: skip
     y, *_ = gpu.call(

@@ -48,9 +48,17 @@ class Matrix:
         return rows // self.tile, columns // self.tile
 
 
-def _position(n: Index, shape: tuple[int, int]) -> tuple[Index, Index]:
-    """Tile n of `shape`. Triton does not compile the floor division of `//`."""
-    return jax.lax.div(n, shape[1]), jax.lax.rem(n, shape[1])
+def repeat(count: Index, body: Callable[[Index], None]) -> None:
+    """`body(0)`, …, `body(count − 1)`."""
+    jax.lax.fori_loop(0, count, lambda n, _: body(n), None)
+
+
+def divide(n: Index, by: int) -> tuple[Index, Index]:
+    """Quotient and remainder of n ≥ 0. Triton does not compile `//`."""
+    if isinstance(n, int):
+        return divmod(n, by)
+    divisor = n.dtype.type(by)  # an index has 64 bits where jax's integers do
+    return jax.lax.div(n, divisor), jax.lax.rem(n, divisor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +78,12 @@ class Arithmetic:
         barrier = (lambda: None) if interpret else triton.debug_barrier
         return cls(products(jnp.float32 if exact else jnp.bfloat16, interpret), barrier, one)
 
-    def _loop(self, count: int, body: Callable[[Index, Any], Any], carry: Any) -> Any:
-        return jax.lax.fori_loop(0, count * self.one, body, carry)
+    def _sum(self, count: int, term: Callable[[Index], jax.Array], start: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, count * self.one, lambda n, total: total + term(n), start)
 
     def each_tile(self, shape: tuple[int, int], body: Callable[[Index, Index], None]) -> None:
         """A phase: `body(i, j)` for all tiles of `shape`, then a barrier."""
-        self._loop(shape[0] * shape[1], lambda n, _: body(*_position(n, shape)), None)
+        repeat(shape[0] * shape[1] * self.one, lambda n: body(*divide(n, shape[1])))
         self.barrier()
 
     def dot(
@@ -83,18 +91,18 @@ class Arithmetic:
     ) -> jax.Array:
         """Tile (i, j) of x y, or of x yᵀ, added to `start`."""
 
-        def add(k: Index, total: jax.Array) -> jax.Array:
+        def term(k: Index) -> jax.Array:
             other = y.block(j, k, x.tile, depth) if transposed else y.block(k, j, depth, x.tile)
-            return total + self.product(x.block(i, k, x.tile, depth), other, 1, 1 if transposed else 0)
+            return self.product(x.block(i, k, x.tile, depth), other, 1, 1 if transposed else 0)
 
         depth = min(x.tile, _DEPTH)
         start = jnp.zeros((x.tile, x.tile), jnp.float32) if start is None else start
-        return self._loop(x.ref.shape[-1] // depth, add, start)
+        return self._sum(x.ref.shape[-1] // depth, term, start)
 
     def total(self, shape: tuple[int, int], tile: Callable[[Index, Index], jax.Array]) -> jax.Array:
         """The sum, a scalar, of all entries of the tiles (i, j)."""
-        add = lambda n, total: total + jnp.sum(jnp.sum(tile(*_position(n, shape)), axis=1))
-        return self._loop(shape[0] * shape[1], add, jnp.zeros((), jnp.float32))
+        term = lambda n: jnp.sum(jnp.sum(tile(*divide(n, shape[1])), axis=1))
+        return self._sum(shape[0] * shape[1], term, jnp.zeros((), jnp.float32))
 
     def trace(self, x: Matrix) -> jax.Array:
         """The sum, a scalar, of the diagonal of a square matrix."""

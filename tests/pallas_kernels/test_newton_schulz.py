@@ -101,6 +101,35 @@ def test_gpu_kernel(shape, steps, form, monkeypatch):
     check(shape, steps, form=form, implementation="pallas_gpu", interpret=True)
 
 
+@pytest.mark.parametrize("form", ["gram", "direct"])
+def test_three_passes_of_tf32_are_exact_enough(form, monkeypatch):
+    """A GPU's products, as float32 products of what their rounding leaves; one pass would miss by factors of 10 to 10,000."""
+
+    def rounded(x):
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+        return jax.lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32)  # 10 bits of mantissa
+
+    def emulated(dtype, interpret):
+        dot = products(dtype, interpret)
+
+        def product(x, y, *axes):
+            x_large, y_large = rounded(x), rounded(y)
+            x_small, y_small = rounded(x - x_large), rounded(y - y_large)
+            return dot(x_small, y_large, *axes) + dot(x_large, y_small, *axes) + dot(x_large, y_large, *axes)
+
+        return product
+
+    monkeypatch.setattr(tiles, "products", emulated)
+    check((9, 24), 5, form=form, implementation="pallas_gpu", interpret=True)
+
+
+def test_gpu_kernel_of_nothing_and_with_64_bits():
+    kernel = lambda s: jnp.sum(newton_schulz(s, implementation="pallas_gpu", interpret=True))
+    assert jax.grad(kernel)(jnp.zeros((0, 8, 16))).shape == (0, 8, 16)
+    with jax.enable_x64(True):
+        assert jax.eval_shape(jax.grad(kernel), jnp.zeros((2, 8, 16), jnp.float32)).dtype == jnp.float32
+
+
 class Phases:
     """An array of matrices that fails where a phase reads what it writes, writes it twice, or reads what nobody wrote."""
 
