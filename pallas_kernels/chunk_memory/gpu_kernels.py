@@ -18,7 +18,6 @@ Arrays = tuple[jax.Array, ...]
 
 LEAST = 16  # rows and columns of a product on tensor cores
 _TILE = 16  # of the hidden width: at d = 64 with bfloat16 products hardly a register spills, with wider tiles hundreds of bytes do
-_WARPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +194,12 @@ def _settings(
     return step, named
 
 
+def _warps(tokens: dict[str, Any]) -> int:
+    """Four, of which a multiprocessor can hold two programs, unless tokens have so many channels that eight spill less."""
+    _, v, _ = tokens["blocks"][0]
+    return 4 if v.shape[-1] <= 64 else 8
+
+
 def _copy(step: _Step, source: dict[str, Any], at: Any, target: dict[str, Any], to: Any) -> None:
     def tile(j: Any, _: None) -> None:
         step.store_all([target], to, j, [step.load(source, at, j)])
@@ -264,7 +269,7 @@ def states(
 
     shapes = lambda count: named([jax.ShapeDtypeStruct((count, *x.shape[1:]), jnp.float32) for x in carry])
     inputs = (named([x[:, None] for x in carry]), tokens)
-    results = _rows(chunk_memory_states, inputs, (shapes(chunks), shapes(1)), warps=_WARPS, interpret=interpret)
+    results = _rows(chunk_memory_states, inputs, (shapes(chunks), shapes(1)), warps=_warps(tokens), interpret=interpret)
     before, last = (tuple(part[name] for part in parts for name in chunk.names) for parts in results)
     return before, tuple(x[:, 0] for x in last)
 
@@ -375,6 +380,6 @@ def state_cotangents(
     scratch = [(jax.ShapeDtypeStruct(v.shape[2:], jnp.float32),) * 2 for _, v, _ in tokens["blocks"]]
     inputs = (named(before)[0], named(ext), named([x[:, None] for x in last]), tokens)
     outputs = (shapes(chunks), shapes(1), scratch)
-    *results, _ = _rows(chunk_memory_cotangents, inputs, outputs, warps=_WARPS, interpret=interpret)
+    *results, _ = _rows(chunk_memory_cotangents, inputs, outputs, warps=_warps(tokens), interpret=interpret)
     after, first = (tuple(part[name] for part in parts for name in chunk.names) for parts in results)
     return after, tuple(x[:, 0] for x in first)
