@@ -2,8 +2,9 @@
 
 A multiprocessor has 256 kB of registers and 228 kB of shared memory. The iteration of one 128 × 128 matrix in exact products takes
 more, a backward pass several times that. So a program holds one tile of one product at a time, and its matrices lie in a workspace
-in global memory, small enough for caches. `each_tile` is a phase: it writes matrices that it does not read, so its tiles may be
-computed in any order, and it ends with a barrier, after which all threads of the program see them.
+in global memory, which the second-level cache holds at 64 rows and in part beyond. `each_tile` is a phase: it writes matrices that
+it does not read, so its tiles may be computed in any order, and it ends with a barrier, after which all threads of the program see
+them.
 """
 
 import dataclasses
