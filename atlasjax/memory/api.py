@@ -134,7 +134,8 @@ def scan(
     run: Callable = best_scan if implementation is None else lookup("implementation", implementation, IMPLEMENTATIONS)
     call = lambda *arguments: run(rule, *arguments, max_segments)
     if partition is not None:
-        call = partitioned(partition, call)
+        assert isinstance(rule, MemoryRule)  # as `check_call` found
+        call = partitioned(partition, rule, call)
     return call(params, state, q, k, v, gates, segment_ids)
 
 

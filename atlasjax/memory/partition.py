@@ -11,7 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from atlasjax.memory.state import Gates
+from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.state import Gates, init_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Partition:
                 raise ValueError(f"Partition: {size} {name} cannot be split over {axes}, {parts} parts.")
 
 
-def partitioned(partition: Partition, run: Callable[..., Any]) -> Callable[..., Any]:
+def partitioned(partition: Partition, rule: MemoryRule, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run(params, state, q, k, v, gates, segment_ids)` → (y, state), each device with its own batch elements and heads."""
     batch, heads = partition.batch or None, partition.heads or None
     tokens = PartitionSpec(batch, None, heads)
@@ -62,7 +63,7 @@ def partitioned(partition: Partition, run: Callable[..., Any]) -> Callable[..., 
             jax.tree.map(of_state, state),
             tokens, tokens, tokens, jax.tree.map(lambda _: tokens, gates), None if ids is None else PartitionSpec(batch),
         )  # fmt: skip
-        _, after = jax.eval_shape(run, *arguments)
+        after = jax.eval_shape(lambda params: init_state(rule, params, batch_size=q.shape[0]), params)
         outputs = (tokens, jax.tree.map(of_state, after))
         return jax.shard_map(run, mesh=partition.mesh, in_specs=specs, out_specs=outputs, check_vma=False)(*arguments)
 
