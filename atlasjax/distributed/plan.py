@@ -178,9 +178,15 @@ def run_in_child(module: str, request: dict[str, Any], *, timeout: float = 1800)
         if line.startswith(_RESULT):
             plan = Plan(**json.loads(line.removeprefix(_RESULT)))
             return dataclasses.replace(plan, rematerialized=rematerializations(child.stderr))
-    errors = [line for line in child.stderr.splitlines() if line.strip() and not re.match(r"[IW]\d{4} ", line)]
-    reason = next((line for line in errors if "RESOURCE_EXHAUSTED" in line), errors[-1] if errors else "no message")
-    raise RuntimeError(f"the compiler failed with code {child.returncode}: {reason[:500]}")
+    raise RuntimeError(f"the compiler failed with code {child.returncode}: {_reason(child.stderr)[:500]}")
+
+
+def _reason(messages: str) -> str:
+    """The line of a failed child's standard error that says why."""
+    lines = [line for line in messages.splitlines() if line.strip() and not re.match(r"[IW]\d{4} ", line)]
+    exhausted = [line for line in lines if "RESOURCE_EXHAUSTED" in line]
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (exhausted[:1] or raised[-1:] or lines[-1:] or ["no message"])[0]
 
 
 def print_plan(plan: Plan) -> None:

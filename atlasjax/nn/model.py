@@ -12,7 +12,7 @@ from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import GELU, LayerNorm, Linear, RMSNorm, SwiGLU, dropout
 from atlasjax.nn.mixers import make_mixer
 from atlasjax.nn.parameters import normal, param
-from atlasjax.nn.partition import HEAD_AXES, read_table
+from atlasjax.nn.partition import HEAD_AXES, read_table, split_batch
 
 _NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
 _FFNS: dict[str, type[SwiGLU | GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
@@ -298,7 +298,7 @@ class LanguageModel(nnx.Module):
         if self.positions is not None:
             table = read_table(self.positions[...])
             x = x + table.at[position].get(mode="fill", fill_value=jnp.nan)  # beyond the table: NaN
-        return x.astype(self.dtype)
+        return split_batch(x.astype(self.dtype))
 
     def _dropout_keys(
         self, tokens: jax.Array, dropout_keys: jax.Array | None

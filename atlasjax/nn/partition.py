@@ -41,7 +41,21 @@ def read_table(table: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
       over: mesh axes that split the entries; those that the mesh around this trace has not, or that do not divide the entries,
         split nothing.
     """
+    return _split_first(table, over)
+
+
+def split_batch(x: jax.Array) -> jax.Array:
+    """Activations [batch, …], their batch split over all axes that split a batch, and nothing else.
+
+    Where the model begins this decides for all of it. Left to itself the compiler may split the residual stream's width over the
+    axis that splits the parameters' width, and then every device computes the memories of all sequences of that axis.
+    """
+    return _split_first(x, BATCH_AXES)
+
+
+def _split_first(x: jax.Array, over: tuple[str, ...]) -> jax.Array:
+    """x with its first axis split over those of the mesh around this trace, and no other; x itself without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
-        return table
-    return jax.lax.with_sharding_constraint(table, PartitionSpec(_dividing(mesh, over, table.shape[0]) or None, None))
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(_dividing(mesh, over, x.shape[0]) or None))

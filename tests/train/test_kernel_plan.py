@@ -19,8 +19,8 @@ PODS = ("v5e:16x16", "v5p:8x8x8", "v6e:16x16")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 
 
-def run_config(preset, topology, implementation, accumulation=2):
-    config = dataclasses.replace(default_config(preset), accumulation=accumulation)
+def run_config(preset, topology, implementation):
+    config = default_config(preset)
     rule = dataclasses.replace(config.model.memory, implementation=implementation)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, memory=rule))
     return dataclasses.replace(config, mesh=suggested_mesh(config, topology))
@@ -104,10 +104,11 @@ def test_atlas_1_3b_has_no_kernel():
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize(("topology", "accumulation"), [(PODS[0], 4), (PODS[1], 2), (PODS[2], 4)])
-def test_atlas_1_3b(topology, accumulation):
-    """By the XLA engine; where a device has less memory, in smaller microbatches and with one head a device."""
-    config = run_config("atlas-1.3b", topology, "xla", accumulation)
+@pytest.mark.parametrize("topology", PODS)
+def test_atlas_1_3b(topology):
+    """By the XLA engine. A device that computed the memories of sequences of others would not have the room on a v5e or v6e."""
+    config = run_config("atlas-1.3b", topology, "xla")
     plan = plan_training(config, topology)
     check(config, plan)
     assert plan.kernels == 0
+    assert plan.temp_bytes < 6 * 2**30
