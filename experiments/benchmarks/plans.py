@@ -27,8 +27,6 @@ HERE = pathlib.Path(__file__).resolve().parent
 PRESETS = ("atlas-340m", "atlas-1.3b")
 TOPOLOGIES = ("v5e:16x16", "v5p:8x8x8", "v6e:16x16")
 IMPLEMENTATIONS = ("pallas_tpu", "xla")
-# Where a step does not fit in the preset's two microbatches.
-ACCUMULATION: dict[tuple[str, str, str], int] = {}
 Row = dict[str, Any]
 
 
@@ -36,8 +34,7 @@ def config(preset: str, topology: str, implementation: str) -> TrainConfig:
     """A preset's training run, its memories by an engine, on the mesh that `atlasjax info` suggests."""
     run = default_config(preset)
     memory = dataclasses.replace(run.model.memory, implementation=implementation)
-    accumulation = ACCUMULATION.get((preset, topology, implementation), run.accumulation)
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, memory=memory), accumulation=accumulation)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, memory=memory))
     return dataclasses.replace(run, mesh=suggested_mesh(run, topology))
 
 
