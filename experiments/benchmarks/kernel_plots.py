@@ -40,7 +40,7 @@ def roofline(found: dict[str, Row], topology: str, path: pathlib.Path) -> None:
     from matplotlib.lines import Line2D
 
     chip = CHIPS[topology]
-    figure, (*plots, names) = _figure((15, 7), 1, 3, width_ratios=[3, 3, 1.5])
+    figure, (*plots, names) = figure_of((15, 7), 1, 3, width_ratios=[3, 3, 1.5])
     known = points(found)
     numbers = {name: i for i, name in enumerate(sorted({x[0] for x in known}), 1)}
     left, right = 16, 2048
@@ -90,7 +90,7 @@ def _number(axes: Any, marked: list[tuple[int, float, float]]) -> None:
         axes.annotate(str(number), (x, y), sides[best], **text)
 
 
-def _figure(size: tuple[float, float], rows: int, columns: int, **ratios: Any) -> tuple[Any, Any]:
+def figure_of(size: tuple[float, float], rows: int, columns: int, **ratios: Any) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -101,7 +101,7 @@ def _figure(size: tuple[float, float], rows: int, columns: int, **ratios: Any) -
 
 def grid_figure(path: pathlib.Path) -> None:
     """How `chunk_scan` walks the chunks of a row, forward and backward, and what lies where."""
-    figure, (forward, backward) = _figure((11, 8), 2, 1)
+    figure, (forward, backward) = figure_of((11, 8), 2, 1)
     read, written = [("$C_{i}$", -0.5), ("$x_{i}$", 0.0), ("$dy_{i}$", 0.5)], [("$y_{i}$", -0.35), ("$C_{i}$", 0.35)]
     _walk(forward, "forward", read[1:2], written, "first carry $C_0$", "final carry", 1)
     _walk(backward, "backward", read, [("$dx_{i}$", 0.0)], "$d$ final carry", "$d$ first carry", -1)
