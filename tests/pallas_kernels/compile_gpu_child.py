@@ -21,6 +21,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from atlasjax.memory import objectives, structures
+from pallas_kernels.chunk_memory import chunk_memory
 from pallas_kernels.newton_schulz import newton_schulz
 
 DUMP = pathlib.Path(os.environ["XLA_FLAGS"].partition("=")[2])
@@ -42,6 +44,26 @@ def kernels():
         call = lambda s, options=options: newton_schulz(s, implementation="pallas_gpu", **options)
         name = f"newton_schulz {rows}x{columns} {options['form']}" + " single" * ("precision" in options)
         yield name, call, [jax.ShapeDtypeStruct((1024, rows, columns), "float32")]
+    # OmegaNet's, and the smallest with all gates.
+    yield "chunk_memory mlp 64", *chunk_memories(structures.MLP(), 64, 4, "bfloat16", "retention")
+    yield "chunk_memory matrix 32", *chunk_memories(structures.Matrix(), 32, 1, "float32", "retention", "momentum")
+
+
+def chunk_memories(structure, dim, window, dtype, *gates):
+    """A chunk memory with some gates, and the shapes of its arguments."""
+    array = lambda *shape, dtype="float32": jax.ShapeDtypeStruct((2, *shape), dtype)
+    weights = {name: array(4, *shape) for name, shape in structure.weight_shapes(dim, dim).items()}
+    momenta = weights if "momentum" in gates else None
+    tokens = [array(256, 4, dim, dtype=dtype)] * 3
+    values = {name: array(256, 4) for name in ("step_size", *gates)}
+    if window > 1:
+        values["window"] = array(256, 4, window)
+
+    def call(weights, momenta, q, k, v, gates):
+        given = {"chunk_size": 64, "implementation": "pallas_gpu", **gates}
+        return chunk_memory(structure, objectives.L2(), weights, momenta, q, k, v, **given)[0]
+
+    return call, [weights, momenta, *tokens, values]
 
 
 def assembler():

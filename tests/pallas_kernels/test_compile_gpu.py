@@ -9,6 +9,8 @@ import sys
 import pytest
 
 CHILD = pathlib.Path(__file__).with_name("compile_gpu_child.py")
+# Bytes of a thread. A two-layer memory's step of its cotangents has more in hand than 255 registers.
+MOST_SPILLED = {"chunk_memory mlp 64": 128}
 LINE = re.compile(r"(.*) / (\S+): (\d+) registers, (\d+) bytes spilled, (\d+) bytes shared, (\d+) threads")
 
 
@@ -23,6 +25,8 @@ def test_kernels_compile():
     for direction in ("forward", "backward"):
         found = [case for case, name, *_ in kernels if name.startswith("newton_schulz") and direction in name]
         assert len(found) == 8
+    assert sum(name.startswith("chunk_memory") for _, name, *_ in kernels) == 4
     for case, name, _, spilled, shared, _ in kernels:
-        assert int(spilled) == 0, f"{case}, {name}: {spilled} bytes of registers spilled"
+        most = MOST_SPILLED.get(case, 0)
+        assert int(spilled) <= most, f"{case}, {name}: {spilled} bytes of registers spilled, at most {most} are known of"
         assert int(shared) <= 227 * 1024, f"{case}, {name}: {shared} bytes of shared memory"
