@@ -19,7 +19,8 @@ from pallas_kernels.delta_rule.read import read, read_backward
 from pallas_kernels.delta_rule.state_pass import state_pass
 from pallas_kernels.delta_rule.tiles import Chunks
 
-_MOST_TOKENS = 64  # of a chunk
+# Tokens of a chunk: as many as the kernels have registers for.
+_MOST_TOKENS = {"bfloat16": 64, "float32": 32}
 
 
 def delta_rule(
@@ -28,7 +29,7 @@ def delta_rule(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """As `api.delta_rule`, of checked arguments."""
     (batch, time, heads, key_dim), value_dim = q.shape, v.shape[-1]
-    size = min(max(chunk_size, 16), _MOST_TOKENS, _padded(time))
+    size = min(max(chunk_size, 16), _MOST_TOKENS[str(q.dtype)], _padded(time))
     keys, values = _padded(key_dim), _padded(value_dim)
     more = -time % size
     tokens = lambda x, n: jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, n - x.shape[-1])))

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels import gpu
 from pallas_kernels.blocks import iota
-from pallas_kernels.delta_rule.tiles import Chunks, decays, decays_backward, given, last, parts, total, wide
+from pallas_kernels.delta_rule.tiles import Chunks, decays, decays_backward, given, last, parts, wide
 
 _BLOCK = 16  # the least that products take
 
@@ -24,7 +24,7 @@ def prepare(
     chunks: Chunks, k: jax.Array, v: jax.Array, beta: jax.Array, decay: jax.Array | None, interpret: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """V̂, K̂ and C [batch, time, heads, …], T and γ [batch · heads, chunks, …], from k, v and gates; γ: None without decay."""
-    dtype, m, keys, values = k.dtype, chunks.size, k.shape[-1], v.shape[-1]
+    dtype, m, keys, values = k.dtype, chunks.size, parts(k.shape[-1], k.dtype), parts(v.shape[-1], k.dtype)
     product, exact = gpu.products(dtype, interpret), gpu.products(jnp.float32, interpret)
     gated = decay is not None
 
@@ -37,20 +37,29 @@ def prepare(
             d = decays(refs[0][...])
             p, scale = d.products, beta * d.start
             written_ref, end_ref = outputs[2], outputs[4]
-            for part in parts(keys):
-                written_ref[:, part] = (d.end[:, None] * wide(k_ref[:, part])).astype(dtype)
             end_ref[...] = last(d.start)
-        t_ref[...] = _lower(beta, _similarity(k_ref, keys, product), p)
+
+            def write(part: Any, _: None) -> None:
+                written_ref[:, part] = (d.end[:, None] * wide(k_ref[:, part])).astype(dtype)
+
+            keys.each(write)
+        t_ref[...] = _lower(beta, keys.total(lambda part: product(k_ref[:, part], k_ref[:, part], 1, 1), m, m), p)
         _invert(t_ref, exact, interpret)
         t = t_ref[...]
-        for part in parts(values):
+
+        def of_values(part: Any, _: None) -> None:
             value_ref[:, part] = product(t, beta[:, None] * wide(v_ref[:, part]), 1, 0).astype(dtype)
-        for part in parts(keys):
+
+        def of_keys(part: Any, _: None) -> None:
             removed_ref[:, part] = product(t, scale[:, None] * wide(k_ref[:, part]), 1, 0).astype(dtype)
+
+        values.each(of_values)
+        keys.each(of_keys)
 
     found = chunks.call(
         kernel, given(k, v, beta, decay), [],
-        [(values, dtype), (keys, dtype), *[(keys, dtype)] * gated], [((m, m), jnp.float32), *[((), jnp.float32)] * gated],
+        [(v.shape[-1], dtype), (k.shape[-1], dtype), *[(k.shape[-1], dtype)] * gated],
+        [((m, m), jnp.float32), *[((), jnp.float32)] * gated],
         warps=4, interpret=interpret, name="delta_rule_prepare",
     )  # fmt: skip
     if gated:
@@ -72,7 +81,7 @@ def prepare_backward(
       x, dx: the memory before a chunk and the cotangent of that after it: of K̂ is −dU X, of C is U dX, of γ is ⟨X, dX⟩.
       dk: what k's cotangent has from elsewhere.
     """
-    dtype, m, keys, values = k.dtype, chunks.size, k.shape[-1], v.shape[-1]
+    dtype, m, keys, values = k.dtype, chunks.size, parts(k.shape[-1], k.dtype), parts(v.shape[-1], k.dtype)
     product, exact = gpu.products(dtype, interpret), gpu.products(jnp.float32, interpret)
     gated = decay is not None
 
@@ -80,58 +89,59 @@ def prepare_backward(
         row, column = iota(m, 0), iota(m, 1)
         alpha_refs, refs = refs[:gated], refs[gated:]
         t_ref, x_ref, dx_ref, dk_ref, dv_ref, dbeta_ref, *dalpha_refs = refs
-        beta = beta_ref[...]
+        beta, t = beta_ref[...], t_ref[...]
         d = decays(alpha_refs[0][...]) if gated else None
         scale = beta if d is None else beta * d.start
-        # −dU X and U dX of some channels of keys.
-        removed = lambda part: -total(product(du_ref[:, c], x_ref[c, part], 1, 0) for c in parts(values))
-        written = lambda part: total(product(u_ref[:, c], dx_ref[c, part], 1, 0) for c in parts(values))
+        width = min(keys.channels, keys.size)
+        # dU X, which is −dK̂, and U dX, which is dC, of some channels of keys.
+        removed = lambda part: values.total(lambda c: product(du_ref[:, c], x_ref[c, part], 1, 0), m, width)
+        written = lambda part: values.total(lambda c: product(u_ref[:, c], dx_ref[c, part], 1, 0), m, width)
 
-        t = t_ref[...]
-        dt = total(product(du_ref[:, c], beta[:, None] * wide(v_ref[:, c]), 1, 1) for c in parts(values))
-        dt += total(product(removed(c), scale[:, None] * wide(k_ref[:, c]), 1, 1) for c in parts(keys))
+        dt = values.total(lambda c: product(du_ref[:, c], beta[:, None] * wide(v_ref[:, c]), 1, 1), m, m)
+        dt -= keys.total(lambda c: product(removed(c), scale[:, None] * wide(k_ref[:, c]), 1, 1), m, m)
         dlower = jnp.where(row > column, -exact(exact(t, dt, 0, 0), t, 1, 1), 0.0)  # −Tᵀ dT Tᵀ
-        similarity = _similarity(k_ref, keys, product)
+        similarity = keys.total(lambda part: product(k_ref[:, part], k_ref[:, part], 1, 1), m, m)
         dproducts = beta[:, None] * dlower * similarity
         dlower = dlower if d is None else dlower * d.products
-        dbeta = jnp.sum(dlower * similarity, axis=1)
         dsimilarity = beta[:, None] * dlower
 
-        for part in parts(values):
-            solved = product(t, du_ref[:, part], 0, 0)
+        def of_values(part: Any, dbeta: jax.Array) -> jax.Array:
+            solved = product(t_ref[...], du_ref[:, part], 0, 0)
             dv_ref[:, part] = (beta[:, None] * solved).astype(dtype)
-            dbeta += jnp.sum(solved * wide(v_ref[:, part]), axis=1)
-        dscale, dend = jnp.zeros((m,), jnp.float32), jnp.zeros((m,), jnp.float32)
-        for part in parts(keys):
-            key, solved, dwritten = wide(k_ref[:, part]), product(t, removed(part), 0, 0), written(part)
-            dscale += jnp.sum(solved * key, axis=1)
-            dkey = wide(more_ref[:, part]) + scale[:, None] * solved
+            return dbeta + jnp.sum(solved * wide(v_ref[:, part]), axis=1)
+
+        def of_keys(part: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            dscale, dend = sums
+            key, solved, dwritten = wide(k_ref[:, part]), product(t_ref[...], removed(part), 0, 0), written(part)
+            dscale -= jnp.sum(solved * key, axis=1)
+            dkey = wide(more_ref[:, part]) - scale[:, None] * solved
             if d is not None:
                 dend += jnp.sum(dwritten * key, axis=1)
                 dwritten = d.end[:, None] * dwritten
             dkey += product(dsimilarity, key, 1, 0) + product(dsimilarity, key, 0, 0)
             dk_ref[:, part] = (dkey + dwritten).astype(dtype)
+            return dscale, dend
+
+        dbeta = values.each(of_values, jnp.sum(dlower * similarity, axis=1))
+        dscale, dend = keys.each(of_keys, (jnp.zeros((m,), jnp.float32), jnp.zeros((m,), jnp.float32)))
         if d is None:
             dbeta_ref[...] = dbeta + dscale
             return
         dbeta_ref[...] = dbeta + d.start * dscale
-        dlast = total(jnp.sum(wide(x_ref[c, n]) * wide(dx_ref[c, n])) for c in parts(values) for n in parts(keys))
+        both = lambda c, part: jnp.sum(wide(x_ref[c, part]) * wide(dx_ref[c, part]))
+        dlast = keys.total(lambda part: values.total(lambda c: both(c, part)))
         place = jax.lax.broadcasted_iota(jnp.int32, (m,), 0)
         dstart = beta * dscale + jnp.where(place == m - 1, dlast, 0.0)
-        dalpha_refs[0][...] = decays_backward(d, dproducts, dstart, dend, product)
+        # The products once more: kept from the start, they would spill registers.
+        dalpha_refs[0][...] = decays_backward(decays(alpha_refs[0][...]), dproducts, dstart, dend, product)
 
     found = chunks.call(
         kernel, given(k, v, beta, u, du, dk, decay), [t, x, dx],
-        [(keys, dtype), (values, dtype), *[(None, jnp.float32)] * (1 + gated)], [],
+        [(k.shape[-1], dtype), (v.shape[-1], dtype), *[(None, jnp.float32)] * (1 + gated)], [],
         warps=8, interpret=interpret, name="delta_rule_prepare_backward",
     )  # fmt: skip
     dk, dv, dbeta, *dalpha = found
     return dk, dv, dbeta, dalpha[0] if gated else None
-
-
-def _similarity(k_ref: Any, keys: int, product: gpu.Product) -> jax.Array:
-    """K Kᵀ."""
-    return total(product(k_ref[:, part], k_ref[:, part], 1, 1) for part in parts(keys))
 
 
 def _lower(beta: jax.Array, similarity: jax.Array, p: jax.Array | None) -> jax.Array:

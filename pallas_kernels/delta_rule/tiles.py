@@ -1,9 +1,7 @@
 """What the delta rule's kernels of single chunks share: their grid, and the gates of a chunk."""
 
 import dataclasses
-import functools
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +11,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels import gpu
 from pallas_kernels.batching import rows_folded
 from pallas_kernels.blocks import iota
-
-PART = 64  # channels of a product: more of them at once spill registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,17 +79,31 @@ class Chunks:
         return call(*tokens, *states)
 
 
-def parts(channels: int) -> list[Any]:
-    """Slices of so many channels, a product's each."""
-    return [pl.ds(start, min(PART, channels)) for start in range(0, channels, PART)]
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Channels in parts of `size`, a product's each: more of them at once spill registers."""
+
+    channels: int
+    size: int
+
+    def each(self, step: Callable[[Any, Any], Any], carry: Any = None) -> Any:
+        """The carry after `step(slice, carry)` of every part."""
+        if self.channels <= self.size:
+            return step(pl.ds(0, self.channels), carry)
+        part = lambda i: pl.ds(pl.multiple_of(i * self.size, self.size), self.size)
+        return jax.lax.fori_loop(0, self.channels // self.size, lambda i, carry: step(part(i), carry), carry)
+
+    def total(self, function: Callable[[Any], jax.Array], *shape: int) -> jax.Array:
+        """Σ function(slice) of a shape."""
+        return self.each(lambda part, sum: sum + function(part), jnp.zeros(shape, jnp.float32))
+
+
+def parts(channels: int, dtype: Any) -> Parts:
+    return Parts(channels, 64 if dtype == jnp.bfloat16 else 32)
 
 
 def given(*arrays: jax.Array | None) -> list[jax.Array]:
     return [x for x in arrays if x is not None]
-
-
-def total(matrices: Iterable[jax.Array]) -> jax.Array:
-    return functools.reduce(operator.add, matrices)
 
 
 def wide(x: jax.Array) -> jax.Array:
