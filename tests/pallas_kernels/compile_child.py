@@ -94,7 +94,7 @@ def wide_kernels():
     for dim in (128, 256):
         yield f"chunk_memory mlp {dim}", *memory(structures.MLP(), dim, 4, "bfloat16")
     yield "chunk_memory gated_mlp 128", *memory(structures.GatedMLP(), 128, 1, "bfloat16")
-    for dim in (64, 128):
+    for dim in (64, 96, 128):
         yield f"chunk_memory muon, atlas {dim}", *atlas(dim)
 
 
