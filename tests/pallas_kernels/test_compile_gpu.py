@@ -28,5 +28,7 @@ def test_kernels_compile():
     assert sum(name.startswith("chunk_memory") for _, name, *_ in kernels) == 4
     for case, name, _, spilled, shared, _ in kernels:
         most = MOST_SPILLED.get(case, 0)
-        assert int(spilled) <= most, f"{case}, {name}: {spilled} bytes of registers spilled, at most {most} are known of"
+        assert int(spilled) <= most, (
+            f"{case}, {name}: {spilled} bytes of registers spilled, at most {most} are known of"
+        )
         assert int(shared) <= 227 * 1024, f"{case}, {name}: {shared} bytes of shared memory"

@@ -1,0 +1,81 @@
+"""What the compilers for an H200 say about a program's kernels, without one.
+
+Import this before jax. It needs jax's CUDA plugin and ptxas (`pip install 'atlasjax[cuda-compile]'`), no GPU and no driver.
+"""
+
+import atexit
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+# Must be set before anything imports jax. With "cpu" the plugin looks for no device; it still offers its compiler.
+os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="2", XLA_FLAGS=f"--xla_dump_to={tempfile.mkdtemp()}")
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+DUMP = pathlib.Path(os.environ["XLA_FLAGS"].partition("=")[2])
+atexit.register(shutil.rmtree, DUMP, ignore_errors=True)
+TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
+
+
+class Kernel(NamedTuple):
+    """A Pallas kernel: its name, registers and spilled bytes of a thread, shared bytes and threads of a program."""
+
+    name: str
+    registers: int
+    spilled: int
+    shared: int
+    threads: int
+
+
+def compiled(function: Callable[..., Any], shapes: Any) -> Any:
+    """A function compiled for one H200; shapes: of its arguments."""
+    for path in DUMP.iterdir():
+        path.unlink()
+    devices = topologies.get_topology_desc(
+        platform="cuda", topology_name="h200", topology="1x1x1", target_config=TARGET.read_text()
+    ).devices
+    mesh = jax.sharding.Mesh(np.array(devices), ("device",))
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(devices[0]))
+    # Where no device is attached, the mesh tells Triton's lowering which one it is.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(function).lower(*jax.tree.map(place, shapes)).compile()
+
+
+def kernels(program: Any) -> Iterator[Kernel]:
+    """The Pallas kernels of what `compiled` compiled last."""
+    ours = tuple(re.findall(r'"__gpu\$xla\.gpu\.triton".*? name = "([^"]+)"', program.as_text()))
+    thunks = "".join(path.read_text() for path in DUMP.glob("*thunk_sequence.txt"))
+    launched = re.findall(r"kCustomKernel .*?(\S+) grid: .*? threads: \[(\d+), .*? shared_memory: (\d+) bytes", thunks)
+    report = ""
+    for path in DUMP.glob("*.ptx"):
+        if ".entry" in path.read_text():
+            command = [_assembler(), "-v", "-arch=sm_90a", path, "-o", os.devnull]
+            report += subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert len(ours) == sum(name.startswith(ours) for name, *_ in launched), (ours, launched)
+    for name, threads, shared in launched:
+        if not name.startswith(ours):
+            continue  # a fusion of XLA
+        found = re.search(
+            rf"Compiling entry function '{name}'.*?(\d+) bytes spill stores.*?Used (\d+) registers", report, re.DOTALL
+        )
+        assert found is not None, name
+        yield Kernel(name, int(found[2]), int(found[1]), int(shared), int(threads))
+
+
+def _assembler() -> str:
+    """The path of ptxas, of the wheels or of an installed toolkit."""
+    found = sorted(path for root in sys.path for path in pathlib.Path(root).glob("nvidia/cu*/bin/ptxas"))
+    path = str(found[0]) if found else shutil.which("ptxas")
+    if path is None:
+        raise FileNotFoundError("ptxas is not installed: pip install 'atlasjax[cuda-compile]'.")
+    return path

@@ -1,0 +1,121 @@
+"""What the compiler says about `memory.scan` on an H200, by kernels and by the XLA engine; no GPU is used, nothing is timed.
+
+    python experiments/benchmarks/kernels_gpu.py                       # all cases; finished ones are not compiled again
+    python experiments/benchmarks/kernels_gpu.py --only omeganet 64    # some
+    python experiments/benchmarks/kernels_gpu.py --again               # anew
+
+Needs `pip install 'atlasjax[cuda-compile]'`. Launches are counted in the compiled program's text, loops as often as they run;
+temporary bytes are the compiler's.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+# As a script, Python looks beside this file only.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from experiments.benchmarks import gpu_static  # before jax
+
+import jax  # isort: skip
+import jax.numpy as jnp  # isort: skip
+
+from atlasjax import memory, rules
+from atlasjax.memory import features
+from experiments.benchmarks.kernels_tpu import read_rows
+from experiments.benchmarks.launches import launches
+
+HERE = pathlib.Path(__file__).resolve().parent
+BATCH, TIME, HEADS = 8, 8192, 16
+RULES = {
+    "omeganet": lambda: rules.omeganet(chunk_size=64, window=4, features=features.Identity()),
+    "titans": lambda: rules.titans(chunk_size=64),
+    "deltanet": lambda: rules.deltanet(),
+    "gated_deltanet": lambda: rules.gated_deltanet(),
+}
+ENGINES, DIRECTIONS = ("xla", "pallas_gpu"), ("forward", "both")
+
+
+def cases() -> list[tuple[str, int, str, str]]:
+    """(rule, head dimension, engine, direction); tokens are bfloat16."""
+    dims = {"omeganet": (64, 128), "titans": (64,), "deltanet": (64, 128), "gated_deltanet": (64, 128)}
+    return [(name, d, engine, way) for name in RULES for d in dims[name] for engine in ENGINES for way in DIRECTIONS]
+
+
+def measure(name: str, dim: int, engine: str, direction: str) -> dict[str, Any]:
+    rule, shape = RULES[name](), (BATCH, TIME, HEADS)
+    array = lambda *sizes, dtype="float32": jax.ShapeDtypeStruct((*shape, *sizes), dtype)
+    make = lambda: memory.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=dim, value_dim=dim)
+    channels = rule.gate_channels(dim).items()
+    gates = memory.Gates(**{gate: array(*([n] if n else [])) for gate, n in channels})
+    tokens = array(dim, dtype="bfloat16")
+    arguments = [jax.eval_shape(make), tokens, tokens, tokens, gates]
+
+    def call(params: Any, q: Any, k: Any, v: Any, gates: Any) -> jax.Array:
+        return memory.scan(rule, params, None, q, k, v, gates, implementation=engine)[0]
+
+    loss = lambda *arrays: jnp.sum(call(*arrays).astype(jnp.float32) ** 2)
+    start = time.perf_counter()
+    program = gpu_static.compiled(jax.grad(loss, argnums=tuple(range(5))) if direction == "both" else call, arguments)
+    return {
+        "case": [name, dim, engine, direction],
+        "jax": jax.__version__,
+        "launches": launches(program.as_text()),
+        "temp_bytes": program.memory_analysis().temp_size_in_bytes,
+        "compile_seconds": round(time.perf_counter() - start, 1),
+        "kernels": [kernel._asdict() for kernel in gpu_static.kernels(program)],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: launches and bytes, then the kernels."""
+    found = {tuple(row["case"]): row for row in rows}
+    lines = [
+        "<!-- made by kernels_gpu.py -->",
+        f"Compiled for an H200 without one, jax {', '.join(sorted({row['jax'] for row in rows}))}: {BATCH} × {HEADS} rows of "
+        f"{TIME:,} tokens, bfloat16. Launches are kernels and library calls of one call; nothing was timed.",
+        "",
+        "| rule | head dim | | launches, XLA | launches, kernels | GB temporary, XLA | GB temporary, kernels |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name, dim, _, direction in (case for case in cases() if case[2] == "xla"):
+        pair = [found.get((name, dim, other, direction)) for other in ENGINES]
+        numbers = ["" if row is None else f"{row['launches']:,}" for row in pair]
+        numbers += ["" if row is None else f"{row['temp_bytes'] / 1e9:.2f}" for row in pair]
+        what = "forward" if direction == "forward" else "forward and backward"
+        lines.append(f"| {name} | {dim} | {what} | {' | '.join(numbers)} |")
+    lines += [
+        "",
+        "| rule | head dim | kernel | registers | bytes spilled | bytes shared | threads |",
+        "| --- | ---: | --- |" + " ---: |" * 4,
+    ]
+    for (name, dim, _, direction), row in found.items():
+        for kernel in row["kernels"] if direction == "both" else ():
+            lines.append(f"| {name} | {dim} | " + " | ".join(str(x) for x in kernel.values()) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="words of a case, all of which it must have")
+    parser.add_argument("--again", action="store_true", help="compile finished cases anew")
+    options = parser.parse_args()
+    path = HERE / "kernels_gpu.jsonl"
+    done = {tuple(row["case"]): row for row in read_rows(path)}
+    todo = [case for case in cases() if all(word in map(str, case) for word in options.only)]
+    todo = [case for case in todo if options.again or case not in done]
+    for number, case in enumerate(todo, 1):
+        print(f"{number}/{len(todo)} {' '.join(map(str, case))}", end=" ", flush=True)
+        done[case] = measure(*case)
+        print(f"{done[case]['launches']:,} launches, {done[case]['compile_seconds']} s", flush=True)
+        rows = [done[case] for case in cases() if case in done]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.with_suffix(".md").write_text(table(rows))
+    print((HERE / "kernels_gpu.md").read_text() if todo else f"nothing to do; the table is {HERE / 'kernels_gpu.md'}")
+
+
+if __name__ == "__main__":
+    main()
