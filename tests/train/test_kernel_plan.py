@@ -94,7 +94,7 @@ def test_atlas_340m_with_kernels(topology):
 
 
 def test_atlas_1_3b_has_no_kernel():
-    """Two layers of 256 × 1,024 and 1,024 × 512 and their momenta: with the states of single writes more than a core holds."""
+    """Two layers of 256 × 1,024 and 1,024 × 512 and their momenta: with what one write needs more than a core holds."""
     config = run_config("atlas-1.3b", PODS[0], "pallas_tpu")
     rule, params = head_params(config)
     q = jax.ShapeDtypeStruct((1, config.data.sequence_length, 1, config.model.resolved_head_dim), "bfloat16")
