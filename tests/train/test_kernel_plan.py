@@ -12,7 +12,6 @@ import pytest
 from atlasjax import memory
 from atlasjax.cli.info import suggested_mesh
 from atlasjax.distributed import plan as plan_lib
-from atlasjax.memory.kernels import unserved
 from atlasjax.train import default_config, plan_training
 
 PODS = ("v5e:16x16", "v5p:8x8x8", "v6e:16x16")
@@ -97,9 +96,13 @@ def test_atlas_1_3b_has_no_kernel():
     """Two layers of 256 × 1,024 and 1,024 × 512 and their momenta: with what one write needs more than a core holds."""
     config = run_config("atlas-1.3b", PODS[0], "pallas_tpu")
     rule, params = head_params(config)
-    q = jax.ShapeDtypeStruct((1, config.data.sequence_length, 1, config.model.resolved_head_dim), "bfloat16")
-    reason = unserved(rule, params, None, q, packed=False)
-    assert "their momenta are 1,572,864 numbers a head, more than 393,216" in reason
+    shape = (1, config.data.sequence_length, 1)
+    q = jax.ShapeDtypeStruct((*shape, config.model.resolved_head_dim), "bfloat16")
+    gate = jax.ShapeDtypeStruct(shape, "float32")
+    gates = memory.Gates(gate, gate, gate, jax.ShapeDtypeStruct((*shape, rule.window), "float32"))
+    scan = functools.partial(memory.scan, rule, implementation="pallas_tpu")
+    with pytest.raises(ValueError, match="their momenta are 1,572,864 numbers a head, more than 393,216"):
+        jax.eval_shape(lambda params, q, gates: scan(params, None, q, q, q, gates), params, q, gates)
 
 
 @needs_libtpu
