@@ -30,15 +30,15 @@ def delta_rule(
     """W_t = α_t W_{t−1} + β_t (v_t − α_t W_{t−1} k_t) k_tᵀ and y_t = W_t q_t (Yang et al. 2024; gated: 2412.06464), block-parallel.
 
     Args:
-      q, k: [batch, time, heads, key_dim], float32 or bfloat16; the kernel serves key_dim and value_dim up to 256.
+      q, k: [batch, time, heads, key_dim], float32 or bfloat16; kernels serve key_dim and value_dim up to 256.
       v: [batch, time, heads, value_dim], of the same dtype.
       beta: β, [batch, time, heads].
       decay: α in [0, 1], [batch, time, heads]; None: 1.
       initial: W before the first token, [batch, heads, value_dim, key_dim]; None: zero.
       chunk_size: tokens of a block, a power of two ≥ 8; does not change the result.
       implementation: "pallas_tpu": a kernel that keeps W on chip for the whole sequence and computes again what its backward pass
-        needs; "pallas_gpu": kernels for what is sequential, in chunks of at most 64 tokens, between batched products of all chunks,
-        which keeps W before each chunk (neither has a forward-mode derivative); "reference": token by token.
+        needs; "pallas_gpu": a kernel that carries W over chunks of at most 64 tokens between kernels of single chunks, W before each
+        chunk in device memory (neither has a forward-mode derivative); "reference": token by token.
       interpret: as `pallas_call` takes it.
 
     Returns:
@@ -76,7 +76,7 @@ def delta_rule(
         raise ValueError(f"delta_rule: chunk_size={chunk_size}, should be a power of two ≥ 8.")
     if max(key_dim, value_dim) > MOST_CHANNELS:
         raise ValueError(
-            f"delta_rule: the kernel serves head dimensions up to {MOST_CHANNELS}, q {q.shape}, v {v.shape}."
+            f"delta_rule: kernels serve head dimensions up to {MOST_CHANNELS}, q {q.shape}, v {v.shape}."
         )
     if implementation == "pallas_gpu":
         return gpu.delta_rule(q, k, v, beta, decay, initial, chunk_size, interpret)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels import gpu
 from pallas_kernels.blocks import iota
-from pallas_kernels.delta_rule.tiles import Chunks, decays, decays_backward, given, last, parts, wide
+from pallas_kernels.delta_rule.tiles import Chunks, decays, from_ends, from_products, given, last, parts, wide
 
 _BLOCK = 16  # the least that products take
 
@@ -81,59 +81,63 @@ def prepare_backward(
       x, dx: the memory before a chunk and the cotangent of that after it: of K̂ is −dU X, of C is U dX, of γ is ⟨X, dX⟩.
       dk: what k's cotangent has from elsewhere.
     """
-    dtype, m, keys, values = k.dtype, chunks.size, parts(k.shape[-1], k.dtype), parts(v.shape[-1], k.dtype)
+    dtype, m, gated = k.dtype, chunks.size, decay is not None
+    keys, values = (parts(x.shape[-1], dtype, narrow=gated) for x in (k, v))
     product, exact = gpu.products(dtype, interpret), gpu.products(jnp.float32, interpret)
-    gated = decay is not None
 
     def kernel(k_ref: Any, v_ref: Any, beta_ref: Any, u_ref: Any, du_ref: Any, more_ref: Any, *refs: Any) -> None:
         row, column = iota(m, 0), iota(m, 1)
         alpha_refs, refs = refs[:gated], refs[gated:]
         t_ref, x_ref, dx_ref, dk_ref, dv_ref, dbeta_ref, *dalpha_refs = refs
-        beta, t = beta_ref[...], t_ref[...]
-        d = decays(alpha_refs[0][...]) if gated else None
-        scale = beta if d is None else beta * d.start
+        beta = beta_ref[...]
+        # Computed where they are used, or registers would spill.
+        again = lambda: decays(alpha_refs[0][...]) if gated else None
+        d = again()
+        scale, start, end = (beta, None, None) if d is None else (beta * d.start, d.start, d.end)
         width = min(keys.channels, keys.size)
         # dU X, which is −dK̂, and U dX, which is dC, of some channels of keys.
         removed = lambda part: values.total(lambda c: product(du_ref[:, c], x_ref[c, part], 1, 0), m, width)
         written = lambda part: values.total(lambda c: product(u_ref[:, c], dx_ref[c, part], 1, 0), m, width)
-
-        dt = values.total(lambda c: product(du_ref[:, c], beta[:, None] * wide(v_ref[:, c]), 1, 1), m, m)
-        dt -= keys.total(lambda c: product(removed(c), scale[:, None] * wide(k_ref[:, c]), 1, 1), m, m)
-        dlower = jnp.where(row > column, -exact(exact(t, dt, 0, 0), t, 1, 1), 0.0)  # −Tᵀ dT Tᵀ
-        similarity = keys.total(lambda part: product(k_ref[:, part], k_ref[:, part], 1, 1), m, m)
-        dproducts = beta[:, None] * dlower * similarity
-        dlower = dlower if d is None else dlower * d.products
-        dsimilarity = beta[:, None] * dlower
 
         def of_values(part: Any, dbeta: jax.Array) -> jax.Array:
             solved = product(t_ref[...], du_ref[:, part], 0, 0)
             dv_ref[:, part] = (beta[:, None] * solved).astype(dtype)
             return dbeta + jnp.sum(solved * wide(v_ref[:, part]), axis=1)
 
+        dbeta = values.each(of_values, jnp.zeros((m,), jnp.float32))
+        dt = values.total(lambda c: product(du_ref[:, c], beta[:, None] * wide(v_ref[:, c]), 1, 1), m, m)
+        dt -= keys.total(lambda c: product(removed(c), scale[:, None] * wide(k_ref[:, c]), 1, 1), m, m)
+        t = t_ref[...]
+        dlower = jnp.where(row > column, -exact(exact(t, dt, 0, 0), t, 1, 1), 0.0)  # −Tᵀ dT Tᵀ
+        similarity = keys.total(lambda part: product(k_ref[:, part], k_ref[:, part], 1, 1), m, m)
+        dalpha = jnp.zeros((m,), jnp.float32)
+        if (d := again()) is not None:
+            dalpha = from_products(d, beta[:, None] * dlower * similarity, product)
+            dlower = dlower * d.products
+        dbeta += jnp.sum(dlower * similarity, axis=1)
+        dsimilarity = beta[:, None] * dlower
+
         def of_keys(part: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             dscale, dend = sums
             key, solved, dwritten = wide(k_ref[:, part]), product(t_ref[...], removed(part), 0, 0), written(part)
             dscale -= jnp.sum(solved * key, axis=1)
             dkey = wide(more_ref[:, part]) - scale[:, None] * solved
-            if d is not None:
+            if end is not None:
                 dend += jnp.sum(dwritten * key, axis=1)
-                dwritten = d.end[:, None] * dwritten
+                dwritten = end[:, None] * dwritten
             dkey += product(dsimilarity, key, 1, 0) + product(dsimilarity, key, 0, 0)
             dk_ref[:, part] = (dkey + dwritten).astype(dtype)
             return dscale, dend
 
-        dbeta = values.each(of_values, jnp.sum(dlower * similarity, axis=1))
         dscale, dend = keys.each(of_keys, (jnp.zeros((m,), jnp.float32), jnp.zeros((m,), jnp.float32)))
-        if d is None:
-            dbeta_ref[...] = dbeta + dscale
+        dbeta_ref[...] = dbeta + (dscale if start is None else start * dscale)
+        if (d := again()) is None:
             return
-        dbeta_ref[...] = dbeta + d.start * dscale
         both = lambda c, part: jnp.sum(wide(x_ref[c, part]) * wide(dx_ref[c, part]))
         dlast = keys.total(lambda part: values.total(lambda c: both(c, part)))
         place = jax.lax.broadcasted_iota(jnp.int32, (m,), 0)
         dstart = beta * dscale + jnp.where(place == m - 1, dlast, 0.0)
-        # The products once more: kept from the start, they would spill registers.
-        dalpha_refs[0][...] = decays_backward(decays(alpha_refs[0][...]), dproducts, dstart, dend, product)
+        dalpha_refs[0][...] = dalpha + from_ends(d, dstart, dend)
 
     found = chunks.call(
         kernel, given(k, v, beta, u, du, dk, decay), [t, x, dx],

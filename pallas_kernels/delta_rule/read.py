@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import gpu
 from pallas_kernels.blocks import iota
-from pallas_kernels.delta_rule.tiles import Chunks, decays, decays_backward, given, parts, wide
+from pallas_kernels.delta_rule.tiles import Chunks, decays, from_ends, from_products, given, parts, wide
 
 
 def read(
@@ -85,7 +85,8 @@ def read_backward(
         values.each(of_values)
         dstart = keys.each(of_keys, jnp.zeros((m,), jnp.float32))
         if d is not None:
-            dalpha_refs[0][...] = decays_backward(d, dproducts, dstart, None, product)
+            d = decays(alpha_refs[0][...])  # once more: kept from the start, they would spill registers
+            dalpha_refs[0][...] = from_products(d, dproducts, product) + from_ends(d, dstart, None)
 
     found = chunks.call(
         kernel, given(q, k, u, dy, decay), [x],

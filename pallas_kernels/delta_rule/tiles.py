@@ -98,8 +98,9 @@ class Parts:
         return self.each(lambda part, sum: sum + function(part), jnp.zeros(shape, jnp.float32))
 
 
-def parts(channels: int, dtype: Any) -> Parts:
-    return Parts(channels, 64 if dtype == jnp.bfloat16 else 32)
+def parts(channels: int, dtype: Any, *, narrow: bool = False) -> Parts:
+    """As wide as registers allow, or half of it for a kernel that holds more."""
+    return Parts(channels, (64 if dtype == jnp.bfloat16 else 32) // (2 if narrow else 1))
 
 
 def given(*arrays: jax.Array | None) -> list[jax.Array]:
@@ -136,20 +137,24 @@ def decays(alpha: jax.Array) -> Decays:
     return Decays(alpha, p, _first_entry(alpha) * _first_column(p), end)
 
 
-def decays_backward(
-    decays: Decays, dproducts: jax.Array, dstart: jax.Array, dend: jax.Array | None, product: gpu.Product
-) -> jax.Array:
-    """Cotangent of α [m]: Σ_{s≥t>i} P[s,t] dP[s,i] P[t−1,i], no quotients. That of P is zero above the diagonal."""
-    alpha, p, m = decays.alpha, decays.products, dstart.shape[0]
-    row, column = iota(m, 0), iota(m, 1)
-    dfirst = jnp.sum(dstart * _first_column(p))
-    dproducts = dproducts + jnp.where(column == 0, _first_entry(alpha) * dstart[:, None], 0.0)
-    if dend is not None:
-        dproducts = dproducts + jnp.where(row == m - 1, dend[None, :], 0.0)
-    inner = product(p, dproducts, 0, 0)
-    before = jnp.sum(jnp.where(row == column + 1, alpha[None, :], 0.0), axis=1)  # α_{t−1}
-    dalpha = jnp.sum(inner * _products(before, 1), axis=1)
-    return dalpha + jnp.where(jax.lax.broadcasted_iota(jnp.int32, (m,), 0) == 0, dfirst, 0.0)
+def from_products(decays: Decays, dproducts: jax.Array, product: gpu.Product) -> jax.Array:
+    """α's cotangent [m] from that of P, zero above the diagonal: Σ_{s≥t>i} P[s,t] dP[s,i] P[t−1,i], no quotients."""
+    return jnp.sum(product(decays.products, dproducts, 0, 0) * _before(decays.alpha), axis=1)
+
+
+def from_ends(decays: Decays, dstart: jax.Array, dend: jax.Array | None) -> jax.Array:
+    """α's cotangent [m] from those of A and of P's last row: as `from_products`, of one column and one row of dP."""
+    first, before = _first_entry(decays.alpha), _before(decays.alpha)
+    place = jax.lax.broadcasted_iota(jnp.int32, dstart.shape, 0)
+    dalpha = first * jnp.sum(decays.products * dstart[:, None], axis=0) * _first_column(before)
+    dalpha += jnp.where(place == 0, jnp.sum(dstart * _first_column(decays.products)), 0.0)
+    return dalpha if dend is None else dalpha + decays.end * jnp.sum(before * dend[None, :], axis=1)
+
+
+def _before(alpha: jax.Array) -> jax.Array:
+    """P[t−1,i] for t > i, else 0."""
+    row, column = iota(alpha.shape[0], 0), iota(alpha.shape[0], 1)
+    return _products(jnp.sum(jnp.where(row == column + 1, alpha[None, :], 0.0), axis=1), 1)
 
 
 def _products(alpha: jax.Array, offset: int) -> jax.Array:

@@ -16,6 +16,7 @@ import jax.numpy as jnp  # isort: skip
 
 from atlasjax.memory import objectives, structures
 from pallas_kernels.chunk_memory import chunk_memory
+from pallas_kernels.delta_rule import delta_rule
 from pallas_kernels.newton_schulz import newton_schulz
 
 
@@ -37,6 +38,11 @@ def kernels():
     # OmegaNet's, and the smallest with all gates.
     yield "chunk_memory mlp 64", *chunk_memories(structures.MLP(), 64, 4, "bfloat16", "retention")
     yield "chunk_memory matrix 32", *chunk_memories(structures.Matrix(), 32, 1, "float32", "retention", "momentum")
+    for dim, dtype, gates in ((64, "bfloat16", 1), (128, "bfloat16", 2), (96, "float32", 2)):
+        tokens = [jax.ShapeDtypeStruct((2, 256, 4, dim), dtype)] * 3
+        tokens += [jax.ShapeDtypeStruct((2, 256, 4), "float32")] * gates
+        call = lambda arrays: delta_rule(*arrays, implementation="pallas_gpu")[0]
+        yield f"delta_rule {dim}" + " gated" * (gates > 1), call, [tokens]
 
 
 def chunk_memories(structure, dim, window, dtype, *gates):
