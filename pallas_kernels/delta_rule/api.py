@@ -37,8 +37,8 @@ def delta_rule(
       initial: W before the first token, [batch, heads, value_dim, key_dim]; None: zero.
       chunk_size: tokens of a block, a power of two ≥ 8; does not change the result.
       implementation: "pallas_tpu": a kernel that keeps W on chip for the whole sequence and computes again what its backward pass
-        needs; "pallas_gpu": a kernel that carries W over chunks of at most 64 tokens between kernels of single chunks, W before each
-        chunk in device memory (neither has a forward-mode derivative); "reference": token by token.
+        needs; "pallas_gpu": a kernel that takes W over chunks of at most 64 tokens between kernels of single chunks, W before each
+        in device memory (neither has a forward-mode derivative); "reference": token by token.
       interpret: as `pallas_call` takes it.
 
     Returns:
@@ -75,9 +75,7 @@ def delta_rule(
     if chunk_size < 8 or chunk_size & (chunk_size - 1):
         raise ValueError(f"delta_rule: chunk_size={chunk_size}, should be a power of two ≥ 8.")
     if max(key_dim, value_dim) > MOST_CHANNELS:
-        raise ValueError(
-            f"delta_rule: kernels serve head dimensions up to {MOST_CHANNELS}, q {q.shape}, v {v.shape}."
-        )
+        raise ValueError(f"delta_rule: kernels serve head dimensions up to {MOST_CHANNELS}, q {q.shape}, v {v.shape}.")
     if implementation == "pallas_gpu":
         return gpu.delta_rule(q, k, v, beta, decay, initial, chunk_size, interpret)
     gates = gates_to_chunks([(beta, 0.0)] if decay is None else [(beta, 0.0), (decay, 1.0)], chunk_size)
