@@ -99,8 +99,9 @@ class Parts:
 
 
 def parts(channels: int, dtype: Any, *, narrow: bool = False) -> Parts:
-    """As wide as registers allow, or half of it for a kernel that holds more."""
-    return Parts(channels, (64 if dtype == jnp.bfloat16 else 32) // (2 if narrow else 1))
+    """As wide as registers allow, half of it for a kernel that holds more. A loop of two parts holds fewer than none."""
+    widest = 64 if dtype == jnp.bfloat16 else 32
+    return Parts(channels, 16 if channels <= 32 else widest // 2 if narrow else widest)
 
 
 def given(*arrays: jax.Array | None) -> list[jax.Array]:
