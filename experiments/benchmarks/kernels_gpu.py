@@ -33,15 +33,15 @@ BATCH, TIME, HEADS = 8, 8192, 16
 RULES = {
     "omeganet": lambda: rules.omeganet(chunk_size=64, window=4, features=features.Identity()),
     "titans": lambda: rules.titans(chunk_size=64),
-    "deltanet": lambda: rules.deltanet(),
-    "gated_deltanet": lambda: rules.gated_deltanet(),
+    "delta_rule": lambda: rules.delta_rule(),
+    "gated_delta_rule": lambda: rules.gated_delta_rule(),
 }
 ENGINES, DIRECTIONS = ("xla", "pallas_gpu"), ("forward", "both")
 
 
 def cases() -> list[tuple[str, int, str, str]]:
     """(rule, head dimension, engine, direction); tokens are bfloat16."""
-    dims = {"omeganet": (64, 128), "titans": (64,), "deltanet": (64, 128), "gated_deltanet": (64, 128)}
+    dims = {"omeganet": (64, 128), "titans": (64,), "delta_rule": (64, 128), "gated_delta_rule": (64, 128)}
     return [(name, d, engine, way) for name in RULES for d in dims[name] for engine in ENGINES for way in DIRECTIONS]
 
 
