@@ -8,6 +8,11 @@ import jax.numpy as jnp
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
+def token_precision(dtype: jax.typing.DTypeLike) -> jax.lax.Precision:
+    """Of products with tokens of a dtype: exact for float32, one pass of bfloat16 for bfloat16."""
+    return HIGHEST if jnp.dtype(dtype) == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
 def iota(size: int, axis: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, (size, size), axis)
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.blocks import token_precision
 from pallas_kernels.chunk_memory import gpu, reference
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Objective, Structure, window_rows
 from pallas_kernels.chunk_memory.muon import MuonChunk, writes
@@ -101,7 +102,7 @@ def chunk_memory(
     carry += [] if momenta is None else [fold(momenta[name]) for name in names]
     if size > 1 and implementation == "pallas_tpu":
         carry += [jnp.zeros((batch * heads, window_rows(size), n), jnp.float32) for n in (k.shape[-1], v.shape[-1], 1)]
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    precision = token_precision(q.dtype)
     chunk = MemoryChunk(structure, objective, names, momentum is not None, retention is not None, size, precision)
     tokens = tuple(to_chunks(x, chunk_size) for x in (q, k, v))
     rows = [(step_size, 0.0), (ones, 0.0), *((x, 1.0) for x in (retention, momentum) if x is not None)]

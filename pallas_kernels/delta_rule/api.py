@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.blocks import token_precision
 from pallas_kernels.chunk_scan import chunk_scan
 from pallas_kernels.delta_rule import gpu, reference
 from pallas_kernels.delta_rule.chunk import DeltaRuleChunk
@@ -79,7 +80,7 @@ def delta_rule(
     if implementation == "pallas_gpu":
         return gpu.delta_rule(q, k, v, beta, decay, initial, chunk_size, interpret)
     gates = gates_to_chunks([(beta, 0.0)] if decay is None else [(beta, 0.0), (decay, 1.0)], chunk_size)
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    precision = token_precision(q.dtype)
     chunk = DeltaRuleChunk(decay is not None, precision)
     carry = (initial.astype(jnp.float32).reshape(batch * heads, value_dim, key_dim),)
     (final,), (y,) = chunk_scan(

@@ -53,9 +53,9 @@ def operations(rows: int, columns: int, steps: int, form: str, *, backward: bool
     """Floating-point operations of the products for one matrix: the floor of a matrix unit, and what the compiler is told."""
     large, small = 2 * rows * rows * columns, 2 * rows**3
     if form == "direct":
-        forward = steps * (2 * large + small)
-        # again the steps; then X Xᵀ, dX' Xᵀ and three products with X or dX', A², A dP and dP A
-        return forward if not backward else forward + steps * (5 * large + 3 * small)
+        step = 2 * large + small
+        # again all steps but the last; then X Xᵀ, dX' Xᵀ and three products with X or dX', A², A dP and dP A
+        return steps * step if not backward else max(steps - 1, 0) * step + steps * (5 * large + 3 * small)
     chain = steps * small + (steps - 1) * 3 * small if steps else 0
     if not backward:
         return 2 * large + chain
