@@ -100,7 +100,7 @@ def unserved(
         refusals[f"{time} tokens are no whole chunk of {rule.chunk_size}"] = time < rule.chunk_size
     if on_gpu and not _is_delta(rule) and not any(refusals.values()):
         size = _FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size
-        if (reason := unserved_by_gpu(rule.structure, params.weights, size)) is not None:
+        if (reason := unserved_by_gpu(rule.structure, params.weights, size, q.dtype)) is not None:
             refusals[reason] = True
     if state is not None:
         inside = state.position is not None or state.window_keys is not None

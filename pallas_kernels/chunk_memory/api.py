@@ -89,7 +89,10 @@ def chunk_memory(
         raise ValueError(f"chunk_memory: chunk_size={chunk_size}, should be a power of two from 8 to 256.")
     if every < 1 or every & (every - 1) or every > chunk_size:
         raise ValueError(f"chunk_memory: every={every}, should be a power of two, at most chunk_size={chunk_size}.")
-    if implementation == "pallas_gpu" and (reason := gpu.unserved_by_gpu(structure, weights, chunk_size)) is not None:
+    if (
+        implementation == "pallas_gpu"
+        and (reason := gpu.unserved_by_gpu(structure, weights, chunk_size, q.dtype)) is not None
+    ):
         raise ValueError(f'chunk_memory: implementation="pallas_gpu" cannot run this call: {reason}.')
     if implementation == "pallas_gpu" and newton_schulz is not None:
         raise ValueError('chunk_memory: implementation="pallas_gpu" has no kernel for newton_schulz (Muon).')

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.blocks import columns, entry, last_row
 from pallas_kernels.chunk_memory.chunk import MemoryChunk
-from pallas_kernels.chunk_memory.gpu_kernels import LEAST, Layers, state_cotangents, states
+from pallas_kernels.chunk_memory.gpu_kernels import LEAST, Layers, block_tokens, state_cotangents, states
 
 Arrays = tuple[jax.Array, ...]
 
@@ -29,16 +29,20 @@ _MOST_CHANNELS = 256  # of keys (with their features) and values: a step holds a
 _TOGETHER = 2**28  # bytes of one hidden array [rows, chunks, tokens, hidden] of the parallel parts
 
 
-def unserved_by_gpu(structure: Any, weights: dict[str, jax.Array], chunk_size: int) -> str | None:
-    """Why the kernels cannot run a memory with weights [..., out, in]; None if they can."""
+def unserved_by_gpu(
+    structure: Any, weights: dict[str, jax.Array], chunk_size: int, dtype: jax.typing.DTypeLike
+) -> str | None:
+    """Why the kernels cannot run a memory with weights [..., out, in] and tokens of a dtype; None if they can."""
     layers = Layers.of(structure)
     if layers is None:
         return f"structure={structure!r} has more than one hidden layer"
     if chunk_size < LEAST:
         return f"chunk_size={chunk_size}, should be at least {LEAST}"
     channels = [w.shape[-2 if name == layers.outer else -1] for name, w in weights.items()]
-    if max(channels) > _MOST_CHANNELS:
-        return f"keys or values have {max(channels)} channels, more than {_MOST_CHANNELS}"
+    # A hidden layer's step in float32 asks for more shared memory than there is.
+    most = _MOST_CHANNELS // (2 if layers.inner and jnp.dtype(dtype) == jnp.float32 else 1)
+    if max(channels) > most:
+        return f"keys or values of {jnp.dtype(dtype).name} have {max(channels)} channels, more than {most}"
     width = weights[layers.outer].shape[-1]
     if layers.inner and width % LEAST:
         return f"the hidden width {width} is no multiple of {LEAST}"
@@ -180,7 +184,10 @@ def _tokens(chunk: MemoryChunk, xs: Arrays, window: Arrays) -> dict[str, Any]:
     real = window[2] if window else None
     weights, scales = jax.vmap(jax.vmap(at_end))(gates, real)
     split = window[0].shape[2] if window else 0
-    blocks: list[Arrays] = [(k, v, weights[..., split:])]
+    size = block_tokens(max(k.shape[-1], v.shape[-1]), k.dtype)
+    parts = lambda x, axis: jnp.split(x, list(range(size, x.shape[axis], size)), axis)
+    in_parts = lambda k, v, weights: list(zip(parts(k, 2), parts(v, 2), parts(weights, 3)))
+    blocks = in_parts(k, v, weights[..., split:])
     if window:
-        blocks.append((*window[:2], weights[..., :split]))
+        blocks += in_parts(window[0], window[1], weights[..., :split])
     return {"blocks": blocks, "scales": scales}

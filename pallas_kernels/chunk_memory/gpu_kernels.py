@@ -17,6 +17,7 @@ from pallas_kernels.chunk_memory.chunk import MemoryChunk
 Arrays = tuple[jax.Array, ...]
 
 LEAST = 16  # rows and columns of a product on tensor cores
+_TOGETHER = 80 * 64  # numbers of the sums of one loop over tiles, which are held in registers
 _TILE = 16  # of the hidden width: at d = 64 with bfloat16 products hardly a register spills, with wider tiles hundreds of bytes do
 
 
@@ -132,15 +133,26 @@ class _Step:
         h, pullback = jax.vjp(self.layers.hidden, z)
         return h, pullback(u)[0]
 
-    def outs(self, blocks: list["_Block"], weights: dict[str, Any], i: Any) -> tuple[jax.Array, ...]:
+    def sums(self, blocks: list["_Block"], term: Callable[["_Block", Any], jax.Array]) -> list[jax.Array]:
+        """Σ over tiles j of term(block, j) [E, value_dim] of each block, in one loop over tiles or, if they are many, one each."""
+        zeros = [jnp.zeros(block.refs[1].shape[1:], jnp.float32) for block in blocks]
+        groups = (
+            [list(range(len(blocks)))] if sum(x.size for x in zeros) <= _TOGETHER else [[n] for n in range(len(blocks))]
+        )
+        totals = []
+        for group in groups:
+            add = lambda j, sums, group=group: tuple(x + term(blocks[n], j) for n, x in zip(group, sums))
+            totals += self.tiles(add, tuple(zeros[n] for n in group))
+        return totals
+
+    def outs(self, blocks: list["_Block"], weights: dict[str, Any], i: Any) -> list[jax.Array]:
         """W_outer h of each block."""
 
-        def add(j: Any, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def term(block: "_Block", j: Any) -> jax.Array:
             w = self.load(weights, i, j)
-            h = [self.hidden(block, self.projections(block, w), j) for block in blocks]
-            return tuple(total + self.dot(x, w[self.layers.outer], 1, 1) for total, x in zip(totals, h))
+            return self.dot(self.hidden(block, self.projections(block, w), j), w[self.layers.outer], 1, 1)
 
-        return self.tiles(add, tuple(jnp.zeros(block.refs[1].shape[1:], jnp.float32) for block in blocks))
+        return self.sums(blocks, term)
 
     def gradient(self, block: "_Block", out: jax.Array) -> jax.Array:
         """∇ℓ of W_outer h."""
@@ -182,6 +194,21 @@ class _Block:
         return tuple(self.refs[2][self.i, place, :][:, None] for place in range(self.refs[2].shape[1]))
 
 
+def block_tokens(channels: int, dtype: jax.typing.DTypeLike) -> int:
+    """Tokens of a block: few enough that a step of it spills next to nothing at d = 64 and 128 with bfloat16 products."""
+    return 64 if _narrow(channels, dtype) else 32
+
+
+def _warps(tokens: dict[str, Any]) -> int:
+    """Four, of which a multiprocessor can hold two programs, unless eight spill less."""
+    k, v, _ = tokens["blocks"][0]
+    return 4 if _narrow(max(k.shape[-1], v.shape[-1]), k.dtype) else 8
+
+
+def _narrow(channels: int, dtype: jax.typing.DTypeLike) -> bool:
+    return channels <= 64 and jnp.dtype(dtype) == jnp.bfloat16
+
+
 def _settings(
     chunk: MemoryChunk, carry: Arrays, dtype: jax.typing.DTypeLike, interpret: Any
 ) -> tuple[_Step, Callable[[Sequence[Any]], list[dict[str, Any]]]]:
@@ -192,12 +219,6 @@ def _settings(
     size = len(chunk.names)
     named = lambda carry: [dict(zip(chunk.names, carry[at : at + size])) for at in range(0, len(carry), size)]
     return step, named
-
-
-def _warps(tokens: dict[str, Any]) -> int:
-    """Four, of which a multiprocessor can hold two programs, unless tokens have so many channels that eight spill less."""
-    _, v, _ = tokens["blocks"][0]
-    return 4 if v.shape[-1] <= 64 else 8
 
 
 def _copy(step: _Step, source: dict[str, Any], at: Any, target: dict[str, Any], to: Any) -> None:
@@ -325,20 +346,15 @@ def state_cotangents(
                 primal = jax.vjp(step.factors, step.projections(block, w), dot(block.g[...], w[outer], 1, 0))
                 return primal, {name: weighted(block, later, name, block.k, 1) for name in inner}
 
-            def add(j: Any, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                """dg."""
+            def term(block: _Block, j: Any) -> jax.Array:
                 w, later = load(j)
-                new = []
-                for block, total in zip(blocks, totals):
-                    if inner:
-                        ((h, _), pullback), dleft = through(block, w, later)
-                        total += dot(pullback((jnp.zeros_like(h), dleft))[1], w[outer], 1, 1)
-                    else:
-                        h = step.hidden(block, {}, j)
-                    new.append(total + weighted(block, later, outer, h, 1))
-                return tuple(new)
+                if not inner:
+                    return weighted(block, later, outer, step.hidden(block, {}, j), 1)
+                ((h, _), pullback), dleft = through(block, w, later)
+                of_left = dot(pullback((jnp.zeros_like(h), dleft))[1], w[outer], 1, 1)
+                return of_left + weighted(block, later, outer, h, 1)
 
-            dg = step.tiles(add, tuple(jnp.zeros(x.shape, jnp.float32) for x in outs))
+            dg = step.sums(blocks, term)
             for block, out, x in zip(blocks, outs, dg):
                 block.d[...] = jax.vjp(functools.partial(step.gradient, block), out)[1](x)[0]
             _barrier(interpret)

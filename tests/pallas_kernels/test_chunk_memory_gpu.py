@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from atlasjax.memory import objectives, structures
-from pallas_kernels.chunk_memory import chunk_memory
+from pallas_kernels.chunk_memory import chunk_memory, gpu_kernels
 from pallas_kernels.chunk_memory import gpu as parallel
 from pallas_kernels.newton_schulz import SCHEDULES
 from tests.pallas_kernels.test_chunk_memory import DOT, GATED, L2, MATRIX, MLP, close, inputs, run
@@ -31,6 +31,14 @@ def test_values_and_gradients(structure, objective, shape, gates, window):
     arrays, values = inputs(structure, *shape, gates=gates, window=window)
     expected = run(structure, objective, arrays, values, chunk_size=16, implementation="reference")
     close(run(structure, objective, arrays, values, **GPU), expected, 2e-5)
+
+
+def test_many_blocks_of_tokens(monkeypatch):
+    """Chunks of 64 in blocks of 32, a window of 40 in two more; sums of some blocks apart, as where tokens have many channels."""
+    monkeypatch.setattr(gpu_kernels, "_TOGETHER", 0)
+    arrays, values = inputs(NARROW, 1, 70, 1, 16, gates=("retention",), window=40)
+    expected = run(NARROW, L2, arrays, values, chunk_size=64, implementation="reference")
+    close(run(NARROW, L2, arrays, values, **{**GPU, "chunk_size": 64}), expected, 2e-5)
 
 
 def test_bfloat16_inputs():
@@ -68,3 +76,6 @@ def test_what_it_does_not_serve():
     (weights, momenta, q, k, v), values = inputs(NARROW, 1, 16, 1, 24, gates=())
     with pytest.raises(ValueError, match="the hidden width 24 is no multiple of 16"):
         chunk_memory(NARROW, L2, weights, momenta, q, k, v, **values, **GPU)
+    wide = jax.eval_shape(lambda: inputs(NARROW, 1, 16, 1, 144, gates=()))
+    with pytest.raises(ValueError, match="keys or values of float32 have 144 channels, more than 128"):
+        jax.eval_shape(lambda arrays, gates: chunk_memory(NARROW, L2, *arrays, **gates, **GPU), *wide)
