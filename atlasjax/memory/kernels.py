@@ -19,7 +19,7 @@ from atlasjax.memory.engine import window_after, xla_scan
 from atlasjax.memory.fastest import IMPLEMENTATIONS, fastest
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState, init_state
-from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unserved_by_gpu
+from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unserved_by_gpu, unserved_muon
 from pallas_kernels.delta_rule import MOST_CHANNELS, delta_rule
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
@@ -85,7 +85,6 @@ def unserved(
         f"retention={rule.retention!r}": rule.retention.has_map or isinstance(rule.retention, retention.Channel),
         f"the weights {_shapes(params)} and their momenta are {numbers:,} numbers a head, more than {most:,}": numbers
         > most,
-        f"optimizer={rule.optimizer!r} has no GPU kernel": on_gpu and rule.uses_muon,
     }
     if _is_delta(rule):
         widest = max(params.weights["W"].shape[1:])
@@ -100,7 +99,9 @@ def unserved(
         refusals[f"{time} tokens are no whole chunk of {rule.chunk_size}"] = time < rule.chunk_size
     if on_gpu and not _is_delta(rule) and not any(refusals.values()):
         size = _FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size
-        if (reason := unserved_by_gpu(rule.structure, params.weights, size, q.dtype)) is not None:
+        weights = params.weights
+        reason = unserved_muon(weights) if rule.uses_muon else unserved_by_gpu(rule.structure, weights, size, q.dtype)
+        if reason is not None:
             refusals[reason] = True
     if state is not None:
         inside = state.position is not None or state.window_keys is not None

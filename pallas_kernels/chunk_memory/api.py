@@ -1,5 +1,8 @@
 """The chunkwise recurrence over whole sequences: checks, layout, and the implementations."""
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -89,13 +92,13 @@ def chunk_memory(
         raise ValueError(f"chunk_memory: chunk_size={chunk_size}, should be a power of two from 8 to 256.")
     if every < 1 or every & (every - 1) or every > chunk_size:
         raise ValueError(f"chunk_memory: every={every}, should be a power of two, at most chunk_size={chunk_size}.")
-    if (
-        implementation == "pallas_gpu"
-        and (reason := gpu.unserved_by_gpu(structure, weights, chunk_size, q.dtype)) is not None
-    ):
-        raise ValueError(f'chunk_memory: implementation="pallas_gpu" cannot run this call: {reason}.')
+    reason = None
     if implementation == "pallas_gpu" and newton_schulz is not None:
-        raise ValueError('chunk_memory: implementation="pallas_gpu" has no kernel for newton_schulz (Muon).')
+        reason = gpu.unserved_muon(weights)
+    elif implementation == "pallas_gpu":
+        reason = gpu.unserved_by_gpu(structure, weights, chunk_size, q.dtype)
+    if reason is not None:
+        raise ValueError(f'chunk_memory: implementation="pallas_gpu" cannot run this call: {reason}.')
     if window is not None and window.shape[-1] == 1:
         window = jnp.pad(window, ((0, 0), (0, 0), (0, 0), (0, 1)))
     size = 1 if window is None else window.shape[-1]
@@ -103,14 +106,16 @@ def chunk_memory(
     fold = lambda w: w.astype(jnp.float32).reshape(-1, *w.shape[2:])
     carry = [fold(weights[name]) for name in names]
     carry += [] if momenta is None else [fold(momenta[name]) for name in names]
-    if size > 1 and implementation == "pallas_tpu":
+    if size > 1 and (implementation == "pallas_tpu" or newton_schulz is not None):
         carry += [jnp.zeros((batch * heads, window_rows(size), n), jnp.float32) for n in (k.shape[-1], v.shape[-1], 1)]
     precision = token_precision(q.dtype)
     chunk = MemoryChunk(structure, objective, names, momentum is not None, retention is not None, size, precision)
+    if implementation == "pallas_gpu":
+        chunk = dataclasses.replace(chunk, columns=jnp.transpose)
     tokens = tuple(to_chunks(x, chunk_size) for x in (q, k, v))
     rows = [(step_size, 0.0), (ones, 0.0), *((x, 1.0) for x in (retention, momentum) if x is not None)]
     rows += [] if window is None else [(window, 0.0)]
-    if implementation == "pallas_gpu":
+    if implementation == "pallas_gpu" and newton_schulz is None:
         final, y = gpu.chunk_memory(chunk, tuple(carry), (*tokens, gates_to_chunks(rows, chunk_size)), interpret)
         y = y.astype(q.dtype)
     elif newton_schulz is None:
@@ -120,7 +125,11 @@ def chunk_memory(
         begins = jnp.broadcast_to((jnp.arange(time) % chunk_size < block)[:, None], ones.shape)
         xs = (*tokens, gates_to_chunks([*rows, (begins, 0.0)], chunk_size))
         muon = MuonChunk(chunk, newton_schulz, every)
-        final, y = _scan_blocks(muon, (*carry[: len(names)], *carry), xs, block, interpret)
+        scan: Callable[..., Any] = lambda carry, xs: chunk_scan(muon, carry, xs, interpret, q.dtype)
+        if implementation == "pallas_gpu":
+            scan = functools.partial(gpu.scan_muon, muon, interpret)
+        final, y = _scan_blocks(scan, (*carry[: len(names)], *carry), xs, block)
+        y = y.astype(q.dtype)
         final = final[len(names) :]
     unfold = lambda parts: {name: w.reshape(batch, heads, *w.shape[1:]) for name, w in zip(names, parts)}
     y = from_chunks(y, batch, time)
@@ -128,9 +137,10 @@ def chunk_memory(
 
 
 def _scan_blocks(
-    chunk: MuonChunk, carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...], block: int, interpret: Any
+    scan: Callable[..., Any], carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...], block: int
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """`chunk_scan` over blocks; the backward pass keeps the carry before each chunk, and that of its blocks one chunk at a time.
+    """`scan` (as `chunk_scan` without its chunk) over blocks; the backward pass keeps the carry before each chunk, and that of its
+    blocks one chunk at a time.
 
     xs: q, k, v [rows, chunks, chunk_size, dim] and gates [rows, chunks, n, chunk_size].
     """
@@ -141,7 +151,7 @@ def _scan_blocks(
 
     @jax.checkpoint
     def body(carry: tuple[jax.Array, ...], xs: Any) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        carry, (y,) = chunk_scan(chunk, carry, xs, interpret, tokens[0].dtype)
+        carry, (y,) = scan(carry, xs)
         return carry, y
 
     carry, y = jax.lax.scan(body, carry, (*map(split, tokens), lanes))

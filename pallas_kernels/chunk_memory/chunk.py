@@ -63,6 +63,7 @@ class MemoryChunk:
       momentum, retention: whether there are such gates.
       window: c ≥ 1.
       precision: of products with tokens and weights; those of gates alone are exact.
+      columns: how gates [n, m] become columns [m, n]: on a TPU by a product, for XLA as a transpose.
     """
 
     structure: Any
@@ -72,6 +73,7 @@ class MemoryChunk:
     retention: bool
     window: int
     precision: jax.lax.Precision = HIGHEST
+    columns: Callable[[jax.Array], jax.Array] = columns
 
     def __call__(self, carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         dot = functools.partial(product, precision=self.precision)
@@ -79,7 +81,7 @@ class MemoryChunk:
         memory = dict(zip(self.names, carry))
         momenta = dict(zip(self.names, carry[count:])) if self.momentum else {}
         q, k, v, gates = xs
-        gates = columns(gates)
+        gates = self.columns(gates)
         before = 0
         if self.window > 1:
             before = window_rows(self.window)

@@ -10,8 +10,11 @@ state. The backward kernel walks in reverse and computes only the cotangent of t
 
 Everything else needs no order: reads, and the derivatives of tokens and gates given G_i, are `MemoryChunk` on all chunks at once,
 compiled by XLA.
+
+Per-token Muon is another program (`scan_muon`): its time goes into Newton–Schulz, which is a kernel of its own.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import columns, entry, last_row
+from pallas_kernels.blocks import entry, last_row
 from pallas_kernels.chunk_memory.chunk import MemoryChunk
 from pallas_kernels.chunk_memory.gpu_kernels import LEAST, Layers, block_tokens, state_cotangents, states
+from pallas_kernels.chunk_memory.muon import MuonChunk
+from pallas_kernels.newton_schulz import MOST_COLUMNS, MOST_ROWS, newton_schulz
 
 Arrays = tuple[jax.Array, ...]
 
@@ -47,6 +52,29 @@ def unserved_by_gpu(
     if layers.inner and width % LEAST:
         return f"the hidden width {width} is no multiple of {LEAST}"
     return None
+
+
+def unserved_muon(weights: dict[str, jax.Array]) -> str | None:
+    """Why the Newton–Schulz kernel cannot orthogonalize the momenta of weights [..., out, in]; None if it can."""
+    shapes = {name: w.shape[-2:] for name, w in weights.items()}
+    large = {name: shape for name, shape in shapes.items() if min(shape) > MOST_ROWS or max(shape) > MOST_COLUMNS}
+    return f"Newton–Schulz takes matrices up to {MOST_ROWS} × {MOST_COLUMNS:,}, weights are {large}" if large else None
+
+
+def scan_muon(chunk: MuonChunk, interpret: Any, carry: Arrays, xs: Arrays) -> tuple[Arrays, tuple[jax.Array]]:
+    """`chunk_scan` over blocks [rows, blocks, …]: Newton–Schulz of all rows is one kernel, all else is XLA's."""
+    orthogonalize = functools.partial(
+        newton_schulz,
+        steps=len(chunk.triples),
+        schedule=chunk.triples,
+        form=None,
+        implementation="pallas_gpu",
+        interpret=interpret,
+    )
+    by_rows = jax.vmap(dataclasses.replace(chunk, newton_schulz=orthogonalize))
+    step = jax.checkpoint(lambda carry, xs: by_rows(carry, _wide(xs)))
+    carry, (y,) = jax.lax.scan(step, carry, tuple(jnp.moveaxis(x, 1, 0) for x in xs))
+    return carry, (jnp.moveaxis(y, 0, 1),)
 
 
 def chunk_memory(chunk: MemoryChunk, carry: Arrays, xs: Arrays, interpret: Any) -> tuple[Arrays, jax.Array]:
@@ -171,7 +199,7 @@ def _tokens(chunk: MemoryChunk, xs: Arrays, window: Arrays) -> dict[str, Any]:
 
     def at_end(gates: jax.Array, real: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         m = gates.shape[1]
-        by_token = columns(gates)
+        by_token = chunk.columns(gates)
         if real is not None:
             real = jnp.concatenate([real, by_token[:, 1:2]])
         a, s, beta, *gradients = chunk.coefficients(by_token, real)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.blocks import HIGHEST, columns, decay_products, entry, from_start, iota, product
+from pallas_kernels.blocks import HIGHEST, decay_products, entry, from_start, iota, product
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, after_window, gradient_factors, window_rows, window_weights
 from pallas_kernels.newton_schulz import forms
 from pallas_kernels.newton_schulz.reference import Triple
@@ -93,11 +93,13 @@ class MuonChunk:
       memory: the chunk of the same memory without Newton–Schulz, with momentum.
       triples: of Newton–Schulz, one a step.
       every: the memory is written once in so many tokens.
+      newton_schulz: of matrices that have no more rows than columns; None: on chip, inside the kernel that runs this.
     """
 
     memory: MemoryChunk
     triples: tuple[Triple, ...]
     every: int
+    newton_schulz: Callable[[jax.Array], jax.Array] | None = None
 
     def __call__(self, carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         names, window, structure = self.memory.names, self.memory.window, self.memory.structure
@@ -106,7 +108,7 @@ class MuonChunk:
         group = lambda i: dict(zip(names, carry[i * count : (i + 1) * count]))
         start, memory, momenta = group(0), group(1), group(2)
         q, k, v, gates = xs
-        gates = columns(gates)
+        gates = self.memory.columns(gates)
         step, real = gates[:, :1], gates[:, 1:2]
         alpha = gates[:, 2:3] if self.memory.retention else None
         index = 2 + self.memory.retention
@@ -118,7 +120,7 @@ class MuonChunk:
         gamma = (iota(m, 0) == iota(m, 1)).astype(jnp.float32)  # Γᵀ [E, m]
         if window > 1:
             k, v, real, left_over = after_window(carry[-3:], k, v, real)
-            gamma = columns(window_weights(gates[:, index + 1 : index + 1 + window], window_rows(window)))
+            gamma = self.memory.columns(window_weights(gates[:, index + 1 : index + 1 + window], window_rows(window)))
         factors = gradient_factors(structure, self.memory.objective, start, k, v, dot)
 
         products = decay_products(theta)
@@ -137,7 +139,10 @@ class MuonChunk:
             rows, cols = (inputs, left) if tall else (left, inputs)
             S = [entry(beta, j) * first + product(rows * D[:, j : j + 1], cols, 0, 0) for j in writers]
             after_momenta.append(S[-1].T if tall else S[-1])
-            out = orthogonalized(self.triples, tuple(S))
+            if self.newton_schulz is None:
+                out = orthogonalized(self.triples, tuple(S))
+            else:
+                out = tuple(self.newton_schulz(jnp.stack(S)))
             updates[name] = [x.T if tall else x for x in out]
         weight = {j: entry(step, j) * pairwise[:, j : j + 1] for j in writers}  # [m, 1]
 

@@ -15,6 +15,7 @@ from pallas_kernels.newton_schulz.reference import newton_schulz as definition
 
 _KERNELS = {"pallas_tpu": tpu, "pallas_gpu": gpu}
 IMPLEMENTATIONS = ("xla", *_KERNELS)
+MOST_ROWS, MOST_COLUMNS = 256, 1024  # of kernels, the shorter side and the longer
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -58,8 +59,9 @@ def newton_schulz(
         raise ValueError(f"newton_schulz: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
     if s.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"newton_schulz: {implementation!r} takes float32 or bfloat16, s is {s.dtype} {s.shape}.")
-    if columns > 1024 or rows > 256:
-        raise ValueError(f"newton_schulz: {implementation!r} takes matrices up to 256 × 1,024, s has {s.shape}.")
+    if columns > MOST_COLUMNS or rows > MOST_ROWS:
+        most = f"{MOST_ROWS} × {MOST_COLUMNS:,}"
+        raise ValueError(f"newton_schulz: {implementation!r} takes matrices up to {most}, s has {s.shape}.")
     transposed = s.shape[-2] > s.shape[-1]
     x = s.mT if transposed else s
     y = _kernel(x.reshape(-1, rows, columns), triples, form, precision, implementation, interpret).reshape(x.shape)

@@ -74,6 +74,14 @@ def test_muon(interpreted):
     assert_close(found, expected, 2e-3)
 
 
+def test_muon_on_gpus(interpreted):
+    rule = RULES["atlas"]
+    params, *rest = make_inputs(rule, batch=1, time=19)
+    scan = functools.partial(memory.scan, implementation="pallas_gpu")
+    found, expected = (gradients(fn, rule)(params, *rest) for fn in (scan, memory.reference))
+    assert_close(found, expected, 2e-3)
+
+
 @pytest.mark.parametrize("name", ["gated_delta_rule", "linear_attention"])
 def test_goes_on_from_a_state(name, interpreted):
     """Where chunks have no effect, a state has no place inside one."""
@@ -132,7 +140,12 @@ def test_what_gpus_refuse():
         params, q, *_ = jax.eval_shape(lambda rule=rule: make_inputs(rule, time=300))
         reasons[name] = kernels.unserved("pallas_gpu", rule, params, None, q, False)
     assert {name for name, reason in reasons.items() if reason is None} < SERVED
-    assert "has no GPU kernel" in reasons["atlas"]
+    assert reasons["atlas"] is None
+    rule = RULES["atlas"]
+    wide, q, *_ = jax.eval_shape(lambda: make_inputs(rule, key_dim=272, value_dim=272, time=16))
+    assert "Newton–Schulz takes matrices up to 256 × 1,024" in kernels.unserved(
+        "pallas_gpu", rule, wide, None, q, False
+    )
     assert "chunk_size=8, should be at least 16" in reasons["titans"]
     assert reasons["gated_delta_rule"] is None
     assert reasons["swla"] is None

@@ -17,7 +17,7 @@ import jax.numpy as jnp  # isort: skip
 from atlasjax.memory import objectives, structures
 from pallas_kernels.chunk_memory import chunk_memory
 from pallas_kernels.delta_rule import delta_rule
-from pallas_kernels.newton_schulz import newton_schulz
+from pallas_kernels.newton_schulz import SCHEDULES, coefficients, newton_schulz
 
 
 def kernels():
@@ -37,6 +37,8 @@ def kernels():
         yield name, call, [jax.ShapeDtypeStruct((1024, rows, columns), "float32")]
     # OmegaNet's, and the smallest with all gates.
     yield "chunk_memory mlp 64", *chunk_memories(structures.MLP(), 64, 4, "bfloat16", "retention")
+    muon = {"newton_schulz": coefficients(SCHEDULES["standard"], 5), "every": 8}
+    yield "chunk_memory muon 64", *chunk_memories(structures.MLP(), 64, 4, "bfloat16", "retention", "momentum", **muon)
     yield "chunk_memory matrix 32", *chunk_memories(structures.Matrix(), 32, 1, "float32", "retention", "momentum")
     for dim, dtype, gates in ((64, "bfloat16", 1), (128, "bfloat16", 2), (96, "float32", 2)):
         tokens = [jax.ShapeDtypeStruct((2, 256, 4, dim), dtype)] * 3
@@ -45,7 +47,7 @@ def kernels():
         yield f"delta_rule {dim}" + " gated" * (gates > 1), call, [tokens]
 
 
-def chunk_memories(structure, dim, window, dtype, *gates):
+def chunk_memories(structure, dim, window, dtype, *gates, **options):
     """A chunk memory with some gates, and the shapes of its arguments."""
     array = lambda *shape, dtype="float32": jax.ShapeDtypeStruct((2, *shape), dtype)
     weights = {name: array(4, *shape) for name, shape in structure.weight_shapes(dim, dim).items()}
@@ -56,7 +58,7 @@ def chunk_memories(structure, dim, window, dtype, *gates):
         values["window"] = array(256, 4, window)
 
     def call(weights, momenta, q, k, v, gates):
-        given = {"chunk_size": 64, "implementation": "pallas_gpu", **gates}
+        given = {"chunk_size": 64, "implementation": "pallas_gpu", **gates, **options}
         return chunk_memory(structure, objectives.L2(), weights, momenta, q, k, v, **given)[0]
 
     return call, [weights, momenta, *tokens, values]

@@ -9,7 +9,7 @@ import pytest
 from atlasjax.memory import objectives, structures
 from pallas_kernels.chunk_memory import chunk_memory, gpu_kernels
 from pallas_kernels.chunk_memory import gpu as parallel
-from pallas_kernels.newton_schulz import SCHEDULES
+from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 from tests.pallas_kernels.test_chunk_memory import DOT, GATED, L2, MATRIX, MLP, close, inputs, run
 
 NARROW = structures.MLP(expansion=1)
@@ -51,6 +51,14 @@ def test_bfloat16_inputs():
     close(found, expected, 3e-2)
 
 
+def test_muon():
+    """A chunk of two blocks of eight writes, not full; the kernel's rows are writes of all heads."""
+    arrays, values = inputs(NARROW, 1, 21, 2, 8, gates=("retention", "momentum"), window=3)
+    options = {"chunk_size": 32, "every": 2, "newton_schulz": coefficients(SCHEDULES["standard"], 2)}
+    expected = run(NARROW, L2, arrays, values, **options, implementation="reference")
+    close(run(NARROW, L2, arrays, values, **{**GPU, **options}), expected, 2e-4)
+
+
 def test_rows_in_groups(monkeypatch):
     """Where all chunks at once would take too much memory, rows go through the parallel parts in groups; vmapped rows are rows."""
     arrays, values = inputs(MATRIX, 3, 20, 1, 4, gates=("retention",), window=2)
@@ -68,7 +76,6 @@ def test_what_it_does_not_serve():
     scan = functools.partial(chunk_memory, weights=weights, momenta=momenta, q=q, k=k, v=v, objective=L2, **values)
     for message, structure, options in [
         ("chunk_size=8, should be at least 16", MLP, {"chunk_size": 8}),
-        ("has no kernel for newton_schulz", MLP, {"newton_schulz": SCHEDULES["standard"]}),
         ("more than one hidden layer", structures.MLP(depth=3, expansion=2), {}),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -76,6 +83,10 @@ def test_what_it_does_not_serve():
     (weights, momenta, q, k, v), values = inputs(NARROW, 1, 16, 1, 24, gates=())
     with pytest.raises(ValueError, match="the hidden width 24 is no multiple of 16"):
         chunk_memory(NARROW, L2, weights, momenta, q, k, v, **values, **GPU)
+    arrays, values = jax.eval_shape(lambda: inputs(MLP, 1, 16, 1, 520, gates=("momentum",)))
+    muon = functools.partial(chunk_memory, MLP, L2, newton_schulz=SCHEDULES["standard"], **GPU)
+    with pytest.raises(ValueError, match=r"up to 256 × 1,024, weights are \{'W1': \(520, 1040\)"):
+        jax.eval_shape(lambda arrays, gates: muon(*arrays, **gates), arrays, values)
     wide = jax.eval_shape(lambda: inputs(NARROW, 1, 16, 1, 144, gates=()))
     with pytest.raises(ValueError, match="keys or values of float32 have 144 channels, more than 128"):
         jax.eval_shape(lambda arrays, gates: chunk_memory(NARROW, L2, *arrays, **gates, **GPU), *wide)
