@@ -15,6 +15,14 @@ from jax.experimental.pallas import triton
 Product = Callable[[jax.Array, jax.Array, int, int], jax.Array]
 
 
+LEAST = 16  # rows and columns of a product on tensor cores
+
+
+def padded(size: int) -> int:
+    """The size of a kernel's matrices for a dimension of tokens: a power of two. Channels of zeros stay zero."""
+    return max(LEAST, 1 << (size - 1).bit_length())
+
+
 def products(dtype: jax.typing.DTypeLike, interpret: Any) -> Product:
     """The product of matrices for inputs of a dtype: one pass of bfloat16, or three of TF32 for float32.
 

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.blocks import entry, last_row
 from pallas_kernels.chunk_memory.chunk import MemoryChunk
-from pallas_kernels.chunk_memory.gpu_kernels import LEAST, Layers, block_tokens, state_cotangents, states
+from pallas_kernels.chunk_memory.gpu_kernels import Layers, block_tokens, state_cotangents, states
 from pallas_kernels.chunk_memory.muon import MuonChunk
+from pallas_kernels.gpu import LEAST, padded
 from pallas_kernels.newton_schulz import MOST_COLUMNS, MOST_ROWS, newton_schulz
 
 Arrays = tuple[jax.Array, ...]
@@ -89,25 +90,20 @@ def chunk_memory(chunk: MemoryChunk, carry: Arrays, xs: Arrays, interpret: Any) 
     def widths(name: str, w: jax.Array) -> tuple[int, int]:
         out, inputs = w.shape[-2:]
         outer = name == layers.outer
-        return (_padded(out) if outer else out), (inputs if outer and layers.inner else _padded(inputs))
+        return (padded(out) if outer else out), (inputs if outer and layers.inner else padded(inputs))
 
     names = chunk.names * (len(carry) // len(chunk.names))
     # Zeros stay zeros: a gradient is zero where both of its factors' channels are.
     carry = tuple(_pad(w, *widths(name, w)) for name, w in zip(names, carry))
     *tokens, gates = xs
     value_dim = tokens[2].shape[-1]
-    q, k, v = (_pad(x, x.shape[-2], _padded(x.shape[-1])) for x in tokens)
+    q, k, v = (_pad(x, x.shape[-2], padded(x.shape[-1])) for x in tokens)
     window: Arrays = ()
     if chunk.window > 1:
-        size = _padded(chunk.window - 1)
+        size = padded(chunk.window - 1)
         window = tuple(_before(x, size).astype(jnp.float32) for x in (k, v, gates[..., 1:2, :].mT))
     final, y = memory_scan(chunk, interpret, carry, (q, k, v, gates), window)
     return tuple(x[:, : shape[1], : shape[2]] for x, shape in zip(final, wanted)), y[..., :value_dim]
-
-
-def _padded(size: int) -> int:
-    """Of a dimension of tokens: a power of two."""
-    return max(LEAST, 1 << (size - 1).bit_length())
 
 
 def _pad(x: jax.Array, rows: int, columns: int) -> jax.Array:

@@ -16,7 +16,6 @@ from pallas_kernels.chunk_memory.chunk import MemoryChunk
 
 Arrays = tuple[jax.Array, ...]
 
-LEAST = 16  # rows and columns of a product on tensor cores
 _TOGETHER = 80 * 64  # numbers of the sums of one loop over tiles, which are held in registers
 _TILE = 16  # of the hidden width: at d = 64 with bfloat16 products hardly a register spills, with wider tiles hundreds of bytes do
 

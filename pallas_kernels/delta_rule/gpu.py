@@ -18,6 +18,7 @@ from pallas_kernels.delta_rule.prepare import prepare, prepare_backward
 from pallas_kernels.delta_rule.read import read, read_backward
 from pallas_kernels.delta_rule.state_pass import state_pass
 from pallas_kernels.delta_rule.tiles import Chunks
+from pallas_kernels.gpu import padded
 
 # Tokens of a chunk: as many as the kernels have registers for.
 _MOST_TOKENS = {"bfloat16": 64, "float32": 32}
@@ -29,8 +30,8 @@ def delta_rule(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """As `api.delta_rule`, of checked arguments."""
     (batch, time, heads, key_dim), value_dim = q.shape, v.shape[-1]
-    size = min(max(chunk_size, 16), _MOST_TOKENS[str(q.dtype)], _padded(time))
-    keys, values = _padded(key_dim), _padded(value_dim)
+    size = min(max(chunk_size, 16), _MOST_TOKENS[str(q.dtype)], padded(time))
+    keys, values = padded(key_dim), padded(value_dim)
     more = -time % size
     tokens = lambda x, n: jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, n - x.shape[-1])))
     gate = lambda x, fill: jnp.pad(x.astype(jnp.float32), ((0, 0), (0, more), (0, 0)), constant_values=fill)
@@ -41,11 +42,6 @@ def delta_rule(
         gate(beta, 0.0), None if decay is None else gate(decay, 1.0), first, Chunks(heads, size), interpret,
     )  # fmt: skip
     return y[:, :time, :, :value_dim], last[:, :value_dim, :key_dim].reshape(initial.shape)
-
-
-def _padded(size: int) -> int:
-    """Sizes of a kernel's matrices: powers of two ≥ 16. Channels of zeros stay zero."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
