@@ -19,7 +19,7 @@ from atlasjax.memory.engine import window_after, xla_scan
 from atlasjax.memory.fastest import IMPLEMENTATIONS, fastest
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState, init_state
-from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unserved_by_gpu, unserved_muon
+from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unserved_by_gpu
 from pallas_kernels.delta_rule import MOST_CHANNELS, delta_rule
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
@@ -99,8 +99,7 @@ def unserved(
         refusals[f"{time} tokens are no whole chunk of {rule.chunk_size}"] = time < rule.chunk_size
     if on_gpu and not _is_delta(rule) and not any(refusals.values()):
         size = _FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size
-        weights = params.weights
-        reason = unserved_muon(weights) if rule.uses_muon else unserved_by_gpu(rule.structure, weights, size, q.dtype)
+        reason = unserved_by_gpu(rule.structure, params.weights, size, q.dtype, muon=rule.uses_muon)
         if reason is not None:
             refusals[reason] = True
     if state is not None:

@@ -1,6 +1,6 @@
 """The chunkwise recurrence of a deep memory, in its dual form."""
 
 from pallas_kernels.chunk_memory.api import CHUNK_SIZES, chunk_memory
-from pallas_kernels.chunk_memory.gpu import unserved_by_gpu, unserved_muon
+from pallas_kernels.chunk_memory.gpu import unserved_by_gpu
 
-__all__ = ["CHUNK_SIZES", "chunk_memory", "unserved_by_gpu", "unserved_muon"]
+__all__ = ["CHUNK_SIZES", "chunk_memory", "unserved_by_gpu"]

@@ -92,13 +92,10 @@ def chunk_memory(
         raise ValueError(f"chunk_memory: chunk_size={chunk_size}, should be a power of two from 8 to 256.")
     if every < 1 or every & (every - 1) or every > chunk_size:
         raise ValueError(f"chunk_memory: every={every}, should be a power of two, at most chunk_size={chunk_size}.")
-    reason = None
-    if implementation == "pallas_gpu" and newton_schulz is not None:
-        reason = gpu.unserved_muon(weights)
-    elif implementation == "pallas_gpu":
-        reason = gpu.unserved_by_gpu(structure, weights, chunk_size, q.dtype)
-    if reason is not None:
-        raise ValueError(f'chunk_memory: implementation="pallas_gpu" cannot run this call: {reason}.')
+    if implementation == "pallas_gpu":
+        reason = gpu.unserved_by_gpu(structure, weights, chunk_size, q.dtype, muon=newton_schulz is not None)
+        if reason is not None:
+            raise ValueError(f'chunk_memory: implementation="pallas_gpu" cannot run this call: {reason}.')
     if window is not None and window.shape[-1] == 1:
         window = jnp.pad(window, ((0, 0), (0, 0), (0, 0), (0, 1)))
     size = 1 if window is None else window.shape[-1]

@@ -36,9 +36,14 @@ _TOGETHER = 2**28  # bytes of one hidden array [rows, chunks, tokens, hidden] of
 
 
 def unserved_by_gpu(
-    structure: Any, weights: dict[str, jax.Array], chunk_size: int, dtype: jax.typing.DTypeLike
+    structure: Any, weights: dict[str, jax.Array], chunk_size: int, dtype: jax.typing.DTypeLike, *, muon: bool
 ) -> str | None:
-    """Why the kernels cannot run a memory with weights [..., out, in] and tokens of a dtype; None if they can."""
+    """Why the kernels cannot run a memory with weights [..., out, in] and tokens of a dtype; None if they can.
+
+    muon: whether it is written by Muon; then the one kernel is that of Newton–Schulz.
+    """
+    if muon:
+        return _unserved_muon(weights)
     layers = Layers.of(structure)
     if layers is None:
         return f"structure={structure!r} has more than one hidden layer"
@@ -55,7 +60,7 @@ def unserved_by_gpu(
     return None
 
 
-def unserved_muon(weights: dict[str, jax.Array]) -> str | None:
+def _unserved_muon(weights: dict[str, jax.Array]) -> str | None:
     """Why the Newton–Schulz kernel cannot orthogonalize the momenta of weights [..., out, in]; None if it can."""
     shapes = {name: w.shape[-2:] for name, w in weights.items()}
     large = {name: shape for name, shape in shapes.items() if min(shape) > MOST_ROWS or max(shape) > MOST_COLUMNS}
