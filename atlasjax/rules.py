@@ -8,10 +8,14 @@ from collections.abc import Callable
 
 from atlasjax.memory import features as features_lib
 from atlasjax.memory import objectives, optimizers, retention, structures
+from atlasjax.memory.bounds import Bound
 from atlasjax.memory.kernelized import KernelRule
 from atlasjax.memory.rule import MemoryRule
 
 Rule = MemoryRule | KernelRule
+
+# A delta rule may step past its target, up to a reflection (η‖k‖² = 2): that is how it tracks parities (Grazzi et al. 2025).
+_REFLECTING = Bound(step=2.0)
 
 
 def linear_attention(chunk_size: int = 64) -> MemoryRule:
@@ -52,7 +56,7 @@ def delta_rule(chunk_size: int = 1) -> MemoryRule:
     """W_t = W_{t−1}(I − η_t k kᵀ) + η_t v kᵀ (DeltaNet; η is its β). Exact at the default chunk of one token."""
     return MemoryRule(
         structures.Matrix(), objectives.L2(), optimizer=optimizers.GradientDescent(), retention=retention.Full(),
-        chunk_size=chunk_size,
+        chunk_size=chunk_size, bound=_REFLECTING,
     )  # fmt: skip
 
 
@@ -75,7 +79,7 @@ def gated_delta_rule() -> MemoryRule:
     """W_t = α_t W_{t−1}(I − η_t k kᵀ) + η_t v kᵀ (Gated DeltaNet, Yang et al. 2024): decay first, then the delta rule."""
     return MemoryRule(
         structures.Matrix(), objectives.L2(), optimizer=optimizers.GradientDescent(),
-        retention=retention.Scalar(decay_first=True), chunk_size=1,
+        retention=retention.Scalar(decay_first=True), chunk_size=1, bound=_REFLECTING,
     )  # fmt: skip
 
 
@@ -129,7 +133,8 @@ def moneta(
 ) -> MemoryRule:
     """Moneta (Behrouz et al. 2025, "It's all connected"): the ℓp loss with the ℓq retention map; q = 2 is A Table 1's row.
 
-    A_t = α_t A_{t−1} − η_t ∇ℓ_p(M_{t'}; k, v),  M_t = A_t / ‖A_t‖_q^{q−2}.
+    A_t = α_t A_{t−1} − η_t ∇ℓ_p(M_{t'}; k, v),  M_t = sign(A_t) |A_t|^{q−1} / ‖A_t‖_q^{q−2}. The published formula leaves the power
+    out; see `retention.Lq`.
     """
     return MemoryRule(
         structure, objectives.Lp(p), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size,

@@ -26,7 +26,7 @@ WRITES: dict[str, str] = {
     "rwkv7_one_key": "W_t = W_{t−1}(Diag(α) − η k kᵀ) + η v kᵀ",
     "titans": "M_t = α M_{t−1} + S_t, S_t = θ S_{t−1} − η ∇",
     "titans_no_momentum": "M_t = α M_{t−1} − η ∇",
-    "moneta": "A_t = α A_{t−1} − η ∇, M_t = A_t / ‖A_t‖_q^{q−2}",
+    "moneta": "A_t = α A_{t−1} − η ∇, M_t = sign(A_t) |A_t|^{q−1} / ‖A_t‖_q^{q−2}",
     "yaad": "M_t = α M_{t−1} − η ∇",
     "memora": "M_t = softmax(α log M_{t−1} − η ∇)",
     "dla": "M_t = α M_{t−1} − η ∇",

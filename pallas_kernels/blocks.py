@@ -1,5 +1,6 @@
 """Arithmetic of one block of tokens on matrices alone: what kernels of several memories share, in terms that Mosaic compiles."""
 
+import functools
 from typing import Any
 
 import jax
@@ -48,6 +49,57 @@ def _decay_backward(products: jax.Array, d: jax.Array) -> tuple[jax.Array]:
 
 
 decay_products.defvjp(_decay_forward, _decay_backward)
+
+
+@jax.custom_vjp
+def unit_lower_inverse(lower: jax.Array) -> jax.Array:
+    """(I + L)⁻¹ of a strictly lower triangular L [m, m]; m a power of two.
+
+    By halves, X ← X − X L_s X with the part L_s of the system between neighbouring blocks of s tokens: products of whole matrices,
+    no powers of L that could overflow, and as exact as substitution.
+    """
+    size = lower.shape[0]
+    row, column = iota(size, 0), iota(size, 1)
+    x = (row == column).astype(jnp.float32)
+    for level in range(size.bit_length() - 1):
+        # Bits, not quotients: dividing integers needs to know the generation of the TPU.
+        same = (row >> (level + 1)) == (column >> (level + 1))
+        between = same & ((row >> level) > (column >> level))
+        part = jnp.where(between, lower, 0.0)
+        # The first step's X is the identity.
+        x = x - part if level == 0 else x - product(x, product(part, x, 1, 0), 1, 0)
+    return x
+
+
+def _inverse_forward(lower: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x = unit_lower_inverse(lower)
+    return x, x
+
+
+def _inverse_backward(x: jax.Array, d: jax.Array) -> tuple[jax.Array]:
+    size = x.shape[0]
+    dlower = -product(product(x, d, 0, 0), x, 1, 1)  # −Xᵀ dX Xᵀ
+    return (jnp.where(iota(size, 0) > iota(size, 1), dlower, 0.0),)
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def before(x: jax.Array, first: float) -> jax.Array:
+    """Row t − 1 of x [m, n] in row t, and `first` in row 0. (The derivative of slices would be a padding.)"""
+    return jnp.concatenate([jnp.full((1, x.shape[1]), first, x.dtype), x[:-1]])
+
+
+def _before_forward(x: jax.Array, first: float) -> tuple[jax.Array, None]:
+    return before(x, first), None
+
+
+def _before_backward(first: float, _: None, d: jax.Array) -> tuple[jax.Array]:
+    return (jnp.concatenate([d[1:], jnp.zeros((1, d.shape[1]), d.dtype)]),)
+
+
+before.defvjp(_before_forward, _before_backward)
 
 
 def columns(rows: jax.Array) -> jax.Array:

@@ -6,15 +6,18 @@ y, state = memory.scan(rule, params, None, q, k, v, gates)
 """
 
 from atlasjax.memory.api import IMPLEMENTATIONS, AnyRule, Rule, init_params, init_state, read, reference, scan, step
+from atlasjax.memory.bounds import Bound
 from atlasjax.memory.caching import CachedRule, CachedState
 from atlasjax.memory.kernelized import KernelParams, KernelRule, KernelState
 from atlasjax.memory.partition import Partition
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState
+from atlasjax.memory.suggested import suggested_gates
 
 __all__ = [
     "IMPLEMENTATIONS",
     "AnyRule",
+    "Bound",
     "CachedRule",
     "CachedState",
     "Gates",
@@ -32,4 +35,5 @@ __all__ = [
     "reference",
     "scan",
     "step",
+    "suggested_gates",
 ]

@@ -16,9 +16,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.rule import MemoryRule
-from atlasjax.memory.state import Weights
-
 # Reads the queries of the block through `linear(name, h)`, h: [tokens, in] → [tokens, out].
 Read = Callable[[Callable[[str, jax.Array], jax.Array]], jax.Array]
 
@@ -55,6 +52,11 @@ def exact(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
+def divisible(x: jax.Array) -> jax.Array:
+    """Where x ≥ 0 can be divided by: zero and subnormal numbers, which hardware may take for zero, cannot."""
+    return x >= jnp.finfo(x.dtype).tiny
+
+
 def neighbours(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Even and odd entries of the first axis; the derivative is a concatenation, where that of slices would be padding."""
     first, second = jax.lax.split(x.reshape(-1, 2, *x.shape[1:]), (1, 1), axis=1)
@@ -84,6 +86,36 @@ def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     return start[0, :m], products[0, :m, :m]
 
 
+@jax.custom_jvp
+def unit_lower_inverse(lower: jax.Array) -> jax.Array:
+    """(I + L)⁻¹ of a strictly lower triangular L [m, m], by halves: products only, the same arithmetic as substitution by blocks.
+
+    The inverse of [[A, 0], [B, C]] is [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]. (XLA's own triangular solve of many small systems is far
+    slower, on CPUs as on accelerators.)
+    """
+    m = lower.shape[0]
+    size = 1 << (m - 1).bit_length()
+    lower = jnp.pad(lower, ((0, size - m), (0, size - m)))
+    inverse = jnp.ones((size, 1, 1), lower.dtype)
+    while inverse.shape[0] > 1:
+        parts, n = inverse.shape[:2]
+        # The blocks B: rows of the odd parts, columns of the even part before each.
+        grid = lower.reshape(parts // 2, 2, n, parts // 2, 2, n)[:, 1, :, :, 0]
+        across = jnp.moveaxis(jnp.diagonal(grid, axis1=0, axis2=2), -1, 0)
+        first, second = neighbours(inverse)
+        corner = -exact(exact(second, across), first)
+        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=2)
+        below = jnp.concatenate([corner, second], axis=2)
+        inverse = jnp.concatenate([above, below], axis=1)
+    return inverse[0, :m, :m]
+
+
+@unit_lower_inverse.defjvp
+def _unit_lower_inverse_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    inverse = unit_lower_inverse(*primals)
+    return inverse, -exact(exact(inverse, tangents[0]), inverse)
+
+
 def window_matrix(gamma: jax.Array) -> jax.Array:
     """Γ: [m, m + c − 1] from γ: [m, c]; row t holds γ_{t,j} at column t − j + c − 1, and zero elsewhere."""
     m, c = gamma.shape
@@ -105,24 +137,41 @@ class Coefficients(NamedTuple):
     memory_gradients: jax.Array  # C[t, i]
 
 
-def coefficients(gates: BlockGates) -> Coefficients:
+class Decays(NamedTuple):
+    """Products of the decays of a block's tokens, scalar ones; without momentum or retention None.
+
+    momentum_start: β_t = θ_0 … θ_t · momentum: T_θ [m, m] · start: a_t = α_0 … α_t · pairwise: T_α [m, m], zero in columns of
+    padding · started: s_t, how often S_0 is in M_t.
+    """
+
+    momentum_start: jax.Array | None
+    momentum: jax.Array | None
+    start: jax.Array | None
+    pairwise: jax.Array
+    started: jax.Array | None
+
+
+def decays(gates: BlockGates) -> Decays:
     m = gates.step_size.shape[0]
-    scaled = -gates.step_size[:, None] * gates.gamma
-    beta = a = s = None
-    D = scaled
+    beta = across = a = s = None
     if gates.momentum is not None:
-        beta, pairwise = decay_products(gates.momentum)
-        D = exact(pairwise, scaled)
+        beta, across = decay_products(gates.momentum)
     if gates.retention is None:
-        pairwise = jnp.tril(jnp.ones((m, m), scaled.dtype))
+        pairwise = jnp.tril(jnp.ones((m, m), gates.step_size.dtype))
     else:
         a, pairwise = decay_products(gates.retention)
     if gates.real is not None:
         pairwise = pairwise * gates.real
-    C = exact(pairwise, D)
     if beta is not None:
         s = exact(pairwise, beta)
-    return Coefficients(beta, D, a, s, C)
+    return Decays(beta, across, a, pairwise, s)
+
+
+def coefficients(decays: Decays, gates: BlockGates) -> Coefficients:
+    D = -gates.step_size[:, None] * gates.gamma
+    if decays.momentum is not None:
+        D = exact(decays.momentum, D)
+    return Coefficients(decays.momentum_start, D, decays.start, decays.started, exact(decays.pairwise, D))
 
 
 def outer_sum(weights: jax.Array, factors: Factors, dtype: jnp.dtype) -> jax.Array:
@@ -133,83 +182,3 @@ def outer_sum(weights: jax.Array, factors: Factors, dtype: jnp.dtype) -> jax.Arr
     else:
         inputs = inputs * weights[:, None]
     return dot(left.T, inputs, dtype)
-
-
-def dual_block(
-    rule: MemoryRule,
-    memory: Weights,
-    momentum: Weights | None,
-    factors: dict[str, Factors],
-    gates: BlockGates,
-    read: Read,
-    dtype: jnp.dtype,
-) -> tuple[Weights, Weights | None, jax.Array]:
-    """Everything linear in the gradient, with scalar retention. Returns (M, S, y) after the block."""
-    c = coefficients(gates)
-
-    def linear(name: str, h: jax.Array) -> jax.Array:
-        out = dot(h, memory[name].T, dtype)
-        if c.memory_start is not None:
-            out = c.memory_start[:, None] * out
-        if momentum is not None:
-            assert c.memory_momentum is not None
-            out = out + c.memory_momentum[:, None] * dot(h, momentum[name].T, dtype)
-        left, inputs = factors[name]
-        return out + dot(dot(h, inputs.T, dtype) * c.memory_gradients, left, dtype)
-
-    y = read(linear)
-    new_memory, new_momentum = {}, {}
-    for name in factors:
-        M = memory[name] if c.memory_start is None else c.memory_start[-1] * memory[name]
-        M = M + outer_sum(c.memory_gradients[-1], factors[name], dtype)
-        if momentum is not None:
-            assert c.memory_momentum is not None
-            assert c.momentum_start is not None
-            M = M + c.memory_momentum[-1] * momentum[name]
-            step = outer_sum(c.momentum_gradients[-1], factors[name], dtype)
-            new_momentum[name] = c.momentum_start[-1] * momentum[name] + step
-        new_memory[name] = M
-    return new_memory, new_momentum if momentum is not None else None, y
-
-
-def channel_block(
-    rule: MemoryRule,
-    memory: Weights,
-    momentum: Weights | None,
-    factors: dict[str, Factors],
-    gates: BlockGates,
-    read: Read,
-    dtype: jnp.dtype,
-) -> tuple[Weights, Weights | None, jax.Array]:
-    """As `dual_block` for a retention per feature channel: C[t, i] becomes a vector over the D channels.
-
-    [m, E, D] numbers are formed, so blocks are short (`chunk.plan`).
-    """
-    assert gates.retention is not None
-    (name,) = memory
-    left, inputs = factors[name]
-    a, pairwise = decay_products(gates.retention)  # [m, D], [m, m, D]
-    D = -gates.step_size[:, None] * gates.gamma
-    if momentum is not None:
-        assert gates.momentum is not None
-        beta, momentum_pairwise = decay_products(gates.momentum)
-        D = exact(momentum_pairwise, D)
-        if gates.real is not None:
-            pairwise = pairwise * gates.real[:, None]
-        s = jnp.einsum("tjd,j->td", pairwise, beta, precision=jax.lax.Precision.HIGHEST)
-    C = jnp.einsum("tjd,ji->tid", pairwise, D, precision=jax.lax.Precision.HIGHEST)
-
-    def linear(_: str, h: jax.Array) -> jax.Array:
-        out = dot(a * h, memory[name].T, dtype)
-        if momentum is not None:
-            out = out + dot(s * h, momentum[name].T, dtype)
-        scores = jnp.einsum("td,tid,id->ti", h, C, inputs, precision=jax.lax.Precision.HIGHEST)
-        return out + dot(scores, left, dtype)
-
-    y = read(linear)
-    M = a[-1] * memory[name] + dot(left.T, C[-1] * inputs, dtype)
-    if momentum is None:
-        return {name: M}, None, y
-    M = M + s[-1] * momentum[name]
-    S = beta[-1] * momentum[name] + outer_sum(D[-1], factors[name], dtype)
-    return {name: M}, {name: S}, y

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from atlasjax.memory import blocks, formed, structures
+from atlasjax.memory import blocks, bounds, dual, formed, steps, structures
 from atlasjax.memory.objectives import DotProduct
 from atlasjax.memory.optimizers import Muon
 from atlasjax.memory.retention import Channel
@@ -105,8 +105,9 @@ def gradient_factors(
     v: jax.Array,
     threshold: jax.Array | None,
     dtype: Any,
-) -> dict[str, blocks.Factors]:
-    """∇ℓ at `weights` of E tokens of one head as outer products, one pair of factors for each weight.
+) -> tuple[dict[str, blocks.Factors], jax.Array, jax.Array]:
+    """∇ℓ at `weights` of E tokens of one head as outer products, one pair of factors for each weight; M(φ(k)); and
+    ⟨∇ℓ, weights⟩, [E].
 
     Adding a zero to every product W h and differentiating with respect to it gives the cotangent of the product, which is the
     left factor; h is the right one. So autodiff does the work for any structure and objective, once for all tokens.
@@ -114,19 +115,26 @@ def gradient_factors(
     x = rule.features.apply(params.coefficients, k)
     skip = rule.features.degree_one(params.coefficients, k) if rule.structure.residual else None
 
-    def total_loss(zeros: Weights) -> tuple[jax.Array, Weights]:
+    def total_loss(zeros: Weights) -> tuple[jax.Array, tuple[Weights, Weights, jax.Array]]:
         inputs: Weights = {}
+        products: Weights = {}
 
         def linear(name: str, h: jax.Array) -> jax.Array:
             inputs[name] = h
-            return blocks.dot(h, weights[name].T, dtype) + zeros[name]
+            products[name] = blocks.dot(h, weights[name].T, dtype)
+            return products[name] + zeros[name]
 
         out = rule.structure.apply(linear, x, skip, params.norm)
-        return jnp.sum(rule.objective.loss(out, v, threshold)), inputs
+        return jnp.sum(rule.objective.loss(out, v, threshold)), (inputs, products, out)
 
     zeros = {name: jnp.zeros((k.shape[0], w.shape[0]), k.dtype) for name, w in weights.items()}
-    left, inputs = jax.grad(total_loss, has_aux=True)(zeros)
-    return {name: blocks.Factors(left[name], inputs[name]) for name in weights}
+    left, (inputs, products, out) = jax.grad(total_loss, has_aux=True)(zeros)
+    factors = {name: blocks.Factors(left[name], inputs[name]) for name in weights}
+    return (
+        factors,
+        out,
+        sum((jnp.sum(left[name] * products[name], -1) for name in weights), jnp.zeros(k.shape[0], k.dtype)),
+    )
 
 
 def mix(linear: structures.Linear, soup: Weights, gates: jax.Array, dtype: Any) -> structures.Linear:
@@ -145,7 +153,7 @@ def run_chunk(
     rule: MemoryRule,
     plan: Plan,
     params: Any,
-    chunk_start: Weights,
+    chunk_start: Weights | None,
     memory: Weights,
     momentum: Weights | None,
     window: Window | None,
@@ -159,7 +167,7 @@ def run_chunk(
     Args:
       rule, plan: static.
       params: `MemoryParams` of the head.
-      chunk_start: M_{t'}, where gradients are taken.
+      chunk_start: M_{t'}, where gradients are taken; None if the slot begins with it.
       memory, momentum: M and S before the slot's first token.
       window: the c − 1 tokens before it, None for c = 1.
       slot: the tokens.
@@ -184,26 +192,42 @@ def run_chunk(
         after = slice(plan.chunk, plan.chunk + c - 1)
         window = Window(k[after], v[after], window.thresholds if threshold is None else threshold[after])
 
+    moved = chunk_start is not None
+    if chunk_start is None:
+        chunk_start = memory
     if rule.retention.decay_first:  # chunks of one token: its decay is that of the whole memory
         assert slot.retention is not None
         decay = slot.retention[0]
         chunk_start = jax.tree.map(lambda w: w * decay, chunk_start)
-    factors = gradient_factors(rule, params, rule.weights(chunk_start), k, v, threshold, plan.dtype)
+    gradients, out, along = gradient_factors(rule, params, rule.weights(chunk_start), k, v, threshold, plan.dtype)
+    factors, decrease, losses = gradients, None, None
+    if rule.step_bound is not None:
+        decrease = bounds.toward_target(rule.objective, out, v, threshold)
+        empty = bounds.toward_target(rule.objective, jnp.zeros_like(out), v, threshold)
+        total = lambda x: jnp.maximum(jnp.sum(x, axis=-1), 0.0)
+        losses = steps.Losses(total(decrease), bounds.softened(total(decrease), total(empty)), along)
     if rule.optimizer.per_channel:
         # Windows are one token, so a row's step size can go to the row's factor.
         assert slot.step_size is not None
         scale = slot.step_size
-        factors = {name: blocks.Factors(scale * left, inputs) for name, (left, inputs) in factors.items()}
+        if rule.step_bound is not None and decrease is not None:
+            (name,) = gradients
+            square = jnp.square(gradients[name].left) * jnp.sum(jnp.square(gradients[name].inputs), -1, keepdims=True)
+            scale = bounds.capped(rule.step_bound, scale, decrease, square, None)
+        factors = {name: blocks.Factors(scale * left, inputs) for name, (left, inputs) in gradients.items()}
         slot = slot._replace(step_size=jnp.ones_like(scale[:, 0]))
-    block_fn = blocks.dual_block
+    num_blocks = slot.q.shape[0] // plan.block
+    moved = (moved or num_blocks > 1) and not rule.retention.decay_first
+    block_fn = dual.dual_block
     if rule.uses_muon:
         block_fn = formed.muon_block
     elif rule.retention.has_map:
         block_fn = formed.mapped_block
     elif isinstance(rule.retention, Channel):
-        block_fn = blocks.channel_block
+        block_fn = dual.channel_block
 
-    def run_block(memory, momentum, factors, real, slot):
+    def run_block(memory, momentum, tokens, slot):
+        gradients, factors, losses, real = tokens
         gamma = blocks.window_matrix(slot.gamma)
         if real is not None:
             gamma = jnp.where(real, gamma, 0.0)
@@ -213,21 +237,26 @@ def run_chunk(
         skip = rule.features.degree_one(params.coefficients, slot.q) if rule.structure.residual else None
         mixed = lambda linear: linear if soup is None else mix(linear, soup, slot.soup, plan.dtype)
         read = lambda linear: rule.structure.apply(mixed(linear), x, skip, params.norm)
-        return block_fn(rule, memory, momentum, factors, gates, read, plan.dtype)
+        origin = None
+        if losses is not None:
+            assert rule.step_bound is not None
+            capped = rule.optimizer.per_channel
+            origin = steps.Origin(rule.step_bound, chunk_start, gradients, losses, moved, capped)
+        return block_fn(rule, memory, momentum, factors, gates, origin, read, plan.dtype)
 
-    num_blocks = slot.q.shape[0] // plan.block
+    tokens = (gradients, factors, losses, real)
     if num_blocks <= 1:
-        memory, momentum, y = run_block(memory, momentum, factors, real, slot)
+        memory, momentum, y = run_block(memory, momentum, tokens, slot)
         return memory, momentum, window, y
 
     rows = np.arange(num_blocks)[:, None] * plan.block + np.arange(plan.block + c - 1)
-    parts = jax.tree.map(lambda x: x[rows], (factors, real))
+    parts = jax.tree.map(lambda x: x[rows], tokens)
     slots = jax.tree.map(lambda x: x.reshape(num_blocks, plan.block, *x.shape[1:]), slot)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def body(carry, xs):
-        (memory, momentum), ((factors, real), slot) = carry, xs
-        memory, momentum, y = run_block(memory, momentum, factors, real, slot)
+        (memory, momentum), (tokens, slot) = carry, xs
+        memory, momentum, y = run_block(memory, momentum, tokens, slot)
         return (memory, momentum), y
 
     (memory, momentum), y = jax.lax.scan(body, (memory, momentum), (parts, slots))

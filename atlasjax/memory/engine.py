@@ -217,10 +217,11 @@ def xla_step(
         one = jax.tree.map(lambda x: x[None], slot)
         y, memory = linear_scan(rule, q.dtype, up_params, state.memory, one, None)
         return y[0, :, :, 0], state._replace(memory=memory)
-    start = state.memory
+    before, start = (rule.begin_chunk(state.memory), rule.begin_chunk(state.momentum)), None
     if state.chunk_start is not None:
         assert state.position is not None
-        start = choose(state.position == 0, state.memory, state.chunk_start)
+        before = choose(state.position == 0, before, (state.memory, state.momentum))
+        start = choose(state.position == 0, before[0], state.chunk_start)
 
     def chunk(params, start, memory, momentum, window, slot, count, mixed):
         return run_chunk(rule, sizes, params, start, memory, momentum, window, slot, None, count, mixed)
@@ -229,9 +230,7 @@ def xla_step(
     by_batch = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0))
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
     mixed = None if soup is None else soup.weights
-    memory, momentum, window, y = by_batch(
-        up_params, start, state.memory, state.momentum, _window(state), slot, count, mixed
-    )
+    memory, momentum, window, y = by_batch(up_params, start, *before, _window(state), slot, count, mixed)
     position = None if state.position is None else (state.position + 1) % rule.chunk_size
     return y[:, :, 0].astype(q.dtype), MemoryState(
         memory=memory,

@@ -6,7 +6,8 @@ Newton–Schulz (Muon) and retention maps (`KL`, `Lq`) need the matrix itself. O
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.blocks import BlockGates, Factors, Read, coefficients, decay_products, dot, exact
+from atlasjax.memory import blocks, steps
+from atlasjax.memory.blocks import BlockGates, Factors, Read, decay_products, dot, exact
 from atlasjax.memory.optimizers import Muon
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Weights
@@ -19,6 +20,7 @@ def muon_block(
     momentum: Weights | None,
     factors: dict[str, Factors],
     gates: BlockGates,
+    origin: steps.Origin | None,
     read: Read,
     dtype: jnp.dtype,
 ) -> tuple[Weights, Weights | None, jax.Array]:
@@ -75,11 +77,14 @@ def mapped_block(
     momentum: Weights | None,
     factors: dict[str, Factors],
     gates: BlockGates,
+    origin: steps.Origin | None,
     read: Read,
     dtype: jnp.dtype,
 ) -> tuple[Weights, Weights | None, jax.Array]:
     """A retention with a map: the block's accumulators A_t are formed, mapped in float32, and read by their own tokens."""
-    c = coefficients(gates)
+    if origin is not None:
+        gates = gates._replace(step_size=steps.formed_steps(rule, memory, momentum, origin, factors, gates))
+    c = blocks.coefficients(blocks.decays(gates), gates)
     accumulators: Weights = {}
     new_momentum: Weights = {}
     for name, (left, inputs) in factors.items():

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import features, objectives, optimizers, retention, structures
+from atlasjax.memory import bounds, features, objectives, optimizers, retention, structures
 from atlasjax.memory.engine import window_after, xla_scan
 from atlasjax.memory.fastest import IMPLEMENTATIONS, fastest
 from atlasjax.memory.rule import MemoryRule
@@ -28,6 +28,9 @@ _FREE_CHUNK = 64  # where chunks have no effect
 # few writes too. The compiler takes memories of two layers as large as this for v5e, v5p and v6e: d = 256, Atlas' of d = 128. For
 # Atlas' of d = 256 the backward kernel asks for 166 MiB with one write at a time, and a v5e has 128, a v5p 64.
 _MOST_NUMBERS = {False: 2**20 + 2**17, True: 2**18 + 2**17}
+# Bounded steps take more: d = 256 fits with bfloat16 products and chunks of 128, with float32 or longer chunks d = 192 does, with
+# both d = 128.
+_MOST_BOUNDED, _LONG_CHUNK = (2**20 + 2**17, 2**19 + 2**17, 2**18), 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,8 @@ def unserved(
     numbers = sum(math.prod(w.shape[1:]) for w in params.weights.values()) * (1 + rule.optimizer.has_momentum)
     on_gpu = implementation == "pallas_gpu"
     most = math.inf if on_gpu else _MOST_NUMBERS[rule.uses_muon]
+    if not on_gpu and rule.step_bound is not None:
+        most = _MOST_BOUNDED[(q.dtype == jnp.float32) + (rule.chunk_size > _LONG_CHUNK)]
     every = rule.optimizer.every if isinstance(rule.optimizer, optimizers.Muon) else 1
     refusals = {
         f"q is {q.dtype}, should be float32 or bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
@@ -99,7 +104,9 @@ def unserved(
         refusals[f"{time} tokens are no whole chunk of {rule.chunk_size}"] = time < rule.chunk_size
     if on_gpu and not _is_delta(rule) and not any(refusals.values()):
         size = _FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size
-        reason = unserved_by_gpu(rule.structure, params.weights, size, q.dtype, muon=rule.uses_muon)
+        reason = unserved_by_gpu(
+            rule.structure, params.weights, size, q.dtype, muon=rule.uses_muon, step_bound=rule.step_bound
+        )
         if reason is not None:
             refusals[reason] = True
     if state is not None:
@@ -202,6 +209,8 @@ def _delta(
     beta = gates.step_size.astype(jnp.float32)
     if isinstance(rule.optimizer, optimizers.Implicit):
         beta = beta / (1.0 + beta * jnp.sum(key * key, axis=-1))
+    if rule.step_bound is not None:
+        beta = bounds.capped_delta(rule.step_bound, beta, key)
     query, key = query.astype(q.dtype), key.astype(q.dtype)
     y, memory = delta_rule(
         query, key, v, beta, gates.retention, initial=before.memory["W"], implementation=implementation
@@ -228,6 +237,12 @@ def _chunks(
         if not isinstance(rule.objective, objectives.DotProduct):
             value = v.astype(jnp.float32) - key_skip
     assert gates.step_size is not None
+    floor = None
+    if rule.step_bound is not None:
+        # Of the values as they are: an output of zero is that of the whole memory, not of a branch.
+        wide = v.astype(jnp.float32)
+        empty = bounds.toward_target(rule.objective, jnp.zeros_like(wide), wide, None)
+        floor = bounds.softened(jnp.zeros((), jnp.float32), jnp.maximum(jnp.sum(empty, axis=-1), 0.0))
     muon: dict[str, Any] = {}
     if isinstance(optimizer := rule.optimizer, optimizers.Muon):
         triples = coefficients(SCHEDULES[optimizer.schedule], optimizer.steps)
@@ -236,7 +251,8 @@ def _chunks(
         structure, rule.objective, before.memory, before.momentum,
         query.astype(q.dtype), key.astype(q.dtype), value.astype(q.dtype),
         step_size=gates.step_size, retention=gates.retention, momentum=gates.momentum, window=gates.window,
-        chunk_size=_FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size, implementation=implementation, **muon,
+        chunk_size=_FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size, implementation=implementation,
+        step_bound=rule.step_bound, floor=floor, norm_bound=rule.norm_bound, **muon,
     )  # fmt: skip
     if apart:
         y = (y + query_skip).astype(q.dtype)

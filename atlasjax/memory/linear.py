@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.blocks import decay_products, dot, exact, neighbours
+from atlasjax.memory import bounds
+from atlasjax.memory.blocks import decay_products, dot, exact, neighbours, unit_lower_inverse
 from atlasjax.memory.chunk import Slot
 from atlasjax.memory.objectives import DotProduct, RemoveAndReplace
 from atlasjax.memory.optimizers import Implicit
@@ -88,6 +89,8 @@ def tokens_of(
     if isinstance(rule.objective, RemoveAndReplace):
         assert removal_key is not None
         assert removal is not None
+        if rule.bound is not None and rule.bound.step is not None:
+            removal = bounds.capped_removal(rule.bound.step, removal_key, removal)
         ones = jnp.ones(key.shape[0], key.dtype)
         return Tokens(query, decay, Removal(removal_key, removal * removal_key, ones, None), Added(key, v))
     assert step_size is not None
@@ -96,6 +99,8 @@ def tokens_of(
     if isinstance(rule.optimizer, Implicit):
         square = jnp.sum(key * key, axis=-1)
         step_size = step_size / (1.0 + step_size * (square if step_size.ndim == 1 else square[:, None]))
+    if rule.step_bound is not None:
+        step_size = bounds.capped_delta(rule.step_bound, step_size, key)
     return Tokens(query, decay, Removal(key, key, step_size, v), None)
 
 
@@ -123,7 +128,7 @@ def prepare(rule: MemoryRule, dtype: Any, tokens: Tokens) -> Prepared:
     if removal.rate.ndim == 2:
         return Prepared(removed, right, (lower, removal.rate), write_end, added, last)
     # One token alone (decoding) has nothing to solve.
-    inverse = jnp.ones_like(lower) if lower.shape[0] == 1 else _inverse(removal.rate[:, None] * lower)
+    inverse = jnp.ones_like(lower) if lower.shape[0] == 1 else unit_lower_inverse(removal.rate[:, None] * lower)
     inverse = inverse * removal.rate
     return Prepared(exact(inverse, removed), exact(inverse, right), None, write_end, added, last)
 
@@ -227,36 +232,6 @@ def _channel_scores(queries: jax.Array, keys: jax.Array, decay: jax.Array, *, st
         keys = jnp.concatenate([second * first_k, second_k], axis=1)
         whole = first * second
     return scores[0, :m, :m]
-
-
-@jax.custom_jvp
-def _inverse(lower: jax.Array) -> jax.Array:
-    """(I + L)⁻¹ of a strictly lower triangular L [m, m], by halves: products only, the same arithmetic as substitution by blocks.
-
-    The inverse of [[A, 0], [B, C]] is [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]. (XLA's own triangular solve of many small systems is far
-    slower, on CPUs as on accelerators.)
-    """
-    m = lower.shape[0]
-    size = 1 << (m - 1).bit_length()
-    lower = jnp.pad(lower, ((0, size - m), (0, size - m)))
-    inverse = jnp.ones((size, 1, 1), lower.dtype)
-    while inverse.shape[0] > 1:
-        parts, n = inverse.shape[:2]
-        # The blocks B: rows of the odd parts, columns of the even part before each.
-        grid = lower.reshape(parts // 2, 2, n, parts // 2, 2, n)[:, 1, :, :, 0]
-        across = jnp.moveaxis(jnp.diagonal(grid, axis1=0, axis2=2), -1, 0)
-        first, second = neighbours(inverse)
-        corner = -exact(exact(second, across), first)
-        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=2)
-        below = jnp.concatenate([corner, second], axis=2)
-        inverse = jnp.concatenate([above, below], axis=1)
-    return inverse[0, :m, :m]
-
-
-@_inverse.defjvp
-def _inverse_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    inverse = _inverse(*primals)
-    return inverse, -exact(exact(inverse, tangents[0]), inverse)
 
 
 def _substitute(lower: jax.Array, rate: jax.Array, right: jax.Array) -> jax.Array:

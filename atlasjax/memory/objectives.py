@@ -1,7 +1,8 @@
 """What a memory is asked to do with a pair (k, v): the inner loss ℓ(M; φ(k), v) (SEMANTICS 1.3).
 
 `loss(out, v, threshold)` takes out = M(φ(k)): [..., value_dim] and returns [...]. Inner gradients come from it by autodiff;
-every loss is written so that its first and second derivatives are finite where the error is zero.
+every loss is written so that its first and second derivatives are finite where the error is zero. `has_target`: whether it is
+convex in `out` with its minimum at v.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 class L2:
     """½‖out − v‖²: with a matrix memory, the step size η is DeltaNet's β."""
 
+    has_target = True
     uses_threshold = False
 
     def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
@@ -24,6 +26,7 @@ class L2:
 class DotProduct:
     """−⟨out, v⟩: Hebbian writing; with a matrix memory, linear attention."""
 
+    has_target = False
     uses_threshold = False
 
     def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
@@ -35,6 +38,7 @@ class Lp:
     """(1/p)‖out − v‖_p^p (Moneta's objective). p ≥ 1; for p < 2 the second derivative at zero error is taken as zero."""
 
     p: float = 3.0
+    has_target = True
     uses_threshold = False
 
     def __post_init__(self) -> None:
@@ -55,6 +59,7 @@ class Huber:
     ½r² for r = ‖out − v‖ ≤ δ, else δ(r − ½δ). δ belongs to the token whose pair is written and travels with it.
     """
 
+    has_target = True
     uses_threshold = True
 
     def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
@@ -75,6 +80,7 @@ class RemoveAndReplace:
     of no loss with one key, so it has no `loss`, and no step size.
     """
 
+    has_target = False
     uses_threshold = False
 
     def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory import bounds
 from atlasjax.memory.objectives import RemoveAndReplace
 from atlasjax.memory.optimizers import GradientDescent, Implicit, Muon
 from atlasjax.memory.rule import MemoryRule
@@ -29,8 +30,10 @@ def _gradient(
 ) -> dict:  # fmt: skip
     """g_t: the window's losses, weighed by γ, differentiated at the memory `weights`."""
     if isinstance(rule.objective, RemoveAndReplace):
-        removed, W = token["removal_key"], weights["W"]
-        return {"W": jnp.outer(W @ removed, token["removal"] * removed) - jnp.outer(token["v"], token["k"])}
+        removed, rate, W = token["removal_key"], token["removal"], weights["W"]
+        if rule.bound is not None and rule.bound.step is not None:
+            rate = bounds.capped_removal(rule.bound.step, removed, rate)
+        return {"W": jnp.outer(W @ removed, rate * removed) - jnp.outer(token["v"], token["k"])}
 
     def loss(weights: dict, k: jax.Array, v: jax.Array, threshold: jax.Array) -> jax.Array:
         features = rule.features.apply(params.coefficients, k)
@@ -40,6 +43,34 @@ def _gradient(
 
     gradients = jax.vmap(jax.grad(loss), (None, 0, 0, 0))(weights, keys, values, thresholds)
     return jax.tree.map(lambda x: jnp.tensordot(gamma, x, 1), gradients)
+
+
+def _bounded(
+    rule: MemoryRule, params: Any, before: dict, S: dict, origin: dict, g: dict, token: dict, keys: jax.Array,
+    values: jax.Array, thresholds: jax.Array, gamma: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """η'_t of the step size η_t, see `bounds`; `before`: M_{t−1}, `origin`: M_{t'}, both as they are stored."""
+    assert rule.step_bound is not None
+    theta, eta = token["momentum"], token["step_size"]
+    momentum = theta if rule.optimizer.has_momentum else None
+    outputs = jax.vmap(lambda k: read_one(rule, params, origin, k))(keys)
+    decreases = bounds.toward_target(rule.objective, outputs, values, thresholds)  # [c, value_dim]
+    empty = bounds.toward_target(rule.objective, jnp.zeros_like(outputs), values, thresholds)
+    total = lambda x: jnp.sum(gamma * jnp.maximum(jnp.sum(x, axis=-1), 0.0))
+    decrease, scale = total(decreases), bounds.softened(total(decreases), total(empty))
+
+    # What the memory moves by, to first order, as its accumulator does.
+    mapped = lambda change: jax.jvp(rule.weights, (origin,), (change,))[1]
+    inner = lambda a, b: jnp.sum(jnp.stack([jnp.sum(a[name] * b[name]) for name in a]))
+    if rule.optimizer.per_channel:
+        (gradient,) = g.values()
+        eta = bounds.capped(rule.step_bound, eta, decreases[0], jnp.sum(gradient * gradient, axis=-1), None)
+    else:
+        eta = bounds.capped(rule.step_bound, eta, decrease, inner(g, mapped(g)), momentum)
+    change = jax.tree.map(jnp.subtract, before, origin)
+    if rule.optimizer.has_momentum:
+        change = jax.tree.map(lambda x, s: x + bounds.pending(theta) * s, change, S)
+    return eta * bounds.left_over(inner(g, mapped(change)), scale)
 
 
 def _minimizer(rule: MemoryRule, params: Any, W: jax.Array, token: dict) -> jax.Array:
@@ -65,10 +96,12 @@ def _token(rule: MemoryRule, params: Any, initial: dict, carry: dict, token: dic
         carry["segment"] = token["segment"]
 
     starts_chunk = carry["position"] == 0
+    for name in ("M", "S"):
+        begun = rule.begin_chunk(carry[name])
+        carry[name] = jax.tree.map(lambda new, old: jnp.where(starts_chunk, new, old), begun, carry[name])
     at_start = jax.tree.map(lambda m, g: jnp.where(starts_chunk, m, g), carry["M"], carry["chunk_start"])
     alpha, theta, eta = token["retention"], token["momentum"], token["step_size"]
-    evaluated = jax.tree.map(lambda m: m * alpha, at_start) if rule.retention.decay_first else at_start
-    evaluated = rule.weights(evaluated)
+    origin = jax.tree.map(lambda m: m * alpha, at_start) if rule.retention.decay_first else at_start
 
     # The window: entry j holds token t − j.
     keys = jnp.concatenate([token["k"][None], carry["keys"]])
@@ -77,9 +110,13 @@ def _token(rule: MemoryRule, params: Any, initial: dict, carry: dict, token: dic
     real = jnp.arange(rule.window) <= carry["count"]
 
     gamma = jnp.where(real, token["window"], 0.0)
-    g = _gradient(rule, params, evaluated, token, keys, values, thresholds, gamma)
+    window = (keys, values, thresholds, gamma)
+    g = _gradient(rule, params, rule.weights(origin), token, *window)
 
     decayed = jax.tree.map(lambda m: m * alpha, carry["M"])  # α is a scalar, or [D] acting on the right of W
+    if rule.step_bound is not None:
+        before = decayed if rule.retention.decay_first else carry["M"]
+        eta = _bounded(rule, params, before, carry["S"], origin, g, token, *window)
     if isinstance(rule.optimizer, Muon):
         S = jax.tree.map(lambda s, x: theta * s - x, carry["S"], g)
         writes = (carry["position"] + 1) % rule.optimizer.every == 0

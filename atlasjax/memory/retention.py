@@ -10,6 +10,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory.blocks import divisible
+
 
 def _check_flag(owner: object, value: object) -> None:
     if not isinstance(value, bool):
@@ -20,6 +22,7 @@ def _check_flag(owner: object, value: object) -> None:
 class Full:
     """α = 1: nothing decays, and there is no gate."""
 
+    is_bounded = False
     has_map = False
     decay_first = False
 
@@ -34,6 +37,7 @@ class Scalar:
     """
 
     decay_first: bool = False
+    is_bounded = False
     has_map = False
 
     def __post_init__(self) -> None:
@@ -49,6 +53,7 @@ class Channel:
     """
 
     decay_first: bool = False
+    is_bounded = False
     has_map = False
 
     def __post_init__(self) -> None:
@@ -62,6 +67,7 @@ class KL:
     Rows of every weight matrix are probability vectors. The accumulator is kept as log M_t; a learned start is taken as logits.
     """
 
+    is_bounded = True
     has_map = True
     decay_first = False
 
@@ -75,16 +81,22 @@ class KL:
 
 @dataclasses.dataclass(frozen=True)
 class Lq:
-    """Moneta's retention: M_t = A_t / ‖A_t‖_q^{q−2}, the norm over all entries of one matrix (Miras, Behrouz et al. 2025).
+    """Moneta's retention: A_t = α_t A_{t−1} + S_t, and the memory is the mirror map of ½‖·‖_q², one matrix at a time:
 
-    At q = 2 the map is the identity. A zero matrix stays zero. For q > 3 the memory GROWS as its accumulator decays (at q = 4 it is
-    of size 1/‖A‖): a memory that forgets faster than it is written diverges, so α must stay near 1.
+        M_t = ∇ ½‖A_t‖_q² = sign(A_t) |A_t|^{q−1} / ‖A_t‖_q^{q−2}
+
+    It has the size of A (it is homogeneous of degree one), so it decays as its accumulator decays. Miras (Behrouz et al. 2025)
+    prints A_t / ‖A_t‖_q^{q−2}, without the power. At q = 4 that is of size 1/‖A‖: it grows as A decays, and diverges. `published`
+    takes the map as printed. Both are the identity at q = 2. A zero matrix stays zero.
 
     Attributes:
       q: ≥ 2.
+      published: the map as it is printed.
     """
 
     q: float = 4.0
+    published: bool = False
+    is_bounded = False
     has_map = True
     decay_first = False
 
@@ -96,13 +108,18 @@ class Lq:
         return accumulator
 
     def map(self, accumulator: jax.Array) -> jax.Array:
-        # ‖A‖_q as max · (Σ (|a| / max)^q)^{1/q}: neither overflows nor divides by zero.
+        # ‖A‖_q as max · (Σ (|a| / max)^q)^{1/q}: neither overflows nor divides by zero. It is the same for any other number in the
+        # place of max, so its derivative needs none of max, whose square could underflow.
         size = jnp.abs(accumulator)
-        largest = jnp.max(size, axis=(-2, -1), keepdims=True)
-        safe = jnp.where(largest > 0, largest, 1.0)
-        powers = jnp.sum((size / safe) ** self.q, axis=(-2, -1), keepdims=True)
-        norm = safe * jnp.where(largest > 0, powers, 1.0) ** (1.0 / self.q)
-        return accumulator / norm ** (self.q - 2.0)
+        largest = jax.lax.stop_gradient(jnp.max(size, axis=(-2, -1), keepdims=True))
+        there = divisible(largest)
+        safe = jnp.where(there, largest, 1.0)
+        relative = size / safe
+        powers = jnp.sum(relative**self.q, axis=(-2, -1), keepdims=True)
+        norm = jnp.where(there, powers, 1.0) ** (1.0 / self.q)
+        if self.published:
+            return accumulator / (safe * norm) ** (self.q - 2.0)
+        return accumulator * (relative / norm) ** (self.q - 2.0)
 
 
 Retention = Full | Scalar | Channel | KL | Lq

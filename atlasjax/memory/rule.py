@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
 from atlasjax.memory import features as features_lib
 from atlasjax.memory import objectives, optimizers, structures
 from atlasjax.memory import retention as retention_lib
+from atlasjax.memory.bounds import Bound, within_norm
 
 _Mapped = retention_lib.KL | retention_lib.Lq
 
@@ -32,6 +34,7 @@ class MemoryRule:
       window: c ≥ 1, the number of last tokens whose loss every step descends on (the Omega rule); 1 is the online rule.
       chunk_size: b ≥ 1. Part of the model: gradients are taken at the memory of the chunk's start; 1 is exact online
         learning. (Without effect for a matrix memory under the dot-product loss without Muon.)
+      bound: what keeps the memory from diverging (`bounds.Bound`); None: nothing does, as in the papers.
 
     Raises:
       ValueError: choices that clash, with the names of both.
@@ -44,6 +47,7 @@ class MemoryRule:
     retention: retention_lib.Retention = retention_lib.Scalar()
     window: int = 1
     chunk_size: int = 64
+    bound: Bound | None = Bound()
 
     def __post_init__(self) -> None:
         kinds = {
@@ -58,6 +62,8 @@ class MemoryRule:
             if not isinstance(value, kind):
                 hint = " Give an instance, not the class." if isinstance(value, type) else ""
                 raise ValueError(f"MemoryRule: {name} must be one of {kind}, got {value!r}.{hint}")
+        if self.bound is not None and not isinstance(self.bound, Bound):
+            raise ValueError(f"MemoryRule: bound must be a Bound or None, got {self.bound!r}.")
         for name in ("window", "chunk_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -79,6 +85,29 @@ class MemoryRule:
         return linear and not self.uses_muon
 
     @property
+    def step_bound(self) -> float | None:
+        """`Bound.step` where the rule's steps are bounded by it.
+
+        None for a loss without a target (dot products), an orthogonal step (Muon), which has one size, and an implicit one,
+        which cannot pass its target.
+        """
+        free = self.uses_muon or isinstance(self.optimizer, optimizers.Implicit) or not self.objective.has_target
+        return None if self.bound is None or free else self.bound.step
+
+    @property
+    def norm_bound(self) -> float | None:
+        """`Bound.weight_norm` where the rule's weights are held by it at the starts of chunks.
+
+        None for rules in which chunks have no effect, and for a map whose results are bounded (`KL`).
+        """
+        free = self.is_linear or self.has_constant_gradient or self.retention.is_bounded
+        return None if self.bound is None or free else self.bound.weight_norm
+
+    def unbounded(self) -> "MemoryRule":
+        """The recurrence of the papers: the same rule without `bound`."""
+        return dataclasses.replace(self, bound=None)
+
+    @property
     def is_linear(self) -> bool:
         """Whether a matrix memory is written by W_t = W_{t−1} Diag(α_t) − (W_{t−1} r_t) s_tᵀ + v_t k_tᵀ, so that many tokens can be
         taken at once, exactly, and chunks have no effect: linear attention and, in chunks of one token, the delta rules."""
@@ -93,6 +122,10 @@ class MemoryRule:
         """What a state stores for the learned start `weights`: M_0, or its accumulator where retention has a map."""
         retention = self.retention
         return jax.tree.map(retention.start, weights) if isinstance(retention, _Mapped) else weights
+
+    def begin_chunk(self, stored: dict[str, jax.Array] | None) -> Any:
+        """What a state stores, or its momentum, at the start of a chunk: within `norm_bound`."""
+        return stored if stored is None or self.norm_bound is None else within_norm(self.norm_bound, stored)
 
     def weights(self, stored: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The memory M_t of what a state stores: itself, or the retention's map of it; name → [..., out, in]."""

@@ -108,11 +108,18 @@ def scan_slots(
 
     def chunk(params, chunk_start, memory, momentum, window, slot, first, count, mixed):
         slot = slot._replace(q=slot.q.astype(wide), k=slot.k.astype(wide), v=slot.v.astype(wide))
-        start = memory if chunk_start is None else chunk_start
-        return run_chunk(rule, sizes, params, start, memory, momentum, window, slot, first, count, mixed)
+        return run_chunk(rule, sizes, params, chunk_start, memory, momentum, window, slot, first, count, mixed)
 
     by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None, None, 0))
-    by_batch = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0, 0))
+    all_chunks = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0, 0))
+
+    def begin(weights: Any, begins: jax.Array | None) -> Any:
+        begun = rule.begin_chunk(weights)
+        return begun if begins is None else choose(begins, begun, weights)
+
+    def by_batch(begins, params, chunk_start, memory, momentum, *rest):
+        return all_chunks(params, chunk_start, begin(memory, begins), begin(momentum, begins), *rest)
+
     checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
     lane_params = tuple(zip(_split(params, lanes, 0), _split(soup, lanes, 1)))
 
@@ -124,10 +131,17 @@ def scan_slots(
             initial = jax.tree.map(lambda w: jnp.broadcast_to(w, (batch, *w.shape)), rule.start(params.weights))
             memory = choose(resets, initial, memory)
             momentum = choose(resets, jax.tree.map(jnp.zeros_like, momentum), momentum)
-        # The call may begin in the middle of a chunk.
-        start = memory if first is None else choose(first > 0, carry.chunk_start, memory)
+        # The call may begin in the middle of a chunk, and a slot without tokens begins none.
+        begins = None if first is None else first == 0
+        if filled is not None:
+            begins = filled if begins is None else begins & filled
+        start = checkpoint(begin)(memory, begins)
+        if first is not None:
+            start = choose(first > 0, carry.chunk_start, start)
         given = None if first is None else start
-        memory, momentum, window, y = chunk_fn(params, given, memory, momentum, carry.window, slot, first, count, mixed)
+        memory, momentum, window, y = chunk_fn(
+            begins, params, given, memory, momentum, carry.window, slot, first, count, mixed
+        )
         # Not inside the checkpointed function, so that the backward pass does not keep it.
         kept = start if filled is None else choose(filled, start, carry.chunk_start)
         return Carry(memory, momentum, window, kept), y.astype(dtype)

@@ -6,7 +6,7 @@ from atlasjax.nn.backbones import MAGMixer, MALMixer
 from atlasjax.nn.config import AttentionConfig, ElasticConfig, GAMConfig, MemoryConfig, ModelConfig, SSMConfig
 from atlasjax.nn.elastic import BlockMixer, ElasticMixer
 from atlasjax.nn.gam import GAMMixer
-from atlasjax.nn.gates import GateProjection, initial_gates
+from atlasjax.nn.gates import GateProjection
 from atlasjax.nn.layers import GELU, CausalConv, LayerNorm, Linear, RMSNorm, SwiGLU
 from atlasjax.nn.mac import MACMixer
 from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixer, MemoryMixerState
@@ -47,7 +47,6 @@ __all__ = [
     "SwiGLU",
     "abstract_model",
     "count_parameters",
-    "initial_gates",
     "logical_axes",
     "state_bytes",
 ]

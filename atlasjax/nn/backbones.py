@@ -71,8 +71,14 @@ class MAGMixer(nnx.Module):
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> jax.Array:
         """Whole sequences: [batch, time, dim] → [batch, time, dim]; arguments as for `MemoryHeads.scan`."""
-        m, _ = self.memory.scan(x, segment_ids, max_segments)
-        return self.join(self.attention(x, segment_ids), m)
+        return self.observe(x, segment_ids, max_segments)[0]
+
+    def observe(
+        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """As `__call__`, and the `memory_norm` [batch, heads] after the last token."""
+        m, _, norm = self.memory.scan(x, segment_ids, max_segments)
+        return self.join(self.attention(x, segment_ids), m), norm
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> HybridState:
         """The state before the first token; `max_length`: see `memory.init_state`."""
@@ -111,8 +117,14 @@ class MALMixer(nnx.Module):
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> jax.Array:
         """Whole sequences: [batch, time, dim] → [batch, time, dim]; arguments as for `MemoryHeads.scan`."""
-        y = self.norm(self.memory(x, segment_ids, max_segments))
-        return self._output(self.attention(y, segment_ids))
+        return self.observe(x, segment_ids, max_segments)[0]
+
+    def observe(
+        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """As `__call__`, and the `memory_norm` [batch, heads] after the last token."""
+        y, norm = self.memory.observe(x, segment_ids, max_segments)
+        return self._output(self.attention(self.norm(y), segment_ids)), norm
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> HybridState:
         """The state before the first token; `max_length`: see `memory.init_state`."""

@@ -17,7 +17,7 @@ from atlasjax.nn.attention import AttentionHeads
 from atlasjax.nn.backbones import GatedHeads
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, l2_normalize
-from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState
+from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState, memory_norm
 from atlasjax.nn.parameters import values
 
 
@@ -101,10 +101,17 @@ class MACMixer(nnx.Module):
             of segments start afresh.
           max_segments: static bound on the documents of a row; needed under jit with `segment_ids`.
         """
+        return self.observe(x, segment_ids, max_segments)[0]
+
+    def observe(
+        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """As `__call__`, and the `memory_norm` [batch, heads] after the segment of the last token."""
         batch, time, size = *x.shape[:2], self.segment_size
         queries, _ = self._queries(x, self.conv.init_state(batch, x.dtype), segment_ids)
         if segment_ids is None:
             count, place, resets = -(-time // size), None, None
+            last = jnp.full(batch, count - 1)
         else:
             max_segments = check_segments(segment_ids, max_segments, x, "mixer 'mac'")
             assert max_segments is not None
@@ -112,23 +119,27 @@ class MACMixer(nnx.Module):
             ids = jnp.asarray(segment_ids, jnp.int32)
             where = segmented_layout(ids, max_segments, size, size, 1, zeros, zeros, zeros - 1)
             count, place, resets = where.num_slots, where.place, where.resets
+            assert place is not None  # as always of packed documents
+            last = place[:, -1] // size  # the segments behind it are padding
         fresh = self.memory.init_state(batch, count * size)
         position = jnp.broadcast_to(jnp.arange(size), (batch, size))
         earlier = position[:, None, :] <= position[:, :, None]
 
         def segment(
             state: MemoryMixerState, inputs: tuple[jax.Array, jax.Array, jax.Array | None]
-        ) -> tuple[MemoryMixerState, jax.Array]:
+        ) -> tuple[MemoryMixerState, tuple[jax.Array, jax.Array | None]]:
             x, queries, reset = inputs
             if reset is not None:
                 state = _choose(reset, fresh, state)
             q, rotated, tokens, retrieved = self._look(x, queries, state.memory, position)
             y, state = self._write(self._attend(q, rotated, tokens, retrieved, earlier), state)
-            return state, y
+            return state, (y, memory_norm(self.memory.rule, state.memory))
 
         xs = (_to_segments(x, count, size, place), _to_segments(queries, count, size, place), resets)
-        _, y = jax.lax.scan(jax.checkpoint(segment, prevent_cse=False), fresh, xs)
-        return _from_segments(y, time, place)
+        _, (y, norms) = jax.lax.scan(jax.checkpoint(segment, prevent_cse=False), fresh, xs)
+        if norms is not None:
+            norms = norms.at[last, jnp.arange(batch)].get(mode="fill", fill_value=jnp.nan)
+        return _from_segments(y, time, place), norms
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> MACState:
         """The state before the first token; `max_length`: see `memory.init_state`."""

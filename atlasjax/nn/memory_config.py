@@ -64,6 +64,8 @@ class MemoryConfig:
       newton_schulz_every: write the memory once in so many tokens (Muon rules); must divide the chunk size.
       newton_schulz_schedule: a name of `pallas_kernels.newton_schulz.SCHEDULES`.
       max_step: upper end of the step-size gate, > 0; None takes the one derived in `atlasjax.nn.gates`.
+      bounded: keep the memory from diverging (`memory.Bound`); False: the recurrence of the papers. Without effect on kernel
+        memories, whose reads are averages.
       caching: how the memories of earlier segments are cached and read; None: they are not.
       implementation: of `memory.scan` over whole sequences, as in training: "xla", "pallas_tpu", "pallas_gpu", or None: what is
         recorded as fastest. A stream is always extended by "xla".
@@ -86,12 +88,15 @@ class MemoryConfig:
     newton_schulz_every: int | None = None
     newton_schulz_schedule: str | None = None
     max_step: float | None = None
+    bounded: bool = True
     caching: CachingConfig | None = None
     implementation: str | None = None
 
     def __post_init__(self) -> None:
         if self.caching is not None and not isinstance(self.caching, CachingConfig):
             raise ValueError(f"MemoryConfig: caching must be a CachingConfig or None, got {self.caching!r}.")
+        if not isinstance(self.bounded, bool):
+            raise ValueError(f"MemoryConfig: bounded must be True or False, got {self.bounded!r}.")
         if self.max_step is not None and not (is_number(self.max_step) and self.max_step > 0):
             raise ValueError(f"MemoryConfig: max_step must be a number > 0, got {self.max_step!r}.")
         if self.implementation is not None:
@@ -124,6 +129,8 @@ class MemoryConfig:
             self._override_part("structure", STRUCTURES, _STRUCTURE_FIELDS, parameters, arguments)
         self._override_part("features", FEATURES, _FEATURE_FIELDS, parameters, arguments)
         rule = factory(**arguments)
+        if not self.bounded and isinstance(rule, MemoryRule):
+            rule = rule.unbounded()
         return rule if self.caching is None else self.caching.around(rule)
 
     def _override_part(

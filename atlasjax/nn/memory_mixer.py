@@ -1,6 +1,7 @@
 """The memory as a layer: projections, short convolutions and gates around `atlasjax.memory`."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax import memory
+from atlasjax.memory.blocks import divisible
 from atlasjax.memory.kernels import may_run
 from atlasjax.nn.attention import output_projection
 from atlasjax.nn.config import ModelConfig
@@ -44,6 +46,32 @@ def memory_params(
     coefficients: Any = None if initial.coefficients is None else param(initial.coefficients, "heads", None)
     norm: Any = None if initial.norm is None else {name: param(x, "heads", None) for name, x in initial.norm.items()}
     return memory.MemoryParams(weights, coefficients, norm)
+
+
+def memory_norm(rule: memory.AnyRule, state: Any) -> jax.Array | None:
+    """The size of a memory, to be watched: of its weights the largest ‖W‖_F / √rows, which `memory.Bound.weight_norm` limits.
+
+    Of a cached rule, that of the memory that is being written.
+
+    Args:
+      rule: the memory rule.
+      state: as `memory.scan` returns it.
+
+    Returns:
+      float32 [batch, heads], through which no gradient flows; None for a kernel memory, whose reads are averages of its cache.
+    """
+    if isinstance(rule, memory.CachedRule):
+        return memory_norm(rule.rule, state.online)
+    if isinstance(rule, memory.KernelRule):
+        return None
+    weights = jax.lax.stop_gradient(rule.weights(state.memory)).values()
+
+    def one(w: jax.Array) -> jax.Array:
+        largest = jnp.max(jnp.abs(w), axis=(-2, -1))  # apart, since its square could overflow
+        unit = w / jnp.where(divisible(largest), largest, 1.0)[..., None, None]
+        return largest * jnp.sqrt(jnp.sum(unit * unit, axis=(-2, -1)) / w.shape[-2])
+
+    return functools.reduce(jnp.maximum, map(one, weights)).astype(jnp.float32)
 
 
 class MemoryHeads(nnx.Module):
@@ -97,7 +125,7 @@ class MemoryHeads(nnx.Module):
 
     def scan(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Whole sequences from a fresh memory.
 
         Args:
@@ -106,18 +134,19 @@ class MemoryHeads(nnx.Module):
           max_segments: static bound on the segments of a row; needed under jit with `segment_ids`.
 
         Returns:
-          y and the output gate, both [batch, time, heads, value_dim]; an empty array without a gate.
+          y and the output gate, both [batch, time, heads, value_dim]; an empty array without a gate. And the `memory_norm` after
+          the last token.
         """
         q, k, v, gate, _ = self._project(x, self.conv.init_state(x.shape[0], x.dtype), segment_ids)
-        y, _ = memory.scan(
+        y, after = memory.scan(
             self.rule, values(self.memory), None, q, k, v, self.gates(x), segment_ids=segment_ids,
             max_segments=max_segments, implementation=self.implementation,
             partition=mesh_partition(x.shape[0], self.heads) if may_run(self.implementation, self.rule, q, v) else None,
         )  # fmt: skip
-        return y, gate
+        return y, gate, memory_norm(self.rule, after)
 
     def scan_from(self, x: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, jax.Array, MemoryMixerState]:
-        """The next piece of a sequence, any time ≥ 1; one token goes through `memory.step`. As above, and the next state."""
+        """The next piece of a sequence, any time ≥ 1; one token goes through `memory.step`. y, the gate, and the next state."""
         q, k, v, gate, conv = self._project(x, state.conv, None)
         gates, params = self.gates(x), values(self.memory)
         if x.shape[1] == 1:
@@ -171,7 +200,14 @@ class MemoryMixer(MemoryHeads):
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> jax.Array:
         """Whole sequences from a fresh memory: [batch, time, dim] → [batch, time, dim]; see `MemoryHeads.scan`."""
-        return self._output(*self.scan(x, segment_ids, max_segments))
+        return self.observe(x, segment_ids, max_segments)[0]
+
+    def observe(
+        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """As `__call__`, and the `memory_norm` [batch, heads] after the last token."""
+        y, gate, norm = self.scan(x, segment_ids, max_segments)
+        return self._output(y, gate), norm
 
     def extend(self, x: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, MemoryMixerState]:
         """The next piece of a sequence, any time ≥ 1."""

@@ -1,9 +1,9 @@
 """The one interface of everything that mixes tokens, and the list of what there is.
 
-A new mixer is one class with these three methods and one line of `MIXERS`.
+A new mixer is one class with these three methods and one line of `MIXERS`; a fourth, `observe`, where it has a memory to watch.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -41,6 +41,26 @@ class Mixer(Protocol):
 
     def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """The next piece [batch, time ≥ 1, dim]; any cutting of a sequence into pieces gives what `__call__` gives."""
+
+
+@runtime_checkable
+class ObservedMixer(Mixer, Protocol):
+    """A mixer with a memory that may grow without bound, so that training watches its size."""
+
+    def observe(
+        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """As `__call__`, and the size of the memory after the last token, float32 [batch, heads], through which no gradient flows
+        (`memory_mixer.memory_norm`); None where this memory has none."""
+
+
+def observe(
+    mixer: Mixer, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """What a mixer gives for whole sequences, and the size of its memory, [batch, heads], if it has one to watch."""
+    if isinstance(mixer, ObservedMixer):
+        return mixer.observe(x, segment_ids, max_segments)
+    return mixer(x, segment_ids, max_segments), None
 
 
 MIXERS: dict[str, type] = {

@@ -10,9 +10,11 @@ from flax import nnx
 from atlasjax.mixers.attention import segment_positions
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import GELU, LayerNorm, Linear, RMSNorm, SwiGLU, dropout
-from atlasjax.nn.mixers import make_mixer
+from atlasjax.nn.mixers import make_mixer, observe
 from atlasjax.nn.parameters import normal, param
 from atlasjax.nn.partition import HEAD_AXES, read_table, split_batch
+
+Norms = tuple[jax.Array | None, ...]  # the size of each layer's memory
 
 _NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
 _FFNS: dict[str, type[SwiGLU | GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
@@ -44,14 +46,21 @@ class Layer(nnx.Module):
         self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
     ) -> jax.Array:
         """[batch, time, dim] → [batch, time, dim]; `dropout_keys` as in `LanguageModel`."""
+        return self.observe(x, segment_ids, max_segments, dropout_keys)[0]
+
+    def observe(
+        self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
+    ) -> tuple[jax.Array, Norms]:
+        """As `__call__`, and of this one layer what `mixers.observe` tells of its memory."""
         graphdef, params = nnx.split(self, nnx.Param)
 
-        def run(params: Any, x: jax.Array, keys: jax.Array | None) -> jax.Array:
+        def run(params: Any, x: jax.Array, keys: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
             layer = nnx.merge(graphdef, params)
-            return layer._around(lambda y: (layer.mixer(y, segment_ids, max_segments), None), x, keys)[0]
+            return layer._around(lambda y: observe(layer.mixer, y, segment_ids, max_segments), x, keys)
 
         # A layer is the body of a scan, which cannot be merged with its recomputation.
-        return (jax.checkpoint(run, prevent_cse=False) if self.remat else run)(params, x, dropout_keys)
+        x, norm = (jax.checkpoint(run, prevent_cse=False) if self.remat else run)(params, x, dropout_keys)
+        return x, (norm,)
 
     def init_state(self, batch_size: int, max_length: int | None) -> Any:
         """The mixer's state before the first token."""
@@ -81,14 +90,16 @@ class Pattern(nnx.Module):
         for i, mixer in enumerate(config.pattern):
             setattr(self, f"layer_{i}", Layer(config, mixer, rngs=rngs))
 
-    def __call__(
+    def observe(
         self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
-    ) -> jax.Array:
-        """[batch, time, dim] → [batch, time, dim]; `dropout_keys` as in `LanguageModel`."""
+    ) -> tuple[jax.Array, Norms]:
+        """As a `Layer`, and of each layer what it tells of its memory."""
+        norms: Norms = ()
         for i, layer in enumerate(self._layers()):
             keys = None if dropout_keys is None else jax.vmap(lambda key, i=i: jax.random.fold_in(key, i))(dropout_keys)
-            x = layer(x, segment_ids, max_segments, keys)
-        return x
+            x, norm = layer.observe(x, segment_ids, max_segments, keys)
+            norms += norm
+        return x, norms
 
     def init_state(self, batch_size: int, max_length: int | None) -> Any:
         """A tuple of the mixers' states before the first token."""
@@ -190,6 +201,32 @@ class LanguageModel(nnx.Module):
         """
         return self.logits(self.hidden(tokens, segment_ids, max_segments, dropout_keys=dropout_keys))
 
+    def observe(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        max_segments: int | None = None,
+        *,
+        dropout_keys: jax.Array | None = None,
+    ) -> tuple[jax.Array, dict[int, jax.Array]]:
+        """As `__call__`, and how large the memories are at the end of the sequences.
+
+        Returns:
+          The logits; and layer → float32 [heads], the largest `memory_norm` of the batch, for the layers that have one. No gradient
+          flows through it.
+        """
+        hidden, norms = self._run(tokens, segment_ids, max_segments, dropout_keys)
+        # One maximum over a batch that may be split over devices, for all repetitions of a layer.
+        largest = [None if norm is None else jnp.max(norm, axis=1) for norm in norms]
+        repetitions = self.config.num_layers // len(largest)
+        by_layer = {
+            repetition * len(largest) + i: norm[repetition]
+            for repetition in range(repetitions)
+            for i, norm in enumerate(largest)
+            if norm is not None
+        }
+        return self.logits(hidden), by_layer
+
     def hidden(
         self,
         tokens: jax.Array,
@@ -199,6 +236,12 @@ class LanguageModel(nnx.Module):
         dropout_keys: jax.Array | None = None,
     ) -> jax.Array:
         """What the head reads, [batch, time, dim] in the model's dtype, after the final norm; arguments as in `__call__`."""
+        return self._run(tokens, segment_ids, max_segments, dropout_keys)[0]
+
+    def _run(
+        self, tokens: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
+    ) -> tuple[jax.Array, Norms]:
+        """As `hidden`, and what each layer of the pattern tells of its memory, [repetitions, batch, heads]."""
         _check_tokens(tokens, "LanguageModel")
         if segment_ids is not None and segment_ids.shape != tokens.shape:
             raise ValueError(
@@ -207,13 +250,13 @@ class LanguageModel(nnx.Module):
         graphdef, params = nnx.split(self.layers, nnx.Param)
         keys, layer_keys = self._dropout_keys(tokens, dropout_keys)
 
-        def layer(x: jax.Array, xs: tuple[Any, jax.Array | None]) -> tuple[jax.Array, None]:
+        def layer(x: jax.Array, xs: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Norms]:
             params, keys = xs
-            return nnx.merge(graphdef, params)(x, segment_ids, max_segments, keys), None
+            return nnx.merge(graphdef, params).observe(x, segment_ids, max_segments, keys)
 
         x = self._embed(tokens, self._positions(tokens, segment_ids))
-        x, _ = jax.lax.scan(layer, dropout(x, self.config.dropout, keys), (params, layer_keys))
-        return self.norm(x)
+        x, norms = jax.lax.scan(layer, dropout(x, self.config.dropout, keys), (params, layer_keys))
+        return self.norm(x), norms
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """The head: [..., dim] → float32 [..., vocab_size]."""

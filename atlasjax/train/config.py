@@ -64,6 +64,7 @@ class TrainConfig:
       keep: checkpoints kept; the oldest are deleted. 2 at least, so that one remains when the newest is damaged.
       log_every: steps between two lines of progress and metrics.
       tensorboard: also write TensorBoard event files.
+      memory_norm_limit: a memory is reported when the root mean square of its rows' norms passes this.
     """
 
     model: ModelConfig
@@ -81,6 +82,7 @@ class TrainConfig:
     keep: int = 3
     log_every: int = 10
     tensorboard: bool = True
+    memory_norm_limit: float = 32.0
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -88,6 +90,7 @@ class TrainConfig:
         ):  # fmt: skip
             _require(getattr(self, name) >= least, name, getattr(self, name), f"at least {least}")
         _require(self.eval_batches is None or self.eval_batches >= 1, "eval_batches", self.eval_batches, "at least 1")
+        _require(self.memory_norm_limit > 0, "memory_norm_limit", self.memory_norm_limit, "positive")
         _require(bool(self.run_dir), "run_dir", self.run_dir, "the path of a folder")
         if self.data.batch_size % self.accumulation:
             raise ValueError(
@@ -111,9 +114,11 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 
 # Fields that a run may change when it goes on: how long, how fast and where it trains, what it writes. All others decide
-# what the saved state means (architecture) or what the saved position points at (data).
+# what the saved state means (architecture) or what the saved position points at (data). What holds a memory's steps back is the
+# same to the saved state, and is what a run changes that goes on after its memories grew.
 _FREE = ("steps", "optimizer.", "mesh.", "processes.", "run_dir", "eval_every", "eval_batches", "checkpoint_every", "keep",
-         "log_every", "tensorboard", "accumulation", "data.num_threads", "model.remat", "model.dtype")  # fmt: skip
+         "log_every", "tensorboard", "accumulation", "data.num_threads", "model.remat", "model.dtype",
+         "memory_norm_limit", "model.memory.bounded", "model.memory.max_step")  # fmt: skip
 
 
 def changes_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:

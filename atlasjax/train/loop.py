@@ -25,12 +25,10 @@ from atlasjax.train.progress import Progress
 from atlasjax.train.setup import Setup
 from atlasjax.train.signals import StopSignals
 from atlasjax.train.state import TrainState
-from atlasjax.train.step import jit_eval_step, jit_train_step
+from atlasjax.train.step import Metrics, jit_eval_step, jit_train_step
+from atlasjax.train.watch import MemoryWatch
 
-ADVICE = (
-    "What helps: a lower optimizer.learning_rate, a longer optimizer.warmup_steps, a smaller optimizer.clip_norm, or "
-    "model.dtype=float32; the same command with the change goes on from that checkpoint."
-)
+ADVICE = "a lower optimizer.learning_rate, a longer optimizer.warmup_steps, a smaller optimizer.clip_norm, or model.dtype=float32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +134,8 @@ class _Run:
         self.config = setup.config
         self.evaluation: LanguageModelResult | None = None
         self.recorded = False
-        self._pending: list[tuple[int, dict[str, jax.Array]]] = []
+        self._pending: list[tuple[int, Metrics]] = []
+        self._watch = MemoryWatch(self.config.model, self.config.memory_norm_limit)
         self._train_step = jit_train_step(
             setup.graphdef, setup.optimizer, setup.schedule, setup.shardings, setup.mesh,
             microbatches=self.config.accumulation, max_segments=setup.train_data.max_segments,
@@ -194,8 +193,12 @@ class _Run:
         progress.pause(len(records), len(records) * tokens_per_step)
         self.recorded = True
         for step, metrics in records:
+            norms = metrics.pop("memory_norm")
             values = {name: float(value) for name, value in metrics.items()}
-            writer.write(step, "train", {**values, "tokens_seen": step * tokens_per_step})
+            by_layer = {f"memory_norm/{layer}": float(heads.max()) for layer, heads in sorted(norms.items())}
+            writer.write(step, "train", {**values, "tokens_seen": step * tokens_per_step, **by_layer})
+            if line := self._watch.report(step, norms):
+                progress.print(line)
             for name in ("loss", "gradient_norm"):
                 if not math.isfinite(values[name]):
                     raise NonFiniteError(
@@ -239,7 +242,12 @@ class _Run:
             if steps
             else "No checkpoint was saved yet."
         )
-        return f"{what} {last} {ADVICE}"
+        memories = self._watch.summary()
+        helps = [ADVICE] + [self._watch.helps] * bool(memories)
+        if self._watch.suspected:
+            helps.reverse()
+        found = " ".join(filter(None, (what, last, memories)))
+        return f"{found} What helps: {'; '.join(helps)}. The same command with the change goes on from that checkpoint."
 
 
 def _every(step: int, interval: int) -> bool:

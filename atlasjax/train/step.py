@@ -16,6 +16,8 @@ from atlasjax.train.state import TrainState, merge
 
 PyTree = Any
 Batch = dict[str, jax.Array]
+Metrics = dict[str, Any]
+MemoryNorms = dict[int, jax.Array]  # layer → float32 [heads]
 
 
 def loss_sums(
@@ -30,13 +32,19 @@ def loss_sums(
         documents, segment_ids int32 [batch, time]; for dropout, dropout_keys, typed PRNG keys [batch].
       max_segments: bound on the segments per row; needed with segment_ids.
     """
-    model = merge(graphdef, params)
-    logits = model(
+    return _observed_sums(graphdef, params, batch, max_segments)[:2]
+
+
+def _observed_sums(
+    graphdef: nnx.GraphDef, params: PyTree, batch: Batch, max_segments: int | None
+) -> tuple[jax.Array, jax.Array, MemoryNorms]:
+    """`loss_sums`, and the memory norms of `LanguageModel.observe`."""
+    logits, norms = merge(graphdef, params).observe(
         batch["inputs"], batch.get("segment_ids"), max_segments, dropout_keys=batch.get("dropout_keys")
-    )  # fmt: skip
+    )
     weights = batch["weights"].astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"])
-    return jnp.sum(losses * weights), jnp.sum(weights)
+    return jnp.sum(losses * weights), jnp.sum(weights), norms
 
 
 def accumulated_gradients(
@@ -53,31 +61,43 @@ def accumulated_gradients(
       microbatches: how many; must divide the batch.
       constrain: says where a microbatch lives, [batch / microbatches, ...].
     """
+    return _observed_gradients(graphdef, params, batch, microbatches, max_segments, constrain)[:3]
 
-    def sums(params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return loss_sums(graphdef, params, batch, max_segments)
+
+def _observed_gradients(
+    graphdef: nnx.GraphDef, params: PyTree, batch: Batch, microbatches: int, max_segments: int | None,
+    constrain: Callable[[Batch], Batch],
+) -> tuple[jax.Array, PyTree, jax.Array, MemoryNorms]:  # fmt: skip
+    """`accumulated_gradients`, and the largest memory norms of the batch."""
+
+    def sums(params: PyTree, batch: Batch) -> tuple[jax.Array, tuple[jax.Array, MemoryNorms]]:
+        loss, weight, norms = _observed_sums(graphdef, params, batch, max_segments)
+        return loss, (weight, norms)
 
     gradient = jax.value_and_grad(sums, has_aux=True)
     if microbatches == 1:
-        (loss, weight), grads = gradient(params, batch)
+        (loss, (weight, norms)), grads = gradient(params, batch)
     else:
         # Microbatch i takes rows i, i + n, i + 2n, …: every device keeps the rows that it already holds.
         split = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
 
-        def add(carry: PyTree, microbatch: Batch) -> tuple[PyTree, None]:
-            return jax.tree.map(jnp.add, carry, gradient(params, constrain(microbatch))), None
+        def add(carry: PyTree, microbatch: Batch) -> tuple[PyTree, MemoryNorms]:
+            (loss, (weight, norms)), grads = gradient(params, constrain(microbatch))
+            return jax.tree.map(jnp.add, carry, ((loss, weight), grads)), norms
 
         zero = jnp.zeros((), jnp.float32)
-        ((loss, weight), grads), _ = jax.lax.scan(add, ((zero, zero), jax.tree.map(jnp.zeros_like, params)), split)
+        carry = (zero, zero), jax.tree.map(jnp.zeros_like, params)
+        ((loss, weight), grads), norms = jax.lax.scan(add, carry, split)
+        norms = jax.tree.map(lambda x: jnp.max(x, axis=0), norms)
     scale = jnp.where(weight > 0, 1.0 / jnp.where(weight > 0, weight, 1.0), 0.0)  # a batch of padding only has loss 0
-    return loss * scale, jax.tree.map(lambda g: g * scale, grads), weight
+    return loss * scale, jax.tree.map(lambda g: g * scale, grads), weight, norms
 
 
 def train_step(
     state: TrainState, batch: Batch, *, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation,
     schedule: Callable[[jax.Array], jax.Array], microbatches: int = 1, max_segments: int | None = None,
     constrain: Callable[[Batch], Batch] = lambda batch: batch,
-) -> tuple[TrainState, dict[str, jax.Array]]:  # fmt: skip
+) -> tuple[TrainState, Metrics]:  # fmt: skip
     """One optimizer step.
 
     Where the model has dropout, row r of step n drops by the key `split(fold_in(state.key, n), batch)[r]`: the same in a run that
@@ -94,12 +114,15 @@ def train_step(
       constrain: says where a microbatch lives.
 
     Returns:
-      (state after the step, float32 scalars: loss in nats per token, gradient_norm before clipping, learning_rate, tokens).
+      (state after the step, float32 scalars: loss in nats per token, gradient_norm before clipping, learning_rate, tokens; and
+      memory_norm: layer → float32 [heads], how large the memories of the step's batch became, see `LanguageModel.observe`).
     """
     if merge(graphdef, state.params).config.dropout:
         keys = jax.random.split(jax.random.fold_in(state.key, state.step), batch["inputs"].shape[0])
         batch = {**batch, "dropout_keys": keys}
-    loss, grads, tokens = accumulated_gradients(graphdef, state.params, batch, microbatches, max_segments, constrain)
+    loss, grads, tokens, norms = _observed_gradients(
+        graphdef, state.params, batch, microbatches, max_segments, constrain
+    )
     updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
     metrics = {
@@ -107,6 +130,7 @@ def train_step(
         "gradient_norm": optax.tree.norm(grads),
         "learning_rate": schedule(state.step),
         "tokens": tokens,
+        "memory_norm": norms,
     }
     return TrainState(params, optimizer_state, state.key, state.step + 1), metrics
 
@@ -124,7 +148,7 @@ def jit_train_step(
     def constrain(batch: Batch) -> Batch:
         return jax.lax.with_sharding_constraint(batch, jax.tree.map(lambda _: rows, batch))
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return train_step(
             state, batch, graphdef=graphdef, optimizer=optimizer, schedule=schedule, microbatches=microbatches,
             max_segments=max_segments, constrain=constrain,

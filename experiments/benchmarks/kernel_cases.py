@@ -174,7 +174,7 @@ def _delta_rule(case: Case) -> tuple[Callable[..., Any], list[Any]]:
 
     from atlasjax import memory, rules
 
-    rule = rules.gated_delta_rule() if gated else rules.delta_rule()
+    rule = (rules.gated_delta_rule() if gated else rules.delta_rule()).unbounded()  # as the kernel's call
     sizes = {"num_heads": HEADS, "key_dim": case.dim, "value_dim": case.dim}
     empty = jax.eval_shape(lambda: memory.init_params(rule, jax.random.key(0), **sizes))
 
@@ -219,7 +219,7 @@ def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
 
     rule = memory.MemoryRule(
         structure, objectives.L2(), window=window, chunk_size=case.chunk,
-        optimizer=optimizers.Momentum() if momentum else optimizers.GradientDescent(),
+        optimizer=optimizers.Momentum() if momentum else optimizers.GradientDescent(), bound=None,  # as the kernel's call
     )  # fmt: skip
     sizes = {"num_heads": HEADS, "key_dim": case.dim, "value_dim": case.dim}
     params = jax.eval_shape(lambda: memory.init_params(rule, jax.random.key(0), **sizes))

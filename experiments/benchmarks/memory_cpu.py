@@ -45,7 +45,7 @@ def ours(length, chunk=CHUNK):
 
     from atlasjax import memory, rules
 
-    rule = rules.titans(chunk)
+    rule = rules.titans(chunk).unbounded()  # as titans-pytorch's
     params = memory.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=DIM, value_dim=DIM)
     q, k, v, (alpha, eta, theta) = inputs(length)
     gates = memory.Gates(retention=alpha, step_size=eta, momentum=theta)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.blocks import token_precision
 from pallas_kernels.chunk_memory import gpu, reference
+from pallas_kernels.chunk_memory.bound import windowed_floor
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Objective, Structure, window_rows
 from pallas_kernels.chunk_memory.muon import MuonChunk, writes
 from pallas_kernels.chunk_scan import chunk_scan
@@ -38,6 +39,9 @@ def chunk_memory(
     chunk_size: int = 64,
     newton_schulz: tuple[Triple, ...] | None = None,
     every: int = 1,
+    step_bound: float | None = None,
+    floor: jax.Array | None = None,
+    norm_bound: float | None = None,
     implementation: str = "pallas_tpu",
     interpret: Any = False,
 ) -> tuple[jax.Array, Weights, Weights | None]:
@@ -60,6 +64,10 @@ def chunk_memory(
       chunk_size: a power of two, 8 to 256. Part of the result.
       newton_schulz: triples (a, b, c), one a step, for a memory written by Muon, which needs momenta; None: without.
       every: with Muon the memory is written at each `every`-th token of its chunk only; a power of two that divides chunk_size.
+      step_bound: > 0: η' of `bound` stands for η, which scales each step by what is left of its token's error; 1 lets a token step
+        as far as its target. Not with `newton_schulz`.
+      floor: of each token, what is added to the fall of its loss before something is divided by it, [batch, time, heads]; None: 0.
+      norm_bound: > 0: at the start of a chunk, each weight and momentum with ‖W‖_F > norm_bound · √rows is scaled back onto it.
       implementation: "pallas_tpu": a kernel that keeps M and S on chip for the whole sequence; its backward pass computes again
         what it needs from the memories before each chunk; there is no forward-mode derivative. "reference": token by token.
       interpret: as `pallas_call` takes it.
@@ -71,9 +79,11 @@ def chunk_memory(
       ValueError: shapes that do not fit, other dtypes, an implementation or a chunk size that does not exist, a memory that the
         implementation does not serve.
     """
-    _check(weights, momenta, q, k, v, step_size, retention, momentum, window)
+    _check(weights, momenta, q, k, v, step_size, retention, momentum, window, floor)
     if newton_schulz is not None and momenta is None:
         raise ValueError("chunk_memory: newton_schulz needs momenta S and the gate momentum θ, they are None.")
+    if newton_schulz is not None and step_bound is not None:
+        raise ValueError("chunk_memory: step_bound is for steps along gradients, newton_schulz makes others.")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"chunk_memory: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
     batch, time, heads, _ = q.shape
@@ -84,16 +94,20 @@ def chunk_memory(
             "retention": ones if retention is None else retention,
             "momentum": ones if momentum is None else momentum,
             "window": ones[..., None] if window is None else window,
+            "floor": 0.0 * ones if floor is None else floor,
         }
         return reference.chunk_memory(
-            structure, objective, weights, momenta, q, k, v, gates, chunk_size, newton_schulz, every
-        )
+            structure, objective, weights, momenta, q, k, v, gates, chunk_size, newton_schulz, every,
+            step_bound, norm_bound,
+        )  # fmt: skip
     if chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_memory: chunk_size={chunk_size}, should be a power of two from 8 to 256.")
     if every < 1 or every & (every - 1) or every > chunk_size:
         raise ValueError(f"chunk_memory: every={every}, should be a power of two, at most chunk_size={chunk_size}.")
     if implementation == "pallas_gpu":
-        reason = gpu.unserved_by_gpu(structure, weights, chunk_size, q.dtype, muon=newton_schulz is not None)
+        reason = gpu.unserved_by_gpu(
+            structure, weights, chunk_size, q.dtype, muon=newton_schulz is not None, step_bound=step_bound
+        )
         if reason is not None:
             raise ValueError(f'chunk_memory: implementation="pallas_gpu" cannot run this call: {reason}.')
     if window is not None and window.shape[-1] == 1:
@@ -106,11 +120,16 @@ def chunk_memory(
     if size > 1 and (implementation == "pallas_tpu" or newton_schulz is not None):
         carry += [jnp.zeros((batch * heads, window_rows(size), n), jnp.float32) for n in (k.shape[-1], v.shape[-1], 1)]
     precision = token_precision(q.dtype)
-    chunk = MemoryChunk(structure, objective, names, momentum is not None, retention is not None, size, precision)
+    chunk = MemoryChunk(
+        structure, objective, names, momentum is not None, retention is not None, size, precision,
+        step_bound=step_bound, norm_bound=norm_bound,
+    )  # fmt: skip
     if implementation == "pallas_gpu":
         chunk = dataclasses.replace(chunk, columns=jnp.transpose)
     tokens = tuple(to_chunks(x, chunk_size) for x in (q, k, v))
     rows = [(step_size, 0.0), (ones, 0.0), *((x, 1.0) for x in (retention, momentum) if x is not None)]
+    if step_bound is not None:
+        rows.append((0.0 * ones if floor is None else windowed_floor(floor, window), 0.0))
     rows += [] if window is None else [(window, 0.0)]
     if implementation == "pallas_gpu" and newton_schulz is None:
         final, y = gpu.chunk_memory(chunk, tuple(carry), (*tokens, gates_to_chunks(rows, chunk_size)), interpret)
@@ -165,6 +184,7 @@ def _check(
     retention: jax.Array | None,
     momentum: jax.Array | None,
     window: jax.Array | None,
+    floor: jax.Array | None,
 ) -> None:
     if q.ndim != 4 or v.ndim != 4 or not q.shape[1]:
         raise ValueError(
@@ -177,6 +197,7 @@ def _check(
         "step_size": (step_size, tokens),
         "retention": (retention, tokens),
         "momentum": (momentum, tokens),
+        "floor": (floor, tokens),
         "window": (window, (*tokens, window.shape[-1] if window is not None and window.ndim == 4 else "c")),
     }
     for name, (x, shape) in wanted.items():

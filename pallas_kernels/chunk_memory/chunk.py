@@ -8,18 +8,20 @@ with M_{t'} at the chunk's start. Every ∇_i of a weight is left_i ⊗ input_i,
     C = T_α T_θ diag(−η) Γ        M_t h = a_t M_0 h + s_t S_0 h + Σ_i C[t,i] (input_i · h) left_i
 
 is a few masked products for each weight (the dual form), and no weight of a single token exists. The last c − 1 tokens travel with
-the memory from chunk to chunk, in whole rows of eight.
+the memory from chunk to chunk, in whole rows of eight. `bound` has what may become of η and of M_0 first.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import HIGHEST, columns, decay_products, entry, from_start, iota, last_row, product, row_of
+from pallas_kernels.blocks import HIGHEST, columns, entry, last_row, product, row_of
+from pallas_kernels.chunk_memory.bound import bounded_steps, decrease, within_norm
+from pallas_kernels.chunk_memory.gates import Gates, coefficients, decays, window_weights
 
 Linear = Callable[[str, jax.Array], jax.Array]
 
@@ -55,7 +57,7 @@ class MemoryChunk:
 
     Carry: the weights by name, with momentum S alike, for c > 1 keys and values of the window [`window_rows`, dim] and whether they
     are real [`window_rows`, 1]. Inputs: q, k, v [m, dim] and gates [n, m] with the rows η, real (1, or 0 for padding), α if
-    `retention`, θ if `momentum`, γ_0 … γ_{c−1} if c > 1. m is a power of two.
+    `retention`, θ if `momentum`, n − a of the windowed losses if `step_bound`, γ_0 … γ_{c−1} if c > 1. m is a power of two.
 
     Attributes:
       structure, objective: hashable; residual structures add φ(k) = k itself.
@@ -64,6 +66,8 @@ class MemoryChunk:
       window: c ≥ 1.
       precision: of products with tokens and weights; those of gates alone are exact.
       columns: how gates [n, m] become columns [m, n]: on a TPU by a product, for XLA as a transpose.
+      step_bound: how far a token may step (`bound.bounded_steps`); None: steps are η.
+      norm_bound: the most that ‖W‖_F / √rows of a weight or momentum may be at the chunk's start; None: no limit.
     """
 
     structure: Any
@@ -74,29 +78,44 @@ class MemoryChunk:
     window: int
     precision: jax.lax.Precision = HIGHEST
     columns: Callable[[jax.Array], jax.Array] = columns
+    step_bound: float | None = None
+    norm_bound: float | None = None
 
     def __call__(self, carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         dot = functools.partial(product, precision=self.precision)
         count = len(self.names)
-        memory = dict(zip(self.names, carry))
-        momenta = dict(zip(self.names, carry[count:])) if self.momentum else {}
-        q, k, v, gates = xs
-        gates = self.columns(gates)
-        before = 0
-        if self.window > 1:
-            before = window_rows(self.window)
-            k, v, real, left_over = after_window(carry[-3:], k, v, gates[:, 1:2])
+        begun = [_Scaled.within(self.norm_bound, w) for w in carry[: count * (1 + self.momentum)]]
+        memory, momenta = dict(zip(self.names, begun)), dict(zip(self.names, begun[count:]))
+        q, k, v, rows = xs
+        gates = self.named(self.columns(rows))
+        window = None
+        if gates.window is not None:
+            k, v, real, left_over = after_window(carry[-3:], k, v, gates.real)
+            window = window_weights(gates.window, carry[-1].shape[0]) * row_of(real)
 
-        factors = gradient_factors(self.structure, self.objective, memory, k, v, dot)
-        a, s, beta, memory_gradients, momentum_gradients = self.coefficients(gates, real if before else None)
+        widths = {name: w.matrix.shape[0] for name, w in memory.items()}
+        weight = lambda name, h: memory[name].product(h, dot)
+        gradients = gradient_factors(self.structure, self.objective, weight, widths, k, v)
+        factors, of_gates = gradients.factors, decays(gates)
+        steps = gates.step
+        if self.step_bound is not None:
+            along = lambda products: _total(factors[name][0] * products(name) for name in self.names)
+            steps = bounded_steps(
+                self.step_bound, gates, of_gates, window, decrease(gradients.slope, gradients.out, v), factors,
+                along(lambda name: gradients.products[name]) if self.retention else None,
+                along(lambda name: momenta[name].product(factors[name][1], dot)) if self.momentum else None,
+                dot,
+            )  # fmt: skip
+        a, s, beta = of_gates.start, of_gates.started, of_gates.momentum_start
+        memory_gradients, momentum_gradients = coefficients(of_gates, steps, window)
 
         def linear(name: str, h: jax.Array) -> jax.Array:
             left, inputs = factors[name]
-            out = dot(h, memory[name], 1, 1)
+            out = weight(name, h)
             if a is not None:
                 out = a * out
             if s is not None:
-                out = out + s * dot(h, momenta[name], 1, 1)
+                out = out + s * momenta[name].product(h, dot)
             return out + dot(dot(h, inputs, 1, 1) * memory_gradients, left, 1, 0)
 
         y = self.structure.apply(linear, q, q, None)
@@ -106,80 +125,94 @@ class MemoryChunk:
         after, momenta_after = [], []
         for name in self.names:
             left, inputs = factors[name]
-            w = memory[name] if a is None else entry(a, m - 1) * memory[name]
+            w = memory[name].times(None if a is None else entry(a, m - 1))
             w = w + _outer(at_end, left, inputs, dot)
             if s is not None:
-                w = w + entry(s, m - 1) * momenta[name]
+                w = w + momenta[name].times(entry(s, m - 1))
+                assert beta is not None
                 assert momentum_at_end is not None
                 step = _outer(momentum_at_end, left, inputs, dot)
-                momenta_after.append(entry(beta, m - 1) * momenta[name] + step)
+                momenta_after.append(momenta[name].times(entry(beta, m - 1)) + step)
             after.append(w)
         return (*after, *momenta_after, *(left_over if self.window > 1 else ())), (y,)
 
-    def coefficients(self, gates: jax.Array, real: jax.Array | None) -> tuple[Any, ...]:
-        """a, s, β as columns (None: without), C and, with momentum, D [m, E], from the gates as columns [m, n].
+    def named(self, gates: jax.Array) -> Gates:
+        """Gates as columns [m, n], one by one."""
+        column = lambda place: gates[:, place : place + 1]
+        theta = 2 + self.retention
+        floor = theta + self.momentum
+        gamma = floor + (self.step_bound is not None)
+        return Gates(
+            column(0),
+            column(1),
+            column(2) if self.retention else None,
+            column(theta) if self.momentum else None,
+            None if self.step_bound is None else column(floor),
+            gates[:, gamma : gamma + self.window] if self.window > 1 else None,
+        )
 
-        The E tokens are those of the chunk, behind those of the window where `real` [E, 1] says which of them exist.
-        """
-        before = 0 if real is None else real.shape[0] - gates.shape[0]
-        m = gates.shape[0]
-        row, column = iota(m, 0), iota(m, 1)
-        step = gates[:, :1]
-        index = 2
-        a = s = beta = None
-        if self.retention:
-            alpha = gates[:, index : index + 1]
-            pairwise = decay_products(alpha)
-            a = from_start(alpha, pairwise)
-            index += 1
-        else:
-            pairwise = (row >= column).astype(jnp.float32)
-        pairwise = pairwise * row_of(gates[:, 1:2])  # padding adds no S
-        theta = gates[:, index : index + 1]
-        index += self.momentum
-        if self.window > 1:
-            assert real is not None
-            D = -step * window_weights(gates[:, index : index + self.window], before) * row_of(real)
-        else:
-            D = jnp.where(row == column, -step, 0.0)
-        if not self.momentum:
-            return a, None, None, product(pairwise, D, 1, 0), None
-        products = decay_products(theta)
-        beta = from_start(theta, products)
-        D = product(products, D, 1, 0)
-        s = product(pairwise, beta, 1, 0)
-        return a, s, beta, product(pairwise, D, 1, 0), D
+
+class _Scaled(NamedTuple):
+    """factor · matrix, the factor [1, 1] or None for 1: a scaled copy would take as much vector memory again."""
+
+    matrix: jax.Array
+    factor: jax.Array | None
+
+    @classmethod
+    def within(cls, norm_bound: float | None, w: jax.Array) -> "_Scaled":
+        return cls(w, None if norm_bound is None else within_norm(norm_bound, w))
+
+    def product(self, h: jax.Array, dot: Any) -> jax.Array:
+        out = dot(h, self.matrix, 1, 1)
+        return out if self.factor is None else self.factor * out
+
+    def times(self, share: jax.Array | None) -> jax.Array:
+        """share · factor · matrix; share [1, 1], None for 1."""
+        if self.factor is not None:
+            share = self.factor if share is None else share * self.factor
+        return self.matrix if share is None else share * self.matrix
+
+
+class Gradients(NamedTuple):
+    """Of E tokens.
+
+    factors: (left, input) of each weight's gradients, name → ([E, out], [E, in]) · products: W input, name → [E, out] ·
+    out: M(k) [E, value_dim] · slope: ∂ℓ/∂out.
+    """
+
+    factors: dict[str, tuple[jax.Array, jax.Array]]
+    products: dict[str, jax.Array]
+    out: jax.Array
+    slope: jax.Array
 
 
 def gradient_factors(
-    structure: Structure, objective: Objective, memory: dict[str, jax.Array], k: jax.Array, v: jax.Array, dot: Any
-) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """(left, input) of each weight's gradients; see `atlasjax.memory.chunk.gradient_factors`."""
+    structure: Structure, objective: Objective, weight: Linear, widths: dict[str, int], k: jax.Array, v: jax.Array
+) -> Gradients:
+    """∇ℓ of each token as factors, at the weights W of `weight(name, h)` = h Wᵀ [E, widths[name]].
 
-    def out(zeros: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        inputs = {}
+    See `atlasjax.memory.chunk.gradient_factors`.
+    """
+
+    def out(zeros: dict[str, jax.Array]) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array]]]:
+        inputs, products = {}, {}
 
         def linear(name: str, h: jax.Array) -> jax.Array:
-            inputs[name] = h
-            return dot(h, memory[name], 1, 1) + zeros[name]
+            inputs[name], products[name] = h, weight(name, h)
+            return products[name] + zeros[name]
 
-        return structure.apply(linear, k, k, None), inputs
+        return structure.apply(linear, k, k, None), (inputs, products)
 
-    zeros = {name: jnp.zeros((k.shape[0], w.shape[0]), jnp.float32) for name, w in memory.items()}
-    value, pullback, inputs = jax.vjp(out, zeros, has_aux=True)
-    (left,) = pullback(jax.grad(lambda y: jnp.sum(objective.loss(y, v, None)))(value))
-    return {name: (left[name], inputs[name]) for name in memory}
+    zeros = {name: jnp.zeros((k.shape[0], width), jnp.float32) for name, width in widths.items()}
+    value, pullback, (inputs, products) = jax.vjp(out, zeros, has_aux=True)
+    slope = jax.grad(lambda y: jnp.sum(objective.loss(y, v, None)))(value)
+    (left,) = pullback(slope)
+    return Gradients({name: (left[name], inputs[name]) for name in widths}, products, value, slope)
 
 
-def window_weights(gamma: jax.Array, before: int) -> jax.Array:
-    """Γ [m, before + m] of γ [m, c]: Γ[t, i] weighs token i, the first `before` of which came before the chunk."""
-    m, window = gamma.shape
-    shape = (m, before + m)
-    age = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + before - jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    total = jnp.zeros(shape, jnp.float32)
-    for j in range(window):
-        total = total + jnp.where(age == j, gamma[:, j : j + 1], 0.0)
-    return total
+def _total(products: Iterable[jax.Array]) -> jax.Array:
+    """Σ of all channels of several arrays of tokens, [E, 1]."""
+    return functools.reduce(jnp.add, (jnp.sum(x, axis=1, keepdims=True) for x in products))
 
 
 def _outer(weights: jax.Array, left: jax.Array, inputs: jax.Array, dot: Any) -> jax.Array:

@@ -22,25 +22,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import entry, last_row
+from pallas_kernels.blocks import entry, last_row, row_of
+from pallas_kernels.chunk_memory.bound import within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk
+from pallas_kernels.chunk_memory.gates import coefficients, decays, window_weights
 from pallas_kernels.chunk_memory.gpu_kernels import Layers, block_tokens, state_cotangents, states
 from pallas_kernels.chunk_memory.muon import MuonChunk
 from pallas_kernels.gpu import LEAST, padded
 from pallas_kernels.newton_schulz import MOST_COLUMNS, MOST_ROWS, newton_schulz
 
 Arrays = tuple[jax.Array, ...]
+Limits = tuple[float, ...] | None
 
 _MOST_CHANNELS = 256  # of keys (with their features) and values: a step holds all of them for its tokens
 _TOGETHER = 2**28  # bytes of one hidden array [rows, chunks, tokens, hidden] of the parallel parts
 
 
 def unserved_by_gpu(
-    structure: Any, weights: dict[str, jax.Array], chunk_size: int, dtype: jax.typing.DTypeLike, *, muon: bool
+    structure: Any,
+    weights: dict[str, jax.Array],
+    chunk_size: int,
+    dtype: jax.typing.DTypeLike,
+    *,
+    muon: bool,
+    step_bound: float | None = None,
 ) -> str | None:
     """Why the kernels cannot run a memory with weights [..., out, in] and tokens of a dtype; None if they can.
 
-    muon: whether it is written by Muon; then the one kernel is that of Newton–Schulz.
+    muon: whether it is written by Muon; then the one kernel is that of Newton–Schulz. step_bound: as in `chunk_memory`.
     """
     if muon:
         return _unserved_muon(weights)
@@ -57,6 +66,8 @@ def unserved_by_gpu(
     width = weights[layers.outer].shape[-1]
     if layers.inner and width % LEAST:
         return f"the hidden width {width} is no multiple of {LEAST}"
+    if step_bound is not None:
+        return f"steps bounded by {step_bound} are a system of a chunk's gradients, which the kernel of states does not solve"
     return None
 
 
@@ -98,6 +109,13 @@ def chunk_memory(chunk: MemoryChunk, carry: Arrays, xs: Arrays, interpret: Any) 
         return (padded(out) if outer else out), (inputs if outer and layers.inner else padded(inputs))
 
     names = chunk.names * (len(carry) // len(chunk.names))
+    limits = None
+    if (most := chunk.norm_bound) is not None:
+        # The kernel sees to the states that it writes; the first one comes from outside.
+        begun = jax.vmap(lambda w: within_norm(most, w) * w)
+        carry = tuple(begun(w) for w in carry)
+        limits = tuple(most * w.shape[-2] ** 0.5 for w in carry[: len(chunk.names)])
+        chunk = dataclasses.replace(chunk, norm_bound=None)
     # Zeros stay zeros: a gradient is zero where both of its factors' channels are.
     carry = tuple(_pad(w, *widths(name, w)) for name, w in zip(names, carry))
     *tokens, gates = xs
@@ -107,7 +125,7 @@ def chunk_memory(chunk: MemoryChunk, carry: Arrays, xs: Arrays, interpret: Any) 
     if chunk.window > 1:
         size = padded(chunk.window - 1)
         window = tuple(_before(x, size).astype(jnp.float32) for x in (k, v, gates[..., 1:2, :].mT))
-    final, y = memory_scan(chunk, interpret, carry, (q, k, v, gates), window)
+    final, y = memory_scan(chunk, limits, interpret, carry, (q, k, v, gates), window)
     return tuple(x[:, : shape[1], : shape[2]] for x, shape in zip(final, wanted)), y[..., :value_dim]
 
 
@@ -122,14 +140,15 @@ def _before(x: jax.Array, size: int) -> jax.Array:
     return line[:, m * jnp.arange(count)[:, None] + jnp.arange(size)]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def memory_scan(
-    chunk: MemoryChunk, interpret: Any, carry: Arrays, xs: Arrays, window: Arrays
+    chunk: MemoryChunk, limits: Limits, interpret: Any, carry: Arrays, xs: Arrays, window: Arrays
 ) -> tuple[Arrays, jax.Array]:
     """Scans a memory over the chunks of many rows.
 
     Args:
-      chunk: its structure has `Layers`; static.
+      chunk: its structure has `Layers`; without bounds of its own; static.
+      limits: on ‖W‖_F of each name's weight and momentum at the starts of chunks; the carry is within them. None: there are none.
       interpret: as `pallas_call` takes it.
       carry: weights by name, then momenta alike, float32 [rows, out, in]: in and out of tokens powers of two ≥ 16.
       xs: q, k, v [rows, chunks, m, dim] and gates [rows, chunks, n, m], as `MemoryChunk` takes them; m a power of two ≥ 16.
@@ -138,21 +157,23 @@ def memory_scan(
     Returns:
       The carry after the last chunk, and y [rows, chunks, m, value_dim], float32. There is no forward-mode derivative.
     """
-    return _forward(chunk, interpret, carry, xs, window)[0]
+    return _forward(chunk, limits, interpret, carry, xs, window)[0]
 
 
 def _forward(
-    chunk: MemoryChunk, interpret: Any, carry: Arrays, xs: Arrays, window: Arrays
+    chunk: MemoryChunk, limits: Limits, interpret: Any, carry: Arrays, xs: Arrays, window: Arrays
 ) -> tuple[tuple[Arrays, jax.Array], Any]:
     tokens = _tokens(chunk, xs, window)
-    before, last = states(chunk, interpret, carry, tokens, xs[0].dtype)
+    before, last, scales = states(chunk, limits, interpret, carry, tokens, xs[0].dtype)
     read = lambda state, xs, window: chunk((*state, *window), _wide(xs))[1][0]
     y = _all_chunks(read, before, xs, window)
-    return (last, y), (before, xs, window)
+    return (last, y), (before, scales, xs, window)
 
 
-def _backward(chunk: MemoryChunk, interpret: Any, kept: Any, cotangents: Any) -> tuple[Arrays, Arrays, Arrays]:
-    before, xs, window = kept
+def _backward(
+    chunk: MemoryChunk, limits: Limits, interpret: Any, kept: Any, cotangents: Any
+) -> tuple[Arrays, Arrays, Arrays]:
+    before, scales, xs, window = kept
     dfinal, dy = cotangents
     count = len(before)
 
@@ -171,7 +192,7 @@ def _backward(chunk: MemoryChunk, interpret: Any, kept: Any, cotangents: Any) ->
     from_writes = lambda state, xs, window, dstate: pullback(state, xs, window, dstate, None)[1:]
     dstate, *dtokens = _all_chunks(from_reads, before, xs, window, dy)
     tokens = _tokens(chunk, xs, window)
-    after, dfirst = state_cotangents(chunk, interpret, before, tokens, dstate, dfinal, xs[0].dtype)
+    after, dfirst = state_cotangents(chunk, limits, interpret, before, scales, tokens, dstate, dfinal, xs[0].dtype)
     more = _all_chunks(from_writes, before, xs, window, after)
     dxs, dwindow = jax.tree.map(jnp.add, tuple(dtokens), tuple(more))
     return dfirst, dxs, dwindow
@@ -200,14 +221,18 @@ def _tokens(chunk: MemoryChunk, xs: Arrays, window: Arrays) -> dict[str, Any]:
 
     def at_end(gates: jax.Array, real: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         m = gates.shape[1]
-        by_token = chunk.columns(gates)
-        if real is not None:
-            real = jnp.concatenate([real, by_token[:, 1:2]])
-        a, s, beta, *gradients = chunk.coefficients(by_token, real)
+        columns = chunk.named(chunk.columns(gates))
+        window = None
+        if real is not None and columns.window is not None:
+            window = window_weights(columns.window, real.shape[0]) * row_of(jnp.concatenate([real, columns.real]))
+        of_gates = decays(columns)
+        gradients = coefficients(of_gates, columns.step, window)
         weights = [last_row(x)[:, 0] for x in gradients if x is not None]
         one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
         last = lambda x, absent: absent if x is None else entry(x, m - 1)[0, 0]
-        return jnp.stack(weights), jnp.stack([last(a, one), last(s, zero), last(beta, zero)])
+        return jnp.stack(weights), jnp.stack(
+            [last(of_gates.start, one), last(of_gates.started, zero), last(of_gates.momentum_start, zero)]
+        )
 
     _, k, v, gates = xs
     real = window[2] if window else None

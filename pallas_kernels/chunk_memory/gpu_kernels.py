@@ -102,6 +102,7 @@ class _Step:
     objective: Any
     dot: gpu.Product
     count: int  # tiles
+    limits: dict[str, float] | None  # on ‖W‖_F of each weight and momentum before a chunk
 
     def part(self, ref: Any, i: Any, name: str, j: Any) -> Any:
         """Tile j of a weight [chunks, out, in] before chunk i, as an index of its reference."""
@@ -118,6 +119,30 @@ class _Step:
 
     def tiles(self, body: Callable[..., Any], init: Any) -> Any:
         return jax.lax.fori_loop(0, self.count, body, init)
+
+    def inner(self, x: list[dict[str, Any]], at: Any, y: list[dict[str, Any]], to: Any) -> list[dict[str, jax.Array]]:
+        """⟨x, y⟩ of each weight and momentum in places `at` and `to`, over the squares of their limits."""
+        assert self.limits is not None
+        limits = self.limits
+
+        def add(j: Any, sums: list[dict[str, jax.Array]]) -> list[dict[str, jax.Array]]:
+            tiles = [(self.load(a, at, j), self.load(b, to, j)) for a, b in zip(x, y)]
+            inner = lambda a, b, most: jnp.sum(jnp.sum((a / most) * (b / most), axis=1), axis=0)
+            return [
+                {name: total + inner(a[name], b[name], limits[name]) for name, total in part.items()}
+                for part, (a, b) in zip(sums, tiles)
+            ]
+
+        return self.tiles(add, [{name: jnp.zeros((), jnp.float32) for name in part} for part in x])
+
+    def change(self, refs: list[dict[str, Any]], i: Any, new: Callable[[int, str, jax.Array, Any], jax.Array]) -> None:
+        """Each tile x of each weight and momentum in place i becomes new(part, name, x, j)."""
+
+        def tile(j: Any, _: None) -> None:
+            old = [self.load(part, i, j) for part in refs]
+            self.store_all(refs, i, j, [{k: new(n, k, x, j) for k, x in part.items()} for n, part in enumerate(old)])
+
+        self.tiles(tile, None)
 
     def projections(self, block: "_Block", w: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return {name: self.dot(block.k, w[name], 1, 1) for name in self.layers.inner}
@@ -209,12 +234,17 @@ def _narrow(channels: int, dtype: jax.typing.DTypeLike) -> bool:
 
 
 def _settings(
-    chunk: MemoryChunk, carry: Arrays, dtype: jax.typing.DTypeLike, interpret: Any
+    chunk: MemoryChunk,
+    limits: tuple[float, ...] | None,
+    carry: Arrays,
+    dtype: jax.typing.DTypeLike,
+    interpret: Any,
 ) -> tuple[_Step, Callable[[Sequence[Any]], list[dict[str, Any]]]]:
     layers = Layers.of(chunk.structure)
     assert layers is not None
     width = carry[chunk.names.index(layers.outer)].shape[-1]
-    step = _Step(layers, chunk.objective, gpu.products(dtype, interpret), width // _TILE)
+    by_name = None if limits is None else dict(zip(chunk.names, limits))
+    step = _Step(layers, chunk.objective, gpu.products(dtype, interpret), width // _TILE, by_name)
     size = len(chunk.names)
     named = lambda carry: [dict(zip(chunk.names, carry[at : at + size])) for at in range(0, len(carry), size)]
     return step, named
@@ -234,23 +264,40 @@ def _barrier(interpret: Any) -> None:
 
 
 def states(
-    chunk: MemoryChunk, interpret: Any, carry: Arrays, tokens: dict[str, Any], dtype: jax.typing.DTypeLike
-) -> tuple[Arrays, Arrays]:
-    """The carry before each chunk, [rows, chunks, out, in] each, and after the last, [rows, out, in].
+    chunk: MemoryChunk,
+    limits: tuple[float, ...] | None,
+    interpret: Any,
+    carry: Arrays,
+    tokens: dict[str, Any],
+    dtype: jax.typing.DTypeLike,
+) -> tuple[Arrays, Arrays, jax.Array | None]:
+    """The carry before each chunk, [rows, chunks, out, in] each, and after the last, [rows, out, in]; and with limits what each of
+    the carry was multiplied with after each chunk, so that the next begins within them, [rows, chunks, len(carry)].
 
     Args:
-      chunk, interpret, carry: as in `gpu.memory_scan`.
+      chunk, limits, interpret, carry: as in `gpu.memory_scan`.
       tokens: `blocks` of (k, v [rows, chunks, E, dim], weights of their gradients in the next W and S [rows, chunks, 1 or 2, E]),
         and `scales`, what a chunk makes of W in W, of S in W and of S in S, [rows, chunks, 3].
       dtype: of the tokens, which says how products are taken.
     """
-    step, named = _settings(chunk, carry, dtype, interpret)
+    step, named = _settings(chunk, limits, carry, dtype, interpret)
     outer, inner, dot = step.layers.outer, step.layers.inner, step.dot
     chunks = tokens["scales"].shape[1]
 
+    def limit(before: list[dict[str, Any]], at: Any, kept: Any, i: Any) -> None:
+        """Scales the state in a place onto its limits, and keeps the factors of chunk i."""
+        # A square that overflows is over any limit.
+        scale = lambda x: jnp.where(x > 1.0, jax.lax.rsqrt(jnp.clip(x, 1.0, 3e38)), 1.0)
+        scales = jax.tree.map(scale, step.inner(before, at, before, at))
+        flat = [part[name] for part in scales for name in chunk.names]
+        for place, x in enumerate(flat):
+            kept[i, place] = x
+        over = functools.reduce(jnp.minimum, flat) < 1.0
+        pl.when(over)(functools.partial(step.change, before, at, lambda n, name, x, j: scales[n][name] * x))
+
     def chunk_memory_states(refs: Any, results: Any) -> None:
         first, tokens = refs
-        before, last = results
+        before, last, kept = results
         for source, target in zip(first, before):
             _copy(step, source, 0, target, 0)
         _barrier(interpret)
@@ -284,20 +331,27 @@ def states(
 
             step.tiles(write, None)
             _barrier(interpret)
+            if step.limits is not None:
+                pl.when(i + 1 < chunks)(functools.partial(limit, before, i + 1, kept, i))
+                _barrier(interpret)
 
         jax.lax.fori_loop(0, chunks, advance, None)
 
     shapes = lambda count: named([jax.ShapeDtypeStruct((count, *x.shape[1:]), jnp.float32) for x in carry])
     inputs = (named([x[:, None] for x in carry]), tokens)
-    results = _rows(chunk_memory_states, inputs, (shapes(chunks), shapes(1)), warps=_warps(tokens), interpret=interpret)
+    kept = None if limits is None else jax.ShapeDtypeStruct((chunks, len(carry)), jnp.float32)
+    outputs = (shapes(chunks), shapes(1), kept)
+    *results, kept = _rows(chunk_memory_states, inputs, outputs, warps=_warps(tokens), interpret=interpret)
     before, last = (tuple(part[name] for part in parts for name in chunk.names) for parts in results)
-    return before, tuple(x[:, 0] for x in last)
+    return before, tuple(x[:, 0] for x in last), kept
 
 
 def state_cotangents(
     chunk: MemoryChunk,
+    limits: tuple[float, ...] | None,
     interpret: Any,
     before: Arrays,
+    kept: jax.Array | None,
     tokens: dict[str, Any],
     ext: Arrays,
     last: Arrays,
@@ -306,18 +360,35 @@ def state_cotangents(
     """G_i = ext_i + (∂ state_{i+1} / ∂ state_i)ᵀ G_{i+1}: G after each chunk, and before the first; shapes as of `states`.
 
     Args:
-      chunk, interpret, tokens, dtype: as in `states`.
-      before: the carry before each chunk, [rows, chunks, out, in] each.
+      chunk, limits, interpret, tokens, dtype: as in `states`.
+      before, kept: what it returned: the carry before each chunk, and with limits what it was multiplied with after each.
       ext: cotangents of the carry before each chunk, from elsewhere than the next carry.
       last: of the carry after the last chunk.
     """
-    step, named = _settings(chunk, before, dtype, interpret)
+    step, named = _settings(chunk, limits, before, dtype, interpret)
     outer, inner, dot = step.layers.outer, step.layers.inner, step.dot
     chunks = tokens["scales"].shape[1]
 
+    def through_limit(states: list[dict[str, Any]], i: Any, after: list[dict[str, Any]], at: Any, kept: Any) -> None:
+        """The transpose of `limit`: what was scaled onto its limit has lost its length."""
+        flat = [kept[at, place] for place in range(len(states) * len(chunk.names))]
+        scales = [dict(zip(chunk.names, flat[start:])) for start in range(0, len(flat), len(chunk.names))]
+
+        def project() -> None:
+            along = step.inner(states, i, after, at)
+
+            def new(n: int, name: str, x: jax.Array, j: Any) -> jax.Array:
+                state = step.part(states[n][name], i, name, j)[...]
+                return jnp.where(scales[n][name] < 1.0, scales[n][name] * (x - along[n][name] * state), x)
+
+            step.change(after, at, new)
+
+        pl.when(functools.reduce(jnp.minimum, flat) < 1.0)(project)
+
     def chunk_memory_cotangents(refs: Any, outputs: Any) -> None:
-        weights, ext, last, tokens = refs
+        states, kept, ext, last, tokens = refs
         after, first, scratch = outputs
+        weights = states[0]
         for source, target in zip(last, after):
             _copy(step, source, 0, target, chunks - 1)
         _barrier(interpret)
@@ -388,12 +459,16 @@ def state_cotangents(
             for names in ((outer,), inner) if inner else ((outer,),):
                 step.tiles(functools.partial(write, names), None)
             _barrier(interpret)
+            if step.limits is not None:
+                pl.when(i > 0)(functools.partial(through_limit, states, i, after, i - 1, kept))
+                _barrier(interpret)
 
         jax.lax.fori_loop(0, chunks, advance, None)
 
     shapes = lambda count: named([jax.ShapeDtypeStruct((count, *x.shape[2:]), jnp.float32) for x in ext])
     scratch = [(jax.ShapeDtypeStruct(v.shape[2:], jnp.float32),) * 2 for _, v, _ in tokens["blocks"]]
-    inputs = (named(before)[0], named(ext), named([x[:, None] for x in last]), tokens)
+    needed = before if limits is not None else before[: len(chunk.names)]
+    inputs = (named(needed), kept, named(ext), named([x[:, None] for x in last]), tokens)
     outputs = (shapes(chunks), shapes(1), scratch)
     *results, _ = _rows(chunk_memory_cotangents, inputs, outputs, warps=_warps(tokens), interpret=interpret)
     after, first = (tuple(part[name] for part in parts for name in chunk.names) for parts in results)

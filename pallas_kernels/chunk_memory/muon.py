@@ -19,7 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blocks import HIGHEST, decay_products, entry, from_start, iota, product
-from pallas_kernels.chunk_memory.chunk import MemoryChunk, after_window, gradient_factors, window_rows, window_weights
+from pallas_kernels.chunk_memory.bound import within_norm
+from pallas_kernels.chunk_memory.chunk import MemoryChunk, after_window, gradient_factors, window_rows
+from pallas_kernels.chunk_memory.gates import window_weights
 from pallas_kernels.newton_schulz import forms
 from pallas_kernels.newton_schulz.reference import Triple
 
@@ -114,6 +116,9 @@ class MuonChunk:
         index = 2 + self.memory.retention
         theta = gates[:, index : index + 1]
         begins = entry(gates[:, -1:], 0)
+        if (norm_bound := self.memory.norm_bound) is not None:
+            begun = lambda w: (begins * within_norm(norm_bound, w) + (1.0 - begins)) * w
+            memory, momenta = jax.tree.map(begun, memory), jax.tree.map(begun, momenta)
         start = {name: begins * memory[name] + (1.0 - begins) * w for name, w in start.items()}
         m = q.shape[0]
         left_over: tuple[jax.Array, ...] = ()
@@ -121,7 +126,9 @@ class MuonChunk:
         if window > 1:
             k, v, real, left_over = after_window(carry[-3:], k, v, real)
             gamma = self.memory.columns(window_weights(gates[:, index + 1 : index + 1 + window], window_rows(window)))
-        factors = gradient_factors(structure, self.memory.objective, start, k, v, dot)
+        at_start = lambda name, h: dot(h, start[name], 1, 1)
+        widths = {name: w.shape[0] for name, w in start.items()}
+        factors = gradient_factors(structure, self.memory.objective, at_start, widths, k, v).factors
 
         products = decay_products(theta)
         beta = from_start(theta, products)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.chunk_memory.bound import LEAST
 from pallas_kernels.newton_schulz.reference import Triple, newton_schulz
 
 Weights = dict[str, jax.Array]
@@ -22,27 +23,62 @@ def chunk_memory(
     chunk_size: int,
     triples: tuple[Triple, ...] | None,
     every: int,
+    step_bound: float | None,
+    norm_bound: float | None,
 ) -> tuple[jax.Array, Weights, Weights | None]:
     """As `api.chunk_memory`, one token after another; gates by name, those without effect given too."""
     matmul = lambda w: lambda name, h: jnp.matmul(h, w[name].T, precision=jax.lax.Precision.HIGHEST)
 
-    def gradient(w: Weights, k: jax.Array, v: jax.Array) -> Weights:
-        loss = lambda w: objective.loss(structure.apply(matmul(w), k[None], k[None], None), v[None], None)[0]
-        return jax.grad(loss)(w)
+    def gradient(w: Weights, k: jax.Array, v: jax.Array) -> tuple[Weights, jax.Array]:
+        """∇ℓ, and the fall of the loss on the way to the target, to first order."""
+        out = lambda w: structure.apply(matmul(w), k[None], k[None], None)
+        loss = lambda out: objective.loss(out, v[None], None)[0]
+        fall = jnp.maximum(jnp.sum(jax.grad(loss)(out(w)) * (out(w) - v)), 0.0)
+        return jax.grad(lambda w: loss(out(w)))(w), fall
+
+    def within(w: jax.Array) -> jax.Array:
+        if norm_bound is None:
+            return w
+        square, most = jnp.sum(w * w), norm_bound * w.shape[0] ** 0.5
+        over = square > most**2
+        return jnp.where(over, most / jnp.sqrt(jnp.where(over, square, 1.0)), 1.0) * w
 
     def head(weights: Weights, momenta: Weights | None, q: Any, k: Any, v: Any, gates: Any) -> Any:
         c = gates["window"].shape[-1]
 
+        def bounded(size: Any, w: Weights, s: Weights | None, start: Weights, t: Any, g: Weights, fall: Any) -> Any:
+            """η' of η, see `bound`; fall: a_t, and n_t."""
+            assert step_bound is not None
+            a, n = fall
+            inner = lambda x, y: jax.tree.reduce(jnp.add, jax.tree.map(lambda x, y: jnp.sum(x * y), x, y))
+            change = jax.tree.map(jnp.subtract, w, start)
+            most = step_bound * a
+            if s is not None:
+                theta = gates["momentum"][t]
+                rest = jnp.maximum(1.0 - theta, LEAST)
+                change = jax.tree.map(lambda x, s: x + theta / rest * s, change, s)
+                most = rest * most
+            square = inner(g, g)
+            size = jnp.where(square > 0, jnp.minimum(size, most / jnp.where(square > 0, square, 1.0)), size)
+            return size * jnp.where(n > 0, 1.0 + inner(g, change) / jnp.where(n > 0, n, 1.0), 1.0)
+
         def token(state: Any, t: Any) -> Any:
             w, s, start = state
-            start = jax.tree.map(lambda new, old: jnp.where(t % chunk_size == 0, new, old), w, start)
-            steps = jax.tree.map(jnp.zeros_like, w)
-            size = gates["step_size"][t] if triples is None else 1.0
+            begins = t % chunk_size == 0
+            w, s = jax.tree.map(lambda x: jnp.where(begins, within(x), x), (w, s))
+            start = jax.tree.map(lambda new, old: jnp.where(begins, new, old), w, start)
+            total = jax.tree.map(jnp.zeros_like, w)
+            a = n = jnp.zeros_like(gates["floor"][t])
             for j in range(c):
                 seen = t - j >= 0
-                g = gradient(start, k[jnp.maximum(t - j, 0)], v[jnp.maximum(t - j, 0)])
-                scale = jnp.where(seen, size * gates["window"][t, j], 0.0)
-                steps = jax.tree.map(lambda total, g, scale=scale: total - scale * g, steps, g)
+                g, fall = gradient(start, k[jnp.maximum(t - j, 0)], v[jnp.maximum(t - j, 0)])
+                scale = jnp.where(seen, gates["window"][t, j], 0.0)
+                total = jax.tree.map(lambda total, g, scale=scale: total + scale * g, total, g)
+                a, n = a + scale * fall, n + scale * (fall + gates["floor"][jnp.maximum(t - j, 0)])
+            size = gates["step_size"][t] if triples is None else 1.0
+            if step_bound is not None:
+                size = bounded(size, w, s, start, t, total, (a, n))
+            steps = jax.tree.map(lambda g: -size * g, total)
             if s is not None:
                 steps = s = jax.tree.map(lambda s, x: gates["momentum"][t] * s + x, s, steps)
             if triples is not None:

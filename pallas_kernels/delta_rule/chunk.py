@@ -7,9 +7,7 @@ With A_t = α_1 … α_t, P[t,i] = α_{i+1} … α_t and the memory W_0 before t
     (I + diag(β) (P ∘ K Kᵀ)_{t>i}) U = β ⊙ (V − A ⊙ K W_0ᵀ)
     Y = A ⊙ Q W_0ᵀ + (P ∘ Q Kᵀ)_{t≥i} U        W_end = A_end W_0 + (P[end, ·]ᵀ ⊙ U)ᵀ K
 
-Decays are products, not quotients: exact at α = 0. The system is inverted by halves, X ← X − X L_s X with the part L_s of the
-system between neighbouring blocks of s tokens: products of whole matrices, no powers of L that could overflow, and as exact as
-substitution.
+Decays are products, not quotients: exact at α = 0. The system is inverted by halves (`unit_lower_inverse`).
 """
 
 import dataclasses
@@ -19,37 +17,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import HIGHEST, columns, decay_products, entry, from_start, iota, last_row, product
-
-
-@jax.custom_vjp
-def inverse(lower: jax.Array) -> jax.Array:
-    """(I + L)⁻¹ of a strictly lower triangular L [m, m]; m a power of two."""
-    size = lower.shape[0]
-    row, column = iota(size, 0), iota(size, 1)
-    x = (row == column).astype(jnp.float32)
-    for level in range(size.bit_length() - 1):
-        # Bits, not quotients: dividing integers needs to know the generation of the TPU.
-        same = (row >> (level + 1)) == (column >> (level + 1))
-        between = same & ((row >> level) > (column >> level))
-        part = jnp.where(between, lower, 0.0)
-        # The first step's X is the identity.
-        x = x - part if level == 0 else x - product(x, product(part, x, 1, 0), 1, 0)
-    return x
-
-
-def _inverse_forward(lower: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x = inverse(lower)
-    return x, x
-
-
-def _inverse_backward(x: jax.Array, d: jax.Array) -> tuple[jax.Array]:
-    size = x.shape[0]
-    dlower = -product(product(x, d, 0, 0), x, 1, 1)  # −Xᵀ dX Xᵀ
-    return (jnp.where(iota(size, 0) > iota(size, 1), dlower, 0.0),)
-
-
-inverse.defvjp(_inverse_forward, _inverse_backward)
+from pallas_kernels.blocks import (
+    HIGHEST,
+    columns,
+    decay_products,
+    entry,
+    from_start,
+    iota,
+    last_row,
+    product,
+    unit_lower_inverse,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +54,7 @@ class DeltaRuleChunk:
             start = from_start(gates[:, 1:], p)  # A
             wk, wq = start * wk, start * wq
         system = jnp.where(row > column, beta * dot(k, k, 1, 1) * p, 0.0)
-        u = product(inverse(system), beta * (v - wk), 1, 0)
+        u = product(unit_lower_inverse(system), beta * (v - wk), 1, 0)
         y = wq + dot(dot(q, k, 1, 1) * p, u, 1, 0)
         if self.gated:
             w, u = entry(start, size - 1) * w, last_row(p) * u

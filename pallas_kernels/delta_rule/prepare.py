@@ -184,7 +184,7 @@ def _invert(ref: Any, exact: gpu.Product, interpret: Any) -> None:
 
 
 def _inverse_by_halves(lower: jax.Array, exact: gpu.Product) -> jax.Array:
-    """As `chunk.inverse`."""
+    """As `blocks.unit_lower_inverse`."""
     size = lower.shape[0]
     row, column = iota(size, 0), iota(size, 1)
 

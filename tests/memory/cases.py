@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlasjax import memory, rules
-from atlasjax.memory import features, objectives, optimizers, retention, structures
+from atlasjax.memory import Bound, features, objectives, optimizers, retention, structures
 from atlasjax.memory.rule import MemoryRule
 
 MATRIX, GD = structures.Matrix(), optimizers.GradientDescent()
@@ -43,6 +43,8 @@ RULES: dict[str, MemoryRule] = {
     "ttt_mlp": rules.ttt_mlp(8, expansion=2),
     "titans": rules.titans(8),
     "titans_online": rules.titans(1),
+    "titans_unbounded": rules.titans(8).unbounded(),
+    "titans_at_its_norm": MemoryRule(chunk_size=8, window=2, bound=Bound(weight_norm=0.9)),
     "titans_matrix": rules.titans(16, MATRIX),
     "titans_no_momentum": rules.titans_no_momentum(8),
     "titans_deep": rules.titans(8, structures.MLP(depth=3, expansion=2, activation="silu")),
@@ -93,8 +95,6 @@ def make_inputs(rule, *, batch=2, time=37, heads=2, key_dim=4, value_dim=4, dtyp
     scale["step_size"] = (0.01, 0.05) if not rule.uses_muon else (0.005, 0.02)
     if rule.is_linear:
         scale["step_size"] = (0.1, 1.0)
-    if isinstance(rule.retention, retention.Lq):
-        scale["retention"] = (0.98, 1.0)  # M grows without bound as its accumulator decays
     scale |= {"removal_key": (-0.5, 0.5), "removal": (0.2, 1.0)}
     gates = {}
     for name, channels in rule.gate_channels(key_dim, value_dim).items():

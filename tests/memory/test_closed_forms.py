@@ -3,6 +3,8 @@
 NumPy in float64, one head of one sequence; nothing here uses the reference or automatic differentiation (SEMANTICS 3).
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,13 +144,14 @@ def test_engine_is_the_published_recurrence(name, x64):
 
 
 def test_titans_with_momentum(x64):
-    args, tokens, W = inputs(rules.titans(1, MATRIX))
+    rule = rules.titans(1, MATRIX).unbounded()
+    args, tokens, W = inputs(rule)
     S, expected = np.zeros_like(W), []
     for x in tokens:
         S = x.momentum * S - x.step_size * np.outer(W @ x.k - x.v, x.k)
         W = x.retention * W + S
         expected.append(W @ x.q)
-    assert_close(memory.scan(rules.titans(1, MATRIX), *args)[0][0, :, 0], np.stack(expected), 1e-12)
+    assert_close(memory.scan(rule, *args)[0][0, :, 0], np.stack(expected), 1e-12)
 
 
 def test_polysketch_is_attention_with_a_polynomial_kernel(x64):
@@ -179,7 +182,9 @@ def test_memora_is_mirror_descent_on_rows(x64):
 
 @pytest.mark.parametrize("q", [2.5, 4.0])
 def test_moneta_divides_by_its_norm(q, x64):
-    rule = rules.moneta(1, p=3.0, q=q, structure=MATRIX)
+    """The map as it is printed."""
+    rule = rules.moneta(1, p=3.0, structure=MATRIX).unbounded()
+    rule = dataclasses.replace(rule, retention=retention.Lq(q, published=True))
     args, tokens, A = inputs(rule)
     size = lambda A: (np.abs(A) ** q).sum() ** ((q - 2) / q)
     expected = []
@@ -188,6 +193,17 @@ def test_moneta_divides_by_its_norm(q, x64):
         A = x.retention * A - x.step_size * np.outer(np.sign(error) * np.abs(error) ** 2, x.k)
         expected.append(A @ x.q / size(A))
     assert_close(memory.scan(rule, *args)[0][0, :, 0], np.stack(expected), 1e-11)
+
+
+@pytest.mark.parametrize("q", [2.0, 2.5, 4.0])
+def test_monetas_map_is_a_gradient_and_has_the_size_of_its_accumulator(q, x64):
+    A = jnp.asarray(np.random.default_rng(0).standard_normal((3, 5)))
+    half_square = lambda A: 0.5 * jnp.sum(jnp.abs(A) ** q) ** (2 / q)
+    mapped = retention.Lq(q).map(A)
+    assert_close(mapped, jax.grad(half_square)(A), 1e-12)
+    assert_close(retention.Lq(q).map(1e-30 * A), 1e-30 * mapped, 1e-12)
+    assert_close(retention.Lq(q, published=True).map(A), A / jnp.sum(jnp.abs(A) ** q) ** ((q - 2) / q), 1e-12)
+    assert not retention.Lq(q).map(0 * A).any()
 
 
 def test_gated_delta_rule_is_section_one_with_scaled_gates(x64):

@@ -164,7 +164,7 @@ CASES = {
         given=("alphas", "kappa", "rate"),
     ),
     "momentum": Case(
-        rules.titans(chunk_size=1, structure=structures.Matrix()),
+        rules.titans(chunk_size=1, structure=structures.Matrix()).unbounded(),
         lambda q, alpha, beta, theta: memory.Gates(retention=alpha, step_size=beta, momentum=theta),
         momentum,
         given=("alpha", "beta", "theta"),

@@ -9,13 +9,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from atlasjax import memory
-from atlasjax.memory import Partition, kernels
+from atlasjax.memory import Bound, Partition, kernels
 from tests.memory.cases import RULES, assert_close, make_inputs, objective
 
 SERVED = {
     "linear_attention", "delta_rule", "delta_rule_chunk8", "retnet", "polysketch", "longhorn", "gated_delta_rule", "titans",
     "titans_matrix", "titans_no_momentum", "titans_deep", "dla", "swla", "omeganet", "omeganet_powers", "omeganet_sketch",
-    "momentum_full_retention", "gated", "moneta_row", "atlas", "atlas_plus_plus",
+    "momentum_full_retention", "gated", "moneta_row", "atlas", "atlas_plus_plus", "titans_unbounded", "titans_at_its_norm",
 }  # fmt: skip
 
 
@@ -55,6 +55,48 @@ def test_outputs_state_and_gradients(name, interpreted):
     assert_close(found, expected, 2e-5)
 
 
+ACTIVE = Bound(step=0.8, weight_norm=0.6)
+
+
+def alike(rule, **options):
+    """Inputs whose keys are alike, with steps of 0.5: a chunk would overshoot many times. A weight's norm is ~ 1."""
+    params, q, k, v, gates = make_inputs(rule, batch=1, step_size=0.5, **options)
+    same = k[:, :1] + 0.2 * (k - k[:, :1])
+    return params, q, same / jnp.linalg.norm(same, axis=-1, keepdims=True), v, gates
+
+
+@pytest.mark.parametrize(
+    ("name", "gates"),
+    [
+        ("titans", {}),
+        ("titans", {"momentum": 1.0}),  # 1 − θ has a least size
+        ("titans_no_momentum", {"retention": 0.0}),
+        ("omeganet", {}),  # features: the output's residual is not in the kernel
+        ("delta_rule_chunk8", {}),
+        ("moneta_row", {}),
+        ("gated", {}),
+        ("dla", {}),
+    ],
+)
+def test_active_bound(name, gates, interpreted):
+    """Of steps, and of norms at the starts of chunks."""
+    rule = dataclasses.replace(RULES[name], bound=ACTIVE)
+    arrays = alike(rule, time=24, **gates)
+    found, expected = (gradients(fn, rule)(*arrays) for fn in (PALLAS, memory.reference))
+    assert_close(found, expected, 2e-5)
+    free = memory.scan(rule.unbounded(), arrays[0], None, *arrays[1:])[0]
+    assert jnp.abs(free - found[0][1][0]).max() > 0.1 * jnp.abs(free).max()
+
+
+def test_active_bound_in_bfloat16(interpreted):
+    rule = dataclasses.replace(RULES["omeganet"], bound=ACTIVE)
+    params, q, k, v, gates = alike(rule, time=16)
+    narrow = tuple(x.astype(jnp.bfloat16) for x in (q, k, v))
+    expected, _ = memory.reference(rule, params, None, *(x.astype(jnp.float32) for x in narrow), gates)
+    y, _ = PALLAS(rule, params, None, *narrow, gates)
+    assert_close(y.astype(jnp.float32), expected, 4e-2)
+
+
 def test_bfloat16(interpreted):
     rule = RULES["omeganet"]
     params, q, k, v, gates = make_inputs(rule, batch=1, time=16)
@@ -71,6 +113,15 @@ def test_muon(interpreted):
     rule = RULES["atlas"]
     params, *rest = make_inputs(rule, batch=1, time=19)
     found, expected = (gradients(fn, rule)(params, *rest) for fn in (PALLAS, memory.reference))
+    assert_close(found, expected, 2e-3)
+
+
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
+def test_muon_at_its_norm(implementation, interpreted):
+    rule = dataclasses.replace(RULES["atlas"], bound=Bound(weight_norm=0.6), chunk_size=16)
+    params, *rest = make_inputs(rule, batch=1, time=35)
+    scan = functools.partial(memory.scan, implementation=implementation)
+    found, expected = (gradients(fn, rule)(params, *rest) for fn in (scan, memory.reference))
     assert_close(found, expected, 2e-3)
 
 
@@ -96,8 +147,10 @@ def test_goes_on_from_a_state(name, interpreted):
 
 @pytest.mark.parametrize("name", ["gated_delta_rule", "omeganet"])
 def test_on_gpus(name, interpreted):
-    """37 tokens: two chunks of 16, and five tokens that the XLA engine takes."""
-    rule = dataclasses.replace(RULES[name], chunk_size=1 if name == "gated_delta_rule" else 16)
+    """37 tokens: two chunks of 16, and five tokens that the XLA engine takes; norms are bounded, and act."""
+    rule = RULES[name]
+    if name == "omeganet":
+        rule = dataclasses.replace(rule, chunk_size=16, bound=Bound(step=None, weight_norm=0.6))
     params, *rest = make_inputs(rule, batch=1, key_dim=8, value_dim=8)
     scan = functools.partial(memory.scan, implementation="pallas_gpu")
     found, expected = (gradients(fn, rule)(params, *rest) for fn in (scan, memory.reference))
@@ -149,6 +202,7 @@ def test_what_gpus_refuse():
     assert "chunk_size=8, should be at least 16" in reasons["titans"]
     assert reasons["gated_delta_rule"] is None
     assert reasons["swla"] is None
+    assert "steps bounded by 1.0 are a system of a chunk's gradients" in reasons["titans_matrix"]
 
 
 def test_none_takes_what_is_recorded_as_fastest(monkeypatch):
@@ -188,6 +242,11 @@ def test_refused():
     wide = jax.eval_shape(lambda: make_inputs(rule, key_dim=512, value_dim=512, time=16))
     with pytest.raises(ValueError, match=r"'W1': \(512, 2048\).*more than"):
         jax.eval_shape(lambda params, *rest: PALLAS(rule, params, None, *rest), *wide)
+    wide, q, *_ = jax.eval_shape(lambda: make_inputs(rule, key_dim=256, value_dim=256, time=16))
+    reason = lambda rule, dtype: kernels.unserved("pallas_tpu", rule, wide, None, q.update(dtype=dtype), False)
+    assert "1,048,576 numbers a head, more than 655,360" in reason(rule, jnp.dtype("float32"))
+    assert reason(rule, jnp.dtype("bfloat16")) is None
+    assert reason(rule.unbounded(), jnp.dtype("float32")) is None
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])

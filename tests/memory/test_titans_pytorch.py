@@ -76,6 +76,7 @@ def test_online_rule_equals_titans_pytorch(momentum, x64):
         optimizer=optimizers.Momentum() if momentum else optimizers.GradientDescent(),
         retention=retention.Scalar(),
         chunk_size=CHUNK,
+        bound=None,
     )
     params = memory.MemoryParams(jax.tree.map(jnp.asarray, weights), None, None)
     args = jax.tree.map(jnp.asarray, (q, k, v, gates))

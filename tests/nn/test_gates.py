@@ -1,4 +1,4 @@
-"""Initial gates: the derivation in `atlasjax.nn.gates` measured, and no memory that diverges at them."""
+"""Initial gates: the derivation in `atlasjax.memory.suggested` measured, and no memory that diverges at them."""
 
 import dataclasses
 
@@ -11,8 +11,8 @@ from flax import nnx
 from atlasjax import memory, rules
 from atlasjax.memory import MemoryRule, features, objectives, optimizers, retention, structures
 from atlasjax.memory.reference import read_one
+from atlasjax.memory.suggested import curvature, initial_gates
 from atlasjax.nn import GateProjection, MemoryConfig, MemoryMixer, ModelConfig
-from atlasjax.nn.gates import curvature, initial_gates
 
 DEEP = {
     "ttt_linear": rules.ttt_linear(),
@@ -51,7 +51,7 @@ def test_curvature_of_deep_memories_is_as_estimated(name):
     ids=["online", "chunk", "momentum", "window"],
 )
 def test_step_limit_of_a_matrix_memory_in_its_worst_case(rule):
-    """All keys equal, ℓ2: the initial step converges, and eight times it, twice the limit, diverges."""
+    """All keys equal, ℓ2: the initial step converges, and eight times it, twice the limit, diverges; with the bound none does."""
     rule = dataclasses.replace(rule, retention=retention.Full())
     time, dim = 64 if rule.chunk_size == 1 else 320, 4
     initial = initial_gates(rule, 1, dim, dim, None).values
@@ -59,7 +59,7 @@ def test_step_limit_of_a_matrix_memory_in_its_worst_case(rule):
     k, v = (jnp.broadcast_to(x, (1, time, 1, dim)) for x in (key, value))
     params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=dim, value_dim=dim)
 
-    def errors(factor):
+    def errors(factor, rule):
         gates = {name: jnp.asarray(x, jnp.float32) for name, x in initial.items()}
         gates["step_size"] = gates["step_size"] * factor
         channels = rule.gate_channels(dim)
@@ -72,8 +72,10 @@ def test_step_limit_of_a_matrix_memory_in_its_worst_case(rule):
         y, _ = memory.scan(rule, params, None, k, k, v, memory.Gates(**gates))
         return np.abs(np.asarray(y)[0, :, 0] - value).max(axis=1)
 
-    assert errors(1.0)[-1] < 0.05
-    assert not errors(8.0)[-1] < 10.0
+    assert errors(1.0, rule.unbounded())[-1] < 0.05
+    assert not errors(8.0, rule.unbounded())[-1] < 10.0
+    bounded = dataclasses.replace(rule, bound=memory.Bound())
+    assert all(errors(factor, bounded)[-1] < 0.05 for factor in (1.0, 8.0, 1000.0))
 
 
 @pytest.mark.parametrize("rule", rules.REGISTRY)

@@ -37,16 +37,20 @@ def gates(count, *channels):
     return [jax.ShapeDtypeStruct((BATCH, TIME, HEADS, *channels), "float32")] * count
 
 
-def memory(structure, dim, window, dtype, **options):
-    """A chunk memory with all gates, and its arguments."""
+def memory(structure, dim, window, dtype, bound="steps", **options):
+    """A chunk memory with all gates, and its arguments; bound: of "steps" and norms, of "norms" alone, or None."""
     shapes = structure.weight_shapes(dim, dim).items()
     weights = {name: jax.ShapeDtypeStruct((BATCH, HEADS, *shape), "float32") for name, shape in shapes}
 
-    def call(weights, momenta, q, k, v, step_size, retention, momentum, gamma):
+    def call(weights, momenta, q, k, v, step_size, retention, momentum, floor, gamma):
         given = {"step_size": step_size, "retention": retention, "momentum": momentum, "window": gamma}
+        if bound is not None:
+            given["norm_bound"] = 1024.0
+        if bound == "steps":
+            given |= {"step_bound": 1.0, "floor": floor}
         return chunk_memory(structure, objectives.L2(), weights, momenta, q, k, v, **given, **options)[0]
 
-    return call, [weights, weights, *tokens(dim, dtype), *gates(3), *gates(1, window)]
+    return call, [weights, weights, *tokens(dim, dtype), *gates(4), *gates(1, window)]
 
 
 def kernels():
@@ -70,8 +74,9 @@ def kernels():
     yield "chunk_memory mlp", *memory(structures.MLP(), 64, 4, "bfloat16")
     yield "chunk_memory gated_mlp 32", *memory(structures.GatedMLP(), 32, 1, "bfloat16")
     yield "chunk_memory matrix 96", *memory(structures.Matrix(), 96, 12, "float32")
+    yield "chunk_memory mlp, unbounded", *memory(structures.MLP(), 64, 4, "bfloat16", bound=None)
     # Few steps and a write in eight tokens: what is written out for each matrix is what takes long to compile.
-    muon = {"newton_schulz": coefficients(SCHEDULES["standard"], 2), "every": 8, "chunk_size": 16}
+    muon = {"newton_schulz": coefficients(SCHEDULES["standard"], 2), "every": 8, "chunk_size": 16, "bound": "norms"}
     yield "chunk_memory muon", *memory(structures.MLP(), 32, 4, "bfloat16", **muon)
 
 

@@ -4,6 +4,7 @@ A line for each: `case / kernel: R registers, S bytes spilled, M bytes shared, N
 its flags once, and because a compiler that fails a check ends the process.
 """
 
+import functools
 import pathlib
 import sys
 
@@ -36,7 +37,9 @@ def kernels():
         name = f"newton_schulz {rows}x{columns} {options['form']}" + " single" * ("precision" in options)
         yield name, call, [jax.ShapeDtypeStruct((1024, rows, columns), "float32")]
     # OmegaNet's, and the smallest with all gates.
-    yield "chunk_memory mlp 64", *chunk_memories(structures.MLP(), 64, 4, "bfloat16", "retention")
+    omega = functools.partial(chunk_memories, structures.MLP(), 64, 4, "bfloat16", "retention")
+    yield "chunk_memory mlp 64", *omega()
+    yield "chunk_memory mlp 64 of bounded norms", *omega(norm_bound=1024.0)
     muon = {"newton_schulz": coefficients(SCHEDULES["standard"], 5), "every": 8}
     yield "chunk_memory muon 64", *chunk_memories(structures.MLP(), 64, 4, "bfloat16", "retention", "momentum", **muon)
     yield "chunk_memory matrix 32", *chunk_memories(structures.Matrix(), 32, 1, "float32", "retention", "momentum")

@@ -74,6 +74,36 @@ def test_values_and_gradients(structure, objective, shape, gates, window):
     close(run(structure, objective, arrays, values, chunk_size=8, interpret=True), expected, 2e-5)
 
 
+@pytest.mark.parametrize(
+    ("structure", "objective", "shape", "gates", "window"),
+    [
+        (MLP, L2, (2, 21, 2, 4), ("retention", "momentum"), 5),  # the last chunk is not full
+        (MATRIX, objectives.Lp(3.0), (1, 19, 1, 8), (), 1),
+        (GATED, L2, (1, 16, 1, 4), ("momentum",), 12),  # the window is longer than a chunk
+        (structures.MLP(depth=3, expansion=1), L2, (1, 17, 1, 4), ("retention",), 1),
+    ],
+    ids=str,
+)
+def test_bounded(structure, objective, shape, gates, window):
+    """Steps far too large for keys that are nearly one, and weights and momenta at their norms."""
+    arrays, values = inputs(structure, *shape, gates=gates, window=window)
+    weights, momenta, q, k, v = arrays
+    arrays = weights, momenta, q, k[:, :1] + 0.1 * k, v
+    floor = jnp.asarray(np.random.default_rng(2).uniform(0.0, 0.1, shape[:3]), jnp.float32)
+    values |= {"step_size": 20.0 * values["step_size"], "floor": floor}
+    options = {"chunk_size": 8, "step_bound": 0.7, "norm_bound": 0.5}
+    expected = run(structure, objective, arrays, values, **options, implementation="reference")
+    close(run(structure, objective, arrays, values, **options, interpret=True), expected, 2e-5)
+
+
+def test_a_bound_that_does_not_act():
+    """Far from every limit the recurrence is the unbounded one: chunks of one write each, so that nothing is pending."""
+    (weights, _, q, k, v), values = inputs(MLP, 1, 16, 1, 4, gates=())
+    values["step_size"] = jnp.where(jnp.arange(16)[None, :, None] % 8 == 0, values["step_size"], 0.0)
+    scan = functools.partial(chunk_memory, MLP, L2, weights, None, q, k, v, **values, chunk_size=8, interpret=True)
+    close(scan(step_bound=100.0, norm_bound=1024.0), scan(), 1e-6)
+
+
 def test_bfloat16_inputs():
     arrays, values = inputs(MLP, 1, 20, 2, 16, gates=("retention", "momentum"), dtype="bfloat16")
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
@@ -114,6 +144,12 @@ def test_bad_input():
         ("momenta S and the gate momentum θ go together", (weights, None, q, k, v), {}),
         (r"momenta\['W1'\] is missing", (weights, {"W2": momenta["W2"]}, q, k, v), {}),
         (r"weights\['W1'\] has shape", (jax.tree.map(lambda w: w[:, :1], weights), momenta, q, k, v), {}),
+        (r"floor has shape \(1, 8\), should be", (weights, momenta, q, k, v), {"floor": jnp.zeros((1, 8))}),
+        (
+            "step_bound is for steps along gradients",
+            (weights, momenta, q, k, v),
+            {"step_bound": 1.0, "newton_schulz": SCHEDULES["standard"]},
+        ),
         ("chunk_size=12, should be a power of two", (weights, momenta, q, k, v), {"chunk_size": 12}),
         ("implementation='cuda', should be one of", (weights, momenta, q, k, v), {"implementation": "cuda"}),
     ]:

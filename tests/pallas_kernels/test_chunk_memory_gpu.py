@@ -33,6 +33,22 @@ def test_values_and_gradients(structure, objective, shape, gates, window):
     close(run(structure, objective, arrays, values, **GPU), expected, 2e-5)
 
 
+@pytest.mark.parametrize(
+    ("structure", "shape", "gates", "window"),
+    [
+        (NARROW, (1, 69, 2, 16), ("retention", "momentum"), 5),
+        (GATED, (2, 50, 1, 8), (), 1),
+        (MATRIX, (1, 40, 1, 4), ("momentum",), 1),
+    ],
+    ids=str,
+)
+def test_norm_bound(structure, shape, gates, window):
+    """Small enough that the first state and most later ones are scaled, of weights and of momenta; channels are padded."""
+    arrays, values = inputs(structure, *shape, gates=gates, window=window)
+    expected = run(structure, L2, arrays, values, chunk_size=16, norm_bound=0.3, implementation="reference")
+    close(run(structure, L2, arrays, values, norm_bound=0.3, **GPU), expected, 2e-5)
+
+
 def test_many_blocks_of_tokens(monkeypatch):
     """Chunks of 64 in blocks of 32, a window of 40 in two more; sums of some blocks apart, as where tokens have many channels."""
     monkeypatch.setattr(gpu_kernels, "_TOGETHER", 0)
@@ -77,6 +93,7 @@ def test_what_it_does_not_serve():
     for message, structure, options in [
         ("chunk_size=8, should be at least 16", MLP, {"chunk_size": 8}),
         ("more than one hidden layer", structures.MLP(depth=3, expansion=2), {}),
+        ("steps bounded by 1.0 are a system of a chunk's gradients", MLP, {"step_bound": 1.0}),
     ]:
         with pytest.raises(ValueError, match=message):
             scan(structure, **{**GPU, **options})

@@ -31,7 +31,7 @@ def check(lines):
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_kernels_compile(topology):
     lines = compiled(topology)
-    assert len(lines) == 12
+    assert len(lines) == 13
     check(lines)
 
 

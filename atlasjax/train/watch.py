@@ -1,0 +1,129 @@
+"""Memories that grow: what is said of them while they are still finite, and what helps."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from flax import nnx
+
+from atlasjax import memory
+from atlasjax.nn import GateProjection, ModelConfig, abstract_model
+
+_AGAIN = 4.0  # times what was last said of a head, until it is mentioned again
+_NAMED = 8  # heads of one line; a model may have hundreds
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """The norm of one head's memory in one step."""
+
+    norm: float
+    layer: int
+    head: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"layer {self.layer}, head {self.head}"
+
+
+class MemoryWatch:
+    """Follows the memory norms of a run (`nn.LanguageModel.observe`), layer by layer and head by head.
+
+    Args:
+      model: the model, whose memory decides what helps.
+      limit: a larger norm is reported, unless the memory only adds up what is written; what is not finite always is.
+
+    Attributes:
+      suspected: whether a memory may be the cause of what is no longer finite.
+    """
+
+    def __init__(self, model: ModelConfig, limit: float):
+        self._model = model
+        self._limit = math.inf if only_adds(model) else limit
+        self.suspected = False
+        self._told: dict[tuple[int, int], float] = {}  # layer and head → the norm that was reported
+        self._largest: _Seen | None = None  # of the finite ones
+        self._broken: _Seen | None = None  # the first that was not
+
+    def report(self, step: int, norms: Mapping[int, np.ndarray]) -> str | None:
+        """Takes note of a step's norms.
+
+        Args:
+          step: optimizer steps done.
+          norms: layer → [heads].
+
+        Returns:
+          One line for the user: the memories that passed the limit, or grew fourfold since they were last mentioned; None if there
+          are none.
+        """
+        seen = [
+            _Seen(float(norm), layer, head, step)
+            for layer, heads in sorted(norms.items())
+            for head, norm in enumerate(heads)
+        ]
+        broken = [one for one in seen if not math.isfinite(one.norm)]
+        finite = [one for one in seen if math.isfinite(one.norm)]
+        if broken and self._broken is None:
+            self._broken = broken[0]  # of the lowest layer: those above it read what it gave
+            self.suspected = bool(finite)  # were it the parameters, no memory would be finite
+        self._largest = max(
+            [*([self._largest] if self._largest else []), *finite], key=lambda one: one.norm, default=None
+        )
+        self.suspected |= any(one.norm > self._limit for one in finite)
+        new = [one for one in broken if self._told.get((one.layer, one.head)) != math.inf]
+        new += sorted((one for one in finite if one.norm > self._next(one)), key=lambda one: -one.norm)
+        if not new:
+            return None
+        for one in new:
+            self._told[one.layer, one.head] = one.norm if math.isfinite(one.norm) else math.inf
+        named = "; ".join(f"{one}: {one.norm:.4g}" for one in new[:_NAMED])
+        more = f"; and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
+        passed = f"whose norm passed {self._limit:g}, which may be on their way to diverge"
+        what = "that are not finite" if new[-1] in broken else passed
+        return f"step {step}: memories {what}: {named}{more}. What helps: {self.helps}."
+
+    def summary(self) -> str:
+        """One or two sentences on the largest norms so far; "" without memories."""
+        sentences = []
+        if self._broken is not None:
+            sentences.append(
+                f"The first memory that was not finite is that of {self._broken}, in step {self._broken.step}."
+            )
+        if self._largest is not None:
+            one = self._largest
+            reported = f" (norms above {self._limit:g} are reported)" if self._limit < math.inf else ""
+            sentences.append(
+                f"The largest finite memory norm was {one.norm:.4g}, of {one}, in step {one.step}{reported}."
+            )
+        return " ".join(sentences)
+
+    @functools.cached_property
+    def helps(self) -> str:
+        """What keeps the memories small, for a user."""
+        return what_helps(self._model)
+
+    def _next(self, one: _Seen) -> float:
+        told = self._told.get((one.layer, one.head))
+        return self._limit if told is None else _AGAIN * told
+
+
+def only_adds(model: ModelConfig) -> bool:
+    """Whether what is written does not depend on the memory, as in linear attention: its norm may be large, and cannot diverge."""
+    return model.memory.build().has_constant_gradient
+
+
+def what_helps(model: ModelConfig) -> str:
+    """Options that keep the memories of such a model small, as a user gives them."""
+    config = model.memory
+    built = dataclasses.replace(config, bounded=True).build()
+    rule = built.rule if isinstance(built, memory.CachedRule) else built
+    bounds = isinstance(rule, memory.MemoryRule) and not (rule.step_bound is None and rule.norm_bound is None)
+    if not config.bounded and bounds:
+        return "--model.memory.bounded, with which memories cannot diverge"
+    if "step_size" not in rule.gate_channels(model.resolved_head_dim, model.value_dim):
+        return "a lower --optimizer.learning-rate"
+    modules = (module for _, module in nnx.iter_graph(abstract_model(model)))
+    now = max((module.max_step for module in modules if isinstance(module, GateProjection)), default=config.max_step)
+    return "a lower --model.memory.max-step" + ("" if now is None else f" (it is {now:.3g})")

@@ -1,0 +1,254 @@
+"""Ways to keep a memory from diverging, side by side: why the library bounds steps as it does.
+
+    python -m experiments.stability.candidates                  # every row that is not there yet
+    python -m experiments.stability.candidates --parts cost     # one part
+    python -m experiments.stability.candidates --report         # only the table
+
+    paper       no bound
+    left_over   the library's: a step is scaled by what is left of its token's error (`atlasjax.memory.bounds`)
+    triangular  η' = (I + diag(η) L)⁻¹ η with L_ti = 8 a_i (k_i·k_t)², a_i how often momentum adds a gradient by the chunk's end
+    pivot       1/η'_t = 1/η_t + p_t, p_t the pivot of ρI − Σ η'_i ĝ_i ĝ_iᵀ at the chunk's tangent features ĝ: the sum stays below ρ
+    share       η'_t = min(η_t, (1 − θ_t) a_t / (b ‖g_t‖²)): the worst case, all tokens of a chunk alike, for each of them
+    norm        weights scaled back onto ‖W‖_F ≤ 8 √rows at the start of every chunk, and nothing else
+
+Each replaces `atlasjax.memory.steps.dual_steps`, so all else is the same. Parts: `train` (titans-tiny at its defaults, two texts,
+three seeds), `stream` (finite over 65,536 tokens, at kind and hostile keys), `cost` (time of forward and backward over that of the
+paper's), `capacity` (pairs recalled).
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax import memory, rules
+from atlasjax.memory import bounds, steps
+from experiments.stability.rows import append_row, read_rows
+
+HERE = pathlib.Path(__file__).parent
+ROWS = HERE / "results" / "candidates.jsonl"
+PARTS = ("train", "stream", "cost", "capacity")
+
+
+def _windowed_gram(factors: Any, gates: Any) -> jax.Array:
+    return gates.gamma @ steps._gram(factors, factors) @ gates.gamma.T
+
+
+def triangular(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:
+    """The first matrix's inputs are the keys' features; windows of one token."""
+    keys = list(factors.values())[-1].inputs
+    m = gates.step_size.shape[0]
+    left = m - jnp.arange(m)
+    theta = jnp.zeros(m) if gates.momentum is None else gates.momentum
+    carried = jnp.where(theta < 1, (1 - theta**left) / jnp.where(theta < 1, 1 - theta, 1.0), left)
+    lower = jnp.tril(8.0 * gates.step_size[:, None] * carried * (keys @ keys.T) ** 2, -1)
+    return jax.scipy.linalg.solve_triangular(jnp.eye(m) + lower, gates.step_size, lower=True, unit_diagonal=True)
+
+
+def pivot(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:
+    """Row by row the factor L of H = L diag(1/η) Lᵀ, whose entries off the diagonal are those of −Gram/ρ."""
+    n = gates.gamma @ origin.losses.scale
+    there = n > 0
+    root = jnp.where(there, jax.lax.rsqrt(jnp.where(there, n, 1.0)), 0.0)
+    m = n.shape[0]
+    left = m - jnp.arange(m)
+    theta = jnp.zeros(m) if gates.momentum is None else gates.momentum
+    carried = jnp.sqrt(jnp.where(theta < 1, (1 - theta**left) / jnp.where(theta < 1, 1 - theta, 1.0), left))
+    # Momentum: a gradient counts as often as it is added by the chunk's end.
+    scale = root * carried
+    gram = scale[:, None] * _windowed_gram(factors, gates) * scale
+    eta = gates.step_size
+
+    def row(L: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def entry(j: jax.Array, values: jax.Array) -> jax.Array:
+            known = jnp.sum(jnp.where(jnp.arange(m) < j, values * L[j] / jnp.where(eta > 0, eta, 1.0), 0.0))
+            return values.at[j].set(jnp.where(j < t, eta[j] * (-gram[t, j] - known), 0.0))
+
+        values = jax.lax.fori_loop(0, m, entry, jnp.zeros(m))
+        p = gram[t, t] + jnp.sum(values**2 / jnp.where(eta > 0, eta, 1.0))
+        return L.at[t].set(values), eta[t] / (1 + eta[t] * p)
+
+    return jax.lax.scan(row, jnp.zeros((m, m)), jnp.arange(m))[1]
+
+
+def share(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:
+    decrease = gates.gamma @ origin.losses.decrease / gates.step_size.shape[0]
+    square = jnp.diagonal(_windowed_gram(factors, gates))
+    return bounds.capped(1.0, gates.step_size, decrease, square, gates.momentum)
+
+
+def unchanged(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:
+    return gates.step_size
+
+
+CANDIDATES: dict[str, tuple[memory.Bound | None, Callable | None]] = {
+    "paper": (None, None),
+    "left_over": (memory.Bound(), None),
+    "triangular": (memory.Bound(weight_norm=None), triangular),
+    "pivot": (memory.Bound(weight_norm=None), pivot),
+    "share": (memory.Bound(weight_norm=None), share),
+    "norm": (memory.Bound(weight_norm=8.0), unchanged),
+}
+
+
+@contextlib.contextmanager
+def candidate(name: str) -> Iterator[Callable[[Any], Any]]:
+    """Inside, rules are bounded in this way: gives a function that puts the right `Bound` into a rule."""
+    bound, function = CANDIDATES[name]
+    patch = mock.patch.object(steps, "dual_steps", function) if function else contextlib.nullcontext()
+    jax.clear_caches()
+    with patch:
+        yield lambda rule: dataclasses.replace(rule, bound=bound)
+    jax.clear_caches()
+
+
+def train_row(name: str, text: str, seed: int) -> dict[str, Any]:
+    from experiments.stability.train import TEXTS_DIR, Case, run
+
+    with candidate(name) as bounded, mock.patch.object(rules, "REGISTRY", dict(rules.REGISTRY)):
+        plain = rules.titans
+
+        def titans(chunk_size: int = 64, structure: Any = memory.MemoryRule().structure) -> Any:
+            return bounded(plain(chunk_size, structure))
+
+        rules.REGISTRY["titans"] = titans
+        row = run(Case("titans", text, seed), TEXTS_DIR)
+    return {k: row[k] for k in ("diverged_at", "bits_per_byte", "weight_norm", "spikes") if k in row}
+
+
+def _inputs(keys: str, tokens: int, dim: int) -> tuple[Any, Any, Any]:
+    k, v = jax.random.normal(jax.random.key(3), (2, 1, tokens, 1, dim))
+    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    k = unit(k)
+    if keys == "similar":
+        k = unit(k[:, :1] + 0.3 * k)
+    elif keys == "equal":
+        k = jnp.broadcast_to(k[:, :1], k.shape)
+    elif keys == "huge":
+        k = 1e4 * k
+    return k, k, v / dim**0.5
+
+
+def stream_row(name: str, keys: str, step_size: float, momentum: float) -> dict[str, Any]:
+    dim, tokens = 16, 65_536
+    with candidate(name) as bounded:
+        rule = bounded(rules.titans())
+        params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=dim, value_dim=dim)
+        full = lambda value: jnp.full((1, tokens, 1), value)
+        gates = memory.Gates(retention=full(1.0), step_size=full(step_size), momentum=full(momentum))
+        y, state = jax.jit(lambda *x: memory.scan(rule, params, None, *x))(*_inputs(keys, tokens, dim), gates)
+        norm = max(float(jnp.linalg.norm(w)) for w in state.memory.values())
+        finite = bool(jnp.isfinite(y).all()) and norm < float("inf")
+    return {
+        "finite": finite,
+        "norm": round(norm, 2) if finite else None,
+        "largest_output": float(f"{jnp.abs(y).max():.3g}") if finite else None,
+    }
+
+
+def cost_row() -> dict[str, Any]:
+    """Forward and backward, 4 heads of 64, 4,096 tokens, chunks of 64; the candidates in turn, medians of ratios to the paper's."""
+    dim, tokens, repeats = 64, 4096, 7
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, tokens, 4, dim))
+    k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+    calls = {}
+    for name in CANDIDATES:
+        with candidate(name) as bounded:
+            rule = bounded(rules.titans())
+            params = memory.init_params(rule, jax.random.key(1), num_heads=4, key_dim=dim, value_dim=dim)
+            gates = memory.suggested_gates(rule, batch_size=1, time=tokens, num_heads=4, key_dim=dim)
+            loss = lambda p, q, k, v, g, rule=rule: memory.scan(rule, p, None, q, k, v, g)[0].sum()
+            calls[name] = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).lower(params, q, k, v, gates).compile()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            before = time.perf_counter()
+            jax.block_until_ready(call(params, q, k, v, gates))
+            times[name].append(time.perf_counter() - before)
+    paper = statistics.median(times["paper"])
+    return {name: round(statistics.median(values) / paper, 3) for name, values in times.items()}
+
+
+def capacity_row(name: str, step: float) -> dict[str, Any]:
+    """128 pairs of random keys and values, written twice, in chunks of 64, then read.
+
+    Recalled: the share of the pairs whose value is the nearest of all to what is read; the better of no momentum and 0.9.
+    """
+    dim, pairs = 32, 128
+    best = 0.0
+    with candidate(name) as bounded:
+        for momentum in (0.0, 0.9):
+            rule = bounded(rules.titans())
+            params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=dim, value_dim=dim)
+            _, k, v = _inputs("random", pairs, dim)
+            v = v / jnp.linalg.norm(v, axis=-1, keepdims=True)
+            twice = lambda x: jnp.concatenate([x, x], axis=1)
+            full = lambda value: jnp.full((1, 2 * pairs, 1), value)
+            gates = memory.Gates(retention=full(1.0), step_size=full(step * (1 - momentum)), momentum=full(momentum))
+            _, state = jax.jit(lambda *x, rule=rule, params=params: memory.scan(rule, params, None, *x))(
+                twice(k), twice(k), twice(v), gates
+            )
+            y = memory.read(rule, params, state, k)[0, :, 0]
+            right = jnp.argmax(y @ v[0, :, 0].T / jnp.linalg.norm(y, axis=-1, keepdims=True), axis=-1) == jnp.arange(
+                pairs
+            )
+            best = max(best, float(jnp.where(jnp.isfinite(y).all(), right.mean(), 0.0)))
+    return {"recalled": round(best, 3)}
+
+
+def tasks() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [
+        {"part": "stream", "candidate": name, "keys": keys, "step_size": eta, "momentum": theta}
+        for name in CANDIDATES for keys in ("random", "similar", "equal", "huge") for eta in (0.01, 0.4) for theta in (0.9, 0.99)
+    ]  # fmt: skip
+    rows += [
+        {"part": "capacity", "candidate": name, "step_size": eta}
+        for name in CANDIDATES
+        for eta in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+    ]
+    rows += [{"part": "cost", "candidate": "all"}]
+    rows += [
+        {"part": "train", "candidate": name, "text": text, "seed": seed}
+        for seed in range(3) for text in ("embedded", "tinyshakespeare") for name in CANDIDATES
+    ]  # fmt: skip
+    return rows
+
+
+def run_task(task: dict[str, Any]) -> dict[str, Any]:
+    name = task["candidate"]
+    if task["part"] == "train":
+        return train_row(name, task["text"], task["seed"])
+    if task["part"] == "stream":
+        return stream_row(name, task["keys"], task["step_size"], task["momentum"])
+    return cost_row() if task["part"] == "cost" else capacity_row(name, task["step_size"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rows", type=pathlib.Path, default=ROWS)
+    parser.add_argument("--report", action="store_true", help="only make the tables")
+    options = parser.parse_args()
+    if not options.report:
+        done = [row["task"] for row in read_rows(options.rows)]
+        for task in tasks():
+            if task["part"] in options.parts and task not in done:
+                row = {"task": task, **run_task(task)}
+                append_row(options.rows, row)
+                print(row, flush=True)
+    if options.rows == ROWS:
+        from experiments.stability.report import write_report
+
+        write_report()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What a model's memories look like after reading a batch: sizes of their weights, values of their gates."""
+
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+
+def probe(model: Any, tokens: Any) -> dict[str, Any]:
+    """Reads tokens [batch, time] with every call of `memory.scan` watched.
+
+    Returns:
+      {"weight_norm": the largest memory at a sequence's end, None where none is measured; "gates": name → [least, largest]
+      over all layers}.
+    """
+    from atlasjax import memory
+    from atlasjax.nn.memory_mixer import memory_norm
+
+    norms: list[float] = []
+    gates: dict[str, list[float]] = {}
+    scan = memory.scan
+
+    def record(norm: Any, ends: dict[str, Any]) -> None:
+        if norm is not None:
+            norms.append(float(norm))
+        for name, (least, largest) in ends.items():
+            before = gates.get(name, [float("inf"), -float("inf")])
+            gates[name] = [min(before[0], float(least)), max(before[1], float(largest))]
+
+    def watched(rule: Any, params: Any, state: Any, q: Any, k: Any, v: Any, given: Any, **kwargs: Any) -> Any:
+        y, after = scan(rule, params, state, q, k, v, given, **kwargs)
+        norm = memory_norm(rule, after)
+        norm = None if norm is None else jnp.max(norm)
+        ends = {name: (jnp.min(gate), jnp.max(gate)) for name, gate in given._asdict().items() if gate is not None}
+        jax.debug.callback(record, norm, ends)  # layers run in a scan
+        return y, after
+
+    with mock.patch.object(memory, "scan", watched):
+        jax.block_until_ready(model(jnp.asarray(tokens)))
+        jax.effects_barrier()
+    rounded = {name: [float(f"{x:.4g}") for x in ends] for name, ends in gates.items()}
+    return {"weight_norm": round(max(norms), 2) if norms else None, "gates": rounded}

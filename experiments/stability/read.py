@@ -1,0 +1,196 @@
+"""A million tokens through every rule: does any memory diverge, with kind keys or hostile ones?
+
+    python -m experiments.stability.read                         # every rule and every case that has no row yet
+    python -m experiments.stability.read --only titans --cases equal adversarial
+    python -m experiments.stability.read --report                # only the table of the rows that are there
+
+One head of 16 channels, the rule's default chunk, values of about unit length, the gates of `memory.suggested_gates`. Cases:
+
+    initial       random keys of unit length
+    retention     the same with α drawn from [0.9, 1] for each token (rules that have a retention gate)
+    equal         one key for all tokens
+    huge          random keys of length 10,000
+    adversarial   4,096 keys of unit length found by gradient ascent on the norm of the memory's weights, again and again
+    bold          step sizes of 1, momentum of 0.99, keys that are alike: what a user may try first
+    bfloat16      4,096 random tokens in bfloat16 against float32: the largest difference of the outputs over their largest size
+
+One line of JSON for each finished row in `results/read.jsonl`; a finished one is skipped.
+"""
+
+import argparse
+import functools
+import pathlib
+import time
+from typing import Any
+
+from experiments.stability.rows import append_row, read_rows
+
+HERE = pathlib.Path(__file__).parent
+ROWS = HERE / "results" / "read.jsonl"
+DIM, PIECE, TOKENS, SHORT = 16, 8192, 1_007_616, 4096
+CASES = ("initial", "retention", "equal", "huge", "adversarial", "bold", "bfloat16")
+# Every token is kept and read again by each later one: a million of them would take days.
+WHOLE_CACHE = ("deep_transformer", "dot")
+
+
+def rule_of(name: str) -> Any:
+    from atlasjax import rules
+
+    # One Newton–Schulz in eight tokens, as in the tiny presets.
+    return rules.REGISTRY[name](**({"newton_schulz_every": 8} if name.startswith("atlas") else {}))
+
+
+def inputs(rule: Any, case: str, key: Any, keys: Any, time: int) -> tuple[Any, ...]:
+    """q, k, v and gates of a piece: [1, time, 1, …]; `keys` [SHORT, DIM]: those of the adversarial case."""
+    import jax
+    import jax.numpy as jnp
+
+    from atlasjax import memory
+
+    shape = (1, time, 1, DIM)
+    query, noise, value, decay = jax.random.split(key, 4)
+    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    q, k = unit(jax.random.normal(query, shape)), unit(jax.random.normal(noise, shape))
+    v = jax.random.normal(value, shape) / DIM**0.5
+    first = jnp.zeros(DIM).at[0].set(1.0)
+    if case == "equal":
+        k = jnp.broadcast_to(first, shape)
+    elif case == "huge":
+        k = 1e4 * k
+    elif case == "bold":
+        k = unit(first + 0.3 * k)
+    elif case == "adversarial":
+        k = jnp.tile(unit(keys), (-(-time // SHORT), 1))[:time].reshape(shape)
+    gates = memory.suggested_gates(rule, batch_size=1, time=time, num_heads=1, key_dim=DIM, value_dim=DIM)
+    if case == "retention":
+        gates = gates._replace(retention=jax.random.uniform(decay, gates.retention.shape, minval=0.9, maxval=1.0))
+    if case == "bold":
+        full = lambda x, value: None if x is None else jnp.full_like(x, value)
+        gates = gates._replace(step_size=full(gates.step_size, 1.0), momentum=full(gates.momentum, 0.99))
+    return q, k, v, gates
+
+
+def sizes(rule: Any, state: Any) -> Any:
+    """The largest ‖W‖_F / √rows among the weights that are read."""
+    import jax.numpy as jnp
+
+    weights = rule.weights(state.memory) if hasattr(rule, "weights") else dict(state.memory)
+    norms = [jnp.linalg.norm(w, axis=(-2, -1)).max() / w.shape[-2] ** 0.5 for w in weights.values()]
+    return jnp.stack(norms).max()
+
+
+def ascended(rule: Any, params: Any, steps: int = 30, rate: float = 0.03) -> Any:
+    """Keys [SHORT, DIM] that make the memory's weights large; the directions that Adam finds from random ones."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from atlasjax import memory
+
+    def norm(keys: Any) -> Any:
+        q, k, v, gates = inputs(rule, "adversarial", jax.random.key(5), keys, SHORT)
+        state = memory.scan(rule, params, None, q, k, v, gates)[1]
+        weights = rule.weights(state.memory)
+        return jnp.log(sum(jnp.sum(w * w) for w in weights.values()) + 1e-12)
+
+    optimizer = optax.adam(rate)
+    keys = jax.random.normal(jax.random.key(6), (SHORT, DIM)) / DIM**0.5
+    state = optimizer.init(keys)
+    ascend = jax.jit(jax.value_and_grad(lambda keys: -norm(keys)))
+    best, best_keys = jnp.inf, keys
+    for _ in range(steps):
+        loss, gradient = ascend(keys)
+        if not jnp.isfinite(gradient).all():
+            break
+        if loss < best:
+            best, best_keys = loss, keys
+        updates, state = optimizer.update(gradient, state)
+        keys = optax.apply_updates(keys, updates)
+    return best_keys
+
+
+def run(name: str, case: str) -> dict[str, Any] | None:
+    """The row of a rule and a case; None where the case is none of the rule's."""
+    import jax
+    import jax.numpy as jnp
+
+    from atlasjax import memory
+
+    rule = rule_of(name)
+    started = time.perf_counter()
+    kernel = isinstance(rule, memory.KernelRule)
+    gates = rule.gate_channels(DIM, DIM)
+    if (
+        (case == "retention" and "retention" not in gates)
+        or (case == "bold" and "step_size" not in gates)
+        or (case == "adversarial" and kernel)
+    ):
+        return None
+    params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=DIM, value_dim=DIM)
+    row: dict[str, Any] = {"rule": name, "case": case}
+    if case == "bfloat16":
+        q, k, v, gates = inputs(rule, case, jax.random.key(1), None, SHORT)
+        wide = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in (q, k, v)]
+        read = jax.jit(lambda q, k, v: memory.scan(rule, params, None, q, k, v, gates)[0])
+        y, narrow = read(*wide), read(*(x.astype(jnp.bfloat16) for x in wide))
+        difference = jnp.abs(narrow.astype(jnp.float32) - y).max() / jnp.abs(y).max()
+        return {
+            **row,
+            "tokens": SHORT,
+            "difference": round(float(difference), 5),
+            "finite": bool(jnp.isfinite(y).all()),
+        }
+    keys = ascended(rule, params) if case == "adversarial" else None
+    tokens = 2 * PIECE if name in WHOLE_CACHE else TOKENS
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def piece(state: Any, key: Any) -> tuple[Any, Any, Any]:
+        y, state = memory.scan(rule, params, state, *inputs(rule, case, key, keys, PIECE))
+        return state, sizes(rule, state), jnp.abs(y).max()
+
+    state = memory.init_state(rule, params, batch_size=1, max_length=tokens)
+    largest, output = [float(sizes(rule, state))], []
+    for number in range(tokens // PIECE):
+        state, size, y = piece(state, jax.random.fold_in(jax.random.key(2), number))
+        largest.append(float(size))
+        output.append(float(y))
+    finite = bool(jnp.isfinite(jnp.asarray(largest + output)).all())
+    return {
+        **row,
+        "tokens": tokens,
+        "finite": finite,
+        "weight_norm_at_start": round(largest[0], 3),
+        "largest_weight_norm": round(max(largest), 3) if finite else None,
+        "last_weight_norm": round(largest[-1], 3) if finite else None,
+        "largest_output": float(f"{max(output):.4g}") if finite else None,
+        "seconds": round(time.perf_counter() - started),
+    }
+
+
+def main() -> None:
+    from atlasjax import rules
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=rules.REGISTRY, help="some of the rules")
+    parser.add_argument("--cases", nargs="*", choices=CASES, help="some of the cases")
+    parser.add_argument("--rows", type=pathlib.Path, default=ROWS)
+    parser.add_argument("--report", action="store_true", help="only make the tables")
+    options = parser.parse_args()
+    if not options.report:
+        done = {(row["rule"], row["case"]) for row in read_rows(options.rows)}
+        for case in options.cases or CASES:
+            for name in options.only or rules.REGISTRY:
+                if (name, case) in done:
+                    continue
+                row = run(name, case)
+                if row is not None:
+                    append_row(options.rows, row)
+                    print(row, flush=True)
+    if options.rows == ROWS:
+        from experiments.stability.report import write_report
+
+        write_report()
+
+
+if __name__ == "__main__":
+    main()

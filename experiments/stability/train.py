@@ -1,0 +1,181 @@
+"""Whole training runs at a preset's own defaults, watched for divergence.
+
+    python -m experiments.stability.train                        # everything that has no row yet, the most telling first
+    python -m experiments.stability.train --only titans --texts embedded --seeds 0 1
+    python -m experiments.stability.train --report               # only the table and the plot of the rows that are there
+
+Each run is `atlasjax train --preset <preset>` on one of three texts: same model, data, optimizer and steps. One line of JSON
+for each finished run in `results/train.jsonl`; a finished one is skipped, so the command goes on where it was stopped. Tables and
+plot are made by `report.py`. Texts other than the embedded one are files in `--texts-dir`; one that is not there is left out.
+"""
+
+import argparse
+import dataclasses
+import math
+import pathlib
+import time
+from typing import Any
+
+from experiments.stability.rows import append_row, read_rows
+
+HERE = pathlib.Path(__file__).parent
+ROWS = HERE / "results" / "train.jsonl"
+TEXTS_DIR = HERE.parents[2] / "shared" / "data"
+TEXTS = {
+    "embedded": None,
+    "tinyshakespeare": "tinyshakespeare/input.txt",
+    "moby_dick": "gutenberg_moby_dick/2701-0.txt",
+}
+SEEDS = 3  # for the memories of ATLAS and Titans, each alone; one for the rest
+SEVERAL_SEEDS = (
+    "titans",
+    "titans-no-momentum",
+    "atlas",
+    "atlas++",
+    "omeganet",
+    "dla",
+    "swla",
+    "deep-transformer",
+    "swdt",
+    "dot",
+)
+COMPARED = ("atlas", "titans", "omeganet", "dla", "yaad", "ttt-mlp", "ttt-linear", "titans-no-momentum")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One run: a preset, a text, a seed, and whether the memory is bounded (False: the papers' recurrence)."""
+
+    preset: str
+    text: str
+    seed: int
+    bounded: bool = True
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.preset, self.text, self.seed, self.bounded
+
+
+def cases() -> list[Case]:
+    """All runs, the most telling first."""
+    from atlasjax.presets import preset_names
+
+    presets = [name.removesuffix("-tiny") for name in preset_names("tiny")]
+    alone = [name for name in presets if name in SEVERAL_SEEDS]
+    pairs = ("embedded", "tinyshakespeare")
+    order = [Case("titans", text, seed) for seed in range(SEEDS) for text in TEXTS]
+    order += [Case(name, "embedded", 0, bounded) for name in COMPARED for bounded in (True, False)]
+    order += [
+        Case(f"{name}-{backbone}", "embedded", 0) for name in ("titans", "atlas") for backbone in ("mac", "mag", "mal")
+    ]
+    order += [Case(name, text, 0) for name in alone for text in TEXTS]
+    order += [Case(name, text, seed, bounded) for seed in range(SEEDS) for name in COMPARED for text in pairs
+              for bounded in (True, False)]  # fmt: skip
+    order += [Case(name, "embedded", 0) for name in presets]
+    order += [Case(name, text, seed) for seed in range(SEEDS) for name in alone for text in TEXTS]
+    order += [Case(name, text, 0) for text in TEXTS for name in presets]
+    return list(dict.fromkeys(order))
+
+
+def config_of(case: Case, texts_dir: pathlib.Path) -> Any:
+    """The run as `atlasjax train` would have it, but for where checkpoints and evaluations are."""
+    from atlasjax.train.defaults import default_config
+
+    config = default_config(f"{case.preset}-tiny")
+    source: dict[str, Any] = {}
+    if TEXTS[case.text] is not None:
+        source = {"source": "text", "paths": (str(texts_dir / str(TEXTS[case.text])),)}
+    memory = dataclasses.replace(config.model.memory, bounded=case.bounded)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, memory=memory, remat=False),  # the activations of a tiny model fit
+        data=dataclasses.replace(config.data, seed=case.seed, **source),
+        seed=case.seed,
+    )
+
+
+def run(case: Case, texts_dir: pathlib.Path) -> dict[str, Any]:
+    """The row of one run."""
+    return {**dataclasses.asdict(case), **watch(config_of(case, texts_dir))}
+
+
+def watch(config: Any) -> dict[str, Any]:
+    """What came of a run; one that diverges has the step at which its loss or its gradient was not finite."""
+    import jax
+    import numpy as np
+
+    from atlasjax.cli.report import baselines
+    from atlasjax.distributed.sharding import global_batch
+    from atlasjax.evaluate.lm import evaluate
+    from atlasjax.train.setup import prepare
+    from atlasjax.train.state import merge
+    from atlasjax.train.step import eval_sums, jit_train_step
+    from experiments.stability.probe import probe
+
+    started = time.perf_counter()
+    setup = prepare(config)
+    state, data = setup.init_state(), iter(setup.train_data)
+    step = jit_train_step(setup.graphdef, setup.optimizer, setup.schedule, setup.shardings, setup.mesh)
+    losses, norms, diverged = [], [], None
+    for number in range(1, config.steps + 1):
+        batch = global_batch(next(data), setup.mesh)
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["gradient_norm"]))
+        if not (math.isfinite(losses[-1]) and math.isfinite(norms[-1])):
+            diverged = number
+            break
+    unigram = baselines(config.data)["unigram of bytes"]
+    row: dict[str, Any] = {
+        "steps": config.steps,
+        "diverged_at": diverged,
+        "unigram": round(unigram, 4),
+        # Of training losses after step 50, in nats per byte.
+        "above_unigram": int(np.sum(np.asarray(losses[50:]) > unigram * math.log(2))),
+        "largest_gradient_norm_over_median": round(float(np.nanmax(norms) / np.nanmedian(norms)), 1)
+        if np.isfinite(norms).all()
+        else None,
+        "spikes": int(np.sum(np.asarray(norms[50:]) > 10 * np.nanmedian(norms))),
+        "bits_per_byte": None,
+        "seconds": None,
+    }
+    if diverged is None:
+        evaluation = jax.jit(eval_sums(setup.graphdef, setup.tokenizer.bytes_per_token))
+        assert setup.validation_data is not None
+        row["bits_per_byte"] = round(evaluate(evaluation, state.params, setup.validation_data).bits_per_byte, 4)
+        row |= probe(merge(setup.graphdef, state.params), np.asarray(batch["inputs"]))
+    row["seconds"] = round(time.perf_counter() - started)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", help="names of tiny presets, without -tiny")
+    parser.add_argument("--texts", nargs="*", choices=TEXTS, help="some of the texts")
+    parser.add_argument("--seeds", nargs="*", type=int, help="some of the seeds")
+    parser.add_argument("--texts-dir", type=pathlib.Path, default=TEXTS_DIR)
+    parser.add_argument("--rows", type=pathlib.Path, default=ROWS)
+    parser.add_argument("--report", action="store_true", help="only make the tables and the plot")
+    options = parser.parse_args()
+    if not options.report:
+        done = {tuple(row[name] for name in ("preset", "text", "seed", "bounded")) for row in read_rows(options.rows)}
+        for case in cases():
+            chosen = (
+                (options.only is None or case.preset in options.only)
+                and (options.texts is None or case.text in options.texts)
+                and (options.seeds is None or case.seed in options.seeds)
+            )
+            name = TEXTS[case.text]
+            if not chosen or case.key in done or (name is not None and not (options.texts_dir / name).exists()):
+                continue
+            row = run(case, options.texts_dir)
+            append_row(options.rows, row)
+            print(row, flush=True)
+    if options.rows == ROWS:
+        from experiments.stability.report import write_report
+
+        write_report()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Layers as wide as those of the 340M models, two of them, at their learning rate and at three times that, in bfloat16.
+
+    python -m experiments.stability.wide                 # every row that is not there yet
+    python -m experiments.stability.wide --only titans
+
+A Table 7: width 1024, 16 heads, a peak learning rate of 1.5e-3. 200 steps of one sequence of 512 bytes of the embedded text, so
+that a CPU is done in minutes a run. These are far fewer tokens a step than the paper's: gradients are noisier, divergence likelier.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+from typing import Any
+
+from experiments.stability.rows import append_row, read_rows
+from experiments.stability.train import watch
+
+ROWS = pathlib.Path(__file__).parent / "results" / "wide.jsonl"
+RULES = ("titans", "omeganet", "atlas", "dla", "yaad", "ttt-mlp", "titans-mac", "gated-deltanet")
+TABLE_7_RATE = 1.5e-3
+STEPS, TOKENS = 200, 512
+
+
+def config_of(name: str, factor: int) -> Any:
+    from atlasjax.data.config import DataConfig
+    from atlasjax.distributed.mesh import MeshConfig
+    from atlasjax.presets import get_preset
+    from atlasjax.train.config import OptimizerConfig, TrainConfig
+
+    model = get_preset(f"{name}-340m")
+    model = dataclasses.replace(model, num_layers=2, vocab_size=256, dtype="bfloat16", remat=False)
+    return TrainConfig(
+        model=model,
+        data=DataConfig(sequence_length=TOKENS, batch_size=1),
+        optimizer=OptimizerConfig(learning_rate=factor * TABLE_7_RATE, warmup_steps=STEPS // 10),
+        mesh=MeshConfig(data=1),
+        steps=STEPS,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", help="names of architectures")
+    parser.add_argument("--rows", type=pathlib.Path, default=ROWS)
+    options = parser.parse_args()
+    done = {(row["preset"], row["times_the_rate"]) for row in read_rows(options.rows)}
+    for factor in (1, 3):
+        for name in options.only or RULES:
+            if (name, factor) in done:
+                continue
+            row = {"preset": name, "times_the_rate": factor, **watch(config_of(name, factor))}
+            append_row(options.rows, row)
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What keeps a memory from diverging, of matrices alone: steps that know what is left of an error, and weights of a bounded norm.
+
+The recurrence is at the head of `atlasjax.memory.bounds`, with the reasons for it; here is its arithmetic for a chunk that begins
+with the memory M_0 at which its gradients are taken. With G_t = Σ_i Γ[t,i] ∇_i, f_t the windowed fall of the loss on the way to the
+target, n_t = f_t + floor_t and u_t = θ_t / (1 − θ_t),
+
+    η̄_t = min(η_t, step · (1 − θ_t) f_t / ‖G_t‖²)        η'_t = η̄_t (1 + x_t / n_t)
+    x_t = (a_{t−1} − 1) ⟨G_t, M_0⟩ + (s_{t−1} + u_t β_{t−1}) ⟨G_t, S_0⟩ − Σ_{j<t} (T_α T_θ + u_t T_θ)[t−1, j] η'_j ⟨G_t, G_j⟩
+
+That is one unit lower-triangular system, and ⟨∇_i, ∇_j⟩ = (left_i · left_j)(input_i · input_j) for each weight.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.blocks import before, iota, product, row_of, unit_lower_inverse
+from pallas_kernels.chunk_memory.gates import Decays, Gates
+
+Weights = dict[str, jax.Array]
+Factors = dict[str, tuple[jax.Array, jax.Array]]
+
+# Of 1 − θ, as in `atlasjax.memory.bounds`: slower momentum is reckoned with as if it ended after 1,024 tokens.
+LEAST = 2.0**-10
+_STRIP = 64  # rows
+
+
+def windowed_floor(floor: jax.Array, window: jax.Array | None) -> jax.Array:
+    """Σ_j γ_{t,j} floor_{t−j}: [batch, time, heads] from the like, and γ [batch, time, heads, c] (None: c = 1, γ = 1)."""
+    floor = floor.astype(jnp.float32)
+    if window is None:
+        return floor
+    time, c = window.shape[1], window.shape[-1]
+    line = jnp.pad(floor, ((0, 0), (c - 1, 0), (0, 0)))
+    parts = [window[..., j].astype(jnp.float32) * line[:, c - 1 - j : c - 1 - j + time] for j in range(c)]
+    return sum(parts[1:], parts[0])
+
+
+def decrease(slope: jax.Array, out: jax.Array, v: jax.Array) -> jax.Array:
+    """⟨∂ℓ/∂out, out − v⟩ of each token, [E, 1] from [E, value_dim]."""
+    return jnp.maximum(jnp.sum(slope * (out - v), axis=1, keepdims=True), 0.0)
+
+
+def bounded_steps(
+    step_bound: float,
+    gates: Gates,
+    decays: Decays,
+    window: jax.Array | None,
+    falls: jax.Array,
+    factors: Factors,
+    along: jax.Array | None,
+    along_momenta: jax.Array | None,
+    dot: Any,
+) -> jax.Array:
+    """η' [m, 1].
+
+    Args:
+      step_bound: how far a token may step, 1 is onto its target.
+      gates, decays: of the chunk.
+      window: Γ [m, E] over the chunk's tokens and those of the window before it; None for the identity.
+      falls: `decrease` of the E tokens.
+      factors: of their gradients.
+      along: ⟨∇_i, M_0⟩ [E, 1]; not None where there is retention.
+      along_momenta: ⟨∇_i, S_0⟩ [E, 1]; not None where there is momentum.
+      dot: product of factors.
+    """
+    m = gates.step.shape[0]
+    row, column = iota(m, 0), iota(m, 1)
+    windowed = lambda x: x if window is None else product(window, x, 1, 0)
+    parts = [dot(left, left, 1, 1) * dot(inputs, inputs, 1, 1) for left, inputs in factors.values()]
+    gram = windowed(sum(parts[1:], parts[0]))
+    if window is not None:
+        gram = product(gram, window, 1, 1)
+    square = jnp.sum(jnp.where(row == column, gram, 0.0), axis=1, keepdims=True)
+    falls = windowed(falls)
+
+    most = step_bound * falls / jnp.where(square > 0, square, 1.0)
+    left_of_theta = None if gates.momentum is None else jnp.maximum(1.0 - gates.momentum, LEAST)
+    if left_of_theta is not None:
+        most = most * left_of_theta
+    capped = jnp.where(square > 0, jnp.minimum(gates.step, most), gates.step)
+
+    moved = jnp.zeros_like(capped)
+    if decays.start is not None:
+        assert along is not None
+        moved = (before(decays.start, 1.0) - 1.0) * windowed(along)
+    across = before(decays.pairwise, 0.0)
+    if left_of_theta is not None:
+        assert gates.momentum is not None
+        assert decays.momentum is not None
+        assert decays.momentum_start is not None
+        assert decays.started is not None
+        assert along_momenta is not None
+        pending = gates.momentum / left_of_theta
+        share = before(decays.started, 0.0) + pending * before(decays.momentum_start, 1.0)
+        moved = moved + share * windowed(along_momenta)
+        across = product(across, decays.momentum, 1, 0) + pending * before(decays.momentum, 0.0)
+
+    # Of unknowns times √n, which keeps the system's numbers of one size.
+    assert gates.floor is not None
+    scale = falls + gates.floor
+    there = scale > 0
+    safe = jnp.where(there, scale, 1.0)
+    root = jnp.where(there, jax.lax.rsqrt(safe), 0.0)
+    system = jnp.where(row > column, root * (across * gram) * row_of(capped * root), 0.0)
+    solved = product(unit_lower_inverse(system), root * (safe + moved), 1, 0)
+    return capped * jnp.where(there, root * solved, 1.0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def within_norm(norm_bound: float, w: jax.Array) -> jax.Array:
+    """What W [out, in] is to be multiplied with, [1, 1], so that ‖W‖_F ≤ norm_bound · √out."""
+    return _within_forward(norm_bound, w)[0]
+
+
+def _within_forward(norm_bound: float, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    # A few rows at a time: what is computed from a whole weight would take as much vector memory again.
+    strips = [w[start : start + _STRIP] for start in range(0, w.shape[0], _STRIP)]
+    largest = functools.reduce(jnp.maximum, [_all(jnp.max, jnp.abs(strip)) for strip in strips])
+    # The square of a large entry could overflow.
+    unit = 1.0 / jnp.maximum(largest, 1.0)
+    square = functools.reduce(jnp.add, [_all(jnp.sum, jnp.square(strip * unit)) for strip in strips])
+    most = norm_bound * w.shape[0] ** 0.5 * unit
+    over = square > most * most
+    square = jnp.where(over, square, 1.0)
+    factor = jnp.where(over, most * jax.lax.rsqrt(square), 1.0)
+    return factor, (w, jnp.where(over, -factor * unit / square * unit, 0.0))
+
+
+def _within_backward(norm_bound: float, kept: tuple[jax.Array, ...], d: jax.Array) -> tuple[jax.Array]:
+    w, slope = kept
+    return (d * slope * w,)
+
+
+within_norm.defvjp(_within_forward, _within_backward)
+
+
+def _all(reduce: Any, x: jax.Array) -> jax.Array:
+    """A matrix reduced to [1, 1]."""
+    return reduce(reduce(x, axis=1, keepdims=True), axis=0, keepdims=True)

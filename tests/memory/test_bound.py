@@ -1,0 +1,195 @@
+"""The bound (SEMANTICS 1.12): what it promises, where it changes nothing, and that every engine has it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlasjax import memory, rules
+from atlasjax.memory import Bound, bounds, check, features, objectives, optimizers, retention, structures
+from atlasjax.memory.rule import MemoryRule
+from tests.memory.cases import RULES, assert_close, make_inputs, objective, slice_time
+
+RELU = structures.MLP(expansion=2, activation="relu")
+MATRIX, GD = structures.Matrix(), optimizers.GradientDescent()
+
+
+def similar(k, spread):
+    k = k[:, :1] + spread * k
+    return k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+
+
+def bold(rule, dtype=jnp.float64, time=37, spread=0.3, step_size=1.0, **overrides):
+    """Inputs at which the papers' recurrence diverges: keys that are alike and large steps."""
+    params, q, k, v, gates = make_inputs(rule, dtype=dtype, time=time, step_size=step_size, **overrides)
+    return params, q, similar(k, spread), v, gates
+
+
+@pytest.mark.parametrize("structure", [MATRIX, RELU, structures.MLP(depth=3, expansion=1, activation="relu")], ids=str)
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 1e3])
+def test_squared_norms_grow_by_no_more_than_the_steps_times_the_squared_targets(structure, window, spread, x64):
+    """The inequality of SEMANTICS 1.12, for every weight and at every token."""
+    rule = MemoryRule(
+        structure, objectives.L2(), optimizer=GD, retention=retention.Full(), window=window, chunk_size=16,
+        bound=Bound(weight_norm=None),
+    )  # fmt: skip
+    params, _, k, v, gates = bold(rule, time=48, spread=spread, step_size=5.0)
+    if spread > 1:
+        k = 1e4 * k
+    square = lambda weights: {name: jnp.sum(w * w, axis=(-2, -1)) for name, w in weights.items()}
+    residual = k if structure.residual else 0.0
+    target = jnp.sum((v - residual) ** 2, -1) + 1e-4 * jnp.sum(v * v, -1)  # [batch, time, heads]
+    if window > 1:
+        last = jnp.stack([jnp.pad(target, ((0, 0), (j, 0), (0, 0)))[:, : k.shape[1]] for j in range(window)], -1)
+        target = jnp.sum(gates.window * last, -1)
+    allowed = jnp.cumsum(gates.step_size * target, axis=1)
+    state = memory.init_state(rule, params, batch_size=2)
+    start = square(state.memory)
+    step = jax.jit(lambda state, *token: memory.step(rule, params, state, *token)[1])
+    for t in range(k.shape[1]):
+        token = jax.tree.map(lambda x, t=t: x[:, t], (k, k, v, gates))
+        state = step(state, *token)
+        for name, norm in square(state.memory).items():
+            assert (norm <= (start[name] + allowed[:, t]) * (1 + 1e-9)).all(), (name, t)
+
+
+def test_a_memory_that_diverges_without_the_bound_learns_with_it():
+    """A user's first call: unit keys, a step size of 0.37."""
+    rule = rules.titans()
+    params, _, k, _, gates = make_inputs(rule, time=2048, step_size=0.37, retention=1.0, key_dim=16, value_dim=16)
+    v = jnp.roll(k, 1, axis=-1)  # one map of the key
+    y, state = memory.scan(rule, params, None, k, k, v, gates)
+    error = jnp.sum((y - v) ** 2, -1)
+    assert error[:, -64:].mean() < 0.2
+    assert not jnp.isfinite(memory.scan(rule.unbounded(), params, None, k, k, v, gates)[0]).all()
+    assert all(jnp.isfinite(w).all() for w in jax.tree.leaves(state.memory))
+
+
+BOLD = {
+    "titans": {}, "omeganet_window_over_chunk": {}, "moneta": {}, "channel_delta_momentum": {},
+    "channel_steps_chunk8": {"step_size": 3.0}, "rwkv7": {"removal": 3.0}, "gated_delta_rule": {"step_size": 4.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOLD)
+def test_the_engine_is_the_reference_where_the_bound_acts(name, x64):
+    rule = RULES[name]
+    params, *rest = bold(rule, **({"step_size": 1.0} | BOLD[name]))
+    fn = lambda scan: jax.jit(
+        jax.value_and_grad(lambda *args: objective(scan, rule, *args), argnums=(0, 1, 2, 3, 4), has_aux=True)
+    )
+    expected = fn(memory.reference)(params, *rest)
+    assert_close(fn(memory.scan)(params, *rest), expected, 1e-8)
+    different, _ = memory.reference(rule.unbounded(), params, None, *rest)
+    assert not jnp.abs(different - expected[0][1][0]).max() < 1e-3  # it acts
+
+
+@pytest.mark.parametrize(
+    "name", ["titans", "omeganet_window_over_chunk", "titans_at_its_norm", "channel_delta_momentum"]
+)
+def test_streaming_where_the_bound_acts(name, x64):
+    rule = RULES[name]
+    params, *rest = bold(rule, time=19)
+    expected, _ = memory.scan(rule, params, None, *rest)
+    scan = jax.jit(lambda state, *args: memory.scan(rule, params, state, *args))
+    for cut in (1, 7, 8, 13, 18):
+        first, state = scan(memory.init_state(rule, params, batch_size=2), *slice_time(rest, 0, cut))
+        second, _ = scan(state, *slice_time(rest, cut, 19))
+        assert_close(jnp.concatenate([first, second], axis=1), expected, 1e-9, what=str(cut))
+
+
+def test_packed_segments_where_the_bound_acts(x64):
+    rule = RULES["titans_at_its_norm"]
+    params, *rest = bold(rule, time=30)
+    ids = jnp.asarray([[0] * 11 + [1] * 19, [4] * 30])
+    packed, _ = memory.scan(rule, params, None, *rest, segment_ids=ids, max_segments=2)
+    alone, _ = memory.scan(rule, params, None, *slice_time(rest, 11, 30))
+    assert_close(packed[0, 11:], alone[0], 1e-9)
+    assert_close(packed, memory.reference(rule, params, None, *rest, segment_ids=ids)[0], 1e-9)
+
+
+def test_online_rules_are_the_papers_while_their_steps_are_safe(x64):
+    rule = rules.titans_no_momentum(1)
+    params, *rest = make_inputs(rule, dtype=jnp.float64)
+    assert_close(memory.scan(rule, params, None, *rest), memory.scan(rule.unbounded(), params, None, *rest), 1e-14)
+
+
+@pytest.mark.parametrize("name", ["atlas", "linear_attention", "gla", "longhorn"])
+def test_rules_that_need_no_bound_on_their_steps(name):
+    rule = RULES[name]
+    assert rule.step_bound is None
+    params, *rest = bold(rule, jnp.float32)
+    assert_close(memory.scan(rule, params, None, *rest), memory.scan(rule.unbounded(), params, None, *rest), 1e-6)
+
+
+def test_weights_are_scaled_back_at_the_start_of_a_chunk():
+    rule = MemoryRule(objective=objectives.DotProduct(), optimizer=GD, chunk_size=8, bound=Bound(weight_norm=0.5))
+    params, *rest = bold(rule, jnp.float32, time=16)
+    _, state = memory.scan(rule, params, None, *slice_time(rest, 0, 8))
+    norm = lambda w: jnp.linalg.norm(w, axis=(-2, -1)) / w.shape[-2] ** 0.5
+    before, after = (jax.tree.map(norm, weights) for weights in (state.memory, rule.begin_chunk(state.memory)))
+    assert any((x > 0.5).any() for x in before.values())
+    assert_close(after, jax.tree.map(lambda x: jnp.minimum(x, 0.5), before), 1e-6)
+    _, state = memory.scan(rule, params, state, *slice_time(rest, 8, 16))
+    assert_close(state.chunk_start, state.memory, 0.0)  # the next chunk begins from here
+
+
+def test_a_norm_that_would_overflow_if_it_were_squared():
+    w = bounds.within_norm(2.0, {"W": jnp.full((1, 1, 4, 4), 1e25)})["W"]
+    np.testing.assert_allclose(w, 1.0, rtol=1e-6)
+    assert not bounds.within_norm(2.0, {"W": jnp.zeros((1, 1, 4, 4))})["W"].any()
+
+
+def test_moneta_with_strong_retention_over_many_tokens():
+    """The printed map is NaN after 45,000 tokens."""
+    rule = rules.moneta(structure=structures.MLP(expansion=1))
+    params, q, k, v, gates = make_inputs(rule, batch=1, heads=1, time=65_536)
+    gates = gates._replace(retention=0.9 + 0.1 * jax.random.uniform(jax.random.key(0), gates.retention.shape))
+    y, state = jax.jit(lambda *args: memory.scan(rule, params, None, *args))(q, k, v, gates)
+    assert jnp.abs(y).max() < 10
+    assert all(jnp.abs(w).max() < 10 for w in state.memory.values())
+
+
+@pytest.mark.parametrize("name", rules.REGISTRY)
+def test_suggested_gates_are_a_rules_gates(name):
+    rule = rules.REGISTRY[name]()
+    gates = memory.suggested_gates(rule, batch_size=2, time=5, num_heads=3, key_dim=4)
+    params = memory.init_params(rule, jax.random.key(0), num_heads=3, key_dim=4, value_dim=4)
+    state = memory.init_state(rule, params, batch_size=2, max_length=9)
+    q, k, v = jax.random.normal(jax.random.key(1), (3, 2, 5, 3, 4))
+    check.check_gate_ranges(gates, "memory.scan")
+    y, state = jax.eval_shape(lambda *args: memory.scan(rule, params, *args), state, q, k, v, gates)
+    one = memory.suggested_gates(rule, batch_size=2, time=None, num_heads=3, key_dim=4)
+    token = jax.tree.map(lambda x: x[:, 0], (q, k, v))
+    y, _ = jax.eval_shape(lambda *args: memory.step(rule, params, *args), state, *token, one)
+    assert y.shape == (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("message", "call"),
+    {
+        "step must be a number > 0 or None, got 0": lambda: Bound(step=0),
+        "weight_norm must be a number > 0 or None, got 'x'": lambda: Bound(weight_norm="x"),
+        "bound must be a Bound or None, got 1.0": lambda: MemoryRule(bound=1.0),
+        "suggested_gates: time must be an integer ≥ 1, got 0": lambda: memory.suggested_gates(
+            rules.titans(), batch_size=1, time=0, num_heads=1, key_dim=4
+        ),
+        "suggested_gates: num_heads must be an integer ≥ 1, got None": lambda: memory.suggested_gates(
+            rules.titans(), batch_size=1, time=1, num_heads=None, key_dim=4
+        ),
+    }.items(),
+)
+def test_bad_arguments(message, call):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_bound_is_part_of_a_rules_identity():
+    assert rules.titans() != rules.titans().unbounded()
+    assert rules.titans().unbounded().step_bound is None
+    assert rules.delta_rule().step_bound == rules.gated_delta_rule().step_bound == 2.0
+    assert dataclasses.replace(rules.omeganet(), bound=Bound(step=None)).step_bound is None
+    assert MemoryRule(features=features.Polynomial(2), bound=Bound(weight_norm=None)).norm_bound is None
