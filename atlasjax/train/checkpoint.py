@@ -8,10 +8,12 @@ A step is written beside the others under a temporary name and renamed when it i
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import pathlib
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -63,7 +65,7 @@ class Checkpoints:
         context = ocp.Context()
         context.checkpointables.registry = registry
         self._exit = contextlib.ExitStack()
-        self._exit.enter_context(_quiet())
+        self._exit.enter_context(_quiet("absl"))
         self._checkpointer = ocp.training.Checkpointer(
             self.directory,
             context=context,
@@ -72,6 +74,8 @@ class Checkpoints:
         )
         self._pending: tuple[int, Any] | None = None
         self._failed_step: int | None = None
+        self._saving = contextlib.ExitStack()  # what holds while a save is in progress
+        self._other_threads: set[threading.Thread] = set()  # those that ran before the save in progress
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -83,10 +87,11 @@ class Checkpoints:
             if error_type is None:  # otherwise the first error is the one to report
                 raise
         finally:
-            with self._exit, contextlib.suppress(Exception):  # Orbax raises the error of a failed save once more
-                self._checkpointer.close()
-            if self._failed_step is not None:
-                _join_writers()
+            with self._exit:
+                with contextlib.suppress(Exception):  # Orbax raises the error of a failed save once more
+                    self._checkpointer.close()
+                if self._failed_step is not None:
+                    _join_writers(self._other_threads)
             self._clear_failed()
 
     def steps(self) -> list[int]:
@@ -125,8 +130,11 @@ class Checkpoints:
             "config": config,
             "integrity": fingerprint["sums"],
         }
-        with self._clear_failure(step):
+        self._other_threads = set(threading.enumerate())
+        with contextlib.ExitStack() as saving, self._clear_failure(step):
+            saving.enter_context(_quiet("asyncio", "concurrent.futures"))
             response = self._checkpointer.save_checkpointables_async(step, content, force=True)
+            self._saving = saving.pop_all()
         self._pending = (step, response)
 
     def wait(self) -> None:
@@ -137,7 +145,7 @@ class Checkpoints:
         """
         if self._pending is not None:
             (step, response), self._pending = self._pending, None
-            with self._clear_failure(step):
+            with self._saving, self._clear_failure(step):
                 response.result()
 
     def set_aside(self, step: int) -> pathlib.Path:
@@ -260,6 +268,7 @@ class Checkpoints:
             yield
         except Exception as error:  # whatever the storage libraries raise: OSError, ValueError, XlaRuntimeError
             self._failed_step = step
+            _join_writers(self._other_threads)
             self._clear_failed()
             raise CheckpointError(self._failure(step, _root_cause(error))) from error
 
@@ -277,12 +286,22 @@ class Checkpoints:
         return f"Saving the checkpoint of step {step} failed: {cause}. {kept}"
 
 
-def _join_writers() -> None:
-    """Waits for the threads that a failed save has left: closing does not, and at the interpreter's end they would complain."""
-    with _quiet():
-        for thread in threading.enumerate():
-            if type(thread).__module__.startswith("orbax.") and thread is not threading.current_thread():
-                thread.join(timeout=30)
+def _join_writers(others: set[threading.Thread], seconds: float = 30.0) -> None:
+    """Waits for the threads that a failed save has left: Orbax does not, and they would complain at the interpreter's end.
+
+    They are Orbax's own threads and the workers of its event loops, which asyncio names. Writers that end after the event
+    loop of a failed save is closed are logged by asyncio and concurrent.futures.
+
+    Args:
+      others: threads that have nothing to do with the save.
+      seconds: how long to wait for all of them together.
+    """
+    deadline = time.monotonic() + seconds
+    for thread in set(threading.enumerate()) - others - {threading.current_thread()}:
+        if type(thread).__module__.startswith("orbax.") or thread.name.startswith("asyncio_"):
+            with contextlib.suppress(Exception):  # Orbax raises once more what ended the thread
+                thread.join(timeout=max(0.0, deadline - time.monotonic()))
+    gc.collect()  # tasks of the closed loop complain when they are collected: now, while asyncio's logger is silent
 
 
 def _prefixes(arrays: dict[str, Any]) -> tuple[str, ...]:
@@ -301,12 +320,14 @@ def _root_cause(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps Orbax, background threads included, from logging pages of tracebacks: its errors are reported once, by us."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
+def _quiet(*names: str) -> Iterator[None]:
+    """Silences loggers. The storage libraries log pages of tracebacks, also in background threads; we report their errors once."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
