@@ -1,8 +1,15 @@
-"""Looking a name up in a table, with a suggestion when it is not there."""
+"""Names of things: looked up in a table, with a suggestion when they are not there, or imported from a module of the user's.
+
+Configs hold names, so that they can be saved and read back in another process. "package.module:object" names whatever can be
+imported; an object that is given itself is written down as that name.
+"""
 
 import difflib
+import importlib
+import inspect
+import json
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -23,3 +30,79 @@ def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
     close = difflib.get_close_matches(str(name), table, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ValueError(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(sorted(table))}.")
+
+
+def resolve(kind: str, name: str, table: Mapping[str, Any]) -> Any:
+    """What a name stands for: `table[name]`, or the object that "package.module:object" names.
+
+    Args:
+      kind, name, table: as in `lookup`.
+
+    Raises:
+      ValueError: the name is not in the table, the module cannot be imported, or it has no such object.
+    """
+    if ":" not in name:
+        return lookup(kind, name, table)
+    module_name, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"{kind} {name!r}: module {module_name!r} cannot be imported ({error}). It must be installed, or lie in a folder of "
+            "PYTHONPATH."
+        ) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            close = difflib.get_close_matches(part, dir(found), n=1, cutoff=0.6)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"{kind} {name!r}: {module_name!r} has no {path!r}.{hint}")
+        found = getattr(found, part)
+    return found
+
+
+def name_of(kind: str, value: object) -> str:
+    """The name of a class or function, "package.module:object"; a string is a name already.
+
+    Raises:
+      ValueError: it has no name by which it could be found again, such as a lambda or a class inside a function.
+    """
+    if isinstance(value, str):
+        return value
+    name = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+    if not callable(value) or "<" in name or name.startswith(":"):
+        raise ValueError(
+            f"{kind} must be a name, or a class or function at the top of a module, so that a saved config can name it; "
+            f"got {value!r}."
+        )
+    return name
+
+
+def options_text(owner: str, name: str, value: object) -> str:
+    """Options as configs keep them: a JSON object, as text, with sorted keys; a mapping becomes one.
+
+    Raises:
+      ValueError: not a JSON object, or not the text of one.
+    """
+    try:
+        options = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(options, Mapping):
+            raise TypeError("not a JSON object")
+        return json.dumps(dict(options), sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"""{owner}: {name} must be a JSON object such as '{{"size": 3}}', got {value!r} ({error})."""
+        ) from None
+
+
+def call_with(kind: str, name: str, function: Any, *arguments: Any, options: str, **keywords: Any) -> Any:
+    """`function(*arguments, **keywords, **options)`.
+
+    Raises:
+      ValueError: it does not take these arguments.
+    """
+    given = json.loads(options)
+    try:
+        inspect.signature(function).bind(*arguments, **keywords, **given)
+    except TypeError as error:
+        raise ValueError(f"{kind} {name!r} with options {options}: {error}.") from None
+    return function(*arguments, **keywords, **given)

@@ -1,10 +1,11 @@
 """Named memory rules: the rows of A Table 1, and their relatives, as values.
 
-Each function takes the run's choices (`chunk_size`, `window`, …) and returns a `MemoryRule` or a `KernelRule`. A new rule is one
-function and one line of `REGISTRY`.
+Each function takes the run's choices (`chunk_size`, `window`, …) and returns a `MemoryRule` or a `KernelRule`. `register` gives it
+a name, by which language models, presets, tables and experiments know it. A rule of your own is registered in the same way.
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from atlasjax.memory import features as features_lib
 from atlasjax.memory import objectives, optimizers, retention, structures
@@ -13,11 +14,37 @@ from atlasjax.memory.kernelized import KernelRule
 from atlasjax.memory.rule import MemoryRule
 
 Rule = MemoryRule | KernelRule
+Factory = TypeVar("Factory", bound=Callable[..., Rule])
+
+REGISTRY: dict[str, Callable[..., Rule]] = {}
+WRITES: dict[str, str] = {}  # how each writes its memory, in the paper's symbols: the last column of the table
+
+
+def register(write: str) -> Callable[[Factory], Factory]:
+    """Decorator: names a function that makes a rule, by its own name.
+
+    Args:
+      write: how the memory is written; W a matrix memory, M any memory, ∇ its inner gradient at M_{t'}.
+
+    Raises:
+      ValueError: another function has the name.
+    """
+
+    def add(factory: Factory) -> Factory:
+        name = factory.__name__
+        if name in REGISTRY and REGISTRY[name].__module__ != factory.__module__:
+            raise ValueError(f"rules.register: {name!r} is the name of {REGISTRY[name].__module__}.{name}.")
+        REGISTRY[name], WRITES[name] = factory, write
+        return factory
+
+    return add
+
 
 # A delta rule may step past its target, up to a reflection (η‖k‖² = 2): that is how it tracks parities (Grazzi et al. 2025).
 _REFLECTING = Bound(step=2.0)
 
 
+@register("W_t = W_{t−1} + η v kᵀ")
 def linear_attention(chunk_size: int = 64) -> MemoryRule:
     """W_t = W_{t−1} + η_t v kᵀ (Katharopoulos et al. 2020; η = 1)."""
     return MemoryRule(
@@ -26,6 +53,7 @@ def linear_attention(chunk_size: int = 64) -> MemoryRule:
     )  # fmt: skip
 
 
+@register("W_t = α W_{t−1} + η v kᵀ")
 def retnet(chunk_size: int = 64) -> MemoryRule:
     """W_t = α_t W_{t−1} + η_t v kᵀ (RetNet, Sun et al. 2023, with a constant α for each head; with a gated one, Mamba-2's)."""
     return MemoryRule(
@@ -33,6 +61,7 @@ def retnet(chunk_size: int = 64) -> MemoryRule:
     )
 
 
+@register("W_t = W_{t−1} Diag(α) + η v kᵀ")
 def gla(chunk_size: int = 64) -> MemoryRule:
     """W_t = W_{t−1} Diag(α_t) + η_t v kᵀ, α per channel of the key (gated linear attention, Yang et al. 2024)."""
     return MemoryRule(
@@ -41,6 +70,7 @@ def gla(chunk_size: int = 64) -> MemoryRule:
     )  # fmt: skip
 
 
+@register("W_t = W_{t−1} + η v φ(k)ᵀ")
 def polysketch(chunk_size: int = 64, features: features_lib.Features = features_lib.Polynomial(2)) -> MemoryRule:
     """W_t = W_{t−1} + η_t v φ(k)ᵀ with polynomial features, exact or sketched (PolySketchFormer, Kacham et al. 2024).
 
@@ -52,6 +82,25 @@ def polysketch(chunk_size: int = 64, features: features_lib.Features = features_
     )  # fmt: skip
 
 
+@register("M_t = M_{t−1} − η ∇")
+def ttt_linear(chunk_size: int = 16) -> MemoryRule:
+    """TTT-Linear (Sun et al. 2024): M(x) = x + LN(W x), ℓ2, gradient descent on mini-batches of `chunk_size`."""
+    return MemoryRule(
+        structures.MLP(depth=1, norm=True), objectives.L2(), optimizer=optimizers.GradientDescent(),
+        retention=retention.Full(), chunk_size=chunk_size,
+    )  # fmt: skip
+
+
+@register("M_t = M_{t−1} − η ∇")
+def ttt_mlp(chunk_size: int = 16, expansion: int = 4) -> MemoryRule:
+    """TTT-MLP (Sun et al. 2024): M(x) = x + LN(W1 σ(W2 x)), ℓ2, gradient descent on mini-batches of `chunk_size`."""
+    return MemoryRule(
+        structures.MLP(depth=2, expansion=expansion, norm=True), objectives.L2(),
+        optimizer=optimizers.GradientDescent(), retention=retention.Full(), chunk_size=chunk_size,
+    )  # fmt: skip
+
+
+@register("W_t = W_{t−1}(I − η k kᵀ) + η v kᵀ")
 def delta_rule(chunk_size: int = 1) -> MemoryRule:
     """W_t = W_{t−1}(I − η_t k kᵀ) + η_t v kᵀ (DeltaNet; η is its β). Exact at the default chunk of one token."""
     return MemoryRule(
@@ -60,6 +109,7 @@ def delta_rule(chunk_size: int = 1) -> MemoryRule:
     )  # fmt: skip
 
 
+@register("W_t = W_{t−1}(I − δ k kᵀ) + δ v kᵀ, δ = β/(1 + β‖k‖²)")
 def longhorn() -> MemoryRule:
     """W_t = W_{t−1}(I − δ_t k kᵀ) + δ_t v kᵀ, δ = β/(1 + β‖k‖²) (Longhorn, Liu et al. 2024, β per head). The gate is β."""
     return MemoryRule(
@@ -67,6 +117,7 @@ def longhorn() -> MemoryRule:
     )
 
 
+@register("W_t = W_{t−1} − Diag(δ)(W_{t−1} k − v) kᵀ, δ = β/(1 + β‖k‖²)")
 def longhorn_channel() -> MemoryRule:
     """Longhorn with a β for each channel of the value: row c of W is written with δ_c = β_c/(1 + β_c‖k‖²)."""
     return MemoryRule(
@@ -75,6 +126,7 @@ def longhorn_channel() -> MemoryRule:
     )  # fmt: skip
 
 
+@register("W_t = α W_{t−1}(I − η k kᵀ) + η v kᵀ")
 def gated_delta_rule() -> MemoryRule:
     """W_t = α_t W_{t−1}(I − η_t k kᵀ) + η_t v kᵀ (Gated DeltaNet, Yang et al. 2024): decay first, then the delta rule."""
     return MemoryRule(
@@ -83,6 +135,7 @@ def gated_delta_rule() -> MemoryRule:
     )  # fmt: skip
 
 
+@register("W_t = W_{t−1}(Diag(α) − κ̂ (a ⊙ κ̂)ᵀ) + v kᵀ")
 def rwkv7() -> MemoryRule:
     """W_t = W_{t−1}(Diag(α_t) − κ̂_t (a_t ⊙ κ̂_t)ᵀ) + v kᵀ (RWKV-7 as published, Peng et al. 2025).
 
@@ -94,6 +147,7 @@ def rwkv7() -> MemoryRule:
     )  # fmt: skip
 
 
+@register("W_t = W_{t−1}(Diag(α) − η k kᵀ) + η v kᵀ")
 def rwkv7_one_key() -> MemoryRule:
     """W_t = W_{t−1}(Diag(α_t) − η_t k kᵀ) + η_t v kᵀ: RWKV-7 with one key, as in A Table 1."""
     return MemoryRule(
@@ -102,32 +156,19 @@ def rwkv7_one_key() -> MemoryRule:
     )  # fmt: skip
 
 
-def ttt_linear(chunk_size: int = 16) -> MemoryRule:
-    """TTT-Linear (Sun et al. 2024): M(x) = x + LN(W x), ℓ2, gradient descent on mini-batches of `chunk_size`."""
-    return MemoryRule(
-        structures.MLP(depth=1, norm=True), objectives.L2(), optimizer=optimizers.GradientDescent(),
-        retention=retention.Full(), chunk_size=chunk_size,
-    )  # fmt: skip
-
-
-def ttt_mlp(chunk_size: int = 16, expansion: int = 4) -> MemoryRule:
-    """TTT-MLP (Sun et al. 2024): M(x) = x + LN(W1 σ(W2 x)), ℓ2, gradient descent on mini-batches of `chunk_size`."""
-    return MemoryRule(
-        structures.MLP(depth=2, expansion=expansion, norm=True), objectives.L2(),
-        optimizer=optimizers.GradientDescent(), retention=retention.Full(), chunk_size=chunk_size,
-    )  # fmt: skip
-
-
+@register("M_t = α M_{t−1} + S_t, S_t = θ S_{t−1} − η ∇")
 def titans(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
     """Titans (Behrouz et al. 2025): deep memory, ℓ2, momentum and weight decay, online (A Table 1)."""
     return MemoryRule(structure, objectives.L2(), optimizer=optimizers.Momentum(), chunk_size=chunk_size)
 
 
+@register("M_t = α M_{t−1} − η ∇")
 def titans_no_momentum(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
     """Titans without momentum: gradient descent with weight decay."""
     return MemoryRule(structure, objectives.L2(), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size)
 
 
+@register("A_t = α A_{t−1} − η ∇, M_t = sign(A_t) |A_t|^{q−1} / ‖A_t‖_q^{q−2}")
 def moneta(
     chunk_size: int = 64, p: float = 3.0, q: float = 4.0, structure: structures.Structure = structures.MLP()
 ) -> MemoryRule:
@@ -142,11 +183,13 @@ def moneta(
     )  # fmt: skip
 
 
+@register("M_t = α M_{t−1} − η ∇")
 def yaad(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
     """Yaad (Behrouz et al. 2025): Huber's loss with a threshold per token, gradient descent with decay."""
     return MemoryRule(structure, objectives.Huber(), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size)
 
 
+@register("M_t = softmax(α log M_{t−1} − η ∇)")
 def memora(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
     """Memora (Behrouz et al. 2025): ℓ2 with the KL retention, M_t = softmax over rows of (α_t log M_{t−1} − η_t ∇ℓ)."""
     return MemoryRule(
@@ -155,11 +198,13 @@ def memora(chunk_size: int = 64, structure: structures.Structure = structures.ML
     )  # fmt: skip
 
 
+@register("M_t = α M_{t−1} − η ∇")
 def dla(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
     """Deep linear attention: a deep memory under the dot-product loss (A §4; A Table 1's DLA)."""
     return MemoryRule(structure, objectives.DotProduct(), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size)
 
 
+@register("W_t = α W_{t−1} + η Σ_{j<c} γ_j v_{t−j} k_{t−j}ᵀ")
 def swla(chunk_size: int = 64, window: int = 4, structure: structures.Structure = structures.Matrix()) -> MemoryRule:
     """Sliding-window linear attention: the dot-product loss over the last `window` tokens (A §3.2, Table 1)."""
     return MemoryRule(
@@ -167,6 +212,7 @@ def swla(chunk_size: int = 64, window: int = 4, structure: structures.Structure 
     )
 
 
+@register("M_t = α M_{t−1} − η Σ_{j<c} γ_j ∇_{t−j}")
 def omeganet(
     chunk_size: int = 64,
     window: int = 4,
@@ -179,6 +225,7 @@ def omeganet(
     )
 
 
+@register("M_t = α M_{t−1} + η NS(S_t), S_t = θ S_{t−1} − Σ_{j<c} γ_j ∇_{t−j}")
 def atlas(
     chunk_size: int = 64,
     window: int = 4,
@@ -193,6 +240,7 @@ def atlas(
     return MemoryRule(structure, objectives.L2(), features, muon, window=window, chunk_size=chunk_size)
 
 
+@register("M_t = α M_{t−1} + η NS(S_t), S_t = θ S_{t−1} − Σ_{j<c} γ_j ∇_{t−j}")
 def atlas_plus_plus(
     chunk_size: int = 64,
     window: int = 4,
@@ -207,6 +255,7 @@ def atlas_plus_plus(
     )
 
 
+@register("M_t = α M_{t−1} − η ∇, first layer Σ_i a_i κ(k_i, ·)")
 def deep_transformer(
     chunk_size: int = 64, structure: structures.Matrix | structures.MLP = structures.MLP()
 ) -> KernelRule:
@@ -214,6 +263,7 @@ def deep_transformer(
     return KernelRule(structure, objectives.DotProduct(), chunk_size=chunk_size)
 
 
+@register("M_t = α M_{t−1} − η ∇, first layer Σ_{i>t−w} a_i κ(k_i, ·)")
 def swdt(
     chunk_size: int = 64,
     window: int = 1,
@@ -226,6 +276,7 @@ def swdt(
     )
 
 
+@register("M_t = α M_{t−1} − η Σ_{j<c} γ_j ∇_{t−j}, first layer Σ_i a_i κ(k_i, ·)")
 def dot(
     chunk_size: int = 64,
     window: int = 4,
@@ -234,32 +285,3 @@ def dot(
 ) -> KernelRule:
     """DOT, the deep Omega transformer (A §4, Eq. 30–31): ℓ2 and the Omega rule on the infinite features."""
     return KernelRule(structure, objectives.L2(), window=window, cache_window=cache_window, chunk_size=chunk_size)
-
-
-REGISTRY: dict[str, Callable[..., Rule]] = {
-    "linear_attention": linear_attention,
-    "retnet": retnet,
-    "gla": gla,
-    "polysketch": polysketch,
-    "ttt_linear": ttt_linear,
-    "ttt_mlp": ttt_mlp,
-    "delta_rule": delta_rule,
-    "longhorn": longhorn,
-    "longhorn_channel": longhorn_channel,
-    "gated_delta_rule": gated_delta_rule,
-    "rwkv7": rwkv7,
-    "rwkv7_one_key": rwkv7_one_key,
-    "titans": titans,
-    "titans_no_momentum": titans_no_momentum,
-    "moneta": moneta,
-    "yaad": yaad,
-    "memora": memora,
-    "dla": dla,
-    "swla": swla,
-    "omeganet": omeganet,
-    "atlas": atlas,
-    "atlas_plus_plus": atlas_plus_plus,
-    "deep_transformer": deep_transformer,
-    "swdt": swdt,
-    "dot": dot,
-}

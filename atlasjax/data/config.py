@@ -1,10 +1,11 @@
 """What to read, how to cut it into sequences, and in which order: `DataConfig`."""
 
 import dataclasses
+import inspect
 import typing
 from typing import Literal
 
-from atlasjax.names import lookup
+from atlasjax.names import lookup, name_of, options_text, resolve
 
 Source = Literal["embedded", "text", "parquet", "tfds"]
 Packing = Literal["contiguous", "documents"]
@@ -22,7 +23,8 @@ class DataConfig:
     """Training and validation data.
 
     Sources: `embedded` is the Python language reference inside every CPython (`pydoc_data.topics`); `text` reads UTF-8
-    files; `parquet` one string column; `tfds` any TensorFlow Datasets data source already on disk (no TensorFlow needed).
+    files; `parquet` one string column; `tfds` any TensorFlow Datasets data source already on disk (no TensorFlow needed). A source
+    of your own is named "package.module:Class"; see `source_options`.
 
     Packings: `contiguous` tokenizes the whole split in memory (in every process) and cuts one long stream into windows;
     `documents` reads and tokenizes documents on the fly, shares them out between the processes, and packs them in rows
@@ -31,8 +33,12 @@ class DataConfig:
     Raises ValueError where a field has an impossible value or two fields clash.
     """
 
-    source: Source = "embedded"
-    """Where the text comes from."""
+    source: str = "embedded"
+    """Where the text comes from: "embedded", "text", "parquet", "tfds", or "package.module:Class" for a class or function of your
+    own that returns documents: a sequence of strings, with `len` and an index. It is taken itself too, and kept as that name."""
+    source_options: str = "{}"
+    """Keyword arguments of a source of your own, a JSON object; a dictionary is taken too, and kept as text. A source with a
+    parameter `split` gets "train" or "validation", and nothing is held out of what it returns."""
     paths: tuple[str, ...] = ()
     """Files, folders (searched recursively) or glob patterns of the sources `text` and `parquet`."""
     suffixes: tuple[str, ...] = (".txt", ".md")
@@ -85,7 +91,9 @@ class DataConfig:
             if isinstance(value, str):
                 raise ValueError(f"{name} is {value!r}; it should be a tuple of strings.")
             object.__setattr__(self, name, tuple(str(item) for item in value))  # lists come out of JSON
-        check_choice("data source", self.source, Source)
+        object.__setattr__(self, "source", name_of("source", self.source))
+        object.__setattr__(self, "source_options", options_text("DataConfig", "source_options", self.source_options))
+        resolve("data source", self.source, {name: name for name in typing.get_args(Source)})
         check_choice("packing", self.packing, Packing)
         check_choice("held_out", self.held_out, HeldOut)
         for name, least in (("sequence_length", 1), ("batch_size", 1), ("max_segments", 2), ("num_threads", 0)):
@@ -109,7 +117,12 @@ class DataConfig:
             )
         if self.source == "tfds" and not self.tfds_name:
             raise ValueError("source 'tfds' needs tfds_name, the name of a prepared dataset.")
-        if self.held_out in ("tail", "blocks") and self.source in ("parquet", "tfds"):
+        if self.source_options != "{}" and not self.has_own_source:
+            raise ValueError(
+                f"source_options is {self.source_options}, but source {self.source!r} takes none: they are for a source of your "
+                "own, named 'package.module:Class'."
+            )
+        if self.held_out in ("tail", "blocks") and self.source not in ("embedded", "text"):
             raise ValueError(
                 f"held_out {self.held_out!r} cuts text in memory; source {self.source!r} holds out 'documents'."
             )
@@ -119,8 +132,15 @@ class DataConfig:
             )
 
     @property
+    def has_own_source(self) -> bool:
+        """Whether the source is a user's own, named by module and object."""
+        return ":" in self.source
+
+    @property
     def separate_validation(self) -> bool:
-        """Whether validation text has its own files or its own TFDS split."""
+        """Whether validation text has its own files, its own TFDS split, or comes from a user's source that is asked for it."""
+        if self.has_own_source:
+            return "split" in inspect.signature(resolve("data source", self.source, {})).parameters
         return bool(self.tfds_validation_split) if self.source == "tfds" else bool(self.validation_paths)
 
     @property

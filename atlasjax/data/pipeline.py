@@ -123,8 +123,10 @@ def make_pipeline(
 def _identity(config: DataConfig, tokenizer: Tokenizer, split: Split, repeat: bool, **size: int) -> dict[str, Any]:
     seed = config.seed if config.shuffle and split == "train" else None
     fields = ("source", "packing", "sequence_length", "batch_size")
+    own = {"source_options": config.source_options} if config.has_own_source else {}
     return {
         **{name: getattr(config, name) for name in fields},
+        **own,
         "split": split,
         "repeat": repeat,
         "shuffle_seed": seed,

@@ -1,10 +1,13 @@
 """From a `DataConfig` to the documents of its training and validation splits."""
 
+from typing import Any
+
 from atlasjax.data.config import DataConfig, HeldOut, Split, check_choice
 from atlasjax.data.documents import Documents, EveryNth, TextDocuments
 from atlasjax.data.files import text_documents
 from atlasjax.data.parquet import ParquetDocuments
 from atlasjax.data.tfds import TfdsDocuments
+from atlasjax.names import call_with, resolve
 
 BLOCK_SIZE = 4096  # characters
 
@@ -75,6 +78,8 @@ def load_text(config: DataConfig, split: Split) -> str:
 
 
 def _open(config: DataConfig, *, separate: bool) -> Documents:
+    if config.has_own_source:
+        return _own(config, "validation" if separate else "train")
     paths = config.validation_paths if separate else config.paths
     if config.source == "embedded":
         return embedded_documents()
@@ -84,6 +89,36 @@ def _open(config: DataConfig, *, separate: bool) -> Documents:
         return ParquetDocuments(paths, config.column)
     split = config.tfds_validation_split if separate else config.tfds_split
     return TfdsDocuments(config.tfds_name, split, config.tfds_feature, config.tfds_data_dir)
+
+
+class _Sequence:
+    """A sequence of strings from a user's source, with what else `Documents` have, by default for texts held in memory."""
+
+    def __init__(self, source: str, texts: Any):
+        self._source, self._texts = source, texts
+        self.block_offsets = getattr(texts, "block_offsets", None)
+        self.blocks_in_memory = getattr(texts, "blocks_in_memory", 1)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: int, /) -> str:
+        text = self._texts[index]
+        if not isinstance(text, str):
+            raise ValueError(
+                f"data source {self._source!r}: document {index} is a {type(text).__name__}, should be a str."
+            )
+        return text
+
+
+def _own(config: DataConfig, split: Split) -> Documents:
+    kind = "data source"
+    keywords = {"split": split} if config.separate_validation else {}
+    make = resolve(kind, config.source, {})
+    texts = call_with(kind, config.source, make, options=config.source_options, **keywords)
+    if isinstance(texts, str) or not (hasattr(texts, "__len__") and hasattr(texts, "__getitem__")):
+        raise ValueError(f"{kind} {config.source!r} gave a {type(texts).__name__}, should be a sequence of strings.")
+    return _Sequence(config.source, texts)
 
 
 def _default_held_out(config: DataConfig, num_documents: int) -> HeldOut:

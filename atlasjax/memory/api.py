@@ -17,6 +17,7 @@ from atlasjax.memory.caching import CachedRule, CachedState
 from atlasjax.memory.engine import xla_scan, xla_step
 from atlasjax.memory.kernelized import KernelParams, KernelRule, KernelState
 from atlasjax.memory.kernels import best_scan, pallas_scan
+from atlasjax.memory.meshes import on_any_mesh
 from atlasjax.memory.partition import Partition, partitioned
 from atlasjax.memory.reference import read_one, reference_scan
 from atlasjax.memory.rule import MemoryRule
@@ -91,7 +92,8 @@ def scan(
     """Write and read a sequence: for every token, one step of the rule, then y_t = M_t(φ(q_t)).
 
     Cutting a sequence into calls at any places gives the outputs and the final state of one call. Batch elements and heads do
-    not influence each other. Works under jit, grad, vmap and shard_map; the backward pass keeps one memory for each chunk.
+    not influence each other. Works under jit, grad, vmap, shard_map and on meshes with explicit axes; the backward pass keeps one
+    memory for each chunk.
 
     Args:
       rule: the memory rule, static under jit; a `MemoryRule`, a `KernelRule` or a `CachedRule`.
@@ -100,7 +102,8 @@ def scan(
       q: queries, [batch, time, heads, key_dim], floating point. Any length ≥ 1.
       k: keys, like q.
       v: values, [batch, time, heads, value_dim], of q's dtype.
-      gates: the gates that the rule uses, [batch, time, heads(, channels)]; see `MemoryRule.gate_channels`.
+      gates: the gates that the rule uses (`MemoryRule.gate_channels`): numbers or float32 arrays that broadcast to
+        [batch, time, heads(, channels)]. `suggested_gates` has values to begin with.
       segment_ids: optional integers ≥ 0, [batch, time]: where the id changes, a new segment starts with a fresh memory and a
         fresh chunk, as if it were alone. The first segment goes on from `state` if it has the id of the state's last token.
       max_segments: a static bound on the number of segments in a row; needed under jit. If a row has more, its outputs
@@ -118,25 +121,42 @@ def scan(
     Raises:
       TypeError, ValueError: an argument that does not fit, before anything is traced.
     """
-    if (module := _module(rule)) is not None:
+    module = _module(rule)
+    if partition is not None and module is not None:
+        raise ValueError(f"memory.scan: partition is for a MemoryRule, rule is a {type(rule).__name__}.")
+    gates = check.whole_gates(rule, gates, q, v, "memory.scan")
+    options: dict[str, Any] = {"max_segments": max_segments, "implementation": implementation}
+    if module is not None:
+
+        def call(*arguments: Any) -> Any:
+            *tokens, ids = arguments
+            return module.scan(rule, *tokens, segment_ids=ids, check_gates=check_gates, **options)
+
+    else:
+        check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.scan")
+        max_segments = check.check_segments(segment_ids, max_segments, q, "memory.scan")
+        if segment_ids is not None:
+            segment_ids = jnp.asarray(segment_ids, jnp.int32)
+        if check_gates:
+            check.check_gate_ranges(gates, "memory.scan")
+        run: Callable = (
+            best_scan if implementation is None else lookup("implementation", implementation, IMPLEMENTATIONS)
+        )
+        call = lambda *arguments: run(rule, *arguments, max_segments)
         if partition is not None:
-            raise ValueError(f"memory.scan: partition is for a MemoryRule, rule is a {type(rule).__name__}.")
-        return module.scan(
-            rule, params, state, q, k, v, gates, segment_ids=segment_ids, max_segments=max_segments,
-            implementation=implementation, check_gates=check_gates,
-        )  # fmt: skip
-    check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.scan")
-    max_segments = check.check_segments(segment_ids, max_segments, q, "memory.scan")
-    if segment_ids is not None:
-        segment_ids = jnp.asarray(segment_ids, jnp.int32)
-    if check_gates:
-        check.check_gate_ranges(gates, "memory.scan")
-    run: Callable = best_scan if implementation is None else lookup("implementation", implementation, IMPLEMENTATIONS)
-    call = lambda *arguments: run(rule, *arguments, max_segments)
-    if partition is not None:
-        assert isinstance(rule, MemoryRule)  # as `check_call` found
-        call = partitioned(partition, rule, call)
-    return call(params, state, q, k, v, gates, segment_ids)
+            assert isinstance(rule, MemoryRule)  # as `check_call` found
+            call = partitioned(partition, rule, call)
+    return _on_any_mesh(rule, call)(params, state, q, k, v, gates, segment_ids)
+
+
+def _on_any_mesh(rule: AnyRule, call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(params: Any, state: Any, q: Any, *rest: Any) -> Any:
+        if not hasattr(q, "shape"):
+            return call(params, state, q, *rest)  # which says so
+        fresh = lambda params: init_state(rule, params, batch_size=q.shape[0], max_length=q.shape[1])
+        return on_any_mesh(call, fresh)(params, state, q, *rest)
+
+    return run
 
 
 def step(
@@ -168,13 +188,17 @@ def step(
     """
     if state is None:
         raise ValueError("memory.step: state is None; start with memory.init_state.")
-    if (module := _module(rule)) is not None:
-        return module.step(rule, params, state, q, k, v, gates, check_gates=check_gates)
-    check.check_call(rule, params, state, q, k, v, gates, time=False, where="memory.step")
-    if check_gates:
-        check.check_gate_ranges(gates, "memory.step")
-    assert isinstance(rule, MemoryRule)  # as `check_call` found
-    return xla_step(rule, params, state, q, k, v, gates)
+    gates = check.whole_gates(rule, gates, q, v, "memory.step")
+    module = _module(rule)
+    if module is not None:
+        call = lambda *arguments: module.step(rule, *arguments, check_gates=check_gates)
+    else:
+        check.check_call(rule, params, state, q, k, v, gates, time=False, where="memory.step")
+        if check_gates:
+            check.check_gate_ranges(gates, "memory.step")
+        assert isinstance(rule, MemoryRule)  # as `check_call` found
+        call = functools.partial(xla_step, rule)
+    return _on_any_mesh(rule, call)(params, state, q, k, v, gates)
 
 
 def read(rule: AnyRule, params: Any, state: Any, q: jax.Array, connector: jax.Array | None = None) -> jax.Array:
@@ -219,6 +243,7 @@ def reference(
     segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """The definition: token by token, inner gradients from `jax.grad`. Slow; arguments and results as in `scan`."""
+    gates = check.whole_gates(rule, gates, q, v, "memory.reference")
     if (module := _module(rule)) is not None:
         return module.reference(rule, params, state, q, k, v, gates, segment_ids=segment_ids)
     check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.reference")

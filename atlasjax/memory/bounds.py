@@ -37,6 +37,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory import meshes
 from atlasjax.memory.blocks import divisible, exact, unit_lower_inverse
 
 _LEAST = 2.0**-10  # of 1 − θ: momentum that is slower is reckoned with as if it ended after 1,024 tokens
@@ -72,7 +73,7 @@ class Bound:
 def toward_target(objective: Any, out: jax.Array, v: jax.Array, threshold: jax.Array | None) -> jax.Array:
     """⟨∂ℓ/∂out, out − v⟩ by channel: [..., value_dim] of out and v [..., value_dim]; its sum is never below zero for a convex loss
     whose minimum is v."""
-    slope = jax.grad(lambda o: jnp.sum(objective.loss(o, v, threshold)))(out)
+    slope = jax.grad(lambda o: jnp.sum(objective.loss(o, v, threshold)))(meshes.vary_like(out, v))
     return slope * (out - v)
 
 

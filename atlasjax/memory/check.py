@@ -31,6 +31,51 @@ def _floating(name: str, x: Any, where: str) -> None:
         raise TypeError(f"{where}: {name} must be floating point, got {x.dtype}.")
 
 
+_VECTORS = ("connector", "removal_key")  # gates that are vectors, like keys: any floating point dtype does
+
+
+def whole_gates(rule: Any, gates: Any, q: Any, v: Any, where: str) -> Any:
+    """Gates with every axis: numbers and arrays that broadcast to [batch, time, heads(, channels)] become arrays of that shape.
+
+    What does not fit is left to the check of the call.
+
+    Args:
+      rule: any rule; asked for `gate_channels`.
+      gates: `Gates` of numbers and arrays.
+      q, v: tokens, [..., heads, dim].
+      where: the function's name, for messages.
+
+    Raises:
+      TypeError: a gate of fewer than 32 bits.
+    """
+    arrays = all(getattr(x, "ndim", 0) >= 3 and jnp.issubdtype(x.dtype, jnp.floating) for x in (q, v))
+    if not isinstance(gates, Gates) or not arrays or not hasattr(rule, "gate_channels"):
+        return gates
+    wide, lead = jnp.promote_types(q.dtype, jnp.float32), tuple(q.shape[:-1])
+    expected = rule.gate_channels(q.shape[-1], v.shape[-1])
+
+    def whole(name: str, gate: Any) -> Any:
+        if gate is None or name not in expected:
+            return gate
+        channels = expected[name]
+        shape = lead if channels is None else (*lead, channels)
+        if isinstance(gate, int | float) and not isinstance(gate, bool):
+            return jnp.full(shape, gate, wide)
+        if not hasattr(gate, "shape") or not jnp.issubdtype(gate.dtype, jnp.floating):
+            return gate
+        if jnp.finfo(gate.dtype).bits < 32 and name not in _VECTORS:
+            raise TypeError(
+                f"{where}: gates.{name} is {gate.dtype}, should be float32: rounded to {gate.dtype}, a gate near 1 loses what it "
+                "does over many tokens. Compute gates in float32; q, k and v may be of any floating point dtype."
+            )
+        fits = len(gate.shape) <= len(shape) and all(a in (1, b) for a, b in zip(gate.shape[::-1], shape[::-1]))
+        if tuple(gate.shape) == shape or not fits or (channels is not None and tuple(gate.shape) == lead):
+            return gate  # as it should be, or for the check to refuse: [batch, time, heads] has no axis of channels
+        return jnp.broadcast_to(gate, shape)
+
+    return Gates(**{name: whole(name, gate) for name, gate in gates._asdict().items()})
+
+
 def check_call(
     rule: Any,
     params: MemoryParams,

@@ -8,10 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from atlasjax.memory import blocks, bounds, dual, formed, steps, structures
-from atlasjax.memory.objectives import DotProduct
-from atlasjax.memory.optimizers import Muon
-from atlasjax.memory.retention import Channel
+from atlasjax.memory import blocks, bounds, dual, formed, meshes, sequential, steps, structures
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import MemoryParams, Weights
 
@@ -23,7 +20,7 @@ _FREE_BLOCK = (
 )
 _SYSTEM_BLOCK = 32  # a delta rule's triangular systems, or a linear rule's decays per channel
 _CHANNEL_SYSTEM = 16  # a system for each channel of the value, its rows written out
-_FORMED_MATRICES = 8  # momenta orthogonalized, or memories mapped, together; fewer if they are large
+_FORMED_MATRICES = 8  # momenta orthogonalized, or memories mapped or written in turn, together; fewer if they are large
 _FORMED_NUMBERS = 2**20
 
 
@@ -40,20 +37,18 @@ def plan(rule: MemoryRule, params: MemoryParams, dtype: Any, time: int | None = 
     """Sizes of a call of `time` tokens (None: many); where chunks have no effect, few tokens are not padded to a long one."""
     few = _FREE_BLOCK if time is None else 1 << (time - 1).bit_length()
     if rule.is_linear:
-        block = _FREE_BLOCK if isinstance(rule.objective, DotProduct) else _SYSTEM_BLOCK
-        if isinstance(rule.retention, Channel):
+        block = _FREE_BLOCK if rule.objective.gradient_is_value else _SYSTEM_BLOCK
+        if rule.retention.gate == "channel":
             block = _SYSTEM_BLOCK
         if rule.optimizer.per_channel:
             block = _CHANNEL_SYSTEM
         block = min(block, few)
         return Plan(block, block, block, dtype)
     chunk = min(_FREE_BLOCK, few) if rule.has_constant_gradient else rule.chunk_size
-    channels = isinstance(rule.retention, Channel)
-    if isinstance(rule.optimizer, Muon) or rule.retention.has_map:
+    if rule.uses_muon or rule.retention.has_map or rule.is_sequential:
         largest = max(math.prod(w.shape[1:]) for w in params.weights.values())
-        every = rule.optimizer.every if isinstance(rule.optimizer, Muon) else 1
-        block = min(chunk, every * min(_FORMED_MATRICES, max(1, _FORMED_NUMBERS // largest)))
-    elif channels:
+        block = min(chunk, rule.optimizer.every * min(_FORMED_MATRICES, max(1, _FORMED_NUMBERS // largest)))
+    elif rule.retention.gate == "channel":
         block = min(chunk, _CHANNEL_BLOCK)
     else:
         block = -(-chunk // -(-chunk // _DUAL_BLOCK))
@@ -127,7 +122,9 @@ def gradient_factors(
         out = rule.structure.apply(linear, x, skip, params.norm)
         return jnp.sum(rule.objective.loss(out, v, threshold)), (inputs, products, out)
 
+    # Where a derivative is taken must vary as what it depends on: under shard_map it would be summed over the devices.
     zeros = {name: jnp.zeros((k.shape[0], w.shape[0]), k.dtype) for name, w in weights.items()}
+    zeros = meshes.vary_like(zeros, weights, k, v)
     left, (inputs, products, out) = jax.grad(total_loss, has_aux=True)(zeros)
     factors = {name: blocks.Factors(left[name], inputs[name]) for name in weights}
     return (
@@ -155,13 +152,13 @@ def run_chunk(
     params: Any,
     chunk_start: Weights | None,
     memory: Weights,
-    momentum: Weights | None,
+    momentum: Any,
     window: Window | None,
     slot: Slot,
     first: jax.Array | None,
     count: jax.Array,
     soup: Weights | None,
-) -> tuple[Weights, Weights | None, Window | None, jax.Array]:
+) -> tuple[Weights, Any, Window | None, jax.Array]:
     """One slot of one head: (M, S, window, y) after it.
 
     Args:
@@ -198,7 +195,7 @@ def run_chunk(
     if rule.retention.decay_first:  # chunks of one token: its decay is that of the whole memory
         assert slot.retention is not None
         decay = slot.retention[0]
-        chunk_start = jax.tree.map(lambda w: w * decay, chunk_start)
+        chunk_start = {name: rule.retention.decay(w, decay) for name, w in chunk_start.items()}
     gradients, out, along = gradient_factors(rule, params, rule.weights(chunk_start), k, v, threshold, plan.dtype)
     factors, decrease, losses = gradients, None, None
     if rule.step_bound is not None:
@@ -207,23 +204,27 @@ def run_chunk(
         total = lambda x: jnp.maximum(jnp.sum(x, axis=-1), 0.0)
         losses = steps.Losses(total(decrease), bounds.softened(total(decrease), total(empty)), along)
     if rule.optimizer.per_channel:
-        # Windows are one token, so a row's step size can go to the row's factor.
         assert slot.step_size is not None
         scale = slot.step_size
         if rule.step_bound is not None and decrease is not None:
             (name,) = gradients
             square = jnp.square(gradients[name].left) * jnp.sum(jnp.square(gradients[name].inputs), -1, keepdims=True)
             scale = bounds.capped(rule.step_bound, scale, decrease, square, None)
-        factors = {name: blocks.Factors(scale * left, inputs) for name, (left, inputs) in gradients.items()}
-        slot = slot._replace(step_size=jnp.ones_like(scale[:, 0]))
+        if not rule.is_sequential:
+            # Windows are one token, so a row's step size can go to the row's factor.
+            factors = {name: blocks.Factors(scale * left, inputs) for name, (left, inputs) in gradients.items()}
+            scale = jnp.ones_like(scale[:, 0])
+        slot = slot._replace(step_size=scale)
     num_blocks = slot.q.shape[0] // plan.block
     moved = (moved or num_blocks > 1) and not rule.retention.decay_first
-    block_fn = dual.dual_block
-    if rule.uses_muon:
+    block_fn: Any = dual.dual_block
+    if rule.is_sequential:
+        block_fn = sequential.sequential_block
+    elif rule.uses_muon:
         block_fn = formed.muon_block
     elif rule.retention.has_map:
         block_fn = formed.mapped_block
-    elif isinstance(rule.retention, Channel):
+    elif rule.retention.gate == "channel":
         block_fn = dual.channel_block
 
     def run_block(memory, momentum, tokens, slot):
@@ -259,5 +260,5 @@ def run_chunk(
         memory, momentum, y = run_block(memory, momentum, tokens, slot)
         return (memory, momentum), y
 
-    (memory, momentum), y = jax.lax.scan(body, (memory, momentum), (parts, slots))
+    (memory, momentum), y = meshes.scan(body, (memory, momentum), (parts, slots))
     return memory, momentum, window, y.reshape(slot.q.shape[0], -1)

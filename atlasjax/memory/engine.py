@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from atlasjax.memory import layout
 from atlasjax.memory.chunk import Plan, Slot, Soup, Window, plan, run_chunk
 from atlasjax.memory.linear import linear_scan
-from atlasjax.memory.optimizers import Momentum, Muon
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.slots import Carry, choose, cpu_lanes, from_slots, scan_slots, to_slots
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState, init_state
@@ -59,7 +58,7 @@ def xla_scan(
         threshold=put(gates.threshold, 1.0),
         removal_key=put(gates.removal_key, 0.0),
         removal=put(gates.removal, 0.0),
-        real=put(jnp.ones((batch, time, heads), wide), 0.0) if isinstance(rule.optimizer, Momentum) else None,
+        real=put(jnp.ones((batch, time, heads), wide), 0.0) if rule.masks_padding else None,
         soup=None if soup is None else put(soup.gates, 0.0),
     )
 
@@ -192,10 +191,10 @@ def xla_step(
         return None if x is None else x.astype(wide)[:, :, None]
 
     step_size = gates.step_size
-    if isinstance(rule.optimizer, Muon) and state.position is not None:
+    if rule.optimizer.every > 1 and state.position is not None:
         assert step_size is not None
         writes = (state.position + 1) % rule.optimizer.every == 0
-        step_size = jnp.where(writes[:, None], step_size, 0.0)
+        step_size = jnp.where(writes.reshape(-1, *(1,) * (step_size.ndim - 1)), step_size, 0.0)
     gamma = jnp.ones((batch, heads, 1), wide) if gates.window is None else gates.window
     slot = Slot(
         q=up(q),
@@ -217,7 +216,7 @@ def xla_step(
         one = jax.tree.map(lambda x: x[None], slot)
         y, memory = linear_scan(rule, q.dtype, up_params, state.memory, one, None)
         return y[0, :, :, 0], state._replace(memory=memory)
-    before, start = (rule.begin_chunk(state.memory), rule.begin_chunk(state.momentum)), None
+    before, start = (rule.begin_chunk(state.memory), rule.begin_momentum(state.momentum)), None
     if state.chunk_start is not None:
         assert state.position is not None
         before = choose(state.position == 0, before, (state.memory, state.momentum))

@@ -8,10 +8,73 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from atlasjax.memory.axes import Axis
+
+
+class Features(Axis):
+    """Base class of feature maps; write `dim` and `apply`.
+
+    Attributes:
+      is_identity: claim: φ(x) = x.
+    """
+
+    claims: ClassVar = {"is_identity": False}
+    is_identity: bool
+
+    def dim(self, key_dim: int) -> int:
+        """D, the size of φ(x)."""
+        raise NotImplementedError(f"{type(self).__name__}.dim")
+
+    def init(self) -> np.ndarray | None:
+        """Coefficients of one head that are learned, float32 of any shape; None if there are none."""
+        return None
+
+    def apply(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        """φ(x) in x's dtype: [..., key_dim] → [..., D]. `coefficients`: those of the head."""
+        raise NotImplementedError(f"{type(self).__name__}.apply")
+
+    def degree_one(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        """r(x), what a memory with a residual adds: [..., key_dim] → [..., key_dim]. x itself by default."""
+        return x
+
+    def key_dim(self, feature_dim: int) -> int:
+        """The size of a key that has D features.
+
+        Raises:
+          ValueError: none has, or several have; a map whose D does not tell the size of a key writes this method.
+        """
+        found = next((size for size in range(1, feature_dim + 1) if self.dim(size) == feature_dim), None)
+        if found is None:
+            raise ValueError(f"no key size gives its {feature_dim} features with {self!r}.")
+        if self.dim(found + 1) == feature_dim:
+            raise ValueError(
+                f"{feature_dim} features of {self!r} do not tell the size of a key. Write its method `key_dim`."
+            )
+        return found
+
+    def square_norm(self, key_dim: int) -> float:
+        """Upper bound of ‖φ(x)‖² for ‖x‖ = 1 at the initial coefficients, for suggested step sizes. Measured by default."""
+        with jax.ensure_compile_time_eval():
+            x = jax.random.normal(jax.random.key(0), (256, key_dim))
+            x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+            initial = self.init()
+            features = self.apply(None if initial is None else jnp.asarray(initial), x)
+            return float(jnp.max(jnp.sum(features * features, axis=-1)))
+
+
+class _Weighed(Features):
+    """Maps with coefficients c_i for which φ(x)·φ(x) is at most Σ_i c_i² ‖x‖^{2i}, in expectation for a sketch."""
+
+    def square_norm(self, key_dim: int) -> float:
+        coefficients = self.init()
+        assert coefficients is not None
+        return float(np.sum(np.square(coefficients, dtype=np.float64)))
 
 
 def _check_degree(owner: object, degree: int) -> None:
@@ -35,24 +98,26 @@ def _monomials(dim: int, degree: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Identity:
+class Identity(Features):
     """φ(x) = x."""
+
+    is_identity = True
 
     def dim(self, key_dim: int) -> int:
         return key_dim
 
-    def init(self) -> np.ndarray | None:
-        return None
-
     def apply(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
         return x
 
-    def degree_one(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
-        return x
+    def square_norm(self, key_dim: int) -> float:
+        return 1.0
+
+    def summary(self) -> str:
+        return "D = d"
 
 
 @dataclasses.dataclass(frozen=True)
-class Polynomial:
+class Polynomial(_Weighed):
     """All monomials of total degree ≤ `degree`, by degree, then lexicographically: D = C(key_dim + degree, degree)."""
 
     degree: int = 2
@@ -79,9 +144,12 @@ class Polynomial:
         assert coefficients is not None
         return coefficients[1].astype(x.dtype) * x
 
+    def summary(self) -> str:
+        return f"D = C(d + {self.degree}, {self.degree})"
+
 
 @dataclasses.dataclass(frozen=True)
-class Powers:
+class Powers(_Weighed):
     """Elementwise powers [c_1 x, c_2 x², …]: D = degree · key_dim. The cheap relative of `Polynomial`, without cross terms."""
 
     degree: int = 2
@@ -105,6 +173,9 @@ class Powers:
     def degree_one(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
         assert coefficients is not None
         return coefficients[0].astype(x.dtype) * x
+
+    def summary(self) -> str:
+        return f"D = {self.degree}d"
 
 
 @functools.lru_cache
@@ -133,7 +204,7 @@ def _spectra(dim: int, degree: int, size: int, seed: int) -> tuple[np.ndarray, n
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorSketch:
+class TensorSketch(_Weighed):
     """A random sketch of `Polynomial` (Pham & Pagh 2013): degrees 0 and 1 exact, each higher one in `size` numbers.
 
     D = 1 + key_dim + (degree − 1) · size, and E[φ(q)·φ(k)] = Σ_i c_i² (q·k)^i over the random `seed`.
@@ -176,5 +247,5 @@ class TensorSketch:
         assert coefficients is not None
         return coefficients[1].astype(x.dtype) * x
 
-
-Features = Identity | Polynomial | Powers | TensorSketch
+    def summary(self) -> str:
+        return f"D = 1 + d + {(self.degree - 1) * self.size}"

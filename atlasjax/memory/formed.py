@@ -3,12 +3,13 @@
 Newton–Schulz (Muon) and retention maps (`KL`, `Lq`) need the matrix itself. Only one short block's matrices exist at a time.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import blocks, steps
 from atlasjax.memory.blocks import BlockGates, Factors, Read, decay_products, dot, exact
-from atlasjax.memory.optimizers import Muon
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Weights
 from pallas_kernels.newton_schulz import SCHEDULES, newton_schulz
@@ -31,9 +32,9 @@ def muon_block(
     """
     assert momentum is not None
     assert gates.momentum is not None
-    assert isinstance(rule.optimizer, Muon)
+    muon: Any = rule.optimizer
     m = gates.step_size.shape[0]
-    every = rule.optimizer.every if m > 1 else 1
+    every = muon.every if m > 1 else 1
     writers = slice(every - 1, None, every)  # the block's last token is always one
     beta, pairwise = decay_products(gates.momentum)
     D = -exact(pairwise, gates.gamma)[writers]
@@ -50,7 +51,7 @@ def muon_block(
         gradients = jnp.einsum("je,eo,ei->joi", D, left, inputs, precision=jax.lax.Precision.HIGHEST)
         S = beta[writers, None, None] * momentum[name] + gradients
         new_momentum[name] = S[-1]
-        updates[name] = newton_schulz(S, rule.optimizer.steps, SCHEDULES[rule.optimizer.schedule])
+        updates[name] = newton_schulz(S, muon.steps, SCHEDULES[muon.schedule])
 
     def linear(name: str, h: jax.Array) -> jax.Array:
         started = h if a is None else h * (a[:, None] if a.ndim == 1 else a)

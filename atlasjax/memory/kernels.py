@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import bounds, features, objectives, optimizers, retention, structures
+from atlasjax.memory import bounds, objectives, optimizers, retention, structures
+from atlasjax.memory.axes import is_exactly
 from atlasjax.memory.engine import window_after, xla_scan
 from atlasjax.memory.fastest import IMPLEMENTATIONS, fastest
 from atlasjax.memory.rule import MemoryRule
@@ -41,6 +42,20 @@ class _Branch:
 
     def apply(self, linear: structures.Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
         return self.structure.apply(linear, x, jnp.zeros((), jnp.float32), norm)
+
+
+def _known(rule: MemoryRule) -> dict[str, tuple[object, bool]]:
+    """Choice → it, and whether it is one of those that the kernels are written and tested for: a class itself, not a subclass.
+
+    Feature maps may be any: they are applied before the kernels.
+    """
+    served: dict[str, tuple[type, ...]] = {
+        "structure": (structures.Matrix, structures.MLP, structures.GatedMLP),
+        "objective": (objectives.L2, objectives.DotProduct, objectives.Lp),
+        "optimizer": (optimizers.GradientDescent, optimizers.Implicit, optimizers.Momentum, optimizers.Muon),
+        "retention": (retention.Full, retention.Scalar),
+    }
+    return {name: (getattr(rule, name), is_exactly(getattr(rule, name), *kinds)) for name, kinds in served.items()}
 
 
 def kernel_of(rule: MemoryRule) -> str:
@@ -79,22 +94,21 @@ def unserved(
     most = math.inf if on_gpu else _MOST_NUMBERS[rule.uses_muon]
     if not on_gpu and rule.step_bound is not None:
         most = _MOST_BOUNDED[(q.dtype == jnp.float32) + (rule.chunk_size > _LONG_CHUNK)]
-    every = rule.optimizer.every if isinstance(rule.optimizer, optimizers.Muon) else 1
+    every = rule.optimizer.every
     refusals = {
+        **{f"{name}={value!r}": not known for name, (value, known) in _known(rule).items()},
         f"q is {q.dtype}, should be float32 or bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
         "segment_ids are given: packed segments restart the chunks": packed,
         f"structure={rule.structure!r} has a LayerNorm inside": rule.structure.norm,
-        f"objective={rule.objective!r}": rule.objective.uses_threshold
-        or isinstance(rule.objective, objectives.RemoveAndReplace),
-        f"optimizer={rule.optimizer!r}": rule.optimizer.per_channel or bool(every & (every - 1)),
-        f"retention={rule.retention!r}": rule.retention.has_map or isinstance(rule.retention, retention.Channel),
+        f"optimizer={rule.optimizer!r} has a step size per channel": rule.optimizer.per_channel,
+        f"optimizer={rule.optimizer!r} writes every {every} tokens, no power of two": bool(every & (every - 1)),
         f"the weights {_shapes(params)} and their momenta are {numbers:,} numbers a head, more than {most:,}": numbers
         > most,
     }
     if _is_delta(rule):
         widest = max(params.weights["W"].shape[1:])
         refusals[f"retention={rule.retention!r} decays after the removal; the kernel's comes first"] = not (
-            isinstance(rule.retention, retention.Full) or rule.retention.decay_first
+            rule.retention.gate is None or rule.retention.decay_first
         )
         refusals[f"W is {params.weights['W'].shape}, the kernel takes up to {MOST_CHANNELS} channels"] = (
             widest > MOST_CHANNELS
@@ -178,7 +192,7 @@ def best_scan(
 
 
 def _is_delta(rule: MemoryRule) -> bool:
-    return rule.is_linear and not isinstance(rule.objective, objectives.DotProduct)
+    return rule.is_linear and not rule.objective.gradient_is_value
 
 
 def _shapes(params: MemoryParams) -> dict[str, tuple[int, ...]]:
@@ -188,7 +202,7 @@ def _shapes(params: MemoryParams) -> dict[str, tuple[int, ...]]:
 def _featured(rule: MemoryRule, params: MemoryParams, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """φ(x) and r(x) of x [batch, time, heads, key_dim], float32."""
     x = x.astype(jnp.float32)
-    if isinstance(rule.features, features.Identity):
+    if rule.features.is_identity:
         return x, x
     by_head = lambda f: jax.vmap(f, in_axes=(0, 2), out_axes=2)(params.coefficients, x)
     return by_head(rule.features.apply), by_head(rule.features.degree_one)
@@ -207,7 +221,7 @@ def _delta(
     query, key = (_featured(rule, params, x)[0] for x in (q, k))
     assert gates.step_size is not None
     beta = gates.step_size.astype(jnp.float32)
-    if isinstance(rule.optimizer, optimizers.Implicit):
+    if rule.optimizer.is_implicit:
         beta = beta / (1.0 + beta * jnp.sum(key * key, axis=-1))
     if rule.step_bound is not None:
         beta = bounds.capped_delta(rule.step_bound, beta, key)
@@ -231,10 +245,10 @@ def _chunks(
     """Whole chunks from the start of one, or any number of tokens where chunks have no effect."""
     structure: Any = rule.structure
     (query, query_skip), (key, key_skip) = _featured(rule, params, q), _featured(rule, params, k)
-    value, apart = v, structure.residual and not isinstance(rule.features, features.Identity)
+    value, apart = v, structure.residual and not rule.features.is_identity
     if apart:
         structure = _Branch(structure)
-        if not isinstance(rule.objective, objectives.DotProduct):
+        if not rule.objective.gradient_is_value:
             value = v.astype(jnp.float32) - key_skip
     assert gates.step_size is not None
     floor = None
@@ -244,7 +258,8 @@ def _chunks(
         empty = bounds.toward_target(rule.objective, jnp.zeros_like(wide), wide, None)
         floor = bounds.softened(jnp.zeros((), jnp.float32), jnp.maximum(jnp.sum(empty, axis=-1), 0.0))
     muon: dict[str, Any] = {}
-    if isinstance(optimizer := rule.optimizer, optimizers.Muon):
+    if rule.uses_muon:
+        optimizer: Any = rule.optimizer
         triples = coefficients(SCHEDULES[optimizer.schedule], optimizer.steps)
         muon = {"newton_schulz": triples, "every": optimizer.every}
     y, memory, momentum = chunk_memory(

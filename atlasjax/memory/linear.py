@@ -22,11 +22,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import bounds
+from atlasjax.memory import bounds, meshes
 from atlasjax.memory.blocks import decay_products, dot, exact, neighbours, unit_lower_inverse
 from atlasjax.memory.chunk import Slot
-from atlasjax.memory.objectives import DotProduct, RemoveAndReplace
-from atlasjax.memory.optimizers import Implicit
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import MemoryParams, Weights
 
@@ -86,7 +84,7 @@ def tokens_of(
     removal: jax.Array | None,
 ) -> Tokens:
     """The tokens of a rule with `is_linear`; query and key: features [m, D]."""
-    if isinstance(rule.objective, RemoveAndReplace):
+    if rule.objective.removes:
         assert removal_key is not None
         assert removal is not None
         if rule.bound is not None and rule.bound.step is not None:
@@ -94,9 +92,9 @@ def tokens_of(
         ones = jnp.ones(key.shape[0], key.dtype)
         return Tokens(query, decay, Removal(removal_key, removal * removal_key, ones, None), Added(key, v))
     assert step_size is not None
-    if isinstance(rule.objective, DotProduct):
+    if rule.objective.gradient_is_value:
         return Tokens(query, decay, None, Added(key, v * (step_size if step_size.ndim == 2 else step_size[:, None])))
-    if isinstance(rule.optimizer, Implicit):
+    if rule.optimizer.is_implicit:
         square = jnp.sum(key * key, axis=-1)
         step_size = step_size / (1.0 + step_size * (square if step_size.ndim == 1 else square[:, None]))
     if rule.step_bound is not None:
@@ -293,7 +291,7 @@ def linear_scan(
     def group(W: jax.Array, xs: Any) -> tuple[jax.Array, jax.Array]:
         slots, resets = xs
         blocks = over_heads(prepare_slot)(params, slots)
-        last, (before, u) = jax.lax.scan(step, W, (blocks, resets))
+        last, (before, u) = meshes.scan(step, W, (blocks, resets))
         return last, over_heads(read_slot)(params, (slots, before, u))
 
     num_slots = slots.q.shape[0]
@@ -301,7 +299,7 @@ def linear_scan(
     whole = num_slots // size * size
     xs = (slots, resets)
     grouped = jax.tree.map(lambda x: x[:whole].reshape(-1, size, *x.shape[1:]), xs)
-    W, y = jax.lax.scan(group, memory["W"], grouped)
+    W, y = meshes.scan(group, memory["W"], grouped)
     y = y.reshape(whole, *y.shape[2:])
     if whole < num_slots:
         W, rest = group(W, jax.tree.map(lambda x: x[whole:], xs))

@@ -8,12 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import bounds
-from atlasjax.memory.objectives import RemoveAndReplace
-from atlasjax.memory.optimizers import GradientDescent, Implicit, Muon
+from atlasjax.memory import bounds, meshes
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState, init_state
-from pallas_kernels.newton_schulz import SCHEDULES, newton_schulz
 
 
 def read_one(rule: MemoryRule, params: Any, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -29,7 +26,7 @@ def _gradient(
     thresholds: jax.Array, gamma: jax.Array,
 ) -> dict:  # fmt: skip
     """g_t: the window's losses, weighed by γ, differentiated at the memory `weights`."""
-    if isinstance(rule.objective, RemoveAndReplace):
+    if rule.objective.removes:
         removed, rate, W = token["removal_key"], token["removal"], weights["W"]
         if rule.bound is not None and rule.bound.step is not None:
             rate = bounds.capped_removal(rule.bound.step, removed, rate)
@@ -90,18 +87,18 @@ def _token(rule: MemoryRule, params: Any, initial: dict, carry: dict, token: dic
         new = (token["segment"] != carry["segment"]) & (carry["segment"] >= 0)
         choose = lambda fresh, old: jax.tree.map(lambda f, o: jnp.where(new, f, o), fresh, old)
         carry["M"] = choose(initial, carry["M"])
-        carry["S"] = choose(jax.tree.map(jnp.zeros_like, initial), carry["S"])
+        carry["S"] = choose(rule.optimizer.init(initial), carry["S"])
         carry["position"] = jnp.where(new, 0, carry["position"])
         carry["count"] = jnp.where(new, 0, carry["count"])
         carry["segment"] = token["segment"]
 
     starts_chunk = carry["position"] == 0
-    for name in ("M", "S"):
-        begun = rule.begin_chunk(carry[name])
+    for name, begun in {"M": rule.begin_chunk(carry["M"]), "S": rule.begin_momentum(carry["S"])}.items():
         carry[name] = jax.tree.map(lambda new, old: jnp.where(starts_chunk, new, old), begun, carry[name])
     at_start = jax.tree.map(lambda m, g: jnp.where(starts_chunk, m, g), carry["M"], carry["chunk_start"])
     alpha, theta, eta = token["retention"], token["momentum"], token["step_size"]
-    origin = jax.tree.map(lambda m: m * alpha, at_start) if rule.retention.decay_first else at_start
+    decay = lambda weights: {name: rule.retention.decay(w, alpha) for name, w in weights.items()}
+    origin = decay(at_start) if rule.retention.decay_first else at_start
 
     # The window: entry j holds token t − j.
     keys = jnp.concatenate([token["k"][None], carry["keys"]])
@@ -113,27 +110,15 @@ def _token(rule: MemoryRule, params: Any, initial: dict, carry: dict, token: dic
     window = (keys, values, thresholds, gamma)
     g = _gradient(rule, params, rule.weights(origin), token, *window)
 
-    decayed = jax.tree.map(lambda m: m * alpha, carry["M"])  # α is a scalar, or [D] acting on the right of W
     if rule.step_bound is not None:
-        before = decayed if rule.retention.decay_first else carry["M"]
+        before = decay(carry["M"]) if rule.retention.decay_first else carry["M"]
         eta = _bounded(rule, params, before, carry["S"], origin, g, token, *window)
-    if isinstance(rule.optimizer, Muon):
-        S = jax.tree.map(lambda s, x: theta * s - x, carry["S"], g)
-        writes = (carry["position"] + 1) % rule.optimizer.every == 0
-        step = lambda m, s: (
-            m + jnp.where(writes, eta, 0.0) * newton_schulz(s, rule.optimizer.steps, SCHEDULES[rule.optimizer.schedule])
-        )
-        M = jax.tree.map(step, decayed, S)
-    elif isinstance(rule.optimizer, Implicit):
-        S, M = carry["S"], {"W": _minimizer(rule, params, decayed["W"], token)}
+    if rule.optimizer.is_implicit:
+        S, M = carry["S"], {"W": _minimizer(rule, params, decay(carry["M"])["W"], token)}
     else:
-        if rule.optimizer.per_channel:
-            eta = eta[:, None]
-        if isinstance(rule.optimizer, GradientDescent):
-            S = jax.tree.map(lambda x: -eta * x, g)
-        else:
-            S = jax.tree.map(lambda s, x: theta * s - eta * x, carry["S"], g)
-        M = rule.start(jax.tree.map(jnp.add, decayed, S))
+        writes = (carry["position"] + 1) % rule.optimizer.every == 0
+        eta = jnp.where(writes, eta, 0.0)
+        M, S = rule.write(carry["M"], carry["S"], g, alpha, eta, theta)
 
     carry.update(
         M=M,
@@ -185,7 +170,7 @@ def reference_scan(
     zeros = lambda *shape: jnp.zeros((batch, heads, *shape), dtype)
     carry_heads = {
         "M": state.memory,
-        "S": jax.tree.map(jnp.zeros_like, state.memory) if state.momentum is None else state.momentum,
+        "S": state.momentum,
         "chunk_start": state.memory if state.chunk_start is None else state.chunk_start,
         "keys": zeros(0, k.shape[-1]) if state.window_keys is None else state.window_keys[:, :, ::-1],
         "values": zeros(0, v.shape[-1]) if state.window_values is None else state.window_values[:, :, ::-1],
@@ -202,7 +187,7 @@ def reference_scan(
 
     def one_head(params, initial, carry_h, carry_b, tokens_h, tokens_b):
         body = lambda c, x: _token(rule, params, initial, c, x)
-        last, y = jax.lax.scan(body, {**carry_h, **carry_b}, {**tokens_h, **tokens_b})
+        last, y = meshes.scan(body, {**carry_h, **carry_b}, {**tokens_h, **tokens_b})
         return y, last
 
     over_heads = jax.vmap(one_head, in_axes=(0, 0, 0, None, 1, None), out_axes=(1, 0))

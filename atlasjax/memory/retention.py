@@ -6,11 +6,48 @@ For those the weights in `MemoryParams` and `MemoryState` are accumulators; `Mem
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory.axes import Axis
 from atlasjax.memory.blocks import divisible
+
+
+class Retention(Axis):
+    """Base class of what a memory forgets by: A_t = decay(A_{t−1}, α_t) + Δ_t, and M_t = map(A_t).
+
+    Attributes:
+      gate: the gate α: "scalar", one for each token and head; "channel", one for each feature channel; None, no gate and α = 1.
+      decay_first: whether gradients are taken at the decayed memory. Needs chunks of one token.
+      has_map: whether there is a `map`; a state then stores A, and `MemoryRule.weights` gives M.
+      is_linear: claim: decay(A, α) = α A.
+      is_bounded: claim: every M_t is bounded, whatever is written.
+    """
+
+    claims: ClassVar = {"is_linear": False, "is_bounded": False}
+    gate: str | None = "scalar"
+    decay_first: bool = False
+    has_map: bool = False
+    is_linear: bool
+    is_bounded: bool
+
+    def decay(self, weight: jax.Array, alpha: jax.Array) -> jax.Array:
+        """One accumulator [out, in] after forgetting; alpha: a scalar, or [in] for a gate per channel."""
+        return alpha * weight
+
+    def start(self, accumulator: jax.Array) -> jax.Array:
+        """How an accumulator [..., out, in] is stored: with the same map."""
+        return accumulator
+
+    def map(self, accumulator: jax.Array) -> jax.Array:
+        """M of an accumulator, [..., out, in]."""
+        return accumulator
+
+    def slope(self, value_dim: int) -> float:
+        """How much smaller M moves than A at the start, for suggested step sizes."""
+        return 1.0
 
 
 def _check_flag(owner: object, value: object) -> None:
@@ -19,16 +56,18 @@ def _check_flag(owner: object, value: object) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Full:
+class Full(Retention):
     """α = 1: nothing decays, and there is no gate."""
 
-    is_bounded = False
-    has_map = False
-    decay_first = False
+    gate = None
+    is_linear = True
+
+    def summary(self) -> str:
+        return "no"
 
 
 @dataclasses.dataclass(frozen=True)
-class Scalar:
+class Scalar(Retention):
     """One α_t ∈ [0, 1] per token and head.
 
     Attributes:
@@ -37,15 +76,17 @@ class Scalar:
     """
 
     decay_first: bool = False
-    is_bounded = False
-    has_map = False
+    is_linear = True
 
     def __post_init__(self) -> None:
         _check_flag(self, self.decay_first)
 
+    def summary(self) -> str:
+        return "per head"
+
 
 @dataclasses.dataclass(frozen=True)
-class Channel:
+class Channel(Retention):
     """α_t ∈ [0, 1]^D, one for each feature channel: M_t = M_{t−1} Diag(α_t) + S_t. Matrix memories only (GLA).
 
     Attributes:
@@ -53,23 +94,26 @@ class Channel:
     """
 
     decay_first: bool = False
-    is_bounded = False
-    has_map = False
+    gate = "channel"
+    is_linear = True
 
     def __post_init__(self) -> None:
         _check_flag(self, self.decay_first)
 
+    def summary(self) -> str:
+        return "per channel"
+
 
 @dataclasses.dataclass(frozen=True)
-class KL:
+class KL(Retention):
     """Memora's retention: M_t = softmax over each row of (α_t log M_{t−1} + S_t) (SEMANTICS 3; Miras, Behrouz et al. 2025).
 
     Rows of every weight matrix are probability vectors. The accumulator is kept as log M_t; a learned start is taken as logits.
     """
 
+    is_linear = True
     is_bounded = True
     has_map = True
-    decay_first = False
 
     def start(self, accumulator: jax.Array) -> jax.Array:
         """The accumulator as it is stored: the same memory, without the free constant of each row."""
@@ -78,9 +122,15 @@ class KL:
     def map(self, accumulator: jax.Array) -> jax.Array:
         return jax.nn.softmax(accumulator, axis=-1)
 
+    def slope(self, value_dim: int) -> float:
+        return value_dim**-0.5  # between 1 (all weight on one entry) and 1/D (spread evenly, the start)
+
+    def summary(self) -> str:
+        return "per head, of log M"
+
 
 @dataclasses.dataclass(frozen=True)
-class Lq:
+class Lq(Retention):
     """Moneta's retention: A_t = α_t A_{t−1} + S_t, and the memory is the mirror map of ½‖·‖_q², one matrix at a time:
 
         M_t = ∇ ½‖A_t‖_q² = sign(A_t) |A_t|^{q−1} / ‖A_t‖_q^{q−2}
@@ -96,16 +146,12 @@ class Lq:
 
     q: float = 4.0
     published: bool = False
-    is_bounded = False
+    is_linear = True
     has_map = True
-    decay_first = False
 
     def __post_init__(self) -> None:
         if isinstance(self.q, bool) or not isinstance(self.q, int | float) or not self.q >= 2:
             raise ValueError(f"Lq: q must be a number ≥ 2, got {self.q!r}.")
-
-    def start(self, accumulator: jax.Array) -> jax.Array:
-        return accumulator
 
     def map(self, accumulator: jax.Array) -> jax.Array:
         # ‖A‖_q as max · (Σ (|a| / max)^q)^{1/q}: neither overflows nor divides by zero. It is the same for any other number in the
@@ -121,5 +167,5 @@ class Lq:
             return accumulator / (safe * norm) ** (self.q - 2.0)
         return accumulator * (relative / norm) ** (self.q - 2.0)
 
-
-Retention = Full | Scalar | Channel | KL | Lq
+    def summary(self) -> str:
+        return f"per head, of A; ℓq norm, q = {self.q:g}"

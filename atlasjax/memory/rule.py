@@ -9,9 +9,8 @@ import jax
 from atlasjax.memory import features as features_lib
 from atlasjax.memory import objectives, optimizers, structures
 from atlasjax.memory import retention as retention_lib
+from atlasjax.memory.axes import check_choice
 from atlasjax.memory.bounds import Bound, within_norm
-
-_Mapped = retention_lib.KL | retention_lib.Lq
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +25,7 @@ class MemoryRule:
         y_t = M_t(φ(q_t))
 
     Attributes:
-      structure: the memory M: `Matrix`, `MLP` or `GatedMLP`.
+      structure: the memory M: `Matrix`, `MLP`, `GatedMLP`, or a `Structure` of your own (docs/own_rule.md; so for the next four).
       objective: the inner loss ℓ: `L2`, `DotProduct`, `Lp` or `Huber`; or `RemoveAndReplace`.
       features: the feature map φ of keys and queries: `Identity`, `Polynomial`, `Powers` or `TensorSketch`.
       optimizer: `GradientDescent`, `Implicit`, `Momentum` or `Muon`.
@@ -58,10 +57,7 @@ class MemoryRule:
             "retention": retention_lib.Retention,
         }
         for name, kind in kinds.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                hint = " Give an instance, not the class." if isinstance(value, type) else ""
-                raise ValueError(f"MemoryRule: {name} must be one of {kind}, got {value!r}.{hint}")
+            check_choice("MemoryRule", name, getattr(self, name), kind)
         if self.bound is not None and not isinstance(self.bound, Bound):
             raise ValueError(f"MemoryRule: bound must be a Bound or None, got {self.bound!r}.")
         for name in ("window", "chunk_size"):
@@ -73,7 +69,13 @@ class MemoryRule:
 
     @property
     def uses_muon(self) -> bool:
-        return isinstance(self.optimizer, optimizers.Muon)
+        return self.optimizer.orthogonalizes
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether the memory must be written token by token: neither a dual form nor Muon's block is known to the library."""
+        known = self.optimizer.is_linear or self.optimizer.orthogonalizes or self.optimizer.is_implicit
+        return not (known and self.retention.is_linear)
 
     @property
     def has_constant_gradient(self) -> bool:
@@ -81,17 +83,23 @@ class MemoryRule:
 
         With Muon the chunk still sets the tokens at which `Muon.every` writes, so such rules do not count.
         """
-        linear = isinstance(self.structure, structures.Matrix) and isinstance(self.objective, objectives.DotProduct)
-        return linear and not self.uses_muon
+        constant = self.structure.is_matrix and self.objective.gradient_is_value
+        return constant and self.optimizer.is_linear and not self.is_sequential
+
+    @property
+    def masks_padding(self) -> bool:
+        """Whether places without a token must be masked: their gates (α = 1, θ = 1, η = 0, γ = 0) alone make them no-ops for plain
+        gradient descent and Muon, but with momentum M_t = α_t M_{t−1} + S_t would add S_t again."""
+        return self.is_sequential or (self.optimizer.is_linear and self.optimizer.has_momentum)
 
     @property
     def step_bound(self) -> float | None:
         """`Bound.step` where the rule's steps are bounded by it.
 
-        None for a loss without a target (dot products), an orthogonal step (Muon), which has one size, and an implicit one,
-        which cannot pass its target.
+        None for a loss without a target (dot products), and for an optimizer that is not linear in the gradient: an orthogonal
+        step (Muon) has one size, an implicit one cannot pass its target, and of others the library does not know where they lead.
         """
-        free = self.uses_muon or isinstance(self.optimizer, optimizers.Implicit) or not self.objective.has_target
+        free = not self.optimizer.is_linear or not self.objective.has_target or self.objective.removes
         return None if self.bound is None or free else self.bound.step
 
     @property
@@ -111,26 +119,57 @@ class MemoryRule:
     def is_linear(self) -> bool:
         """Whether a matrix memory is written by W_t = W_{t−1} Diag(α_t) − (W_{t−1} r_t) s_tᵀ + v_t k_tᵀ, so that many tokens can be
         taken at once, exactly, and chunks have no effect: linear attention and, in chunks of one token, the delta rules."""
-        if not isinstance(self.structure, structures.Matrix) or self.retention.has_map or self.window > 1:
+        if not self.structure.is_matrix or self.retention.has_map or self.window > 1 or self.is_sequential:
             return False
-        if not isinstance(self.optimizer, optimizers.GradientDescent | optimizers.Implicit):
+        if self.optimizer.has_momentum or not (self.optimizer.is_linear or self.optimizer.is_implicit):
             return False
-        delta = isinstance(self.objective, objectives.L2 | objectives.RemoveAndReplace) and self.chunk_size == 1
-        return delta or isinstance(self.objective, objectives.DotProduct)
+        delta = (self.objective.gradient_is_error or self.objective.removes) and self.chunk_size == 1
+        return delta or self.objective.gradient_is_value
 
     def start(self, weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """What a state stores for the learned start `weights`: M_0, or its accumulator where retention has a map."""
-        retention = self.retention
-        return jax.tree.map(retention.start, weights) if isinstance(retention, _Mapped) else weights
+        return jax.tree.map(self.retention.start, weights) if self.retention.has_map else weights
 
-    def begin_chunk(self, stored: dict[str, jax.Array] | None) -> Any:
-        """What a state stores, or its momentum, at the start of a chunk: within `norm_bound`."""
-        return stored if stored is None or self.norm_bound is None else within_norm(self.norm_bound, stored)
+    def begin_chunk(self, stored: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """What a state stores of the memory at the start of a chunk: within `norm_bound`."""
+        return stored if self.norm_bound is None else within_norm(self.norm_bound, stored)
+
+    def begin_momentum(self, momentum: Any) -> Any:
+        """S at the start of a chunk: within `norm_bound`, where it is a sum of steps or gradients, and not a state of any kind."""
+        summed = momentum is not None and (self.optimizer.is_linear or self.optimizer.orthogonalizes)
+        return within_norm(self.norm_bound, momentum) if summed and self.norm_bound is not None else momentum
+
+    def start_momentum(self, stored: dict[str, jax.Array]) -> Any:
+        """S_0 of memories as a state stores them, name → [batch, heads, out, in]; None where the optimizer carries nothing."""
+        return jax.vmap(jax.vmap(self.optimizer.init))(stored)
+
+    def write(
+        self,
+        stored: dict[str, jax.Array],
+        momentum: Any,
+        gradient: dict[str, jax.Array],
+        retention: Any,
+        step_size: Any,
+        theta: Any,
+    ) -> tuple[dict[str, jax.Array], Any]:
+        """One token of one head: (A_t, S_t) from (A_{t−1}, S_{t−1}) and g_t, by the formulas of optimizer and retention.
+
+        Args:
+          stored: A_{t−1}, name → [out, in]; the memory itself where retention has no map.
+          momentum: S_{t−1}.
+          gradient: g_t.
+          retention: α_t, a scalar or [in]; None for α = 1.
+          step_size: η_t, a scalar, or [value_dim] for one per channel.
+          theta: θ_t; None where the optimizer has no momentum.
+        """
+        eta = step_size[:, None] if self.optimizer.per_channel else step_size
+        steps, momentum = self.optimizer.update(momentum, gradient, eta, theta)
+        decayed = stored if retention is None else {n: self.retention.decay(w, retention) for n, w in stored.items()}
+        return self.start({name: w + steps[name] for name, w in decayed.items()}), momentum
 
     def weights(self, stored: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The memory M_t of what a state stores: itself, or the retention's map of it; name → [..., out, in]."""
-        retention = self.retention
-        return jax.tree.map(retention.map, stored) if isinstance(retention, _Mapped) else stored
+        return jax.tree.map(self.retention.map, stored) if self.retention.has_map else stored
 
     def gate_channels(self, key_dim: int, value_dim: int | None = None) -> dict[str, int | None]:
         """The gates of this rule: name → number of channels (an axis after heads), or None for one scalar per token and head.
@@ -141,11 +180,9 @@ class MemoryRule:
         """
         feature_dim = self.features.dim(key_dim)
         gates: dict[str, int | None] = {}
-        if isinstance(self.retention, retention_lib.Channel):
-            gates["retention"] = feature_dim
-        elif not isinstance(self.retention, retention_lib.Full):
-            gates["retention"] = None
-        if isinstance(self.objective, objectives.RemoveAndReplace):
+        if self.retention.gate is not None:
+            gates["retention"] = feature_dim if self.retention.gate == "channel" else None
+        if self.objective.removes:
             gates["removal_key"] = feature_dim
             gates["removal"] = feature_dim
         else:
@@ -164,25 +201,24 @@ class MemoryRule:
         Raises:
           ValueError: the rule's optimizer is not Muon.
         """
-        if not isinstance(self.optimizer, optimizers.Muon):
-            raise ValueError(f"with_newton_schulz: the rule's optimizer is {self.optimizer!r}, not Muon.")
-        muon = self.optimizer
-        changed = optimizers.Muon(
-            muon.steps if steps is None else steps, muon.schedule if schedule is None else schedule, muon.every
+        muon: Any = self.optimizer
+        if not muon.orthogonalizes:
+            raise ValueError(f"with_newton_schulz: the rule's optimizer is {muon!r}, not Muon.")
+        changed = dataclasses.replace(
+            muon, steps=muon.steps if steps is None else steps, schedule=muon.schedule if schedule is None else schedule
         )
         return dataclasses.replace(self, optimizer=changed)
 
 
 def _clashes(rule: MemoryRule) -> Iterator[tuple[str, str]]:
     """Pairs of choices that do not go together: (one, "the other: why and what to do")."""
-    retention, optimizer, structure = f"retention={rule.retention!r}", f"optimizer={rule.optimizer!r}", rule.structure
-    matrix = isinstance(structure, structures.Matrix)
+    retention, optimizer, structure = (f"{n}={getattr(rule, n)!r}" for n in ("retention", "optimizer", "structure"))
+    matrix = rule.structure.is_matrix
     online = rule.window == rule.chunk_size == 1
-    if isinstance(rule.retention, retention_lib.Channel) and not matrix:
-        yield (
-            retention,
-            f"structure={structure!r}: a decay per feature channel is defined for Matrix() only. Use Scalar().",
-        )
+    if rule.retention.gate not in (None, "scalar", "channel"):
+        yield retention, f"its gate={rule.retention.gate!r}, which should be None, 'scalar' or 'channel'."
+    if rule.retention.gate == "channel" and not matrix:
+        yield retention, f"{structure}: a decay per feature channel is defined for Matrix() only. Use Scalar()."
     if rule.retention.decay_first and rule.chunk_size > 1:
         yield (
             retention,
@@ -191,29 +227,31 @@ def _clashes(rule: MemoryRule) -> Iterator[tuple[str, str]]:
         )
     if rule.retention.has_map and rule.uses_muon:
         yield retention, f"{optimizer}: an orthogonal step and a retention map do not combine. Use GradientDescent()."
-    if isinstance(optimizer_ := rule.optimizer, optimizers.Muon) and rule.chunk_size % optimizer_.every:
+    if rule.chunk_size % rule.optimizer.every:
         yield optimizer, f"chunk_size={rule.chunk_size}: `every` must divide the chunk size."
     if rule.optimizer.per_channel and not matrix:
-        yield optimizer, f"structure={structure!r}: a step size per channel of the value is defined for Matrix() only."
+        yield optimizer, f"{structure}: a step size per channel of the value is defined for Matrix() only."
     if rule.optimizer.per_channel and rule.window > 1:
         yield optimizer, f"window={rule.window}: a step size per channel is defined for window=1 only."
-    if isinstance(rule.optimizer, optimizers.Implicit):
-        if not (matrix and isinstance(rule.objective, objectives.L2) and online):
+    if rule.optimizer.is_implicit:
+        if not (matrix and rule.objective.gradient_is_error and online):
             yield (
                 optimizer,
                 "the other choices: the step's minimizer is known for Matrix(), L2() and window=chunk_size=1 only.",
             )
-        if not (isinstance(rule.retention, retention_lib.Full) or rule.retention.decay_first):
+        if not rule.retention.is_linear or rule.retention.has_map:
+            yield optimizer, f"{retention}: the step's minimizer is known for a decay α M only."
+        elif not (rule.retention.gate is None or rule.retention.decay_first):
             yield (
                 optimizer,
                 f"{retention}: it decays first. Use Full(), Scalar(decay_first=True) or Channel(decay_first=True).",
             )
-    if isinstance(rule.objective, objectives.RemoveAndReplace):
-        plain = isinstance(rule.optimizer, optimizers.GradientDescent) and not rule.optimizer.per_channel
-        identity = isinstance(rule.features, features_lib.Identity)
-        if not (matrix and online and plain and identity) or rule.retention.has_map or rule.retention.decay_first:
+    if rule.objective.removes:
+        plain = rule.optimizer.is_linear and not rule.optimizer.has_momentum and not rule.optimizer.per_channel
+        decays = rule.retention.is_linear and not rule.retention.has_map and not rule.retention.decay_first
+        if not (matrix and online and plain and rule.features.is_identity and decays):
             yield (
-                "objective=RemoveAndReplace()",
+                f"objective={rule.objective!r}",
                 "the other choices: it is defined for Matrix(), Identity(), GradientDescent(), a decay that does not come "
                 "first, and window=chunk_size=1 only.",
             )

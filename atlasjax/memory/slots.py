@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import layout
+from atlasjax.memory import layout, meshes
 from atlasjax.memory.chunk import Plan, Slot, Window, run_chunk
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import MemoryParams, Weights
@@ -58,7 +58,7 @@ class Carry(NamedTuple):
     """What goes from slot to slot; leaves [batch, heads, …]."""
 
     memory: Weights
-    momentum: Weights | None
+    momentum: Any
     window: Window | None
     chunk_start: Weights
 
@@ -113,12 +113,12 @@ def scan_slots(
     by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None, None, 0))
     all_chunks = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0, 0))
 
-    def begin(weights: Any, begins: jax.Array | None) -> Any:
-        begun = rule.begin_chunk(weights)
-        return begun if begins is None else choose(begins, begun, weights)
+    def begin(weights: Any, begins: jax.Array | None, begun: Any = rule.begin_chunk) -> Any:
+        return begun(weights) if begins is None else choose(begins, begun(weights), weights)
 
     def by_batch(begins, params, chunk_start, memory, momentum, *rest):
-        return all_chunks(params, chunk_start, begin(memory, begins), begin(momentum, begins), *rest)
+        momentum = begin(momentum, begins, rule.begin_momentum)
+        return all_chunks(params, chunk_start, begin(memory, begins), momentum, *rest)
 
     checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
     lane_params = tuple(zip(_split(params, lanes, 0), _split(soup, lanes, 1)))
@@ -130,7 +130,7 @@ def scan_slots(
         if resets is not None:
             initial = jax.tree.map(lambda w: jnp.broadcast_to(w, (batch, *w.shape)), rule.start(params.weights))
             memory = choose(resets, initial, memory)
-            momentum = choose(resets, jax.tree.map(jnp.zeros_like, momentum), momentum)
+            momentum = choose(resets, rule.start_momentum(initial), momentum)
         # The call may begin in the middle of a chunk, and a slot without tokens begins none.
         begins = None if first is None else first == 0
         if filled is not None:
@@ -164,14 +164,14 @@ def scan_slots(
     grouped = remaining // group * group if group > 1 else 0
     if grouped:
         # Short chunks: one boundary state is kept for several of them.
-        outer = checkpoint(lambda c, x: jax.lax.scan(lambda c, x: run_slot(c, x, None, by_batch), c, x))
+        outer = checkpoint(lambda c, x: meshes.scan(lambda c, x: run_slot(c, x, None, by_batch), c, x))
         head = jax.tree.map(lambda x: x[:grouped].reshape(-1, group, *x.shape[1:]), xs)
-        carries, y = jax.lax.scan(outer, carries, head)
+        carries, y = meshes.scan(outer, carries, head)
         outputs.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y))
         xs = jax.tree.map(lambda x: x[grouped:], xs)
         remaining -= grouped
     if remaining:
-        carries, y = jax.lax.scan(lambda c, x: run_slot(c, x, None, checkpoint(by_batch)), carries, xs)
+        carries, y = meshes.scan(lambda c, x: run_slot(c, x, None, checkpoint(by_batch)), carries, xs)
         outputs.append(y)
     y = jax.tree.map(lambda *parts: jnp.concatenate(parts) if len(parts) > 1 else parts[0], *outputs)
     return _join(y, 2), _join(carries, 1)

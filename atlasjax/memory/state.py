@@ -1,6 +1,6 @@
 """The arrays of a memory: learned parameters, gates, and the state that is carried through time."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ class MemoryParams(NamedTuple):
 
     Attributes:
       weights: M_0, name → [heads, out, in], float32; where retention has a map, what the map takes (for `KL` logits).
-      coefficients: feature coefficients c_i, [heads, n], float32; None for the identity map.
+      coefficients: what the feature map learns, [heads, …], float32: c_i, [heads, n]; None where it has none.
       norm: LayerNorm inside the memory, {"scale", "bias"}: [heads, value_dim], float32; None without it.
     """
 
@@ -26,6 +26,8 @@ class MemoryParams(NamedTuple):
 
 class Gates(NamedTuple):
     """Gates per token and head, [batch, time, heads] (without the time axis in `step`); None where the rule uses none.
+
+    Numbers, and arrays that broadcast to these shapes, such as [heads], will do. float32 or float64.
 
     Attributes:
       retention: α ∈ [0, 1]; [batch, time, heads, D] for per-channel retention.
@@ -56,7 +58,8 @@ class MemoryState(NamedTuple):
     Attributes:
       memory: M_t, name → [batch, heads, out, in]; where retention has a map its accumulator (`MemoryRule.weights` maps it).
       chunk_start: M_{t'}, the memory at the start of the current chunk, at which gradients are taken.
-      momentum: S_t.
+      momentum: S_t, like `memory`; for an optimizer of your own the pytree that its `init` makes, leaves [batch, heads, …]. None
+        where the optimizer carries nothing.
       window_keys: the last c − 1 keys, [batch, heads, c − 1, key_dim], oldest first.
       window_values: their values, [batch, heads, c − 1, value_dim].
       window_thresholds: their Huber thresholds, [batch, heads, c − 1].
@@ -67,7 +70,7 @@ class MemoryState(NamedTuple):
 
     memory: Weights
     chunk_start: Weights | None
-    momentum: Weights | None
+    momentum: Any
     window_keys: jax.Array | None
     window_values: jax.Array | None
     window_thresholds: jax.Array | None
@@ -102,7 +105,7 @@ def init_params(rule: MemoryRule, key: jax.Array, *, num_heads: int, key_dim: in
     feature_dim = rule.features.dim(key_dim)
     weights = jax.vmap(lambda k: rule.structure.init(k, feature_dim, value_dim))(jax.random.split(key, num_heads))
     initial = rule.features.init()
-    coefficients = None if initial is None else jnp.tile(jnp.asarray(initial), (num_heads, 1))
+    coefficients = None if initial is None else jnp.tile(jnp.asarray(initial), (num_heads, *(1,) * initial.ndim))
     norm = None
     if rule.structure.norm:
         norm = {"scale": jnp.ones((num_heads, value_dim)), "bias": jnp.zeros((num_heads, value_dim))}
@@ -142,7 +145,7 @@ def init_state(
         memory=memory,
         # A copy: a state whose leaves share a buffer could not be donated to a jitted call.
         chunk_start=None if constant or rule.chunk_size == 1 else jax.tree.map(jnp.copy, memory),
-        momentum=jax.tree.map(jnp.zeros_like, memory) if rule.optimizer.has_momentum else None,
+        momentum=rule.start_momentum(memory),
         window_keys=keys,
         window_values=values,
         window_thresholds=thresholds,
@@ -155,13 +158,10 @@ def init_state(
 def infer_key_dim(rule: MemoryRule, params: MemoryParams) -> int:
     """The key size whose features fit the parameters' innermost matrix."""
     innermost = list(rule.structure.weight_shapes(1, 1))[-1]
-    feature_dim = params.weights[innermost].shape[-1]
-    for key_dim in range(1, feature_dim + 1):
-        if rule.features.dim(key_dim) == feature_dim:
-            return key_dim
-    raise ValueError(
-        f"params.weights[{innermost!r}]: no key size gives its {feature_dim} features with {rule.features!r}."
-    )
+    try:
+        return rule.features.key_dim(params.weights[innermost].shape[-1])
+    except ValueError as error:
+        raise ValueError(f"params.weights[{innermost!r}]: {error}") from None
 
 
 def check_params(rule: MemoryRule, params: MemoryParams) -> None:
@@ -172,12 +172,12 @@ def check_params(rule: MemoryRule, params: MemoryParams) -> None:
     initial = rule.features.init()
     if (initial is None) != (params.coefficients is None):
         raise ValueError(
-            f"params.coefficients: {rule.features!r} needs {'none' if initial is None else len(initial)}, "
+            f"params.coefficients: {rule.features!r} needs {'none' if initial is None else initial.shape}, "
             f"got {None if params.coefficients is None else params.coefficients.shape}."
         )
-    if initial is not None and params.coefficients is not None and params.coefficients.shape[-1] != len(initial):
+    if initial is not None and params.coefficients is not None and params.coefficients.shape[1:] != initial.shape:
         raise ValueError(
-            f"params.coefficients: {rule.features!r} has {len(initial)} per head, got shape {params.coefficients.shape}."
+            f"params.coefficients: {rule.features!r} has {initial.shape} per head, got {params.coefficients.shape}."
         )
     if rule.structure.norm and params.norm is None:
         raise ValueError(f"params.norm: {rule.structure!r} needs scale and bias, got None.")

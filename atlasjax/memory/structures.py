@@ -7,10 +7,12 @@ product with a sum of matrices that is never formed (the dual form; a soup of ca
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory.axes import Axis
 from atlasjax.names import lookup
 
 Linear = Callable[[str, jax.Array], jax.Array]
@@ -69,12 +71,57 @@ def layer_norm(x: jax.Array, norm: Mapping[str, jax.Array]) -> jax.Array:
     return centred * jax.lax.rsqrt(variance + 1e-6) * norm["scale"] + norm["bias"]
 
 
+class Structure(Axis):
+    """Base class of memories; write `weight_shapes`, `init` and `apply`.
+
+    Attributes:
+      residual: whether M(φ(x)) adds x, so that key_dim must equal value_dim; `apply` then has it as `skip`.
+      norm: whether the branch goes through a LayerNorm with learned scale and bias; `apply` then has them.
+      is_matrix: claim: M(x) = W x with one matrix "W". The closed forms of linear attention and the delta rules then apply.
+    """
+
+    claims: ClassVar = {"is_matrix": False}
+    residual: bool = False
+    norm: bool = False
+    is_matrix: bool
+
+    def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
+        """Name → (out, in). The first matrix is the outermost, with out = value_dim; the last one reads the features."""
+        raise NotImplementedError(f"{type(self).__name__}.weight_shapes")
+
+    def init(self, key: jax.Array, feature_dim: int, value_dim: int) -> dict[str, jax.Array]:
+        """M_0 of one head: name → float32 [out, in]. By default normal with variance 1 / in."""
+        shapes = self.weight_shapes(feature_dim, value_dim)
+        keys = jax.random.split(key, len(shapes))
+        return {name: _fan_in_normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+    def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
+        """M(x), with every weight applied by `linear(name, h)` once.
+
+        Args:
+          linear: W h of a named matrix W: [..., in] → [..., out].
+          x: features, [..., feature_dim].
+          skip: r(x), what a residual adds; None without one.
+          norm: {"scale", "bias"} of the LayerNorm; None without one.
+
+        Returns:
+          [..., value_dim].
+        """
+        raise NotImplementedError(f"{type(self).__name__}.apply")
+
+    def curvature(self, value_dim: int) -> float:
+        """Estimate of the largest squared singular value of ∂M(x)/∂M at M_0 for ‖x‖ = 1, for suggested step sizes.
+
+        2 is what residual MLPs and gated MLPs have at a fan-in start.
+        """
+        return 2.0
+
+
 @dataclasses.dataclass(frozen=True)
-class Matrix:
+class Matrix(Structure):
     """M(x) = W x with W: [value_dim, feature_dim]; starts at zero. Linear attention, the delta rule, SWLA."""
 
-    residual = False
-    norm = False
+    is_matrix = True
 
     def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
         return {"W": (value_dim, feature_dim)}
@@ -85,9 +132,15 @@ class Matrix:
     def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
         return linear("W", x)
 
+    def curvature(self, value_dim: int) -> float:
+        return 1.0  # exact
+
+    def summary(self) -> str:
+        return "matrix"
+
 
 @dataclasses.dataclass(frozen=True)
-class MLP:
+class MLP(Structure):
     """M(x) = r(x) + W1 σ(W2 σ(… x)): a residual MLP of any depth without biases (A Eq. 42 at depth 2).
 
     `W1` is the outermost matrix, as in the paper. r(x) is x for the identity feature map and the degree-one block of any
@@ -115,11 +168,6 @@ class MLP:
         widths = [value_dim, *[hidden] * (self.depth - 1), feature_dim]
         return {f"W{i + 1}": (widths[i], widths[i + 1]) for i in range(self.depth)}
 
-    def init(self, key: jax.Array, feature_dim: int, value_dim: int) -> dict[str, jax.Array]:
-        shapes = self.weight_shapes(feature_dim, value_dim)
-        keys = jax.random.split(key, len(shapes))
-        return {name: _fan_in_normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
-
     def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
         activation = ACTIVATIONS[self.activation]
         h = x
@@ -129,15 +177,24 @@ class MLP:
         assert skip is not None
         return skip + (layer_norm(out, norm) if norm is not None else out)
 
+    def curvature(self, value_dim: int) -> float:
+        # A LayerNorm divides by the variance of its input: about 1/value_dim at depth 1, and a quarter of it for each layer more.
+        # It fluctuates, so twice that is taken.
+        return 2.0 * (2.0 * value_dim * 4.0 ** (self.depth - 1) if self.norm else 1.0)
+
+    def summary(self) -> str:
+        return (f"residual MLP, {self.depth} matrices, {self.expansion}×" if self.depth > 1 else "residual matrix") + (
+            ", LayerNorm" if self.norm else ""
+        )
+
 
 @dataclasses.dataclass(frozen=True)
-class GatedMLP:
+class GatedMLP(Structure):
     """M(x) = r(x) + W1 (σ(W2 x) ⊙ W3 x): the gated memory (A Eq. 43); shapes and r(x) as in `MLP`."""
 
     expansion: int = 4
     activation: str = "gelu"
     residual = True
-    norm = False
 
     def __post_init__(self) -> None:
         _check_positive(self, expansion=self.expansion)
@@ -147,14 +204,9 @@ class GatedMLP:
         hidden = self.expansion * value_dim
         return {"W1": (value_dim, hidden), "W2": (hidden, feature_dim), "W3": (hidden, feature_dim)}
 
-    def init(self, key: jax.Array, feature_dim: int, value_dim: int) -> dict[str, jax.Array]:
-        shapes = self.weight_shapes(feature_dim, value_dim)
-        keys = jax.random.split(key, len(shapes))
-        return {name: _fan_in_normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
-
     def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
         assert skip is not None
         return skip + linear("W1", ACTIVATIONS[self.activation](linear("W2", x)) * linear("W3", x))
 
-
-Structure = Matrix | MLP | GatedMLP
+    def summary(self) -> str:
+        return f"gated residual MLP, {self.expansion}×"

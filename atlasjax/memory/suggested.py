@@ -42,6 +42,10 @@ write moves the weights by η, and a memory under retention α that is pushed on
 (about 1), and may go up to 4 times the largest of those. With α < 1 such a memory is bounded for every η. Without retention a time
 scale of 128 tokens is assumed.
 
+An optimizer of a user's own, not linear in the gradient, is taken for one whose steps move each weight by about η, whatever the
+gradient (sign momentum, Adam): weights pushed one way for ever settle at η / (every · (1 − α)), and η starts where that is
+half of the size of an entry at a fan-in start, 1/√D. A loss of a user's own is taken to curve no more than ℓ2, ∂²ℓ/∂out² ≤ 1.
+
 Longhorn's implicit step contracts for every β: it starts at 1, which is DeltaNet's 1/2 for keys of unit length, and may go up to 4.
 Memora's step goes through the softmax, whose slope is a weight's own size M ≤ 1: between 1 (all weight on one entry, the limit
 above) and 1/D (spread evenly, the start); λ is divided by √D. RWKV-7's removal rates start at 1/2 (as DeltaNet's β), and its
@@ -63,12 +67,8 @@ import numpy as np
 
 from atlasjax.memory.caching import CachedRule
 from atlasjax.memory.kernelized import KernelRule
-from atlasjax.memory.objectives import DotProduct
-from atlasjax.memory.optimizers import Implicit, Muon
-from atlasjax.memory.retention import KL
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates
-from atlasjax.memory.structures import MLP, Matrix
 
 _SHORT, _LONG = (32.0, 512.0), (512.0, 8192.0)  # time scales of retention, in tokens
 _GELU_SLOPE = 1.13
@@ -137,21 +137,9 @@ class InitialGates:
     start_scale: np.ndarray
 
 
-def feature_norm(rule: MemoryRule) -> float:
-    """Upper bound of ‖φ(k)‖² for ‖k‖ = 1, at the initial coefficients."""
-    coefficients = rule.features.init()
-    return 1.0 if coefficients is None else float(np.sum(np.square(coefficients, dtype=np.float64)))
-
-
-def curvature(rule: MemoryRule, value_dim: int) -> float:
+def curvature(rule: MemoryRule, key_dim: int, value_dim: int) -> float:
     """λ: estimate of the largest squared singular value of ∂M(φ(k))/∂M at M_0, for ‖k‖ = 1; exact for a matrix."""
-    softmax_slope = value_dim**-0.5 if isinstance(rule.retention, KL) else 1.0
-    if isinstance(rule.structure, Matrix):
-        return feature_norm(rule) * softmax_slope
-    norm_gain = softmax_slope
-    if isinstance(rule.structure, MLP) and rule.structure.norm:
-        norm_gain = 2.0 * value_dim * 4.0 ** (rule.structure.depth - 1)
-    return 2.0 * feature_norm(rule) * norm_gain
+    return rule.structure.curvature(value_dim) * rule.features.square_norm(key_dim) * rule.retention.slope(value_dim)
 
 
 def gradient_count(rule: MemoryRule, momentum: np.ndarray, window: np.ndarray) -> np.ndarray:
@@ -179,9 +167,11 @@ def initial_gates(
       max_step: upper end of the step size; None takes the derived one. Initial steps are at most half of it.
       similar_keys: whether the keys of a chunk are to be expected nearly equal.
     """
-    muon, matrix = isinstance(rule.optimizer, Muon), isinstance(rule.structure, Matrix)
+    matrix, dot_product = rule.structure.is_matrix, rule.objective.gradient_is_value
     kernel = isinstance(rule, KernelRule)
-    short = (muon or matrix) and not rule.retention.has_map and not kernel  # a cache is there to be kept
+    # Whether a write needs a gradient of the memory's size: those of one size, and into a matrix, do not.
+    one_size = rule.optimizer.orthogonalizes or not (rule.optimizer.is_linear or rule.optimizer.is_implicit)
+    short = (one_size or matrix) and not rule.retention.has_map and not kernel  # a cache is there to be kept
     scales = np.geomspace(*(_SHORT if short else _LONG), num_heads)
     channels = rule.gate_channels(key_dim, value_dim)
     forgetting = 1.0 / scales if "retention" in channels else np.full(num_heads, 1.0 / 128)
@@ -192,19 +182,22 @@ def initial_gates(
 
     if isinstance(rule, KernelRule):
         step, derived = _kernel_step(rule, forgetting, momentum, window.sum(axis=1))
-    elif isinstance(rule.optimizer, Muon):
+    elif rule.optimizer.orthogonalizes:
         step = 0.5 * rule.optimizer.every * forgetting
         derived = 4 * step.max()
-    elif isinstance(rule.optimizer, Implicit):
+    elif one_size:
+        step = 0.5 * rule.optimizer.every * forgetting / rule.features.dim(key_dim) ** 0.5
+        derived = 16 * step.max()
+    elif rule.optimizer.is_implicit:
         step, derived = np.full(num_heads, 1.0), 4.0
-    elif isinstance(rule.objective, DotProduct) and matrix:
+    elif dot_product and matrix:
         step, derived = np.full(num_heads, 0.5), 1.0
-    elif isinstance(rule.objective, DotProduct):
-        step = 0.5 * forgetting / (_GELU_SLOPE * feature_norm(rule) ** 0.5)
+    elif dot_product:
+        step = 0.5 * forgetting / (_GELU_SLOPE * rule.features.square_norm(key_dim) ** 0.5)
         derived = 16 * step.max()
     else:
         count = gradient_count(rule, momentum if rule.optimizer.has_momentum else np.zeros(num_heads), window)
-        exact = 1.0 / (count * curvature(rule, value_dim))
+        exact = 1.0 / (count * curvature(rule, key_dim, value_dim))
         step = 0.5 * exact
         derived = float(np.max(exact * (1.0 if similar_keys else np.clip(np.sqrt(count), 1.0, 4.0))))
     top = float(derived if max_step is None else max_step)
@@ -228,7 +221,7 @@ def initial_gates(
 
 def start_scale(rule: MemoryRule | KernelRule, step_size: np.ndarray) -> np.ndarray:
     """How many times their fan-in scale the weights of each head start at; step_size: initial η [heads]."""
-    if isinstance(rule, KernelRule) and isinstance(rule.structure, MLP) and isinstance(rule.objective, DotProduct):
+    if isinstance(rule, KernelRule) and not rule.structure.is_matrix and rule.objective.gradient_is_value:
         return 2.0 / np.sqrt(step_size)
     return np.ones_like(step_size)
 
@@ -237,8 +230,8 @@ def _kernel_step(
     rule: KernelRule, forgetting: np.ndarray, momentum: np.ndarray, gamma: np.ndarray
 ) -> tuple[np.ndarray, float]:
     """Initial η and its upper end, as derived at the top of this file; all [heads], gamma: Γ."""
-    matrix = isinstance(rule.structure, Matrix)
-    if isinstance(rule.objective, DotProduct):
+    matrix = rule.structure.is_matrix
+    if rule.objective.gradient_is_value:
         step = np.ones_like(forgetting) if matrix else 0.5 * np.sqrt(forgetting)
         top = 2.0 if matrix else 16 * step.max()
     else:

@@ -12,7 +12,7 @@ from atlasjax.nn.mac import MACMixer
 from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixer, MemoryMixerState
 from atlasjax.nn.mixers import MIXERS, Mixer
 from atlasjax.nn.model import LanguageModel, PositionedCache
-from atlasjax.nn.parameters import AXES
+from atlasjax.nn.parameters import AXES, param
 
 __all__ = [
     "AXES",
@@ -48,5 +48,6 @@ __all__ = [
     "abstract_model",
     "count_parameters",
     "logical_axes",
+    "param",
     "state_bytes",
 ]

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from atlasjax import elastic, gam
-from atlasjax.names import lookup
+from atlasjax.names import lookup, name_of, options_text, resolve
 from atlasjax.nn.checks import check_integers, is_number
 from atlasjax.nn.memory_config import MemoryConfig
 
@@ -142,7 +142,9 @@ class ModelConfig:
       head_dim: size of a head's queries and keys; None: dim / num_heads.
       value_expansion: size of a head's values over that of its keys, ≥ 1.
       mixer: a name of `atlasjax.nn.mixers.MIXERS`, or a pattern of names that repeats over the layers: with ("mamba", "swa") even
-        layers are Mamba and odd ones attention. A pattern's length divides num_layers.
+        layers are Mamba and odd ones attention. A pattern's length divides num_layers. A mixer of your own is named
+        "package.module:Class"; the class itself is taken too, and kept as that name.
+      mixer_options: keyword arguments of the mixers of your own, a JSON object; a dictionary is taken too, and kept as text.
       ffn: what follows the mixer in a layer: "swiglu", without biases; "gelu", two projections with biases; or "none".
       block: "pre_norm", x + f(norm(x)); or "bare", f(x), neither norm nor residual, which needs ffn="none".
       memory: the memory of the mixers that have one ("memory", "mac", "mag", "mal").
@@ -175,6 +177,7 @@ class ModelConfig:
     head_dim: int | None = None
     value_expansion: int = 1
     mixer: str | tuple[str, ...] = "memory"
+    mixer_options: str = "{}"
     ffn: Literal["swiglu", "gelu", "none"] = "swiglu"
     block: Literal["pre_norm", "bare"] = "pre_norm"
     memory: MemoryConfig = MemoryConfig()
@@ -222,8 +225,18 @@ class ModelConfig:
         for name, kind in _PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"ModelConfig: {name} must be a {kind.__name__}, got {getattr(self, name)!r}.")
-        if not isinstance(self.mixer, str | tuple) or not all(isinstance(name, str) for name in self.pattern):
-            raise ValueError(f"ModelConfig: mixer must be a name or a tuple of names, got {self.mixer!r}.")
+        alone = not isinstance(self.mixer, tuple)
+        names_ = tuple(name_of("ModelConfig: mixer", mixer) for mixer in ((self.mixer,) if alone else self.mixer))
+        object.__setattr__(self, "mixer", names_[0] if alone else names_)
+        object.__setattr__(self, "mixer_options", options_text("ModelConfig", "mixer_options", self.mixer_options))
+        for name in self.pattern:
+            if ":" in name:
+                resolve("mixer", name, {})  # here, where the message helps, and not when the model is made
+        if self.mixer_options != "{}" and not any(":" in name for name in self.pattern):
+            raise ValueError(
+                f"ModelConfig: mixer_options={self.mixer_options} are for a mixer of your own, named 'package.module:Class'; "
+                f"mixer is {self.mixer!r}."
+            )
         if not self.pattern or self.num_layers % len(self.pattern):
             raise ValueError(
                 f"ModelConfig: mixer={self.mixer!r} is a pattern of {len(self.pattern)} layers, which must divide "

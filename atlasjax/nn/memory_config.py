@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from atlasjax import rules
-from atlasjax.memory import AnyRule, MemoryRule, structures
+from atlasjax.memory import AnyRule, KernelRule, MemoryRule, structures
 from atlasjax.memory import features as features_lib
 from atlasjax.memory.fastest import IMPLEMENTATIONS
-from atlasjax.names import lookup
+from atlasjax.names import call_with, lookup, name_of, options_text, resolve
 from atlasjax.nn.caching import CachingConfig
 from atlasjax.nn.checks import is_number
 
@@ -49,7 +49,10 @@ class MemoryConfig:
     """A rule of `atlasjax.rules` by name, with overrides. None leaves a choice as the rule has it.
 
     Attributes:
-      rule: a name of `rules.REGISTRY`.
+      rule: a name of `rules.REGISTRY`, or "package.module:function" for a rule of your own: a function that returns a `MemoryRule`
+        or a `KernelRule`. The function itself is taken too, and kept as that name.
+      rule_options: keyword arguments of that function beside the fields below, a JSON object; a dictionary is taken too, and kept
+        as text.
       chunk_size: b ≥ 1 tokens whose gradients are taken at one memory. Part of the model.
       window: c ≥ 1 last tokens whose loss every step descends on (the Omega rule).
       cache_window: w ≥ window last tokens that a kernel memory's cache holds (swdt, dot).
@@ -75,6 +78,7 @@ class MemoryConfig:
     """
 
     rule: str = "atlas"
+    rule_options: str = "{}"
     chunk_size: int | None = None
     window: int | None = None
     cache_window: int | None = None
@@ -93,6 +97,8 @@ class MemoryConfig:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rule", name_of("MemoryConfig: rule", self.rule))
+        object.__setattr__(self, "rule_options", options_text("MemoryConfig", "rule_options", self.rule_options))
         if self.caching is not None and not isinstance(self.caching, CachingConfig):
             raise ValueError(f"MemoryConfig: caching must be a CachingConfig or None, got {self.caching!r}.")
         if not isinstance(self.bounded, bool):
@@ -114,7 +120,7 @@ class MemoryConfig:
         Raises:
           ValueError: as the class says; a refused override is named together with the rule and what the rule does take.
         """
-        factory = lookup("memory rule", self.rule, rules.REGISTRY)
+        factory = resolve("memory rule", self.rule, rules.REGISTRY)
         parameters = inspect.signature(factory).parameters
         arguments: dict[str, Any] = {}
         for field, parameter in _RULE_FIELDS.items():
@@ -128,7 +134,9 @@ class MemoryConfig:
         else:
             self._override_part("structure", STRUCTURES, _STRUCTURE_FIELDS, parameters, arguments)
         self._override_part("features", FEATURES, _FEATURE_FIELDS, parameters, arguments)
-        rule = factory(**arguments)
+        rule = call_with("memory rule", self.rule, factory, options=self.rule_options, **arguments)
+        if not isinstance(rule, MemoryRule | KernelRule):
+            raise ValueError(f"memory rule {self.rule!r} made {rule!r}, should be a MemoryRule or a KernelRule.")
         if not self.bounded and isinstance(rule, MemoryRule):
             rule = rule.unbounded()
         return rule if self.caching is None else self.caching.around(rule)
@@ -160,7 +168,7 @@ class MemoryConfig:
 
     def overrides(self) -> tuple[str, ...]:
         """Names of the fields that this rule can override."""
-        parameters = inspect.signature(lookup("memory rule", self.rule, rules.REGISTRY)).parameters
+        parameters = inspect.signature(resolve("memory rule", self.rule, rules.REGISTRY)).parameters
         names = [field for field, parameter in _RULE_FIELDS.items() if parameter in parameters]
         if "structure" in parameters:
             names += ["structure", *_STRUCTURE_FIELDS]

@@ -1,14 +1,15 @@
 """The one interface of everything that mixes tokens, and the list of what there is.
 
-A new mixer is one class with these three methods and one line of `MIXERS`; a fourth, `observe`, where it has a memory to watch.
+A mixer is one class with these three methods, and a fourth, `observe`, where it has a memory to watch. The library's have a line of
+`MIXERS`; one of a user's own is given to `ModelConfig` as it is, or as "package.module:Class".
 """
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 from flax import nnx
 
-from atlasjax.names import lookup
+from atlasjax.names import call_with, resolve
 from atlasjax.nn import baselines
 from atlasjax.nn.attention import AttentionMixer, SlidingWindowMixer
 from atlasjax.nn.backbones import MAGMixer, MALMixer
@@ -20,7 +21,10 @@ from atlasjax.nn.memory_mixer import MemoryMixer
 
 
 class Mixer(Protocol):
-    """An `nnx.Module` made by `Class(config, rngs=rngs)`; parameters by `atlasjax.nn.parameters.param`."""
+    """An `nnx.Module` made by `Class(config, rngs=rngs, **options)` of a `ModelConfig` and its `mixer_options`.
+
+    Parameters are made by `atlasjax.nn.param`, which names their axes for sharding.
+    """
 
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
@@ -92,9 +96,16 @@ MIXERS: dict[str, type] = {
 
 
 def make_mixer(name: str, config: ModelConfig, *, rngs: nnx.Rngs) -> Mixer:
-    """The mixer of that name.
+    """The mixer of that name: of `MIXERS`, or "package.module:Class".
 
     Raises:
-      ValueError: no such mixer, or a config that it cannot be made with.
+      ValueError: no such mixer, or a config or options that it cannot be made with.
     """
-    return lookup("mixer", name, MIXERS)(config, rngs=rngs)
+    made = resolve("mixer", name, MIXERS)
+    options = config.mixer_options if ":" in name else "{}"
+    mixer = call_with("mixer", name, made, config, rngs=rngs, options=options)
+    missing = [method for method in ("__call__", "init_state", "extend") if not callable(getattr(mixer, method, None))]
+    if missing or not isinstance(mixer, nnx.Module):
+        what = f"has no {', '.join(missing)}" if missing else "is no flax.nnx.Module"
+        raise ValueError(f"mixer {name!r}: {type(mixer).__name__} {what}; see atlasjax.nn.Mixer.")
+    return cast(Mixer, mixer)

@@ -6,7 +6,10 @@ from typing import Any
 
 from atlasjax.data.config import DataConfig
 from atlasjax.distributed.mesh import MeshConfig, ProcessConfig
+from atlasjax.names import name_of, options_text, resolve
 from atlasjax.nn.config import ModelConfig
+
+SCHEDULES = ("cosine", "linear", "constant")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,14 +17,24 @@ class OptimizerConfig:
     """AdamW with warm-up and cosine decay, and clipping of the gradient's global norm (A §6: AdamW, cosine, decay 0.1).
 
     Attributes:
+      name: "adamw", or "package.module:function" for any function that returns an optax transformation: "optax:lion",
+        "optax.contrib:muon", or one of your own. It is called with the schedule, `options`, and the mask of the parameters that
+        decay if it has a parameter `mask` or `weight_decay_mask`. The function itself is taken too, and kept as that name.
+      options: keyword arguments of that function, a JSON object; a dictionary is taken too, and kept as text. b1, b2, eps and
+        weight_decay below are AdamW's.
+      schedule: "cosine", "linear", "constant", or "package.module:function", called with this config and the steps of the whole
+        run; it returns a function step (0 is the first) → learning rate.
       learning_rate: the peak, reached at the end of the warm-up.
       warmup_steps: steps of linear warm-up.
-      final_fraction: the learning rate at the last step, as a fraction of the peak.
+      final_fraction: the learning rate at the last step, as a fraction of the peak ("cosine" and "linear").
       b1, b2, eps: AdamW's decay rates of the two moments, and the term that keeps it from dividing by zero.
       weight_decay: decoupled decay, applied to matrices only (see `optimizer.decay_mask`).
       clip_norm: gradients with a larger global norm are scaled down to it; None: never.
     """
 
+    name: str = "adamw"
+    options: str = "{}"
+    schedule: str = "cosine"
     learning_rate: float = 4e-4
     warmup_steps: int = 1000
     final_fraction: float = 0.1
@@ -32,6 +45,16 @@ class OptimizerConfig:
     clip_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
+        for field in ("name", "schedule"):
+            object.__setattr__(self, field, name_of(f"optimizer.{field}", getattr(self, field)))
+        object.__setattr__(self, "options", options_text("optimizer", "options", self.options))
+        resolve("optimizer", self.name, {"adamw": None})
+        resolve("learning-rate schedule", self.schedule, dict.fromkeys(SCHEDULES))
+        if self.options != "{}" and self.name == "adamw":
+            raise ValueError(
+                f"optimizer.options is {self.options}; 'adamw' has fields of its own (b1, b2, eps, weight_decay). Options are for "
+                "another optimizer, such as 'optax:lion'."
+            )
         _require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "positive")
         _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
         _require(0 <= self.final_fraction <= 1, "optimizer.final_fraction", self.final_fraction, "in [0, 1]")
@@ -131,7 +154,7 @@ def changes_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[l
     architecture, fixed, free = [], [], []
     for name, before, after in differences(old, new):
         line = f"{name}: {before!r} → {after!r}"
-        if name.startswith(_FREE):
+        if name.startswith(_FREE) and name != "optimizer.name":  # another optimizer has another state
             free.append(line)
         elif name.startswith("model"):
             architecture.append(line)

@@ -7,6 +7,7 @@ import numpy as np
 from atlasjax import memory, rules
 from atlasjax.memory import Bound, features, objectives, optimizers, retention, structures
 from atlasjax.memory.rule import MemoryRule
+from tests.memory.own_ideas import IDEAS
 
 MATRIX, GD = structures.Matrix(), optimizers.GradientDescent()
 
@@ -75,6 +76,7 @@ RULES: dict[str, MemoryRule] = {
     "muon_matrix_channel": MemoryRule(
         MATRIX, objectives.L2(), optimizer=optimizers.Muon(3), retention=retention.Channel(), window=2, chunk_size=6
     ),
+    **IDEAS,
 }  # fmt: skip
 
 

@@ -102,7 +102,7 @@ CLASHES = {
     "depth must be an integer ≥ 1": lambda: structures.MLP(depth=0),
     "degree must be an integer ≥ 1": lambda: features.Polynomial(0),
     "p must be ≥ 1": lambda: objectives.Lp(0.5),
-    "objective must be one of .* Give an instance": lambda: MemoryRule(objective=objectives.L2),
+    "objective must be a .* Give an instance": lambda: MemoryRule(objective=objectives.L2),
     "optimizer is Momentum.*not Muon": lambda: rules.titans().with_newton_schulz(3),
     r"decay_first=True\) clashes with chunk_size=8": lambda: MemoryRule(
         retention=retention.Scalar(decay_first=True), chunk_size=8

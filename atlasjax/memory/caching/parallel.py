@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import layout
+from atlasjax.memory import layout, meshes
 from atlasjax.memory.caching import gates as gating
 from atlasjax.memory.caching import memories, read
 from atlasjax.memory.caching.rule import CachedRule
@@ -123,7 +123,7 @@ def _write(
         run = jax.checkpoint(segment, prevent_cse=False)
         wide = jnp.promote_types(rows.q.dtype, jnp.float32)
         start = jax.tree.map(lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x, fresh)
-        _, (y, ends, starts) = jax.lax.scan(run, start, (rows, lengths, resets))
+        _, (y, ends, starts) = meshes.scan(run, start, (rows, lengths, resets))
     if lengths is not None:
         real = jnp.arange(size) < lengths[..., None]
         y = jnp.where(real[..., None, None], y, 0.0)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from atlasjax.memory import meshes
 from atlasjax.memory.blocks import dot
 from atlasjax.memory.caching import memories as memories_of
 from atlasjax.memory.caching.state import AnyParams
@@ -107,7 +108,7 @@ def read_earlier(
         s, i, gamma = xs
         return y.at[s].add(weighed(params, memories, q, s, i, gamma)), None
 
-    return jax.lax.scan(pair, y, (jnp.asarray(reader), jnp.asarray(earlier), gamma[reader, ..., earlier]))[0]
+    return meshes.scan(pair, y, (jnp.asarray(reader), jnp.asarray(earlier), gamma[reader, ..., earlier]))[0]
 
 
 def read_all(
@@ -130,7 +131,7 @@ def read_all(
 
     first = lambda x, axis: jnp.moveaxis(x, axis, 0)
     y = jnp.zeros((*q.shape[:-1], memories_of.value_dim(rule, memories)), q.dtype)
-    return jax.lax.scan(one, y, (jax.tree.map(lambda w: first(w, 2), memories), first(gamma, -1)))[0]
+    return meshes.scan(one, y, (jax.tree.map(lambda w: first(w, 2), memories), first(gamma, -1)))[0]
 
 
 def read_selected(
@@ -189,7 +190,7 @@ def read_selected(
         return run(params, jax.tree.map(lambda w: w[which, b, h], memories), rows)
 
     xs = (jnp.moveaxis(rows, 2, 0), jnp.moveaxis(which, 2, 0))
-    _, out = jax.lax.scan(lambda _, x: (None, block(params, memories, *x)), None, xs)
+    _, out = meshes.scan(lambda _, x: (None, block(params, memories, *x)), None, xs)
     out = jnp.moveaxis(out, 0, 2).reshape(batch, heads, blocks * size, -1)
     # Readings of nothing have no place: they get zeros.
     read = jax.vmap(jax.vmap(lambda x, p: x.at[p].get(mode="fill", fill_value=0.0)))(out, place)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory import meshes
 from atlasjax.memory.caching import memories as memories_of
 from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import AnyParams, Tokens
@@ -132,7 +133,7 @@ def reference_cached(
         "last": jnp.zeros((), jnp.int32),
         "document": jnp.full((), -1, jnp.int32),
     }
-    return jax.vmap(lambda tokens, ids: jax.lax.scan(token, carry, (tokens, ids))[1])(tokens, ids)
+    return jax.vmap(lambda tokens, ids: meshes.scan(token, carry, (tokens, ids))[1])(tokens, ids)
 
 
 def _pool(rule: CachedRule, total: jax.Array, count: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory import meshes
 from atlasjax.memory.caching import gates as gating
 from atlasjax.memory.caching import memories, read
 from atlasjax.memory.caching.rule import CachedRule
@@ -161,7 +162,7 @@ def streamed_scan(
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
     state = jax.tree.map(lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
     run = jax.checkpoint(one, prevent_cse=False)
-    state, y = jax.lax.scan(run, state, (jax.tree.map(lay, tokens), jnp.arange(count)))
+    state, y = meshes.scan(run, state, (jax.tree.map(lay, tokens), jnp.arange(count)))
     y = jnp.moveaxis(y, 0, 1)[rows_index, segment, offset]
     return y.astype(dtype), state
 

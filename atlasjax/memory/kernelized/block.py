@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from atlasjax.memory import meshes
 from atlasjax.memory.blocks import Factors, dot
 from atlasjax.memory.kernelized import sums
 from atlasjax.memory.kernelized.coefficients import Coefficients, Transition
@@ -121,7 +122,8 @@ def gradients(
         return jnp.sum(rule.objective.loss(rule.structure.apply(linear, k, k, None), v)), inputs
 
     zeros = {name: jnp.zeros((k.shape[0], w.shape[0]), h.dtype) for name, w in weights.items()}
-    (left_h, left), inputs = jax.grad(total_loss, argnums=(0, 1), has_aux=True)(jnp.zeros_like(h), zeros)
+    at = meshes.vary_like((jnp.zeros_like(h), zeros), h, weights, k, v)
+    (left_h, left), inputs = jax.grad(total_loss, argnums=(0, 1), has_aux=True)(*at)
     return left_h, {name: Factors(left[name], inputs[name]) for name in weights}
 
 
@@ -261,7 +263,7 @@ def run_block(
     if sizes.chunks == 1:
         local, y = chunk(local, jax.tree.map(lambda x: x[0], xs))
     else:
-        local, y = jax.lax.scan(chunk, local, xs)
+        local, y = meshes.scan(chunk, local, xs)
         y = y.reshape(sizes.block, -1)
     done = lambda x: None if x is None else x[: sizes.block]
     left_open = lambda x: None if x is None else x[sizes.block :]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory import meshes
 from atlasjax.memory.blocks import decay_products, window_matrix
 from atlasjax.memory.kernelized.rule import KernelRule
 from atlasjax.memory.retention import Full
@@ -111,7 +112,7 @@ def identity_like(x: Transition) -> Transition:
 def before_each(parts: Transition) -> tuple[Transition, Transition]:
     """From transitions of consecutive parts, [n], those from the beginning to each part's start, [n], and over all of them, []."""
     start = identity_like(jax.tree.map(lambda x: x[0], parts))
-    whole, starts = jax.lax.scan(lambda sofar, part: (compose(part, sofar), sofar), start, parts)
+    whole, starts = meshes.scan(lambda sofar, part: (compose(part, sofar), sofar), start, parts)
     return starts, whole
 
 
@@ -119,7 +120,7 @@ def after_each(parts: Transition) -> Transition:
     """From transitions of consecutive parts, [n], those from each part's end to the end of the last, [n]; and first from the
     beginning of part 0: [n + 1]."""
     end = identity_like(jax.tree.map(lambda x: x[0], parts))
-    whole, after = jax.lax.scan(lambda later, part: (compose(later, part), later), end, parts, reverse=True)
+    whole, after = meshes.scan(lambda later, part: (compose(later, part), later), end, parts, reverse=True)
     return jax.tree.map(lambda w, x: jnp.concatenate([w[None], x]), whole, after)
 
 
@@ -143,4 +144,4 @@ def since_commit(parts: Transition, columns: int | None) -> Transition:
             return jax.tree.map(lambda new, old: jnp.where(jnp.arange(wide) <= i, new, old), moved, row), row
         return jax.tree.map(lambda new, first: jnp.concatenate([new[1:], first]), moved, one), row
 
-    return jax.lax.scan(body, fresh, (parts, jnp.arange(n)))[1]
+    return meshes.scan(body, fresh, (parts, jnp.arange(n)))[1]

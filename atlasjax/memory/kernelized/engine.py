@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import layout
+from atlasjax.memory import layout, meshes
 from atlasjax.memory.kernelized.block import Carry, Sizes, Tokens
 from atlasjax.memory.kernelized.coefficients import (
     Transition,
@@ -202,7 +202,8 @@ def _run(
         cache = cache._replace(keys=keys[: finished + length])
         open_ = jax.tree.map(lambda x: split(x)[1], old)
         carry = Carry(open_.coefficients, open_.momentum, open_.decay, weights, weights_momentum)
-        y, carry, cache = run_blocks(rule, sizes, params_weights, carry, cache, xs, indices)
+        operands = meshes.vary_like((params_weights, carry, cache, xs, indices))  # their cotangents will all vary alike
+        y, carry, cache = run_blocks(rule, sizes, *operands)
 
         if has_scaling(rule):
             after = after_each(whole)

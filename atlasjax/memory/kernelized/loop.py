@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from atlasjax.memory import meshes
 from atlasjax.memory.kernelized.block import Carry, Places, Sizes, Tokens, read_rows, run_block, visible
 from atlasjax.memory.kernelized.coefficients import Transition
 from atlasjax.memory.kernelized.rule import KernelRule
@@ -145,7 +146,7 @@ def _forward(
     outputs = []
     for span in _spans(rule, sizes, before):
         x = (_slice(xs, span), jnp.arange(span.first, span.stop))
-        (carry, cache), out = jax.lax.scan(functools.partial(body, span=span), (carry, cache), x)
+        (carry, cache), out = meshes.scan(functools.partial(body, span=span), (carry, cache), x)
         outputs.append(out)
     y, carries, parts = _join(outputs)
     return y, carry, cache, (carries, parts)
@@ -205,7 +206,7 @@ def _run_backward(rule, sizes, saved, cotangents):  # type: ignore[no-untyped-de
     by_span: list[Any] = []
     for span in reversed(_spans(rule, sizes, before)):
         x = (*_slice((xs, carries, parts, ct_y), span), jnp.arange(span.first, span.stop))
-        state, ct_xs = jax.lax.scan(functools.partial(body, span=span), state, x, reverse=True)
+        state, ct_xs = meshes.scan(functools.partial(body, span=span), state, x, reverse=True)
         by_span.insert(0, ct_xs)
     ct_initial, ct_carry, ct_cache = state
     # Only the entries before the tape are inputs: the rest was room that the blocks wrote over.

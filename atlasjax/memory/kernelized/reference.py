@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory import meshes
 from atlasjax.memory.kernelized.rule import KernelRule
 from atlasjax.memory.kernelized.state import KernelParams, KernelState, empty_state
 from atlasjax.memory.kernelized.tape import Cache, cut_tail, lay, ordered_cache, stored_cache, tail_places
@@ -68,7 +69,7 @@ def _token(rule: KernelRule, initial: dict, carry: dict, token: dict) -> tuple[d
     keys = jnp.concatenate([token["k"][None], carry["window_keys"]])
     values = jnp.concatenate([token["v"][None], carry["window_values"]])
     gamma = jnp.where(jnp.arange(rule.window) <= carry["count"], token["window"], 0.0)
-    change = jnp.zeros((rule.window, memory["a"].shape[1]), memory["a"].dtype)
+    change = meshes.vary_like(jnp.zeros((rule.window, memory["a"].shape[1]), memory["a"].dtype), keys, values, start)
     gradient = lambda change, k, v: jax.grad(_loss, (2, 3))(rule, start, change, start["weights"], k, v)
     g_a, g_weights = jax.vmap(gradient)(change, keys, values)
     if not rule.optimizer.has_momentum:
@@ -151,7 +152,7 @@ def reference_scan(
     def one_head(initial: dict, per_head: dict, per_batch: dict, tokens: dict, in_batch: dict) -> Any:
         index = before + jnp.cumsum(in_batch["real"]) - 1
         body = lambda c, x: _token(rule, initial, c, x)
-        last, y = jax.lax.scan(body, {**per_head, **per_batch}, {**tokens, **in_batch, "index": index})
+        last, y = meshes.scan(body, {**per_head, **per_batch}, {**tokens, **in_batch, "index": index})
         done = last["position"] == 0
         last["start"] = jax.tree.map(lambda m, g: jnp.where(done, m, g), last["memory"], last["start"])
         return y, last, before + jnp.sum(in_batch["real"]) - last["position"]

@@ -1,0 +1,66 @@
+"""Calls inside `jax.shard_map` and on meshes with explicit axes, as they are.
+
+Under `shard_map` JAX types each array by the mesh axes over which it varies, and a loop's carry must keep its type: a fresh memory,
+which varies over none, becomes one that varies as the tokens do. On a mesh with explicit axes each operation must know how its
+result is sharded; the engines leave that to the compiler, as on a mesh with automatic axes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+
+def _varying(x: Any) -> frozenset[str]:
+    """The manual mesh axes over which an array varies."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary_like(tree: Any, *others: Any) -> Any:
+    """`tree`, varying over every manual mesh axis over which it or `others` vary; outside shard_map it is itself."""
+    axes: set[str] = set()
+    for leaf in jax.tree.leaves((tree, others)):
+        axes |= _varying(leaf)
+    if not axes:
+        return tree
+
+    def vary(x: Any) -> Any:
+        missing = tuple(sorted(axes - _varying(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
+def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, **options: Any) -> tuple[Any, Any]:
+    """`jax.lax.scan` with a carry that varies as the inputs do."""
+    return jax.lax.scan(body, vary_like(init, xs), xs, **options)
+
+
+def on_any_mesh(call: Callable[..., Any], fresh_state: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A call `(params, state, q, …) → (y, state)` that runs under shard_map and on a mesh with explicit axes.
+
+    Args:
+      call: the call.
+      fresh_state: params → a state of the structure and the shapes of the one that comes back, where none is given.
+
+    Returns:
+      `call`. On a mesh with explicit axes its results are sharded like q: y in all axes, leaves of the state in batch and heads.
+    """
+
+    def run(params: Any, state: Any, q: jax.Array, *rest: Any) -> Any:
+        params, state, q, *rest = vary_like((params, state, q, *rest))
+        sharding: Any = jax.typeof(q).sharding
+        kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+        explicit = tuple(name for name, kind in kinds.items() if kind == AxisType.Explicit)
+        if not explicit:
+            return call(params, state, q, *rest)
+        tokens = PartitionSpec(*sharding.spec, *[None] * (q.ndim - len(sharding.spec)))
+        of_state = lambda x: PartitionSpec(tokens[0]) if x.ndim == 1 else PartitionSpec(tokens[0], tokens[-2])
+        after = state
+        if state is None:
+            after = jax.eval_shape(fresh_state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
+        outputs = (tokens, jax.tree.map(of_state, after))
+        return jax.sharding.auto_axes(call, axes=explicit, out_sharding=outputs)(params, state, q, *rest)
+
+    return run

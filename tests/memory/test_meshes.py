@@ -1,0 +1,84 @@
+"""`memory.scan` under `jax.shard_map` as it is, and on meshes with explicit axes: values, state and gradients of one device."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from atlasjax import memory, rules
+from tests.memory.cases import RULES, assert_close, make_inputs
+from tests.memory.own_ideas import IDEAS
+
+CASES = {
+    "titans": RULES["titans"],
+    "delta_rule": RULES["delta_rule"],
+    "omeganet": RULES["omeganet"],
+    "yaad_window": RULES["yaad_window"],
+    "atlas_every": RULES["atlas_every"],
+    "memora_matrix": RULES["memora_matrix"],
+    "own_adam": IDEAS["own_adam"],
+    "deep_transformer": rules.deep_transformer(8),
+    "dot": rules.dot(8, 3),
+    "cached": memory.CachedRule(RULES["titans"], "grm", segment_size=16),
+}
+TOKENS = PartitionSpec("data", None, "model")
+
+
+def inputs(rule, dtype=jnp.float64):
+    if isinstance(rule, memory.MemoryRule):
+        return make_inputs(rule, dtype=dtype)
+    params, q, k, v, _ = make_inputs(RULES["titans"], dtype=dtype)
+    params = memory.init_params(rule, jax.random.key(0), num_heads=2, key_dim=4, value_dim=4)
+    return params, q, k, v, memory.suggested_gates(rule, batch_size=2, time=37, num_heads=2, key_dim=4)
+
+
+def of_state(state):
+    """How the leaves of a state are split: [batch], or [batch, heads, …]."""
+    return jax.tree.map(lambda x: PartitionSpec("data") if x.ndim == 1 else PartitionSpec("data", "model"), state)
+
+
+def total(rule, y_and_state):
+    y, state = y_and_state
+    floating = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.sum(jnp.sin(y)) + sum(jnp.sum(jnp.square(x)) for x in floating)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_under_shard_map(name, x64):
+    """Gradients too: where a rule differentiates inside, nothing may be summed over the devices."""
+    rule = CASES[name]
+    params, *tokens = inputs(rule)
+    run = lambda params, *tokens: memory.scan(rule, params, None, *tokens)
+    expected = jax.jit(run)(params, *tokens)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    specs = (PartitionSpec("model"), *(TOKENS,) * 4)
+    shards = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(TOKENS, of_state(expected[1])))
+    assert_close(jax.jit(shards)(params, *tokens), expected, 1e-9)
+
+    local = lambda *arguments: jax.lax.psum(total(rule, run(*arguments)), ("data", "model"))
+    summed = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+    want = jax.jit(jax.grad(lambda *arguments: total(rule, run(*arguments)), argnums=range(5)))(params, *tokens)
+    have = jax.jit(jax.grad(summed, argnums=range(5)))(params, *tokens)
+    assert_close(have, want, 1e-9)
+
+
+@pytest.mark.parametrize("name", ["titans", "delta_rule", "own_adam", "dot", "cached"])
+def test_on_explicit_axes(name, x64):
+    rule = CASES[name]
+    params, *tokens = inputs(rule)
+    run = jax.jit(lambda params, *tokens: memory.scan(rule, params, None, *tokens))
+    gradient = lambda *arguments: jax.jit(jax.grad(lambda *a: total(rule, run(*a)), argnums=range(5)))(*arguments)
+    expected, want = run(params, *tokens), gradient(params, *tokens)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        split = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, TOKENS)), tokens)
+        y, state = run(params, *split)
+        assert jax.typeof(y).sharding.spec == PartitionSpec("data", None, "model", None)
+        assert all(jax.typeof(x).sharding.spec[0] == "data" for x in jax.tree.leaves(state))
+        have = gradient(params, *split)
+        sharding = NamedSharding(mesh, PartitionSpec("data", "model"))
+        first = jax.tree.map(lambda x: jax.device_put(x[:, 0], sharding), tokens)
+        y_next, _ = jax.jit(lambda *arguments: memory.step(rule, *arguments))(params, state, *first)
+    assert_close((y, state), expected, 1e-9)
+    assert_close(have, want, 1e-9)
+    assert_close(y_next, memory.step(rule, params, expected[1], *jax.tree.map(lambda x: x[:, 0], tokens))[0], 1e-9)

@@ -1,0 +1,135 @@
+"""Rules made of a user's own classes (`own_ideas`): no fast path takes them for what it knows, and errors say what is missing.
+
+That they are computed right is in test_engine.py, test_streaming.py and test_bound.py, whose table of rules has them.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from atlasjax import memory, rules
+from atlasjax.memory import MemoryRule, features, objectives, optimizers, retention, structures
+from atlasjax.memory.kernels import unserved
+from tests.memory.cases import assert_close, make_inputs
+from tests.memory.own_ideas import IDEAS, Adam, CappedL2, LogCosh, SignMomentum, SoftThreshold
+
+CLASSES = {
+    structures.Structure: (structures.Matrix(), structures.MLP(), structures.GatedMLP()),
+    objectives.Objective: (
+        objectives.L2(), objectives.DotProduct(), objectives.Lp(), objectives.Huber(), objectives.RemoveAndReplace(),
+    ),
+    features.Features: (features.Identity(), features.Polynomial(), features.Powers(), features.TensorSketch()),
+    optimizers.Optimizer: (
+        optimizers.GradientDescent(), optimizers.Implicit(), optimizers.Momentum(), optimizers.Muon(),
+    ),
+    retention.Retention: (
+        retention.Full(), retention.Scalar(), retention.Channel(), retention.KL(), retention.Lq(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("base", CLASSES, ids=lambda base: base.__name__)
+def test_claims_are_not_inherited(base):
+    """A subclass that might change the formula claims nothing, whatever its parent claims."""
+    assert base.claims
+    for value in CLASSES[base]:
+        Sub = dataclasses.dataclass(frozen=True)(type("Sub", (type(value),), {}))
+        for name, default in base.claims.items():
+            assert getattr(Sub(), name) == default, (value, name)
+    assert any(getattr(value, name) != default for value in CLASSES[base] for name, default in base.claims.items())
+
+
+def test_a_subclass_is_not_taken_for_its_parent():
+    """ℓ2 with another loss and a matrix memory: the delta rule's closed form would be wrong by as much as the output."""
+    mine = IDEAS["own_loss_matrix"]
+    parent = dataclasses.replace(mine, objective=objectives.L2())
+    assert parent.is_linear
+    assert not mine.is_linear
+    params, q, k, v, gates = make_inputs(parent, time=20, step_size=0.9)
+    y, _ = memory.scan(mine, params, None, q, k, v, gates)
+    expected, _ = memory.reference(mine, params, None, q, k, v, gates)
+    other, _ = memory.scan(parent, params, None, q, k, v, gates)
+    assert_close(y, expected, 1e-5)
+    assert jnp.abs(other - expected).max() > 0.1 * jnp.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", IDEAS)
+def test_kernels_refuse_what_they_do_not_know(name):
+    rule = dataclasses.replace(IDEAS[name], window=1, chunk_size=16)
+    params, q, *_ = make_inputs(rule, time=32)
+    reason = unserved("pallas_tpu", rule, params, None, q, False)
+    assert reason is None if name == "own_features" else reason  # features are applied before a kernel
+    assert unserved("pallas_tpu", rules.titans(16), *make_inputs(rules.titans(16))[:1], None, q, False) is None
+
+
+@pytest.mark.parametrize("name", IDEAS)
+def test_suggested_gates(name):
+    """Keys of unit length and values of unit length, a few hundred tokens: finite, and it learns more than nothing."""
+    rule = IDEAS[name]
+    gates = memory.suggested_gates(rule, batch_size=1, time=256, num_heads=2, key_dim=4)
+    params, q, k, v, _ = make_inputs(rule, batch=1, time=256)
+    y, state = memory.scan(rule, params, None, q, k, v / jnp.linalg.norm(v, axis=-1, keepdims=True), gates)
+    assert jnp.isfinite(y).all()
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+    moved = jax.tree.map(lambda new, old: jnp.abs(new[0] - old).max(), state.memory, rule.start(params.weights))
+    assert max(jax.tree.leaves(moved)) > 0
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"objective": object()}, "objective must be a atlasjax.memory.objectives.Objective, got <object"),
+        ({"objective": LogCosh}, r"Give an instance, LogCosh\(...\), not the class"),
+        ({"optimizer": Adam(b1=[0.9])}, "optimizer=Adam.* must be hashable to be static under jit"),
+        ({"optimizer": dataclasses.replace(SignMomentum()), "chunk_size": 0}, "chunk_size must be an integer ≥ 1"),
+        ({"retention": SoftThreshold(), "optimizer": optimizers.Implicit()}, "is known for a decay α M only"),
+    ],
+)
+def test_mistakes_are_named(choices, message):
+    known = {"structure": structures.Matrix(), "chunk_size": 1, **choices}
+    with pytest.raises(ValueError, match=message):
+        MemoryRule(**known)
+
+
+def test_a_missing_method_is_named():
+    class Empty(objectives.Objective):
+        pass
+
+    rule = MemoryRule(objective=Empty())
+    params, q, k, v, gates = make_inputs(MemoryRule(), time=3)
+    with pytest.raises(NotImplementedError, match=r"Empty\.loss"):
+        memory.scan(rule, params, None, q, k, v, gates)
+
+
+def test_features_that_do_not_tell_the_key_size_say_so():
+    @dataclasses.dataclass(frozen=True)
+    class Constant(features.Features):
+        def dim(self, key_dim):
+            return 7
+
+        def apply(self, coefficients, x):
+            return jnp.ones((*x.shape[:-1], 7), x.dtype)
+
+    rule = MemoryRule(structures.Matrix(), features=Constant())
+    params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=3, value_dim=3)
+    with pytest.raises(ValueError, match="Write its method `key_dim`"):
+        memory.scan(rule, params, None, *make_inputs(MemoryRule(), heads=1, key_dim=3, value_dim=3)[1:])
+
+
+def test_a_registered_rule_has_a_name(monkeypatch):
+    monkeypatch.setattr(rules, "REGISTRY", dict(rules.REGISTRY))
+    monkeypatch.setattr(rules, "WRITES", dict(rules.WRITES))
+
+    @rules.register("M_t = α M_{t−1} − η ∇")
+    def capped(chunk_size: int = 16) -> MemoryRule:
+        return MemoryRule(objective=CappedL2(), chunk_size=chunk_size)
+
+    from atlasjax import table1
+    from atlasjax.nn import MemoryConfig
+
+    assert MemoryConfig("capped").build() == capped()
+    assert table1.row("capped").objective == "CappedL2(most=1.0)"
+    with pytest.raises(ValueError, match=r"'titans' is the name of atlasjax\.rules\.titans"):
+        rules.register("…")(type("Other", (), {"__name__": "titans", "__module__": "mine"})())

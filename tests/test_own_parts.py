@@ -1,0 +1,170 @@
+"""What a user wrote in a file of their own trains, is saved, goes on, decodes and is evaluated like what the library has."""
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from atlasjax.config_json import from_dict, to_dict
+from atlasjax.data import DataConfig, make_pipeline, make_tokenizer
+from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
+from atlasjax.train.config import OptimizerConfig, TrainConfig, changes_on_resume
+from atlasjax.train.optimizer import learning_rate, make_optimizer
+from tests import own_parts
+
+ROOT = pathlib.Path(__file__).parent.parent
+SMALL = {"dim": 16, "num_layers": 2, "num_heads": 2, "dtype": "float32", "conv_width": 2}
+
+
+def run(folder, *arguments):
+    """The command in a child process that finds the user's file on PYTHONPATH."""
+    command = [sys.executable, "-m", "atlasjax.cli", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False, cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def test_a_language_model_of_own_parts_from_the_command_line(tmp_path):
+    """Trains on an own source with an own mixer, memory rule, schedule and optimizer; goes on; evaluates; generates."""
+    options = [
+        "train", "--preset", "titans-tiny", "--run-dir", str(tmp_path / "run"),
+        "--model.dim", "16", "--model.num-layers", "2", "--model.num-heads", "2",
+        "--model.mixer", "tests.own_parts:MovingAverage", "memory", "--model.mixer-options", '{"longest": 32}',
+        "--model.memory.rule", "tests.own_parts:log_cosh_memory", "--model.memory.chunk-size", "8",
+        "--model.memory.rule-options", '{"expansion": 2}',
+        "--data.source", "tests.own_parts:Counting", "--data.source-options", '{"documents": 40}',
+        "--data.sequence-length", "32", "--data.batch-size", "4",
+        "--optimizer.name", "tests.own_parts:sgd", "--optimizer.options", '{"momentum": 0.5}',
+        "--optimizer.schedule", "tests.own_parts:inverse_square_root", "--optimizer.learning-rate", "0.1",
+        "--eval-batches", "1", "--no-tensorboard",
+    ]  # fmt: skip
+    for steps in ("3", "5"):
+        done = run(tmp_path, *options, "--steps", steps)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert f"step {steps}/{steps}" in done.stdout
+    done = run(tmp_path, "generate", "--run-dir", str(tmp_path / "run"), "--prompt", "1 2", "--max-tokens", "4")
+    assert done.returncode == 0, done.stderr[-2000:]
+    done = run(tmp_path, "evaluate", "--run-dir", str(tmp_path / "run"), "--max-batches", "1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "bits per byte" in done.stdout
+    done = run(tmp_path, *options, "--steps", "7", "--optimizer.options", "{}", "--optimizer.name", "optax:lion")
+    assert done.returncode == 2
+    assert "optimizer.name: 'tests.own_parts:sgd' → 'optax:lion'" in done.stderr
+
+
+def test_a_mixer_streams_and_packs():
+    """The class itself in the config; any cut of a sequence is the same function, and packed segments are as if alone."""
+    config = ModelConfig(mixer=own_parts.MovingAverage, mixer_options={"longest": 16.0}, **SMALL)
+    assert config.mixer == "tests.own_parts:MovingAverage"
+    assert from_dict(ModelConfig, to_dict(config)) == config
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(0), (2, 11), 0, 256)
+    whole = model(tokens)
+    cache, parts = model.init_cache(2), []
+    for start, end in ((0, 4), (4, 5), (5, 11)):
+        logits, cache = model.extend(tokens[:, start:end], cache)
+        parts.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, rtol=1e-4, atol=1e-5)
+    ids = jnp.asarray([[0] * 4 + [1] * 7] * 2)
+    packed = model(tokens, segment_ids=ids, max_segments=2)
+    np.testing.assert_allclose(packed[:, 4:], model(tokens[:, 4:]), rtol=1e-4, atol=1e-5)
+
+
+def test_sources():
+    config = DataConfig(own_parts.Counting, source_options={"documents": 40}, sequence_length=16, batch_size=4)
+    assert config.source == "tests.own_parts:Counting"
+    assert from_dict(DataConfig, to_dict(config)) == config
+    tokenizer = make_tokenizer(config)
+    train, held_out = (make_pipeline(config, tokenizer, split) for split in ("train", "validation"))
+    assert train.num_tokens > 10 * held_out.num_tokens  # two of forty documents
+    both = DataConfig("tests.own_parts:split_counting", sequence_length=16, batch_size=4, packing="documents")
+    assert both.separate_validation
+    assert next(iter(make_pipeline(both, tokenizer, "validation")))["inputs"].shape == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("optax:lion", {"b1": 0.8}),
+        ("optax:adafactor", {}),
+        ("optax.contrib:muon", {}),
+        (own_parts.sgd, {"momentum": 0.5}),
+    ],
+)
+def test_any_optax_optimizer(name, options):
+    config = OptimizerConfig(name=name, options=options, learning_rate=0.01, warmup_steps=1, schedule="linear")
+    optimizer = make_optimizer(config, 10, {"w": True, "b": False})
+    params = {"w": jnp.ones((4, 4)), "b": jnp.ones((4,))}
+    state = optimizer.init(params)
+    updates, state = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
+    after = optax.apply_updates(params, updates)
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(after))
+    assert all((after[name] < params[name]).all() for name in params)
+
+
+def test_schedules():
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=2, final_fraction=0.5, schedule="linear")
+    rates = [float(learning_rate(config, 7)(step)) for step in range(8)]
+    np.testing.assert_allclose(rates, [0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.5], atol=1e-6)
+    constant = learning_rate(dataclasses.replace(config, schedule="constant"), 7)
+    assert [float(constant(step)) for step in (0, 1, 5, 9)] == [0.5, 1.0, 1.0, 1.0]
+    own = learning_rate(dataclasses.replace(config, schedule=own_parts.inverse_square_root), 7)
+    assert float(own(6)) == 0.5
+
+
+def test_another_optimizer_is_another_run():
+    base = TrainConfig(ModelConfig(**SMALL))
+    other = dataclasses.replace(base, optimizer=OptimizerConfig(name="optax:lion"))
+    assert changes_on_resume(to_dict(base), to_dict(other))[1] == ["optimizer.name: 'adamw' → 'optax:lion'"]
+    faster = dataclasses.replace(base, optimizer=OptimizerConfig(schedule="linear"))
+    assert changes_on_resume(to_dict(base), to_dict(faster)) == ([], [], ["optimizer.schedule: 'cosine' → 'linear'"])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ModelConfig(mixer="tests.own_parts:MovingAverages"), "has no 'MovingAverages'. Did you mean 'MovingAverage'?"),
+        (lambda: ModelConfig(mixer="no_such_module:Mixer"), "module 'no_such_module' cannot be imported"),
+        (lambda: ModelConfig(mixer=lambda config, rngs: None), "a class or function at the top of a module"),
+        (lambda: ModelConfig(mixer=3), "mixer must be a name, or a class"),
+        (lambda: ModelConfig(mixer="memory", mixer_options={"longest": 1}), "are for a mixer of your own"),
+        (lambda: ModelConfig(mixer=own_parts.MovingAverage, mixer_options="{"), "must be a JSON object such as"),
+        (
+            lambda: LanguageModel(
+                ModelConfig(mixer=own_parts.MovingAverage, mixer_options={"longst": 1}, **SMALL), rngs=nnx.Rngs(0)
+            ),
+            "got an unexpected keyword argument 'longst'",
+        ),
+        (
+            lambda: LanguageModel(ModelConfig(mixer="tests.own_parts:Counting", **SMALL), rngs=nnx.Rngs(0)),
+            "mixer 'tests.own_parts:Counting' with options",
+        ),
+        (lambda: MemoryConfig("tests.own_parts:not_a_rule"), "should be a MemoryRule or a KernelRule"),
+        (lambda: MemoryConfig(own_parts.log_cosh_memory, window=3), "window"),
+        (lambda: MemoryConfig("titans", rule_options={"depth": 3}), "unexpected keyword argument 'depth'"),
+        (lambda: DataConfig("tests.own_parts:Countin"), "Did you mean 'Counting'?"),
+        (lambda: DataConfig("txt"), "Did you mean 'text'?"),
+        (lambda: DataConfig("embedded", source_options={"a": 1}), "takes none"),
+        (lambda: make_tokenizer(DataConfig("builtins:int", tokenizer="bpe:300")), "should be a sequence of strings"),
+        (lambda: OptimizerConfig(name="adam"), "Unknown optimizer 'adam'. Did you mean 'adamw'?"),
+        (lambda: OptimizerConfig(options={"b1": 0.5}), "'adamw' has fields of its own"),
+        (lambda: OptimizerConfig(schedule="cosin"), "Did you mean 'cosine'?"),
+        (lambda: make_optimizer(OptimizerConfig(name="optax:lion", options={"b3": 1}), 3, {}), "'b3'"),
+        (lambda: make_optimizer(OptimizerConfig(name="builtins:dict"), 3, {}), "optimizer 'builtins:dict'"),
+        (lambda: learning_rate(OptimizerConfig(schedule="builtins:max"), 3), "schedule 'builtins:max'"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_clear_line(make, message):
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert message in str(caught.value), str(caught.value)
+    assert "\n" not in str(caught.value)
