@@ -94,15 +94,37 @@ def options_text(owner: str, name: str, value: object) -> str:
         ) from None
 
 
+def signature_of(function: Any) -> inspect.Signature | None:
+    """The arguments that a function or class takes; None for one written in C that does not tell."""
+    made_by_init = inspect.isclass(function) and inspect.isfunction(function.__init__)
+    try:
+        # Flax's modules are called through a metaclass, which takes anything.
+        signature = inspect.signature(function.__init__ if made_by_init else function)
+    except (TypeError, ValueError):
+        return None
+    parameters = list(signature.parameters.values())
+    return signature.replace(parameters=parameters[1:] if made_by_init else parameters)
+
+
+def takes(function: Any, name: str) -> bool:
+    """Whether a function or class has a parameter of that name."""
+    signature = signature_of(function)
+    return signature is not None and name in signature.parameters
+
+
 def call_with(kind: str, name: str, function: Any, *arguments: Any, options: str, **keywords: Any) -> Any:
     """`function(*arguments, **keywords, **options)`.
 
     Raises:
       ValueError: it does not take these arguments.
     """
-    given = json.loads(options)
+    given, signature = json.loads(options), signature_of(function)
     try:
-        inspect.signature(function).bind(*arguments, **keywords, **given)
+        if not callable(function):
+            raise TypeError(f"{function!r} cannot be called")
+        if signature is None:
+            return function(*arguments, **keywords, **given)
+        signature.bind(*arguments, **keywords, **given)
     except TypeError as error:
         raise ValueError(f"{kind} {name!r} with options {options}: {error}.") from None
     return function(*arguments, **keywords, **given)

@@ -1,11 +1,10 @@
 """What to read, how to cut it into sequences, and in which order: `DataConfig`."""
 
 import dataclasses
-import inspect
 import typing
 from typing import Literal
 
-from atlasjax.names import lookup, name_of, options_text, resolve
+from atlasjax.names import lookup, name_of, options_text, resolve, takes
 
 Source = Literal["embedded", "text", "parquet", "tfds"]
 Packing = Literal["contiguous", "documents"]
@@ -140,7 +139,7 @@ class DataConfig:
     def separate_validation(self) -> bool:
         """Whether validation text has its own files, its own TFDS split, or comes from a user's source that is asked for it."""
         if self.has_own_source:
-            return "split" in inspect.signature(resolve("data source", self.source, {})).parameters
+            return takes(resolve("data source", self.source, {}), "split")
         return bool(self.tfds_validation_split) if self.source == "tfds" else bool(self.validation_paths)
 
     @property

@@ -1,6 +1,5 @@
 """The outer optimizer, AdamW or any other of optax; its learning-rate schedule; and which parameters decay."""
 
-import inspect
 import json
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from atlasjax.names import call_with, resolve
+from atlasjax.names import call_with, resolve, takes
 from atlasjax.train.config import OptimizerConfig
 
 PyTree = Any
@@ -96,7 +95,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, mask: PyTree) -> optax.G
     rate = learning_rate(config, steps)
     if ":" in config.name:
         make = resolve("optimizer", config.name, {})
-        taken = [name for name in ("mask", "weight_decay_mask") if name in inspect.signature(make).parameters]
+        taken = [name for name in ("mask", "weight_decay_mask") if takes(make, name)]
         given = {} if not taken or taken[0] in json.loads(config.options) else {taken[0]: mask}
         update = call_with("optimizer", config.name, make, rate, options=config.options, **given)
         if not (callable(getattr(update, "init", None)) and callable(getattr(update, "update", None))):

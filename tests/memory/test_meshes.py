@@ -29,7 +29,9 @@ def inputs(rule, dtype=jnp.float64):
         return make_inputs(rule, dtype=dtype)
     params, q, k, v, _ = make_inputs(RULES["titans"], dtype=dtype)
     params = memory.init_params(rule, jax.random.key(0), num_heads=2, key_dim=4, value_dim=4)
-    return params, q, k, v, memory.suggested_gates(rule, batch_size=2, time=37, num_heads=2, key_dim=4)
+    gates = memory.suggested_gates(rule, batch_size=2, time=37, num_heads=2, key_dim=4)
+    wide = lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree)
+    return wide(params), q, k, v, wide(gates)
 
 
 def of_state(state):
