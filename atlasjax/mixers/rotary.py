@@ -20,7 +20,7 @@ def rotate(x: jax.Array, position: jax.Array, theta: float | None = 1e4) -> jax.
         return x
     half = x.shape[-1] // 2
     # Angles are integers in units of 2⁻³² of a turn, which wrap around. A float32 product would be off by a twentieth of a radian
-    # after a million tokens, differently for q and k. The rounding of the frequencies is the same for both, and below 1e-9 per token.
+    # after a million tokens, differently for q and k. The rounding of the frequencies is the same for both, below 1e-9 per token.
     frequency = theta ** (-np.arange(half, dtype=np.float64) / half) / (2 * np.pi)
     step = jnp.asarray(np.round(frequency * 2.0**32).astype(np.uint32))
     phase = jax.lax.bitcast_convert_type(position.astype(jnp.uint32)[:, :, None, None] * step, jnp.int32)

@@ -49,7 +49,7 @@ def scan(
         (its max_length is the call's length): to go on, begin with `init_state`.
       q: queries, [batch, time, heads, key_dim], floating point. Any length ≥ 1.
       k: keys, like q.
-      v: values, [batch, time, heads, value_dim], of q's dtype.
+      v: values, [batch, time, heads, value_dim], in q's dtype.
       gates: the gates that the rule uses, [batch, time, heads(, channels)]; see `KernelRule.gate_channels`.
       segment_ids: optional integers ≥ 0, [batch, time]: where the id changes, a new segment starts with a fresh memory and a
         fresh chunk, as if it were alone. The first segment goes on from `state` if it has the id of the state's last token.
@@ -59,11 +59,11 @@ def scan(
       check_gates: check the gates' values: an error outside jit, a `checkify.check` under it.
 
     Returns:
-      y: [batch, time, heads, value_dim], of q's dtype (NaN for tokens beyond a full cache's max_length); and the new state, float32
+      y: [batch, time, heads, value_dim], in q's dtype (NaN for tokens beyond a full cache's max_length); and the new state, float32
       (float64 for float64 inputs).
 
     Raises:
-      TypeError, ValueError: an argument that does not fit, before anything is traced.
+      TypeError, ValueError: invalid arguments, before anything is traced.
     """
     check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.scan")
     max_segments = check_segments(segment_ids, max_segments, q, "memory.scan")
@@ -98,7 +98,7 @@ def step(
       y: [batch, heads, value_dim] (NaN beyond a full cache's max_length), and the new state.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit, before anything is traced.
+      TypeError, ValueError: invalid arguments, before anything is traced.
     """
     if state is None:
         raise ValueError("memory.step: state is None; start with memory.init_state.")
@@ -116,10 +116,10 @@ def read(rule: KernelRule, params: KernelParams, state: KernelState, q: jax.Arra
       q: [batch, time, heads, key_dim], floating point.
 
     Returns:
-      [batch, time, heads, value_dim], of q's dtype; NaN if the state has read more than its max_length.
+      [batch, time, heads, value_dim], in q's dtype; NaN if the state has read more than its max_length.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit, before anything is traced.
+      TypeError, ValueError: invalid arguments, before anything is traced.
     """
     check.check_read(rule, params, state, q, "memory.read")
     return read_state(rule, params, state, q)

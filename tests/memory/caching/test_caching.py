@@ -302,7 +302,7 @@ def test_refused_calls():
     with pytest.raises(ValueError, match=r"gates.connector has shape \(2, 15, 2, 3\)"):
         memory.scan(rule, params, None, q, k, v, gates._replace(connector=gates.connector[..., :3]))
     residual = CachedRule(TITANS, "residual", SIZE)
-    with pytest.raises(ValueError, match="has no use for it"):
+    with pytest.raises(ValueError, match="does not use it"):
         memory.scan(residual, params, None, q, k, v, gates)
     with pytest.raises(ValueError, match="max_length is None"):
         memory.init_state(rule, params, batch_size=2)
