@@ -221,9 +221,7 @@ def _last_state(
         online = online._replace(segment=segment_ids[:, -1])
     places = max(1, count - 1) if rule.capacity is None else rule.capacity
     state = empty_cache(rule, params, online, places)
-    visible = jnp.broadcast_to(grid.visible, (count, batch, count))[
-        last, jnp.arange(batch)
-    ]  # memories that the last segment sees
+    visible = jnp.broadcast_to(grid.visible, (count, batch, count))[last, jnp.arange(batch)]  # to the last segment
     begins = jnp.argmax(visible, axis=-1)  # the oldest memory kept
     kept = jnp.sum(visible, axis=-1)
     evicted = jnp.zeros_like(kept)

@@ -30,8 +30,7 @@ class CachedRule:
     residual (the memory's input, added to its output) is added once.
 
     A cached memory is as large as the memory itself: `value_dim · feature_dim` numbers for a matrix, and 8 · head_dim² for an MLP
-      of
-    two layers and expansion 4. From head_dim 64 on the latter exceeds the keys and values of a segment of 256 tokens.
+    of two layers and expansion 4. From head_dim 64 on the latter exceeds the keys and values of a segment of 256 tokens.
 
     A kernel memory is cached as its segment's tokens and their coefficients, so each segment is a separate attention, weighted by
     γ. It supports neither "soup" nor "carry".

@@ -285,8 +285,8 @@ def test_bounded_by_a_capacity():
         ({"aggregation": "ssc", "top_k": 3, "capacity": 2}, "top_k=3 is more than capacity=2"),
         ({"capacity": -1}, "capacity must be an integer ≥ 1, got -1"),
         ({"rule": "swdt"}, "rule must be a MemoryRule or a KernelRule, got str"),
-        ({"rule": ATTENTION, "aggregation": "soup"}, "soup.* is not offered for a kernel memory"),
-        ({"rule": ATTENTION, "start": "carry"}, "carry.* is not offered for a kernel memory"),
+        ({"rule": ATTENTION, "aggregation": "soup"}, "soup.* is not supported for a kernel memory"),
+        ({"rule": ATTENTION, "start": "carry"}, "carry.* is not supported for a kernel memory"),
     ],
 )
 def test_refused_rules(change, message):
