@@ -249,7 +249,7 @@ def _kernel_step(
         step, top = 0.5 * exact, 2 * exact.max()
     scale = np.ones_like(forgetting)
     if not rule.normalized:
-        scale = scale / (np.e * rule.chunk_size)  # without Z, reads are sums of up to e^{1/√d} per token instead of averages
+        scale = scale / (np.e * rule.chunk_size)  # without Z a read is a sum of up to e^{1/√d} per token
     if rule.optimizer.has_momentum:
         scale = scale * (1.0 - momentum)
     return step * scale, float(np.max(top * scale))
