@@ -141,7 +141,7 @@ def test_bad_input():
         (r"k has shape \(1, 8, 2, 3\), should be \(1, 8, 2, 4\)", (weights, momenta, q, k[..., :3], v), {}),
         (r"window has shape \(1, 8, 2\)", (weights, momenta, q, k, v), {"window": values["step_size"]}),
         ("should all be float32 or all bfloat16", (weights, momenta, q, k.astype(jnp.bfloat16), v), {}),
-        ("momenta S and the gate momentum θ go together", (weights, None, q, k, v), {}),
+        ("give both momenta S and the gate momentum θ", (weights, None, q, k, v), {}),
         (r"momenta\['W1'\] is missing", (weights, {"W2": momenta["W2"]}, q, k, v), {}),
         (r"weights\['W1'\] has shape", (jax.tree.map(lambda w: w[:, :1], weights), momenta, q, k, v), {}),
         (r"floor has shape \(1, 8\), should be", (weights, momenta, q, k, v), {"floor": jnp.zeros((1, 8))}),
