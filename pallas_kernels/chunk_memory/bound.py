@@ -1,5 +1,4 @@
-"""Bounds that keep a memory from diverging, with matrix operations only: step sizes limited by the remaining error, and weight
-norms.
+"""Bounds that keep a memory from diverging, with matrix operations only: limits on step sizes and weight norms.
 
 `atlasjax.memory.bounds` defines and derives the recurrence. This module has its arithmetic for a chunk that begins with the
 memory M_0 at which its gradients are taken. With G_t = Σ_i Γ[t,i] ∇_i, f_t the windowed first-order decrease of the loss down to

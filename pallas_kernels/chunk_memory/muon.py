@@ -57,8 +57,7 @@ orthogonalized.defvjp(_orthogonalized_forward, _orthogonalized_backward)
 
 
 def _in_groups(run: Callable[..., Any], together: int, *lists: Matrices) -> Matrices:
-    """Applies run(matrices[, …]) → matrices to groups of `together` matrices. The loop's arrays are scratch, for dynamic
-    indexing."""
+    """Applies run(matrices[, …]) → matrices to groups of `together` matrices. The loop's arrays are scratch."""
     count = len(lists[0])
     if count <= together:
         return tuple(run(*lists))

@@ -33,8 +33,7 @@ class Sizes(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """State of one head between blocks: the c − 1 newest entries without their keys, which steps may still change, and the
-    weights."""
+    """State of one head between blocks: the c − 1 newest entries without their keys, which steps may change, and the weights."""
 
     coefficients: jax.Array
     momentum: jax.Array | None
@@ -44,8 +43,7 @@ class Carry(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A block's tokens: q [block, key_dim]; k, v [c − 1 + block, …] including the window before the block; coefficients by
-    chunk."""
+    """A block's tokens: q [block, key_dim]; k, v [c − 1 + block, …] including the window before it; coefficients by chunk."""
 
     q: jax.Array
     k: jax.Array

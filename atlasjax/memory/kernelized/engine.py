@@ -152,8 +152,7 @@ def _run(
     resets: jax.Array | None,
     segmented: bool,
 ) -> tuple[jax.Array, Cache, Carry]:
-    """y [batch, heads, blocks, block, value_dim]; every entry at the end of the call, [batch, heads, N + places]; the last
-    carry."""
+    """y [batch, heads, blocks, block, value_dim]; every entry at the call's end, [batch, heads, N + places]; the last carry."""
     c, wide = rule.window, state.keys.dtype
     batch = tape.real.shape[0]
     old = ordered_cache(rule, state)
