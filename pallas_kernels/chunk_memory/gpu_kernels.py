@@ -158,7 +158,7 @@ class _Step:
         return h, pullback(u)[0]
 
     def sums(self, blocks: list["_Block"], term: Callable[["_Block", Any], jax.Array]) -> list[jax.Array]:
-        """Σ_j term(block, j) [E, value_dim] over tiles j for each block, in one loop, or in one per block if there are many tiles."""
+        """Σ_j term(block, j) [E, value_dim] over tiles j for each block, in one loop, or one per block if there are many."""
         zeros = [jnp.zeros(block.refs[1].shape[1:], jnp.float32) for block in blocks]
         groups = (
             [list(range(len(blocks)))] if sum(x.size for x in zeros) <= _TOGETHER else [[n] for n in range(len(blocks))]

@@ -146,7 +146,7 @@ def test_bad_input():
         (r"weights\['W1'\] has shape", (jax.tree.map(lambda w: w[:, :1], weights), momenta, q, k, v), {}),
         (r"floor has shape \(1, 8\), should be", (weights, momenta, q, k, v), {"floor": jnp.zeros((1, 8))}),
         (
-            "step_bound is for steps along gradients",
+            "step_bound is for gradient steps",
             (weights, momenta, q, k, v),
             {"step_bound": 1.0, "newton_schulz": SCHEDULES["standard"]},
         ),
