@@ -1,4 +1,4 @@
-"""Pages of `kernels_tpu.py`: the table of costs, and the bytes that kernels move, from finished rows."""
+"""The pages of `kernels_tpu.py`, from finished rows: the table of costs, and the bytes moved by kernels."""
 
 import collections
 import dataclasses
@@ -12,18 +12,18 @@ Row = dict[str, Any]
 
 
 def latest(rows: list[Row], topology: str) -> dict[str, Row]:
-    """Name of each case → its last row for a chip."""
+    """Case name → its last row for a chip."""
     return {Case(**row["case"]).name: row for row in rows if row["topology"] == topology}
 
 
 def kernel_cycles(row: Row, kernel: Row) -> float:
-    """Cycles of one kernel of a program: its bundles or, if that is longer, the time that its bytes take in HBM."""
+    """Cycles of one kernel of a program: its bundles or, if longer, the time of its bytes in HBM."""
     chip = CHIPS[row["topology"]]
     return max(kernel["bundles"] * kernel["steps"], kernel["array_bytes"] / chip.bandwidth * chip.clock)
 
 
 def program_cycles(row: Row) -> float:
-    """Cycles of a compiled program: its kernels one after another, and XLA's estimate for the rest."""
+    """Cycles of a compiled program: the sum of its kernels, plus XLA's estimate for the rest."""
     return row["outside"] + sum(kernel_cycles(row, kernel) for kernel in row["kernels"])
 
 
@@ -40,7 +40,7 @@ def label(case: Case) -> str:
 
 
 def kernel_figures(row: Row, kernel: Row) -> dict[str, float]:
-    """Of one kernel for each item (matrix; token and head): bundles, floor, and the ratios to both floors."""
+    """For one kernel and per item (matrix, or token and head): bundles, floor, and the ratios to both floors."""
     case, chip = Case(**row["case"]), CHIPS[row["topology"]]
     share = kernel["steps"] / case.items
     bundles = kernel["bundles"] * share
@@ -50,7 +50,7 @@ def kernel_figures(row: Row, kernel: Row) -> dict[str, float]:
 
 
 def table(found: dict[str, Row], topology: str, command: str) -> str:
-    """The finished rows of a chip (see `latest`), made by a command, as a page of Markdown."""
+    """The finished rows of a chip (see `latest`), produced by `command`, as a Markdown page."""
     chip = CHIPS[topology]
     groups = collections.defaultdict(list)
     for case, row in _kernel_rows(found):
@@ -74,7 +74,7 @@ def table(found: dict[str, Row], topology: str, command: str) -> str:
 
 
 def _kernel_rows(found: dict[str, Row]) -> list[tuple[Case, Row]]:
-    """Rows of programs with kernels, in the order of a table."""
+    """Rows of programs with kernels, in table order."""
     rows = [(Case(**row["case"]), row) for row in found.values()]
     place = lambda case: (case.operation, case.variant, case.dtype, case.chunk, case.dim, case.direction == "both")
     return sorted([x for x in rows if x[0].engine == "pallas_tpu"], key=lambda x: place(x[0]))
@@ -123,7 +123,7 @@ def _cells(case: Case, row: Row, found: dict[str, Row]) -> list[str]:
     direction = {"forward": "forward", "both": "backward"}[case.direction]
     if "error" in row:
         return [label(case), direction, _escaped(row["error"]), *[""] * 8]
-    kernel = row["kernels"][-1]  # of a program with two, the backward one
+    kernel = row["kernels"][-1]  # the backward kernel if the program has two
     figures = kernel_figures(row, kernel)
     inner = "" if kernel["loops"] <= 1 else " (inner loops counted once)"
     cycles = program_cycles(row)
@@ -152,7 +152,7 @@ where a last dimension below 128 is padded to 128. **program**: all that XLA cou
 
 
 def byte_table(found: dict[str, Row]) -> str:
-    """Bytes that forward kernels move, over the least that their pass has to."""
+    """Bytes moved by forward kernels, relative to the minimum of their pass."""
     page = [_BYTES]
     for case, row in _kernel_rows(found):
         if "error" in row or case.operation not in ("chunk_memory", "delta_rule"):

@@ -1,4 +1,4 @@
-"""Pages of `kernels_measured.py`: tables of finished lines, and what they say to `memory.fastest`."""
+"""The pages of `kernels_measured.py`: tables of finished lines, and the resulting rows for `memory.fastest`."""
 
 import collections
 import statistics
@@ -21,20 +21,20 @@ def latest(lines: list[Row]) -> dict[tuple[Any, ...], Row]:
 
 
 def seconds(rows: dict[str, Row], engines: Iterable[str], over: Callable[[list[float]], float]) -> float | None:
-    """The time of the fastest of some engines, each the median or the minimum over rounds; None where none has a time."""
+    """The time of the fastest of some engines, each by median or minimum over rounds. None if none has a time."""
     return min((over(rows[name]["seconds"]) for name in engines if "seconds" in rows.get(name, {})), default=None)
 
 
 def ratio(
     rows: dict[str, Row], baseline: Iterable[str], engine: str, over: Callable[[list[float]], float] = statistics.median
 ) -> float | None:
-    """How many times as long the fastest of a baseline takes; None where one of the two has no time."""
+    """How many times as long the fastest baseline takes. None if one of the two has no time."""
     slow, fast = seconds(rows, baseline, over), seconds(rows, [engine], over)
     return None if slow is None or fast is None else slow / fast
 
 
 def summary(rows: dict[str, Row]) -> str:
-    """Medians of one case in a line."""
+    """The medians of one case, on one line."""
     found = []
     for engine, row in rows.items():
         if "seconds" in row:
@@ -61,7 +61,7 @@ def sizes(case: Case) -> str:
 
 
 def cells(case: Case, rows: dict[str, Row]) -> list[list[str]]:
-    """One row of a table for each engine with a time, from the third column on; of two numbers the second is by fastest rounds."""
+    """One table row per engine with a time, from the third column on. Of two numbers the second is for the fastest rounds."""
     table = []
     for engine, row in rows.items():
         if "seconds" not in row:
@@ -80,7 +80,7 @@ def cells(case: Case, rows: dict[str, Row]) -> list[list[str]]:
 
 
 def without_time(lines: Iterable[Row]) -> list[str]:
-    """Who has no time, why, and in which operations, one text for each reason."""
+    """The engines without a time and the operations concerned, one text for each reason."""
     reasons: dict[tuple[str, str], dict[str, None]] = collections.defaultdict(dict)
     for line in lines:
         for engine, row in line["engines"].items():
@@ -96,7 +96,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def page(lines: list[Row]) -> str:
-    """The finished lines as a page of Markdown, by device."""
+    """The finished lines as a Markdown page, by device."""
     groups: dict[tuple[str, str], list[Row]] = collections.defaultdict(list)
     for line in latest(lines).values():
         groups[line["device"], line["jax"]].append(line)
@@ -158,10 +158,10 @@ def show(lines: list[Row], cases: list[Case], device: Any) -> None:
 
 
 def measurements(lines: list[Row], cases: list[Case], device: Any, command: str) -> tuple[list[Any], list[str]]:
-    """Rows for `memory.fastest` from the cases of a run, and what it lacks for others.
+    """Rows for `memory.fastest` from the cases of a run, and the reasons why others are missing.
 
-    A kernel's ratio is the least over the operations that it serves, all of which the run must have: forward and backward. What
-    `memory.scan` says that a kernel cannot run does not count; what failed otherwise or was wrong counts as 0.
+    A kernel's ratio is the smallest over its operations, forward and backward, all of which must be in the run. Calls that
+    `memory.scan` reports as unsupported do not count. Other failures and wrong results count as 0.
     """
     from atlasjax.memory.fastest import IMPLEMENTATIONS, Measurement
 

@@ -1,11 +1,11 @@
-"""Training steps of half a million tokens compiled ahead of time for TPU pods. Needs no TPU.
+"""Training steps of half a million tokens, compiled ahead of time for TPU pods. Needs no TPU.
 
     python experiments/benchmarks/plans.py                       # atlas-340m and atlas-1.3b for three pods, kernels and XLA engine
     python experiments/benchmarks/plans.py --preset titans-340m --topology v5e:16x16 --implementation pallas_tpu
 
-One line of JSON a plan is appended to `--out`; finished ones are skipped, `--again` makes them anew (a later line counts). From
-them the table beside it (`.md`) is made anew each time. Nothing is run: memory, collectives and kernels are the compiler's, at its
-lowest effort, and no speed follows from them.
+One line of JSON per plan is appended to `--out`. Finished plans are skipped; `--again` repeats them, and the later line counts.
+The table (`.md`) is rewritten from the lines each time. Nothing is run: memory, collectives and kernels are reported by the
+compiler at its lowest effort, and imply no speed.
 """
 
 import argparse
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 
 def config(preset: str, topology: str, implementation: str) -> TrainConfig:
-    """A preset's training run, its memories by an engine, on the mesh that `atlasjax info` suggests."""
+    """A preset's training run with one implementation of its memories, on the mesh that `atlasjax info` suggests."""
     run = default_config(preset)
     memory = dataclasses.replace(run.model.memory, implementation=implementation)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, memory=memory))
@@ -39,7 +39,7 @@ def config(preset: str, topology: str, implementation: str) -> TrainConfig:
 
 
 def plan(preset: str, topology: str, implementation: str) -> Row:
-    """The row of one plan; with "error" where there is none."""
+    """The row of one plan, with "error" if planning failed."""
     run = config(preset, topology, implementation)
     row: Row = {
         "preset": preset,
@@ -60,7 +60,7 @@ def key(row: Row) -> tuple[str, str, str]:
 
 
 def table(rows: list[Row]) -> str:
-    """The page of the last row of each plan."""
+    """The last row of each plan as a Markdown page."""
     page = [
         "# Training steps compiled for TPU pods", "",
         "`python experiments/benchmarks/plans.py`: half a million tokens a step in sequences of 4,096, in microbatches; forward,",
@@ -90,15 +90,12 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", nargs="+", default=PRESETS)
-    parser.add_argument("--topology", nargs="+", default=TOPOLOGIES)
+    parser.add_argument("--preset", nargs="+", default=PRESETS) parser.add_argument("--topology", nargs="+", default=TOPOLOGIES)
     parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
-    parser.add_argument("--again", action="store_true", help="make finished plans anew")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "plans.jsonl", help="rows; the table lies beside it")
-    options = parser.parse_args()
-    rows = read_rows(options.out)
-    done = {key(row) for row in rows if "error" not in row}
-    for implementation in options.implementation:
+    parser.add_argument("--again", action="store_true", help="repeat finished plans") parser.add_argument("--out",
+    type=pathlib.Path, default=HERE / "plans.jsonl", help="file of rows; the table is written beside it") options =
+    parser.parse_args() rows = read_rows(options.out) done = {key(row) for row in rows if "error" not in row} for implementation
+    in options.implementation:
         for preset in options.preset:
             for topology in options.topology:
                 if (preset, topology, implementation) in done and not options.again:
