@@ -252,12 +252,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"operations: {', '.join(OPERATIONS)}")
     parser.add_argument("--repeats", type=int, default=9, help="rounds")
     parser.add_argument("--again", action="store_true", help="measure finished cases again")
+    parser.add_argument("--record", action="store_true", help="write the results into atlasjax/memory/fastest.json")
     parser.add_argument(
-        "--record", action="store_true", help="write the results into atlasjax/memory/fastest.json"
-    )
-    parser.add_argument(
-        "--out", type=pathlib.Path, default=HERE / "kernels_measured.jsonl", help="file of the lines; the table is written beside
-        it"
+        "--out",
+        type=pathlib.Path,
+        default=HERE / "kernels_measured.jsonl",
+        help="file of lines; the table is beside it",
     )
     options = parser.parse_args()
     names = options.only or list(OPERATIONS)

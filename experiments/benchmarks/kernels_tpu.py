@@ -166,7 +166,7 @@ def main() -> None:
         "--out",
         type=pathlib.Path,
         default=HERE / "kernels_tpu.jsonl",
-        help="file of rows; the table is written beside it",
+        help="file of rows; the table is beside it",
     )
     options = parser.parse_args()
     if options.what == "plot":

@@ -90,12 +90,17 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", nargs="+", default=PRESETS) parser.add_argument("--topology", nargs="+", default=TOPOLOGIES)
+    parser.add_argument("--preset", nargs="+", default=PRESETS)
+    parser.add_argument("--topology", nargs="+", default=TOPOLOGIES)
     parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
-    parser.add_argument("--again", action="store_true", help="repeat finished plans") parser.add_argument("--out",
-    type=pathlib.Path, default=HERE / "plans.jsonl", help="file of rows; the table is written beside it") options =
-    parser.parse_args() rows = read_rows(options.out) done = {key(row) for row in rows if "error" not in row} for implementation
-    in options.implementation:
+    parser.add_argument("--again", action="store_true", help="repeat finished plans")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=HERE / "plans.jsonl", help="file of rows; the table is beside it"
+    )
+    options = parser.parse_args()
+    rows = read_rows(options.out)
+    done = {key(row) for row in rows if "error" not in row}
+    for implementation in options.implementation:
         for preset in options.preset:
             for topology in options.topology:
                 if (preset, topology, implementation) in done and not options.again:
