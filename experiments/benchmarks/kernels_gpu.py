@@ -77,7 +77,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "<!-- made by kernels_gpu.py -->",
         f"Compiled for an H200 without one, jax {', '.join(sorted({row['jax'] for row in rows}))}: {BATCH} × {HEADS} rows of "
-        f"{TIME:,} tokens, bfloat16. Launches are kernels and library calls of one call; nothing was timed.",
+        f"{TIME:,} tokens, bfloat16. Launches are kernels and library calls per call. Nothing was timed.",
         "",
         "| rule | head dim | | launches, XLA | launches, kernels | GB temporary, XLA | GB temporary, kernels |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: |",

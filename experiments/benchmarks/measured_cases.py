@@ -37,8 +37,8 @@ PLATFORM_NAMES = {"tpu": "a TPU", "cuda": "a CUDA GPU"}
 OTHER_LIBRARIES = {"fla": ("delta_rule", "gated_delta_rule", "ttt_linear"), "titans_pytorch": ("titans",)}
 # Rows of other functions with the same purpose and sizes: their numbers cannot be checked against ours.
 OTHER_FUNCTIONS = {
-    ("fla", "ttt_linear"): "learns a bias too, and adds the residual after reading",
-    ("titans_pytorch", "titans"): "has its projections and norms inside, and one step of momentum a chunk",
+    ("fla", "ttt_linear"): "also learns a bias, and adds the residual after reading",
+    ("titans_pytorch", "titans"): "includes its projections and norms, and takes one step of momentum per chunk",
 }
 _MUON_SHARE = 16  # divisor of the number of tokens, because Newton–Schulz for every token is a hundred times the work
 

@@ -63,10 +63,10 @@ def table(rows: list[Row]) -> str:
     """The last row of each plan as a Markdown page."""
     page = [
         "# Training steps compiled for TPU pods", "",
-        "`python experiments/benchmarks/plans.py`: half a million tokens a step in sequences of 4,096, in microbatches; forward,",
-        "backward, AdamW and collectives, at the compiler's lowest effort. GiB are of one device; kernels and collectives",
-        "are counted in the program's text, a loop's body once. Copied whole: arrays that the partitioner could take from one",
-        "sharding to another only by a whole copy on every device. Compiled, not run.", "",
+        "`python experiments/benchmarks/plans.py`: half a million tokens per step in sequences of 4,096, in microbatches: forward,",
+        "backward, AdamW and collectives, at the compiler's lowest effort. GiB are per device. Kernels and collectives are",
+        "counted in the program's text, with loop bodies counted once. Copied whole: arrays that the partitioner could",
+        "reshard only by copying them whole to every device. Compiled, not run.", "",
         "| preset | pod | memories | microbatches | mesh data × fsdp × tensor | state and batch | temporary | total | of | fits | "
         "kernels | all-gather, all-reduce, reduce-scatter, all-to-all, permute | copied whole |",
         "|---|---|---|---:|---|---:|---:|---:|---:|---|---:|---|---:|",
