@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-# As a script, Python looks beside this file only.
+# When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from experiments.benchmarks import gpu_static  # before jax

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# As a script, Python looks beside this file only.
+# When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from atlasjax.names import lookup
@@ -211,7 +211,7 @@ def run_cases(
     digest = sources()
     kept = [done[measured_report.key(case, device.name, device.jax)] for case in cases if case not in todo]
     if older := sum(line["sources"] != digest for line in kept):
-        print(f"{older} of them are of another state of the engines; --again measures them anew", flush=True)
+        print(f"{older} of them were measured with an older version of the engines; --again repeats them", flush=True)
     known: dict[Any, Row] = {}
     for number, case in enumerate(todo, 1):
         started = time.perf_counter()

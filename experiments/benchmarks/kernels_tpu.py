@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-# As a script, Python looks beside this file only.
+# When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from experiments.benchmarks.kernel_cases import Case, all_cases, quick_cases
@@ -115,7 +115,9 @@ def measure(
     kept = [case for case in cases if case not in todo and case.engine == "pallas_tpu"]
     older = sum(done[case.name]["sources"] != sources(case.operation) for case in kept)
     if older:
-        print(f"{older} of them are of another state of pallas_kernels/; --again measures them anew", flush=True)
+        print(
+            f"{older} of them were compiled with an older version of pallas_kernels/; --again repeats them", flush=True
+        )
     for number, case in enumerate(todo, 1):
         row = run(case)
         append_row(path, row)

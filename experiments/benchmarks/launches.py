@@ -34,7 +34,7 @@ def launches(text: str) -> int:
                 trips = re.search(r"known_trip_count[^0-9]*(\d+)", line)
                 body = re.search(r"body=%?([\w.\-]+)", line)
                 if trips is None or body is None:
-                    raise ValueError(f"a loop that runs nobody knows how often: {line.strip()[:200]}")
+                    raise ValueError(f"a loop with an unknown number of iterations: {line.strip()[:200]}")
                 total += int(trips[1]) * count(body[1])
             elif found[1] == "call":
                 total += sum(map(count, called))

@@ -15,7 +15,7 @@ import pathlib
 import sys
 from typing import Any
 
-# As a script, Python looks beside this file only.
+# When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from atlasjax.cli.info import suggested_mesh

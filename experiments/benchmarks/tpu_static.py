@@ -300,6 +300,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # As a script, Python looks beside this file only.
+    # When run as a script, Python searches only the folder of this file.
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
     main()

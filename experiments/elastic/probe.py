@@ -142,7 +142,7 @@ def corrupt_local_context(run: Run, batches: int, rates: tuple[float, ...]) -> I
                 sums[name] += float(loss(run.params, inputs, row["targets"], kept, ids.astype(np.int32)))
         means = {name: round(total / count, 4) for name, total in sums.items()}
         gain = round(means["without"] - means["with the past"], 4)
-        yield {"corrupted": rate, "tokens": count, **means, "what the past is worth": gain}
+        yield {"corrupted": rate, "tokens": count, **means, "gain from the past": gain}
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import pathlib
 import sys
 import time
 
-# As a script, Python looks beside this file only.
+# When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from experiments.function_learning.results import BLOCK, LAST, Row, Store
