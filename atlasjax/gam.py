@@ -1,18 +1,18 @@
-"""Gated Associative Memory (G: arXiv 2509.00605, §3): a short convolution and a learned table, for each token a gated sum.
+"""Gated Associative Memory (G: arXiv 2509.00605, §3): the gated sum of a short convolution and a read of a learned memory bank.
 
-    local_t  = bias + Σ_j kernel[j] ⊙ x_{t − (width − 1) + j}         depthwise causal convolution      G Eq. 1
-    global_t = softmax(x_t Mᵀ) M                                       no scale; M: [slots, dim]         G Eq. 2–4
-    y_t      = σ(g_t) ⊙ local_t + σ(h_t) ⊙ global_t,   g, h = x W + b  `gated`, the published fusion     G Eq. 5–6
+    local_t  = bias + Σ_j kernel[j] ⊙ x_{t − (width − 1) + j}         depthwise causal convolution      G §3.2
+    global_t = softmax(x_t Mᵀ) M                                       no scale; M: [slots, dim]         G Eq. 1–3
+    y_t      = σ(g_t) ⊙ local_t + σ(h_t) ⊙ global_t,   g, h = x W + b  `gated`, the published fusion     G Eq. 4–6
 
-Ablations: `sum` adds the two paths without gates; `global` and `local` are one path alone, without a gate.
+Ablations (G §5.4): `sum` adds the two paths without gates; `global` and `local` are a single path without a gate.
 
-**What it cannot do.** The "global" path reads a table of trained parameters, the same for every text: it mixes no tokens. Tokens
-meet in the convolution alone, so a token sees itself and the width − 1 tokens before it, and L layers see L · (width − 1) + 1
-tokens: 13 in the paper's model (6 layers, width 3), and 1 without the convolution. Nothing further back can influence the
-output, whatever is trained: it cannot do recall over more than 13 tokens. See `receptive_field`.
+**What it cannot do.** The "global" path reads a bank of trained parameters that is the same for every text, so it mixes no tokens.
+Only the convolution mixes tokens: one layer sees the token itself and the width − 1 tokens before it, and L layers see
+L · (width − 1) + 1 tokens. That is 13 in the paper's model (6 layers, width 3), and 1 without the convolution. Nothing further back
+can influence the output, so no training makes it recall anything over more than 13 tokens. See `receptive_field`.
 
-Arrays: float32 parameters; x in float32 or bfloat16, which is the dtype of matmul inputs and outputs. Softmax, sigmoids and the
-convolution's sums are float32.
+Dtypes: parameters are float32. x is float32 or bfloat16, which is also the dtype of matmul inputs and outputs. Softmax, sigmoids
+and the convolution's sums are float32.
 """
 
 from typing import NamedTuple
@@ -30,18 +30,18 @@ FUSIONS: dict[str, frozenset[str]] = {
     "global": frozenset({"memory"}),
     "local": frozenset({"kernel", "bias"}),
 }
-"""Ways to join the two paths → the parameters of each."""
+"""Fusions of the two paths, and the parameters each one uses."""
 
 
 class Params(NamedTuple):
-    """Learned, float32; None where the fusion has no use for it (`FUSIONS`).
+    """Learned parameters, float32. Those that the fusion does not use (`FUSIONS`) are None.
 
     Attributes:
-      kernel: taps of the convolution, [width, dim]; the last is the token's own.
-      bias: of the convolution, [dim].
-      memory: M, the table that every token reads, [slots, dim].
-      gate_kernel: of both gates, local first, [dim, 2, dim].
-      gate_bias: [2, dim].
+      kernel: taps of the convolution, [width, dim]; the last one is applied to the token itself.
+      bias: bias of the convolution, [dim].
+      memory: M, the memory bank that every token reads, [slots, dim].
+      gate_kernel: projection of both gates, local first, [dim, 2, dim].
+      gate_bias: bias of both gates, [2, dim].
     """
 
     kernel: jax.Array | None = None
@@ -62,22 +62,22 @@ _AXES = {
 
 
 def receptive_field(num_layers: int, width: int, fusion: str = "gated") -> int:
-    """Tokens, itself included, that can influence a token's output through so many layers: 13 for 6 layers of width 3.
+    """Number of tokens, the token itself included, that can influence an output: 13 for 6 layers of width 3.
 
     Args:
-      num_layers: layers of this kind, one after another; what else is in the model must mix no tokens.
+      num_layers: number of stacked GAM layers. The rest of the model must not mix tokens.
       width: taps of the convolution.
-      fusion: a name of `FUSIONS`; "global" sees the token alone.
+      fusion: a name in `FUSIONS`. With "global" a token sees only itself.
 
     Raises:
-      ValueError: no such fusion; the message suggests the nearest name.
+      ValueError: unknown fusion; the message suggests the nearest name.
     """
     has_convolution = "kernel" in lookup("fusion", fusion, FUSIONS)
     return num_layers * (width - 1) + 1 if has_convolution else 1
 
 
 def associative_read(x: jax.Array, memory: jax.Array) -> jax.Array:
-    """softmax(x Mᵀ) M (G Eq. 2–4), for each token by itself; no scale.
+    """softmax(x Mᵀ) M (G Eq. 1–3), independently for each token and without a scale.
 
     Args:
       x: [..., dim].
@@ -93,7 +93,7 @@ def associative_read(x: jax.Array, memory: jax.Array) -> jax.Array:
 
 
 def init_state(batch_size: int, width: int, dim: int, dtype: jnp.dtype) -> jax.Array:
-    """The width − 1 inputs before the first token, zeros [batch, width − 1, dim]; width 1 for the fusion "global"."""
+    """The width − 1 inputs before the first token: zeros [batch, width − 1, dim]. The fusion "global" has width 1."""
     return jnp.zeros((batch_size, width - 1, dim), dtype)
 
 
@@ -105,21 +105,21 @@ def mix(
     fusion: str = "gated",
     segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """One layer's mixing of a sequence or of the next piece of one; any cutting into pieces gives the same.
+    """Applies one GAM layer to a sequence, or to the next piece of one. The result does not depend on how it is cut.
 
     Args:
-      params: what the fusion needs.
+      params: the parameters that the fusion uses.
       x: normalized layer input [batch, time, dim], any time ≥ 1.
-      state: from `init_state` or the last call, [batch, width − 1, dim]; None: before the first token.
-      fusion: a name of `FUSIONS`.
-      segment_ids: integers [batch, time]; where the id changes, the convolution starts afresh.
+      state: from `init_state` or the previous call, [batch, width − 1, dim]. None before the first token.
+      fusion: a name in `FUSIONS`.
+      segment_ids: integers [batch, time]. The convolution is reset where the id changes.
 
     Returns:
-      y [batch, time, dim], of x's dtype, and the next state.
+      y [batch, time, dim] in x's dtype, and the next state.
 
     Raises:
-      TypeError: an array of a wrong dtype.
-      ValueError: an unknown fusion (with the nearest name), a parameter that is missing or not used, a shape that does not fit.
+      TypeError: an array has the wrong dtype.
+      ValueError: unknown fusion (the message suggests the nearest name), a missing or unused parameter, or a wrong shape.
     """
     used = lookup("fusion", fusion, FUSIONS)
     for name, value in params._asdict().items():

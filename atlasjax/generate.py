@@ -1,4 +1,4 @@
-"""Sampling from a language model with its cache."""
+"""Sampling text from a language model through its streaming cache."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from flax import nnx
 from atlasjax.nn import LanguageModel
 
 PyTree = Any
-_PREFILL_PIECE = 512  # tokens of prompt read at a time: bounds memory, and the number of lengths that get compiled
+_PREFILL_PIECE = 512  # prompt tokens read at a time; bounds memory and the number of compiled lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +21,9 @@ class SamplingConfig:
     """How the next token is chosen.
 
     Attributes:
-      temperature: logits are divided by it; 0 takes the most likely token (greedy).
-      top_k: only the k most likely tokens; None: all.
-      top_p: only the most likely tokens that together reach this probability (nucleus); None: all.
+      temperature: divides the logits. 0 takes the most likely token (greedy).
+      top_k: sample only from the k most likely tokens. None means all.
+      top_p: sample only from the smallest set of most likely tokens that reaches this probability (nucleus). None means all.
     """
 
     temperature: float = 0.8
@@ -44,8 +44,8 @@ def sample(logits: jax.Array, key: jax.Array, config: SamplingConfig) -> jax.Arr
 
     Args:
       logits: [batch, vocabulary].
-      key: PRNG key; not used when greedy.
-      config: temperature, top-k and top-p, applied in this order. The most likely token can always be drawn.
+      key: PRNG key; unused when greedy.
+      config: temperature, top-k and top-p, applied in this order. The most likely token is always kept.
 
     Returns:
       int32 [batch].
@@ -56,7 +56,7 @@ def sample(logits: jax.Array, key: jax.Array, config: SamplingConfig) -> jax.Arr
 
 
 def filtered_logits(logits: jax.Array, config: SamplingConfig) -> jax.Array:
-    """Logits after temperature, top-k and top-p, float32 [batch, vocabulary]; tokens left out have -inf."""
+    """Logits after temperature, top-k and top-p, float32 [batch, vocabulary]. Excluded tokens have -inf."""
     logits = logits.astype(jnp.float32) / config.temperature
     if config.top_k is not None and config.top_k < logits.shape[-1]:
         smallest = jax.lax.top_k(logits, config.top_k)[0][..., -1:]
@@ -64,7 +64,7 @@ def filtered_logits(logits: jax.Array, config: SamplingConfig) -> jax.Array:
     if config.top_p is not None and config.top_p < 1:
         descending = -jnp.sort(-logits, axis=-1)
         probabilities = jax.nn.softmax(descending, axis=-1)
-        # A token is kept while those more likely than it have not reached top_p: the first always is.
+        # A token is kept while the more likely ones have not reached top_p, so the first one always is.
         kept = jnp.cumsum(probabilities, axis=-1) - probabilities < config.top_p
         smallest = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
@@ -79,16 +79,16 @@ def generate(
     Args:
       model: a `LanguageModel`.
       prompt: int32 [batch, time], time ≥ 1.
-      num_tokens: how many tokens to draw.
-      config: how to draw them.
-      seed: the same seed gives the same tokens, drawn at once or streamed. Rows of a batch draw differently.
+      num_tokens: number of tokens to sample.
+      config: how to sample them.
+      seed: the same seed gives the same tokens, generated at once or streamed. Rows of a batch are sampled independently.
 
     Returns:
       int32 [batch, num_tokens].
 
     Raises:
-      ValueError: the prompt is empty or has another rank, num_tokens is not positive, or prompt and tokens together are longer
-        than a model with learned positions can read.
+      ValueError: the prompt is empty or not of rank 2, num_tokens is not positive, or prompt and tokens together exceed the
+        maximum length of a model with learned positions.
     """
     return jnp.concatenate(list(stream(model, prompt, num_tokens, config=config, seed=seed, block=num_tokens)), axis=1)
 
@@ -97,14 +97,14 @@ def stream(
     model: LanguageModel, prompt: Any, num_tokens: int, *, config: SamplingConfig = SamplingConfig(), seed: int = 0,
     block: int = 16,
 ) -> Iterator[jax.Array]:  # fmt: skip
-    """Yields the tokens of `generate` as they are drawn, int32 [batch, n ≤ block] at a time.
+    """Yields the tokens of `generate` as they are sampled, int32 [batch, n ≤ block] at a time.
 
     Args:
       model, prompt, num_tokens, config, seed: as for `generate`.
-      block: tokens drawn per call of the device.
+      block: tokens sampled per device call.
 
     Raises:
-      ValueError: as `generate`, or `block` is not positive.
+      ValueError: as for `generate`, or `block` is not positive.
     """
     prompt = np.asarray(prompt)
     if prompt.ndim != 2 or prompt.shape[1] < 1 or not np.issubdtype(prompt.dtype, np.integer):
@@ -137,10 +137,10 @@ def prefill(graphdef: nnx.GraphDef, params: PyTree, prompt: np.ndarray, cache: P
     Args:
       graphdef, params: `nnx.split(model, nnx.Param)`.
       prompt: int32 [batch, time].
-      cache: the cache before it.
+      cache: the cache before the prompt.
 
     Returns:
-      (logits of the token after the prompt, float32 [batch, vocabulary]; the cache after it).
+      The logits of the token after the prompt, float32 [batch, vocabulary], and the cache after the prompt.
     """
     logits = None
     for start in range(0, prompt.shape[1], _PREFILL_PIECE):
@@ -164,7 +164,7 @@ def _decode(
 
     def draw(carry: tuple[jax.Array, PyTree], i: jax.Array) -> tuple[tuple[jax.Array, PyTree], jax.Array]:
         logits, cache = carry
-        # One key per place in the text, so that the tokens do not depend on how they are cut into blocks.
+        # One key per position in the text, so that the tokens do not depend on the block size.
         token = sample(logits, jax.random.fold_in(key, i), config)
         logits, cache = model.extend(token[:, None], cache)
         return (logits[:, -1], cache), token

@@ -1,1 +1,1 @@
-"""Operations with their reference forms; imports jax only."""
+"""Pallas kernels and the reference implementations they are tested against. Imports only jax."""

@@ -9,7 +9,7 @@ from jax.custom_batching import custom_vmap
 
 
 def rows_folded(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call on arrays [rows, …] whose vmapped axes become more rows of one call, which a kernel's grid has in parallel."""
+    """Wraps a call on arrays [rows, …] so that vmapped axes become further rows of one call, parallel in the kernel's grid."""
     function = custom_vmap(call)
 
     @function.def_vmap

@@ -1,4 +1,4 @@
-"""Arithmetic of one block of tokens on matrices alone: what kernels of several memories share, in terms that Mosaic compiles."""
+"""Matrix operations on one block of tokens, shared by the kernels of several memories and restricted to what Mosaic compiles."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def token_precision(dtype: jax.typing.DTypeLike) -> jax.lax.Precision:
-    """Of products with tokens of a dtype: exact for float32, one pass of bfloat16 for bfloat16."""
+    """Precision of products with tokens of a dtype: exact for float32, one bfloat16 pass for bfloat16."""
     return HIGHEST if jnp.dtype(dtype) == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
@@ -25,10 +25,10 @@ def product(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, precision: Any
 
 @jax.custom_vjp
 def decay_products(decay: jax.Array) -> jax.Array:
-    """P [m, m] from α [m, 1]; m a power of two. P is (I − N)⁻¹ with α below the diagonal of N."""
+    """P [m, m] from α [m, 1], m a power of two. P = (I − N)⁻¹, where N has α below its diagonal."""
     size = decay.shape[0]
     row, column = iota(size, 0), iota(size, 1)
-    products = jnp.where(row > column, decay, 1.0)  # of the last 2^k decays
+    products = jnp.where(row > column, decay, 1.0)  # products of the last 2^k decays
     shift = 1
     while shift < size:
         earlier = jnp.concatenate([jnp.ones((shift, size), products.dtype), products[:-shift]])
@@ -53,20 +53,20 @@ decay_products.defvjp(_decay_forward, _decay_backward)
 
 @jax.custom_vjp
 def unit_lower_inverse(lower: jax.Array) -> jax.Array:
-    """(I + L)⁻¹ of a strictly lower triangular L [m, m]; m a power of two.
+    """(I + L)⁻¹ for a strictly lower triangular L [m, m], m a power of two.
 
-    By halves, X ← X − X L_s X with the part L_s of the system between neighbouring blocks of s tokens: products of whole matrices,
-    no powers of L that could overflow, and as exact as substitution.
+    Recursively doubles the block size s: X ← X − X L_s X, where L_s is the part of L between adjacent blocks of s tokens. This uses
+    only products of whole matrices, forms no powers of L that could overflow, and is as accurate as substitution.
     """
     size = lower.shape[0]
     row, column = iota(size, 0), iota(size, 1)
     x = (row == column).astype(jnp.float32)
     for level in range(size.bit_length() - 1):
-        # Bits, not quotients: dividing integers needs to know the generation of the TPU.
+        # Bit operations, because integer division needs to know the TPU generation.
         same = (row >> (level + 1)) == (column >> (level + 1))
         between = same & ((row >> level) > (column >> level))
         part = jnp.where(between, lower, 0.0)
-        # The first step's X is the identity.
+        # X is the identity in the first step.
         x = x - part if level == 0 else x - product(x, product(part, x, 1, 0), 1, 0)
     return x
 
@@ -87,7 +87,7 @@ unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def before(x: jax.Array, first: float) -> jax.Array:
-    """Row t − 1 of x [m, n] in row t, and `first` in row 0. (The derivative of slices would be a padding.)"""
+    """x [m, n] shifted down by one row, with `first` in row 0. Has its own derivative, because that of a slice would be a pad."""
     return jnp.concatenate([jnp.full((1, x.shape[1]), first, x.dtype), x[:-1]])
 
 
@@ -103,34 +103,34 @@ before.defvjp(_before_forward, _before_backward)
 
 
 def columns(rows: jax.Array) -> jax.Array:
-    """[n, m] → [m, n] for a few rows, by an exact product: values of tokens lie in memory as rows, 8 of them to a tile."""
+    """[n, m] → [m, n] for a few rows, by an exact product. Per-token values are stored as rows, 8 of them to a tile."""
     size = rows.shape[0]
     return product(rows, (iota(size, 0) == iota(size, 1)).astype(jnp.float32), 0, 0)
 
 
 def row_of(column: jax.Array) -> jax.Array:
-    """[m, 1] → [1, m], exactly."""
+    """[m, 1] → [1, m], exact."""
     m = column.shape[0]
     return jnp.sum(jnp.where(iota(m, 0) == iota(m, 1), column, 0.0), axis=0, keepdims=True)
 
 
 def last_row(x: jax.Array) -> jax.Array:
-    """The last row of [m, n] as a column [n, 1]."""
+    """The last row of x [m, n] as a column [n, 1]."""
     place = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
     return product(x, (place == x.shape[0] - 1).astype(jnp.float32), 0, 0)
 
 
 def first_column(x: jax.Array) -> jax.Array:
-    """The first column of [m, n], [m, 1]."""
+    """The first column of x [m, n], as [m, 1]."""
     return jnp.sum(jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) == 0, x, 0.0), axis=1, keepdims=True)
 
 
 def entry(column: jax.Array, place: int) -> jax.Array:
-    """One entry of a column [m, 1], [1, 1]."""
+    """One entry of a column [m, 1], as [1, 1]."""
     here = jax.lax.broadcasted_iota(jnp.int32, column.shape, 0) == place
     return jnp.sum(jnp.where(here, column, 0.0), axis=0, keepdims=True)
 
 
 def from_start(decay: jax.Array, products: jax.Array) -> jax.Array:
-    """α_0 … α_t, [m, 1], from α [m, 1] and its `decay_products`."""
+    """α_0 … α_t for each t, [m, 1], from α [m, 1] and its `decay_products`."""
     return entry(decay, 0) * first_column(products)

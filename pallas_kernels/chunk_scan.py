@@ -1,11 +1,11 @@
-"""A recurrence over chunks as one TPU kernel: the carry stays in vector memory for the whole sequence, forward and backward.
+"""A recurrence over chunks as one TPU kernel. The carry stays in vector memory for the whole sequence, forward and backward.
 
     carry, y_i = chunk(carry, x_i)        for the chunks i of each row
 
-The grid is rows × chunks, and the second dimension runs in order, so the carry is a scratch buffer that a chunk finds as the chunk
-before it left it. Device memory sees the inputs, the outputs and, where gradients are wanted, the carry before each chunk. The
-backward kernel walks the chunks in reverse: it computes a chunk again from the carry before it, differentiates it (`jax.vjp` inside
-the kernel) and holds the cotangent of the carry in scratch.
+The grid is rows × chunks, and the second dimension runs in order. So the carry is a scratch buffer that each chunk finds as the
+previous chunk left it. Device memory holds only the inputs, the outputs and, if gradients are needed, the carry before each chunk.
+The backward kernel processes the chunks in reverse: it recomputes a chunk from the carry before it, differentiates it (`jax.vjp`
+inside the kernel) and keeps the cotangent of the carry in scratch.
 """
 
 import functools
@@ -20,10 +20,10 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.batching import rows_folded
 
 Arrays = tuple[jax.Array, ...]
-# (carry, inputs) → (carry, outputs): float32 matrices. Hashable, made of what Mosaic can compile.
+# (carry, inputs) → (carry, outputs), all float32 matrices. Hashable, and restricted to operations that Mosaic compiles.
 Chunk = Callable[..., Any]
 
-_VMEM = 64 * 2**20  # scoped limit; the smallest generation served has 64 MiB
+_VMEM = 64 * 2**20  # scoped limit; the smallest supported generation has 64 MiB
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
@@ -33,11 +33,11 @@ def chunk_scan(
     """Scans a chunk function over the chunks of many rows.
 
     Args:
-      chunk: what one chunk of one row does; static.
-      carry: before the first chunk, float32 [rows, …, …] each.
-      xs: [rows, chunks, …, …] each, at least one chunk; of any floating dtype, given to `chunk` in float32.
-      interpret: as `pallas_call` takes it.
-      dtype: of the outputs.
+      chunk: the function of one chunk of one row; static.
+      carry: the carry before the first chunk, float32 [rows, …, …] each.
+      xs: [rows, chunks, …, …] each, with at least one chunk. Any floating dtype; `chunk` gets float32.
+      interpret: passed to `pallas_call`.
+      dtype: dtype of the outputs.
 
     Returns:
       The carry after the last chunk, and the outputs [rows, chunks, …, …]. There is no forward-mode derivative.
@@ -74,7 +74,7 @@ def _store(refs: Sequence[Any], values: Sequence[jax.Array]) -> None:
 
 
 def _specs(arrays: Sequence[Any], index: Callable[[Any], Any] | None) -> list[pl.BlockSpec]:
-    """Blocks of arrays with one matrix for each chunk (`index`: step of the grid → chunk), or for each row."""
+    """Block specs of arrays with one matrix per chunk (`index`: grid step → chunk), or per row."""
     if index is None:
         return [pl.BlockSpec((None, *x.shape[1:]), lambda row, i: (row, 0, 0)) for x in arrays]
     return [pl.BlockSpec((None, None, *x.shape[2:]), lambda row, i: (row, index(i), 0, 0)) for x in arrays]
@@ -90,7 +90,7 @@ def _outputs(chunk: Chunk, carry: Arrays, xs: Arrays) -> list[jax.ShapeDtypeStru
 def _forward(
     chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Any, dtype: jax.typing.DTypeLike, *, keep: bool
 ) -> tuple[Arrays, Arrays, Arrays]:
-    """Final carry, outputs, and with `keep` the carry before each chunk."""
+    """The final carry, the outputs and, with `keep`, the carry before each chunk."""
     sizes = len(carry), len(xs)
 
     @rows_folded
@@ -139,7 +139,7 @@ def _forward(
 def _backward(
     chunk: Chunk, before: Arrays, xs: Arrays, dcarry: Arrays, dys: Arrays, interpret: Any
 ) -> tuple[Arrays, Arrays]:
-    """Cotangents of the first carry and of the inputs."""
+    """The cotangents of the first carry and of the inputs."""
     sizes = len(before), len(xs), len(dcarry), len(dys)
 
     @rows_folded
@@ -205,7 +205,7 @@ def _call(
 
 
 def _groups(items: Sequence[Any], sizes: Sequence[int]) -> list[tuple[Any, ...]]:
-    """Consecutive groups of so many items."""
+    """Consecutive groups of items with the given sizes."""
     parts, start = [], 0
     for size in sizes:
         parts.append(tuple(items[start : start + size]))

@@ -1,6 +1,7 @@
-"""What kernels for GPUs share: products on tensor cores, and how a kernel is compiled by Pallas' Triton backend.
+"""Code shared by the GPU kernels: products on tensor cores, and compilation with Pallas' Triton backend.
 
-Sizes of values are powers of two, of products at least 16; values are neither sliced nor concatenated, only references are.
+Sizes of values are powers of two, and those of products at least 16. Only references are sliced; values are neither sliced nor
+concatenated.
 """
 
 from collections.abc import Callable
@@ -11,23 +12,23 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-# product(x, y, x_axis, y_axis): contracts two matrices, accumulated in float32.
+# product(x, y, x_axis, y_axis) contracts two matrices and accumulates in float32.
 Product = Callable[[jax.Array, jax.Array, int, int], jax.Array]
 
 
-LEAST = 16  # rows and columns of a product on tensor cores
+LEAST = 16  # smallest number of rows and columns of a product on tensor cores
 
 
 def padded(size: int) -> int:
-    """The size of a kernel's matrices for a dimension of tokens: a power of two. Channels of zeros stay zero."""
+    """The power of two to which a token dimension is padded in a kernel. Channels of zeros stay zero."""
     return max(LEAST, 1 << (size - 1).bit_length())
 
 
 def products(dtype: jax.typing.DTypeLike, interpret: Any) -> Product:
-    """The product of matrices for inputs of a dtype: one pass of bfloat16, or three of TF32 for float32.
+    """The matrix product for inputs of a dtype: one pass of bfloat16, or three of TF32 for float32.
 
-    Plain TF32 is noise where a matrix is nearly singular; IEEE products use no tensor core and spill registers. An interpreter on a
-    CPU has no TF32: it computes in float32.
+    Plain TF32 gives noise for nearly singular matrices, and IEEE products use no tensor cores and spill registers. The interpreter
+    on a CPU has no TF32 and computes in float32.
     """
     single = jnp.dtype(dtype) == jnp.bfloat16
     exact = jax.lax.Precision.HIGHEST if interpret else jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
@@ -42,10 +43,10 @@ def products(dtype: jax.typing.DTypeLike, interpret: Any) -> Product:
 
 
 def call(kernel: Any, *, warps: int, interpret: Any, stages: int = 1, **options: Any) -> Callable[..., Any]:
-    """`pallas_call` by the Triton backend, whatever the default of this jax is.
+    """`pallas_call` with the Triton backend, whatever this jax version's default is.
 
-    With more than one stage a loop loads operands of later iterations early. Only for kernels that read nothing which they write:
-    a load of a state could come before the iteration that writes it.
+    With more than one stage a loop prefetches the operands of later iterations. This is only for kernels that do not read what they
+    write, because a load of a state could come before the iteration that writes it.
     """
     options |= {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=warps, num_stages=stages)}
     return pl.pallas_call(kernel, interpret=interpret, **options)

@@ -1,11 +1,11 @@
-"""Sequences of tokens as rows of chunks, the layout of `chunk_scan`."""
+"""Conversion of token sequences to rows of chunks, the layout of `chunk_scan`."""
 
 import jax
 import jax.numpy as jnp
 
 
 def to_chunks(x: jax.Array, size: int, fill: float = 0.0) -> jax.Array:
-    """[batch, time, heads, n] → [batch · heads, chunks, size, n]; the last chunk is filled up."""
+    """[batch, time, heads, n] → [batch · heads, chunks, size, n]. The last chunk is padded with `fill`."""
     batch, time, heads, n = x.shape
     count = -(-time // size)
     x = jnp.pad(x, ((0, 0), (0, count * size - time), (0, 0), (0, 0)), constant_values=fill)
@@ -15,7 +15,7 @@ def to_chunks(x: jax.Array, size: int, fill: float = 0.0) -> jax.Array:
 def gates_to_chunks(gates: list[tuple[jax.Array, float]], size: int) -> jax.Array:
     """Pairs of (gate [batch, time, heads] or [batch, time, heads, n], fill) → float32 [batch · heads, chunks, rows, size].
 
-    Tokens lie in lanes: a column would fill one lane of 128.
+    Tokens are in lanes, because a column would use only one lane of 128.
     """
     wide = lambda x: x.astype(jnp.float32) if x.ndim == 4 else x.astype(jnp.float32)[..., None]
     return jnp.concatenate([to_chunks(wide(x), size, fill) for x, fill in gates], axis=-1).mT

@@ -64,7 +64,7 @@ def test_evaluate(trained, capsys):
 def test_evaluate_a_stream(trained, capsys):
     folder, _ = trained
     assert cli.main(["evaluate", "--run-dir", str(folder / "run"), "--stream", "--piece", "32"]) == 0
-    assert "bits per byte by place in the stream" in capsys.readouterr().out
+    assert "bits per byte by position in the stream" in capsys.readouterr().out
 
 
 def test_generate_is_determined_by_the_seed(trained, capsys):

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from atlasjax.names import lookup
 
-# Each command lives in its own module, imported when it is asked for, so that help is quick.
+# Each command is in its own module, imported only when it is run, so that help is quick.
 COMMANDS = {
-    "train": "train a language model, or go on training one",
+    "train": "train a language model, or continue training one",
     "evaluate": "measure a trained model on held-out text",
     "generate": "let a trained model continue a text",
-    "info": "sizes and costs of presets; memory per device on a TPU",
+    "info": "sizes and costs of presets, and memory per device on a TPU",
 }
 USER_ERROR, RUN_ERROR = 2, 1
 
@@ -20,10 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-      arguments: of the command line; None: those of this process.
+      arguments: command-line arguments. None means those of this process.
 
     Returns:
-      The exit code: 0; 1 where a run failed; 2 where what was asked for is impossible; 128 + n after signal n.
+      The exit code: 0; 1 if a run failed; 2 if the request is invalid; 128 + n after signal n.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -53,11 +53,11 @@ def _run(command: str, arguments: list[str]) -> int:
         return _fail(str(error), 128 + error.signal)
     except RunError as error:
         return _fail(str(error), RUN_ERROR)
-    except OSError as error:  # a file that cannot be read or written; its message names the file
+    except OSError as error:  # a file cannot be read or written; the message names it
         return _fail(str(error), RUN_ERROR)
     except KeyboardInterrupt:
         return _fail("interrupted.", 130)
-    except SystemExit as exit_:  # from tyro: after help, or arguments that do not parse
+    except SystemExit as exit_:  # from tyro, after printing help or for arguments that do not parse
         return exit_.code if isinstance(exit_.code, int) else USER_ERROR
     return 0
 
@@ -75,7 +75,7 @@ def _help() -> str:
             "",
             *lines,
             "",
-            "`atlasjax train` alone trains a small Atlas model on text that comes with Python, in some minutes on a CPU.",
+            "`atlasjax train` alone trains a small Atlas model on text that comes with Python, in a few minutes on a CPU.",
             "`atlasjax COMMAND --help` lists the options of a command.",
         ]
     )

@@ -28,19 +28,19 @@ class EvaluateCommand:
     run_dir: str = "runs/atlas-tiny"
     """Folder of the run."""
     step: int | None = None
-    """Which checkpoint; None: the newest usable one."""
+    """Step of the checkpoint. None: the newest usable one."""
     text: tuple[str, ...] = ()
-    """Text files or folders to measure on; none: the run's own held-out text."""
+    """Text files or folders to evaluate on. None given: the run's own held-out text."""
     max_batches: int | None = None
-    """Batches to read; None: all of the text."""
+    """Maximum number of batches. None: the whole text."""
     stream: bool = False
-    """Read the text as one long stream through the constant-size cache, instead of in sequences of the training length."""
+    """Read the text as one long stream through the constant-size cache instead of in sequences of the training length."""
     piece: int = 512
     """Tokens read at a time with --stream."""
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Runs the command; see `atlasjax.cli.main` for what its errors become."""
+    """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
     command = parse(EvaluateCommand, "evaluate", "Measures a trained model on held-out text.", arguments)
     loaded = load_run(command.run_dir, command.step)
     for step, reason in loaded.skipped:
@@ -81,7 +81,7 @@ def _streamed(command: EvaluateCommand, loaded: LoadedRun, data: DataConfig) -> 
         tokens = tokens[: command.max_batches * data.batch_size * data.sequence_length + 1]
     table = loaded.tokenizer.bytes_per_token
     result, losses = evaluate_stream(loaded.model, tokens, table, piece=command.piece)
-    print("bits per byte by place in the stream")
+    print("bits per byte by position in the stream")
     start = 0
     while start < losses.shape[1]:
         end = min(losses.shape[1], max(1024, 4 * start))

@@ -24,16 +24,16 @@ class GenerateCommand:
     prompt: str = "The "
     """Text to continue."""
     max_tokens: int = 400
-    """Tokens to draw."""
+    """Number of tokens to generate."""
     sampling: Annotated[SamplingConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=SamplingConfig)
     seed: int = 0
     """The same seed gives the same text."""
     step: int | None = None
-    """Which checkpoint; None: the newest usable one."""
+    """Step of the checkpoint. None: the newest usable one."""
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Runs the command; see `atlasjax.cli.main` for what its errors become."""
+    """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
     command = parse(GenerateCommand, "generate", "Lets a trained model continue a text.", arguments)
     if command.max_tokens < 1:
         raise ConfigError(f"max_tokens is {command.max_tokens}; it should be at least 1.")
@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def text_pieces(tokenizer: Tokenizer, blocks: Iterator[np.ndarray]) -> Iterator[str]:
-    """Yields the text of a stream of tokens as it becomes known: a character cut in two waits for its other half."""
+    """Yields the text of a token stream as it becomes available. A character split between tokens is held until complete."""
     tokens: list[int] = []
     shown = 0
     text = ""

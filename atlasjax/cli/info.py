@@ -21,27 +21,27 @@ class InfoCommand:
     preset: tuple[str, ...] = ("atlas-tiny", "atlas-170m", "atlas-340m", "atlas-760m", "atlas-1.3b")
     """Presets to compare, side by side."""
     size: str | None = None
-    """Instead: every architecture of that size (tiny, 170m, 340m, 760m, 1.3b), one a row."""
+    """Compare all architectures of this size (tiny, 170m, 340m, 760m, 1.3b) instead, one per row."""
     names: bool = False
-    """Only list the names of architectures and sizes; a preset is <architecture>-<size>."""
+    """Only list the names of architectures and sizes. A preset is <architecture>-<size>."""
     rules: bool = False
     """Only print the table of the memory rules, as Markdown (docs/rules.md)."""
     plan: str | None = None
-    """A TPU topology (v5e:16x16, v5p:8x8x8, v6e:16x16, …): compile the full training step for it and say what it needs."""
+    """A TPU topology (v5e:16x16, v5p:8x8x8, v6e:16x16, …). Compiles the full training step for it and reports its memory."""
     mesh: MeshConfig | None = None
-    """Mesh of the plan; None: one that fits the topology and the batch."""
+    """Mesh of the plan. None: one that fits the topology and the batch."""
     batch_size: int | None = None
-    """Sequences per batch of the plan; None: the preset's."""
+    """Sequences per batch of the plan. None: the preset's."""
     sequence_length: int | None = None
-    """Tokens per sequence; None: the preset's."""
+    """Tokens per sequence. None: the preset's."""
     accumulation: int | None = None
-    """Microbatches per step of the plan; None: the preset's."""
+    """Microbatches per step of the plan. None: the preset's."""
     implementation: str | None = None
-    """Of the memories in the plan, for TPUs: xla, pallas_tpu; None: the preset's."""
+    """Implementation of the memories in the plan, for TPUs: xla or pallas_tpu. None: the preset's."""
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Runs the command; see `atlasjax.cli.main` for what its errors become."""
+    """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
     command = parse(InfoCommand, "info", "Sizes and costs of presets, without making a model.", arguments)
     if command.names:
         print("\n".join(ARCHITECTURES))
@@ -85,10 +85,10 @@ def _config(command: InfoCommand, preset: str) -> TrainConfig:
 
 
 def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
-    """A mesh for a topology: at least one sequence of a microbatch per data × fsdp device, and the rest over tensor.
+    """A mesh for a topology: at least one sequence of a microbatch per data × fsdp device, with the rest on `tensor`.
 
     Args:
-      config: the run; its microbatch and heads decide.
+      config: the run; its microbatch and number of heads determine the mesh.
       topology: e.g. "v5e:16x16".
     """
     devices = 1
@@ -110,7 +110,7 @@ _FFNS = {"swiglu": "SwiGLU", "gelu": "GELU"}
 def _sizes(config: TrainConfig) -> dict[str, str]:
     model, length = config.model, config.data.sequence_length
     numbers = describe(model, length=length)
-    # Whether the cache grows with the text: only that of a longer sequence tells.
+    # The cache of a longer sequence shows whether the cache grows with the text.
     grows = describe(model, length=2 * length)["state_bytes_per_sequence"] != numbers["state_bytes_per_sequence"]
     return {
         "mixer": _mixer(model),
@@ -130,7 +130,7 @@ def _is_cached(model: ModelConfig) -> bool:
 
 
 def _against_attention(config: TrainConfig) -> dict[str, str]:
-    """What the same model would need with full attention in the place of its cached memories."""
+    """The costs of the same model with full attention instead of its cached memories."""
     model = dataclasses.replace(config.model, mixer="attention")
     numbers = describe(model, length=config.data.sequence_length)
     return {
@@ -172,7 +172,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _table(entries: dict[str, dict[str, str]], *, as_rows: bool) -> None:
-    """Prints the entries as columns, or as rows of a table as wide as it needs to be."""
+    """Prints the entries as columns, or as rows of a table that is as wide as necessary."""
     from rich.console import Console
     from rich.table import Table
 

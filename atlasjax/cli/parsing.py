@@ -1,4 +1,4 @@
-"""Command lines to frozen dataclasses, by tyro."""
+"""Parsing of command lines into frozen dataclasses, with tyro."""
 
 import contextlib
 import io
@@ -18,13 +18,13 @@ def parse(cls: type[T], command: str, description: str, arguments: Sequence[str]
     Args:
       cls: the dataclass of its options.
       command: its name.
-      description: for its help.
+      description: its description, shown in the help.
       arguments: the command line after the command's name.
-      default: options that are not given.
+      default: values of options that are not given.
 
     Raises:
-      ConfigError: a value that the dataclass refuses.
-      SystemExit: help was asked for (0), or the arguments do not parse (2); tyro has printed why.
+      ConfigError: the dataclass rejects a value.
+      SystemExit: help was requested (0), or the arguments do not parse (2). tyro has printed the reason.
     """
     import tyro
 
@@ -50,7 +50,7 @@ def parse(cls: type[T], command: str, description: str, arguments: Sequence[str]
 
 
 def _value_error(text: str) -> str:
-    """The message inside the box that tyro draws around a ValueError of a nested dataclass; "" if it is another box."""
+    """The message in the box that tyro draws around a ValueError of a nested dataclass, or "" for any other box."""
     lines = [line.strip(" │╭╮╰╯─|-") for line in text.splitlines()]
     if not lines or not lines[0].startswith("Value error"):
         return ""
@@ -59,7 +59,7 @@ def _value_error(text: str) -> str:
 
 
 def pop_option(arguments: Sequence[str], name: str, default: str) -> tuple[str, list[str]]:
-    """Takes `--name value` or `--name=value` out of a command line, before it is parsed in full.
+    """Removes `--name value` or `--name=value` from a command line before it is parsed in full.
 
     Returns:
       (the last value given, or `default`; the other arguments).

@@ -1,4 +1,4 @@
-"""What several commands print: baselines, samples."""
+"""Output shared by several commands: baselines and samples."""
 
 from atlasjax.data.config import DataConfig
 from atlasjax.data.sources import load_text
@@ -11,9 +11,9 @@ _BASELINE_CHARACTERS = 50_000_000  # beyond this, counting n-grams takes longer 
 
 
 def baselines(config: DataConfig) -> dict[str, float]:
-    """Bits per byte of byte n-gram models fitted to the training text, on the held-out text of `config`.
+    """Bits per byte of byte n-gram models, fitted to the training text of `config`, on its held-out text.
 
-    Empty where nothing is held out, or where the text is not one that fits in memory.
+    Empty if nothing is held out or the text does not fit in memory.
     """
     if not config.has_validation or config.source not in ("embedded", "text"):
         return {}

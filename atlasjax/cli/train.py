@@ -16,10 +16,10 @@ from atlasjax.train.loop import TrainResult, train
 from atlasjax.train.plot import plot_loss
 from atlasjax.train.state import merge
 
-_DESCRIPTION = """Trains a language model, or goes on training the one in --run-dir.
+_DESCRIPTION = """Trains a language model, or continues training the one in --run-dir.
 
-Without arguments: preset atlas-tiny, on the Python language reference that comes with Python, some minutes on a CPU. --preset
-chooses the model and the defaults of everything else; --help after it shows them."""
+Without arguments: preset atlas-tiny, on the Python language reference that comes with Python, a few minutes on a CPU. --preset
+chooses the model and the defaults of all other options; --help after it shows them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TrainCommand:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Runs the command; see `atlasjax.cli.main` for what its errors become."""
+    """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
     preset, rest = pop_option(arguments, "preset", TrainCommand.preset)
     try:
         default = default_config(preset)
@@ -41,7 +41,8 @@ def run(arguments: Sequence[str]) -> None:
     command = parse(TrainCommand, "train", _DESCRIPTION, rest, TrainCommand(default, preset))
     config = command.config
     print(
-        f"Training {preset} in {config.run_dir}, {config.steps} steps; compiling the first takes a while.", flush=True
+        f"Training {preset} in {config.run_dir}, {config.steps} steps; the first one takes a while to compile.",
+        flush=True,
     )
     result = train(config)
     _report(preset, config, result)

@@ -1,4 +1,4 @@
-"""Devices: the mesh, where every array lives on it, and plans for machines that one does not have."""
+"""Device meshes, sharding of every array, and compilation plans for TPU pods that are not at hand."""
 
 from atlasjax.distributed.flops import count_flops
 from atlasjax.distributed.mesh import MeshConfig, ProcessConfig, initialize, make_mesh

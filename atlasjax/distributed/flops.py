@@ -1,6 +1,6 @@
 """Floating-point operations of a function, counted in its jaxpr.
 
-XLA's own `cost_analysis()` counts the body of a scan once, however long the scan; here it is counted as often as it runs.
+XLA's own `cost_analysis()` counts the body of a scan once, however long the scan is. Here it is counted once per iteration.
 """
 
 import math
@@ -14,10 +14,11 @@ from jax.extend import core
 def count_flops(function: Callable[..., Any], *arguments: Any) -> int:
     """Returns the matmul and convolution FLOPs (2 per multiply-add) of one call, over the whole batch and all devices.
 
-    Elementwise work is not counted. A `cond` counts its dearest branch, a `while` of unknown length its body once.
+    Elementwise operations are not counted. A `cond` counts as its most expensive branch, and a `while` of unknown length as one
+    run of its body.
 
     Args:
-      function: any traceable function; it is traced, not compiled and not run.
+      function: any traceable function. It is only traced, neither compiled nor run.
       *arguments: arrays, or jax.ShapeDtypeStruct in their place.
     """
     return _jaxpr_flops(jax.make_jaxpr(function)(*arguments).jaxpr)
@@ -39,7 +40,7 @@ def _equation_flops(equation: core.JaxprEqn) -> int:
         outputs = kernel[params["dimension_numbers"].rhs_spec[0]]
         return 2 * output * math.prod(kernel) // outputs
     if name == "pallas_call":
-        # The kernel's body runs once per grid cell; a kernel that states its own cost is believed.
+        # The kernel's body runs once per grid cell, unless the kernel states its own cost.
         estimate = params.get("cost_estimate")
         if estimate is not None:
             return int(estimate.flops)

@@ -14,12 +14,12 @@ MESH_AXES = (*BATCH_AXES, *HEAD_AXES)
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How many devices each axis of the mesh has; -1 on one axis means all the remaining devices.
+    """Number of devices on each mesh axis. -1 on one axis means all remaining devices.
 
     Attributes:
-      data: copies of the parameters; each sees its own part of the batch.
-      fsdp: parameters and optimizer state are split over it, and so is the batch (fully sharded data parallelism).
-      tensor: heads, MLP width and vocabulary are split over it.
+      data: number of copies of the parameters; each processes its own part of the batch.
+      fsdp: devices over which parameters, optimizer state and the batch are split (fully sharded data parallelism).
+      tensor: devices over which heads, MLP width and vocabulary are split.
     """
 
     data: int = -1
@@ -55,9 +55,9 @@ class MeshConfig:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Makes the mesh over `devices` (default: all of them, of every process).
+    """Makes the mesh over `devices` (default: all devices of all processes).
 
-    A mesh smaller than the machine uses the first devices; with several processes it must use every device.
+    A mesh smaller than the machine uses the first devices. With several processes it must use every device.
 
     Raises:
       ValueError: the sizes do not fit the devices (see `MeshConfig.resolve`).
@@ -70,22 +70,22 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"mesh {dict(zip(MESH_AXES, shape))} uses {needed} of {len(devices)} devices; with several processes it must "
             "use all of them. Set one size to -1."
         )
-    # A pod's torus may have no axis as long as one of the mesh, such as 4 of 16 × 16: then a part of an axis.
+    # A mesh axis may be shorter than every axis of the pod's torus (4 on 16 × 16), so a torus axis may have to be split.
     parts = mesh_utils.create_device_mesh(shape, devices[:needed], allow_split_physical_axes=True)
     return Mesh(parts, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessConfig:
-    """Several processes, one per host, that train together (`jax.distributed`).
+    """Settings of a job with several processes, one per host (`jax.distributed`).
 
-    On Cloud TPU pods, Slurm and Kubernetes `distributed=True` is enough: jax finds the rest by itself.
+    On Cloud TPU pods, Slurm and Kubernetes `distributed=True` is enough, because jax detects the rest.
 
     Attributes:
       distributed: start `jax.distributed`.
-      coordinator: "host:port" of process 0; None: found by jax.
-      num_processes: how many processes there are; None: found by jax.
-      process_id: which of them this is; None: found by jax.
+      coordinator: "host:port" of process 0. None lets jax detect it.
+      num_processes: number of processes. None lets jax detect it.
+      process_id: index of this process. None lets jax detect it.
     """
 
     distributed: bool = False
@@ -95,7 +95,7 @@ class ProcessConfig:
 
 
 def initialize(config: ProcessConfig) -> None:
-    """Joins the other processes, when the config asks for it; must run before anything touches a device.
+    """Joins the other processes if the config asks for it. Must run before anything touches a device.
 
     Raises:
       ValueError: some of coordinator, num_processes and process_id are given, but `distributed` is off or they are
@@ -117,10 +117,10 @@ def initialize(config: ProcessConfig) -> None:
     if given and len(given) < 3:
         raise ValueError(
             f"coordinator, num_processes and process_id belong together; got only {', '.join(given)}. Give all three, "
-            "or none where jax can find them itself (TPU pods, Slurm, Kubernetes)."
+            "or none where jax can detect them (TPU pods, Slurm, Kubernetes)."
         )
     if jax.distributed.is_initialized():
         return
-    # Collectives between CPU processes; must be chosen before the backend exists and is ignored by TPU and GPU.
+    # Collectives between CPU processes. Must be set before the backend is created; TPU and GPU ignore it.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(config.coordinator, config.num_processes, config.process_id)

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation for TPU topologies that one does not own, with the libtpu package as a compiler."""
+"""Ahead-of-time compilation for TPU topologies, with libtpu as the compiler and without a TPU."""
 
 import collections
 import dataclasses
@@ -15,7 +15,7 @@ import jax
 
 from atlasjax.names import lookup
 
-# GiB of memory per device that programs can use, as libtpu's own out-of-memory messages give it.
+# GiB of memory per device available to programs, taken from libtpu's out-of-memory messages.
 HBM_GIB = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.74, "tpu7x": 94.75}
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _GATHER = re.compile(r" = (?:\(.*[ (])?([a-z0-9]+\[[\d,]*\])[^ ]* all-gather(?:-start)?\(")
@@ -24,7 +24,7 @@ _REMATERIALIZED = re.compile(
 )
 _RESULT = "atlasjax plan: "
 
-# libtpu reads these when it is loaded: they keep it quiet, let several processes use it at once, and keep jax on the CPU.
+# libtpu reads these when it is loaded. They silence it, let several processes use it at once, and keep jax on the CPU.
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -34,30 +34,30 @@ _ENVIRONMENT = {
     "TPU_LOG_DIR": "disabled",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
-# In a child process, whose output is read, it may also say what the partitioner warns of.
+# A child process's output is parsed, so there the partitioner's warnings are turned on.
 _WARNINGS = {"TPU_STDERR_LOG_LEVEL": "1", "TPU_MIN_LOG_LEVEL": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the compiler says about a program on a topology. Bytes are per device; nothing here is a measured speed.
+    """The compiler's report on a program for a topology. Bytes are per device. Nothing here is a measured speed.
 
     Attributes:
       topology: e.g. "v5e:16x16".
-      devices: how many it has.
+      devices: number of devices in the topology.
       mesh: axis → size.
       argument_bytes: the training state and the batch.
-      temp_bytes: activations, gradients and buffers of the compiler.
+      temp_bytes: activations, gradients and the compiler's buffers.
       output_bytes: results, of which alias_bytes reuse the memory of donated arguments.
       alias_bytes: see output_bytes.
-      code_bytes: the program.
-      flops: matmul FLOPs of one call on all devices, scans counted in full (`flops.count_flops`).
-      collectives: kind → how many are in the program's text; one inside a loop is counted once.
+      code_bytes: the program's code.
+      flops: matmul FLOPs of one call on all devices, with every scan iteration counted (`flops.count_flops`).
+      collectives: kind → occurrences in the program's text. A collective inside a loop is counted once.
       kernels: calls of Pallas kernels in the program's text.
-      gathers: type of an all-gather's result, e.g. "bf16[1024,8000]" → how many; the shape is that of a device's part.
-      rematerialized: what the partitioner could take from one sharding to another only by a whole copy on every device
-        ("involuntary full rematerialization"), in its own words, each once.
-      compile_seconds: time to compile on this machine.
+      gathers: type of an all-gather's result, e.g. "bf16[1024,8000]" → occurrences. The shape is that on one device.
+      rematerialized: the partitioner's warnings about arrays that it could reshard only by copying them whole to every device
+        ("involuntary full rematerialization"), each once.
+      compile_seconds: compilation time on this machine.
     """
 
     topology: str
@@ -77,17 +77,17 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Memory that a device needs: arguments, temporaries, code, and results that do not reuse an argument."""
+        """Memory needed per device: arguments, temporaries, code, and results that do not reuse an argument."""
         return self.argument_bytes + self.temp_bytes + self.code_bytes + self.output_bytes - self.alias_bytes
 
     @property
     def available_bytes(self) -> int:
-        """Memory that a device of this topology has for programs."""
+        """Memory per device available to programs on this topology."""
         return int(HBM_GIB[self.topology.partition(":")[0]] * 2**30)
 
     @property
     def fits(self) -> bool:
-        """Whether a device has that much."""
+        """Whether the program fits into a device's memory."""
         return self.total_bytes <= self.available_bytes
 
 
@@ -98,7 +98,7 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
       topology: "v5e:16x16", "v5p:8x8x8", "v6e:16x16", "tpu7x:4x4x4", …
 
     Raises:
-      ValueError: libtpu is not installed, the generation is unknown, or it has no such topology.
+      ValueError: libtpu is not installed, or the generation or topology is unknown.
     """
     check_topology(topology)
     for name, value in _ENVIRONMENT.items():
@@ -114,7 +114,7 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
 
 
 def check_topology(topology: str) -> None:
-    """Checks a topology's name as far as it can be checked without loading libtpu.
+    """Checks a topology's name, as far as that is possible without loading libtpu.
 
     Raises:
       ValueError: libtpu is not installed, or the generation is unknown.
@@ -125,51 +125,51 @@ def check_topology(topology: str) -> None:
         raise ValueError(f"topology is {topology!r}; it should be like v5e:16x16 or v5p:8x8x8.")
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
-            "Planning for a TPU needs its compiler, libtpu: pip install 'jax[tpu]', the version of your jax."
+            "Planning for a TPU needs its compiler, libtpu: pip install 'jax[tpu]' in the version of your jax."
         )
 
 
 def low_effort() -> dict[str, Any]:
-    """Compiler options for a quick compilation; what they say about memory is an upper bound in practice."""
+    """Compiler options for fast compilation. The memory they report is in practice an upper bound."""
     if jax.__version_info__ >= (0, 11):
         return {"optimization_level": "O0"}
     return {"exec_time_optimization_effort": -1.0}
 
 
 def collective_counts(text: str) -> dict[str, int]:
-    """How often each collective operation occurs in a compiled program's text."""
+    """Number of occurrences of each collective operation in a compiled program's text."""
     return {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in _COLLECTIVES}
 
 
 def kernel_count(text: str) -> int:
-    """How often a compiled program's text calls a Pallas kernel."""
+    """Number of Pallas kernel calls in a compiled program's text."""
     return text.count('custom_call_target="tpu_custom_call"')
 
 
 def gathers(text: str) -> dict[str, int]:
-    """The type of each all-gather's result in a compiled program's text, and how many have it."""
+    """The result types of the all-gathers in a compiled program's text, each with its number of occurrences."""
     return dict(collections.Counter(_GATHER.findall(text)))
 
 
 def rematerializations(messages: str) -> tuple[str, ...]:
-    """What the partitioner warned of, from the child's standard error (`Plan.rematerialized`)."""
+    """The partitioner's warnings in the child's standard error (`Plan.rematerialized`)."""
     return tuple(dict.fromkeys(_REMATERIALIZED.findall(messages)))
 
 
 def run_in_child(module: str, request: dict[str, Any], *, timeout: float = 1800) -> Plan:
-    """Compiles in a child process, because libtpu can crash the process that it is in.
+    """Compiles in a child process, because libtpu can crash its process.
 
     Args:
       module: run as `python -m module REQUEST`; it must call `print_plan`.
-      request: JSON-able.
-      timeout: seconds.
+      request: serializable as JSON.
+      timeout: in seconds.
 
     Raises:
-      RuntimeError: the compilation failed; with the compiler's own message (out of memory, …).
+      RuntimeError: the compilation failed. The message contains the compiler's own (out of memory, …).
     """
     command = [sys.executable, "-m", module, json.dumps(request)]
     environment = {**os.environ, **_ENVIRONMENT, **_WARNINGS}
-    environment.pop("XLA_FLAGS", None)  # simulated CPU devices would only cost time
+    environment.pop("XLA_FLAGS", None)  # simulating CPU devices would only cost time
     try:
         child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
@@ -182,7 +182,7 @@ def run_in_child(module: str, request: dict[str, Any], *, timeout: float = 1800)
 
 
 def _reason(messages: str) -> str:
-    """The line of a failed child's standard error that says why."""
+    """The line of a failed child's standard error that gives the reason."""
     lines = [line for line in messages.splitlines() if line.strip() and not re.match(r"[IW]\d{4} ", line)]
     exhausted = [line for line in lines if "RESOURCE_EXHAUSTED" in line]
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
@@ -190,5 +190,5 @@ def _reason(messages: str) -> str:
 
 
 def print_plan(plan: Plan) -> None:
-    """How the child of `run_in_child` answers."""
+    """Prints the plan for the parent process to read (`run_in_child`)."""
     print(_RESULT + json.dumps(dataclasses.asdict(plan)), flush=True)

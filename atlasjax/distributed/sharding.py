@@ -1,7 +1,7 @@
-"""From logical axis names to shardings of parameters, optimizer state, batches and memory states.
+"""Shardings of parameters, optimizer state, batches and memory states, from logical axis names.
 
-Every parameter names its axes (`logical_axes` metadata of `nnx.Param`); `LOGICAL_AXIS_RULES` says over which mesh axis
-each name is split. A mesh axis that does not divide a dimension is skipped there, and reported.
+Every parameter names its axes (`logical_axes` metadata of `nnx.Param`). `LOGICAL_AXIS_RULES` maps each name to the mesh axis over
+which it is split. A mesh axis that does not divide a dimension is skipped for that dimension and reported.
 """
 
 import math
@@ -18,9 +18,9 @@ from atlasjax.names import lookup
 
 PyTree = Any
 
-# Parameters are split twice: over `tensor` along the axis that is independent in the computation (heads, MLP width,
+# Parameters are split twice: over `tensor` along an axis that the computation treats independently (heads, MLP width,
 # vocabulary), and over `fsdp` along the model width, which is gathered layer by layer. The memory's own axes are small
-# and stay whole: splitting them would put a collective into every chunk of the scan over time.
+# and stay unsplit: splitting them would put a collective into every chunk of the scan over time.
 LOGICAL_AXIS_RULES: dict[str, str | None] = {
     "layers": None,
     "vocab": "tensor",
@@ -40,13 +40,13 @@ def partition_spec(
     mesh: Mesh,
     rules: Mapping[str, str | None] = LOGICAL_AXIS_RULES,
 ) -> tuple[PartitionSpec, list[str]]:
-    """Returns the partition spec of one array, and a line for each mesh axis that was skipped.
+    """Returns the partition spec of one array, and a line of text for each skipped mesh axis.
 
     Args:
-      logical_axes: one name of `rules`, or None, per dimension.
+      logical_axes: for each dimension, a name in `rules` or None.
       shape: the array's shape.
       mesh: the mesh with axes data, fsdp, tensor.
-      rules: logical axis → mesh axis or None (whole).
+      rules: logical axis → mesh axis, or None (not split).
 
     Raises:
       ValueError: the number of names is not the number of dimensions, or a name is not in `rules`.
@@ -61,7 +61,7 @@ def partition_spec(
         axis = None if name is None else lookup("logical axis", name, rules)
         if axis is not None and mesh.shape[axis] > 1:
             if axis in spec:
-                axis = None  # An array can use a mesh axis once; the first dimension that asks for it has it.
+                axis = None  # An array can use a mesh axis only once; the first dimension that asks for it gets it.
             elif size % mesh.shape[axis]:
                 skipped.append(
                     f"axis {name!r} of size {size} is not divisible by {axis}={mesh.shape[axis]}: kept whole"
@@ -77,16 +77,16 @@ def parameter_shardings(
     """Shardings of a model's parameters.
 
     Args:
-      logical_axes: tree of the parameters' axis names, a PartitionSpec each (`nn.logical_axes`, as a nested dict).
-      shapes: the same tree of arrays or ShapeDtypeStructs.
+      logical_axes: tree of the parameters' axis names, one PartitionSpec per parameter (`nn.logical_axes`, as a nested dict).
+      shapes: the same tree, of arrays or ShapeDtypeStructs.
       mesh: the mesh.
       rules: logical axis → mesh axis.
 
     Returns:
-      The same tree of NamedSharding, and one line per skipped mesh axis.
+      The same tree, of NamedSharding, and one line of text per skipped mesh axis.
 
     Raises:
-      ValueError: names that are unknown or do not fit their parameter.
+      ValueError: names are unknown or do not match their parameter.
     """
     skipped_lines: list[str] = []
 
@@ -106,12 +106,12 @@ def parameter_shardings(
 def optimizer_shardings(
     optimizer: optax.GradientTransformation, optimizer_state: PyTree, param_shardings: PyTree, mesh: Mesh
 ) -> PyTree:
-    """Shardings of the optimizer state: moments as their parameters, everything else (step counts) on every device.
+    """Shardings of the optimizer state: moments like their parameters, everything else (step counts) replicated.
 
     Args:
       optimizer: the transformation that owns the state.
       optimizer_state: its (abstract) state, `jax.eval_shape(optimizer.init, params)`.
-      param_shardings: shardings of the parameters, in their tree.
+      param_shardings: tree of the parameters' shardings.
       mesh: the mesh.
     """
     return optax.tree_map_params(
@@ -124,26 +124,26 @@ def optimizer_shardings(
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of an array that every device holds whole."""
+    """The sharding of an array that is replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of every array of a batch, [batch, ...]: the batch axis over data and fsdp."""
+    """The sharding of every array of a batch, [batch, ...]: the batch axis is split over data and fsdp."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """Into how many parts the batch axis is split."""
+    """Number of parts into which the batch axis is split."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def cache_shardings(cache: PyTree, mesh: Mesh) -> PyTree:
-    """Shardings of a model's streaming cache: batch over data and fsdp; heads of memories and of keys and values over tensor.
+    """Shardings of a model's streaming cache: batch over data and fsdp, heads of memories, keys and values over tensor.
 
     Args:
       cache: the (abstract) cache of `LanguageModel.init_cache`: arrays [layers, batch, ...].
-      mesh: the mesh; an axis that does not divide a dimension is skipped there.
+      mesh: the mesh. An axis that does not divide a dimension is skipped for that dimension.
     """
     from atlasjax.elastic.attention import ElasticState
     from atlasjax.memory import CachedState, KernelState, MemoryState
@@ -154,7 +154,7 @@ def cache_shardings(cache: PyTree, mesh: Mesh) -> PyTree:
     from atlasjax.mixers.melodi import KeysAndValues
     from atlasjax.mixers.memorizing import Queue
 
-    # Where the heads axis is in the arrays of each that have one, which are those of at least this rank.
+    # Position of the heads axis in the arrays of each state. Arrays of lower rank have no heads axis.
     heads_axis = {MemoryState: 2, KernelState: 2, CachedState: 2, KVCache: 3, WindowCache: 3, ElasticState: 3}
     heads_axis |= {CurrentBlock: 3, Queue: 3, Associative: 2, BlockRecurrenceState: 4, KeysAndValues: 3}
 
@@ -173,11 +173,11 @@ def cache_shardings(cache: PyTree, mesh: Mesh) -> PyTree:
 
 
 def global_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """Makes this process's rows of a batch part of the global arrays of all processes.
+    """Assembles the global arrays of a batch from the rows of each process.
 
     Args:
-      batch: host arrays [batch / processes, ...], the rows that this process has read.
-      mesh: the mesh; its data and fsdp axes split the global batch.
+      batch: host arrays [batch / processes, ...], the rows read by this process.
+      mesh: the mesh. Its data and fsdp axes split the global batch.
 
     Returns:
       The arrays [batch, ...], sharded by `batch_sharding`.

@@ -1,7 +1,7 @@
-"""Elastic Memory (arXiv 2602.11212): a history compressed to Legendre coefficients, and attention that reads it.
+"""Elastic Memory (arXiv 2602.11212): the history is compressed to Legendre coefficients, which attention reads.
 
-`hippo` has the matrices and the functions compress and reconstruct, `banks` the matrices of all blocks of a context, `sampling` the
-positions at which memory is read, and `attention` the layer: all pure functions, usable alone.
+`hippo` has the HiPPO matrices and the functions `compress` and `reconstruct`, `banks` the matrices of every block of a context,
+`sampling` the positions at which memory is read, and `attention` the layer. All are pure functions and can be used on their own.
 
     from atlasjax.elastic import attention, banks, hippo, sampling
 

@@ -1,15 +1,17 @@
-"""Block attention with an elastic memory (arXiv 2602.11212, §2.2–2.4) as pure functions: in parallel, or as a stream.
+"""Block attention with an elastic memory (arXiv 2602.11212, §2.2–2.3) as pure functions, in parallel or streaming.
 
-A sequence is read in blocks of L tokens. A token sees the tokens of its block up to itself, and samples of all before its block:
+A sequence is read in blocks of L tokens. A token attends to the tokens of its own block up to itself, and to samples of the
+history before its block:
 
     y_t = Σ_j softmax_j(q_t · k̃_j / √key_dim) ṽ_j        over j in [R C_k^(m) | rotated keys of the block, up to t], m = ⌊t / L⌋
     C^(m+1) = P_m C^(m) + K_m [k, v of block m]
 
-C^(m): the Legendre coefficients of all keys and values of blocks 0 … m−1 (`hippo`), each channel a signal over time. One softmax
-goes over samples and tokens: a trapezoidal mask. The first block has no memory. Keys enter the memory unrotated, positions are
-local to the block, and memory is asked by rotated queries, as printed in the paper (`rotate_memory_queries`).
+C^(m) holds the Legendre coefficients of the keys and values of blocks 0 … m−1 (`hippo`), where each channel is a signal over time.
+One softmax covers samples and tokens (the trapezoidal mask). The first block has no memory. Keys are compressed before rotation,
+rotary positions are local to the block, and the memory is queried with rotated queries, as in the paper's Algorithm 1
+(`rotate_memory_queries`).
 
-Coefficients, banks, logits and softmax are float32. State and time per token do not depend on how much was read.
+Coefficients, banks, logits and softmax are float32. State size and time per token do not depend on the number of tokens read.
 """
 
 import dataclasses
@@ -40,16 +42,17 @@ _BANK_AXES = {
 )
 @dataclasses.dataclass(frozen=True)
 class ElasticState:
-    """What is carried through a stream.
+    """The streaming state.
 
     Attributes:
-      coefficients: of keys and values of all blocks before the current one, float32 [batch, order, heads, key_dim + value_dim].
-      memory_keys: what is sampled from them, [batch, samples, heads, key_dim].
-      memory_values: [batch, samples, heads, value_dim].
-      keys: of the current block, not rotated, at their places, [batch, block_size, heads, key_dim].
-      values: [batch, block_size, heads, value_dim].
-      position: tokens read, [batch].
-      max_length: the most tokens that will be read; static, since the bank's size follows from it.
+      coefficients: Legendre coefficients of the keys and values of all blocks before the current one, float32
+        [batch, order, heads, key_dim + value_dim].
+      memory_keys: keys sampled from them, [batch, samples, heads, key_dim].
+      memory_values: values sampled from them, [batch, samples, heads, value_dim].
+      keys: unrotated keys of the current block, stored by position in the block, [batch, block_size, heads, key_dim].
+      values: values of the current block, [batch, block_size, heads, value_dim].
+      position: number of tokens read, [batch].
+      max_length: maximum number of tokens that will be read. Static, because it determines the size of the bank.
     """
 
     coefficients: jax.Array
@@ -62,12 +65,12 @@ class ElasticState:
 
 
 def blocks_needed(time: int, block_size: int) -> int:
-    """Blocks of a bank that a context of `time` tokens needs: the last block only reads."""
+    """Number of bank blocks that a context of `time` tokens needs. The last block only reads, so it needs none."""
     return max(-(-time // block_size) - 1, 0)
 
 
 def no_bank(blocks: int, block_size: int) -> Bank:
-    """Stands for a bank where there is no memory: attention within blocks alone."""
+    """A bank of order 0, for attention within blocks without a memory."""
     return Bank(np.zeros((blocks, 0, 0), np.float32), np.zeros((blocks, 0, block_size), np.float32))
 
 
@@ -86,21 +89,22 @@ def attention(
     """Elastic block attention over whole sequences.
 
     Args:
-      q, k: not rotated, [batch, time, heads, key_dim], key_dim even.
+      q, k: before rotation, [batch, time, heads, key_dim], with an even key_dim.
       v: [batch, time, heads, value_dim].
-      bank: of at least `blocks_needed(time, L)` blocks (`banks.load`); L is that of its kernels.
-      reconstruction: R, [samples, order] (`sampling.sampled_reconstruction`): another one may be used than in training. None, with
-        a bank of order 0 (`no_bank`): no memory.
-      rope_theta: base of the wave lengths of the rotation; None: no rotation.
-      rotate_memory_queries: whether queries meet the samples rotated by their place in the block, or as they are.
-      segment_ids: integers [batch, time]; where the id changes a new document begins: memory and blocks start afresh.
-      max_segments: static bound on the documents of a row; needed under jit with `segment_ids`. Tokens of further ones get NaN.
+      bank: a bank of at least `blocks_needed(time, L)` blocks (`banks.load`). Its kernels determine the block length L.
+      reconstruction: R, [samples, order] (`sampling.sampled_reconstruction`). It may differ from the one used in training. None,
+        together with a bank of order 0 (`no_bank`), means no memory.
+      rope_theta: base of the rotary wavelengths. None means no rotation.
+      rotate_memory_queries: whether the queries that read the samples are rotated by their position in the block.
+      segment_ids: integers [batch, time]. A new document begins where the id changes; memory and blocks are reset there.
+      max_segments: static bound on the number of documents in a row. Required under jit with `segment_ids`. Tokens of documents
+        beyond the bound get NaN.
 
     Returns:
-      [batch, time, heads, value_dim], of v's dtype. Gradients flow across the blocks.
+      [batch, time, heads, value_dim], in v's dtype. Gradients flow across blocks.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit.
+      TypeError, ValueError: invalid arguments.
     """
     time = q.shape[1] if getattr(q, "ndim", 0) == 4 else 0
     matrices = _check("elastic.attention", q, k, v, bank, reconstruction, time)
@@ -109,7 +113,7 @@ def attention(
     if segment_ids is None:
         grid = whole(batch, time, size)
         q, k, v = (grid.lay(x) for x in (q, k, v))
-        if grid.touched == 1:  # nothing to remember
+        if grid.touched == 1:  # a single block has no memory to read
             place = jnp.broadcast_to(jnp.arange(size), (batch, size))
             return _attend(q[0], place, k[0], v[0], None, grid.index[0], **options)[:, :time]
         return grid.pick(_attend_blocks(q, k, v, matrices.uniform_states(k, v), grid.index, matrices, **options))
@@ -122,7 +126,7 @@ def attention(
 def init_state(
     batch_size: int, max_length: int, block_size: int, reconstruction: Any, heads: int, key_dim: int, value_dim: int, dtype: Any
 ) -> ElasticState:  # fmt: skip
-    """The state before the first token; `max_length`: the most tokens that will be read, those beyond get NaN."""
+    """The state before the first token. Tokens beyond `max_length` get NaN."""
     samples, order = (0, 0) if reconstruction is None else reconstruction.shape
     zeros = lambda size, dim: jnp.zeros((batch_size, size, heads, dim), dtype)
     return ElasticState(
@@ -147,19 +151,19 @@ def extend(
     rope_theta: float | None = 1e4,
     rotate_memory_queries: bool = True,
 ) -> tuple[jax.Array, ElasticState]:
-    """`attention` of the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
+    """`attention` for the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
 
     Args:
       q, k, v, rope_theta, rotate_memory_queries: as in `attention`.
-      state: from `init_state` or the last `extend`.
-      bank: of at least `blocks_needed(state.max_length, L)` blocks.
-      reconstruction: R. With another one than before, samples change from the next block on.
+      state: from `init_state` or the previous `extend`.
+      bank: a bank of at least `blocks_needed(state.max_length, L)` blocks.
+      reconstruction: R. If it differs from the previous call's, samples change from the next block on.
 
     Returns:
-      As `attention`, NaN for tokens beyond max_length; and the next state.
+      The output of `attention`, NaN for tokens beyond max_length, and the next state.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit.
+      TypeError, ValueError: invalid arguments.
     """
     matrices = _check("elastic.extend", q, k, v, bank, reconstruction, state.max_length)
     _check_state(state, k, v, matrices)
@@ -198,7 +202,7 @@ def _one_token(
 def _piece(
     q: jax.Array, k: jax.Array, v: jax.Array, state: ElasticState, matrices: "_Matrices", **options: Any
 ) -> tuple[jax.Array, ElasticState]:
-    """Tokens are laid on the grid of blocks after those that the current block has; then as for a whole sequence."""
+    """Places the new tokens on the block grid after those of the current block, then computes as for a whole sequence."""
     size, (batch, time) = matrices.block_size, q.shape[:2]
     grid = continued(state.position, time, size)
     queries, kb, vb = grid.lay(q), grid.lay(k, state.keys), grid.lay(v, state.values)
@@ -214,7 +218,7 @@ def _piece(
 
 
 class _Matrices:
-    """The constants of a call on the device, and what is done with them."""
+    """Bank and reconstruction matrix as float32 arrays on the device, and the operations that use them."""
 
     def __init__(self, bank: Bank, reconstruction: Any):
         constant = lambda x: jnp.asarray(x, jnp.float32)
@@ -225,7 +229,7 @@ class _Matrices:
     def uniform_states(self, k: jax.Array, v: jax.Array) -> jax.Array:
         """C before each block of whole sequences: k, v [blocks, batch, L, …] → [blocks, batch, order, heads, dims].
 
-        Only P_m C has to wait for the block before.
+        Only P_m C is sequential; the writes K_m [k, v] of all blocks are computed at once.
         """
         count = k.shape[0] - 1
         x = _together(k, v)
@@ -239,14 +243,14 @@ class _Matrices:
             c = _einsum("nk,bkhd->bnhd", p, c) + write
             return c, c
 
-        # P_0 meets the empty state.
+        # P_0 = 0, so the first state is the first write.
         _, later = jax.lax.scan(step, writes[0], (self.transitions[1:count], writes[1:]))
         return jnp.concatenate([empty, writes[:1], later])
 
     def states(self, k: jax.Array, v: jax.Array, index: jax.Array, initial: jax.Array) -> jax.Array:
-        """C before each block and after the last, with a block number of each row's own.
+        """C before each block and after the last, where every row has its own block numbers.
 
-        k, v: [blocks, batch, L, …]; index: [blocks, batch], 0 at a document's first block; → [blocks + 1, batch, order, …].
+        k, v: [blocks, batch, L, …]; index: [blocks, batch], 0 at a document's first block. Returns [blocks + 1, batch, order, …].
         """
         last = self.transitions.shape[0] - 1
         if last < 0 or not self.order:
@@ -255,7 +259,7 @@ class _Matrices:
         def step(c: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             x, m = xs
             c = jnp.where((m > 0)[:, None, None, None], c, 0)
-            m = jnp.minimum(m, last)  # beyond it nothing reads what is written
+            m = jnp.minimum(m, last)  # no later block reads what is written beyond the bank
             new = _einsum("bnk,bkhd->bnhd", self.transitions[m], c) + _einsum("bnl,blhd->bnhd", self.kernels[m], x)
             return new, c
 
@@ -272,14 +276,14 @@ def _together(k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.concatenate([k.astype(jnp.float32), v.astype(jnp.float32)], axis=-1)
 
 
-# Coefficients alternate in sign and cancel: products of bfloat16 inputs, which accelerators take by default, would not do.
+# Coefficients alternate in sign and cancel, so products of bfloat16 inputs, the default on accelerators, are not accurate enough.
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def _attend_blocks(
     q: jax.Array, k: jax.Array, v: jax.Array, states: jax.Array, index: jax.Array, matrices: _Matrices, **options: Any
 ) -> jax.Array:
-    """Blocks one after another: q, k, v [blocks, batch, L, heads, dim], C before each, and its number in its document."""
+    """Attention block by block: q, k, v [blocks, batch, L, heads, dim], C before each block, and its index in its document."""
     batch, size = q.shape[1:3]
     place = jnp.broadcast_to(jnp.arange(size), (batch, size))
 
@@ -303,7 +307,7 @@ def _attend(
     rope_theta: float | None,
     rotate_memory_queries: bool,
 ) -> jax.Array:
-    """Queries at places [batch, queries] of one block, whose tokens k, v [batch, L, …] lie at their own places."""
+    """Attention of queries at positions `place` [batch, queries] of one block with keys and values k, v [batch, L, …]."""
     block = block_source(q, place, k, v, rope_theta)
     sources = [block]
     if samples is not None and samples[0].shape[1]:
@@ -336,7 +340,7 @@ def _check(where: str, q: Any, k: Any, v: Any, bank: Bank, reconstruction: Any, 
     if known["blocks"] < needed:
         raise ValueError(
             f"{where}: the bank has {known['blocks']} blocks of {known['block_size']} tokens, but {time} tokens need {needed}. "
-            f"banks.load(…, blocks={needed}) extends it."
+            f"Load a longer one: banks.load(…, blocks={needed})."
         )
     return _Matrices(bank, reconstruction)
 

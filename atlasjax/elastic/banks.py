@@ -1,7 +1,7 @@
 """Banks: the matrices P_m and K_m of all blocks of a context, built in float64, kept as float32 and cached on disk.
 
-Block m of L tokens takes the coefficients from m L to (m+1) L tokens: P_m = (m/(m+1))^A, P_0 = 0. A bank for a longer context has
-the same first blocks, so a file of the cache holds a few consecutive blocks, and a longer context only adds files.
+Block m of L tokens takes the coefficients from m L to (m+1) L tokens, with P_m = (m/(m+1))^A and P_0 = 0. A bank for a longer
+context begins with the same blocks. So each cache file holds a few consecutive blocks, and a longer context only adds files.
 """
 
 import functools
@@ -18,7 +18,7 @@ import numpy as np
 from atlasjax.elastic.hippo import DISCRETIZATIONS, block, build_bytes, check_integer
 from atlasjax.names import lookup
 
-_FORMAT = 1  # of the files; a change of it makes all older ones unknown
+_FORMAT = 1  # version of the file format; changing it invalidates all older files
 _NUMBERS_OF_A_FILE, _BLOCKS_OF_A_FILE = 2**22, 64
 
 Progress = Callable[[str], None]
@@ -32,12 +32,12 @@ class Bank(NamedTuple):
 
 
 def bank_bytes(order: int, block_size: int, blocks: int) -> int:
-    """Bytes of a bank, in memory and, nearly, on disk."""
+    """Bytes of a bank in memory, and approximately on disk."""
     return 4 * blocks * order * (order + block_size)
 
 
 def default_cache_dir() -> pathlib.Path:
-    """$ATLASJAX_CACHE, or atlasjax in $XDG_CACHE_HOME, or in ~/.cache."""
+    """$ATLASJAX_CACHE if set, else the folder atlasjax in $XDG_CACHE_HOME or ~/.cache."""
     chosen = os.environ.get("ATLASJAX_CACHE")
     if chosen:
         return pathlib.Path(chosen)
@@ -54,25 +54,25 @@ def load(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Bank:
-    """The bank of the first `blocks` blocks: what the cache has, and what it lacks is built and added to it.
+    """The bank of the first `blocks` blocks. Blocks that are not in the cache are built and added to it.
 
-    Building takes order³ operations a block: milliseconds at order 540, half a minute on two cores at 8,640, where the float64
-    arrays of one block take 2.0 GB (`hippo.build_bytes`) and the bank itself 4 · order · (order + block_size) bytes a block.
+    Building takes order³ operations per block: milliseconds at order 540, and half a minute on two cores at order 8,640, where the
+    float64 arrays of one block take 2.0 GB (`hippo.build_bytes`). The bank takes 4 · order · (order + block_size) bytes per block.
 
     Args:
       order: N ≥ 1.
       block_size: L ≥ 1 tokens.
-      blocks: ≥ 0; a context of T tokens reads memory ⌈T/L⌉ − 1 times, and needs as many.
+      blocks: number of blocks, ≥ 0. A context of T tokens needs ⌈T/L⌉ − 1.
       discretization, legacy_hippo: see `hippo.transition`.
-      cache_dir: folder of the cache; None: `default_cache_dir()`. A file that cannot be read is built again; a folder that
-        cannot be written costs a warning, and building again the next time.
-      progress: called with one line of text before every block that is built.
+      cache_dir: cache folder; None means `default_cache_dir()`. A file that cannot be read is rebuilt. If the folder cannot be
+        written, a warning is issued and the blocks are built again next time.
+      progress: called with one line of text before each block is built.
 
     Returns:
-      The bank. The same arguments give the same arrays, which must not be written to.
+      The bank. Calls with the same arguments share the same read-only arrays.
 
     Raises:
-      ValueError: an argument out of its range.
+      ValueError: an argument is out of range.
     """
     check_integer("order", order, 1)
     check_integer("block_size", block_size, 1)
@@ -104,7 +104,7 @@ def _load(
 
 
 def blocks_of_a_file(order: int, block_size: int) -> int:
-    """Consecutive blocks that one file of the cache holds: about 16 MB of them, at least one."""
+    """Number of consecutive blocks in one cache file: about 16 MB, at least one block."""
     return int(np.clip(_NUMBERS_OF_A_FILE // (order * (order + block_size)), 1, _BLOCKS_OF_A_FILE))
 
 
@@ -115,14 +115,14 @@ def _build(
     for m in range(first, last):
         if progress is not None:
             peak = build_bytes(order, size) / 1e9
-            progress(f"elastic bank: block {m} of order {order}, {size} tokens; {peak:.2f} GB while it is built")
+            progress(f"elastic bank: block {m} of order {order}, {size} tokens; building it takes {peak:.2f} GB")
         p, k = block(order, m * size, (m + 1) * size, discretization=discretization, legacy_hippo=legacy)
         bank.transitions[m - first], bank.kernels[m - first] = p, k
     return bank
 
 
 def _read(path: pathlib.Path, shape: tuple[int, int, int]) -> Bank | None:
-    """A file's blocks, or None if there is no such file or it is not whole (each array in it has a checksum)."""
+    """The blocks in a file, or None if the file is missing or damaged (each array in it has a checksum)."""
     blocks, order, size = shape
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -130,17 +130,17 @@ def _read(path: pathlib.Path, shape: tuple[int, int, int]) -> Bank | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        warnings.warn(f"elastic bank: {path} cannot be read ({error}); it is built again.", stacklevel=5)
+        warnings.warn(f"elastic bank: {path} cannot be read ({error}); rebuilding it.", stacklevel=5)
         return None
     fits = bank.transitions.shape == (blocks, order, order) and bank.kernels.shape == (blocks, order, size)
     if not fits or any(x.dtype != np.float32 for x in bank):
-        warnings.warn(f"elastic bank: {path} holds other arrays than its name says; it is built again.", stacklevel=5)
+        warnings.warn(f"elastic bank: the arrays in {path} do not match its name; rebuilding it.", stacklevel=5)
         return None
     return bank
 
 
 def _write(path: pathlib.Path, bank: Bank) -> None:
-    """Write the file as a whole or not at all: processes that build the same file do not disturb each other."""
+    """Writes the file atomically, so that processes building the same file do not interfere."""
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,8 +150,8 @@ def _write(path: pathlib.Path, bank: Bank) -> None:
         os.replace(temporary, path)
     except OSError as error:
         warnings.warn(
-            f"elastic bank: {path} cannot be written ({error}); it will be built again. "
-            "Set ATLASJAX_CACHE to a folder of your own.",
+            f"elastic bank: {path} cannot be written ({error}); it will be rebuilt next time. "
+            "Set ATLASJAX_CACHE to a writable folder.",
             stacklevel=5,
         )
         if temporary is not None:

@@ -1,15 +1,15 @@
 """HiPPO-LegS in closed form: a history of any length as its first N Legendre coefficients.
 
 Elastic Memory (arXiv 2602.11212) §2, App. E. A signal f over [0, t] is compressed to c_n(t) = 1/t ∫_0^t f(x) g_n(x/t) dx, its
-projection on g_n(u) = √(2n+1) P_n(2u − 1), which are orthonormal on [0, 1]; Σ_n c_n g_n(x/t) gives it back. c follows
-t c' = −A c + B f with A_nn = n+1, A_nk = √((2n+1)(2k+1)) for n > k, and B_n = √(2n+1) (Gu et al. 2020). Token k fills [k, k+1),
-so the step from `start` to `stop` tokens is linear:
+projection on g_n(u) = √(2n+1) P_n(2u − 1), which are orthonormal on [0, 1]. Σ_n c_n g_n(x/t) reconstructs it. c obeys
+t c' = −A c + B f with A_nn = n+1, A_nk = √((2n+1)(2k+1)) for n > k, and B_n = √(2n+1) (Gu et al. 2020). Token k occupies
+[k, k+1), so the step from `start` to `stop` tokens is linear:
 
     c(stop) = P c(start) + K f,    P = (start/stop)^A,    K_nj = ∫ g_n over [(start+j)/stop, (start+j+1)/stop]
 
-No power of a matrix is taken: A's eigenvectors are useless from N = 16 on. P_nm = r ∫_0^1 g_n(ru) g_m(u) du, r = start/stop, is
-exact by N-point Gauss–Legendre quadrature, and K is a difference of antiderivatives. Matrices are float64 numpy arrays, made
-outside of any trace.
+No matrix power is computed, because A's eigenvectors are too ill-conditioned from N = 16 on. Instead
+P_nm = r ∫_0^1 g_n(ru) g_m(u) du with r = start/stop, which N-point Gauss–Legendre quadrature evaluates exactly, and K is a
+difference of antiderivatives. Matrices are float64 numpy arrays, computed outside of any trace.
 """
 
 import functools
@@ -29,30 +29,30 @@ from atlasjax.names import lookup
 def transition(
     order: int, start: int, stop: int, *, discretization: str = "zoh", legacy_hippo: bool = False
 ) -> np.ndarray:
-    """P: what becomes of the coefficients after `start` tokens when there are `stop`, if the tokens between were zero.
+    """P, which maps the coefficients after `start` tokens to those after `stop` tokens if the tokens in between are zero.
 
     Args:
       order: N ≥ 1 coefficients.
       start, stop: numbers of tokens, 0 ≤ start < stop. From start = 0 nothing is kept: P = 0.
-      discretization: "zoh", exact for a signal that is constant over each token; or "forward", "backward", "bilinear": one Euler or
-        trapezoidal step for each token, t = k to k + 1 for token k (the first token, where t = 0, is exact).
-      legacy_hippo: number time as the published HiPPO code does: the state is zero at t = 1, token k fills [k+1, k+2), and the
-        Euler and trapezoidal steps of token k take t = k + 1 at both ends.
+      discretization: "zoh" is exact for a signal that is constant over each token. "forward", "backward" and "bilinear" take one
+        Euler or trapezoidal step per token, from t = k to k + 1 for token k (the first token, at t = 0, is exact).
+      legacy_hippo: number time as the published HiPPO code does: the state is zero at t = 1, token k occupies [k+1, k+2), and the
+        Euler and trapezoidal steps of token k use t = k + 1 at both ends.
 
     Returns:
       float64 [order, order], lower triangular.
 
     Raises:
-      ValueError: an argument out of its range.
+      ValueError: an argument is out of range.
 
     Warns:
-      RuntimeWarning: "forward" explodes, as it does while t is small against N² (‖A‖ is of that size): the result is useless.
+      RuntimeWarning: "forward" is unstable and the result is useless. This happens while t is small compared with ‖A‖, about N².
     """
     return block(order, start, stop, discretization=discretization, legacy_hippo=legacy_hippo, parts="P")[0]
 
 
 def kernel(order: int, start: int, stop: int, *, discretization: str = "zoh", legacy_hippo: bool = False) -> np.ndarray:
-    """K: what tokens start … stop − 1 give to the coefficients after `stop` tokens; arguments as in `transition`.
+    """K, the contribution of tokens start … stop − 1 to the coefficients after `stop` tokens. Arguments as in `transition`.
 
     Returns:
       float64 [order, stop − start].
@@ -63,7 +63,7 @@ def kernel(order: int, start: int, stop: int, *, discretization: str = "zoh", le
 def block(
     order: int, start: int, stop: int, *, discretization: str = "zoh", legacy_hippo: bool = False, parts: str = "PK"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(P, K) of `transition` and `kernel` at once; `parts` "P" or "K" leaves the other one empty where that saves work."""
+    """(P, K) of `transition` and `kernel` at once. With `parts` "P" or "K" the other may be empty, where that saves work."""
     check_integer("order", order, 1)
     check_integer("start", start, 0)
     check_integer("stop", stop, start + 1)
@@ -80,20 +80,20 @@ def block(
 
 
 def reconstruction(order: int, positions: Any, length: float = 1.0) -> np.ndarray:
-    """R_jn = g_n(x_j / t): reads the signal off its coefficients at positions x_j of [0, t].
+    """R_jn = g_n(x_j / t), which evaluates the signal at positions x_j in [0, t] from its coefficients.
 
-    It depends on x_j / t alone, so one R serves a history that grows.
+    R depends only on x_j / t, so the same R serves a growing history.
 
     Args:
       order: N ≥ 1 coefficients.
       positions: x_j, [samples].
-      length: t > 0, in the positions' unit.
+      length: t > 0, in the same unit as the positions.
 
     Returns:
       float64 [samples, order].
 
     Raises:
-      ValueError: an argument out of its range, or a position outside of [0, length].
+      ValueError: an argument is out of range, or a position is outside [0, length].
     """
     check_integer("order", order, 1)
     x = check_positions("positions", positions, length)
@@ -112,17 +112,17 @@ def compress(
     """The coefficients after start + time tokens.
 
     Args:
-      signal: tokens start, start + 1, …: floating point [..., time, channels], time ≥ 1.
-      order: N ≥ 1 coefficients of each channel.
-      coefficients: those after `start` tokens, [..., order, channels]; None: there are none, start is 0.
-      start: tokens read before, an integer.
+      signal: tokens start, start + 1, …, floating point [..., time, channels], time ≥ 1.
+      order: N ≥ 1 coefficients per channel.
+      coefficients: the coefficients after `start` tokens, [..., order, channels]. None if start is 0.
+      start: number of tokens read before, an integer.
       discretization, legacy_hippo: see `transition`.
 
     Returns:
-      [..., order, channels], of float32, or float64 if the signal is.
+      [..., order, channels], float32, or float64 for a float64 signal.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit.
+      TypeError, ValueError: invalid arguments.
     """
     if not jnp.issubdtype(signal.dtype, jnp.floating):
         raise TypeError(f"compress: signal must be floating point, got {signal.dtype}.")
@@ -130,7 +130,9 @@ def compress(
         raise ValueError(f"compress: signal has shape {signal.shape}, should be [..., time ≥ 1, channels].")
     if (coefficients is None) != (start == 0):
         given = "None" if coefficients is None else "given"
-        raise ValueError(f"compress: start={start} with coefficients {given}: they belong together.")
+        raise ValueError(
+            f"compress: start={start} with coefficients {given}: a start > 0 needs coefficients, 0 takes none."
+        )
     dtype = jnp.promote_types(signal.dtype, jnp.float32)
     p, k = block(order, start, start + signal.shape[-2], discretization=discretization, legacy_hippo=legacy_hippo)
     state = apply(jnp.asarray(k, dtype), signal.astype(dtype))
@@ -142,10 +144,10 @@ def compress(
 
 
 def reconstruct(coefficients: jax.Array, positions: Any, length: float = 1.0) -> jax.Array:
-    """The signal at positions of [0, length], from coefficients [..., order, channels]: [..., samples, channels].
+    """The signal at positions in [0, length], from coefficients [..., order, channels]: [..., samples, channels].
 
     Raises:
-      ValueError: as `reconstruction`, or coefficients without the two axes.
+      ValueError: as for `reconstruction`, or coefficients with fewer than two axes.
     """
     if coefficients.ndim < 2:
         raise ValueError(f"reconstruct: coefficients has shape {coefficients.shape}, should be [..., order, channels].")
@@ -154,18 +156,18 @@ def reconstruct(coefficients: jax.Array, positions: Any, length: float = 1.0) ->
 
 
 def apply(matrix: jax.Array, x: jax.Array) -> jax.Array:
-    """matrix [rows, n] times x [..., n, channels], in full float32 on every device: products of bfloat16 would not do."""
+    """matrix [rows, n] times x [..., n, channels], in full float32 on every device, because bfloat16 products are too coarse."""
     return jnp.matmul(matrix, x, precision=jax.lax.Precision.HIGHEST)
 
 
 def check_integer(name: str, value: Any, least: int) -> None:
-    """Raise ValueError unless the value is an integer of at least so much."""
+    """Raises ValueError unless `value` is an integer ≥ `least`."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
         raise ValueError(f"hippo: {name} must be an integer ≥ {least}, got {value!r}.")
 
 
 def check_positions(name: str, positions: Any, length: float) -> np.ndarray:
-    """Positions as float64 [samples ≥ 1]; ValueError if one lies outside of [0, length]."""
+    """Positions as float64 [samples ≥ 1]. Raises ValueError if one is outside [0, length]."""
     if not (math.isfinite(length) and length > 0):
         raise ValueError(f"hippo: length must be a number > 0, got {length!r}.")
     x = np.asarray(positions, np.float64)
@@ -178,7 +180,7 @@ def check_positions(name: str, positions: Any, length: float) -> np.ndarray:
 
 
 def build_bytes(order: int, block_size: int) -> int:
-    """Peak bytes of the float64 arrays while one exact block is built."""
+    """Peak bytes of float64 arrays while one block of the exact discretization is built."""
     return 8 * order * (3 * order + 3 * block_size)
 
 
@@ -202,7 +204,7 @@ def _basis(order: int, u: np.ndarray) -> np.ndarray:
 
 
 def _antiderivatives(order: int, u: np.ndarray) -> np.ndarray:
-    """∫ g_n up to a constant: (P_{n+1} − P_{n−1})(2u − 1) / (2√(2n+1)), and u for n = 0: [order, *u.shape]."""
+    """∫ g_n up to a constant, [order, *u.shape]: (P_{n+1} − P_{n−1})(2u − 1) / (2√(2n+1)), and u for n = 0."""
     p = _legendre(order + 1, 2 * u - 1)
     out = np.empty((order, *u.shape))
     out[0] = u
@@ -213,9 +215,9 @@ def _antiderivatives(order: int, u: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=2)
 def _quadrature(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Gauss–Legendre nodes and weights on [0, 1]: exact up to degree 2 · count − 1.
+    """Gauss–Legendre nodes and weights on [0, 1], exact up to degree 2 · count − 1.
 
-    Newton's method from Tricomi's estimate, all roots at once: numpy's and SciPy's own solve an eigenvalue problem first.
+    Newton's method from Tricomi's estimate, for all roots at once. NumPy and SciPy solve an eigenvalue problem first.
     """
     k = np.arange(1, count + 1)
     z = np.cos(np.pi * (k - 0.25) / (count + 0.5)) * (1 - (1 - 1 / count) / (8 * count**2))
@@ -241,13 +243,13 @@ def _dilation(order: int, ratio: float) -> np.ndarray:
     dilated, plain = _basis(order, ratio * nodes), _basis(order, nodes)
     plain *= ratio * weights
     edges = np.linspace(0, order, min(_TILES, order) + 1).astype(int)
-    for low, high in itertools.pairwise(edges):  # nothing stands above the diagonal
+    for low, high in itertools.pairwise(edges):  # entries above the diagonal are zero
         np.matmul(dilated[low:high], plain[:high].T, out=p[low:high, :high])
         p[low:high, low:high] = np.tril(p[low:high, low:high])
     return p
 
 
-# The steps of token k, from (I + a_k A)^{-1} ((I − b_k A) c + d_k B f): (a, b, d) for the times t before and after the token.
+# Coefficients (a, b, d) of token k's step (I + a_k A)^{-1} ((I − b_k A) c + d_k B f), given the times t before and after it.
 _Steps = Callable[[float, float], tuple[float, float, float]]
 DISCRETIZATIONS: dict[str, _Steps | None] = {
     "zoh": None,
@@ -258,9 +260,9 @@ DISCRETIZATIONS: dict[str, _Steps | None] = {
 
 
 def _stepwise(order: int, start: int, stop: int, steps: _Steps, legacy: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Products of one-token steps, from the last token to the first: O(order) operations a row, because A is semiseparable.
+    """Products of one-token steps, from the last token to the first. A row takes O(order) operations, as A is semiseparable.
 
-    Kept transposed, [order (what comes in), order (what goes out)], so that the recurrence runs over whole rows of memory.
+    Stored transposed, [order (input), order (output)], so that the recurrence runs over contiguous rows.
     """
     n = np.arange(order)
     b = np.sqrt(2 * n + 1.0)
@@ -268,7 +270,7 @@ def _stepwise(order: int, start: int, stop: int, steps: _Steps, legacy: bool) ->
     k = np.empty((stop - start, order))
     for token in range(stop - 1, start - 1, -1):
         if token == 0 and not legacy:
-            k[0] = after[0]  # t = 0: the coefficients of a constant, whatever was there before
+            k[0] = after[0]  # at t = 0 the coefficients become those of a constant, whatever the state was
             return np.zeros((order, order)), k.T.copy()
         implicit, explicit, gain = steps(token + 1, token + 1) if legacy else steps(token, token + 1)
         if implicit:
@@ -293,12 +295,13 @@ def _solve_transposed(step: float, n: np.ndarray, b: np.ndarray, y: np.ndarray) 
 
 
 def _warn_if_exploded(order: int, start: int, stop: int, discretization: str, p: np.ndarray, k: np.ndarray) -> None:
-    # Exactly, ‖P‖ ≤ 1 and ‖K‖ ≤ 1/√stop: projecting a signal does not make it larger.
+    # The exact matrices have ‖P‖ ≤ 1 and ‖K‖ ≤ 1/√stop, because a projection does not enlarge a signal.
     largest = max(float(np.abs(p).max()), float(np.abs(k).max()) * math.sqrt(stop))
     if not largest <= 1:
         warnings.warn(
-            f"hippo: discretization={discretization!r} with order={order} explodes over tokens {start} to {stop}: it amplifies a "
-            f"signal {largest:.1e}-fold, where the exact factor is at most 1. Use 'zoh', which is exact, or a smaller order.",
+            f"hippo: discretization={discretization!r} with order={order} is unstable over tokens {start} to {stop}: it "
+            f"amplifies a signal {largest:.1e}-fold, where the exact factor is at most 1. Use 'zoh', which is exact, or a "
+            "smaller order.",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -1,7 +1,7 @@
-"""Where a memory is read: positions in [0, t] at which the history is reconstructed (Elastic Memory §2.3).
+"""Polynomial sampling: the positions in [0, t] at which the history is reconstructed (Elastic Memory §2.3).
 
-A sampling is a function (count, length) → positions x_0 … x_{count−1} in [0, length], length = t tokens read. It is no part of
-what was learned: a model may be trained with one and run with another.
+A sampling is a function (count, length) → positions x_0 … x_{count−1} in [0, length], where length = t tokens read. It has no
+learned parameters, so a model may be trained with one sampling and run with another (§3.5).
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Sampling = Callable[[int, float], Any]
 
 
 def uniform(count: int, length: float) -> np.ndarray:
-    """x_j = j t / count: the newest sample lies one spacing before the end."""
+    """x_j = j t / count. The newest sample is one spacing before the end."""
     return np.arange(count) * (length / count)
 
 
@@ -26,12 +26,12 @@ def uniform_mid(count: int, length: float) -> np.ndarray:
 
 
 def exponential(count: int, length: float, alpha: float | None = None) -> np.ndarray:
-    """x_m = t (1 − α^m): dense at the end, where the latest tokens are.
+    """x_m = t (1 − α^m), dense near the end, where the latest tokens are (App. E.4 lists the same positions in reverse order).
 
-    α None takes the one for which the newest sample lies half a token before the end, α^(count−1) = 1 / (2t).
+    With α None the newest sample is half a token before the end, α^(count−1) = 1 / (2t).
 
     Raises:
-      ValueError: alpha outside of (0, 1).
+      ValueError: alpha is outside (0, 1).
     """
     if alpha is None:
         alpha = (0.5 / max(length, 1.0)) ** (1 / max(count - 1, 1))
@@ -41,14 +41,14 @@ def exponential(count: int, length: float, alpha: float | None = None) -> np.nda
 
 
 SAMPLINGS: dict[str, Sampling] = {"uniform": uniform, "uniform_mid": uniform_mid, "exponential": exponential}
-"""By name, for configurations; a sampling of your own that is put in here can be named there."""
+"""Samplings by name, for configurations. Add your own here to use it by name."""
 
 
 def positions(sampling: str | Sampling, count: int, length: float) -> np.ndarray:
-    """The positions that a sampling gives, checked.
+    """The positions of a sampling, validated.
 
     Args:
-      sampling: a name of `SAMPLINGS`, or any function (count, length) → positions.
+      sampling: a name in `SAMPLINGS`, or any function (count, length) → positions.
       count: L_mem ≥ 1 samples.
       length: t > 0 tokens.
 
@@ -56,7 +56,7 @@ def positions(sampling: str | Sampling, count: int, length: float) -> np.ndarray
       float64 [count].
 
     Raises:
-      ValueError: an unknown name, an argument out of its range, or positions that are not `count` numbers of [0, length].
+      ValueError: the name is unknown, an argument is out of range, or the positions are not `count` numbers in [0, length].
     """
     check_integer("samples", count, 1)
     function = lookup("sampling", sampling, SAMPLINGS) if isinstance(sampling, str) else sampling
@@ -72,7 +72,7 @@ def positions(sampling: str | Sampling, count: int, length: float) -> np.ndarray
 def sampled_reconstruction(
     order: int, sampling: str | Sampling, samples: int | None = None, length: float = 1.0
 ) -> np.ndarray:
-    """R of `hippo.reconstruction` at a sampling's positions, float32 [samples, order]; samples None: as many as coefficients.
+    """R of `hippo.reconstruction` at a sampling's positions, float32 [samples, order]. `samples` defaults to `order`.
 
     Raises:
       ValueError: see `positions` and `hippo.reconstruction`.

@@ -23,9 +23,9 @@ class LanguageModelResult:
     """Quality over a text.
 
     Attributes:
-      nats: sum of the cross entropies of all predicted tokens.
-      tokens: how many tokens were predicted.
-      num_bytes: how many bytes of text they stand for.
+      nats: total cross entropy of all predicted tokens.
+      tokens: number of predicted tokens.
+      num_bytes: number of bytes of text that these tokens encode.
     """
 
     nats: float
@@ -44,7 +44,7 @@ class LanguageModelResult:
 
     @property
     def bits_per_byte(self) -> float:
-        """Cross entropy in bits per byte of text: comparable between tokenizers."""
+        """Cross entropy in bits per byte of text, which is comparable across tokenizers."""
         return self.nats / (math.log(2) * self.num_bytes)
 
     def as_dict(self) -> dict[str, float]:
@@ -65,17 +65,17 @@ def evaluate(
     max_batches: int | None = None,
     put: Callable[[dict[str, np.ndarray]], dict[str, jax.Array]] = jax.device_put,
 ) -> LanguageModelResult:
-    """Evaluates over batches of held-out text. Deterministic: the batches in order, summed in float64 on the host.
+    """Evaluates a model over batches of held-out text. Deterministic: batches are summed in order, in float64 on the host.
 
     Args:
-      eval_step: (params, batch) → (nats, tokens, bytes), as `train.step.eval_sums` makes it.
+      eval_step: (params, batch) → (nats, tokens, bytes), as made by `train.step.eval_sums`.
       params: the model's parameters.
       batches: host batches (inputs, targets int32 [batch, time], weights float32 [batch, time], …).
-      max_batches: stop after so many; None: all.
+      max_batches: maximum number of batches. None means all.
       put: places a host batch on the devices.
 
     Raises:
-      ValueError: there was nothing to predict.
+      ValueError: there is no token to predict.
     """
     sums = [eval_step(params, put(batch)) for batch in itertools.islice(batches, max_batches)]
     nats, tokens, num_bytes = (sum(float(part[i]) for part in sums) for i in range(3))
@@ -87,22 +87,23 @@ def evaluate(
 def evaluate_stream(
     model: LanguageModel, tokens: np.ndarray, bytes_per_token: np.ndarray, *, piece: int = 512
 ) -> tuple[LanguageModelResult, np.ndarray]:
-    """Evaluates one long text as a stream, through the cache: any length in the memory of one piece, if the cache is bounded.
+    """Evaluates one long text as a stream through the cache. If the cache is bounded, memory does not grow with the text.
 
-    The numbers are those of one parallel call over the whole text, to rounding.
+    The numbers equal those of one parallel call over the whole text, up to rounding.
 
     Args:
       model: a `LanguageModel`.
-      tokens: int32 [time], or [streams, time] for texts side by side.
+      tokens: int32 [time], or [streams, time] for several texts in parallel.
       bytes_per_token: int [vocabulary], from the tokenizer.
-      piece: tokens read at a time.
+      piece: number of tokens read at a time.
 
     Returns:
       The result over all predicted tokens (every token but the first), and each token's cross entropy in nats,
       float32 [streams, time - 1].
 
     Raises:
-      ValueError: fewer than two tokens, more than a model with learned positions can read, or `piece` is not positive.
+      ValueError: there are fewer than two tokens or more than a model with learned positions can read, or `piece` is not
+        positive.
     """
     tokens = np.atleast_2d(np.asarray(tokens, np.int32))
     if tokens.ndim != 2 or tokens.shape[1] < 2:

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-_FIT_SHARE = 0.9  # of the training text, to count n-grams while the weights are fitted on the rest
+_FIT_SHARE = 0.9  # share of the training text used for counts while the weights are fitted on the rest
 _EM_STEPS = 20
 
 
@@ -12,30 +12,30 @@ _EM_STEPS = 20
 class ByteNgram:
     """An interpolated byte n-gram model (Jelinek and Mercer, 1980).
 
-    p(x | context) = Σ_k weights[k] p_k(x | last k - 1 bytes), where p_0 is uniform over the 256 bytes and p_k the relative
-    frequency of k-grams; where the context of p_k was never seen, p_k is p_(k-1).
+    p(x | context) = Σ_k weights[k] p_k(x | last k - 1 bytes), where p_0 is uniform over the 256 bytes and p_k is the relative
+    frequency of k-grams. If the context of p_k was never seen, p_k is p_(k-1).
 
     Attributes:
-      weights: float64 [order + 1], not negative, sum 1.
-      grams: for k = 1 … order, the sorted k-grams as base-256 numbers, int64, and how often each occurs, int64.
+      weights: float64 [order + 1], nonnegative, with sum 1.
+      grams: for k = 1 … order, the sorted k-grams as base-256 numbers, int64, and the count of each, int64.
     """
 
     weights: np.ndarray
     grams: tuple[tuple[np.ndarray, np.ndarray], ...]
 
     def bits_per_byte(self, data: bytes) -> float:
-        """Return -mean log2 p of every byte of `data`; before its start lie zero bytes. ValueError if it is empty."""
+        """Returns the mean of -log2 p over the bytes of `data`, preceded by zero bytes. ValueError if `data` is empty."""
         return float(-np.log2(_probabilities(self.grams, _as_array(data, "data")) @ self.weights).mean())
 
 
 def fit_ngram(data: bytes, order: int) -> ByteNgram:
-    """Fit a model of n-grams up to `order` (1: unigram, 3: trigram) to a training text.
+    """Fits a model of n-grams up to `order` (1: unigram, 3: trigram) to a training text.
 
-    The weights come from 20 steps of expectation maximization on the last tenth of the text, with counts from the rest;
-    the counts of the model are then those of the whole.
+    The weights come from 20 steps of expectation maximization on the last tenth of the text, with counts from the rest.
+    The final model has the counts of the whole text.
 
     Raises:
-      ValueError: order is not in [1, 7], or the text is too short to be divided.
+      ValueError: order is not in [1, 7], or the text is too short to be split.
     """
     if not 1 <= order <= 7:
         raise ValueError(f"order is {order}; it should be in [1, 7] (a k-gram is kept in 64 bits).")
@@ -48,13 +48,13 @@ def fit_ngram(data: bytes, order: int) -> ByteNgram:
     for _ in range(_EM_STEPS):
         parts = probabilities * weights
         weights = (parts / parts.sum(axis=1, keepdims=True)).mean(axis=0)
-    # A byte that no n-gram predicts must keep some probability, whatever the last tenth says.
+    # A byte that no n-gram predicts must keep some probability, whatever the fit on the last tenth gives.
     weights = np.maximum(weights, 1e-6)
     return ByteNgram(weights / weights.sum(), _count(array, order))
 
 
 def baselines(train: str, held_out: str) -> dict[str, float]:
-    """Return bits per byte of held-out text under a "unigram" and an interpolated "trigram" byte model of `train`."""
+    """Returns bits per byte of `held_out` under a "unigram" and an interpolated "trigram" byte model of `train`."""
     fitted, evaluated = train.encode(), held_out.encode()
     return {
         "unigram": fit_ngram(fitted, 1).bits_per_byte(evaluated),
@@ -69,7 +69,7 @@ def _as_array(data: bytes, name: str) -> np.ndarray:
 
 
 def _codes(array: np.ndarray, k: int) -> np.ndarray:
-    """The k-gram that ends at each byte, as a base-256 number, int64 [len(array)]; before the start lie zero bytes."""
+    """The k-gram ending at each byte as a base-256 number, int64 [len(array)]. The text is preceded by zero bytes."""
     padded = np.concatenate([np.zeros(k, np.int64), array.astype(np.int64)])
     codes = np.zeros(len(array), np.int64)
     for i in range(k):  # from the oldest byte to the newest
@@ -82,14 +82,14 @@ def _count(array: np.ndarray, order: int) -> tuple[tuple[np.ndarray, np.ndarray]
 
 
 def _probabilities(grams: tuple[tuple[np.ndarray, np.ndarray], ...], array: np.ndarray) -> np.ndarray:
-    """p_k of every byte for k = 0 … order, float64 [len(array), order + 1]; where undefined, that of the order below.
+    """p_k of every byte for k = 0 … order, float64 [len(array), order + 1].
 
-    Falling back to the order below gives an undefined order's weight to the longest context that is defined.
+    An undefined p_k is replaced by p_(k-1), which gives its weight to the longest context that was seen.
     """
     columns = [np.full(len(array), 1 / 256)]
     for k, (codes, counts) in enumerate(grams, start=1):
         contexts, first = np.unique(codes // 256, return_index=True)
-        totals = np.add.reduceat(counts, first)  # codes are sorted, so those of a context are neighbours
+        totals = np.add.reduceat(counts, first)  # codes are sorted, so those of one context are adjacent
         wanted = _codes(array, k)
         total = _find(contexts, totals, wanted // 256)
         frequency = _find(codes, counts, wanted) / np.maximum(total, 1)
@@ -98,6 +98,6 @@ def _probabilities(grams: tuple[tuple[np.ndarray, np.ndarray], ...], array: np.n
 
 
 def _find(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """values at the place of `wanted` among the sorted `keys`; 0 where it is not there."""
+    """The entries of `values` at the positions of `wanted` in the sorted `keys`, 0 where a key is missing."""
     places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[places] == wanted, values[places], 0)

@@ -1,7 +1,7 @@
-"""Where each token of a call lies on the grid of chunks.
+"""Layout of a call's tokens on the grid of chunks.
 
-A call may begin in the middle of a chunk, and packed segments restart the grid, so tokens are laid into slots: one slot is
-one chunk (padded to whole blocks), a token's offset in its slot is its place in its chunk, and the rest is no-op padding.
+A call may begin in the middle of a chunk, and packed segments restart the grid, so tokens are placed in slots. A slot is one chunk
+(padded to whole blocks), a token's offset in its slot is its position in its chunk, and the rest is padding without effect.
 """
 
 from typing import NamedTuple
@@ -11,17 +11,17 @@ import jax.numpy as jnp
 
 
 class Layout(NamedTuple):
-    """Slots of a call.
+    """The slots of a call.
 
     Attributes:
-      num_slots: static.
-      place: [batch, time], of each token in the flattened slots; None if token t lies in slot t // chunk (a fresh call).
-      first: [batch], offset of the first token in slot 0; None for 0.
-      resets: [slots, batch], whether the slot begins a new segment; None if none does.
-      filled: [slots, batch], whether the slot has any token; None if all have.
-      window_count: [slots, batch], how many tokens before the slot belong to its segment, at most c − 1.
-      overflow: [batch], whether there were more slots than `num_slots` (`max_segments` was too small).
-      position: [batch], place in its chunk of the token that would come next.
+      num_slots: number of slots, static.
+      place: [batch, time], index of each token in the flattened slots. None if token t is in slot t // chunk (a fresh call).
+      first: [batch], offset of the first token in slot 0. None means 0.
+      resets: [slots, batch], whether the slot begins a new segment. None if none does.
+      filled: [slots, batch], whether the slot has any token. None if all have.
+      window_count: [slots, batch], number of tokens before the slot that belong to its segment, at most c − 1.
+      overflow: [batch], whether more than `num_slots` slots were needed (`max_segments` was too small).
+      position: [batch], position in its chunk of the next token.
       last_count: [batch], the window count after the call.
     """
 
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
 
 
 def aligned_layout(batch: int, time: int, chunk: int, window: int, count: jax.Array) -> Layout:
-    """A call that begins at the start of a chunk: token t lies in slot t // chunk."""
+    """Layout of a call that begins at the start of a chunk: token t is in slot t // chunk."""
     num_slots = -(-time // chunk)
     starts = jnp.arange(num_slots)[:, None] * chunk
     return Layout(
@@ -62,9 +62,9 @@ def streamed_layout(
     count: jax.Array,
     lengths: jax.Array | None = None,
 ) -> Layout:
-    """A call that begins `position` tokens into a chunk (traced, one for each batch element).
+    """Layout of a call that begins `position` tokens into a chunk (traced, one value per batch element).
 
-    lengths: [batch], how many tokens of each row there are; the others find no slot. None: all.
+    lengths: [batch], number of tokens in each row; the others get no slot. None means that all exist.
     """
     num_slots = (time + chunk - 1 + chunk - 1) // chunk
     token = position[:, None] + jnp.arange(time)
@@ -72,7 +72,7 @@ def streamed_layout(
     before = jnp.maximum(slots * chunk - position, 0) + count
     place = token // chunk * width + token % chunk
     if lengths is not None:
-        # Beyond the last slot, each in a place of its own: scattering promises that no two are the same.
+        # They get distinct indices beyond the last slot, because the scatter declares its indices unique.
         place = jnp.where(jnp.arange(time) < lengths[:, None], place, num_slots * width + jnp.arange(time))
     end = time if lengths is None else lengths
     return Layout(
@@ -98,9 +98,9 @@ def segmented_layout(
     count: jax.Array,
     segment: jax.Array,
 ) -> Layout:
-    """Packed segments: every segment has its own grid of chunks, as if it were alone.
+    """Layout of packed segments: every segment has its own grid of chunks, as if it were alone.
 
-    The first segment goes on from the state if its id is the state's (or the state has seen none).
+    The first segment continues from the state if its id equals the state's, or if the state has seen no token.
     """
     batch, time = segment_ids.shape
     num_slots = min(time, (time + (chunk - 1) * (max_segments + 1)) // chunk)
@@ -109,14 +109,14 @@ def segmented_layout(
     t = jnp.arange(time)
     last_start = jax.lax.cummax(jnp.where(starts, t, -1), axis=1)
     carried = last_start < 0
-    place = jnp.where(carried, position[:, None] + t, t - last_start)  # since the start of the segment's chunk grid
+    place = jnp.where(carried, position[:, None] + t, t - last_start)  # position in the segment's chunk grid
     offset = place % chunk
     opens = (offset == 0) | (t == 0)
     slot = jnp.cumsum(opens, axis=1) - 1
     seen = jnp.where(carried, count[:, None] + t, t - last_start)  # tokens of the segment before this one
 
     rows = jnp.arange(batch)[:, None]
-    # Only slot-opening tokens write; the others are sent out of range and dropped.
+    # Only tokens that open a slot write. The others are sent out of range and dropped.
     target = jnp.where(opens, slot, num_slots)
     scatter = lambda x, fill: jnp.full((batch, num_slots), fill, x.dtype).at[rows, target].set(x, mode="drop").T
     return Layout(

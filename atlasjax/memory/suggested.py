@@ -1,63 +1,64 @@
-"""Gate values to start from: what a rule learns well at, and learns at a pace that its chunk can bear.
+"""Initial gate values, chosen so that a rule learns well and at a rate that its chunk tolerates.
 
-`Bound` keeps a memory from diverging at any gates; these are values at which it has little to do.
+`Bound` keeps a memory from diverging at any gates. At these values it rarely has to act.
 
-Retention: 1/(1 − α) is the memory's time scale in tokens. Heads start at scales spread evenly in logarithm: 32 … 512 tokens
-(α around 0.99) where writing does not need what is already written: a matrix memory, or Muon, whose steps have one size. A
-deep memory under gradient descent decays towards W = 0, where its gradient is zero and no write can bring it back, so its heads
-start at 512 … 8192 tokens.
+Retention: 1/(1 − α) is the time scale of the memory in tokens. Heads start at time scales spaced evenly in logarithm: 32 … 512
+tokens (α around 0.99) if a write does not depend on what is already written, as for a matrix memory, or for Muon, whose steps have
+a fixed size. A deep memory under gradient descent decays towards W = 0, where its gradient is zero and no write can bring it back,
+so its heads start at 512 … 8192 tokens.
 
-Step size (SEMANTICS 1.9). Gradients of a chunk are all taken at its start, so a chunk acts as ONE step of gradient descent on
-the sum of its losses, and under ℓ2 that step contracts while
+Step size (SEMANTICS 1.9). All gradients of a chunk are taken at its start, so a chunk acts as ONE step of gradient descent on the
+sum of its losses. Under ℓ2 that step contracts while
 
     η · (number of times a gradient counts within a chunk) · λ < 2.
 
 - λ is the curvature of one token's loss, the largest squared singular value of ∂M(φ(k))/∂M: ‖φ(k)‖² for a matrix memory.
-  Keys have unit length, so ‖φ(k)‖² ≤ Σ_i c_i² (features: φ(k)·φ(k) = Σ_i c_i² ‖k‖^{2i}). For a deep memory at its fan-in start it
-  is measured at up to about 2 ‖φ‖². A LayerNorm inside divides by the variance of its input, which is about 1/value_dim at
-  depth 1 and a quarter of it for each layer more (a small input leaves GELU halved); it fluctuates, so twice that is taken.
+  Keys have unit length, so ‖φ(k)‖² ≤ Σ_i c_i² (features: φ(k)·φ(k) = Σ_i c_i² ‖k‖^{2i}). For a deep memory at its fan-in start,
+  measurements give up to about 2 ‖φ‖². A LayerNorm inside divides by the variance of its input, which is about 1/value_dim at
+  depth 1 and a quarter of that for each further layer (GELU halves a small input). The variance fluctuates, so λ is doubled.
   `tests/nn/test_gates.py` measures all of them.
-- A gradient taken r tokens before the chunk's end counts (1 − θ^r)/(1 − θ) times (momentum carries it on) and a token's loss is
-  in the window of c tokens: in the worst case, all keys of a chunk equal, the count is
+- A gradient taken r tokens before the chunk's end counts (1 − θ^r)/(1 − θ) times, because momentum carries it on, and a token's
+  loss is in the window of c tokens. In the worst case, where all keys of a chunk are equal, the count is
   Σ_{r=1}^{b} (1 − θ^r)/(1 − θ) · Σ_j γ_j. Without momentum and window it is b.
 
-Heads start at half of exact = 1 / (count · λ), at which one chunk of equal keys would jump exactly onto its target: a fourth of the
-limit, which leaves room for the weights of a deep memory to grow. Real keys differ, and then a chunk's largest eigenvalue is far
-below its worst case, so the gate may go up to max_step = exact · min(4, √count). With b = c = 1 and no momentum that is DeltaNet's
-β = sigmoid, from 1/2. MAC, MAG and MAL write what attention, here or in the layers before, has averaged, so the keys of a chunk are
-much alike and the worst case is near: there (`similar_keys`) the gate may go up to exact only, and it shrinks as momentum grows, by
-(1 − θ)/(1 − θ at the start), so that η/(1 − θ), the step that a gradient adds up to, keeps its bound. (Without the two, a head of
-titans-mac-tiny reached weights of 1e19 after 30 steps of training, and one of titans-mal-tiny outputs of 1e30, when its θ rose from
-0.92 to 0.99 and the largest eigenvalue of a chunk's 64 keys from 28 to 58; the norms behind the memory hide that from the loss
-until gradients overflow.)
+Heads start at half of exact = 1 / (count · λ), the step size at which one chunk of equal keys would land exactly on its target.
+This is a quarter of the stability limit, and leaves room for the weights of a deep memory to grow. Real keys differ, so a chunk's
+largest eigenvalue is far below the worst case, and the gate may go up to max_step = exact · min(4, √count). With b = c = 1 and no
+momentum this is DeltaNet's β = sigmoid, starting at 1/2. MAC, MAG and MAL write tokens averaged by attention (here or in earlier
+layers), so the keys of a chunk are similar and the worst case is close. There (`similar_keys`) the gate goes only up to exact, and
+it shrinks as momentum grows, by (1 − θ)/(1 − θ at the start), so that η/(1 − θ), the total step of one gradient, keeps its bound.
+(Without these two measures, a head of titans-mac-tiny reached weights of 1e19 after 30 training steps, and one of titans-mal-tiny
+outputs of 1e30, when its θ rose from 0.92 to 0.99 and the largest eigenvalue of a chunk's 64 keys from 28 to 58. The norms after
+the memory hide this from the loss until gradients overflow.)
 
-The dot-product loss has no curvature. With a matrix memory nothing can diverge (A Table 1's linear attention has η = 1):
-max_step = 1, from 1/2. In a deep memory it has no minimum either: its weights grow by a factor up to 1 + η ‖φ‖ ‖v‖ per token
-(σ' ≤ 1.13), against retention's α; η starts at half of (1 − α) / (1.13 ‖φ‖) of its head, so that at the start values of unit
-length cannot win, and may go up to 16 times the largest of those.
+The dot-product loss has no curvature. A matrix memory cannot diverge (A Table 1's linear attention has η = 1), so max_step = 1,
+starting at 1/2. In a deep memory the loss has no minimum either: the weights grow by a factor of up to 1 + η ‖φ‖ ‖v‖ per token
+(σ' ≤ 1.13), against retention's α. So η starts at half of (1 − α) / (1.13 ‖φ‖) for each head, where retention initially outweighs
+values of unit length, and may go up to 16 times the largest of these.
 
-Muon: NS makes every singular value about 1 (at most 1.13), whatever the gradient, so there is no curvature bound; but each
-write moves the weights by η, and a memory under retention α that is pushed one way for ever settles at spectral norm
+Muon: NS makes every singular value about 1 (at most 1.13) whatever the gradient, so there is no curvature bound. But each write
+moves the weights by η, and a memory with retention α that is always pushed in one direction settles at spectral norm
 η / (every · (1 − α)). η starts at half of every · (1 − α), so that this norm is half of that of the weights' fan-in start
-(about 1), and may go up to 4 times the largest of those. With α < 1 such a memory is bounded for every η. Without retention a time
-scale of 128 tokens is assumed.
+(about 1), and may go up to 4 times the largest of these. With α < 1 such a memory is bounded for every η. Without retention, a
+time scale of 128 tokens is assumed.
 
 An optimizer of a user's own, not linear in the gradient, is taken for one whose steps move each weight by about η, whatever the
 gradient (sign momentum, Adam): weights pushed one way for ever settle at η / (every · (1 − α)), and η starts where that is
 half of the size of an entry at a fan-in start, 1/√D. A loss of a user's own is taken to curve no more than ℓ2, ∂²ℓ/∂out² ≤ 1.
 
-Longhorn's implicit step contracts for every β: it starts at 1, which is DeltaNet's 1/2 for keys of unit length, and may go up to 4.
-Memora's step goes through the softmax, whose slope is a weight's own size M ≤ 1: between 1 (all weight on one entry, the limit
-above) and 1/D (spread evenly, the start); λ is divided by √D. RWKV-7's removal rates start at 1/2 (as DeltaNet's β), and its
-removal key is the projection itself, of unit length. A cached rule's connector u is the projection as it is (MC §3.2): small at
-first, so all memories that a token reads start with about the same weight.
+Longhorn's implicit step contracts for every β. It starts at 1, which corresponds to DeltaNet's 1/2 for keys of unit length, and
+may go up to 4. Memora's step passes through the softmax, whose slope is the size of a weight, M ≤ 1: between 1 (all weight on one
+entry, the limit above) and 1/D (evenly spread, the start). So λ is divided by √D. RWKV-7's removal rates start at 1/2 (like
+DeltaNet's β), and its removal key is the projection itself, of unit length. A cached rule's connector u is the plain projection
+(MC §3.1, Eq. 9). It is small at first, so all memories that a token reads start with about the same weight.
 
-Kernel memories (`KernelRule`, normalized): the first layer is an average of coefficients a_i, each written by the Γ = Σ_j γ_j of
-the few tokens that have i in their window, so the chunk does not multiply its step. A matrix under the dot-product loss is
-softmax attention at η = 1: from 1, up to 2. Under ℓ2, exact = 1/Γ. In an MLP, W1 takes every token, with hidden values of size up
-to about η Γ / 4; under ℓ2 the worst chunk then stays below one at η³ = 16 / (b Γ³). Under the dot-product loss W1 grows by a factor
-of at most 1 + 1.13² η² a token, whatever its size, against retention's α: η starts at √(1 − α)/2. What is read, W1 σ(h), is then
-about η W1 W1ᵀ/4 of a value: W1 starts at 2/√η times its fan-in scale, so that it is about one (`start_scale`).
+Kernel memories (`KernelRule`, normalized): the first layer is an average of coefficients a_i, each written only by the
+Γ = Σ_j γ_j of the few tokens that have i in their window, so the chunk does not multiply its step. A matrix with the dot-product
+loss is softmax attention at η = 1, so it starts at 1 and may go up to 2. Under ℓ2, exact = 1/Γ. In an MLP, W1 takes a write from
+every token, with hidden values of size up to about η Γ / 4. Under ℓ2 the worst chunk then stays below one at η³ = 16 / (b Γ³).
+Under the dot-product loss W1 grows by a factor of at most 1 + 1.13² η² per token, whatever its size, against retention's α, so η
+starts at √(1 − α)/2. A read W1 σ(h) is then about η W1 W1ᵀ/4 times a value, so W1 starts at 2/√η times its fan-in scale, which
+makes the factor about one (`start_scale`).
 """
 
 import dataclasses
@@ -83,20 +84,20 @@ def suggested_gates(
     key_dim: int,
     value_dim: int | None = None,
 ) -> Gates:
-    """Constant gates for keys of unit length and values of about unit length: the initial ones of the language models.
+    """Constant gates for keys of unit length and values of about unit length. The language models start from these values.
 
     Args:
       rule: any rule of `memory.scan`.
       batch_size, num_heads, key_dim: sizes ≥ 1.
-      time: number of tokens ≥ 1; None: gates of one token, for `memory.step`.
-      value_dim: size of a value; None: key_dim.
+      time: number of tokens ≥ 1. None gives the gates of one token, for `memory.step`.
+      value_dim: size of a value. None means key_dim.
 
     Returns:
-      float32 gates [batch, time, heads(, channels)], those that the rule uses. RWKV-7's removal keys are drawn at random, and a
-      cached rule's connector is zero, which weighs all memories alike: both are functions of the input in a model.
+      float32 gates [batch, time, heads(, channels)], only those that the rule uses. RWKV-7's removal keys are random, and a cached
+      rule's connector is zero, which weights all memories equally. In a model both are functions of the input.
 
     Raises:
-      ValueError: a size below one.
+      ValueError: a size is less than one.
     """
     value_dim = key_dim if value_dim is None else value_dim
     sizes = {"batch_size": batch_size, "time": time, "num_heads": num_heads, "key_dim": key_dim, "value_dim": value_dim}
@@ -124,12 +125,12 @@ def suggested_gates(
 
 @dataclasses.dataclass(frozen=True)
 class InitialGates:
-    """Values that the gates have at a zero input, and the upper end of the step size.
+    """Gate values at zero input, and the upper bound of the step size.
 
     Attributes:
       values: gate → float64 [heads, channels] (1 channel for a gate without a channel axis).
       max_step: η = max_step · sigmoid(logit).
-      start_scale: how many times their fan-in scale a memory's weights start at, [heads].
+      start_scale: initial scale of the memory's weights relative to their fan-in scale, [heads].
     """
 
     values: dict[str, np.ndarray]
@@ -138,12 +139,12 @@ class InitialGates:
 
 
 def curvature(rule: MemoryRule, key_dim: int, value_dim: int) -> float:
-    """λ: estimate of the largest squared singular value of ∂M(φ(k))/∂M at M_0, for ‖k‖ = 1; exact for a matrix."""
+    """λ, an estimate of the largest squared singular value of ∂M(φ(k))/∂M at M_0 for ‖k‖ = 1. Exact for a matrix."""
     return rule.structure.curvature(value_dim) * rule.features.square_norm(key_dim) * rule.retention.slope(value_dim)
 
 
 def gradient_count(rule: MemoryRule, momentum: np.ndarray, window: np.ndarray) -> np.ndarray:
-    """How often the gradients of a chunk count by its end, summed over the chunk; arrays [heads] and [heads, c] → [heads]."""
+    """Number of times a chunk's gradients count by its end, summed over the chunk: arrays [heads] and [heads, c] → [heads]."""
     carried = np.cumsum(momentum[:, None] ** np.arange(rule.chunk_size), axis=1)  # (1 − θ^r)/(1 − θ), r = 1 … b
     return carried.sum(axis=1) * window.sum(axis=1)
 
@@ -157,21 +158,21 @@ def initial_gates(
     *,
     similar_keys: bool = False,
 ) -> InitialGates:
-    """Initial gate values of each head, as derived at the top of this file.
+    """Initial gate values for each head, derived in the module docstring.
 
     Args:
       rule: the memory rule.
       num_heads: number of heads.
       key_dim: size of a key.
       value_dim: size of a value.
-      max_step: upper end of the step size; None takes the derived one. Initial steps are at most half of it.
-      similar_keys: whether the keys of a chunk are to be expected nearly equal.
+      max_step: upper bound of the step size. None uses the derived one. Initial step sizes are at most half of it.
+      similar_keys: whether the keys of a chunk are expected to be nearly equal.
     """
     matrix, dot_product = rule.structure.is_matrix, rule.objective.gradient_is_value
     kernel = isinstance(rule, KernelRule)
     # Whether a write needs a gradient of the memory's size: those of one size, and into a matrix, do not.
     one_size = rule.optimizer.orthogonalizes or not (rule.optimizer.is_linear or rule.optimizer.is_implicit)
-    short = (one_size or matrix) and not rule.retention.has_map and not kernel  # a cache is there to be kept
+    short = (one_size or matrix) and not rule.retention.has_map and not kernel  # a cache should keep its entries
     scales = np.geomspace(*(_SHORT if short else _LONG), num_heads)
     channels = rule.gate_channels(key_dim, value_dim)
     forgetting = 1.0 / scales if "retention" in channels else np.full(num_heads, 1.0 / 128)
@@ -220,7 +221,7 @@ def initial_gates(
 
 
 def start_scale(rule: MemoryRule | KernelRule, step_size: np.ndarray) -> np.ndarray:
-    """How many times their fan-in scale the weights of each head start at; step_size: initial η [heads]."""
+    """Initial scale of each head's weights relative to their fan-in scale. step_size: initial η, [heads]."""
     if isinstance(rule, KernelRule) and not rule.structure.is_matrix and rule.objective.gradient_is_value:
         return 2.0 / np.sqrt(step_size)
     return np.ones_like(step_size)
@@ -229,7 +230,7 @@ def start_scale(rule: MemoryRule | KernelRule, step_size: np.ndarray) -> np.ndar
 def _kernel_step(
     rule: KernelRule, forgetting: np.ndarray, momentum: np.ndarray, gamma: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """Initial η and its upper end, as derived at the top of this file; all [heads], gamma: Γ."""
+    """Initial η and its upper bound, derived in the module docstring. All are [heads]; gamma is Γ."""
     matrix = rule.structure.is_matrix
     if rule.objective.gradient_is_value:
         step = np.ones_like(forgetting) if matrix else 0.5 * np.sqrt(forgetting)
@@ -241,7 +242,7 @@ def _kernel_step(
         step, top = 0.5 * exact, 2 * exact.max()
     scale = np.ones_like(forgetting)
     if not rule.normalized:
-        scale = scale / (np.e * rule.chunk_size)  # a sum of up to e^{1/√d} for each token, and no average
+        scale = scale / (np.e * rule.chunk_size)  # without Z a read is a sum of up to e^{1/√d} per token
     if rule.optimizer.has_momentum:
         scale = scale * (1.0 - momentum)
     return step * scale, float(np.max(top * scale))

@@ -1,1 +1,1 @@
-"""Pure functions that mix tokens: attention, state spaces. No Flax, no configuration."""
+"""Pure functions that mix tokens: attention and state-space models. No Flax, no configuration."""

@@ -1,12 +1,13 @@
-"""Softmax attention as pure functions: causal over all tokens or a sliding window, in parallel or as a stream.
+"""Softmax attention as pure functions: causal over all tokens or a sliding window, in parallel or streaming.
 
-    y_t = Σ_s softmax_s(q_t · k_s / √key_dim) v_s        over the tokens s ≤ t that token t sees, and the persistent ones
+    y_t = Σ_s softmax_s(q_t · k_s / √key_dim) v_s        over the tokens s ≤ t that token t sees, and the persistent keys
 
-q and k are rotated by position (RoPE, Su et al. 2021). Persistent keys (Titans §3.3, and "persistent vectors" of Sukhbaatar et al.
-2019) are seen by every token; they have no position, so queries meet them unrotated. Logits and softmax are float32.
+q and k are rotated by position (RoPE, Su et al. 2021). Every token sees the persistent keys (Titans §3.3, and the "persistent
+vectors" of Sukhbaatar et al. 2019). They have no position, so the queries that read them are not rotated. Logits and softmax are
+float32.
 
-Queries are taken in blocks, one after another, so no [time, time] array is formed: the temporary memory is [block, time], and
-[block, window + block] with a window, for which the arithmetic is O(time · (window + block)) too.
+Queries are processed block by block, so no [time, time] array is formed. Temporary memory is [block, time], or
+[block, window + block] with a window, where the arithmetic is O(time · (window + block)) as well.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ _AXES = {
     "persistent.values": "persistent heads value_dim",
 }
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 256
-_MASKED = -1e30  # not −∞, so that a row of padding, which sees nothing, has no NaN in its derivative
+_MASKED = -1e30  # not −∞, which would give NaN derivatives in rows of padding that see no key
 
 
 class Persistent(NamedTuple):
@@ -36,13 +37,13 @@ class Persistent(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Something that queries look at.
+    """A set of keys and values, with the queries that read it.
 
     Attributes:
       q: [batch, time, heads, key_dim].
       k: [batch, size, heads, key_dim], or without the batch axis.
       v: [batch, size, heads, value_dim], or without the batch axis.
-      visible: [batch, time, size], whether the query sees the key; None: always.
+      visible: boolean [batch, time, size], whether the query sees the key. None means always.
     """
 
     q: jax.Array
@@ -52,7 +53,7 @@ class Source(NamedTuple):
 
 
 def softmax_attention(*sources: Source) -> jax.Array:
-    """One softmax over the keys of all sources: [batch, time, heads, value_dim], of v's dtype.
+    """Attention with one softmax over the keys of all sources: [batch, time, heads, value_dim], in v's dtype.
 
     A query that sees no key gets the mean of all values.
     """
@@ -87,19 +88,19 @@ def attention(
     """Causal self-attention over whole sequences.
 
     Args:
-      q, k: not rotated, [batch, time, heads, key_dim], key_dim even.
+      q, k: before rotation, [batch, time, heads, key_dim], key_dim even.
       v: [batch, time, heads, value_dim].
-      window: a token sees itself and the window − 1 tokens before it; None: all tokens before it.
-      rope_theta: base of the wave lengths of the rotation; None: no rotation.
+      window: a token sees itself and the window − 1 tokens before it. None means all tokens before it.
+      rope_theta: base of the rotary wavelengths. None means no rotation.
       persistent: keys and values that every token sees.
-      segment_ids: integers [batch, time]; where the id changes a new segment begins, which sees nothing before it and counts
-        its positions from 0.
+      segment_ids: integers [batch, time]. A new segment begins where the id changes. It sees nothing before it, and its
+        positions start at 0.
 
     Returns:
-      [batch, time, heads, value_dim], of v's dtype.
+      [batch, time, heads, value_dim], in v's dtype.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit.
+      TypeError, ValueError: invalid arguments.
     """
     check_attention("attention", q, k, v, window, persistent)
     batch, time = q.shape[:2]
@@ -123,7 +124,7 @@ def attention(
 
 
 def segment_positions(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[batch, time] → each token's place in its segment, and its segment's place in the row; an id may return."""
+    """[batch, time] → each token's position in its segment, and its segment's index in the row. An id may occur again later."""
     starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     t = jnp.arange(segment_ids.shape[1])
     return t - jax.lax.cummax(jnp.where(starts, t, 0), axis=1), jnp.cumsum(starts, axis=1) - 1
@@ -141,13 +142,14 @@ def _in_blocks(
     window: int | None,
     persistent: Persistent | None,
 ) -> jax.Array:
-    """Blocks of queries, one after another.
+    """Attention, one block of queries after another.
 
     Args:
       q, rotated: [batch, time, …].
-      k, v: all keys [batch, keys, …]; with a window, the `window` keys before the first query and then those of the queries.
-      q_position, k_position: [batch, time] and [batch, keys]; a key is seen from its own position on, and never if it is negative.
-      q_segment, k_segment: likewise; None for one segment.
+      k, v: all keys [batch, keys, …]. With a window, the `window` keys before the first query, followed by those of the queries.
+      q_position, k_position: [batch, time] and [batch, keys]. Queries see a key from its own position on, and never if the key's
+        position is negative.
+      q_segment, k_segment: segment indices of the same shapes. None for one segment.
       window, persistent: see `attention`.
     """
     time = q.shape[1]
@@ -175,7 +177,7 @@ def _in_blocks(
     pad = lambda x: jnp.pad(x, ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2)))
     q, rotated, q_position = pad(q), pad(rotated), pad(q_position)
     q_segment = None if q_segment is None else pad(q_segment)
-    if window is not None:  # the last block's keys must lie inside too
+    if window is not None:  # the last block's slice of keys must not exceed the array
         k, v, k_position = pad(k), pad(v), jnp.pad(k_position, ((0, 0), (0, extra)), constant_values=-1)
         k_segment = None if k_segment is None else pad(k_segment)
     y = jax.lax.map(jax.checkpoint(run, prevent_cse=False), jnp.arange(count) * block)
@@ -183,12 +185,12 @@ def _in_blocks(
 
 
 class KVCache(NamedTuple):
-    """Rotated keys and values of the tokens read; a token's place is its position.
+    """Rotated keys and values of the tokens read, stored by position.
 
     Attributes:
       keys: [batch, max_length, heads, key_dim].
       values: [batch, max_length, heads, value_dim].
-      position: tokens read, and so the position of the next one, [batch].
+      position: number of tokens read, which is the position of the next one, [batch].
     """
 
     keys: jax.Array
@@ -197,12 +199,12 @@ class KVCache(NamedTuple):
 
 
 class WindowCache(NamedTuple):
-    """Rotated keys and values of the last `window` tokens; a token's place is its position modulo the window.
+    """Rotated keys and values of the last `window` tokens, stored at their position modulo the window.
 
     Attributes:
       keys: [batch, window, heads, key_dim].
       values: [batch, window, heads, value_dim].
-      position: tokens read, and so the position of the next one, [batch].
+      position: number of tokens read, which is the position of the next one, [batch].
     """
 
     keys: jax.Array
@@ -211,12 +213,12 @@ class WindowCache(NamedTuple):
 
 
 def init_cache(batch_size: int, max_length: int, heads: int, key_dim: int, value_dim: int, dtype: Any) -> KVCache:
-    """An empty cache of all tokens, `max_length` of them at most."""
+    """An empty cache for at most `max_length` tokens."""
     return KVCache(*_empty(batch_size, max_length, heads, key_dim, value_dim, dtype))
 
 
 def init_window(batch_size: int, window: int, heads: int, key_dim: int, value_dim: int, dtype: Any) -> WindowCache:
-    """An empty cache of the last `window` tokens."""
+    """An empty cache for the last `window` tokens."""
     return WindowCache(*_empty(batch_size, window, heads, key_dim, value_dim, dtype))
 
 
@@ -236,17 +238,17 @@ def extend(
     rope_theta: float | None = 1e4,
     persistent: Persistent | None = None,
 ) -> tuple[jax.Array, KVCache | WindowCache]:
-    """`attention` of the next tokens of a stream. A `WindowCache` gives its own window.
+    """`attention` for the next tokens of a stream. A `WindowCache` determines the window.
 
     Args:
-      q, k, v, rope_theta, persistent: as in `attention`; any time ≥ 1.
-      cache: the tokens so far.
+      q, k, v, rope_theta, persistent: as in `attention`, any time ≥ 1.
+      cache: keys and values of the tokens so far.
 
     Returns:
-      As `attention`, NaN for tokens beyond a `KVCache`'s max_length; and the next cache.
+      The output of `attention`, NaN for tokens beyond a `KVCache`'s max_length, and the next cache.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit.
+      TypeError, ValueError: invalid arguments.
     """
     check_attention("attention.extend", q, k, v, None, persistent)
     time = q.shape[1]
@@ -263,9 +265,9 @@ def extend(
     if time == 1:
         write = lambda x, new: x.at[rows, position % size].set(new)
         cache = WindowCache(write(cache.keys, k), write(cache.values, v), after)
-        held = position - (position - places) % size  # the newest position that falls on each place; negative: none yet
+        held = position - (position - places) % size  # the newest position stored in each slot; negative if none yet
         return _in_blocks(q, rotated, cache.keys, cache.values, position, held, None, None, None, persistent), cache
-    before = cache.position[:, None] - size + places  # positions in order of time
+    before = cache.position[:, None] - size + places  # positions in temporal order
     join = lambda x, new: jnp.concatenate([x[rows, before % size], new], axis=1)
     keys, values = join(cache.keys, k), join(cache.values, v)
     y = _in_blocks(
@@ -278,7 +280,7 @@ def extend(
 def check_attention(
     where: str, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, persistent: Persistent | None
 ) -> None:
-    """Raise TypeError or ValueError where the arguments of `attention` do not fit."""
+    """Raises TypeError or ValueError for invalid arguments of `attention`."""
     arrays = {"q": q, "k": k, "v": v}
     if persistent is not None:
         arrays |= {"persistent.keys": persistent.keys, "persistent.values": persistent.values}

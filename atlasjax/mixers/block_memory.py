@@ -1,14 +1,14 @@
-"""Attention within blocks, and a gate for each head between it and what a memory of the blocks before gives.
+"""Attention within blocks, gated for each head with the read of a memory of the earlier blocks.
 
-    y_t = (1 − σ(b_h)) · local_t + σ(b_h) · read(memory, q_t)        local alone in a document's first block, where memory is empty
+    y_t = (1 − σ(b_h)) · local_t + σ(b_h) · read(memory, q_t)        only local_t in a document's first block: the memory is empty
     memory ← write(memory, k, v of the block)                        once, after the block
 
-What `memorizing` and `infini` share. A memory is a pytree of arrays with the batch axis first, and empty when all are zero.
+`memorizing` and `infini` share this code. A memory is a pytree of arrays with the batch axis first, and is empty if all are zero.
 
-    read:  (memory, q [batch, time, heads, key_dim], number of the block in its document [batch]) → [batch, time, heads, value_dim]
+    read:  (memory, q [batch, time, heads, key_dim], index of the block in its document [batch]) → [batch, time, heads, value_dim]
     write: (memory, k, v [batch, block_size, heads, dim] of a full block) → memory
 
-Queries and keys come to both without rotation, as they do in the two papers.
+Both take queries and keys without rotation, as in the two papers.
 """
 
 from collections.abc import Callable
@@ -33,12 +33,13 @@ Write = Callable[[Any, jax.Array, jax.Array], Any]
 
 
 class CurrentBlock(NamedTuple):
-    """The block that a stream is in.
+    """The current block of a stream.
 
     Attributes:
-      keys: not rotated, at their places, [batch, block_size, heads, key_dim]; places not yet reached hold an older block's.
+      keys: unrotated keys by position in the block, [batch, block_size, heads, key_dim]. Positions not yet reached still hold the
+        previous block's.
       values: [batch, block_size, heads, value_dim].
-      position: tokens read, [batch].
+      position: number of tokens read, [batch].
     """
 
     keys: jax.Array
@@ -47,11 +48,11 @@ class CurrentBlock(NamedTuple):
 
 
 class BlockMemoryState(NamedTuple):
-    """What is carried through a stream; its size does not depend on how much was read.
+    """The streaming state. Its size does not depend on the number of tokens read.
 
     Attributes:
-      memory: of all blocks before the current one.
-      block: the current one.
+      memory: the memory of all blocks before the current one.
+      block: the current block.
     """
 
     memory: Any
@@ -62,11 +63,11 @@ def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, gate: jax.Array, empty: Any, read: Read, write: Write, *,
     where: str, block_size: int, rope_theta: float | None, segment_ids: jax.Array | None, max_segments: int | None,
 ) -> jax.Array:  # fmt: skip
-    """Whole sequences; see `memorizing.attention`. `empty` is the memory before the first block."""
+    """Attention over whole sequences, see `memorizing.attention`. `empty` is the memory before the first block."""
     batch, time = q.shape[:2]
     if segment_ids is None:
         grid = whole(batch, time, block_size)
-        if grid.touched == 1:  # nothing to remember
+        if grid.touched == 1:  # a single block has no memory to read
             place = jnp.broadcast_to(jnp.arange(time), (batch, time))
             return softmax_attention(block_source(q, place, k, v, rope_theta))
     else:
@@ -88,7 +89,7 @@ def extend(
     q: jax.Array, k: jax.Array, v: jax.Array, gate: jax.Array, state: BlockMemoryState, read: Read, write: Write, *,
     rope_theta: float | None,
 ) -> tuple[jax.Array, BlockMemoryState]:  # fmt: skip
-    """The next tokens of a stream, any time ≥ 1; rows may have read different numbers of tokens."""
+    """Attention for the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens."""
     memory, (keys, values, position) = state
     size, (batch, time) = keys.shape[1], q.shape[:2]
     rows = jnp.arange(batch)
@@ -111,10 +112,11 @@ def extend(
 def _read_blocks(
     blocks: tuple[Any, ...], gate: jax.Array, memory: Any, read: Read, write: Write, rope_theta: float | None
 ) -> tuple[jax.Array, Any]:
-    """Blocks one after another.
+    """Reads the blocks one after another.
 
-    blocks: q, k, v [blocks, batch, size, …]; the number of each in its document, [blocks, batch]; and which are full and enter the
-    memory, [blocks, batch], None for all: what one that is not full leaves there meets a new document, or nothing.
+    blocks: q, k, v [blocks, batch, size, …]; the index of each block in its document, [blocks, batch]; and which blocks are full
+    and are written to the memory, boolean [blocks, batch]. None writes all of them: a block that is not full is the last of its
+    document or of the row, so nothing reads its write.
     """
     batch, size = blocks[0].shape[1:3]
     place = jnp.broadcast_to(jnp.arange(size), (batch, size))
@@ -134,7 +136,7 @@ def _mix(
     q: jax.Array, place: jax.Array, k: jax.Array, v: jax.Array, memory: Any, index: jax.Array, gate: jax.Array, read: Read,
     rope_theta: float | None,
 ) -> jax.Array:  # fmt: skip
-    """Queries at places [batch, queries] of one block, whose tokens k, v [batch, size, …] lie at their own places."""
+    """Attention of queries at positions `place` [batch, queries] of one block with keys and values k, v [batch, size, …]."""
     local = softmax_attention(block_source(q, place, k, v, rope_theta)).astype(jnp.float32)
     past = read(memory, q, index).astype(jnp.float32)
     share = jnp.where(index[:, None] > 0, jax.nn.sigmoid(gate.astype(jnp.float32)), 0.0)[:, None, :, None]
@@ -142,12 +144,12 @@ def _mix(
 
 
 def _choose(rows: jax.Array, yes: Any, no: Any) -> Any:
-    """Row by row of the batch."""
+    """Selects `yes` or `no` for each row of the batch."""
     return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), yes, no)
 
 
 def check(where: str, q: Any, k: Any, v: Any, gate: Any, block_size: int) -> None:
-    """Raise TypeError or ValueError where the arguments of an attention do not fit."""
+    """Raises TypeError or ValueError for invalid arguments of an attention."""
     sizes = check_shapes(where, _AXES, q=q, k=k, v=v, gate=gate)
     if sizes["key_dim"] % 2:
         raise ValueError(f"{where}: key_dim is {sizes['key_dim']}, should be even, for rotary positions.")
@@ -155,13 +157,13 @@ def check(where: str, q: Any, k: Any, v: Any, gate: Any, block_size: int) -> Non
 
 
 def check_state_type(where: str, state: Any, memory: type) -> None:
-    """Raise TypeError unless `state` is one with such a memory."""
+    """Raises TypeError unless `state` is a BlockMemoryState whose memory has this type."""
     if not isinstance(state, BlockMemoryState) or not isinstance(state.memory, memory):
         raise TypeError(f"{where}: state must be what its own init_state or extend returned, got {state!r:.200}.")
 
 
 def check_state(where: str, state: BlockMemoryState, expected: Callable[[], BlockMemoryState]) -> None:
-    """Raise ValueError unless `state` has the shapes that `expected()` has."""
+    """Raises ValueError unless `state` has the shapes of `expected()`."""
     wanted = jax.tree_util.tree_leaves_with_path(jax.eval_shape(expected))
     for (path, want), have in zip(wanted, jax.tree.leaves(state), strict=True):
         if have.shape != want.shape:

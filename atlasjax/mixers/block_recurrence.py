@@ -1,17 +1,17 @@
-"""Attention with block recurrence (Transformer-XL, arXiv 1901.02860, §3.1) as pure functions: in parallel, or as a stream.
+"""Attention with block recurrence (Transformer-XL, arXiv 1901.02860, §3.1) as pure functions, in parallel or streaming.
 
-A sequence is read in blocks of L tokens. A token sees its block up to itself, and the whole block before:
+A sequence is read in blocks of L tokens. A token sees its own block up to itself, and the whole previous block:
 
     y_t = Σ_s softmax_s(q_t · k_s / √key_dim) v_s        over max(0, (⌊t / L⌋ − 1) L) ≤ s ≤ t
 
-q and k are rotated by position (RoPE), in the place of Transformer-XL's own relative positions: both depend on t − s only, which is
-what lets keys of the block before be used again. Over n layers what a token sees reaches back n blocks and its own.
+q and k are rotated by position (RoPE) instead of Transformer-XL's relative positions. Both depend only on t − s, so keys of the
+previous block can be reused. With n layers the context of a token reaches back n blocks before its own.
 
-What the source leaves open. The paper of Elastic Memory (arXiv 2602.11212) names its baseline by "block recurrence" alone; this
-is the recurrence of keys and values, not the recurrent state vectors of Block-Recurrent Transformers (arXiv 2203.07852). Gradients
-flow into the block before, as across the blocks of that paper's memories; Transformer-XL stops them (`stop_gradient`).
+Elastic Memory (arXiv 2602.11212, §4) discusses two kinds of block recurrence. This module has the recurrence of keys and values,
+not the recurrent state vectors of Block-Recurrent Transformers (arXiv 2203.07852). Gradients flow into the previous block, as
+they do across the blocks of Elastic Memory; Transformer-XL stops them (`stop_gradient`).
 
-Logits and softmax are float32. State and time per token do not depend on how much was read.
+Logits and softmax are float32. State size and time per token do not depend on the number of tokens read.
 """
 
 import functools
@@ -29,12 +29,12 @@ _AXES = {"q": "batch time heads key_dim", "k": "batch time heads key_dim", "v": 
 
 
 class BlockRecurrenceState(NamedTuple):
-    """Rotated keys and values of the current block and of the one before.
+    """Rotated keys and values of the current and the previous block.
 
     Attributes:
-      keys: [batch, 2, block_size, heads, key_dim]; block m lies at m modulo 2, in the place of block m − 2.
+      keys: [batch, 2, block_size, heads, key_dim]. Block m is stored at m modulo 2, replacing block m − 2.
       values: [batch, 2, block_size, heads, value_dim].
-      position: tokens read, and so the position of the next one, [batch].
+      position: number of tokens read, which is the position of the next one, [batch].
     """
 
     keys: jax.Array
@@ -53,22 +53,23 @@ def attention(
     segment_ids: jax.Array | None = None,
     max_segments: int | None = None,
 ) -> jax.Array:
-    """Attention to the current block and the one before, over whole sequences.
+    """Attention to the current and the previous block, over whole sequences.
 
     Args:
-      q, k: not rotated, [batch, time, heads, key_dim], key_dim even.
+      q, k: before rotation, [batch, time, heads, key_dim], key_dim even.
       v: [batch, time, heads, value_dim].
       block_size: L ≥ 1 tokens.
-      rope_theta: base of the wave lengths of the rotation; None: no rotation.
-      stop_gradient: whether keys and values of the block before are constants, as in Transformer-XL.
-      segment_ids: integers [batch, time]; where the id changes a new document begins, and with it a first block.
-      max_segments: static bound on the documents of a row; needed under jit with `segment_ids`. Tokens of further ones get NaN.
+      rope_theta: base of the rotary wavelengths. None means no rotation.
+      stop_gradient: whether gradients stop at the previous block's keys and values, as in Transformer-XL.
+      segment_ids: integers [batch, time]. A new document, and with it a first block, begins where the id changes.
+      max_segments: static bound on the number of documents in a row. Required under jit with `segment_ids`. Tokens of documents
+        beyond the bound get NaN.
 
     Returns:
-      [batch, time, heads, value_dim], of v's dtype.
+      [batch, time, heads, value_dim], in v's dtype.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit.
+      TypeError, ValueError: invalid arguments.
     """
     where = "block_recurrence.attention"
     _check(where, q, k, v, block_size)
@@ -79,7 +80,7 @@ def attention(
     else:
         grid = documents(segment_ids, max_segments, q, block_size, where)
         assert grid.place is not None
-        position = grid.place  # blocks of a document lie one after another, and only differences count
+        position = grid.place  # the blocks of a document are contiguous, and only differences of positions matter
     kb, vb = grid.lay(rotate(k, position, rope_theta)), grid.lay(v)
     before = lambda x: jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]])
     pk, pv = before(kb), before(vb)
@@ -100,17 +101,17 @@ def init_state(
 def extend(
     q: jax.Array, k: jax.Array, v: jax.Array, state: BlockRecurrenceState, *, rope_theta: float | None = 1e4
 ) -> tuple[jax.Array, BlockRecurrenceState]:
-    """`attention` of the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
+    """`attention` for the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
 
     Args:
       q, k, v, rope_theta: as in `attention`.
-      state: from `init_state` or the last `extend`; it gives the block size.
+      state: from `init_state` or the previous `extend`. It determines the block size.
 
     Returns:
-      As `attention`; and the next state.
+      The output of `attention`, and the next state.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit.
+      TypeError, ValueError: invalid arguments.
     """
     where = "block_recurrence.extend"
     _check(where, q, k, v, state.keys.shape[2])
@@ -141,7 +142,7 @@ def _one_token(
 def _piece(
     q: jax.Array, k: jax.Array, v: jax.Array, state: BlockRecurrenceState
 ) -> tuple[jax.Array, BlockRecurrenceState]:
-    """Tokens are laid on the grid of blocks after those that the current block has; then as for a whole sequence."""
+    """Places the new tokens on the block grid after those of the current block, then computes as for a whole sequence."""
     (batch, time), size = q.shape[:2], state.keys.shape[2]
     grid, rows, half = continued(state.position, time, size), jnp.arange(batch), state.position // size % 2
     lay = lambda x, held: grid.lay(x, held[rows, half])
@@ -163,7 +164,7 @@ def _piece(
 def _attend_blocks(
     q: jax.Array, k: jax.Array, v: jax.Array, before_k: jax.Array, before_v: jax.Array, index: jax.Array
 ) -> jax.Array:
-    """Blocks one after another: all [blocks, batch, L, heads, dim], q and k rotated; index: of each block in its document."""
+    """Attention block by block. All are [blocks, batch, L, heads, dim], q and k rotated; index: each block's in its document."""
     causal = jnp.tril(jnp.ones((q.shape[2], q.shape[2]), bool))[None]
 
     def block(xs: tuple[jax.Array, ...]) -> jax.Array:

@@ -1,7 +1,7 @@
-"""Sequences cut into blocks of equal size: where their tokens lie, and what they see of their own block.
+"""Sequences split into blocks of equal size: the layout of their tokens, and attention within a block.
 
-For layers that read block by block with a memory of the blocks before. Whole sequences, packed documents, each of which starts a
-block, and pieces of a stream all become one grid of blocks, which is then read the same way.
+For layers that read block by block with a memory of the earlier blocks. Whole sequences, packed documents (each of which starts a
+block) and pieces of a stream are all laid out on one grid of blocks, which is then read in the same way.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from atlasjax.mixers.rotary import rotate
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Where the tokens of a call lie.
+    """The layout of a call's tokens on a grid of blocks.
 
     Attributes:
-      size: tokens of a block.
-      index: [blocks, batch], the number of each block in its document: 0 where a document starts.
-      time: tokens of a row.
-      place: [batch, time], where each token lies among the blocks · size places; None: one after another from the first place on.
-      touched: number of blocks, the first ones, in which these tokens may lie.
+      size: tokens per block.
+      index: [blocks, batch], the index of each block in its document, 0 where a document starts.
+      time: tokens per row.
+      place: [batch, time], the slot of each token among the blocks · size slots. None means consecutive slots from the first on.
+      touched: number of leading blocks that may contain these tokens.
     """
 
     size: int
@@ -34,9 +34,9 @@ class Grid:
     touched: int = dataclasses.field(kw_only=True)
 
     def lay(self, x: jax.Array, held: jax.Array | None = None) -> jax.Array:
-        """[batch, time, …] → [blocks, batch, size, …], zero where no token lies.
+        """[batch, time, …] → [blocks, batch, size, …], zero in empty slots.
 
-        held: [batch, size, …], what the first block has already, of a stream; tokens are laid over it.
+        held: [batch, size, …], the previous content of the first block in a stream, which the tokens overwrite.
         """
         length, rest = self.index.shape[0] * self.size, x.shape[2:]
         pad = lambda x: jnp.pad(x, ((0, 0), (0, length - x.shape[1]), *((0, 0),) * len(rest)))
@@ -49,9 +49,9 @@ class Grid:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, self.size, *rest), 1, 0)
 
     def pick(self, y: jax.Array) -> jax.Array:
-        """The way back: [blocks, batch, size, …], of all blocks or those touched → [batch, time, …].
+        """The inverse of `lay`: [blocks, batch, size, …], for all blocks or only those touched → [batch, time, …].
 
-        NaN for a token without a place.
+        NaN for a token without a slot.
         """
         y = jnp.moveaxis(y, 0, 1)
         y = y.reshape(y.shape[0], -1, *y.shape[3:])
@@ -61,40 +61,41 @@ class Grid:
 
 
 def whole(batch: int, time: int, size: int) -> Grid:
-    """Whole sequences: ⌈time / size⌉ blocks, the last one not always full."""
+    """The grid of whole sequences: ⌈time / size⌉ blocks, of which the last may not be full."""
     count = -(-time // size)
     index = jnp.broadcast_to(jnp.arange(count)[:, None], (count, batch))
     return Grid(size, index, time, touched=count)
 
 
 def documents(segment_ids: jax.Array, max_segments: int | None, x: jax.Array, size: int, where: str) -> Grid:
-    """Packed documents: where the id changes a new one begins, and with it a new block.
+    """The grid of packed documents. A new document, and with it a new block, begins where the id changes.
 
     Args:
       segment_ids: integers [batch, time].
-      max_segments: static bound on the documents of a row; needed under jit. Tokens of further ones may have no place.
+      max_segments: static bound on the number of documents in a row. Required under jit. Tokens of documents beyond the bound may
+        have no slot.
       x: the tokens [batch, time, …].
-      size: tokens of a block.
-      where: the function, for messages.
+      size: tokens per block.
+      where: name of the calling function, for messages.
 
     Raises:
-      TypeError, ValueError: segment_ids or max_segments that do not fit.
+      TypeError, ValueError: invalid segment_ids or max_segments.
     """
     most = check_segments(segment_ids, max_segments, x, where)
     assert most is not None
     batch, time = segment_ids.shape
     position, _ = segment_positions(segment_ids)
     slot = jnp.cumsum(position % size == 0, axis=1) - 1
-    count = min((time + most * (size - 1)) // size, time)  # documents end their last blocks early
+    count = min((time + most * (size - 1)) // size, time)  # a document's last block may be partly empty
     rows = jnp.arange(batch)[:, None]
     index = jnp.zeros((batch, count), jnp.int32).at[rows, slot].set(position // size, mode="drop").T
     return Grid(size, index, time, slot * size + position % size, touched=count)
 
 
 def continued(position: jax.Array, time: int, size: int) -> Grid:
-    """The next `time` tokens of a stream of which `position`, [batch], were read: behind those that the current block has.
+    """The grid of the next `time` tokens of a stream after `position` [batch] tokens, starting inside the current block.
 
-    There is a block for each that can be full afterwards, and one more: see `unfinished`.
+    It has one block for each block that may be full afterwards, and one more: see `unfinished`.
     """
     count = (size - 1 + time) // size + 1
     place = (position % size)[:, None] + jnp.arange(time)
@@ -103,18 +104,18 @@ def continued(position: jax.Array, time: int, size: int) -> Grid:
 
 
 def unfinished(position: jax.Array, time: int, size: int) -> jax.Array:
-    """[batch], which block of `continued` is the current one after its tokens; all before it are full."""
+    """[batch], the block of `continued` that is current after its tokens. All blocks before it are full."""
     return (position % size + time) // size
 
 
 def block_source(q: jax.Array, place: jax.Array, k: jax.Array, v: jax.Array, rope_theta: float | None) -> Source:
-    """What queries see of their own block: its tokens up to their own places. Positions are local to the block.
+    """The source of causal attention within a block. Rotary positions are local to the block.
 
     Args:
-      q: not rotated, [batch, queries, heads, key_dim].
-      place: of each query in the block, [batch, queries].
-      k, v: all tokens of the block, not rotated, [batch, size, heads, dim].
-      rope_theta: base of the wave lengths of the rotation; None: no rotation.
+      q: before rotation, [batch, queries, heads, key_dim].
+      place: position of each query in the block, [batch, queries].
+      k, v: all tokens of the block, before rotation, [batch, size, heads, dim].
+      rope_theta: base of the rotary wavelengths. None means no rotation.
     """
     places = jnp.arange(k.shape[1])[None]
     visible = places[:, None] <= place[:, :, None]
@@ -122,6 +123,6 @@ def block_source(q: jax.Array, place: jax.Array, k: jax.Array, v: jax.Array, rop
 
 
 def check_block_size(where: str, block_size: Any) -> None:
-    """Raise ValueError unless it is an integer ≥ 1."""
+    """Raises ValueError unless `block_size` is an integer ≥ 1."""
     if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
         raise ValueError(f"{where}: block_size must be an integer ≥ 1, got {block_size!r}.")

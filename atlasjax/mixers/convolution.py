@@ -11,23 +11,23 @@ def causal_convolution(
     bias: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Convolve a piece of a sequence.
+    """Convolves a sequence, or a piece of one.
 
     Args:
       x: [batch, time, *channels], any time ≥ 1.
-      kernel: [width, *channels], the last tap is the token's own.
+      kernel: [width, *channels]; the last tap is applied to the token itself.
       state: the width − 1 inputs before x, [batch, width − 1, *channels]; zeros before the first token.
-      bias: [*channels]; None: no bias.
-      segment_ids: integers [batch, time]; no tap reaches over a change of the id. The first segment goes on from `state`.
+      bias: [*channels], or None for no bias.
+      segment_ids: integers [batch, time]. No tap reaches across a change of the id. The first segment continues from `state`.
 
     Returns:
-      y, float32, of the shape of x; and the next state, of the dtype that joining `state` and x gives.
+      y, float32, with the shape of x, and the next state, in the dtype of `state` concatenated with x.
     """
     width, time = kernel.shape[0], x.shape[1]
     inputs = jnp.concatenate([state, x], axis=1)
     index = None
     if segment_ids is not None:
-        # Number the segments: an id that comes back later in the row is another segment, as it is for the memory.
+        # Number the segments, because an id that occurs again later in the row is a new segment, as for the memory.
         changes = segment_ids[:, 1:] != segment_ids[:, :-1]
         index = jnp.pad(jnp.cumsum(changes, axis=1, dtype=jnp.int32), ((0, 0), (width, 0)))
         token = index[:, width - 1 :]

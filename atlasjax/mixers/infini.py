@@ -2,16 +2,16 @@
 
     local_t = softmax attention to the tokens of the block, up to t; rotary positions, local to the block
     A(x)    = φ(x) M / (φ(x) · z),  φ = elu + 1                                M: [key_dim, value_dim], z: [key_dim], for each head
-    y_t     = (1 − σ(β_h)) local_t + σ(β_h) RMSNorm(A(q_t))                    one β for each head; local_t alone in the first block
+    y_t     = (1 − σ(β_h)) local_t + σ(β_h) RMSNorm(A(q_t))                    one β for each head; only local_t in the first block
     M ← M + Σ_i φ(k_i)ᵀ (v_i − A(k_i)),   z ← z + Σ_i φ(k_i)                   over the block's tokens, once, after the block
 
-This is the paper's "linear + delta" write: A(k_i) is what memory held before the block, an empty one nothing (0/0 = 0). As in the
-paper, memory has no positions: it is written and read by keys and queries without rotation. The norm of the read has no parameters
-and is that of Elastic Memory's comparison, not of the paper; it stands behind the read that is mixed, not inside the write, where
-A(k_i) is compared with v_i.
+This is the paper's "linear + delta" update. A(k_i) is read from the memory before the block; an empty memory reads zero (0/0 =
+0). As in the paper, the memory has no positions: it is written and read with unrotated keys and queries. RMSNorm on the read has
+no parameters. It comes from Elastic Memory's comparison (§3.1, added there for stability), which does not say where it stands. Here
+it is applied to the read that is mixed into the output, and not inside the write, where A(k_i) is compared with v_i.
 
-The norm matters, since z counts every write and M only what is new: where memory gives back exactly what it stored, storing it
-again leaves M as it was and doubles z, so A halves.
+The norm matters because z counts every write while M accumulates only what is new. If the memory already returns exactly the stored
+value, storing it again leaves M unchanged and doubles z, so A is halved.
 """
 
 import functools
@@ -25,7 +25,7 @@ from atlasjax.mixers.block_memory import BlockMemoryState
 
 
 class Associative(NamedTuple):
-    """The compressed past, float32.
+    """The associative memory, float32.
 
     Attributes:
       matrix: M, [batch, heads, key_dim, value_dim].
@@ -51,20 +51,21 @@ def attention(
     """Infini-attention over whole sequences.
 
     Args:
-      q, k: not rotated, [batch, time, heads, key_dim], key_dim even.
+      q, k: before rotation, [batch, time, heads, key_dim], key_dim even.
       v: [batch, time, heads, value_dim].
       gate: β, [heads].
-      block_size: L ≥ 1 tokens of a block.
-      rope_theta: base of the wave lengths of the rotation; None: no rotation.
-      norm_eps: added to the mean square of what is read.
-      segment_ids: integers [batch, time]; where the id changes a new document begins: memory and blocks start afresh.
-      max_segments: static bound on the documents of a row; needed under jit with `segment_ids`. Tokens of further ones get NaN.
+      block_size: L ≥ 1 tokens per block.
+      rope_theta: base of the rotary wavelengths. None means no rotation.
+      norm_eps: added to the mean square of the read in RMSNorm.
+      segment_ids: integers [batch, time]. A new document begins where the id changes; memory and blocks are reset there.
+      max_segments: static bound on the number of documents in a row. Required under jit with `segment_ids`. Tokens of documents
+        beyond the bound get NaN.
 
     Returns:
-      [batch, time, heads, value_dim], of v's dtype. Gradients flow across the blocks.
+      [batch, time, heads, value_dim], in v's dtype. Gradients flow across blocks.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit.
+      TypeError, ValueError: invalid arguments.
     """
     block_memory.check("infini.attention", q, k, v, gate, block_size)
     return block_memory.attention(
@@ -84,10 +85,10 @@ def init_memory(batch_size: int, heads: int, key_dim: int, value_dim: int) -> As
 def init_state(
     batch_size: int, block_size: int, heads: int, key_dim: int, value_dim: int, dtype: Any
 ) -> BlockMemoryState:
-    """The state before the first token; sizes as of `attention`, dtype of the current block's keys and values.
+    """The state before the first token. Sizes as in `attention`; `dtype` is that of the current block's keys and values.
 
     Raises:
-      ValueError: a block_size below one.
+      ValueError: block_size is less than one.
     """
     block_memory.check_block_size("infini.init_state", block_size)
     memory = init_memory(batch_size, heads, key_dim, value_dim)
@@ -104,17 +105,17 @@ def extend(
     rope_theta: float | None = 1e4,
     norm_eps: float = 1e-6,
 ) -> tuple[jax.Array, BlockMemoryState]:
-    """`attention` of the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
+    """`attention` for the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
 
     Args:
       q, k, v, gate, rope_theta, norm_eps: as in `attention`.
-      state: from `init_state` or the last `extend`.
+      state: from `init_state` or the previous `extend`.
 
     Returns:
-      As `attention`; and the next state.
+      The output of `attention`, and the next state.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit.
+      TypeError, ValueError: invalid arguments.
     """
     where = "infini.extend"
     block_memory.check_state_type(where, state, Associative)
@@ -129,19 +130,19 @@ def extend(
 
 
 def feature_map(x: jax.Array) -> jax.Array:
-    """φ = elu + 1, float32: x + 1 for x > 0 and eˣ otherwise, which stays above zero where elu(x) + 1 would round to it."""
+    """φ = elu + 1, float32. It is computed as eˣ for x ≤ 0, which stays positive where elu(x) + 1 would round to zero."""
     x = x.astype(jnp.float32)
     positive = x > 0
     return jnp.where(positive, x + 1, jnp.exp(jnp.where(positive, 0, x)))
 
 
 def read(memory: Associative, x: jax.Array) -> jax.Array:
-    """A(x) = φ(x) M / (φ(x) · z), zero of an empty memory: [batch, time, heads, key_dim] → [.., value_dim], float32."""
+    """A(x) = φ(x) M / (φ(x) · z), zero for an empty memory: [batch, time, heads, key_dim] → [.., value_dim], float32."""
     return _divide(feature_map(x), memory)
 
 
 def write(memory: Associative, k: jax.Array, v: jax.Array) -> Associative:
-    """The memory after the tokens k, v [batch, time, heads, dim], all of them written at once by the delta rule."""
+    """The memory after the tokens k, v [batch, time, heads, dim] are written at once by the delta rule."""
     phi = feature_map(k)
     error = v.astype(jnp.float32) - _divide(phi, memory)
     return Associative(
@@ -156,7 +157,7 @@ def _divide(phi: jax.Array, memory: Associative) -> jax.Array:
     return jnp.where(empty[..., None], 0.0, y)
 
 
-# What is new is a difference of two numbers of the same size: it would drown in products of bfloat16, an accelerator's default.
+# v − A(k) is a difference of similar numbers, which bfloat16 products, the default on accelerators, would swamp in rounding error.
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 

@@ -3,10 +3,10 @@
     h_t = exp(Δ_t A) ⊙ h_{t−1} + (Δ_t x_t) B_tᵀ          one state of N numbers for each channel
     y_t = h_t C_t + D ⊙ x_t
 
-A is discretized exactly (zero-order hold), B by Euler's rule, as published. Decays are multiplied, never divided or taken
-as differences of logarithms, so that Δ = 0 (a token that is not there) and Δ so large that everything is forgotten are exact.
+A is discretized exactly (zero-order hold) and B by Euler's rule, as published. Decays are only multiplied, never divided or
+computed as differences of logarithms. So Δ = 0 (padding) and a Δ so large that everything is forgotten are exact.
 
-States are laid out [batch, state, channels]: channels fill a vector unit's lanes, and N = 16 would not.
+States are laid out as [batch, state, channels], because channels fill the lanes of a vector unit and N = 16 would not.
 """
 
 import functools
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from atlasjax.mixers.shapes import check_shapes
 from atlasjax.names import lookup
 
-_CHUNK = 64  # tokens whose states exist at the same time; does not change the result
+_CHUNK = 64  # tokens whose states are in memory at the same time; does not change the result
 
 _AXES = {
     "x": "batch time channels",
@@ -52,10 +52,10 @@ def selective_scan(
     resets: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The recurrence over a sequence. The backward pass keeps one state for each 64 tokens and recomputes those between.
+    """The recurrence over a sequence. The backward pass stores one state per 64 tokens and recomputes the others.
 
-    Cutting a sequence into calls at any places gives the outputs and the final state of one call. Computes in float32 (float64
-    for float64 inputs).
+    Splitting a sequence into several calls gives the outputs and final state of one call. Computes in float32 (float64 for float64
+    inputs).
 
     Args:
       x: the input, [batch, time, channels], floating point; any time ≥ 1.
@@ -63,18 +63,18 @@ def selective_scan(
       A: [channels, state], negative.
       B: [batch, time, state], shared by the channels.
       C: like B.
-      D: the skip, [channels]; None for none.
-      state: h before the first token, [batch, state, channels]; None for zeros.
-      resets: boolean [batch, time]; the state is forgotten before a token where it is True.
-      implementation: "sequential" (token after token within a chunk), "associative" (a parallel scan within a chunk: fewer, larger
-        operations, four times the temporary memory), or None: associative on GPUs, where a token's work would be a launch,
-        sequential elsewhere (half the time on a CPU; by a TPU compiler's estimate not slower).
+      D: the skip connection, [channels], or None.
+      state: h before the first token, [batch, state, channels]. None means zeros.
+      resets: boolean [batch, time]. The state is reset before each token where it is True.
+      implementation: "sequential" (token by token within a chunk), "associative" (a parallel scan within a chunk: fewer, larger
+        operations, four times the temporary memory), or None: associative on GPUs, where every token would otherwise cost a kernel
+        launch, and sequential elsewhere (half the time on a CPU; not slower by a TPU compiler's estimate).
 
     Returns:
-      y: like x, of x's dtype; and the final state.
+      y: like x, in x's dtype, and the final state.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit, before anything is traced.
+      TypeError, ValueError: invalid arguments, before anything is traced.
     """
     sizes = check_shapes("selective_scan", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D, state=state)
     batch, time, channels = x.shape

@@ -1,11 +1,11 @@
-"""The state space dual of Mamba-2 (Dao & Gu 2024, §6): the selective scan with one scalar A for each head.
+"""The state-space dual of Mamba-2 (Dao & Gu 2024, §6): the selective scan with one scalar A per head.
 
     h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ        h: [head_dim, state]
     y_t = h_t C_t + D x_t
 
-That is linear attention with a scalar retention, so it runs on `atlasjax.memory`: k = B, v = x, q = C, step size Δ, retention
-exp(Δ A). B and C are shared by the heads of a group and repeated for each of them; computing the products B Cᵀ once for a group
-instead was measured to save 10 to 30 % of the time on a CPU, which is not worth a second engine.
+This is linear attention with a scalar retention, so it runs on `atlasjax.memory` with k = B, v = x, q = C, step size Δ and
+retention exp(Δ A). The heads of a group share B and C, which are repeated for each head. Computing the products B Cᵀ once per group
+instead saved 10 to 30 % of the time on a CPU when measured, which does not justify a second engine.
 """
 
 import jax
@@ -44,7 +44,7 @@ def ssd(
     max_segments: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, memory.MemoryState]:
-    """The recurrence over a sequence; cutting it into calls at any places does not change the result.
+    """The recurrence over a sequence. Splitting a sequence into several calls does not change the result.
 
     Args:
       x: the input, [batch, time, heads, head_dim], floating point; any time ≥ 1.
@@ -52,15 +52,15 @@ def ssd(
       A: [heads], negative.
       B: [batch, time, groups, state]; head h reads group h · groups // heads.
       C: like B.
-      D: the skip, [heads]; None for none.
-      state: the state before the first token; None for zeros.
+      D: the skip connection, [heads], or None.
+      state: the state before the first token. None means zeros.
       segment_ids, max_segments, implementation: as in `memory.scan`.
 
     Returns:
-      y: like x, of x's dtype; and the final state, float32 (float64 for float64 inputs).
+      y: like x, in x's dtype, and the final state, float32 (float64 for float64 inputs).
 
     Raises:
-      TypeError, ValueError: an argument that does not fit, before anything is traced.
+      TypeError, ValueError: invalid arguments, before anything is traced.
     """
     sizes = check_shapes("ssd", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D)
     heads, groups = sizes["heads"], sizes["groups"]
@@ -91,7 +91,7 @@ def reference(
     """The definition, token by token, from a zero state; arguments as in `ssd`.
 
     Returns:
-      y: like x; and the final h, [batch, heads, head_dim, state].
+      y: like x, and the final h, [batch, heads, head_dim, state].
     """
     sizes = check_shapes("mamba2.reference", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D)
     batch, time, heads, head_dim = x.shape
@@ -109,5 +109,5 @@ def reference(
 
 
 def _params(heads: int, head_dim: int, state_dim: int) -> memory.MemoryParams:
-    """A memory that starts at zero, which is not learned."""
+    """A memory with a fixed zero start."""
     return memory.MemoryParams({"W": jnp.zeros((heads, head_dim, state_dim), jnp.float32)}, None, None)

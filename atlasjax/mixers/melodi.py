@@ -1,23 +1,25 @@
-"""Melodi's short-term memory (arXiv 2410.03156, §3) within one layer, as pure functions: in parallel, or as a stream.
+"""Melodi's short-term memory (arXiv 2410.03156, §3) within one layer, as pure functions, in parallel or streaming.
 
-A sequence is read in blocks of L tokens. Behind each block come N learned summary tokens U, which read it; a linear map over the
-axis of tokens makes of all of them the N memory tokens Z that the next block sees. With x [L, dim] what the layer reads:
+A sequence is read in blocks of L tokens. Each block is followed by N learned summary tokens U, which attend to it. A linear map
+over the token axis then turns block and summary tokens into the N memory tokens Z for the next block. With the layer's input x
+[L, dim]:
 
-    q, k, v = W_in of [n_z(Z^(m)) | x | U]             at places −N … −1 | 0 … L−1 | L … L+N−1, rotated (RoPE)
-    o_x, o_U = W_out softmax(q kᵀ / √key_dim) v        for the queries of x and U, causal over all that stands before them
+    q, k, v = W_in of [n_z(Z^(m)) | x | U]             at positions −N … −1 | 0 … L−1 | L … L+N−1, rotated (RoPE)
+    o_x, o_U = W_out softmax(q kᵀ / √key_dim) v        for the queries of x and U, causal over everything before them
     Z^(m+1) = (U + o_U) + W_mixᵀ [n_x(x + o_x) ; n_U(U + o_U)] + b        W_mix: [L + N, N];  n: RMSNorm
 
-The output is o_x. Z^(0) is empty: the first block is local attention alone. Blocks are read one after another, since the memory
-that a block writes depends on what it has read.
+The output is o_x. Z^(0) is empty, so the first block has local attention only. Blocks are sequential, because the memory that a
+block writes depends on what it has read.
 
-What the sources leave open, or what differs here. The authors' model (google-research/meliad, transformer/memory2) has such a layer
-everywhere: its summary tokens run through all layers and their feed-forward networks, and a second mixing of each makes the next
-layer's. As a baseline of Elastic Memory (arXiv 2602.11212) the memory is of one layer, so summary tokens begin and end in it: Z is
-made of what attention gives, before the layer's feed-forward network, and there is no second mixing. x is what the layer's norm
-gives, and Z has a norm of its own, where meliad has one norm for both. Z^(0) is masked, where meliad has tokens of zeros; positions
-are rotary, where it has T5's biases. There is no long-term memory. Gradients flow across the blocks.
+Choices that the sources leave open, and differences. The authors' model (google-research/meliad, transformer/memory2) has such a
+layer everywhere: its summary tokens pass through all layers and their feed-forward networks, and a second mixing in each layer
+makes the next layer's. As a baseline of Elastic Memory (arXiv 2602.11212, §3.1, which takes only the memory within a layer) the
+memory belongs to one layer, so summary tokens begin and end in it: Z is made from the attention's output, before the layer's
+feed-forward network, and there is no second mixing. x is the output of the layer's norm, and Z has its own norm, while meliad
+uses one norm for both. Z^(0) is masked, while meliad uses zero tokens. Positions are rotary instead of T5 biases. There is no
+long-term memory. Gradients flow across blocks.
 
-Logits, softmax, norms, mixing's sums and the memory are float32; keys and values made from it have the dtype of x.
+Logits, softmax, norms, the sums of the mixing and the memory are float32. Keys and values computed from the memory have x's dtype.
 """
 
 import dataclasses
@@ -51,9 +53,9 @@ class Weights(NamedTuple):
       inputs: W_in, to queries, keys and values, [dim, heads, 2 · key_dim + value_dim], key_dim even.
       out: W_out, [heads · value_dim, dim].
       summary: U, [summary, dim].
-      mixing: W_mix, [block_size + summary, summary]; so it says how large a block is.
+      mixing: W_mix, [block_size + summary, summary]. It determines the block size.
       mixing_bias: b, [summary].
-      context_norm, summary_norm, memory_norm: the norms' scales n_x, n_U, n_z, [dim].
+      context_norm, summary_norm, memory_norm: scales of the norms n_x, n_U, n_z, [dim].
     """
 
     inputs: jax.Array
@@ -74,13 +76,13 @@ class KeysAndValues(NamedTuple):
 
 
 class MelodiState(NamedTuple):
-    """What is carried through a stream.
+    """The streaming state.
 
     Attributes:
-      memory: of the memory tokens; size: summary.
-      block: of the current block, at their places; size: block_size.
-      mixed: the tokens of the current block, as far as they are mixed, float32 [batch, summary, dim].
-      position: tokens read, [batch].
+      memory: keys and values of the memory tokens; size: summary.
+      block: keys and values of the current block, stored by position; size: block_size.
+      mixed: the mixing's sum over the tokens of the current block so far, float32 [batch, summary, dim].
+      position: number of tokens read, [batch].
     """
 
     memory: KeysAndValues
@@ -103,16 +105,17 @@ def attention(
     Args:
       x: [batch, time, dim].
       weights: used in x's dtype.
-      rope_theta: base of the wave lengths of the rotation; None: no rotation.
+      rope_theta: base of the rotary wavelengths. None means no rotation.
       norm_eps: added to the mean square in the norms.
-      segment_ids: integers [batch, time]; where the id changes a new document begins: memory and blocks start afresh.
-      max_segments: static bound on the documents of a row; needed under jit with `segment_ids`. Tokens of further ones get NaN.
+      segment_ids: integers [batch, time]. A new document begins where the id changes; memory and blocks are reset there.
+      max_segments: static bound on the number of documents in a row. Required under jit with `segment_ids`. Tokens of documents
+        beyond the bound get NaN.
 
     Returns:
-      o_x, [batch, time, dim], of x's dtype.
+      o_x, [batch, time, dim], in x's dtype.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit.
+      TypeError, ValueError: invalid arguments.
     """
     layer = _make("melodi.attention", x, weights, rope_theta, norm_eps)
     batch, time = x.shape[:2]
@@ -125,17 +128,17 @@ def attention(
         place = grid.place % layer.block_size
     q, k, v = layer.rotated(x, place)
     q, k, v = grid.lay(q), grid.lay(k), grid.lay(v)
-    if grid.touched == 1:  # nothing to remember
+    if grid.touched == 1:  # a single block has no memory to read
         return grid.pick(layer.attend(q[0], layer.places(batch), k[0], v[0], None)[None])
     start = layer.empty(batch, layer.summary, x.dtype), layer.nothing_mixed(batch)
     return grid.pick(_read_blocks(layer, q, k, v, x, grid, start)[0])
 
 
 def init_state(batch_size: int, weights: Weights, dtype: Any) -> MelodiState:
-    """The state before the first token; `dtype`: that of the x to come.
+    """The state before the first token. `dtype` is that of later inputs x.
 
     Raises:
-      TypeError, ValueError: weights that do not fit.
+      TypeError, ValueError: invalid weights.
     """
     x = jax.ShapeDtypeStruct((batch_size, 1, weights.inputs.shape[0]), dtype)
     layer = _make("melodi.init_state", x, weights, None, 1e-6)
@@ -146,17 +149,17 @@ def init_state(batch_size: int, weights: Weights, dtype: Any) -> MelodiState:
 def extend(
     x: jax.Array, weights: Weights, state: MelodiState, *, rope_theta: float | None = 1e4, norm_eps: float = 1e-6
 ) -> tuple[jax.Array, MelodiState]:
-    """`attention` of the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
+    """`attention` for the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
 
     Args:
       x, weights, rope_theta, norm_eps: as in `attention`.
-      state: from `init_state` or the last `extend`.
+      state: from `init_state` or the previous `extend`.
 
     Returns:
-      As `attention`; and the next state.
+      The output of `attention`, and the next state.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit.
+      TypeError, ValueError: invalid arguments.
     """
     layer = _make("melodi.extend", x, weights, rope_theta, norm_eps)
     wanted = jax.eval_shape(lambda: init_state(x.shape[0], weights, x.dtype))
@@ -189,7 +192,7 @@ def _one_token(layer: "_Layer", x: jax.Array, state: MelodiState) -> tuple[jax.A
 
 
 def _piece(layer: "_Layer", x: jax.Array, state: MelodiState) -> tuple[jax.Array, MelodiState]:
-    """Tokens are laid on the grid of blocks after those that the current block has; then as for a whole sequence."""
+    """Places the new tokens on the block grid after those of the current block, then computes as for a whole sequence."""
     size, (batch, time) = layer.block_size, x.shape[:2]
     grid, rows = continued(state.position, time, size), jnp.arange(batch)
     q, k, v = layer.rotated(x, (state.position[:, None] + jnp.arange(time)) % size)
@@ -210,15 +213,15 @@ def _read_blocks(
     grid: Grid,
     start: tuple[KeysAndValues, jax.Array],
 ) -> tuple[jax.Array, tuple[KeysAndValues, jax.Array], tuple[KeysAndValues, jax.Array]]:
-    """The blocks that are touched, one after another.
+    """Reads the touched blocks one after another.
 
     Args:
-      q, k, v: rotated and laid, [blocks, batch, L, heads, dim].
+      q, k, v: rotated and laid out in blocks, [blocks, batch, L, heads, dim].
       x: the tokens, [batch, time, dim].
-      start: the memory before the first block, and what of that block is mixed already.
+      start: the memory before the first block, and the mixing's partial sum for that block.
 
     Returns:
-      o_x [blocks, batch, L, dim]; the memory before each block, and what of the block is mixed; these two after the last.
+      o_x [blocks, batch, L, dim]; the memory before each block and each block's mixing sum; the same two after the last block.
     """
     batch = x.shape[0]
     lies = grid.lay(jnp.ones(x.shape[:2], bool))
@@ -240,13 +243,13 @@ def _read_blocks(
 
 
 def _visible(index: jax.Array) -> jax.Array:
-    """Whether queries of block `index`, [batch], see the memory: not in the first."""
+    """Whether queries of block `index`, [batch], see the memory. Those of the first block do not."""
     return (index > 0)[:, None, None]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """The weights of a call, and what is done with them."""
+    """The weights of a call, and the operations that use them."""
 
     weights: Weights
     heads: int
@@ -268,13 +271,13 @@ class _Layer:
         return jnp.zeros((batch, self.summary, self.weights.summary.shape[1]), jnp.float32)
 
     def rotated(self, x: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values of tokens [batch, time, dim] at those places."""
+        """Rotated queries and keys, and values, of tokens [batch, time, dim] at the given positions."""
         y = jnp.tensordot(x, self.weights.inputs.astype(x.dtype), axes=1)
         q, k, v = jnp.split(y, (self.key_dim, 2 * self.key_dim), axis=-1)
         return rotate(q, place, self.theta), rotate(k, place, self.theta), v
 
     def normed(self, x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-        """RMSNorm of float32 [..., dim]."""
+        """RMSNorm of x [..., dim], computed in float32."""
         return (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * scale).astype(dtype)
 
     def context(self, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -288,7 +291,7 @@ class _Layer:
     def attend(
         self, q: jax.Array, place: jax.Array, k: jax.Array, v: jax.Array, memory: tuple[jax.Array, ...] | None
     ) -> jax.Array:
-        """o_x of rotated queries at places [batch, queries] of a block with the rotated keys k: [batch, queries, dim]."""
+        """o_x for rotated queries at positions [batch, queries] of a block with rotated keys k: [batch, queries, dim]."""
         sources = [block_source(q, place, k, v, None)]
         if memory is not None:
             sources.append(Source(q, *memory))
@@ -298,7 +301,7 @@ class _Layer:
         return y.reshape(*y.shape[:2], -1) @ self.weights.out.astype(y.dtype)
 
     def write(self, k: jax.Array, v: jax.Array, memory: tuple[jax.Array, ...], mixed: jax.Array) -> KeysAndValues:
-        """Those of the next memory, from a full block's rotated keys, its values, and its tokens mixed."""
+        """Keys and values of the next memory, from a full block's rotated keys, its values and its mixing sum."""
         batch, dtype, weights = k.shape[0], k.dtype, self.weights
         u = jnp.broadcast_to(weights.summary.astype(dtype), (batch, *weights.summary.shape))
         order = jnp.broadcast_to(jnp.arange(self.summary), (batch, self.summary))

@@ -1,14 +1,14 @@
 """Memorizing Transformer (Wu et al. 2022, arXiv 2203.08913) in blocks, as a baseline of Elastic Memory (arXiv 2602.11212).
 
     local_t = softmax attention to the tokens of the block, up to t; rotary positions, local to the block
-    read_t  = Σ_j softmax_j(q_t · k_j / √key_dim) v_j          over the last N tokens of the blocks before, a softmax of its own
-    y_t     = (1 − σ(b_h)) local_t + σ(b_h) read_t             one b for each head; local_t alone in the first block
+    read_t  = Σ_j softmax_j(q_t · k_j / √key_dim) v_j          over the last N tokens before the block, with a separate softmax
+    y_t     = (1 − σ(b_h)) local_t + σ(b_h) read_t             one b for each head; only local_t in the first block
 
-The memory is a queue, first in, first out, of the N last keys and values before the block; it moves after each block. It has no
-positions: keys enter without rotation, and queries meet them without rotation, since a rotated query would prefer keys by its own
-place in its block. Wu et al. approximate the softmax by a query's nearest neighbours, normalize keys and queries, and let no
-gradient into memory. As a baseline of Elastic Memory it is dense, keys and queries are as they are, and gradients flow across the
-blocks.
+The memory is a first-in, first-out queue of the last N keys and values before the block, updated after each block. It has no
+positions: neither its keys nor the queries that read it are rotated, because a rotated query would prefer keys depending on its own
+position in its block. Wu et al. approximate the softmax by a query's nearest neighbours, normalize keys and queries, and stop
+gradients at the memory. As a baseline of Elastic Memory (§3.1) the attention is dense. Keys and queries are not normalized, and
+gradients flow across blocks.
 """
 
 import functools
@@ -23,10 +23,10 @@ from atlasjax.mixers.block_memory import BlockMemoryState
 
 
 class Queue(NamedTuple):
-    """The last tokens before the current block, the newest last; the first places are empty until so many were read.
+    """The last tokens before the current block, newest last. The first slots are empty until enough tokens were read.
 
     Attributes:
-      keys: not rotated, [batch, queue_length, heads, key_dim].
+      keys: unrotated, [batch, queue_length, heads, key_dim].
       values: [batch, queue_length, heads, value_dim].
     """
 
@@ -49,20 +49,21 @@ def attention(
     """Block attention with a queue, over whole sequences.
 
     Args:
-      q, k: not rotated, [batch, time, heads, key_dim], key_dim even.
+      q, k: before rotation, [batch, time, heads, key_dim], key_dim even.
       v: [batch, time, heads, value_dim].
       gate: b, [heads].
-      queue_length: N ≥ 1 tokens; may be less than a block.
-      block_size: L ≥ 1 tokens of a block.
-      rope_theta: base of the wave lengths of the rotation; None: no rotation.
-      segment_ids: integers [batch, time]; where the id changes a new document begins: memory and blocks start afresh.
-      max_segments: static bound on the documents of a row; needed under jit with `segment_ids`. Tokens of further ones get NaN.
+      queue_length: N ≥ 1 tokens; may be shorter than a block.
+      block_size: L ≥ 1 tokens per block.
+      rope_theta: base of the rotary wavelengths. None means no rotation.
+      segment_ids: integers [batch, time]. A new document begins where the id changes; memory and blocks are reset there.
+      max_segments: static bound on the number of documents in a row. Required under jit with `segment_ids`. Tokens of documents
+        beyond the bound get NaN.
 
     Returns:
-      [batch, time, heads, value_dim], of v's dtype. Gradients flow across the blocks.
+      [batch, time, heads, value_dim], in v's dtype. Gradients flow across blocks.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit.
+      TypeError, ValueError: invalid arguments.
     """
     block_memory.check("memorizing.attention", q, k, v, gate, block_size)
     _check_length(queue_length)
@@ -76,10 +77,10 @@ def attention(
 def init_state(
     batch_size: int, queue_length: int, block_size: int, heads: int, key_dim: int, value_dim: int, dtype: Any
 ) -> BlockMemoryState:
-    """The state before the first token; sizes as of `attention`, dtype of keys and values.
+    """The state before the first token. Sizes as in `attention`; `dtype` is that of keys and values.
 
     Raises:
-      ValueError: a queue_length or block_size below one.
+      ValueError: queue_length or block_size is less than one.
     """
     block_memory.check_block_size("memorizing.init_state", block_size)
     _check_length(queue_length)
@@ -97,17 +98,17 @@ def extend(
     *,
     rope_theta: float | None = 1e4,
 ) -> tuple[jax.Array, BlockMemoryState]:
-    """`attention` of the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
+    """`attention` for the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
 
     Args:
       q, k, v, gate, rope_theta: as in `attention`.
-      state: from `init_state` or the last `extend`.
+      state: from `init_state` or the previous `extend`.
 
     Returns:
-      As `attention`; and the next state.
+      The output of `attention`, and the next state.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit.
+      TypeError, ValueError: invalid arguments.
     """
     where = "memorizing.extend"
     block_memory.check_state_type(where, state, Queue)

@@ -6,19 +6,19 @@ import jax.numpy as jnp
 
 
 def check_shapes(where: str, axes: dict[str, str], **arrays: Any) -> dict[str, int]:
-    """Check ranks, and that an axis has one size wherever its name stands.
+    """Checks ranks, and that axes of the same name have the same size.
 
     Args:
-      where: the function, for messages.
-      axes: argument → its axes, as "batch time channels".
-      **arrays: the arguments, floating point; None is skipped.
+      where: name of the calling function, for messages.
+      axes: argument → its axes, e.g. "batch time channels".
+      **arrays: the arguments, floating point. None is skipped.
 
     Returns:
-      The sizes by name.
+      The sizes by axis name.
 
     Raises:
-      TypeError: not an array, or not floating point.
-      ValueError: a shape that does not fit, or an empty axis; the message names it, what it is and what it should be.
+      TypeError: an argument is not an array, or not floating point.
+      ValueError: a wrong shape or an empty axis. The message gives the argument, its shape and the expected shape.
     """
     sizes: dict[str, int] = {}
     for name, x in arrays.items():

@@ -1,11 +1,12 @@
-"""Ablations of Atlas (A Table 6, Figures 5 and 8) as changes of the configuration alone.
+"""Ablations of Atlas (A Table 6 and Figure 5) by changing only the configuration.
 
     python -m experiments.ablation.run                     # all variants and the Newton–Schulz sweep
     python -m experiments.ablation.run --only base c=1     # some of them
-    python -m experiments.ablation.run --report            # only table and plot of the rows that are there
+    python -m experiments.ablation.run --report            # only the table and plot of the existing rows
 
-Each variant is atlas-tiny with the fields of `VARIANTS` changed, trained as in `experiments.zoo.training`. The sweep evaluates the
-trained base with 1 to 7 Newton–Schulz steps in the memory. Rows are lines of `<out>/ablation.jsonl`; finished ones are skipped.
+Each variant is atlas-tiny with the fields in `VARIANTS` changed, trained as in `experiments.zoo.training`. The sweep evaluates
+the trained base with 1 to 7 Newton–Schulz steps in the memory (A §5). Rows are lines of `<out>/ablation.jsonl`; finished ones are
+skipped.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def variant(name: str) -> Any:
 
 
 def run_variant(name: str, recipe: Recipe) -> dict[str, Any]:
-    """The row of a variant; the base's has the sweep too."""
+    """The row of a variant. The base's row also has the sweep."""
     from atlasjax.presets import describe
 
     config = variant(name)
@@ -116,10 +117,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="VARIANT", default=list(VARIANTS))
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
-    parser.add_argument("--report", action="store_true", help="train nothing, only make table and plot")
+    parser.add_argument("--report", action="store_true", help="train nothing, only write table and plot")
     options = parser.parse_args()
     for name in options.only:
-        variant(name)  # a wrong name or config, before anything is trained
+        variant(name)  # fail on a wrong name or configuration before training anything
     recipe = Recipe(steps=options.steps)
     path = options.out / "ablation.jsonl"
     rows = read_rows(path, recipe)

@@ -1,11 +1,11 @@
-"""Memory Caching on this machine: what it adds to its rule, and gated residual memory beside softmax attention.
+"""Memory Caching on this machine: its cost compared with its rule alone, and gated residual memory compared with softmax attention.
 
     python experiments/benchmarks/caching_cpu.py                       # 4,096 tokens, segments of 256
     python experiments/benchmarks/caching_cpu.py attention --lengths 8192 16384
 
-float32, 4 heads of 64, batch 1, forward + backward with gradients of every input. Each round times everything once, in turn; the
-minima over rounds are compared, since ratios within one run are what counts. Bytes are the compiled programs' temporary memory.
-Prints a table and, with `--out`, appends one JSON line for each length.
+float32, 4 heads of 64, batch 1, forward and backward with gradients of every input. Each round times everything once, in turn, and
+the minima over rounds are compared, because only ratios within one run are meaningful. Bytes are the compiled programs' temporary
+memory. Prints a table and, with `--out`, appends one JSON line per length.
 """
 
 import argparse
@@ -18,7 +18,7 @@ HEADS, DIM = 4, 64
 
 
 def rules():
-    """What "rule" compares: name → rule; the first is what the others are times of."""
+    """The rules compared by "rule": name → rule. Times are relative to the first."""
     from atlasjax import memory
     from atlasjax import rules as named
 
@@ -30,7 +30,7 @@ def rules():
 
 
 def matrices():
-    """What "attention" compares with softmax attention."""
+    """The rules that "attention" compares with softmax attention."""
     from atlasjax import memory
     from atlasjax import rules as named
 
@@ -61,7 +61,7 @@ def inputs(rule, length):
 
 
 def compiled(loss, *args):
-    """(a function that runs forward and backward once and waits, temporary bytes)."""
+    """(function that runs forward and backward once and waits for the result, temporary bytes)."""
     import jax
 
     run = jax.jit(jax.grad(loss, argnums=tuple(range(len(args))))).lower(*args).compile()
@@ -89,7 +89,7 @@ def main():
     parser.add_argument("which", nargs="?", choices=("rule", "attention"), default="rule")
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", help="a file that gets JSON lines")
+    parser.add_argument("--out", help="file to which JSON lines are appended")
     options = parser.parse_args()
     for length in options.lengths or ([4096] if options.which == "rule" else [8192, 16384]):
         made = programs(options.which, length)

@@ -1,4 +1,4 @@
-"""The figure of `docs/kernels.md` about GPUs: `python experiments/benchmarks/gpu_figure.py`."""
+"""Draws the GPU figure of `docs/kernels.md`: `python experiments/benchmarks/gpu_figure.py`."""
 
 import pathlib
 import sys
@@ -13,7 +13,7 @@ _PITCH, _WIDTH, _COUNT = 3.0, 2.1, 4
 
 
 def draw(path: pathlib.Path = PATH) -> None:
-    """What of a row's chunks is a kernel, in order, and what XLA computes for all chunks at once."""
+    """Shows which part of a row's chunks is a sequential kernel, and which part XLA computes for all chunks at once."""
     figure, (forward, backward) = figure_of((11, 7.6), 2, 1)
     _panel(
         forward, "forward", 1,
@@ -38,7 +38,7 @@ def draw(path: pathlib.Path = PATH) -> None:
 
 
 def _panel(axes: Any, title: str, step: int, work: list[str], between: list[str]) -> None:
-    """Three bands from below: XLA, the kernel, XLA."""
+    """Three bands, from bottom to top: XLA, the kernel, XLA."""
     from matplotlib.patches import FancyBboxPatch, Rectangle
 
     right = _PITCH * (_COUNT - 1)

@@ -1,6 +1,6 @@
-"""What the compilers for an H200 say about a program's kernels, without one.
+"""Reports of the compilers for an H200 about a program's kernels, without a GPU.
 
-Import this before jax. It needs jax's CUDA plugin and ptxas (`pip install 'atlasjax[cuda-compile]'`), no GPU and no driver.
+Import this before jax. It needs jax's CUDA plugin and ptxas (`pip install 'atlasjax[cuda-compile]'`), but no GPU and no driver.
 """
 
 import atexit
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-# Must be set before anything imports jax. With "cpu" the plugin looks for no device; it still offers its compiler.
+# Must be set before anything imports jax. With "cpu" the plugin does not look for a device but still provides its compiler.
 os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="2", XLA_FLAGS=f"--xla_dump_to={tempfile.mkdtemp()}")
 
 import jax
@@ -28,7 +28,7 @@ TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
 
 
 class Kernel(NamedTuple):
-    """A Pallas kernel: its name, registers and spilled bytes of a thread, shared bytes and threads of a program."""
+    """A Pallas kernel: its name, registers and spilled bytes per thread, shared bytes and threads per program."""
 
     name: str
     registers: int
@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
 
 
 def compiled(function: Callable[..., Any], shapes: Any) -> Any:
-    """A function compiled for one H200; shapes: of its arguments."""
+    """A function compiled for one H200. shapes: those of its arguments."""
     for path in DUMP.iterdir():
         path.unlink()
     devices = topologies.get_topology_desc(
@@ -46,13 +46,13 @@ def compiled(function: Callable[..., Any], shapes: Any) -> Any:
     ).devices
     mesh = jax.sharding.Mesh(np.array(devices), ("device",))
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(devices[0]))
-    # Where no device is attached, the mesh tells Triton's lowering which one it is.
+    # Without an attached device, the mesh tells Triton's lowering which device it compiles for.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(function).lower(*jax.tree.map(place, shapes)).compile()
 
 
 def kernels(program: Any) -> Iterator[Kernel]:
-    """The Pallas kernels of what `compiled` compiled last."""
+    """The Pallas kernels of the last program that `compiled` compiled."""
     ours = tuple(re.findall(r'"__gpu\$xla\.gpu\.triton".*? name = "([^"]+)"', program.as_text()))
     thunks = "".join(path.read_text() for path in DUMP.glob("*thunk_sequence.txt"))
     launched = re.findall(r"kCustomKernel .*?(\S+) grid: .*? threads: \[(\d+), .*? shared_memory: (\d+) bytes", thunks)
@@ -64,7 +64,7 @@ def kernels(program: Any) -> Iterator[Kernel]:
     assert len(ours) == sum(name.startswith(ours) for name, *_ in launched), (ours, launched)
     for name, threads, shared in launched:
         if not name.startswith(ours):
-            continue  # a fusion of XLA
+            continue  # an XLA fusion
         found = re.search(
             rf"Compiling entry function '{name}'.*?(\d+) bytes spill stores.*?Used (\d+) registers", report, re.DOTALL
         )
@@ -73,7 +73,7 @@ def kernels(program: Any) -> Iterator[Kernel]:
 
 
 def _assembler() -> str:
-    """The path of ptxas, of the wheels or of an installed toolkit."""
+    """The path of ptxas, from the wheels or an installed toolkit."""
     found = sorted(path for root in sys.path for path in pathlib.Path(root).glob("nvidia/cu*/bin/ptxas"))
     path = str(found[0]) if found else shutil.which("ptxas")
     if path is None:

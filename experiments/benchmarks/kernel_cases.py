@@ -1,6 +1,6 @@
-"""What `kernels_tpu.py` compiles: the cases, their programs, and what a program's kernels need (operations, bytes) by its trace.
+"""The cases that `kernels_tpu.py` compiles, their programs, and the operations and bytes of their kernels, from their traces.
 
-Imports jax only where a program is built, so that a table or a plot of finished rows needs none of it.
+jax is imported only where a program is built, so that a table or plot of finished rows does not need it.
 """
 
 import dataclasses
@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-BATCH, TIME, HEADS = 1, 4096, 16  # as in a model of 340M parameters at d = 64
-MATRICES = 256  # of one call of newton_schulz
+BATCH, TIME, HEADS = 1, 4096, 16  # as in a 340M model at d = 64
+MATRICES = 256  # matrices per call of newton_schulz
 STEPS = 5
 WINDOW = 4
-PASSES = {"HIGHEST": 6, "HIGH": 3}  # bfloat16 passes of a float32 product; one otherwise
+PASSES = {"HIGHEST": 6, "HIGH": 3}  # bfloat16 passes per float32 product; otherwise one
 
 VARIANTS = {
     "product": ("plain",),
@@ -29,15 +29,15 @@ class Case:
     """One program.
 
     Attributes:
-      operation: a key of VARIANTS. "product" is one plain product [2 d, d] × [d, d] of bfloat16, to calibrate the others.
-      variant: newton_schulz: its form; delta_rule: with or without decay; chunk_memory: its structure with momentum and retention,
-        or ("mlp_window") OmegaNet's rule: a two-layer memory with retention and a window of four tokens, no momentum.
-      dim: d. newton_schulz: matrices d × 4 d; else key_dim = value_dim = d.
-      dtype: of tokens, "float32" or "bfloat16", and with it the precision of products (newton_schulz, whose matrices are float32:
-        that precision alone).
+      operation: a key of VARIANTS. "product" is one plain bfloat16 product [2 d, d] × [d, d], to calibrate the others.
+      variant: for newton_schulz its form; for delta_rule with or without decay; for chunk_memory its structure with momentum and
+        retention, or ("mlp_window") OmegaNet's rule: a two-layer memory with retention and a window of four tokens, no momentum.
+      dim: d. For newton_schulz, matrices are d × 4 d; otherwise key_dim = value_dim = d.
+      dtype: dtype of tokens, "float32" or "bfloat16", which determines the precision of products. For newton_schulz, whose matrices
+        are float32, it is only that precision.
       direction: "forward", or "both": forward and backward, with the gradients of all inputs.
       engine: "pallas_tpu" or "xla".
-      chunk: tokens of a chunk.
+      chunk: tokens per chunk.
     """
 
     operation: str
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def kernel(self) -> str:
-        """The case without direction and engine."""
+        """The name of the case without direction and engine."""
         chunk = f" chunk {self.chunk}" if self.chunk != 64 else ""
         return f"{self.operation} {self.variant} {self.dim} {self.dtype}{chunk}"
 
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def items(self) -> int:
-        """What a cost is given for: matrices, or tokens of one head."""
+        """Number of items per call to which costs refer: matrices, or tokens of one head."""
         return {"newton_schulz": MATRICES, "product": 1}.get(self.operation, BATCH * TIME * HEADS)
 
     @property
@@ -69,7 +69,7 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Every case of the page, what matters most first."""
+    """Every case of the page, the most important first."""
     cases = [Case("product", "plain", 512, "bfloat16", "forward", engine) for engine in ENGINES]
     for operation, variant in ((o, v) for o, variants in VARIANTS.items() for v in variants if o != "product"):
         for dim in (64, 128, 32, 96, 256):
@@ -80,7 +80,7 @@ def all_cases() -> list[Case]:
                     cases += [
                         Case(operation, variant, dim, dtype, direction, engine)
                         for engine in ENGINES
-                        # XLA's direct form has exact products only.
+                        # XLA's direct form has only exact products.
                         if not (engine == "xla" and variant == "direct" and dtype == "bfloat16")
                     ]
     cases += [Case("chunk_memory", "mlp", 64, "bfloat16", way, engine, 128) for way in DIRECTIONS for engine in ENGINES]
@@ -100,7 +100,7 @@ def quick_cases() -> list[Case]:
 
 
 def program(case: Case) -> tuple[Callable[..., Any], list[Any]]:
-    """The function of a case and the shapes of its arguments. Direction "both": the outputs' cotangents come last."""
+    """The function of a case and the shapes of its arguments. With direction "both" the outputs' cotangents come last."""
     import jax
 
     forward, shapes = {
@@ -179,7 +179,7 @@ def _delta_rule(case: Case) -> tuple[Callable[..., Any], list[Any]]:
     empty = jax.eval_shape(lambda: memory.init_params(rule, jax.random.key(0), **sizes))
 
     def call(q: Any, k: Any, v: Any, beta: Any, decay: Any = None) -> Any:
-        # The kernel's memory starts at zero, too.
+        # The kernel's memory also starts at zero.
         params = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), empty)
         gates = memory.Gates(retention=decay, step_size=beta)
         return memory.scan(rule, params, None, q, k, v, gates, implementation="xla")[0]
@@ -232,7 +232,7 @@ def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """[rows, depth] × [depth, columns], in so many bfloat16 passes."""
+    """[rows, depth] × [depth, columns], in a number of bfloat16 passes."""
 
     rows: int
     depth: int
@@ -244,7 +244,7 @@ class Product:
         return 2 * self.rows * self.depth * self.columns
 
     def tiled(self, edge: int) -> int:
-        """Operations of a unit that holds [edge, edge] of one operand while rows of the other, eight at a time, pass through."""
+        """Operations of a unit that holds [edge, edge] of one operand while rows of the other pass through, eight at a time."""
         whole = lambda size, unit: -(-size // unit) * unit
         held = lambda held, passing: 2 * whole(self.depth, edge) * whole(held, edge) * whole(passing, 8)
         return self.passes * min(held(self.columns, self.rows), held(self.rows, self.columns))
@@ -252,7 +252,7 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A `pallas_call` by its trace: arrays in and out, steps of its grid, products of a step, bytes that its blocks move in all."""
+    """A traced `pallas_call`: its arrays, grid steps, products per step, and the total bytes moved by its blocks."""
 
     name: str
     arrays: int
@@ -262,7 +262,7 @@ class Kernel:
 
 
 def kernels_of(function: Callable[..., Any], shapes: list[Any]) -> list[Kernel]:
-    """The kernels of a program, from its jaxpr: no compiler is asked. Products whose result is not used do not count."""
+    """The kernels of a program, from its jaxpr and without a compiler. Products whose result is unused do not count."""
     import jax
     from jax.interpreters import partial_eval
 
@@ -279,7 +279,7 @@ def kernels_of(function: Callable[..., Any], shapes: list[Any]) -> list[Kernel]:
 
 
 def _equations(jaxpr: Any, primitive: str) -> Iterator[Any]:
-    """Equations of a primitive in a jaxpr and in those it calls, but not inside another kernel."""
+    """Equations of a primitive in a jaxpr and in the jaxprs it calls, except inside another kernel."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == primitive:
             yield equation
@@ -303,7 +303,7 @@ def _product(equation: Any) -> Product:
 
 
 def _moved(block: Any, grid: tuple[int, ...]) -> int:
-    """Bytes of a block over the whole grid: it is moved where its place changes from one step to the next."""
+    """Bytes of a block over the whole grid. It is moved whenever its index changes from one step to the next."""
     import jax
     import numpy as np
     from jax.extend import core
@@ -318,8 +318,8 @@ def _moved(block: Any, grid: tuple[int, ...]) -> int:
 
 
 def ideal_bytes(case: Case) -> int:
-    """Bytes that the forward pass of a chunk memory or delta rule must move: its inputs, its outputs and, with a backward pass to
-    come, the state before each chunk; each once, in its own type.
+    """Bytes that the forward pass of a chunk memory or delta rule must move: its inputs, its outputs and, if a backward pass
+    follows, the state before each chunk; each once, in its own type.
     """
     import jax
 

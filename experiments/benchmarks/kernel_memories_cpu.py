@@ -1,11 +1,11 @@
-"""Kernel memories beside softmax attention of the same width, on this machine: forward and backward.
+"""Kernel memories compared with softmax attention of the same width on this machine, forward and backward.
 
     python experiments/benchmarks/kernel_memories_cpu.py                     # 1,024 and 2,048 tokens
     python experiments/benchmarks/kernel_memories_cpu.py --lengths 4096 --repeats 3
 
-float32, 4 heads of 64, batch 1, gradients of every input and parameter; attention is `jax.nn.dot_product_attention`. Each round
-times attention and every memory once, in turn, and the minima over rounds are compared: ratios within one run are what counts.
-Prints a table and, with `--out`, appends one JSON line.
+float32, 4 heads of 64, batch 1, gradients of every input and parameter. Attention is `jax.nn.dot_product_attention`. Each round
+times attention and every memory once, in turn, and the minima over rounds are compared, because only ratios within one run are
+meaningful. Prints a table and, with `--out`, appends one JSON line.
 """
 
 import argparse
@@ -18,7 +18,7 @@ HEADS, DIM = 4, 64
 
 
 def rules():
-    """What is compared: name → rule."""
+    """The compared rules: name → rule."""
     from atlasjax.memory import objectives, optimizers, structures
     from atlasjax.memory.kernelized import KernelRule
     from atlasjax.memory.retention import Full
@@ -53,7 +53,7 @@ def inputs(rule, length):
 
 
 def compiled(length):
-    """name → a function that runs forward and backward once and waits."""
+    """name → function that runs forward and backward once and waits for the result."""
     import jax
 
     from atlasjax.memory import kernelized
@@ -79,7 +79,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", help="a file that gets one JSON line")
+    parser.add_argument("--out", help="file to which one JSON line is appended")
     args = parser.parse_args()
     result = {}
     for length in args.lengths:

@@ -1,4 +1,4 @@
-"""Pictures of `kernels_tpu.py plot`: the roofline of the kernels, and the figure of `docs/kernels.md`."""
+"""Plots of `kernels_tpu.py plot`: the roofline of the kernels, and the figure of `docs/kernels.md`."""
 
 import pathlib
 from typing import Any
@@ -10,13 +10,13 @@ from experiments.benchmarks.tpu_static import CHIPS
 _COLORS = {"newton_schulz": "tab:red", "delta_rule": "tab:green", "chunk_memory": "tab:blue"}
 
 
-DIMS = (64, 128)  # more would hide each other
+DIMS = (64, 128)  # more points would overlap
 
 
 def points(found: dict[str, Row]) -> list[tuple[str, str, str, bool, float, float]]:
-    """One for each kernel of DIMS: name, operation, type, whether it is the backward kernel, operations per byte of HBM, FLOP/s.
+    """One point per kernel of DIMS: name, operation, type, whether it is the backward kernel, operations per byte of HBM, FLOP/s.
 
-    Operations are those of the products, each once; bytes those of the arrays as the compiled program holds them.
+    Operations are those of the products, each counted once. Bytes are those of the arrays as the compiled program stores them.
     """
     found_points = []
     for row in found.values():
@@ -35,7 +35,7 @@ def points(found: dict[str, Row]) -> list[tuple[str, str, str, bool, float, floa
 
 
 def roofline(found: dict[str, Row], topology: str, path: pathlib.Path) -> None:
-    """Operations per byte against the rate by the compiler's schedule: numbered points, the names beside the picture."""
+    """Plots the rate according to the compiler's schedule against operations per byte, with numbered points and a legend."""
     import numpy as np
     from matplotlib.lines import Line2D
 
@@ -75,16 +75,16 @@ def roofline(found: dict[str, Row], topology: str, path: pathlib.Path) -> None:
 
 
 def _number(axes: Any, marked: list[tuple[int, float, float]]) -> None:
-    """Writes the number of each point beside it, on the side where least else is; the axes' limits must be set."""
+    """Writes the number of each point next to it, on the emptiest side. The axes' limits must already be set."""
     import numpy as np
 
     places = axes.transData.transform([(x, y) for _, x, y in marked]).reshape(-1, 2)
     taken = list(places)
-    sides = [(9, 4), (9, -9), (-9, 4), (-9, -9), (0, 9), (0, -14)]  # of the text's middle, in points
+    sides = [(9, 4), (9, -9), (-9, 4), (-9, -9), (0, 9), (0, -14)]  # offsets of the text's center, in points
     for (number, x, y), place in zip(marked, places, strict=True):
         shifts = [np.array(side) * axes.figure.dpi / 72 for side in sides]
         nearest = [min(np.hypot(*(place + shift - other)) for other in taken) for shift in shifts]
-        best = int(np.argmax(np.minimum(nearest, 12)))  # far enough is far enough
+        best = int(np.argmax(np.minimum(nearest, 12)))  # distances beyond 12 count the same
         taken.append(place + shifts[best])
         text = {"textcoords": "offset points", "fontsize": 7, "ha": "center", "va": "baseline"}
         axes.annotate(str(number), (x, y), sides[best], **text)
@@ -100,7 +100,7 @@ def figure_of(size: tuple[float, float], rows: int, columns: int, **ratios: Any)
 
 
 def grid_figure(path: pathlib.Path) -> None:
-    """How `chunk_scan` walks the chunks of a row, forward and backward, and what lies where."""
+    """Shows how `chunk_scan` processes the chunks of a row, forward and backward, and where data is stored."""
     figure, (forward, backward) = figure_of((11, 8), 2, 1)
     read, written = [("$C_{i}$", -0.5), ("$x_{i}$", 0.0), ("$dy_{i}$", 0.5)], [("$y_{i}$", -0.35), ("$C_{i}$", 0.35)]
     _walk(forward, "forward", read[1:2], written, "first carry $C_0$", "final carry", 1)
@@ -113,7 +113,7 @@ def _walk(
     axes: Any, title: str, below: list[tuple[str, float]], above: list[tuple[str, float]],
     first: str, last: str, step: int,
 ) -> None:  # fmt: skip
-    """One kernel: HBM above and below, vector memory between them, the grid's steps from left to right or back."""
+    """One kernel: HBM above and below, vector memory in between, and the grid's steps from left to right or in reverse."""
     from matplotlib.patches import FancyBboxPatch, Rectangle
 
     pitch, width, count = 3.0, 1.9, 4

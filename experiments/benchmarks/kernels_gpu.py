@@ -1,11 +1,11 @@
-"""What the compiler says about `memory.scan` on an H200, by kernels and by the XLA engine; no GPU is used, nothing is timed.
+"""The compiler's report on `memory.scan` for an H200, with kernels and with the XLA engine. No GPU is used and nothing is timed.
 
     python experiments/benchmarks/kernels_gpu.py                       # all cases; finished ones are not compiled again
     python experiments/benchmarks/kernels_gpu.py --only omeganet 64    # some
-    python experiments/benchmarks/kernels_gpu.py --again               # anew
+    python experiments/benchmarks/kernels_gpu.py --again               # recompile finished ones
 
-Needs `pip install 'atlasjax[cuda-compile]'`. Launches are counted in the compiled program's text, loops as often as they run;
-temporary bytes are the compiler's.
+Needs `pip install 'atlasjax[cuda-compile]'`. Launches are counted in the compiled program's text, with loop bodies counted once per
+iteration. Temporary bytes are the compiler's.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-# As a script, Python looks beside this file only.
+# When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from experiments.benchmarks import gpu_static  # before jax
@@ -30,7 +30,7 @@ from experiments.benchmarks.launches import launches
 
 HERE = pathlib.Path(__file__).resolve().parent
 BATCH, TIME, HEADS = 8, 8192, 16
-# Without bounded steps, which the GPU kernels do not take.
+# Without bounded steps, which the GPU kernels do not support.
 RULES = {
     "omeganet": lambda: rules.omeganet(chunk_size=64, window=4, features=features.Identity()).unbounded(),
     "titans": lambda: rules.titans(chunk_size=64).unbounded(),
@@ -41,7 +41,7 @@ ENGINES, DIRECTIONS = ("xla", "pallas_gpu"), ("forward", "both")
 
 
 def cases() -> list[tuple[str, int, str, str]]:
-    """(rule, head dimension, engine, direction); tokens are bfloat16."""
+    """(rule, head dimension, engine, direction) of each case. Tokens are bfloat16."""
     dims = {"omeganet": (64, 128), "titans": (64,), "delta_rule": (64, 128), "gated_delta_rule": (64, 128)}
     return [(name, d, engine, way) for name in RULES for d in dims[name] for engine in ENGINES for way in DIRECTIONS]
 
@@ -72,12 +72,12 @@ def measure(name: str, dim: int, engine: str, direction: str) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: launches and bytes, then the kernels."""
+    """Launches and bytes, then the kernels, as Markdown."""
     found = {tuple(row["case"]): row for row in rows}
     lines = [
         "<!-- made by kernels_gpu.py -->",
         f"Compiled for an H200 without one, jax {', '.join(sorted({row['jax'] for row in rows}))}: {BATCH} × {HEADS} rows of "
-        f"{TIME:,} tokens, bfloat16. Launches are kernels and library calls of one call; nothing was timed.",
+        f"{TIME:,} tokens, bfloat16. Launches are kernels and library calls per call. Nothing was timed.",
         "",
         "| rule | head dim | | launches, XLA | launches, kernels | GB temporary, XLA | GB temporary, kernels |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
@@ -101,8 +101,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[], help="words of a case, all of which it must have")
-    parser.add_argument("--again", action="store_true", help="compile finished cases anew")
+    parser.add_argument("--only", nargs="*", default=[], help="words that a case must all have")
+    parser.add_argument("--again", action="store_true", help="recompile finished cases")
     options = parser.parse_args()
     path = HERE / "kernels_gpu.jsonl"
     done = {tuple(row["case"]): row for row in read_rows(path)}

@@ -1,18 +1,19 @@
-"""Time of the memory kernels on the device that jax has, beside the XLA engine, softmax attention and other libraries.
+"""Time of the memory kernels on jax's device, compared with the XLA engine, softmax attention and other libraries.
 
     python experiments/benchmarks/kernels_measured.py                      # 4 × 8,192 tokens, 16 heads, d = 64 and 128, bfloat16
     python experiments/benchmarks/kernels_measured.py --only omeganet delta_rule --dims 64
     python experiments/benchmarks/kernels_measured.py --record             # also into atlasjax/memory/fastest.json
     JAX_PLATFORMS=cpu python experiments/benchmarks/kernels_measured.py --batch 1 --tokens 2048 --heads 4 --dims 64 --dtype float32
 
-For each operation forward, and forward and backward with the gradients of all inputs and parameters: the XLA engine, the
-kernels of the platform, `jax.nn.dot_product_attention` (causal, same heads) and, where they are installed and run on the
-device, flash-linear-attention and titans-pytorch. All of a case are timed in turn, and medians over the rounds compared: ratios
-within one case mean something on any machine. Before it is timed every engine runs two chunks and a rest of the case, and its
-outputs and gradients are compared with the definition in float64; a wrong kernel gets no time.
+Each operation is timed forward, and forward and backward with the gradients of all inputs and parameters: with the XLA engine, the
+platform's kernels, `jax.nn.dot_product_attention` (causal, same heads) and, if installed and supported on the device,
+flash-linear-attention and titans-pytorch. The engines of a case are timed in turn and compared by medians over rounds, so ratios
+within one case are meaningful on any machine. Before it is timed, every engine runs two chunks and a remainder of the case, and its
+outputs and gradients are compared with the definition in float64. A wrong kernel gets no time.
 
-One line of JSON a case is appended to `--out`; finished ones of this device, jax and size are skipped, so the command goes on where
-it was stopped; `--again` measures anew (a later line counts). From the lines the table beside them (`.md`) is made anew each time.
+One line of JSON per case is appended to `--out`. Finished cases of this device, jax version and size are skipped, so the command
+resumes where it was stopped. `--again` repeats measurements; the later line counts. The table (`.md`) is rewritten from the lines
+each time.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# As a script, Python looks beside this file only.
+# When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from atlasjax.names import lookup
@@ -38,12 +39,12 @@ from experiments.benchmarks.measured_report import Row
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-_SHORTEST = 0.02  # seconds of one measurement on an accelerator, whose calls are shorter than what starting them takes
+_SHORTEST = 0.02  # seconds per measurement on an accelerator, where starting a call takes longer than the call
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What jax runs on: "cpu", "cuda", "rocm" or "tpu", and its public name."""
+    """The device of jax: "cpu", "cuda", "rocm" or "tpu", and its public name."""
 
     platform: str
     name: str
@@ -67,7 +68,7 @@ def find_device() -> Device:
 
 
 def sources() -> str:
-    """A digest of the engines and kernels, so that lines of an older state can be told."""
+    """A digest of the engines and kernels, to recognize lines of an older version."""
     digest = hashlib.sha256()
     for folder in (ROOT / "pallas_kernels", ROOT / "atlasjax" / "memory"):
         for path in sorted(folder.rglob("*.py")):
@@ -77,7 +78,7 @@ def sources() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One case by one engine, ready: `run` computes it so many times and waits."""
+    """One case compiled with one engine. `run` computes it a number of times and waits for the result."""
 
     run: Callable[[int], None]
     result: Callable[[], Any]
@@ -118,7 +119,7 @@ def prepare(case: Case, engine: str, device: Device) -> Program:
 
 
 def unavailable(engine: str, device: Device) -> str | None:
-    """Why an engine cannot run on this device at all, None if it may."""
+    """The reason why an engine cannot run on this device at all, or None."""
     needs = ENGINES[engine]
     if needs is not None and needs != device.platform:
         return f"needs {PLATFORM_NAMES[needs]}"
@@ -132,9 +133,9 @@ def unavailable(engine: str, device: Device) -> str | None:
 
 
 def check(case: Case, engine: str, device: Device, known: dict[Any, Row]) -> Row:
-    """{"error": …} of the small case, with "failed" where a kernel is wrong; {} of another function. `known` keeps the answers.
+    """{"error": …} of the small case, with "failed" if a kernel is wrong; {} for a different function. `known` caches the results.
 
-    Baselines (the XLA engine, attention) keep their time: their error is that of the device's own products.
+    Baselines (the XLA engine, attention) always keep their time, because their error is that of the device's own products.
     """
     if (engine, case.operation) in measured_cases.OTHER_FUNCTIONS:
         return {}
@@ -151,7 +152,7 @@ def check(case: Case, engine: str, device: Device, known: dict[Any, Row]) -> Row
 
 
 def measure(case: Case, device: Device, repeats: int, known: dict[Any, Row]) -> dict[str, Row]:
-    """Engine → its row: seconds of every round, compiled figures, error; or "refused" or "failed" with the reason."""
+    """Engine → its row: seconds of every round, compiled figures and error, or "refused" or "failed" with the reason."""
     rows: dict[str, Row] = {}
     programs: dict[str, tuple[Program, int]] = {}
     for engine in case.engines:
@@ -172,9 +173,9 @@ def measure(case: Case, device: Device, repeats: int, known: dict[Any, Row]) -> 
             calls = 1 if device.platform == "cpu" else min(100, -(-_SHORTEST // (time.perf_counter() - started)))
             row |= program.figures
             programs[engine] = program, int(calls)
-        except ValueError as error:  # above all a call that an engine does not serve, with its reason
+        except ValueError as error:  # mostly calls that an engine does not support, with the reason
             row["refused"] = reason_of(error)
-        except Exception as error:  # a compiler's or an allocator's, or another library's: the other engines go on
+        except Exception as error:  # from a compiler, an allocator or another library; the other engines continue
             row["failed"] = f"{type(error).__name__}: {reason_of(error)}"
     for engine in programs:
         rows[engine] |= {"seconds": []}
@@ -199,7 +200,7 @@ def run_cases(
     command: str,
     measure: Any = measure,
 ) -> list[Row]:
-    """Lines of all cases that have none yet (all with `again`), each appended to the file at once; every line of the file."""
+    """Measures all cases that have no line yet (all with `again`), appending each at once. Returns every line of the file."""
     lines = read_rows(path)
     done = measured_report.latest(lines)
     todo = [case for case in cases if again or measured_report.key(case, device.name, device.jax) not in done]
@@ -210,7 +211,7 @@ def run_cases(
     digest = sources()
     kept = [done[measured_report.key(case, device.name, device.jax)] for case in cases if case not in todo]
     if older := sum(line["sources"] != digest for line in kept):
-        print(f"{older} of them are of another state of the engines; --again measures them anew", flush=True)
+        print(f"{older} of them were measured with an older version of the engines; --again repeats them", flush=True)
     known: dict[Any, Row] = {}
     for number, case in enumerate(todo, 1):
         started = time.perf_counter()
@@ -225,7 +226,7 @@ def run_cases(
 
 
 def record(lines: list[Row], cases: list[Case], device: Device, command: str, path: pathlib.Path) -> None:
-    """Writes what the cases say about kernels into the table of `memory.fastest`, in place of older rows of the same key."""
+    """Writes the cases' results on kernels into the table of `memory.fastest`, replacing older rows with the same key."""
     from atlasjax.memory import fastest
 
     new, lacking = measured_report.measurements(lines, cases, device, command)
@@ -242,7 +243,7 @@ def record(lines: list[Row], cases: list[Case], device: Device, command: str, pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192, help="of a sequence; Atlas: a sixteenth")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a sequence; a sixteenth for Atlas")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--matrices", type=int, default=256, help="of newton_schulz")
@@ -250,12 +251,13 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of tokens")
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"operations: {', '.join(OPERATIONS)}")
     parser.add_argument("--repeats", type=int, default=9, help="rounds")
-    parser.add_argument("--again", action="store_true", help="measure finished cases anew")
+    parser.add_argument("--again", action="store_true", help="measure finished cases again")
+    parser.add_argument("--record", action="store_true", help="write the results into atlasjax/memory/fastest.json")
     parser.add_argument(
-        "--record", action="store_true", help="write what was measured into atlasjax/memory/fastest.json"
-    )
-    parser.add_argument(
-        "--out", type=pathlib.Path, default=HERE / "kernels_measured.jsonl", help="lines; the table lies beside it"
+        "--out",
+        type=pathlib.Path,
+        default=HERE / "kernels_measured.jsonl",
+        help="file of lines; the table is beside it",
     )
     options = parser.parse_args()
     names = options.only or list(OPERATIONS)

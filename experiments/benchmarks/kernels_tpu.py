@@ -1,4 +1,4 @@
-"""What the kernels cost on a TPU by its compiler's schedule, beside the XLA engine and the arithmetic floor. Needs no TPU.
+"""Costs of the kernels on a TPU by the compiler's schedule, compared with the XLA engine and the arithmetic floor. Needs no TPU.
 
     python experiments/benchmarks/kernels_tpu.py                        # every kernel for v5e; an hour on two cores
     python experiments/benchmarks/kernels_tpu.py --quick                # d = 64, forward: ten minutes
@@ -6,10 +6,10 @@
     python experiments/benchmarks/kernels_tpu.py --only mlp 128         # cases whose name has all these words
     python experiments/benchmarks/kernels_tpu.py plot                   # roofline, byte check and docs' figure from finished rows
 
-libtpu (extra `test`: `jax[tpu]`) compiles each program for a chip that is only named, in a child process, because it can end the
-process. One line of JSON a program is appended to `--out`; finished ones are skipped, so the command goes on where it was stopped;
-`--again` measures anew (a later line of the same case counts). From them the table beside it (`.md`) is made anew each time.
-These are the compiler's static figures, not a clock's: good for comparisons and regressions.
+libtpu (extra `test`: `jax[tpu]`) compiles each program for a chip that is only named. It runs in a child process, because it can
+crash its process. One line of JSON per program is appended to `--out`. Finished programs are skipped, so the command resumes
+where it was stopped. `--again` repeats measurements; the later line of a case counts. The table (`.md`) is rewritten from the
+lines each time. These are static figures of the compiler, not measured times. They serve for comparisons and regressions.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-# As a script, Python looks beside this file only.
+# When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from experiments.benchmarks.kernel_cases import Case, all_cases, quick_cases
@@ -38,7 +38,7 @@ ROOT = HERE.parents[1]
 
 
 def read_rows(path: pathlib.Path) -> list[Row]:
-    """The rows of a file, [] without one. A last line without its end, which a killed run leaves behind, is left out.
+    """The rows of a file, [] if it is missing. A last line without its end, left by a killed run, is ignored.
 
     Raises:
       ValueError: another line is not a JSON object.
@@ -62,7 +62,7 @@ def append_row(path: pathlib.Path, row: Row) -> None:
 
 
 def sources(operation: str) -> str:
-    """A digest of the files that a kernel is made of, so that rows of an older kernel can be told."""
+    """A digest of a kernel's source files, to recognize rows of an older version."""
     folder = ROOT / "pallas_kernels"
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.py"), *(folder / operation).glob("*.py")]):
@@ -71,13 +71,13 @@ def sources(operation: str) -> str:
 
 
 def compile_case(case: Case, topology: str, limit: float) -> Row:
-    """The row of one case; with "error" where its program did not compile."""
+    """The row of one case, with "error" if its program did not compile."""
     started = time.perf_counter()
     row: Row = {"case": dataclasses.asdict(case), "topology": topology, "sources": sources(case.operation)}
     row |= {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(HERE / "tpu_static.py"), json.dumps(row["case"]), topology, folder]
-        # XLA's estimates stand in the compiled program: nothing is to be written.
+        # XLA's estimates are in the compiled program's text, so nothing needs to be written.
         variables = environment(CHIPS[topology], folder if case.engine == "pallas_tpu" else None)
         try:
             child = subprocess.run(
@@ -94,7 +94,7 @@ def compile_case(case: Case, topology: str, limit: float) -> Row:
 
 
 def _reason(stderr: str) -> str:
-    """The line of a child's last words that says why."""
+    """The line of a failed child's standard error that gives the reason."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     told = [line for line in lines if "Error" in line or "RESOURCE_EXHAUSTED" in line or "INTERNAL" in line]
     return (told or lines or [""])[-1][:300]
@@ -107,7 +107,7 @@ def measure(
     again: bool,
     run: Callable[[Case], Row],
 ) -> list[Row]:
-    """Rows of all cases that have none yet (all with `again`), each appended to the file at once; returns every row of the file."""
+    """Compiles all cases that have no row yet (all with `again`), appending each at once. Returns every row of the file."""
     rows = read_rows(path)
     done = latest(rows, topology)
     todo = [case for case in cases if again or case.name not in done]
@@ -115,7 +115,9 @@ def measure(
     kept = [case for case in cases if case not in todo and case.engine == "pallas_tpu"]
     older = sum(done[case.name]["sources"] != sources(case.operation) for case in kept)
     if older:
-        print(f"{older} of them are of another state of pallas_kernels/; --again measures them anew", flush=True)
+        print(
+            f"{older} of them were compiled with an older version of pallas_kernels/; --again repeats them", flush=True
+        )
     for number, case in enumerate(todo, 1):
         row = run(case)
         append_row(path, row)
@@ -126,12 +128,12 @@ def measure(
 
 
 def beside(out: pathlib.Path, topology: str, suffix: str) -> pathlib.Path:
-    """A file beside the rows; v5e's has no chip in its name."""
+    """The path of a file beside the rows. For v5e it has no chip in its name."""
     return out.with_name(out.stem + ("" if topology == "v5e" else f"_{topology}") + suffix)
 
 
 def write_table(rows: list[Row], topology: str, out: pathlib.Path) -> str:
-    """Makes the page of all finished rows of a chip anew, and returns it."""
+    """Rewrites the page of all finished rows of a chip, and returns it."""
     command = "python experiments/benchmarks/kernels_tpu.py" + ("" if topology == "v5e" else f" --topology {topology}")
     found = latest(rows, topology)
     page = table(found, topology, command)
@@ -140,7 +142,7 @@ def write_table(rows: list[Row], topology: str, out: pathlib.Path) -> str:
 
 
 def report(rows: list[Row], topology: str, out: pathlib.Path) -> None:
-    """Table, roofline and docs' figure of the finished rows; prints the bytes that kernels move."""
+    """Writes the table, the roofline and the figure of the docs from finished rows, and prints the bytes moved by kernels."""
     from experiments.benchmarks import kernel_plots
 
     found = latest(rows, topology)
@@ -160,10 +162,13 @@ def main() -> None:
         "--only", nargs="+", metavar="WORD", help="cases with all these words in their name, e.g. gram 128"
     )
     parser.add_argument("--quick", action="store_true", help="d = 64, forward")
-    parser.add_argument("--again", action="store_true", help="measure finished cases anew")
+    parser.add_argument("--again", action="store_true", help="measure finished cases again")
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds for one program")
     parser.add_argument(
-        "--out", type=pathlib.Path, default=HERE / "kernels_tpu.jsonl", help="rows; the table lies beside it"
+        "--out",
+        type=pathlib.Path,
+        default=HERE / "kernels_tpu.jsonl",
+        help="file of rows; the table is beside it",
     )
     options = parser.parse_args()
     if options.what == "plot":

@@ -1,8 +1,8 @@
-"""How many kernels a program starts on a GPU, from its compiled text."""
+"""Number of kernels that a program launches on a GPU, from its compiled text."""
 
 import re
 
-# What runs as a kernel of its own or as a call of a library; the other instructions of a compiled program start nothing.
+# Instructions that run as a separate kernel or library call. The other instructions of a compiled program launch nothing.
 _LAUNCHED = {
     "fusion", "custom-call", "copy", "copy-start", "dot", "reduce", "scatter", "gather", "convolution", "transpose", "concatenate",
     "dynamic-slice", "dynamic-update-slice", "pad", "broadcast", "iota", "sort", "triangular-solve", "cholesky",
@@ -10,7 +10,7 @@ _LAUNCHED = {
 
 
 def launches(text: str) -> int:
-    """How many kernels and library calls one run of a compiled program's text starts: loops count as often as they run."""
+    """Number of kernels and library calls that one run of a compiled program launches, with loop bodies counted per iteration."""
     bodies: dict[str, list[str]] = {}
     entry = current = ""
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
@@ -34,7 +34,7 @@ def launches(text: str) -> int:
                 trips = re.search(r"known_trip_count[^0-9]*(\d+)", line)
                 body = re.search(r"body=%?([\w.\-]+)", line)
                 if trips is None or body is None:
-                    raise ValueError(f"a loop that runs nobody knows how often: {line.strip()[:200]}")
+                    raise ValueError(f"a loop with an unknown number of iterations: {line.strip()[:200]}")
                 total += int(trips[1]) * count(body[1])
             elif found[1] == "call":
                 total += sum(map(count, called))

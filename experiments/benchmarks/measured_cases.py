@@ -1,6 +1,6 @@
-"""What `kernels_measured.py` times: cases, their arrays, their programs in JAX, and the definition to check results against.
+"""The cases that `kernels_measured.py` times: their arrays, their programs in JAX, and the definition to check results against.
 
-Imports jax only where a program is built, so that a table of finished rows needs none of it.
+jax is imported only where a program is built, so that a table of finished rows does not need it.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 from experiments.benchmarks.kernel_cases import DIRECTIONS, STEPS, WINDOW
 
 CHUNK = 64
-# Operation → the kernel that serves it, as `memory.fastest` calls it; None: no choice hangs on it.
+# Operation → its kernel, as named in `memory.fastest`; None if no choice depends on it.
 OPERATIONS: dict[str, str | None] = {
     "newton_schulz": None,
     "newton_schulz_gram": None,
@@ -37,10 +37,10 @@ PLATFORM_NAMES = {"tpu": "a TPU", "cuda": "a CUDA GPU"}
 OTHER_LIBRARIES = {"fla": ("delta_rule", "gated_delta_rule", "ttt_linear"), "titans_pytorch": ("titans",)}
 # Rows of other functions with the same purpose and sizes: their numbers cannot be checked against ours.
 OTHER_FUNCTIONS = {
-    ("fla", "ttt_linear"): "learns a bias too, and adds the residual after reading",
-    ("titans_pytorch", "titans"): "has its projections and norms inside, and one step of momentum a chunk",
+    ("fla", "ttt_linear"): "also learns a bias, and adds the residual after reading",
+    ("titans_pytorch", "titans"): "includes its projections and norms, and takes one step of momentum per chunk",
 }
-_MUON_SHARE = 16  # of the tokens: Newton–Schulz of every token is a hundred times the work
+_MUON_SHARE = 16  # divisor of the number of tokens, because Newton–Schulz for every token is a hundred times the work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Case:
 
     Attributes:
       operation: a key of OPERATIONS.
-      dim: newton_schulz: matrices dim × 4 dim; else key_dim = value_dim.
-      dtype: of tokens, "float32" or "bfloat16"; newton_schulz: float32, with exact products, as Muon calls it.
+      dim: for newton_schulz, matrices are dim × 4 dim; otherwise key_dim = value_dim = dim.
+      dtype: dtype of tokens, "float32" or "bfloat16". For newton_schulz float32 with exact products, as Muon calls it.
       direction: "forward", or "both": forward and backward, with the gradients of all inputs and parameters.
-      batch: newton_schulz: the number of matrices.
-      tokens, heads: newton_schulz: 0.
+      batch: batch size, or for newton_schulz the number of matrices.
+      tokens, heads: 0 for newton_schulz.
     """
 
     operation: str
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def engines(self) -> list[str]:
-        """Those that compute the case, and softmax attention of the same width; all that there are, on any device."""
+        """All engines that compute the case, on any device, and softmax attention of the same width."""
         other = [name for name, operations in OTHER_LIBRARIES.items() if self.operation in operations]
         attention = [] if self.is_matrices else ["attention", "attention_cudnn"]
         return ["xla", "pallas_tpu", "pallas_gpu", *other, *attention]
@@ -97,22 +97,23 @@ def all_cases(
 
 
 def small(case: Case) -> Case:
-    """The case that is checked: two chunks and a rest. Muon in float32: it makes full-sized noise of what bfloat16 rounds away."""
+    """The case that is checked: two chunks and a remainder. Muon runs in float32, because it amplifies bfloat16 rounding to
+    noise."""
     dtype = "float32" if case.operation == "atlas" else case.dtype
     sizes = {"batch": 4} if case.is_matrices else {"batch": 1, "tokens": 2 * CHUNK + 4, "heads": 2}
     return dataclasses.replace(case, direction="both", dtype=dtype, **sizes)
 
 
 def tolerance(case: Case) -> float:
-    """The largest error, over the size of the exact result, with which a result is not called wrong."""
+    """The largest error, relative to the size of the exact result, at which a result is accepted."""
     if case.dtype == "bfloat16":
         return 5e-2
-    # Rounding in Newton–Schulz grows by the first coefficient at each step.
+    # Rounding errors in Newton–Schulz grow by the first coefficient in each step.
     return 1e-2 if case.is_matrices or case.operation == "atlas" else 1e-3
 
 
 def rule(operation: str) -> Any:
-    """Unbounded, as the other libraries' are, and as the GPU kernels take it."""
+    """The rule without a bound, like the other libraries, and as the GPU kernels require."""
     from atlasjax import rules
     from atlasjax.memory import features
 
@@ -129,7 +130,7 @@ def rule(operation: str) -> Any:
 
 
 def inputs(case: Case) -> tuple[Any, ...]:
-    """The arrays of a case, NumPy's: (s,), or (params, q, k, v, gates) with queries and keys of unit length; last the cotangent."""
+    """NumPy arrays of a case: (s,), or (params, q, k, v, gates) with unit-length queries and keys, and last the cotangent."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -157,7 +158,7 @@ def inputs(case: Case) -> tuple[Any, ...]:
 
 
 def function(case: Case, engine: str) -> Callable[..., Any]:
-    """A case's forward pass by an engine of JAX, of the arrays of `inputs` but for the cotangent."""
+    """A case's forward pass with a JAX engine, as a function of the arrays of `inputs` except the cotangent."""
     import jax
 
     if engine.startswith("attention"):
@@ -179,7 +180,7 @@ def function(case: Case, engine: str) -> Callable[..., Any]:
 
 
 def program(forward: Callable[..., Any], direction: str) -> Callable[..., Any]:
-    """A function of all arrays of `inputs` that gives y, for "both" with the gradients of all but the cotangent."""
+    """A function of all arrays of `inputs` that returns y, and for "both" also the gradients of all except the cotangent."""
     import jax
 
     def run(*arguments: Any) -> Any:
@@ -193,7 +194,7 @@ def program(forward: Callable[..., Any], direction: str) -> Callable[..., Any]:
 
 
 def definition(case: Case, engine: str) -> Callable[..., Any]:
-    """What `function` should compute, slowly."""
+    """A slow definition of what `function` should compute."""
     import jax
     import jax.numpy as jnp
 
@@ -213,7 +214,7 @@ def definition(case: Case, engine: str) -> Callable[..., Any]:
     of = rule(case.operation)
 
     def scan(params: Any, *tokens: Any) -> Any:
-        """By pieces whose weights, one set a token, are computed again in the backward pass."""
+        """In pieces whose weights, one set per token, are recomputed in the backward pass."""
         pieces = next(n for n in range(round(case.tokens**0.5), 0, -1) if case.tokens % n == 0)
         cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], pieces, -1, *x.shape[2:]), 1, 0)
 
@@ -231,7 +232,7 @@ def definition(case: Case, engine: str) -> Callable[..., Any]:
 
 @functools.cache
 def exact(case: Case, engine: str) -> Any:
-    """y and gradients by the definition: in float64 on the CPU, or where jax has no CPU in float32 with exact products."""
+    """y and gradients from the definition, in float64 on the CPU, or in float32 with exact products if jax has no CPU."""
     import jax
     import numpy as np
 
@@ -248,10 +249,10 @@ def exact(case: Case, engine: str) -> Any:
 
 
 def errors(found: Any, case: Case, engine: str) -> dict[str, float]:
-    """The largest error of y and of any gradient, over the largest number of the exact array; NaN where there is one.
+    """The largest error of y and of any gradient, relative to the largest entry of the exact array. NaN if there is one.
 
     Args:
-      found: (y, gradients), as `program` gives them for `small(case)`, or gradients of the last arguments alone.
+      found: (y, gradients) from `program` for `small(case)`, or gradients of only the last arguments.
     """
     import jax
     import numpy as np

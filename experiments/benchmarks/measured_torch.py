@@ -1,4 +1,4 @@
-"""What `kernels_measured.py` times of PyTorch libraries, with a case's sizes: flash-linear-attention and titans-pytorch."""
+"""PyTorch libraries timed by `kernels_measured.py` with a case's sizes: flash-linear-attention and titans-pytorch."""
 
 import dataclasses
 import importlib.util
@@ -16,13 +16,12 @@ _PACKAGES = {
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One case by a library.
+    """One case with one library.
 
     Attributes:
-      run: computes it so many times, and waits.
-      result: y and the gradients of q, k, v and gates as NumPy's arrays, for those that compute our function.
-      temporary_bytes: computes it once; what was allocated at the most beyond what was there before; None where PyTorch does not
-        know.
+      run: computes it a number of times and waits for the result.
+      result: y and the gradients of q, k, v and gates as NumPy arrays, for libraries that compute our function.
+      temporary_bytes: computes it once and returns the peak of additional allocated bytes, or None if PyTorch does not know.
     """
 
     run: Callable[[int], None]
@@ -31,15 +30,15 @@ class Program:
 
 
 def missing(engine: str) -> str | None:
-    """Why a library is not here, None if it is."""
+    """The reason why a library is not available, or None."""
     packages, command = _PACKAGES[engine]
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     return f"{' and '.join(absent)} not installed ({command})" if absent else None
 
 
 def program(case: Case, engine: str, cuda: bool) -> Program:
-    """Raises: what the library raises for a case that it cannot do."""
-    # Threads that wait for work would take the cores of what is timed next.
+    """The program of a case. Raises the library's own error for a case that it does not support."""
+    # Threads waiting for work would take cores from whatever is timed next.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
@@ -81,7 +80,7 @@ def _numpy(tree: Any) -> Any:
 
 
 def _tensors(case: Case, device: Any) -> tuple[Any, ...]:
-    """q, k, v, the gates as a dictionary in their order, and the cotangent; leaves of type float32 but for tokens."""
+    """q, k, v, the gates as a dictionary in their order, and the cotangent. All leaves except tokens are float32."""
     import numpy as np
     import torch
 
@@ -117,7 +116,7 @@ def _fla(case: Case, device: Any) -> tuple[Any, ...]:
 
 
 def _titans(case: Case, device: Any) -> tuple[Any, ...]:
-    """Their memory with chunks of our length, the fastest of its ways; gradients of its input and of its parameters."""
+    """titans-pytorch's memory with chunks of our length, in its fastest mode, with gradients of its input and its parameters."""
     import torch
     from titans_pytorch import MemoryMLP, NeuralMemory
 
@@ -132,7 +131,7 @@ def _titans(case: Case, device: Any) -> tuple[Any, ...]:
     used = [parameter for parameter in model.parameters() if parameter.requires_grad]
     forward = lambda: model(x)[0]
     y = forward()
-    # Some parameters have no part in the output.
+    # Some parameters do not affect the output.
     gradients = torch.autograd.grad(y.sum(), used, allow_unused=True)
     leaves = [x, *(p for p, g in zip(used, gradients, strict=True) if g is not None)]
     return forward, leaves, torch.ones_like(y)

@@ -1,12 +1,12 @@
-"""Speed and memory of the memory core on this machine, beside titans-pytorch.
+"""Speed and memory of the memory core on this machine, compared with titans-pytorch.
 
     python experiments/benchmarks/memory_cpu.py speed      # forward + backward; titans-pytorch if it is installed
     python experiments/benchmarks/memory_cpu.py bytes      # temporary bytes against length, and against per-token weights
     python experiments/benchmarks/memory_cpu.py stream     # a million tokens in pieces: time per piece, resident memory
     python experiments/benchmarks/memory_cpu.py import     # what `import atlasjax` costs over `import jax`
 
-float32, 4 heads of 64, a two-layer memory of expansion 4, momentum on, chunk 64, batch 1. Ratios within one run are what
-counts; times are of the machine that ran it. Each command prints a table and appends one JSON line to `--out`.
+float32, 4 heads of 64, a two-layer memory of expansion 4, with momentum, chunk 64, batch 1. Only ratios within one run are
+meaningful; times depend on the machine. Each command prints a table and appends one JSON line to `--out`.
 """
 
 import argparse
@@ -40,12 +40,12 @@ def best(run, repeats):
 
 
 def ours(length, chunk=CHUNK):
-    """(jitted forward + backward with gradients of every input and parameter, its arguments)."""
+    """(jitted forward and backward with gradients of every input and parameter, its arguments)."""
     import jax
 
     from atlasjax import memory, rules
 
-    rule = rules.titans(chunk).unbounded()  # as titans-pytorch's
+    rule = rules.titans(chunk).unbounded()  # like titans-pytorch
     params = memory.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=DIM, value_dim=DIM)
     q, k, v, (alpha, eta, theta) = inputs(length)
     gates = memory.Gates(retention=alpha, step_size=eta, momentum=theta)
@@ -55,7 +55,7 @@ def ours(length, chunk=CHUNK):
 
 
 def theirs(length, chunk_size, batch_size, repeats):
-    """Seconds of forward + backward of titans-pytorch's NeuralMemory with the same sizes."""
+    """Seconds of forward and backward of titans-pytorch's NeuralMemory with the same sizes."""
     import torch
     from titans_pytorch import MemoryMLP, NeuralMemory
 
@@ -82,7 +82,7 @@ def theirs(length, chunk_size, batch_size, repeats):
 
 
 def matmul_rate():
-    """GFLOP/s of a large float32 product of this machine."""
+    """GFLOP/s of a large float32 product on this machine."""
     import jax
     import jax.numpy as jnp
 
@@ -124,7 +124,7 @@ def speed(args):
     else:
         torch.set_num_threads(os.cpu_count() or 1)
         result["titans_chunk64_s"] = theirs(length, 64, None, repeats)
-        # After our own runs: its idle threads keep spinning for a while.
+        # After our own runs, because its idle threads keep spinning for a while.
         result["titans_per_token_512_s"] = theirs(small, 1, 64, repeats)
         result["ours_512_s"] = ours_small
         result["ratio_to_fastest_mode"] = result["titans_chunk64_s"] / seconds
@@ -140,7 +140,7 @@ def bytes_(args):
         run, values = ours(length)
         analysis = run.lower(*jax.eval_shape(lambda v=values: v)).compile().memory_analysis()
         result[f"temporary_bytes_{length}"] = analysis.temp_size_in_bytes
-        # What a version with per-token weights must hold at the least: M_t of every token for the reads, and their cotangents.
+        # Minimum for a version with per-token weights: M_t of every token for the reads, and their cotangents.
         per_token = 2 * length * HEADS * 2 * 4 * DIM * DIM * 4
         result[f"per_token_weights_bytes_{length}"] = per_token
         result[f"per_token_over_ours_{length}"] = per_token / analysis.temp_size_in_bytes

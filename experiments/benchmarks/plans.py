@@ -1,11 +1,11 @@
-"""Training steps of half a million tokens compiled ahead of time for TPU pods. Needs no TPU.
+"""Training steps of half a million tokens, compiled ahead of time for TPU pods. Needs no TPU.
 
     python experiments/benchmarks/plans.py                       # atlas-340m and atlas-1.3b for three pods, kernels and XLA engine
     python experiments/benchmarks/plans.py --preset titans-340m --topology v5e:16x16 --implementation pallas_tpu
 
-One line of JSON a plan is appended to `--out`; finished ones are skipped, `--again` makes them anew (a later line counts). From
-them the table beside it (`.md`) is made anew each time. Nothing is run: memory, collectives and kernels are the compiler's, at its
-lowest effort, and no speed follows from them.
+One line of JSON per plan is appended to `--out`. Finished plans are skipped; `--again` repeats them, and the later line counts.
+The table (`.md`) is rewritten from the lines each time. Nothing is run: memory, collectives and kernels are reported by the
+compiler at its lowest effort, and imply no speed.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import pathlib
 import sys
 from typing import Any
 
-# As a script, Python looks beside this file only.
+# When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from atlasjax.cli.info import suggested_mesh
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 
 def config(preset: str, topology: str, implementation: str) -> TrainConfig:
-    """A preset's training run, its memories by an engine, on the mesh that `atlasjax info` suggests."""
+    """A preset's training run with one implementation of its memories, on the mesh that `atlasjax info` suggests."""
     run = default_config(preset)
     memory = dataclasses.replace(run.model.memory, implementation=implementation)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, memory=memory))
@@ -39,7 +39,7 @@ def config(preset: str, topology: str, implementation: str) -> TrainConfig:
 
 
 def plan(preset: str, topology: str, implementation: str) -> Row:
-    """The row of one plan; with "error" where there is none."""
+    """The row of one plan, with "error" if planning failed."""
     run = config(preset, topology, implementation)
     row: Row = {
         "preset": preset,
@@ -60,13 +60,13 @@ def key(row: Row) -> tuple[str, str, str]:
 
 
 def table(rows: list[Row]) -> str:
-    """The page of the last row of each plan."""
+    """The last row of each plan as a Markdown page."""
     page = [
         "# Training steps compiled for TPU pods", "",
-        "`python experiments/benchmarks/plans.py`: half a million tokens a step in sequences of 4,096, in microbatches; forward,",
-        "backward, AdamW and collectives, at the compiler's lowest effort. GiB are of one device; kernels and collectives",
-        "are counted in the program's text, a loop's body once. Copied whole: arrays that the partitioner could take from one",
-        "sharding to another only by a whole copy on every device. Compiled, not run.", "",
+        "`python experiments/benchmarks/plans.py`: half a million tokens per step in sequences of 4,096, in microbatches: forward,",
+        "backward, AdamW and collectives, at the compiler's lowest effort. GiB are per device. Kernels and collectives are",
+        "counted in the program's text, with loop bodies counted once. Copied whole: arrays that the partitioner could",
+        "reshard only by copying them whole to every device. Compiled, not run.", "",
         "| preset | pod | memories | microbatches | mesh data × fsdp × tensor | state and batch | temporary | total | of | fits | "
         "kernels | all-gather, all-reduce, reduce-scatter, all-to-all, permute | copied whole |",
         "|---|---|---|---:|---|---:|---:|---:|---:|---|---:|---|---:|",
@@ -93,8 +93,10 @@ def main() -> None:
     parser.add_argument("--preset", nargs="+", default=PRESETS)
     parser.add_argument("--topology", nargs="+", default=TOPOLOGIES)
     parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
-    parser.add_argument("--again", action="store_true", help="make finished plans anew")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "plans.jsonl", help="rows; the table lies beside it")
+    parser.add_argument("--again", action="store_true", help="repeat finished plans")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=HERE / "plans.jsonl", help="file of rows; the table is beside it"
+    )
     options = parser.parse_args()
     rows = read_rows(options.out)
     done = {key(row) for row in rows if "error" not in row}

@@ -1,10 +1,10 @@
-"""Every rule's engine on this machine: block form against token scan, and decoding after much and after little text.
+"""Every rule's engine on this machine: block form against token scan, and decoding after short and long texts.
 
-    python experiments/benchmarks/rules_cpu.py blocks      # linear and delta rules at 4,096 tokens, forward + backward
-    python experiments/benchmarks/rules_cpu.py decode      # time of one token after reading 1,000 and 100,000
+    python experiments/benchmarks/rules_cpu.py blocks      # linear and delta rules at 4,096 tokens, forward and backward
+    python experiments/benchmarks/rules_cpu.py decode      # time per token after reading 1,000 and 100,000
 
-float32, batch 1. The two sides of a ratio are timed in turn, the best of each counts. Each command prints a table and appends one
-JSON line to `--out`.
+float32, batch 1. The two sides of a ratio are timed in turn, and the best time of each counts. Each command prints a table and
+appends one JSON line to `--out`.
 """
 
 import argparse
@@ -13,7 +13,8 @@ import json
 import sys
 import time
 
-# Rules with an exact block-parallel form: their block length is free, so the token scan computes the same function.
+# Rules with an exact block-parallel form. Their block length does not affect the result, so the token scan computes the same
+# function.
 BLOCK_PARALLEL = (
     "linear_attention", "retnet", "gla", "polysketch", "delta_rule", "longhorn", "longhorn_channel", "gated_delta_rule",
     "rwkv7", "rwkv7_one_key", "swla",
@@ -46,7 +47,7 @@ def inputs(rule, length, heads, dim, seed=0):
 
 
 def alternate(runs, repeats):
-    """The best time of each function, taken in turn."""
+    """The best time of each function; the functions are timed in turn."""
     for run in runs:
         run()
     times = [[] for _ in runs]
@@ -59,9 +60,9 @@ def alternate(runs, repeats):
 
 
 def blocks(options):
-    """Forward + backward with gradients of every input: `memory.scan` against two scans over tokens.
+    """Forward and backward with gradients of every input: `memory.scan` against two scans over tokens.
 
-    "step" is a `lax.scan` of `memory.step`, the fastest recurrence that there is here; "definition" is `memory.reference`.
+    "step" is a `lax.scan` of `memory.step`, the fastest recurrence available here; "definition" is `memory.reference`.
     """
     import jax
     import jax.numpy as jnp
@@ -95,7 +96,7 @@ def blocks(options):
 
         forms = [by_block, by_token, by_definition]
         if isinstance(rule.optimizer, Implicit):
-            forms.pop()  # its definition solves a system for every token and channel: hours
+            forms.pop()  # its definition solves a system for every token and channel, which takes hours
         functions = [jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2, 3, 4))) for f in forms]
         values = [float(f(*args)[0]) for f in functions]
         assert max(values) - min(values) <= 1e-3 * abs(values[1]), (name, values)
@@ -121,7 +122,7 @@ def decode(options):
     for name in options.rules or rules.REGISTRY:
         rule = rules.REGISTRY[name]()
         if isinstance(rule, memory.KernelRule) and rule.cache_window is None:
-            continue  # a cache of every token: its cost is that of one read of the cache
+            continue  # it caches every token, so a step costs one read of that cache
         params, *arrays = inputs(rule, 1_000, 1, 16)
         read = jax.jit(lambda state, *arrays, rule=rule, params=params: memory.scan(rule, params, state, *arrays)[1])
         step = jax.jit(lambda state, *arrays, rule=rule, params=params: memory.step(rule, params, state, *arrays))

@@ -1,11 +1,11 @@
-"""What the TPU compiler says about a program, without a TPU: the schedule of its kernels and the estimates of everything else.
+"""The TPU compiler's report on a program, without a TPU: the schedule of its kernels, and estimates of everything else.
 
-libtpu compiles ahead of time for a chip that is only named. It writes the schedule of every kernel, one VLIW instruction ("bundle")
-a line, and puts its own estimate of cycles beside every other operation of the compiled program.
+libtpu compiles ahead of time for a chip that is only named. It writes the schedule of every kernel, with one VLIW instruction
+("bundle") per line, and gives its own estimate of cycles for every other operation of the compiled program.
 
     python experiments/benchmarks/tpu_static.py CASE TOPOLOGY FOLDER      # a child process of kernels_tpu.py
 
-CASE is JSON (`kernel_cases.Case`); FOLDER is where the compiler writes, and must be empty. The result is the last line, JSON.
+CASE is JSON (`kernel_cases.Case`). FOLDER is where the compiler writes, and must be empty. The result is the last line, as JSON.
 """
 
 import dataclasses
@@ -18,16 +18,16 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One chip as its maker publishes it.
+    """Published properties of one chip.
 
     Attributes:
       flops: peak bfloat16 FLOP/s.
-      bandwidth: bytes of HBM a second.
-      cores: TensorCores, each with its own schedule.
-      units, edge: matrix units of a core, and rows and columns of one.
-      operations: of all matrix units of a core in a cycle at the peak.
-      topology: for the compiler, of which one chip is taken.
-      accelerator: what the environment names it.
+      bandwidth: HBM bytes per second.
+      cores: number of TensorCores, each with its own schedule.
+      units, edge: matrix units per core, and rows and columns of one.
+      operations: operations per cycle of all matrix units of a core at the peak.
+      topology: topology for the compiler, of which one chip is used.
+      accelerator: its name in environment variables.
     """
 
     flops: float
@@ -41,7 +41,7 @@ class Chip:
 
     @property
     def clock(self) -> float:
-        """Cycles a second at which the matrix units reach the published peak."""
+        """Cycles per second at which the matrix units reach the published peak."""
         return self.flops / (self.cores * self.operations)
 
 
@@ -56,9 +56,10 @@ CHIPS = {
 
 
 def environment(chip: Chip, folder: str | None = None) -> dict[str, str]:
-    """Variables with which libtpu only compiles, quietly and beside other processes, and writes schedules to a folder, if given.
+    """Environment with which libtpu only compiles, silently and alongside other processes, and writes schedules to `folder` if
+    given.
 
-    Only the last schedules are written: all stages of one kernel take up to a gigabyte.
+    Only the final schedules are written, because all stages of one kernel take up to a gigabyte.
     """
     dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_.*"
     return {
@@ -69,7 +70,7 @@ def environment(chip: Chip, folder: str | None = None) -> dict[str, str]:
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_LOG_DIR": "disabled",
         "TF_CPP_MIN_LOG_LEVEL": "2",
-        # A program from the cache would not be scheduled again.
+        # A cached program would not be scheduled again.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         **({"LIBTPU_INIT_ARGS": dump} if folder else {}),
     }
@@ -79,14 +80,14 @@ def environment(chip: Chip, folder: str | None = None) -> dict[str, str]:
 
 
 def utilization(text: str) -> dict[str, Any]:
-    """Bundles of a schedule, and how many slots of each kind are used, from the compiler's table of slots by bundle.
+    """Bundles of a schedule, and the use of each kind of slot, from the compiler's table of slots by bundle.
 
     Returns:
-      bundles; slots: the used share of the slots of each kind; matrix_unit: that of the matrix units; spills and fills: vector
-      registers written to memory and read back because there were too few of them.
+      bundles; slots: the used share of each kind of slot; matrix_unit: that of the matrix units; spills and fills: vector registers
+      written to memory and read back for lack of registers.
 
     Raises:
-      ValueError: a table of another form.
+      ValueError: the table has another form.
     """
     lines = text.splitlines()
     if "== UTILIZATION:" not in lines:
@@ -107,15 +108,15 @@ def utilization(text: str) -> dict[str, Any]:
 
 
 def loops(bundles: str) -> int:
-    """Loops of a schedule; one is that over the grid, and the bodies of others are in the count of bundles once."""
+    """Number of loops in a schedule. One is the loop over the grid; bodies of other loops are counted once in the bundles."""
     return len(re.findall(r"^\s*0x[0-9a-f]+\s+LB\b", bundles, re.MULTILINE))
 
 
 def schedules(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Name of each operation that has a schedule in the folder → `utilization` and loops.
+    """Name of each operation with a schedule in the folder → `utilization` and loops.
 
     Raises:
-      ValueError: two operations of one name.
+      ValueError: two operations have the same name.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in folder.glob("*final_hlo-static-per-bundle-utilization.txt"):
@@ -140,7 +141,7 @@ _OPERATION = re.compile(r"(?<![\w.%-])([a-z][a-z0-9-]*)\(")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a compiled program: name, type of the result (with layout), operation, everything after its parenthesis."""
+    """One line of a compiled program: name, result type (with layout), operation, and everything after its parenthesis."""
 
     name: str
     type: str
@@ -149,7 +150,7 @@ class Instruction:
 
 
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """Name → instructions of each computation of a compiled program (HLO text), and the name of the entry."""
+    """Name → instructions of each computation in a compiled program (HLO text), and the name of the entry computation."""
     found: dict[str, list[Instruction]] = {}
     entry, current = "", ""
     for line in text.splitlines():
@@ -159,7 +160,7 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
             entry = current if head[1] else entry
             found[current] = []
         elif current and (match := _INSTRUCTION.match(line)):
-            # Types hold tiles such as T(8,128): the operation is the first lower-case word before a parenthesis.
+            # Types contain tiles such as T(8,128), so the operation is the first lower-case word before a parenthesis.
             operation = _OPERATION.search(match[2])
             if operation:
                 kind, rest = match[2][: operation.start()].strip(), match[2][operation.end() :]
@@ -168,10 +169,10 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def trip_count(condition: list[Instruction]) -> int:
-    """Turns of a loop `i < n` that begins at 0, as `lax.scan` has them.
+    """Iterations of a loop `i < n` that begins at 0, as in `lax.scan`.
 
     Raises:
-      ValueError: another condition.
+      ValueError: the condition has another form.
     """
     constants = {x.name: int(x.rest.split(")")[0]) for x in condition if x.operation == "constant"}
     compares = [x for x in condition if x.operation == "compare"]
@@ -183,10 +184,10 @@ def trip_count(condition: list[Instruction]) -> int:
 
 
 def estimated_cycles(text: str) -> float:
-    """XLA's estimate for a compiled program: `estimated_cycles` of its operations, those of a loop's body times its turns.
+    """XLA's estimate for a compiled program: `estimated_cycles` of its operations, with loop bodies multiplied by their iterations.
 
-    Of branches the most expensive counts. Operations without an estimate (parameters, tuples, asynchronous copies, kernels) count
-    nothing: kernels have a schedule of their own, and copies between memories are taken to be hidden behind other work.
+    Only the most expensive branch counts. Operations without an estimate (parameters, tuples, asynchronous copies, kernels) count
+    as zero: kernels have their own schedule, and copies between memories are assumed to overlap with other work.
     """
     found, entry = computations(text)
 
@@ -211,7 +212,7 @@ def estimated_cycles(text: str) -> float:
 
 
 def kernel_arrays(text: str) -> dict[str, list[str]]:
-    """Name of each kernel of a compiled program → types of its operands and results."""
+    """Name of each kernel in a compiled program → types of its operands and results."""
     found, _ = computations(text)
     arrays: dict[str, list[str]] = {}
     for instructions in found.values():
@@ -225,7 +226,7 @@ def kernel_arrays(text: str) -> dict[str, list[str]]:
 
 
 def type_bytes(text: str) -> int:
-    """Bytes of the arrays of a type such as `(f32[4,8,1,64]{3,2,1,0:T(1,128)}, …)`, whole tiles each."""
+    """Bytes of the arrays of a type such as `(f32[4,8,1,64]{3,2,1,0:T(1,128)}, …)`, in whole tiles."""
     widths = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1}
     total = 0
     for kind, dims, layout in re.findall(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?", text):
@@ -248,11 +249,12 @@ def type_bytes(text: str) -> int:
 
 
 def measure(case: Any, chip: Chip, folder: pathlib.Path) -> dict[str, Any]:
-    """Compiles a case for a chip; the compiler must write to the folder (see `environment`).
+    """Compiles a case for a chip. The compiler must be set to write to the folder (see `environment`).
 
     Returns:
-      outside: XLA's estimate of cycles of all but the kernels; kernels: a list; for a program with kernels ideal_bytes and
-      program_bytes, what XLA counts as accessed by all its operations (None where it has loops or XLA does not say).
+      outside: XLA's estimate of the cycles of everything except kernels; kernels: a list; and for a program with kernels
+        ideal_bytes
+      and program_bytes, the bytes that XLA counts as accessed by all operations (None with loops, or if XLA does not report it).
     """
     import jax
     from jax.experimental import topologies
@@ -271,7 +273,7 @@ def measure(case: Any, chip: Chip, folder: pathlib.Path) -> dict[str, Any]:
     scheduled, arrays = schedules(folder), kernel_arrays(text)
     kernels = []
     for kernel in kernel_cases.kernels_of(function, shapes):
-        # XLA numbers kernels of one name in an order of its own.
+        # XLA numbers kernels of the same name in its own order.
         alike = [x for x in arrays if re.fullmatch(rf"{re.escape(kernel.name)}(\.\d+)?", x)]
         (name,) = [x for x in alike if len(arrays[x]) == kernel.arrays]
         counts = {
@@ -298,6 +300,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # As a script, Python looks beside this file only.
+    # When run as a script, Python searches only the folder of this file.
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
     main()

@@ -1,10 +1,10 @@
 """Time, memory and accuracy of building banks.
 
     python -m experiments.elastic.build                               # N = 540, blocks of 1,024 tokens: seconds
-    python -m experiments.elastic.build --order 8640 --blocks 2       # half a minute a block, 2.0 GB
+    python -m experiments.elastic.build --order 8640 --blocks 2       # half a minute per block, 2.0 GB
 
-Builds into an empty folder that is deleted afterwards, or into --cache-dir. The check: the first column of P_m = r^A is
-r ∫_0^1 g_n(ru) du, which has a closed form; and a constant signal must stay a constant, c = (1, 0, 0, …).
+Builds into a temporary folder, or into --cache-dir. Two checks: the first column of P_m = r^A is r ∫_0^1 g_n(ru) du, which has a
+closed form, and a constant signal must stay constant, c = (1, 0, 0, …).
 """
 
 import argparse
@@ -18,7 +18,7 @@ from atlasjax.elastic import banks, hippo
 
 
 def check(bank: banks.Bank, block: int) -> tuple[float, float]:
-    """Largest errors of block's first column, and of the coefficients of a constant signal after the block."""
+    """Largest errors of the first column of the block's P, and of the coefficients of a constant signal after the block."""
     order = bank.transitions.shape[1]
     antiderivatives = hippo._antiderivatives(order, np.array([0.0, block / (block + 1)]))
     column = float(np.abs(bank.transitions[block][:, 0] - np.diff(antiderivatives)[:, 0]).max())

@@ -1,12 +1,13 @@
-"""What a memory layer costs: its state (E Table 1), and training throughput against Transformer++ (E Table 8).
+"""Costs of a memory layer: its state (E Table 1), and training throughput relative to Transformer++ (E Table 8).
 
     python -m experiments.elastic.cost sizes
-    python -m experiments.elastic.cost throughput                                     # E's 12 layers of 720: minutes a model
+    python -m experiments.elastic.cost throughput                                     # 12 layers of width 720: minutes per model
     python -m experiments.elastic.cost throughput --layers 3 --length 2048 --block-size 512
 
-Models are E's: attention within blocks in all layers, but for another mixer in the 9th of 12; Transformer++ has the same blocks.
-Throughput is forward and backward of the loss, batch 1; models are timed in turn and the best of --repeats counts. It is reported
-as a fraction of Transformer++'s in the same run: the number to compare. Rows are appended to --out.
+The models follow E: attention within blocks in all layers except the 9th of 12, which has the memory (E §3.1). Transformer++ has
+the same blocks. E uses blocks of 2,048 and sequences of 32,768 tokens; the defaults here are 1,024 and 4,096. Throughput is
+forward and backward of the loss at batch 1. Models are timed in turn, the best of --repeats counts, and the result is relative to
+Transformer++ in the same run. Rows are appended to --out.
 """
 
 import argparse
@@ -22,7 +23,7 @@ ORDER = 540
 
 
 def model(memory: str | None, heads: int, dim: int, layers: int, block_size: int, order: int, vocabulary: int) -> Any:
-    """E's architecture around one memory layer; None: Transformer++ with the same blocks."""
+    """E's architecture around one memory layer. None gives Transformer++ with the same blocks."""
     from atlasjax.nn import AttentionConfig, ElasticConfig, ModelConfig
 
     pattern = ["block_attention"] * layers
@@ -36,7 +37,7 @@ def model(memory: str | None, heads: int, dim: int, layers: int, block_size: int
 
 
 def available(names: list[str]) -> list[str]:
-    """Those that this version of the library has."""
+    """The names that this version of the library has."""
     from atlasjax.nn import MIXERS
 
     missing = [name for name in names if name not in MIXERS]
@@ -46,7 +47,7 @@ def available(names: list[str]) -> list[str]:
 
 
 def sizes(options: argparse.Namespace) -> None:
-    """Numbers that a layer keeps for one sequence, by what they are, at E's widths and N = 540."""
+    """Numbers that a layer keeps for one sequence, by kind, at the widths that follow from E Table 4 and N = 540."""
     import jax
 
     from atlasjax.nn.elastic import ElasticMixer
@@ -71,7 +72,7 @@ def sizes(options: argparse.Namespace) -> None:
 
 
 def throughput(options: argparse.Namespace) -> None:
-    """Tokens a second of forward and backward, as fractions of Transformer++'s."""
+    """Tokens per second of forward and backward, relative to Transformer++."""
     import jax
     import numpy as np
     import optax
@@ -100,7 +101,7 @@ def throughput(options: argparse.Namespace) -> None:
         for name, (compiled, params, _) in steps.items():
             start = time.perf_counter()
             jax.block_until_ready(compiled(params, tokens))
-            if turn:  # the first warms up
+            if turn:  # the first turn is a warm-up
                 times[name].append(time.perf_counter() - start)
     rows = []
     best = {name: min(seconds) for name, seconds in times.items()}

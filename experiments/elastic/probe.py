@@ -1,14 +1,15 @@
-"""A trained model with an elastic memory, read otherwise than in training: E Table 5 and E Table 7 on any run.
+"""Changes the read of a trained model with an elastic memory: E Table 5 and E Table 7 on any run.
 
-    python -m experiments.elastic.probe train runs/elastic-small                 # a small one to try it on, minutes on a CPU
+    python -m experiments.elastic.probe train runs/elastic-small                 # a small run to try it on, minutes on a CPU
     python -m experiments.elastic.probe sampling runs/elastic-small              # another sampling at test time
     python -m experiments.elastic.probe corrupt runs/elastic-small               # random tokens in the local context
 
-`sampling` evaluates the run's held-out text with every sampling and several numbers of samples; nothing is trained again.
-`corrupt` replaces inputs of the last block of each held-out sequence by random tokens, each with probability p, and takes the loss
-of the last block over the tokens that were kept (targets are never replaced): once with the past, and once with a document
-boundary before the block, which takes memory (and the windows of other layers) away. What the past is worth then grows with p.
-A run has the folder that `atlasjax train` writes. Rows go to <run>/probe_<command>.jsonl too.
+`sampling` evaluates the run's held-out text with every sampling and several numbers of samples, without any training. `corrupt`
+replaces inputs of the last block of each held-out sequence by random tokens, each with probability p, and computes the loss of
+the last block over the tokens that were kept (targets are never replaced): once with the past, and once with a document boundary
+before the block, which removes the memory (and the windows of other layers). If the memory compensates for the local context, the
+gain from the past grows with p. E §3.6 instead replaces keys and values of the block by noise. A run is a folder written by
+`atlasjax train`. Rows are also written to <run>/probe_<command>.jsonl.
 """
 
 import argparse
@@ -65,7 +66,7 @@ class Run:
         self.params = state_lib.pure(nnx.split(loaded.model, nnx.Param)[1])
 
     def graphdef(self, **changes: Any) -> Any:
-        """The model with another `ElasticConfig`, for the same parameters."""
+        """The model with a different `ElasticConfig` for the same parameters."""
         from atlasjax.train import state as state_lib
 
         elastic = dataclasses.replace(self.config.model.elastic, **changes)
@@ -78,7 +79,7 @@ class Run:
         yield from itertools.islice(make_pipeline(self.config.data, self.tokenizer, "validation"), count)
 
     def bits_per_byte(self, batches: int, **changes: Any) -> float:
-        """Over held-out text."""
+        """Bits per byte on held-out text."""
         import jax
 
         from atlasjax.data.pipeline import make_pipeline
@@ -108,7 +109,7 @@ def swap_sampling(run: Run, batches: int) -> Iterator[dict[str, Any]]:
 
 
 def corrupt_local_context(run: Run, batches: int, rates: tuple[float, ...]) -> Iterator[dict[str, Any]]:
-    """Loss of the last block, in nats per kept token, with and without the past, by rate of corruption."""
+    """Loss of the last block in nats per kept token, with and without the past, by corruption rate."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -141,7 +142,7 @@ def corrupt_local_context(run: Run, batches: int, rates: tuple[float, ...]) -> I
                 sums[name] += float(loss(run.params, inputs, row["targets"], kept, ids.astype(np.int32)))
         means = {name: round(total / count, 4) for name, total in sums.items()}
         gain = round(means["without"] - means["with the past"], 4)
-        yield {"corrupted": rate, "tokens": count, **means, "what the past is worth": gain}
+        yield {"corrupted": rate, "tokens": count, **means, "gain from the past": gain}
 
 
 def main() -> None:

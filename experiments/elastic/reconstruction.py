@@ -2,8 +2,8 @@
 
     python -m experiments.elastic.reconstruction            # seconds; prints the table and writes it to reconstruction.md
 
-The signal Σ_{ω ≤ n} sin(2πωx) at x = 0, 1/1024, …, 1023/1024 is compressed to N = 32 coefficients, read back at 1,024 points evenly
-spread over [0, 1], both ends included, and compared token by token: mean squared error. float64, no randomness.
+The signal Σ_{ω ≤ n} sin(2πωx) at x = 0, 1/1024, …, 1023/1024 is compressed to N = 32 coefficients, reconstructed at 1,024 points
+evenly spaced over [0, 1], both ends included, and compared token by token (mean squared error). float64, no randomness.
 """
 
 import argparse
@@ -21,13 +21,13 @@ PUBLISHED = {
 
 
 def signal(sines: int) -> np.ndarray:
-    """[TOKENS]."""
+    """The sum of sine waves, [TOKENS]."""
     x = np.arange(TOKENS) / TOKENS
     return np.sum([np.sin(2 * np.pi * omega * x) for omega in range(1, sines + 1)], axis=0)
 
 
 def error(sines: int, discretization: str, *, legacy_hippo: bool) -> float:
-    """Mean squared error of the table's reading; without `legacy_hippo` token k fills [k, k+1) and is read at its middle."""
+    """Mean squared error as in the table. Without `legacy_hippo`, token k occupies [k, k+1) and is read at its middle."""
     f = signal(sines)
     coefficients = hippo.kernel(ORDER, 0, TOKENS, discretization=discretization, legacy_hippo=legacy_hippo) @ f
     points = np.linspace(0, 1, TOKENS) if legacy_hippo else (np.arange(TOKENS) + 0.5) / TOKENS

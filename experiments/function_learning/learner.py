@@ -1,4 +1,4 @@
-"""A memory M that takes one gradient step per token on ‖M(i_j) − o_j‖² / ‖o_j‖² (ATLAS section 6.4)."""
+"""A memory M that takes one gradient step per token on ‖M(i_j) − o_j‖² / ‖o_j‖² (ATLAS §6.4)."""
 
 from collections.abc import Callable, Iterator
 
@@ -18,7 +18,7 @@ MOMENTUM = 0.95
 def muon(learning_rate: float | jax.Array, momentum: float = MOMENTUM, steps: int = 5) -> optax.GradientTransformation:
     """Muon on a pytree of matrices [out, in]: S ← θ S + ∇, W ← W − η √max(1, out/in) NewtonSchulz(S).
 
-    S is ATLAS Eq. 57's momentum; the factor, as in Muon's own code, gives updates of wide and narrow layers one size.
+    S is the momentum of ATLAS Eq. 33. The factor, as in Muon's own code, gives wide and narrow layers updates of the same size.
     """
 
     def init(weights):
@@ -47,13 +47,13 @@ def memory(hidden_layers: int, expansion: int) -> MLP:
 
 
 def relative_error(structure: MLP, weights: Weights, i: jax.Array, o: jax.Array) -> jax.Array:
-    """‖M(i) − o‖² / ‖o‖² for one pair of vectors [d]. No residual: what is asked of M is not close to the identity."""
+    """‖M(i) − o‖² / ‖o‖² for one pair of vectors [d]. No residual, because the mapping is not close to the identity."""
     out = structure.apply(lambda name, h: weights[name] @ h, i, jnp.zeros_like(o), None)
     return jnp.sum((out - o) ** 2) / jnp.sum(o * o)
 
 
 def inner_step(structure: MLP, optimizer: optax.GradientTransformation, carry, pair):
-    """One token: the loss of the weights that have not seen it, then one step of the optimizer on that loss."""
+    """One token: the loss of the weights before the token, then one optimizer step on that loss."""
     weights, state = carry
     loss, gradients = jax.value_and_grad(lambda w: relative_error(structure, w, *pair))(weights)
     updates, state = optimizer.update(gradients, state, weights)
@@ -69,13 +69,13 @@ def learn(
     outputs: jax.Array,
     piece: int = 256,
 ) -> Iterator[jax.Array]:
-    """Runs n memories side by side, token by token.
+    """Runs n memories in parallel, token by token.
 
     Args:
       structure: the memory.
-      optimizer: a name of `OPTIMIZERS`.
+      optimizer: a name in `OPTIMIZERS`.
       learning_rates: [n], one per memory.
-      seeds: [n] integers, of the memories' initial weights.
+      seeds: [n] integers, seeds of the memories' initial weights.
       inputs, outputs: [n, t, d].
       piece: tokens between two yields.
 
@@ -86,7 +86,7 @@ def learn(
     dim = inputs.shape[-1]
 
     def start(seed, rate):
-        # Not the key of the mapping: `sample` splits the seed's own key.
+        # Must differ from the mapping's key, which `sample` splits from the seed's own key.
         weights = structure.init(jax.random.fold_in(jax.random.key(seed), 1), dim, dim)
         return weights, make(rate).init(weights)
 

@@ -1,7 +1,7 @@
-"""The five sequence mappings of ATLAS section 6.4: pairs (i_j, o_j) that a memory is to learn while it reads them.
+"""The five sequence mappings of ATLAS §6.4: pairs (i_j, o_j) that a memory learns while it reads them.
 
-Scales, rank and the width of the random MLP are not stated in the paper. Here inputs are standard normal and every weight is
-normal with variance 1/fan-in, so that each layer's output is of unit size; see README.md.
+The paper does not state the scales or the rank. Here inputs are standard normal and every weight is normal with variance
+1/fan-in, so that each layer's output has unit size; see README.md.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Sizes:
       dim: width d of inputs and outputs.
       length: number of tokens t.
       rank: rank of the low-rank map (setting 1).
-      window: tokens a query of the sliding-window attention sees, itself included (setting 5).
+      window: number of tokens that a query of the sliding-window attention sees, itself included (setting 5).
     """
 
     dim: int = 256
@@ -56,9 +56,9 @@ def random_mlp(key: jax.Array, dim: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def causal_attention(key: jax.Array, x: jax.Array, window: int | None = None) -> jax.Array:
-    """One head of softmax attention with random projections: [t, d] to [t, d]; scores are divided by √d.
+    """One head of softmax attention with random projections, [t, d] to [t, d]. Scores are divided by √d.
 
-    `window`: each token sees the last `window` tokens, itself included; None: all tokens up to itself.
+    `window`: each token sees the last `window` tokens, itself included. None means all tokens up to itself.
     """
     projections = (_normal(k, x.shape[-1], x.shape[-1]) for k in jax.random.split(key, 3))
     q, k, v = ((x @ w.T)[:, None, :] for w in projections)
@@ -117,5 +117,5 @@ MAPPINGS: dict[str, Callable[[jax.Array, Sizes], Pairs]] = {
 
 
 def sample(setting: str, seed: int, sizes: Sizes) -> Pairs:
-    """Inputs and outputs, both [t, d] float32, of a named setting. The same seed gives the same pairs to every learner."""
+    """Inputs and outputs of a named setting, both float32 [t, d]. The same seed gives every learner the same pairs."""
     return lookup("setting", setting, MAPPINGS)(jax.random.key(seed), sizes)

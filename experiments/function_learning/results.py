@@ -1,4 +1,4 @@
-"""Rows of the experiment: what one is called, and a JSONL file of them that an interrupted run can go on with."""
+"""Rows of the experiment: their identity, and a JSONL file from which an interrupted run can resume."""
 
 import dataclasses
 import json
@@ -7,29 +7,29 @@ from typing import Any
 
 Row = dict[str, Any]
 
-BLOCK = 64  # tokens of one point of a curve, and of the mean that is the reference
+BLOCK = 64  # tokens per point of a curve, and in the reference mean
 LAST = 256  # tokens whose mean loss is the result
 
-# What a row is about; the rest of it is what was measured.
+# Fields that identify a row; its other fields are measurements.
 IDENTITY = ("kind", "dim", "length", "rank", "window", "setting", "hidden_layers", "expansion", "optimizer", "seed")
 
 
 def identity(row: Row) -> tuple:
-    """Equal for two rows that measured the same thing. A sweep's rows differ by their rate; a run has one, from the sweep."""
+    """Equal for two rows that measure the same thing. Rows of a sweep differ in their rate; a run uses the rate from the sweep."""
     rate = row["learning_rate"] if row["kind"] == "sweep" else None
     return (*(row.get(name) for name in IDENTITY), rate)
 
 
 @dataclasses.dataclass
 class Store:
-    """A JSONL file, one row a line. `rows` holds what is in it."""
+    """A JSONL file with one row per line. `rows` holds its content."""
 
     path: pathlib.Path
     rows: list[Row] = dataclasses.field(default_factory=list)
 
     @classmethod
     def open(cls, path: pathlib.Path) -> "Store":
-        """Reads the file if there is one. A last line without its end, which a killed run leaves behind, is cut off and said.
+        """Reads the file if it exists. A last line without its end, left by a killed run, is removed with a message.
 
         Raises:
           ValueError: another line is not a JSON object.

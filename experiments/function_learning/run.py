@@ -1,12 +1,12 @@
-"""ATLAS section 6.4, Figure 6: which sequence mappings an MLP memory learns while it reads, with which inner optimizer.
+"""ATLAS §6.4, Figure 6: which sequence mappings an MLP memory learns while it reads, and with which inner optimizer.
 
     python experiments/function_learning/run.py quick       # about a minute: is everything in place?
     python experiments/function_learning/run.py             # the run of README.md
     python experiments/function_learning/run.py wide        # more at d = 256: expansion 4, and Muon; an hour or two
     python experiments/function_learning/run.py full        # every shape and optimizer at d = 256; an accelerator's work
 
-Each writes `results.jsonl`, `table.md` and `loss.png` to `--out`. Rows that stand in `results.jsonl` are not measured again,
-so a run that was stopped (Ctrl-C) is resumed by the same command, and more seeds are added to it by a larger `--seeds`.
+Each writes `results.jsonl`, `table.md` and one figure per width to `--out`. Rows in `results.jsonl` are not measured again, so the
+same command resumes a stopped run (Ctrl-C), and a larger `--seeds` adds seeds.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import pathlib
 import sys
 import time
 
-# As a script, Python looks beside this file only.
+# When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from experiments.function_learning.results import BLOCK, LAST, Row, Store
@@ -40,7 +40,7 @@ class Grid:
       dim, length, rank, window: sizes of the mappings.
       shapes: (hidden layers, expansion) of the memories.
       optimizers: names of `RATES`.
-      sweep_dim: width at which learning rates are chosen; None: `dim`.
+      sweep_dim: width at which learning rates are chosen. None means `dim`.
     """
 
     dim: int
@@ -63,7 +63,7 @@ PLANS = {
     ),
     "wide": (
         Grid(256, 4096, 32, 512, ((2, 4),), _ELEMENTWISE),
-        # Newton–Schulz of 256 × 256 matrices at each token: its sweep would cost a CPU more than all the rest.
+        # With Newton–Schulz of 256 × 256 matrices at each token, its sweep would take a CPU longer than everything else.
         Grid(256, 4096, 32, 512, ((2, 1),), ("muon",), sweep_dim=64),
     ),
     "full": (Grid(256, 4096, 32, 512, _SHAPES, tuple(RATES)),),
@@ -73,12 +73,12 @@ PLANS = {
 def sizes(grid: Grid, dim: int):
     from experiments.function_learning.mappings import Sizes
 
-    # At another width the rank keeps its share of it.
+    # At another width the rank stays the same fraction of the width.
     return Sizes(dim, grid.length, max(1, grid.rank * dim // grid.dim), grid.window)
 
 
 def losses(cell: Row, rates: list[float], seeds: list[int], say) -> list:
-    """Losses, [tokens] each, of memories with these rates and seeds. `cell` names mapping, shape and optimizer."""
+    """Losses, [tokens] each, of memories with the given rates and seeds. `cell` gives mapping, shape and optimizer."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -97,7 +97,7 @@ def losses(cell: Row, rates: list[float], seeds: list[int], say) -> list:
 
 
 def recent_mean_losses(setting: str, seed: int, shape) -> "numpy.ndarray":
-    """Losses [t − BLOCK] of the mean of the last `BLOCK` outputs as prediction: what is had without looking at the input."""
+    """Losses [t − BLOCK] when the mean of the last `BLOCK` outputs is the prediction, a baseline that ignores the input."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -110,7 +110,7 @@ def recent_mean_losses(setting: str, seed: int, shape) -> "numpy.ndarray":
 
 
 def finite(x: float) -> float | None:
-    """JSON has no NaN; a diverged mean is null."""
+    """None for a diverged mean, because JSON has no NaN."""
     return float(f"{x:.5g}") if math.isfinite(x) else None
 
 
@@ -124,7 +124,7 @@ class Progress:
         self.start = time.perf_counter()
 
     def __call__(self, what: str, share: float | None = None) -> None:
-        """One line a cell; on a terminal it counts up in place."""
+        """Prints one line per cell; on a terminal it is updated in place."""
         text = f"[{time.perf_counter() - self.start:6.0f} s] {what}"
         if share is None:
             print(f"\r{text}" if sys.stdout.isatty() else text, flush=True)
@@ -133,7 +133,7 @@ class Progress:
 
 
 def choose_rate(store: Store, cell: Row, report: Progress) -> float:
-    """The rate with the lowest mean loss over the last tokens, at two hidden layers and a seed that is not reported.
+    """The rate with the lowest mean loss over the last tokens, with two hidden layers and a seed that is not reported.
 
     Raises:
       RuntimeError: every rate diverged.
@@ -157,7 +157,7 @@ def choose_rate(store: Store, cell: Row, report: Progress) -> float:
 
 
 def run_cell(store: Store, grid: Grid, setting: str, shape: tuple[int, int], optimizer: str, seeds, report) -> None:
-    """Measures what is missing of one setting, shape and optimizer."""
+    """Measures the missing rows of one setting, shape and optimizer."""
     mapping = dataclasses.asdict(sizes(grid, grid.dim))
     hidden_layers, expansion = shape
     memory = {"hidden_layers": hidden_layers, "expansion": expansion, "optimizer": optimizer}
@@ -190,7 +190,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, counted from 0 (default: 3)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/function_learning"))
     parser.add_argument(
-        "--report", action="store_true", help="only write table.md and loss.png from the rows there are"
+        "--report", action="store_true", help="only write table.md and the figures from the existing rows"
     )
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.seeds <= SWEEP_SEED:
@@ -213,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
                         run_cell(store, grid, setting, shape, optimizer, seeds, report)
     except KeyboardInterrupt:
         stopped = True
-        print("\nstopped; the same command goes on from here.")
+        print("\nstopped; the same command resumes from here.")
     from experiments.function_learning.report import write
 
     for path in write(store.rows, arguments.out):

@@ -1,4 +1,4 @@
-"""The models of G §4: GAM, its ablations (G Table 4), and the paper's Transformer and Mamba, all with the same frame."""
+"""The models of G §4.2: GAM, its ablations (G §5.4, Table 3), and the paper's Transformer and Mamba, all in the same frame."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ MODELS: dict[str, ModelConfig] = {
     }.items()
 }
 
-# The counts that the paper gives or that follow from it, with a vocabulary of 10,000.
+# Parameter counts with a vocabulary of 10,000. They round to those in G Tables 1 and 3.
 PARAMETERS = {
     "gam": 22_599_680,
     "gam-sum": 19_447_808,

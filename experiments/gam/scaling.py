@@ -1,21 +1,21 @@
-"""G Table 2: time and bytes of one block, forward and backward, from 256 to 8,192 tokens: GAM beside attention.
+"""G Table 2: time and bytes of one block, forward and backward, from 256 to 8,192 tokens, for GAM and attention.
 
     python -m experiments.gam.scaling                                 # 256 … 8,192 tokens, batch 1, float32
-    python -m experiments.gam.scaling --bytes-only                    # compile only: the bytes are exact on a busy machine too
+    python -m experiments.gam.scaling --bytes-only                    # compile only; bytes are exact on a busy machine as well
     python -m experiments.gam.scaling --batch-size 16 --dtype bfloat16    # the paper's batch, for a GPU or TPU
-    python -m experiments.gam.scaling --report                        # only make table and plot of what is there
+    python -m experiments.gam.scaling --report                        # only write the table and plot of existing rows
 
-Blocks of the paper's size (width 512, 8 heads, 512 slots, GELU of 2,048; LayerNorms and residuals included), without dropout; the
-gradient of a weighted sum of the outputs by all parameters and the input.
+Blocks have the paper's size (width 512, 8 heads, 512 slots, GELU of 2,048, with LayerNorms and residuals), without dropout. The
+gradient is that of a weighted sum of the outputs with respect to all parameters and the input.
 
 - `gam`: the block of G §3.
-- `attention`: the same block with softmax attention as this library has it, in blocks of 256 queries, recomputed in the
-  backward pass: its bytes grow with the length, its time with the square of it.
-- `attention-whole`: the paper's baseline, which keeps all time × time weights of all heads.
+- `attention`: the same block with this library's softmax attention, in blocks of 256 queries that are recomputed in the backward
+  pass. Its bytes grow linearly with the length and its time quadratically.
+- `attention-whole`: the paper's baseline, which stores the time × time weights of all heads.
 
-Bytes are the compiler's own count (`memory_analysis`), which needs no run: temporary memory and what goes in and comes out
-(parameters, input, gradients), which together are the paper's "peak memory". Times are the least of `--repeats` rounds, in each of
-which every block runs once in turn. A block of more than `--most-bytes` is compiled and not run. Every length is a line of
+Bytes are the compiler's count (`memory_analysis`), which needs no run: temporary memory plus inputs and outputs (parameters,
+input, gradients). Together they correspond to the paper's peak memory. Times are the minimum over `--repeats` rounds, in each of
+which every block runs once in turn. A block of more than `--most-bytes` is compiled but not run. Every length is a line of
 `<out>/scaling-<device>.jsonl` (`bytes-…` with `--bytes-only`), and a finished one is skipped.
 """
 
@@ -35,12 +35,12 @@ BLOCKS = ("gam", "attention", "attention-whole")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What all rows of a table have in common.
+    """Settings shared by all rows of a table.
 
     Attributes:
-      batch_size: sequences.
+      batch_size: number of sequences.
       dim: width of the block.
-      dtype: of activations and matmul inputs.
+      dtype: dtype of activations and matmul inputs.
       bytes_only: whether times are left out.
     """
 
@@ -51,7 +51,7 @@ class Settings:
 
 
 def block_config(name: str, settings: Settings) -> Any:
-    """The block of that name as the layer of a model."""
+    """The named block as the layer of a model."""
     from experiments.gam.models import MODELS
 
     model = MODELS["gam" if name == "gam" else "transformer"]
@@ -59,7 +59,7 @@ def block_config(name: str, settings: Settings) -> Any:
 
 
 def compiled(name: str, length: int, settings: Settings) -> tuple[Any, tuple[Any, ...]]:
-    """(the compiled gradient of a block, shapes of its arguments: parameters, input, weights)."""
+    """(compiled gradient of a block, shapes of its arguments: parameters, input, weights)."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -165,7 +165,7 @@ def table(rows: list[dict[str, Any]], settings: Settings, command: str, device: 
 
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
-    """Time, where it was measured, and bytes against length, both axes logarithmic."""
+    """Plots time, if measured, and bytes against length on logarithmic axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -173,7 +173,7 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
     if all(block["seconds"] is None for row in rows for block in row["blocks"].values()):
         panels = panels[1:]
     figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
-    FigureCanvasAgg(figure)  # draws to a file, whatever display there is
+    FigureCanvasAgg(figure)  # draws to a file, independent of any display
     for axes, (quantity, unit, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for name, color in zip(BLOCKS, ("tab:blue", "tab:orange", "tab:red"), strict=True):
             points = [(row["length"], row["blocks"][name][quantity]) for row in rows]
@@ -201,9 +201,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=Settings.dtype)
     parser.add_argument("--bytes-only", action="store_true", help="compile, run nothing")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--most-bytes", type=float, default=7e9, help="memory up to which a block is run")
+    parser.add_argument("--most-bytes", type=float, default=7e9, help="largest memory of a block that is run")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
-    parser.add_argument("--report", action="store_true", help="measure nothing, only make table and plot")
+    parser.add_argument("--report", action="store_true", help="measure nothing, only write table and plot")
     options = parser.parse_args()
     import jax
 

@@ -1,15 +1,15 @@
-"""GAM's training recipe (G §4): GAM, its ablations, and the paper's Transformer and Mamba on one text, each trained the same way.
+"""GAM's training recipe (G §4): GAM, its ablations, and the paper's Transformer and Mamba, trained in the same way on one text.
 
     python -m experiments.gam.train                                           # small models, the embedded text
     python -m experiments.gam.train --text input.txt                          # a text of your own
     python -m experiments.gam.train --size paper --models gam transformer mamba --text train.txt --validation-text valid.txt
-    python -m experiments.gam.train --report                                  # only draw table and plot of what is there
+    python -m experiments.gam.train --report                                  # only write the table and plot of existing rows
 
-A byte-level BPE of 10,000 tokens trained on the training text; sequences of 256 tokens; AdamW with a peak of 3e-4, 100 steps of
-warm-up, cosine to zero, β = (0.9, 0.95), decay 0.1, gradients clipped at norm 1; dropout 0.1; 5 epochs.
+A byte-level BPE of 10,000 tokens trained on the training text, sequences of 256 tokens, AdamW with a peak of 3e-4, 100 steps of
+warm-up, cosine decay to zero, β = (0.9, 0.95), decay 0.1, gradients clipped at norm 1, dropout 0.1, 5 epochs (G §4.1–4.3).
 
-A run lives in `<runs>/<text>-<size>/<model>` and goes on from its last checkpoint; a finished one is a line of
-`<out>/<text>-<size>.jsonl` and is skipped. From them table and plot are made anew each time.
+A run is stored in `<runs>/<text>-<size>/<model>` and resumes from its last checkpoint. A finished one is a line of
+`<out>/<text>-<size>.jsonl` and is skipped. Table and plot are rewritten from these lines each time.
 """
 
 import argparse
@@ -28,16 +28,16 @@ VOCABULARY, SEQUENCE_LENGTH = 10_000, 256
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What all models of a table have in common.
+    """Settings shared by all models of a table.
 
     Attributes:
-      size: "paper": width 512, 6 layers; "small": width 128, 4 layers.
-      text: a file of text; None: the embedded text.
-      validation_text: its held-out text; None: a part of `text`.
+      size: "paper" is width 512 with 6 layers, "small" width 128 with 4 layers.
+      text: a text file. None means the embedded text.
+      validation_text: the held-out text. None means a part of `text`.
       epochs: passes over the training text.
-      steps: optimizer steps instead of epochs.
+      steps: number of optimizer steps, instead of epochs.
       batch_size: sequences of 256 tokens per step.
-      seed: of parameters, dropout and the order of the data.
+      seed: seed of parameters, dropout and data order.
     """
 
     size: str = "small"
@@ -50,15 +50,15 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """Of the files that hold the results."""
+        """Name of the result files."""
         return f"{'embedded' if self.text is None else pathlib.Path(self.text).stem}-{self.size}"
 
 
 def train_config(model: str, recipe: Recipe, runs: pathlib.Path) -> Any:
-    """The run of one model as `atlasjax train` would have it; trains the tokenizer of the text the first time.
+    """The run of one model as in `atlasjax train`. Trains the tokenizer of the text the first time.
 
     Raises:
-      ValueError: a text of fewer tokens than one batch.
+      ValueError: the text has fewer tokens than one batch.
     """
     from atlasjax.data import DataConfig, load_documents, load_tokenizer, make_tokenizer
     from atlasjax.data.windows import token_stream
@@ -81,7 +81,7 @@ def train_config(model: str, recipe: Recipe, runs: pathlib.Path) -> Any:
         make_tokenizer(data).save(shared)
     tokenizer = load_tokenizer(shared)
     run_dir = runs / recipe.name / model
-    tokenizer.save(run_dir / "tokenizer")  # a run uses the tokenizer of its folder: trained once for all models
+    tokenizer.save(run_dir / "tokenizer")  # a copy per run of the tokenizer trained once
     tokens = len(token_stream(load_documents(data, "train"), tokenizer, data.separator))
     epoch = (tokens - 1) // (SEQUENCE_LENGTH * recipe.batch_size)
     if not epoch:
@@ -107,7 +107,7 @@ def train_config(model: str, recipe: Recipe, runs: pathlib.Path) -> Any:
 
 
 def run_model(model: str, recipe: Recipe, runs: pathlib.Path) -> dict[str, Any]:
-    """Trains one model, or goes on with it; its row of the table."""
+    """Trains one model, or resumes its training, and returns its row of the table."""
     from atlasjax.nn import count_parameters
     from atlasjax.train import metrics, train
 
@@ -127,7 +127,7 @@ def run_model(model: str, recipe: Recipe, runs: pathlib.Path) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]], recipe: Recipe, command: str) -> str:
-    """The results as a page of Markdown, best first."""
+    """The results as a Markdown page, best first."""
     text = "the embedded text" if recipe.text is None else f"`{pathlib.Path(recipe.text).name}`"
     lines = [
         f"Generated by `{command}`: {text}, {rows[0]['steps']:,} steps of {recipe.batch_size} × {SEQUENCE_LENGTH} tokens, "
@@ -144,12 +144,12 @@ def table(rows: list[dict[str, Any]], recipe: Recipe, command: str) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
-    """Held-out bits per byte against training tokens, a line for each model."""
+    """Plots held-out bits per byte against training tokens, with one line per model."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)  # draws to a file, whatever display there is
+    FigureCanvasAgg(figure)  # draws to a file, independent of any display
     axes = figure.subplots()
     for row in rows:
         axes.plot(*zip(*row["curve"], strict=True), marker="o", markersize=4, label=row["model"])
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs/gam"))
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
-    parser.add_argument("--report", action="store_true", help="train nothing, only make table and plot")
+    parser.add_argument("--report", action="store_true", help="train nothing, only write table and plot")
     options = parser.parse_args()
     from atlasjax.train import RunError
 
@@ -190,7 +190,7 @@ def main() -> None:
         print(f"{model}: training in {options.runs / recipe.name / model}", flush=True)
         try:
             rows[model] = run_model(model, recipe, options.runs)
-        except (RunError, ValueError, FileNotFoundError) as error:  # their messages are for the user
+        except (RunError, ValueError, FileNotFoundError) as error:  # errors whose messages are meant for the user
             sys.exit(f"{model}: {error}")
         append_row(path, rows[model])
         print(json.dumps({**rows[model], "curve": None, "recipe": None}), flush=True)

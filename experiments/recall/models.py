@@ -1,4 +1,4 @@
-"""The models of the recall experiment: `MODELS` is the one table; a line there is a model everywhere."""
+"""The models of the recall experiment. Adding a line to `MODELS` adds a model everywhere."""
 
 import dataclasses
 from typing import Any
@@ -10,11 +10,11 @@ from atlasjax.nn.config import GAMConfig, MemoryConfig
 
 DIM = 64
 SEGMENT = 8  # tokens after which a memory is cached: four pairs
-CONVOLUTION = "gam"  # with fusion "local" it is a causal convolution of each channel, and nothing else
+CONVOLUTION = "gam"  # with fusion "local" it is just a causal depthwise convolution
 
 
 def _memory(rule: str, key_dim: int, aggregation: str | None = None) -> dict[str, Any]:
-    """One head whose keys have `key_dim` numbers and whose values have `DIM`, so a memory is a matrix of key_dim · DIM."""
+    """One head with keys of size `key_dim` and values of size `DIM`, so the memory is a matrix of key_dim · DIM numbers."""
     caching = None if aggregation is None else CachingConfig(aggregation, segment_size=SEGMENT)  # type: ignore[arg-type]
     return {
         "mixer": (CONVOLUTION, "memory"),
@@ -42,12 +42,12 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def model(name: str, vocab_size: int) -> ModelConfig:
-    """A model of `MODELS`: width 64, no feed-forward networks, twice (a convolution over 3 tokens, then the mixer), float32.
+    """A model in `MODELS`: width 64, float32, no feed-forward networks, and twice a convolution over 3 tokens and the mixer.
 
     The mixers have no convolution of their own. GAM has one in each of its four layers.
 
     Raises:
-      ValueError: no such model; the message suggests the nearest name.
+      ValueError: unknown model; the message suggests the nearest name.
     """
     base = ModelConfig(
         vocab_size=vocab_size, dim=DIM, num_layers=4, num_heads=1, ffn="none", conv_width=1,

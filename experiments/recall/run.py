@@ -2,10 +2,10 @@
 
     JAX_PLATFORMS=cpu python -m experiments.recall.run                        # all models, 3 rates × 3 seeds
     JAX_PLATFORMS=cpu python -m experiments.recall.run --models linear-4      # some of them
-    JAX_PLATFORMS=cpu python -m experiments.recall.run --report               # only table and plot of the rows there are
+    JAX_PLATFORMS=cpu python -m experiments.recall.run --report               # only the table and plot of existing rows
 
-Rows are lines of `<out>/recall.jsonl`, one for each model, seed and learning rate; finished ones are skipped, so a run that was
-stopped goes on with the same command, and more seeds or rates add rows.
+Rows are lines of `<out>/recall.jsonl`, one for each model, seed and learning rate. Finished rows are skipped, so the same command
+resumes a stopped run, and more seeds or rates add rows.
 """
 
 import argparse
@@ -29,16 +29,14 @@ def read_rows(path: pathlib.Path, recipe: Recipe) -> dict[Key, Row]:
     """Finished rows by (model, seed, learning rate).
 
     Raises:
-      ValueError: a row of another recipe, or a line that is not JSON.
+      ValueError: a row has another recipe, or a line is not JSON.
     """
     rows: dict[Key, Row] = {}
     for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number} is not JSON: {error}. Remove it, and it is measured again."
-            ) from None
+            raise ValueError(f"{path}, line {number} is not JSON: {error}. Remove it to measure it again.") from None
         if row["recipe"] != dataclasses.asdict(recipe):
             raise ValueError(f"{path} has rows of another recipe, {row['recipe']}. Give another --out.")
         rows[row["model"], row["seed"], row["learning_rate"]] = row
@@ -69,9 +67,9 @@ def measure(name: str, recipe: Recipe, runs: list[tuple[int, float]]) -> list[Ro
 
 
 def best(rows: dict[Key, Row]) -> dict[str, Row]:
-    """For each model the learning rate with the highest mean accuracy: {learning_rate, mean, lowest, highest, seeds, sizes}.
+    """For each model, the learning rate with the highest mean accuracy: {learning_rate, mean, lowest, highest, seeds, sizes}.
 
-    Rates are compared that have the most seeds.
+    Only the rates with the most seeds are compared.
     """
     chosen: dict[str, Row] = {}
     for name in MODELS:
@@ -95,7 +93,7 @@ def best(rows: dict[Key, Row]) -> dict[str, Row]:
 
 
 def table(rows: dict[Key, Row], recipe: Recipe) -> str:
-    """The results as a page of Markdown."""
+    """The results as a Markdown page."""
     chosen = best(rows)
     rates = sorted({rate for _, _, rate in rows})
     lines = [
@@ -117,7 +115,7 @@ def table(rows: dict[Key, Row], recipe: Recipe) -> str:
 
 
 def plot(rows: dict[Key, Row], recipe: Recipe, path: pathlib.Path) -> None:
-    """Accuracy against state floats: a point for each model, a bar from its lowest to its highest seed."""
+    """Plots accuracy against state floats: a point per model, with a bar from its lowest to its highest seed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -155,13 +153,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=Recipe.batch_size)
     parser.add_argument("--test-sequences", type=int, default=Recipe.test_sequences)
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
-    parser.add_argument("--report", action="store_true", help="train nothing, only make table and plot")
+    parser.add_argument("--report", action="store_true", help="train nothing, only write table and plot")
     options = parser.parse_args(argv)
     if options.seeds < 1:
         parser.error(f"--seeds must be at least 1, got {options.seeds}.")
     recipe = Recipe(steps=options.steps, batch_size=options.batch_size, test_sequences=options.test_sequences)
     for name in options.models:
-        model(name, recipe.vocab_size)  # a wrong name or config, before anything is trained
+        model(name, recipe.vocab_size)  # fail on a wrong name or configuration before training anything
     path = options.out / "recall.jsonl"
     rows = read_rows(path, recipe)
     for name in [] if options.report else options.models:

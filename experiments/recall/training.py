@@ -1,4 +1,4 @@
-"""Training of one model with several seeds and learning rates at once, in one compiled program."""
+"""Trains one model with several seeds and learning rates at once, in one compiled program."""
 
 import dataclasses
 import time
@@ -15,18 +15,18 @@ from atlasjax.nn import ModelConfig, logical_axes
 from atlasjax.train import state as state_lib
 from atlasjax.train.optimizer import decay_mask
 
-PIECE = 50  # steps of one call of the compiled program
+PIECE = 50  # steps per call of the compiled program
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What all models of a table have in common.
+    """Settings shared by all models of a table.
 
     Attributes:
-      vocab_size, length, num_pairs: the setting of MQAR (`RecallConfig`), filled with zeros.
-      steps: optimizer steps; no sequence is seen twice.
-      batch_size: sequences of a step.
-      test_sequences: sequences of the accuracy.
+      vocab_size, length, num_pairs: the setting of MQAR (`RecallConfig`), padded with zeros.
+      steps: number of optimizer steps. No sequence is seen twice.
+      batch_size: sequences per step.
+      test_sequences: number of sequences for the accuracy.
     """
 
     vocab_size: int = 256
@@ -49,21 +49,22 @@ class Recipe:
 def train(
     config: ModelConfig, recipe: Recipe, runs: Sequence[tuple[int, float]], say: Callable[[int, float], None]
 ) -> list[dict[str, Any]]:
-    """Trains `config` once for each of `runs`, all side by side, and measures each.
+    """Trains `config` once for each of `runs`, all in parallel, and measures each.
 
-    AdamW with weight decay 0.1 on matrices, the rate falling from its peak to zero as half a cosine, no warm-up, no clipping. The
-    loss is the cross entropy at the queries. A seed draws the initial parameters and the sequences; runs of one seed differ in the
-    rate alone.
+    AdamW with weight decay 0.1 on matrices, a learning rate that falls from its peak to zero as half a cosine, no warm-up and no
+    clipping. The loss is the cross entropy at the queries. A seed determines the initial parameters and the sequences, so runs of
+    the same seed differ only in the rate.
 
     Args:
       config: the model.
-      recipe: the rest.
+      recipe: all other settings.
       runs: (seed, learning rate) of each run.
-      say: called with the step and the lowest loss of the runs, once in `PIECE` steps.
+      say: called with the step and the lowest loss of the runs, every `PIECE` steps.
 
     Returns:
-      For each run {accuracy on test sequences of the seed's other stream; loss of its last steps in nats per query, None if it is
-      not finite; seconds_of_all, of all runs together}.
+      For each run: accuracy on test sequences from a separate stream of its seed; loss of its last steps in nats per query, None
+        if it
+      is not finite; seconds_of_all, the time of all runs together.
     """
     graphdef, _ = state_lib.model_shapes(config)
     mask = decay_mask(state_lib.pure(logical_axes(config)))
@@ -113,7 +114,7 @@ def train(
         say(min(begin + PIECE, recipe.steps), float(np.min(found.mean(1))))
     tests = [recall_sequences(recipe.task(), recipe.test_sequences, seed, split="test") for seed in seeds]
     test_tokens, test_labels = (np.stack(part) for part in zip(*tests, strict=True))
-    # One run after another: all logits at once are large.
+    # One run after another, because the logits of all runs at once are large.
     found = jax.jit(lambda *xs: jax.lax.map(lambda x: accuracy(*x), xs))(carry[0], test_tokens, test_labels)
     last = np.concatenate(losses, axis=1)[:, -PIECE:].mean(1)
     seconds = round(time.perf_counter() - started, 1)

@@ -1,19 +1,19 @@
-"""Ways to keep a memory from diverging, side by side: why the library bounds steps as it does.
+"""Compares ways to keep a memory from diverging, to show why the library bounds step sizes as it does.
 
-    python -m experiments.stability.candidates                  # every row that is not there yet
+    python -m experiments.stability.candidates                  # every missing row
     python -m experiments.stability.candidates --parts cost     # one part
     python -m experiments.stability.candidates --report         # only the table
 
     paper       no bound
-    left_over   the library's: a step is scaled by what is left of its token's error (`atlasjax.memory.bounds`)
-    triangular  η' = (I + diag(η) L)⁻¹ η with L_ti = 8 a_i (k_i·k_t)², a_i how often momentum adds a gradient by the chunk's end
+    left_over   the library's: a step is scaled by the remaining error of its token (`atlasjax.memory.bounds`)
+    triangular  η' = (I + diag(η) L)⁻¹ η with L_ti = 8 a_i (k_i·k_t)², where momentum adds gradient i a_i times by the chunk's end
     pivot       1/η'_t = 1/η_t + p_t, p_t the pivot of ρI − Σ η'_i ĝ_i ĝ_iᵀ at the chunk's tangent features ĝ: the sum stays below ρ
-    share       η'_t = min(η_t, (1 − θ_t) a_t / (b ‖g_t‖²)): the worst case, all tokens of a chunk alike, for each of them
-    norm        weights scaled back onto ‖W‖_F ≤ 8 √rows at the start of every chunk, and nothing else
+    share       η'_t = min(η_t, (1 − θ_t) a_t / (b ‖g_t‖²)): assumes the worst case, where all tokens of a chunk are alike
+    norm        weights scaled back to ‖W‖_F ≤ 8 √rows at the start of every chunk, and nothing else
 
-Each replaces `atlasjax.memory.steps.dual_steps`, so all else is the same. Parts: `train` (titans-tiny at its defaults, two texts,
-three seeds), `stream` (finite over 65,536 tokens, at kind and hostile keys), `cost` (time of forward and backward over that of the
-paper's), `capacity` (pairs recalled).
+Each replaces `atlasjax.memory.steps.dual_steps`, and everything else is the same. Parts: `train` (titans-tiny at its defaults, two
+texts, three seeds), `stream` (finite over 65,536 tokens, with random and adversarial keys), `cost` (time of forward and backward
+relative to the papers' recurrence), `capacity` (pairs recalled).
 """
 
 import argparse
@@ -43,7 +43,7 @@ def _windowed_gram(factors: Any, gates: Any) -> jax.Array:
 
 
 def triangular(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:
-    """The first matrix's inputs are the keys' features; windows of one token."""
+    """For windows of one token. The inputs of the first matrix are the keys' features."""
     keys = list(factors.values())[-1].inputs
     m = gates.step_size.shape[0]
     left = m - jnp.arange(m)
@@ -54,7 +54,7 @@ def triangular(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any
 
 
 def pivot(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:
-    """Row by row the factor L of H = L diag(1/η) Lᵀ, whose entries off the diagonal are those of −Gram/ρ."""
+    """Computes row by row the factor L of H = L diag(1/η) Lᵀ, whose off-diagonal entries are those of −Gram/ρ."""
     n = gates.gamma @ origin.losses.scale
     there = n > 0
     root = jnp.where(there, jax.lax.rsqrt(jnp.where(there, n, 1.0)), 0.0)
@@ -62,7 +62,7 @@ def pivot(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, dec
     left = m - jnp.arange(m)
     theta = jnp.zeros(m) if gates.momentum is None else gates.momentum
     carried = jnp.sqrt(jnp.where(theta < 1, (1 - theta**left) / jnp.where(theta < 1, 1 - theta, 1.0), left))
-    # Momentum: a gradient counts as often as it is added by the chunk's end.
+    # With momentum, a gradient counts as often as it is added by the chunk's end.
     scale = root * carried
     gram = scale[:, None] * _windowed_gram(factors, gates) * scale
     eta = gates.step_size
@@ -101,7 +101,7 @@ CANDIDATES: dict[str, tuple[memory.Bound | None, Callable | None]] = {
 
 @contextlib.contextmanager
 def candidate(name: str) -> Iterator[Callable[[Any], Any]]:
-    """Inside, rules are bounded in this way: gives a function that puts the right `Bound` into a rule."""
+    """Context in which rules are bounded in this way. Yields a function that puts the matching `Bound` into a rule."""
     bound, function = CANDIDATES[name]
     patch = mock.patch.object(steps, "dual_steps", function) if function else contextlib.nullcontext()
     jax.clear_caches()
@@ -155,7 +155,8 @@ def stream_row(name: str, keys: str, step_size: float, momentum: float) -> dict[
 
 
 def cost_row() -> dict[str, Any]:
-    """Forward and backward, 4 heads of 64, 4,096 tokens, chunks of 64; the candidates in turn, medians of ratios to the paper's."""
+    """Forward and backward, 4 heads of 64, 4,096 tokens, chunks of 64. Candidates are timed in turn; medians of ratios to
+    "paper"."""
     dim, tokens, repeats = 64, 4096, 7
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, tokens, 4, dim))
     k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
@@ -180,7 +181,7 @@ def cost_row() -> dict[str, Any]:
 def capacity_row(name: str, step: float) -> dict[str, Any]:
     """128 pairs of random keys and values, written twice, in chunks of 64, then read.
 
-    Recalled: the share of the pairs whose value is the nearest of all to what is read; the better of no momentum and 0.9.
+    Recalled is the share of pairs whose value is nearest to the read, for the better of no momentum and 0.9.
     """
     dim, pairs = 32, 128
     best = 0.0
@@ -235,7 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rows", type=pathlib.Path, default=ROWS)
-    parser.add_argument("--report", action="store_true", help="only make the tables")
+    parser.add_argument("--report", action="store_true", help="only write the tables")
     options = parser.parse_args()
     if not options.report:
         done = [row["task"] for row in read_rows(options.rows)]

@@ -1,4 +1,4 @@
-"""What a model's memories look like after reading a batch: sizes of their weights, values of their gates."""
+"""Inspects a model's memories after reading a batch: the norms of their weights and the values of their gates."""
 
 from typing import Any
 from unittest import mock
@@ -8,11 +8,11 @@ import jax.numpy as jnp
 
 
 def probe(model: Any, tokens: Any) -> dict[str, Any]:
-    """Reads tokens [batch, time] with every call of `memory.scan` watched.
+    """Reads tokens [batch, time] and records every call of `memory.scan`.
 
     Returns:
-      {"weight_norm": the largest memory at a sequence's end, None where none is measured; "gates": name → [least, largest]
-      over all layers}.
+      {"weight_norm": the largest memory at a sequence's end, None if none is measured; "gates": name → [smallest, largest] over all
+      layers}.
     """
     from atlasjax import memory
     from atlasjax.nn.memory_mixer import memory_norm

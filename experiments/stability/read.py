@@ -1,20 +1,20 @@
-"""A million tokens through every rule: does any memory diverge, with kind keys or hostile ones?
+"""A million tokens through every rule: does any memory diverge, with random or adversarial keys?
 
-    python -m experiments.stability.read                         # every rule and every case that has no row yet
+    python -m experiments.stability.read                         # every rule and case without a row
     python -m experiments.stability.read --only titans --cases equal adversarial
-    python -m experiments.stability.read --report                # only the table of the rows that are there
+    python -m experiments.stability.read --report                # only the table of existing rows
 
-One head of 16 channels, the rule's default chunk, values of about unit length, the gates of `memory.suggested_gates`. Cases:
+One head of 16 channels, the rule's default chunk, values of about unit length, and the gates of `memory.suggested_gates`. Cases:
 
     initial       random keys of unit length
-    retention     the same with α drawn from [0.9, 1] for each token (rules that have a retention gate)
+    retention     the same, with α drawn from [0.9, 1] for each token (rules with a retention gate)
     equal         one key for all tokens
     huge          random keys of length 10,000
-    adversarial   4,096 keys of unit length found by gradient ascent on the norm of the memory's weights, again and again
-    bold          step sizes of 1, momentum of 0.99, keys that are alike: what a user may try first
-    bfloat16      4,096 random tokens in bfloat16 against float32: the largest difference of the outputs over their largest size
+    adversarial   4,096 keys of unit length found by gradient ascent on the norm of the memory's weights, repeated
+    bold          step size 1, momentum 0.99 and similar keys, as a user may try first
+    bfloat16      4,096 random tokens in bfloat16 and float32: the largest difference of the outputs over their largest size
 
-One line of JSON for each finished row in `results/read.jsonl`; a finished one is skipped.
+Each finished row is one line of JSON in `results/read.jsonl` and is skipped.
 """
 
 import argparse
@@ -29,19 +29,19 @@ HERE = pathlib.Path(__file__).parent
 ROWS = HERE / "results" / "read.jsonl"
 DIM, PIECE, TOKENS, SHORT = 16, 8192, 1_007_616, 4096
 CASES = ("initial", "retention", "equal", "huge", "adversarial", "bold", "bfloat16")
-# Every token is kept and read again by each later one: a million of them would take days.
+# These rules keep every token and read it again for each later one, so a million tokens would take days.
 WHOLE_CACHE = ("deep_transformer", "dot")
 
 
 def rule_of(name: str) -> Any:
     from atlasjax import rules
 
-    # One Newton–Schulz in eight tokens, as in the tiny presets.
+    # One Newton–Schulz per eight tokens, as in the tiny presets.
     return rules.REGISTRY[name](**({"newton_schulz_every": 8} if name.startswith("atlas") else {}))
 
 
 def inputs(rule: Any, case: str, key: Any, keys: Any, time: int) -> tuple[Any, ...]:
-    """q, k, v and gates of a piece: [1, time, 1, …]; `keys` [SHORT, DIM]: those of the adversarial case."""
+    """q, k, v and gates of a piece, [1, time, 1, …]. `keys` [SHORT, DIM] are those of the adversarial case."""
     import jax
     import jax.numpy as jnp
 
@@ -71,7 +71,7 @@ def inputs(rule: Any, case: str, key: Any, keys: Any, time: int) -> tuple[Any, .
 
 
 def sizes(rule: Any, state: Any) -> Any:
-    """The largest ‖W‖_F / √rows among the weights that are read."""
+    """The largest ‖W‖_F / √rows of the weights that are read."""
     import jax.numpy as jnp
 
     weights = rule.weights(state.memory) if hasattr(rule, "weights") else dict(state.memory)
@@ -80,7 +80,7 @@ def sizes(rule: Any, state: Any) -> Any:
 
 
 def ascended(rule: Any, params: Any, steps: int = 30, rate: float = 0.03) -> Any:
-    """Keys [SHORT, DIM] that make the memory's weights large; the directions that Adam finds from random ones."""
+    """Keys [SHORT, DIM] that make the memory's weights large: directions found by Adam from random ones."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -110,7 +110,7 @@ def ascended(rule: Any, params: Any, steps: int = 30, rate: float = 0.03) -> Any
 
 
 def run(name: str, case: str) -> dict[str, Any] | None:
-    """The row of a rule and a case; None where the case is none of the rule's."""
+    """The row of a rule and a case, or None if the case does not apply to the rule."""
     import jax
     import jax.numpy as jnp
 
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=rules.REGISTRY, help="some of the rules")
     parser.add_argument("--cases", nargs="*", choices=CASES, help="some of the cases")
     parser.add_argument("--rows", type=pathlib.Path, default=ROWS)
-    parser.add_argument("--report", action="store_true", help="only make the tables")
+    parser.add_argument("--report", action="store_true", help="only write the tables")
     options = parser.parse_args()
     if not options.report:
         done = {(row["rule"], row["case"]) for row in read_rows(options.rows)}

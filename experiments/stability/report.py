@@ -1,4 +1,4 @@
-"""Tables and plot of the stability experiments, made from the rows that are there."""
+"""Tables and plot of the stability experiments, from the existing rows."""
 
 import pathlib
 import statistics
@@ -17,7 +17,7 @@ def _table(columns: list[str], lines: list[list[str]]) -> str:
 
 
 def _scores(rows: list[dict[str, Any]]) -> str:
-    """Bits per byte of some seeds: their mean, and the lowest and highest of several; steps at which runs diverged."""
+    """Bits per byte over seeds: the mean, with the lowest and highest of several, and the steps at which runs diverged."""
     fine = [row["bits_per_byte"] for row in rows if row["diverged_at"] is None]
     parts = []
     if fine:
@@ -59,7 +59,7 @@ def train_table(rows: list[dict[str, Any]]) -> str:
 
 
 def compared_table(rows: list[dict[str, Any]]) -> str:
-    """Bounded against the papers' recurrence on the seeds that both have."""
+    """Compares the bounded rule with the papers' recurrence, on the seeds that both have."""
     grouped: dict[tuple[str, str], dict[bool, dict[int, Any]]] = defaultdict(lambda: {True: {}, False: {}})
     for row in rows:
         grouped[row["preset"], row["text"]][row["bounded"]][row["seed"]] = row
@@ -133,7 +133,7 @@ def candidates_tables(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Bits per byte with and without the bound, a mark for each seed; a cross at the top for a run that diverged."""
+    """Plots bits per byte with and without the bound: a mark per seed, and a cross at the top for a diverged run."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Result files: one line of JSON for each finished row."""
+"""Result files with one line of JSON per finished row."""
 
 import json
 import pathlib
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a file, in order; none if it is not there."""
+    """The rows of a file, in order. None if the file is missing."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def append_row(path: pathlib.Path, row: dict[str, Any]) -> None:
-    """Adds one row; it is whole or not there."""
+    """Appends one row atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")

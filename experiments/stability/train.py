@@ -1,12 +1,12 @@
-"""Whole training runs at a preset's own defaults, watched for divergence.
+"""Complete training runs at a preset's own defaults, checked for divergence.
 
-    python -m experiments.stability.train                        # everything that has no row yet, the most telling first
+    python -m experiments.stability.train                        # every missing row, the most informative first
     python -m experiments.stability.train --only titans --texts embedded --seeds 0 1
-    python -m experiments.stability.train --report               # only the table and the plot of the rows that are there
+    python -m experiments.stability.train --report               # only the table and plot of existing rows
 
-Each run is `atlasjax train --preset <preset>` on one of three texts: same model, data, optimizer and steps. One line of JSON
-for each finished run in `results/train.jsonl`; a finished one is skipped, so the command goes on where it was stopped. Tables and
-plot are made by `report.py`. Texts other than the embedded one are files in `--texts-dir`; one that is not there is left out.
+Each run is `atlasjax train --preset <preset>` on one of three texts, with the same model, data, optimizer and steps. A finished
+run is one line of JSON in `results/train.jsonl` and is skipped, so the command resumes where it was stopped. `report.py` writes
+tables and plot. Texts other than the embedded one are files in `--texts-dir`; missing ones are left out.
 """
 
 import argparse
@@ -26,7 +26,7 @@ TEXTS = {
     "tinyshakespeare": "tinyshakespeare/input.txt",
     "moby_dick": "gutenberg_moby_dick/2701-0.txt",
 }
-SEEDS = 3  # for the memories of ATLAS and Titans, each alone; one for the rest
+SEEDS = 3  # for the memories of ATLAS and Titans, each on its own; one for the others
 SEVERAL_SEEDS = (
     "titans",
     "titans-no-momentum",
@@ -57,7 +57,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All runs, the most telling first."""
+    """All runs, the most informative first."""
     from atlasjax.presets import preset_names
 
     presets = [name.removesuffix("-tiny") for name in preset_names("tiny")]
@@ -78,7 +78,7 @@ def cases() -> list[Case]:
 
 
 def config_of(case: Case, texts_dir: pathlib.Path) -> Any:
-    """The run as `atlasjax train` would have it, but for where checkpoints and evaluations are."""
+    """The run as in `atlasjax train`, except for where checkpoints and evaluations are."""
     from atlasjax.train.defaults import default_config
 
     config = default_config(f"{case.preset}-tiny")
@@ -100,7 +100,7 @@ def run(case: Case, texts_dir: pathlib.Path) -> dict[str, Any]:
 
 
 def watch(config: Any) -> dict[str, Any]:
-    """What came of a run; one that diverges has the step at which its loss or its gradient was not finite."""
+    """The result of a run. If it diverges, this has the step at which its loss or gradient was not finite."""
     import jax
     import numpy as np
 
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, help="some of the seeds")
     parser.add_argument("--texts-dir", type=pathlib.Path, default=TEXTS_DIR)
     parser.add_argument("--rows", type=pathlib.Path, default=ROWS)
-    parser.add_argument("--report", action="store_true", help="only make the tables and the plot")
+    parser.add_argument("--report", action="store_true", help="only write the tables and the plot")
     options = parser.parse_args()
     if not options.report:
         done = {tuple(row[name] for name in ("preset", "text", "seed", "bounded")) for row in read_rows(options.rows)}

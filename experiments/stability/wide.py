@@ -1,10 +1,11 @@
-"""Layers as wide as those of the 340M models, two of them, at their learning rate and at three times that, in bfloat16.
+"""Two layers as wide as those of the 340M models, in bfloat16, at their learning rate and at three times that.
 
-    python -m experiments.stability.wide                 # every row that is not there yet
+    python -m experiments.stability.wide                 # every missing row
     python -m experiments.stability.wide --only titans
 
-A Table 7: width 1024, 16 heads, a peak learning rate of 1.5e-3. 200 steps of one sequence of 512 bytes of the embedded text, so
-that a CPU is done in minutes a run. These are far fewer tokens a step than the paper's: gradients are noisier, divergence likelier.
+A Table 7: width 1024, 16 heads, peak learning rate 1.5e-3. Training takes 200 steps of one sequence of 512 bytes of the embedded
+text, so that a run takes minutes on a CPU. A step has far fewer tokens than in the paper (0.5M, A App. E), so gradients are
+noisier and divergence is more likely.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""One tiny training run, measured: what the zoo and the ablation repeat for each model."""
+"""One measured tiny training run, which the zoo and the ablation repeat for each model."""
 
 import dataclasses
 import json
@@ -12,16 +12,17 @@ from atlasjax.nn import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What all models of a table have in common.
+    """Settings shared by all models of a table.
 
     Attributes:
-      steps: optimizer steps.
+      steps: number of optimizer steps.
       batch_size: sequences per step.
       sequence_length: tokens (bytes) per sequence.
-      learning_rate: peak of AdamW, the same for all; warm-up over a tenth of the steps, cosine decay to a tenth of the peak.
-      eval_batches: batches of held-out text, as large as those of training; None: all of it.
-      text: a file of text; None: the embedded text.
-      seed: of parameters and of the order of the data.
+      learning_rate: peak rate of AdamW for all models, with warm-up over a tenth of the steps and cosine decay to a tenth of the
+        peak.
+      eval_batches: batches of held-out text, as large as those of training. None means all.
+      text: a text file. None means the embedded text.
+      seed: seed of parameters and data order.
     """
 
     steps: int = 80
@@ -34,7 +35,7 @@ class Recipe:
 
 
 def train_config(model: ModelConfig, recipe: Recipe) -> Any:
-    """The run as `atlasjax train` would have it."""
+    """The run as in `atlasjax train`."""
     from atlasjax.data.config import DataConfig
     from atlasjax.distributed.mesh import MeshConfig
     from atlasjax.train.config import OptimizerConfig, TrainConfig
@@ -52,12 +53,12 @@ def measure(model: ModelConfig, recipe: Recipe, *, progress: str | None = None) 
 
     Args:
       model: the architecture.
-      recipe: the rest.
-      progress: a name to report progress under; None: silent.
+      recipe: all other settings.
+      progress: name under which progress is reported. None means silent.
 
     Returns:
       ({bits_per_byte, loss of the last ten steps in nats per byte, tokens_per_second of the median training step,
-      compile_seconds, seconds in all, tokens}, the trained parameters).
+      compile_seconds, total seconds, tokens}, the trained parameters).
 
     Raises:
       FloatingPointError: the loss of a step is not finite.
@@ -103,8 +104,8 @@ def measure(model: ModelConfig, recipe: Recipe, *, progress: str | None = None) 
 
 
 def held_out(model: ModelConfig, params: Any, recipe: Recipe) -> float:
-    """Bits per byte on held-out text of parameters in the form of `TrainState.params`; `model` may differ from the trained one
-    in what adds no parameter (Newton–Schulz steps, window, …)."""
+    """Bits per byte on held-out text, for parameters in the form of `TrainState.params`. `model` may differ from the trained one in
+    settings without parameters (Newton–Schulz steps, window, …)."""
     import jax
 
     from atlasjax.evaluate.lm import evaluate
@@ -118,7 +119,7 @@ def held_out(model: ModelConfig, params: Any, recipe: Recipe) -> float:
 
 
 def read_rows(path: pathlib.Path, recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Finished rows of a results file, by model name; the newest of each.
+    """Finished rows of a results file, the newest of each model name.
 
     Raises:
       ValueError: a row was measured with another recipe.
@@ -133,7 +134,7 @@ def read_rows(path: pathlib.Path, recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 
 def append_row(path: pathlib.Path, row: dict[str, Any]) -> None:
-    """Adds one row; a row is whole or not there."""
+    """Appends one row atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")

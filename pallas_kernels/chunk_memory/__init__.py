@@ -1,4 +1,4 @@
-"""The chunkwise recurrence of a deep memory, in its dual form."""
+"""The chunkwise recurrence of a deep memory in its dual form."""
 
 from pallas_kernels.chunk_memory.api import CHUNK_SIZES, chunk_memory
 from pallas_kernels.chunk_memory.gpu import unserved_by_gpu

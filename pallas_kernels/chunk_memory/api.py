@@ -1,4 +1,4 @@
-"""The chunkwise recurrence over whole sequences: checks, layout, and the implementations."""
+"""The chunkwise recurrence over whole sequences: checks, layout, and choice of the implementation."""
 
 import dataclasses
 import functools
@@ -45,45 +45,46 @@ def chunk_memory(
     implementation: str = "pallas_tpu",
     interpret: Any = False,
 ) -> tuple[jax.Array, Weights, Weights | None]:
-    """M_t = α_t M_{t−1} + S_t, S_t = θ_t S_{t−1} − η_t Σ_j γ_{t,j} ∇ℓ(M_{t'}; k_{t−j}, v_{t−j}), y_t = M_t(q_t) (A Eq. 32, 10).
+    """M_t = α_t M_{t−1} + S_t, S_t = θ_t S_{t−1} − η_t Σ_j γ_{t,j} ∇ℓ(M_{t'}; k_{t−j}, v_{t−j}), y_t = M_t(q_t).
 
-    M_{t'} is the memory at the start of the token's chunk. The sequence begins a chunk, and nothing was read before it. With
-    `newton_schulz` (Muon, A Eq. 57) the step size stands with the write: S_t = θ_t S_{t−1} − Σ …, M_t = α_t M_{t−1} + η_t NS(S_t).
+    This is A Eq. 12–13 with the window of Eq. 9 and the chunks of §3.3. M_{t'} is the memory at the start of the token's chunk. The
+    sequence starts a chunk, and nothing was read before it. With `newton_schulz` (Muon, A Eq. 32–33) the step size multiplies the
+    write: S_t = θ_t S_{t−1} − Σ …, M_t = α_t M_{t−1} + η_t NS(S_t).
 
     Args:
       structure, objective: frozen objects with the methods `Structure.apply` and `Objective.loss`, such as those of
-        `atlasjax.memory.structures` and `objectives`; static under jit. A residual structure adds k itself.
+        `atlasjax.memory.structures` and `objectives`, static under jit. A residual structure adds k itself.
       weights: M before the first token, name → [batch, heads, out, in].
-      momenta: S alike; given where `momentum` is.
+      momenta: S in the same form. Required if `momentum` is given.
       q, k: [batch, time, heads, key_dim], float32 or bfloat16.
-      v: [batch, time, heads, value_dim], of the same dtype.
+      v: [batch, time, heads, value_dim], in the same dtype.
       step_size: η, [batch, time, heads].
-      retention: α, [batch, time, heads]; None: 1.
-      momentum: θ, [batch, time, heads]; None: S_t is the step alone.
-      window: γ, [batch, time, heads, c] with 1 ≤ c ≤ 64; None: c = 1, γ = 1.
-      chunk_size: a power of two, 8 to 256. Part of the result.
-      newton_schulz: triples (a, b, c), one a step, for a memory written by Muon, which needs momenta; None: without.
-      every: with Muon the memory is written at each `every`-th token of its chunk only; a power of two that divides chunk_size.
-      step_bound: > 0: η' of `bound` stands for η, which scales each step by what is left of its token's error; 1 lets a token step
-        as far as its target. Not with `newton_schulz`.
-      floor: of each token, what is added to the fall of its loss before something is divided by it, [batch, time, heads]; None: 0.
-      norm_bound: > 0: at the start of a chunk, each weight and momentum with ‖W‖_F > norm_bound · √rows is scaled back onto it.
-      implementation: "pallas_tpu": a kernel that keeps M and S on chip for the whole sequence; its backward pass computes again
-        what it needs from the memories before each chunk; there is no forward-mode derivative. "reference": token by token.
-      interpret: as `pallas_call` takes it.
+      retention: α, [batch, time, heads]. None means 1.
+      momentum: θ, [batch, time, heads]. None means no momentum: S_t is the step itself.
+      window: γ, [batch, time, heads, c] with 1 ≤ c ≤ 64. None means c = 1 and γ = 1.
+      chunk_size: a power of two from 8 to 256. It affects the result.
+      newton_schulz: triples (a, b, c), one per step, for a memory written by Muon, which needs momenta. None means no Muon.
+      every: with Muon, the memory is written only at every `every`-th token of its chunk; a power of two that divides chunk_size.
+      step_bound: > 0 replaces η by η' of `bound`, which scales each step by the remaining error of its token. With 1 a token steps
+        at most onto its target. Not with `newton_schulz`.
+      floor: for each token, added to the decrease of its loss before dividing by it, [batch, time, heads]. None means 0.
+      norm_bound: > 0 scales each weight and momentum with ‖W‖_F > norm_bound · √rows back to this norm at the start of a chunk.
+      implementation: "pallas_tpu" is a kernel that keeps M and S on chip for the whole sequence. Its backward pass recomputes from
+        the memories before each chunk, and it has no forward-mode derivative. "reference" computes token by token.
+      interpret: passed to `pallas_call`.
 
     Returns:
-      y [batch, time, heads, value_dim], of q's dtype, and the last M and S (None without momentum), float32.
+      y [batch, time, heads, value_dim], in q's dtype, and the last M and S (None without momentum), float32.
 
     Raises:
-      ValueError: shapes that do not fit, other dtypes, an implementation or a chunk size that does not exist, a memory that the
-        implementation does not serve.
+      ValueError: wrong shapes or dtypes, an unknown implementation or chunk size, or a memory that the implementation does not
+        support.
     """
     _check(weights, momenta, q, k, v, step_size, retention, momentum, window, floor)
     if newton_schulz is not None and momenta is None:
         raise ValueError("chunk_memory: newton_schulz needs momenta S and the gate momentum θ, they are None.")
     if newton_schulz is not None and step_bound is not None:
-        raise ValueError("chunk_memory: step_bound is for steps along gradients, newton_schulz makes others.")
+        raise ValueError("chunk_memory: step_bound is for gradient steps and cannot be used with newton_schulz.")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"chunk_memory: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
     batch, time, heads, _ = q.shape
@@ -155,8 +156,8 @@ def chunk_memory(
 def _scan_blocks(
     scan: Callable[..., Any], carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...], block: int
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """`scan` (as `chunk_scan` without its chunk) over blocks; the backward pass keeps the carry before each chunk, and that of its
-    blocks one chunk at a time.
+    """Runs `scan` (`chunk_scan` without its chunk argument) over blocks. The backward pass stores the carry before each chunk, and
+    the carries of the blocks of one chunk at a time.
 
     xs: q, k, v [rows, chunks, chunk_size, dim] and gates [rows, chunks, n, chunk_size].
     """
@@ -210,7 +211,7 @@ def _check(
             f"chunk_memory: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}, should all be float32 or all bfloat16."
         )
     if (momenta is None) != (momentum is None):
-        raise ValueError("chunk_memory: momenta S and the gate momentum θ go together, one of them is None.")
+        raise ValueError("chunk_memory: give both momenta S and the gate momentum θ, or neither; one of them is None.")
     for name, w in weights.items():
         if w.ndim != 4 or w.shape[:2] != (q.shape[0], q.shape[2]):
             expected = f"({q.shape[0]}, {q.shape[2]}, out, in)"

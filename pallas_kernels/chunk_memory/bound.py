@@ -1,13 +1,13 @@
-"""What keeps a memory from diverging, of matrices alone: steps that know what is left of an error, and weights of a bounded norm.
+"""Bounds that keep a memory from diverging, with matrix operations only: limits on step sizes and weight norms.
 
-The recurrence is at the head of `atlasjax.memory.bounds`, with the reasons for it; here is its arithmetic for a chunk that begins
-with the memory M_0 at which its gradients are taken. With G_t = Σ_i Γ[t,i] ∇_i, f_t the windowed fall of the loss on the way to the
-target, n_t = f_t + floor_t and u_t = θ_t / (1 − θ_t),
+`atlasjax.memory.bounds` defines and derives the recurrence. This module has its arithmetic for a chunk that begins with the
+memory M_0 at which its gradients are taken. With G_t = Σ_i Γ[t,i] ∇_i, f_t the windowed first-order decrease of the loss down to
+the target, n_t = f_t + floor_t and u_t = θ_t / (1 − θ_t),
 
     η̄_t = min(η_t, step · (1 − θ_t) f_t / ‖G_t‖²)        η'_t = η̄_t (1 + x_t / n_t)
     x_t = (a_{t−1} − 1) ⟨G_t, M_0⟩ + (s_{t−1} + u_t β_{t−1}) ⟨G_t, S_0⟩ − Σ_{j<t} (T_α T_θ + u_t T_θ)[t−1, j] η'_j ⟨G_t, G_j⟩
 
-That is one unit lower-triangular system, and ⟨∇_i, ∇_j⟩ = (left_i · left_j)(input_i · input_j) for each weight.
+This is one unit lower-triangular system, and ⟨∇_i, ∇_j⟩ = (left_i · left_j)(input_i · input_j) for each weight.
 """
 
 import functools
@@ -22,13 +22,14 @@ from pallas_kernels.chunk_memory.gates import Decays, Gates
 Weights = dict[str, jax.Array]
 Factors = dict[str, tuple[jax.Array, jax.Array]]
 
-# Of 1 − θ, as in `atlasjax.memory.bounds`: slower momentum is reckoned with as if it ended after 1,024 tokens.
+# Lower bound of 1 − θ, as in `atlasjax.memory.bounds`: slower momentum is treated as if it ended after 1,024 tokens.
 LEAST = 2.0**-10
 _STRIP = 64  # rows
 
 
 def windowed_floor(floor: jax.Array, window: jax.Array | None) -> jax.Array:
-    """Σ_j γ_{t,j} floor_{t−j}: [batch, time, heads] from the like, and γ [batch, time, heads, c] (None: c = 1, γ = 1)."""
+    """Σ_j γ_{t,j} floor_{t−j}, [batch, time, heads], from floor of the same shape and γ [batch, time, heads, c] (None: c = γ =
+    1)."""
     floor = floor.astype(jnp.float32)
     if window is None:
         return floor
@@ -39,7 +40,7 @@ def windowed_floor(floor: jax.Array, window: jax.Array | None) -> jax.Array:
 
 
 def decrease(slope: jax.Array, out: jax.Array, v: jax.Array) -> jax.Array:
-    """⟨∂ℓ/∂out, out − v⟩ of each token, [E, 1] from [E, value_dim]."""
+    """⟨∂ℓ/∂out, out − v⟩ of each token, [E, 1], from [E, value_dim]."""
     return jnp.maximum(jnp.sum(slope * (out - v), axis=1, keepdims=True), 0.0)
 
 
@@ -54,16 +55,16 @@ def bounded_steps(
     along_momenta: jax.Array | None,
     dot: Any,
 ) -> jax.Array:
-    """η' [m, 1].
+    """The bounded step sizes η', [m, 1].
 
     Args:
-      step_bound: how far a token may step, 1 is onto its target.
-      gates, decays: of the chunk.
-      window: Γ [m, E] over the chunk's tokens and those of the window before it; None for the identity.
+      step_bound: how far a token may step; 1 means onto its target.
+      gates, decays: those of the chunk.
+      window: Γ [m, E] over the chunk's tokens and those of the window before it. None means the identity.
       falls: `decrease` of the E tokens.
-      factors: of their gradients.
-      along: ⟨∇_i, M_0⟩ [E, 1]; not None where there is retention.
-      along_momenta: ⟨∇_i, S_0⟩ [E, 1]; not None where there is momentum.
+      factors: factors of their gradients.
+      along: ⟨∇_i, M_0⟩ [E, 1]. Required with retention.
+      along_momenta: ⟨∇_i, S_0⟩ [E, 1]. Required with momentum.
       dot: product of factors.
     """
     m = gates.step.shape[0]
@@ -98,7 +99,7 @@ def bounded_steps(
         moved = moved + share * windowed(along_momenta)
         across = product(across, decays.momentum, 1, 0) + pending * before(decays.momentum, 0.0)
 
-    # Of unknowns times √n, which keeps the system's numbers of one size.
+    # The unknowns are multiplied by √n, which keeps the system's entries of similar size.
     assert gates.floor is not None
     scale = falls + gates.floor
     there = scale > 0
@@ -111,12 +112,12 @@ def bounded_steps(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def within_norm(norm_bound: float, w: jax.Array) -> jax.Array:
-    """What W [out, in] is to be multiplied with, [1, 1], so that ‖W‖_F ≤ norm_bound · √out."""
+    """The factor [1, 1] for W [out, in] that makes ‖W‖_F ≤ norm_bound · √out."""
     return _within_forward(norm_bound, w)[0]
 
 
 def _within_forward(norm_bound: float, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    # A few rows at a time: what is computed from a whole weight would take as much vector memory again.
+    # A few rows at a time, because an intermediate of a whole weight would take as much vector memory again.
     strips = [w[start : start + _STRIP] for start in range(0, w.shape[0], _STRIP)]
     largest = functools.reduce(jnp.maximum, [_all(jnp.max, jnp.abs(strip)) for strip in strips])
     # The square of a large entry could overflow.
@@ -138,5 +139,5 @@ within_norm.defvjp(_within_forward, _within_backward)
 
 
 def _all(reduce: Any, x: jax.Array) -> jax.Array:
-    """A matrix reduced to [1, 1]."""
+    """Reduces a matrix to [1, 1]."""
     return reduce(reduce(x, axis=1, keepdims=True), axis=0, keepdims=True)

@@ -1,14 +1,14 @@
-"""One chunk of a memory whose update is linear in its gradients, of matrices alone: what the TPU kernel runs for each chunk.
+"""One chunk of a memory whose update is linear in its gradients, with matrix operations only. The TPU kernel runs it per chunk.
 
     M_t = α_t M_{t−1} + S_t,   S_t = θ_t S_{t−1} − η_t Σ_{j<c} γ_{t,j} ∇ℓ(M_{t'}; k_{t−j}, v_{t−j})
 
-with M_{t'} at the chunk's start. Every ∇_i of a weight is left_i ⊗ input_i, so with T_α[t,i] = α_{i+1} … α_t, T_θ alike and
-Γ[t,i] = γ_{t,t−i} over the tokens of the chunk and of the window before it,
+with M_{t'} at the chunk's start. Every gradient ∇_i of a weight is left_i ⊗ input_i. So with T_α[t,i] = α_{i+1} … α_t, T_θ defined
+likewise, and Γ[t,i] = γ_{t,t−i} over the tokens of the chunk and of the window before it,
 
     C = T_α T_θ diag(−η) Γ        M_t h = a_t M_0 h + s_t S_0 h + Σ_i C[t,i] (input_i · h) left_i
 
-is a few masked products for each weight (the dual form), and no weight of a single token exists. The last c − 1 tokens travel with
-the memory from chunk to chunk, in whole rows of eight. `bound` has what may become of η and of M_0 first.
+takes a few masked products for each weight (the dual form), and no token's own weights are formed. The last c − 1 tokens are
+carried from chunk to chunk with the memory, in whole tiles of eight rows. `bound` may first modify η and M_0.
 """
 
 import dataclasses
@@ -33,20 +33,20 @@ class Structure(Protocol):
 
 
 class Objective(Protocol):
-    """ℓ of each token: [m] from M(k) and v [m, value_dim]."""
+    """ℓ of each token, [m], from M(k) and v [m, value_dim]."""
 
     def loss(self, out: jax.Array, v: jax.Array, threshold: None) -> jax.Array: ...
 
 
 def window_rows(window: int) -> int:
-    """Rows that the window's c − 1 tokens take in the carry: whole tiles of eight."""
+    """Rows of the window's c − 1 tokens in the carry, in whole tiles of eight."""
     return -(-(window - 1) // 8) * 8
 
 
 def after_window(
     window: tuple[jax.Array, ...], k: jax.Array, v: jax.Array, real: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...]]:
-    """Keys, values and `real` of a chunk behind those of the window in the carry, and the window that the chunk leaves."""
+    """Keys, values and `real` of the carried window followed by those of the chunk, and the window after the chunk."""
     k, v, real = (jnp.concatenate(pair) for pair in zip(window, (k, v, real)))
     return k, v, real, tuple(x[-window[0].shape[0] :] for x in (k, v, real))
 
@@ -55,19 +55,19 @@ def after_window(
 class MemoryChunk:
     """A `chunk_scan.Chunk`.
 
-    Carry: the weights by name, with momentum S alike, for c > 1 keys and values of the window [`window_rows`, dim] and whether they
-    are real [`window_rows`, 1]. Inputs: q, k, v [m, dim] and gates [n, m] with the rows η, real (1, or 0 for padding), α if
-    `retention`, θ if `momentum`, n − a of the windowed losses if `step_bound`, γ_0 … γ_{c−1} if c > 1. m is a power of two.
+    Carry: the weights by name; with momentum, S in the same form; for c > 1, keys and values of the window [`window_rows`, dim] and
+    whether they are real [`window_rows`, 1]. Inputs: q, k, v [m, dim] and gates [n, m] with the rows η, real (1, or 0 for padding),
+    α if `retention`, θ if `momentum`, n − a of the windowed losses if `step_bound`, γ_0 … γ_{c−1} if c > 1. m is a power of two.
 
     Attributes:
       structure, objective: hashable; residual structures add φ(k) = k itself.
-      names: of the weights, in the carry's order.
+      names: names of the weights, in the carry's order.
       momentum, retention: whether there are such gates.
       window: c ≥ 1.
-      precision: of products with tokens and weights; those of gates alone are exact.
-      columns: how gates [n, m] become columns [m, n]: on a TPU by a product, for XLA as a transpose.
-      step_bound: how far a token may step (`bound.bounded_steps`); None: steps are η.
-      norm_bound: the most that ‖W‖_F / √rows of a weight or momentum may be at the chunk's start; None: no limit.
+      precision: precision of products with tokens and weights. Products of gates alone are exact.
+      columns: conversion of gates [n, m] to columns [m, n]: by a product on a TPU, by a transpose for XLA.
+      step_bound: how far a token may step (`bound.bounded_steps`). None means that steps are η.
+      norm_bound: maximum of ‖W‖_F / √rows of a weight or momentum at the chunk's start. None means no limit.
     """
 
     structure: Any
@@ -137,7 +137,7 @@ class MemoryChunk:
         return (*after, *momenta_after, *(left_over if self.window > 1 else ())), (y,)
 
     def named(self, gates: jax.Array) -> Gates:
-        """Gates as columns [m, n], one by one."""
+        """The gates as separate columns."""
         column = lambda place: gates[:, place : place + 1]
         theta = 2 + self.retention
         floor = theta + self.momentum
@@ -153,7 +153,7 @@ class MemoryChunk:
 
 
 class _Scaled(NamedTuple):
-    """factor · matrix, the factor [1, 1] or None for 1: a scaled copy would take as much vector memory again."""
+    """factor · matrix, with the factor [1, 1] or None for 1, because a scaled copy would take as much vector memory again."""
 
     matrix: jax.Array
     factor: jax.Array | None
@@ -167,17 +167,17 @@ class _Scaled(NamedTuple):
         return out if self.factor is None else self.factor * out
 
     def times(self, share: jax.Array | None) -> jax.Array:
-        """share · factor · matrix; share [1, 1], None for 1."""
+        """share · factor · matrix, with share [1, 1] or None for 1."""
         if self.factor is not None:
             share = self.factor if share is None else share * self.factor
         return self.matrix if share is None else share * self.matrix
 
 
 class Gradients(NamedTuple):
-    """Of E tokens.
+    """Gradients of E tokens.
 
-    factors: (left, input) of each weight's gradients, name → ([E, out], [E, in]) · products: W input, name → [E, out] ·
-    out: M(k) [E, value_dim] · slope: ∂ℓ/∂out.
+    factors: (left, input) of each weight's gradients, name → ([E, out], [E, in]). products: W input, name → [E, out].
+    out: M(k), [E, value_dim]. slope: ∂ℓ/∂out.
     """
 
     factors: dict[str, tuple[jax.Array, jax.Array]]
@@ -189,7 +189,7 @@ class Gradients(NamedTuple):
 def gradient_factors(
     structure: Structure, objective: Objective, weight: Linear, widths: dict[str, int], k: jax.Array, v: jax.Array
 ) -> Gradients:
-    """∇ℓ of each token as factors, at the weights W of `weight(name, h)` = h Wᵀ [E, widths[name]].
+    """∇ℓ of each token as factors, at the weights W given by `weight(name, h)` = h Wᵀ [E, widths[name]].
 
     See `atlasjax.memory.chunk.gradient_factors`.
     """
@@ -211,12 +211,12 @@ def gradient_factors(
 
 
 def _total(products: Iterable[jax.Array]) -> jax.Array:
-    """Σ of all channels of several arrays of tokens, [E, 1]."""
+    """Sum over all channels of several arrays of tokens, [E, 1]."""
     return functools.reduce(jnp.add, (jnp.sum(x, axis=1, keepdims=True) for x in products))
 
 
 def _outer(weights: jax.Array, left: jax.Array, inputs: jax.Array, dot: Any) -> jax.Array:
-    """Σ_i weights[i] left_i ⊗ input_i: [out, in]; the weights go to the narrower factor."""
+    """Σ_i weights[i] left_i ⊗ input_i, [out, in]. The narrower factor is multiplied by the weights."""
     if left.shape[1] <= inputs.shape[1]:
         return dot(left * weights, inputs, 0, 0)
     return dot(left, inputs * weights, 0, 0)

@@ -1,4 +1,4 @@
-"""The gates of one chunk as columns, the products of its decays, and what they make of its gradients."""
+"""The gates of one chunk as columns, the products of its decays, and the resulting coefficients of its gradients."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from pallas_kernels.blocks import decay_products, from_start, iota, product, row
 
 
 class Gates(NamedTuple):
-    """Columns [m, 1]; retention, momentum and floor may be None (see `MemoryChunk`); window γ [m, c], None for c = 1."""
+    """Columns [m, 1], where retention, momentum and floor may be None (see `MemoryChunk`). window: γ [m, c], None for c = 1."""
 
     step: jax.Array
     real: jax.Array
@@ -20,9 +20,9 @@ class Gates(NamedTuple):
 
 
 class Decays(NamedTuple):
-    """start: a_t = α_0 … α_t [m, 1] · pairwise: T_α [m, m], zero in the columns of padding, which adds no S ·
-    momentum_start: β_t = θ_0 … θ_t [m, 1] · momentum: T_θ [m, m] · started: s_t, how often S_0 is in M_t [m, 1].
-    Without retention or momentum None."""
+    """start: a_t = α_0 … α_t, [m, 1]. pairwise: T_α, [m, m], zero in the columns of padding, which adds no S.
+    momentum_start: β_t = θ_0 … θ_t, [m, 1]. momentum: T_θ, [m, m]. started: s_t, the coefficient of S_0 in M_t, [m, 1].
+    None without retention or momentum."""
 
     start: jax.Array | None
     pairwise: jax.Array
@@ -48,7 +48,7 @@ def decays(gates: Gates) -> Decays:
 
 
 def coefficients(decays: Decays, step: jax.Array, window: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """C [m, E] and, with momentum, D [m, E] of step sizes [m, 1]; window: Γ [m, E], None for the identity."""
+    """C [m, E] and, with momentum, D [m, E], from step sizes [m, 1]. window: Γ [m, E], None for the identity."""
     if window is None:
         m = step.shape[0]
         D = jnp.where(iota(m, 0) == iota(m, 1), -step, 0.0)
@@ -61,7 +61,7 @@ def coefficients(decays: Decays, step: jax.Array, window: jax.Array | None) -> t
 
 
 def window_weights(gamma: jax.Array, before: int) -> jax.Array:
-    """Γ [m, before + m] of γ [m, c]: Γ[t, i] weighs token i, the first `before` of which came before the chunk."""
+    """Γ [m, before + m] from γ [m, c]. Γ[t, i] weights token i; the first `before` tokens precede the chunk."""
     m, window = gamma.shape
     shape = (m, before + m)
     age = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + before - jax.lax.broadcasted_iota(jnp.int32, shape, 1)

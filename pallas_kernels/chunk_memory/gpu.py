@@ -1,17 +1,17 @@
-"""The chunkwise memory on GPUs: only what is sequential is a kernel, and its state stays in the second-level cache.
+"""The chunkwise memory on GPUs. Only the sequential part is a kernel, and its state stays in the L2 cache.
 
-The weights and momenta of a two-layer memory are more than a multiprocessor holds, so they are not on chip. One program walks
-through the chunks of a row; the states that it writes before each chunk, which the backward pass wants anyway, are what the next
-chunk reads back. A step takes the gradients of a chunk's tokens in tiles of the hidden width, in registers, and adds them to the
-state. The backward kernel walks in reverse and computes only the cotangent of the state before each chunk:
+The weights and momenta of a two-layer memory do not fit into a multiprocessor, so they are not on chip. One program processes the
+chunks of a row in order. It writes the state before each chunk, which the backward pass needs anyway, and the next chunk reads it
+back. A step computes the gradients of a chunk's tokens in registers, in tiles of the hidden width, and adds them to the state. The
+backward kernel runs in reverse and computes only the cotangent of the state before each chunk:
 
     forward   W_0, S_0, tokens           → W_i, S_i before each chunk
     backward  W_i, tokens, ext_i, G_N    → G_i = ext_i + (∂ state_{i+1} / ∂ state_i)ᵀ G_{i+1}
 
-Everything else needs no order: reads, and the derivatives of tokens and gates given G_i, are `MemoryChunk` on all chunks at once,
+Everything else is parallel: reads, and the derivatives of tokens and gates given G_i, are `MemoryChunk` on all chunks at once,
 compiled by XLA.
 
-Per-token Muon is another program (`scan_muon`): its time goes into Newton–Schulz, which is a kernel of its own.
+Per-token Muon has a separate implementation (`scan_muon`). Its time goes into Newton–Schulz, which is a separate kernel.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from pallas_kernels.newton_schulz import MOST_COLUMNS, MOST_ROWS, newton_schulz
 Arrays = tuple[jax.Array, ...]
 Limits = tuple[float, ...] | None
 
-_MOST_CHANNELS = 256  # of keys (with their features) and values: a step holds all of them for its tokens
+_MOST_CHANNELS = 256  # of keys (with their features) and values; a step holds all channels of its tokens
 _TOGETHER = 2**28  # bytes of one hidden array [rows, chunks, tokens, hidden] of the parallel parts
 
 
@@ -47,9 +47,9 @@ def unserved_by_gpu(
     muon: bool,
     step_bound: float | None = None,
 ) -> str | None:
-    """Why the kernels cannot run a memory with weights [..., out, in] and tokens of a dtype; None if they can.
+    """The reason why the kernels cannot run a memory with weights [..., out, in] and tokens of a dtype, or None if they can.
 
-    muon: whether it is written by Muon; then the one kernel is that of Newton–Schulz. step_bound: as in `chunk_memory`.
+    muon: whether it is written by Muon; then the only kernel is Newton–Schulz. step_bound: as in `chunk_memory`.
     """
     if muon:
         return _unserved_muon(weights)
@@ -59,27 +59,27 @@ def unserved_by_gpu(
     if chunk_size < LEAST:
         return f"chunk_size={chunk_size}, should be at least {LEAST}"
     channels = [w.shape[-2 if name == layers.outer else -1] for name, w in weights.items()]
-    # A hidden layer's step in float32 asks for more shared memory than there is.
+    # With a hidden layer, a float32 step would need more shared memory than there is.
     most = _MOST_CHANNELS // (2 if layers.inner and jnp.dtype(dtype) == jnp.float32 else 1)
     if max(channels) > most:
         return f"keys or values of {jnp.dtype(dtype).name} have {max(channels)} channels, more than {most}"
     width = weights[layers.outer].shape[-1]
     if layers.inner and width % LEAST:
-        return f"the hidden width {width} is no multiple of {LEAST}"
+        return f"the hidden width {width} is not a multiple of {LEAST}"
     if step_bound is not None:
-        return f"steps bounded by {step_bound} are a system of a chunk's gradients, which the kernel of states does not solve"
+        return f"steps bounded by {step_bound} need the solution of a system per chunk, which the kernel of states does not compute"
     return None
 
 
 def _unserved_muon(weights: dict[str, jax.Array]) -> str | None:
-    """Why the Newton–Schulz kernel cannot orthogonalize the momenta of weights [..., out, in]; None if it can."""
+    """The reason why the Newton–Schulz kernel cannot process the momenta of weights [..., out, in], or None if it can."""
     shapes = {name: w.shape[-2:] for name, w in weights.items()}
     large = {name: shape for name, shape in shapes.items() if min(shape) > MOST_ROWS or max(shape) > MOST_COLUMNS}
     return f"Newton–Schulz takes matrices up to {MOST_ROWS} × {MOST_COLUMNS:,}, weights are {large}" if large else None
 
 
 def scan_muon(chunk: MuonChunk, interpret: Any, carry: Arrays, xs: Arrays) -> tuple[Arrays, tuple[jax.Array]]:
-    """`chunk_scan` over blocks [rows, blocks, …]: Newton–Schulz of all rows is one kernel, all else is XLA's."""
+    """`chunk_scan` over blocks [rows, blocks, …]. Newton–Schulz of all rows is one kernel, the rest is compiled by XLA."""
     orthogonalize = functools.partial(
         newton_schulz,
         steps=len(chunk.triples),
@@ -95,9 +95,10 @@ def scan_muon(chunk: MuonChunk, interpret: Any, carry: Arrays, xs: Arrays) -> tu
 
 
 def chunk_memory(chunk: MemoryChunk, carry: Arrays, xs: Arrays, interpret: Any) -> tuple[Arrays, jax.Array]:
-    """`memory_scan` with the tokens of the window before each chunk, and dimensions of tokens as kernels want them.
+    """`memory_scan` with the window's tokens before each chunk, and with token dimensions padded for the kernels.
 
-    carry: weights by name, then momenta alike, [rows, out, in]; xs: q, k, v [rows, chunks, m, dim] and gates [rows, chunks, n, m].
+    carry: weights by name, then momenta in the same form, [rows, out, in]. xs: q, k, v [rows, chunks, m, dim] and gates
+    [rows, chunks, n, m].
     """
     layers = Layers.of(chunk.structure)
     assert layers is not None
@@ -111,12 +112,12 @@ def chunk_memory(chunk: MemoryChunk, carry: Arrays, xs: Arrays, interpret: Any) 
     names = chunk.names * (len(carry) // len(chunk.names))
     limits = None
     if (most := chunk.norm_bound) is not None:
-        # The kernel sees to the states that it writes; the first one comes from outside.
+        # The kernel limits the states that it writes; the first one comes from outside.
         begun = jax.vmap(lambda w: within_norm(most, w) * w)
         carry = tuple(begun(w) for w in carry)
         limits = tuple(most * w.shape[-2] ** 0.5 for w in carry[: len(chunk.names)])
         chunk = dataclasses.replace(chunk, norm_bound=None)
-    # Zeros stay zeros: a gradient is zero where both of its factors' channels are.
+    # Padding stays zero, because a gradient is zero where a channel of both factors is.
     carry = tuple(_pad(w, *widths(name, w)) for name, w in zip(names, carry))
     *tokens, gates = xs
     value_dim = tokens[2].shape[-1]
@@ -147,12 +148,14 @@ def memory_scan(
     """Scans a memory over the chunks of many rows.
 
     Args:
-      chunk: its structure has `Layers`; without bounds of its own; static.
-      limits: on ‖W‖_F of each name's weight and momentum at the starts of chunks; the carry is within them. None: there are none.
-      interpret: as `pallas_call` takes it.
-      carry: weights by name, then momenta alike, float32 [rows, out, in]: in and out of tokens powers of two ≥ 16.
-      xs: q, k, v [rows, chunks, m, dim] and gates [rows, chunks, n, m], as `MemoryChunk` takes them; m a power of two ≥ 16.
-      window: for c > 1 keys, values and `real` of the tokens before each chunk, [rows, chunks, w, dim or 1]; w alike.
+      chunk: a chunk whose structure has `Layers`, without bounds; static.
+      limits: limits on ‖W‖_F of each weight and its momentum, by name, at the starts of chunks. The carry is within them. None
+        means no limits.
+      interpret: passed to `pallas_call`.
+      carry: weights by name, then momenta in the same form, float32 [rows, out, in]. Dimensions of tokens are powers of two ≥ 16.
+      xs: q, k, v [rows, chunks, m, dim] and gates [rows, chunks, n, m] for `MemoryChunk`, m a power of two ≥ 16.
+      window: for c > 1, keys, values and `real` of the tokens before each chunk, [rows, chunks, w, dim or 1], w a power of two ≥
+        16.
 
     Returns:
       The carry after the last chunk, and y [rows, chunks, m, value_dim], float32. There is no forward-mode derivative.
@@ -178,7 +181,7 @@ def _backward(
     count = len(before)
 
     def pullback(state: Arrays, xs: Arrays, window: Arrays, dstate: Arrays | None, dy: jax.Array | None) -> Any:
-        """Of one chunk: cotangents of its state, tokens and window from those of the next state, or of y."""
+        """For one chunk: cotangents of its state, tokens and window from those of the next state, or of y."""
 
         def outputs(state: Arrays, xs: Arrays, window: Arrays) -> tuple[Arrays, jax.Array]:
             after, (y,) = chunk((*state, *window), _wide(xs))
@@ -202,7 +205,7 @@ memory_scan.defvjp(_forward, _backward)
 
 
 def _all_chunks(f: Callable[..., Any], *arrays: Any) -> Any:
-    """f of every chunk of every row, as many rows at once as memory should hold; arrays [rows, chunks, …]."""
+    """Applies f to every chunk of every row, with the number of rows at a time limited by memory. Arrays: [rows, chunks, …]."""
     state, xs = arrays[:2]
     numbers = xs[0].shape[1] * xs[0].shape[2] * max(max(x.shape[-2:]) for x in state)
     together = max(1, _TOGETHER // (4 * numbers))
@@ -217,7 +220,7 @@ def _wide(xs: Arrays) -> Arrays:
 
 
 def _tokens(chunk: MemoryChunk, xs: Arrays, window: Arrays) -> dict[str, Any]:
-    """What a state's step needs of each chunk: `blocks` of (k, v, C_end [1 or 2, E]), and a, s, β at its end, [rows, chunks, 3]."""
+    """Inputs of a state's step for each chunk: `blocks` of (k, v, C_end [1 or 2, E]), and a, s, β at its end, [rows, chunks, 3]."""
 
     def at_end(gates: jax.Array, real: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         m = gates.shape[1]

@@ -1,4 +1,4 @@
-"""The two GPU kernels of the chunkwise memory: states before each chunk, and their cotangents."""
+"""The two GPU kernels of the chunkwise memory: the states before each chunk, and their cotangents."""
 
 import dataclasses
 import functools
@@ -16,15 +16,15 @@ from pallas_kernels.chunk_memory.chunk import MemoryChunk
 
 Arrays = tuple[jax.Array, ...]
 
-_TOGETHER = 80 * 64  # numbers of the sums of one loop over tiles, which are held in registers
-_TILE = 16  # of the hidden width: at d = 64 with bfloat16 products hardly a register spills, with wider tiles hundreds of bytes do
+_TOGETHER = 80 * 64  # numbers in the sums of one loop over tiles, which are held in registers
+_TILE = 16  # of the hidden width: with bfloat16 products at d = 64 hardly a register spills; wider tiles spill hundreds of bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """A memory of at most one hidden layer: M(x) = readout(x, W_outer hidden(W_inner x, …)), without one readout(x, W_outer x).
+    """A memory of at most one hidden layer: M(x) = readout(x, W_outer hidden(W_inner x, …)), or readout(x, W_outer x) without one.
 
-    Found by calling `structure.apply`; hidden is a function of each hidden channel by itself.
+    Determined by calling `structure.apply`. `hidden` acts on each hidden channel separately.
     """
 
     structure: Any
@@ -33,7 +33,7 @@ class Layers:
 
     @classmethod
     def of(cls, structure: Any) -> "Layers | None":
-        """None if there are more layers."""
+        """The layers of a structure, or None if there are more."""
         calls = []
         x = jnp.zeros((1, 1), jnp.float32)
 
@@ -65,7 +65,7 @@ class Layers:
 
 
 def _rows(kernel: Any, inputs: Any, outputs: Any, *, warps: int, interpret: Any) -> Any:
-    """A kernel with one program for each row; inputs: a tree of [rows, …]; outputs: the tree of shapes of one row."""
+    """A kernel with one program per row. inputs: a tree of [rows, …]; outputs: the tree of shapes of one row."""
     leaves, tree = jax.tree.flatten(inputs)
     shapes, out_tree = jax.tree.flatten(outputs)
 
@@ -96,16 +96,16 @@ def _rows(kernel: Any, inputs: Any, outputs: Any, *, warps: int, interpret: Any)
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """What both kernels do with a chunk's tokens."""
+    """Operations of both kernels on a chunk's tokens."""
 
     layers: Layers
     objective: Any
     dot: gpu.Product
     count: int  # tiles
-    limits: dict[str, float] | None  # on ‖W‖_F of each weight and momentum before a chunk
+    limits: dict[str, float] | None  # limits on ‖W‖_F of each weight and momentum before a chunk
 
     def part(self, ref: Any, i: Any, name: str, j: Any) -> Any:
-        """Tile j of a weight [chunks, out, in] before chunk i, as an index of its reference."""
+        """Index of tile j of a weight [chunks, out, in] before chunk i in its reference."""
         columns = pl.ds(j * _TILE, _TILE)
         return ref.at[(i, slice(None), columns) if name == self.layers.outer else (i, columns, slice(None))]
 
@@ -121,7 +121,7 @@ class _Step:
         return jax.lax.fori_loop(0, self.count, body, init)
 
     def inner(self, x: list[dict[str, Any]], at: Any, y: list[dict[str, Any]], to: Any) -> list[dict[str, jax.Array]]:
-        """⟨x, y⟩ of each weight and momentum in places `at` and `to`, over the squares of their limits."""
+        """⟨x, y⟩ for each weight and momentum at slots `at` and `to`, divided by the squares of their limits."""
         assert self.limits is not None
         limits = self.limits
 
@@ -136,7 +136,7 @@ class _Step:
         return self.tiles(add, [{name: jnp.zeros((), jnp.float32) for name in part} for part in x])
 
     def change(self, refs: list[dict[str, Any]], i: Any, new: Callable[[int, str, jax.Array, Any], jax.Array]) -> None:
-        """Each tile x of each weight and momentum in place i becomes new(part, name, x, j)."""
+        """Replaces each tile x of each weight and momentum at slot i by new(part, name, x, j)."""
 
         def tile(j: Any, _: None) -> None:
             old = [self.load(part, i, j) for part in refs]
@@ -153,12 +153,12 @@ class _Step:
         return block.key_tile(pl.ds(j * _TILE, _TILE))
 
     def factors(self, z: dict[str, jax.Array], u: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """h, and ∇ of each projection from u = ∇ of h."""
+        """h, and the gradient of each projection from u, the gradient of h."""
         h, pullback = jax.vjp(self.layers.hidden, z)
         return h, pullback(u)[0]
 
     def sums(self, blocks: list["_Block"], term: Callable[["_Block", Any], jax.Array]) -> list[jax.Array]:
-        """Σ over tiles j of term(block, j) [E, value_dim] of each block, in one loop over tiles or, if they are many, one each."""
+        """Σ_j term(block, j) [E, value_dim] over tiles j for each block, in one loop, or one per block if there are many."""
         zeros = [jnp.zeros(block.refs[1].shape[1:], jnp.float32) for block in blocks]
         groups = (
             [list(range(len(blocks)))] if sum(x.size for x in zeros) <= _TOGETHER else [[n] for n in range(len(blocks))]
@@ -188,12 +188,12 @@ class _Step:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """The E tokens of a step. Each use loads them anew: held through the loops over tiles they would fill the registers.
+    """The E tokens of a step. Each use reloads them, because holding them through the loops over tiles would fill the registers.
 
     Attributes:
       refs: k, v [chunks, E, dim] and the weights of their gradients in the next W and S [chunks, 1 or 2, E].
       i: the chunk.
-      g, d: [E, value_dim], where a kernel puts what it has found for them.
+      g, d: [E, value_dim], scratch for the kernel's results on these tokens.
     """
 
     refs: tuple[Any, Any, Any]
@@ -219,12 +219,12 @@ class _Block:
 
 
 def block_tokens(channels: int, dtype: jax.typing.DTypeLike) -> int:
-    """Tokens of a block: few enough that a step of it spills next to nothing at d = 64 and 128 with bfloat16 products."""
+    """Tokens per block, chosen so that a step spills almost nothing at d = 64 and 128 with bfloat16 products."""
     return 64 if _narrow(channels, dtype) else 32
 
 
 def _warps(tokens: dict[str, Any]) -> int:
-    """Four, of which a multiprocessor can hold two programs, unless eight spill less."""
+    """Number of warps: four, so that a multiprocessor can hold two programs, unless eight spill less."""
     k, v, _ = tokens["blocks"][0]
     return 4 if _narrow(max(k.shape[-1], v.shape[-1]), k.dtype) else 8
 
@@ -258,7 +258,7 @@ def _copy(step: _Step, source: dict[str, Any], at: Any, target: dict[str, Any], 
 
 
 def _barrier(interpret: Any) -> None:
-    """All threads of a program have written their part of a state before another reads it."""
+    """Waits until all threads of a program have written their part of a state, before others read it."""
     if not interpret:
         triton.debug_barrier()
 
@@ -271,22 +271,22 @@ def states(
     tokens: dict[str, Any],
     dtype: jax.typing.DTypeLike,
 ) -> tuple[Arrays, Arrays, jax.Array | None]:
-    """The carry before each chunk, [rows, chunks, out, in] each, and after the last, [rows, out, in]; and with limits what each of
-    the carry was multiplied with after each chunk, so that the next begins within them, [rows, chunks, len(carry)].
+    """The carry before each chunk, [rows, chunks, out, in] each, and after the last, [rows, out, in]. With limits, also the factors
+    [rows, chunks, len(carry)] by which the carry was scaled after each chunk so that the next begins within the limits.
 
     Args:
       chunk, limits, interpret, carry: as in `gpu.memory_scan`.
       tokens: `blocks` of (k, v [rows, chunks, E, dim], weights of their gradients in the next W and S [rows, chunks, 1 or 2, E]),
-        and `scales`, what a chunk makes of W in W, of S in W and of S in S, [rows, chunks, 3].
-      dtype: of the tokens, which says how products are taken.
+        and `scales`, a chunk's coefficients of W in W, of S in W and of S in S, [rows, chunks, 3].
+      dtype: dtype of the tokens, which determines the precision of products.
     """
     step, named = _settings(chunk, limits, carry, dtype, interpret)
     outer, inner, dot = step.layers.outer, step.layers.inner, step.dot
     chunks = tokens["scales"].shape[1]
 
     def limit(before: list[dict[str, Any]], at: Any, kept: Any, i: Any) -> None:
-        """Scales the state in a place onto its limits, and keeps the factors of chunk i."""
-        # A square that overflows is over any limit.
+        """Scales the state at slot `at` to its limits, and stores the factors of chunk i."""
+        # A square that overflows exceeds any limit.
         scale = lambda x: jnp.where(x > 1.0, jax.lax.rsqrt(jnp.clip(x, 1.0, 3e38)), 1.0)
         scales = jax.tree.map(scale, step.inner(before, at, before, at))
         flat = [part[name] for part in scales for name in chunk.names]
@@ -357,20 +357,20 @@ def state_cotangents(
     last: Arrays,
     dtype: jax.typing.DTypeLike,
 ) -> tuple[Arrays, Arrays]:
-    """G_i = ext_i + (∂ state_{i+1} / ∂ state_i)ᵀ G_{i+1}: G after each chunk, and before the first; shapes as of `states`.
+    """G_i = ext_i + (∂ state_{i+1} / ∂ state_i)ᵀ G_{i+1}: G after each chunk, and before the first. Shapes as in `states`.
 
     Args:
       chunk, limits, interpret, tokens, dtype: as in `states`.
-      before, kept: what it returned: the carry before each chunk, and with limits what it was multiplied with after each.
-      ext: cotangents of the carry before each chunk, from elsewhere than the next carry.
-      last: of the carry after the last chunk.
+      before, kept: the results of `states`: the carry before each chunk, and with limits the factors after each chunk.
+      ext: cotangents of the carry before each chunk from everything except the next carry.
+      last: cotangents of the carry after the last chunk.
     """
     step, named = _settings(chunk, limits, before, dtype, interpret)
     outer, inner, dot = step.layers.outer, step.layers.inner, step.dot
     chunks = tokens["scales"].shape[1]
 
     def through_limit(states: list[dict[str, Any]], i: Any, after: list[dict[str, Any]], at: Any, kept: Any) -> None:
-        """The transpose of `limit`: what was scaled onto its limit has lost its length."""
+        """The transpose of `limit`: removes the cotangent's component along a state that was scaled to its limit."""
         flat = [kept[at, place] for place in range(len(states) * len(chunk.names))]
         scales = [dict(zip(chunk.names, flat[start:])) for start in range(0, len(flat), len(chunk.names))]
 
@@ -395,7 +395,7 @@ def state_cotangents(
 
         def advance(t: Any, _: None) -> None:
             i = chunks - 1 - t
-            # g = ∇ℓ of W_outer h and its cotangent's image d = ∂g/∂out ᵀ dg pass through memory: held in registers, they spill.
+            # g = ∇ℓ of W_outer h and d = ∂g/∂out ᵀ dg pass through memory, because they would spill if held in registers.
             blocks = [_Block(refs, i, *kept) for refs, kept in zip(tokens["blocks"], scratch)]
             a, s, beta = (tokens["scales"][i, place] for place in range(3))
             outs = step.outs(blocks, weights, i)
@@ -407,12 +407,12 @@ def state_cotangents(
                 return step.load(weights, i, j), [step.load(part, i, j) for part in after]
 
             def weighted(block: _Block, later: list[dict[str, jax.Array]], name: str, x: jax.Array, axis: int) -> Any:
-                """What the cotangents of the next W and S make of one factor x of a weight's gradients."""
+                """Applies the cotangents of the next W and S to one factor x of a weight's gradients."""
                 parts = [weight * dot(x, part[name], 1, axis) for part, weight in zip(later, block.weights)]
                 return functools.reduce(jnp.add, parts)
 
             def through(block: _Block, w: Any, later: Any) -> Any:
-                """(h, ∇ of the projections) with their transpose, and the cotangents of the latter."""
+                """(h, gradients of the projections) with their transpose, and the cotangents of these gradients."""
                 primal = jax.vjp(step.factors, step.projections(block, w), dot(block.g[...], w[outer], 1, 0))
                 return primal, {name: weighted(block, later, name, block.k, 1) for name in inner}
 
@@ -455,7 +455,7 @@ def state_cotangents(
                 pl.when(i > 0)(functools.partial(put, after, i - 1))
                 pl.when(i == 0)(functools.partial(put, first, 0))
 
-            # One after the other, though both need the same factors: together they spill.
+            # One after the other, although both need the same factors, because together they spill.
             for names in ((outer,), inner) if inner else ((outer,),):
                 step.tiles(functools.partial(write, names), None)
             _barrier(interpret)

@@ -1,9 +1,9 @@
-"""A block of tokens of a memory written by Muon, of matrices alone: what the TPU kernel runs for each block.
+"""A block of tokens of a memory written by Muon, with matrix operations only. The TPU kernel runs it per block.
 
     S_t = θ_t S_{t−1} − Σ_{j<c} γ_{t,j} ∇ℓ(M_{t'}; k_{t−j}, v_{t−j})        M_t = α_t M_{t−1} + η_t NS(S_t)
 
-Newton–Schulz is not linear, so there is no dual form: the momenta of a block's writing tokens are formed, a few matrices at a time,
-and orthogonalized together, so that their products do not wait for each other. A read needs no M_t of its own:
+Newton–Schulz is not linear, so there is no dual form. The momenta of a block's writing tokens are formed and orthogonalized a few
+matrices at a time, so that their products do not wait for each other. A read does not need M_t itself:
 
     M_t h = a_t M_0 h + Σ_{j ≤ t} P[t,j] η_j NS(S_j) h        P[t,j] = α_{j+1} … α_t
 """
@@ -25,21 +25,21 @@ from pallas_kernels.chunk_memory.gates import window_weights
 from pallas_kernels.newton_schulz import forms
 from pallas_kernels.newton_schulz.reference import Triple
 
-# Of a block's writes orthogonalized at a time, in a loop: what is written out takes long to compile, and exact products keep a
-# matrix unit busy with the products of few matrices.
+# Number of writes orthogonalized at a time, in a loop. Unrolled code takes long to compile, and exact products keep a matrix unit
+# busy with only a few matrices.
 _TOGETHER, _TOGETHER_BACKWARD = 2, 1
 
 Matrices = tuple[jax.Array, ...]
 
 
 def writes(numbers: int) -> int:
-    """Writes of a block of a memory with so many numbers in its weights: the momentum and the update of each are on chip."""
+    """Writes per block of a memory with `numbers` weights. The momentum and the update of each write are on chip."""
     return 8 if numbers <= 2**17 else 4
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def orthogonalized(triples: tuple[Triple, ...], matrices: Matrices) -> Matrices:
-    """Newton–Schulz of matrices that have no more rows than columns, by the form with fewer operations."""
+    """Newton–Schulz of matrices with rows ≤ columns, in the form with fewer operations."""
     run = lambda group: forms.forward(group, triples, _form(triples, matrices), HIGHEST)
     return _in_groups(run, _TOGETHER, matrices)
 
@@ -57,7 +57,7 @@ orthogonalized.defvjp(_orthogonalized_forward, _orthogonalized_backward)
 
 
 def _in_groups(run: Callable[..., Any], together: int, *lists: Matrices) -> Matrices:
-    """run(matrices[, …]) → matrices of all matrices, so many at a time. The loop's arrays are scratch: their index is dynamic."""
+    """Applies run(matrices[, …]) → matrices to groups of `together` matrices. The loop's arrays are scratch."""
     count = len(lists[0])
     if count <= together:
         return tuple(run(*lists))
@@ -86,16 +86,16 @@ def _form(triples: tuple[Triple, ...], matrices: Matrices) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class MuonChunk:
-    """A `chunk_scan.Chunk`; its chunks are the blocks of a memory's chunk.
+    """A `chunk_scan.Chunk` whose chunks are the blocks of a memory's chunk.
 
-    Carry: M_{t'} by name, then the carry of `memory`. Inputs: as those of `memory`, with one more row of gates, which is 1 in the
+    Carry: M_{t'} by name, then the carry of `memory`. Inputs: those of `memory`, with one more row of gates, which is 1 for the
     tokens of a block that begins a chunk. m is a multiple of `every`.
 
     Attributes:
       memory: the chunk of the same memory without Newton–Schulz, with momentum.
-      triples: of Newton–Schulz, one a step.
-      every: the memory is written once in so many tokens.
-      newton_schulz: of matrices that have no more rows than columns; None: on chip, inside the kernel that runs this.
+      triples: coefficients of Newton–Schulz, one triple per step.
+      every: the memory is written once every `every` tokens.
+      newton_schulz: function for matrices with rows ≤ columns. None runs it on chip, inside the kernel that runs this chunk.
     """
 
     memory: MemoryChunk
@@ -132,7 +132,7 @@ class MuonChunk:
 
         products = decay_products(theta)
         beta = from_start(theta, products)
-        D = -real * product(gamma, products, 1, 1)  # [E, m]: of each token's gradient in each token's S
+        D = -real * product(gamma, products, 1, 1)  # [E, m]: coefficient of each token's gradient in each token's S
         pairwise = (iota(m, 0) >= iota(m, 1)).astype(jnp.float32) if alpha is None else decay_products(alpha)
         a = None if alpha is None else from_start(alpha, pairwise)
         writers = range(self.every - 1, m, self.every)

@@ -1,4 +1,4 @@
-"""The chunkwise recurrence of a memory token by token, with gradients of its weights: the definition."""
+"""The definition of a memory's chunkwise recurrence: token by token, with explicit gradients of its weights."""
 
 from typing import Any
 
@@ -26,11 +26,11 @@ def chunk_memory(
     step_bound: float | None,
     norm_bound: float | None,
 ) -> tuple[jax.Array, Weights, Weights | None]:
-    """As `api.chunk_memory`, one token after another; gates by name, those without effect given too."""
+    """`api.chunk_memory`, one token after another. Gates by name, including those without effect."""
     matmul = lambda w: lambda name, h: jnp.matmul(h, w[name].T, precision=jax.lax.Precision.HIGHEST)
 
     def gradient(w: Weights, k: jax.Array, v: jax.Array) -> tuple[Weights, jax.Array]:
-        """∇ℓ, and the fall of the loss on the way to the target, to first order."""
+        """∇ℓ, and the first-order decrease of the loss down to the target."""
         out = lambda w: structure.apply(matmul(w), k[None], k[None], None)
         loss = lambda out: objective.loss(out, v[None], None)[0]
         fall = jnp.maximum(jnp.sum(jax.grad(loss)(out(w)) * (out(w) - v)), 0.0)
@@ -47,7 +47,7 @@ def chunk_memory(
         c = gates["window"].shape[-1]
 
         def bounded(size: Any, w: Weights, s: Weights | None, start: Weights, t: Any, g: Weights, fall: Any) -> Any:
-            """η' of η, see `bound`; fall: a_t, and n_t."""
+            """η' from η, see `bound`. fall: a_t and n_t."""
             assert step_bound is not None
             a, n = fall
             inner = lambda x, y: jax.tree.reduce(jnp.add, jax.tree.map(lambda x, y: jnp.sum(x * y), x, y))

@@ -1,4 +1,4 @@
-"""The delta rule over whole sequences: checks, layout, and the implementations."""
+"""The delta rule over whole sequences: checks, layout, and choice of the implementation."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from pallas_kernels.delta_rule.chunk import DeltaRuleChunk
 from pallas_kernels.layout import from_chunks, gates_to_chunks, to_chunks
 
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
-MOST_CHANNELS = 256  # of keys and values
+MOST_CHANNELS = 256  # maximum for keys and values
 _DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -31,22 +31,22 @@ def delta_rule(
     """W_t = α_t W_{t−1} + β_t (v_t − α_t W_{t−1} k_t) k_tᵀ and y_t = W_t q_t (Yang et al. 2024; gated: 2412.06464), block-parallel.
 
     Args:
-      q, k: [batch, time, heads, key_dim], float32 or bfloat16; kernels serve key_dim and value_dim up to 256.
-      v: [batch, time, heads, value_dim], of the same dtype.
+      q, k: [batch, time, heads, key_dim], float32 or bfloat16. Kernels support key_dim and value_dim up to 256.
+      v: [batch, time, heads, value_dim], in the same dtype.
       beta: β, [batch, time, heads].
-      decay: α in [0, 1], [batch, time, heads]; None: 1.
-      initial: W before the first token, [batch, heads, value_dim, key_dim]; None: zero.
-      chunk_size: tokens of a block, a power of two ≥ 8; does not change the result.
-      implementation: "pallas_tpu": a kernel that keeps W on chip for the whole sequence and computes again what its backward pass
-        needs; "pallas_gpu": a kernel that takes W over chunks of at most 64 tokens between kernels of single chunks, W before each
-        in device memory (neither has a forward-mode derivative); "reference": token by token.
-      interpret: as `pallas_call` takes it.
+      decay: α in [0, 1], [batch, time, heads]. None means 1.
+      initial: W before the first token, [batch, heads, value_dim, key_dim]. None means zero.
+      chunk_size: tokens per block, a power of two ≥ 8. It does not affect the result.
+      implementation: "pallas_tpu" is a kernel that keeps W on chip for the whole sequence and recomputes in its backward pass.
+        "pallas_gpu" has kernels for single chunks of at most 64 tokens, and between them one that carries W from chunk to chunk and
+        stores it before each chunk in device memory. Neither has a forward-mode derivative. "reference" computes token by token.
+      interpret: passed to `pallas_call`.
 
     Returns:
-      y [batch, time, heads, value_dim], of q's dtype, and the last W, float32.
+      y [batch, time, heads, value_dim], in q's dtype, and the last W, float32.
 
     Raises:
-      ValueError: shapes that do not fit, other dtypes, or an implementation or a chunk size that does not exist.
+      ValueError: wrong shapes or dtypes, or an unknown implementation or chunk size.
     """
     batch, time, heads, key_dim = q.shape if q.ndim == 4 else (0, 0, 0, 0)
     value_dim = v.shape[-1]
@@ -76,7 +76,9 @@ def delta_rule(
     if chunk_size < 8 or chunk_size & (chunk_size - 1):
         raise ValueError(f"delta_rule: chunk_size={chunk_size}, should be a power of two ≥ 8.")
     if max(key_dim, value_dim) > MOST_CHANNELS:
-        raise ValueError(f"delta_rule: kernels serve head dimensions up to {MOST_CHANNELS}, q {q.shape}, v {v.shape}.")
+        raise ValueError(
+            f"delta_rule: kernels support head dimensions up to {MOST_CHANNELS}, q {q.shape}, v {v.shape}."
+        )
     if implementation == "pallas_gpu":
         return gpu.delta_rule(q, k, v, beta, decay, initial, chunk_size, interpret)
     gates = gates_to_chunks([(beta, 0.0)] if decay is None else [(beta, 0.0), (decay, 1.0)], chunk_size)

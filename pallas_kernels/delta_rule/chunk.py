@@ -1,4 +1,4 @@
-"""One chunk of the (gated) delta rule in WY form, of matrices alone: what the TPU kernel runs for each chunk.
+"""One chunk of the (gated) delta rule in WY form, with matrix operations only. The TPU kernel runs it per chunk.
 
     W_t = α_t W_{t−1} + u_t k_tᵀ,   u_t = β_t (v_t − α_t W_{t−1} k_t),   y_t = W_t q_t
 
@@ -7,7 +7,7 @@ With A_t = α_1 … α_t, P[t,i] = α_{i+1} … α_t and the memory W_0 before t
     (I + diag(β) (P ∘ K Kᵀ)_{t>i}) U = β ⊙ (V − A ⊙ K W_0ᵀ)
     Y = A ⊙ Q W_0ᵀ + (P ∘ Q Kᵀ)_{t≥i} U        W_end = A_end W_0 + (P[end, ·]ᵀ ⊙ U)ᵀ K
 
-Decays are products, not quotients: exact at α = 0. The system is inverted by halves (`unit_lower_inverse`).
+Decays are products, not quotients, so they are exact at α = 0. The system is inverted by `unit_lower_inverse`.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ from pallas_kernels.blocks import (
 class DeltaRuleChunk:
     """A `chunk_scan.Chunk`: carry (W [value_dim, key_dim],); inputs q, k [m, key_dim], v [m, value_dim] and the gates [n, m].
 
-    The gates are the rows β and, gated, α. m is a power of two; padding has β = 0 and α = 1. `precision` is that of products with
-    q, k, v and W.
+    The rows of the gates are β and, for the gated rule, α. m is a power of two; padding has β = 0 and α = 1. `precision` is that of
+    products with q, k, v and W.
     """
 
     gated: bool

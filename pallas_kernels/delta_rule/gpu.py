@@ -1,11 +1,11 @@
-"""The delta rule on GPUs: what needs no memory for all chunks at once, the memory from chunk to chunk, and all reads at once.
+"""The delta rule on GPUs, in three steps: the parts of all chunks that do not depend on the memory, the memory, and all reads.
 
-In the terms of `chunk.py`, with T = (I + diag(β) (P ∘ K Kᵀ)_{t>i})⁻¹ the system of a chunk is affine in the memory before it,
+In the notation of `chunk.py`, with T = (I + diag(β) (P ∘ K Kᵀ)_{t>i})⁻¹, a chunk is affine in the memory before it,
 
     U = T (β ⊙ V) − T (β ⊙ A ⊙ K) W_0ᵀ      W_end = A_end W_0 + Uᵀ (P[end, ·] ⊙ K)
 
-so only this recurrence is sequential (`state_pass`); `prepare` and `read` are kernels of single chunks. The backward pass keeps
-T, the memory before each chunk, U and what the state pass read.
+so only this recurrence is sequential (`state_pass`). `prepare` and `read` are kernels for single chunks. For the backward pass T,
+the memory before each chunk, U and the inputs of the state pass are kept.
 """
 
 import functools
@@ -20,7 +20,7 @@ from pallas_kernels.delta_rule.state_pass import state_pass
 from pallas_kernels.delta_rule.tiles import Chunks
 from pallas_kernels.gpu import padded
 
-# Tokens of a chunk: as many as the kernels have registers for.
+# Tokens per chunk, limited by the kernels' registers.
 _MOST_TOKENS = {"bfloat16": 64, "float32": 32}
 
 
@@ -28,7 +28,7 @@ def delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, decay: jax.Array | None, initial: jax.Array,
     chunk_size: int, interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """As `api.delta_rule`, of checked arguments."""
+    """`api.delta_rule` for checked arguments."""
     (batch, time, heads, key_dim), value_dim = q.shape, v.shape[-1]
     size = min(max(chunk_size, 16), _MOST_TOKENS[str(q.dtype)], padded(time))
     keys, values = padded(key_dim), padded(value_dim)

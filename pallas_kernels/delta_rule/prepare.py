@@ -1,9 +1,9 @@
-"""Kernels of what a chunk of the delta rule does not need the memory for: U = V̂ − K̂ W_0ᵀ and W_end = γ W_0 + Uᵀ C.
+"""Kernels for the parts of a chunk of the delta rule that do not depend on the memory: U = V̂ − K̂ W_0ᵀ, W_end = γ W_0 + Uᵀ C.
 
     T = (I + L)⁻¹,  L = diag(β) (P ∘ K Kᵀ)_{t>i}      V̂ = T (β ⊙ V)   K̂ = T (β ⊙ A ⊙ K)   C = P[end, ·] ⊙ K   γ = A_end
 
-in the terms of `chunk.py`; without decay C is K and γ is 1. T is found in blocks of 16 tokens, by halves within a block and
-T_ij = −T_ii Σ_k L_ik T_kj between them.
+in the notation of `chunk.py`. Without decay C is K and γ is 1. T is computed in blocks of 16 tokens: recursively within a block,
+and as T_ij = −T_ii Σ_k L_ik T_kj between blocks.
 """
 
 from typing import Any
@@ -17,13 +17,13 @@ from pallas_kernels import gpu
 from pallas_kernels.blocks import iota
 from pallas_kernels.delta_rule.tiles import Chunks, decays, from_ends, from_products, given, last, parts, wide
 
-_BLOCK = 16  # the least that products take
+_BLOCK = 16  # smallest size of a product
 
 
 def prepare(
     chunks: Chunks, k: jax.Array, v: jax.Array, beta: jax.Array, decay: jax.Array | None, interpret: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """V̂, K̂ and C [batch, time, heads, …], T and γ [batch · heads, chunks, …], from k, v and gates; γ: None without decay."""
+    """V̂, K̂ and C [batch, time, heads, …], T and γ [batch · heads, chunks, …], from k, v and gates. γ is None without decay."""
     dtype, m, keys, values = k.dtype, chunks.size, parts(k.shape[-1], k.dtype), parts(v.shape[-1], k.dtype)
     product, exact = gpu.products(dtype, interpret), gpu.products(jnp.float32, interpret)
     gated = decay is not None
@@ -77,9 +77,10 @@ def prepare_backward(
 
     Args:
       k, v, beta, decay, t: inputs and T of `prepare`.
-      u, du: U and its cotangent, which is V̂'s.
-      x, dx: the memory before a chunk and the cotangent of that after it: of K̂ is −dU X, of C is U dX, of γ is ⟨X, dX⟩.
-      dk: what k's cotangent has from elsewhere.
+      u, du: U and its cotangent, which is also that of V̂.
+      x, dx: the memory before a chunk and the cotangent of the memory after it. The cotangents of K̂, C and γ are −dU X, U dX and
+        ⟨X, dX⟩.
+      dk: contribution to k's cotangent from elsewhere.
     """
     dtype, m, gated = k.dtype, chunks.size, decay is not None
     keys, values = (parts(x.shape[-1], dtype, narrow=gated) for x in (k, v))
@@ -90,12 +91,12 @@ def prepare_backward(
         alpha_refs, refs = refs[:gated], refs[gated:]
         t_ref, x_ref, dx_ref, dk_ref, dv_ref, dbeta_ref, *dalpha_refs = refs
         beta = beta_ref[...]
-        # Computed where they are used, or registers would spill.
+        # Computed where they are used, because registers would spill otherwise.
         again = lambda: decays(alpha_refs[0][...]) if gated else None
         d = again()
         scale, start, end = (beta, None, None) if d is None else (beta * d.start, d.start, d.end)
         width = min(keys.channels, keys.size)
-        # dU X, which is −dK̂, and U dX, which is dC, of some channels of keys.
+        # dU X, which is −dK̂, and U dX, which is dC, for some of the key channels.
         removed = lambda part: values.total(lambda c: product(du_ref[:, c], x_ref[c, part], 1, 0), m, width)
         written = lambda part: values.total(lambda c: product(u_ref[:, c], dx_ref[c, part], 1, 0), m, width)
 
@@ -156,8 +157,8 @@ def _lower(beta: jax.Array, similarity: jax.Array, p: jax.Array | None) -> jax.A
 
 
 def _invert(ref: Any, exact: gpu.Product, interpret: Any) -> None:
-    """L in memory becomes T. Blocks are read from memory, because values cannot be cut."""
-    # All warps of the program must see what one wrote, before they read it or write over it.
+    """Replaces L in memory by T. Blocks are read from memory, because values cannot be sliced."""
+    # All warps of the program must see what one wrote before they read or overwrite it.
     barrier = (lambda: None) if interpret else triton.debug_barrier
     size = ref.shape[0]
     rows = lambda i: pl.ds(pl.multiple_of(i * _BLOCK, _BLOCK), _BLOCK)
@@ -184,7 +185,7 @@ def _invert(ref: Any, exact: gpu.Product, interpret: Any) -> None:
 
 
 def _inverse_by_halves(lower: jax.Array, exact: gpu.Product) -> jax.Array:
-    """As `blocks.unit_lower_inverse`."""
+    """The algorithm of `blocks.unit_lower_inverse`."""
     size = lower.shape[0]
     row, column = iota(size, 0), iota(size, 1)
 

@@ -1,4 +1,4 @@
-"""Kernels of the reads of a chunk of the delta rule: Y = A ⊙ Q W_0ᵀ + (P ∘ Q Kᵀ)_{t≥i} U, in the terms of `chunk.py`."""
+"""Kernels for the reads of a chunk of the delta rule: Y = A ⊙ Q W_0ᵀ + (P ∘ Q Kᵀ)_{t≥i} U, in the notation of `chunk.py`."""
 
 from typing import Any
 
@@ -85,7 +85,7 @@ def read_backward(
         values.each(of_values)
         dstart = keys.each(of_keys, jnp.zeros((m,), jnp.float32))
         if d is not None:
-            d = decays(alpha_refs[0][...])  # once more: kept from the start, they would spill registers
+            d = decays(alpha_refs[0][...])  # recomputed, because keeping them from the start would spill registers
             dalpha_refs[0][...] = from_products(d, dproducts, product) + from_ends(d, dstart, None)
 
     found = chunks.call(

@@ -1,4 +1,4 @@
-"""The (gated) delta rule token by token: the definition."""
+"""The definition of the (gated) delta rule, token by token."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 def delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, decay: jax.Array | None, initial: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """W_t = α_t W_{t−1} + β_t (v_t − α_t W_{t−1} k_t) k_tᵀ, y_t = W_t q_t; shapes as in `api.delta_rule`."""
+    """W_t = α_t W_{t−1} + β_t (v_t − α_t W_{t−1} k_t) k_tᵀ, y_t = W_t q_t. Shapes as in `api.delta_rule`."""
     alpha = jnp.ones_like(beta) if decay is None else decay
     matmul = lambda w, x: jnp.einsum("bhvd,bhd->bhv", w, x, precision=jax.lax.Precision.HIGHEST)
 

@@ -1,4 +1,4 @@
-"""The recurrence of the delta rule's memory over chunks as one GPU kernel, forwards and backwards.
+"""The recurrence of the delta rule's memory over chunks as one GPU kernel, forward and backward.
 
     Z_i = A_i − B_i X_iᵀ        X_{i+1} = γ_i X_i + D_i + Z_iᵀ C_i
 
@@ -6,8 +6,8 @@ With cotangents E_i of X_i, F_i of Z_i and G_n of the last X, the same recurrenc
 
     dZ_i = F_i + C_i G_{i+1}ᵀ   G_i = γ_i G_{i+1} + E_i − dZ_iᵀ B_i
 
-and the cotangents of the inputs are products of single chunks: dA = dZ, dB = −dZ X, dC = Z G_{i+1}, dγ = ⟨X, G_{i+1}⟩. A program
-walks all chunks of a head with a block of X's rows in registers; it needs no other.
+and the cotangents of the inputs are products within single chunks: dA = dZ, dB = −dZ X, dC = Z G_{i+1}, dγ = ⟨X, G_{i+1}⟩. A
+program processes all chunks of a head with a block of X's rows in registers, and does not need the other rows.
 """
 
 from typing import Any
@@ -28,18 +28,19 @@ def state_pass(
     """X before each step, Z of each chunk and the last X.
 
     Args:
-      chunks: of the tokens; sizes of chunks and channels are powers of two ≥ 16.
+      chunks: the chunks of the tokens. Sizes of chunks and channels are powers of two ≥ 16.
       a: A, [batch, time, heads, value_dim], float32 or bfloat16.
-      b, c: B and C, [batch, time, heads, key_dim], of a's dtype.
-      d: D, [batch · heads, chunks, value_dim, key_dim], of a's dtype; None: 0.
-      decay: γ, float32 [batch · heads, chunks]; None: 1.
+      b, c: B and C, [batch, time, heads, key_dim], in a's dtype.
+      d: D, [batch · heads, chunks, value_dim, key_dim], in a's dtype. None means 0.
+      decay: γ, float32 [batch · heads, chunks]. None means 1.
       first: X before the first step, float32 [batch · heads, value_dim, key_dim].
-      interpret: as `pallas_call` takes it.
-      reverse: walks the chunks backwards with −B and −C: with (F, C, B, E, γ, G_n) for (a, b, c, d, decay, first) it gives G_{i+1},
-        dZ and dX_0.
+      interpret: passed to `pallas_call`.
+      reverse: processes the chunks in reverse with −B and −C. With (F, C, B, E, γ, G_n) for (a, b, c, d, decay, first) this gives
+        G_{i+1}, dZ and dX_0.
 
     Returns:
-      X [batch · heads, chunks, value_dim, key_dim] and Z, as a, in a's dtype, in which products read them; the last X, as first.
+      X [batch · heads, chunks, value_dim, key_dim] and Z (like a), in a's dtype, in which products read them; the last X, like
+      first.
     """
     dtype, m = a.dtype, chunks.size
     product = gpu.products(dtype, interpret)
@@ -101,6 +102,6 @@ def state_pass(
 
 
 def _block(key_dim: int, value_dim: int, dtype: Any) -> tuple[int, int, int]:
-    """Rows of X in one program, its columns in one product, and the program's warps: no spilled register on sm_90a."""
+    """Rows of X per program, its columns per product, and warps per program, chosen so that no register spills on sm_90a."""
     rows, columns = (32, 64) if dtype == jnp.bfloat16 else (16, 32)
     return min(value_dim, rows), min(key_dim, columns), 4

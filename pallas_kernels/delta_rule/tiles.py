@@ -1,4 +1,4 @@
-"""What the delta rule's kernels of single chunks share: their grid, and the gates of a chunk."""
+"""Code shared by the delta rule's kernels for single chunks: their grid, and the gates of a chunk."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from pallas_kernels.blocks import iota
 class Chunks:
     """The chunks of `size` tokens of arrays of tokens [batch, time, heads, channels] and of states [batch · heads, chunks, …].
 
-    One program for each chunk of each head; time is a multiple of `size`.
+    There is one program for each chunk of each head. time is a multiple of `size`.
     """
 
     heads: int
@@ -48,13 +48,13 @@ class Chunks:
         interpret: Any,
         name: str,
     ) -> tuple[jax.Array, ...]:
-        """Runs a kernel of (references to tokens, to states, to the outputs in this order), one chunk of each.
+        """Runs a kernel whose arguments are references to one chunk of the tokens, the states and the outputs, in this order.
 
         Args:
           kernel, tokens, states: the kernel and its inputs.
-          token_outputs: (channels, dtype) of each; None for channels: a number for each token.
+          token_outputs: (channels, dtype) of each. None for channels means one number per token.
           state_outputs: (shape of one chunk, dtype) of each.
-          warps, interpret, name: of the kernel.
+          warps, interpret, name: options of the kernel.
         """
         count = len(tokens)
 
@@ -81,25 +81,25 @@ class Chunks:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Channels in parts of `size`, a product's each: more of them at once spill registers."""
+    """Channels in parts of `size`, one product per part. Larger parts would spill registers."""
 
     channels: int
     size: int
 
     def each(self, step: Callable[[Any, Any], Any], carry: Any = None) -> Any:
-        """The carry after `step(slice, carry)` of every part."""
+        """The carry after `step(slice, carry)` for every part."""
         if self.channels <= self.size:
             return step(pl.ds(0, self.channels), carry)
         part = lambda i: pl.ds(pl.multiple_of(i * self.size, self.size), self.size)
         return jax.lax.fori_loop(0, self.channels // self.size, lambda i, carry: step(part(i), carry), carry)
 
     def total(self, function: Callable[[Any], jax.Array], *shape: int) -> jax.Array:
-        """Σ function(slice) of a shape."""
+        """Σ function(slice), of the given shape."""
         return self.each(lambda part, sum: sum + function(part), jnp.zeros(shape, jnp.float32))
 
 
 def parts(channels: int, dtype: Any, *, narrow: bool = False) -> Parts:
-    """As wide as registers allow, half of it for a kernel that holds more. A loop of two parts holds fewer than none."""
+    """Parts as wide as registers allow, or half as wide if `narrow`. A loop over two parts uses fewer registers than no loop."""
     widest = 64 if dtype == jnp.bfloat16 else 32
     return Parts(channels, 16 if channels <= 32 else widest // 2 if narrow else widest)
 
@@ -113,7 +113,7 @@ def wide(x: jax.Array) -> jax.Array:
 
 
 def last(x: jax.Array) -> jax.Array:
-    """The last entry of [m]."""
+    """The last entry of x [m]."""
     place = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
     return jnp.sum(jnp.where(place == x.shape[0] - 1, x, 0.0))
 
@@ -122,7 +122,7 @@ def last(x: jax.Array) -> jax.Array:
 class Decays:
     """α of a chunk of m tokens and its products.
 
-    alpha [m] · products: P [m, m], P[t,i] = α_{i+1} … α_t · start: A [m], A_t = α_0 … α_t · end [m]: P's last row.
+    alpha: α, [m]. products: P, [m, m], P[t,i] = α_{i+1} … α_t. start: A, [m], A_t = α_0 … α_t. end: P's last row, [m].
     """
 
     alpha: jax.Array
@@ -139,12 +139,12 @@ def decays(alpha: jax.Array) -> Decays:
 
 
 def from_products(decays: Decays, dproducts: jax.Array, product: gpu.Product) -> jax.Array:
-    """α's cotangent [m] from that of P, zero above the diagonal: Σ_{s≥t>i} P[s,t] dP[s,i] P[t−1,i], no quotients."""
+    """α's cotangent [m] from that of P (zero above the diagonal), without quotients: Σ_{s≥t>i} P[s,t] dP[s,i] P[t−1,i]."""
     return jnp.sum(product(decays.products, dproducts, 0, 0) * _before(decays.alpha), axis=1)
 
 
 def from_ends(decays: Decays, dstart: jax.Array, dend: jax.Array | None) -> jax.Array:
-    """α's cotangent [m] from those of A and of P's last row: as `from_products`, of one column and one row of dP."""
+    """α's cotangent [m] from those of A and of P's last row: `from_products` for one column and one row of dP."""
     first, before = _first_entry(decays.alpha), _before(decays.alpha)
     place = jax.lax.broadcasted_iota(jnp.int32, dstart.shape, 0)
     dalpha = first * jnp.sum(decays.products * dstart[:, None], axis=0) * _first_column(before)
@@ -159,7 +159,7 @@ def _before(alpha: jax.Array) -> jax.Array:
 
 
 def _products(alpha: jax.Array, offset: int) -> jax.Array:
-    """α_{i+1+offset} … α_t for t ≥ i + offset, else 0. Sums of logarithms that begin anew in each column: none of them cancels."""
+    """α_{i+1+offset} … α_t for t ≥ i + offset, else 0. Sums of logarithms restart in each column, so that none of them cancels."""
     row, column = iota(alpha.shape[0], 0), iota(alpha.shape[0], 1) + offset
     logs = jnp.where(alpha > 0.0, jnp.log(jnp.where(alpha > 0.0, alpha, 1.0)), -jnp.inf)
     sums = jnp.cumsum(jnp.where(row > column, logs[:, None], 0.0), axis=0)

@@ -1,4 +1,4 @@
-"""Newton–Schulz: which form and which implementation, derivatives, batching."""
+"""Newton–Schulz: choice of form and implementation, derivatives, and batching."""
 
 import functools
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from pallas_kernels.newton_schulz.reference import newton_schulz as definition
 
 _KERNELS = {"pallas_tpu": tpu, "pallas_gpu": gpu}
 IMPLEMENTATIONS = ("xla", *_KERNELS)
-MOST_ROWS, MOST_COLUMNS = 256, 1024  # of kernels, the shorter side and the longer
+MOST_ROWS, MOST_COLUMNS = 256, 1024  # maximum of the shorter and the longer side in kernels
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -29,26 +29,26 @@ def newton_schulz(
     precision: jax.lax.Precision = _HIGHEST,
     interpret: Any = False,
 ) -> jax.Array:
-    """Newton–Schulz of each matrix in a batch: X ← a X + (b A + c A²) X with A = X Xᵀ from X = S / (‖S‖_F + ε) (A Eq. 57, §5).
+    """Newton–Schulz of each matrix in a batch: X ← a X + (b A + c A²) X with A = X Xᵀ from X = S / (‖S‖_F + ε) (Muon; A §5).
 
     Args:
-      s: [..., rows, columns], floating point. Iterated on the side with fewer rows.
-      steps: number of steps, ≥ 0; 0 only normalizes. Rounding in the null space grows by the first coefficient at each
-        step, so results of different machines agree only for about 7 steps with the standard schedule.
-      schedule: triples (a, b, c), one a step; the last one repeats.
-      form: "direct", as written; "gram", on S Sᵀ alone, with half the operations at columns = 4 rows, good to 3e-4
-        after five steps, and refused beyond seven; None: the one with fewer operations.
-      implementation: "xla"; "pallas_tpu", one kernel that keeps a matrix on chip for all steps, forward and backward;
-        "pallas_gpu", one kernel whose matrices lie in caches, in tiles. Kernels have no forward-mode derivative.
-      precision: of the products of kernels and of the Gram form. A TPU's default, and that of "pallas_gpu", rounds their inputs to
-        bfloat16, which is noise where S has a small rank; otherwise "pallas_gpu" multiplies in three passes of TF32.
-      interpret: run the kernel's Python on any machine (for tests), as `pallas_call` takes it.
+      s: [..., rows, columns], floating point. A matrix with more rows than columns is transposed for the iteration.
+      steps: number of steps, ≥ 0; 0 only normalizes. Rounding errors in the null space grow by the first coefficient in each step,
+        so results of different machines agree only for about 7 steps with the standard schedule.
+      schedule: triples (a, b, c), one per step; the last one repeats.
+      form: "direct" iterates as written. "gram" iterates on S Sᵀ, with half the operations at columns = 4 rows; it is accurate to
+        3e-4 after five steps, and an error beyond seven. None takes the one with fewer operations.
+      implementation: "xla"; "pallas_tpu", one kernel that keeps a matrix on chip for all steps, forward and backward; "pallas_gpu",
+        one kernel that works in tiles on matrices in caches. Kernels have no forward-mode derivative.
+      precision: precision of the products in kernels and in the Gram form. The default of a TPU and of "pallas_gpu" rounds their
+        inputs to bfloat16, which gives noise where S has a small rank. Otherwise "pallas_gpu" multiplies in three passes of TF32.
+      interpret: runs the kernel's Python on any machine, for tests; passed to `pallas_call`.
 
     Returns:
       An array of the shape of `s`, float32 (float64 for float64 input and "xla"). A zero matrix gives zero, with derivative zero.
 
     Raises:
-      ValueError: a form or an implementation that does not exist, or that cannot do these sizes, dtype or steps.
+      ValueError: an unknown form or implementation, or one that does not support these sizes, dtype or number of steps.
     """
     triples = coefficients(schedule, steps)
     rows, columns = sorted(s.shape[-2:])
@@ -74,7 +74,7 @@ def _choose_form(form: str | None, rows: int, columns: int, steps: int) -> str:
     if form not in FORMS:
         raise ValueError(f"newton_schulz: form={form!r}, should be one of {FORMS}.")
     if form == "gram" and steps > GRAM_STEPS:
-        raise ValueError(f"newton_schulz: form='gram' is exact enough for at most {GRAM_STEPS} steps, got {steps}.")
+        raise ValueError(f"newton_schulz: form='gram' is accurate enough for at most {GRAM_STEPS} steps, got {steps}.")
     return form
 
 

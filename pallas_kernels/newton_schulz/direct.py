@@ -1,4 +1,4 @@
-"""Newton–Schulz as it is written, and its backward pass, for lists of matrices [d, n] with d ≤ n. One source for all kernels."""
+"""The direct form of Newton–Schulz and its backward pass, for lists of matrices [d, n] with d ≤ n. Shared by all kernels."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from pallas_kernels.newton_schulz.reference import EPSILON, Triple
 
 
 def _norm(s: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """‖S‖ [1, 1], 1 where S is zero, and whether it is not."""
+    """‖S‖ [1, 1], or 1 if S is zero, and whether S is nonzero."""
     square = jnp.sum(jnp.sum(s * s, axis=1, keepdims=True), axis=0, keepdims=True)
     nonzero = square > 0
     return jnp.sqrt(jnp.where(nonzero, square, 1.0)), nonzero
@@ -19,7 +19,7 @@ def _norm(s: jax.Array) -> tuple[jax.Array, jax.Array]:
 def forward(
     dot: Dot, dot_t: Dot, matrices: Sequence[jax.Array], triples: Sequence[Triple]
 ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-    """NS of each matrix, and X_0, X_1, … before each step.
+    """NS of each matrix, and X_0, X_1, …, the iterates before each step.
 
     Args:
       dot: (x, y) → x y; dot_t: (x, y) → x yᵀ.

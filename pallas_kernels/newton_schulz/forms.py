@@ -1,4 +1,4 @@
-"""Both forms of Newton–Schulz and their backward passes for a few matrices [d, n], d ≤ n, held on chip: what kernels call."""
+"""Both forms of Newton–Schulz and their backward passes for a few matrices [d, n], d ≤ n, on chip. Called by kernels."""
 
 import functools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from pallas_kernels.newton_schulz import direct, gram
 from pallas_kernels.newton_schulz.reference import Triple
 
 FORMS = ("direct", "gram")
-GRAM_STEPS = 7  # beyond, the Gram form's rounding in the null space has grown over everything
+GRAM_STEPS = 7  # beyond this the Gram form's rounding errors in the null space dominate the result
 
 
 def _products(precision: jax.lax.Precision) -> tuple[gram.Dot, gram.Dot, gram.Dot]:
@@ -37,7 +37,7 @@ def backward(
     form: str,
     precision: jax.lax.Precision,
 ) -> list[jax.Array]:
-    """The cotangent of each matrix from that of its NS; the steps are computed again."""
+    """The cotangent of each matrix from that of its NS. The steps are recomputed."""
     dot, dot_t, t_dot = _products(precision)
     if form == "direct":
         _, before = direct.forward(dot, dot_t, matrices, triples)
@@ -50,21 +50,21 @@ def backward(
 
 
 def operations(rows: int, columns: int, steps: int, form: str, *, backward: bool) -> int:
-    """Floating-point operations of the products for one matrix: the floor of a matrix unit, and what the compiler is told."""
+    """Floating-point operations of the products for one matrix: a matrix unit's lower bound, and the cost given to the compiler."""
     large, small = 2 * rows * rows * columns, 2 * rows**3
     if form == "direct":
         step = 2 * large + small
-        # again all steps but the last; then X Xᵀ, dX' Xᵀ and three products with X or dX', A², A dP and dP A
+        # all steps except the last again, then X Xᵀ, dX' Xᵀ and three products with X or dX', A², A dP and dP A
         return steps * step if not backward else max(steps - 1, 0) * step + steps * (5 * large + 3 * small)
     chain = steps * small + (steps - 1) * 3 * small if steps else 0
     if not backward:
         return 2 * large + chain
-    # each step: dQ Q, dP A, A dP, P dQ; all but the last four more for the cotangent of the next A
+    # each step: dQ Q, dP A, A dP, P dQ; all but the last: four more for the cotangent of the next A
     return 2 * large + chain + steps * 4 * small + max(steps - 1, 0) * 4 * small + 3 * large
 
 
 def cheaper(rows: int, columns: int, steps: int) -> str:
-    """The form with fewer operations, of those that are exact enough for so many steps."""
+    """The form with fewer operations among those that are accurate enough for this number of steps."""
     if steps > GRAM_STEPS:
         return "direct"
     return min(FORMS, key=lambda form: operations(rows, columns, steps, form, backward=False))

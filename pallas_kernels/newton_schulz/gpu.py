@@ -1,9 +1,9 @@
-"""Newton–Schulz for GPUs (Pallas-Triton): a program takes one matrix after another, each in square tiles.
+"""Newton–Schulz for GPUs (Pallas-Triton): a program processes one matrix after another, in square tiles.
 
-`tiles` says why. In the Gram form a program's workspace holds square matrices only; in the direct form also X before and after a
-step. The backward passes compute the steps again and keep what `gram.Step` names, or X, A and the polynomial of each step. The
-arithmetic and its letters are those of `gram` and `direct`; here it is phases over tiles, because the matrices are not values, and
-the steps are a loop whose coefficients are data: compile time does not grow with them.
+`tiles` explains why. In the Gram form a program's workspace holds only square matrices; in the direct form it also holds X before
+and after a step. The backward passes recompute the steps and keep the fields of `gram.Step`, or X, A and the polynomial of each
+step. The arithmetic and notation are those of `gram` and `direct`, written as phases over tiles because the matrices are not
+values. The steps are a loop whose coefficients are data, so that compile time does not grow with their number.
 """
 
 import dataclasses
@@ -19,20 +19,20 @@ from pallas_kernels import gpu
 from pallas_kernels.newton_schulz.reference import EPSILON, Triple
 from pallas_kernels.newton_schulz.tiles import Arithmetic, Index, Matrix, divide, identity, repeat
 
-_WARPS = {16: 1, 32: 1, 64: 4}  # by tile; exact products of larger tiles need more shared memory than there is
-# Of all programs, each with a workspace: as many as find registers at a time, eight on each of an H200's multiprocessors.
+_WARPS = {16: 1, 32: 1, 64: 4}  # by tile size; exact products of larger tiles need more shared memory than there is
+# Number of programs, each with a workspace: as many as registers allow at a time, eight per multiprocessor of an H200.
 _ALL_WARPS = 132 * 8
 
 
 def _scale(square: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """1 / (‖S‖ + ε), zero where S is, and ‖S‖, one where S is zero, from ‖S‖²: scalars."""
+    """From ‖S‖²: 1 / (‖S‖ + ε), zero if S is zero, and ‖S‖, one if S is zero. Scalars."""
     norm = jnp.sqrt(jnp.where(square > 0, square, 1.0))
     return jnp.where(square > 0, 1.0 / (norm + EPSILON), 0.0), norm
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What a program knows: arithmetic, the steps' coefficients as a reference [steps, 3], its workspace."""
+    """The context of a program: arithmetic, the steps' coefficients as a reference [steps, 3], and its workspace."""
 
     on: Arithmetic
     triples: Any
@@ -53,7 +53,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Chain:
-    """Where the Gram form's A, P, T and Q lie: those of all steps for the backward pass, otherwise what the next step needs."""
+    """Storage of the Gram form's A, P, T and Q: those of all steps for the backward pass, otherwise only for the next step."""
 
     call: _Call
     keep: bool
@@ -76,7 +76,7 @@ class _Chain:
 
     @property
     def gram(self) -> Matrix:
-        """S Sᵀ: once A_0 is there, only the backward pass needs it."""
+        """S Sᵀ. Once A_0 is computed, only the backward pass needs it."""
         return self.extra(0) if self.keep else self.t(0)
 
     def extra(self, number: Index) -> Matrix:
@@ -141,7 +141,7 @@ def _gram_forward(call: _Call, s: Matrix, y: Matrix) -> None:
 
 
 def _gram_backward(call: _Call, s: Matrix, dy: Matrix, ds: Matrix) -> None:
-    """`gram.backward`, then dS = Q dY + (D + Dᵀ) S, D the cotangent of S Sᵀ."""
+    """`gram.backward`, then dS = Q dY + (D + Dᵀ) S, where D is the cotangent of S Sᵀ."""
     on, chain = call.on, _Chain(call, keep=True)
     _gram_steps(call, s, chain)
     square = chain.gram.shape
@@ -198,7 +198,7 @@ def _gram_backward(call: _Call, s: Matrix, dy: Matrix, ds: Matrix) -> None:
 
 
 def _direct_steps(call: _Call, s: Matrix, x: Callable[[Index], Matrix], a_and_p: Callable[[Index], Any]) -> jax.Array:
-    """X_0, …, X_steps, A and the polynomial of each step; ‖S‖²."""
+    """Writes X_0, …, X_steps, and A and the polynomial of each step. Returns ‖S‖²."""
     on, first = call.on, x(0)
     square = on.total(s.shape, lambda i, j: s[i, j] * s[i, j])
     scale, _ = _scale(square)
@@ -242,7 +242,7 @@ def _direct_forward(call: _Call, s: Matrix, y: Matrix) -> None:
 
 
 def _direct_backward(call: _Call, s: Matrix, dy: Matrix, ds: Matrix) -> None:
-    """`direct.backward`, with (dA + dAᵀ) X for its last two products."""
+    """`direct.backward`, with (dA + dAᵀ) X in place of its last two products."""
     on, x = call.on, call.large
     a_and_p = lambda number: (call.small(3 + 2 * number), call.small(4 + 2 * number))
     scale, norm = _scale(_direct_steps(call, s, x, a_and_p))
@@ -289,7 +289,7 @@ def _direct_backward(call: _Call, s: Matrix, dy: Matrix, ds: Matrix) -> None:
 
 
 def _places(form: str, steps: int, *, backward: bool) -> tuple[int, int]:
-    """Square and wide matrices in the workspace of a program."""
+    """Numbers of square and wide matrices in the workspace of a program."""
     if form == "gram":
         return _Chain.places(steps, backward), 0
     return (2 * steps + 3, steps + 3) if backward else (2, 2)
@@ -313,7 +313,7 @@ def _kernel(
     exact: bool,
     interpret: Any,
 ) -> None:
-    """Other references: S, dY if any, the result, each with all matrices; the workspaces of this program."""
+    """The other references are S, dY if any, and the result, each with all matrices, and the workspaces of this program."""
     arguments, (square, *wide) = refs[:arrays], refs[arrays:]
     call = _Call(Arithmetic.of(exact, interpret, ones[0]), triples, steps, tile, square, wide[0] if wide else None)
     program = pl.program_id(0)
@@ -336,7 +336,7 @@ def _run(
     number, *sizes = inputs[0].shape
     if not number:
         return jnp.zeros(inputs[0].shape, jnp.float32)
-    # Zeros around a matrix stay zeros, and change no norm.
+    # Zero padding of a matrix stays zero and does not change its norm.
     tile = min(max(pl.next_power_of_2(sizes[0]), min(_WARPS)), max(_WARPS))
     rows, columns = (-(-size // tile) * tile for size in sizes)
     padded = [jnp.pad(x, ((0, 0), (0, rows - sizes[0]), (0, columns - sizes[1]))) for x in inputs]

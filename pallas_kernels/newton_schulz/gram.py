@@ -1,11 +1,11 @@
-"""Newton–Schulz on the small Gram matrix: NS(S) = Q S with a polynomial Q of S Sᵀ. One source for XLA and for all kernels.
+"""Newton–Schulz on the small Gram matrix: NS(S) = Q S with a polynomial Q of S Sᵀ. Shared by XLA and all kernels.
 
     A_0 = S Sᵀ / (‖S‖_F + ε)²,  Q_0 = I / (‖S‖_F + ε)
     P_i = a I + b A_i + c A_i²,  Q_{i+1} = P_i Q_i,  A_{i+1} = P_i A_i P_i
 
-For rows d and columns n, five steps cost 4 d² n + 34 d³ operations in place of the direct form's 20 d² n + 10 d³; half of them at
-n = 4 d. All matrices are polynomials of A_0: symmetric, and they commute. ‖S‖² is the trace of S Sᵀ, so nothing but two products
-touches S. Functions here are of one matrix [d, d]; `dot(x, y)` is a product in the precision that the caller wants.
+For d rows and n columns, five steps cost 4 d² n + 34 d³ operations, compared with 20 d² n + 10 d³ for the direct form: half as
+many at n = 4 d. All matrices are polynomials of A_0, so they are symmetric and commute. ‖S‖² is the trace of S Sᵀ, so only two
+products involve S. Functions here act on one matrix [d, d]; `dot(x, y)` is a product in the caller's precision.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Dot = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Step(NamedTuple):
-    """What a step leaves for its backward pass, each [d, d]: A_i, P_i, T = P_i A_i (None in the last step), Q_i."""
+    """Values of a step for its backward pass, each [d, d]: A_i, P_i, T = P_i A_i (None in the last step), Q_i."""
 
     a: jax.Array
     p: jax.Array
@@ -29,13 +29,13 @@ class Step(NamedTuple):
 
 
 def eye(size: int, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-    """The identity, made of iotas: kernels cannot capture constants."""
+    """The identity, built from iotas because kernels cannot capture constants."""
     iota = lambda axis: jax.lax.broadcasted_iota(jnp.int32, (size, size), axis)
     return (iota(0) == iota(1)).astype(dtype)
 
 
 def _scale(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """1 / (‖S‖ + ε) and its derivative by ‖S‖² = trace(S Sᵀ), both [1, 1] and zero where S is."""
+    """1 / (‖S‖ + ε) and its derivative with respect to ‖S‖² = trace(S Sᵀ), both [1, 1] and zero if S is zero."""
     diagonal = jnp.where(eye(gram.shape[0], gram.dtype) > 0, gram, 0.0)
     square = jnp.sum(jnp.sum(diagonal, axis=1, keepdims=True), axis=0, keepdims=True)
     nonzero = square > 0
@@ -47,9 +47,10 @@ def _scale(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
 def forward(
     dot: Dot, grams: Sequence[jax.Array], triples: Sequence[Triple]
 ) -> tuple[list[jax.Array], list[list[Step]]]:
-    """Q of each S Sᵀ, and the steps that lead there.
+    """Q of each S Sᵀ, and the steps.
 
-    Several matrices are taken a step at a time: their products do not wait for each other, which hides a matrix unit's latency.
+    Several matrices advance together, step by step. Their products do not depend on each other, which hides a matrix unit's
+    latency.
     """
     identity = eye(grams[0].shape[0], grams[0].dtype)
     scales = [_scale(gram)[0] for gram in grams]
@@ -75,9 +76,9 @@ def backward(
     steps: Sequence[Sequence[Step]],
     cotangents: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Cotangents D of each S Sᵀ from those of each Q: S gets (D + Dᵀ) S besides Qᵀ times the cotangent of Q S."""
+    """Cotangents D of each S Sᵀ from those of each Q. The cotangent of S is (D + Dᵀ) S plus Qᵀ times that of Q S."""
     dqs: list[jax.Array] = list(cotangents)
-    das: list[jax.Array] | None = None  # of A_{i+1}; the last one is not used
+    das: list[jax.Array] | None = None  # cotangents of A_{i+1}; the last one is not used
     for number in reversed(range(len(triples))):
         _, b, c = triples[number]
         these = steps[number]
@@ -98,7 +99,7 @@ def backward(
 
 
 def _of_gram(gram: jax.Array, da: jax.Array, dq: jax.Array) -> jax.Array:
-    """Through A_0 = scale² gram, Q_0 = scale I and scale = 1 / (√trace(gram) + ε)."""
+    """The backward pass through A_0 = scale² gram, Q_0 = scale I and scale = 1 / (√trace(gram) + ε)."""
     identity = eye(gram.shape[0], gram.dtype)
     scale, slope = _scale(gram)
     total = lambda x: jnp.sum(jnp.sum(x, axis=1, keepdims=True), axis=0, keepdims=True)

@@ -1,8 +1,8 @@
 """Newton–Schulz: an odd matrix polynomial that drives every singular value towards one.
 
-    X_0 = S / (‖S‖_F + ε),   X ← a X + (b A + c A²) X   with   A = X Xᵀ          (A Eq. 57 and §5; Muon)
+    X_0 = S / (‖S‖_F + ε),   X ← a X + (b A + c A²) X   with   A = X Xᵀ          (Muon; ATLAS §5)
 
-The coefficients are data: a schedule is a sequence of triples, one a step, whose last triple serves all further steps.
+The coefficients are data. A schedule is a sequence of triples, one per step, whose last triple is used for all further steps.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ EPSILON = 1e-7
 
 Triple = tuple[float, float, float]
 
-# Amsel, Persson, Musco, Gower 2025 (arXiv 2505.16932), the published degree-5 table for singular values in [1e-3, 1].
-# Its authors divide all but the last, exact, triple by powers of 1.01, a margin against rounding above one.
+# Amsel, Persson, Musco, Gower 2025 (arXiv 2505.16932): the published degree-5 table for singular values in [1e-3, 1].
+# The authors divide all triples except the last, exact one by powers of 1.01, as a margin against rounding above one.
 _POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -27,7 +27,7 @@ _POLAR_EXPRESS = (
 )
 
 SCHEDULES: dict[str, tuple[Triple, ...]] = {
-    # Muon's constants: fast, and never convergent: singular values wander in about [0.68, 1.13].
+    # Muon's constants: fast, but not convergent. Singular values end up in about [0.68, 1.13].
     "standard": ((3.4445, -4.7750, 2.0315),),
     # Convergent: near-optimal early steps, then the quintic with derivative zero at one.
     "polar_express": (
@@ -38,14 +38,14 @@ SCHEDULES: dict[str, tuple[Triple, ...]] = {
 
 
 def coefficients(schedule: Sequence[Triple], steps: int) -> tuple[Triple, ...]:
-    """The triples of the first `steps` steps of a schedule, its last one repeated as often as needed."""
+    """The triples of the first `steps` steps of a schedule, with the last one repeated as needed."""
     return tuple(schedule[min(i, len(schedule) - 1)] for i in range(steps))
 
 
 def _normalize(s: jax.Array) -> jax.Array:
     square = jnp.sum(s * s, axis=(-2, -1), keepdims=True)
     nonzero = square > 0
-    # The double `where` keeps both the value and the derivative at S = 0 at zero instead of NaN.
+    # The double `where` makes both the value and the derivative at S = 0 zero instead of NaN.
     norm = jnp.sqrt(jnp.where(nonzero, square, 1.0))
     return jnp.where(nonzero, s / (norm + EPSILON), 0.0)
 
@@ -54,10 +54,10 @@ def newton_schulz(s: jax.Array, steps: int = 5, schedule: Sequence[Triple] = SCH
     """Newton–Schulz of each matrix in a batch, in at least float32.
 
     Args:
-      s: [..., rows, columns], floating point. Iterated on the side with fewer rows.
-      steps: number of steps, ≥ 0; 0 only normalizes. Rounding in the null space grows by the first coefficient at each
-        step, so results of different machines agree only for about 7 steps with the standard schedule.
-      schedule: triples (a, b, c), one a step; the last one repeats.
+      s: [..., rows, columns], floating point. A matrix with more rows than columns is transposed for the iteration.
+      steps: number of steps, ≥ 0; 0 only normalizes. Rounding errors in the null space grow by the first coefficient in each step,
+        so results of different machines agree only for about 7 steps with the standard schedule.
+      schedule: triples (a, b, c), one per step; the last one repeats.
 
     Returns:
       An array of the shape of `s`, float32 (float64 for float64 input). A zero matrix gives zero, with derivative zero.
@@ -66,7 +66,7 @@ def newton_schulz(s: jax.Array, steps: int = 5, schedule: Sequence[Triple] = SCH
     transposed = s.shape[-2] > s.shape[-1]
     x = s.astype(dtype)
     x = _normalize(x.mT if transposed else x)
-    # A TPU's default float32 product is bfloat16, which is noise on the rank-deficient momenta of a sequence's start.
+    # A TPU's default float32 product is bfloat16, which gives noise for the rank-deficient momenta at a sequence's start.
     matmul = lambda p, q: jnp.matmul(p, q, precision=jax.lax.Precision.HIGHEST)
     for a, b, c in coefficients(schedule, steps):
         gram = matmul(x, x.mT)

@@ -1,10 +1,10 @@
-"""Matrices in global memory, computed a square tile at a time: what the GPU kernels of Newton–Schulz are written in.
+"""Matrices in global memory, computed tile by tile: the building blocks of the GPU kernels of Newton–Schulz.
 
-A multiprocessor has 256 kB of registers and 228 kB of shared memory. The iteration of one 128 × 128 matrix in exact products takes
-more, a backward pass several times that. So a program holds one tile of one product at a time, and its matrices lie in a workspace
-in global memory, which the second-level cache holds at 64 rows and in part beyond. `each_tile` is a phase: it writes matrices that
-it does not read, so its tiles may be computed in any order, and it ends with a barrier, after which all threads of the program see
-them.
+A multiprocessor has 256 kB of registers and 228 kB of shared memory. The iteration of one 128 × 128 matrix with exact products
+needs more, and a backward pass several times that. So a program holds one tile of one product at a time, and its matrices are in
+a workspace in global memory. The L2 cache holds this workspace entirely at 64 rows, and partly beyond. `each_tile` is a phase. It
+does not read the matrices that it writes, so its tiles may be computed in any order, and it ends with a barrier, after which all
+threads of the program see the results.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from jax.experimental.pallas import triton
 from pallas_kernels.blocks import iota
 from pallas_kernels.gpu import Product, products
 
-_DEPTH = 32  # of a product: what it sums over at once
+_DEPTH = 32  # terms that a product sums at a time
 
 Index = Any  # a Python integer or a traced one
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """The matrix ref[place] in tiles: `x[i, j]` reads a tile in float32, `x[i, j] = …` writes it."""
+    """The matrix ref[place] in tiles. `x[i, j]` reads a tile in float32, `x[i, j] = …` writes it."""
 
     ref: Any
     place: Index
@@ -44,13 +44,13 @@ class Matrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Tiles along both axes."""
+        """Number of tiles along both axes."""
         rows, columns = self.ref.shape[-2:]
         return rows // self.tile, columns // self.tile
 
 
 def repeat(count: Index, body: Callable[[Index], None]) -> None:
-    """`body(0)`, …, `body(count − 1)`."""
+    """Calls `body(0)`, …, `body(count − 1)`."""
     jax.lax.fori_loop(0, count, lambda n, _: body(n), None)
 
 
@@ -58,7 +58,7 @@ def divide(n: Index, by: int) -> tuple[Index, Index]:
     """Quotient and remainder of n ≥ 0. Triton does not compile `//`."""
     if isinstance(n, int):
         return divmod(n, by)
-    divisor = n.dtype.type(by)  # an index has 64 bits where jax's integers do
+    divisor = n.dtype.type(by)  # an index has 64 bits if jax's integers do
     return jax.lax.div(n, divisor), jax.lax.rem(n, divisor)
 
 
@@ -66,8 +66,8 @@ def divide(n: Index, by: int) -> tuple[Index, Index]:
 class Arithmetic:
     """Products of tiles, loops over tiles, and the barrier of a program.
 
-    `one` is 1, read from memory: loops with bounds that the compiler knows are unrolled, and the addresses of all their tiles are
-    kept in registers until they spill. An interpreter computes one thing after another and needs no barrier.
+    `one` is 1, read from memory, so that loop bounds are unknown to the compiler. It would unroll loops with known bounds and
+    keep the addresses of all their tiles in registers until they spill. The interpreter is sequential and needs no barrier.
     """
 
     product: Product
@@ -83,14 +83,14 @@ class Arithmetic:
         return jax.lax.fori_loop(0, count * self.one, lambda n, total: total + term(n), start)
 
     def each_tile(self, shape: tuple[int, int], body: Callable[[Index, Index], None]) -> None:
-        """A phase: `body(i, j)` for all tiles of `shape`, then a barrier."""
+        """A phase: calls `body(i, j)` for all tiles of `shape`, then waits at a barrier."""
         repeat(shape[0] * shape[1] * self.one, lambda n: body(*divide(n, shape[1])))
         self.barrier()
 
     def dot(
         self, x: Matrix, y: Matrix, i: Index, j: Index, start: jax.Array | None = None, transposed: bool = False
     ) -> jax.Array:
-        """Tile (i, j) of x y, or of x yᵀ, added to `start`."""
+        """Tile (i, j) of x y or x yᵀ, added to `start`."""
 
         def term(k: Index) -> jax.Array:
             other = y.block(j, k, x.tile, depth) if transposed else y.block(k, j, depth, x.tile)
@@ -101,12 +101,12 @@ class Arithmetic:
         return self._sum(x.ref.shape[-1] // depth, term, start)
 
     def total(self, shape: tuple[int, int], tile: Callable[[Index, Index], jax.Array]) -> jax.Array:
-        """The sum, a scalar, of all entries of the tiles (i, j)."""
+        """The sum of all entries of the tiles (i, j), a scalar."""
         term = lambda n: jnp.sum(jnp.sum(tile(*divide(n, shape[1])), axis=1))
         return self._sum(shape[0] * shape[1], term, jnp.zeros((), jnp.float32))
 
     def trace(self, x: Matrix) -> jax.Array:
-        """The sum, a scalar, of the diagonal of a square matrix."""
+        """The trace of a square matrix, a scalar."""
         return self.total((x.shape[0], 1), lambda i, _: jnp.where(identity(x.tile, 0, 0) > 0, x[i, i], 0.0))
 
 

@@ -1,8 +1,8 @@
-"""Newton–Schulz for TPUs (Mosaic): a program holds a few matrices and all that their steps need in vector memory.
+"""Newton–Schulz for TPUs (Mosaic): a program holds a few matrices and all intermediates of their steps in vector memory.
 
-Device memory sees S and NS(S), in the backward pass S and both cotangents; nothing in between is stored, the backward pass
-computes the steps again. The matrices of one program advance a step at a time, so that a matrix unit, whose result takes long to
-come, always has the product of another matrix to begin.
+Device memory holds only S and NS(S), or in the backward pass S and both cotangents. Intermediates are not stored: the backward
+pass recomputes the steps. The matrices of one program advance together, step by step, so that a matrix unit, whose results have a
+long latency, can always start the product of another matrix.
 """
 
 import functools
@@ -17,11 +17,11 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.newton_schulz import forms
 from pallas_kernels.newton_schulz.reference import Triple
 
-# Matrices of one program: with a single pass of bfloat16 the next product must come from another matrix; six passes keep a matrix
-# unit busy by themselves, and more matrices only make the program longer to compile.
-_MOST_TOGETHER = {False: 8, True: 2}  # whether products are exact → how many
-_VMEM = 64 * 2**20  # scoped limit; the smallest generation served has 64 MiB
-_BUDGET = 24 * 2**20  # of float32 blocks and intermediates, by which matrices are put together
+# Matrices per program. With a single bfloat16 pass the next product must come from another matrix. Six passes keep a matrix unit
+# busy by themselves, and more matrices only take longer to compile.
+_MOST_TOGETHER = {False: 8, True: 2}  # whether products are exact → number of matrices
+_VMEM = 64 * 2**20  # scoped limit; the smallest supported generation has 64 MiB
+_BUDGET = 24 * 2**20  # bytes of float32 blocks and intermediates, which limit the number of matrices per program
 
 
 def _forward_kernel(
@@ -41,7 +41,7 @@ def _backward_kernel(
 
 
 def together(rows: int, columns: int, steps: int, form: str, precision: jax.lax.Precision, *, backward: bool) -> int:
-    """How many matrices a program takes: a power of two, as many as the budget of vector memory holds."""
+    """Number of matrices per program: a power of two, limited by the budget of vector memory."""
     tiles = lambda r, c: 4 * (-(-r // 8) * 8) * (-(-c // 128) * 128)
     large, small = tiles(rows, columns), tiles(rows, rows)
     kept = (steps if form == "direct" else 1) * large if backward else large

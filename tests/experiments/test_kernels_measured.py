@@ -120,7 +120,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path, capsys):
     assert len(ran) == 4 + 3 + 3, "another device, another jax"
     path.write_text(path.read_text().replace(kernels_measured.sources(), "older"))
     run()
-    assert "3 of them are of another state of the engines" in capsys.readouterr().out
+    assert "3 of them were measured with an older version of the engines" in capsys.readouterr().out
     last = measured_report.latest(run(again=True))
     assert last[cases[0], H200.name, H200.jax]["engines"]["xla"]["seconds"] == [11.0]
 

@@ -247,7 +247,7 @@ def test_finished_cases_are_skipped_and_again_takes_the_last(tmp_path, capsys):
     found = kernels_tpu.measure(cases, "v5e", path, False, run)
     assert ran == [case.name for case in (*cases, cases[2])]
     older = sum(case.engine == "pallas_tpu" for case in cases[:2])
-    assert f"{older} of them are of another state" in capsys.readouterr().out
+    assert f"{older} of them were compiled with an older version" in capsys.readouterr().out
     assert [json.loads(line) for line in path.read_text().splitlines()] == found
     kernels_tpu.measure(cases[:1], "v5e", path, True, run)
     last = kernel_report.latest(kernels_tpu.read_rows(path), "v5e")

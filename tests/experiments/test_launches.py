@@ -37,5 +37,5 @@ def test_loops_count_as_often_as_they_run():
 
 
 def test_a_loop_of_unknown_length_is_refused():
-    with pytest.raises(ValueError, match="nobody knows how often"):
+    with pytest.raises(ValueError, match="unknown number of iterations"):
         launches(PROGRAM.replace('{"n":"5"}', ""))

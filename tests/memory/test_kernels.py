@@ -202,7 +202,7 @@ def test_what_gpus_refuse():
     assert "chunk_size=8, should be at least 16" in reasons["titans"]
     assert reasons["gated_delta_rule"] is None
     assert reasons["swla"] is None
-    assert "steps bounded by 1.0 are a system of a chunk's gradients" in reasons["titans_matrix"]
+    assert "steps bounded by 1.0 need the solution of a system per chunk" in reasons["titans_matrix"]
 
 
 def test_none_takes_what_is_recorded_as_fastest(monkeypatch):

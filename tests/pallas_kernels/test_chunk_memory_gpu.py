@@ -93,12 +93,12 @@ def test_what_it_does_not_serve():
     for message, structure, options in [
         ("chunk_size=8, should be at least 16", MLP, {"chunk_size": 8}),
         ("more than one hidden layer", structures.MLP(depth=3, expansion=2), {}),
-        ("steps bounded by 1.0 are a system of a chunk's gradients", MLP, {"step_bound": 1.0}),
+        ("steps bounded by 1.0 need the solution of a system per chunk", MLP, {"step_bound": 1.0}),
     ]:
         with pytest.raises(ValueError, match=message):
             scan(structure, **{**GPU, **options})
     (weights, momenta, q, k, v), values = inputs(NARROW, 1, 16, 1, 24, gates=())
-    with pytest.raises(ValueError, match="the hidden width 24 is no multiple of 16"):
+    with pytest.raises(ValueError, match="the hidden width 24 is not a multiple of 16"):
         chunk_memory(NARROW, L2, weights, momenta, q, k, v, **values, **GPU)
     arrays, values = jax.eval_shape(lambda: inputs(MLP, 1, 16, 1, 520, gates=("momentum",)))
     muon = functools.partial(chunk_memory, MLP, L2, newton_schulz=SCHEDULES["standard"], **GPU)

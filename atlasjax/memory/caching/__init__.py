@@ -1,4 +1,4 @@
-"""Memory Caching (arXiv 2602.24281). The same functions as in `atlasjax.memory`, for a `CachedRule`."""
+"""Memory Caching (arXiv 2602.24281): the functions of `atlasjax.memory` for a `CachedRule`."""
 
 from atlasjax.memory.caching.api import read, reference, scan, step
 from atlasjax.memory.caching.rule import CachedRule

@@ -1,4 +1,4 @@
-"""`scan`, `step`, `read`, `reference` of a `CachedRule`; called through `atlasjax.memory`."""
+"""`scan`, `step`, `read` and `reference` of a `CachedRule`, called through `atlasjax.memory`."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def _check(
     if not needed and connector is not None:
         raise ValueError(
             f"{where}: gates.connector is given, but aggregation={rule.aggregation!r} with connector={rule.connector!r} "
-            "has no use for it."
+            "does not use it."
         )
     if needed:
         check._shape("gates.connector", connector, tuple(q.shape), where)
@@ -41,12 +41,12 @@ def _check(
 
 
 def check_state(rule: CachedRule, params: AnyParams, state: Any, batch: int, where: str) -> None:
-    """Raise where `state` is not a state of this rule with these parameters and this batch size."""
+    """Raises an error if `state` does not belong to this rule, these parameters and this batch size."""
     if not isinstance(state, CachedState):
         raise TypeError(f"{where}: state must be a CachedState, got {type(state).__name__}.")
     places = state.keys.shape[2] if state.keys.ndim == 4 else 1
     if rule.capacity is not None and places != rule.capacity:
-        raise ValueError(f"{where}: state has a cache of {places} memories, should be capacity={rule.capacity}.")
+        raise ValueError(f"{where}: state has a cache for {places} memories, should be capacity={rule.capacity}.")
     length = places * rule.segment_size + 1
     expected = jax.eval_shape(lambda p: init_state(rule, p, batch_size=batch, max_length=length), params)
     structure: Any = jax.tree.structure(expected)
@@ -74,14 +74,14 @@ def scan(
     """`memory.scan` of a cached rule.
 
     Args:
-      state: None for a fresh one: segments are then computed in parallel. The state that is returned has room for the memories of
-        this call only (unless the rule has a capacity): to go on, begin with `init_state`.
-      segment_ids: packed documents; only together with state=None.
-      implementation: None, "xla", or "reference" (y of it; the state is the engine's).
-      The others: as in `memory.scan`.
+      state: None starts from a fresh memory and computes the segments in parallel. The returned state then has room only for the
+        memories of this call, unless the rule has a capacity. To continue a sequence, start with `init_state`.
+      segment_ids: packed documents; only with state=None.
+      implementation: None, "xla", or "reference" (y from the definition, state from the engine).
+      Other arguments: as in `memory.scan`.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit, before anything is traced.
+      TypeError, ValueError: invalid arguments, before anything is traced.
     """
     where = "memory.scan"
     _check(rule, params, state, q, k, v, gates, time=True, where=where)
@@ -89,7 +89,7 @@ def scan(
     if segment_ids is not None:
         if state is not None:
             raise ValueError(
-                f"{where}: segment_ids of a cached rule need state=None: documents cannot go on from a state."
+                f"{where}: segment_ids of a cached rule need state=None: documents cannot continue from a state."
             )
         segment_ids = jnp.asarray(segment_ids, jnp.int32)
     if check_gates:
@@ -119,7 +119,7 @@ def step(
     *,
     check_gates: bool = False,
 ) -> tuple[jax.Array, CachedState]:
-    """`memory.step` of a cached rule: one step of the rule and a read of the cache ("ssc": of top_k memories)."""
+    """`memory.step` of a cached rule: one step of the rule and one read of the cache (with "ssc", of top_k memories)."""
     _check(rule, params, state, q, k, v, gates, time=False, where="memory.step")
     if check_gates:
         check.check_gate_ranges(gates, "memory.step")
@@ -129,7 +129,7 @@ def step(
 def read(
     rule: CachedRule, params: AnyParams, state: CachedState, q: jax.Array, connector: jax.Array | None = None
 ) -> jax.Array:
-    """`memory.read` of a cached rule: what a token that was read last would read; u = q where no connector is given."""
+    """`memory.read` of a cached rule: a read as by the last token. u = q if no connector is given."""
     batch = state.position.shape[0] if isinstance(state, CachedState) else 1
     check_state(rule, params, state, batch, "memory.read")
     shape = (batch, "time", *memories.sizes(rule, params))
@@ -151,7 +151,7 @@ def reference(
     *,
     segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, CachedState]:
-    """The definition, from a fresh memory: Python loops over tokens, memories and soups formed. Very slow."""
+    """The definition, from a fresh memory, with Python loops over tokens and explicit memories and soups. Very slow."""
     return scan(
         rule, params, state, q, k, v, gates, segment_ids=segment_ids,
         max_segments=None if segment_ids is None else q.shape[1], implementation="reference",

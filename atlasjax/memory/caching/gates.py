@@ -1,4 +1,4 @@
-"""γ: how much each memory counts for each token."""
+"""The gates γ: the weight of each memory in each token's read (Memory Caching §3.1, Eq. 8 and 9)."""
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +7,12 @@ from atlasjax.memory.caching.rule import CachedRule
 
 
 def pool(rule: CachedRule, keys: jax.Array, axis: int) -> jax.Array:
-    """p of whole segments: keys with the tokens on `axis` → without it."""
+    """p of whole segments: keys pooled over their token axis `axis`."""
     return jnp.mean(keys, axis=axis) if rule.pooling == "mean" else jnp.sum(keys, axis=axis)
 
 
 def running_pool(rule: CachedRule, total: jax.Array, count: jax.Array) -> jax.Array:
-    """p of the segment that is being written: the sum of its keys so far [..., key_dim], and how many there are [...]."""
+    """p of the current segment, from the sum of its keys so far [..., key_dim] and their number [...]."""
     return total / jnp.maximum(count, 1)[..., None] if rule.pooling == "mean" else total
 
 
@@ -22,10 +22,10 @@ def score(connector: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def gamma(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """γ of the cached memories, zero where one is not visible, and of the token's own.
+    """γ of the cached memories (zero for those not visible) and γ of the token's own memory.
 
     Args:
-      rule: gate and aggregation; for "ssc" scores and visible are those of the selected memories.
+      rule: gate and aggregation. For "ssc", scores and visible are those of the selected memories.
       scores: ⟨u_t, p^(i)⟩, [..., n].
       own: ⟨u_t, p⟩ of the token's own segment, [...].
       visible: [..., n].
@@ -45,5 +45,5 @@ def gamma(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Arra
 
 
 def select(rule: CachedRule, scores: jax.Array, visible: jax.Array) -> jax.Array:
-    """Indices of the top k visible memories by score, [..., k]; ties go to the lower index, those not visible come last."""
+    """Indices of the top k visible memories by score, [..., k]. Ties go to the lower index; invisible memories come last."""
     return jax.lax.top_k(jnp.where(visible, scores, -jnp.inf), min(rule.top_k, scores.shape[-1]))[1]

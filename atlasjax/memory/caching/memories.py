@@ -1,7 +1,7 @@
-"""What a cached rule asks of the rule inside it: a `MemoryRule`, whose memory is matrices, or a `KernelRule`.
+"""The operations that a cached rule needs from its inner rule: a `MemoryRule`, whose memory is matrices, or a `KernelRule`.
 
-A kernel memory is cached as what its sums need: keys k_i, coefficients a_i and ρ_i of the tokens of its segment (zeros where there
-is none, which add nothing), and W1 of an MLP. Beside other memories it is read alone, over its own Z; its gate weighs what is read.
+A kernel memory is cached as the terms of its sums: keys k_i, coefficients a_i and ρ_i of its segment's tokens (zeros in empty
+places, which add nothing), and W1 of an MLP. Each kernel memory is read separately, with its own Z, and its gate weighs the result.
 """
 
 from typing import Any
@@ -27,13 +27,13 @@ from atlasjax.memory.state import Gates, Weights
 
 
 def check_call(rule: CachedRule, params: Any, q: Any, k: Any, v: Any, gates: Any, *, time: bool, where: str) -> None:
-    """The check of the rule inside, of a call without a state."""
+    """The inner rule's check of a call without a state."""
     checker: Any = kernel_check if isinstance(rule.rule, KernelRule) else check
     checker.check_call(rule.rule, params, None, q, k, v, gates, time=time, where=where)
 
 
 def sizes(rule: CachedRule, params: Any) -> tuple[int, int]:
-    """Heads and key_dim."""
+    """(number of heads, key_dim)."""
     if isinstance(params, KernelParams):
         return params.num_heads, params.key_dim
     assert isinstance(rule.rule, MemoryRule)
@@ -41,14 +41,14 @@ def sizes(rule: CachedRule, params: Any) -> tuple[int, int]:
 
 
 def init_state(rule: CachedRule, params: Any, batch_size: int) -> Any:
-    """A fresh memory, with room for the tokens of a segment where it keeps them."""
+    """A fresh memory. A kernel memory has room for the tokens of one segment."""
     if isinstance(rule.rule, KernelRule):
         return kernelized.init_state(rule.rule, params, batch_size=batch_size, max_length=rule.segment_size)
     return base.init_state(rule.rule, params, batch_size=batch_size)
 
 
 def weights_of(rule: CachedRule, state: Any) -> Weights:
-    """θ, what is cached: name → [batch, heads, …, …]; of a kernel memory at the end of a chunk."""
+    """θ, the arrays that are cached: name → [batch, heads, …, …]. For a kernel memory, those at the end of a chunk."""
     if isinstance(rule.rule, KernelRule):
         entries = {"keys": state.keys, "coefficients": state.coefficients, "decay": state.decay[..., None]}
         return {**state.weights, **entries}
@@ -59,7 +59,7 @@ def scan(
     rule: CachedRule, params: Any, state: Any, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
     lengths: jax.Array | None = None, soup: Soup | None = None,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
-    """The rule's own `scan`; of each row the first `lengths` tokens are there."""
+    """The inner rule's `scan`. Only the first `lengths` tokens of each row exist."""
     if isinstance(rule.rule, KernelRule):
         assert soup is None
         return kernel_engine.xla_scan(rule.rule, params, state, q, k, v, gates, lengths=lengths)
@@ -69,7 +69,7 @@ def scan(
 def step(
     rule: CachedRule, params: Any, state: Any, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, soup: Soup | None
 ) -> tuple[jax.Array, Any]:
-    """The rule's own `step`."""
+    """The inner rule's `step`."""
     if isinstance(rule.rule, KernelRule):
         assert soup is None
         return kernel_decode.xla_step(rule.rule, params, state, q, k, v, gates)
@@ -77,13 +77,13 @@ def step(
 
 
 def reference_scan(rule: CachedRule, *args: Any) -> tuple[jax.Array, Any]:
-    """The definition of the rule inside."""
+    """The inner rule's definition."""
     run: Any = kernel_reference if isinstance(rule.rule, KernelRule) else base_reference
     return run(rule.rule, *args)
 
 
 def kernel_branch(rule: KernelRule, dtype: jnp.dtype, weights: Weights, q: jax.Array) -> jax.Array:
-    """What reads of one cached kernel memory of one head add to their input: q [n, key_dim] → [n, value_dim]."""
+    """The branch (output without residual) of one cached kernel memory of one head: q [n, key_dim] → [n, value_dim]."""
     cache = Cache(weights["keys"], weights["coefficients"], None, weights["decay"][:, 0])
     part = partial_sums(rule, q, cache, jnp.ones((1, cache.keys.shape[0]), bool), dtype)
     h = divide(part.value, part.mass if rule.normalized else None)
@@ -92,7 +92,7 @@ def kernel_branch(rule: KernelRule, dtype: jnp.dtype, weights: Weights, q: jax.A
 
 
 def value_dim(rule: MemoryRule | KernelRule, weights: Weights) -> int:
-    """Size of a read, from weights [..., out, in]."""
+    """Size of a read, determined from weights [..., out, in]."""
     outermost = next(iter(rule.structure.weight_shapes(1, 1)))
     if outermost in weights:
         return weights[outermost].shape[-2]

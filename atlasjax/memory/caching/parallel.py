@@ -1,4 +1,4 @@
-"""Memory Caching from a fresh memory: all segments of a call in parallel, each reading those before it."""
+"""Memory Caching from a fresh memory: all segments of a call in parallel, each reading the ones before it."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ def parallel_scan(
     segment_ids: jax.Array | None,
     max_segments: int | None,
 ) -> tuple[jax.Array, CachedState]:
-    """A call from a fresh memory: segments side by side ("carry": their memories one after another), then what they read."""
+    """A call from a fresh memory: writes all segments in parallel (with "carry", sequentially), then computes their reads."""
     batch, time = tokens.q.shape[:2]
     size = rule.segment_size
     grid = _grid(rule, batch, time, segment_ids, max_segments)
@@ -38,9 +38,13 @@ def parallel_scan(
 
 
 class _Grid(NamedTuple):
-    """Segments of a call. place: [batch, time] in the flattened segments, None if token t has place t · resets: [segments, batch],
-    where a document begins · lengths: [segments, batch], None where only the last one may be short · last: [batch], the segment of
-    the last token · visible: [segments, batch or 1, segments], of reader and memory · overflow: [batch]."""
+    """The segments of a call.
+
+    place: [batch, time], each token's slot in the flattened segments, None if token t is in slot t. resets: [segments, batch],
+    whether a document begins there. lengths: [segments, batch], tokens per segment, None if all are full. last: [batch], the
+    segment of the last token. visible: [segments, batch or 1, segments], whether the reader (first axis) sees the memory (last
+    axis). overflow: [batch], whether the segments did not suffice.
+    """
 
     segments: int
     place: jax.Array | None
@@ -88,7 +92,7 @@ def _to_segments(x: jax.Array, grid: _Grid, size: int) -> jax.Array:
 
 
 def _from_segments(y: jax.Array, grid: _Grid, time: int) -> jax.Array:
-    """[segments, batch, heads, C, dim] → [batch, time, heads, dim]; NaN for tokens that found no segment."""
+    """[segments, batch, heads, C, dim] → [batch, time, heads, dim]. NaN for tokens without a segment."""
     y = jnp.transpose(y, (1, 0, 3, 2, 4))
     y = y.reshape(y.shape[0], -1, *y.shape[3:])
     if grid.place is None:
@@ -99,8 +103,8 @@ def _from_segments(y: jax.Array, grid: _Grid, time: int) -> jax.Array:
 def _write(
     rule: CachedRule, params: AnyParams, rows: Tokens, lengths: jax.Array | None, resets: jax.Array | None
 ) -> tuple[jax.Array, MemoryState, MemoryState | None]:
-    """M_t(q_t) of the segments' own memories, [segments, batch, C, heads, value_dim], the states at their ends, and those at their
-    starts (None: fresh)."""
+    """Reads M_t(q_t) of the segments' own memories, [segments, batch, C, heads, value_dim], the states at the segments' ends, and
+    those at their starts (None if all are fresh)."""
     starts = None
     count, batch, size = rows.q.shape[:3]
     if rule.start == "fresh":
@@ -134,13 +138,13 @@ def _read(
     rule: CachedRule, params: AnyParams, rows: Tokens, y: jax.Array, weights: Any, visible: jax.Array,
     starts: MemoryState | None,
 ) -> jax.Array:  # fmt: skip
-    """What the tokens read of all memories: [segments, batch, heads, C, value_dim].
+    """The tokens' reads of all memories: [segments, batch, heads, C, value_dim].
 
     Args:
-      y: of their own memories, [segments, batch, C, heads, value_dim].
+      y: reads of their own memories, [segments, batch, C, heads, value_dim].
       weights: θ, [segments, batch, heads, out, in].
       visible: [segments, batch or 1, segments].
-      starts: states before the segments' first tokens; None if all are fresh.
+      starts: states before the segments' first tokens, None if all are fresh.
     """
     wide, dtype = jnp.promote_types(rows.q.dtype, jnp.float32), rows.q.dtype
     up = lambda x: jnp.swapaxes(x.astype(wide), 2, 3)  # [segments, batch, heads, C, …]
@@ -187,9 +191,9 @@ def _read_soup(
     rule: CachedRule, params: AnyParams, rows: Tokens, weights: Any, gamma: jax.Array, mine: jax.Array,
     starts: MemoryState | None,
 ) -> jax.Array:  # fmt: skip
-    """The segments once more, with the cached layers mixed into every read.
+    """Runs the segments again, with the cached layers mixed into every read.
 
-    The mixed layer needs the memory of every token, which is never formed: only the engine can apply it.
+    The mixed layer needs every token's own memory, which is never formed, so only the engine can apply it.
     """
     mixed = jax.tree.map(lambda w: jnp.moveaxis(w, 0, 2), weights)  # [batch, heads, segments, out, in]
     shares = jnp.concatenate([mine[..., None], gamma], axis=-1)
@@ -207,7 +211,7 @@ def _last_state(
     rule: CachedRule, params: AnyParams, grid: _Grid, rows: Tokens, ends: MemoryState, weights: Any, time: int,
     segment_ids: jax.Array | None,
 ) -> CachedState:  # fmt: skip
-    """The state after the call: the last segment's memory, and those before it in its document."""
+    """The state after the call: the last segment's memory, and the earlier ones of its document."""
     count, batch, size = rows.q.shape[:3]
     wide = jnp.promote_types(rows.q.dtype, jnp.float32)
     last = jnp.full((batch,), count - 1) if grid.last is None else jnp.minimum(grid.last, count - 1)
@@ -217,8 +221,8 @@ def _last_state(
         online = online._replace(segment=segment_ids[:, -1])
     places = max(1, count - 1) if rule.capacity is None else rule.capacity
     state = empty_cache(rule, params, online, places)
-    visible = jnp.broadcast_to(grid.visible, (count, batch, count))[last, jnp.arange(batch)]  # of the last segment
-    begins = jnp.argmax(visible, axis=-1)  # the oldest that is kept
+    visible = jnp.broadcast_to(grid.visible, (count, batch, count))[last, jnp.arange(batch)]  # to the last segment
+    begins = jnp.argmax(visible, axis=-1)  # the oldest memory kept
     kept = jnp.sum(visible, axis=-1)
     evicted = jnp.zeros_like(kept)
     if grid.resets is None and rule.capacity is not None:
@@ -227,7 +231,7 @@ def _last_state(
         assert grid.resets is not None
         first = jax.lax.cummax(jnp.where(grid.resets, jnp.arange(count)[:, None], 0), axis=0)[last, jnp.arange(batch)]
         evicted = jnp.maximum(last - first - kept, 0)
-    # Memory number n of the document stands at place n mod N.
+    # Memory number n of the document is stored at n mod N.
     place = (evicted[:, None] + jnp.arange(places)) % places
     source = jnp.minimum(begins[:, None] + jnp.arange(places), count - 1)
     place = jnp.where(jnp.arange(places) < kept[:, None], place, places)

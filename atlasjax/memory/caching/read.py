@@ -1,6 +1,6 @@
-"""Reading many memories: sums of weighed reads, without weights for each token.
+"""Weighted sums of reads of many memories, without forming weights for each token.
 
-A read here is the branch of a memory: what it adds to its input, M(φ(q)) − r(q).
+A read here is the branch of a memory, its output without the residual: M(φ(q)) − r(q).
 """
 
 import functools
@@ -37,7 +37,7 @@ def branch(
 
 
 def skip_of(rule: MemoryRule | KernelRule, params: AnyParams, q: jax.Array) -> jax.Array | None:
-    """r(q), what a memory with a residual adds its branch to: q [..., heads, n, key_dim] → [..., heads, n, value_dim]."""
+    """r(q), the residual term of a memory with a residual: q [..., heads, n, key_dim] → [..., heads, n, value_dim]."""
     if not rule.structure.residual:
         return None
     if isinstance(rule, KernelRule):
@@ -56,7 +56,7 @@ def join(
     mine: jax.Array,
     others: jax.Array,
 ) -> jax.Array:
-    """The input of a residual once, and the weighed branches; all [..., heads, tokens, …]."""
+    """Adds the residual term once to the weighted branches; all [..., heads, tokens, …]."""
     skip = skip_of(rule, params, q)
     if skip is None:
         return mine[..., None] * own_read + others
@@ -78,15 +78,15 @@ def read_earlier(
     gamma: jax.Array,
     reach: int,
 ) -> jax.Array:
-    """Every segment reads those before it: Σ_{i<s} γ_i M^(i)(q), one pair of segments after another.
+    """Every segment s reads the segments before it: Σ_{i<s} γ_i M^(i)(q), one pair of segments after another.
 
     Args:
-      rule, dtype: static; dtype is that of the inputs of products.
+      rule, dtype: static. `dtype` is that of the products' inputs.
       params: every leaf [heads, …].
       memories: [segments, batch, heads, out, in].
       q: [segments, batch, heads, tokens, key_dim].
-      gamma: [segments, batch, heads, tokens, segments], zero for what is not to be read.
-      reach: static; only the last so many memories are read.
+      gamma: [segments, batch, heads, tokens, segments], zero for memories that are not read.
+      reach: static; only the last `reach` memories are read.
 
     Returns:
       [segments, batch, heads, tokens, value_dim].
@@ -145,14 +145,14 @@ def read_selected(
 ) -> jax.Array:
     """Every token reads the k memories that it selected: Σ_j γ_j M^(index_j)(q).
 
-    The readings are sorted by memory and laid into blocks of tokens that read one memory, so the work grows with k and not with
-    the number of memories.
+    The reads are sorted by memory and grouped into blocks of tokens that read the same memory, so the work grows with k and not
+    with the number of memories.
 
     Args:
       rule, dtype, params: as in `read_earlier`.
       memories: [n, batch, heads, out, in].
       q: [batch, heads, tokens, key_dim].
-      index: integers [batch, heads, tokens, k]; n where nothing is to be read.
+      index: integers [batch, heads, tokens, k]; n stands for no read.
       gamma: [batch, heads, tokens, k].
 
     Returns:
@@ -164,7 +164,7 @@ def read_selected(
     blocks = math.ceil(tokens * k / size) + count
 
     def lay(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of one head: the token of each place [blocks · size], the memory of each block, each reading's place [tokens · k]."""
+        """For one head: each slot's token [blocks · size], each block's memory, and the slot of each read [tokens · k]."""
         flat = index.reshape(-1)
         order = jnp.argsort(flat, stable=True)
         number = jnp.zeros(count + 1, jnp.int32).at[flat].add(1)[:count]
@@ -192,7 +192,7 @@ def read_selected(
     xs = (jnp.moveaxis(rows, 2, 0), jnp.moveaxis(which, 2, 0))
     _, out = meshes.scan(lambda _, x: (None, block(params, memories, *x)), None, xs)
     out = jnp.moveaxis(out, 0, 2).reshape(batch, heads, blocks * size, -1)
-    # Readings of nothing have no place: they get zeros.
+    # Empty reads have no slot and get zeros.
     read = jax.vmap(jax.vmap(lambda x, p: x.at[p].get(mode="fill", fill_value=0.0)))(out, place)
     return jnp.einsum("bhtk,bhtkv->bhtv", gamma, read.reshape(batch, heads, tokens, k, -1))
 
@@ -205,7 +205,7 @@ def read_mixed(
     q: jax.Array,
     gamma: jax.Array,
 ) -> jax.Array:
-    """A soup's branch: layers mixed for each token; arguments as in `read_all`."""
+    """The branch of a memory soup, with layers mixed for each token. Arguments as in `read_all`."""
 
     assert isinstance(rule, MemoryRule)
     assert isinstance(params, MemoryParams)

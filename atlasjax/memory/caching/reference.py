@@ -1,4 +1,4 @@
-"""The definition of Memory Caching: token by token, every memory kept as it is, soups formed. Slow and obvious; SEMANTICS 4."""
+"""The definition of Memory Caching: token by token, with every memory kept and every soup formed. Slow on purpose; SEMANTICS 4."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from atlasjax.memory.rule import MemoryRule
 
 
 def _gates(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array) -> jax.Array:
-    """γ of one token and head, [1 + n], the token's own memory first."""
+    """γ of one token and head, [1 + n], with the token's own memory first."""
     every = jnp.concatenate([own[None], scores])
     read = jnp.concatenate([jnp.ones(1, bool), visible])
     if rule.aggregation == "residual":
@@ -41,7 +41,7 @@ def _read(rule: CachedRule, params: Any, memories: dict, gamma: jax.Array, x: ja
 
 
 def _read_kernels(rule: CachedRule, memories: dict, gamma: jax.Array, x: jax.Array, own_read: jax.Array) -> jax.Array:
-    """As `_read` for kernel memories, each over its own Z; own_read: M_t(x) of the token's own, the first of `memories`."""
+    """`_read` for kernel memories, each with its own Z. own_read: M_t(x) of the token's own memory, the first of `memories`."""
     one = rule.rule
     assert isinstance(one, KernelRule)
 
@@ -56,7 +56,7 @@ def _read_kernels(rule: CachedRule, memories: dict, gamma: jax.Array, x: jax.Arr
 
 
 def read_one_of(rule: CachedRule, params: Any, weights: dict, x: jax.Array) -> jax.Array:
-    """M(φ(x)) of one head from the weights themselves."""
+    """M(φ(x)) of one head, directly from the weights."""
     one = rule.rule
     assert isinstance(one, MemoryRule)
     features = one.features.apply(params.coefficients, x)
@@ -67,7 +67,7 @@ def read_one_of(rule: CachedRule, params: Any, weights: dict, x: jax.Array) -> j
 def reference_cached(
     rule: CachedRule, params: AnyParams, tokens: Tokens, segment_ids: jax.Array | None = None
 ) -> jax.Array:
-    """y of a call from a fresh memory, [batch, time, heads, value_dim]; tokens as `parallel_scan`."""
+    """y of a call from a fresh memory, [batch, time, heads, value_dim]. Tokens as in `parallel_scan`."""
     dtype = jnp.promote_types(tokens.q.dtype, jnp.float32)
     wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
     batch, time, heads, key_dim = tokens.q.shape
@@ -81,7 +81,7 @@ def reference_cached(
     when = lambda condition, a, b: jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
     def token(carry: dict[str, Any], xs: Any) -> tuple[dict[str, Any], jax.Array]:
-        """One token of one row. The cache has a place for every segment; those from `first` to `last` are of this document."""
+        """One token of one row. The cache has a slot for every segment. Slots `first` to `last` belong to this document."""
         token, document = xs
         c = dict(carry)
         begins = (document != c["document"]) & (c["document"] >= 0)
@@ -114,7 +114,7 @@ def reference_cached(
         ) -> jax.Array:
             scores = jnp.zeros(1 + most, dtype) if u is None else pooled @ u
             gamma = _gates(rule, scores[1:], scores[0], visible)
-            if kernel:  # its memory within a chunk is more than its cache: it reads for itself
+            if kernel:  # within a chunk its memory is more than its cache, so it has its own read
                 return _read_kernels(rule, memories, gamma, q, own_read)
             return _read(rule, params, memories, gamma, q)
 

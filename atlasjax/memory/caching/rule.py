@@ -1,4 +1,4 @@
-"""`CachedRule`: a memory rule whose memories are cached at the end of every segment, and read together (Memory Caching)."""
+"""`CachedRule`: a memory rule whose memory is cached at the end of every segment and read together with the current one."""
 
 import dataclasses
 from typing import Any
@@ -10,46 +10,47 @@ from atlasjax.names import lookup
 
 AGGREGATIONS = {
     "residual": "y = M_t(q) + Σ_i M^(i)(q) (MC §3.1)",
-    "grm": "gated residual memory: y = γ_t M_t(q) + Σ_i γ_i M^(i)(q) (MC §3.2)",
-    "soup": "memory soup: one memory with the parameters γ_t θ_t + Σ_i γ_i θ^(i) (MC §3.3)",
-    "ssc": "sparse selective caching: grm over the top_k cached memories and M_t (MC §3.4)",
+    "grm": "gated residual memory: y = γ_t M_t(q) + Σ_i γ_i M^(i)(q) (MC §3.1)",
+    "soup": "memory soup: one memory with the parameters γ_t θ_t + Σ_i γ_i θ^(i) (MC §3.2)",
+    "ssc": "sparse selective caching: grm over the top_k cached memories and M_t (MC §3.3)",
 }
-GATES = {"softmax": "over all that are read", "sigmoid": "of each score", "raw": "the score itself"}
+GATES = {"softmax": "over all memories read", "sigmoid": "of each score", "raw": "the score itself"}
 CONNECTORS = {"input": "u_t is the gate `connector`", "query": "u_t = q_t"}
 POOLINGS = {"mean": "p = mean of a segment's keys", "sum": "p = their sum"}
-STARTS = {"fresh": "each segment starts from M_0", "carry": "each goes on from the end of the one before"}
+STARTS = {"fresh": "each segment starts from M_0", "carry": "each continues from the end of the previous one"}
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedRule:
-    """Memory Caching (arXiv 2602.24281, §3; SEMANTICS 4) around any rule; frozen and hashable, static under `jax.jit`.
+    """Memory Caching (arXiv 2602.24281, §3; SEMANTICS 4) around any rule. Frozen and hashable, static under `jax.jit`.
 
-    A sequence is cut into segments of C tokens. At a segment's end the memory's parameters θ^(i) and a pooled key p^(i) are
-    cached. Token t of segment s reads the memory M_t of its own segment and the cached ones, i < s, weighed by gates γ from the
-    scores ⟨u_t, p^(i)⟩; for its own segment p is pooled over the keys up to t, so nothing of the future is seen. What a memory
-    adds to its input (a residual) is added once.
+    A sequence is split into segments of C tokens. At the end of a segment the memory's parameters θ^(i) and a pooled key p^(i) are
+    cached. Token t of segment s reads the memory M_t of its own segment and the cached memories i < s, weighted by gates γ computed
+    from the scores ⟨u_t, p^(i)⟩. For its own segment, p is pooled over the keys up to t, so nothing of the future is seen. The
+    residual (the memory's input, added to its output) is added once.
 
-    A cached memory costs as much as the memory itself: `value_dim · feature_dim` numbers for a matrix, and for an MLP of two
-    layers and expansion 4 8 · head_dim², which from head_dim 64 on is more than the keys and values of a segment of 256 tokens.
+    A cached memory is as large as the memory itself: `value_dim · feature_dim` numbers for a matrix, and 8 · head_dim² for an MLP
+    of two layers and expansion 4. From head_dim 64 on the latter exceeds the keys and values of a segment of 256 tokens.
 
-    A kernel memory is cached as the tokens of its segment and their coefficients: segments are then an attention of its own each,
-    weighed by γ. It takes neither "soup" nor "carry".
+    A kernel memory is cached as its segment's tokens and their coefficients, so each segment is a separate attention, weighted by
+    γ. It supports neither "soup" nor "carry".
 
     Attributes:
-      rule: the rule by which every segment is written.
-      aggregation: how the memories are read together: a name of `AGGREGATIONS`.
-      segment_size: C ≥ 1 tokens of a segment; a multiple of the rule's chunk size.
-      top_k: k ≥ 1 cached memories that "ssc" reads.
-      gate: γ from the scores: a name of `GATES`; without effect for "residual".
-      connector: where u_t comes from: "input", the gate `Gates.connector`, or "query", the query itself.
+      rule: the rule that writes every segment.
+      aggregation: how the memories are combined, a name in `AGGREGATIONS`.
+      segment_size: C ≥ 1 tokens per segment, a multiple of the rule's chunk size.
+      top_k: number k ≥ 1 of cached memories that "ssc" reads.
+      gate: how γ is computed from the scores, a name in `GATES`. No effect for "residual".
+      connector: source of u_t: "input", the gate `Gates.connector`, or "query", the query itself.
       pooling: "mean" or "sum" of the keys.
-      start: "fresh", M_0 with momentum and window reset (segments are then computed in parallel), or "carry".
-      capacity: the most memories that are kept, oldest evicted first, so that the state is bounded; None keeps all.
-      stop_gradient: whether no gradient flows into cached memories.
+      start: "fresh" starts each segment from M_0 with momentum and window reset, so that segments are computed in parallel;
+        "carry" continues from the previous segment.
+      capacity: maximum number of memories kept, with the oldest evicted first, so that the state is bounded. None keeps all.
+      stop_gradient: whether to stop gradients into cached memories.
 
     Raises:
-      ValueError: an unknown name, a number out of its range, a segment size that the chunk size does not divide, or a choice
-        that a kernel memory does not take.
+      ValueError: an unknown name, a number out of range, a segment size that is not a multiple of the chunk size, or a choice
+        that kernel memories do not support.
     """
 
     rule: MemoryRule | KernelRule
@@ -86,20 +87,20 @@ class CachedRule:
             raise ValueError(f"CachedRule: top_k={self.top_k} is more than capacity={self.capacity} memories.")
         if isinstance(self.rule, KernelRule) and self.start == "carry":
             raise ValueError(
-                'CachedRule: start="carry" is not offered for a kernel memory: it keeps its tokens, so that every cached memory '
-                'would keep all tokens before it once more. Give start="fresh".'
+                'CachedRule: start="carry" is not supported for a kernel memory: it stores its tokens, so every cached memory '
+                'would store all earlier tokens again. Use start="fresh".'
             )
         if isinstance(self.rule, KernelRule) and self.aggregation == "soup":
             raise ValueError(
-                'CachedRule: aggregation="soup" is not offered for a kernel memory: what is mixed would be its sums before '
-                'the division by Z and before the activation, which no reading of one memory gives. Give "grm".'
+                'CachedRule: aggregation="soup" is not supported for a kernel memory: it would mix the sums before the '
+                'division by Z and the activation, which a read of one memory does not return. Use "grm".'
             )
         if not isinstance(self.stop_gradient, bool):
             raise ValueError(f"CachedRule: stop_gradient must be True or False, got {self.stop_gradient!r}.")
 
     @property
     def mixes_weights(self) -> bool:
-        """Whether reads go through mixed layers. A soup of matrices is a sum of reads, like grm."""
+        """Whether reads need mixed layers. A soup of matrices does not: it is a sum of reads, like "grm"."""
         return self.aggregation == "soup" and not isinstance(self.rule.structure, Matrix)
 
     @property
@@ -107,7 +108,7 @@ class CachedRule:
         """Whether gates depend on u_t and the pooled keys."""
         return self.aggregation != "residual"
 
-    # What a memory is, to those who ask any rule.
+    # The properties that every kind of rule has.
     @property
     def structure(self) -> Any:
         return self.rule.structure

@@ -1,4 +1,4 @@
-"""What a cached memory carries from call to call."""
+"""The state of a cached memory."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ AnyParams = MemoryParams | KernelParams
 
 
 class Tokens(NamedTuple):
-    """Tokens of a call: q, k, v as in `memory.scan`, the rule's gates, and u (None for "residual"), [batch, time, heads, …]."""
+    """The tokens of a call: q, k, v as in `memory.scan`, the rule's gates, and u (None for "residual"), [batch, time, heads, …]."""
 
     q: jax.Array
     k: jax.Array
@@ -24,7 +24,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(rule: CachedRule, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> Tokens:
-    """The connector apart from the gates of `rule.rule`."""
+    """Separates the connector from the gates of `rule.rule`."""
     connector = None
     if rule.has_scores:
         connector = q if rule.connector == "query" else gates.connector
@@ -32,18 +32,18 @@ def tokens_of(rule: CachedRule, q: jax.Array, k: jax.Array, v: jax.Array, gates:
 
 
 class CachedState(NamedTuple):
-    """The memory that is written, and those of earlier segments. float32 (float64 for float64 inputs), int32; batch axis first.
+    """The current memory and those of earlier segments. float32 (float64 for float64 inputs) and int32, with the batch axis first.
 
-    A segment's memory goes to the cache when the first token of the next one is read: until then it is `online`.
+    A segment's memory moves to the cache when the first token of the next segment is read. Until then it is `online`.
 
     Attributes:
-      online: state of the memory of the current segment.
-      cached: θ^(i), name → [batch, heads, N, out, in]; memory number i is at place i mod N. Of a kernel memory of n entries:
-        keys [batch, heads, N, n, key_dim], coefficients, decay [batch, heads, N, n, 1], and W1 where there is one.
+      online: state of the current segment's memory.
+      cached: θ^(i), name → [batch, heads, N, out, in]. Memory number i is stored at i mod N. For a kernel memory of n entries:
+        keys [batch, heads, N, n, key_dim], coefficients, decay [batch, heads, N, n, 1], and W1 if there is one.
       keys: p^(i), [batch, heads, N, key_dim].
       key_sum: sum of the current segment's keys, [batch, heads, key_dim].
-      position: tokens of the current segment read so far, in [0, segment_size], [batch].
-      cached_count: memories cached so far, evicted ones included, [batch].
+      position: number of tokens of the current segment read so far, in [0, segment_size], [batch].
+      cached_count: number of memories cached so far, including evicted ones, [batch].
     """
 
     online: MemoryState | KernelState
@@ -59,20 +59,20 @@ def init_state(rule: CachedRule, params: AnyParams, *, batch_size: int, max_leng
 
     Args:
       rule: the cached rule.
-      params: of `rule.rule`.
+      params: parameters of `rule.rule`.
       batch_size: number of batch elements.
-      max_length: the most tokens that will be read; needed, and of effect, only where `rule.capacity` is None. Outputs of tokens
-        beyond it that need a place in the cache are NaN.
+      max_length: maximum number of tokens that will be read. Required if `rule.capacity` is None, and ignored otherwise. Outputs
+        of tokens beyond it that need another slot in the cache are NaN.
 
     Raises:
-      ValueError: max_length missing or not an integer ≥ 1 where it is needed; parameters of another rule.
+      ValueError: max_length is missing or not an integer ≥ 1 where it is required, or the parameters belong to another rule.
     """
     places = rule.capacity
     if places is None:
         if max_length is None:
             raise ValueError(
                 "init_state: max_length is None, but this rule keeps the memory of every segment (capacity=None): "
-                "give the most tokens that will be read, or a capacity."
+                "give the maximum number of tokens, or a capacity."
             )
         if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
             raise ValueError(f"init_state: max_length must be an integer ≥ 1, got {max_length!r}.")
@@ -81,7 +81,7 @@ def init_state(rule: CachedRule, params: AnyParams, *, batch_size: int, max_leng
 
 
 def empty_cache(rule: CachedRule, params: AnyParams, online: Any, places: int) -> CachedState:
-    """A cache of so many places beside a memory from which nothing was cached."""
+    """A fresh state whose empty cache has `places` slots, with `online` as the current memory."""
     weights = memories.weights_of(rule, online)
     any_weight = next(iter(weights.values()))
     batch, heads = any_weight.shape[:2]

@@ -1,4 +1,4 @@
-"""Memory Caching from a state: a call that goes on anywhere in a segment, one token, or a read alone."""
+"""Memory Caching from a state: a call that continues anywhere in a segment, one token, or a read without a write."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from atlasjax.memory.slots import choose
 
 
 def _push(rule: CachedRule, params: AnyParams, state: CachedState, full: jax.Array) -> CachedState:
-    """Where `full` [batch]: the segment's memory goes to the cache, and a new segment begins."""
+    """Where `full` [batch] is True, moves the segment's memory to the cache and begins a new segment."""
     places = state.keys.shape[2]
     row, place = jnp.arange(full.shape[0]), state.cached_count % places
     weights = memories.weights_of(rule, state.online)
@@ -45,7 +45,7 @@ def _push(rule: CachedRule, params: AnyParams, state: CachedState, full: jax.Arr
 
 
 def _by_age(state: CachedState) -> tuple[jax.Array, jax.Array]:
-    """Places of the cache from the oldest memory to the newest, [batch, N], and which of them hold one."""
+    """Slots of the cache from the oldest memory to the newest, [batch, N], and whether each holds a memory."""
     places = state.keys.shape[2]
     n = jnp.arange(places)
     order = (jnp.where(state.cached_count > places, state.cached_count % places, 0)[:, None] + n) % places
@@ -56,13 +56,12 @@ def _read_cache(
     rule: CachedRule, params: AnyParams, state: CachedState, q: jax.Array, u: jax.Array | None, own_keys: jax.Array,
     own_read: Any, dtype: Any,
 ) -> jax.Array:  # fmt: skip
-    """What tokens read of the cache and of their own memory.
+    """The tokens' reads of the cache and of their own memory.
 
     Args:
       q, u: [batch, heads, tokens, key_dim].
       own_keys: p of the current segment for each token, like q.
-      own_read: the function that reads their own memory, given the soup that is to be mixed in or None: [batch, heads, tokens,
-        value_dim].
+      own_read: function that reads their own memory, given the soup to mix in or None: [batch, heads, tokens, value_dim].
     """
     batch, heads, tokens = q.shape[:3]
     order, there = _by_age(state)
@@ -92,7 +91,7 @@ def _read_cache(
             others = read.read_selected(rule.rule, dtype, params, by_memory, q, index, gamma)
         return read.join(rule.rule, params, q, own_read(None), mine, others)
     gamma, mine = gating.gamma(rule, scores, own, seen)
-    # Back to the order of the places.
+    # Back to the order of the slots.
     back = jnp.argsort(order, axis=-1)
     gamma = jnp.take_along_axis(gamma, jnp.broadcast_to(back[:, None, None], gamma.shape), axis=-1)
     if rule.mixes_weights:
@@ -104,7 +103,7 @@ def _read_cache(
 
 
 def _overfull(rule: CachedRule, state: CachedState) -> jax.Array:
-    """Whether more memories were cached than the cache has places, though none may be evicted."""
+    """Whether more memories were cached than the cache has slots although none may be evicted."""
     if rule.capacity is not None:
         return jnp.zeros(state.cached_count.shape, bool)
     return state.cached_count > state.keys.shape[2]
@@ -113,7 +112,7 @@ def _overfull(rule: CachedRule, state: CachedState) -> jax.Array:
 def streamed_scan(
     rule: CachedRule, params: AnyParams, state: CachedState, tokens: Tokens
 ) -> tuple[jax.Array, CachedState]:
-    """A call that goes on from a state, which may be anywhere in a segment: one segment after another."""
+    """A call that continues from a state anywhere in a segment, one segment after another."""
     batch, time = tokens.q.shape[:2]
     size, dtype = rule.segment_size, tokens.q.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
@@ -126,7 +125,7 @@ def streamed_scan(
     width = min(size, time)
 
     def lay(x: jax.Array) -> jax.Array:
-        """[batch, time, …] → [segments, batch, width, …]: the tokens of each segment at its front."""
+        """[batch, time, …] → [segments, batch, width, …], with each segment's tokens at its front."""
         empty = jnp.zeros((batch, count, width, *x.shape[2:]), x.dtype)
         return jnp.moveaxis(empty.at[rows_index, segment, offset].set(x, unique_indices=True), 1, 0)
 
@@ -168,7 +167,7 @@ def streamed_scan(
 
 
 def step(rule: CachedRule, params: AnyParams, state: CachedState, tokens: Tokens) -> tuple[jax.Array, CachedState]:
-    """One token: tokens without the time axis."""
+    """One token; `tokens` has no time axis."""
     dtype = tokens.q.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
     state = _push(rule, params, state, state.position == rule.segment_size)
@@ -194,7 +193,7 @@ def step(rule: CachedRule, params: AnyParams, state: CachedState, tokens: Tokens
 def read_state(
     rule: CachedRule, params: AnyParams, state: CachedState, q: jax.Array, connector: jax.Array | None
 ) -> jax.Array:
-    """Reads of a state without writing: q, connector [batch, time, heads, key_dim] → [batch, time, heads, value_dim]."""
+    """Reads a state without writing: q, connector [batch, time, heads, key_dim] → [batch, time, heads, value_dim]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
     up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)

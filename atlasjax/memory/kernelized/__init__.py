@@ -1,4 +1,4 @@
-"""Kernel memories (A §4): DeepTransformer, SWDT, DOT. The same functions as in `atlasjax.memory`, for a `KernelRule`."""
+"""Kernel memories (A §4): DeepTransformer, SWDT and DOT. The functions of `atlasjax.memory` for a `KernelRule`."""
 
 from atlasjax.memory.kernelized.api import IMPLEMENTATIONS, read, reference, scan, step
 from atlasjax.memory.kernelized.rule import KernelRule

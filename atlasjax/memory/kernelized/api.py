@@ -37,33 +37,33 @@ def scan(
     implementation: str | None = None,
     check_gates: bool = False,
 ) -> tuple[jax.Array, KernelState]:
-    """Write and read a sequence: for every token, one step of the rule, then y_t = M_t(φ*(q_t)).
+    """Writes and reads a sequence: for every token, one step of the rule, then y_t = M_t(φ*(q_t)).
 
-    Cutting a sequence into calls at any places gives the outputs and the final state of one call. Works under jit, vmap,
-    shard_map and reverse-mode differentiation; the backward pass keeps no [time, time] array.
+    Splitting a sequence into several calls gives the outputs and the final state of one call. Works under jit, vmap, shard_map and
+    reverse-mode differentiation. The backward pass stores no [time, time] array.
 
     Args:
       rule: the kernel rule, static under jit.
       params: its learned parameters (`init_params`).
-      state: the memory so far; None for a fresh one. With a full cache the state that comes back then has no room for more tokens
-        (its max_length is the call's length): to go on, begin with `init_state`.
+      state: the memory so far. None starts from a fresh memory; with a full cache the returned state then has no room for more
+        tokens, because its max_length is the call's length. To continue a sequence, start with `init_state`.
       q: queries, [batch, time, heads, key_dim], floating point. Any length ≥ 1.
       k: keys, like q.
-      v: values, [batch, time, heads, value_dim], of q's dtype.
+      v: values, [batch, time, heads, value_dim], in q's dtype.
       gates: the gates that the rule uses, [batch, time, heads(, channels)]; see `KernelRule.gate_channels`.
-      segment_ids: optional integers ≥ 0, [batch, time]: where the id changes, a new segment starts with a fresh memory and a
-        fresh chunk, as if it were alone. The first segment goes on from `state` if it has the id of the state's last token.
-      max_segments: a static bound on the number of segments in a row; needed under jit. If a row has more, its outputs
-        without a place and its state are NaN.
-      implementation: None (the best available), "xla", or "reference" (the definition: slow).
+      segment_ids: optional integers ≥ 0, [batch, time]. Where the id changes, a new segment starts with a fresh memory and a new
+        chunk, as if it were alone. The first segment continues from `state` if it has the id of the state's last token.
+      max_segments: static bound on the number of segments in a row. Required under jit. If a row has more, its state and the
+        outputs of tokens without a slot are NaN.
+      implementation: None (the best available), "xla", or "reference" (the definition, slow).
       check_gates: check the gates' values: an error outside jit, a `checkify.check` under it.
 
     Returns:
-      y: [batch, time, heads, value_dim], of q's dtype (NaN for tokens beyond a full cache's max_length); and the new state, float32
+      y: [batch, time, heads, value_dim], in q's dtype (NaN for tokens beyond a full cache's max_length), and the new state, float32
       (float64 for float64 inputs).
 
     Raises:
-      TypeError, ValueError: an argument that does not fit, before anything is traced.
+      TypeError, ValueError: invalid arguments, before anything is traced.
     """
     check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.scan")
     max_segments = check_segments(segment_ids, max_segments, q, "memory.scan")
@@ -86,10 +86,10 @@ def step(
     *,
     check_gates: bool = False,
 ) -> tuple[jax.Array, KernelState]:
-    """One token: `scan` without the time axis, for decoding. It costs one read of the cache.
+    """One token: `scan` without the time axis, for decoding. Costs one read of the cache.
 
     Args:
-      rule, params, state: as in `scan`; the state is required.
+      rule, params, state: as in `scan`, but the state is required.
       q, k: [batch, heads, key_dim]; v: [batch, heads, value_dim].
       gates: [batch, heads(, channels)].
       check_gates: as in `scan`.
@@ -98,7 +98,7 @@ def step(
       y: [batch, heads, value_dim] (NaN beyond a full cache's max_length), and the new state.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit, before anything is traced.
+      TypeError, ValueError: invalid arguments, before anything is traced.
     """
     if state is None:
         raise ValueError("memory.step: state is None; start with memory.init_state.")
@@ -109,17 +109,17 @@ def step(
 
 
 def read(rule: KernelRule, params: KernelParams, state: KernelState, q: jax.Array) -> jax.Array:
-    """Look without writing: M_t(φ*(q)) for any number of queries.
+    """Reads without writing: M_t(φ*(q)) for any number of queries.
 
     Args:
       rule, params, state: as in `scan`.
       q: [batch, time, heads, key_dim], floating point.
 
     Returns:
-      [batch, time, heads, value_dim], of q's dtype; NaN if the state has read more than its max_length.
+      [batch, time, heads, value_dim], in q's dtype; NaN if the state has read more than its max_length.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit, before anything is traced.
+      TypeError, ValueError: invalid arguments, before anything is traced.
     """
     check.check_read(rule, params, state, q, "memory.read")
     return read_state(rule, params, state, q)
@@ -136,7 +136,7 @@ def reference(
     *,
     segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, KernelState]:
-    """The definition: token by token over the whole cache, inner gradients from `jax.grad`. Slow; arguments as in `scan`."""
+    """The definition: token by token over the whole cache, with inner gradients from `jax.grad`. Slow. Arguments as in `scan`."""
     check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.reference")
     if segment_ids is not None:
         check_segments(segment_ids, q.shape[1], q, "memory.reference")

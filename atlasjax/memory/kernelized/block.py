@@ -1,7 +1,7 @@
-"""One block of one head: whole chunks of tokens, one after another, after one read of the cache before the block for all of them.
+"""One block of one head: one read of the cache before the block, then its chunks one after another.
 
-The cache before the block changes within it by decay and momentum only, so its sums for every key and query of the block are
-taken once, at the block's start, and moved on in time by two scalars. What is left for each chunk is short: the block's entries.
+Within a block, the earlier cache changes only by decay and momentum. So its sums for all keys and queries of the block are computed
+once, at the block's start, and advanced in time with two scalars. Each chunk then only has to sum over the block's own entries.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from atlasjax.memory.state import Weights
 
 
 class Sizes(NamedTuple):
-    """Static sizes of a call: tokens of a chunk, chunks of a block, blocks; and the compute dtype of products."""
+    """Static sizes of a call: tokens per chunk, chunks per block, number of blocks, and the dtype of products."""
 
     chunk: int
     chunks: int
@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """Between blocks, one head: the c − 1 newest entries, which a step may still write (without keys), and the weights."""
+    """State of one head between blocks: the c − 1 newest entries without their keys, which steps may change, and the weights."""
 
     coefficients: jax.Array
     momentum: jax.Array | None
@@ -44,17 +44,18 @@ class Carry(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A block's tokens: q [block, key_dim]; k, v [c − 1 + block, …] with the window before it; what gates decide, by chunk."""
+    """A block's tokens: q [block, key_dim]; k, v [c − 1 + block, …] including the window before it; coefficients by chunk."""
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
     coefficients: Coefficients
-    start: Transition  # [chunks], from the block's start to each chunk's
+    start: Transition  # [chunks], from the block's start to each chunk's start
 
 
 class Places(NamedTuple):
-    """real [c − 1 + block], segment (None: one segment) like it; reset [chunks] (None: never): a fresh memory before the chunk."""
+    """real and segment: [c − 1 + block], segment None if there is only one; reset: [chunks], whether the memory is reset before
+    the chunk, None if never."""
 
     real: jax.Array
     segment: jax.Array | None
@@ -64,9 +65,9 @@ class Places(NamedTuple):
 def visible(
     rule: KernelRule, read_at: Any, read_segment: Any, entry: Any, real: jax.Array, segment: jax.Array | None
 ) -> jax.Array:
-    """Which entries a read sees, [r or 1, n]: real, not later, within the cache's window, of the same segment.
+    """Whether a read sees an entry, [r or 1, n]: it must be real, not later, within the cache's window and of the same segment.
 
-    read_at: [r], place of the last token written; read_segment: [r]; entry: [n], places; real, segment: [n].
+    read_at: [r], position of the last token written; read_segment: [r]; entry: [n], positions; real, segment: [n].
     """
     sees = real[None] & (entry[None] <= read_at[:, None])
     if rule.cache_window is not None:
@@ -77,10 +78,10 @@ def visible(
 
 
 def read_rows(rule: KernelRule, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
-    """The reads of the cache before a block: (token whose key is read, place of the last token written when it is).
+    """The reads of the cache before a block: (token whose key is read, position of the last token written before the read).
 
-    Tokens and places are counted as in `Tokens.k`. Without a cache window the entries before the block are seen by all of its reads
-    alike, so every key is read once; else once for every chunk that takes its gradient.
+    Tokens and positions are counted as in `Tokens.k`. Without a cache window all reads of the block see the same earlier entries,
+    so every key is read once. With a cache window it is read once for every chunk that takes its gradient.
     """
     c, E = rule.window, rule.window - 1 + sizes.chunk
     if rule.has_constant_gradient:
@@ -93,7 +94,7 @@ def read_rows(rule: KernelRule, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_chunk(rule: KernelRule, sizes: Sizes, part: Partial) -> tuple[Partial | None, Partial]:
-    """Rows of a block's reads, [keys + queries], as those of each chunk: [chunks, E, …] and [chunks, b, …]."""
+    """Splits the rows of a block's reads, [keys + queries], by chunk: [chunks, E, …] and [chunks, b, …]."""
     keys = len(read_rows(rule, sizes)[0])
     stack = lambda x: x.reshape(sizes.chunks, -1, *x.shape[1:])
     queries = jax.tree.map(lambda x: stack(x[keys:]), part)
@@ -108,7 +109,7 @@ def _by_chunk(rule: KernelRule, sizes: Sizes, part: Partial) -> tuple[Partial | 
 def gradients(
     rule: KernelRule, weights: Weights, h: jax.Array, k: jax.Array, v: jax.Array, dtype: Any
 ) -> tuple[jax.Array, dict[str, Factors]]:
-    """∂ℓ/∂h of each token, [n, width], and ∇ℓ of every other weight as outer products, from h(k): [n, width]."""
+    """From h(k) [n, width]: ∂ℓ/∂h of each token, [n, width], and ∇ℓ of every other weight as outer products."""
 
     def total_loss(change: jax.Array, zeros: Weights) -> tuple[jax.Array, Weights]:
         inputs: Weights = {}
@@ -128,7 +129,7 @@ def gradients(
 
 
 def moved(x: jax.Array, s: jax.Array | None, by: Transition) -> jax.Array:
-    """A memory x with momentum s after a transition (scalars)."""
+    """A memory x with momentum s, advanced by a transition (scalars)."""
     return by.decay * x if s is None or by.momentum is None else by.decay * x + by.momentum * s
 
 
@@ -152,7 +153,7 @@ def read_out(
     rule: KernelRule, h: jax.Array, q: jax.Array, weights: Weights, momentum: Weights | None,
     factors: dict[str, Factors], A: jax.Array, s: jax.Array | None, C: jax.Array, dtype: Any,
 ) -> jax.Array:  # fmt: skip
-    """y from h(q): [r, width]. The other weights are those of each read: A W + s S + Σ_i C[:, i] ∇_i, never formed; A, s: [r]."""
+    """y from h(q) [r, width]. The other weights of each read, A W + s S + Σ_i C[:, i] ∇_i with A, s: [r], are never formed."""
 
     def linear(name: str, x: jax.Array) -> jax.Array:
         if name == rule.inner:
@@ -174,18 +175,18 @@ def run_block(
     Args:
       rule, sizes: static.
       initial: the weights of a fresh memory.
-      carry: before the block.
-      part: sums over the entries before those of `carry`, rows as `read_rows` gives them, then the queries.
-      tokens, places: the block's.
+      carry: the carry before the block.
+      part: sums over the entries before those of `carry`. Rows are those of `read_rows`, followed by the queries.
+      tokens, places: those of the block.
 
     Returns:
-      the carry after the block; the entries that no step writes any more, without their keys; y [block, value_dim].
+      The carry after the block; the entries that no later step changes, without their keys; y [block, value_dim].
     """
     c, b, dtype = rule.window, sizes.chunk, sizes.dtype
     E, old = (
         c - 1 + b,
         c - 1 + sizes.block - b,
-    )  # entries of a chunk with its window; entries that may stand before a chunk
+    )  # entries of a chunk including its window; entries that may precede a chunk
     wide = carry.decay.dtype
     q, k, v = (x.astype(wide) for x in (tokens.q, tokens.k, tokens.v))
     grow = lambda x: jnp.pad(x, ((0, sizes.block), *((0, 0),) * (x.ndim - 1)))
@@ -216,7 +217,7 @@ def run_block(
             h = sums.divide(value + dot(kappa, a_old, dtype), mass)
         left, factors = gradients(rule, weights, h, k_chunk, v_chunk, dtype)
 
-        # Reads: the entries before the chunk, then those of the chunk and its window, for what this chunk's steps add to them.
+        # Reads: the entries before the chunk, then those of the chunk and its window, including what this chunk's steps add.
         A, s = coef.decay, coef.momentum
         at = first + jnp.arange(b)
         own_segment = None if segment is None else segment[c - 1 :]

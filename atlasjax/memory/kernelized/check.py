@@ -22,11 +22,11 @@ def check_call(
     time: bool,
     where: str,
 ) -> None:
-    """Shapes, dtypes, and which gates are given.
+    """Checks shapes, dtypes, and which gates are given.
 
     Raises:
-      TypeError: not an array, or not floating point.
-      ValueError: a shape, a dtype or a gate that does not fit; the message names it, what it is and what it should be.
+      TypeError: an argument is not an array, or not floating point.
+      ValueError: a wrong shape, dtype or gate. The message gives the argument, its value and the expected one.
     """
     if not isinstance(rule, KernelRule):
         raise TypeError(f"{where}: rule must be a KernelRule, got {type(rule).__name__}.")
@@ -64,12 +64,12 @@ def check_call(
 
 
 def _heads(params: KernelParams) -> int | str:
-    """Free for a matrix memory, which has no parameter per head."""
+    """The number of heads. Any number fits a matrix memory, which has no parameter per head."""
     return next(iter(params.weights.values())).shape[0] if params.weights else "heads"
 
 
 def check_state(rule: KernelRule, params: KernelParams, state: KernelState, batch: int | str, where: str) -> None:
-    """Raise where `state` is not a state of this rule with these parameters and this batch size."""
+    """Raises an error if `state` does not belong to this rule, these parameters and this batch size."""
     if not isinstance(state, KernelState):
         raise TypeError(f"{where}: state must be a KernelState, got {type(state).__name__}.")
     if isinstance(batch, str):
@@ -87,7 +87,7 @@ def check_state(rule: KernelRule, params: KernelParams, state: KernelState, batc
 
 
 def check_read(rule: KernelRule, params: KernelParams, state: KernelState, q: Any, where: str) -> None:
-    """Arguments of `read`."""
+    """Checks the arguments of `read`."""
     if not isinstance(rule, KernelRule):
         raise TypeError(f"{where}: rule must be a KernelRule, got {type(rule).__name__}.")
     check_params(rule, params)

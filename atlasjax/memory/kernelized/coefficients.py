@@ -1,10 +1,10 @@
-"""What the gates alone decide: memories as combinations of the memory before, its momentum, and inner gradients.
+"""Coefficients that depend only on the gates: memories as combinations of the previous memory, its momentum and inner gradients.
 
-Within a chunk that starts with memory M, momentum S, and has gradients ∇_i of E = c − 1 + b tokens,
+Within a chunk that starts with memory M and momentum S, and has gradients ∇_i of E = c − 1 + b tokens,
 
     M_t = A_t M + s_t S + Σ_i C[t,i] ∇_i        ρ_i(t) = A_t ρ_i, and T_α[t,i] for the chunk's own entries
 
-(see `atlasjax.memory.blocks`; products of decays are formed by multiplication: exact at 0, values and derivatives).
+(see `atlasjax.memory.blocks`). Products of decays are computed by multiplication, so values and derivatives are exact at 0.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from atlasjax.memory.retention import Full
 
 
 class Transition(NamedTuple):
-    """(M, S) ↦ (decay M + momentum S, momentum_decay S); the last two are None without momentum. Any shape."""
+    """(M, S) ↦ (decay M + momentum S, momentum_decay S). The last two fields are None without momentum. Any shape."""
 
     decay: jax.Array
     momentum: jax.Array | None
@@ -27,15 +27,15 @@ class Transition(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Of one chunk.
+    """The coefficients of one chunk.
 
     Attributes:
       decay: A_t, [b].
-      momentum: s_t, [b]; None without momentum.
+      momentum: s_t, [b], None without momentum.
       gradients: C, [b, E].
       entries: T_α, [b, b].
       end: the transition over the whole chunk, scalars; the identity if the chunk is not committed.
-      end_gradients: [E], what the memory gets of each gradient over the chunk; end_momentum: [E], what the momentum gets.
+      end_gradients: [E], weight of each gradient in the memory at the chunk's end; end_momentum: [E], its weight in the momentum.
       end_entries: [b], ρ of the chunk's entries at its end. The last three are zero if the chunk is not committed.
     """
 
@@ -63,14 +63,14 @@ def coefficients(
     real: jax.Array,
     commit: jax.Array,
 ) -> Coefficients:
-    """Coefficients of a chunk of one head.
+    """The coefficients of one chunk of one head.
 
     Args:
       rule: the rule.
       retention, step_size, momentum: gates, [b]; window: [b, c].
-      counts: [b, E], whether a token's window may count a gradient: real, and of the token's segment.
-      real: [b], whether there is a token.
-      commit: [], whether the chunk changes the memory (an unfinished chunk is read, but not committed).
+      counts: [b, E], whether a token's window may contain a gradient: it must be real and of the token's segment.
+      real: [b], whether the token exists.
+      commit: [], whether the chunk changes the memory. An unfinished chunk is read, but not committed.
     """
     b = step_size.shape[0]
     D = jnp.where(counts, -step_size[:, None] * window_matrix(window), 0.0)
@@ -82,7 +82,7 @@ def coefficients(
         A, between = jnp.ones_like(step_size), jnp.tril(jnp.ones((b, b), step_size.dtype))
     else:
         A, between = decay_products(retention)
-    between = jnp.where(real, between, 0.0)  # where there is no token, S is not added once more
+    between = jnp.where(real, between, 0.0)  # padding must not add S again
     C = _product(between, D)
     if beta is not None:
         s = _product(between, beta)
@@ -94,7 +94,7 @@ def coefficients(
 
 
 def compose(second: Transition, first: Transition) -> Transition:
-    """The transition of `first`, then `second`."""
+    """The transition `first` followed by `second`."""
     decay = second.decay * first.decay
     if first.momentum is None or second.momentum is None or second.momentum_decay is None:
         return Transition(decay, None, None)
@@ -110,15 +110,15 @@ def identity_like(x: Transition) -> Transition:
 
 
 def before_each(parts: Transition) -> tuple[Transition, Transition]:
-    """From transitions of consecutive parts, [n], those from the beginning to each part's start, [n], and over all of them, []."""
+    """From transitions of consecutive parts, [n]: those from the beginning to each part's start, [n], and the total one, []."""
     start = identity_like(jax.tree.map(lambda x: x[0], parts))
     whole, starts = meshes.scan(lambda sofar, part: (compose(part, sofar), sofar), start, parts)
     return starts, whole
 
 
 def after_each(parts: Transition) -> Transition:
-    """From transitions of consecutive parts, [n], those from each part's end to the end of the last, [n]; and first from the
-    beginning of part 0: [n + 1]."""
+    """From transitions of consecutive parts, [n]: those from the beginning of part 0 and from each part's end to the end of the
+    last part, [n + 1]."""
     end = identity_like(jax.tree.map(lambda x: x[0], parts))
     whole, after = meshes.scan(lambda later, part: (compose(later, part), later), end, parts, reverse=True)
     return jax.tree.map(lambda w, x: jnp.concatenate([w[None], x]), whole, after)
@@ -128,9 +128,10 @@ def since_commit(parts: Transition, columns: int | None) -> Transition:
     """Transitions from the end of an earlier part to the start of each part.
 
     Args:
-      parts: of consecutive parts, [n].
-      columns: None: column 0 is what was there before part 0, column m + 1 part m, [n, n + 1] (the identity for m + 1 > row). Else
-        only the last so many parts before each, in order, [n, columns]; what stands before part 0 counts as parts without effect.
+      parts: transitions of consecutive parts, [n].
+      columns: None returns [n, n + 1], where column 0 stands for everything before part 0 and column m + 1 for part m (the identity
+        for m + 1 > row). Otherwise returns only the last `columns` parts before each, in order, [n, columns]; columns before
+        part 0 are parts without effect.
     """
     n = parts.decay.shape[0]
     one = identity_like(jax.tree.map(lambda x: x[:1], parts))

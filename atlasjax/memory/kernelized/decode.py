@@ -1,7 +1,7 @@
-"""One token at a time, and looking without writing.
+"""Decoding token by token, and reads without a write.
 
-A state has the cache as of the chunk's start t', and h_{t'} of the tokens since then. So a token costs one read of the cache, for
-its key and its query together, and the cache itself changes once in a chunk.
+A state has the cache as it was at the chunk's start t', and h_{t'} of the tokens since then. So a token costs one read of the
+cache, for its key and query together, and the cache itself changes once per chunk.
 """
 
 from typing import NamedTuple
@@ -22,20 +22,20 @@ from atlasjax.memory.state import Gates, Weights
 
 
 class _Chunk(NamedTuple):
-    """The unfinished chunk with its window, n tokens of one head; row: coefficients of its last token."""
+    """The unfinished chunk including its window, n tokens of one head. A, s, C: the coefficients of its last token."""
 
     k: jax.Array
     v: jax.Array
     h: jax.Array
-    sees: jax.Array  # [n], which of them the read sees
+    sees: jax.Array  # [n], whether the read sees the token
     A: jax.Array
     s: jax.Array | None
     C: jax.Array  # [n]
-    entries: jax.Array  # [n], their ρ as of the read
+    entries: jax.Array  # [n], ρ of the tokens at the time of the read
 
 
 def _seen(rule: KernelRule, entries: int, held: jax.Array, last: jax.Array) -> jax.Array:
-    """Which places of a stored cache a read sees, [N]; last: the read's place in its chunk (−1: right at t')."""
+    """Whether a read sees each slot of a stored cache, [N]. last: the read's position in its chunk, −1 exactly at t'."""
     return held if rule.cache_window is None else held & (jnp.arange(entries) > last)
 
 
@@ -43,7 +43,7 @@ def _read(
     rule: KernelRule, weights: Weights, momentum: Weights | None, part: sums.Partial, chunk: _Chunk, q: jax.Array,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array, dict]:  # fmt: skip
-    """y of the queries [r, key_dim], from their sums over the cache and the unfinished chunk; and the chunk's gradients."""
+    """y of the queries [r, key_dim] from their sums over the cache and the unfinished chunk, and the chunk's gradients."""
     left, factors = gradients(rule, weights, chunk.h, chunk.k, chunk.v, dtype)
     raw = sums.scores(q, chunk.k, dtype)
     kappa, value, mass = sums.join(rule, part, chunk.A, chunk.s, raw, chunk.entries[None], chunk.sees[None])
@@ -57,7 +57,7 @@ def _read(
 def _chunk(
     rule: KernelRule, tail: Tail, h: jax.Array, position: jax.Array, count: jax.Array, commit: jax.Array
 ) -> tuple[_Chunk, Coefficients]:
-    """The tail of one head as a chunk that is read after `position` tokens (at least one)."""
+    """The tail of one head as a chunk that is read after `position` ≥ 1 tokens."""
     c, b = rule.window, tail.step_size.shape[0]
     place = jnp.arange(c - 1 + b)
     real = (place >= c - 1 - count) & (place < c - 1 + position)
@@ -95,7 +95,7 @@ def xla_step(
     )  # fmt: skip
 
     def one(cache, weights, weights_momentum, tail, token, held, count, position):
-        """One head: y, and what a commit needs."""
+        """One head: y, and the arrays needed for a commit."""
         q, k, v, retention, step_size, momentum, window = token
         x, sees = q[None], _seen(rule, entries, held, position)[None]
         if tail.preactivations is not None:

@@ -1,4 +1,4 @@
-"""The XLA engine of kernel memories: a call laid out as blocks of chunks, attention-like reads of the cache between."""
+"""The XLA engine of kernel memories: a call is laid out as blocks of chunks, with attention-like reads of the cache in between."""
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,12 @@ from atlasjax.memory.kernelized.tape import (
 )
 from atlasjax.memory.state import Gates
 
-_BLOCK_TOKENS = 128  # tokens that read the cache together: never changes a result
-_NOWHERE = 1 << 29  # a place beyond any tape
+_BLOCK_TOKENS = 128  # tokens that read the cache together; never changes the result
+_NOWHERE = 1 << 29  # a slot beyond any tape
 
 
 def plan(rule: KernelRule, time: int, dtype: jnp.dtype) -> tuple[int, int]:
-    """(tokens of a chunk, chunks of a block) for a call of so many places; static."""
+    """(tokens per chunk, chunks per block) for a call of `time` slots; static."""
     if rule.has_constant_gradient:
         return min(_BLOCK_TOKENS, time), 1
     return rule.chunk_size, max(1, min(_BLOCK_TOKENS // rule.chunk_size, -(-time // rule.chunk_size)))
@@ -50,9 +50,9 @@ def xla_scan(
     max_segments: int | None = None,
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, KernelState]:
-    """The recurrence over a sequence; arguments as in `scan`, already checked.
+    """The recurrence over a sequence. Arguments as in `scan`, already checked.
 
-    lengths: [batch], how many tokens of each row there are, without segment_ids; y of the others is NaN. None: all.
+    lengths: [batch], number of tokens in each row, only without segment_ids. y of the others is NaN. None means that all exist.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     batch, time, heads, _ = q.shape
@@ -62,7 +62,7 @@ def xla_scan(
     entries = time if state is None else state.keys.shape[2]
     state = empty_state(rule, params, batch, heads, 0, wide) if state is None else jax.tree.map(up, state)
 
-    # Places on the tape.
+    # Slots on the tape.
     place = keep = resets = overflow = None
     places = time + (0 if fresh else rule.pending)
     starts = jnp.zeros((batch, time), bool)
@@ -82,19 +82,19 @@ def xla_scan(
     if lengths is not None:
         assert segment_ids is None
         t = jnp.arange(time)
-        # Beyond any tape, each in a place of its own: scattering promises that no two are the same.
+        # They get distinct slots beyond any tape, because the scatter declares its indices unique.
         place = jnp.where(t < lengths[:, None], state.position[:, None] + t, _NOWHERE + t)
     chunk, chunks = plan(rule, places, q.dtype)
     sizes = Sizes(chunk, chunks, -(-places // (chunk * chunks)), q.dtype)
     runs = (
         None if segment_ids is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32)
-    )  # an id may come back; 0: the state's
+    )  # an id may occur again later; 0 is the state's segment
     numbered = state._replace(segment=jnp.zeros_like(state.segment))
     tape = lay(rule, numbered, q, k, v, gates, runs, place, sizes.blocks * sizes.block, keep)
     if place is None:
         place = jnp.broadcast_to(jnp.arange(time), (batch, time))
 
-    # What is committed: all chunks but an unfinished last one.
+    # All chunks are committed except an unfinished last one.
     used = place[:, -1] + 1 if lengths is None else state.position + lengths
     position = used % chunk if rule.pending else jnp.zeros_like(used)
     end = used - position
@@ -152,7 +152,7 @@ def _run(
     resets: jax.Array | None,
     segmented: bool,
 ) -> tuple[jax.Array, Cache, Carry]:
-    """y [batch, heads, blocks, block, value_dim]; every entry as of the end, [batch, heads, N + places]; the last carry."""
+    """y [batch, heads, blocks, block, value_dim]; every entry at the call's end, [batch, heads, N + places]; the last carry."""
     c, wide = rule.window, state.keys.dtype
     batch = tape.real.shape[0]
     old = ordered_cache(rule, state)
@@ -170,7 +170,7 @@ def _run(
         reset = jnp.pad(resets.T, ((0, 0), (0, commits.shape[1] - resets.shape[0]))).reshape(batch, sizes.blocks, -1)
     indices = Indices(real, segment if segmented else None, reset)
 
-    # [batch, chunks, …] of flags; counts[t, i]: whether token t may count token i's gradient.
+    # Flags by chunk, [batch, chunks, …]. counts[t, i]: whether token t's window may contain token i's gradient.
     num_chunks, E = commits.shape[1], c - 1 + sizes.chunk
     rows = jnp.arange(num_chunks)[:, None] * sizes.chunk + jnp.arange(E) + finished
     real_chunk, segment_chunk = real[:, rows], segment[:, rows]
@@ -241,7 +241,7 @@ def _scale(cache: Cache, by: Transition) -> Cache:
 def cache_reads(
     rule: KernelRule, cache: Cache, count: jax.Array, x: jax.Array, dtype: jnp.dtype, real: jax.Array
 ) -> jax.Array:
-    """h(x) from a stored cache: x [batch, heads, n, key_dim] → [batch, heads, n, width]; zero where not real [batch, n]."""
+    """h(x) from a stored cache: x [batch, heads, n, key_dim] → [batch, heads, n, width], zero where `real` [batch, n] is False."""
     entries = cache.decay.shape[2]
     held = stored_places(rule, entries, count)
 
@@ -254,6 +254,6 @@ def cache_reads(
 
 
 def stored_places(rule: KernelRule, entries: int, count: jax.Array) -> jax.Array:
-    """Which places of a stored cache hold an entry, [batch, N]."""
+    """Whether each slot of a stored cache holds an entry, [batch, N]."""
     place = jnp.arange(entries)
     return place < count[:, None] if rule.cache_window is None else place >= entries - count[:, None]

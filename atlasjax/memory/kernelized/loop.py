@@ -1,8 +1,8 @@
-"""The blocks of one head, one after another, with a backward pass that is linear in the length.
+"""The blocks of one head, one after another, with a backward pass whose memory is linear in the length.
 
-The cache only grows: a finished entry is never changed (decay and momentum since then are scalars, `since_commit`). So the backward
-pass needs no copy of the cache at each block, as differentiating the loop would keep: the finished cache serves every block, with
-what came later masked. What a block keeps for it are its carry and its sums over the cache, not the scores.
+The cache only grows, and finished entries never change (later decay and momentum are scalars, `since_commit`). So the backward pass
+does not need a copy of the cache at each block, which differentiating the loop would store: the final cache serves every block,
+with later entries masked. A block stores only its carry and its sums over the cache, not the scores.
 """
 
 import functools
@@ -21,19 +21,19 @@ from atlasjax.memory.kernelized.sums import Partial, partial_sums
 from atlasjax.memory.kernelized.tape import Cache
 from atlasjax.memory.state import Weights
 
-_PHASES = 4  # the cache is read in prefixes of so many static lengths: more waste less on what is not written yet, compile longer
+_PHASES = 4  # number of static prefix lengths in which the cache is read: more phases read fewer unwritten entries, compile longer
 
 
 class Xs(NamedTuple):
-    """What the loop takes of every block, [blocks, …]: its tokens; transitions from earlier blocks' ends (None: no change)."""
+    """The loop's inputs for every block, [blocks, …]: tokens, and transitions from the ends of earlier blocks (None: no change)."""
 
     tokens: Tokens
     since: Transition | None
 
 
 class Indices(NamedTuple):
-    """Flags and integers. real, segment: of all entries, those before the tape too, [before + places] (segment None: one segment);
-    reset: [blocks, chunks] (None: never)."""
+    """Flags and integers. real, segment: [before + places], for all entries including those before the tape, segment None if there
+    is only one. reset: [blocks, chunks], None if never."""
 
     real: jax.Array
     segment: jax.Array | None
@@ -41,7 +41,7 @@ class Indices(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Which finished entries the blocks first … stop − 1 read: `size` entries, from entry 0, or the last ones. Static."""
+    """The finished entries that blocks first … stop − 1 read: the first `size` entries, or the last ones. Static."""
 
     first: int
     stop: int
@@ -69,7 +69,7 @@ def _add(x: jax.Array, part: jax.Array, g: jax.Array, sizes: Sizes, span: Span) 
 
 
 def _moved(sizes: Sizes, span: Span, cache: Cache, since: Transition | None) -> Cache:
-    """Finished entries as of a block's start: a, s and ρ moved on since the end of their own block."""
+    """Finished entries at a block's start: a, s and ρ advanced from the end of their own block."""
     if since is None:
         return cache
     if span.last:
@@ -89,12 +89,12 @@ def _read(
     rule: KernelRule, sizes: Sizes, span: Span, tokens: Tokens, cache: Cache, since: Transition | None,
     indices: Indices, g: jax.Array,
 ) -> Partial:  # fmt: skip
-    """A block's reads of the finished entries before it: its keys, as `read_rows` has them, and its queries."""
+    """A block's reads of the finished entries before it, with its keys (in the order of `read_rows`) and its queries."""
     c, wide = rule.window, cache.decay.dtype
     rows, read_at = read_rows(rule, sizes)
     keys = tokens.k if len(rows) == tokens.k.shape[0] else tokens.k[rows]
     x = jnp.concatenate([keys, tokens.q]).astype(wide)
-    first = indices.real.shape[0] - sizes.blocks * sizes.block - (c - 1) + g * sizes.block  # of the block's window
+    first = indices.real.shape[0] - sizes.blocks * sizes.block - (c - 1) + g * sizes.block  # its window's first
     entry = jnp.arange(span.size) + (g * sizes.block if span.last else 0)
     real = _cut(indices.real, g, sizes, span) & (entry < first)
     if rule.cache_window is None and indices.segment is None:
@@ -161,13 +161,13 @@ def run_blocks(
     Args:
       rule, sizes: static.
       initial: the weights of a fresh memory.
-      carry: before the first block.
-      cache: the finished entries before the tape, then room for those of the tape, whose keys are already there.
-      xs: by block.
-      indices: by entry.
+      carry: the carry before the first block.
+      cache: the finished entries before the tape, followed by space for those of the tape, whose keys are already stored.
+      xs: inputs by block.
+      indices: flags by entry.
 
     Returns:
-      y: [blocks, block, value_dim]; the carry after the last block; the cache with every entry as of the end of its block.
+      y: [blocks, block, value_dim]; the carry after the last block; the cache, with every entry at the end of its block.
     """
     y, carry, cache, _ = _forward(rule, sizes, initial, carry, cache, xs, indices)
     return y, carry, cache
@@ -209,7 +209,7 @@ def _run_backward(rule, sizes, saved, cotangents):  # type: ignore[no-untyped-de
         state, ct_xs = meshes.scan(functools.partial(body, span=span), state, x, reverse=True)
         by_span.insert(0, ct_xs)
     ct_initial, ct_carry, ct_cache = state
-    # Only the entries before the tape are inputs: the rest was room that the blocks wrote over.
+    # Only the entries before the tape are inputs. The rest was space that the blocks overwrote.
     ct_cache = Cache(ct_cache.keys, *jax.tree.map(lambda x: x.at[before:].set(0.0), ct_cache[1:]))
     return ct_initial, ct_carry, ct_cache, _join(by_span), None
 

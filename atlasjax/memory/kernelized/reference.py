@@ -1,6 +1,6 @@
-"""The definition of kernel memories: token by token, every sum written out over all entries, inner gradients from `jax.grad`.
+"""The definition of kernel memories: token by token, with explicit sums over all entries and inner gradients from `jax.grad`.
 
-Slow and obvious on purpose. SEMANTICS sections 1 and 2.
+Slow and simple on purpose. SEMANTICS sections 1 and 2.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ from atlasjax.memory.state import Gates
 
 
 def kernel_sum(rule: KernelRule, memory: dict, x: jax.Array) -> jax.Array:
-    """h(x) = Σ_i a_i κ(k_i, x), over Z(x) = Σ_i ρ_i κ(k_i, x) if normalized; x: [key_dim], the result [width]."""
+    """h(x) = Σ_i a_i κ(k_i, x), divided by Z(x) = Σ_i ρ_i κ(k_i, x) if normalized. x: [key_dim], the result [width]."""
     scores = jnp.where(memory["present"], memory["keys"] @ x / x.size**0.5, 0.0)
     if not rule.normalized:
         return jnp.where(memory["present"], jnp.exp(scores), 0.0) @ memory["a"]
-    # One factor in both sums changes nothing; with this one neither overflows.
+    # A common factor in both sums cancels; this one keeps them from overflowing.
     top = jnp.max(jnp.where(memory["present"], scores, -jnp.inf))
     scores = scores - jax.lax.stop_gradient(jnp.where(jnp.any(memory["present"]), top, 0.0))
     scores = jnp.where(memory["present"], scores, 0.0)
@@ -30,20 +30,20 @@ def kernel_sum(rule: KernelRule, memory: dict, x: jax.Array) -> jax.Array:
 
 
 def read_one(rule: KernelRule, memory: dict, x: jax.Array) -> jax.Array:
-    """M(φ*(x)) of one head: x is [key_dim], the result [value_dim]."""
+    """M(φ*(x)) of one head. x: [key_dim], the result [value_dim]."""
     linear = lambda name, u: kernel_sum(rule, memory, x) if name == rule.inner else memory["weights"][name] @ u
     return rule.structure.apply(linear, x, x, None)
 
 
 def _loss(rule: KernelRule, memory: dict, change: jax.Array, weights: dict, k: jax.Array, v: jax.Array) -> jax.Array:
-    """ℓ(M; k, v) with the kernel sum changed to h(k) + change, and other weights."""
+    """ℓ(M; k, v) with the kernel sum replaced by h(k) + change, and with the given other weights."""
     h = kernel_sum(rule, memory, k)
     linear = lambda name, u: h + change if name == rule.inner else weights[name] @ u
     return rule.objective.loss(rule.structure.apply(linear, k, k, None), v)
 
 
 def _forget(carry: dict, initial: dict, new: jax.Array) -> dict:
-    """A fresh memory where a new segment begins."""
+    """Resets the memory where a new segment begins."""
     memory = {
         **carry["memory"],
         "present": carry["memory"]["present"] & ~new,
@@ -110,7 +110,7 @@ def reference_scan(
     gates: Gates,
     segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, KernelState]:
-    """The recurrence over a sequence; arguments as in `scan`, already checked."""
+    """The recurrence over a sequence. Arguments as in `scan`, already checked."""
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     batch, time, heads, _ = q.shape
     wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -1,4 +1,4 @@
-"""The arrays of a kernel memory: learned parameters and the state that is carried through time."""
+"""The arrays of a kernel memory: learned parameters and the recurrent state."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from atlasjax.memory.state import Weights
 )
 @dataclasses.dataclass(frozen=True)
 class KernelParams:
-    """Learned (outer-loop) parameters; every leaf has the heads axis first. The sizes are static: a matrix memory has no leaf.
+    """Learned (outer-loop) parameters. Every leaf has the heads axis first. The sizes are static. A matrix memory has no leaf.
 
     Attributes:
       weights: the learned start of W1, {"W1": [heads, value_dim, expansion · value_dim]}, float32; {} for a matrix memory.
@@ -31,15 +31,15 @@ class KernelParams:
 
 
 class Tail(NamedTuple):
-    """The c − 1 tokens up to t', oldest first, then the tokens after t' (p = b − 1 places); [batch, heads, c − 1 + p, …].
+    """The c − 1 tokens up to t', oldest first, then the tokens after t' (p = b − 1 slots); [batch, heads, c − 1 + p, …].
 
-    Places without a token hold zeros, and gates that do nothing. Gates are of the tokens after t' only, [batch, heads, p, …].
+    Empty slots hold zeros and gates without effect. Gates exist only for the tokens after t', [batch, heads, p, …].
 
     Attributes:
       keys: [batch, heads, c − 1 + p, key_dim].
       values: [batch, heads, c − 1 + p, value_dim].
-      preactivations: h_{t'}(k) of those keys, [batch, heads, c − 1 + p, width]; None where gradients do not need it.
-      retention, step_size, momentum: [batch, heads, p]; window: [batch, heads, p, c]. Ones where the rule has no such gate.
+      preactivations: h_{t'}(k) of those keys, [batch, heads, c − 1 + p, width]. None if gradients do not need it.
+      retention, step_size, momentum: [batch, heads, p]; window: [batch, heads, p, c]. Ones if the rule has no such gate.
     """
 
     keys: jax.Array
@@ -52,23 +52,24 @@ class Tail(NamedTuple):
 
 
 class KernelState(NamedTuple):
-    """What a kernel memory carries from call to call. t': the last token before the current chunk.
+    """The state of a kernel memory. t' is the last token before the current chunk.
 
-    float32 (float64 for float64 inputs) and int32; every leaf has the batch axis first. N, the number of entries, is
-    `cache_window`, or max_length for a full cache. A window's entries end at place N − 1 (oldest first); a full cache's begin at
-    place 0.
+    float32 (float64 for float64 inputs) and int32; every leaf has the batch axis first. The number of entries N is `cache_window`,
+    or max_length for a full cache. Entries are in order of time: with a cache window they end at slot N − 1, in a full cache they
+    begin at slot 0.
 
     Attributes:
       keys: k_i, [batch, heads, N, key_dim].
       coefficients: a_i(t'), [batch, heads, N, width].
-      momentum: s_i(t'), like coefficients; None without momentum.
+      momentum: s_i(t'), like coefficients, None without momentum.
       decay: ρ_i(t'), [batch, heads, N].
-      num_tokens: tokens up to t', [batch]; for a window at most N. More than N in a full cache: outputs from there on are NaN.
+      num_tokens: number of tokens up to t', [batch], at most N with a cache window. If it exceeds N in a full cache, further
+        outputs are NaN.
       weights: W1 at t', {"W1": [batch, heads, value_dim, width]}; {} for a matrix memory.
-      weights_momentum: its momentum; None without.
-      tail: the tokens that a step still writes to, and those of the unfinished chunk.
-      position: tokens of the current chunk read so far, in [0, chunk_size), [batch]; 0 where the chunk size has no effect.
-      segment: the segment id of the last token, [batch]; −1 before any.
+      weights_momentum: momentum of W1, None without momentum.
+      tail: the tokens that steps still write to, and those of the unfinished chunk.
+      position: number of tokens of the current chunk read so far, in [0, chunk_size), [batch]; 0 if the chunk size has no effect.
+      segment: segment id of the last token, [batch], −1 before the first.
     """
 
     keys: jax.Array
@@ -84,7 +85,7 @@ class KernelState(NamedTuple):
 
 
 def init_params(rule: KernelRule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> KernelParams:
-    """Fresh learned parameters: W1 of an MLP is normal with variance 1 / fan-in (zero would be a dead point).
+    """Initial learned parameters. W1 of an MLP is normal with variance 1 / fan-in, because at zero its gradients would vanish.
 
     Args:
       rule: the kernel rule.
@@ -94,7 +95,7 @@ def init_params(rule: KernelRule, key: jax.Array, *, num_heads: int, key_dim: in
       value_dim: size of a value.
 
     Raises:
-      ValueError: a size below one, or key_dim ≠ value_dim for an MLP memory, which has a residual.
+      ValueError: a size is less than one, or key_dim ≠ value_dim for an MLP memory, which has a residual.
     """
     for name, value in {"num_heads": num_heads, "key_dim": key_dim, "value_dim": value_dim}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -121,20 +122,20 @@ def init_state(
 
     Args:
       rule: the kernel rule.
-      params: what `init_params` gave (or a trained version of it).
+      params: from `init_params`, or trained.
       batch_size: number of batch elements.
-      max_length: the most tokens that a full cache can hold; ignored with `cache_window`, whose size is the window's.
-      dtype: of the state; None: float32, or that of wider parameters.
+      max_length: capacity of a full cache in tokens. Ignored with `cache_window`, which determines the size.
+      dtype: dtype of the state. None means float32, or that of wider parameters.
 
     Raises:
-      ValueError: parameters of another rule; max_length missing, or not an integer ≥ 1, for a full cache.
+      ValueError: the parameters belong to another rule, or max_length is missing or not an integer ≥ 1 for a full cache.
     """
     check_params(rule, params)
     if rule.cache_window is None:
         if max_length is None:
             raise ValueError(
                 "init_state: max_length is None, but this kernel memory keeps every token (cache_window=None): "
-                "give the most tokens it will read."
+                "give the maximum number of tokens."
             )
         if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
             raise ValueError(f"init_state: max_length must be an integer ≥ 1, got {max_length!r}.")
@@ -145,7 +146,7 @@ def init_state(
 
 
 def empty_state(rule: KernelRule, params: KernelParams, batch: int, heads: int, length: int, dtype: Any) -> KernelState:
-    """`init_state` without checks; `length`: entries of a full cache (0 for a call that begins from nothing)."""
+    """`init_state` without checks. `length`: entries of a full cache, 0 for a call from a fresh memory."""
     entries = length if rule.cache_window is None else rule.cache_window
     width, pending, tail = rule.width(params.value_dim), rule.pending, rule.window - 1 + rule.pending
     full = lambda value, *shape: jnp.full((batch, heads, *shape), value, dtype)
@@ -179,7 +180,7 @@ def has_scaling(rule: KernelRule) -> bool:
 
 
 def check_params(rule: KernelRule, params: KernelParams) -> None:
-    """Raise where `params` is not of this rule, naming the leaf."""
+    """Raises an error that names the leaf if `params` does not belong to this rule."""
     if not isinstance(params, KernelParams):
         raise TypeError(f"params must be a KernelParams, got {type(params).__name__}.")
     shapes = dict(rule.structure.weight_shapes(1, params.value_dim))

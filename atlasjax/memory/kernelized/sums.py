@@ -1,9 +1,9 @@
-"""Kernel sums Σ_i κ(k_i, x) a_i over parts of a cache, joined with a running maximum as in softmax attention.
+"""Kernel sums Σ_i κ(k_i, x) a_i over parts of a cache, combined with a running maximum as in softmax attention.
 
-For a normalized memory every sum is kept times e^{−shift}, where the shift is about the largest score_i + log ρ_i: the factor
-stands in the sum and in Z, so it changes nothing, and derivatives take it as constant. ρ enters as a factor, not as its logarithm,
-so that ρ = 0 is exact. Where ρ_i is far below κ's largest (only momentum leaves a_i nonzero there), exponents are cut off before
-they overflow.
+For a normalized memory every sum is stored multiplied by e^{−shift}, where the shift is about the largest score_i + log ρ_i. The
+factor cancels between the sum and Z, and derivatives treat it as constant. ρ enters as a factor, not through its logarithm, so that
+ρ = 0 is exact. Where ρ_i is far below the largest (only momentum can leave a_i nonzero there), exponents are clipped before they
+overflow.
 """
 
 import math
@@ -18,13 +18,13 @@ from atlasjax.memory.kernelized.tape import Cache
 
 
 class Partial(NamedTuple):
-    """Sums over a part of the cache for r queries of one head, times e^{−shift}.
+    """Sums over a part of the cache for r queries of one head, multiplied by e^{−shift}.
 
     Attributes:
       shift: [r].
-      mass: Σ_i ρ_i κ_i, [r]; zero if the memory is not normalized.
+      mass: Σ_i ρ_i κ_i, [r], zero if the memory is not normalized.
       value: Σ_i a_i κ_i, [r, width].
-      momentum: Σ_i s_i κ_i, [r, width]; None without momentum.
+      momentum: Σ_i s_i κ_i, [r, width], None without momentum.
     """
 
     shift: jax.Array
@@ -43,7 +43,7 @@ def _limit(dtype: jnp.dtype) -> float:
 
 
 def _largest(scores: jax.Array, weight: jax.Array, visible: jax.Array) -> jax.Array:
-    """max over visible entries with a weight of score + log weight; −inf without any."""
+    """Maximum of score + log weight over visible entries with a positive weight; −inf if there are none."""
     scores, weight = jax.lax.stop_gradient((scores, weight))
     log = jnp.log(jnp.where(weight > 0, weight, 1.0))
     return jnp.max(jnp.where(visible & (weight > 0), scores + log, -jnp.inf), axis=-1, initial=-jnp.inf)
@@ -56,7 +56,7 @@ def _kappa(scores: jax.Array, shift: jax.Array | None, visible: jax.Array) -> ja
 
 
 def partial_sums(rule: KernelRule, x: jax.Array, cache: Cache, visible: jax.Array, dtype: jnp.dtype) -> Partial:
-    """Sums over the entries of `cache` that are visible, [r or 1, n], for the queries x: [r, key_dim]."""
+    """Sums over the visible entries of `cache` for the queries x [r, key_dim]. visible: [r or 1, n]."""
     r, n = x.shape[0], cache.decay.shape[0]
     if n == 0:
         nothing = jnp.zeros((r, cache.coefficients.shape[1]), cache.coefficients.dtype)
@@ -66,7 +66,7 @@ def partial_sums(rule: KernelRule, x: jax.Array, cache: Cache, visible: jax.Arra
     shift, mass = None, jnp.zeros((r,), raw.dtype)
     if rule.normalized:
         shift = _largest(raw, cache.decay, visible)
-        if cache.momentum is not None:  # entries without weight may still have a momentum
+        if cache.momentum is not None:  # entries of zero weight may still have a momentum
             unweighted = jax.lax.stop_gradient(jnp.max(jnp.where(visible, raw, -jnp.inf), axis=-1))
             shift = jnp.where(shift == -jnp.inf, unweighted, shift)
         shift = jnp.where(shift == -jnp.inf, 0.0, shift)
@@ -88,16 +88,16 @@ def join(
     weight: jax.Array,
     visible: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Sums over a part of the cache, moved on in time, and further entries, under one shift.
+    """Combines sums over a part of the cache, advanced in time, with further entries under a common shift.
 
     Args:
       rule: the rule.
       part: the sums over the first part.
-      decay, momentum: the transition since they were taken, [r] or [].
+      decay, momentum: the transition since these sums were computed, [r] or [].
       raw: scores of the further entries, [r, n]; weight: their ρ, [r or 1, n]; visible: [r or 1, n].
 
     Returns:
-      κ of the further entries [r, n]; Σ a κ of the first part [r, width]; Z of both [r], None if the memory is not normalized.
+      κ of the further entries, [r, n]; Σ a κ of the first part, [r, width]; Z of both, [r], None if the memory is not normalized.
     """
     mass: jax.Array | None = None
     if not rule.normalized:
@@ -118,7 +118,7 @@ def join(
 
 
 def divide(value: jax.Array, mass: jax.Array | None) -> jax.Array:
-    """value / Z, with 0/0 = 0, also in derivatives; value: [r, width], mass: [r] or None (not normalized)."""
+    """value / Z, with 0/0 = 0 also in derivatives. value: [r, width]; mass: [r], or None if not normalized."""
     if mass is None:
         return value
     some = (mass > 0)[:, None]

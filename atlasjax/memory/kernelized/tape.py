@@ -1,7 +1,7 @@
-"""Between states and sequences: the tokens of a call with those that a state holds before them, and the way back to a state.
+"""Conversion between states and sequences: a call's tokens preceded by those held in a state, and back to a state.
 
-On the tape of a call every token has a place: first the tokens of the unfinished chunk that the state holds, then the call's own.
-Entries of the cache are counted from N before the tape: the state's cache ends where the tape begins.
+On the tape of a call every token has a slot: first the tokens of the unfinished chunk in the state, then the call's own. Cache
+entries are indexed so that the state's N entries end where the tape begins.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from atlasjax.memory.state import Gates
 
 
 class Tape(NamedTuple):
-    """Tokens by place, [batch, places, heads, …]; gates do nothing where there is no token. real, segment: [batch, places]."""
+    """Tokens by slot, [batch, places, heads, …]. Gates of empty slots have no effect. real, segment: [batch, places]."""
 
     q: jax.Array
     k: jax.Array
@@ -40,13 +40,13 @@ def lay(
     places: int,
     keep: jax.Array | None = None,
 ) -> Tape:
-    """Put the tokens of a state and of a call on one tape.
+    """Puts the tokens of a state and of a call on one tape.
 
     Args:
-      rule, state, q, k, v, gates, segment_ids: as in `scan`; gates in the state's dtype.
-      place: [batch, time], of each token; None: token t at place t, and the state holds none.
+      rule, state, q, k, v, gates, segment_ids: as in `scan`, with gates in the state's dtype.
+      place: [batch, time], slot of each token. None means that token t has slot t and the state holds none.
       places: length of the tape, static.
-      keep: [batch], whether the state's tokens are kept; None: they are.
+      keep: [batch], whether the state's tokens are kept. None means yes.
     """
     batch, time, heads, _ = q.shape
     tail, wide = state.tail, state.keys.dtype
@@ -93,8 +93,8 @@ def lay(
 
 
 class Cache(NamedTuple):
-    """Entries in the order of their tokens: keys [N, key_dim], coefficients and momentum [N, width], decay [N]; of one head, or
-    with batch and heads axes before."""
+    """Entries in order of their tokens: keys [N, key_dim], coefficients and momentum [N, width], decay [N]. For one head, or with
+    leading batch and heads axes."""
 
     keys: jax.Array
     coefficients: jax.Array
@@ -103,7 +103,7 @@ class Cache(NamedTuple):
 
 
 def ordered_cache(rule: KernelRule, state: KernelState) -> Cache:
-    """The cache of a state with its last entry at place N − 1, and zeros where there is none."""
+    """The cache of a state with its last entry in slot N − 1, and zeros in empty slots."""
     cache = Cache(state.keys, state.coefficients, state.momentum, state.decay)
     entries = state.keys.shape[2]
     if rule.cache_window is not None or entries == 0:
@@ -113,7 +113,7 @@ def ordered_cache(rule: KernelRule, state: KernelState) -> Cache:
 
 
 def stored_cache(rule: KernelRule, cache: Cache, end: jax.Array, count: jax.Array, entries: int) -> Cache:
-    """The way back: what a state stores of the entries before `end`: [batch], of which the last `count` are of its segment."""
+    """The inverse of `ordered_cache`: the stored form of the entries before `end` [batch], the last `count` of its segment."""
     place = jnp.arange(entries)
     if rule.cache_window is None:
         index, valid = end[:, None] - count[:, None] + place, place < count[:, None]
@@ -131,13 +131,13 @@ def cut_tail(
       rule: the rule.
       state: the state before the call.
       tape: the call's tape.
-      start: [batch], place of the first token after t'.
-      count: [batch], tokens of the segment up to t'.
-      position: [batch], tokens after t'.
+      start: [batch], slot of the first token after t'.
+      count: [batch], number of the segment's tokens up to t'.
+      position: [batch], number of tokens after t'.
     """
     c, p = rule.window, rule.pending
     valid = tail_places(rule, count, position)
-    index = start[:, None] + jnp.arange(c - 1 + p)  # the window of the old state stands before the tape
+    index = start[:, None] + jnp.arange(c - 1 + p)  # the window of the old state precedes the tape
     by_head = lambda x: jnp.moveaxis(x, 1, 2)
 
     def tokens(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -158,13 +158,13 @@ def cut_tail(
 
 
 def tail_places(rule: KernelRule, count: jax.Array, position: jax.Array) -> jax.Array:
-    """Which places of a tail hold a token, [batch, c − 1 + p], from the tokens up to t' and after it, [batch] each."""
+    """Whether each slot of a tail holds a token, [batch, c − 1 + p], given the numbers of tokens up to t' and after it, [batch]."""
     places, c = jnp.arange(rule.window - 1 + rule.pending), rule.window
     return (places >= c - 1 - count[:, None]) & (places < c - 1 + position[:, None])
 
 
 def _take(x: jax.Array, index: jax.Array, valid: jax.Array, fill: float = 0.0) -> jax.Array:
-    """x: [batch, heads, n, …] → [batch, heads, m, …] at index: [batch, m]; `fill` where not valid: [batch, m]."""
+    """Gathers x [batch, heads, n, …] at index [batch, m]: [batch, heads, m, …], with `fill` where `valid` [batch, m] is False."""
     if index.shape[1] == 0:
         return x[:, :, :0]
     if x.shape[2] == 0:

@@ -1,11 +1,11 @@
-"""Levels of the Fenwick tree: which a token has, and which lies between two."""
+"""Levels of the Fenwick tree: the levels that a token has, and the level of a pair of tokens."""
 
 import jax
 import jax.numpy as jnp
 
 
 def num_levels(length: int) -> int:
-    """Levels that tokens of a text of so many tokens have, the token's own included.
+    """Number of levels for a text of `length` tokens, including level 0, the token itself.
 
     Raises:
       ValueError: length < 1.
@@ -16,17 +16,17 @@ def num_levels(length: int) -> int:
 
 
 def level_of(t: jax.Array, s: jax.Array) -> jax.Array:
-    """level(t, s) = bit_length(t xor s) of integers ≥ 0."""
+    """level(t, s) = bit_length(t xor s) for integers ≥ 0."""
     different = jnp.bitwise_xor(t, s)
     return 32 - jax.lax.clz(different.astype(jnp.int32))
 
 
 def has_level(level: jax.Array, t: jax.Array) -> jax.Array:
-    """Whether token t has a level: 0, and ℓ where bit ℓ − 1 of t is set."""
+    """Whether token t has the level: always level 0, and level ℓ ≥ 1 if bit ℓ − 1 of t is set."""
     return (level == 0) | (jnp.right_shift(t, jnp.maximum(level - 1, 0)) & 1 == 1)
 
 
 def softmax(scores: jax.Array, t: jax.Array) -> jax.Array:
-    """Over the levels that token t has; scores [..., levels], t [..., 1]."""
+    """Softmax of scores [..., levels] over the levels that token t [..., 1] has."""
     has = has_level(jnp.arange(scores.shape[-1]), t)
     return jax.nn.softmax(jnp.where(has, scores, -jnp.inf), axis=-1)

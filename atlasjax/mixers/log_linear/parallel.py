@@ -1,4 +1,4 @@
-"""Log-linear attention over whole sequences, by halves."""
+"""Log-linear attention over whole sequences, by merging adjacent segments."""
 
 from typing import NamedTuple
 
@@ -30,12 +30,12 @@ def _check(
 
 
 class _Layout(NamedTuple):
-    """Packed segments, each at a multiple of its own length rounded up to a power of two, so that the same halves join.
+    """A layout of packed segments. Each starts at a multiple of its own length rounded up to a power of two, so merges align.
 
     Attributes:
-      size: places in all, a power of two < 4 time; static.
-      place: of each token, [batch, time].
-      position: of each token in its segment, [batch, time].
+      size: total number of slots, a power of two < 4 time; static.
+      place: slot of each token, [batch, time].
+      position: position of each token in its segment, [batch, time].
     """
 
     size: int
@@ -49,12 +49,12 @@ class _Layout(NamedTuple):
         return empty.at[rows, self.place].set(x, unique_indices=True)
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """The way back."""
+        """The inverse of `lay`."""
         return x[jnp.arange(x.shape[0])[:, None], self.place]
 
 
 def _layout(segment_ids: jax.Array) -> _Layout:
-    """Segments in the order of their rounded lengths, the longest first: then each begins at a multiple of its own."""
+    """Places the segments in order of rounded length, the longest first, so that each starts at a multiple of its own."""
     batch, time = segment_ids.shape
     t = jnp.arange(time)
     starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
@@ -85,19 +85,19 @@ def attention(
       q, k: [batch, time ≥ 1, heads, key_dim], floating point.
       v: [batch, time, heads, value_dim].
       weights: λ, [batch, time, heads, levels] with at least `num_levels(time)` levels.
-      retention: α ∈ [0, 1], [batch, time, heads]; None: no decay.
-      segment_ids: packed documents, integers [batch, time]: where the id changes, positions and states start afresh.
+      retention: α ∈ [0, 1], [batch, time, heads]. None means no decay.
+      segment_ids: integers [batch, time] for packed documents. Positions and states are reset where the id changes.
 
     Returns:
-      [batch, time, heads, value_dim], of q's dtype.
+      [batch, time, heads, value_dim], in q's dtype.
 
     Raises:
-      ValueError: a shape that does not fit.
+      ValueError: a wrong shape.
     """
     _check("log_linear.attention", q, k, v, weights, retention)
     if segment_ids is not None:
         layout = _layout(segment_ids)
-        # What lies before the segment is at levels that the token does not have.
+        # Tokens before the segment are at levels that the token does not have.
         there = has_level(jnp.arange(weights.shape[-1]), layout.position[..., None, None])
         own = layout.lay(jnp.where(there, weights, 0.0))
         more = num_levels(layout.size) - own.shape[-1]
@@ -123,7 +123,7 @@ def attention(
         y = dot(exact(q, k.mT) * pairwise * shares, v, q.dtype)
         states = dot((v * pairwise[:, -1, :, None]).mT, k, q.dtype)  # [parts, value_dim, key_dim]
         whole = start[:, -1]
-        # q: decayed from its part's start; states: to its part's end; whole: a part's decay.
+        # q is decayed from its part's start, states to their part's end; `whole` is the decay over a part.
         q = q * start[:, :, None]
         while q.shape[0] > 1:
             (first_q, second_q), (first, second) = neighbours(q), neighbours(whole)
@@ -144,7 +144,7 @@ def attention(
 
 
 def segment_weights(connector: jax.Array, keys: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
-    """λ of Log-Linear++: softmax over a token's levels of ⟨u_t, mean of the segment's keys⟩, without 1/√d.
+    """λ of Log-Linear++: softmax of ⟨u_t, mean of the segment's keys⟩ over a token's levels, without 1/√d.
 
     Args:
       connector: u, [batch, time ≥ 1, heads, key_dim].
@@ -152,7 +152,7 @@ def segment_weights(connector: jax.Array, keys: jax.Array, segment_ids: jax.Arra
       segment_ids: as in `attention`.
 
     Returns:
-      [batch, time, heads, num_levels(time)], in at least float32; zero at levels that a token does not have.
+      [batch, time, heads, num_levels(time)], at least float32. Zero at levels that a token does not have.
     """
     time = connector.shape[1]
     if segment_ids is not None:

@@ -1,4 +1,4 @@
-"""Log-linear attention from a state: one token, or the next piece of a stream."""
+"""Streaming log-linear attention: one token, or the next piece of a stream."""
 
 import functools
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ _PIECE = 64  # tokens whose pairwise scores are formed
 
 
 class LogLinearState(NamedTuple):
-    """One state for each level; float32, batch axis first.
+    """One state for each level, float32, with the batch axis first.
 
     Attributes:
-      states: Σ v kᵀ of each level's segment, decayed, [batch, heads, levels, value_dim, key_dim].
-      key_sums: Σ k of it, [batch, heads, levels, key_dim].
-      position: tokens read, [batch], int32.
+      states: decayed Σ v kᵀ over each level's segment, [batch, heads, levels, value_dim, key_dim].
+      key_sums: Σ k over each level's segment, [batch, heads, levels, key_dim].
+      position: number of tokens read, [batch], int32.
     """
 
     states: jax.Array
@@ -27,7 +27,7 @@ class LogLinearState(NamedTuple):
 
 
 def init_state(batch_size: int, heads: int, key_dim: int, value_dim: int, max_length: int) -> LogLinearState:
-    """The state before the first token, for at most `max_length` tokens: a level more for each doubling.
+    """The state before the first token, for at most `max_length` tokens. Each doubling of `max_length` adds a level.
 
     Raises:
       ValueError: max_length < 1.
@@ -60,29 +60,29 @@ def step(
     """One token of a stream.
 
     Args:
-      state: from `init_state` or the last step.
+      state: from `init_state` or the previous step.
       q, k: [batch, heads, key_dim]; v: [batch, heads, value_dim].
-      weights: λ, [batch, heads, levels]; levels beyond the state's are not used. Or
-      connector: u of Log-Linear++, [batch, heads, key_dim], from which λ is formed. One of the two.
-      retention: α, [batch, heads]; None: no decay.
+      weights: λ, [batch, heads, levels]. Levels beyond the state's are ignored. Give either this or `connector`.
+      connector: u of Log-Linear++, [batch, heads, key_dim], from which λ is computed.
+      retention: α, [batch, heads]. None means no decay.
 
     Returns:
       y: [batch, heads, value_dim], NaN beyond the state's max_length, and the next state.
 
     Raises:
-      ValueError: both or none of weights and connector, or too few levels.
+      ValueError: both or neither of weights and connector are given, or there are too few levels.
     """
     _check_stream("log_linear.step", state, weights, connector)
     levels, t = state.states.shape[2], state.position
     wide = state.states.dtype
     q_, k_, v_ = (x.astype(wide) for x in (q, k, v))
-    # Token t closes the segments below its lowest set bit n: they become the segment of level n + 1.
+    # Token t closes the segments below its lowest set bit n, which merge into the segment of level n + 1.
     lowest = jnp.where(t > 0, 31 - jax.lax.clz(t & -t), -1)
     level = jnp.arange(levels)
     below, at = level <= lowest[:, None], (level == lowest[:, None] + 1) & (t > 0)[:, None]
 
     def merge(x: jax.Array) -> jax.Array:
-        """[batch, heads, levels, …]: lower levels into one."""
+        """[batch, heads, levels, …]: merges the lower levels into one."""
         expand = lambda mask: mask.reshape(mask.shape[0], 1, levels, *(1,) * (x.ndim - 3))
         merged = jnp.sum(jnp.where(expand(below), x, 0.0), axis=2, keepdims=True)
         return jnp.where(expand(at), merged, jnp.where(expand(below), 0.0, x))
@@ -115,18 +115,18 @@ def extend(
     retention: jax.Array | None = None,
     connector: jax.Array | None = None,
 ) -> tuple[jax.Array, LogLinearState]:
-    """The next piece of a stream, any time ≥ 1, which may begin anywhere: as many `step`s, 64 tokens at once.
+    """The next piece of a stream, any time ≥ 1. Equals that many `step`s, but computes 64 tokens at once.
 
     Args:
-      state: from `init_state` or the last call.
+      state: from `init_state` or the previous call.
       q, k: [batch, time, heads, key_dim]; v: [batch, time, heads, value_dim].
-      weights, retention, connector: as in `step`, with the time axis.
+      weights, retention, connector: as in `step`, with a time axis.
 
     Returns:
       y: [batch, time, heads, value_dim], NaN beyond the state's max_length, and the next state.
 
     Raises:
-      ValueError: as `step`.
+      ValueError: as for `step`.
     """
     _check_stream("log_linear.extend", state, weights, connector)
     time, levels, wide = q.shape[1], state.states.shape[2], state.states.dtype
@@ -151,7 +151,7 @@ def extend(
         weights = weights[..., :levels]
     lengths = jnp.minimum(time - jnp.arange(count, dtype=jnp.int32) * block, block)
     tokens = (*map(parts, (q, k, v, weights)), parts(retention, 1.0), parts(connector))
-    # The gradient of a piece needs the state before it alone.
+    # The gradient of a piece needs only the state before it.
     run = jax.checkpoint(_extend_piece, prevent_cse=False)
     state, y = jax.lax.scan(run, state, (tokens, lengths))
     y = jnp.moveaxis(y, 0, 1)  # [batch, pieces, heads, block, value_dim]
@@ -159,13 +159,13 @@ def extend(
 
 
 def _extend_piece(state: LogLinearState, xs: Any) -> tuple[LogLinearState, jax.Array]:
-    """Tokens [batch, heads, block, …], of which the first `length` are there; the others have zero keys and values."""
+    """Tokens [batch, heads, block, …], of which the first `length` exist. The others have zero keys and values."""
     (q, k, v, weights, decay, connector), length = xs
     einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     levels, block, wide = state.states.shape[2], q.shape[2], q.dtype
     level = jnp.arange(levels)
     t = state.position[:, None] + jnp.arange(block)
-    # Where the states' segments begin: those of the last token that was read. Absent ones are zero.
+    # Start positions of the states' segments, as seen from the last token read. Absent levels are zero.
     newest = state.position[:, None] - 1
     begin = jnp.where(level == 0, newest, jnp.left_shift(jnp.right_shift(newest, level), level))
     distance = lambda a, b: jnp.clip(level_of(a, b), 0, levels - 1)

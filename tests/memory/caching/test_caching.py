@@ -285,8 +285,8 @@ def test_bounded_by_a_capacity():
         ({"aggregation": "ssc", "top_k": 3, "capacity": 2}, "top_k=3 is more than capacity=2"),
         ({"capacity": -1}, "capacity must be an integer ≥ 1, got -1"),
         ({"rule": "swdt"}, "rule must be a MemoryRule or a KernelRule, got str"),
-        ({"rule": ATTENTION, "aggregation": "soup"}, "soup.* is not offered for a kernel memory"),
-        ({"rule": ATTENTION, "start": "carry"}, "carry.* is not offered for a kernel memory"),
+        ({"rule": ATTENTION, "aggregation": "soup"}, "soup.* is not supported for a kernel memory"),
+        ({"rule": ATTENTION, "start": "carry"}, "carry.* is not supported for a kernel memory"),
     ],
 )
 def test_refused_rules(change, message):
@@ -302,7 +302,7 @@ def test_refused_calls():
     with pytest.raises(ValueError, match=r"gates.connector has shape \(2, 15, 2, 3\)"):
         memory.scan(rule, params, None, q, k, v, gates._replace(connector=gates.connector[..., :3]))
     residual = CachedRule(TITANS, "residual", SIZE)
-    with pytest.raises(ValueError, match="has no use for it"):
+    with pytest.raises(ValueError, match="does not use it"):
         memory.scan(residual, params, None, q, k, v, gates)
     with pytest.raises(ValueError, match="max_length is None"):
         memory.init_state(rule, params, batch_size=2)
