@@ -1,4 +1,4 @@
-"""Hooks of `mkdocs build`: pages that lie outside docs/ become pages of the site, and the links that work in the repository work there.
+"""Hooks of `mkdocs build`: pages outside docs/ become pages of the site, and links that work in the repository work there.
 
 The reports of `experiments/`, CONTRIBUTING.md and CHANGELOG.md stay where they are. A page of docs/ links to them as it does in the
 repository (`../experiments/zoo/README.md`), and they to each other, to figures and to rows; whatever is linked is part of the site.

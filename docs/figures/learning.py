@@ -1,6 +1,6 @@
 """The figure of the README: four memories learn the same key–value pairs while they read them.
 
-    python docs/figures/learning.py        # writes learning.png beside this file; seconds on a CPU
+python docs/figures/learning.py        # writes learning.png beside this file; seconds on a CPU
 """
 
 import pathlib
