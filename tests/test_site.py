@@ -78,7 +78,7 @@ def test_every_public_name_is_in_the_reference(page):
 
 _SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 _FENCED = re.compile(r"```.*?```", re.DOTALL)
-_COMMAND = re.compile(r"(?:JAX_PLATFORMS=cpu )?(?:python|atlasjax|pip|pytest|mkdocs|ruff)(?: |$)")
+_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python|atlasjax|pip|pytest|mkdocs|ruff)(?: |$)")
 
 
 def commands(text):
