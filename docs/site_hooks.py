@@ -11,11 +11,29 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from markdown import Markdown
+from markdown.extensions import Extension
 from mkdocs.structure.files import File, Files
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = ("experiments/**/*.md", "CONTRIBUTING.md", "CHANGELOG.md")
 _LINK = re.compile(r"(\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
+
+
+class NoUnderscores(Extension):
+    """Underscores are those of formulas, ‖S‖_F and M_t, and no emphasis."""
+
+    def extendMarkdown(self, md: Markdown) -> None:
+        delimiters = getattr(md, "delimiters", None)  # from Markdown 3.11 on
+        if delimiters is not None:
+            delimiters.remove("_")
+        md.inlinePatterns.deregister("em_strong2", strict=False)
+
+
+def on_config(config: Any) -> Any:
+    """Adds the extension above, for pages and docstrings."""
+    config["markdown_extensions"].append(NoUnderscores())
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
