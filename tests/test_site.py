@@ -99,6 +99,7 @@ def _run_atlasjax(arguments, monkeypatch):
     for target in ("train.train", "evaluate.load_run", "generate.load_run", "info.plan_training"):
         monkeypatch.setattr(f"atlasjax.cli.{target}", _reached)
     monkeypatch.setattr("atlasjax.cli.info._sizes", lambda config: {})
+    monkeypatch.setattr("atlasjax.cli.info.preset_names", lambda size: [f"atlas-{size}"])
     with contextlib.suppress(Reached):
         assert cli.main(arguments) == 0, arguments
 
@@ -154,6 +155,13 @@ def test_commands_are_found():
 )
 def test_tables_are_what_the_repository_says(page, generate):
     assert page.read_text() == generate.filled(page.read_text()), "run: python docs/generate.py"
+
+
+def test_the_figure_of_the_rooms_is_what_the_sources_say():
+    spec = importlib.util.spec_from_file_location("docs_rooms", DOCS / "figures/rooms.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (DOCS / "figures/rooms.svg").read_text() == module.svg(), "run: python docs/figures/rooms.py"
 
 
 def test_readme_says_whether_an_accelerator_has_run_anything(generate):
