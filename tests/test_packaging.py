@@ -91,7 +91,8 @@ def test_the_wheel_works_outside_the_repository(distributions, tmp_path):
     scripts, packages = pathlib.Path(paths["scripts"]), pathlib.Path(paths["purelib"])
     run(scripts / "python", "-m", "pip", "install", "--no-deps", "--no-index", distributions[1], cwd=tmp_path)
     # An environment within an environment sees the system's packages, not those of the one that runs the tests.
-    (packages / "zz_outer.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n{sysconfig.get_paths()['platlib']}\n")
+    outer = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (packages / "zz_outer.pth").write_text("\n".join(outer) + "\n")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     environment.pop("PYTHONPATH", None)
     assert run(scripts / "python", "-c", SMOKE, cwd=tmp_path, env=environment).split("\n")[0] == "(1, 6, 1, 4) True"
