@@ -1,9 +1,10 @@
-"""The README's example runs as it stands, and no placeholder was left in it."""
+"""The README's example runs as it stands, its links lead somewhere, and no placeholder was left in it."""
 
 import pathlib
 import re
 
-README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 def test_example_runs():
@@ -15,3 +16,13 @@ def test_example_runs():
 
 def test_no_placeholder():
     assert not re.findall(r"@[A-Z]+@", README)
+
+
+def test_short():
+    assert len(README.splitlines()) <= 90
+
+
+def test_links():
+    links = [link for link in re.findall(r"\]\(([^)#]+)", README) if "://" not in link]
+    assert len(links) >= 4
+    assert [link for link in links if not (ROOT / link).exists()] == []

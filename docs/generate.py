@@ -1,0 +1,517 @@
+"""Pages, and parts of pages, that are read from the repository: rows of measurements, tests, and the rules themselves.
+
+    python docs/generate.py        # writes docs/status.md, and the tables between the marks of the other pages
+
+A test fails where a page is not what this prints. A table is a function here, named in its page: `<!-- table: NAME -->` before it
+and `<!-- end -->` after it.
+"""
+
+import ast
+import functools
+import itertools
+import json
+import pathlib
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax import memory, rules
+from atlasjax.presets import describe, get_preset, has_memory, rule_name
+from atlasjax.train.config import TrainConfig
+from atlasjax.train.defaults import default_config
+from atlasjax.train.plan import forward_flops_per_token
+
+DOCS = pathlib.Path(__file__).resolve().parent
+ROOT = DOCS.parent
+BENCHMARKS = ROOT / "experiments/benchmarks"
+KERNELS = ("delta_rule", "chunk_memory", "newton_schulz")
+PLATFORMS = {"pallas_tpu": "TPU", "pallas_gpu": "GPU"}
+
+
+def rows(path: str | pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a .jsonl file."""
+    return [json.loads(line) for line in (ROOT / path).read_text().splitlines() if line]
+
+
+def table(head: Iterable[str], body: Iterable[Iterable[object]], right: Iterable[int] = ()) -> str:
+    """A Markdown table; right: columns of numbers."""
+    head, right = list(head), set(right)
+    lines = [head, ["---:" if i in right else "---" for i in range(len(head))], *body]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
+
+
+# Rules.
+
+
+@functools.cache
+def served(name: str, implementation: str) -> str:
+    """Whether `memory.scan` runs a rule by that name, as the memory of its 340M model: heads of 64, bfloat16."""
+    rule = _model_rule(name)
+    if _runs(rule, implementation):
+        return "yes"
+    return "without the bound" if hasattr(rule, "unbounded") and _runs(rule.unbounded(), implementation) else "no"
+
+
+def _runs(rule: Any, implementation: str) -> bool:
+    sizes = {"num_heads": 1, "key_dim": 64, "value_dim": 64}
+
+    def call(key: jax.Array) -> Any:
+        params = memory.init_params(rule, key, **sizes)
+        q = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
+        gates = memory.suggested_gates(rule, batch_size=1, time=64, **sizes)
+        return memory.scan(rule, params, None, q, q, q, gates, implementation=implementation)
+
+    try:
+        jax.eval_shape(call, jax.random.key(0))
+    except ValueError:  # an implementation that does not serve the call says so before anything is traced
+        return False
+    return True
+
+
+def _preset(name: str) -> TrainConfig:
+    return default_config(f"{rule_name(name)}-340m")
+
+
+def _model_rule(name: str) -> Any:
+    """The rule as its 340M model has it; where that is a published baseline with a layer of its own, at its defaults."""
+    model = _preset(name).model
+    return model.memory.build() if has_memory(model) else rules.REGISTRY[name]()
+
+
+def choosing_rules() -> str:
+    """What each rule costs as the memory of the 340M models."""
+
+    def line(name: str) -> Iterable[object]:
+        config = _preset(name)
+        rule, length = _model_rule(name), config.data.sequence_length
+        state, longer = (describe(config.model, length=n)["state_bytes_per_sequence"] for n in (length, 2 * length))
+        return (
+            f"`{name}`",
+            ", ".join(f"`{gate}`" for gate in rule.gate_channels(64)),
+            rule.chunk_size,
+            f"{state / 2**20:,.1f}" + ("\\*" if state != longer else ""),
+            f"{forward_flops_per_token(config) / 1e9:,.2f}",
+            *(served(name, implementation) for implementation in PLATFORMS),
+        )
+
+    head = (
+        "rule",
+        "gates",
+        "chunk",
+        "state, MiB",
+        "GFLOPs a token",
+        *(f"{label} kernel" for label in PLATFORMS.values()),
+    )
+    return table(head, map(line, rules.REGISTRY), right=(2, 3, 4))
+
+
+def choosing_sizes() -> str:
+    """Atlas' presets."""
+
+    def line(name: str) -> Iterable[object]:
+        model = get_preset(name)
+        sizes = describe(model)
+        state = sizes["state_bytes_per_sequence"]
+        return (
+            f"`{name}`",
+            f"{model.num_layers} × {model.dim}, {model.num_heads}",
+            f"{sizes['parameters']:,}",
+            f"{state / 2**30:.2f} GiB" if state >= 2**30 else f"{state / 2**20:,.0f} MiB",
+        )
+
+    names = [f"atlas-{size}" for size in ("tiny", "170m", "340m", "760m", "1.3b")]
+    return table(
+        ("preset", "layers × width, heads", "parameters", "state per sequence"), map(line, names), right=(2, 3)
+    )
+
+
+# Benchmarks.
+
+
+def _benchmark(name: str) -> dict[str, Any]:
+    return next(row for row in rows(BENCHMARKS / "memory_cpu.jsonl") if row["benchmark"] == name)
+
+
+def bench_memory() -> str:
+    """The per-token rule beside titans-pytorch, its bytes and a long stream."""
+    speed, size, stream, imports = map(_benchmark, ("speed", "bytes", "stream", "import"))
+    lines = [
+        (
+            f"forward + backward, {speed['length']:,} tokens, the per-token rule",
+            f"{speed['ours_s']:.2f} s",
+            f"titans-pytorch with one update per 64 tokens (its fastest mode): {speed['titans_chunk64_s']:.2f} s",
+        ),
+        (
+            "the same function, 512 tokens",
+            f"{speed['ours_512_s']:.3f} s",
+            f"titans-pytorch with `chunk_size=1`: {speed['titans_per_token_512_s']:.2f} s, "
+            f"{speed['ratio_to_same_function']:.0f} times as long",
+        ),
+        (
+            "share of this machine's own matmul rate",
+            f"{speed['share_of_matmul_rate']:.0%}",
+            f"{speed['mflop_per_token']:.1f} MFLOP a token, recomputation included; {speed['matmul_gflops']:.0f} GFLOP/s",
+        ),
+        (
+            "temporary bytes of forward + backward at 8,192 / 32,768 tokens",
+            f"{size['temporary_bytes_8192'] / 1e6:,.0f} / {size['temporary_bytes_32768'] / 1e6:,.0f} MB",
+            f"one set of weights per token (computed): {size['per_token_over_ours_8192']:.0f} times as much",
+        ),
+        (
+            f"a stream of {stream['tokens']:,} tokens in pieces of {stream['piece']:,}",
+            f"{stream['first_tenth_s']:.3f} s a piece in the first tenth, {stream['last_tenth_s']:.3f} s in the last",
+            f"resident memory {stream['resident_after_first_tenth'] / 1e6:,.0f} MB after the first tenth, "
+            f"{stream['resident_at_end'] / 1e6:,.0f} MB at the end",
+        ),
+        (
+            "`import atlasjax`",
+            f"{imports['import_atlasjax_s']:.4f} s",
+            f"`import jax`: {imports['import_jax_s']:.1f} s",
+        ),
+    ]
+    return table(("`memory_cpu.py`", "atlasjax", "beside it"), lines)
+
+
+def bench_blocks() -> str:
+    """Block forms of linear and delta rules."""
+    found = [row for row in rows(BENCHMARKS / "rules_cpu.jsonl") if row["command"] == "blocks"]
+    ratio = lambda row, what: f"{row[what] / row['block_s']:.1f}" if row.get(what) else ""
+    lines = [
+        (
+            f"`{row['rule']}`",
+            f"{run['heads']} × {run['dim']}",
+            f"{row['block_s']:.3f}",
+            ratio(row, "step_s"),
+            ratio(row, "definition_s"),
+        )
+        for run in found
+        for row in run["rows"]
+    ]
+    return table(("rule", "heads × dim", "block form, s", "steps ÷ it", "definition ÷ it"), lines, right=(1, 2, 3, 4))
+
+
+def bench_decoding() -> str:
+    """Time of a decoded token."""
+    (run,) = [row for row in rows(BENCHMARKS / "rules_cpu.jsonl") if row["command"] == "decode"]
+    line = lambda row: (
+        f"`{row['rule']}`",
+        f"{1e6 * row['short_s']:.0f}",
+        f"{1e6 * row['long_s']:.0f}",
+        f"{row['ratio']:.2f}",
+    )
+    head = ("rule", "µs after 1,000 tokens", "µs after 100,000", "ratio")
+    return table(head, map(line, run["rows"]), right=(1, 2, 3))
+
+
+def bench_kernel_memories() -> str:
+    """Kernel memories beside softmax attention."""
+    (run,) = rows(BENCHMARKS / "kernel_memories_cpu.jsonl")
+    lengths = list(run)
+    lines = [(name, *(f"{run[length][name]:.3f}" for length in lengths)) for name in run[lengths[0]]]
+    return table(("memory", *(f"{int(n):,} tokens, s" for n in lengths)), lines, right=range(1, len(lengths) + 1))
+
+
+def bench_caching() -> str:
+    """Memory Caching beside its rule and beside softmax attention."""
+    lines = [
+        (f"{run['length']:,}", name, f"{seconds:.3f}", f"{run['bytes'][name] / 1e6:,.0f}")
+        for run in rows(BENCHMARKS / "caching_cpu.jsonl")
+        for name, seconds in run["seconds"].items()
+    ]
+    return table(("tokens", "memory", "s", "temporary MB"), lines, right=(0, 2, 3))
+
+
+def bench_zoo() -> str:
+    """The ten best of each text, and the attention of the same size."""
+    lines = []
+    for text in ("embedded", "tinyshakespeare"):
+        found = sorted(rows(f"experiments/zoo/results/{text}.jsonl"), key=lambda row: row["bits_per_byte"])
+        shown = [*found[:8], *(row for row in found[8:] if row["model"] in ("atlas", "atlas-mag", "transformer++"))]
+        lines += [
+            (text, f"`{row['model']}`", f"{row['bits_per_byte']:.3f}", f"{row['state_bytes']:,}") for row in shown
+        ]
+    return table(("text", "model", "held-out bits per byte", "state bytes"), lines, right=(2, 3))
+
+
+# Status.
+
+
+def tests_in(path: str) -> dict[str, list[ast.FunctionDef]]:
+    """File → its test functions, of a file or of a folder of tests/."""
+    place = ROOT / "tests" / path
+    files = sorted(place.rglob("test_*.py")) if place.is_dir() else [place]
+    found = {}
+    for file in files:
+        functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+        found[file.relative_to(ROOT).as_posix()] = [f for f in functions if f.name.startswith("test_")]
+    return found
+
+
+def _over(name: str, path: str) -> list[str]:
+    """Test functions of tests/PATH that run over every case of the table NAME."""
+    found = []
+    for file, functions in tests_in(path).items():
+        for function in functions:
+            for decorator in function.decorator_list:
+                arguments = decorator.args if isinstance(decorator, ast.Call) else []
+                if any(isinstance(argument, ast.Name) and argument.id == name for argument in arguments):
+                    found.append(f"`{file}::{function.name}`")
+    return found
+
+
+def _cases(path: str, table_name: str) -> dict[str, ast.expr]:
+    """Case → its expression, of a table of rules in a module of tests."""
+    found: dict[str, ast.expr] = {}
+    for node in ast.parse((ROOT / path).read_text()).body:
+        targets = [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else getattr(node, "targets", [])
+        value = getattr(node, "value", None)
+        if any(isinstance(t, ast.Name) and t.id == table_name for t in targets) and isinstance(value, ast.Dict):
+            found |= {key.value: v for key, v in zip(value.keys, value.values) if isinstance(key, ast.Constant)}
+    return found
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)} | {
+        n.id for n in ast.walk(node) if isinstance(n, ast.Name)
+    }
+
+
+def status_devices() -> str:
+    """Every device that the rows name, and whether any of them is an accelerator."""
+    devices = accelerators()
+    sources = {"kernels_measured.jsonl": rows(BENCHMARKS / "kernels_measured.jsonl")}
+    recorded = json.loads((ROOT / "atlasjax/memory/fastest.json").read_text())
+    lines = sorted(
+        {
+            (row["device"], row["platform"], f"`experiments/benchmarks/{name}`")
+            for name, found in sources.items()
+            for row in found
+        }
+        | {(row["device"], row["platform"], "`atlasjax/memory/fastest.json`") for row in recorded}
+    )
+    if devices:
+        said = f"**Accelerators that have run something: {', '.join(devices)}.**"
+    else:
+        said = (
+            "**No accelerator has run anything yet.** Every row of measured time in the repository is of a CPU, and the table "
+            f"that may choose kernels by default (`atlasjax/memory/fastest.json`) has {len(recorded)} rows. What is said of TPUs "
+            "and GPUs below is what their compilers say, and what interpret mode computes on a CPU."
+        )
+    return said + "\n\n" + table(("device", "platform", "rows"), lines)
+
+
+def accelerators() -> list[str]:
+    """Devices other than CPUs that the rows of measured time name."""
+    found = rows(BENCHMARKS / "kernels_measured.jsonl") + json.loads(
+        (ROOT / "atlasjax/memory/fastest.json").read_text()
+    )
+    return sorted({row["device"] for row in found if row["platform"] != "cpu"})
+
+
+def status_rules() -> str:
+    """Each named rule: whether cases hold it against the definition, and what kernels and models there are of it."""
+    plain, kernel = _cases("tests/memory/cases.py", "RULES"), _cases("tests/memory/kernelized/cases.py", "RULES")
+    texts = ("embedded", "tinyshakespeare")
+    trained = {text: {row["model"] for row in rows(f"experiments/zoo/results/{text}.jsonl")} for text in texts}
+
+    def line(name: str) -> Iterable[object]:
+        cases = kernel if isinstance(rules.REGISTRY[name](), memory.KernelRule) else plain
+        proven = any(case == name or name in _names(value) for case, value in cases.items())
+        models = [text for text in texts if rule_name(name) in trained[text]]
+        kernels = [served(name, implementation) for implementation in PLATFORMS]
+        return (f"`{name}`", "yes" if proven else "no", *kernels, ", ".join(models) or "no")
+
+    head = ("rule", "proven", *(f"{label} kernel" for label in PLATFORMS.values()), "tiny model trained on")
+    return table(head, map(line, rules.REGISTRY))
+
+
+def status_proofs() -> str:
+    """The tests that run over the tables of cases."""
+    caching = "tests/memory/caching/test_caching.py"
+    lines = [
+        ("memory rules", "tests/memory/cases.py", _over("RULES", "memory")),
+        (
+            "kernel memories",
+            "tests/memory/kernelized/cases.py",
+            _over("GRADED", "memory/kernelized") + _over("STREAMED", "memory/kernelized"),
+        ),
+        ("cached memories", caching, _over("CASES", "memory/caching")),
+    ]
+    return table(("family", "cases", "tests over them"), [(a, f"`{b}`", "<br>".join(c)) for a, b, c in lines])
+
+
+def status_kernels() -> str:
+    """Each kernel on each platform: interpreted, compiled, run, chosen."""
+    static = rows(BENCHMARKS / "kernels_tpu.jsonl")
+    measured = rows(BENCHMARKS / "kernels_measured.jsonl")
+    recorded = json.loads((ROOT / "atlasjax/memory/fastest.json").read_text())
+    lines = []
+    for kernel, (implementation, label) in itertools.product(KERNELS, PLATFORMS.items()):
+        compiled, in_tests = _compiled(kernel, label, static)
+        ran = sorted(
+            {
+                row["device"]
+                for row in measured
+                if _kernel_of(row["case"]["operation"]) == kernel
+                and "seconds" in row["engines"].get(implementation, {})
+            }
+        )
+        chosen = sorted(
+            {
+                row["device"]
+                for row in recorded
+                if _kernel_of(row["kernel"]) == kernel and row["implementation"] == implementation
+            }
+        )
+        lines.append(
+            (
+                f"`{kernel}`",
+                label,
+                _interpreted(kernel, implementation),
+                in_tests,
+                compiled,
+                ", ".join(ran) or "not run",
+                ", ".join(chosen) or "nowhere",
+            )
+        )
+    head = (
+        "kernel",
+        "on",
+        "proven, interpreted",
+        "compiled by tests for",
+        "rows of the compiler",
+        "run on",
+        "chosen by default on",
+    )
+    return table(head, lines)
+
+
+def _kernel_of(operation: str) -> str:
+    """The kernel behind an operation of the rows: rules of the memory core run in chunk_memory."""
+    for kernel in KERNELS:
+        if kernel in operation:
+            return kernel
+    return "chunk_memory"
+
+
+def _interpreted(kernel: str, implementation: str) -> str:
+    """The tests that run the kernel of that platform in interpret mode."""
+    own, shared = (f"tests/pallas_kernels/test_{kernel}{end}.py" for end in ("_gpu", ""))
+    path = own if implementation == "pallas_gpu" and (ROOT / own).exists() else shared
+    text = (ROOT / path).read_text()
+    found = "interpret" in text and (path == own or implementation == "pallas_tpu" or implementation in text)
+    return f"`{path}`" if found else "no"
+
+
+def _compiled(kernel: str, label: str, static: list[dict[str, Any]]) -> tuple[str, str]:
+    """(targets of the rows, targets of the tests)."""
+    if label == "GPU":
+        wide = [
+            row
+            for row in rows(BENCHMARKS / "kernels_gpu.jsonl")
+            if _kernel_of(row["case"][0]) == kernel and row["kernels"]
+        ]
+        child = (ROOT / "tests/pallas_kernels/compile_gpu_child.py").read_text()
+        return (f"H200 ({len(wide)})" if wide else "none"), ("H200" if kernel in child else "none")
+    found = [row for row in static if row["case"]["operation"] == kernel and row["kernels"]]
+    topologies = sorted({row["topology"] for row in found})
+    targets = [f"{name} ({sum(row['topology'] == name for row in found)})" for name in topologies]
+    child = (ROOT / "tests/pallas_kernels/compile_child.py").read_text()
+    tests = re.search(r'"topology", \[([^\]]*)\]', (ROOT / "tests/pallas_kernels/test_compile.py").read_text())
+    chips = [name.strip('" ').partition(":")[0] for name in tests[1].split(",")] if tests and kernel in child else []
+    return ", ".join(targets) or "none", ", ".join(chips) or "none"
+
+
+def status_plans() -> str:
+    """Training steps compiled for pods."""
+    lines = [
+        (
+            f"`{row['preset']}`",
+            row["topology"],
+            row["implementation"],
+            "no plan: the kernels refuse the call" if row.get("plan") is None else "yes" if row["fits"] else "no",
+            "" if row.get("plan") is None else f"{row['total_bytes'] / 2**30:.2f}",
+        )
+        for row in sorted(
+            rows(BENCHMARKS / "plans.jsonl"), key=lambda row: (row["preset"], row["topology"], row["implementation"])
+        )
+    ]
+    return table(("preset", "pod", "memories by", "fits", "GiB per device"), lines, right=(4,))
+
+
+def status_experiments() -> str:
+    """Rows of each experiment."""
+    lines = []
+    for folder in sorted(path for path in (ROOT / "experiments").iterdir() if (path / "README.md").is_file()):
+        for file in sorted(folder.rglob("*.jsonl")):
+            found = rows(file)
+            devices = sorted({str(row["device"]) for row in found if "device" in row})
+            name = file.relative_to(ROOT / "experiments").as_posix()
+            lines.append(
+                (
+                    f"[{folder.name}](../experiments/{folder.name}/README.md)",
+                    f"`{name}`",
+                    len(found),
+                    ", ".join(devices),
+                )
+            )
+    return table(("experiment", "file", "rows", "device that the rows name"), lines, right=(2,))
+
+
+# System → its code, and what tests it.
+SYSTEMS = {
+    "memory rules": ("atlasjax/memory", ("tests/memory",)),
+    "kernel memories": ("atlasjax/memory/kernelized", ("tests/memory/kernelized",)),
+    "Memory Caching": ("atlasjax/memory/caching", ("tests/memory/caching",)),
+    "Elastic Memory": ("atlasjax/elastic", ("tests/elastic", "tests/nn/test_elastic.py")),
+    "Gated Associative Memory": ("atlasjax/gam.py", ("tests/test_gam.py", "tests/nn/test_gam.py")),
+    "attention and state spaces": ("atlasjax/mixers", ("tests/mixers", "tests/nn/test_attention.py")),
+    "language models, every architecture": ("atlasjax/nn", ("tests/test_models.py", "tests/nn")),
+    "data": ("atlasjax/data", ("tests/data",)),
+    "training, checkpoints, resume": ("atlasjax/train", ("tests/train",)),
+    "several devices and processes": ("atlasjax/distributed", ("tests/distributed",)),
+    "evaluation and generation": ("atlasjax/evaluate", ("tests/evaluate", "tests/test_generate.py")),
+}
+
+
+def status_systems() -> str:
+    """Each part of the library and its tests."""
+    for code, tests in SYSTEMS.values():
+        for path in (code, *tests):
+            if not (ROOT / path).exists():
+                raise FileNotFoundError(f"docs/generate.py: SYSTEMS names {path}, which is not there.")
+    lines = [(name, f"`{code}`", ", ".join(f"`{path}`" for path in tests)) for name, (code, tests) in SYSTEMS.items()]
+    return table(("system", "code", "tests, on a CPU"), lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function
+    for function in (
+        choosing_rules, choosing_sizes,
+        bench_memory, bench_blocks, bench_decoding, bench_kernel_memories, bench_caching, bench_zoo,
+        status_devices, status_rules, status_proofs, status_kernels, status_plans, status_experiments, status_systems,
+    )
+}  # fmt: skip
+_MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def filled(text: str) -> str:
+    """A page with its tables as they should be."""
+    return _MARKED.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", text)
+
+
+def pages() -> list[pathlib.Path]:
+    """The pages that have tables."""
+    return [path for path in sorted(DOCS.glob("*.md")) if _MARKED.search(path.read_text())]
+
+
+def main() -> None:
+    for page in pages():
+        page.write_text(filled(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Hooks of `mkdocs build`: pages outside docs/ become pages of the site, and links that work in the repository work there.
+
+The reports of `experiments/`, CONTRIBUTING.md and CHANGELOG.md stay where they are. A page of docs/ links to them as it does in the
+repository (`../experiments/zoo/README.md`), and they to each other, to figures and to rows; whatever is linked is part of the site.
+"""
+
+import os
+import pathlib
+import posixpath
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from markdown import Markdown
+from markdown.extensions import Extension
+from mkdocs.structure.files import File, Files
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGES = ("experiments/**/*.md", "CONTRIBUTING.md", "CHANGELOG.md")
+_LINK = re.compile(r"(\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
+
+
+class NoUnderscores(Extension):
+    """Underscores are those of formulas, ‖S‖_F and M_t, and no emphasis."""
+
+    def extendMarkdown(self, md: Markdown) -> None:
+        delimiters = getattr(md, "delimiters", None)  # from Markdown 3.11 on
+        if delimiters is not None:
+            delimiters.remove("_")
+        md.inlinePatterns.deregister("em_strong2", strict=False)
+
+
+def on_config(config: Any) -> Any:
+    """Adds the extension above, for pages and docstrings."""
+    config["markdown_extensions"].append(NoUnderscores())
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages outside docs/, and the files that any page links to."""
+    for pattern in PAGES:
+        for path in sorted(ROOT.glob(pattern)):
+            _add(files, config, path)
+    for file in [file for file in files if file.is_documentation_page()]:
+        for target in _targets(file):
+            _add(files, config, target)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Turns links between places in the repository into links between pages of the site."""
+    folder = _in_repository(page.file).parent
+
+    def replace(match: re.Match) -> str:
+        target = _resolve(folder, match[2])
+        if target is None:
+            return match[0]
+        link = posixpath.relpath(_in_site(target), posixpath.dirname(page.file.src_uri))
+        return f"{match[1]}{link}{match[3] or ''})"
+
+    return _LINK.sub(replace, markdown)
+
+
+def _add(files: Files, config: Any, path: pathlib.Path) -> None:
+    if files.get_file_from_path(_in_site(path)) is None:
+        files.append(File.generated(config, _in_site(path), abs_src_path=str(path)))
+
+
+def _targets(file: File) -> Iterator[pathlib.Path]:
+    path = _in_repository(file)
+    for match in _LINK.finditer(path.read_text(encoding="utf-8")):
+        target = _resolve(path.parent, match[2])
+        if target is not None:
+            yield target
+
+
+def _resolve(folder: pathlib.Path, link: str) -> pathlib.Path | None:
+    """The file of the repository that a relative link means; None for other links, and for what is not there."""
+    if ":" in link or link.startswith("/"):
+        return None
+    path = pathlib.Path(os.path.normpath(folder / link))
+    if path.is_dir():
+        path = path / "README.md"
+    return path if path.is_file() and path.is_relative_to(ROOT) else None
+
+
+def _in_repository(file: File) -> pathlib.Path:
+    return pathlib.Path(str(file.abs_src_path)).resolve()
+
+
+def _in_site(path: pathlib.Path) -> str:
+    """Path in the site's tree of sources: docs/ is its root."""
+    return path.relative_to(ROOT).as_posix().removeprefix("docs/")

@@ -1,0 +1,169 @@
+"""The pages of the site: they build without a warning, their Python runs, their commands are real, their tables up to date."""
+
+import contextlib
+import importlib
+import importlib.util
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from atlasjax import cli
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+WITH_PYTHON = [page for page in PAGES if "```python" in page.read_text()]
+API = {
+    "memory": "atlasjax.memory",
+    "nn": "atlasjax.nn",
+    "train": "atlasjax.train",
+    "data": "atlasjax.data",
+    "distributed": "atlasjax.distributed",
+}
+
+
+@pytest.fixture(scope="module")
+def generate():
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_builds_strictly(tmp_path):
+    for name in ("mkdocs", "mkdocstrings", "material"):
+        pytest.importorskip(name)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for page in ("index.html", "status.html", "api/memory.html", "experiments/zoo/index.html"):
+        assert (tmp_path / "site" / page).is_file()
+    for page, package in API.items():
+        text = (tmp_path / f"site/api/{page}.html").read_text()
+        names = importlib.import_module(package).__all__
+        missing = [n for n in names if not re.search(rf'id="{package}\.(\w+\.)?{n}"|<code>{n}</code>', text)]
+        assert not missing, f"docs/api/{page}.md does not have {missing}"
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
+def test_python_of_a_page_runs(page, tmp_path, monkeypatch):
+    """All blocks of a page, one after another, with the names of those before."""
+    monkeypatch.chdir(tmp_path)
+    names: dict = {"__name__": "__main__"}
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+
+
+def test_every_page_is_in_the_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    listed = set(re.findall(r"^ *- .*?: (\S+\.md)$", nav, re.MULTILINE))
+    there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert not there - listed
+    assert {page for page in listed if not (DOCS / page).exists()} == {p for p in listed if (ROOT / p).exists()}
+
+
+# Commands.
+
+_SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"```.*?```", re.DOTALL)
+_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python|atlasjax|pip|pytest|mkdocs|ruff)(?: |$)")
+
+
+def commands(text):
+    """Every command that a page prints: in shell blocks, indented, or as code within a line."""
+    lines = [line for block in _SHELL.findall(text) for line in block.splitlines()]
+    rest = _FENCED.sub("", text)
+    lines += [line.strip() for line in rest.splitlines() if line.startswith("    ")]
+    lines += re.findall(r"`([^`\n]+)`", rest)
+    for line in lines:
+        if _COMMAND.match(line.strip()):
+            parts = [shlex.split(part, comments=True) for part in line.split("&&")]
+            yield from ([word for word in part if "=" not in word or word.startswith("-")] for part in parts)
+
+
+class Reached(Exception):
+    """What a command would have done with its parsed options."""
+
+
+def _reached(*_, **__):
+    raise Reached
+
+
+def _run_atlasjax(arguments, monkeypatch):
+    for target in ("train.train", "evaluate.load_run", "generate.load_run", "info.plan_training"):
+        monkeypatch.setattr(f"atlasjax.cli.{target}", _reached)
+    monkeypatch.setattr("atlasjax.cli.info._sizes", lambda config: {})
+    monkeypatch.setattr("atlasjax.cli.info.preset_names", lambda size: [f"atlas-{size}"])
+    with contextlib.suppress(Reached):
+        assert cli.main(arguments) == 0, arguments
+
+
+def _check_script(words):
+    path = ROOT / (words[1].replace(".", "/") + ".py" if words[0] == "-m" else words[0])
+    assert path.is_file(), f"{path} is not there"
+    source = path.read_text()
+    for option in (word.partition("=")[0].lstrip("-") for word in words if word.startswith("--")):
+        assert option in source or option.replace("-", "_") in source, f"{path} has no option {option}"
+
+
+def _extras():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
+def test_commands_are_real(page, monkeypatch, capsys):
+    for command in commands(page.read_text()):
+        match command:
+            case ["atlasjax", *arguments]:
+                _run_atlasjax(arguments, monkeypatch)
+            case ["python", "-m", module, *_] if module in ("pytest", "pip") or importlib.util.find_spec(module):
+                if module.startswith("experiments"):
+                    _check_script(command[1:])
+            case ["python", *words]:
+                _check_script(words)
+            case ["pip", "install", *words]:
+                for extras in re.findall(r"\[(.*?)\]", " ".join(words)):
+                    assert set(extras.split(",")) <= set(_extras())
+            case ["mkdocs", subcommand, *_]:
+                assert subcommand in ("build", "serve")
+
+
+def test_commands_are_found():
+    text = (
+        "see `atlasjax info --names`.\n\n    pip install -e . && atlasjax train\n\n```sh\npython x.py a  # why\n```\n"
+    )
+    assert list(commands(text)) == [
+        ["python", "x.py", "a"],
+        ["pip", "install", "-e", "."],
+        ["atlasjax", "train"],
+        ["atlasjax", "info", "--names"],
+    ]
+
+
+# Tables.
+
+
+@pytest.mark.xdist_group("site_tables")  # they share what they trace
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "<!-- table: " in page.read_text()], ids=lambda page: page.stem
+)
+def test_tables_are_what_the_repository_says(page, generate):
+    assert page.read_text() == generate.filled(page.read_text()), "run: python docs/generate.py"
+
+
+def test_the_figure_of_the_rooms_is_what_the_sources_say():
+    spec = importlib.util.spec_from_file_location("docs_rooms", DOCS / "figures/rooms.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (DOCS / "figures/rooms.svg").read_text() == module.svg(), "run: python docs/figures/rooms.py"
+
+
+def test_readme_says_whether_an_accelerator_has_run_anything(generate):
+    claim = "No kernel has run on a TPU or GPU yet" in (ROOT / "README.md").read_text()
+    assert claim == (not generate.accelerators()), "the README's last link says what has run on accelerators"
+    assert ("No accelerator has run anything yet" in (DOCS / "status.md").read_text()) == claim
