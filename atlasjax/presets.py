@@ -146,11 +146,11 @@ _PUBLISHED_ONLY: dict[str, dict[str, Any]] = {
     "gam-mamba": {"mixer": "mamba", **_GAM_FRAME, "ffn": "none", "block": "bare", "ssm": SSMConfig(expand=3)},
 }
 
-# Mixers of which a model has one layer, at three quarters of its depth (E §4); the others are attention in a window.
+# Mixers of which a model has one layer, at three quarters of its depth (E §3.1); the others are attention in a window.
 ONE_LAYER: tuple[str, ...] = ("elastic", "memorizing", "infini", "melodi")
 BASELINES |= {name: {"mixer": name} for name in ("memorizing", "infini", "melodi")}
 
-# Samplings of Elastic Memory (E Table 1) → suffix of the preset.
+# Samplings of Elastic Memory (E §2.3) → suffix of the preset.
 _ELASTIC = {"exp": "exponential", "uniform": "uniform", "uniform-mid": "uniform_mid"}
 BASELINES |= {
     f"elastic-{suffix}": {"mixer": "elastic", "elastic": ElasticConfig(sampling=sampling)}

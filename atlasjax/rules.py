@@ -158,7 +158,7 @@ def rwkv7_one_key() -> MemoryRule:
 
 @register("M_t = α M_{t−1} + S_t, S_t = θ S_{t−1} − η ∇")
 def titans(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
-    """Titans (Behrouz et al. 2025): deep memory, ℓ2, momentum and weight decay, online (A Table 1)."""
+    """Titans (Behrouz et al. 2024): deep memory, ℓ2, momentum and weight decay, online (A Table 1)."""
     return MemoryRule(structure, objectives.L2(), optimizer=optimizers.Momentum(), chunk_size=chunk_size)
 
 
@@ -206,7 +206,7 @@ def dla(chunk_size: int = 64, structure: structures.Structure = structures.MLP()
 
 @register("W_t = α W_{t−1} + η Σ_{j<c} γ_j v_{t−j} k_{t−j}ᵀ")
 def swla(chunk_size: int = 64, window: int = 4, structure: structures.Structure = structures.Matrix()) -> MemoryRule:
-    """Sliding-window linear attention: the dot-product loss over the last `window` tokens (A §3.2, Table 1)."""
+    """Sliding-window linear attention: the dot-product loss over the last `window` tokens (A §4.1, Eq. 20, App. D.2)."""
     return MemoryRule(
         structure, objectives.DotProduct(), optimizer=optimizers.GradientDescent(), window=window, chunk_size=chunk_size
     )
@@ -283,5 +283,5 @@ def dot(
     structure: structures.Matrix | structures.MLP = structures.MLP(),
     cache_window: int | None = None,
 ) -> KernelRule:
-    """DOT, the deep Omega transformer (A §4, Eq. 30–31): ℓ2 and the Omega rule on the infinite features."""
+    """DOT, the deep Omega transformer (A §4.3, Eq. 27–31): ℓ2 and the Omega rule on the infinite features."""
     return KernelRule(structure, objectives.L2(), window=window, cache_window=cache_window, chunk_size=chunk_size)

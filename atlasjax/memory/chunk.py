@@ -64,7 +64,7 @@ class Window(NamedTuple):
 
 
 class Soup(NamedTuple):
-    """Memories that every read mixes with the one that is written (Memory Soup, MC §3.3): each layer is linear in its weights.
+    """Memories that every read mixes with the one that is written (Memory Soup, MC §3.2): each layer is linear in its weights.
 
     Attributes:
       weights: name → [batch, heads, n, out, in].

@@ -5,10 +5,10 @@
     y_t     = (1 − σ(β_h)) local_t + σ(β_h) RMSNorm(A(q_t))                    one β for each head; only local_t in the first block
     M ← M + Σ_i φ(k_i)ᵀ (v_i − A(k_i)),   z ← z + Σ_i φ(k_i)                   over the block's tokens, once, after the block
 
-This is the paper's "linear + delta" update. A(k_i) is read from the memory before the block; an empty memory reads zero (0/0 =
-0). As in the paper, the memory has no positions: it is written and read with unrotated keys and queries. RMSNorm on the read has
-no parameters. It comes from Elastic Memory's comparison (§3.1, added there for stability), which does not say where it stands. Here
-it is applied to the read that is mixed into the output, and not inside the write, where A(k_i) is compared with v_i.
+This is the paper's "linear + delta" update. A(k_i) is read from the memory before the block, and an empty memory reads 0/0 = 0.
+As in the paper, the memory has no positions: it is written and read with unrotated keys and queries. RMSNorm on the read has no
+parameters. It comes from Elastic Memory's comparison (§3.1, added there for stability), which does not state its position. Here it
+is applied to the read that is mixed into the output, and not inside the write, where A(k_i) is compared with v_i.
 
 The norm matters because z counts every write while M accumulates only what is new. If the memory already returns exactly the stored
 value, storing it again leaves M unchanged and doubles z, so A is halved.
@@ -130,7 +130,7 @@ def extend(
 
 
 def feature_map(x: jax.Array) -> jax.Array:
-    """φ = elu + 1, float32. It is computed as eˣ for x ≤ 0, which stays positive where elu(x) + 1 would round to zero."""
+    """φ = elu + 1, float32: x + 1 for x > 0 and eˣ otherwise, which stays positive where elu(x) + 1 would round to zero."""
     x = x.astype(jnp.float32)
     positive = x > 0
     return jnp.where(positive, x + 1, jnp.exp(jnp.where(positive, 0, x)))

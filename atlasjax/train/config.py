@@ -14,7 +14,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with warm-up and cosine decay, and clipping of the gradient's global norm (A §6: AdamW, cosine, decay 0.1).
+    """AdamW with warm-up and cosine decay, and clipping of the gradient's global norm (A App. E: AdamW, cosine, decay 0.1).
 
     Attributes:
       name: "adamw", or "package.module:function" for any function that returns an optax transformation: "optax:lion",

@@ -184,7 +184,8 @@ def test_bfloat16_has_a_float32_memory():
     [
         (lambda q, k, v: A.attention(q, k[:, :3], v, bank(1), R), r"k has shape .*should be .*time=10"),
         (lambda q, k, v: A.attention(q[..., :3], k[..., :3], v, bank(1), R), "key_dim is 3, should be even"),
-        (lambda q, k, v: A.attention(q, k, v, bank(0), R), r"bank has 0 blocks of 5 tokens, but 10 tokens need 1\. Load a longer one"),
+        (lambda q, k, v: A.attention(q, k, v, bank(0), R),
+         r"bank has 0 blocks of 5 tokens, but 10 tokens need 1. Load a longer one: banks.load"),
         (lambda q, k, v: A.attention(q, k, v, bank(1), R[:, :4]), r"reconstruction has shape .*should be \[samples, order=7"),
         (lambda q, k, v: A.attention(q, k, v, bank(1), None), r"reconstruction has shape \(0, 0\), should be"),
         (lambda q, k, v: A.attention(q, k, v, A.no_bank(1, 5), np.zeros((3, 0))), "order 0 with 3 samples"),
