@@ -5,7 +5,6 @@ from typing import Any
 
 from atlasjax.memory.kernelized.rule import KernelRule
 from atlasjax.memory.rule import MemoryRule
-from atlasjax.memory.structures import Matrix
 from atlasjax.names import lookup
 
 AGGREGATIONS = {
@@ -101,7 +100,7 @@ class CachedRule:
     @property
     def mixes_weights(self) -> bool:
         """Whether reads need mixed layers. A soup of matrices does not: it is a sum of reads, like "grm"."""
-        return self.aggregation == "soup" and not isinstance(self.rule.structure, Matrix)
+        return self.aggregation == "soup" and not self.rule.structure.is_matrix
 
     @property
     def has_scores(self) -> bool:

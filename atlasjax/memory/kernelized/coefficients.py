@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from atlasjax.memory import meshes
 from atlasjax.memory.blocks import decay_products, window_matrix
 from atlasjax.memory.kernelized.rule import KernelRule
-from atlasjax.memory.retention import Full
 
 
 class Transition(NamedTuple):
@@ -78,7 +77,7 @@ def coefficients(
     if rule.optimizer.has_momentum:
         beta, pairwise = decay_products(momentum)
         D = _product(pairwise, D)
-    if isinstance(rule.retention, Full):
+    if rule.retention.gate is None:
         A, between = jnp.ones_like(step_size), jnp.tril(jnp.ones((b, b), step_size.dtype))
     else:
         A, between = decay_products(retention)

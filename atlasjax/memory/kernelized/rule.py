@@ -3,8 +3,12 @@
 import dataclasses
 from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
+
 from atlasjax.memory import objectives, optimizers, structures
 from atlasjax.memory import retention as retention_lib
+from atlasjax.memory.axes import Axis, check_choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +31,11 @@ class KernelRule:
     With α = η = γ = 1, a matrix memory and the dot-product loss, the normalized memory is softmax attention.
 
     Attributes:
-      structure: `Matrix()`, or `MLP(depth=2)` without a norm. An MLP's residual is x itself, so its key_dim = value_dim.
-      objective: `DotProduct()` (DeepTransformer, SWDT) or `L2()` (DOT).
-      optimizer: `GradientDescent()` or `Momentum()`.
-      retention: `Full()` or `Scalar()`.
+      structure: `Matrix()`, `MLP(depth=2)` without a norm, or another of two matrices of which only the last reads the features. An
+        MLP's residual is x itself, so its key_dim = value_dim.
+      objective: `DotProduct()` (DeepTransformer, SWDT), `L2()` (DOT), or any loss without a threshold.
+      optimizer: `GradientDescent()` or `Momentum()`: what is linear in the gradient.
+      retention: `Full()` or `Scalar()`: one decay, without a map.
       window: c ≥ 1, the number of tokens on whose loss every step descends; 1 is the online rule.
       cache_window: w ≥ c, the number of most recent tokens that the cache holds (SWDT). None means all. W1 is not windowed.
       normalized: whether to divide by Z.
@@ -40,24 +45,18 @@ class KernelRule:
       ValueError: an unsupported choice, which the message names, or a window larger than the cache.
     """
 
-    structure: structures.Matrix | structures.MLP = structures.MLP()
-    objective: objectives.DotProduct | objectives.L2 = objectives.DotProduct()
-    optimizer: optimizers.GradientDescent | optimizers.Momentum = optimizers.GradientDescent()
-    retention: retention_lib.Full | retention_lib.Scalar = retention_lib.Scalar()
+    structure: structures.Structure = structures.MLP()
+    objective: objectives.Objective = objectives.DotProduct()
+    optimizer: optimizers.Optimizer = optimizers.GradientDescent()
+    retention: retention_lib.Retention = retention_lib.Scalar()
     window: int = 1
     cache_window: int | None = None
     normalized: bool = True
     chunk_size: int = 64
 
     def __post_init__(self) -> None:
-        for name, offered in _OFFERED.items():
-            value = getattr(self, name)
-            if not isinstance(value, offered):
-                hint = " Give an instance, not the class." if isinstance(value, type) else ""
-                raise ValueError(
-                    f"KernelRule: {name} must be one of {', '.join(o.__name__ + '()' for o in offered)} for a kernel memory, "
-                    f"got {value!r}.{hint}"
-                )
+        for name, kind in _KINDS.items():
+            check_choice("KernelRule", name, getattr(self, name), kind)
         for name in ("window", "chunk_size", "cache_window"):
             value = getattr(self, name)
             if name == "cache_window" and value is None:
@@ -72,7 +71,7 @@ class KernelRule:
     @property
     def has_constant_gradient(self) -> bool:
         """Whether ∇ℓ does not depend on the memory, so that the chunk size has no effect (SEMANTICS 1.4)."""
-        return isinstance(self.structure, structures.Matrix) and isinstance(self.objective, objectives.DotProduct)
+        return self.structure.is_matrix and self.objective.gradient_is_value
 
     @property
     def inner(self) -> str:
@@ -91,7 +90,7 @@ class KernelRule:
     def gate_channels(self, key_dim: int, value_dim: int | None = None) -> dict[str, int | None]:
         """The gates of this rule: name → number of channels, or None for one scalar per token and head. The sizes are ignored."""
         gates: dict[str, int | None] = {}
-        if isinstance(self.retention, retention_lib.Scalar):
+        if self.retention.gate is not None:
             gates["retention"] = None
         gates["step_size"] = None
         if self.optimizer.has_momentum:
@@ -101,24 +100,49 @@ class KernelRule:
         return gates
 
 
-_OFFERED: dict[str, tuple[type, ...]] = {
-    "structure": (structures.Matrix, structures.MLP),
-    "objective": (objectives.DotProduct, objectives.L2),
-    "optimizer": (optimizers.GradientDescent, optimizers.Momentum),
-    "retention": (retention_lib.Full, retention_lib.Scalar),
+_KINDS: dict[str, type[Axis]] = {
+    "structure": structures.Structure,
+    "objective": objectives.Objective,
+    "optimizer": optimizers.Optimizer,
+    "retention": retention_lib.Retention,
 }
 
 
+def _readers(structure: structures.Structure) -> list[str]:
+    """The matrices that read the features."""
+    found: list[str] = []
+    shapes = structure.weight_shapes(1, 1)
+    x = jnp.zeros((1, 1))
+
+    def linear(name: str, h: jax.Array) -> jax.Array:
+        if h is x:
+            found.append(name)
+        return jnp.zeros((1, shapes[name][0]))
+
+    structure.apply(linear, x, x if structure.residual else None, None)
+    return found
+
+
 def _clashes(rule: KernelRule) -> Iterator[str]:
-    structure = rule.structure
-    if isinstance(structure, structures.MLP) and structure.depth != 2:
-        yield f"structure={structure!r}: the depth of a kernel memory must be 2 (one layer reads φ*, W1 the other)."
-    if isinstance(structure, structures.MLP) and structure.norm:
-        yield f"structure={structure!r}: a LayerNorm inside is not supported for kernel memories; use norm=False."
+    structure, objective, optimizer, retention = (
+        f"{n}={getattr(rule, n)!r}" for n in ("structure", "objective", "optimizer", "retention")
+    )
+    if rule.structure.norm:
+        yield f"{structure}: a LayerNorm inside is not supported for kernel memories; use norm=False."
+    elif not rule.structure.is_matrix and (
+        len(rule.structure.weight_shapes(1, 1)) != 2 or _readers(rule.structure) != [rule.inner]
+    ):
+        yield f"{structure}: a kernel memory must be Matrix(), or have two matrices of which one reads φ*, as MLP(depth=2)."
+    if rule.objective.removes or rule.objective.uses_threshold:
+        yield f"{objective}: a kernel memory needs a loss of M(φ*(k)) and v alone, such as DotProduct() or L2()."
+    if not rule.optimizer.is_linear:
+        yield f"{optimizer}: the coefficients of a kernel memory are known for GradientDescent() and Momentum() only."
     if rule.optimizer.per_channel:
-        yield f"optimizer={rule.optimizer!r}: a step size per channel is not supported for kernel memories."
+        yield f"{optimizer}: a step size per channel is not supported for kernel memories."
+    if not rule.retention.is_linear or rule.retention.has_map or rule.retention.gate == "channel":
+        yield f"{retention}: the coefficients of a kernel memory are known for Full() and Scalar() only."
     if rule.retention.decay_first:
-        yield f"retention={rule.retention!r}: decay_first is not supported for kernel memories."
+        yield f"{retention}: decay_first is not supported for kernel memories."
     if rule.cache_window is not None and rule.window > rule.cache_window:
         yield (
             f"window={rule.window} is larger than the cache, cache_window={rule.cache_window}: a token that left the cache "

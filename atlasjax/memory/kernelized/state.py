@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory.kernelized.rule import KernelRule
-from atlasjax.memory.retention import Scalar
 from atlasjax.memory.state import Weights
 
 
@@ -176,7 +175,7 @@ def empty_state(rule: KernelRule, params: KernelParams, batch: int, heads: int, 
 
 def has_scaling(rule: KernelRule) -> bool:
     """Whether the coefficients of old entries change: decay or momentum."""
-    return isinstance(rule.retention, Scalar) or rule.optimizer.has_momentum
+    return rule.retention.gate is not None or rule.optimizer.has_momentum
 
 
 def check_params(rule: KernelRule, params: KernelParams) -> None:

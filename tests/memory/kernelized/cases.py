@@ -7,6 +7,7 @@ import numpy as np
 from atlasjax import memory
 from atlasjax.memory import kernelized, objectives, optimizers, retention, structures
 from atlasjax.memory.kernelized import KernelRule
+from tests.memory.own_ideas import LogCosh
 
 MATRIX, MLP = structures.Matrix(), structures.MLP(expansion=2)
 L2, MOMENTUM, FULL = objectives.L2(), optimizers.Momentum(), retention.Full()
@@ -29,6 +30,7 @@ RULES: dict[str, KernelRule] = {
     "dot": KernelRule(MLP, L2, MOMENTUM, window=3, chunk_size=8),
     "dot_window_over_chunk": KernelRule(MLP, L2, window=7, chunk_size=3),
     "dot_sliding": KernelRule(MLP, L2, MOMENTUM, window=4, cache_window=5, chunk_size=3),
+    "own_loss": KernelRule(MLP, LogCosh(), MOMENTUM, window=2, chunk_size=5),
 }
 
 
