@@ -29,12 +29,16 @@ _XLA_FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     "--xla_backend_optimization_level": "0",
     "--xla_llvm_disable_expensive_passes": "true",
+    "--xla_cpu_parallel_codegen_split_count": "1",  # the workers share the cores already
 }
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # an unknown flag ends the process
     _XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = "false"  # they take two thirds of a compilation
 for _name, _value in _XLA_FLAGS.items():
     if _name not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_name}={_value}".strip()
+
+# Tracing makes millions of small objects that live on: the collector looks at them less often.
+gc.set_threshold(50_000, 10, 10)
 
 _MAPPINGS = pathlib.Path("/proc/self/maps")
 _MOST_MAPPINGS = 20_000
