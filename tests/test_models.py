@@ -168,12 +168,9 @@ def model(name: str) -> Model:
 
 
 def each_model(names, slow=RULE_ALONE):
-    """The tests of one model run one after another, in one worker, and then its compiled functions can be dropped."""
-
-    def marks(name: str) -> list:
-        return [pytest.mark.xdist_group(f"model-{name}"), *([pytest.mark.slow] if name in slow else [])]
-
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in names], scope="module")
+    """The tests of one model run one after another, in one worker: `run_together`. Then its compiled functions can be dropped."""
+    params = [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
+    return pytest.mark.parametrize("name", params, scope="module")
 
 
 @each_model(MODELS)
