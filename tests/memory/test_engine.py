@@ -85,9 +85,9 @@ def test_gradients_of_every_choice_are_compared():
 
 
 LENGTHS = 1, 63, 100, 257
-LENGTHENED = {  # and a length of several blocks at which gradients are compared by default
-    "omeganet_window_over_chunk": 100, "atlas_every": 63, "channel_delta_momentum": 257, "delta_rule_decay": 100,
-    "gated_delta_rule": 257, "rwkv7": 257, "longhorn_channel": 63, "memora": 100,
+LENGTHENED = {  # and the lengths at which gradients are compared by default: one token, and several blocks
+    "omeganet_window_over_chunk": (1, 100), "atlas_every": (63,), "channel_delta_momentum": (257,), "delta_rule_decay": (100,),
+    "gated_delta_rule": (1, 257), "rwkv7": (257,), "longhorn_channel": (63,), "memora": (100,),
 }  # fmt: skip
 
 
@@ -100,12 +100,13 @@ def test_any_length(name, time, x64):
     assert_close(run(memory.scan), run(memory.reference), EXACT)
 
 
-def gradients_at_lengths():
-    for name, time in itertools.product(LENGTHENED, LENGTHS):
-        yield pytest.param(name, time, marks=[] if LENGTHENED[name] == time else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("name", "time"), gradients_at_lengths())
+@pytest.mark.parametrize(
+    ("name", "time"),
+    [
+        pytest.param(name, time, marks=[] if time in LENGTHENED[name] else pytest.mark.slow)
+        for name, time in itertools.product(LENGTHENED, LENGTHS)
+    ],
+)
 def test_gradients_at_any_length(name, time, x64):
     rule = RULES[name]
     args = make_inputs(rule, time=time, batch=1, dtype=jnp.float64)
