@@ -1,5 +1,7 @@
 """Test session set-up: eight simulated CPU devices, a quiet libtpu, a compilation cache shared by runs and workers."""
 
+import contextlib
+import ctypes
 import gc
 import importlib.metadata
 import itertools
@@ -29,6 +31,7 @@ _XLA_FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     "--xla_backend_optimization_level": "0",
     "--xla_llvm_disable_expensive_passes": "true",
+    "--xla_cpu_parallel_codegen_split_count": "1",  # the workers share the cores already
 }
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # an unknown flag ends the process
     _XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = "false"  # they take two thirds of a compilation
@@ -36,21 +39,59 @@ for _name, _value in _XLA_FLAGS.items():
     if _name not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_name}={_value}".strip()
 
+# Tracing makes millions of small objects that live on: the collector looks at them less often.
+gc.set_threshold(50_000, 10, 10)
+
 _MAPPINGS = pathlib.Path("/proc/self/maps")
 _MOST_MAPPINGS = 20_000
-_EVERY = 10  # tests between two looks at the mappings
+_MOST_BYTES = 2.5 * 2**30  # of a worker, of which a machine may have as many as cores
+_EVERY = 10  # tests between two looks
 
 _tests_run = itertools.count(1)
 
 
+def run_together(nodeid: str) -> str:
+    """The name of the group of tests that one worker runs, one after another, for what they share is then made once.
+
+    A file's tests share fixtures and compiled functions; in `_BY_NAME` those of one model or rule do. In `_ALONE` a test shares
+    nothing with another.
+    """
+    file, _, rest = nodeid.partition("::")
+    if file.endswith(_BY_NAME):
+        return f"{file}[{rest.rpartition('[')[2]}" if rest.endswith("]") else nodeid
+    return nodeid if file.startswith(_ALONE) else file
+
+
+_BY_NAME = ("tests/test_models.py", "tests/memory/test_engine.py")
+_ALONE = ("tests/memory/", "tests/pallas_kernels/")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Groups by a test's id: those of `xdist_group` fall apart, silently, with pytest 9.2 and pytest-xdist 3.8."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return run_together(nodeid)
+
+    return Scheduling(config, log)
+
+
+def _too_large() -> bool:
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") > _MOST_BYTES or _MAPPINGS.read_bytes().count(b"\n") > _MOST_MAPPINGS
+
+
 @pytest.fixture(autouse=True)
 def _free_compiled_programs():
-    """Frees compiled programs before a worker has too many: each takes some ten memory mappings, and Linux allows 65,530."""
+    """Frees compiled programs before a worker is too large: each takes some ten memory mappings, and Linux allows 65,530."""
     yield
-    if next(_tests_run) % _EVERY or not _MAPPINGS.exists():
+    if next(_tests_run) % _EVERY or not _MAPPINGS.exists() or not _too_large():
         return
-    if _MAPPINGS.read_bytes().count(b"\n") > _MOST_MAPPINGS:
-        import jax
+    import jax
 
-        jax.clear_caches()
-        gc.collect()
+    jax.clear_caches()
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # gives what was freed back to the machine

@@ -3,7 +3,8 @@
 Compilation is what it costs, so each model compiles four functions of fixed shapes, and all tests share them: the parallel pass, a
 piece and a token of a stream, and the sharded training step. Every architecture of one name is here; of the backbones around a rule
 only the combinations in `BACKBONES_COVERED`, one of each, since tests/nn has the backbones themselves; so too of cached memories.
-Gradients of the sharded against the unsharded step are compared for `GRADIENTS_COVERED`, Orbax's files are written for two.
+Every kind of mixer is trained, but for rules, windows and hybrids of the same mixers see `TRAINED_ELSEWHERE`. Gradients of the
+sharded against the unsharded step are compared for `GRADIENTS_COVERED`, Orbax's files are written for two.
 """
 
 import dataclasses
@@ -32,13 +33,21 @@ LONG = 4096
 # Models that differ from another in one field, which the tests of their mixer cover.
 VARIANTS = ("gam-sum", "gam-global", "gam-local", "elastic-uniform", "elastic-uniform-mid")
 CACHED_COVERED = ("linear-attention-residual", "titans-grm", "omeganet-soup", "dla-ssc")
-BACKBONES_COVERED = ("titans-mac", "atlas-mag", "delta-rule-mal")
+BACKBONES_COVERED = ("titans-mac", "delta-rule-mag", "atlas-mag", "delta-rule-mal")
 GRADIENTS_COVERED = ("transformer++", "gated-deltanet-h2", "mamba", "titans", "gam")
 # Models that differ from another by their memory's rule alone: the suite over all rules has it, this one runs with `-m slow`.
 RULE_ALONE = (
     "polysketch", "longhorn-channel", "rwkv7-one-key", "titans-no-momentum", "moneta", "yaad", "dla", "swla", "atlas++",
     "log-linear++", "ttt-linear", "titans-grm", "linear-attention-residual",
 )  # fmt: skip
+# Models whose every mixer trains, sharded, in another of these models; their own training runs with `-m slow`.
+TRAINED_ELSEWHERE = {
+    "swa": "gated-deltanet-h2", "mamba2": "gated-deltanet-h2", "gated-deltanet": "gated-deltanet-h2", "retnet": "gla",
+    "deltanet": "gated-deltanet-h2", "samba": "mamba", "log-linear-mamba2": "log-linear", "gam-transformer": "transformer++",
+    "block-attention": "elastic-exp", "linear-attention": "gated-delta-rule", "delta-rule": "gated-delta-rule",
+    "memora": "titans", "omeganet": "atlas", "swdt": "deep-transformer", "dot": "deep-transformer", "atlas-mag": "delta-rule-mag",
+    "omeganet-soup": "dla-ssc",
+}  # fmt: skip
 
 
 def _covered(name: str) -> bool:
@@ -158,13 +167,10 @@ def model(name: str) -> Model:
     return Model(name)
 
 
-def each_model(names):
-    """The tests of one model run one after another, in one worker, and then its compiled functions can be dropped."""
-
-    def marks(name: str) -> list:
-        return [pytest.mark.xdist_group(f"model-{name}"), *([pytest.mark.slow] if name in RULE_ALONE else [])]
-
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in names], scope="module")
+def each_model(names, slow=RULE_ALONE):
+    """The tests of one model run one after another, in one worker: `run_together`. Then its compiled functions can be dropped."""
+    params = [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
+    return pytest.mark.parametrize("name", params, scope="module")
 
 
 @each_model(MODELS)
@@ -209,17 +215,6 @@ class TestModel:
         assert jax.tree.map(jnp.shape, cache) == sizes
         assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(cache) if jnp.issubdtype(x.dtype, jnp.floating))
 
-    def test_loss_falls_and_sharded_is_unsharded(self, name):
-        m = model(name)
-        state, losses = m.trained
-        assert losses[0] == pytest.approx(m.loss(m.params, 0), rel=2e-5)
-        final = jax.device_get(state.params)
-        copy = jax.device_put(jax.device_get(state), m.shardings)  # the step gives its argument up
-        _, metrics = m.step(copy, global_batch(batch(STEPS), m.mesh))
-        assert float(metrics["loss"]) == pytest.approx(m.loss(final, STEPS), rel=2e-5)
-        assert any("tensor" in str(x.spec) for x in jax.tree.leaves(m.shardings.params))
-        assert np.mean(losses[-5:]) < losses[0] - 1.0
-
     def test_checkpoint_round_trip(self, name):
         """Every leaf has a path of its own, and the abstract state says what they are: all that is needed to restore them."""
         m = model(name)
@@ -240,6 +235,19 @@ class TestModel:
         restored = jax.tree_util.tree_map_with_path(restore, shapes)
         tokens = batch(1)["inputs"]
         np.testing.assert_array_equal(m.parallel(restored, tokens), m.parallel(m.params, tokens))
+
+
+@each_model(MODELS, slow=(*RULE_ALONE, *TRAINED_ELSEWHERE))
+def test_loss_falls_and_sharded_is_unsharded(name):
+    m = model(name)
+    state, losses = m.trained
+    assert losses[0] == pytest.approx(m.loss(m.params, 0), rel=2e-5)
+    final = jax.device_get(state.params)
+    copy = jax.device_put(jax.device_get(state), m.shardings)  # the step gives its argument up
+    _, metrics = m.step(copy, global_batch(batch(STEPS), m.mesh))
+    assert float(metrics["loss"]) == pytest.approx(m.loss(final, STEPS), rel=2e-5)
+    assert any("tensor" in str(x.spec) for x in jax.tree.leaves(m.shardings.params))
+    assert np.mean(losses[-5:]) < losses[0] - 1.0
 
 
 @each_model(GRADIENTS_COVERED)
@@ -272,5 +280,7 @@ def test_orbax_round_trip(name, tmp_path):
 
 
 def test_what_is_covered_exists():
-    assert set(BACKBONES_COVERED) | set(GRADIENTS_COVERED) | set(RULE_ALONE) <= set(MODELS)
+    assert set(BACKBONES_COVERED) | set(GRADIENTS_COVERED) | set(RULE_ALONE) | set(TRAINED_ELSEWHERE) <= set(MODELS)
+    trained = set(MODELS) - set(RULE_ALONE) - set(TRAINED_ELSEWHERE)
+    assert set(TRAINED_ELSEWHERE.values()) <= trained
     assert len(MODELS) >= 30

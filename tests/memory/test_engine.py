@@ -1,4 +1,12 @@
-"""The XLA engine against the token-by-token reference: outputs, final state, gradients."""
+"""The XLA engine against the token-by-token reference: outputs, final state, gradients.
+
+Tracing and compiling is what it costs, and gradients cost several times what values do. So tests of one rule share two functions
+of one shape, and run in one worker; and where rules or lengths are many, gradients are compared for some of them (`RELATIVES`,
+`test_any_length`) and for all with `-m slow`. Values and states of every rule are compared in test_streaming.
+"""
+
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +21,29 @@ from tests.memory.cases import RULES, assert_close, make_inputs, objective
 EXACT = 1e-9
 
 
+# Rules whose every choice, and every pair of structure, optimizer, retention and window, is in other rules; gradients if slow.
+RELATIVES = (
+    "delta_rule_chunk8", "titans_unbounded", "titans_matrix", "titans_no_momentum", "titans_long_chunk", "swla",
+    "omeganet_powers", "yaad", "gated", "atlas_convergent",
+)  # fmt: skip
+
+
+def each_rule(names, slow=()):
+    """The tests of one rule run one after another, in one worker: `run_together`."""
+    params = [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
+    return pytest.mark.parametrize("name", params)
+
+
+def shared_inputs(rule, **overrides):
+    """Of the one shape for which a rule's functions are compiled; six heads, which `test_lanes_of_heads_change_nothing` needs."""
+    return make_inputs(rule, heads=6, dtype=jnp.float64, **overrides)
+
+
+@functools.lru_cache(maxsize=4)
+def shared(rule):
+    return both(rule)
+
+
 def both(rule, **kwargs):
     """Jitted value-and-gradient functions of the reference and of the engine."""
     functions = []
@@ -22,29 +53,61 @@ def both(rule, **kwargs):
     return functions
 
 
-@pytest.mark.parametrize("name", RULES)
+@each_rule(RULES, slow=RELATIVES)
 def test_outputs_state_and_gradients(name, x64):
     rule = RULES[name]
-    args = make_inputs(rule, dtype=jnp.float64)
-    reference, engine = both(rule)
+    args = shared_inputs(rule)
+    reference, engine = shared(rule)
     assert_close(engine(*args), reference(*args), EXACT)
 
 
-@pytest.mark.parametrize("time", [1, 63, 100, 257])
+def choices(rule):
+    """What decides which parts of the engine a rule uses, two at a time; and every choice by itself."""
+    name = lambda x: type(x).__name__
+    structure = name(rule.structure), getattr(rule.structure, "depth", None), rule.structure.norm
+    optimizer = (
+        name(rule.optimizer),
+        getattr(rule.optimizer, "per_channel", None),
+        getattr(rule.optimizer, "every", 1) > 1,
+    )
+    window = rule.window > 1, rule.window > rule.chunk_size, rule.chunk_size == 1
+    parts = {"structure": structure, "optimizer": optimizer, "window": window}
+    parts["retention"] = name(rule.retention), rule.retention.decay_first
+    others = {"objective": name(rule.objective), "features": name(rule.features), "linear": rule.is_linear}
+    bounds = rule.step_bound is not None, rule.norm_bound is not None
+    return {*itertools.combinations(sorted(parts.items()), 2), *others.items(), ("bounds", bounds)}
+
+
+def test_gradients_of_every_choice_are_compared():
+    every = {name: choices(rule) for name, rule in RULES.items()}
+    compared = set().union(*(parts for name, parts in every.items() if name not in RELATIVES))
+    assert compared == set().union(*every.values())
+
+
+LENGTHS = 1, 63, 100, 257
+LENGTHENED = {  # and the lengths at which gradients are compared by default: one token, and several blocks
+    "omeganet_window_over_chunk": (1, 100), "atlas_every": (63,), "channel_delta_momentum": (257,), "delta_rule_decay": (100,),
+    "gated_delta_rule": (1, 257), "rwkv7": (257,), "longhorn_channel": (63,), "memora": (100,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("time", LENGTHS)
+@pytest.mark.parametrize("name", LENGTHENED)
+def test_any_length(name, time, x64):
+    rule = RULES[name]
+    args = make_inputs(rule, time=time, batch=1, dtype=jnp.float64)
+    run = lambda fn: jax.jit(lambda params, *rest: fn(rule, params, None, *rest))(*args)
+    assert_close(run(memory.scan), run(memory.reference), EXACT)
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "time"),
     [
-        "omeganet_window_over_chunk",
-        "atlas_every",
-        "channel_delta_momentum",
-        "delta_rule_decay",
-        "gated_delta_rule",
-        "rwkv7",
-        "longhorn_channel",
-        "memora",
+        pytest.param(name, time, marks=[] if time in LENGTHENED[name] else pytest.mark.slow)
+        for name, time in itertools.product(LENGTHENED, LENGTHS)
     ],
 )
-def test_any_length(name, time, x64):
+def test_gradients_at_any_length(name, time, x64):
     rule = RULES[name]
     args = make_inputs(rule, time=time, batch=1, dtype=jnp.float64)
     reference, engine = both(rule)
@@ -66,8 +129,7 @@ EDGES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name",
+@each_rule(
     [
         "titans",
         "yaad_window",
@@ -85,14 +147,14 @@ EDGES = [
 )
 def test_extreme_gates(name, x64):
     rule = RULES[name]
-    reference, engine = both(rule)
+    reference, engine = shared(rule)
     for override in EDGES:
         if not set(override) & set(rule.gate_channels(4)):
             continue
-        args = make_inputs(rule, time=21, dtype=jnp.float64, **override)
+        args = shared_inputs(rule, **override)
         assert_close(engine(*args), reference(*args), EXACT, what=str(override))
     # A decay of exactly zero among others cuts the past off there, also for the derivatives.
-    params, q, k, v, gates = make_inputs(rule, time=21, dtype=jnp.float64)
+    params, q, k, v, gates = shared_inputs(rule)
     if gates.retention is not None:
         gates = gates._replace(retention=gates.retention.at[:, 5].set(0.0).at[:, 6].set(0.0))
         assert_close(engine(params, q, k, v, gates), reference(params, q, k, v, gates), EXACT, what="zero decay")
@@ -113,7 +175,8 @@ def test_float32_and_bfloat16(name):
     # A LayerNorm over four channels can come near a variance of zero, where rounding is all that is left.
     dim = 16 if rule.structure.norm else 4
     params, q, k, v, gates = make_inputs(rule, time=70, key_dim=dim, value_dim=dim)
-    engine = jax.jit(lambda *args: memory.scan(rule, *args[:1], None, *args[1:]))
+    engine = jax.jit(lambda params, *rest: memory.scan(rule, params, None, *rest))
+    reference = jax.jit(lambda params, *rest: memory.reference(rule, params, None, *rest)[0])
     for dtype, tolerance in {jnp.float32: 2e-5, jnp.bfloat16: 4e-2}.items():
         if rule.uses_muon:
             tolerance = {jnp.float32: 2e-3, jnp.bfloat16: 1e-1}[dtype]
@@ -124,9 +187,7 @@ def test_float32_and_bfloat16(name):
         assert all(x.dtype == jnp.float32 for x in floating)
         with jax.enable_x64(True):
             up = lambda x: jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64)
-            expected, _ = memory.reference(
-                rule, *jax.tree.map(up, (params,)), None, *jax.tree.map(up, (q, k, v, gates))
-            )
+            expected = reference(*jax.tree.map(up, (params, q, k, v, gates)))
             assert_close(y.astype(jnp.float32), expected, tolerance, what=str(dtype))
 
 
@@ -197,20 +258,30 @@ def test_backward_memory_grows_with_boundaries_not_with_tokens():
     assert long < 2048 * weights / 5
 
 
-@pytest.mark.parametrize("name", ["titans", "atlas_every", "omeganet_window_over_chunk", "delta_rule"])
+LANED = ["titans", "atlas_every", "omeganet_window_over_chunk", "delta_rule"]
+
+
+@each_rule(LANED)
 def test_lanes_of_heads_change_nothing(name, x64, monkeypatch):
     """What a CPU does with large products, forced on small ones: groups of heads as separate operations."""
     from atlasjax.memory import slots
 
     monkeypatch.setattr(slots, "_LANE_NUMBERS", 1)
     rule = RULES[name]
-    params, q, k, v, gates = make_inputs(rule, heads=6, dtype=jnp.float64)
-    assert slots.cpu_lanes(chunk_plan(rule, params, q.dtype), params) == 2
-    reference, engine = both(rule)
-    assert_close(engine(params, q, k, v, gates), reference(params, q, k, v, gates), EXACT)
-    ids = jnp.asarray([[0] * 9 + [1] * 28, [2] * 37])
-    reference, engine = (both(rule, segment_ids=ids)[0], both(rule, segment_ids=ids)[1])
-    assert_close(engine(params, q, k, v, gates)[1][0], reference(params, q, k, v, gates)[1][0], EXACT)
+    args = shared_inputs(rule)
+    assert slots.cpu_lanes(chunk_plan(rule, args[0], args[1].dtype), args[0]) == 2
+    assert_close(both(rule)[1](*args), shared(rule)[0](*args), EXACT)
+
+
+@each_rule(LANED, slow=("titans", "atlas_every", "delta_rule"))
+def test_lanes_of_heads_with_segments(name, x64, monkeypatch):
+    from atlasjax.memory import slots
+
+    monkeypatch.setattr(slots, "_LANE_NUMBERS", 1)
+    rule = RULES[name]
+    args = shared_inputs(rule)
+    reference, engine = both(rule, segment_ids=jnp.asarray([[0] * 9 + [1] * 28, [2] * 37]))
+    assert_close(engine(*args)[1][0], reference(*args)[1][0], EXACT)
 
 
 def test_lanes_are_for_cpus_only(monkeypatch):
