@@ -11,23 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import caching, check, fastest, kernelized
+from atlasjax.memory import backends, caching, check, kernelized
 from atlasjax.memory import state as state_lib
 from atlasjax.memory.caching import CachedRule, CachedState
-from atlasjax.memory.engine import xla_scan, xla_step
+from atlasjax.memory.engine import xla_step
 from atlasjax.memory.kernelized import KernelParams, KernelRule, KernelState
-from atlasjax.memory.kernels import best_scan, pallas_scan
 from atlasjax.memory.meshes import on_any_mesh
 from atlasjax.memory.partition import Partition, partitioned
 from atlasjax.memory.reference import read_one, reference_scan
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState
-from atlasjax.names import lookup
-
-
-def _reference(rule, params, state, q, k, v, gates, segment_ids, max_segments):
-    return reference_scan(rule, params, state, q, k, v, gates, segment_ids)
-
 
 Rule = MemoryRule | KernelRule
 AnyRule = Rule | CachedRule
@@ -67,13 +60,6 @@ def _module(rule: Any) -> Any:
     return caching if isinstance(rule, CachedRule) else None
 
 
-IMPLEMENTATIONS: dict[str, Callable] = {
-    "xla": xla_scan,
-    **{name: functools.partial(pallas_scan, name) for name in fastest.IMPLEMENTATIONS.values()},
-    "reference": _reference,
-}
-
-
 def scan(
     rule: AnyRule,
     params: Any,
@@ -109,8 +95,8 @@ def scan(
       max_segments: a static bound on the number of segments in a row; needed under jit. If a row has more, its outputs
         without a place and its state are NaN.
       implementation: "xla", "pallas_tpu" or "pallas_gpu" (kernels of `pallas_kernels`; no forward-mode derivative), "reference"
-        (the definition: slow), or None: a kernel where one is recorded as faster (`memory.fastest`), serves the call, and XLA need
-        not split it over devices; else "xla".
+        (the definition: slow), a registered one of your own (`register_backend`), or None: a kernel where one is recorded as faster
+        (`memory.fastest`), serves the call, and XLA need not split it over devices; else "xla".
       partition: split the call over the devices of a mesh, batch elements and heads; a `MemoryRule` only. Kernels need it where
         arrays are sharded and the call is not inside a `shard_map`; what XLA compiles it also partitions.
       check_gates: check the gates' values: an error outside jit, a `checkify.check` under it.
@@ -139,12 +125,9 @@ def scan(
             segment_ids = jnp.asarray(segment_ids, jnp.int32)
         if check_gates:
             check.check_gate_ranges(gates, "memory.scan")
-        run: Callable = (
-            best_scan if implementation is None else lookup("implementation", implementation, IMPLEMENTATIONS)
-        )
-        call = lambda *arguments: run(rule, *arguments, max_segments)
+        assert isinstance(rule, MemoryRule)  # as `check_call` found
+        call = functools.partial(backends.run, implementation, rule, max_segments=max_segments)
         if partition is not None:
-            assert isinstance(rule, MemoryRule)  # as `check_call` found
             call = partitioned(partition, rule, call)
     return _on_any_mesh(rule, call)(params, state, q, k, v, gates, segment_ids)
 

@@ -17,8 +17,8 @@ from atlasjax.names import lookup
 
 PATH = pathlib.Path(__file__).with_name("fastest.json")
 LEAST_RATIO = 1.1  # what noise on a clock does not explain
-# Platforms as `jax.lax.platform_dependent` calls them, and what runs kernels there.
-IMPLEMENTATIONS = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}
+# What runs kernels, and on which platform, as `jax.lax.platform_dependent` calls it.
+PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
 # "chunk_memory_muon": chunk_memory with per-token Muon, a program of its own.
 KERNELS = ("chunk_memory", "chunk_memory_muon", "delta_rule")
 DTYPES = ("float32", "bfloat16")
@@ -29,11 +29,11 @@ class Measurement:
     """One row of the table.
 
     Attributes:
-      platform: a key of IMPLEMENTATIONS.
+      platform: a value of PLATFORMS.
       kernel: one of KERNELS.
       head_dim: key_dim = value_dim.
       dtype: of tokens, one of DTYPES.
-      implementation: what was measured; IMPLEMENTATIONS[platform].
+      implementation: what was measured, a key of PLATFORMS.
       ratio_to_xla: the XLA engine's time over the kernel's, forward and backward, the least of the rules measured; 0 where a result
         was wrong.
       device: the device's kind, "NVIDIA H200".
@@ -52,13 +52,13 @@ class Measurement:
     command: str
 
     def __post_init__(self) -> None:
-        allowed = {"platform": tuple(IMPLEMENTATIONS), "kernel": KERNELS, "dtype": DTYPES}
+        allowed = {"platform": tuple(dict.fromkeys(PLATFORMS.values())), "kernel": KERNELS, "dtype": DTYPES}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}={getattr(self, name)!r}, should be one of {values}.")
-        if self.implementation != IMPLEMENTATIONS[self.platform]:
-            wanted = IMPLEMENTATIONS[self.platform]
-            raise ValueError(f"implementation={self.implementation!r}, should be {wanted!r} on {self.platform!r}.")
+        if PLATFORMS.get(self.implementation) != self.platform:
+            wanted = " or ".join(repr(name) for name, platform in PLATFORMS.items() if platform == self.platform)
+            raise ValueError(f"implementation={self.implementation!r}, should be {wanted} on {self.platform!r}.")
         if not isinstance(self.head_dim, int) or isinstance(self.head_dim, bool) or self.head_dim < 1:
             raise ValueError(f"head_dim={self.head_dim!r}, should be an integer ≥ 1.")
         ratio = self.ratio_to_xla
@@ -130,5 +130,6 @@ def fastest(kernel: str, head_dim: int, dtype: Any, path: pathlib.Path = PATH) -
     ratios: dict[str, float] = {}
     for row in _read_once(path):
         if (row.kernel, row.head_dim, row.dtype) == (kernel, head_dim, dtype):
-            ratios[row.platform] = min(row.ratio_to_xla, ratios.get(row.platform, math.inf))
-    return {platform: IMPLEMENTATIONS[platform] for platform, ratio in ratios.items() if ratio > LEAST_RATIO}
+            ratios[row.implementation] = min(row.ratio_to_xla, ratios.get(row.implementation, math.inf))
+    faster = sorted((name for name, ratio in ratios.items() if ratio > LEAST_RATIO), key=lambda name: ratios[name])
+    return {PLATFORMS[name]: name for name in faster}  # the fastest of a platform last, which stays

@@ -6,7 +6,6 @@ left of a last chunk goes through the XLA engine, so that the state is that of a
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +15,9 @@ import jax.numpy as jnp
 
 from atlasjax.memory import bounds, objectives, optimizers, retention, structures
 from atlasjax.memory.axes import is_exactly
+from atlasjax.memory.backends import register_backend
 from atlasjax.memory.engine import window_after, xla_scan
-from atlasjax.memory.fastest import IMPLEMENTATIONS, fastest
+from atlasjax.memory.fastest import PLATFORMS, fastest
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState, init_state
 from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unserved_by_gpu
@@ -63,18 +63,6 @@ def kernel_of(rule: MemoryRule) -> str:
     if _is_delta(rule):
         return "delta_rule"
     return "chunk_memory_muon" if rule.uses_muon else "chunk_memory"
-
-
-def _fastest(rule: MemoryRule, q: jax.Array, v: jax.Array) -> dict[str, str]:
-    """Platform → kernels that are recorded as faster than XLA there for tokens [batch, time, heads, dim]; see `fastest`."""
-    return fastest(kernel_of(rule), q.shape[-1], q.dtype) if q.shape[-1] == v.shape[-1] else {}
-
-
-def may_run(implementation: str | None, rule: Any, q: jax.Array, v: jax.Array) -> bool:
-    """Whether `memory.scan` may run a kernel, which XLA cannot split over the devices of a mesh; arguments as there."""
-    if implementation is None:
-        return isinstance(rule, MemoryRule) and bool(_fastest(rule, q, v))
-    return implementation in IMPLEMENTATIONS.values()
 
 
 def unserved(
@@ -143,13 +131,7 @@ def pallas_scan(
     segment_ids: jax.Array | None = None,
     max_segments: int | None = None,
 ) -> tuple[jax.Array, MemoryState]:
-    """As `engine.xla_scan`, by "pallas_tpu" or "pallas_gpu"; there is no forward-mode derivative.
-
-    Raises:
-      ValueError: a call that the kernels do not serve, with the reason.
-    """
-    if (reason := unserved(implementation, rule, params, state, q, segment_ids is not None)) is not None:
-        raise ValueError(f'memory.scan: implementation="{implementation}" cannot run this call: {reason}. Use "xla".')
+    """As `engine.xla_scan`, by "pallas_tpu" or "pallas_gpu", of a call that it serves; there is no forward-mode derivative."""
     before = init_state(rule, params, batch_size=q.shape[0]) if state is None else state
     if _is_delta(rule):
         return _delta(implementation, rule, params, before, q, k, v, gates)
@@ -162,33 +144,32 @@ def pallas_scan(
     return jnp.concatenate([y, rest], axis=1), after
 
 
-def best_scan(
-    rule: MemoryRule,
-    params: MemoryParams,
-    state: MemoryState | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-    segment_ids: jax.Array | None = None,
-    max_segments: int | None = None,
-) -> tuple[jax.Array, MemoryState]:
-    """By what is recorded as fastest on the platform that the call is compiled for, where that serves it; else the XLA engine.
+@dataclasses.dataclass(frozen=True)
+class _Pallas:
+    """The kernels of one platform as a `backends.Backend`."""
 
-    A kernel is taken only where XLA need not split it over devices: on one device or inside a `shard_map`.
-    """
+    name: str
+    is_partitioned = False
 
-    def xla(params: Any, state: Any, q: Any, k: Any, v: Any, gates: Any, segment_ids: Any) -> Any:
-        return xla_scan(rule, params, state, q, k, v, gates, segment_ids, max_segments)
+    @property
+    def platform(self) -> str | None:
+        return PLATFORMS[self.name]
 
-    arrays = (params, state, q, k, v, gates, segment_ids)
-    alone = jax.device_count() == 1 or jax.sharding.get_abstract_mesh().manual_axes
-    kernels = {
-        platform: functools.partial(pallas_scan, implementation, rule)
-        for platform, implementation in (_fastest(rule, q, v) if alone else {}).items()
-        if unserved(implementation, rule, params, state, q, segment_ids is not None) is None
-    }
-    return jax.lax.platform_dependent(*arrays, default=xla, **kernels) if kernels else xla(*arrays)
+    def unserved(self, rule: MemoryRule, params: Any, state: Any, q: jax.Array, packed: bool) -> str | None:
+        return unserved(self.name, rule, params, state, q, packed)
+
+    def is_preferred(self, rule: MemoryRule, q: jax.Array, v: jax.Array) -> bool:
+        """Where the table has it as faster than the XLA engine for tokens of these sizes; see `fastest`."""
+        if q.shape[-1] != v.shape[-1]:
+            return False
+        return fastest(kernel_of(rule), q.shape[-1], q.dtype).get(PLATFORMS[self.name]) == self.name
+
+    def scan(self, *arguments: Any) -> tuple[jax.Array, MemoryState]:
+        return pallas_scan(self.name, *arguments)
+
+
+for _name in PLATFORMS:
+    register_backend(_Pallas(_name))
 
 
 def _is_delta(rule: MemoryRule) -> bool:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax import memory
+from atlasjax.memory.backends import backend_of
 from atlasjax.memory.check import check_segments
-from atlasjax.memory.fastest import IMPLEMENTATIONS
 from atlasjax.memory.layout import segmented_layout
 from atlasjax.mixers.attention import KVCache, Source, init_cache, softmax_attention
 from atlasjax.mixers.rotary import rotate
@@ -74,7 +74,7 @@ class MACMixer(nnx.Module):
                 f"mixer 'mac': attention.segment_size={self.segment_size} must be a multiple of the memory's "
                 f"chunk_size={rule.chunk_size} (rule {config.memory.rule!r})."
             )
-        if config.memory.implementation in IMPLEMENTATIONS.values():
+        if config.memory.implementation and not backend_of(config.memory.implementation).is_partitioned:
             raise ValueError(
                 "mixer 'mac': its memory is written segment by segment from a state, for which there is no kernel. "
                 'Use memory.implementation="xla" or None.'

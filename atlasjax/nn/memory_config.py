@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from atlasjax import rules
-from atlasjax.memory import AnyRule, KernelRule, MemoryRule, structures
+from atlasjax.memory import BACKENDS, AnyRule, KernelRule, MemoryRule, structures
 from atlasjax.memory import features as features_lib
-from atlasjax.memory.fastest import IMPLEMENTATIONS
 from atlasjax.names import call_with, lookup, name_of, options_text, resolve
 from atlasjax.nn.caching import CachingConfig
 from atlasjax.nn.checks import is_number
@@ -106,10 +105,8 @@ class MemoryConfig:
         if self.max_step is not None and not (is_number(self.max_step) and self.max_step > 0):
             raise ValueError(f"MemoryConfig: max_step must be a number > 0, got {self.max_step!r}.")
         if self.implementation is not None:
-            lookup(
-                "MemoryConfig.implementation", self.implementation, dict.fromkeys(("xla", *IMPLEMENTATIONS.values()))
-            )
-        if not isinstance(self.build(), MemoryRule) and self.implementation in IMPLEMENTATIONS.values():
+            resolve("MemoryConfig.implementation", self.implementation, BACKENDS)
+        if not isinstance(self.build(), MemoryRule) and self.implementation not in (None, "xla"):
             raise ValueError(
                 f'MemoryConfig: implementation="{self.implementation}" has no kernel for {self.build()!r}. Use "xla" or None.'
             )

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax import memory
+from atlasjax.memory.backends import needs_partition
 from atlasjax.memory.blocks import divisible
-from atlasjax.memory.kernels import may_run
 from atlasjax.nn.attention import output_projection
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.gates import GateProjection
@@ -141,7 +141,7 @@ class MemoryHeads(nnx.Module):
         y, after = memory.scan(
             self.rule, values(self.memory), None, q, k, v, self.gates(x), segment_ids=segment_ids,
             max_segments=max_segments, implementation=self.implementation,
-            partition=mesh_partition(x.shape[0], self.heads) if may_run(self.implementation, self.rule, q, v) else None,
+            partition=mesh_partition(x.shape[0], self.heads) if needs_partition(self.implementation, self.rule, q, v) else None,
         )  # fmt: skip
         return y, gate, memory_norm(self.rule, after)
 

@@ -164,11 +164,12 @@ def measurements(lines: list[Row], cases: list[Case], device: Any, command: str)
     A kernel's ratio is the smallest over its operations, forward and backward, all of which must be in the run. Calls that
     `memory.scan` reports as unsupported do not count. Other failures and wrong results count as 0.
     """
-    from atlasjax.memory.fastest import IMPLEMENTATIONS, Measurement
+    from atlasjax.memory.fastest import PLATFORMS, Measurement
 
-    if device.platform not in IMPLEMENTATIONS:
+    engines = [name for name, platform in PLATFORMS.items() if platform == device.platform]
+    if not engines:
         return [], [f"{device.platform} has no kernels: the XLA engine is what runs there."]
-    engine = IMPLEMENTATIONS[device.platform]
+    (engine,) = engines  # one for each platform so far
     assert ENGINES[engine] == device.platform
     done = latest(lines)
     found: list[Measurement] = []

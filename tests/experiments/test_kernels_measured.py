@@ -219,7 +219,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 def test_cases_cover_what_the_table_of_the_fastest_asks():
     assert set(OPERATIONS.values()) - {None} == set(fastest.KERNELS)
-    assert all(ENGINES[engine] == platform for platform, engine in fastest.IMPLEMENTATIONS.items())
+    assert all(ENGINES[engine] == platform for engine, platform in fastest.PLATFORMS.items())
     cases = measured_cases.all_cases(list(OPERATIONS), [64, 128], "bfloat16", **SIZES)
     assert len({x.name for x in cases}) == len(cases) == 4 * len(OPERATIONS)
     for x in cases:

@@ -1,0 +1,167 @@
+"""What can run `memory.scan` of a `MemoryRule`: the XLA engine, the definition, and kernels, in one ordered registry.
+
+A backend says itself which calls it does not serve, and where it is to be preferred to the XLA engine. `implementation` names one,
+by its name or as "package.module:object". None takes, on each platform, the first of the registry that is preferred there and
+serves the call, else "xla". Several backends may be of one platform.
+"""
+
+from typing import Any, Protocol
+
+import jax
+
+from atlasjax.memory.engine import xla_scan
+from atlasjax.memory.reference import reference_scan
+from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.state import Gates, MemoryParams, MemoryState
+from atlasjax.names import resolve
+
+
+class Backend(Protocol):
+    """A way to run `memory.scan`; register an instance with `register_backend`.
+
+    Attributes:
+      name: what `implementation` calls it.
+      platform: "cpu", "cuda", "rocm" or "tpu"; None: any.
+      is_partitioned: whether XLA splits it over the devices of a mesh by itself. A kernel is not; it runs on one device or inside
+        `shard_map` (`memory.Partition`).
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def platform(self) -> str | None: ...
+
+    @property
+    def is_partitioned(self) -> bool: ...
+
+    def unserved(
+        self, rule: MemoryRule, params: MemoryParams, state: MemoryState | None, q: jax.Array, packed: bool
+    ) -> str | None:
+        """Why this cannot run a call, with the shapes that matter; None if it can.
+
+        Args:
+          rule, params, state: as in `memory.scan`.
+          q: [batch, time, heads, key_dim].
+          packed: whether there are segment ids.
+        """
+
+    def is_preferred(self, rule: MemoryRule, q: jax.Array, v: jax.Array) -> bool:
+        """Whether `implementation=None` should take this on its platform, for example because it was measured to be faster."""
+
+    def scan(
+        self,
+        rule: MemoryRule,
+        params: MemoryParams,
+        state: MemoryState | None,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        gates: Gates,
+        segment_ids: jax.Array | None,
+        max_segments: int | None,
+    ) -> tuple[jax.Array, MemoryState]:
+        """The recurrence over a sequence; arguments as in `memory.scan`, already checked."""
+
+
+class _Everywhere:
+    platform: str | None = None
+    is_partitioned = True
+
+    def unserved(self, rule: Any, params: Any, state: Any, q: Any, packed: bool) -> str | None:
+        return None
+
+    def is_preferred(self, rule: Any, q: Any, v: Any) -> bool:
+        return False
+
+
+class _XLA(_Everywhere):
+    name = "xla"
+
+    def scan(self, *arguments: Any) -> tuple[jax.Array, MemoryState]:
+        return xla_scan(*arguments)
+
+
+class _Reference(_Everywhere):
+    name = "reference"
+
+    def scan(self, *arguments: Any) -> tuple[jax.Array, MemoryState]:
+        *rest, _ = arguments
+        return reference_scan(*rest)
+
+
+BACKENDS: dict[str, Backend] = {"xla": _XLA(), "reference": _Reference()}
+
+
+def register_backend(backend: Backend) -> None:
+    """Adds a backend at the end of the registry.
+
+    Raises:
+      ValueError: the name is taken, or it lacks a part of `Backend`.
+    """
+    parts = ("name", "platform", "is_partitioned", "unserved", "is_preferred", "scan")
+    missing = [part for part in parts if not hasattr(backend, part)]
+    if missing:
+        raise ValueError(f"register_backend: {type(backend).__name__} has no {', '.join(missing)}; see memory.Backend.")
+    if backend.name in BACKENDS:
+        raise ValueError(f"register_backend: the name {backend.name!r} is taken.")
+    BACKENDS[backend.name] = backend
+
+
+def backend_of(implementation: str) -> Backend:
+    """The backend of a name.
+
+    Raises:
+      ValueError: there is none; the message suggests the nearest name.
+    """
+    return resolve("implementation", implementation, BACKENDS)
+
+
+def needs_partition(implementation: str | None, rule: Any, q: jax.Array, v: jax.Array) -> bool:
+    """Whether a call may run what XLA cannot split over the devices of a mesh; arguments as in `memory.scan`."""
+    if implementation is not None:
+        return not backend_of(implementation).is_partitioned
+    known = isinstance(rule, MemoryRule)
+    return known and any(not b.is_partitioned and b.is_preferred(rule, q, v) for b in BACKENDS.values())
+
+
+def run(
+    implementation: str | None,
+    rule: MemoryRule,
+    params: MemoryParams,
+    state: MemoryState | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None,
+    *,
+    max_segments: int | None,
+) -> tuple[jax.Array, MemoryState]:
+    """`memory.scan` by the backend of that name, or by the one that is best on the platform that the call is compiled for.
+
+    Raises:
+      ValueError: the backend does not serve the call; the message says why.
+    """
+    packed = segment_ids is not None
+    if implementation is not None:
+        backend = backend_of(implementation)
+        if (reason := backend.unserved(rule, params, state, q, packed)) is not None:
+            raise ValueError(
+                f'memory.scan: implementation="{implementation}" cannot run this call: {reason}. Use "xla".'
+            )
+        return backend.scan(rule, params, state, q, k, v, gates, segment_ids, max_segments)
+
+    alone = jax.device_count() == 1 or bool(jax.sharding.get_abstract_mesh().manual_axes)
+    best: dict[str, Backend] = {}
+    for backend in BACKENDS.values():
+        platform = backend.platform
+        if platform is None or platform in best or not (alone or backend.is_partitioned):
+            continue
+        if backend.is_preferred(rule, q, v) and backend.unserved(rule, params, state, q, packed) is None:
+            best[platform] = backend
+    arrays = (params, state, q, k, v, gates, segment_ids)
+    by = lambda backend: lambda *arrays: backend.scan(rule, *arrays, max_segments)
+    default = by(BACKENDS["xla"])
+    branches = {platform: by(backend) for platform, backend in best.items()}
+    return jax.lax.platform_dependent(*arrays, default=default, **branches) if branches else default(*arrays)
