@@ -16,11 +16,15 @@ from atlasjax.memory import state as state_lib
 from atlasjax.memory.caching import CachedRule, CachedState
 from atlasjax.memory.engine import xla_step
 from atlasjax.memory.kernelized import KernelParams, KernelRule, KernelState
+from atlasjax.memory.kernels import PALLAS
 from atlasjax.memory.meshes import on_any_mesh
 from atlasjax.memory.partition import Partition, partitioned
 from atlasjax.memory.reference import read_one, reference_scan
 from atlasjax.memory.rule import MemoryRule
 from atlasjax.memory.state import Gates, MemoryParams, MemoryState
+
+for _backend in PALLAS:
+    backends.register_backend(_backend)
 
 Rule = MemoryRule | KernelRule
 AnyRule = Rule | CachedRule

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from atlasjax.memory import bounds, objectives, optimizers, retention, structures
 from atlasjax.memory.axes import is_exactly
-from atlasjax.memory.backends import register_backend
 from atlasjax.memory.engine import window_after, xla_scan
 from atlasjax.memory.fastest import PLATFORMS, fastest
 from atlasjax.memory.rule import MemoryRule
@@ -168,8 +167,7 @@ class _Pallas:
         return pallas_scan(self.name, *arguments)
 
 
-for _name in PLATFORMS:
-    register_backend(_Pallas(_name))
+PALLAS = tuple(_Pallas(name) for name in PLATFORMS)
 
 
 def _is_delta(rule: MemoryRule) -> bool:
