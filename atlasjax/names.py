@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_MOST_NAMES = 40  # in a message
+
 
 def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
     """Return `table[name]`.
@@ -23,13 +25,17 @@ def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
       table: every known name and what it stands for.
 
     Raises:
-      ValueError: `name` is not in the table; the message suggests the nearest name and lists all of them.
+      ValueError: `name` is not in the table; the message suggests the nearest name, and lists all of them if they are few.
     """
     if name in table:
         return table[name]
-    close = difflib.get_close_matches(str(name), table, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), table, n=6, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(sorted(table))}.")
+    known = f"Known: {', '.join(sorted(table))}."
+    if len(table) > _MOST_NAMES:
+        others = ", ".join(close[1:]) or ", ".join(sorted(table)[:6]) + ", …"
+        known = f"There are {len(table)}; {'others like it' if close[1:] else 'the first'}: {others}."
+    raise ValueError(f"Unknown {kind} {name!r}.{hint} {known}")
 
 
 def resolve(kind: str, name: str, table: Mapping[str, Any]) -> Any:
