@@ -72,8 +72,9 @@ def filtered_logits(logits: jax.Array, config: SamplingConfig) -> jax.Array:
 
 
 def generate(
-    model: LanguageModel, prompt: Any, num_tokens: int, *, config: SamplingConfig = SamplingConfig(), seed: int = 0
-) -> jax.Array:
+    model: LanguageModel, prompt: Any, num_tokens: int, *, config: SamplingConfig = SamplingConfig(), seed: int = 0,
+    vocab_size: int | None = None,
+) -> jax.Array:  # fmt: skip
     """Continues a prompt.
 
     Args:
@@ -82,6 +83,7 @@ def generate(
       num_tokens: number of tokens to sample.
       config: how to sample them.
       seed: the same seed gives the same tokens, generated at once or streamed. Rows of a batch are sampled independently.
+      vocab_size: tokens of the tokenizer, if it has fewer than the model: others are never sampled.
 
     Returns:
       int32 [batch, num_tokens].
@@ -90,17 +92,20 @@ def generate(
       ValueError: the prompt is empty or not of rank 2, num_tokens is not positive, or prompt and tokens together exceed the
         maximum length of a model with learned positions.
     """
-    return jnp.concatenate(list(stream(model, prompt, num_tokens, config=config, seed=seed, block=num_tokens)), axis=1)
+    return jnp.concatenate(
+        list(stream(model, prompt, num_tokens, config=config, seed=seed, block=num_tokens, vocab_size=vocab_size)),
+        axis=1,
+    )
 
 
 def stream(
     model: LanguageModel, prompt: Any, num_tokens: int, *, config: SamplingConfig = SamplingConfig(), seed: int = 0,
-    block: int = 16,
+    block: int = 16, vocab_size: int | None = None,
 ) -> Iterator[jax.Array]:  # fmt: skip
     """Yields the tokens of `generate` as they are sampled, int32 [batch, n ≤ block] at a time.
 
     Args:
-      model, prompt, num_tokens, config, seed: as for `generate`.
+      model, prompt, num_tokens, config, seed, vocab_size: as for `generate`.
       block: tokens sampled per device call.
 
     Raises:
@@ -111,23 +116,25 @@ def stream(
         raise ValueError(
             f"prompt is {prompt.dtype} {list(prompt.shape)}; it should be an integer array [batch, time] with at least one token."
         )
-    for name, value in (("num_tokens", num_tokens), ("block", block)):
-        if value < 1:
+    for name, value in (("num_tokens", num_tokens), ("block", block), ("vocab_size", vocab_size)):
+        if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it should be at least 1.")
     model.check_length(prompt.shape[1] + num_tokens, "prompt and num_tokens")
-    return _stream(model, prompt.astype(np.int32), num_tokens, config, jax.random.key(seed), block)
+    return _stream(model, prompt.astype(np.int32), num_tokens, config, jax.random.key(seed), block, vocab_size)
 
 
 def _stream(
-    model: LanguageModel, prompt: np.ndarray, num_tokens: int, config: SamplingConfig, key: jax.Array, block: int
-) -> Iterator[jax.Array]:
+    model: LanguageModel, prompt: np.ndarray, num_tokens: int, config: SamplingConfig, key: jax.Array, block: int,
+    vocab_size: int | None,
+) -> Iterator[jax.Array]:  # fmt: skip
     graphdef, params = nnx.split(model, nnx.Param)
     batch, length = prompt.shape
     logits, cache = prefill(graphdef, params, prompt, model.init_cache(batch, length + num_tokens))
     for start in range(0, num_tokens, block):
         tokens, logits, cache = _decode(
-            graphdef, params, logits, cache, key, start, config=config, length=min(block, num_tokens - start)
-        )
+            graphdef, params, logits, cache, key, start, config=config, length=min(block, num_tokens - start),
+            vocab_size=vocab_size,
+        )  # fmt: skip
         yield tokens
 
 
@@ -155,15 +162,17 @@ def _extend(graphdef: nnx.GraphDef, params: PyTree, tokens: jax.Array, cache: Py
     return logits[:, -1], cache
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("config", "length"))
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("config", "length", "vocab_size"))
 def _decode(
     graphdef: nnx.GraphDef, params: PyTree, logits: jax.Array, cache: PyTree, key: jax.Array, start: jax.Array, *,
-    config: SamplingConfig, length: int,
+    config: SamplingConfig, length: int, vocab_size: int | None,
 ) -> tuple[jax.Array, jax.Array, PyTree]:  # fmt: skip
     model = nnx.merge(graphdef, params)
+    known = jnp.arange(logits.shape[-1]) < (logits.shape[-1] if vocab_size is None else vocab_size)
 
     def draw(carry: tuple[jax.Array, PyTree], i: jax.Array) -> tuple[tuple[jax.Array, PyTree], jax.Array]:
         logits, cache = carry
+        logits = jnp.where(known, logits, -jnp.inf)
         # One key per position in the text, so that the tokens do not depend on the block size.
         token = sample(logits, jax.random.fold_in(key, i), config)
         logits, cache = model.extend(token[:, None], cache)

@@ -44,7 +44,10 @@ def run(arguments: Sequence[str]) -> None:
         print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)
     prompt = loaded.tokenizer.encode(command.prompt)[None]
     try:
-        blocks = stream(loaded.model, prompt, command.max_tokens, config=command.sampling, seed=command.seed)
+        blocks = stream(
+            loaded.model, prompt, command.max_tokens, config=command.sampling, seed=command.seed,
+            vocab_size=loaded.tokenizer.vocab_size,
+        )  # fmt: skip
     except ValueError as error:  # e.g. more tokens than the model has positions
         raise ConfigError(str(error)) from error
     print(command.prompt, end="", flush=True)

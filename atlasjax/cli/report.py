@@ -28,5 +28,12 @@ def sample_text(
     model: LanguageModel, tokenizer: Tokenizer, *, prompt: str = "The ", num_tokens: int = 200, seed: int = 0
 ) -> str:
     """A prompt and its continuation at temperature 0.8."""
-    tokens = generate(model, tokenizer.encode(prompt)[None], num_tokens, config=SamplingConfig(), seed=seed)
+    tokens = generate(
+        model,
+        tokenizer.encode(prompt)[None],
+        num_tokens,
+        config=SamplingConfig(),
+        seed=seed,
+        vocab_size=tokenizer.vocab_size,
+    )
     return prompt + tokenizer.decode(tokens[0].tolist())
