@@ -35,6 +35,14 @@ def test_shape_and_range():
     assert ((tokens(0) >= 0) & (tokens(0) < 32)).all()
 
 
+def test_tokens_that_a_tokenizer_lacks_are_never_sampled():
+    """A tokenizer trained on a small text may have fewer tokens than the model; temperature 50 samples nearly uniformly."""
+    few = generate(model(), PROMPT, 60, config=SamplingConfig(temperature=50.0), vocab_size=5)
+    assert set(np.asarray(few).ravel().tolist()) == set(range(5))
+    greedy = generate(model(), PROMPT, 9, config=SamplingConfig(temperature=0.0), vocab_size=3)
+    assert (greedy < 3).all()
+
+
 def test_a_seed_is_a_text():
     np.testing.assert_array_equal(
         generate(model(), PROMPT, LENGTH, config=SamplingConfig(temperature=1.0), seed=0), tokens(0)
