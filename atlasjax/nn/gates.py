@@ -12,7 +12,6 @@ from flax import nnx
 
 from atlasjax import memory
 from atlasjax.memory import Gates
-from atlasjax.memory.optimizers import Muon
 from atlasjax.memory.suggested import initial_gates
 from atlasjax.nn.layers import l2_normalize
 from atlasjax.nn.parameters import normal, param
@@ -49,7 +48,7 @@ class GateProjection(nnx.Module):
     ):
         self.channels = tuple(rule.gate_channels(key_dim, value_dim).items())
         one = rule.rule if isinstance(rule, memory.CachedRule) else rule
-        muon = isinstance(one.optimizer, Muon)  # whose steps have one size
+        muon = one.optimizer.orthogonalizes  # whose steps have one size
         initial = initial_gates(one, num_heads, key_dim, value_dim, max_step, similar_keys=similar_keys)
         self.max_step = initial.max_step
         # 1 / (1 − θ) of each head at the start, where the step size is to shrink with it.

@@ -68,7 +68,6 @@ def blocks(options):
     import jax.numpy as jnp
 
     from atlasjax import memory, rules
-    from atlasjax.memory.optimizers import Implicit
 
     rows = []
     for name in options.rules or BLOCK_PARALLEL:
@@ -95,7 +94,7 @@ def blocks(options):
             return jnp.sum(memory.reference(rule, params, None, *args)[0] ** 2)
 
         forms = [by_block, by_token, by_definition]
-        if isinstance(rule.optimizer, Implicit):
+        if rule.optimizer.is_implicit:
             forms.pop()  # its definition solves a system for every token and channel, which takes hours
         functions = [jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2, 3, 4))) for f in forms]
         values = [float(f(*args)[0]) for f in functions]

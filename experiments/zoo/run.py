@@ -130,7 +130,7 @@ _ATTEND = {"attention", "swa", "mac", "mag", "mal", "block_attention", "block_re
 
 
 def _color(name: str) -> str:
-    from atlasjax.memory import KernelRule, structures
+    from atlasjax.memory import KernelRule
     from atlasjax.presets import get_preset, has_memory
 
     config = get_preset(f"{name}-tiny")
@@ -141,7 +141,7 @@ def _color(name: str) -> str:
     rule = config.memory.build()
     if isinstance(rule, KernelRule):
         return _KINDS["kernel"][1]
-    return _KINDS["matrix" if isinstance(rule.structure, structures.Matrix) else "deep"][1]
+    return _KINDS["matrix" if rule.structure.is_matrix else "deep"][1]
 
 
 def main() -> None:
