@@ -103,6 +103,22 @@ def test_a_full_disk(trained):
     assert sorted(path.name for path in (folder / "run/checkpoints").iterdir()) == before
 
 
+@pytest.mark.parametrize("arguments", ["", "info"])
+def test_a_pipe_that_ends_early(arguments):
+    """`atlasjax info | head -1`: no traceback, and not the exit code of a success. (Rich, which prints tables, exits with 1.)"""
+    command = f"{sys.executable} -u -m atlasjax.cli {arguments}; echo code $? >&2"
+    done = subprocess.run(
+        ["bash", "-c", f"({command}) | true"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stderr in ("code 141\n", "code 1\n")
+
+
+def test_nothing_is_announced_before_the_request_is_known_to_be_sound(tmp_path, capsys):
+    arguments = ["train", "--preset", "titans-tiny", "--data.sequence-length", "10000000", "--run-dir", str(tmp_path)]
+    assert cli.main(arguments) == 2
+    assert "Training" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

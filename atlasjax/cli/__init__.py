@@ -1,6 +1,8 @@
 """The command `atlasjax`: train, evaluate, generate, info."""
 
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -25,7 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit code: 0; 1 if a run failed; 2 if the request is invalid; 128 + n after signal n.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _command(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of a pipe has ended, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would complain at its end
+        return 128 + signal.SIGPIPE
+
+
+def _command(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
@@ -47,6 +58,8 @@ def _run(command: str, arguments: list[str]) -> int:
 
     try:
         module.run(arguments)
+    except BrokenPipeError:
+        raise
     except ConfigError as error:
         return _fail(str(error), USER_ERROR)
     except Interrupted as error:

@@ -40,11 +40,15 @@ def run(arguments: Sequence[str]) -> None:
         raise ConfigError(str(error)) from error
     command = parse(TrainCommand, "train", _DESCRIPTION, rest, TrainCommand(default, preset))
     config = command.config
-    print(
-        f"Training {preset} in {config.run_dir}, {config.steps} steps; the first one takes a while to compile.",
-        flush=True,
-    )
-    result = train(config)
+
+    def announce(done: int) -> None:
+        what = f"Training {preset} in {config.run_dir}, {config.steps} steps"
+        if done >= config.steps:
+            print(f"{what}: {done} are done already.", flush=True)
+        else:
+            print(f"{what}; the first one takes a while to compile.", flush=True)
+
+    result = train(config, on_start=announce)
     _report(preset, config, result)
 
 
@@ -67,6 +71,6 @@ def _report(preset: str, config: TrainConfig, result: TrainResult) -> None:
     again += "" if config.run_dir == default_config(preset).run_dir else f" --run-dir {run_dir}"
     print(f"\ncheckpoint:   {result.checkpoint}")
     print(f"loss curve:   {run_dir / 'loss_curve.png'}")
-    print(f"go on:        atlasjax train{again} --steps {2 * config.steps}")
+    print(f"go on:        atlasjax train{again} --steps {2 * max(config.steps, result.step)}")
     print(f"sample more:  atlasjax generate{where} --prompt 'The statement'")
     print(f"measure:      atlasjax evaluate{where}", flush=True)

@@ -57,7 +57,12 @@ class TrainResult:
         return int(self.state.step)
 
 
-def train(config: TrainConfig, *, on_step: Callable[[int], None] | None = None) -> TrainResult:
+def train(
+    config: TrainConfig,
+    *,
+    on_start: Callable[[int], None] | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> TrainResult:
     """Trains, or goes on training, until `config.steps` optimizer steps are done.
 
     A run whose folder has checkpoints goes on from the newest usable one, and on the same machine and mesh gives bit for
@@ -65,6 +70,8 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] | None = None) 
 
     Args:
       config: the run.
+      on_start: called with the number of steps done before, once the run is known to be sound and before anything is compiled for
+        its steps; in the main process only.
       on_step: called with the number of steps done after each step (and after what is saved then is being saved).
 
     Raises:
@@ -84,6 +91,8 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] | None = None) 
         data = iter(setup.train_data)
         state, resumed_from, notes = _first_state(setup, checkpoints, data)
         if main:
+            if on_start is not None:
+                on_start(resumed_from)
             setup_lib.write_run_files(setup)
             for line in [*notes, *(f"changed: {line}" for line in changed if resumed_from), *setup.skipped]:
                 print(line, flush=True)
