@@ -37,7 +37,7 @@ def test_curvature_of_deep_memories_is_as_estimated(name):
         return jnp.linalg.eigvalsh(flat @ flat.T)[-1]
 
     measured = jax.vmap(largest)(params, jax.random.split(jax.random.key(1), 4)).max()
-    assert measured < 2.5 * curvature(rule, dim)  # the initial step is a fourth of the limit
+    assert measured < 2.5 * curvature(rule, dim, dim)  # the initial step is a fourth of the limit
 
 
 @pytest.mark.parametrize(

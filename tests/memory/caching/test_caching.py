@@ -12,6 +12,7 @@ from atlasjax.memory import CachedRule, KernelRule, objectives, optimizers, rete
 from tests.memory.cases import RULES, assert_close, slice_time
 from tests.memory.cases import make_inputs as plain_inputs
 from tests.memory.kernelized.cases import make_inputs as kernel_inputs
+from tests.memory.own_ideas import IDEAS
 
 EXACT = 1e-9
 TIME, PIECE, SIZE = 15, 6, 4
@@ -34,6 +35,7 @@ CASES = {
     "ssc": CachedRule(TITANS, "ssc", 2),
     "ssc_one": CachedRule(rules.retnet(), "ssc", 3, top_k=1, capacity=2, start="carry"),
     "ssc_atlas": CachedRule(ATLAS, "ssc", SIZE, gate="sigmoid"),
+    "grm_own_optimizer": CachedRule(dataclasses.replace(IDEAS["own_adam"], chunk_size=2), "grm", SIZE),
     "grm_map": CachedRule(rules.memora(2, structures.MLP(expansion=1)), "grm", SIZE),
 }
 # Kernel memories: windows over the segment's start, momentum, caches shorter than a segment, chunks of one segment and less.
