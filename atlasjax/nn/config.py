@@ -226,7 +226,10 @@ class ModelConfig:
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"ModelConfig: {name} must be a {kind.__name__}, got {getattr(self, name)!r}.")
         alone = not isinstance(self.mixer, tuple)
-        names_ = tuple(name_of("ModelConfig: mixer", mixer) for mixer in ((self.mixer,) if alone else self.mixer))
+        names_ = tuple(
+            name_of("ModelConfig: mixer, or each one of a tuple of names,", mixer)
+            for mixer in ((self.mixer,) if alone else self.mixer)
+        )
         object.__setattr__(self, "mixer", names_[0] if alone else names_)
         object.__setattr__(self, "mixer_options", options_text("ModelConfig", "mixer_options", self.mixer_options))
         for name in self.pattern:

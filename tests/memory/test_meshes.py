@@ -45,7 +45,14 @@ def total(rule, y_and_state):
     return jnp.sum(jnp.sin(y)) + sum(jnp.sum(jnp.square(x)) for x in floating)
 
 
-@pytest.mark.parametrize("name", CASES)
+def each_case(*names):
+    """One case for each engine by default: the dual form, the closed form, the general one, kernel memories, cached ones."""
+    default = ("titans", "delta_rule", "own_adam", "dot", "cached")
+    marks = lambda name: [] if name in default else [pytest.mark.slow]
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in names])
+
+
+@each_case(*CASES)
 def test_under_shard_map(name, x64):
     """Gradients too: where a rule differentiates inside, nothing may be summed over the devices."""
     rule = CASES[name]
@@ -64,7 +71,7 @@ def test_under_shard_map(name, x64):
     assert_close(have, want, 1e-9)
 
 
-@pytest.mark.parametrize("name", ["titans", "delta_rule", "own_adam", "dot", "cached"])
+@each_case("titans", "dot", "omeganet", "memora_matrix", "atlas_every")
 def test_on_explicit_axes(name, x64):
     rule = CASES[name]
     params, *tokens = inputs(rule)
@@ -82,7 +89,7 @@ def test_on_explicit_axes(name, x64):
     assert_close(have, want, 1e-9)
 
 
-@pytest.mark.parametrize("name", ["omeganet", "own_adam"])
+@each_case("titans", "own_adam")
 def test_a_step_on_explicit_axes(name, x64):
     rule = CASES[name]
     params, *tokens = inputs(rule)
