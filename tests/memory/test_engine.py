@@ -24,7 +24,7 @@ EXACT = 1e-9
 # Rules whose every choice, and every pair of structure, optimizer, retention and window, is in other rules; gradients if slow.
 RELATIVES = (
     "delta_rule_chunk8", "titans_unbounded", "titans_matrix", "titans_no_momentum", "titans_long_chunk", "swla",
-    "omeganet_powers", "yaad", "gated", "atlas_convergent", "own_features", "own_loss",
+    "omeganet_powers", "yaad", "gated", "atlas_convergent", "own_loss",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ SERVED = {
     "linear_attention", "delta_rule", "delta_rule_chunk8", "retnet", "polysketch", "longhorn", "gated_delta_rule", "titans",
     "titans_matrix", "titans_no_momentum", "titans_deep", "dla", "swla", "omeganet", "omeganet_powers", "omeganet_sketch",
     "momentum_full_retention", "gated", "moneta_row", "atlas", "atlas_plus_plus", "titans_unbounded", "titans_at_its_norm",
+    "own_features",
 }  # fmt: skip
 
 
