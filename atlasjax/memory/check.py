@@ -110,9 +110,15 @@ def check_call(
         _floating(name, x, where)
         if x.dtype != q.dtype:
             raise ValueError(f"{where}: q, k and v must have one dtype, got q {q.dtype} and {name} {x.dtype}.")
+    check_gates(rule.gate_channels(key_dim, value_dim), gates, lead, where)
+    if state is not None:
+        check_state(rule, params, state, lead[0], where)
+
+
+def check_gates(expected: dict[str, int | None], gates: Any, lead: tuple[int | str, ...], where: str) -> None:
+    """Raises where the gates are not those of a rule, `gate_channels`, each [*lead(, channels)] and floating point."""
     if not isinstance(gates, Gates):
         raise TypeError(f"{where}: gates must be memory.Gates, got {type(gates).__name__}.")
-    expected = rule.gate_channels(key_dim, value_dim)
     for name, gate in gates._asdict().items():
         if name not in expected:
             if gate is not None:
@@ -126,8 +132,6 @@ def check_call(
             raise ValueError(f"{where}: gates.{name} is missing; this rule needs it with shape {_pretty(shape)}.")
         _shape(f"gates.{name}", gate, shape, where)
         _floating(f"gates.{name}", gate, where)
-    if state is not None:
-        check_state(rule, params, state, lead[0], where)
 
 
 def _value_dim(rule: MemoryRule, params: MemoryParams) -> int:

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from atlasjax.memory.check import _floating, _pretty, _shape
+from atlasjax.memory.check import _floating, _shape, check_gates
 from atlasjax.memory.kernelized.rule import KernelRule
 from atlasjax.memory.kernelized.state import KernelParams, KernelState, check_params, init_state
 from atlasjax.memory.state import Gates
@@ -43,22 +43,7 @@ def check_call(
         _floating(name, x, where)
         if x.dtype != q.dtype:
             raise ValueError(f"{where}: q, k and v must have one dtype, got q {q.dtype} and {name} {x.dtype}.")
-    if not isinstance(gates, Gates):
-        raise TypeError(f"{where}: gates must be memory.Gates, got {type(gates).__name__}.")
-    expected = rule.gate_channels(params.key_dim, params.value_dim)
-    for name, gate in gates._asdict().items():
-        if name not in expected:
-            if gate is not None:
-                raise ValueError(
-                    f"{where}: gates.{name} is given, but this rule has no such gate (it has {', '.join(expected)})."
-                )
-            continue
-        channels = expected[name]
-        shape = lead if channels is None else (*lead, channels)
-        if gate is None:
-            raise ValueError(f"{where}: gates.{name} is missing; this rule needs it with shape {_pretty(shape)}.")
-        _shape(f"gates.{name}", gate, shape, where)
-        _floating(f"gates.{name}", gate, where)
+    check_gates(rule.gate_channels(params.key_dim, params.value_dim), gates, lead, where)
     if state is not None:
         check_state(rule, params, state, lead[0], where)
 

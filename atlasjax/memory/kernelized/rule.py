@@ -112,14 +112,17 @@ def _readers(structure: structures.Structure) -> list[str]:
     """The matrices that read the features."""
     found: list[str] = []
     shapes = structure.weight_shapes(1, 1)
-    x = jnp.zeros((1, 1))
 
-    def linear(name: str, h: jax.Array) -> jax.Array:
-        if h is x:
-            found.append(name)
-        return jnp.zeros((1, shapes[name][0]))
+    def apply(x: jax.Array) -> jax.Array:
+        def linear(name: str, h: jax.Array) -> jax.Array:
+            if h is x:
+                found.append(name)
+            return jnp.zeros((1, shapes[name][0]))
 
-    structure.apply(linear, x, x if structure.residual else None, None)
+        return structure.apply(linear, x, x if structure.residual else None, None)
+
+    # Traced, not run: making a rule must not start JAX's devices, which several processes have yet to join.
+    jax.eval_shape(apply, jax.ShapeDtypeStruct((1, 1), jnp.float32))
     return found
 
 
