@@ -136,7 +136,7 @@ def test_another_optimizer_is_another_run():
         (lambda: ModelConfig(mixer="tests.own_parts:MovingAverages"), "has no 'MovingAverages'. Did you mean 'MovingAverage'?"),
         (lambda: ModelConfig(mixer="no_such_module:Mixer"), "module 'no_such_module' cannot be imported"),
         (lambda: ModelConfig(mixer=lambda config, rngs: None), "a class or function at the top of a module"),
-        (lambda: ModelConfig(mixer=3), "mixer must be a name, or a class"),
+        (lambda: ModelConfig(mixer=3), "must be a name, or a class or function at the top of a module"),
         (lambda: ModelConfig(mixer="memory", mixer_options={"longest": 1}), "are for a mixer of your own"),
         (lambda: ModelConfig(mixer=own_parts.MovingAverage, mixer_options="{"), "must be a JSON object such as"),
         (
