@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from atlasjax import check
 from atlasjax.nn import LanguageModel
 
 PyTree = Any
@@ -31,12 +32,10 @@ class SamplingConfig:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}; it should be 0 (greedy) or more.")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}; it should be at least 1, or None for all tokens.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it should be in (0, 1], or None for all tokens.")
+        top_k, top_p = self.top_k, self.top_p
+        check.require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
+        check.require(top_k is None or top_k >= 1, "top_k", top_k, "at least 1, or None for all tokens")
+        check.require(top_p is None or 0 < top_p <= 1, "top_p", top_p, "in (0, 1], or None for all tokens")
 
 
 def sample(logits: jax.Array, key: jax.Array, config: SamplingConfig) -> jax.Array:
@@ -117,8 +116,7 @@ def stream(
             f"prompt is {prompt.dtype} {list(prompt.shape)}; it should be an integer array [batch, time] with at least one token."
         )
     for name, value in (("num_tokens", num_tokens), ("block", block), ("vocab_size", vocab_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; it should be at least 1.")
+        check.require(value is None or value >= 1, name, value, "at least 1")
     model.check_length(prompt.shape[1] + num_tokens, "prompt and num_tokens")
     return _stream(model, prompt.astype(np.int32), num_tokens, config, jax.random.key(seed), block, vocab_size)
 

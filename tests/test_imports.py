@@ -10,10 +10,11 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 # Each room and what it may import of the project besides itself.
-FOUNDATION = {"atlasjax.names", "atlasjax.config_json"}
+FOUNDATION = {"atlasjax.names", "atlasjax.check", "atlasjax.config_json"}
 MAY_IMPORT = {
     "pallas_kernels": set(),
     "atlasjax.names": set(),
+    "atlasjax.check": {"atlasjax.names"},
     "atlasjax.config_json": {"atlasjax.names"},
     "atlasjax.memory": {"pallas_kernels"} | FOUNDATION,
     "atlasjax.rules": {"atlasjax.memory"} | FOUNDATION,

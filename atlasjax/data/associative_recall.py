@@ -10,10 +10,12 @@ The task of Zoology (Arora et al. 2023, arXiv 2312.04927), as its public generat
 
 import dataclasses
 import typing
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
 
+from atlasjax import check
 from atlasjax.names import lookup
 
 IGNORE = -100
@@ -53,10 +55,8 @@ class RecallConfig:
     filler: Filler = "zeros"
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "length", "num_pairs"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"RecallConfig: {name} must be an integer ≥ 1, got {value!r}.")
+        check.integers(self, {"vocab_size": 1, "length": 1, "num_pairs": 1})
+        check.number("RecallConfig", "power", self.power, above=0)
         if self.vocab_size <= self.length:
             raise ValueError(
                 f"RecallConfig: vocab_size must be greater than length={self.length}, got {self.vocab_size}."
@@ -68,10 +68,7 @@ class RecallConfig:
                 f"RecallConfig: num_pairs={self.num_pairs} needs a length of at least 4 · num_pairs = {4 * self.num_pairs}, "
                 f"got {self.length}: 2 tokens a pair, and every other one of the rest for a query."
             )
-        number = isinstance(self.power, int | float) and not isinstance(self.power, bool)
-        if not number or not self.power > 0:
-            raise ValueError(f"RecallConfig: power must be a number > 0, got {self.power!r}.")
-        lookup("filler", self.filler, {name: name for name in typing.get_args(Filler)})
+        check.literal("filler", self.filler, Filler)
 
 
 def recall_sequences(
@@ -91,9 +88,8 @@ def recall_sequences(
     Raises:
       ValueError: num_sequences or seed out of its range, or an unknown split.
     """
-    for name, value, least in (("num_sequences", num_sequences, 1), ("seed", seed, 0)):
-        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-            raise ValueError(f"recall_sequences: {name} must be an integer ≥ {least}, got {value!r}.")
+    check.integer("recall_sequences", "num_sequences", num_sequences, kinds=Integral)
+    check.integer("recall_sequences", "seed", seed, 0, kinds=Integral)
     stream = lookup("split", split, {name: number for number, name in enumerate(typing.get_args(RecallSplit))})
     rng = np.random.default_rng([seed, stream])
     step = max(1, _BLOCK // config.vocab_size)

@@ -4,17 +4,13 @@ import dataclasses
 import typing
 from typing import Literal
 
-from atlasjax.names import lookup, name_of, options_text, resolve, takes
+from atlasjax import check
+from atlasjax.names import name_of, options_text, resolve, takes
 
 Source = Literal["embedded", "text", "parquet", "tfds"]
 Packing = Literal["contiguous", "documents"]
 HeldOut = Literal["auto", "tail", "blocks", "documents"]
 Split = Literal["train", "validation"]
-
-
-def check_choice(kind: str, value: str, choices: object) -> None:
-    """Raise ValueError, with a did-you-mean, unless `value` is one of the strings of the Literal `choices`."""
-    lookup(kind, value, {name: name for name in typing.get_args(choices)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,16 +89,14 @@ class DataConfig:
         object.__setattr__(self, "source", name_of("source", self.source))
         object.__setattr__(self, "source_options", options_text("DataConfig", "source_options", self.source_options))
         resolve("data source", self.source, {name: name for name in typing.get_args(Source)})
-        check_choice("packing", self.packing, Packing)
-        check_choice("held_out", self.held_out, HeldOut)
+        check.literal("packing", self.packing, Packing)
+        check.literal("held_out", self.held_out, HeldOut)
         for name, least in (("sequence_length", 1), ("batch_size", 1), ("max_segments", 2), ("num_threads", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is {value!r}; it should be an integer of at least {least}.")
-        if not 0 <= self.validation_fraction <= 0.5:
-            raise ValueError(f"validation_fraction is {self.validation_fraction}; it should be in [0, 0.5].")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed is {self.seed}; it should be in [0, 2^32).")
+            check.require(check.is_integer(value, least), name, value, f"an integer of at least {least}")
+        fraction = self.validation_fraction
+        check.require(0 <= fraction <= 0.5, "validation_fraction", fraction, "in [0, 0.5]")
+        check.require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2^32)")
         self._check_source()
 
     def _check_source(self) -> None:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from atlasjax.data.config import DataConfig, HeldOut, Split, check_choice
+from atlasjax import check
+from atlasjax.data.config import DataConfig, HeldOut, Split
 from atlasjax.data.documents import Documents, EveryNth, TextDocuments
 from atlasjax.data.files import text_documents
 from atlasjax.data.parquet import ParquetDocuments
@@ -48,7 +49,7 @@ def load_documents(config: DataConfig, split: Split) -> Documents:
       FileNotFoundError: a path or dataset is missing.
       ValueError: no validation split is configured, the held-out part would be empty, or the source has unusable content.
     """
-    check_choice("split", split, Split)
+    check.literal("split", split, Split)
     if split == "validation" and not config.has_validation:
         raise ValueError(
             "There is no validation split: validation_fraction is 0 and no separate validation data is given."

@@ -11,11 +11,13 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
 
-from atlasjax.elastic.hippo import DISCRETIZATIONS, block, build_bytes, check_integer
+from atlasjax import check
+from atlasjax.elastic.hippo import DISCRETIZATIONS, block, build_bytes
 from atlasjax.names import lookup
 
 _FORMAT = 1  # version of the file format; changing it invalidates all older files
@@ -74,9 +76,9 @@ def load(
     Raises:
       ValueError: an argument is out of range.
     """
-    check_integer("order", order, 1)
-    check_integer("block_size", block_size, 1)
-    check_integer("blocks", blocks, 0)
+    check.integer("hippo", "order", order, 1, kinds=Integral)
+    check.integer("hippo", "block_size", block_size, 1, kinds=Integral)
+    check.integer("hippo", "blocks", blocks, 0, kinds=Integral)
     lookup("discretization", discretization, DISCRETIZATIONS)
     folder = pathlib.Path(cache_dir) if cache_dir is not None else default_cache_dir()
     return _load(int(order), int(block_size), int(blocks), discretization, bool(legacy_hippo), folder, progress)

@@ -17,12 +17,14 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from atlasjax import check
 from atlasjax.names import lookup
 
 
@@ -64,9 +66,9 @@ def block(
     order: int, start: int, stop: int, *, discretization: str = "zoh", legacy_hippo: bool = False, parts: str = "PK"
 ) -> tuple[np.ndarray, np.ndarray]:
     """(P, K) of `transition` and `kernel` at once. With `parts` "P" or "K" the other may be empty, where that saves work."""
-    check_integer("order", order, 1)
-    check_integer("start", start, 0)
-    check_integer("stop", stop, start + 1)
+    check.integer("hippo", "order", order, 1, kinds=Integral)
+    check.integer("hippo", "start", start, 0, kinds=Integral)
+    check.integer("hippo", "stop", stop, start + 1, kinds=Integral)
     steps = lookup("discretization", discretization, DISCRETIZATIONS)
     if steps is not None:
         p, k = _stepwise(order, start, stop, steps, legacy_hippo)
@@ -95,7 +97,7 @@ def reconstruction(order: int, positions: Any, length: float = 1.0) -> np.ndarra
     Raises:
       ValueError: an argument is out of range, or a position is outside [0, length].
     """
-    check_integer("order", order, 1)
+    check.integer("hippo", "order", order, 1, kinds=Integral)
     x = check_positions("positions", positions, length)
     return _basis(order, x / length).T
 
@@ -158,12 +160,6 @@ def reconstruct(coefficients: jax.Array, positions: Any, length: float = 1.0) ->
 def apply(matrix: jax.Array, x: jax.Array) -> jax.Array:
     """matrix [rows, n] times x [..., n, channels], in full float32 on every device, because bfloat16 products are too coarse."""
     return jnp.matmul(matrix, x, precision=jax.lax.Precision.HIGHEST)
-
-
-def check_integer(name: str, value: Any, least: int) -> None:
-    """Raises ValueError unless `value` is an integer ≥ `least`."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-        raise ValueError(f"hippo: {name} must be an integer ≥ {least}, got {value!r}.")
 
 
 def check_positions(name: str, positions: Any, length: float) -> np.ndarray:

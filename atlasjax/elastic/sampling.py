@@ -5,11 +5,13 @@ learned parameters, so a model may be trained with one sampling and run with ano
 """
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 
-from atlasjax.elastic.hippo import check_integer, check_positions, reconstruction
+from atlasjax import check
+from atlasjax.elastic.hippo import check_positions, reconstruction
 from atlasjax.names import lookup
 
 Sampling = Callable[[int, float], Any]
@@ -58,7 +60,7 @@ def positions(sampling: str | Sampling, count: int, length: float) -> np.ndarray
     Raises:
       ValueError: the name is unknown, an argument is out of range, or the positions are not `count` numbers in [0, length].
     """
-    check_integer("samples", count, 1)
+    check.integer("hippo", "samples", count, 1, kinds=Integral)
     function = lookup("sampling", sampling, SAMPLINGS) if isinstance(sampling, str) else sampling
     if not callable(function):
         raise ValueError(f"sampling must be a name or a function (count, length) → positions, got {sampling!r}.")
@@ -77,6 +79,6 @@ def sampled_reconstruction(
     Raises:
       ValueError: see `positions` and `hippo.reconstruction`.
     """
-    check_integer("order", order, 1)
+    check.integer("hippo", "order", order, 1, kinds=Integral)
     count = order if samples is None else samples
     return reconstruction(order, positions(sampling, count, length), length).astype(np.float32)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from atlasjax import check
 from atlasjax.mixers.rotary import rotate
 from atlasjax.mixers.shapes import check_shapes
 
@@ -287,5 +288,4 @@ def check_attention(
     check_shapes(where, _AXES, **arrays)
     if q.shape[-1] % 2:
         raise ValueError(f"{where}: key_dim is {q.shape[-1]}, should be even, for rotary positions.")
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        raise ValueError(f"{where}: window must be an integer ≥ 1 or None, got {window!r}.")
+    check.integer(where, "window", window, optional=True)

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from atlasjax import check
 from atlasjax.mixers.attention import softmax_attention
-from atlasjax.mixers.blocks import block_source, check_block_size, continued, documents, unfinished, whole
+from atlasjax.mixers.blocks import block_source, continued, documents, unfinished, whole
 from atlasjax.mixers.shapes import check_shapes
 
 _AXES = {
@@ -148,12 +149,12 @@ def _choose(rows: jax.Array, yes: Any, no: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), yes, no)
 
 
-def check(where: str, q: Any, k: Any, v: Any, gate: Any, block_size: int) -> None:
+def check_call(where: str, q: Any, k: Any, v: Any, gate: Any, block_size: int) -> None:
     """Raises TypeError or ValueError for invalid arguments of an attention."""
     sizes = check_shapes(where, _AXES, q=q, k=k, v=v, gate=gate)
     if sizes["key_dim"] % 2:
         raise ValueError(f"{where}: key_dim is {sizes['key_dim']}, should be even, for rotary positions.")
-    check_block_size(where, block_size)
+    check.integer(where, "block_size", block_size)
 
 
 def check_state_type(where: str, state: Any, memory: type) -> None:

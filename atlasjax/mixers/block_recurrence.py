@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from atlasjax import check
 from atlasjax.mixers.attention import Source, softmax_attention
-from atlasjax.mixers.blocks import check_block_size, continued, documents, unfinished, whole
+from atlasjax.mixers.blocks import continued, documents, unfinished, whole
 from atlasjax.mixers.rotary import rotate
 from atlasjax.mixers.shapes import check_shapes
 
@@ -93,7 +94,7 @@ def init_state(
     batch_size: int, block_size: int, heads: int, key_dim: int, value_dim: int, dtype: Any
 ) -> BlockRecurrenceState:
     """The state before the first token."""
-    check_block_size("block_recurrence.init_state", block_size)
+    check.integer("block_recurrence.init_state", "block_size", block_size)
     zeros = lambda dim: jnp.zeros((batch_size, 2, block_size, heads, dim), dtype)
     return BlockRecurrenceState(zeros(key_dim), zeros(value_dim), jnp.zeros(batch_size, jnp.int32))
 
@@ -178,6 +179,6 @@ def _attend_blocks(
 
 
 def _check(where: str, q: Any, k: Any, v: Any, block_size: Any) -> None:
-    check_block_size(where, block_size)
+    check.integer(where, "block_size", block_size)
     if check_shapes(where, _AXES, q=q, k=k, v=v)["key_dim"] % 2:
         raise ValueError(f"{where}: key_dim is {q.shape[-1]}, should be even, for rotary positions.")

@@ -5,7 +5,6 @@ block) and pieces of a stream are all laid out on one grid of blocks, which is t
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,9 +119,3 @@ def block_source(q: jax.Array, place: jax.Array, k: jax.Array, v: jax.Array, rop
     places = jnp.arange(k.shape[1])[None]
     visible = places[:, None] <= place[:, :, None]
     return Source(rotate(q, place, rope_theta), rotate(k, places, rope_theta), v, visible)
-
-
-def check_block_size(where: str, block_size: Any) -> None:
-    """Raises ValueError unless `block_size` is an integer ≥ 1."""
-    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
-        raise ValueError(f"{where}: block_size must be an integer ≥ 1, got {block_size!r}.")

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from atlasjax import check
 from atlasjax.mixers import block_memory
 from atlasjax.mixers.block_memory import BlockMemoryState
 
@@ -67,7 +68,7 @@ def attention(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
-    block_memory.check("infini.attention", q, k, v, gate, block_size)
+    block_memory.check_call("infini.attention", q, k, v, gate, block_size)
     return block_memory.attention(
         q, k, v, gate, init_memory(q.shape[0], k.shape[2], k.shape[3], v.shape[3]), functools.partial(_read, norm_eps), write,
         where="infini.attention", block_size=block_size, rope_theta=rope_theta, segment_ids=segment_ids,
@@ -90,7 +91,7 @@ def init_state(
     Raises:
       ValueError: block_size is less than one.
     """
-    block_memory.check_block_size("infini.init_state", block_size)
+    check.integer("infini.init_state", "block_size", block_size)
     memory = init_memory(batch_size, heads, key_dim, value_dim)
     return block_memory.init_state(memory, batch_size, block_size, heads, key_dim, value_dim, dtype)
 
@@ -120,7 +121,7 @@ def extend(
     where = "infini.extend"
     block_memory.check_state_type(where, state, Associative)
     size = state.block.keys.shape[1]
-    block_memory.check(where, q, k, v, gate, size)
+    block_memory.check_call(where, q, k, v, gate, size)
     (heads, key_dim), value_dim = k.shape[2:], v.shape[-1]
     expected = lambda: init_state(q.shape[0], size, heads, key_dim, value_dim, k.dtype)
     block_memory.check_state(where, state, expected)

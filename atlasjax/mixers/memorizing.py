@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from atlasjax import check
 from atlasjax.mixers import block_memory
 from atlasjax.mixers.attention import Source, softmax_attention
 from atlasjax.mixers.block_memory import BlockMemoryState
@@ -65,8 +66,8 @@ def attention(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
-    block_memory.check("memorizing.attention", q, k, v, gate, block_size)
-    _check_length(queue_length)
+    block_memory.check_call("memorizing.attention", q, k, v, gate, block_size)
+    check.integer("memorizing", "queue_length", queue_length)
     return block_memory.attention(
         q, k, v, gate, _empty(q.shape[0], queue_length, k, v), functools.partial(_read, block_size), _write,
         where="memorizing.attention", block_size=block_size, rope_theta=rope_theta, segment_ids=segment_ids,
@@ -82,8 +83,8 @@ def init_state(
     Raises:
       ValueError: queue_length or block_size is less than one.
     """
-    block_memory.check_block_size("memorizing.init_state", block_size)
-    _check_length(queue_length)
+    check.integer("memorizing.init_state", "block_size", block_size)
+    check.integer("memorizing", "queue_length", queue_length)
     zeros = lambda dim: jnp.zeros((batch_size, queue_length, heads, dim), dtype)
     queue = Queue(zeros(key_dim), zeros(value_dim))
     return block_memory.init_state(queue, batch_size, block_size, heads, key_dim, value_dim, dtype)
@@ -113,7 +114,7 @@ def extend(
     where = "memorizing.extend"
     block_memory.check_state_type(where, state, Queue)
     size, length = state.block.keys.shape[1], state.memory.keys.shape[1]
-    block_memory.check(where, q, k, v, gate, size)
+    block_memory.check_call(where, q, k, v, gate, size)
     (heads, key_dim), value_dim = k.shape[2:], v.shape[-1]
     expected = lambda: init_state(q.shape[0], length, size, heads, key_dim, value_dim, k.dtype)
     block_memory.check_state(where, state, expected)
@@ -136,8 +137,3 @@ def _read(block_size: int, queue: Queue, q: jax.Array, index: jax.Array) -> jax.
 def _write(queue: Queue, k: jax.Array, v: jax.Array) -> Queue:
     join = lambda old, new: jnp.concatenate([old, new], axis=1)[:, -old.shape[1] :]
     return Queue(join(queue.keys, k), join(queue.values, v))
-
-
-def _check_length(queue_length: Any) -> None:
-    if not isinstance(queue_length, int) or isinstance(queue_length, bool) or queue_length < 1:
-        raise ValueError(f"memorizing: queue_length must be an integer ≥ 1, got {queue_length!r}.")

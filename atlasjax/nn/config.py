@@ -3,9 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from atlasjax import elastic, gam
+from atlasjax import check, elastic, gam
 from atlasjax.names import lookup, name_of, options_text, resolve
-from atlasjax.nn.checks import check_integers, is_number
 from atlasjax.nn.memory_config import MemoryConfig
 
 
@@ -31,11 +30,9 @@ class AttentionConfig:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        check_integers(self, {"window": 1, "persistent_tokens": 0, "segment_size": 1}, ("window",))
-        if self.rope_theta is not None and (not is_number(self.rope_theta) or self.rope_theta <= 0):
-            raise ValueError(f"AttentionConfig: rope_theta must be a number > 0 or None, got {self.rope_theta!r}.")
-        if not isinstance(self.bias, bool):
-            raise ValueError(f"AttentionConfig: bias must be True or False, got {self.bias!r}.")
+        check.integers(self, {"window": 1, "persistent_tokens": 0, "segment_size": 1}, ("window",))
+        check.number("AttentionConfig", "rope_theta", self.rope_theta, above=0, optional=True)
+        check.boolean("AttentionConfig", "bias", self.bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +55,7 @@ class SSMConfig:
     dt_rank: int | None = None
 
     def __post_init__(self) -> None:
-        check_integers(self, {"state_dim": 1, "expand": 1, "head_dim": 1, "dt_rank": 1}, ("dt_rank",))
+        check.integers(self, {"state_dim": 1, "expand": 1, "head_dim": 1, "dt_rank": 1}, ("dt_rank",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +79,7 @@ class GAMConfig:
     conv_width: int = 3
 
     def __post_init__(self) -> None:
-        check_integers(self, {"slots": 1, "conv_width": 1})
+        check.integers(self, {"slots": 1, "conv_width": 1})
         lookup("fusion", self.fusion, gam.FUSIONS)
 
 
@@ -116,17 +113,13 @@ class ElasticConfig:
     rotate_memory_queries: bool = True
 
     def __post_init__(self) -> None:
-        check_integers(self, {"order": 1, "samples": 1, "block_size": 1, "context": 1}, ("samples",))
+        check.integers(self, {"order": 1, "samples": 1, "block_size": 1, "context": 1}, ("samples",))
         lookup("sampling", self.sampling, elastic.sampling.SAMPLINGS)
         lookup("discretization", self.discretization, elastic.hippo.DISCRETIZATIONS)
         for name in ("legacy_hippo", "rotate_memory_queries"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"ElasticConfig: {name} must be True or False, got {getattr(self, name)!r}.")
-        if self.alpha is None:
-            return
-        if not is_number(self.alpha) or not 0 < self.alpha < 1:
-            raise ValueError(f"ElasticConfig: alpha must be a number in (0, 1), got {self.alpha!r}.")
-        if self.sampling != "exponential":
+            check.boolean("ElasticConfig", name, getattr(self, name))
+        check.number("ElasticConfig", "alpha", self.alpha, above=0, below=1, optional=True)
+        if self.alpha is not None and self.sampling != "exponential":
             raise ValueError(f"ElasticConfig: alpha={self.alpha} clashes with sampling={self.sampling!r}.")
 
 
@@ -199,32 +192,25 @@ class ModelConfig:
     def __post_init__(self) -> None:
         optional = ("head_dim", "mlp_dim", "max_positions")
         names = ("vocab_size", "dim", "num_layers", "num_heads", "conv_width", "value_expansion", *optional)
-        check_integers(self, dict.fromkeys(names, 1), optional)
+        check.integers(self, dict.fromkeys(names, 1), optional)
         if self.head_dim is None and self.dim % self.num_heads:
             raise ValueError(
                 f"ModelConfig: num_heads={self.num_heads} does not divide dim={self.dim}. "
                 "Change one of them, or give head_dim."
             )
-        if not is_number(self.norm_eps) or self.norm_eps <= 0:
-            raise ValueError(f"ModelConfig: norm_eps must be a number > 0, got {self.norm_eps!r}.")
+        check.number("ModelConfig", "norm_eps", self.norm_eps, above=0)
+        check.number("ModelConfig", "dropout", self.dropout, least=0, below=1)
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"ModelConfig: {name} must be {' or '.join(map(repr, choices))}, got {getattr(self, name)!r}."
-                )
+            check.choice("ModelConfig", name, getattr(self, name), choices)
         if (self.positions == "learned") != (self.max_positions is not None):
             need = "an integer ≥ 1" if self.positions == "learned" else "None"
             raise ValueError(
                 f"ModelConfig: positions={self.positions!r} needs max_positions to be {need}, got {self.max_positions!r}."
             )
-        if not is_number(self.dropout) or not 0 <= self.dropout < 1:
-            raise ValueError(f"ModelConfig: dropout must be a number in [0, 1), got {self.dropout!r}.")
         for name in ("tie_embeddings", "remat"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"ModelConfig: {name} must be True or False, got {getattr(self, name)!r}.")
+            check.boolean("ModelConfig", name, getattr(self, name))
         for name, kind in _PARTS.items():
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"ModelConfig: {name} must be a {kind.__name__}, got {getattr(self, name)!r}.")
+            check.instance("ModelConfig", name, getattr(self, name), kind)
         alone = not isinstance(self.mixer, tuple)
         names_ = tuple(
             name_of("ModelConfig: mixer, or each one of a tuple of names,", mixer)

@@ -5,12 +5,11 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from atlasjax import rules
+from atlasjax import check, rules
 from atlasjax.memory import BACKENDS, AnyRule, KernelRule, MemoryRule, structures
 from atlasjax.memory import features as features_lib
 from atlasjax.names import call_with, lookup, name_of, options_text, resolve
 from atlasjax.nn.caching import CachingConfig
-from atlasjax.nn.checks import is_number
 
 STRUCTURES: dict[str, type] = {
     "matrix": structures.Matrix,
@@ -98,12 +97,9 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rule", name_of("MemoryConfig: rule", self.rule))
         object.__setattr__(self, "rule_options", options_text("MemoryConfig", "rule_options", self.rule_options))
-        if self.caching is not None and not isinstance(self.caching, CachingConfig):
-            raise ValueError(f"MemoryConfig: caching must be a CachingConfig or None, got {self.caching!r}.")
-        if not isinstance(self.bounded, bool):
-            raise ValueError(f"MemoryConfig: bounded must be True or False, got {self.bounded!r}.")
-        if self.max_step is not None and not (is_number(self.max_step) and self.max_step > 0):
-            raise ValueError(f"MemoryConfig: max_step must be a number > 0, got {self.max_step!r}.")
+        check.instance("MemoryConfig", "caching", self.caching, CachingConfig, optional=True)
+        check.boolean("MemoryConfig", "bounded", self.bounded)
+        check.number("MemoryConfig", "max_step", self.max_step, above=0, optional=True)
         if self.implementation is not None:
             resolve("MemoryConfig.implementation", self.implementation, BACKENDS)
         if not isinstance(self.build(), MemoryRule) and self.implementation not in (None, "xla"):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from atlasjax import check
 from atlasjax.mixers.attention import segment_positions
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import GELU, LayerNorm, Linear, RMSNorm, SwiGLU, dropout
@@ -276,11 +277,8 @@ class LanguageModel(nnx.Module):
         Raises:
           ValueError: an argument out of its range, or no max_length where a mixer keeps every token.
         """
-        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
-            if name == "max_length" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"init_cache: {name} must be an integer ≥ 1, got {value!r}.")
+        check.integer("init_cache", "batch_size", batch_size)
+        check.integer("init_cache", "max_length", max_length, optional=True)
         graphdef, params = nnx.split(self.layers, nnx.Param)
         cache = jax.vmap(lambda p: nnx.merge(graphdef, p).init_state(batch_size, max_length))(params)
         return cache if self.positions is None else PositionedCache(cache, jnp.zeros((1, batch_size), jnp.int32))

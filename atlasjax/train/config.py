@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from atlasjax import check
 from atlasjax.data.config import DataConfig
 from atlasjax.distributed.mesh import MeshConfig, ProcessConfig
 from atlasjax.names import name_of, options_text, resolve
@@ -55,14 +56,14 @@ class OptimizerConfig:
                 f"optimizer.options is {self.options}; 'adamw' has fields of its own (b1, b2, eps, weight_decay). Options are for "
                 "another optimizer, such as 'optax:lion'."
             )
-        _require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "positive")
-        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
-        _require(0 <= self.final_fraction <= 1, "optimizer.final_fraction", self.final_fraction, "in [0, 1]")
-        _require(0 <= self.b1 < 1, "optimizer.b1", self.b1, "in [0, 1)")
-        _require(0 <= self.b2 < 1, "optimizer.b2", self.b2, "in [0, 1)")
-        _require(self.eps > 0, "optimizer.eps", self.eps, "positive")
-        _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "0 or more")
-        _require(
+        check.require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "positive")
+        check.require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
+        check.require(0 <= self.final_fraction <= 1, "optimizer.final_fraction", self.final_fraction, "in [0, 1]")
+        check.require(0 <= self.b1 < 1, "optimizer.b1", self.b1, "in [0, 1)")
+        check.require(0 <= self.b2 < 1, "optimizer.b2", self.b2, "in [0, 1)")
+        check.require(self.eps > 0, "optimizer.eps", self.eps, "positive")
+        check.require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "0 or more")
+        check.require(
             self.clip_norm is None or self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "positive, or None"
         )
 
@@ -111,19 +112,16 @@ class TrainConfig:
         for name, least in (
             ("steps", 1), ("accumulation", 1), ("eval_every", 0), ("checkpoint_every", 0), ("keep", 2), ("log_every", 1),
         ):  # fmt: skip
-            _require(getattr(self, name) >= least, name, getattr(self, name), f"at least {least}")
-        _require(self.eval_batches is None or self.eval_batches >= 1, "eval_batches", self.eval_batches, "at least 1")
-        _require(self.memory_norm_limit > 0, "memory_norm_limit", self.memory_norm_limit, "positive")
-        _require(bool(self.run_dir), "run_dir", self.run_dir, "the path of a folder")
+            check.require(getattr(self, name) >= least, name, getattr(self, name), f"at least {least}")
+        check.require(
+            self.eval_batches is None or self.eval_batches >= 1, "eval_batches", self.eval_batches, "at least 1"
+        )
+        check.require(self.memory_norm_limit > 0, "memory_norm_limit", self.memory_norm_limit, "positive")
+        check.require(bool(self.run_dir), "run_dir", self.run_dir, "the path of a folder")
         if self.data.batch_size % self.accumulation:
             raise ValueError(
                 f"accumulation is {self.accumulation}; it should divide data.batch_size, which is {self.data.batch_size}."
             )
-
-
-def _require(condition: bool, name: str, value: object, what: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} is {value!r}; it should be {what}.")
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

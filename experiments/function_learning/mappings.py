@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from atlasjax import check
 from atlasjax.memory.structures import gelu
 from atlasjax.names import lookup
 
@@ -33,9 +34,7 @@ class Sizes:
     window: int = 512
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"Sizes: {name} must be an integer ≥ 1, got {value!r}.")
+        check.integers(self, dict.fromkeys(dataclasses.asdict(self), 1))
         if self.rank > self.dim:
             raise ValueError(f"Sizes: rank must be at most dim = {self.dim}, got {self.rank}.")
 

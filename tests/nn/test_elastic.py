@@ -147,11 +147,11 @@ def test_config_is_json():
     ("changes", "words"),
     [
         ({"order": 0}, "order must be an integer ≥ 1, got 0"),
-        ({"samples": 0}, "samples must be an integer ≥ 1, got 0"),
+        ({"samples": 0}, "samples must be an integer ≥ 1 or None, got 0"),
         ({"block_size": 2.5}, "block_size must be an integer ≥ 1, got 2.5"),
         ({"sampling": "unifrom"}, "Did you mean 'uniform'"),
         ({"discretization": "zo"}, "Did you mean 'zoh'"),
-        ({"alpha": 1.5}, r"alpha must be a number in \(0, 1\), got 1.5"),
+        ({"alpha": 1.5}, r"alpha must be a number in \(0, 1\) or None, got 1.5"),
         ({"alpha": 0.5, "sampling": "uniform"}, "alpha=0.5 clashes with sampling='uniform'"),
         ({"legacy_hippo": 1}, "legacy_hippo must be True or False, got 1"),
     ],

@@ -274,7 +274,7 @@ def test_bad_arguments_are_named():
         model.extend(jnp.zeros((1, 3), jnp.int32), model.init_cache(2))
     with pytest.raises(ValueError, match="batch_size"):
         model.init_cache(0)
-    with pytest.raises(ValueError, match=r"max_length must be an integer ≥ 1, got 2.5"):
+    with pytest.raises(ValueError, match=r"max_length must be an integer ≥ 1 or None, got 2.5"):
         model.init_cache(1, 2.5)
     with pytest.raises(ValueError, match="Did you mean 'memory'"):
         LanguageModel(make_config("delta_rule", mixer="memry"), rngs=nnx.Rngs(0))

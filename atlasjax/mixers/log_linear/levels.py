@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from atlasjax import check
+
 
 def num_levels(length: int) -> int:
     """Number of levels for a text of `length` tokens, including level 0, the token itself.
@@ -10,8 +12,7 @@ def num_levels(length: int) -> int:
     Raises:
       ValueError: length < 1.
     """
-    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise ValueError(f"num_levels: length must be an integer ≥ 1, got {length!r}.")
+    check.integer("num_levels", "length", length)
     return (length - 1).bit_length() + 1
 
 

@@ -1,0 +1,114 @@
+"""Checks of arguments and of config fields: one place for the rules and for the words of the messages.
+
+A number is an int or a float; a bool is neither an integer nor a number.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TypeGuard, get_args
+
+from atlasjax.names import lookup
+
+
+def is_integer(value: object, least: int | None = None, *, kinds: type | tuple[type, ...] = int) -> TypeGuard[int]:
+    """Whether it is an integer, and not below `least`. kinds: `numbers.Integral` takes NumPy's integers too."""
+    return isinstance(value, kinds) and not isinstance(value, bool) and (least is None or value >= least)  # type: ignore[operator]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is an int or a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def integer(
+    owner: str,
+    name: str,
+    value: object,
+    least: int = 1,
+    *,
+    optional: bool = False,
+    kinds: type | tuple[type, ...] = int,
+) -> None:
+    """Raise ValueError unless `value` is an integer ≥ `least`, or None where `optional`.
+
+    Args:
+      owner: the config class or the function, for the message.
+      name: the argument or field, for the message.
+      kinds: as in `is_integer`.
+    """
+    if not is_integer(value, least, kinds=kinds) and not (optional and value is None):
+        raise ValueError(f"{owner}: {name} must be an integer ≥ {least}{_or_none(optional)}, got {value!r}.")
+
+
+def integers(config: object, least: Mapping[str, int], optional: Iterable[str] = ()) -> None:
+    """Raise ValueError unless each field named in `least` is an integer of at least its value there, or None if in `optional`."""
+    for name, low in least.items():
+        integer(type(config).__name__, name, getattr(config, name), low, optional=name in optional)
+
+
+def number(
+    owner: str,
+    name: str,
+    value: object,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    optional: bool = False,
+) -> None:
+    """Raise ValueError unless `value` is a number within the given bounds, or None where `optional`.
+
+    Above and below are outside of the range, least and most inside. With any bound NaN is refused.
+    """
+    if optional and value is None:
+        return
+    low, high = above if least is None else least, below if most is None else most
+    inside = is_number(value) and (
+        (above is None or value > above)
+        and (least is None or value >= least)
+        and (below is None or value < below)
+        and (most is None or value <= most)
+    )
+    if inside:
+        return
+    if low is not None and high is not None:
+        what = f" in {'(' if least is None else '['}{low}, {high}{')' if most is None else ']'}"
+    elif low is not None:
+        what = f" {'>' if least is None else '≥'} {low}"
+    else:
+        what = "" if high is None else f" {'<' if most is None else '≤'} {high}"
+    raise ValueError(f"{owner}: {name} must be a number{what}{_or_none(optional)}, got {value!r}.")
+
+
+def boolean(owner: str, name: str, value: object) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{owner}: {name} must be True or False, got {value!r}.")
+
+
+def choice(owner: str, name: str, value: object, choices: Iterable[object]) -> None:
+    """Raise ValueError unless `value` is one of a few choices, which the message lists."""
+    known = tuple(choices)
+    if value not in known:
+        raise ValueError(f"{owner}: {name} must be {' or '.join(map(repr, known))}, got {value!r}.")
+
+
+def literal(kind: str, value: str, choices: object) -> None:
+    """Raise ValueError, with a did-you-mean, unless `value` is one of the strings of the Literal `choices`."""
+    lookup(kind, value, dict.fromkeys(get_args(choices)))
+
+
+def instance(owner: str, name: str, value: object, kind: type, *, optional: bool = False) -> None:
+    """Raise ValueError unless `value` is an instance of the class `kind`, or None where `optional`."""
+    if not isinstance(value, kind) and not (optional and value is None):
+        raise ValueError(f"{owner}: {name} must be a {kind.__name__}{_or_none(optional)}, got {value!r}.")
+
+
+def require(condition: bool, name: str, value: object, what: str) -> None:
+    """Raise ValueError "{name} is {value}; it should be {what}." unless `condition` holds; for fields that are flags."""
+    if not condition:
+        raise ValueError(f"{name} is {value!r}; it should be {what}.")
+
+
+def _or_none(optional: bool) -> str:
+    return " or None" if optional else ""
