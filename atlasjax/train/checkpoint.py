@@ -128,7 +128,7 @@ class Checkpoints:
             "progress": {"key": state.key, "step": state.step},
             "position": list(positions),
             "config": config,
-            "integrity": fingerprint["sums"],
+            "integrity": fingerprint["sums"] | _text_sums({"position": list(positions), "config": config}),
         }
         self._other_threads = set(threading.enumerate())
         with contextlib.ExitStack() as saving, self._clear_failure(step):
@@ -167,12 +167,9 @@ class Checkpoints:
         """The JSON form of the TrainConfig that a step was saved with.
 
         Raises:
-          CheckpointError: it cannot be read.
+          CheckpointError: it cannot be read, or is not what was saved.
         """
-        try:
-            return self._checkpointer.load_checkpointables(step, {"config": None})["config"]
-        except Exception as error:
-            raise CheckpointError(f"Checkpoint {self.path(step)} cannot be read: {_root_cause(error)}") from error
+        return self._load(step, {})["config"]
 
     def newest_config(self) -> dict[str, Any] | None:
         """The config of the newest checkpoint whose config can be read; None if there is none."""
@@ -232,9 +229,14 @@ class Checkpoints:
 
     def _load(self, step: int, target: dict[str, Any]) -> dict[str, Any]:
         try:
-            loaded = self._checkpointer.load_checkpointables(step, {**target, "position": None, "integrity": None})
+            loaded = self._checkpointer.load_checkpointables(step, {**target, **dict.fromkeys(_JSON)})
         except Exception as error:  # whatever the storage libraries raise on damaged files
             raise CheckpointError(f"cannot be read ({_root_cause(error)})") from error
+        saved = loaded["integrity"]
+        if not isinstance(saved, dict):
+            raise CheckpointError(f"damaged: integrity is {str(saved)[:40]!r}; it should be the sums of what was saved")
+        if saved.get(".step") != step:  # the sum of one integer is that integer
+            raise CheckpointError(f"it holds step {saved.get('.step')}: it was moved or copied to this folder")
         arrays = {name: loaded[name] for name in target}
         if "progress" in arrays:
             arrays = {**{n: arrays[n] for n in ("params", "optimizer")}, **arrays["progress"]}
@@ -243,10 +245,13 @@ class Checkpoints:
             for name, tree in arrays.items()
             for path, value in integrity.describe(tree)["sums"].items()
         }
-        saved = {path: value for path, value in loaded["integrity"].items() if path.startswith(_prefixes(arrays))}
+        # Checkpoints of older versions have no sums of their texts.
+        sums |= {name: value for name, value in _text_sums(loaded).items() if name in saved}
+        saved = {path: value for path, value in saved.items() if path in sums or path.startswith(_prefixes(arrays))}
         wrong = integrity.damaged(saved, sums)
         if wrong:
-            raise CheckpointError(f"damaged: {wrong[0]} and {len(wrong) - 1} more arrays are not those that were saved")
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise CheckpointError(f"damaged: {wrong[0]}{more} not as saved")
         return loaded
 
     def _check_space(self, step: int, state: TrainState) -> None:
@@ -302,6 +307,10 @@ def _join_writers(others: set[threading.Thread], seconds: float = 30.0) -> None:
             with contextlib.suppress(Exception):  # Orbax raises once more what ended the thread
                 thread.join(timeout=max(0.0, deadline - time.monotonic()))
     gc.collect()  # tasks of the closed loop complain when they are collected: now, while asyncio's logger is silent
+
+
+def _text_sums(content: dict[str, Any]) -> dict[str, int]:
+    return {f".{name}": integrity.text_sum(content[name]) for name in ("position", "config")}
 
 
 def _prefixes(arrays: dict[str, Any]) -> tuple[str, ...]:

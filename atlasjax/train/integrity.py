@@ -1,9 +1,11 @@
-"""Fingerprints of a state: exact, cheap, independent of the mesh. They tell a damaged checkpoint from a good one.
+"""Fingerprints of what a checkpoint holds: exact, cheap, independent of the mesh. They tell a damaged one from a good one.
 
-The storage format notices truncated files, but a flipped bit loads without an error.
+The storage format notices truncated files, but a flipped bit, or a changed data position, loads without an error.
 """
 
 import functools
+import json
+import zlib
 from typing import Any
 
 import jax
@@ -24,6 +26,11 @@ def describe(state: PyTree) -> dict[str, Any]:
     sums, finite = jax.device_get(_fingerprint(state))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     return {"finite": bool(finite), "sums": {path: int(value) for path, value in zip(paths, sums)}}
+
+
+def text_sum(value: Any) -> int:
+    """The CRC-32 of a JSON value, whatever the order of its keys and the white space it was stored with."""
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def damaged(saved: dict[str, int], loaded: dict[str, int]) -> list[str]:

@@ -1,5 +1,6 @@
 """Checkpoints: exact round trips, damage noticed and survived, failing writes."""
 
+import json
 import os
 import pathlib
 import shutil
@@ -126,6 +127,40 @@ def test_damaged_metadata(copy, name):
         restored = checkpoints.restore(abstract(make_state(6)))
         assert restored.step in (4, 6)
         chex.assert_trees_all_equal(restored.state.params, make_state(restored.step).params)
+
+
+OTHER = {
+    "position": ([{"next": 7}], None, [], {}, "x", 3),
+    "config": ({"model": {"dim": 5}}, None, [], "x"),
+    "integrity": (None, [], {}, {".step": 6}, "x", {".step": "6"}),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in OTHER.items() for value in values])
+def test_a_changed_text_is_damage(copy, name, value):
+    """It can be read, and is JSON; only its sum tells that it is not what was saved."""
+    (copy / "6" / name / "data.json").write_text(json.dumps(value))
+    with Checkpoints(copy) as checkpoints:
+        restored = checkpoints.restore(abstract(make_state(6)))
+        assert (restored.step, restored.positions, [step for step, _ in restored.skipped]) == (4, [{"next": 4}], [6])
+        params, used, _ = checkpoints.restore_params(abstract(make_state(6)).params)
+        assert used == 4
+        chex.assert_trees_all_equal(params, make_state(4).params)
+        assert checkpoints.newest_config() == CONFIG
+
+
+def test_a_checkpoint_in_another_steps_folder_is_not_believed(copy):
+    shutil.rmtree(copy / "4")
+    shutil.copytree(copy / "2", copy / "4")
+    (copy / "6").rename(copy / "8")
+    with Checkpoints(copy) as checkpoints:
+        restored = checkpoints.restore(abstract(make_state(6)))
+        assert (restored.step, restored.positions) == (2, [{"next": 2}])
+        assert checkpoints.restore_params(abstract(make_state(6)).params)[1] == 2
+    assert [(step, reason.split(":")[0]) for step, reason in restored.skipped] == [
+        (8, "it holds step 6"),
+        (4, "it holds step 2"),
+    ]
 
 
 def test_no_usable_checkpoint(copy):
