@@ -1,7 +1,9 @@
-"""Finding the files that a configuration names, and reading them as UTF-8 text."""
+"""Finding the files that a configuration names, reading them as UTF-8 text, and writing files that are whole or not there."""
 
 import glob
+import os
 import pathlib
+import secrets
 from collections.abc import Sequence
 
 from atlasjax.data.documents import TextDocuments
@@ -69,6 +71,23 @@ def read_text(path: pathlib.Path) -> str:
             f"The data file {str(path)!r} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start} "
             f"({error.reason}). Convert it to UTF-8 first."
         ) from None
+
+
+def write_whole(path: pathlib.Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all.
+
+    The temporary file beside it has a name that nobody can foresee, and is made new: nothing is written through a link.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            file.write(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def text_documents(paths: Sequence[str], suffixes: Sequence[str]) -> TextDocuments:

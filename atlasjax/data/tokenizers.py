@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -10,10 +11,12 @@ import numpy as np
 
 from atlasjax.data.config import DataConfig
 from atlasjax.data.documents import Documents
+from atlasjax.data.files import write_whole
 from atlasjax.data.sources import load_documents
 from atlasjax.names import lookup
 
 _KIND_FILE = "tokenizer.json"
+_MAX_IDS = 16  # times the number of tokens: tables of the vocabulary have a row for each id
 _TRAINING_CHARACTERS = 64 * 2**20  # BPE statistics change little beyond this much text
 
 
@@ -54,14 +57,13 @@ def _checked(ids: Iterable[int], vocab_size: int) -> list[int]:
 
 
 def _write(directory: str | os.PathLike[str], kind: str, name: str = "", content: bytes = b"") -> None:
-    """Write the model, then the file that says which kind it is; each appears whole or not at all."""
+    """Write the model, then the file that says which kind it is, and the sum of the model; each appears whole or not at all."""
     folder = pathlib.Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    files = [(name, content)] if name else []
-    for file, data in [*files, (_KIND_FILE, json.dumps({"kind": kind}).encode())]:
-        partial = folder / f".{file}.{os.getpid()}.partial"
-        partial.write_bytes(data)
-        partial.replace(folder / file)
+    described = {"kind": kind, "crc32": zlib.crc32(content)} if name else {"kind": kind}
+    if name:
+        write_whole(folder / name, content)
+    write_whole(folder / _KIND_FILE, json.dumps(described).encode())
 
 
 class ByteTokenizer:
@@ -106,7 +108,13 @@ class BpeTokenizer:
             raise ValueError(
                 f"The tokenizer {name!r} is not a byte-level BPE, so its tokens cannot be counted in bytes."
             )
-        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab().values())  # an id may be unused
+        ids = self._tokenizer.get_vocab().values()
+        if not ids or max(ids) >= _MAX_IDS * len(ids):
+            raise ValueError(
+                f"The tokenizer {name!r} has {len(ids)} tokens and ids up to {max(ids, default=0)}; ids should be below {_MAX_IDS} "
+                "times the number of tokens."
+            )
+        self.vocab_size: int = 1 + max(ids)  # an id may be unused
         self.bytes_per_token = np.zeros(self.vocab_size, np.int32)
         for token, i in self._tokenizer.get_vocab().items():
             self.bytes_per_token[i] = len(token)  # the byte-level alphabet has one character per byte
@@ -211,11 +219,14 @@ def make_tokenizer(config: DataConfig) -> Tokenizer:
         raise FileNotFoundError(f"The tokenizer file {argument!r} does not exist.")
     if kind == "sentencepiece":
         return SentencePieceTokenizer(path.read_bytes(), argument)
+    return _bpe(path.read_bytes(), argument)
+
+
+def _bpe(content: bytes, name: str) -> BpeTokenizer:
     try:
-        definition = path.read_text("utf-8")
+        return BpeTokenizer(content.decode("utf-8"), name)
     except UnicodeDecodeError:
-        raise ValueError(f"The tokenizer {argument!r} is not a tokenizers JSON file: it is not UTF-8.") from None
-    return BpeTokenizer(definition, argument)
+        raise ValueError(f"The tokenizer {name!r} is not a tokenizers JSON file: it is not UTF-8.") from None
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
@@ -227,18 +238,21 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     """
     folder = pathlib.Path(directory)
     try:
-        kind = json.loads((folder / _KIND_FILE).read_bytes())["kind"]
-    except FileNotFoundError:
+        described = json.loads((folder / _KIND_FILE).read_bytes())
+        kind = described["kind"]
+    except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"There is no tokenizer in {str(folder)!r}: {_KIND_FILE} is missing.") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"The tokenizer file {str(folder / _KIND_FILE)!r} is damaged.") from None
     if kind == "byte":
         return ByteTokenizer()
-    if kind == "bpe":
-        return BpeTokenizer((folder / BpeTokenizer._FILE).read_text("utf-8"), str(folder))
-    if kind == "sentencepiece":
-        return SentencePieceTokenizer((folder / SentencePieceTokenizer._FILE).read_bytes(), str(folder))
-    raise ValueError(f"The tokenizer in {str(folder)!r} is of the unknown kind {kind!r}.")
+    if kind not in ("bpe", "sentencepiece"):
+        raise ValueError(f"The tokenizer in {str(folder)!r} is of the unknown kind {kind!r}.")
+    file = folder / (BpeTokenizer._FILE if kind == "bpe" else SentencePieceTokenizer._FILE)
+    content = file.read_bytes()
+    if described.get("crc32", zlib.crc32(content)) != zlib.crc32(content):  # older folders have no sum
+        raise ValueError(f"The tokenizer file {str(file)!r} is damaged: it is not what was saved.")
+    return _bpe(content, str(folder)) if kind == "bpe" else SentencePieceTokenizer(content, str(folder))
 
 
 def _sample(documents: Documents) -> Iterator[str]:

@@ -50,12 +50,13 @@ class Checkpoints:
     Args:
       directory: the folder that holds (or will hold) one folder per step.
       keep: checkpoints kept; the oldest are deleted.
+      clean: delete what a killed save has left behind; False where another process may be saving.
 
     Attributes:
       directory: the folder.
     """
 
-    def __init__(self, directory: str | pathlib.Path, keep: int = 3):
+    def __init__(self, directory: str | pathlib.Path, keep: int = 3, *, clean: bool = True):
         from orbax.checkpoint import v1 as ocp
 
         self.directory = pathlib.Path(directory).absolute()
@@ -70,7 +71,7 @@ class Checkpoints:
             self.directory,
             context=context,
             preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-            cleanup_tmp_directories=True,  # what a killed or failed save left behind
+            cleanup_tmp_directories=clean,
         )
         self._pending: tuple[int, Any] | None = None
         self._failed_step: int | None = None
@@ -169,7 +170,10 @@ class Checkpoints:
         Raises:
           CheckpointError: it cannot be read, or is not what was saved.
         """
-        return self._load(step, {})["config"]
+        try:
+            return self._load(step, {})["config"]
+        except CheckpointError as error:
+            raise CheckpointError(f"Checkpoint {self.path(step)}: {error}") from error
 
     def newest_config(self) -> dict[str, Any] | None:
         """The config of the newest checkpoint whose config can be read; None if there is none."""

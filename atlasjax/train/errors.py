@@ -1,5 +1,8 @@
 """How a run can end badly: errors whose message is for the user, not for a traceback."""
 
+import contextlib
+from collections.abc import Iterator
+
 
 class RunError(RuntimeError):
     """The run cannot go on; the message says what happened, what is safe, and what to do. The command exits with 1."""
@@ -7,6 +10,15 @@ class RunError(RuntimeError):
 
 class ConfigError(ValueError):
     """What was asked for cannot be done; found before anything was compiled. The command exits with 2."""
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Turns what is raised for a wrong value, or a file that is not there, into a ConfigError with the same message."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(str(error)) from error
 
 
 class NonFiniteError(RunError):

@@ -13,7 +13,7 @@ from atlasjax.nn import LanguageModel, logical_axes
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.config import TrainConfig
-from atlasjax.train.errors import ConfigError
+from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.setup import run_tokenizer
 
 
@@ -40,17 +40,19 @@ def load_run(run_dir: str | pathlib.Path, step: int | None = None) -> LoadedRun:
     """Loads the newest usable checkpoint of a run, or that of `step`.
 
     Raises:
-      ConfigError: there is no run in the folder.
+      ConfigError: there is no run in the folder, or its tokenizer or config cannot be used.
       CheckpointError: no checkpoint is usable, or `step` is not there.
     """
     folder = pathlib.Path(run_dir) / "checkpoints"
     if not folder.is_dir():
         raise ConfigError(f"run_dir is {str(run_dir)!r}; there is no run in it (no folder 'checkpoints').")
-    with Checkpoints(folder) as checkpoints:
+    with Checkpoints(folder, clean=False) as checkpoints:
         saved = checkpoints.config(step) if step in checkpoints.steps() else checkpoints.newest_config()
         if saved is None:
             raise ConfigError(f"run_dir is {str(run_dir)!r}; the run in it has no checkpoint that can be read.")
-        config = dataclasses.replace(from_dict(TrainConfig, saved), run_dir=str(run_dir))
+        with user_errors():
+            config = dataclasses.replace(from_dict(TrainConfig, saved), run_dir=str(run_dir))
+            tokenizer = run_tokenizer(config)
         graphdef, shapes = state_lib.model_shapes(config.model)
         mesh = make_mesh(MeshConfig(data=1, fsdp=-1))
         shardings, _ = parameter_shardings(state_lib.pure(logical_axes(config.model)), shapes, mesh)
@@ -58,4 +60,4 @@ def load_run(run_dir: str | pathlib.Path, step: int | None = None) -> LoadedRun:
             lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where), shapes, shardings
         )
         params, used, skipped = checkpoints.restore_params(abstract, step)
-    return LoadedRun(state_lib.merge(graphdef, params), run_tokenizer(config), config, used, skipped)
+    return LoadedRun(state_lib.merge(graphdef, params), tokenizer, config, used, skipped)

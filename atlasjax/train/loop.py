@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 
@@ -15,10 +16,11 @@ from atlasjax.data.pipeline import BatchIterator
 from atlasjax.distributed.mesh import initialize
 from atlasjax.distributed.sharding import global_batch
 from atlasjax.evaluate.lm import LanguageModelResult, evaluate
+from atlasjax.train import lock
 from atlasjax.train import setup as setup_lib
 from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.config import TrainConfig
-from atlasjax.train.errors import ConfigError, Interrupted, NonFiniteError
+from atlasjax.train.errors import Interrupted, NonFiniteError, user_errors
 from atlasjax.train.metrics import MetricsWriter
 from atlasjax.train.plot import plot_loss
 from atlasjax.train.progress import Progress
@@ -78,16 +80,17 @@ def train(
       ConfigError: the configuration or the data is wrong, or the folder holds another run; before anything is compiled.
       CheckpointError: a checkpoint could not be written, or none of those there can be read.
       NonFiniteError: a loss, gradient or state is NaN or infinite; nothing of it is saved.
-      Interrupted: SIGINT or SIGTERM; the step in progress was finished and saved.
+      Interrupted: SIGINT or SIGTERM; the step in progress was finished and saved, or none had begun.
     """
     started = time.perf_counter()
-    with _user_errors():
-        initialize(config.processes)
-        changed = setup_lib.check_resumable(config)
-        setup = setup_lib.prepare(config)
     run_dir = pathlib.Path(config.run_dir)
+    with user_errors():
+        initialize(config.processes)
     main = jax.process_index() == 0
-    with Checkpoints(run_dir / "checkpoints", config.keep) as checkpoints:
+    with StopSignals() as signals, contextlib.ExitStack() as held:
+        with user_errors():
+            setup, changed = _prepare(config, run_dir, held)
+        checkpoints = held.enter_context(Checkpoints(run_dir / "checkpoints", config.keep))
         data = iter(setup.train_data)
         state, resumed_from, notes = _first_state(setup, checkpoints, data)
         if main:
@@ -97,8 +100,8 @@ def train(
             for line in [*notes, *(f"changed: {line}" for line in changed if resumed_from), *setup.skipped]:
                 print(line, flush=True)
         run = _Run(setup, checkpoints, data)
+        signals.remember()
         with (
-            StopSignals() as signals,
             MetricsWriter(run_dir, resumed_from, tensorboard=config.tensorboard and main, active=main) as writer,
             Progress(resumed_from, config.steps, active=main) as progress,
         ):
@@ -110,12 +113,20 @@ def train(
     )
 
 
-@contextlib.contextmanager
-def _user_errors() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, FileNotFoundError) as error:
-        raise ConfigError(str(error)) from error
+def _prepare(config: TrainConfig, run_dir: pathlib.Path, held: contextlib.ExitStack) -> tuple[Setup, list[str]]:
+    """Returns (parts of the run, its changes), with the lock of its folder held; bad input leaves no folder behind."""
+    there = os.path.lexists(run_dir)
+    if there:
+        if not run_dir.is_dir():
+            raise ValueError(f"run_dir is {config.run_dir!r}, which is not a folder.")
+        held.enter_context(lock.hold(run_dir))
+    changed = setup_lib.check_resumable(config)
+    setup = setup_lib.prepare(config)
+    if not there:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        held.enter_context(lock.hold(run_dir))
+        changed = setup_lib.check_resumable(config)  # another job may have been in it meanwhile
+    return setup, changed
 
 
 def _first_state(setup: Setup, checkpoints: Checkpoints, data: BatchIterator) -> tuple[TrainState, int, list[str]]:
@@ -123,7 +134,7 @@ def _first_state(setup: Setup, checkpoints: Checkpoints, data: BatchIterator) ->
     if not checkpoints.steps():
         return setup.init_state(), 0, []
     restored = checkpoints.restore(setup.abstract_state())
-    with _user_errors():
+    with user_errors():
         setup_lib.set_position(data, restored.positions)
     notes = []
     for step, reason in restored.skipped:

@@ -2,34 +2,55 @@
 
 import json
 import math
+import os
 import pathlib
+import warnings
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any, BinaryIO
+
+_RESUMED = "resumed"
 
 
 def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the records of a metrics.jsonl, in order; a last line that a killed run left incomplete is not one.
+    """Returns the records of a metrics.jsonl, in order, without those of steps that a resumed run has taken again.
 
-    Raises:
-      ValueError: a line that is not the last is not JSON.
+    A line that is not a record is left out, with a warning unless it is one that a killed run left incomplete.
     """
     path = pathlib.Path(path)
-    lines = path.read_text().splitlines() if path.exists() else []
-    records = []
+    lines = path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() else []
+    records: list[dict[str, Any]] = []
+    unreadable: list[int] = []
     for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number}, is not JSON: {line[:80]!r}.") from None
+        record = _record(line)
+        if record is None:
+            unreadable += [number] * bool(line)
+        elif record["kind"] == _RESUMED:
+            unreadable = [bad for bad in unreadable if bad != number - 1]
+            records = [before for before in records if before["step"] <= record["step"]]
+        else:
+            records.append(record)
+    unreadable = [bad for bad in unreadable if bad != len(lines)]
+    if unreadable:
+        warnings.warn(
+            f"{path}: {len(unreadable)} lines are not records; the first is line {unreadable[0]}.", stacklevel=2
+        )
     return records
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(record, dict) and type(record.get("step")) is int and isinstance(record.get("kind"), str)
+    return record if whole else None
 
 
 class MetricsWriter:
     """Appends records to metrics.jsonl, and to TensorBoard event files. A context manager.
 
-    A record is one JSON object: {"step": n, "kind": "train" | "evaluation", name: number, …}. A resumed run first drops
-    what was recorded after the checkpoint that it resumes from, so no step appears twice.
+    A record is one JSON object: {"step": n, "kind": "train" | "evaluation", name: number, …}. The file only grows: a resumed run
+    appends {"step": n, "kind": "resumed"}, and what was recorded of later steps before that line no longer counts (`read`).
 
     Args:
       run_dir: the run's folder.
@@ -40,15 +61,18 @@ class MetricsWriter:
 
     def __init__(self, run_dir: pathlib.Path, after_step: int = 0, *, tensorboard: bool = True, active: bool = True):
         self.path = run_dir / "metrics.jsonl"
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
         self._events: Any = None
         if not active:
             return
-        kept = [record for record in read(self.path) if record["step"] <= after_step]
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        partial.replace(self.path)
-        self._file = self.path.open("a")
+        self._file = self.path.open("a+b")
+        size = self._file.seek(0, os.SEEK_END)
+        if size:
+            self._file.seek(size - 1)
+            self._append(
+                b"" if self._file.read(1) == b"\n" else b"\n"
+            )  # after a line that a killed run left incomplete
+            self._append(json.dumps({"step": after_step, "kind": _RESUMED}).encode() + b"\n")
         if tensorboard:
             from tensorboardX import SummaryWriter
 
@@ -68,8 +92,12 @@ class MetricsWriter:
         if self._file is None:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
-        self._file.write(json.dumps({"step": step, "kind": kind, **finite}) + "\n")
-        self._file.flush()
+        self._append(json.dumps({"step": step, "kind": kind, **finite}).encode() + b"\n")
         if self._events is not None:
             for name, value in values.items():
                 self._events.add_scalar(f"{kind}/{name}", value, step)
+
+    def _append(self, line: bytes) -> None:
+        assert self._file is not None
+        self._file.write(line)
+        self._file.flush()

@@ -46,8 +46,16 @@ def plot_loss(run_dir: str | pathlib.Path, title: str = "", references: dict[str
     return path
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
 def _draw(axes: Any, records: list[dict[str, Any]], name: str, label: str, marker: str) -> None:
-    points = [(record["tokens_seen"], record[name]) for record in records if record[name] is not None]
+    points = [
+        (record["tokens_seen"], record[name])
+        for record in records
+        if _is_number(record.get(name)) and _is_number(record.get("tokens_seen"))
+    ]
     axes.plot(*zip(*points), marker=marker, markersize=4, linewidth=1.2, color="tab:blue", label="this model")
     axes.set_xlabel("training tokens")
     axes.set_ylabel(label)

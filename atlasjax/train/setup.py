@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from atlasjax.config_json import from_dict, to_dict
+from atlasjax.data.files import write_whole
 from atlasjax.data.pipeline import BatchIterator, Pipeline, make_pipeline
 from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import make_mesh
@@ -118,9 +120,15 @@ def prepare(config: TrainConfig) -> Setup:
 
 
 def run_tokenizer(config: TrainConfig) -> Tokenizer:
-    """The tokenizer of a run: that of its folder, else a new one (see `data.make_tokenizer` for the errors)."""
-    folder = pathlib.Path(config.run_dir) / "tokenizer"
-    return load_tokenizer(folder) if folder.exists() else make_tokenizer(config.data)
+    """The tokenizer of a run: that of its folder, else a new one (see `data.make_tokenizer` for the errors).
+
+    Raises:
+      FileNotFoundError: the folder has checkpoints and no tokenizer; one that is trained again may be another one.
+    """
+    run_dir = pathlib.Path(config.run_dir)
+    folder = run_dir / "tokenizer"
+    there = os.path.lexists(folder) or any((run_dir / "checkpoints").glob("[0-9]*"))
+    return load_tokenizer(folder) if there else make_tokenizer(config.data)
 
 
 def write_run_files(setup: Setup) -> None:
@@ -131,9 +139,7 @@ def write_run_files(setup: Setup) -> None:
     """
     run_dir = pathlib.Path(setup.config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    partial = run_dir / "config.json.partial"
-    partial.write_text(json.dumps(to_dict(setup.config), indent=2) + "\n")
-    partial.replace(run_dir / "config.json")
+    write_whole(run_dir / "config.json", (json.dumps(to_dict(setup.config), indent=2) + "\n").encode())
     setup.tokenizer.save(run_dir / "tokenizer")
 
 
@@ -147,8 +153,12 @@ def check_resumable(config: TrainConfig) -> list[str]:
       ValueError: the architecture or the data is another one; the message names the fields.
     """
     folder = pathlib.Path(config.run_dir) / "checkpoints"
-    if not folder.exists():
+    if not os.path.lexists(folder):
         return []
+    if not folder.is_dir():
+        raise ValueError(
+            f"run_dir is {config.run_dir!r}; 'checkpoints' in it is not a folder. Move it away, or give another run_dir."
+        )
     with Checkpoints(folder, config.keep) as checkpoints:
         saved = checkpoints.newest_config()
     if saved is None:

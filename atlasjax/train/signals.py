@@ -8,15 +8,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from atlasjax.train.errors import Interrupted
+
 
 class StopSignals:
-    """Catches SIGINT and SIGTERM inside a `with` block and remembers the first. The second acts as usual.
+    """Catches SIGINT and SIGTERM inside a `with` block. The second acts as usual.
+
+    Until `remember` is called the first raises Interrupted, at once: no step has begun. From then on it is remembered.
 
     Outside the main thread, where Python has no signals, it catches nothing.
     """
 
     def __init__(self) -> None:
         self._received = 0
+        self._remembers = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -31,6 +36,16 @@ class StopSignals:
     def _receive(self, number: int, _: FrameType | None) -> None:
         self._received = number
         self._restore()
+        if not self._remembers:
+            raise Interrupted(
+                f"Stopped by signal {number} before the first step. The same command starts again, or goes on "
+                "from the last checkpoint.",
+                number,
+            )
+
+    def remember(self) -> None:
+        """From here on a signal is remembered, for `received`."""
+        self._remembers = True
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -172,3 +172,26 @@ def test_bad_files(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"kind": "morse"}')
     with pytest.raises(ValueError, match="unknown kind 'morse'"):
         load_tokenizer(tmp_path)
+
+
+def test_a_saved_bpe_that_is_not_as_saved(tmp_path):
+    """Still a tokenizer, but another one: its numbers would be wrong without a word."""
+    BpeTokenizer.train(["the memory learns while it reads " * 20], 300).save(tmp_path)
+    path = tmp_path / "bpe.json"
+    definition = json.loads(path.read_text())
+    merges = definition["model"]["merges"]
+    merges[0], merges[-1] = merges[-1], merges[0]
+    path.write_text(json.dumps(definition))
+    with pytest.raises(ValueError, match=r"bpe.json' is damaged: it is not what was saved"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_bpe_with_an_id_beyond_all_memory(tmp_path):
+    definition = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": {"a": 0, "b": 3_000_000_000}, "merges": []},
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="2 tokens and ids up to 3000000000"):
+        BpeTokenizer(json.dumps(definition))

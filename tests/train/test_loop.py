@@ -1,14 +1,17 @@
 """The training loop: what it refuses, how it stops, what it writes."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 
 import pytest
 
 from atlasjax.data import DataConfig
+from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.distributed import MeshConfig
 from atlasjax.train import (
     CheckpointError,
@@ -17,6 +20,7 @@ from atlasjax.train import (
     NonFiniteError,
     OptimizerConfig,
     load_run,
+    lock,
     metrics,
     train,
 )
@@ -138,6 +142,96 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, number):
     assert signal.getsignal(number) is before
     result = train(dataclasses.replace(run, steps=5))
     assert result.resumed_from == 4
+
+
+def test_a_signal_before_the_first_step(tmp_path, monkeypatch):
+    """It says what happened, and leaves nothing behind."""
+    monkeypatch.setattr(setup_lib, "prepare", lambda config: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted, match="Stopped by signal 15 before the first step") as info:
+        train(config(tmp_path))
+    assert info.value.signal == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_job_in_a_folder(done):
+    run, _ = done
+    with lock.hold(pathlib.Path(run.run_dir)):
+        for _ in range(2):  # a refusal does not take the lock away
+            with pytest.raises(ConfigError, match=rf"another job trains in it \(process {os.getpid()} on "):
+                train(run)
+    with lock.hold(pathlib.Path(run.run_dir)):
+        pass
+
+
+def test_two_jobs_that_start_together(tmp_path, monkeypatch):
+    """Neither finds the folder; while one reads its data the other makes the folder and holds it."""
+    run = config(tmp_path)
+    prepare = setup_lib.prepare
+    with contextlib.ExitStack() as other:
+
+        def meanwhile(config):
+            pathlib.Path(run.run_dir).mkdir()
+            other.enter_context(lock.hold(pathlib.Path(run.run_dir)))
+            return prepare(config)
+
+        monkeypatch.setattr(setup_lib, "prepare", meanwhile)
+        with pytest.raises(ConfigError, match="another job trains in it"):
+            train(run)
+    assert [path.name for path in pathlib.Path(run.run_dir).iterdir()] == ["lock"]
+
+
+def test_reading_a_run_leaves_a_save_in_progress_alone(done):
+    run, _ = done
+    saving = pathlib.Path(run.run_dir) / "checkpoints" / "6.orbax-checkpoint-tmp"
+    saving.mkdir()
+    load_run(run.run_dir)
+    assert saving.is_dir()
+    saving.rmdir()
+
+
+def test_a_file_in_the_place_of_a_folder(tmp_path):
+    run = config(tmp_path)
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ConfigError, match="which is not a folder"):
+        train(run)
+    (tmp_path / "run").unlink()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").write_text("")
+    with pytest.raises(ConfigError, match="'checkpoints' in it is not a folder"):
+        train(run)
+    with pytest.raises(ConfigError, match="no run in it"):
+        load_run(run.run_dir)
+
+
+@pytest.mark.parametrize("content", ["", "null", "[]", '{"kind": 3}', "\xff", None], ids=str)
+def test_a_damaged_tokenizer(done, content, tmp_path):
+    run, _ = done
+    folder = shutil.copytree(run.run_dir, tmp_path / "copy")
+    if content is None:
+        shutil.rmtree(folder / "tokenizer")
+    else:
+        (folder / "tokenizer/tokenizer.json").write_text(content, encoding="latin-1")
+    for use in (lambda: load_run(folder), lambda: train(dataclasses.replace(run, run_dir=str(folder)))):
+        with pytest.raises(ConfigError, match=r"tokenizer .*(damaged|kind 3|missing)"):
+            use()
+
+
+def test_nothing_is_written_through_a_link_at_a_temporary_name(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    run = config(tmp_path, steps=1)
+    for name in ("config.json.partial", "metrics.partial", "lock", f"tokenizer/.tokenizer.json.{os.getpid()}.partial"):
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).symlink_to(precious)
+    with pytest.raises(OSError, match="lock"):
+        train(run)
+    (tmp_path / "run/lock").unlink()
+    save_tokenizer = ByteTokenizer().save
+    save_tokenizer(tmp_path / "run/tokenizer")
+    train(run)
+    assert precious.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
