@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -160,18 +161,29 @@ def run_in_child(module: str, request: dict[str, Any], *, timeout: float = 1800)
     """Compiles in a child process, because libtpu can crash its process.
 
     Args:
-      module: run as `python -m module REQUEST`; it must call `print_plan`.
-      request: serializable as JSON.
+      module: run as `python -P -m module`, so that no module of the working folder takes the place of another; it takes the request
+        with `read_request` and calls `print_plan`.
+      request: serializable as JSON, of any size.
       timeout: in seconds.
 
     Raises:
       RuntimeError: the compilation failed. The message contains the compiler's own (out of memory, …).
     """
-    command = [sys.executable, "-m", module, json.dumps(request)]
+    command = [sys.executable, "-P", "-m", module]
     environment = {**os.environ, **_ENVIRONMENT, **_WARNINGS}
     environment.pop("XLA_FLAGS", None)  # simulating CPU devices would only cost time
+    home = str(pathlib.Path(__file__).parents[2])  # a child of a source tree imports that tree
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
     try:
-        child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+        child = subprocess.run(
+            command,
+            env=environment,
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"the compiler did not finish within {timeout:.0f} seconds.") from None
     for line in child.stdout.splitlines():
@@ -187,6 +199,11 @@ def _reason(messages: str) -> str:
     exhausted = [line for line in lines if "RESOURCE_EXHAUSTED" in line]
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (exhausted[:1] or raised[-1:] or lines[-1:] or ["no message"])[0]
+
+
+def read_request() -> dict[str, Any]:
+    """The request of the parent process (`run_in_child`)."""
+    return json.load(sys.stdin)
 
 
 def print_plan(plan: Plan) -> None:

@@ -1,7 +1,5 @@
 """The full training step, compiled ahead of time for a TPU topology. Run as a module it is the child of `plan_training`."""
 
-import json
-import sys
 import time
 
 import jax
@@ -96,5 +94,5 @@ def forward_flops_per_token(config: TrainConfig) -> float:
 
 
 if __name__ == "__main__":
-    _request = json.loads(sys.argv[1])
+    _request = plan_lib.read_request()
     plan_lib.print_plan(compile_training(from_dict(TrainConfig, _request["config"]), _request["topology"]))

@@ -1,8 +1,5 @@
 """`python -m tests.train.resharding REQUEST`: a program whose arrays cannot go from one sharding to the next but whole."""
 
-import json
-import sys
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
@@ -25,4 +22,4 @@ def main(request):
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(plan.read_request())

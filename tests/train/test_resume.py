@@ -51,5 +51,6 @@ def test_final_checkpoints_are_equal(runs):
         with Checkpoints(run.run_dir + "/checkpoints") as checkpoints:
             assert checkpoints.steps()[-1] == STEPS
             loaded = checkpoints._checkpointer.load_checkpointables(STEPS, {"integrity": None, "position": None})
+            del loaded["integrity"][".config"]  # they have different folders
             sums.append(loaded)
     assert sums[0] == sums[1]
