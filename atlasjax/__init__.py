@@ -6,12 +6,27 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 # Imported at first use, so that `import atlasjax` costs nothing and `atlasjax.memory` what jax costs.
-_LAZY = ("cli", "data", "distributed", "evaluate", "generate", "memory", "nn", "presets", "rules", "train")
+_LAZY = {
+    name: f"atlasjax.{name}"
+    for name in (
+        "cli",
+        "data",
+        "distributed",
+        "evaluate",
+        "generate",
+        "memory",
+        "mixers",
+        "nn",
+        "presets",
+        "rules",
+        "train",
+    )
+} | {name: f"atlasjax.mixers.{name}" for name in ("elastic", "gam")}
 
 
 def __getattr__(name: str) -> ModuleType:
     if name in _LAZY:
-        return importlib.import_module(f"atlasjax.{name}")
+        return importlib.import_module(_LAZY[name])
     raise AttributeError(f"module 'atlasjax' has no attribute {name!r}")
 
 

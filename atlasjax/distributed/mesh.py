@@ -7,9 +7,7 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from atlasjax.nn.partition import BATCH_AXES, HEAD_AXES
-
-MESH_AXES = (*BATCH_AXES, *HEAD_AXES)
+from atlasjax.mesh_axes import MESH_AXES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from atlasjax.distributed.mesh import BATCH_AXES
+from atlasjax.mesh_axes import BATCH_AXES
 from atlasjax.names import lookup
 
 PyTree = Any
@@ -145,11 +145,11 @@ def cache_shardings(cache: PyTree, mesh: Mesh) -> PyTree:
       cache: the (abstract) cache of `LanguageModel.init_cache`: arrays [layers, batch, ...].
       mesh: the mesh. An axis that does not divide a dimension is skipped for that dimension.
     """
-    from atlasjax.elastic.attention import ElasticState
     from atlasjax.memory import CachedState, KernelState, MemoryState
     from atlasjax.mixers.attention import KVCache, WindowCache
     from atlasjax.mixers.block_memory import CurrentBlock
     from atlasjax.mixers.block_recurrence import BlockRecurrenceState
+    from atlasjax.mixers.elastic.attention import ElasticState
     from atlasjax.mixers.infini import Associative
     from atlasjax.mixers.melodi import KeysAndValues
     from atlasjax.mixers.memorizing import Queue

@@ -2,13 +2,12 @@
 
 from atlasjax.nn.abstract import abstract_model, count_parameters, logical_axes, state_bytes
 from atlasjax.nn.attention import AttentionHeads, AttentionMixer, SlidingWindowMixer
-from atlasjax.nn.backbones import MAGMixer, MALMixer
 from atlasjax.nn.config import AttentionConfig, ElasticConfig, GAMConfig, MemoryConfig, ModelConfig, SSMConfig
 from atlasjax.nn.elastic import BlockMixer, ElasticMixer
 from atlasjax.nn.gam import GAMMixer
 from atlasjax.nn.gates import GateProjection
+from atlasjax.nn.hybrids import MACMixer, MAGMixer, MALMixer
 from atlasjax.nn.layers import GELU, CausalConv, LayerNorm, Linear, RMSNorm, SwiGLU
-from atlasjax.nn.mac import MACMixer
 from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixer, MemoryMixerState
 from atlasjax.nn.mixers import MIXERS, Mixer
 from atlasjax.nn.model import LanguageModel, PositionedCache

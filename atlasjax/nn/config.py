@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from atlasjax import check, elastic, gam
+from atlasjax import check
+from atlasjax.mixers import elastic, gam
 from atlasjax.names import lookup, name_of, options_text, resolve
 from atlasjax.nn.memory_config import MemoryConfig
 
@@ -60,7 +61,7 @@ class SSMConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GAMConfig:
-    """Gated Associative Memory (`atlasjax.gam`). It sees the last num_layers · (conv_width − 1) + 1 tokens and no others.
+    """Gated Associative Memory (`atlasjax.mixers.gam`). It sees the last num_layers · (conv_width − 1) + 1 tokens and no others.
 
     So it cannot do recall over more than 13 tokens at the paper's 6 layers: its table is learned, and the same for every text.
 
@@ -85,7 +86,7 @@ class GAMConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ElasticConfig:
-    """Elastic Memory (`atlasjax.elastic`): the past as Legendre coefficients, read at sampled positions.
+    """Elastic Memory (`atlasjax.mixers.elastic`): the past as Legendre coefficients, read at sampled positions.
 
     Attributes:
       order: N ≥ 1 coefficients of each channel of keys and values; tokens of the queue of "memorizing", of the summary of "melodi".

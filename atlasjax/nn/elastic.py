@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from atlasjax import elastic
+from atlasjax.mixers import elastic
 from atlasjax.nn.attention import output_projection
 from atlasjax.nn.config import ElasticConfig, ModelConfig
 from atlasjax.nn.layers import Linear

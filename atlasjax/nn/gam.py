@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from atlasjax import gam
+from atlasjax.mixers import gam
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.parameters import normal, param
 

@@ -12,11 +12,10 @@ from flax import nnx
 from atlasjax.names import call_with, resolve
 from atlasjax.nn import baselines
 from atlasjax.nn.attention import AttentionMixer, SlidingWindowMixer
-from atlasjax.nn.backbones import MAGMixer, MALMixer
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.elastic import BlockMixer, ElasticMixer
 from atlasjax.nn.gam import GAMMixer
-from atlasjax.nn.mac import MACMixer
+from atlasjax.nn.hybrids import MACMixer, MAGMixer, MALMixer
 from atlasjax.nn.memory_mixer import MemoryMixer
 
 

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax import check
+from atlasjax.mesh_axes import HEAD_AXES
 from atlasjax.mixers.attention import segment_positions
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import GELU, LayerNorm, Linear, RMSNorm, SwiGLU, dropout
 from atlasjax.nn.mixers import make_mixer, observe
 from atlasjax.nn.parameters import normal, param
-from atlasjax.nn.partition import HEAD_AXES, read_table, split_batch
+from atlasjax.nn.partition import read_table, split_batch
 
 Norms = tuple[jax.Array | None, ...]  # the size of each layer's memory
 

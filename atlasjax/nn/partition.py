@@ -4,9 +4,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from atlasjax import memory
-
-BATCH_AXES = ("data", "fsdp")
-HEAD_AXES = ("tensor",)
+from atlasjax.mesh_axes import BATCH_AXES, HEAD_AXES
 
 
 def mesh_partition(batch: int, heads: int) -> memory.Partition | None:

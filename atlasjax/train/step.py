@@ -10,8 +10,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from atlasjax.distributed.mesh import BATCH_AXES
 from atlasjax.distributed.sharding import batch_sharding, replicated
+from atlasjax.mesh_axes import BATCH_AXES
 from atlasjax.train.state import TrainState, merge
 
 PyTree = Any

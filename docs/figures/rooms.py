@@ -3,7 +3,7 @@
     python docs/figures/rooms.py        # writes rooms.svg beside this file
 
 An arrow points to what is imported. Imports that follow from others are left out: where A imports B and B imports C, no arrow goes
-from A to C. So are the three small modules that anything may import.
+from A to C. So are the four small modules that anything may import.
 """
 
 import ast
@@ -13,20 +13,18 @@ from collections.abc import Iterator
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PACKAGES = ("atlasjax", "pallas_kernels")
-FOUNDATION = {"names", "check", "config_json"}
+FOUNDATION = {"names", "check", "mesh_axes", "config_json"}
 # Room → (column, row) of its box; rows from the bottom.
 PLACES = {
-    "cli": (3.5, 8),
-    "train": (1.5, 7),
-    "data": (0, 6),
-    "distributed": (1, 6),
-    "presets": (2, 6),
-    "evaluate": (3, 6),
-    "generate": (4, 6),
-    "table1": (5, 6),
-    "nn": (2.5, 5),
-    "elastic": (2, 4),
-    "gam": (3, 4),
+    "cli": (3.5, 7),
+    "train": (1.5, 6),
+    "data": (0, 5),
+    "distributed": (1, 5),
+    "presets": (2, 5),
+    "evaluate": (3, 5),
+    "generate": (4, 5),
+    "table1": (5, 5),
+    "nn": (2.5, 4),
     "mixers": (2.5, 3),
     "rules": (2.5, 2),
     "memory": (2.5, 1),

@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from atlasjax.elastic import banks, hippo
+from atlasjax.mixers.elastic import banks, hippo
 
 
 def check(bank: banks.Bank, block: int) -> tuple[float, float]:

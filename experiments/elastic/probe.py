@@ -94,7 +94,7 @@ class Run:
 
 def swap_sampling(run: Run, batches: int) -> Iterator[dict[str, Any]]:
     """Held-out bits per byte by sampling and number of samples."""
-    from atlasjax.elastic.sampling import SAMPLINGS
+    from atlasjax.mixers.elastic.sampling import SAMPLINGS
 
     trained = run.config.model.elastic
     most = trained.samples or trained.order

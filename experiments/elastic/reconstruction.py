@@ -11,7 +11,7 @@ import pathlib
 
 import numpy as np
 
-from atlasjax.elastic import hippo
+from atlasjax.mixers.elastic import hippo
 
 TOKENS, ORDER = 1024, 32
 PUBLISHED = {

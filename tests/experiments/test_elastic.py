@@ -2,7 +2,7 @@
 
 import pathlib
 
-from atlasjax.elastic import banks
+from atlasjax.mixers.elastic import banks
 from experiments.elastic import build, reconstruction
 
 

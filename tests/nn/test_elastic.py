@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from atlasjax import config_json
-from atlasjax.elastic import banks, sampling
+from atlasjax.mixers.elastic import banks, sampling
 from atlasjax.nn import ElasticConfig, ElasticMixer, LanguageModel, ModelConfig, count_parameters
 from atlasjax.nn.elastic import bank, reconstruction
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from atlasjax import check
-from atlasjax.elastic.hippo import DISCRETIZATIONS, block, build_bytes
+from atlasjax.mixers.elastic.hippo import DISCRETIZATIONS, block, build_bytes
 from atlasjax.names import lookup
 
 _FORMAT = 1  # version of the file format; changing it invalidates all older files

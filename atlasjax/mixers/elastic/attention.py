@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from atlasjax.elastic.banks import Bank
 from atlasjax.mixers.attention import Source, softmax_attention
 from atlasjax.mixers.blocks import block_source, continued, documents, unfinished, whole
+from atlasjax.mixers.elastic.banks import Bank
 from atlasjax.mixers.shapes import check_shapes
 
 _AXES = {"q": "batch time heads key_dim", "k": "batch time heads key_dim", "v": "batch time heads value_dim"}

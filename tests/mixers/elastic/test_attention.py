@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from atlasjax.elastic import attention as A
-from atlasjax.elastic import banks, hippo, sampling
+from atlasjax.mixers.elastic import attention as A
+from atlasjax.mixers.elastic import banks, hippo, sampling
 from atlasjax.mixers.rotary import rotate
 
 BATCH, HEADS, KEY, VALUE, THETA = 2, 2, 4, 6, 100.0

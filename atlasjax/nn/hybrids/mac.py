@@ -14,8 +14,8 @@ from atlasjax.memory.layout import segmented_layout
 from atlasjax.mixers.attention import KVCache, Source, init_cache, softmax_attention
 from atlasjax.mixers.rotary import rotate
 from atlasjax.nn.attention import AttentionHeads
-from atlasjax.nn.backbones import GatedHeads
 from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.hybrids.mag import GatedHeads
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, l2_normalize
 from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState, memory_norm
 from atlasjax.nn.parameters import values

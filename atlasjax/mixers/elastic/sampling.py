@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from atlasjax import check
-from atlasjax.elastic.hippo import check_positions, reconstruction
+from atlasjax.mixers.elastic.hippo import check_positions, reconstruction
 from atlasjax.names import lookup
 
 Sampling = Callable[[int, float], Any]

@@ -3,7 +3,7 @@
 `hippo` has the HiPPO matrices and the functions `compress` and `reconstruct`, `banks` the matrices of every block of a context,
 `sampling` the positions at which memory is read, and `attention` the layer. All are pure functions and can be used on their own.
 
-    from atlasjax.elastic import attention, banks, hippo, sampling
+    from atlasjax.mixers.elastic import attention, banks, hippo, sampling
 
     c = hippo.compress(signal, order=64)                      # [..., time, channels] → [..., 64, channels]
     x = hippo.reconstruct(c, positions, length=time)          # [samples] of [0, time] → [..., samples, channels]
@@ -13,7 +13,7 @@
     y = attention.attention(q, k, v, bank, R)                 # [batch, time ≤ 8192, heads, dim]
 """
 
-from atlasjax.elastic import attention, banks, hippo, sampling
-from atlasjax.elastic.banks import Bank
+from atlasjax.mixers.elastic import attention, banks, hippo, sampling
+from atlasjax.mixers.elastic.banks import Bank
 
 __all__ = ["Bank", "attention", "banks", "hippo", "sampling"]

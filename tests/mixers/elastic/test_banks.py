@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from atlasjax.elastic import banks, hippo
+from atlasjax.mixers.elastic import banks, hippo
 
 ORDER, SIZE = 5, 7
 

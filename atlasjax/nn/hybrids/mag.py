@@ -1,4 +1,4 @@
-"""Hybrids of a memory and sliding-window attention in one layer: side by side (MAG), or one after the other (MAL)."""
+"""Memory as a gate (MAG, Titans §4.2): a memory and sliding-window attention side by side."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from atlasjax.mixers.attention import KVCache, WindowCache
 from atlasjax.nn.attention import AttentionHeads, output_projection, required_window
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import RMSNorm
-from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixer, MemoryMixerState
+from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState
 
 
 class HybridState(NamedTuple):
@@ -89,52 +89,3 @@ class MAGMixer(nnx.Module):
         m, _, memory = self.memory.scan_from(x, state.memory)
         a, window = self.attention.extend(x, state.window)
         return self.join(a, m), HybridState(memory, window)
-
-
-class MALMixer(nnx.Module):
-    """Memory as a layer (Titans Eq. 29–31): a memory, then sliding-window attention on what it gives, in one mixer.
-
-        y = memory(x)                          `MemoryMixer`, its output gate and projection included
-        out = SWA(RMSNorm(y)) W_out            the attention also sees the persistent tokens; no residual between the two
-
-    Any rule of `rules.REGISTRY`; state and cost as `MAGMixer`'s.
-
-    Args:
-      config: as for `MemoryMixer` and `AttentionHeads`; attention.window is needed.
-      rngs: source of the initial values.
-
-    Raises:
-      ValueError: no window, an odd head_dim, or values wider than keys for a memory with a residual.
-    """
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.memory = MemoryMixer(config, similar_keys=True, rngs=rngs)  # the layers before gave averages
-        self.norm = RMSNorm((config.dim,), ("embed",), config.norm_eps)
-        self.attention = AttentionHeads(config, required_window(config, "mal"), rngs=rngs)
-        self.out = output_projection(config, rngs)
-
-    def __call__(
-        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
-    ) -> jax.Array:
-        """Whole sequences: [batch, time, dim] → [batch, time, dim]; arguments as for `MemoryHeads.scan`."""
-        return self.observe(x, segment_ids, max_segments)[0]
-
-    def observe(
-        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """As `__call__`, and the `memory_norm` [batch, heads] after the last token."""
-        y, norm = self.memory.observe(x, segment_ids, max_segments)
-        return self._output(self.attention(self.norm(y), segment_ids)), norm
-
-    def init_state(self, batch_size: int, max_length: int | None = None) -> HybridState:
-        """The state before the first token; `max_length`: see `memory.init_state`."""
-        return HybridState(self.memory.init_state(batch_size, max_length), self.attention.init_state(batch_size))
-
-    def extend(self, x: jax.Array, state: HybridState) -> tuple[jax.Array, HybridState]:
-        """The next piece of a sequence, any time ≥ 1."""
-        y, memory = self.memory.extend(x, state.memory)
-        y, window = self.attention.extend(self.norm(y), state.window)
-        return self._output(y), HybridState(memory, window)
-
-    def _output(self, y: jax.Array) -> jax.Array:
-        return self.out(y.reshape(*y.shape[:2], -1))

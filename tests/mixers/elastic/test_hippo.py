@@ -9,7 +9,7 @@ import pytest
 from numpy.polynomial import legendre
 from scipy.linalg import expm
 
-from atlasjax.elastic import hippo, sampling
+from atlasjax.mixers.elastic import hippo, sampling
 
 
 def matrices(order):

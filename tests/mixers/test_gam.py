@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from atlasjax import gam
+from atlasjax.mixers import gam
 
 BATCH, TIME, DIM, SLOTS = 2, 9, 5, 4
 
