@@ -162,7 +162,7 @@ BASELINES["transformer-block-recurrence"] = {"mixer": "block_recurrence"}
 # Rules whose memories are cached (Memory Caching): suffix → aggregation, for the rules of that paper and of ATLAS.
 CACHED_RULES = ("linear_attention", "gated_delta_rule", "dla", "swla", "titans", "omeganet", "atlas")
 CACHING: tuple[str, ...] = ("residual", "grm", "soup", "ssc")
-CACHED_KERNEL_RULES = ("dot",)  # of which there is no soup
+CACHED_SOFTMAX_RULES = ("dot",)  # of which there is no soup
 
 # Backbones around a rule: suffix → mixer.
 BACKBONES: dict[str, str] = {"lmm": "memory", "mac": "mac", "mag": "mag", "mal": "mal"}
@@ -191,9 +191,9 @@ def _architectures() -> dict[str, dict[str, Any]]:
     for rule in rules.REGISTRY:
         for suffix, mixer in BACKBONES.items():
             table[f"{rule_name(rule)}-{suffix}"] = {"mixer": mixer, "memory": rule}
-    for rule in CACHED_RULES + CACHED_KERNEL_RULES:
+    for rule in CACHED_RULES + CACHED_SOFTMAX_RULES:
         for aggregation in CACHING:
-            if aggregation == "soup" and rule in CACHED_KERNEL_RULES:
+            if aggregation == "soup" and rule in CACHED_SOFTMAX_RULES:
                 continue
             table[f"{rule_name(rule)}-{aggregation}"] = {"mixer": "memory", "memory": rule, "caching": aggregation}
     return table

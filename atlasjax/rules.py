@@ -1,6 +1,6 @@
 """Named memory rules: the rows of A Table 1, and their relatives, as values.
 
-Each function takes the run's choices (`chunk_size`, `window`, …) and returns a `MemoryRule` or a `KernelRule`. `register` gives it
+Each function takes the run's choices (`chunk_size`, `window`, …) and returns a `MemoryRule` or a `SoftmaxRule`. `register` gives it
 a name, by which language models, presets, tables and experiments know it. A rule of your own is registered in the same way.
 """
 
@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from atlasjax.memory import features as features_lib
 from atlasjax.memory import objectives, optimizers, retention, structures
-from atlasjax.memory.bounds import Bound
-from atlasjax.memory.kernelized import KernelRule
-from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.fast_weights.bounds import Bound
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.softmax import SoftmaxRule
 
-Rule = MemoryRule | KernelRule
+Rule = MemoryRule | SoftmaxRule
 Factory = TypeVar("Factory", bound=Callable[..., Rule])
 
 REGISTRY: dict[str, Callable[..., Rule]] = {}
@@ -258,9 +258,9 @@ def atlas_plus_plus(
 @register("M_t = α M_{t−1} − η ∇, first layer Σ_i a_i κ(k_i, ·)")
 def deep_transformer(
     chunk_size: int = 64, structure: structures.Matrix | structures.MLP = structures.MLP()
-) -> KernelRule:
+) -> SoftmaxRule:
     """DeepTransformer (A §4): a deep memory on the infinite features of softmax attention, dot-product loss, all tokens cached."""
-    return KernelRule(structure, objectives.DotProduct(), chunk_size=chunk_size)
+    return SoftmaxRule(structure, objectives.DotProduct(), chunk_size=chunk_size)
 
 
 @register("M_t = α M_{t−1} − η ∇, first layer Σ_{i>t−w} a_i κ(k_i, ·)")
@@ -269,9 +269,9 @@ def swdt(
     window: int = 1,
     cache_window: int = 256,
     structure: structures.Matrix | structures.MLP = structures.MLP(),
-) -> KernelRule:
+) -> SoftmaxRule:
     """Sliding-window DeepTransformer (A §4): the same over the last `cache_window` tokens."""
-    return KernelRule(
+    return SoftmaxRule(
         structure, objectives.DotProduct(), window=window, cache_window=cache_window, chunk_size=chunk_size
     )
 
@@ -282,6 +282,6 @@ def dot(
     window: int = 4,
     structure: structures.Matrix | structures.MLP = structures.MLP(),
     cache_window: int | None = None,
-) -> KernelRule:
+) -> SoftmaxRule:
     """DOT, the deep Omega transformer (A §4.3, Eq. 27–31): ℓ2 and the Omega rule on the infinite features."""
-    return KernelRule(structure, objectives.L2(), window=window, cache_window=cache_window, chunk_size=chunk_size)
+    return SoftmaxRule(structure, objectives.L2(), window=window, cache_window=cache_window, chunk_size=chunk_size)

@@ -40,7 +40,7 @@ class Row:
 
 def _context(rule: memory.Rule) -> str:
     context = "one token" if rule.window == 1 else f"last c = {rule.window} tokens"
-    if isinstance(rule, memory.KernelRule):
+    if isinstance(rule, memory.SoftmaxRule):
         cached = "all tokens" if rule.cache_window is None else f"the last w = {rule.cache_window} tokens"
         context += f"; {cached} cached"
     return context
@@ -64,7 +64,7 @@ def row(name: str, rule: memory.Rule | None = None) -> Row:
         optimizer=rule.optimizer.summary() + (", η per channel" if rule.optimizer.per_channel else ""),
         decay=rule.retention.summary() + (", before the gradient" if rule.retention.decay_first else ""),
         depth=rule.structure.summary(),
-        capacity="D = ∞ (exp)" if isinstance(rule, memory.KernelRule) else rule.features.summary(),
+        capacity="D = ∞ (exp)" if isinstance(rule, memory.SoftmaxRule) else rule.features.summary(),
         optimality=rule.optimizer.optimality,
         context=_context(rule),
         write=rules.WRITES[name],

@@ -206,9 +206,9 @@ def bench_decoding() -> str:
     return table(head, map(line, run["rows"]), right=(1, 2, 3))
 
 
-def bench_kernel_memories() -> str:
-    """Kernel memories beside softmax attention."""
-    (run,) = rows(BENCHMARKS / "kernel_memories_cpu.jsonl")
+def bench_softmax_memories() -> str:
+    """Softmax memories beside softmax attention."""
+    (run,) = rows(BENCHMARKS / "softmax_memories_cpu.jsonl")
     lengths = list(run)
     lines = [(name, *(f"{run[length][name]:.3f}" for length in lengths)) for name in run[lengths[0]]]
     return table(("memory", *(f"{int(n):,} tokens, s" for n in lengths)), lines, right=range(1, len(lengths) + 1))
@@ -283,22 +283,22 @@ def status_devices() -> str:
     """Every device that the rows name, and whether any of them is an accelerator."""
     devices = accelerators()
     sources = {"kernels_measured.jsonl": rows(BENCHMARKS / "kernels_measured.jsonl")}
-    recorded = json.loads((ROOT / "atlasjax/memory/fastest.json").read_text())
+    recorded = json.loads((ROOT / "atlasjax/memory/fast_weights/fastest.json").read_text())
     lines = sorted(
         {
             (row["device"], row["platform"], f"`experiments/benchmarks/{name}`")
             for name, found in sources.items()
             for row in found
         }
-        | {(row["device"], row["platform"], "`atlasjax/memory/fastest.json`") for row in recorded}
+        | {(row["device"], row["platform"], "`atlasjax/memory/fast_weights/fastest.json`") for row in recorded}
     )
     if devices:
         said = f"**Accelerators that have run something: {', '.join(devices)}.**"
     else:
         said = (
             "**No accelerator has run anything yet.** Every row of measured time in the repository is of a CPU, and the table "
-            f"that may choose kernels by default (`atlasjax/memory/fastest.json`) has {len(recorded)} rows. What is said of TPUs "
-            "and GPUs below is what their compilers say, and what interpret mode computes on a CPU."
+            f"that may choose kernels by default (`atlasjax/memory/fast_weights/fastest.json`) has {len(recorded)} rows. What is "
+            "said of TPUs and GPUs below is what their compilers say, and what interpret mode computes on a CPU."
         )
     return said + "\n\n" + table(("device", "platform", "rows"), lines)
 
@@ -306,19 +306,19 @@ def status_devices() -> str:
 def accelerators() -> list[str]:
     """Devices other than CPUs that the rows of measured time name."""
     found = rows(BENCHMARKS / "kernels_measured.jsonl") + json.loads(
-        (ROOT / "atlasjax/memory/fastest.json").read_text()
+        (ROOT / "atlasjax/memory/fast_weights/fastest.json").read_text()
     )
     return sorted({row["device"] for row in found if row["platform"] != "cpu"})
 
 
 def status_rules() -> str:
     """Each named rule: whether cases hold it against the definition, and what kernels and models there are of it."""
-    plain, kernel = _cases("tests/memory/cases.py", "RULES"), _cases("tests/memory/kernelized/cases.py", "RULES")
+    plain, softmax = _cases("tests/memory/cases.py", "RULES"), _cases("tests/memory/softmax/cases.py", "RULES")
     texts = ("embedded", "tinyshakespeare")
     trained = {text: {row["model"] for row in rows(f"experiments/zoo/results/{text}.jsonl")} for text in texts}
 
     def line(name: str) -> Iterable[object]:
-        cases = kernel if isinstance(rules.REGISTRY[name](), memory.KernelRule) else plain
+        cases = softmax if isinstance(rules.REGISTRY[name](), memory.SoftmaxRule) else plain
         proven = any(case == name or name in _names(value) for case, value in cases.items())
         models = [text for text in texts if rule_name(name) in trained[text]]
         kernels = [served(name, implementation) for implementation in PLATFORMS]
@@ -334,9 +334,9 @@ def status_proofs() -> str:
     lines = [
         ("memory rules", "tests/memory/cases.py", _over("RULES", "memory")),
         (
-            "kernel memories",
-            "tests/memory/kernelized/cases.py",
-            _over("GRADED", "memory/kernelized") + _over("STREAMED", "memory/kernelized"),
+            "softmax memories",
+            "tests/memory/softmax/cases.py",
+            _over("GRADED", "memory/softmax") + _over("STREAMED", "memory/softmax"),
         ),
         ("cached memories", caching, _over("CASES", "memory/caching")),
     ]
@@ -347,7 +347,7 @@ def status_kernels() -> str:
     """Each kernel on each platform: interpreted, compiled, run, chosen."""
     static = rows(BENCHMARKS / "kernels_tpu.jsonl")
     measured = rows(BENCHMARKS / "kernels_measured.jsonl")
-    recorded = json.loads((ROOT / "atlasjax/memory/fastest.json").read_text())
+    recorded = json.loads((ROOT / "atlasjax/memory/fast_weights/fastest.json").read_text())
     lines = []
     for kernel, (implementation, label) in itertools.product(KERNELS, PLATFORMS.items()):
         compiled, in_tests = _compiled(kernel, label, static)
@@ -464,7 +464,7 @@ def status_experiments() -> str:
 # System → its code, and what tests it.
 SYSTEMS = {
     "memory rules": ("atlasjax/memory", ("tests/memory",)),
-    "kernel memories": ("atlasjax/memory/kernelized", ("tests/memory/kernelized",)),
+    "softmax memories": ("atlasjax/memory/softmax", ("tests/memory/softmax",)),
     "Memory Caching": ("atlasjax/memory/caching", ("tests/memory/caching",)),
     "Elastic Memory": ("atlasjax/mixers/elastic", ("tests/mixers/elastic", "tests/nn/test_elastic.py")),
     "Gated Associative Memory": ("atlasjax/mixers/gam.py", ("tests/mixers/test_gam.py", "tests/nn/test_gam.py")),
@@ -491,7 +491,7 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         choosing_rules, choosing_sizes,
-        bench_memory, bench_blocks, bench_decoding, bench_kernel_memories, bench_caching, bench_zoo,
+        bench_memory, bench_blocks, bench_decoding, bench_softmax_memories, bench_caching, bench_zoo,
         status_devices, status_rules, status_proofs, status_kernels, status_plans, status_experiments, status_systems,
     )
 }  # fmt: skip

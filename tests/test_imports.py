@@ -32,6 +32,24 @@ MAY_IMPORT = {
     "atlasjax.table1": {"atlasjax", "atlasjax.memory", "atlasjax.rules"} | FOUNDATION,
     "atlasjax.presets": {"atlasjax", "atlasjax.nn", "atlasjax.rules"} | FOUNDATION,
 }
+# Inside `atlasjax.memory`: each room or module and what it may import of it besides itself.
+_SHARED = {"axes", "blocks", "check", "gates", "layout", "meshes"}
+_FAMILIES = {"fast_weights", "softmax", "caching"}
+MEMORY_MAY_IMPORT = {
+    "axes": {"blocks"},
+    "gates": set(),
+    "blocks": set(),
+    "meshes": set(),
+    "layout": set(),
+    "check": {"gates"},
+    "fast_weights": _SHARED,
+    "softmax": _SHARED,
+    "caching": _SHARED | {"fast_weights", "softmax"},
+    "backends": _SHARED | _FAMILIES,
+    "partition": _SHARED | _FAMILIES,
+    "suggested": _SHARED | _FAMILIES,
+    "api": _SHARED | _FAMILIES | {"backends", "partition"},
+}
 HEAVY = [
     "orbax",
     "grain",
@@ -58,8 +76,8 @@ def imports(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            if node.module == "atlasjax":
-                yield from (f"atlasjax.{alias.name}" for alias in node.names)
+            if node.module in ("atlasjax", "atlasjax.memory"):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
             else:
                 yield node.module
 
@@ -79,6 +97,18 @@ def test_import_direction(package):
             # The command line and training are on top: nothing below them knows them.
             if room(module) not in ("atlasjax", "atlasjax.cli"):
                 assert room(name) != "atlasjax.cli", f"{path} imports {name}"
+
+
+def test_import_direction_inside_the_memory():
+    found = {path.name.removesuffix(".py") for path in (ROOT / "atlasjax/memory").iterdir() if "__" not in path.name}
+    assert found == set(MEMORY_MAY_IMPORT)
+    for inside, allowed in MEMORY_MAY_IMPORT.items():
+        place = ROOT / "atlasjax/memory" / inside
+        for path in place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
+            for name in imports(path):
+                if name.startswith("atlasjax.memory."):
+                    other = name.split(".")[2]
+                    assert other in allowed | {inside}, f"{path} imports {name}; {inside} may import {sorted(allowed)}"
 
 
 def modules_after(statement):

@@ -71,7 +71,7 @@ def test_contents(distributions):
     sdist, wheel = distributions
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {"atlasjax/py.typed", "atlasjax/memory/fastest.json"} <= names
+    assert {"atlasjax/py.typed", "atlasjax/memory/fast_weights/fastest.json"} <= names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"atlasjax", "pallas_kernels"}
     modules = {
         path.relative_to(ROOT).as_posix()

@@ -145,7 +145,7 @@ def cache_shardings(cache: PyTree, mesh: Mesh) -> PyTree:
       cache: the (abstract) cache of `LanguageModel.init_cache`: arrays [layers, batch, ...].
       mesh: the mesh. An axis that does not divide a dimension is skipped for that dimension.
     """
-    from atlasjax.memory import CachedState, KernelState, MemoryState
+    from atlasjax.memory import CachedState, MemoryState, SoftmaxState
     from atlasjax.mixers.attention import KVCache, WindowCache
     from atlasjax.mixers.block_memory import CurrentBlock
     from atlasjax.mixers.block_recurrence import BlockRecurrenceState
@@ -155,7 +155,7 @@ def cache_shardings(cache: PyTree, mesh: Mesh) -> PyTree:
     from atlasjax.mixers.memorizing import Queue
 
     # Position of the heads axis in the arrays of each state. Arrays of lower rank have no heads axis.
-    heads_axis = {MemoryState: 2, KernelState: 2, CachedState: 2, KVCache: 3, WindowCache: 3, ElasticState: 3}
+    heads_axis = {MemoryState: 2, SoftmaxState: 2, CachedState: 2, KVCache: 3, WindowCache: 3, ElasticState: 3}
     heads_axis |= {CurrentBlock: 3, Queue: 3, Associative: 2, BlockRecurrenceState: 4, KeysAndValues: 3}
 
     def spec(leaf: jax.ShapeDtypeStruct, heads: int | None) -> NamedSharding:

@@ -6,13 +6,15 @@ y, state = memory.scan(rule, params, None, q, k, v, gates)
 """
 
 from atlasjax.memory.api import AnyRule, Rule, init_params, init_state, read, reference, scan, step
+from atlasjax.memory.axes import features, objectives, optimizers, retention, structures
 from atlasjax.memory.backends import BACKENDS, Backend, register_backend
-from atlasjax.memory.bounds import Bound
 from atlasjax.memory.caching import CachedRule, CachedState
-from atlasjax.memory.kernelized import KernelParams, KernelRule, KernelState
+from atlasjax.memory.fast_weights.bounds import Bound
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
+from atlasjax.memory.gates import Gates
 from atlasjax.memory.partition import Partition
-from atlasjax.memory.rule import MemoryRule
-from atlasjax.memory.state import Gates, MemoryParams, MemoryState
+from atlasjax.memory.softmax import SoftmaxParams, SoftmaxRule, SoftmaxState
 from atlasjax.memory.suggested import suggested_gates
 
 __all__ = [
@@ -23,20 +25,25 @@ __all__ = [
     "CachedRule",
     "CachedState",
     "Gates",
-    "KernelParams",
-    "KernelRule",
-    "KernelState",
     "MemoryParams",
     "MemoryRule",
     "MemoryState",
     "Partition",
     "Rule",
+    "SoftmaxParams",
+    "SoftmaxRule",
+    "SoftmaxState",
+    "features",
     "init_params",
     "init_state",
+    "objectives",
+    "optimizers",
     "read",
     "reference",
     "register_backend",
+    "retention",
     "scan",
     "step",
+    "structures",
     "suggested_gates",
 ]

@@ -1,7 +1,7 @@
 """The functional API: `init_params`, `init_state`, `scan`, `step`, `read`, `reference`.
 
-A rule is a `MemoryRule`, a `KernelRule`, whose memory behind the exponential kernel has a cache of tokens, or a `CachedRule`, which
-keeps the memories of earlier segments; the functions are the same.
+A rule is a `MemoryRule`, a `SoftmaxRule`, whose memory is a cache of tokens, or a `CachedRule`, which keeps the memories of
+earlier segments; the functions are the same.
 """
 
 import functools
@@ -11,43 +11,45 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import backends, caching, check, kernelized
-from atlasjax.memory import state as state_lib
+from atlasjax.memory import backends, caching, check, softmax
 from atlasjax.memory.caching import CachedRule, CachedState
-from atlasjax.memory.engine import xla_step
-from atlasjax.memory.kernelized import KernelParams, KernelRule, KernelState
-from atlasjax.memory.kernels import PALLAS
+from atlasjax.memory.fast_weights import check as fast_check
+from atlasjax.memory.fast_weights import state as state_lib
+from atlasjax.memory.fast_weights.engine import xla_step
+from atlasjax.memory.fast_weights.kernels import PALLAS
+from atlasjax.memory.fast_weights.reference import read_one, reference_scan
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
+from atlasjax.memory.gates import Gates
 from atlasjax.memory.meshes import on_any_mesh
 from atlasjax.memory.partition import Partition, partitioned
-from atlasjax.memory.reference import read_one, reference_scan
-from atlasjax.memory.rule import MemoryRule
-from atlasjax.memory.state import Gates, MemoryParams, MemoryState
+from atlasjax.memory.softmax import SoftmaxParams, SoftmaxRule, SoftmaxState
 
 for _backend in PALLAS:
     backends.register_backend(_backend)
 
-Rule = MemoryRule | KernelRule
+Rule = MemoryRule | SoftmaxRule
 AnyRule = Rule | CachedRule
-Params = MemoryParams | KernelParams
-State = MemoryState | KernelState | CachedState
+Params = MemoryParams | SoftmaxParams
+State = MemoryState | SoftmaxState | CachedState
 
 
 def init_params(rule: AnyRule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
-    """Fresh learned parameters of a rule: `state.init_params`, `kernelized.init_params`. Every leaf has the heads axis first."""
+    """Fresh learned parameters of a rule: `state.init_params`, `softmax.init_params`. Every leaf has the heads axis first."""
     if isinstance(rule, CachedRule):
         rule = rule.rule
-    module: Any = kernelized if isinstance(rule, KernelRule) else state_lib
+    module: Any = softmax if isinstance(rule, SoftmaxRule) else state_lib
     return module.init_params(rule, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
 
 
 def init_state(rule: AnyRule, params: Any, *, batch_size: int, max_length: int | None = None) -> Any:
-    """A fresh memory for every batch element: `state.init_state`, `kernelized.init_state`, `caching.init_state`.
+    """A fresh memory for every batch element: `state.init_state`, `softmax.init_state`, `caching.init_state`.
 
     Args:
       rule: the rule.
       params: what `init_params` gave (or a trained version of it).
       batch_size: number of batch elements.
-      max_length: the most tokens that will be read; needed by what keeps everything: a kernel memory with a full cache, a
+      max_length: the most tokens that will be read; needed by what keeps everything: a softmax memory with a full cache, a
         cached rule without a capacity.
 
     Raises:
@@ -59,8 +61,8 @@ def init_state(rule: AnyRule, params: Any, *, batch_size: int, max_length: int |
 
 def _module(rule: Any) -> Any:
     """The module of these functions for a rule of another kind; None for a `MemoryRule`."""
-    if isinstance(rule, KernelRule):
-        return kernelized
+    if isinstance(rule, SoftmaxRule):
+        return softmax
     return caching if isinstance(rule, CachedRule) else None
 
 
@@ -86,7 +88,7 @@ def scan(
     memory for each chunk.
 
     Args:
-      rule: the memory rule, static under jit; a `MemoryRule`, a `KernelRule` or a `CachedRule`.
+      rule: the memory rule, static under jit; a `MemoryRule`, a `SoftmaxRule` or a `CachedRule`.
       params: its learned parameters (`init_params`).
       state: the memory so far; None for a fresh one (`init_state`), which is also faster: chunks are then aligned statically.
       q: queries, [batch, time, heads, key_dim], floating point. Any length ≥ 1.
@@ -123,7 +125,7 @@ def scan(
             return module.scan(rule, *tokens, segment_ids=ids, check_gates=check_gates, **options)
 
     else:
-        check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.scan")
+        fast_check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.scan")
         max_segments = check.check_segments(segment_ids, max_segments, q, "memory.scan")
         if segment_ids is not None:
             segment_ids = jnp.asarray(segment_ids, jnp.int32)
@@ -159,7 +161,7 @@ def step(
 ) -> tuple[jax.Array, Any]:
     """One token: `scan` without the time axis, for decoding. Its cost does not depend on how much was read.
 
-    (A kernel memory costs one read of its cache, and a cached rule reads of its memories: sizes fixed when the state is made.)
+    (A softmax memory costs one read of its cache, and a cached rule reads of its memories: sizes fixed when the state is made.)
 
     Args:
       rule, params, state: as in `scan`; the state is required.
@@ -180,7 +182,7 @@ def step(
     if module is not None:
         call = lambda *arguments: module.step(rule, *arguments, check_gates=check_gates)
     else:
-        check.check_call(rule, params, state, q, k, v, gates, time=False, where="memory.step")
+        fast_check.check_call(rule, params, state, q, k, v, gates, time=False, where="memory.step")
         if check_gates:
             check.check_gate_ranges(gates, "memory.step")
         assert isinstance(rule, MemoryRule)  # as `check_call` found
@@ -206,9 +208,9 @@ def read(rule: AnyRule, params: Any, state: Any, q: jax.Array, connector: jax.Ar
         return caching.read(rule, params, state, q, connector)
     if connector is not None:
         raise ValueError(f"memory.read: connector is given, but {type(rule).__name__} has no use for one.")
-    if isinstance(rule, KernelRule):
-        return kernelized.read(rule, params, state, q)
-    check.check_read(rule, params, state, q)
+    if isinstance(rule, SoftmaxRule):
+        return softmax.read(rule, params, state, q)
+    fast_check.check_read(rule, params, state, q)
     wide = jnp.promote_types(q.dtype, jnp.float32)
     up = jax.tree.map(lambda x: x.astype(wide), params)
     one = lambda p, w, x: read_one(rule, p, w, x)
@@ -233,7 +235,7 @@ def reference(
     gates = check.whole_gates(rule, gates, q, v, "memory.reference")
     if (module := _module(rule)) is not None:
         return module.reference(rule, params, state, q, k, v, gates, segment_ids=segment_ids)
-    check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.reference")
+    fast_check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.reference")
     if segment_ids is not None:
         check.check_segments(segment_ids, q.shape[1], q, "memory.reference")
         segment_ids = jnp.asarray(segment_ids, jnp.int32)

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 import jax
 
-from atlasjax.memory.engine import xla_scan
-from atlasjax.memory.reference import reference_scan
-from atlasjax.memory.rule import MemoryRule
-from atlasjax.memory.state import Gates, MemoryParams, MemoryState
+from atlasjax.memory.fast_weights.engine import xla_scan
+from atlasjax.memory.fast_weights.reference import reference_scan
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
+from atlasjax.memory.gates import Gates
 from atlasjax.names import resolve
 
 

@@ -1,4 +1,4 @@
-"""Checks of arguments, before anything is traced or compiled."""
+"""Checks of arguments that all families share, before anything is traced or compiled."""
 
 from typing import Any
 
@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from atlasjax.memory.rule import MemoryRule
-from atlasjax.memory.state import Gates, MemoryParams, MemoryState, check_params, infer_key_dim
+from atlasjax.memory.gates import Gates
 
 
-def _shape(name: str, x: Any, expected: tuple[int | str, ...], where: str) -> None:
+def check_shape(name: str, x: Any, expected: tuple[int | str, ...], where: str) -> None:
     """`expected` holds sizes, or names for sizes that are free."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"{where}: {name} must be an array of shape {_pretty(expected)}, got {type(x).__name__}.")
@@ -26,7 +25,7 @@ def _pretty(expected: tuple[int | str, ...]) -> str:
     return "[" + ", ".join(str(e) for e in expected) + "]"
 
 
-def _floating(name: str, x: Any, where: str) -> None:
+def check_floating(name: str, x: Any, where: str) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{where}: {name} must be floating point, got {x.dtype}.")
 
@@ -76,45 +75,6 @@ def whole_gates(rule: Any, gates: Any, q: Any, v: Any, where: str) -> Any:
     return Gates(**{name: whole(name, gate) for name, gate in gates._asdict().items()})
 
 
-def check_call(
-    rule: Any,
-    params: MemoryParams,
-    state: MemoryState | None,
-    q: Any,
-    k: Any,
-    v: Any,
-    gates: Gates,
-    *,
-    time: bool,
-    where: str,
-) -> None:
-    """Shapes, dtypes, and which gates are given.
-
-    Raises:
-      TypeError: not an array, or not floating point.
-      ValueError: a shape, a dtype or a gate that does not fit; the message names it, what it is and what it should be.
-    """
-    if not isinstance(rule, MemoryRule):
-        raise TypeError(f"{where}: rule must be a MemoryRule, got {type(rule).__name__}.")
-    check_params(rule, params)
-    heads, value_dim = next(iter(params.weights.values())).shape[0], _value_dim(rule, params)
-    key_dim = infer_key_dim(rule, params)
-    lead: tuple[int | str, ...] = ("batch", "time", heads) if time else ("batch", heads)
-    _shape("q", q, (*lead, key_dim), where)
-    lead = tuple(q.shape[: len(lead)])
-    if 0 in lead:
-        raise ValueError(f"{where}: q has shape {tuple(q.shape)}; batch and time must be at least 1.")
-    _shape("k", k, (*lead, key_dim), where)
-    _shape("v", v, (*lead, value_dim), where)
-    for name, x in {"q": q, "k": k, "v": v}.items():
-        _floating(name, x, where)
-        if x.dtype != q.dtype:
-            raise ValueError(f"{where}: q, k and v must have one dtype, got q {q.dtype} and {name} {x.dtype}.")
-    check_gates(rule.gate_channels(key_dim, value_dim), gates, lead, where)
-    if state is not None:
-        check_state(rule, params, state, lead[0], where)
-
-
 def check_gates(expected: dict[str, int | None], gates: Any, lead: tuple[int | str, ...], where: str) -> None:
     """Raises where the gates are not those of a rule, `gate_channels`, each [*lead(, channels)] and floating point."""
     if not isinstance(gates, Gates):
@@ -130,36 +90,8 @@ def check_gates(expected: dict[str, int | None], gates: Any, lead: tuple[int | s
         shape = lead if channels is None else (*lead, channels)
         if gate is None:
             raise ValueError(f"{where}: gates.{name} is missing; this rule needs it with shape {_pretty(shape)}.")
-        _shape(f"gates.{name}", gate, shape, where)
-        _floating(f"gates.{name}", gate, where)
-
-
-def _value_dim(rule: MemoryRule, params: MemoryParams) -> int:
-    outermost = next(iter(rule.structure.weight_shapes(1, 1)))
-    return params.weights[outermost].shape[1]
-
-
-def check_state(rule: MemoryRule, params: MemoryParams, state: MemoryState, batch: int | str, where: str) -> None:
-    """Raise where `state` is not a state of this rule with these parameters and this batch size."""
-    from atlasjax.memory.state import init_state
-
-    if not isinstance(state, MemoryState):
-        raise TypeError(f"{where}: state must be a MemoryState, got {type(state).__name__}.")
-    if isinstance(batch, str):
-        batch = state.segment.shape[0]
-    expected = jax.eval_shape(lambda p: init_state(rule, p, batch_size=batch), params)
-    want_structure: Any = jax.tree.structure(expected)
-    if want_structure != jax.tree.structure(state):
-        raise ValueError(
-            f"{where}: state is of another rule: it has {_fields(state)}, this rule's has {_fields(expected)}."
-        )
-    flat, _ = jax.tree_util.tree_flatten_with_path(expected)
-    for (path, want), have in zip(flat, jax.tree.leaves(state)):
-        _shape(f"state{jax.tree_util.keystr(path)}", have, want.shape, where)
-
-
-def _fields(state: MemoryState) -> str:
-    return ", ".join(name for name, value in state._asdict().items() if value is not None)
+        check_shape(f"gates.{name}", gate, shape, where)
+        check_floating(f"gates.{name}", gate, where)
 
 
 def check_segments(segment_ids: Any, max_segments: int | None, q: Any, where: str) -> int | None:
@@ -168,7 +100,7 @@ def check_segments(segment_ids: Any, max_segments: int | None, q: Any, where: st
         if max_segments is not None:
             raise ValueError(f"{where}: max_segments={max_segments} is given without segment_ids.")
         return None
-    _shape("segment_ids", segment_ids, q.shape[:2], where)
+    check_shape("segment_ids", segment_ids, q.shape[:2], where)
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise TypeError(f"{where}: segment_ids must be integers, got {segment_ids.dtype}.")
     concrete = not isinstance(segment_ids, jax.core.Tracer)
@@ -217,12 +149,3 @@ def check_gate_ranges(gates: Gates, where: str) -> None:
         elif not bool(jnp.all(inside)):
             index = tuple(int(i) for i in np.argwhere(~np.asarray(inside))[0])
             raise ValueError(f"{message}{float(np.asarray(gate, np.float64)[index]):g} at index {index}.")
-
-
-def check_read(rule: MemoryRule, params: MemoryParams, state: MemoryState, q: Any) -> None:
-    """Arguments of `memory.read`."""
-    check_params(rule, params)
-    heads = next(iter(params.weights.values())).shape[0]
-    check_state(rule, params, state, "batch", "memory.read")
-    _shape("q", q, (state.segment.shape[0], "time", heads, infer_key_dim(rule, params)), "memory.read")
-    _floating("q", q, "memory.read")

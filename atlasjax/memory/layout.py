@@ -4,7 +4,7 @@ A call may begin in the middle of a chunk, and packed segments restart the grid,
 (padded to whole blocks), a token's offset in its slot is its position in its chunk, and the rest is padding without effect.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -130,3 +130,9 @@ def segmented_layout(
         position=(place[:, -1] + 1) % chunk,
         last_count=jnp.minimum(seen[:, -1] + 1, window - 1),
     )
+
+
+def choose(condition: jax.Array, a: Any, b: Any) -> Any:
+    """Per batch element: leaves of `a` where the condition [batch] holds, else of `b`."""
+    expand = lambda x: condition.reshape(-1, *(1,) * (x.ndim - 1))
+    return jax.tree.map(lambda x, y: jnp.where(expand(y), x, y), a, b)

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from atlasjax.memory.rule import MemoryRule
-from atlasjax.memory.state import Gates, init_state
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.state import init_state
+from atlasjax.memory.gates import Gates
 
 
 @dataclasses.dataclass(frozen=True)

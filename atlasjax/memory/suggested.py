@@ -52,7 +52,7 @@ entry, the limit above) and 1/D (evenly spread, the start). So λ is divided by 
 DeltaNet's β), and its removal key is the projection itself, of unit length. A cached rule's connector u is the plain projection
 (MC §3.1, Eq. 9). It is small at first, so all memories that a token reads start with about the same weight.
 
-Kernel memories (`KernelRule`, normalized): the first layer is an average of coefficients a_i, each written only by the
+Softmax memories (`SoftmaxRule`, normalized): the first layer is an average of coefficients a_i, each written only by the
 Γ = Σ_j γ_j of the few tokens that have i in their window, so the chunk does not multiply its step. A matrix with the dot-product
 loss is softmax attention at η = 1, so it starts at 1 and may go up to 2. Under ℓ2, exact = 1/Γ. In an MLP, W1 takes a write from
 every token, with hidden values of size up to about η Γ / 4. Under ℓ2 the worst chunk then stays below one at η³ = 16 / (b Γ³).
@@ -67,16 +67,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlasjax.memory.caching import CachedRule
-from atlasjax.memory.kernelized import KernelRule
-from atlasjax.memory.rule import MemoryRule
-from atlasjax.memory.state import Gates
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.gates import Gates
+from atlasjax.memory.softmax import SoftmaxRule
 
 _SHORT, _LONG = (32.0, 512.0), (512.0, 8192.0)  # time scales of retention, in tokens
 _GELU_SLOPE = 1.13
 
 
 def suggested_gates(
-    rule: MemoryRule | KernelRule | CachedRule,
+    rule: MemoryRule | SoftmaxRule | CachedRule,
     *,
     batch_size: int,
     time: int | None,
@@ -150,7 +150,7 @@ def gradient_count(rule: MemoryRule, momentum: np.ndarray, window: np.ndarray) -
 
 
 def initial_gates(
-    rule: MemoryRule | KernelRule,
+    rule: MemoryRule | SoftmaxRule,
     num_heads: int,
     key_dim: int,
     value_dim: int,
@@ -169,10 +169,10 @@ def initial_gates(
       similar_keys: whether the keys of a chunk are expected to be nearly equal.
     """
     matrix, dot_product = rule.structure.is_matrix, rule.objective.gradient_is_value
-    kernel = isinstance(rule, KernelRule)
+    keeps_tokens = isinstance(rule, SoftmaxRule)
     # Whether a write needs a gradient of the memory's size: those of one size, and into a matrix, do not.
     one_size = rule.optimizer.orthogonalizes or not (rule.optimizer.is_linear or rule.optimizer.is_implicit)
-    short = (one_size or matrix) and not rule.retention.has_map and not kernel  # a cache should keep its entries
+    short = (one_size or matrix) and not rule.retention.has_map and not keeps_tokens  # a cache should keep its entries
     scales = np.geomspace(*(_SHORT if short else _LONG), num_heads)
     channels = rule.gate_channels(key_dim, value_dim)
     forgetting = 1.0 / scales if "retention" in channels else np.full(num_heads, 1.0 / 128)
@@ -181,8 +181,8 @@ def initial_gates(
     window = 1.0 / (1.0 + np.exp(-np.linspace(2.0, -2.0, rule.window)))
     window = np.tile(window if rule.window > 1 else 1.0, (num_heads, 1))
 
-    if isinstance(rule, KernelRule):
-        step, derived = _kernel_step(rule, forgetting, momentum, window.sum(axis=1))
+    if isinstance(rule, SoftmaxRule):
+        step, derived = _softmax_step(rule, forgetting, momentum, window.sum(axis=1))
     elif rule.optimizer.orthogonalizes:
         step = 0.5 * rule.optimizer.every * forgetting
         derived = 4 * step.max()
@@ -220,15 +220,15 @@ def initial_gates(
     )
 
 
-def start_scale(rule: MemoryRule | KernelRule, step_size: np.ndarray) -> np.ndarray:
+def start_scale(rule: MemoryRule | SoftmaxRule, step_size: np.ndarray) -> np.ndarray:
     """Initial scale of each head's weights relative to their fan-in scale. step_size: initial η, [heads]."""
-    if isinstance(rule, KernelRule) and not rule.structure.is_matrix and rule.objective.gradient_is_value:
+    if isinstance(rule, SoftmaxRule) and not rule.structure.is_matrix and rule.objective.gradient_is_value:
         return 2.0 / np.sqrt(step_size)
     return np.ones_like(step_size)
 
 
-def _kernel_step(
-    rule: KernelRule, forgetting: np.ndarray, momentum: np.ndarray, gamma: np.ndarray
+def _softmax_step(
+    rule: SoftmaxRule, forgetting: np.ndarray, momentum: np.ndarray, gamma: np.ndarray
 ) -> tuple[np.ndarray, float]:
     """Initial η and its upper bound, derived in the module docstring. All are [heads]; gamma is Γ."""
     matrix = rule.structure.is_matrix

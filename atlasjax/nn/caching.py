@@ -39,7 +39,7 @@ class CachingConfig:
         """The rule with its memories cached.
 
         Raises:
-          ValueError: a field out of its range, or "soup" or "carry" of a kernel memory.
+          ValueError: a field out of its range, or "soup" or "carry" of a softmax memory.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return memory.CachedRule(rule, **fields)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from atlasjax import check, rules
-from atlasjax.memory import BACKENDS, AnyRule, KernelRule, MemoryRule, structures
+from atlasjax.memory import BACKENDS, AnyRule, MemoryRule, SoftmaxRule, structures
 from atlasjax.memory import features as features_lib
 from atlasjax.names import call_with, lookup, name_of, options_text, resolve
 from atlasjax.nn.caching import CachingConfig
@@ -48,12 +48,12 @@ class MemoryConfig:
 
     Attributes:
       rule: a name of `rules.REGISTRY`, or "package.module:function" for a rule of your own: a function that returns a `MemoryRule`
-        or a `KernelRule`. The function itself is taken too, and kept as that name.
+        or a `SoftmaxRule`. The function itself is taken too, and kept as that name.
       rule_options: keyword arguments of that function beside the fields below, a JSON object; a dictionary is taken too, and kept
         as text.
       chunk_size: b ≥ 1 tokens whose gradients are taken at one memory. Part of the model.
       window: c ≥ 1 last tokens whose loss every step descends on (the Omega rule).
-      cache_window: w ≥ window last tokens that a kernel memory's cache holds (swdt, dot).
+      cache_window: w ≥ window last tokens that a softmax memory's cache holds (swdt, dot).
       structure: "matrix", "mlp" or "gated_mlp".
       depth: number of matrices of an MLP memory, ≥ 1.
       expansion: hidden width of a deep memory over the head dimension, ≥ 1.
@@ -108,7 +108,7 @@ class MemoryConfig:
             )
 
     def build(self) -> AnyRule:
-        """The named rule with the overrides that are not None: a `MemoryRule` or `KernelRule`; with caching a `CachedRule`.
+        """The named rule with the overrides that are not None: a `MemoryRule` or `SoftmaxRule`; with caching a `CachedRule`.
 
         Raises:
           ValueError: as the class says; a refused override is named together with the rule and what the rule does take.
@@ -128,8 +128,8 @@ class MemoryConfig:
             self._override_part("structure", STRUCTURES, _STRUCTURE_FIELDS, parameters, arguments)
         self._override_part("features", FEATURES, _FEATURE_FIELDS, parameters, arguments)
         rule = call_with("memory rule", self.rule, factory, options=self.rule_options, **arguments)
-        if not isinstance(rule, MemoryRule | KernelRule):
-            raise ValueError(f"memory rule {self.rule!r} made {rule!r}, should be a MemoryRule or a KernelRule.")
+        if not isinstance(rule, MemoryRule | SoftmaxRule):
+            raise ValueError(f"memory rule {self.rule!r} made {rule!r}, should be a MemoryRule or a SoftmaxRule.")
         if not self.bounded and isinstance(rule, MemoryRule):
             rule = rule.unbounded()
         return rule if self.caching is None else self.caching.around(rule)

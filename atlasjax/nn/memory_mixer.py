@@ -30,7 +30,7 @@ class MemoryMixerState(NamedTuple):
     """
 
     conv: jax.Array
-    memory: memory.MemoryState | memory.KernelState | memory.CachedState
+    memory: memory.MemoryState | memory.SoftmaxState | memory.CachedState
 
 
 def memory_params(
@@ -41,7 +41,7 @@ def memory_params(
     scaled = {name: w * jnp.asarray(start, w.dtype)[:, None, None] for name, w in initial.weights.items()}
     # Any: the parameters are declared with arrays, and hold the Params that stand for them.
     weights: Any = {name: param(w, "heads", "memory_out", "memory_in") for name, w in scaled.items()}
-    if isinstance(initial, memory.KernelParams):
+    if isinstance(initial, memory.SoftmaxParams):
         return dataclasses.replace(initial, weights=weights)
     coefficients: Any = None if initial.coefficients is None else param(initial.coefficients, "heads", None)
     norm: Any = None if initial.norm is None else {name: param(x, "heads", None) for name, x in initial.norm.items()}
@@ -58,11 +58,11 @@ def memory_norm(rule: memory.AnyRule, state: Any) -> jax.Array | None:
       state: as `memory.scan` returns it.
 
     Returns:
-      float32 [batch, heads], through which no gradient flows; None for a kernel memory, whose reads are averages of its cache.
+      float32 [batch, heads], through which no gradient flows; None for a softmax memory, whose reads are averages of its cache.
     """
     if isinstance(rule, memory.CachedRule):
         return memory_norm(rule.rule, state.online)
-    if isinstance(rule, memory.KernelRule):
+    if isinstance(rule, memory.SoftmaxRule):
         return None
     weights = jax.lax.stop_gradient(rule.weights(state.memory)).values()
 

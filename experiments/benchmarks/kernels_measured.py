@@ -2,7 +2,7 @@
 
     python experiments/benchmarks/kernels_measured.py                      # 4 × 8,192 tokens, 16 heads, d = 64 and 128, bfloat16
     python experiments/benchmarks/kernels_measured.py --only omeganet delta_rule --dims 64
-    python experiments/benchmarks/kernels_measured.py --record             # also into atlasjax/memory/fastest.json
+    python experiments/benchmarks/kernels_measured.py --record             # also into atlasjax/memory/fast_weights/fastest.json
     JAX_PLATFORMS=cpu python experiments/benchmarks/kernels_measured.py --batch 1 --tokens 2048 --heads 4 --dims 64 --dtype float32
 
 Each operation is timed forward, and forward and backward with the gradients of all inputs and parameters: with the XLA engine, the
@@ -227,7 +227,7 @@ def run_cases(
 
 def record(lines: list[Row], cases: list[Case], device: Device, command: str, path: pathlib.Path) -> None:
     """Writes the cases' results on kernels into the table of `memory.fastest`, replacing older rows with the same key."""
-    from atlasjax.memory import fastest
+    from atlasjax.memory.fast_weights import fastest
 
     new, lacking = measured_report.measurements(lines, cases, device, command)
     for text in lacking:
@@ -252,7 +252,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"operations: {', '.join(OPERATIONS)}")
     parser.add_argument("--repeats", type=int, default=9, help="rounds")
     parser.add_argument("--again", action="store_true", help="measure finished cases again")
-    parser.add_argument("--record", action="store_true", help="write the results into atlasjax/memory/fastest.json")
+    parser.add_argument(
+        "--record", action="store_true", help="write the results into atlasjax/memory/fast_weights/fastest.json"
+    )
     parser.add_argument(
         "--out",
         type=pathlib.Path,
@@ -282,7 +284,7 @@ def main() -> None:
     options.out.with_suffix(".md").write_text(measured_report.page(lines))
     measured_report.show(lines, cases, device)
     if options.record:
-        from atlasjax.memory import fastest
+        from atlasjax.memory.fast_weights import fastest
 
         record(lines, cases, device, command + " --record", fastest.PATH)
 

@@ -164,7 +164,7 @@ def measurements(lines: list[Row], cases: list[Case], device: Any, command: str)
     A kernel's ratio is the smallest over its operations, forward and backward, all of which must be in the run. Calls that
     `memory.scan` reports as unsupported do not count. Other failures and wrong results count as 0.
     """
-    from atlasjax.memory.fastest import PLATFORMS, Measurement
+    from atlasjax.memory.fast_weights.fastest import PLATFORMS, Measurement
 
     engines = [name for name, platform in PLATFORMS.items() if platform == device.platform]
     if not engines:

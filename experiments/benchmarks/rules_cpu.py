@@ -73,7 +73,7 @@ def blocks(options):
     for name in options.rules or BLOCK_PARALLEL:
         rule = rules.REGISTRY[name]()
         if name == "polysketch":
-            from atlasjax.memory.features import TensorSketch
+            from atlasjax.memory.axes.features import TensorSketch
 
             rule = rules.polysketch(features=TensorSketch(2, options.dim))
         args = inputs(rule, options.length, options.heads, options.dim)
@@ -120,7 +120,7 @@ def decode(options):
     rows = []
     for name in options.rules or rules.REGISTRY:
         rule = rules.REGISTRY[name]()
-        if isinstance(rule, memory.KernelRule) and rule.cache_window is None:
+        if isinstance(rule, memory.SoftmaxRule) and rule.cache_window is None:
             continue  # it caches every token, so a step costs one read of that cache
         params, *arrays = inputs(rule, 1_000, 1, 16)
         read = jax.jit(lambda state, *arrays, rule=rule, params=params: memory.scan(rule, params, state, *arrays)[1])

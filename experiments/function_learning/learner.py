@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from atlasjax.memory.structures import MLP
+from atlasjax.memory.axes.structures import MLP
 from atlasjax.names import lookup
 from pallas_kernels.newton_schulz import newton_schulz
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax import check
-from atlasjax.memory.structures import gelu
+from atlasjax.memory.axes.structures import gelu
 from atlasjax.names import lookup
 
 Pairs = tuple[jax.Array, jax.Array]

@@ -5,15 +5,15 @@
     python -m experiments.stability.candidates --report         # only the table
 
     paper       no bound
-    left_over   the library's: a step is scaled by the remaining error of its token (`atlasjax.memory.bounds`)
+    left_over   the library's: a step is scaled by the remaining error of its token (`atlasjax.memory.fast_weights.bounds`)
     triangular  η' = (I + diag(η) L)⁻¹ η with L_ti = 8 a_i (k_i·k_t)², where momentum adds gradient i a_i times by the chunk's end
     pivot       1/η'_t = 1/η_t + p_t, p_t the pivot of ρI − Σ η'_i ĝ_i ĝ_iᵀ at the chunk's tangent features ĝ: the sum stays below ρ
     share       η'_t = min(η_t, (1 − θ_t) a_t / (b ‖g_t‖²)): assumes the worst case, where all tokens of a chunk are alike
     norm        weights scaled back to ‖W‖_F ≤ 8 √rows at the start of every chunk, and nothing else
 
-Each replaces `atlasjax.memory.steps.dual_steps`, and everything else is the same. Parts: `train` (titans-tiny at its defaults, two
-texts, three seeds), `stream` (finite over 65,536 tokens, with random and adversarial keys), `cost` (time of forward and backward
-relative to the papers' recurrence), `capacity` (pairs recalled).
+Each replaces `atlasjax.memory.fast_weights.steps.dual_steps`, and everything else is the same. Parts: `train` (titans-tiny at its
+defaults, two texts, three seeds), `stream` (finite over 65,536 tokens, with random and adversarial keys), `cost` (time of forward
+and backward relative to the papers' recurrence), `capacity` (pairs recalled).
 """
 
 import argparse
@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax import memory, rules
-from atlasjax.memory import bounds, steps
+from atlasjax.memory.fast_weights import bounds, steps
 from experiments.stability.rows import append_row, read_rows
 
 HERE = pathlib.Path(__file__).parent

@@ -118,12 +118,12 @@ def run(name: str, case: str) -> dict[str, Any] | None:
 
     rule = rule_of(name)
     started = time.perf_counter()
-    kernel = isinstance(rule, memory.KernelRule)
+    softmax = isinstance(rule, memory.SoftmaxRule)
     gates = rule.gate_channels(DIM, DIM)
     if (
         (case == "retention" and "retention" not in gates)
         or (case == "bold" and "step_size" not in gates)
-        or (case == "adversarial" and kernel)
+        or (case == "adversarial" and softmax)
     ):
         return None
     params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=DIM, value_dim=DIM)

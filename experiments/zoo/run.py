@@ -120,7 +120,7 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
 
 _KINDS = {
     "attention": ("softmax attention, alone or with others", "tab:red"),
-    "kernel": ("kernel memory", "tab:purple"),
+    "softmax": ("softmax memory", "tab:purple"),
     "deep": ("deep memory", "tab:blue"),
     "matrix": ("matrix memory or state space", "tab:green"),
 }
@@ -130,7 +130,7 @@ _ATTEND = {"attention", "swa", "mac", "mag", "mal", "block_attention", "block_re
 
 
 def _color(name: str) -> str:
-    from atlasjax.memory import KernelRule
+    from atlasjax.memory import SoftmaxRule
     from atlasjax.presets import get_preset, has_memory
 
     config = get_preset(f"{name}-tiny")
@@ -139,8 +139,8 @@ def _color(name: str) -> str:
     if not has_memory(config):
         return _KINDS["matrix"][1]
     rule = config.memory.build()
-    if isinstance(rule, KernelRule):
-        return _KINDS["kernel"][1]
+    if isinstance(rule, SoftmaxRule):
+        return _KINDS["softmax"][1]
     return _KINDS["matrix" if rule.structure.is_matrix else "deep"][1]
 
 

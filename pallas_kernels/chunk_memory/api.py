@@ -53,7 +53,7 @@ def chunk_memory(
 
     Args:
       structure, objective: frozen objects with the methods `Structure.apply` and `Objective.loss`, such as those of
-        `atlasjax.memory.structures` and `objectives`, static under jit. A residual structure adds k itself.
+        `atlasjax.memory.axes.structures` and `objectives`, static under jit. A residual structure adds k itself.
       weights: M before the first token, name → [batch, heads, out, in].
       momenta: S in the same form. Required if `momentum` is given.
       q, k: [batch, time, heads, key_dim], float32 or bfloat16.

@@ -1,8 +1,8 @@
 """Bounds that keep a memory from diverging, with matrix operations only: limits on step sizes and weight norms.
 
-`atlasjax.memory.bounds` defines and derives the recurrence. This module has its arithmetic for a chunk that begins with the
-memory M_0 at which its gradients are taken. With G_t = Σ_i Γ[t,i] ∇_i, f_t the windowed first-order decrease of the loss down to
-the target, n_t = f_t + floor_t and u_t = θ_t / (1 − θ_t),
+`atlasjax.memory.fast_weights.bounds` defines and derives the recurrence. This module has its arithmetic for a chunk that begins
+with the memory M_0 at which its gradients are taken. With G_t = Σ_i Γ[t,i] ∇_i, f_t the windowed first-order decrease of the
+loss down to the target, n_t = f_t + floor_t and u_t = θ_t / (1 − θ_t),
 
     η̄_t = min(η_t, step · (1 − θ_t) f_t / ‖G_t‖²)        η'_t = η̄_t (1 + x_t / n_t)
     x_t = (a_{t−1} − 1) ⟨G_t, M_0⟩ + (s_{t−1} + u_t β_{t−1}) ⟨G_t, S_0⟩ − Σ_{j<t} (T_α T_θ + u_t T_θ)[t−1, j] η'_j ⟨G_t, G_j⟩
@@ -22,7 +22,7 @@ from pallas_kernels.chunk_memory.gates import Decays, Gates
 Weights = dict[str, jax.Array]
 Factors = dict[str, tuple[jax.Array, jax.Array]]
 
-# Lower bound of 1 − θ, as in `atlasjax.memory.bounds`: slower momentum is treated as if it ended after 1,024 tokens.
+# Lower bound of 1 − θ, as in `atlasjax.memory.fast_weights.bounds`: slower momentum is treated as if it ended after 1,024 tokens.
 LEAST = 2.0**-10
 _STRIP = 64  # rows
 

@@ -191,7 +191,7 @@ def gradient_factors(
 ) -> Gradients:
     """∇ℓ of each token as factors, at the weights W given by `weight(name, h)` = h Wᵀ [E, widths[name]].
 
-    See `atlasjax.memory.chunk.gradient_factors`.
+    See `atlasjax.memory.fast_weights.chunk.gradient_factors`.
     """
 
     def out(zeros: dict[str, jax.Array]) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array]]]:

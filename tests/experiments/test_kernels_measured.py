@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from atlasjax.memory import fastest
+from atlasjax.memory.fast_weights import fastest
 from experiments.benchmarks import kernels_measured, measured_cases, measured_report, measured_torch
 from experiments.benchmarks.kernels_measured import Device, Program
 from experiments.benchmarks.measured_cases import ENGINES, OPERATIONS, Case

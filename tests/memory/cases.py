@@ -6,7 +6,7 @@ import numpy as np
 
 from atlasjax import memory, rules
 from atlasjax.memory import Bound, features, objectives, optimizers, retention, structures
-from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.fast_weights.rule import MemoryRule
 from tests.memory.own_ideas import IDEAS
 
 MATRIX, GD = structures.Matrix(), optimizers.GradientDescent()

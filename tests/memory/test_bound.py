@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from atlasjax import memory, rules
-from atlasjax.memory import Bound, bounds, check, features, objectives, optimizers, retention, structures
-from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory import Bound, check, features, objectives, optimizers, retention, structures
+from atlasjax.memory.fast_weights import bounds
+from atlasjax.memory.fast_weights.rule import MemoryRule
 from tests.memory.cases import RULES, assert_close, make_inputs, objective, slice_time
 
 RELU = structures.MLP(expansion=2, activation="relu")

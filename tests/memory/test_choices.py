@@ -10,7 +10,7 @@ import pytest
 
 from atlasjax import memory, rules
 from atlasjax.memory import features, objectives, optimizers, retention, structures
-from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.fast_weights.rule import MemoryRule
 
 
 def pairs(dim, count=200, seed=0):

@@ -12,7 +12,7 @@ import pytest
 
 from atlasjax import memory, rules
 from atlasjax.memory import features, objectives, optimizers, retention, structures
-from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.fast_weights.rule import MemoryRule
 from tests.memory.cases import assert_close, make_inputs
 
 TIME, KEY, VALUE = 23, 5, 3
@@ -241,7 +241,7 @@ def test_longhorn_never_overshoots(x64):
 )
 @pytest.mark.parametrize("block", [1, 7, 64])
 def test_block_length_changes_nothing(name, block, x64, monkeypatch):
-    from atlasjax.memory import chunk
+    from atlasjax.memory.fast_weights import chunk
 
     rule, _ = ROWS[name]
     params, q, k, v, gates = make_inputs(rule, dtype=jnp.float64)

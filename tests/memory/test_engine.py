@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from atlasjax import memory
-from atlasjax.memory.chunk import plan as chunk_plan
+from atlasjax.memory.fast_weights.chunk import plan as chunk_plan
 from tests.memory.cases import RULES, assert_close, make_inputs, objective
 
 # Two forms of one function in float64; the slack is for sums in another order, amplified by Newton–Schulz.
@@ -264,7 +264,7 @@ LANED = ["titans", "atlas_every", "omeganet_window_over_chunk", "delta_rule"]
 @each_rule(LANED)
 def test_lanes_of_heads_change_nothing(name, x64, monkeypatch):
     """What a CPU does with large products, forced on small ones: groups of heads as separate operations."""
-    from atlasjax.memory import slots
+    from atlasjax.memory.fast_weights import slots
 
     monkeypatch.setattr(slots, "_LANE_NUMBERS", 1)
     rule = RULES[name]
@@ -275,7 +275,7 @@ def test_lanes_of_heads_change_nothing(name, x64, monkeypatch):
 
 @each_rule(LANED, slow=("titans", "atlas_every", "delta_rule"))
 def test_lanes_of_heads_with_segments(name, x64, monkeypatch):
-    from atlasjax.memory import slots
+    from atlasjax.memory.fast_weights import slots
 
     monkeypatch.setattr(slots, "_LANE_NUMBERS", 1)
     rule = RULES[name]
@@ -286,7 +286,7 @@ def test_lanes_of_heads_with_segments(name, x64, monkeypatch):
 
 def test_lanes_are_for_cpus_only(monkeypatch):
     """Compiling for a TPU from a machine without one takes the TPU's branch."""
-    from atlasjax.memory import slots
+    from atlasjax.memory.fast_weights import slots
 
     monkeypatch.setattr(slots, "_LANE_NUMBERS", 1)
     rule = RULES["titans"]

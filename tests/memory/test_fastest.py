@@ -1,4 +1,4 @@
-"""atlasjax/memory/fastest.py: measured rows decide, malformed ones are refused."""
+"""atlasjax/memory/fast_weights/fastest.py: measured rows decide, malformed ones are refused."""
 
 import json
 import tomllib
@@ -6,7 +6,7 @@ import tomllib
 import jax.numpy as jnp
 import pytest
 
-from atlasjax.memory.fastest import PATH, fastest, read
+from atlasjax.memory.fast_weights.fastest import PATH, fastest, read
 
 ROW = {
     "platform": "cuda", "kernel": "chunk_memory", "head_dim": 64, "dtype": "bfloat16", "implementation": "pallas_gpu",
@@ -71,6 +71,6 @@ def test_malformed_tables_are_refused(tmp_path):
 def test_the_shipped_table_is_whole_and_part_of_the_package():
     for row in read():
         assert row.command.startswith("python experiments/benchmarks/kernels_measured.py")
-    with (PATH.parents[2] / "pyproject.toml").open("rb") as file:
+    with (PATH.parents[3] / "pyproject.toml").open("rb") as file:
         data = tomllib.load(file)["tool"]["setuptools"]["package-data"]["atlasjax"]
-    assert str(PATH.relative_to(PATH.parents[1])) in data
+    assert str(PATH.relative_to(PATH.parents[2])) in data

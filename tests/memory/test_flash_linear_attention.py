@@ -18,7 +18,7 @@ import pytest
 
 from atlasjax import memory, rules
 from atlasjax.memory import objectives, optimizers, retention, structures
-from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.fast_weights.rule import MemoryRule
 
 NEEDS = "needs the extra 'oracle' (torch, fla-core)"
 torch = pytest.importorskip("torch", reason=NEEDS)

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from atlasjax import memory
-from atlasjax.memory import Bound, Partition, kernels
+from atlasjax.memory import Bound, Partition
+from atlasjax.memory.fast_weights import kernels
 from tests.memory.cases import RULES, assert_close, make_inputs, objective
 
 SERVED = {

@@ -46,7 +46,7 @@ def total(rule, y_and_state):
 
 
 def each_case(*names):
-    """One case for each engine by default: the dual form, the closed form, the general one, kernel memories, cached ones."""
+    """One case for each engine by default: the dual form, the closed form, the general one, softmax memories, cached ones."""
     default = ("titans", "delta_rule", "own_adam", "dot", "cached")
     marks = lambda name: [] if name in default else [pytest.mark.slow]
     return pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in names])

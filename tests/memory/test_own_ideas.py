@@ -11,7 +11,7 @@ import pytest
 
 from atlasjax import memory, rules
 from atlasjax.memory import MemoryRule, features, objectives, optimizers, retention, structures
-from atlasjax.memory.kernels import unserved
+from atlasjax.memory.fast_weights.kernels import unserved
 from tests.memory.cases import assert_close, make_inputs
 from tests.memory.own_ideas import IDEAS, Adam, CappedL2, LogCosh, SignMomentum, SoftThreshold
 
@@ -80,7 +80,7 @@ def test_suggested_gates(name):
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"objective": object()}, "objective must be a atlasjax.memory.objectives.Objective, got <object"),
+        ({"objective": object()}, "objective must be a atlasjax.memory.axes.objectives.Objective, got <object"),
         ({"objective": LogCosh}, r"Give an instance, LogCosh\(...\), not the class"),
         ({"optimizer": Adam(b1=[0.9])}, "optimizer=Adam.* must be hashable to be static under jit"),
         ({"optimizer": dataclasses.replace(SignMomentum()), "chunk_size": 0}, "chunk_size must be an integer ≥ 1"),

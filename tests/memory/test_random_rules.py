@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from atlasjax import memory
 from atlasjax.memory import features, objectives, optimizers, retention, structures
-from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.fast_weights.rule import MemoryRule
 from tests.memory.cases import assert_close, make_inputs
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from atlasjax import memory
 from atlasjax.memory import objectives, optimizers, retention, structures
-from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.fast_weights.rule import MemoryRule
 from pallas_kernels import newton_schulz
 
 torch = pytest.importorskip("torch", reason="needs the extra 'oracle' (torch, titans-pytorch)")

@@ -10,7 +10,7 @@ from flax import nnx
 
 from atlasjax import memory, rules
 from atlasjax.memory import MemoryRule, features, objectives, optimizers, retention, structures
-from atlasjax.memory.reference import read_one
+from atlasjax.memory.fast_weights.reference import read_one
 from atlasjax.memory.suggested import curvature, initial_gates
 from atlasjax.nn import GateProjection, MemoryConfig, MemoryMixer, ModelConfig
 

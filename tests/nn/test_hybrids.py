@@ -21,7 +21,7 @@ MEMORIES = {
     "titans": MemoryConfig("titans", chunk_size=2, expansion=1, max_step=0.1),
     "deep_transformer": MemoryConfig("deep_transformer", chunk_size=2, structure="matrix"),
 }
-# A deep memory with momentum in all; and in MAC, which keeps what retrieval reads, a kernel memory, whose state is another.
+# A deep memory with momentum in all; and in MAC, which keeps what retrieval reads, a softmax memory, whose state is another.
 CASES = [*((name, "titans") for name in ("attention", "swa", "mag", "mal", "mac")), ("mac", "deep_transformer")]
 
 

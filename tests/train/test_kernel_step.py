@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from atlasjax.distributed import MeshConfig, global_batch, make_mesh
-from atlasjax.memory import kernels
+from atlasjax.memory.fast_weights import kernels
 from atlasjax.nn import MemoryConfig, ModelConfig, logical_axes
 from atlasjax.train import OptimizerConfig, TrainConfig
 from atlasjax.train import state as state_lib

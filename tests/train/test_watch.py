@@ -127,7 +127,7 @@ def test_norms_are_those_of_the_last_memory(changes):
     np.testing.assert_allclose(np.stack([*norms.values()]), expected_norms(model, params, tokens), rtol=1e-4)
 
 
-def test_kernel_memories_have_none():
+def test_softmax_memories_have_none():
     model = dataclasses.replace(MODEL, memory=MemoryConfig(rule="dot"))
     graphdef, params = state_lib.model_shapes(model)
     tokens = jax.ShapeDtypeStruct((2, 16), "int32")

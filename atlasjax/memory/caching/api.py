@@ -10,7 +10,7 @@ from atlasjax.memory.caching import memories, parallel, streaming
 from atlasjax.memory.caching.reference import reference_cached
 from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import AnyParams, CachedState, init_state, tokens_of
-from atlasjax.memory.state import Gates
+from atlasjax.memory.gates import Gates
 from atlasjax.names import lookup
 
 IMPLEMENTATIONS = ("xla", "reference")
@@ -34,8 +34,8 @@ def _check(
             "does not use it."
         )
     if needed:
-        check._shape("gates.connector", connector, tuple(q.shape), where)
-        check._floating("gates.connector", connector, where)
+        check.check_shape("gates.connector", connector, tuple(q.shape), where)
+        check.check_floating("gates.connector", connector, where)
     if state is not None:
         check_state(rule, params, state, q.shape[0], where)
 
@@ -54,7 +54,7 @@ def check_state(rule: CachedRule, params: AnyParams, state: Any, batch: int, whe
         raise ValueError(f"{where}: state is of another rule.")
     flat, _ = jax.tree_util.tree_flatten_with_path(expected)
     for (path, want), have in zip(flat, jax.tree.leaves(state)):
-        check._shape(f"state{jax.tree_util.keystr(path)}", have, want.shape, where)
+        check.check_shape(f"state{jax.tree_util.keystr(path)}", have, want.shape, where)
 
 
 def scan(
@@ -133,10 +133,10 @@ def read(
     batch = state.position.shape[0] if isinstance(state, CachedState) else 1
     check_state(rule, params, state, batch, "memory.read")
     shape = (batch, "time", *memories.sizes(rule, params))
-    check._shape("q", q, shape, "memory.read")
-    check._floating("q", q, "memory.read")
+    check.check_shape("q", q, shape, "memory.read")
+    check.check_floating("q", q, "memory.read")
     if connector is not None:
-        check._shape("connector", connector, tuple(q.shape), "memory.read")
+        check.check_shape("connector", connector, tuple(q.shape), "memory.read")
     return streaming.read_state(rule, params, state, q, connector)
 
 

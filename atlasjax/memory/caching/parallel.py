@@ -10,9 +10,9 @@ from atlasjax.memory.caching import gates as gating
 from atlasjax.memory.caching import memories, read
 from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import AnyParams, CachedState, Tokens, empty_cache
-from atlasjax.memory.chunk import Soup
-from atlasjax.memory.slots import choose
-from atlasjax.memory.state import MemoryState
+from atlasjax.memory.fast_weights.chunk import Soup
+from atlasjax.memory.fast_weights.state import MemoryState
+from atlasjax.memory.layout import choose
 
 
 def parallel_scan(

@@ -15,20 +15,21 @@ from atlasjax.memory import meshes
 from atlasjax.memory.blocks import dot
 from atlasjax.memory.caching import memories as memories_of
 from atlasjax.memory.caching.state import AnyParams
-from atlasjax.memory.chunk import mix
-from atlasjax.memory.kernelized.rule import KernelRule
-from atlasjax.memory.rule import MemoryRule
-from atlasjax.memory.state import MemoryParams, Weights
+from atlasjax.memory.fast_weights.chunk import mix
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.state import MemoryParams
+from atlasjax.memory.gates import Weights
+from atlasjax.memory.softmax.rule import SoftmaxRule
 
 _BLOCK = 128  # tokens that read one memory together in `read_selected`
 
 
 def branch(
-    rule: MemoryRule | KernelRule, dtype: jnp.dtype, params: AnyParams, weights: Weights, q: jax.Array
+    rule: MemoryRule | SoftmaxRule, dtype: jnp.dtype, params: AnyParams, weights: Weights, q: jax.Array
 ) -> jax.Array:
     """Reads of one memory of one head: weights [out, in], q [n, key_dim] → [n, value_dim]."""
-    if isinstance(rule, KernelRule):
-        return memories_of.kernel_branch(rule, dtype, weights, q)
+    if isinstance(rule, SoftmaxRule):
+        return memories_of.softmax_branch(rule, dtype, weights, q)
     assert isinstance(params, MemoryParams)
     x = rule.features.apply(params.coefficients, q)
     outermost = next(iter(rule.structure.weight_shapes(1, 1)))
@@ -36,11 +37,11 @@ def branch(
     return rule.structure.apply(lambda name, h: dot(h, weights[name].T, dtype), x, skip, params.norm)
 
 
-def skip_of(rule: MemoryRule | KernelRule, params: AnyParams, q: jax.Array) -> jax.Array | None:
+def skip_of(rule: MemoryRule | SoftmaxRule, params: AnyParams, q: jax.Array) -> jax.Array | None:
     """r(q), the residual term of a memory with a residual: q [..., heads, n, key_dim] → [..., heads, n, value_dim]."""
     if not rule.structure.residual:
         return None
-    if isinstance(rule, KernelRule):
+    if isinstance(rule, SoftmaxRule):
         return q
     assert isinstance(params, MemoryParams)
     features, coefficients = rule.features, params.coefficients
@@ -49,7 +50,7 @@ def skip_of(rule: MemoryRule | KernelRule, params: AnyParams, q: jax.Array) -> j
 
 
 def join(
-    rule: MemoryRule | KernelRule,
+    rule: MemoryRule | SoftmaxRule,
     params: AnyParams,
     q: jax.Array,
     own_read: jax.Array,
@@ -63,14 +64,14 @@ def join(
     return skip + mine[..., None] * (own_read - skip) + others
 
 
-def _over_heads(rule: MemoryRule | KernelRule, dtype: jnp.dtype) -> Callable[..., jax.Array]:
+def _over_heads(rule: MemoryRule | SoftmaxRule, dtype: jnp.dtype) -> Callable[..., jax.Array]:
     """`branch` for [batch, heads, …]."""
     one = functools.partial(branch, rule, dtype)
     return jax.vmap(jax.vmap(one), in_axes=(None, 0, 0))
 
 
 def read_earlier(
-    rule: MemoryRule | KernelRule,
+    rule: MemoryRule | SoftmaxRule,
     dtype: jnp.dtype,
     params: AnyParams,
     memories: Weights,
@@ -112,7 +113,7 @@ def read_earlier(
 
 
 def read_all(
-    rule: MemoryRule | KernelRule,
+    rule: MemoryRule | SoftmaxRule,
     dtype: jnp.dtype,
     params: AnyParams,
     memories: Weights,
@@ -135,7 +136,7 @@ def read_all(
 
 
 def read_selected(
-    rule: MemoryRule | KernelRule,
+    rule: MemoryRule | SoftmaxRule,
     dtype: jnp.dtype,
     params: AnyParams,
     memories: Weights,
@@ -198,7 +199,7 @@ def read_selected(
 
 
 def read_mixed(
-    rule: MemoryRule | KernelRule,
+    rule: MemoryRule | SoftmaxRule,
     dtype: jnp.dtype,
     params: AnyParams,
     memories: Weights,

@@ -9,9 +9,9 @@ from atlasjax.memory import meshes
 from atlasjax.memory.caching import memories as memories_of
 from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import AnyParams, Tokens
-from atlasjax.memory.kernelized import KernelRule
-from atlasjax.memory.kernelized.reference import read_one
-from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.softmax import SoftmaxRule
+from atlasjax.memory.softmax.reference import read_one
 
 
 def _gates(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array) -> jax.Array:
@@ -40,10 +40,10 @@ def _read(rule: CachedRule, params: Any, memories: dict, gamma: jax.Array, x: ja
     return skip + jnp.tensordot(gamma, branches, 1)
 
 
-def _read_kernels(rule: CachedRule, memories: dict, gamma: jax.Array, x: jax.Array, own_read: jax.Array) -> jax.Array:
-    """`_read` for kernel memories, each with its own Z. own_read: M_t(x) of the token's own memory, the first of `memories`."""
+def _read_softmax(rule: CachedRule, memories: dict, gamma: jax.Array, x: jax.Array, own_read: jax.Array) -> jax.Array:
+    """`_read` for softmax memories, each with its own Z. own_read: M_t(x) of the token's own memory, the first of `memories`."""
     one = rule.rule
-    assert isinstance(one, KernelRule)
+    assert isinstance(one, SoftmaxRule)
 
     def read(theta: dict) -> jax.Array:
         entries = {"keys": theta["keys"], "a": theta["coefficients"], "rho": theta["decay"][:, 0]}
@@ -75,7 +75,7 @@ def reference_cached(
     fresh = jax.tree.map(wide, memories_of.init_state(rule, params, 1))
     ids = jnp.zeros((batch, time), jnp.int32) if segment_ids is None else segment_ids
     theta = memories_of.weights_of(rule, fresh)
-    kernel = isinstance(rule.rule, KernelRule)
+    keeps_tokens = isinstance(rule.rule, SoftmaxRule)
     stop = jax.lax.stop_gradient if rule.stop_gradient else lambda x: x
     most = time // rule.segment_size + 1
     when = lambda condition, a, b: jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
@@ -114,8 +114,8 @@ def reference_cached(
         ) -> jax.Array:
             scores = jnp.zeros(1 + most, dtype) if u is None else pooled @ u
             gamma = _gates(rule, scores[1:], scores[0], visible)
-            if kernel:  # within a chunk its memory is more than its cache, so it has its own read
-                return _read_kernels(rule, memories, gamma, q, own_read)
+            if keeps_tokens:  # within a chunk its memory is more than its cache, so it has its own read
+                return _read_softmax(rule, memories, gamma, q, own_read)
             return _read(rule, params, memories, gamma, q)
 
         y = jax.vmap(head, in_axes=(0, 1, 1, 0, 0, 0))(

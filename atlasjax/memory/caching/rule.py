@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from atlasjax.memory.kernelized.rule import KernelRule
-from atlasjax.memory.rule import MemoryRule
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.softmax.rule import SoftmaxRule
 from atlasjax.names import lookup
 
 AGGREGATIONS = {
@@ -31,7 +31,7 @@ class CachedRule:
     A cached memory is as large as the memory itself: `value_dim · feature_dim` numbers for a matrix, and 8 · head_dim² for an MLP
     of two layers and expansion 4. From head_dim 64 on the latter exceeds the keys and values of a segment of 256 tokens.
 
-    A kernel memory is cached as its segment's tokens and their coefficients, so each segment is a separate attention, weighted by
+    A softmax memory is cached as its segment's tokens and their coefficients, so each segment is a separate attention, weighted by
     γ. It supports neither "soup" nor "carry".
 
     Attributes:
@@ -49,10 +49,10 @@ class CachedRule:
 
     Raises:
       ValueError: an unknown name, a number out of range, a segment size that is not a multiple of the chunk size, or a choice
-        that kernel memories do not support.
+        that softmax memories do not support.
     """
 
-    rule: MemoryRule | KernelRule
+    rule: MemoryRule | SoftmaxRule
     aggregation: str = "grm"
     segment_size: int = 256
     top_k: int = 2
@@ -64,8 +64,8 @@ class CachedRule:
     stop_gradient: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rule, MemoryRule | KernelRule):
-            raise ValueError(f"CachedRule: rule must be a MemoryRule or a KernelRule, got {type(self.rule).__name__}.")
+        if not isinstance(self.rule, MemoryRule | SoftmaxRule):
+            raise ValueError(f"CachedRule: rule must be a MemoryRule or a SoftmaxRule, got {type(self.rule).__name__}.")
         tables = {
             "aggregation": AGGREGATIONS, "gate": GATES, "connector": CONNECTORS, "pooling": POOLINGS, "start": STARTS,
         }  # fmt: skip
@@ -84,14 +84,14 @@ class CachedRule:
             )
         if self.aggregation == "ssc" and self.capacity is not None and self.top_k > self.capacity:
             raise ValueError(f"CachedRule: top_k={self.top_k} is more than capacity={self.capacity} memories.")
-        if isinstance(self.rule, KernelRule) and self.start == "carry":
+        if isinstance(self.rule, SoftmaxRule) and self.start == "carry":
             raise ValueError(
-                'CachedRule: start="carry" is not supported for a kernel memory: it stores its tokens, so every cached memory '
+                'CachedRule: start="carry" is not supported for a softmax memory: it stores its tokens, so every cached memory '
                 'would store all earlier tokens again. Use start="fresh".'
             )
-        if isinstance(self.rule, KernelRule) and self.aggregation == "soup":
+        if isinstance(self.rule, SoftmaxRule) and self.aggregation == "soup":
             raise ValueError(
-                'CachedRule: aggregation="soup" is not supported for a kernel memory: it would mix the sums before the '
+                'CachedRule: aggregation="soup" is not supported for a softmax memory: it would mix the sums before the '
                 'division by Z and the activation, which a read of one memory does not return. Use "grm".'
             )
         if not isinstance(self.stop_gradient, bool):

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 
 from atlasjax.memory.caching import memories
 from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.kernelized import KernelParams, KernelState
-from atlasjax.memory.state import Gates, MemoryParams, MemoryState, Weights
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
+from atlasjax.memory.gates import Gates, Weights
+from atlasjax.memory.softmax import SoftmaxParams, SoftmaxState
 
-AnyParams = MemoryParams | KernelParams
+AnyParams = MemoryParams | SoftmaxParams
 
 
 class Tokens(NamedTuple):
@@ -38,7 +39,7 @@ class CachedState(NamedTuple):
 
     Attributes:
       online: state of the current segment's memory.
-      cached: θ^(i), name → [batch, heads, N, out, in]. Memory number i is stored at i mod N. For a kernel memory of n entries:
+      cached: θ^(i), name → [batch, heads, N, out, in]. Memory number i is stored at i mod N. For a softmax memory of n entries:
         keys [batch, heads, N, n, key_dim], coefficients, decay [batch, heads, N, n, 1], and W1 if there is one.
       keys: p^(i), [batch, heads, N, key_dim].
       key_sum: sum of the current segment's keys, [batch, heads, key_dim].
@@ -46,7 +47,7 @@ class CachedState(NamedTuple):
       cached_count: number of memories cached so far, including evicted ones, [batch].
     """
 
-    online: MemoryState | KernelState
+    online: MemoryState | SoftmaxState
     cached: Weights
     keys: jax.Array
     key_sum: jax.Array

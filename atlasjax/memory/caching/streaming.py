@@ -10,10 +10,10 @@ from atlasjax.memory.caching import gates as gating
 from atlasjax.memory.caching import memories, read
 from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import AnyParams, CachedState, Tokens
-from atlasjax.memory.chunk import Soup
-from atlasjax.memory.kernelized import KernelParams, KernelRule, KernelState
-from atlasjax.memory.kernelized.decode import read_state as read_kernel
-from atlasjax.memory.slots import choose
+from atlasjax.memory.fast_weights.chunk import Soup
+from atlasjax.memory.layout import choose
+from atlasjax.memory.softmax import SoftmaxParams, SoftmaxRule, SoftmaxState
+from atlasjax.memory.softmax.decode import read_state as read_softmax
 
 
 def _push(rule: CachedRule, params: AnyParams, state: CachedState, full: jax.Array) -> CachedState:
@@ -201,10 +201,10 @@ def read_state(
     own_keys = jnp.broadcast_to(keys[:, :, None], (*keys.shape[:2], q.shape[1], keys.shape[2]))
 
     def own_read(soup: Soup | None) -> jax.Array:
-        if isinstance(rule.rule, KernelRule):
-            assert isinstance(params, KernelParams)
-            assert isinstance(state.online, KernelState)
-            return up(read_kernel(rule.rule, params, state.online, q))
+        if isinstance(rule.rule, SoftmaxRule):
+            assert isinstance(params, SoftmaxParams)
+            assert isinstance(state.online, SoftmaxState)
+            return up(read_softmax(rule.rule, params, state.online, q))
         own = memories.weights_of(rule, state.online)
         if soup is None:
             other, shares = jax.tree.map(lambda w: w[:, :, None], own), None

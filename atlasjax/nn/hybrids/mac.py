@@ -54,7 +54,7 @@ class MACMixer(nnx.Module):
 
     Any rule of `rules.REGISTRY`. A segment needs the memory that the one before it left, so segments run one after another, in
     training too. Cost per token: the memory's, one more read of it, and attention over at most 2 · segment_size + persistent keys.
-    The state is bounded, but for a kernel memory that keeps every token (and of its cache training keeps one for each segment).
+    The state is bounded, but for a softmax memory that keeps every token (and of its cache training keeps one for each segment).
 
     Args:
       config: as for `MemoryHeads` and `AttentionHeads`; attention.segment_size.

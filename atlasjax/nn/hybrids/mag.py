@@ -51,7 +51,7 @@ class MAGMixer(nnx.Module):
     both are normalized for each head, and σ, a sigmoid, is applied to the memory's side alone. Titans puts the persistent tokens
     in front of the sequence; here they are keys and values of the attention, and the memory has its learned M_0 instead.
 
-    Any rule of `rules.REGISTRY`. The state is bounded, but for a kernel memory that keeps every token. Cost per token: that of
+    Any rule of `rules.REGISTRY`. The state is bounded, but for a softmax memory that keeps every token. Cost per token: that of
     the memory, and attention over the window.
 
     Args:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from atlasjax import memory, rules
-from atlasjax.memory import CachedRule, KernelRule, objectives, optimizers, retention, structures
+from atlasjax.memory import CachedRule, SoftmaxRule, objectives, optimizers, retention, structures
 from tests.memory.cases import RULES, assert_close, slice_time
 from tests.memory.cases import make_inputs as plain_inputs
-from tests.memory.kernelized.cases import make_inputs as kernel_inputs
 from tests.memory.own_ideas import IDEAS
+from tests.memory.softmax.cases import make_inputs as softmax_inputs
 
 EXACT = 1e-9
 TIME, PIECE, SIZE = 15, 6, 4
@@ -38,20 +38,20 @@ CASES = {
     "grm_own_optimizer": CachedRule(dataclasses.replace(IDEAS["own_adam"], chunk_size=2), "grm", SIZE),
     "grm_map": CachedRule(rules.memora(2, structures.MLP(expansion=1)), "grm", SIZE),
 }
-# Kernel memories: windows over the segment's start, momentum, caches shorter than a segment, chunks of one segment and less.
-ATTENTION = KernelRule(structures.Matrix(), retention=retention.Full())
+# Softmax memories: windows over the segment's start, momentum, caches shorter than a segment, chunks of one segment and less.
+ATTENTION = SoftmaxRule(structures.Matrix(), retention=retention.Full())
 SMALL_MLP = structures.MLP(expansion=1)
 CASES |= {
     "residual_attention": CachedRule(ATTENTION, "residual", SIZE),
-    "grm_deep_transformer": CachedRule(KernelRule(SMALL_MLP, chunk_size=2), "grm", SIZE, stop_gradient=True),
+    "grm_deep_transformer": CachedRule(SoftmaxRule(SMALL_MLP, chunk_size=2), "grm", SIZE, stop_gradient=True),
     "grm_raw_swdt": CachedRule(
-        KernelRule(SMALL_MLP, cache_window=3, chunk_size=4), "grm", SIZE, gate="raw", capacity=2
+        SoftmaxRule(SMALL_MLP, cache_window=3, chunk_size=4), "grm", SIZE, gate="raw", capacity=2
     ),
     "ssc_dot": CachedRule(
-        KernelRule(SMALL_MLP, objectives.L2(), optimizers.Momentum(), window=3, chunk_size=2), "ssc", SIZE, top_k=1
+        SoftmaxRule(SMALL_MLP, objectives.L2(), optimizers.Momentum(), window=3, chunk_size=2), "ssc", SIZE, top_k=1
     ),
     "grm_delta_kernel": CachedRule(
-        KernelRule(structures.Matrix(), objectives.L2(), window=2, normalized=False, chunk_size=1),
+        SoftmaxRule(structures.Matrix(), objectives.L2(), window=2, normalized=False, chunk_size=1),
         "grm",
         5,
         gate="sigmoid",
@@ -62,7 +62,7 @@ IDS = jnp.array([[0] * 6 + [1] * 9, [2] * 5 + [3] * 3 + [4] * 7])
 
 def make_inputs(rule, *, time=TIME, batch=2, heads=2, dim=4, dtype=jnp.float64, seed=0):
     """(params, q, k, v, gates) of a cached rule; scores of different sizes, so that no order of memories is a tie."""
-    inputs = kernel_inputs if isinstance(rule.rule, KernelRule) else plain_inputs
+    inputs = softmax_inputs if isinstance(rule.rule, SoftmaxRule) else plain_inputs
     params, q, k, v, gates = inputs(
         rule.rule, batch=batch, time=time, heads=heads, key_dim=dim, value_dim=dim, dtype=dtype, seed=seed
     )
@@ -104,7 +104,7 @@ def test_packed_documents(name, x64):
     assert_close(y, want, EXACT)
     tail = jax.tree.map(lambda x: x[1:, 8:], args[1:])
     _, alone = jax.jit(lambda *tail: memory.scan(rule, args[0], None, *tail))(*tail)
-    online = lambda s: s._replace(segment=s.position) if isinstance(rule.rule, KernelRule) else s.memory
+    online = lambda s: s._replace(segment=s.position) if isinstance(rule.rule, SoftmaxRule) else s.memory
     own = lambda s: (online(s.online), s.key_sum, s.position, s.cached_count)
     assert_close(jax.tree.map(lambda x: x[1:], own(state)), own(alone), EXACT)
     connector = None if args[4].connector is None else args[4].connector[:, -1:]
@@ -199,7 +199,7 @@ def test_residual_of_kernel_attention_is_attention_over_each_segment(x64):
     assert_close(run(memory.scan, rule, params, q, k, v, ones), want, EXACT)
 
 
-def test_one_segment_is_the_kernel_rule(x64):
+def test_one_segment_is_the_softmax_rule(x64):
     one = CASES["ssc_dot"].rule
     args = make_inputs(CachedRule(one, "ssc", 16))
     want = memory.scan(one, args[0], None, *args[1:4], args[4]._replace(connector=None))[0]
@@ -286,9 +286,9 @@ def test_bounded_by_a_capacity():
         ({"top_k": 0}, "top_k must be an integer ≥ 1, got 0"),
         ({"aggregation": "ssc", "top_k": 3, "capacity": 2}, "top_k=3 is more than capacity=2"),
         ({"capacity": -1}, "capacity must be an integer ≥ 1, got -1"),
-        ({"rule": "swdt"}, "rule must be a MemoryRule or a KernelRule, got str"),
-        ({"rule": ATTENTION, "aggregation": "soup"}, "soup.* is not supported for a kernel memory"),
-        ({"rule": ATTENTION, "start": "carry"}, "carry.* is not supported for a kernel memory"),
+        ({"rule": "swdt"}, "rule must be a MemoryRule or a SoftmaxRule, got str"),
+        ({"rule": ATTENTION, "aggregation": "soup"}, "soup.* is not supported for a softmax memory"),
+        ({"rule": ATTENTION, "start": "carry"}, "carry.* is not supported for a softmax memory"),
     ],
 )
 def test_refused_rules(change, message):

@@ -1,0 +1,251 @@
+"""Feature maps φ of keys and queries (A §3.1, Eq. 5; SEMANTICS 1.8).
+
+Every map with coefficients c_0 … c_p (learned per head) reaches φ(q)·φ(k) = Σ_i c_i² (q·k)^i, exactly (`Polynomial`), per
+coordinate (`Powers`) or in expectation (`TensorSketch`). Initially c_i² = 1/i!, the expansion of exp.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlasjax.memory.axes.base import Axis
+
+
+class Features(Axis):
+    """Base class of feature maps; write `dim` and `apply`.
+
+    Attributes:
+      is_identity: claim: φ(x) = x.
+    """
+
+    claims: ClassVar = {"is_identity": False}
+    is_identity: bool
+
+    def dim(self, key_dim: int) -> int:
+        """D, the size of φ(x)."""
+        raise NotImplementedError(f"{type(self).__name__}.dim")
+
+    def init(self) -> np.ndarray | None:
+        """Coefficients of one head that are learned, float32 of any shape; None if there are none."""
+        return None
+
+    def apply(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        """φ(x) in x's dtype: [..., key_dim] → [..., D]. `coefficients`: those of the head."""
+        raise NotImplementedError(f"{type(self).__name__}.apply")
+
+    def degree_one(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        """r(x), what a memory with a residual adds: [..., key_dim] → [..., key_dim]. x itself by default."""
+        return x
+
+    def key_dim(self, feature_dim: int) -> int:
+        """The size of a key that has D features.
+
+        Raises:
+          ValueError: none has, or several have; a map whose D does not tell the size of a key writes this method.
+        """
+        found = next((size for size in range(1, feature_dim + 1) if self.dim(size) == feature_dim), None)
+        if found is None:
+            raise ValueError(f"no key size gives its {feature_dim} features with {self!r}.")
+        if self.dim(found + 1) == feature_dim:
+            raise ValueError(
+                f"{feature_dim} features of {self!r} do not tell the size of a key. Write its method `key_dim`."
+            )
+        return found
+
+    def square_norm(self, key_dim: int) -> float:
+        """Upper bound of ‖φ(x)‖² for ‖x‖ = 1 at the initial coefficients, for suggested step sizes. Measured by default."""
+        with jax.ensure_compile_time_eval():
+            x = jax.random.normal(jax.random.key(0), (256, key_dim))
+            x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+            initial = self.init()
+            features = self.apply(None if initial is None else jnp.asarray(initial), x)
+            return float(jnp.max(jnp.sum(features * features, axis=-1)))
+
+
+class _Weighed(Features):
+    """Maps with coefficients c_i for which φ(x)·φ(x) is at most Σ_i c_i² ‖x‖^{2i}, in expectation for a sketch."""
+
+    def square_norm(self, key_dim: int) -> float:
+        coefficients = self.init()
+        assert coefficients is not None
+        return float(np.sum(np.square(coefficients, dtype=np.float64)))
+
+
+def _check_degree(owner: object, degree: int) -> None:
+    if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+        raise ValueError(f"{type(owner).__name__}: degree must be an integer ≥ 1, got {degree!r}.")
+
+
+def _initial_coefficients(degrees: range) -> np.ndarray:
+    return np.asarray([math.factorial(i) ** -0.5 for i in degrees], np.float32)
+
+
+@functools.lru_cache
+def _monomials(dim: int, degree: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices [n, degree] of all monomials of one degree in lexicographic order, and √(multinomial) weights [n]."""
+    index = np.asarray(list(itertools.combinations_with_replacement(range(dim), degree)), np.int32).reshape(-1, degree)
+    weight = []
+    for row in index:
+        repeats = math.prod(math.factorial(n) for n in np.unique(row, return_counts=True)[1].tolist())
+        weight.append(math.sqrt(math.factorial(degree) / repeats))
+    return index, np.asarray(weight)
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity(Features):
+    """φ(x) = x."""
+
+    is_identity = True
+
+    def dim(self, key_dim: int) -> int:
+        return key_dim
+
+    def apply(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        return x
+
+    def square_norm(self, key_dim: int) -> float:
+        return 1.0
+
+    def summary(self) -> str:
+        return "D = d"
+
+
+@dataclasses.dataclass(frozen=True)
+class Polynomial(_Weighed):
+    """All monomials of total degree ≤ `degree`, by degree, then lexicographically: D = C(key_dim + degree, degree)."""
+
+    degree: int = 2
+
+    def __post_init__(self) -> None:
+        _check_degree(self, self.degree)
+
+    def dim(self, key_dim: int) -> int:
+        return math.comb(key_dim + self.degree, self.degree)
+
+    def init(self) -> np.ndarray | None:
+        return _initial_coefficients(range(self.degree + 1))
+
+    def apply(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        assert coefficients is not None
+        blocks = [jnp.broadcast_to(coefficients[0].astype(x.dtype), (*x.shape[:-1], 1))]
+        for degree in range(1, self.degree + 1):
+            index, weight = _monomials(x.shape[-1], degree)
+            block = math.prod((x[..., index[:, j]] for j in range(1, degree)), start=x[..., index[:, 0]])
+            blocks.append(coefficients[degree].astype(x.dtype) * jnp.asarray(weight, x.dtype) * block)
+        return jnp.concatenate(blocks, axis=-1)
+
+    def degree_one(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        assert coefficients is not None
+        return coefficients[1].astype(x.dtype) * x
+
+    def summary(self) -> str:
+        return f"D = C(d + {self.degree}, {self.degree})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Powers(_Weighed):
+    """Elementwise powers [c_1 x, c_2 x², …]: D = degree · key_dim. The cheap relative of `Polynomial`, without cross terms."""
+
+    degree: int = 2
+
+    def __post_init__(self) -> None:
+        _check_degree(self, self.degree)
+
+    def dim(self, key_dim: int) -> int:
+        return self.degree * key_dim
+
+    def init(self) -> np.ndarray | None:
+        return _initial_coefficients(range(1, self.degree + 1))
+
+    def apply(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        assert coefficients is not None
+        powers = [x]
+        for _ in range(1, self.degree):
+            powers.append(powers[-1] * x)
+        return jnp.concatenate([coefficients[i].astype(x.dtype) * p for i, p in enumerate(powers)], axis=-1)
+
+    def degree_one(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        assert coefficients is not None
+        return coefficients[0].astype(x.dtype) * x
+
+    def summary(self) -> str:
+        return f"D = {self.degree}d"
+
+
+@functools.lru_cache
+def _count_sketches(dim: int, degree: int, size: int, seed: int) -> np.ndarray:
+    """`degree` independent count-sketch matrices [degree, dim, size], one ±1 in every row."""
+    rng = np.random.default_rng((seed, degree))
+    sketches = np.zeros((degree, dim, size), np.float32)
+    for j in range(degree):
+        sketches[j, np.arange(dim), rng.integers(0, size, dim)] = rng.choice((-1.0, 1.0), dim)
+    return sketches
+
+
+@functools.lru_cache
+def _spectra(dim: int, degree: int, size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Count sketches followed by a Fourier transform, and its inverse, as real matrices.
+
+    Real and imaginary part of the `degree` maps [degree, dim, frequencies], and of the way back [frequencies, size]. Products with
+    them are what XLA does well everywhere; its own Fourier transform has no bfloat16, and its CPU backend refuses some layouts.
+    """
+    spectra = np.fft.rfft(_count_sketches(dim, degree, size, seed).astype(np.float64), axis=-1)
+    back = (
+        np.fft.irfft(np.eye(spectra.shape[-1]), n=size, axis=-1),
+        np.fft.irfft(1j * np.eye(spectra.shape[-1]), n=size, axis=-1),
+    )
+    return spectra.real, spectra.imag, *back
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSketch(_Weighed):
+    """A random sketch of `Polynomial` (Pham & Pagh 2013): degrees 0 and 1 exact, each higher one in `size` numbers.
+
+    D = 1 + key_dim + (degree − 1) · size, and E[φ(q)·φ(k)] = Σ_i c_i² (q·k)^i over the random `seed`.
+    """
+
+    degree: int = 2
+    size: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_degree(self, self.degree)
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"TensorSketch: size must be an integer ≥ 1, got {self.size!r}.")
+
+    def dim(self, key_dim: int) -> int:
+        return 1 + key_dim + (self.degree - 1) * self.size
+
+    def init(self) -> np.ndarray | None:
+        return _initial_coefficients(range(self.degree + 1))
+
+    def apply(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        assert coefficients is not None
+        c = coefficients.astype(x.dtype)
+        blocks = [jnp.broadcast_to(c[0], (*x.shape[:-1], 1)), c[1] * x]
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+        for degree in range(2, self.degree + 1):
+            spectra = _spectra(x.shape[-1], degree, self.size, self.seed)
+            to_real, to_imag, from_real, from_imag = (jnp.asarray(matrix, wide.dtype) for matrix in spectra)
+            # Σ over the circular convolution of the sketches = the product of their spectra.
+            real, imag = product(wide, to_real[0]), product(wide, to_imag[0])
+            for j in range(1, degree):
+                other_real, other_imag = product(wide, to_real[j]), product(wide, to_imag[j])
+                real, imag = real * other_real - imag * other_imag, real * other_imag + imag * other_real
+            sketch = product(real, from_real) + product(imag, from_imag)
+            blocks.append(c[degree] * sketch.astype(x.dtype))
+        return jnp.concatenate(blocks, axis=-1)
+
+    def degree_one(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        assert coefficients is not None
+        return coefficients[1].astype(x.dtype) * x
+
+    def summary(self) -> str:
+        return f"D = 1 + d + {(self.degree - 1) * self.size}"

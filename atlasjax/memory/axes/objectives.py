@@ -1,0 +1,124 @@
+"""What a memory is asked to do with a pair (k, v): the inner loss ℓ(M; φ(k), v) (SEMANTICS 1.3).
+
+Inner gradients come from `Objective.loss` by autodiff. Every loss here is written so that its first and second derivatives are
+finite where the error is zero.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.axes.base import Axis
+
+
+class Objective(Axis):
+    """Base class of inner losses; write `loss`, and state what holds for it.
+
+    Attributes:
+      uses_threshold: whether `loss` takes a positive number for each token and head, the gate `threshold`.
+      has_target: claim: the loss is convex in `out` with its minimum at v. Step sizes are then bounded (`bounds.Bound`).
+      gradient_is_error: claim: ∂ℓ/∂out = out − v. A matrix memory then has the delta rule's closed form.
+      gradient_is_value: claim: ∂ℓ/∂out = −v. A matrix memory is then linear attention, and chunks have no effect.
+      removes: claim: the write is RWKV-7's (`RemoveAndReplace`), with its gates in the place of a step size; there is no loss.
+    """
+
+    claims: ClassVar = {"has_target": False, "gradient_is_error": False, "gradient_is_value": False, "removes": False}
+    uses_threshold = False
+    has_target: bool
+    gradient_is_error: bool
+    gradient_is_value: bool
+    removes: bool
+
+    def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
+        """ℓ of out = M(φ(k)) and v, both [..., value_dim], and threshold [...]; returns [...]."""
+        raise NotImplementedError(f"{type(self).__name__}.loss")
+
+
+@dataclasses.dataclass(frozen=True)
+class L2(Objective):
+    """½‖out − v‖²: with a matrix memory, the step size η is DeltaNet's β."""
+
+    has_target = True
+    gradient_is_error = True
+
+    def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
+        return 0.5 * jnp.sum(jnp.square(out - v), axis=-1)
+
+    def summary(self) -> str:
+        return "½‖M(φ(k)) − v‖²"
+
+
+@dataclasses.dataclass(frozen=True)
+class DotProduct(Objective):
+    """−⟨out, v⟩: Hebbian writing; with a matrix memory, linear attention."""
+
+    gradient_is_value = True
+
+    def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
+        return -jnp.sum(out * v, axis=-1)
+
+    def summary(self) -> str:
+        return "−⟨M(φ(k)), v⟩"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lp(Objective):
+    """(1/p)‖out − v‖_p^p (Moneta's objective). p ≥ 1; for p < 2 the second derivative at zero error is taken as zero."""
+
+    p: float = 3.0
+    has_target = True
+
+    def __post_init__(self) -> None:
+        if not self.p >= 1:
+            raise ValueError(f"Lp: p must be ≥ 1, got {self.p!r}.")
+
+    def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
+        magnitude = jnp.abs(out - v)
+        nonzero = magnitude > 0
+        powers = jnp.where(nonzero, jnp.where(nonzero, magnitude, 1.0) ** self.p, 0.0)
+        return jnp.sum(powers, axis=-1) / self.p
+
+    def summary(self) -> str:
+        return f"(1/p)‖M(φ(k)) − v‖_p^p, p = {self.p:g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Huber(Objective):
+    """Huber's loss on the NORM of the error, with a threshold δ per token and head (Yaad).
+
+    ½r² for r = ‖out − v‖ ≤ δ, else δ(r − ½δ). δ belongs to the token whose pair is written and travels with it.
+    """
+
+    has_target = True
+    uses_threshold = True
+
+    def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
+        if threshold is None:
+            raise ValueError("Huber: threshold (δ) is required.")
+        square = jnp.sum(jnp.square(out - v), axis=-1)
+        inside = square <= jnp.square(threshold)
+        norm = jnp.sqrt(jnp.where(inside, 1.0, square))  # safe: its derivative is not asked for at zero
+        return jnp.where(inside, 0.5 * square, threshold * (norm - 0.5 * threshold))
+
+    def summary(self) -> str:
+        return "Huber_δ(‖M(φ(k)) − v‖)"
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoveAndReplace(Objective):
+    """RWKV-7's write (Peng et al. 2025): what is bound to one key is removed, and the value is put in at another.
+
+    S_t = −(M_{t−1} κ̂_t)(a_t ⊙ κ̂_t)ᵀ + v_t k_tᵀ, with the removal key κ̂ (gate `removal_key`), its rate a ∈ [0, 1] for each channel
+    (gate `removal`), and the replacement key k. With κ̂ = k/‖k‖ and equal rates it is the delta rule. It is the gradient step
+    of no loss with one key, so it has no `loss`, and no step size.
+    """
+
+    removes = True
+
+    def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
+        raise TypeError("RemoveAndReplace: this write is not the gradient of a loss of M(φ(k)) and v.")
+
+    def summary(self) -> str:
+        return "remove at κ̂, put in at k"

@@ -1,0 +1,146 @@
+"""How the memory descends on its objective, token by token (A §5, Eq. 32 and 57; SEMANTICS 1, 1.2, 1.7)."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.axes.base import Axis
+from atlasjax.names import lookup
+from pallas_kernels.newton_schulz import SCHEDULES, newton_schulz
+
+
+class Optimizer(Axis):
+    """Base class of inner optimizers: (Δ_t, S_t) = update(S_{t−1}, g_t), and M_t = α_t M_{t−1} + Δ_t. Write `init` and `update`.
+
+    Attributes:
+      has_momentum: whether `update` uses θ, the gate `momentum`.
+      per_channel: whether η has a value for each channel of the value; matrix memories only.
+      every: the memory is written once every so many tokens: η is zero for tokens whose place in their chunk, counted from 1, is
+        not a multiple of it. Must divide the chunk size.
+      optimality: what it knows of the curvature, in the words of the table of rules.
+      is_linear: claim: S_t = θ_t S_{t−1} − η_t g_t and Δ_t = S_t, or without momentum Δ_t = −η_t g_t. No token's gradient is then
+        formed, and step sizes are bounded (`bounds.Bound`).
+      is_implicit: claim: the step is `Implicit`'s, which is no function of the gradient.
+      orthogonalizes: claim: S_t = θ_t S_{t−1} − g_t and Δ_t = η_t NS(S_t), as `Muon`, whose `steps` and `schedule` it has.
+    """
+
+    claims: ClassVar = {"is_linear": False, "is_implicit": False, "orthogonalizes": False}
+    has_momentum: bool = False
+    per_channel: bool = False
+    every: int = 1
+    optimality: str = "first order"
+    is_linear: bool
+    is_implicit: bool
+    orthogonalizes: bool
+
+    def init(self, weights: dict[str, jax.Array]) -> Any:
+        """S_0 of one head, from M_0 (name → [out, in]): any pytree of float32 arrays, or None where nothing is carried."""
+        return jax.tree.map(jnp.zeros_like, weights) if self.has_momentum else None
+
+    def update(
+        self, state: Any, gradient: dict[str, jax.Array], step_size: jax.Array, momentum: jax.Array | None
+    ) -> tuple[dict[str, jax.Array], Any]:
+        """One token of one head.
+
+        Args:
+          state: S_{t−1}.
+          gradient: g_t, name → [out, in].
+          step_size: η_t, a scalar, or [value_dim, 1] where there is one for each channel.
+          momentum: θ_t, a scalar; None where it is not used.
+
+        Returns:
+          Δ_t, name → [out, in], and S_t.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.update")
+
+
+def _scaled(by: jax.Array, tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: by * x for name, x in tree.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientDescent(Optimizer):
+    """S_t = −η_t g_t. There is no momentum state (θ = 0 is its own code path).
+
+    Attributes:
+      per_channel: η_t has one value for each channel of the value (each row of a matrix memory).
+    """
+
+    per_channel: bool = False
+    is_linear = True
+
+    def update(self, state: Any, gradient: Any, step_size: jax.Array, momentum: jax.Array | None) -> tuple[Any, Any]:
+        return _scaled(-step_size, gradient), state
+
+    def summary(self) -> str:
+        return "gradient descent"
+
+
+@dataclasses.dataclass(frozen=True)
+class Implicit(Optimizer):
+    """The exact minimizer of a step's problem instead of one gradient step on it (Longhorn, Liu et al. 2024).
+
+    M_t = argmin_M ½‖M − α_t M_{t−1}‖² + (β_t/2) ‖M φ(k_t) − v_t‖². With a matrix memory that is the delta rule with the step
+    size β/(1 + β‖φ(k)‖²), which is below 2/‖φ(k)‖² for every β ≥ 0. The gate `step_size` is β.
+
+    Attributes:
+      per_channel: β_t has one value for each channel of the value.
+    """
+
+    per_channel: bool = False
+    optimality = "the step's exact minimizer"
+    is_implicit = True
+
+    def summary(self) -> str:
+        return "implicit step"
+
+
+@dataclasses.dataclass(frozen=True)
+class Momentum(Optimizer):
+    """S_t = θ_t S_{t−1} − η_t g_t."""
+
+    has_momentum = True
+    is_linear = True
+
+    def update(self, state: Any, gradient: Any, step_size: jax.Array, momentum: jax.Array | None) -> tuple[Any, Any]:
+        S = {name: momentum * state[name] - step_size * g for name, g in gradient.items()}
+        return S, S
+
+    def summary(self) -> str:
+        return "momentum"
+
+
+@dataclasses.dataclass(frozen=True)
+class Muon(Optimizer):
+    """S_t = θ_t S_{t−1} − g_t; M_t = α_t M_{t−1} + η_t NS_n(S_t), Newton–Schulz on each weight matrix by itself.
+
+    Attributes:
+      steps: n ≥ 0. A run-time setting (test-time compute): parameters and state do not depend on it.
+      schedule: a name of `pallas_kernels.newton_schulz.SCHEDULES`.
+      every: write the memory once every so many tokens. 1 is the paper's rule. With m > 1 the momentum still takes every
+        token's gradient, and M_t = α_t M_{t−1} + η_t NS_n(S_t) holds where the token's place in its chunk (from 1) is a
+        multiple of m; elsewhere M_t = α_t M_{t−1}. Must divide the chunk size.
+    """
+
+    steps: int = 5
+    schedule: str = "standard"
+    every: int = 1
+    has_momentum = True
+    optimality = "approximate second order"
+    orthogonalizes = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 0:
+            raise ValueError(f"Muon: steps (Newton–Schulz) must be an integer ≥ 0, got {self.steps!r}.")
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise ValueError(f"Muon: every must be an integer ≥ 1, got {self.every!r}.")
+        lookup("Newton–Schulz schedule", self.schedule, SCHEDULES)
+
+    def update(self, state: Any, gradient: Any, step_size: jax.Array, momentum: jax.Array | None) -> tuple[Any, Any]:
+        S = {name: momentum * state[name] - g for name, g in gradient.items()}
+        return {name: step_size * newton_schulz(s, self.steps, SCHEDULES[self.schedule]) for name, s in S.items()}, S
+
+    def summary(self) -> str:
+        return f"Muon, {self.steps} Newton–Schulz steps"

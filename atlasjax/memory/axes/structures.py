@@ -1,0 +1,212 @@
+"""What a memory is: a map M from features of a key to a value, whose weights are written at test time.
+
+Every structure applies its weights only through `linear(name, h)`, one matrix at a time. Whoever calls `apply` decides what
+`linear` is: a plain product, a product that records its input (an inner gradient is an outer product of that input), or a
+product with a sum of matrices that is never formed (the dual form; a soup of cached memories).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.axes.base import Axis
+from atlasjax.names import lookup
+
+Linear = Callable[[str, jax.Array], jax.Array]
+
+_GELU_SCALE, _GELU_CUBE = 0.7978845608028654, 0.044715  # √(2/π) and the constant of the tanh form
+
+
+def _gelu_tanh(x: jax.Array) -> jax.Array:
+    return jnp.tanh(_GELU_SCALE * x * (1.0 + _GELU_CUBE * x * x))
+
+
+@jax.custom_jvp
+def gelu(x: jax.Array) -> jax.Array:
+    """GELU, tanh form. An inner gradient needs σ', and the gradient through it σ'': both are written out in few operations."""
+    return 0.5 * x * (1.0 + _gelu_tanh(x))
+
+
+@jax.custom_jvp
+def _gelu_slope(x: jax.Array) -> jax.Array:
+    t = _gelu_tanh(x)
+    return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * (_GELU_SCALE * (1.0 + 3.0 * _GELU_CUBE * x * x))
+
+
+def _gelu_curvature(x: jax.Array) -> jax.Array:
+    t = _gelu_tanh(x)
+    inner = _GELU_SCALE * (1.0 + 3.0 * _GELU_CUBE * x * x)
+    return (1.0 - t * t) * (inner * (1.0 - x * t * inner) + 3.0 * _GELU_SCALE * _GELU_CUBE * x * x)
+
+
+gelu.defjvps(lambda dx, y, x: _gelu_slope(x) * dx)
+_gelu_slope.defjvps(lambda dx, y, x: _gelu_curvature(x) * dx)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": gelu,
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
+}
+
+
+def _check_positive(owner: object, **sizes: int) -> None:
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{type(owner).__name__}: {name} must be an integer ≥ 1, got {value!r}.")
+
+
+def _fan_in_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.float32) / shape[-1] ** 0.5
+
+
+def layer_norm(x: jax.Array, norm: Mapping[str, jax.Array]) -> jax.Array:
+    """LayerNorm over the last axis with learned scale and bias."""
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + 1e-6) * norm["scale"] + norm["bias"]
+
+
+class Structure(Axis):
+    """Base class of memories; write `weight_shapes`, `init` and `apply`.
+
+    Attributes:
+      residual: whether M(φ(x)) adds x, so that key_dim must equal value_dim; `apply` then has it as `skip`.
+      norm: whether the branch goes through a LayerNorm with learned scale and bias; `apply` then has them.
+      is_matrix: claim: M(x) = W x with one matrix "W". The closed forms of linear attention and the delta rules then apply.
+    """
+
+    claims: ClassVar = {"is_matrix": False}
+    residual: bool = False
+    norm: bool = False
+    is_matrix: bool
+
+    def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
+        """Name → (out, in). The first matrix is the outermost, with out = value_dim; the last one reads the features."""
+        raise NotImplementedError(f"{type(self).__name__}.weight_shapes")
+
+    def init(self, key: jax.Array, feature_dim: int, value_dim: int) -> dict[str, jax.Array]:
+        """M_0 of one head: name → float32 [out, in]. By default normal with variance 1 / in."""
+        shapes = self.weight_shapes(feature_dim, value_dim)
+        keys = jax.random.split(key, len(shapes))
+        return {name: _fan_in_normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+    def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
+        """M(x), with every weight applied by `linear(name, h)` once.
+
+        Args:
+          linear: W h of a named matrix W: [..., in] → [..., out].
+          x: features, [..., feature_dim].
+          skip: r(x), what a residual adds; None without one.
+          norm: {"scale", "bias"} of the LayerNorm; None without one.
+
+        Returns:
+          [..., value_dim].
+        """
+        raise NotImplementedError(f"{type(self).__name__}.apply")
+
+    def curvature(self, value_dim: int) -> float:
+        """Estimate of the largest squared singular value of ∂M(x)/∂M at M_0 for ‖x‖ = 1, for suggested step sizes.
+
+        2 is what residual MLPs and gated MLPs have at a fan-in start.
+        """
+        return 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix(Structure):
+    """M(x) = W x with W: [value_dim, feature_dim]; starts at zero. Linear attention, the delta rule, SWLA."""
+
+    is_matrix = True
+
+    def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
+        return {"W": (value_dim, feature_dim)}
+
+    def init(self, key: jax.Array, feature_dim: int, value_dim: int) -> dict[str, jax.Array]:
+        return {"W": jnp.zeros((value_dim, feature_dim), jnp.float32)}
+
+    def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
+        return linear("W", x)
+
+    def curvature(self, value_dim: int) -> float:
+        return 1.0  # exact
+
+    def summary(self) -> str:
+        return "matrix"
+
+
+@dataclasses.dataclass(frozen=True)
+class MLP(Structure):
+    """M(x) = r(x) + W1 σ(W2 σ(… x)): a residual MLP of any depth without biases (A Eq. 42 at depth 2).
+
+    `W1` is the outermost matrix, as in the paper. r(x) is x for the identity feature map and the degree-one block of any
+    other (SEMANTICS 1.6), so key_dim must equal value_dim.
+
+    Attributes:
+      depth: number of matrices, ≥ 1 (1: M(x) = r(x) + W1 x).
+      expansion: hidden width over value_dim.
+      activation: a name of `ACTIVATIONS`.
+      norm: LayerNorm (learned scale and bias, not written at test time) on the branch before the residual sum, as in TTT.
+    """
+
+    depth: int = 2
+    expansion: int = 4
+    activation: str = "gelu"
+    norm: bool = False
+    residual = True
+
+    def __post_init__(self) -> None:
+        _check_positive(self, depth=self.depth, expansion=self.expansion)
+        lookup("activation", self.activation, ACTIVATIONS)
+
+    def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
+        hidden = self.expansion * value_dim
+        widths = [value_dim, *[hidden] * (self.depth - 1), feature_dim]
+        return {f"W{i + 1}": (widths[i], widths[i + 1]) for i in range(self.depth)}
+
+    def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
+        activation = ACTIVATIONS[self.activation]
+        h = x
+        for i in range(self.depth, 1, -1):
+            h = activation(linear(f"W{i}", h))
+        out = linear("W1", h)
+        assert skip is not None
+        return skip + (layer_norm(out, norm) if norm is not None else out)
+
+    def curvature(self, value_dim: int) -> float:
+        # A LayerNorm divides by the variance of its input: about 1/value_dim at depth 1, and a quarter of it for each layer more.
+        # It fluctuates, so twice that is taken.
+        return 2.0 * (2.0 * value_dim * 4.0 ** (self.depth - 1) if self.norm else 1.0)
+
+    def summary(self) -> str:
+        return (f"residual MLP, {self.depth} matrices, {self.expansion}×" if self.depth > 1 else "residual matrix") + (
+            ", LayerNorm" if self.norm else ""
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedMLP(Structure):
+    """M(x) = r(x) + W1 (σ(W2 x) ⊙ W3 x): the gated memory (A Eq. 43); shapes and r(x) as in `MLP`."""
+
+    expansion: int = 4
+    activation: str = "gelu"
+    residual = True
+
+    def __post_init__(self) -> None:
+        _check_positive(self, expansion=self.expansion)
+        lookup("activation", self.activation, ACTIVATIONS)
+
+    def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
+        hidden = self.expansion * value_dim
+        return {"W1": (value_dim, hidden), "W2": (hidden, feature_dim), "W3": (hidden, feature_dim)}
+
+    def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
+        assert skip is not None
+        return skip + linear("W1", ACTIVATIONS[self.activation](linear("W2", x)) * linear("W3", x))
+
+    def summary(self) -> str:
+        return f"gated residual MLP, {self.expansion}×"

@@ -1,0 +1,97 @@
+"""Blocks of tokens in the dual form: no weight and no gradient of a single token is formed."""
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import blocks
+from atlasjax.memory.blocks import BlockGates, Factors, Read, decay_products, dot, exact, outer_sum
+from atlasjax.memory.fast_weights import steps
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.gates import Weights
+
+
+def dual_block(
+    rule: MemoryRule,
+    memory: Weights,
+    momentum: Weights | None,
+    factors: dict[str, Factors],
+    gates: BlockGates,
+    origin: steps.Origin | None,
+    read: Read,
+    dtype: jnp.dtype,
+) -> tuple[Weights, Weights | None, jax.Array]:
+    """Everything linear in the gradient, with scalar retention. Returns (M, S, y) after the block."""
+    decays = blocks.decays(gates)
+    if origin is not None:
+        gates = gates._replace(step_size=steps.dual_steps(memory, momentum, origin, factors, gates, decays))
+    c = blocks.coefficients(decays, gates)
+
+    def linear(name: str, h: jax.Array) -> jax.Array:
+        out = dot(h, memory[name].T, dtype)
+        if c.memory_start is not None:
+            out = c.memory_start[:, None] * out
+        if momentum is not None:
+            assert c.memory_momentum is not None
+            out = out + c.memory_momentum[:, None] * dot(h, momentum[name].T, dtype)
+        left, inputs = factors[name]
+        return out + dot(dot(h, inputs.T, dtype) * c.memory_gradients, left, dtype)
+
+    y = read(linear)
+    new_memory, new_momentum = {}, {}
+    for name in factors:
+        M = memory[name] if c.memory_start is None else c.memory_start[-1] * memory[name]
+        M = M + outer_sum(c.memory_gradients[-1], factors[name], dtype)
+        if momentum is not None:
+            assert c.memory_momentum is not None
+            assert c.momentum_start is not None
+            M = M + c.memory_momentum[-1] * momentum[name]
+            step = outer_sum(c.momentum_gradients[-1], factors[name], dtype)
+            new_momentum[name] = c.momentum_start[-1] * momentum[name] + step
+        new_memory[name] = M
+    return new_memory, new_momentum if momentum is not None else None, y
+
+
+def channel_block(
+    rule: MemoryRule,
+    memory: Weights,
+    momentum: Weights | None,
+    factors: dict[str, Factors],
+    gates: BlockGates,
+    origin: steps.Origin | None,
+    read: Read,
+    dtype: jnp.dtype,
+) -> tuple[Weights, Weights | None, jax.Array]:
+    """As `dual_block` for a retention per feature channel: C[t, i] becomes a vector over the D channels.
+
+    [m, E, D] numbers are formed, so blocks are short (`chunk.plan`).
+    """
+    if origin is not None:
+        gates = gates._replace(step_size=steps.formed_steps(rule, memory, momentum, origin, factors, gates))
+    assert gates.retention is not None
+    (name,) = memory
+    left, inputs = factors[name]
+    a, pairwise = decay_products(gates.retention)  # [m, D], [m, m, D]
+    D = -gates.step_size[:, None] * gates.gamma
+    if momentum is not None:
+        assert gates.momentum is not None
+        beta, momentum_pairwise = decay_products(gates.momentum)
+        D = exact(momentum_pairwise, D)
+        if gates.real is not None:
+            pairwise = pairwise * gates.real[:, None]
+        s = jnp.einsum("tjd,j->td", pairwise, beta, precision=jax.lax.Precision.HIGHEST)
+    C = jnp.einsum("tjd,ji->tid", pairwise, D, precision=jax.lax.Precision.HIGHEST)
+
+    def linear(_: str, h: jax.Array) -> jax.Array:
+        out = dot(a * h, memory[name].T, dtype)
+        if momentum is not None:
+            out = out + dot(s * h, momentum[name].T, dtype)
+        scores = jnp.einsum("td,tid,id->ti", h, C, inputs, precision=jax.lax.Precision.HIGHEST)
+        return out + dot(scores, left, dtype)
+
+    y = read(linear)
+    M = a[-1] * memory[name] + dot(left.T, C[-1] * inputs, dtype)
+    if momentum is None:
+        return {name: M}, None, y
+    M = M + s[-1] * momentum[name]
+    S = beta[-1] * momentum[name] + outer_sum(D[-1], factors[name], dtype)
+    return {name: M}, {name: S}, y

@@ -1,0 +1,246 @@
+"""The XLA engine: `memory.scan` laid out as slots and scanned, and `memory.step`."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import layout
+from atlasjax.memory.fast_weights.chunk import Plan, Slot, Soup, Window, plan, run_chunk
+from atlasjax.memory.fast_weights.linear import linear_scan
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.slots import Carry, cpu_lanes, from_slots, scan_slots, to_slots
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
+from atlasjax.memory.gates import Gates
+from atlasjax.memory.layout import choose
+
+
+def xla_scan(
+    rule: MemoryRule,
+    params: MemoryParams,
+    state: MemoryState | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
+    *,
+    lengths: jax.Array | None = None,
+    soup: Soup | None = None,
+) -> tuple[jax.Array, MemoryState]:
+    """The recurrence over a sequence; arguments as in `memory.scan`, already checked.
+
+    lengths: [batch], how many tokens of each row there are: the others are not written, and their outputs are NaN. Not together
+      with `segment_ids`.
+    soup: other memories to be mixed with this one in every read; the rule is not linear.
+    """
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    batch, time, heads, _ = q.shape
+    fresh = state is None
+    if state is None:
+        state = init_state(rule, params, batch_size=batch)
+    sizes = plan(rule, params, q.dtype, time)
+    where = _layout(rule, sizes, state, fresh, batch, time, segment_ids, max_segments, lengths)
+
+    def put(x: Any, fill: float) -> Any:
+        return None if x is None else to_slots(x.astype(wide), sizes, where, fill)
+
+    gamma = jnp.ones((batch, time, heads, 1), wide) if gates.window is None else gates.window
+    tokens = lambda x: to_slots(x, sizes, where, 0.0)  # in their own dtype; chunks widen them
+    slots = Slot(
+        q=tokens(q),
+        k=tokens(k),
+        v=tokens(v),
+        retention=put(gates.retention, 1.0),
+        step_size=put(gates.step_size, 0.0),
+        momentum=put(gates.momentum, 1.0),
+        gamma=put(gamma, 0.0),
+        threshold=put(gates.threshold, 1.0),
+        removal_key=put(gates.removal_key, 0.0),
+        removal=put(gates.removal, 0.0),
+        real=put(jnp.ones((batch, time, heads), wide), 0.0) if rule.masks_padding else None,
+        soup=None if soup is None else put(soup.gates, 0.0),
+    )
+
+    carry = Carry(state.memory, state.momentum, _window(state), state.chunk_start or state.memory)
+    carry = jax.tree.map(lambda x: x.astype(wide), carry)
+    operands = (
+        jax.tree.map(lambda x: x.astype(wide), params),
+        carry,
+        (slots, where.window_count, where.resets, where.filled),
+        where.first,
+        None if soup is None else jax.tree.map(lambda x: x.astype(wide), soup.weights),
+    )
+    y, carry = _run_slots(rule, sizes, q.dtype, operands)
+    y = from_slots(y, sizes, where, time)
+    return y, _final_state(rule, state, carry, where, k, v, gates, segment_ids, lengths)
+
+
+def _run_slots(rule: MemoryRule, sizes: Plan, dtype: Any, operands: Any) -> tuple[jax.Array, Carry]:
+    """All slots of a call, by the form that suits the rule; operands: as `slots.scan_slots`."""
+    params, carry, inputs, _, _ = operands
+    if rule.is_linear:
+        y, memory = linear_scan(rule, dtype, params, carry.memory, inputs[0], inputs[2])
+        return y, carry._replace(memory=memory, chunk_start=memory)
+    run = functools.partial(scan_slots, rule, sizes, dtype)
+    lanes = cpu_lanes(sizes, params)
+    if lanes == 1:
+        return run(1, *operands)
+    return jax.lax.platform_dependent(*operands, cpu=functools.partial(run, lanes), default=functools.partial(run, 1))
+
+
+def _window(state: MemoryState) -> Window | None:
+    """The window of a state; None for c = 1. Thresholds that the loss does not use are ones."""
+    if state.window_keys is None:
+        return None
+    assert state.window_values is not None
+    thresholds = state.window_thresholds
+    if thresholds is None:
+        thresholds = jnp.ones(state.window_keys.shape[:-1], state.window_keys.dtype)
+    return Window(state.window_keys, state.window_values, thresholds)
+
+
+def _window_count(state: MemoryState) -> jax.Array:
+    return jnp.zeros(state.segment.shape, jnp.int32) if state.window_count is None else state.window_count
+
+
+def _layout(
+    rule: MemoryRule,
+    sizes: Plan,
+    state: MemoryState,
+    fresh: bool,
+    batch: int,
+    time: int,
+    segment_ids: jax.Array | None,
+    max_segments: int | None,
+    lengths: jax.Array | None,
+) -> layout.Layout:
+    count = _window_count(state)
+    position = jnp.zeros_like(count) if state.position is None else state.position
+    if segment_ids is not None:
+        assert max_segments is not None
+        return layout.segmented_layout(
+            segment_ids, max_segments, sizes.chunk, sizes.width, rule.window, position, count, state.segment
+        )
+    if (fresh or state.position is None) and lengths is None:
+        return layout.aligned_layout(batch, time, sizes.chunk, rule.window, count)
+    return layout.streamed_layout(time, sizes.chunk, sizes.width, rule.window, position, count, lengths)
+
+
+def _final_state(
+    rule: MemoryRule,
+    state: MemoryState,
+    carry: Carry,
+    where: layout.Layout,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None,
+    lengths: jax.Array | None,
+) -> MemoryState:
+    memory = carry.memory
+    if where.overflow is not None:
+        memory = choose(where.overflow, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), memory), memory)
+    chunk_start = None
+    if state.chunk_start is not None:
+        chunk_start = choose(where.position == 0, memory, carry.chunk_start)
+
+    def tail(old: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
+        return None if old is None or new is None else window_after(old, new, lengths)
+
+    return MemoryState(
+        memory=memory,
+        chunk_start=chunk_start,
+        momentum=carry.momentum,
+        window_keys=tail(state.window_keys, k),
+        window_values=tail(state.window_values, v),
+        window_thresholds=tail(state.window_thresholds, gates.threshold),
+        window_count=None if state.window_count is None else where.last_count.astype(jnp.int32),
+        position=None if state.position is None else where.position.astype(jnp.int32),
+        segment=state.segment if segment_ids is None else segment_ids[:, -1],
+    )
+
+
+def window_after(old: jax.Array, new: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+    """The window after a call: old [batch, heads, c − 1(, dim)], new [batch, time, heads(, dim)]; lengths: as in `xla_scan`."""
+    size, new = old.shape[2], jnp.moveaxis(new, 1, 2).astype(old.dtype)
+    if lengths is None:
+        return jnp.concatenate([old, new[:, :, -size:]], axis=2)[:, :, -size:]
+    both = jnp.concatenate([old, new], axis=2)
+    last = lambda x, n: jax.lax.dynamic_slice_in_dim(x, n, size, axis=1)
+    return jax.vmap(last)(both, lengths)
+
+
+def xla_step(
+    rule: MemoryRule,
+    params: MemoryParams,
+    state: MemoryState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    *,
+    soup: Soup | None = None,
+) -> tuple[jax.Array, MemoryState]:
+    """One token: q, k: [batch, heads, key_dim], v: [batch, heads, value_dim], gates [batch, heads(, n)]; soup: see `xla_scan`."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    batch, heads, _ = q.shape
+    sizes = Plan(1, 1, 1, q.dtype)
+
+    def up(x: Any) -> Any:
+        return None if x is None else x.astype(wide)[:, :, None]
+
+    step_size = gates.step_size
+    if rule.optimizer.every > 1 and state.position is not None:
+        assert step_size is not None
+        writes = (state.position + 1) % rule.optimizer.every == 0
+        step_size = jnp.where(writes.reshape(-1, *(1,) * (step_size.ndim - 1)), step_size, 0.0)
+    gamma = jnp.ones((batch, heads, 1), wide) if gates.window is None else gates.window
+    slot = Slot(
+        q=up(q),
+        k=up(k),
+        v=up(v),
+        retention=up(gates.retention),
+        step_size=up(step_size),
+        momentum=up(gates.momentum),
+        gamma=up(gamma),
+        threshold=up(gates.threshold),
+        removal_key=up(gates.removal_key),
+        removal=up(gates.removal),
+        real=None,
+        soup=None if soup is None else up(soup.gates),
+    )
+    count = _window_count(state)
+    if rule.is_linear:
+        up_params = jax.tree.map(lambda x: x.astype(wide), params)
+        one = jax.tree.map(lambda x: x[None], slot)
+        y, memory = linear_scan(rule, q.dtype, up_params, state.memory, one, None)
+        return y[0, :, :, 0], state._replace(memory=memory)
+    before, start = (rule.begin_chunk(state.memory), rule.begin_momentum(state.momentum)), None
+    if state.chunk_start is not None:
+        assert state.position is not None
+        before = choose(state.position == 0, before, (state.memory, state.momentum))
+        start = choose(state.position == 0, before[0], state.chunk_start)
+
+    def chunk(params, start, memory, momentum, window, slot, count, mixed):
+        return run_chunk(rule, sizes, params, start, memory, momentum, window, slot, None, count, mixed)
+
+    by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None, 0))
+    by_batch = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0))
+    up_params = jax.tree.map(lambda x: x.astype(wide), params)
+    mixed = None if soup is None else soup.weights
+    memory, momentum, window, y = by_batch(up_params, start, *before, _window(state), slot, count, mixed)
+    position = None if state.position is None else (state.position + 1) % rule.chunk_size
+    return y[:, :, 0].astype(q.dtype), MemoryState(
+        memory=memory,
+        chunk_start=None if position is None else choose(position == 0, memory, start),
+        momentum=momentum,
+        window_keys=None if window is None else window.keys,
+        window_values=None if window is None else window.values,
+        window_thresholds=None if window is None or state.window_thresholds is None else window.thresholds,
+        window_count=None if state.window_count is None else jnp.minimum(count + 1, rule.window - 1),
+        position=position,
+        segment=state.segment,
+    )

@@ -1,0 +1,111 @@
+"""Blocks of tokens whose memories are formed one by one: where what is read is not linear in the gradients.
+
+Newton–Schulz (Muon) and retention maps (`KL`, `Lq`) need the matrix itself. Only one short block's matrices exist at a time.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import blocks
+from atlasjax.memory.blocks import BlockGates, Factors, Read, decay_products, dot, exact
+from atlasjax.memory.fast_weights import steps
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.gates import Weights
+from pallas_kernels.newton_schulz import SCHEDULES, newton_schulz
+
+
+def muon_block(
+    rule: MemoryRule,
+    memory: Weights,
+    momentum: Weights | None,
+    factors: dict[str, Factors],
+    gates: BlockGates,
+    origin: steps.Origin | None,
+    read: Read,
+    dtype: jnp.dtype,
+) -> tuple[Weights, Weights | None, jax.Array]:
+    """Muon: the momenta of the block's writing tokens are formed, orthogonalized together in float32, and summed.
+
+    Newton–Schulz is not linear, so there is no dual form; only one short block's matrices exist at a time. The block starts
+    at a multiple of `Muon.every` tokens from the start of its chunk, or is one token long with η masked by the caller.
+    """
+    assert momentum is not None
+    assert gates.momentum is not None
+    muon: Any = rule.optimizer
+    m = gates.step_size.shape[0]
+    every = muon.every if m > 1 else 1
+    writers = slice(every - 1, None, every)  # the block's last token is always one
+    beta, pairwise = decay_products(gates.momentum)
+    D = -exact(pairwise, gates.gamma)[writers]
+    if gates.retention is None:
+        a, decay = None, jnp.tril(jnp.ones((m, m), D.dtype))
+    else:
+        a, decay = decay_products(gates.retention)
+    step_size = gates.step_size[writers]
+    decay = decay[:, writers] * step_size.reshape(1, -1, *(1,) * (decay.ndim - 2))  # [m, writers] or [m, writers, D]
+
+    updates: Weights = {}
+    new_momentum: Weights = {}
+    for name, (left, inputs) in factors.items():
+        gradients = jnp.einsum("je,eo,ei->joi", D, left, inputs, precision=jax.lax.Precision.HIGHEST)
+        S = beta[writers, None, None] * momentum[name] + gradients
+        new_momentum[name] = S[-1]
+        updates[name] = newton_schulz(S, muon.steps, SCHEDULES[muon.schedule])
+
+    def linear(name: str, h: jax.Array) -> jax.Array:
+        started = h if a is None else h * (a[:, None] if a.ndim == 1 else a)
+        out = dot(started, memory[name].T, dtype)
+        if decay.ndim == 2:
+            each = dot(h, updates[name].mT, dtype)  # [writers, m, out]
+            return out + jnp.einsum("tj,jto->to", decay, each)
+        return out + jnp.einsum("jto->to", dot(jnp.swapaxes(decay, 0, 1) * h, updates[name].mT, dtype))
+
+    y = read(linear)
+    new_memory = {}
+    for name, update in updates.items():
+        started = memory[name] if a is None else a[-1] * memory[name]
+        if decay.ndim == 2:
+            new_memory[name] = started + jnp.einsum("j,joi->oi", decay[-1], update)
+        else:
+            new_memory[name] = started + jnp.einsum("ji,joi->oi", decay[-1], update)
+    return new_memory, new_momentum, y
+
+
+def mapped_block(
+    rule: MemoryRule,
+    memory: Weights,
+    momentum: Weights | None,
+    factors: dict[str, Factors],
+    gates: BlockGates,
+    origin: steps.Origin | None,
+    read: Read,
+    dtype: jnp.dtype,
+) -> tuple[Weights, Weights | None, jax.Array]:
+    """A retention with a map: the block's accumulators A_t are formed, mapped in float32, and read by their own tokens."""
+    if origin is not None:
+        gates = gates._replace(step_size=steps.formed_steps(rule, memory, momentum, origin, factors, gates))
+    c = blocks.coefficients(blocks.decays(gates), gates)
+    accumulators: Weights = {}
+    new_momentum: Weights = {}
+    for name, (left, inputs) in factors.items():
+        combine = lambda weights, left=left, inputs=inputs: jnp.einsum(
+            "te,eo,ei->toi", weights, left, inputs, precision=jax.lax.Precision.HIGHEST
+        )
+        started = memory[name] if c.memory_start is None else c.memory_start[:, None, None] * memory[name]
+        A = started + combine(c.memory_gradients)
+        if momentum is not None:
+            assert c.memory_momentum is not None
+            assert c.momentum_start is not None
+            A = A + c.memory_momentum[:, None, None] * momentum[name]
+            new_momentum[name] = c.momentum_start[-1] * momentum[name] + combine(c.momentum_gradients[-1:])[0]
+        accumulators[name] = A
+    weights = rule.weights(accumulators)
+
+    def linear(name: str, h: jax.Array) -> jax.Array:
+        return dot(weights[name], h[:, :, None], dtype)[:, :, 0]
+
+    y = read(linear)
+    last = rule.start({name: A[-1] for name, A in accumulators.items()})
+    return last, new_momentum if momentum is not None else None, y

@@ -1,0 +1,265 @@
+"""`memory.scan` by the kernels of `pallas_kernels`: which calls they serve, and how a rule becomes a kernel's arguments.
+
+`chunk_memory` runs whole chunks of a memory whose gradients are taken at the chunk's start, and rules whose gradients are constant,
+for which chunks have no effect; `delta_rule` the delta rules. Features of keys and queries are formed before the kernel. What is
+left of a last chunk goes through the XLA engine, so that the state is that of any other call.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.axes import objectives, optimizers, retention, structures
+from atlasjax.memory.axes.base import is_exactly
+from atlasjax.memory.fast_weights import bounds
+from atlasjax.memory.fast_weights.engine import window_after, xla_scan
+from atlasjax.memory.fast_weights.fastest import PLATFORMS, fastest
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
+from atlasjax.memory.gates import Gates
+from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unserved_by_gpu
+from pallas_kernels.delta_rule import MOST_CHANNELS, delta_rule
+from pallas_kernels.newton_schulz import SCHEDULES, coefficients
+
+_FREE_CHUNK = 64  # where chunks have no effect
+# Weights and momenta of a head: several copies of them share a core's vector memory, with Muon the momenta and updates of a
+# few writes too. The compiler takes memories of two layers as large as this for v5e, v5p and v6e: d = 256, Atlas' of d = 128. For
+# Atlas' of d = 256 the backward kernel asks for 166 MiB with one write at a time, and a v5e has 128, a v5p 64.
+_MOST_NUMBERS = {False: 2**20 + 2**17, True: 2**18 + 2**17}
+# Bounded steps take more: d = 256 fits with bfloat16 products and chunks of 128, with float32 or longer chunks d = 192 does, with
+# both d = 128.
+_MOST_BOUNDED, _LONG_CHUNK = (2**20 + 2**17, 2**19 + 2**17, 2**18), 128
+
+
+@dataclasses.dataclass(frozen=True)
+class _Branch:
+    """A structure without its residual r(x), which is then the caller's: the gradient at (out, v) is that at (out − r, v − r)."""
+
+    structure: structures.MLP | structures.GatedMLP
+
+    def apply(self, linear: structures.Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
+        return self.structure.apply(linear, x, jnp.zeros((), jnp.float32), norm)
+
+
+def _known(rule: MemoryRule) -> dict[str, tuple[object, bool]]:
+    """Choice → it, and whether it is one of those that the kernels are written and tested for: a class itself, not a subclass.
+
+    Feature maps may be any: they are applied before the kernels.
+    """
+    served: dict[str, tuple[type, ...]] = {
+        "structure": (structures.Matrix, structures.MLP, structures.GatedMLP),
+        "objective": (objectives.L2, objectives.DotProduct, objectives.Lp),
+        "optimizer": (optimizers.GradientDescent, optimizers.Implicit, optimizers.Momentum, optimizers.Muon),
+        "retention": (retention.Full, retention.Scalar),
+    }
+    return {name: (getattr(rule, name), is_exactly(getattr(rule, name), *kinds)) for name, kinds in served.items()}
+
+
+def kernel_of(rule: MemoryRule) -> str:
+    """What serves a rule, if anything does: a name of `fastest.KERNELS`."""
+    if _is_delta(rule):
+        return "delta_rule"
+    return "chunk_memory_muon" if rule.uses_muon else "chunk_memory"
+
+
+def unserved(
+    implementation: str, rule: MemoryRule, params: MemoryParams, state: MemoryState | None, q: jax.Array, packed: bool
+) -> str | None:
+    """Why "pallas_tpu" or "pallas_gpu" cannot run a call, with the shapes that matter; None if it can.
+
+    Args:
+      implementation: which of them.
+      rule, params, state: as in `memory.scan`.
+      q: [batch, time, heads, key_dim].
+      packed: whether there are segment ids.
+    """
+    time = q.shape[1]
+    numbers = sum(math.prod(w.shape[1:]) for w in params.weights.values()) * (1 + rule.optimizer.has_momentum)
+    on_gpu = implementation == "pallas_gpu"
+    most = math.inf if on_gpu else _MOST_NUMBERS[rule.uses_muon]
+    if not on_gpu and rule.step_bound is not None:
+        most = _MOST_BOUNDED[(q.dtype == jnp.float32) + (rule.chunk_size > _LONG_CHUNK)]
+    every = rule.optimizer.every
+    refusals = {
+        **{f"{name}={value!r}": not known for name, (value, known) in _known(rule).items()},
+        f"q is {q.dtype}, should be float32 or bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
+        "segment_ids are given: packed segments restart the chunks": packed,
+        f"structure={rule.structure!r} has a LayerNorm inside": rule.structure.norm,
+        f"optimizer={rule.optimizer!r} has a step size per channel": rule.optimizer.per_channel,
+        f"optimizer={rule.optimizer!r} writes every {every} tokens, no power of two": bool(every & (every - 1)),
+        f"the weights {_shapes(params)} and their momenta are {numbers:,} numbers a head, more than {most:,}": numbers
+        > most,
+    }
+    if _is_delta(rule):
+        widest = max(params.weights["W"].shape[1:])
+        refusals[f"retention={rule.retention!r} decays after the removal; the kernel's comes first"] = not (
+            rule.retention.gate is None or rule.retention.decay_first
+        )
+        refusals[f"W is {params.weights['W'].shape}, the kernel takes up to {MOST_CHANNELS} channels"] = (
+            widest > MOST_CHANNELS
+        )
+    elif not rule.has_constant_gradient:
+        refusals[f"chunk_size={rule.chunk_size}, should be one of {CHUNK_SIZES}"] = rule.chunk_size not in CHUNK_SIZES
+        refusals[f"{time} tokens are no whole chunk of {rule.chunk_size}"] = time < rule.chunk_size
+    if on_gpu and not _is_delta(rule) and not any(refusals.values()):
+        size = _FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size
+        reason = unserved_by_gpu(
+            rule.structure, params.weights, size, q.dtype, muon=rule.uses_muon, step_bound=rule.step_bound
+        )
+        if reason is not None:
+            refusals[reason] = True
+    if state is not None:
+        inside = state.position is not None or state.window_keys is not None
+        refusals["a state is given that may stand inside a chunk or a window; the kernel begins with state=None"] = (
+            inside
+        )
+    return next((reason for reason, refused in refusals.items() if refused), None)
+
+
+def pallas_scan(
+    implementation: str,
+    rule: MemoryRule,
+    params: MemoryParams,
+    state: MemoryState | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
+) -> tuple[jax.Array, MemoryState]:
+    """As `engine.xla_scan`, by "pallas_tpu" or "pallas_gpu", of a call that it serves; there is no forward-mode derivative."""
+    before = init_state(rule, params, batch_size=q.shape[0]) if state is None else state
+    if _is_delta(rule):
+        return _delta(implementation, rule, params, before, q, k, v, gates)
+    whole = q.shape[1] if rule.has_constant_gradient else q.shape[1] // rule.chunk_size * rule.chunk_size
+    cut = lambda which: jax.tree.map(lambda x: x[:, which], (q, k, v, gates))
+    y, after = _chunks(implementation, rule, params, before, *cut(slice(whole)))
+    if whole == q.shape[1]:
+        return y, after
+    rest, after = xla_scan(rule, params, after, *cut(slice(whole, None)))
+    return jnp.concatenate([y, rest], axis=1), after
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pallas:
+    """The kernels of one platform as a `backends.Backend`."""
+
+    name: str
+    is_partitioned = False
+
+    @property
+    def platform(self) -> str | None:
+        return PLATFORMS[self.name]
+
+    def unserved(self, rule: MemoryRule, params: Any, state: Any, q: jax.Array, packed: bool) -> str | None:
+        return unserved(self.name, rule, params, state, q, packed)
+
+    def is_preferred(self, rule: MemoryRule, q: jax.Array, v: jax.Array) -> bool:
+        """Where the table has it as faster than the XLA engine for tokens of these sizes; see `fastest`."""
+        if q.shape[-1] != v.shape[-1]:
+            return False
+        return fastest(kernel_of(rule), q.shape[-1], q.dtype).get(PLATFORMS[self.name]) == self.name
+
+    def scan(self, *arguments: Any) -> tuple[jax.Array, MemoryState]:
+        return pallas_scan(self.name, *arguments)
+
+
+PALLAS = tuple(_Pallas(name) for name in PLATFORMS)
+
+
+def _is_delta(rule: MemoryRule) -> bool:
+    return rule.is_linear and not rule.objective.gradient_is_value
+
+
+def _shapes(params: MemoryParams) -> dict[str, tuple[int, ...]]:
+    return {name: w.shape[1:] for name, w in params.weights.items()}
+
+
+def _featured(rule: MemoryRule, params: MemoryParams, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """φ(x) and r(x) of x [batch, time, heads, key_dim], float32."""
+    x = x.astype(jnp.float32)
+    if rule.features.is_identity:
+        return x, x
+    by_head = lambda f: jax.vmap(f, in_axes=(0, 2), out_axes=2)(params.coefficients, x)
+    return by_head(rule.features.apply), by_head(rule.features.degree_one)
+
+
+def _delta(
+    implementation: str,
+    rule: MemoryRule,
+    params: MemoryParams,
+    before: MemoryState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+) -> tuple[jax.Array, MemoryState]:
+    query, key = (_featured(rule, params, x)[0] for x in (q, k))
+    assert gates.step_size is not None
+    beta = gates.step_size.astype(jnp.float32)
+    if rule.optimizer.is_implicit:
+        beta = beta / (1.0 + beta * jnp.sum(key * key, axis=-1))
+    if rule.step_bound is not None:
+        beta = bounds.capped_delta(rule.step_bound, beta, key)
+    query, key = query.astype(q.dtype), key.astype(q.dtype)
+    y, memory = delta_rule(
+        query, key, v, beta, gates.retention, initial=before.memory["W"], implementation=implementation
+    )
+    return y, before._replace(memory={"W": memory})
+
+
+def _chunks(
+    implementation: str,
+    rule: MemoryRule,
+    params: MemoryParams,
+    before: MemoryState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+) -> tuple[jax.Array, MemoryState]:
+    """Whole chunks from the start of one, or any number of tokens where chunks have no effect."""
+    structure: Any = rule.structure
+    (query, query_skip), (key, key_skip) = _featured(rule, params, q), _featured(rule, params, k)
+    value, apart = v, structure.residual and not rule.features.is_identity
+    if apart:
+        structure = _Branch(structure)
+        if not rule.objective.gradient_is_value:
+            value = v.astype(jnp.float32) - key_skip
+    assert gates.step_size is not None
+    floor = None
+    if rule.step_bound is not None:
+        # Of the values as they are: an output of zero is that of the whole memory, not of a branch.
+        wide = v.astype(jnp.float32)
+        empty = bounds.toward_target(rule.objective, jnp.zeros_like(wide), wide, None)
+        floor = bounds.softened(jnp.zeros((), jnp.float32), jnp.maximum(jnp.sum(empty, axis=-1), 0.0))
+    muon: dict[str, Any] = {}
+    if rule.uses_muon:
+        optimizer: Any = rule.optimizer
+        triples = coefficients(SCHEDULES[optimizer.schedule], optimizer.steps)
+        muon = {"newton_schulz": triples, "every": optimizer.every}
+    y, memory, momentum = chunk_memory(
+        structure, rule.objective, before.memory, before.momentum,
+        query.astype(q.dtype), key.astype(q.dtype), value.astype(q.dtype),
+        step_size=gates.step_size, retention=gates.retention, momentum=gates.momentum, window=gates.window,
+        chunk_size=_FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size, implementation=implementation,
+        step_bound=rule.step_bound, floor=floor, norm_bound=rule.norm_bound, **muon,
+    )  # fmt: skip
+    if apart:
+        y = (y + query_skip).astype(q.dtype)
+    count = before.window_count
+    tail = lambda old, new: None if old is None else window_after(old, new)
+    return y, before._replace(
+        memory=memory,
+        # A copy: a state whose leaves share a buffer could not be donated to a jitted call.
+        chunk_start=None if before.chunk_start is None else jax.tree.map(jnp.copy, memory),
+        momentum=momentum,
+        window_keys=tail(before.window_keys, k),
+        window_values=tail(before.window_values, v),
+        window_count=None if count is None else jnp.minimum(count + q.shape[1], rule.window - 1),
+    )

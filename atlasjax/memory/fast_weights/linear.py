@@ -1,0 +1,309 @@
+"""Linear and delta rules of a matrix memory in block-parallel form: many tokens at once, exactly.
+
+    W_t = W_{t−1} Diag(α_t) + u_t s_tᵀ + v_t k_tᵀ        u_t = rate_t (target_t − W̃_t r_t)
+
+with W̃_t = W_{t−1}, or W_{t−1} Diag(α_t) where the decay comes first. Linear attention and its relatives have only the last term.
+For the delta rule r = s = φ(k), target = v, rate = η, and there is no last term; for Longhorn the rate is β/(1 + β‖φ(k)‖²); for
+RWKV-7 r = κ̂, s = a ⊙ κ̂, target = 0, rate = 1. With A_t = α_1 … α_t and P[t,i] = α_{i+1} … α_t (both per channel), all u of a block
+solve one unit lower-triangular system (the WY / UT form; Yang et al. 2024),
+
+    (I + diag(rate) L) U = diag(rate) (target − (Ã ⊙ R) W_0ᵀ − L' V)
+
+    L[t,i] = Σ_d P̃[t,i,d] r_t[d] s_i[d] for i < t,  L' with k_i in the place of s_i
+
+where tildes take the decays up to t − 1 (or t). The solution is affine in W_0, so all systems of a sequence are solved at once, the
+recurrence over blocks is one product each, and all reads follow at once: U = Ũ − R̃ W_0ᵀ, W_end = W_0 Diag(A_end) + Uᵀ S̃ + Vᵀ K̃.
+The block's length does not change the result.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import meshes
+from atlasjax.memory.blocks import decay_products, dot, exact, neighbours, unit_lower_inverse
+from atlasjax.memory.fast_weights import bounds
+from atlasjax.memory.fast_weights.chunk import Slot
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.state import MemoryParams
+from atlasjax.memory.gates import Weights
+
+# Tokens whose blocks are prepared and read together: enough work for one operation, and little enough for a CPU's cache. The
+# backward pass keeps one memory for each group.
+_GROUP_TOKENS = 256
+
+
+class Removal(NamedTuple):
+    """The term u sᵀ: key r and write s: [m, D] · rate: [m] or [m, value_dim] · target: [m, value_dim], None for zero."""
+
+    key: jax.Array
+    write: jax.Array
+    rate: jax.Array
+    target: jax.Array | None
+
+
+class Added(NamedTuple):
+    """The term v kᵀ: key [m, D], value [m, value_dim]."""
+
+    key: jax.Array
+    value: jax.Array
+
+
+class Tokens(NamedTuple):
+    """What the m tokens of a block do, in the notation of this file; one head. query: [m, D]; decay: [m], [m, D] or None."""
+
+    query: jax.Array
+    decay: jax.Array | None
+    removal: Removal | None
+    added: Added | None
+
+
+class Prepared(NamedTuple):
+    """A block as far as it does not depend on what came before it.
+
+    removed: R̃ [m, D] and written: Ũ [m, value_dim], or None · system: per-channel rates only, (L, rate) for `_substitute` ·
+    write_end: S̃ [m, D] or None · added: Vᵀ K̃ [value_dim, D] or None · decay: A_end [] or [D], or None.
+    """
+
+    removed: jax.Array | None
+    written: jax.Array | None
+    system: tuple[jax.Array, jax.Array] | None
+    write_end: jax.Array | None
+    added: jax.Array | None
+    decay: jax.Array | None
+
+
+def tokens_of(
+    rule: MemoryRule,
+    query: jax.Array,
+    key: jax.Array,
+    v: jax.Array,
+    decay: jax.Array | None,
+    step_size: jax.Array | None,
+    removal_key: jax.Array | None,
+    removal: jax.Array | None,
+) -> Tokens:
+    """The tokens of a rule with `is_linear`; query and key: features [m, D]."""
+    if rule.objective.removes:
+        assert removal_key is not None
+        assert removal is not None
+        if rule.bound is not None and rule.bound.step is not None:
+            removal = bounds.capped_removal(rule.bound.step, removal_key, removal)
+        ones = jnp.ones(key.shape[0], key.dtype)
+        return Tokens(query, decay, Removal(removal_key, removal * removal_key, ones, None), Added(key, v))
+    assert step_size is not None
+    if rule.objective.gradient_is_value:
+        return Tokens(query, decay, None, Added(key, v * (step_size if step_size.ndim == 2 else step_size[:, None])))
+    if rule.optimizer.is_implicit:
+        square = jnp.sum(key * key, axis=-1)
+        step_size = step_size / (1.0 + step_size * (square if step_size.ndim == 1 else square[:, None]))
+    if rule.step_bound is not None:
+        step_size = bounds.capped_delta(rule.step_bound, step_size, key)
+    return Tokens(query, decay, Removal(key, key, step_size, v), None)
+
+
+def prepare(rule: MemoryRule, dtype: Any, tokens: Tokens) -> Prepared:
+    """Everything of a block that does not depend on W_0. `dtype`: that of the inputs of products without a system to solve."""
+    (start, end), (_, _, removal, pair) = _from_start_and_to_end(tokens.decay), tokens
+    last = None if start is None else start[-1]
+    key_end = None if pair is None else _times(end, pair.key)
+    if removal is None:
+        assert pair is not None
+        assert key_end is not None
+        return Prepared(None, None, None, None, dot(pair.value.T, key_end, dtype), last)
+
+    before, shift = start, not rule.retention.decay_first
+    if start is not None and shift:
+        before = jnp.concatenate([jnp.ones_like(start[:1]), start[:-1]])
+    score = functools.partial(_scores, removal.key, decay=tokens.decay, strict=True, shift=shift)
+    right, added = removal.target, None
+    if pair is not None and key_end is not None:
+        given = -exact(score(pair.key), pair.value)
+        right = given if right is None else right + given
+        added = pair.value.T @ key_end
+    assert right is not None
+    removed, lower, write_end = _times(before, removal.key), score(removal.write), _times(end, removal.write)
+    if removal.rate.ndim == 2:
+        return Prepared(removed, right, (lower, removal.rate), write_end, added, last)
+    # One token alone (decoding) has nothing to solve.
+    inverse = jnp.ones_like(lower) if lower.shape[0] == 1 else unit_lower_inverse(removal.rate[:, None] * lower)
+    inverse = inverse * removal.rate
+    return Prepared(exact(inverse, removed), exact(inverse, right), None, write_end, added, last)
+
+
+def advance(W: jax.Array, block: Prepared) -> tuple[jax.Array, jax.Array | None]:
+    """(W after the block, U [m, value_dim] or None); W: [value_dim, D] before it."""
+    u = None
+    after = W if block.decay is None else block.decay * W
+    if block.removed is not None:
+        assert block.written is not None
+        assert block.write_end is not None
+        u = block.written - block.removed @ W.T
+        if block.system is not None:
+            u = _substitute(*block.system, u)
+        after = after + u.T @ block.write_end
+    if block.added is not None:
+        after = after + block.added
+    return after, u
+
+
+def read(dtype: Any, tokens: Tokens, W: jax.Array, u: jax.Array | None) -> jax.Array:
+    """y of the block's queries: [m, value_dim]; W: before the block."""
+    h = tokens.query
+    score = functools.partial(_scores, h, decay=tokens.decay, strict=False, shift=False)
+    y = dot(_times(_from_start_and_to_end(tokens.decay)[0], h), W.T, dtype)
+    if tokens.removal is not None and u is not None:
+        y = y + score(tokens.removal.write) @ u
+    if tokens.added is not None:
+        y = y + dot(score(tokens.added.key), tokens.added.value, dtype)
+    return y
+
+
+def _times(decay: jax.Array | None, x: jax.Array) -> jax.Array:
+    """Rows of x [m, D] times decays [m] or [m, D]."""
+    if decay is None:
+        return x
+    return decay * x if decay.ndim == x.ndim else decay[:, None] * x
+
+
+def _from_start_and_to_end(decay: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """A_t, the products of the decays up to t, and the products of those after t; by halves, like `_channel_scores`."""
+    if decay is None:
+        return None, None
+    if decay.ndim == 1:
+        start, pairwise = decay_products(decay)
+        return start, pairwise[-1]
+    m = decay.shape[0]
+    size = 1 << (m - 1).bit_length()
+    start = jnp.pad(decay, ((0, size - m), (0, 0)), constant_values=1.0)[:, None]
+    end, whole = jnp.ones_like(start), start
+    while start.shape[0] > 1:
+        (first_start, second_start), (first_end, second_end), (first, second) = map(neighbours, (start, end, whole))
+        start = jnp.concatenate([first_start, first * second_start], axis=1)
+        end = jnp.concatenate([second * first_end, second_end], axis=1)
+        whole = first * second
+    return start[0, :m], end[0, :m]
+
+
+def _scores(queries: jax.Array, keys: jax.Array, *, decay: jax.Array | None, strict: bool, shift: bool) -> jax.Array:
+    """Σ_d P[t,i,d] queries[t,d] keys[i,d] for i ≤ t (strict: i < t), else 0: [m, m].
+
+    P[t,i] are the decays i + 1 … t (shift: … t − 1); `decay` is [m], [m, D] or None.
+    """
+    m = queries.shape[0]
+    if decay is not None and decay.ndim == 2:
+        return _channel_scores(queries, keys, decay, strict=strict, shift=shift)
+    if decay is None:
+        pairwise = jnp.tril(jnp.ones((m, m), queries.dtype), -1 if strict else 0)
+    else:
+        pairwise = decay_products(decay)[1]
+        if shift:
+            pairwise = jnp.concatenate([jnp.zeros_like(pairwise[:1]), pairwise[:-1]])
+        elif strict:
+            pairwise = jnp.tril(pairwise, -1)
+    return exact(queries, keys.T) * pairwise
+
+
+def _channel_scores(queries: jax.Array, keys: jax.Array, decay: jax.Array, *, strict: bool, shift: bool) -> jax.Array:
+    """`_scores` for a decay per channel, by halves: two neighbouring parts of a block become one.
+
+    For t in the second part and i in the first, P[t,i] = (decays of the second part up to t) · (decays of the first after i), so
+    the scores between them are one product of decayed queries and decayed keys: no [m, m, D] array, no quotient of decays.
+    """
+    m, _ = queries.shape
+    size = 1 << (m - 1).bit_length()
+    parts = lambda x, fill: jnp.pad(x, ((0, size - m), (0, 0)), constant_values=fill)[:, None]
+    queries, keys, whole = parts(queries, 0.0), parts(keys, 0.0), parts(decay, 1.0)  # [parts, tokens of a part, D]
+    diagonal = jnp.sum(queries * keys, axis=-1, keepdims=True)
+    scores = jnp.zeros_like(diagonal) if strict or shift else diagonal
+    if not shift:
+        queries = queries * whole
+    # queries: decayed from their part's start to t (shift: t − 1); keys: from i + 1 to their part's end; whole: a part's decay.
+    while scores.shape[0] > 1:
+        (first_q, second_q), (first_k, second_k), (first, second) = map(neighbours, (queries, keys, whole))
+        across = exact(second_q, first_k.mT)
+        first_scores, second_scores = neighbours(scores)
+        above = jnp.concatenate([first_scores, jnp.zeros_like(across)], axis=2)
+        below = jnp.concatenate([across, second_scores], axis=2)
+        scores = jnp.concatenate([above, below], axis=1)
+        queries = jnp.concatenate([first_q, first * second_q], axis=1)
+        keys = jnp.concatenate([second * first_k, second_k], axis=1)
+        whole = first * second
+    return scores[0, :m, :m]
+
+
+def _substitute(lower: jax.Array, rate: jax.Array, right: jax.Array) -> jax.Array:
+    """U of (I + diag(rate_c) L) U_c = diag(rate_c) right_c for each channel c of the value, token by token.
+
+    A system for each channel: all channels take a row together, which is a product with the rows before it. lower: [m, m],
+    rate and right: [m, value_dim]. Blocks are short, and their rows are written out.
+    """
+    rows: list[jax.Array] = []
+    for t in range(rate.shape[0]):
+        known = right[t] - lower[t, :t] @ jnp.stack(rows) if rows else right[t]
+        rows.append(rate[t] * known)
+    return jnp.stack(rows)
+
+
+def _slot_tokens(rule: MemoryRule, params: Any, slot: Slot) -> Tokens:
+    """The tokens of a slot of one head."""
+    wide = jnp.promote_types(slot.q.dtype, jnp.float32)
+    query, key = (rule.features.apply(params.coefficients, x.astype(wide)) for x in (slot.q, slot.k))
+    return tokens_of(
+        rule, query, key, slot.v.astype(wide), slot.retention, slot.step_size, slot.removal_key, slot.removal
+    )
+
+
+def linear_scan(
+    rule: MemoryRule, dtype: Any, params: MemoryParams, memory: Weights, slots: Slot, resets: jax.Array | None
+) -> tuple[jax.Array, Weights]:
+    """All slots of a call of a rule with `is_linear`.
+
+    Args:
+      rule, dtype: static; dtype is that of the outputs.
+      params: in the state's dtype.
+      memory: {"W": [batch, heads, value_dim, D]} before the first slot.
+      slots: [slots, batch, heads, block, …]; padding must be without effect (α = 1, η = 0, a = 0, k and v zero).
+      resets: [slots, batch], whether a slot begins with a fresh memory; None if none does.
+
+    Returns:
+      y: [slots, batch, heads, block, value_dim], and the memory after the last slot.
+    """
+
+    start = rule.start(params.weights)["W"]
+    over_heads = lambda function: jax.vmap(jax.vmap(jax.vmap(function), in_axes=(None, 0)), in_axes=(None, 0))
+
+    def prepare_slot(params: Any, slot: Slot) -> Prepared:
+        return prepare(rule, dtype, _slot_tokens(rule, params, slot))
+
+    def read_slot(params: Any, inputs: Any) -> jax.Array:
+        slot, W, u = inputs
+        return read(dtype, _slot_tokens(rule, params, slot), W, u).astype(dtype)
+
+    def step(W: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
+        block, reset = xs
+        if reset is not None:
+            W = jnp.where(reset[:, None, None, None], start, W)
+        after, u = jax.vmap(jax.vmap(advance))(W, block)
+        return after, (W, u)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def group(W: jax.Array, xs: Any) -> tuple[jax.Array, jax.Array]:
+        slots, resets = xs
+        blocks = over_heads(prepare_slot)(params, slots)
+        last, (before, u) = meshes.scan(step, W, (blocks, resets))
+        return last, over_heads(read_slot)(params, (slots, before, u))
+
+    num_slots = slots.q.shape[0]
+    size = min(max(1, _GROUP_TOKENS // slots.q.shape[3]), num_slots)
+    whole = num_slots // size * size
+    xs = (slots, resets)
+    grouped = jax.tree.map(lambda x: x[:whole].reshape(-1, size, *x.shape[1:]), xs)
+    W, y = meshes.scan(group, memory["W"], grouped)
+    y = y.reshape(whole, *y.shape[2:])
+    if whole < num_slots:
+        W, rest = group(W, jax.tree.map(lambda x: x[whole:], xs))
+        y = jnp.concatenate([y, rest])
+    return y, {"W": W}

@@ -1,0 +1,216 @@
+"""The definition: the memory recurrence token by token, with inner gradients from `jax.grad`.
+
+Slow and obvious on purpose. Every engine, kernel, cache and sharded run is tested against it. SEMANTICS section 1.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import meshes
+from atlasjax.memory.fast_weights import bounds
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
+from atlasjax.memory.gates import Gates
+
+
+def read_one(rule: MemoryRule, params: Any, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """M(φ(x)) of one head: x is [key_dim], the result [value_dim]; `weights` as a state stores them."""
+    weights = rule.weights(weights)
+    features = rule.features.apply(params.coefficients, x)
+    skip = rule.features.degree_one(params.coefficients, x) if rule.structure.residual else None
+    return rule.structure.apply(lambda name, h: weights[name] @ h, features, skip, params.norm)
+
+
+def _gradient(
+    rule: MemoryRule, params: Any, weights: dict, token: dict, keys: jax.Array, values: jax.Array,
+    thresholds: jax.Array, gamma: jax.Array,
+) -> dict:  # fmt: skip
+    """g_t: the window's losses, weighed by γ, differentiated at the memory `weights`."""
+    if rule.objective.removes:
+        removed, rate, W = token["removal_key"], token["removal"], weights["W"]
+        if rule.bound is not None and rule.bound.step is not None:
+            rate = bounds.capped_removal(rule.bound.step, removed, rate)
+        return {"W": jnp.outer(W @ removed, rate * removed) - jnp.outer(token["v"], token["k"])}
+
+    def loss(weights: dict, k: jax.Array, v: jax.Array, threshold: jax.Array) -> jax.Array:
+        features = rule.features.apply(params.coefficients, k)
+        skip = rule.features.degree_one(params.coefficients, k) if rule.structure.residual else None
+        out = rule.structure.apply(lambda name, h: weights[name] @ h, features, skip, params.norm)
+        return rule.objective.loss(out, v, threshold)
+
+    gradients = jax.vmap(jax.grad(loss), (None, 0, 0, 0))(weights, keys, values, thresholds)
+    return jax.tree.map(lambda x: jnp.tensordot(gamma, x, 1), gradients)
+
+
+def _bounded(
+    rule: MemoryRule, params: Any, before: dict, S: dict, origin: dict, g: dict, token: dict, keys: jax.Array,
+    values: jax.Array, thresholds: jax.Array, gamma: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """η'_t of the step size η_t, see `bounds`; `before`: M_{t−1}, `origin`: M_{t'}, both as they are stored."""
+    assert rule.step_bound is not None
+    theta, eta = token["momentum"], token["step_size"]
+    momentum = theta if rule.optimizer.has_momentum else None
+    outputs = jax.vmap(lambda k: read_one(rule, params, origin, k))(keys)
+    decreases = bounds.toward_target(rule.objective, outputs, values, thresholds)  # [c, value_dim]
+    empty = bounds.toward_target(rule.objective, jnp.zeros_like(outputs), values, thresholds)
+    total = lambda x: jnp.sum(gamma * jnp.maximum(jnp.sum(x, axis=-1), 0.0))
+    decrease, scale = total(decreases), bounds.softened(total(decreases), total(empty))
+
+    # What the memory moves by, to first order, as its accumulator does.
+    mapped = lambda change: jax.jvp(rule.weights, (origin,), (change,))[1]
+    inner = lambda a, b: jnp.sum(jnp.stack([jnp.sum(a[name] * b[name]) for name in a]))
+    if rule.optimizer.per_channel:
+        (gradient,) = g.values()
+        eta = bounds.capped(rule.step_bound, eta, decreases[0], jnp.sum(gradient * gradient, axis=-1), None)
+    else:
+        eta = bounds.capped(rule.step_bound, eta, decrease, inner(g, mapped(g)), momentum)
+    change = jax.tree.map(jnp.subtract, before, origin)
+    if rule.optimizer.has_momentum:
+        change = jax.tree.map(lambda x, s: x + bounds.pending(theta) * s, change, S)
+    return eta * bounds.left_over(inner(g, mapped(change)), scale)
+
+
+def _minimizer(rule: MemoryRule, params: Any, W: jax.Array, token: dict) -> jax.Array:
+    """argmin_M ½‖M − W‖² + ½ Σ_c β_c (M φ(k) − v)_c², row by row: w_c (I + β_c k kᵀ) = its target."""
+    k, beta = rule.features.apply(params.coefficients, token["k"]), token["step_size"]
+
+    def row(w: jax.Array, v: jax.Array, beta: jax.Array) -> jax.Array:
+        return jnp.linalg.solve(jnp.eye(k.size, dtype=k.dtype) + beta * jnp.outer(k, k), w + beta * v * k)
+
+    return jax.vmap(row)(W, token["v"], jnp.broadcast_to(beta, W.shape[:1]))
+
+
+def _token(rule: MemoryRule, params: Any, initial: dict, carry: dict, token: dict) -> tuple[dict, jax.Array]:
+    """One token of one head of one batch element."""
+    carry = dict(carry)
+    if "segment" in token:
+        new = (token["segment"] != carry["segment"]) & (carry["segment"] >= 0)
+        choose = lambda fresh, old: jax.tree.map(lambda f, o: jnp.where(new, f, o), fresh, old)
+        carry["M"] = choose(initial, carry["M"])
+        carry["S"] = choose(rule.optimizer.init(initial), carry["S"])
+        carry["position"] = jnp.where(new, 0, carry["position"])
+        carry["count"] = jnp.where(new, 0, carry["count"])
+        carry["segment"] = token["segment"]
+
+    starts_chunk = carry["position"] == 0
+    for name, begun in {"M": rule.begin_chunk(carry["M"]), "S": rule.begin_momentum(carry["S"])}.items():
+        carry[name] = jax.tree.map(lambda new, old: jnp.where(starts_chunk, new, old), begun, carry[name])
+    at_start = jax.tree.map(lambda m, g: jnp.where(starts_chunk, m, g), carry["M"], carry["chunk_start"])
+    alpha, theta, eta = token["retention"], token["momentum"], token["step_size"]
+    decay = lambda weights: {name: rule.retention.decay(w, alpha) for name, w in weights.items()}
+    origin = decay(at_start) if rule.retention.decay_first else at_start
+
+    # The window: entry j holds token t − j.
+    keys = jnp.concatenate([token["k"][None], carry["keys"]])
+    values = jnp.concatenate([token["v"][None], carry["values"]])
+    thresholds = jnp.concatenate([token["threshold"][None], carry["thresholds"]])
+    real = jnp.arange(rule.window) <= carry["count"]
+
+    gamma = jnp.where(real, token["window"], 0.0)
+    window = (keys, values, thresholds, gamma)
+    g = _gradient(rule, params, rule.weights(origin), token, *window)
+
+    if rule.step_bound is not None:
+        before = decay(carry["M"]) if rule.retention.decay_first else carry["M"]
+        eta = _bounded(rule, params, before, carry["S"], origin, g, token, *window)
+    if rule.optimizer.is_implicit:
+        S, M = carry["S"], {"W": _minimizer(rule, params, decay(carry["M"])["W"], token)}
+    else:
+        writes = (carry["position"] + 1) % rule.optimizer.every == 0
+        eta = jnp.where(writes, eta, 0.0)
+        M, S = rule.write(carry["M"], carry["S"], g, alpha, eta, theta)
+
+    carry.update(
+        M=M,
+        S=S,
+        chunk_start=at_start,
+        keys=keys[: rule.window - 1],
+        values=values[: rule.window - 1],
+        thresholds=thresholds[: rule.window - 1],
+        count=jnp.minimum(carry["count"] + 1, rule.window - 1),
+        position=(carry["position"] + 1) % rule.chunk_size,
+    )
+    return carry, read_one(rule, params, M, token["q"])
+
+
+def reference_scan(
+    rule: MemoryRule,
+    params: MemoryParams,
+    state: MemoryState | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None = None,
+) -> tuple[jax.Array, MemoryState]:
+    """The recurrence over a sequence; arguments as in `memory.scan`, already checked."""
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    batch, time, heads, _ = q.shape
+    wide = lambda x: x.astype(jnp.promote_types(x.dtype, dtype))
+    if state is None:
+        state = init_state(rule, params, batch_size=batch)
+    params = jax.tree.map(wide, params)
+    state = jax.tree.map(lambda x: wide(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+    ones = jnp.ones((batch, time, heads), dtype)
+    tokens = {
+        "q": wide(q),
+        "k": wide(k),
+        "v": wide(v),
+        "retention": ones if gates.retention is None else wide(gates.retention),
+        "step_size": ones if gates.step_size is None else wide(gates.step_size),
+        "momentum": ones if gates.momentum is None else wide(gates.momentum),
+        "window": ones[..., None] if gates.window is None else wide(gates.window),
+        "threshold": ones if gates.threshold is None else wide(gates.threshold),
+    }
+    if gates.removal_key is not None and gates.removal is not None:
+        tokens |= {"removal_key": wide(gates.removal_key), "removal": wide(gates.removal)}
+    by_batch: dict[str, jax.Array] = {}
+    if segment_ids is not None:
+        by_batch["segment"] = segment_ids
+    zeros = lambda *shape: jnp.zeros((batch, heads, *shape), dtype)
+    carry_heads = {
+        "M": state.memory,
+        "S": state.momentum,
+        "chunk_start": state.memory if state.chunk_start is None else state.chunk_start,
+        "keys": zeros(0, k.shape[-1]) if state.window_keys is None else state.window_keys[:, :, ::-1],
+        "values": zeros(0, v.shape[-1]) if state.window_values is None else state.window_values[:, :, ::-1],
+        "thresholds": zeros(rule.window - 1)
+        if state.window_thresholds is None
+        else state.window_thresholds[:, :, ::-1],
+    }
+    none_read = jnp.zeros((batch,), jnp.int32)
+    carry_batch = {
+        "count": none_read if state.window_count is None else state.window_count,
+        "position": none_read if state.position is None else state.position,
+        "segment": state.segment,
+    }
+
+    def one_head(params, initial, carry_h, carry_b, tokens_h, tokens_b):
+        body = lambda c, x: _token(rule, params, initial, c, x)
+        last, y = meshes.scan(body, {**carry_h, **carry_b}, {**tokens_h, **tokens_b})
+        return y, last
+
+    over_heads = jax.vmap(one_head, in_axes=(0, 0, 0, None, 1, None), out_axes=(1, 0))
+    over_batch = jax.vmap(over_heads, in_axes=(None, None, 0, 0, 0, 0))
+    y, last = over_batch(params, rule.start(params.weights), carry_heads, carry_batch, tokens, by_batch)
+
+    position = last["position"][:, 0]
+    ends_chunk = (position == 0)[:, None, None, None]
+    windowed = rule.window > 1
+    state = MemoryState(
+        memory=last["M"],
+        # At a chunk's end the next chunk starts from here.
+        chunk_start=None
+        if state.chunk_start is None
+        else jax.tree.map(lambda m, g: jnp.where(ends_chunk, m, g), last["M"], last["chunk_start"]),
+        momentum=None if state.momentum is None else last["S"],
+        window_keys=last["keys"][:, :, ::-1] if windowed else None,
+        window_values=last["values"][:, :, ::-1] if windowed else None,
+        window_thresholds=None if state.window_thresholds is None else last["thresholds"][:, :, ::-1],
+        window_count=last["count"][:, 0] if windowed else None,
+        position=None if state.position is None else position,
+        segment=last["segment"][:, 0] if segment_ids is not None else state.segment,
+    )
+    return y.astype(q.dtype), state

@@ -1,0 +1,257 @@
+"""`MemoryRule`: one row of the design space, as a value."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from atlasjax.memory.axes import features as features_lib
+from atlasjax.memory.axes import objectives, optimizers, structures
+from atlasjax.memory.axes import retention as retention_lib
+from atlasjax.memory.axes.base import check_choice
+from atlasjax.memory.fast_weights.bounds import Bound, within_norm
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryRule:
+    """Which memory, what it learns, and how: frozen and hashable, static under `jax.jit`.
+
+    For every token t (SEMANTICS 1; A §3.2–3.3, §5):
+
+        g_t = Σ_{j<c} γ_{t,j} ∇ℓ(M_{t'}; φ(k_{t−j}), v_{t−j})        M_{t'}: the memory at the start of t's chunk
+        S_t = θ_t S_{t−1} − η_t g_t
+        M_t = α_t M_{t−1} + S_t                                       Muon: S_t = θ_t S_{t−1} − g_t, M_t = α_t M_{t−1} + η_t NS(S_t)
+        y_t = M_t(φ(q_t))
+
+    Attributes:
+      structure: the memory M: `Matrix`, `MLP`, `GatedMLP`, or a `Structure` of your own (docs/own_rule.md; so for the next four).
+      objective: the inner loss ℓ: `L2`, `DotProduct`, `Lp` or `Huber`; or `RemoveAndReplace`.
+      features: the feature map φ of keys and queries: `Identity`, `Polynomial`, `Powers` or `TensorSketch`.
+      optimizer: `GradientDescent`, `Implicit`, `Momentum` or `Muon`.
+      retention: `Full`, `Scalar`, `Channel`, `KL` or `Lq`.
+      window: c ≥ 1, the number of last tokens whose loss every step descends on (the Omega rule); 1 is the online rule.
+      chunk_size: b ≥ 1. Part of the model: gradients are taken at the memory of the chunk's start; 1 is exact online
+        learning. (Without effect for a matrix memory under the dot-product loss without Muon.)
+      bound: what keeps the memory from diverging (`bounds.Bound`); None: nothing does, as in the papers.
+
+    Raises:
+      ValueError: choices that clash, with the names of both.
+    """
+
+    structure: structures.Structure = structures.MLP()
+    objective: objectives.Objective = objectives.L2()
+    features: features_lib.Features = features_lib.Identity()
+    optimizer: optimizers.Optimizer = optimizers.Momentum()
+    retention: retention_lib.Retention = retention_lib.Scalar()
+    window: int = 1
+    chunk_size: int = 64
+    bound: Bound | None = Bound()
+
+    def __post_init__(self) -> None:
+        kinds = {
+            "structure": structures.Structure,
+            "objective": objectives.Objective,
+            "features": features_lib.Features,
+            "optimizer": optimizers.Optimizer,
+            "retention": retention_lib.Retention,
+        }
+        for name, kind in kinds.items():
+            check_choice("MemoryRule", name, getattr(self, name), kind)
+        if self.bound is not None and not isinstance(self.bound, Bound):
+            raise ValueError(f"MemoryRule: bound must be a Bound or None, got {self.bound!r}.")
+        for name in ("window", "chunk_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"MemoryRule: {name} must be an integer ≥ 1, got {value!r}.")
+        for part, other in _clashes(self):
+            raise ValueError(f"MemoryRule: {part} clashes with {other}")
+
+    @property
+    def uses_muon(self) -> bool:
+        return self.optimizer.orthogonalizes
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether the memory must be written token by token: neither a dual form nor Muon's block is known to the library."""
+        known = self.optimizer.is_linear or self.optimizer.orthogonalizes or self.optimizer.is_implicit
+        return not (known and self.retention.is_linear)
+
+    @property
+    def has_constant_gradient(self) -> bool:
+        """Whether ∇ℓ does not depend on the memory, so that the chunk size has no effect (SEMANTICS 1.4).
+
+        With Muon the chunk still sets the tokens at which `Muon.every` writes, so such rules do not count.
+        """
+        constant = self.structure.is_matrix and self.objective.gradient_is_value
+        return constant and self.optimizer.is_linear and not self.is_sequential
+
+    @property
+    def masks_padding(self) -> bool:
+        """Whether places without a token must be masked: their gates (α = 1, θ = 1, η = 0, γ = 0) alone make them no-ops for plain
+        gradient descent and Muon, but with momentum M_t = α_t M_{t−1} + S_t would add S_t again."""
+        return self.is_sequential or (self.optimizer.is_linear and self.optimizer.has_momentum)
+
+    @property
+    def step_bound(self) -> float | None:
+        """`Bound.step` where the rule's steps are bounded by it.
+
+        None for a loss without a target (dot products), and for an optimizer that is not linear in the gradient: an orthogonal
+        step (Muon) has one size, an implicit one cannot pass its target, and of others the library does not know where they lead.
+        """
+        free = not self.optimizer.is_linear or not self.objective.has_target or self.objective.removes
+        return None if self.bound is None or free else self.bound.step
+
+    @property
+    def norm_bound(self) -> float | None:
+        """`Bound.weight_norm` where the rule's weights are held by it at the starts of chunks.
+
+        None for rules in which chunks have no effect, and for a map whose results are bounded (`KL`).
+        """
+        free = self.is_linear or self.has_constant_gradient or self.retention.is_bounded
+        return None if self.bound is None or free else self.bound.weight_norm
+
+    def unbounded(self) -> "MemoryRule":
+        """The recurrence of the papers: the same rule without `bound`."""
+        return dataclasses.replace(self, bound=None)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether a matrix memory is written by W_t = W_{t−1} Diag(α_t) − (W_{t−1} r_t) s_tᵀ + v_t k_tᵀ, so that many tokens can be
+        taken at once, exactly, and chunks have no effect: linear attention and, in chunks of one token, the delta rules."""
+        if not self.structure.is_matrix or self.retention.has_map or self.window > 1 or self.is_sequential:
+            return False
+        if self.optimizer.has_momentum or not (self.optimizer.is_linear or self.optimizer.is_implicit):
+            return False
+        delta = (self.objective.gradient_is_error or self.objective.removes) and self.chunk_size == 1
+        return delta or self.objective.gradient_is_value
+
+    def start(self, weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """What a state stores for the learned start `weights`: M_0, or its accumulator where retention has a map."""
+        return jax.tree.map(self.retention.start, weights) if self.retention.has_map else weights
+
+    def begin_chunk(self, stored: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """What a state stores of the memory at the start of a chunk: within `norm_bound`."""
+        return stored if self.norm_bound is None else within_norm(self.norm_bound, stored)
+
+    def begin_momentum(self, momentum: Any) -> Any:
+        """S at the start of a chunk: within `norm_bound`, where it is a sum of steps or gradients, and not a state of any kind."""
+        summed = momentum is not None and (self.optimizer.is_linear or self.optimizer.orthogonalizes)
+        return within_norm(self.norm_bound, momentum) if summed and self.norm_bound is not None else momentum
+
+    def start_momentum(self, stored: dict[str, jax.Array]) -> Any:
+        """S_0 of memories as a state stores them, name → [batch, heads, out, in]; None where the optimizer carries nothing."""
+        return jax.vmap(jax.vmap(self.optimizer.init))(stored)
+
+    def write(
+        self,
+        stored: dict[str, jax.Array],
+        momentum: Any,
+        gradient: dict[str, jax.Array],
+        retention: Any,
+        step_size: Any,
+        theta: Any,
+    ) -> tuple[dict[str, jax.Array], Any]:
+        """One token of one head: (A_t, S_t) from (A_{t−1}, S_{t−1}) and g_t, by the formulas of optimizer and retention.
+
+        Args:
+          stored: A_{t−1}, name → [out, in]; the memory itself where retention has no map.
+          momentum: S_{t−1}.
+          gradient: g_t.
+          retention: α_t, a scalar or [in]; None for α = 1.
+          step_size: η_t, a scalar, or [value_dim] for one per channel.
+          theta: θ_t; None where the optimizer has no momentum.
+        """
+        eta = step_size[:, None] if self.optimizer.per_channel else step_size
+        steps, momentum = self.optimizer.update(momentum, gradient, eta, theta)
+        decayed = stored if retention is None else {n: self.retention.decay(w, retention) for n, w in stored.items()}
+        return self.start({name: w + steps[name] for name, w in decayed.items()}), momentum
+
+    def weights(self, stored: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The memory M_t of what a state stores: itself, or the retention's map of it; name → [..., out, in]."""
+        return jax.tree.map(self.retention.map, stored) if self.retention.has_map else stored
+
+    def gate_channels(self, key_dim: int, value_dim: int | None = None) -> dict[str, int | None]:
+        """The gates of this rule: name → number of channels (an axis after heads), or None for one scalar per token and head.
+
+        Args:
+          key_dim: size of a key; per-channel retention has one α for each of the `features.dim(key_dim)` channels.
+          value_dim: size of a value, for a step size per channel; None: key_dim.
+        """
+        feature_dim = self.features.dim(key_dim)
+        gates: dict[str, int | None] = {}
+        if self.retention.gate is not None:
+            gates["retention"] = feature_dim if self.retention.gate == "channel" else None
+        if self.objective.removes:
+            gates["removal_key"] = feature_dim
+            gates["removal"] = feature_dim
+        else:
+            gates["step_size"] = (value_dim or key_dim) if self.optimizer.per_channel else None
+        if self.optimizer.has_momentum:
+            gates["momentum"] = None
+        if self.window > 1:
+            gates["window"] = self.window
+        if self.objective.uses_threshold:
+            gates["threshold"] = None
+        return gates
+
+    def with_newton_schulz(self, steps: int | None = None, schedule: str | None = None) -> "MemoryRule":
+        """The same rule with other Newton–Schulz steps or schedule: same parameters, same state, other test-time compute.
+
+        Raises:
+          ValueError: the rule's optimizer is not Muon.
+        """
+        muon: Any = self.optimizer
+        if not muon.orthogonalizes:
+            raise ValueError(f"with_newton_schulz: the rule's optimizer is {muon!r}, not Muon.")
+        changed = dataclasses.replace(
+            muon, steps=muon.steps if steps is None else steps, schedule=muon.schedule if schedule is None else schedule
+        )
+        return dataclasses.replace(self, optimizer=changed)
+
+
+def _clashes(rule: MemoryRule) -> Iterator[tuple[str, str]]:
+    """Pairs of choices that do not go together: (one, "the other: why and what to do")."""
+    retention, optimizer, structure = (f"{n}={getattr(rule, n)!r}" for n in ("retention", "optimizer", "structure"))
+    matrix = rule.structure.is_matrix
+    online = rule.window == rule.chunk_size == 1
+    if rule.retention.gate not in (None, "scalar", "channel"):
+        yield retention, f"its gate={rule.retention.gate!r}, which should be None, 'scalar' or 'channel'."
+    if rule.retention.gate == "channel" and not matrix:
+        yield retention, f"{structure}: a decay per feature channel is defined for Matrix() only. Use Scalar()."
+    if rule.retention.decay_first and rule.chunk_size > 1:
+        yield (
+            retention,
+            f"chunk_size={rule.chunk_size}: gradients are taken at the memory of the chunk's start, which is "
+            "not decayed token by token. Use chunk_size=1.",
+        )
+    if rule.retention.has_map and rule.uses_muon:
+        yield retention, f"{optimizer}: an orthogonal step and a retention map do not combine. Use GradientDescent()."
+    if rule.chunk_size % rule.optimizer.every:
+        yield optimizer, f"chunk_size={rule.chunk_size}: `every` must divide the chunk size."
+    if rule.optimizer.per_channel and not matrix:
+        yield optimizer, f"{structure}: a step size per channel of the value is defined for Matrix() only."
+    if rule.optimizer.per_channel and rule.window > 1:
+        yield optimizer, f"window={rule.window}: a step size per channel is defined for window=1 only."
+    if rule.optimizer.is_implicit:
+        if not (matrix and rule.objective.gradient_is_error and online):
+            yield (
+                optimizer,
+                "the other choices: the step's minimizer is known for Matrix(), L2() and window=chunk_size=1 only.",
+            )
+        if not rule.retention.is_linear or rule.retention.has_map:
+            yield optimizer, f"{retention}: the step's minimizer is known for a decay α M only."
+        elif not (rule.retention.gate is None or rule.retention.decay_first):
+            yield (
+                optimizer,
+                f"{retention}: it decays first. Use Full(), Scalar(decay_first=True) or Channel(decay_first=True).",
+            )
+    if rule.objective.removes:
+        plain = rule.optimizer.is_linear and not rule.optimizer.has_momentum and not rule.optimizer.per_channel
+        decays = rule.retention.is_linear and not rule.retention.has_map and not rule.retention.decay_first
+        if not (matrix and online and plain and rule.features.is_identity and decays):
+            yield (
+                f"objective={rule.objective!r}",
+                "the other choices: it is defined for Matrix(), Identity(), GradientDescent(), a decay that does not come "
+                "first, and window=chunk_size=1 only.",
+            )

@@ -1,0 +1,79 @@
+"""Blocks of tokens whose memories are written one after another: the general engine, for any optimizer and retention.
+
+What an optimizer or a retention of a user's own does to a memory is known only token by token. Gradients are still taken for the
+whole chunk at its start, as outer products, and reads go together; only one short block's gradients and memories are formed.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import blocks, meshes
+from atlasjax.memory.blocks import BlockGates, Factors, Read, dot
+from atlasjax.memory.fast_weights import bounds, steps
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.gates import Weights
+
+
+def sequential_block(
+    rule: MemoryRule,
+    memory: Weights,
+    momentum: Any,
+    factors: dict[str, Factors],
+    gates: BlockGates,
+    origin: steps.Origin | None,
+    read: Read,
+    dtype: jnp.dtype,
+) -> tuple[Weights, Any, jax.Array]:
+    """(M, S, y) after the block; arguments as `dual.dual_block`. The block starts at a multiple of `Optimizer.every` tokens from
+    the start of its chunk, or is one token long with η masked by the caller."""
+    m = gates.step_size.shape[0]
+    step_size = gates.step_size
+    if m > 1 and rule.optimizer.every > 1:
+        writes = (jnp.arange(m) + 1) % rule.optimizer.every == 0
+        step_size = jnp.where(writes.reshape(-1, *(1,) * (step_size.ndim - 1)), step_size, 0.0)
+    form = lambda f: jnp.einsum("te,eo,ei->toi", gates.gamma, f.left, f.inputs, precision=jax.lax.Precision.HIGHEST)
+    gradients = {name: form(f) for name, f in factors.items()}
+    decrease = scale = None
+    if origin is not None:
+        decrease, scale = (blocks.exact(gates.gamma, x) for x in (origin.losses.decrease, origin.losses.scale))
+
+    def write(carry: Any, token: Any) -> Any:
+        memory, momentum = carry
+        gradient, retention, step_size, theta, real, decrease, scale = token
+        if origin is not None:
+            step_size = _bounded(rule, origin, memory, momentum, gradient, step_size, theta, decrease, scale)
+        after = rule.write(memory, momentum, gradient, retention, step_size, theta)
+        if real is not None:
+            after = jax.tree.map(lambda new, old: jnp.where(real > 0, new, old), after, carry)
+        return after, after[0]
+
+    tokens = (gradients, gates.retention, step_size, gates.momentum, gates.real, decrease, scale)
+    (memory, momentum), written = meshes.scan(write, (memory, momentum), tokens)
+    weights = rule.weights(written)
+    y = read(lambda name, h: dot(weights[name], h[:, :, None], dtype)[:, :, 0])
+    return memory, momentum, y
+
+
+def _bounded(
+    rule: MemoryRule,
+    origin: steps.Origin,
+    memory: Weights,
+    momentum: Any,
+    gradient: Weights,
+    step_size: jax.Array,
+    theta: jax.Array | None,
+    decrease: jax.Array,
+    scale: jax.Array,
+) -> jax.Array:
+    """η' of one token, by the recurrence at the head of `bounds`; the optimizer is linear in the gradient."""
+    mapped = lambda change: jax.jvp(rule.weights, (origin.weights,), (change,))[1]
+    inner = lambda a, b: sum((jnp.sum(a[name] * b[name]) for name in a), jnp.zeros(()))
+    eta = step_size
+    if not origin.capped:
+        eta = bounds.capped(origin.step, eta, decrease, inner(gradient, mapped(gradient)), theta)
+    change = jax.tree.map(jnp.subtract, memory, origin.weights)
+    if theta is not None:
+        change = jax.tree.map(lambda x, s: x + bounds.pending(theta) * s, change, momentum)
+    return eta * bounds.left_over(inner(gradient, mapped(change)), scale)

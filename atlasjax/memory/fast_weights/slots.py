@@ -1,0 +1,189 @@
+"""The loop of the XLA engine: slots (chunks and padding) one after another, masked matmuls inside.
+
+Only the memories at chunk boundaries are kept for the backward pass; everything inside a chunk is computed again.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import layout, meshes
+from atlasjax.memory.fast_weights.chunk import Plan, Slot, Window, run_chunk
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.state import MemoryParams
+from atlasjax.memory.gates import Weights
+from atlasjax.memory.layout import choose
+
+_GROUP_TOKENS = 32  # chunks shorter than this share one checkpoint
+_CPU_LANES = 4
+_LANE_NUMBERS = 2**20
+
+
+def to_slots(x: jax.Array, plan: Plan, where: layout.Layout, fill: float) -> jax.Array:
+    """[batch, time, heads, …] → [slots, batch, heads, width, …]."""
+    batch, time = x.shape[:2]
+    slots = where.num_slots
+    if where.place is None:
+        x = jnp.pad(x, ((0, 0), (0, slots * plan.chunk - time), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+        x = x.reshape(batch, slots, plan.chunk, *x.shape[2:])
+        pad = ((0, 0), (0, 0), (0, plan.width - plan.chunk), *((0, 0),) * (x.ndim - 3))
+        x = jnp.pad(x, pad, constant_values=fill)
+    else:
+        rows = jnp.arange(batch)[:, None]
+        flat = jnp.full((batch, slots * plan.width, *x.shape[2:]), fill, x.dtype)
+        x = flat.at[rows, where.place].set(x, mode="drop", unique_indices=True)
+        x = x.reshape(batch, slots, plan.width, *x.shape[2:])
+    return jnp.moveaxis(x, (1, 3), (0, 2))
+
+
+def from_slots(y: jax.Array, plan: Plan, where: layout.Layout, time: int) -> jax.Array:
+    """[slots, batch, heads, width, dim] → [batch, time, heads, dim]; NaN for tokens that found no slot."""
+    y = jnp.moveaxis(y, (0, 2), (1, 3))  # [batch, slots, width, heads, dim]
+    batch = y.shape[0]
+    if where.place is None:
+        return y[:, :, : plan.chunk].reshape(batch, -1, *y.shape[3:])[:, :time]
+    flat = y.reshape(batch, -1, *y.shape[3:])
+    rows = jnp.arange(batch)[:, None]
+    return flat.at[rows, where.place].get(mode="fill", fill_value=jnp.nan)
+
+
+class Carry(NamedTuple):
+    """What goes from slot to slot; leaves [batch, heads, …]."""
+
+    memory: Weights
+    momentum: Any
+    window: Window | None
+    chunk_start: Weights
+
+
+# Slots [slots, batch, heads, …], and for each slot [slots, batch]: window_count, resets, filled (see `Layout`).
+SlotInputs = tuple[Slot, jax.Array, jax.Array | None, jax.Array | None]
+
+
+def cpu_lanes(sizes: Plan, params: MemoryParams) -> int:
+    """How many groups of heads a CPU should take as separate operations.
+
+    XLA's CPU backend runs products of this size on one thread each, but independent ones side by side: with one operation for all
+    heads the other cores have little to do. Small products are not worth it, and each lane adds to the compile time.
+    """
+    heads = next(iter(params.weights.values())).shape[0]
+    largest = max(math.prod(w.shape[1:]) for w in params.weights.values())
+    return math.gcd(heads, _CPU_LANES) if sizes.width * largest >= _LANE_NUMBERS else 1
+
+
+def scan_slots(
+    rule: MemoryRule,
+    sizes: Plan,
+    dtype: Any,
+    lanes: int,
+    params: MemoryParams,
+    carry: Carry,
+    inputs: SlotInputs,
+    first: jax.Array | None,
+    soup: Weights | None,
+) -> tuple[jax.Array, Carry]:
+    """All slots of a call.
+
+    Args:
+      rule, sizes, dtype: static; dtype is that of the outputs.
+      lanes: static; heads are taken in so many separate groups. Divides their number.
+      params: in the state's dtype.
+      carry: before the first slot.
+      inputs: the slots.
+      first: [batch], offset of the call's first token in slot 0; None if the call begins at the start of a chunk.
+      soup: weights of memories to be mixed into every read, [batch, heads, n, …]; None if there are none.
+
+    Returns:
+      y: [slots, batch, heads, width, value_dim], and the carry after the last slot.
+    """
+    wide = jnp.promote_types(dtype, jnp.float32)
+    batch = jax.tree.leaves(carry.memory)[0].shape[0]
+
+    def chunk(params, chunk_start, memory, momentum, window, slot, first, count, mixed):
+        slot = slot._replace(q=slot.q.astype(wide), k=slot.k.astype(wide), v=slot.v.astype(wide))
+        return run_chunk(rule, sizes, params, chunk_start, memory, momentum, window, slot, first, count, mixed)
+
+    by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None, None, 0))
+    all_chunks = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0, 0))
+
+    def begin(weights: Any, begins: jax.Array | None, begun: Any = rule.begin_chunk) -> Any:
+        return begun(weights) if begins is None else choose(begins, begun(weights), weights)
+
+    def by_batch(begins, params, chunk_start, memory, momentum, *rest):
+        momentum = begin(momentum, begins, rule.begin_momentum)
+        return all_chunks(params, chunk_start, begin(memory, begins), momentum, *rest)
+
+    checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
+    lane_params = tuple(zip(_split(params, lanes, 0), _split(soup, lanes, 1)))
+
+    def run_lane(constants: Any, carry: Carry, slot: Slot, rest: Any, first: Any, chunk_fn: Any) -> Any:
+        params, mixed = constants
+        count, resets, filled = rest
+        memory, momentum = carry.memory, carry.momentum
+        if resets is not None:
+            initial = jax.tree.map(lambda w: jnp.broadcast_to(w, (batch, *w.shape)), rule.start(params.weights))
+            memory = choose(resets, initial, memory)
+            momentum = choose(resets, rule.start_momentum(initial), momentum)
+        # The call may begin in the middle of a chunk, and a slot without tokens begins none.
+        begins = None if first is None else first == 0
+        if filled is not None:
+            begins = filled if begins is None else begins & filled
+        start = checkpoint(begin)(memory, begins)
+        if first is not None:
+            start = choose(first > 0, carry.chunk_start, start)
+        given = None if first is None else start
+        memory, momentum, window, y = chunk_fn(
+            begins, params, given, memory, momentum, carry.window, slot, first, count, mixed
+        )
+        # Not inside the checkpointed function, so that the backward pass does not keep it.
+        kept = start if filled is None else choose(filled, start, carry.chunk_start)
+        return Carry(memory, momentum, window, kept), y.astype(dtype)
+
+    def run_slot(carries: Any, xs: Any, first: jax.Array | None, chunk_fn: Any) -> tuple[Any, Any]:
+        slots, rest = xs
+        results = [run_lane(*lane, rest, first, chunk_fn) for lane in zip(lane_params, carries, slots, strict=True)]
+        return tuple(carry for carry, _ in results), tuple(y for _, y in results)
+
+    carries = _split(carry, lanes, 1)
+    xs = (_split(inputs[0], lanes, 2), inputs[1:])
+    outputs = []
+    remaining = inputs[1].shape[0]
+    if first is not None:
+        carries, y = run_slot(carries, jax.tree.map(lambda x: x[0], xs), first, checkpoint(by_batch))
+        outputs.append(jax.tree.map(lambda x: x[None], y))
+        xs = jax.tree.map(lambda x: x[1:], xs)
+        remaining -= 1
+    group = max(1, _GROUP_TOKENS // sizes.width)
+    grouped = remaining // group * group if group > 1 else 0
+    if grouped:
+        # Short chunks: one boundary state is kept for several of them.
+        outer = checkpoint(lambda c, x: meshes.scan(lambda c, x: run_slot(c, x, None, by_batch), c, x))
+        head = jax.tree.map(lambda x: x[:grouped].reshape(-1, group, *x.shape[1:]), xs)
+        carries, y = meshes.scan(outer, carries, head)
+        outputs.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y))
+        xs = jax.tree.map(lambda x: x[grouped:], xs)
+        remaining -= grouped
+    if remaining:
+        carries, y = meshes.scan(lambda c, x: run_slot(c, x, None, checkpoint(by_batch)), carries, xs)
+        outputs.append(y)
+    y = jax.tree.map(lambda *parts: jnp.concatenate(parts) if len(parts) > 1 else parts[0], *outputs)
+    return _join(y, 2), _join(carries, 1)
+
+
+def _split(tree: Any, lanes: int, axis: int) -> tuple[Any, ...]:
+    """Equal parts of every leaf along its heads axis."""
+    if lanes == 1:
+        return (tree,)
+    part = lambda x, i: jax.lax.slice_in_dim(
+        x, i * (x.shape[axis] // lanes), (i + 1) * (x.shape[axis] // lanes), axis=axis
+    )
+    return tuple(jax.tree.map(lambda x, i=i: part(x, i), tree) for i in range(lanes))
+
+
+def _join(trees: tuple[Any, ...], axis: int) -> Any:
+    if len(trees) == 1:
+        return trees[0]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=axis), *trees)

@@ -1,0 +1,156 @@
+"""The arrays of a memory of weights: learned parameters, and the state that is carried through time."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.gates import Weights
+
+
+class MemoryParams(NamedTuple):
+    """Learned (outer-loop) parameters of a memory; every leaf has the heads axis first.
+
+    Attributes:
+      weights: M_0, name → [heads, out, in], float32; where retention has a map, what the map takes (for `KL` logits).
+      coefficients: what the feature map learns, [heads, …], float32: c_i, [heads, n]; None where it has none.
+      norm: LayerNorm inside the memory, {"scale", "bias"}: [heads, value_dim], float32; None without it.
+    """
+
+    weights: Weights
+    coefficients: jax.Array | None
+    norm: dict[str, jax.Array] | None
+
+
+class MemoryState(NamedTuple):
+    """What a memory carries from call to call: a pytree whose size does not depend on how much was read.
+
+    float32 (float64 for float64 inputs) and int32. Every leaf has the batch axis first; None where the rule has no use for it.
+
+    Attributes:
+      memory: M_t, name → [batch, heads, out, in]; where retention has a map its accumulator (`MemoryRule.weights` maps it).
+      chunk_start: M_{t'}, the memory at the start of the current chunk, at which gradients are taken.
+      momentum: S_t, like `memory`; for an optimizer of your own the pytree that its `init` makes, leaves [batch, heads, …]. None
+        where the optimizer carries nothing.
+      window_keys: the last c − 1 keys, [batch, heads, c − 1, key_dim], oldest first.
+      window_values: their values, [batch, heads, c − 1, value_dim].
+      window_thresholds: their Huber thresholds, [batch, heads, c − 1].
+      window_count: how many of them are real, [batch]: a zero key is not an absent one.
+      position: tokens of the current chunk read so far, in [0, chunk_size), [batch].
+      segment: the segment id of the last token, [batch]; −1 before any.
+    """
+
+    memory: Weights
+    chunk_start: Weights | None
+    momentum: Any
+    window_keys: jax.Array | None
+    window_values: jax.Array | None
+    window_thresholds: jax.Array | None
+    window_count: jax.Array | None
+    position: jax.Array | None
+    segment: jax.Array
+
+
+def init_params(rule: MemoryRule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> MemoryParams:
+    """Fresh learned parameters: M_0 per head, feature coefficients, the norm inside the memory.
+
+    A matrix memory starts at zero; the weights of an MLP are normal with variance 1 / fan-in.
+
+    Args:
+      rule: the memory rule.
+      key: a PRNG key.
+      num_heads: number of heads, ≥ 1.
+      key_dim: size of a query or key.
+      value_dim: size of a value.
+
+    Raises:
+      ValueError: a size below one, or key_dim ≠ value_dim for a memory with a residual.
+    """
+    for name, value in {"num_heads": num_heads, "key_dim": key_dim, "value_dim": value_dim}.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"init_params: {name} must be an integer ≥ 1, got {value!r}.")
+    if rule.structure.residual and key_dim != value_dim:
+        raise ValueError(
+            f"init_params: {rule.structure!r} adds its input to its output, so key_dim must equal value_dim, "
+            f"got key_dim={key_dim}, value_dim={value_dim}."
+        )
+    feature_dim = rule.features.dim(key_dim)
+    weights = jax.vmap(lambda k: rule.structure.init(k, feature_dim, value_dim))(jax.random.split(key, num_heads))
+    initial = rule.features.init()
+    coefficients = None if initial is None else jnp.tile(jnp.asarray(initial), (num_heads, *(1,) * initial.ndim))
+    norm = None
+    if rule.structure.norm:
+        norm = {"scale": jnp.ones((num_heads, value_dim)), "bias": jnp.zeros((num_heads, value_dim))}
+    return MemoryParams(weights, coefficients, norm)
+
+
+def init_state(
+    rule: MemoryRule, params: MemoryParams, *, batch_size: int, max_length: int | None = None
+) -> MemoryState:
+    """A fresh memory for every batch element: M = M_0, S = 0, an empty window.
+
+    Args:
+      rule: the memory rule.
+      params: what `init_params` gave (or a trained version of it).
+      batch_size: number of batch elements.
+      max_length: without effect: this state's size does not depend on how much is read.
+
+    Raises:
+      ValueError: parameters of another rule.
+    """
+    check_params(rule, params)
+    num_heads, value_dim, _ = next(iter(params.weights.values())).shape
+    dtype = jnp.promote_types(next(iter(params.weights.values())).dtype, jnp.float32)
+    expand = lambda w: jnp.broadcast_to(w.astype(dtype), (batch_size, *w.shape))
+    memory = jax.tree.map(expand, rule.start(params.weights))
+    window = rule.window - 1
+    keys = values = thresholds = count = None
+    if window:
+        key_dim = infer_key_dim(rule, params)
+        keys = jnp.zeros((batch_size, num_heads, window, key_dim), dtype)
+        values = jnp.zeros((batch_size, num_heads, window, value_dim), dtype)
+        count = jnp.zeros((batch_size,), jnp.int32)
+        if rule.objective.uses_threshold:
+            thresholds = jnp.ones((batch_size, num_heads, window), dtype)
+    constant = rule.has_constant_gradient
+    return MemoryState(
+        memory=memory,
+        # A copy: a state whose leaves share a buffer could not be donated to a jitted call.
+        chunk_start=None if constant or rule.chunk_size == 1 else jax.tree.map(jnp.copy, memory),
+        momentum=rule.start_momentum(memory),
+        window_keys=keys,
+        window_values=values,
+        window_thresholds=thresholds,
+        window_count=count,
+        position=None if constant or rule.chunk_size == 1 else jnp.zeros((batch_size,), jnp.int32),
+        segment=jnp.full((batch_size,), -1, jnp.int32),
+    )
+
+
+def infer_key_dim(rule: MemoryRule, params: MemoryParams) -> int:
+    """The key size whose features fit the parameters' innermost matrix."""
+    innermost = list(rule.structure.weight_shapes(1, 1))[-1]
+    try:
+        return rule.features.key_dim(params.weights[innermost].shape[-1])
+    except ValueError as error:
+        raise ValueError(f"params.weights[{innermost!r}]: {error}") from None
+
+
+def check_params(rule: MemoryRule, params: MemoryParams) -> None:
+    """Raise ValueError where `params` is not of this rule, naming the leaf."""
+    expected = list(rule.structure.weight_shapes(1, 1))
+    if sorted(params.weights) != sorted(expected):
+        raise ValueError(f"params.weights: {rule.structure!r} has weights {expected}, got {sorted(params.weights)}.")
+    initial = rule.features.init()
+    if (initial is None) != (params.coefficients is None):
+        raise ValueError(
+            f"params.coefficients: {rule.features!r} needs {'none' if initial is None else initial.shape}, "
+            f"got {None if params.coefficients is None else params.coefficients.shape}."
+        )
+    if initial is not None and params.coefficients is not None and params.coefficients.shape[1:] != initial.shape:
+        raise ValueError(
+            f"params.coefficients: {rule.features!r} has {initial.shape} per head, got {params.coefficients.shape}."
+        )
+    if rule.structure.norm and params.norm is None:
+        raise ValueError(f"params.norm: {rule.structure!r} needs scale and bias, got None.")

@@ -1,0 +1,180 @@
+"""Step sizes of a block of tokens of one head under `Bound.step`; the recurrence is at the head of `bounds`.
+
+With the tokens' memories as `blocks` has them, x_t is known up to the steps that the block's earlier tokens take, and linear in
+those:
+
+    x_t = ⟨G_t, a_{t−1} M_0 + s_{t−1} S_0 − M_{t'}⟩ + u_t β_{t−1} ⟨G_t, S_0⟩ − Σ_{j<t} (T_α T_θ + u T_θ)[t−1, j] η'_j ⟨G_t, G_j⟩
+
+G_t = Σ_i Γ[t,i] ∇_i, u_t = θ_t/(1 − θ_t); a row t − 1 is that of the token before, the start of the block for t = 0.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.blocks import BlockGates, Decays, Factors, decay_products, exact
+from atlasjax.memory.fast_weights import bounds
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.gates import Weights
+
+
+class Losses(NamedTuple):
+    """Of the E tokens of a block and of the window before it: a, n, and ⟨∇_i, M_{t'}⟩ (of the mapped memory, with a map); [E]."""
+
+    decrease: jax.Array
+    scale: jax.Array
+    along: jax.Array
+
+
+class Origin(NamedTuple):
+    """What the steps of a block are held against.
+
+    Attributes:
+      step: `Bound.step`.
+      weights: M_{t'} as it is stored, name → [out, in].
+      gradients: the factors of ∇_i; not scaled by step sizes, as a block's own are where each channel has one.
+      losses: of the E tokens.
+      moved: static; whether the block's start can differ from M_{t'}.
+      capped: static; whether the gates hold η̄ already.
+    """
+
+    step: float
+    weights: Weights
+    gradients: dict[str, Factors]
+    losses: Losses
+    moved: bool
+    capped: bool
+
+
+def _before(x: jax.Array, first: float) -> jax.Array:
+    """Row t − 1 of x [m, …] in row t."""
+    return jnp.concatenate([jnp.full_like(x[:1], first), x[:-1]])
+
+
+def _capped(origin: Origin, gates: BlockGates, decrease: jax.Array, square: jax.Array) -> jax.Array:
+    if origin.capped:
+        return gates.step_size
+    return bounds.capped(origin.step, gates.step_size, decrease, square, gates.momentum)
+
+
+def _along(gradients: dict[str, Factors], weights: Weights) -> jax.Array:
+    """⟨∇_i, W⟩ over all weights: [E]."""
+    parts = [jnp.sum(left * (h @ weights[name].T), axis=-1) for name, (left, h) in gradients.items()]
+    return sum(parts[1:], parts[0])
+
+
+def _gram(a: dict[str, Factors], b: dict[str, Factors]) -> jax.Array:
+    """⟨∇_i, ∇_j⟩ over all weights: [E, E]."""
+    parts = [(a[name].left @ b[name].left.T) * (a[name].inputs @ b[name].inputs.T) for name in a]
+    return sum(parts[1:], parts[0])
+
+
+def dual_steps(
+    memory: Weights,
+    momentum: Weights | None,
+    origin: Origin,
+    factors: dict[str, Factors],
+    gates: BlockGates,
+    decays: Decays,
+) -> jax.Array:
+    """η' of a block whose retention is a scalar, [m]; no gradient is formed. Arguments as `dual.dual_block`."""
+    m = gates.step_size.shape[0]
+    diagonal = jnp.eye(m, dtype=bool)
+    gram = _gram(origin.gradients, factors)
+    if gates.gamma.shape[1] == m:  # no window: Γ is diagonal
+        own = jnp.sum(jnp.where(diagonal, gates.gamma, 0.0), axis=-1)
+        windowed = lambda x: own * x
+        gram = own[:, None] * gram * own
+    else:
+        windowed = lambda x: exact(gates.gamma, x)
+        gram = exact(windowed(gram), gates.gamma.T)
+    step_size = _capped(
+        origin, gates, windowed(origin.losses.decrease), jnp.sum(jnp.where(diagonal, gram, 0.0), axis=-1)
+    )
+
+    moved = jnp.zeros_like(step_size)
+    a = None if decays.start is None else _before(decays.start, 1.0)
+    if a is not None:
+        moved = moved + (a - 1.0) * windowed(origin.losses.along)
+    if origin.moved:
+        change = jax.tree.map(jnp.subtract, memory, origin.weights)
+        change = windowed(_along(origin.gradients, change))
+        moved = moved + (change if a is None else a * change)
+    across = _before(decays.pairwise, 0.0)
+    if momentum is not None:
+        assert gates.momentum is not None
+        assert decays.momentum is not None
+        assert decays.momentum_start is not None
+        assert decays.started is not None
+        pending = bounds.pending(gates.momentum)
+        share = _before(decays.started, 0.0) + pending * _before(decays.momentum_start, 1.0)
+        moved = moved + share * windowed(_along(origin.gradients, momentum))
+        across = exact(across, decays.momentum) + pending[:, None] * _before(decays.momentum, 0.0)
+    return step_size * bounds.solve(moved, windowed(origin.losses.scale), across * gram * step_size)
+
+
+def _tangent(function: Callable, at: jax.Array, change: jax.Array) -> jax.Array:
+    return jax.jvp(function, (at,), (change,))[1]
+
+
+def formed_steps(
+    rule: MemoryRule,
+    memory: Weights,
+    momentum: Weights | None,
+    origin: Origin,
+    factors: dict[str, Factors],
+    gates: BlockGates,
+) -> jax.Array:
+    """η' of a short block whose gradients may be formed, [m]: a retention per channel, or one with a map.
+
+    With a map, losses and gradients are those of the mapped memory, and what it moves by is taken to first order at M_{t'}.
+    """
+    highest = jax.lax.Precision.HIGHEST
+    m = gates.step_size.shape[0]
+    form = lambda all_factors: {
+        name: jnp.einsum("te,eo,ei->toi", gates.gamma, left, h, precision=highest)
+        for name, (left, h) in all_factors.items()
+    }
+    gradients, steps = form(origin.gradients), form(factors)
+    square = moved = jnp.zeros_like(gates.step_size)
+    products = jnp.zeros((m, m), square.dtype)
+
+    ones = jnp.tril(jnp.ones((m, m), gates.step_size.dtype))
+    start, pairwise = (jnp.ones((m,)), ones) if gates.retention is None else decay_products(gates.retention)
+    channels = start.ndim == 2
+    spread = lambda x: x[:, None, :] if channels else x[:, None, None]  # [m(, D)] over [m, out, in]
+    if gates.real is not None:
+        pairwise = pairwise * (gates.real[:, None] if channels else gates.real)
+    across, a, share = _before(pairwise, 0.0), _before(start, 1.0), None
+    if momentum is not None:
+        assert gates.momentum is not None
+        beta, carried = decay_products(gates.momentum)
+        pending = bounds.pending(gates.momentum)
+        started = jnp.einsum("tj...,j->t...", pairwise, beta, precision=highest)
+        rest = pending * _before(beta, 1.0)
+        share = _before(started, 0.0) + (rest[:, None] if channels else rest)
+        soon = pending[:, None] * _before(carried, 0.0)
+        across = jnp.einsum("tj...,ji->ti...", across, carried, precision=highest)
+        across = across + (soon[:, :, None] if channels else soon)
+
+    for name, G in gradients.items():
+        change = (spread(a) - 1.0) * origin.weights[name]
+        if origin.moved:
+            change = change + spread(a) * (memory[name] - origin.weights[name])
+        if momentum is not None and share is not None:
+            change = change + spread(share) * momentum[name]
+        own, taken = G, steps[name]
+        if rule.retention.has_map:
+            mapped = jax.vmap(functools.partial(_tangent, lambda w: rule.weights({"": w})[""], origin.weights[name]))
+            change, own, taken = mapped(change), mapped(own), mapped(taken)
+        moved = moved + jnp.einsum("toi,toi->t", G, change, precision=highest)
+        square = square + jnp.einsum("toi,toi->t", G, own, precision=highest)
+        if channels:
+            products = products + jnp.einsum("toi,joi,tji->tj", G, taken, across, precision=highest)
+        else:
+            products = products + across * jnp.einsum("toi,joi->tj", G, taken, precision=highest)
+    step_size = _capped(origin, gates, exact(gates.gamma, origin.losses.decrease), square)
+    return step_size * bounds.solve(moved, exact(gates.gamma, origin.losses.scale), products * step_size)

@@ -1,0 +1,147 @@
+"""Coefficients that depend only on the gates: memories as combinations of the previous memory, its momentum and inner gradients.
+
+Within a chunk that starts with memory M and momentum S, and has gradients ∇_i of E = c − 1 + b tokens,
+
+    M_t = A_t M + s_t S + Σ_i C[t,i] ∇_i        ρ_i(t) = A_t ρ_i, and T_α[t,i] for the chunk's own entries
+
+(see `atlasjax.memory.blocks`). Products of decays are computed by multiplication, so values and derivatives are exact at 0.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import meshes
+from atlasjax.memory.blocks import decay_products, window_matrix
+from atlasjax.memory.softmax.rule import SoftmaxRule
+
+
+class Transition(NamedTuple):
+    """(M, S) ↦ (decay M + momentum S, momentum_decay S). The last two fields are None without momentum. Any shape."""
+
+    decay: jax.Array
+    momentum: jax.Array | None
+    momentum_decay: jax.Array | None
+
+
+class Coefficients(NamedTuple):
+    """The coefficients of one chunk.
+
+    Attributes:
+      decay: A_t, [b].
+      momentum: s_t, [b], None without momentum.
+      gradients: C, [b, E].
+      entries: T_α, [b, b].
+      end: the transition over the whole chunk, scalars; the identity if the chunk is not committed.
+      end_gradients: [E], weight of each gradient in the memory at the chunk's end; end_momentum: [E], its weight in the momentum.
+      end_entries: [b], ρ of the chunk's entries at its end. The last three are zero if the chunk is not committed.
+    """
+
+    decay: jax.Array
+    momentum: jax.Array | None
+    gradients: jax.Array
+    entries: jax.Array
+    end: Transition
+    end_gradients: jax.Array
+    end_momentum: jax.Array | None
+    end_entries: jax.Array
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def coefficients(
+    rule: SoftmaxRule,
+    retention: jax.Array,
+    step_size: jax.Array,
+    momentum: jax.Array,
+    window: jax.Array,
+    counts: jax.Array,
+    real: jax.Array,
+    commit: jax.Array,
+) -> Coefficients:
+    """The coefficients of one chunk of one head.
+
+    Args:
+      rule: the rule.
+      retention, step_size, momentum: gates, [b]; window: [b, c].
+      counts: [b, E], whether a token's window may contain a gradient: it must be real and of the token's segment.
+      real: [b], whether the token exists.
+      commit: [], whether the chunk changes the memory. An unfinished chunk is read, but not committed.
+    """
+    b = step_size.shape[0]
+    D = jnp.where(counts, -step_size[:, None] * window_matrix(window), 0.0)
+    beta = s = None
+    if rule.optimizer.has_momentum:
+        beta, pairwise = decay_products(momentum)
+        D = _product(pairwise, D)
+    if rule.retention.gate is None:
+        A, between = jnp.ones_like(step_size), jnp.tril(jnp.ones((b, b), step_size.dtype))
+    else:
+        A, between = decay_products(retention)
+    between = jnp.where(real, between, 0.0)  # padding must not add S again
+    C = _product(between, D)
+    if beta is not None:
+        s = _product(between, beta)
+    last = lambda x, otherwise: jnp.where(commit, x[-1], otherwise)
+    end, end_momentum = Transition(last(A, 1.0), None, None), None
+    if beta is not None:
+        end, end_momentum = Transition(last(A, 1.0), last(s, 0.0), last(beta, 1.0)), last(D, 0.0)
+    return Coefficients(A, s, C, between, end, last(C, 0.0), end_momentum, last(between, 0.0))
+
+
+def compose(second: Transition, first: Transition) -> Transition:
+    """The transition `first` followed by `second`."""
+    decay = second.decay * first.decay
+    if first.momentum is None or second.momentum is None or second.momentum_decay is None:
+        return Transition(decay, None, None)
+    assert first.momentum_decay is not None
+    momentum = second.decay * first.momentum + second.momentum * first.momentum_decay
+    return Transition(decay, momentum, second.momentum_decay * first.momentum_decay)
+
+
+def identity_like(x: Transition) -> Transition:
+    zeros = None if x.momentum is None else jnp.zeros_like(x.momentum)
+    ones = None if x.momentum_decay is None else jnp.ones_like(x.momentum_decay)
+    return Transition(jnp.ones_like(x.decay), zeros, ones)
+
+
+def before_each(parts: Transition) -> tuple[Transition, Transition]:
+    """From transitions of consecutive parts, [n]: those from the beginning to each part's start, [n], and the total one, []."""
+    start = identity_like(jax.tree.map(lambda x: x[0], parts))
+    whole, starts = meshes.scan(lambda sofar, part: (compose(part, sofar), sofar), start, parts)
+    return starts, whole
+
+
+def after_each(parts: Transition) -> Transition:
+    """From transitions of consecutive parts, [n]: those from the beginning of part 0 and from each part's end to the end of the
+    last part, [n + 1]."""
+    end = identity_like(jax.tree.map(lambda x: x[0], parts))
+    whole, after = meshes.scan(lambda later, part: (compose(later, part), later), end, parts, reverse=True)
+    return jax.tree.map(lambda w, x: jnp.concatenate([w[None], x]), whole, after)
+
+
+def since_commit(parts: Transition, columns: int | None) -> Transition:
+    """Transitions from the end of an earlier part to the start of each part.
+
+    Args:
+      parts: transitions of consecutive parts, [n].
+      columns: None returns [n, n + 1], where column 0 stands for everything before part 0 and column m + 1 for part m (the identity
+        for m + 1 > row). Otherwise returns only the last `columns` parts before each, in order, [n, columns]; columns before
+        part 0 are parts without effect.
+    """
+    n = parts.decay.shape[0]
+    one = identity_like(jax.tree.map(lambda x: x[:1], parts))
+    wide = n + 1 if columns is None else columns
+    fresh = jax.tree.map(lambda x: jnp.broadcast_to(x, (wide,)), one)
+
+    def body(row: Transition, xs: tuple[Transition, jax.Array]) -> tuple[Transition, Transition]:
+        part, i = xs
+        moved = compose(part, row)
+        if columns is None:
+            return jax.tree.map(lambda new, old: jnp.where(jnp.arange(wide) <= i, new, old), moved, row), row
+        return jax.tree.map(lambda new, first: jnp.concatenate([new[1:], first]), moved, one), row
+
+    return meshes.scan(body, fresh, (parts, jnp.arange(n)))[1]

@@ -1,0 +1,259 @@
+"""The XLA engine of softmax memories: a call is laid out as blocks of chunks, with attention-like reads of the cache in between."""
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import layout, meshes
+from atlasjax.memory.gates import Gates
+from atlasjax.memory.softmax.block import Carry, Sizes, Tokens
+from atlasjax.memory.softmax.coefficients import (
+    Transition,
+    after_each,
+    before_each,
+    coefficients,
+    since_commit,
+)
+from atlasjax.memory.softmax.loop import Indices, Xs, run_blocks
+from atlasjax.memory.softmax.rule import SoftmaxRule
+from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState, empty_state, has_scaling
+from atlasjax.memory.softmax.sums import divide, partial_sums
+from atlasjax.memory.softmax.tape import (
+    Cache,
+    Tape,
+    cut_tail,
+    lay,
+    ordered_cache,
+    stored_cache,
+    tail_places,
+)
+
+_BLOCK_TOKENS = 128  # tokens that read the cache together; never changes the result
+_NOWHERE = 1 << 29  # a slot beyond any tape
+
+
+def plan(rule: SoftmaxRule, time: int, dtype: jnp.dtype) -> tuple[int, int]:
+    """(tokens per chunk, chunks per block) for a call of `time` slots; static."""
+    if rule.has_constant_gradient:
+        return min(_BLOCK_TOKENS, time), 1
+    return rule.chunk_size, max(1, min(_BLOCK_TOKENS // rule.chunk_size, -(-time // rule.chunk_size)))
+
+
+def xla_scan(
+    rule: SoftmaxRule,
+    params: SoftmaxParams,
+    state: SoftmaxState | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
+    lengths: jax.Array | None = None,
+) -> tuple[jax.Array, SoftmaxState]:
+    """The recurrence over a sequence. Arguments as in `scan`, already checked.
+
+    lengths: [batch], number of tokens in each row, only without segment_ids. y of the others is NaN. None means that all exist.
+    """
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    batch, time, heads, _ = q.shape
+    fresh = state is None
+    up = lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    params = jax.tree.map(up, params)
+    entries = time if state is None else state.keys.shape[2]
+    state = empty_state(rule, params, batch, heads, 0, wide) if state is None else jax.tree.map(up, state)
+
+    # Slots on the tape.
+    place = keep = resets = overflow = None
+    places = time + (0 if fresh else rule.pending)
+    starts = jnp.zeros((batch, time), bool)
+    if segment_ids is not None:
+        previous = jnp.where(state.segment < 0, segment_ids[:, 0], state.segment)
+        starts = jnp.concatenate([previous[:, None], segment_ids[:, :-1]], axis=1) != segment_ids
+        if not rule.has_constant_gradient:
+            assert max_segments is not None
+            b = rule.chunk_size
+            where = layout.segmented_layout(
+                segment_ids, max_segments, b, b, 1, state.position, jnp.zeros_like(state.num_tokens), state.segment
+            )
+            place, keep, resets, overflow = where.place, ~starts[:, 0], where.resets, where.overflow
+            places = where.num_slots * b
+    if place is None:
+        place = None if fresh or not rule.pending else state.position[:, None] + jnp.arange(time)
+    if lengths is not None:
+        assert segment_ids is None
+        t = jnp.arange(time)
+        # They get distinct slots beyond any tape, because the scatter declares its indices unique.
+        place = jnp.where(t < lengths[:, None], state.position[:, None] + t, _NOWHERE + t)
+    chunk, chunks = plan(rule, places, q.dtype)
+    sizes = Sizes(chunk, chunks, -(-places // (chunk * chunks)), q.dtype)
+    runs = (
+        None if segment_ids is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+    )  # an id may occur again later; 0 is the state's segment
+    numbered = state._replace(segment=jnp.zeros_like(state.segment))
+    tape = lay(rule, numbered, q, k, v, gates, runs, place, sizes.blocks * sizes.block, keep)
+    if place is None:
+        place = jnp.broadcast_to(jnp.arange(time), (batch, time))
+
+    # All chunks are committed except an unfinished last one.
+    used = place[:, -1] + 1 if lengths is None else state.position + lengths
+    position = used % chunk if rule.pending else jnp.zeros_like(used)
+    end = used - position
+    last_start = jnp.max(jnp.where(starts, place, -1), axis=1)
+    count = end - jnp.maximum(last_start, 0) + jnp.where(last_start < 0, state.num_tokens, 0)
+    if rule.cache_window is not None:
+        count = jnp.minimum(count, rule.cache_window)
+    num_chunks = sizes.blocks * sizes.chunks
+    commits = jnp.ones((batch, num_chunks), bool)
+    if rule.pending:
+        commits = jnp.arange(num_chunks) < (end // chunk)[:, None]
+
+    y, cache, carry = _run(rule, sizes, params, state, tape, commits, resets, segment_ids is not None)
+    y = jnp.moveaxis(y.reshape(batch, heads, sizes.blocks * sizes.block, -1), 1, 2)
+    if place.shape[1] != y.shape[1] or segment_ids is not None or lengths is not None or not fresh:
+        y = jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=jnp.nan))(y, place)
+    if rule.cache_window is None and not fresh:
+        begun = jax.lax.cummax(jnp.where(starts, place, -1), axis=1)
+        index = jnp.where(begun < 0, state.num_tokens[:, None] + place, place - begun)
+        y = jnp.where((index < entries)[:, :, None, None], y, jnp.nan)
+
+    before = cache.decay.shape[2] - sizes.blocks * sizes.block
+    if rule.cache_window is not None:
+        entries = rule.cache_window
+    kept = stored_cache(rule, cache, before + end, count, entries)
+    tail = cut_tail(rule, state, tape, end, count, position)
+    if not rule.has_constant_gradient:
+        real = tail_places(rule, count, position)
+        tail = tail._replace(preactivations=cache_reads(rule, kept, count, tail.keys, q.dtype, real))
+    new = SoftmaxState(
+        keys=kept.keys,
+        coefficients=kept.coefficients,
+        momentum=kept.momentum,
+        decay=kept.decay,
+        num_tokens=count.astype(jnp.int32),
+        weights=carry.weights,
+        weights_momentum=carry.weights_momentum,
+        tail=tail,
+        position=position.astype(jnp.int32),
+        segment=state.segment if segment_ids is None else segment_ids[:, -1],
+    )
+    if overflow is not None:
+        spoil = lambda x: jnp.where(overflow.reshape(-1, *(1,) * (x.ndim - 1)), jnp.nan, x)
+        new = jax.tree.map(lambda x: spoil(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, new)
+    return y.astype(q.dtype), new
+
+
+def _run(
+    rule: SoftmaxRule,
+    sizes: Sizes,
+    params: SoftmaxParams,
+    state: SoftmaxState,
+    tape: Tape,
+    commits: jax.Array,
+    resets: jax.Array | None,
+    segmented: bool,
+) -> tuple[jax.Array, Cache, Carry]:
+    """y [batch, heads, blocks, block, value_dim]; every entry at the call's end, [batch, heads, N + places]; the last carry."""
+    c, wide = rule.window, state.keys.dtype
+    batch = tape.real.shape[0]
+    old = ordered_cache(rule, state)
+    entries = old.decay.shape[2]
+    missing = max(0, c - 1 - entries)
+    old = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (missing, 0), *((0, 0),) * (x.ndim - 3))), old)
+    before, length = entries + missing, sizes.blocks * sizes.block
+    finished = before - (c - 1)
+
+    held = jnp.arange(before) >= before - jnp.minimum(state.num_tokens, before)[:, None]
+    real = jnp.concatenate([held, tape.real], axis=1)
+    segment = jnp.concatenate([jnp.zeros((batch, before), jnp.int32), tape.segment], axis=1)
+    reset = None
+    if resets is not None:
+        reset = jnp.pad(resets.T, ((0, 0), (0, commits.shape[1] - resets.shape[0]))).reshape(batch, sizes.blocks, -1)
+    indices = Indices(real, segment if segmented else None, reset)
+
+    # Flags by chunk, [batch, chunks, …]. counts[t, i]: whether token t's window may contain token i's gradient.
+    num_chunks, E = commits.shape[1], c - 1 + sizes.chunk
+    rows = jnp.arange(num_chunks)[:, None] * sizes.chunk + jnp.arange(E) + finished
+    real_chunk, segment_chunk = real[:, rows], segment[:, rows]
+    counts = real_chunk[:, :, None, :] & (segment_chunk[:, :, c - 1 :, None] == segment_chunk[:, :, None, :])
+
+    def one_head(params_weights, old, weights, weights_momentum, window_k, window_v, tokens, flags):
+        """One head of one batch element."""
+        q, k, v, retention, step_size, momentum, window = tokens
+        counts, real_chunk, commits, indices = flags
+        by_chunk = lambda x: x.reshape(num_chunks, sizes.chunk, *x.shape[1:])
+        coef = jax.vmap(lambda *x: coefficients(rule, *x))(
+            *(by_chunk(x) for x in (retention, step_size, momentum, window)), counts, real_chunk[:, c - 1 :], commits
+        )
+        by_block = lambda x: x.reshape(sizes.blocks, -1, *x.shape[1:])
+        coef = jax.tree.map(by_block, coef)
+        starts, whole = jax.vmap(before_each)(coef.end)
+        since = None
+        if has_scaling(rule):
+            columns = None if rule.cache_window is None else -(-finished // sizes.block)
+            since = since_commit(whole, columns)
+        windows = jnp.arange(sizes.blocks)[:, None] * sizes.block + jnp.arange(c - 1 + sizes.block)
+        with_window = lambda first, x: (
+            jnp.concatenate([first.astype(x.dtype), x])[windows] if c > 1 else x.reshape(sizes.blocks, sizes.block, -1)
+        )
+        xs = Xs(Tokens(by_block_tokens(q), with_window(window_k, k), with_window(window_v, v), coef, starts), since)
+        split = lambda x: (x[:finished], x[finished:])
+        cache = jax.tree.map(lambda x: jnp.pad(split(x)[0], ((0, length), *((0, 0),) * (x.ndim - 1))), old)
+        keys = jnp.concatenate([old.keys, k.astype(wide)])
+        cache = cache._replace(keys=keys[: finished + length])
+        open_ = jax.tree.map(lambda x: split(x)[1], old)
+        carry = Carry(open_.coefficients, open_.momentum, open_.decay, weights, weights_momentum)
+        operands = meshes.vary_like((params_weights, carry, cache, xs, indices))  # their cotangents will all vary alike
+        y, carry, cache = run_blocks(rule, sizes, *operands)
+
+        if has_scaling(rule):
+            after = after_each(whole)
+            each = lambda x: jnp.concatenate([jnp.broadcast_to(x[:1], (finished,)), jnp.repeat(x[1:], sizes.block)])
+            cache = _scale(cache, jax.tree.map(each, after))
+        join = lambda x, y: jnp.concatenate([x, y])
+        return y, carry, Cache(
+            keys,
+            join(cache.coefficients, carry.coefficients),
+            None if carry.momentum is None else join(cache.momentum, carry.momentum),
+            join(cache.decay, carry.decay),
+        )  # fmt: skip
+
+    by_block_tokens = lambda x: x.reshape(sizes.blocks, sizes.block, *x.shape[1:])
+    tokens = (tape.q, tape.k, tape.v, tape.retention, tape.step_size, tape.momentum, tape.window)
+    flags = (counts, real_chunk, commits, indices)
+    over_heads = jax.vmap(one_head, in_axes=(0, 0, 0, 0, 0, 0, 1, None))
+    over_batch = jax.vmap(over_heads, in_axes=(None, 0, 0, 0, 0, 0, 0, 0))
+    tail = state.tail
+    y, carry, cache = over_batch(
+        params.weights, old, state.weights, state.weights_momentum, tail.keys[:, :, : c - 1], tail.values[:, :, : c - 1],
+        tokens, flags,
+    )  # fmt: skip
+    return y, cache, carry
+
+
+def _scale(cache: Cache, by: Transition) -> Cache:
+    a = by.decay[:, None] * cache.coefficients
+    if cache.momentum is None or by.momentum is None or by.momentum_decay is None:
+        return Cache(cache.keys, a, None, by.decay * cache.decay)
+    a = a + by.momentum[:, None] * cache.momentum
+    return Cache(cache.keys, a, by.momentum_decay[:, None] * cache.momentum, by.decay * cache.decay)
+
+
+def cache_reads(
+    rule: SoftmaxRule, cache: Cache, count: jax.Array, x: jax.Array, dtype: jnp.dtype, real: jax.Array
+) -> jax.Array:
+    """h(x) from a stored cache: x [batch, heads, n, key_dim] → [batch, heads, n, width], zero where `real` [batch, n] is False."""
+    entries = cache.decay.shape[2]
+    held = stored_places(rule, entries, count)
+
+    def one(cache: Cache, x: jax.Array, held: jax.Array) -> jax.Array:
+        part = partial_sums(rule, x, cache._replace(momentum=None), held[None], dtype)
+        return divide(part.value, part.mass if rule.normalized else None)
+
+    h = jax.vmap(jax.vmap(one, in_axes=(0, 0, None)))(cache, x, held)
+    return jnp.where(real[:, None, :, None], h, 0.0)
+
+
+def stored_places(rule: SoftmaxRule, entries: int, count: jax.Array) -> jax.Array:
+    """Whether each slot of a stored cache holds an entry, [batch, N]."""
+    place = jnp.arange(entries)
+    return place < count[:, None] if rule.cache_window is None else place >= entries - count[:, None]

@@ -1,0 +1,217 @@
+"""The blocks of one head, one after another, with a backward pass whose memory is linear in the length.
+
+The cache only grows, and finished entries never change (later decay and momentum are scalars, `since_commit`). So the backward pass
+does not need a copy of the cache at each block, which differentiating the loop would store: the final cache serves every block,
+with later entries masked. A block stores only its carry and its sums over the cache, not the scores.
+"""
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlasjax.memory import meshes
+from atlasjax.memory.gates import Weights
+from atlasjax.memory.softmax.block import Carry, Places, Sizes, Tokens, read_rows, run_block, visible
+from atlasjax.memory.softmax.coefficients import Transition
+from atlasjax.memory.softmax.rule import SoftmaxRule
+from atlasjax.memory.softmax.sums import Partial, partial_sums
+from atlasjax.memory.softmax.tape import Cache
+
+_PHASES = 4  # number of static prefix lengths in which the cache is read: more phases read fewer unwritten entries, compile longer
+
+
+class Xs(NamedTuple):
+    """The loop's inputs for every block, [blocks, …]: tokens, and transitions from the ends of earlier blocks (None: no change)."""
+
+    tokens: Tokens
+    since: Transition | None
+
+
+class Indices(NamedTuple):
+    """Flags and integers. real, segment: [before + places], for all entries including those before the tape, segment None if there
+    is only one. reset: [blocks, chunks], None if never."""
+
+    real: jax.Array
+    segment: jax.Array | None
+    reset: jax.Array | None
+
+
+class Span(NamedTuple):
+    """The finished entries that blocks first … stop − 1 read: the first `size` entries, or the last ones. Static."""
+
+    first: int
+    stop: int
+    size: int
+    last: bool
+
+
+def _spans(rule: SoftmaxRule, sizes: Sizes, finished_before: int) -> list[Span]:
+    if rule.cache_window is not None:
+        return [Span(0, sizes.blocks, finished_before, True)]
+    edges = np.unique(np.linspace(0, sizes.blocks, min(sizes.blocks, _PHASES) + 1).round().astype(int))
+    return [
+        Span(int(i), int(j), finished_before + (int(j) - 1) * sizes.block, False) for i, j in itertools.pairwise(edges)
+    ]
+
+
+def _cut(x: jax.Array, g: jax.Array, sizes: Sizes, span: Span) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, g * sizes.block, span.size) if span.last else x[: span.size]
+
+
+def _add(x: jax.Array, part: jax.Array, g: jax.Array, sizes: Sizes, span: Span) -> jax.Array:
+    if not span.last:
+        return x.at[: span.size].add(part)
+    return jax.lax.dynamic_update_slice_in_dim(x, _cut(x, g, sizes, span) + part, g * sizes.block, 0)
+
+
+def _moved(sizes: Sizes, span: Span, cache: Cache, since: Transition | None) -> Cache:
+    """Finished entries at a block's start: a, s and ρ advanced from the end of their own block."""
+    if since is None:
+        return cache
+    if span.last:
+        each = lambda x: jnp.repeat(x, sizes.block)[x.shape[0] * sizes.block - span.size :]
+    else:
+        start = span.size - (span.stop - 1) * sizes.block
+        each = lambda x: jnp.concatenate([jnp.broadcast_to(x[:1], (start,)), jnp.repeat(x[1 : span.stop], sizes.block)])
+    decay, momentum, momentum_decay = jax.tree.map(each, since)
+    a = decay[:, None] * cache.coefficients
+    if cache.momentum is None:
+        return Cache(cache.keys, a, None, decay * cache.decay)
+    a = a + momentum[:, None] * cache.momentum
+    return Cache(cache.keys, a, momentum_decay[:, None] * cache.momentum, decay * cache.decay)
+
+
+def _read(
+    rule: SoftmaxRule, sizes: Sizes, span: Span, tokens: Tokens, cache: Cache, since: Transition | None,
+    indices: Indices, g: jax.Array,
+) -> Partial:  # fmt: skip
+    """A block's reads of the finished entries before it, with its keys (in the order of `read_rows`) and its queries."""
+    c, wide = rule.window, cache.decay.dtype
+    rows, read_at = read_rows(rule, sizes)
+    keys = tokens.k if len(rows) == tokens.k.shape[0] else tokens.k[rows]
+    x = jnp.concatenate([keys, tokens.q]).astype(wide)
+    first = indices.real.shape[0] - sizes.blocks * sizes.block - (c - 1) + g * sizes.block  # its window's first
+    entry = jnp.arange(span.size) + (g * sizes.block if span.last else 0)
+    real = _cut(indices.real, g, sizes, span) & (entry < first)
+    if rule.cache_window is None and indices.segment is None:
+        sees = real[None]
+    else:
+        at = first + np.concatenate([read_at, c - 1 + np.arange(sizes.block)])
+        segment = read_segment = None
+        if indices.segment is not None:
+            segment = _cut(indices.segment, g, sizes, span)
+            own = jax.lax.dynamic_slice_in_dim(indices.segment, first, c - 1 + sizes.block)
+            read_segment = jnp.concatenate([own[rows], own[c - 1 :]])
+        sees = visible(rule, at, read_segment, entry, real, segment)
+    return partial_sums(rule, x, _moved(sizes, span, cache, since), sees, sizes.dtype)
+
+
+def _places(rule: SoftmaxRule, sizes: Sizes, indices: Indices, g: jax.Array) -> Places:
+    window = rule.window - 1
+    first = indices.real.shape[0] - sizes.blocks * sizes.block - window + g * sizes.block
+    cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, window + sizes.block)
+    return Places(
+        cut(indices.real),
+        None if indices.segment is None else cut(indices.segment),
+        None if indices.reset is None else indices.reset[g],
+    )
+
+
+def _slice(tree: Any, span: Span) -> Any:
+    return jax.tree.map(lambda x: x[span.first : span.stop], tree)
+
+
+def _join(parts: list[Any]) -> Any:
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts) if len(parts) > 1 else parts[0]
+
+
+def _forward(
+    rule: SoftmaxRule, sizes: Sizes, initial: Weights, carry: Carry, cache: Cache, xs: Xs, indices: Indices
+) -> tuple[jax.Array, Carry, Cache, Any]:
+    before = cache.decay.shape[0] - sizes.blocks * sizes.block
+
+    def body(state: tuple[Carry, Cache], x: tuple[Xs, jax.Array], span: Span) -> tuple[Any, Any]:
+        (carry, cache), (block, g) = state, x
+        prefix = jax.tree.map(lambda x: _cut(x, g, sizes, span), cache)
+        part = _read(rule, sizes, span, block.tokens, prefix, block.since, indices, g)
+        after, done, y = run_block(rule, sizes, initial, carry, part, block.tokens, _places(rule, sizes, indices, g))
+        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, before + g * sizes.block, 0)
+        cache = Cache(cache.keys, *jax.tree.map(put, cache[1:], done[1:]))
+        return (after, cache), (y, carry, part)
+
+    outputs = []
+    for span in _spans(rule, sizes, before):
+        x = (_slice(xs, span), jnp.arange(span.first, span.stop))
+        (carry, cache), out = meshes.scan(functools.partial(body, span=span), (carry, cache), x)
+        outputs.append(out)
+    y, carries, parts = _join(outputs)
+    return y, carry, cache, (carries, parts)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def run_blocks(
+    rule: SoftmaxRule, sizes: Sizes, initial: Weights, carry: Carry, cache: Cache, xs: Xs, indices: Indices
+) -> tuple[jax.Array, Carry, Cache]:
+    """All blocks of one head.
+
+    Args:
+      rule, sizes: static.
+      initial: the weights of a fresh memory.
+      carry: the carry before the first block.
+      cache: the finished entries before the tape, followed by space for those of the tape, whose keys are already stored.
+      xs: inputs by block.
+      indices: flags by entry.
+
+    Returns:
+      y: [blocks, block, value_dim]; the carry after the last block; the cache, with every entry at the end of its block.
+    """
+    y, carry, cache, _ = _forward(rule, sizes, initial, carry, cache, xs, indices)
+    return y, carry, cache
+
+
+def _run_forward(rule, sizes, initial, carry, cache, xs, indices):  # type: ignore[no-untyped-def]
+    y, carry, cache, kept = _forward(rule, sizes, initial, carry, cache, xs, indices)
+    return (y, carry, cache), (initial, cache, xs, indices, kept)
+
+
+def _run_backward(rule, sizes, saved, cotangents):  # type: ignore[no-untyped-def]
+    initial, cache, xs, indices, (carries, parts) = saved
+    ct_y, ct_carry, ct_cache = cotangents
+    before = cache.decay.shape[0] - sizes.blocks * sizes.block
+    add = lambda a, b: jax.tree.map(jnp.add, a, b)
+
+    def body(state: Any, x: Any, span: Span) -> tuple[Any, Any]:
+        ct_initial, ct_carry, ct_cache = state
+        block, carry, part, ct_y, g = x
+        run = lambda initial, carry, part, tokens: run_block(
+            rule, sizes, initial, carry, part, tokens, _places(rule, sizes, indices, g)
+        )
+        take = lambda x: jax.lax.dynamic_slice_in_dim(x, before + g * sizes.block, sizes.block)
+        ct_done = Cache(ct_cache.keys[:0], *jax.tree.map(take, ct_cache[1:]))
+        _, pull = jax.vjp(run, initial, carry, part, block.tokens)
+        more, ct_carry, ct_part, ct_tokens = pull((ct_carry, ct_done, ct_y))
+
+        prefix = jax.tree.map(lambda x: _cut(x, g, sizes, span), cache)
+        read = lambda tokens, prefix, since: _read(rule, sizes, span, tokens, prefix, since, indices, g)
+        _, pull = jax.vjp(read, block.tokens, prefix, block.since)
+        read_tokens, ct_prefix, ct_since = pull(ct_part)
+        ct_cache = jax.tree.map(lambda x, part: _add(x, part, g, sizes, span), ct_cache, ct_prefix)
+        return (add(ct_initial, more), ct_carry, ct_cache), Xs(add(ct_tokens, read_tokens), ct_since)
+
+    state = (jax.tree.map(jnp.zeros_like, initial), ct_carry, ct_cache)
+    by_span: list[Any] = []
+    for span in reversed(_spans(rule, sizes, before)):
+        x = (*_slice((xs, carries, parts, ct_y), span), jnp.arange(span.first, span.stop))
+        state, ct_xs = meshes.scan(functools.partial(body, span=span), state, x, reverse=True)
+        by_span.insert(0, ct_xs)
+    ct_initial, ct_carry, ct_cache = state
+    # Only the entries before the tape are inputs. The rest was space that the blocks overwrote.
+    ct_cache = Cache(ct_cache.keys, *jax.tree.map(lambda x: x.at[before:].set(0.0), ct_cache[1:]))
+    return ct_initial, ct_carry, ct_cache, _join(by_span), None
+
+
+run_blocks.defvjp(_run_forward, _run_backward)

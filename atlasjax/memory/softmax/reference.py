@@ -1,0 +1,198 @@
+"""The definition of softmax memories: token by token, with explicit sums over all entries and inner gradients from `jax.grad`.
+
+Slow and simple on purpose. SEMANTICS sections 1 and 2.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import meshes
+from atlasjax.memory.gates import Gates
+from atlasjax.memory.softmax.rule import SoftmaxRule
+from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState, empty_state
+from atlasjax.memory.softmax.tape import Cache, cut_tail, lay, ordered_cache, stored_cache, tail_places
+
+
+def memory_sum(rule: SoftmaxRule, memory: dict, x: jax.Array) -> jax.Array:
+    """h(x) = Σ_i a_i κ(k_i, x), divided by Z(x) = Σ_i ρ_i κ(k_i, x) if normalized. x: [key_dim], the result [width]."""
+    scores = jnp.where(memory["present"], memory["keys"] @ x / x.size**0.5, 0.0)
+    if not rule.normalized:
+        return jnp.where(memory["present"], jnp.exp(scores), 0.0) @ memory["a"]
+    # A common factor in both sums cancels; this one keeps them from overflowing.
+    top = jnp.max(jnp.where(memory["present"], scores, -jnp.inf))
+    scores = scores - jax.lax.stop_gradient(jnp.where(jnp.any(memory["present"]), top, 0.0))
+    scores = jnp.where(memory["present"], scores, 0.0)
+    kappa = jnp.where(memory["present"], jnp.exp(scores), 0.0)
+    Z = kappa @ memory["rho"]
+    return jnp.where(Z > 0, kappa @ memory["a"] / jnp.where(Z > 0, Z, 1.0), 0.0)
+
+
+def read_one(rule: SoftmaxRule, memory: dict, x: jax.Array) -> jax.Array:
+    """M(φ*(x)) of one head. x: [key_dim], the result [value_dim]."""
+    linear = lambda name, u: memory_sum(rule, memory, x) if name == rule.inner else memory["weights"][name] @ u
+    return rule.structure.apply(linear, x, x, None)
+
+
+def _loss(rule: SoftmaxRule, memory: dict, change: jax.Array, weights: dict, k: jax.Array, v: jax.Array) -> jax.Array:
+    """ℓ(M; k, v) with the sum replaced by h(k) + change, and with the given other weights."""
+    h = memory_sum(rule, memory, k)
+    linear = lambda name, u: h + change if name == rule.inner else weights[name] @ u
+    return rule.objective.loss(rule.structure.apply(linear, k, k, None), v)
+
+
+def _forget(carry: dict, initial: dict, new: jax.Array) -> dict:
+    """Resets the memory where a new segment begins."""
+    memory = {
+        **carry["memory"],
+        "present": carry["memory"]["present"] & ~new,
+        "weights": jax.tree.map(lambda w, m: jnp.where(new, w, m), initial, carry["memory"]["weights"]),
+    }
+    zero = lambda x: jnp.where(new, 0.0, x)
+    memory |= {name: zero(memory[name]) for name in ("a", "s", "rho")}
+    memory["weights_s"] = jax.tree.map(zero, memory["weights_s"])
+    restart = {name: jnp.where(new, 0, carry[name]) for name in ("position", "count")}
+    return {**carry, "memory": memory, **restart}
+
+
+def _token(rule: SoftmaxRule, initial: dict, carry: dict, token: dict) -> tuple[dict, jax.Array]:
+    """One token of one head of one batch element. Entry `index` of the arrays is the token's."""
+    before = carry
+    new = (token["segment"] != carry["segment"]) & (carry["segment"] >= 0)
+    carry = _forget(carry, initial, new)
+    memory, index = dict(carry["memory"]), token["index"]
+    start = jax.tree.map(lambda m, g: jnp.where(carry["position"] == 0, m, g), memory, carry["start"])
+    alpha, theta, eta = token["retention"], token["momentum"], token["step_size"]
+
+    # The window: row j holds token t − j.
+    keys = jnp.concatenate([token["k"][None], carry["window_keys"]])
+    values = jnp.concatenate([token["v"][None], carry["window_values"]])
+    gamma = jnp.where(jnp.arange(rule.window) <= carry["count"], token["window"], 0.0)
+    change = meshes.vary_like(jnp.zeros((rule.window, memory["a"].shape[1]), memory["a"].dtype), keys, values, start)
+    gradient = lambda change, k, v: jax.grad(_loss, (2, 3))(rule, start, change, start["weights"], k, v)
+    g_a, g_weights = jax.vmap(gradient)(change, keys, values)
+    if not rule.optimizer.has_momentum:
+        theta = 0.0
+    memory["keys"] = memory["keys"].at[index].set(token["k"])
+    memory["s"] = (theta * memory["s"]).at[index - jnp.arange(rule.window)].add(-eta * gamma[:, None] * g_a)
+    memory["a"] = alpha * memory["a"] + memory["s"]
+    memory["rho"] = (alpha * memory["rho"]).at[index].set(1.0)
+    memory["weights_s"] = jax.tree.map(
+        lambda s, g: theta * s - eta * jnp.tensordot(gamma, g, 1), memory["weights_s"], g_weights
+    )
+    memory["weights"] = jax.tree.map(lambda w, s: alpha * w + s, memory["weights"], memory["weights_s"])
+    memory["present"] = memory["present"].at[index].set(True)
+    if rule.cache_window is not None:
+        memory["present"] = memory["present"] & (jnp.arange(len(memory["present"])) > index - rule.cache_window)
+
+    position = (carry["position"] + 1) % (rule.pending + 1)
+    y = read_one(rule, memory, token["q"])
+    carry = {
+        "memory": memory,
+        "start": start,
+        "window_keys": keys[: rule.window - 1],
+        "window_values": values[: rule.window - 1],
+        "position": position,
+        "count": carry["count"] + 1,
+        "segment": token["segment"],
+    }
+    return jax.tree.map(lambda a, b: jnp.where(token["real"], a, b), carry, before), y
+
+
+def reference_scan(
+    rule: SoftmaxRule,
+    params: SoftmaxParams,
+    state: SoftmaxState | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None = None,
+) -> tuple[jax.Array, SoftmaxState]:
+    """The recurrence over a sequence. Arguments as in `scan`, already checked."""
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    batch, time, heads, _ = q.shape
+    wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    params, gates = jax.tree.map(wide, params), jax.tree.map(wide, gates)
+    entries = time
+    if state is None:
+        state = empty_state(rule, params, batch, heads, 0, dtype)
+    else:
+        entries, state = state.keys.shape[2], jax.tree.map(wide, state)
+    place = state.position[:, None] + jnp.arange(time)
+    tape = lay(rule, state, wide(q), wide(k), wide(v), gates, segment_ids, place, rule.pending + time)
+    old = ordered_cache(rule, state)
+    before, places = old.decay.shape[2], rule.pending + time
+
+    by_token = {name: x for name, x in tape._asdict().items() if name not in ("real", "segment")}
+    in_batch = {"real": tape.real, "segment": tape.segment}
+    grow = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, places), *((0, 0),) * (x.ndim - 3)))
+    count = jnp.minimum(state.num_tokens, before)
+    entry = jnp.arange(before + places)
+    present = (entry >= before - count[:, None]) & (entry < before)
+    memory = {
+        "keys": grow(old.keys),
+        "a": grow(old.coefficients),
+        "s": grow(jnp.zeros_like(old.coefficients) if old.momentum is None else old.momentum),
+        "rho": grow(old.decay),
+        "present": jnp.broadcast_to(present[:, None], (batch, heads, before + places)),
+        "weights": state.weights,
+        "weights_s": jax.tree.map(jnp.zeros_like, state.weights) if state.weights_momentum is None else state.weights_momentum,
+    }  # fmt: skip
+    newest_first = lambda x: x[:, :, : rule.window - 1][:, :, ::-1]
+    per_head = {
+        "memory": memory,
+        "start": memory,
+        "window_keys": newest_first(state.tail.keys),
+        "window_values": newest_first(state.tail.values),
+    }
+    per_batch = {"position": jnp.zeros_like(state.position), "count": state.num_tokens, "segment": state.segment}
+
+    def one_head(initial: dict, per_head: dict, per_batch: dict, tokens: dict, in_batch: dict) -> Any:
+        index = before + jnp.cumsum(in_batch["real"]) - 1
+        body = lambda c, x: _token(rule, initial, c, x)
+        last, y = meshes.scan(body, {**per_head, **per_batch}, {**tokens, **in_batch, "index": index})
+        done = last["position"] == 0
+        last["start"] = jax.tree.map(lambda m, g: jnp.where(done, m, g), last["memory"], last["start"])
+        return y, last, before + jnp.sum(in_batch["real"]) - last["position"]
+
+    over_heads = jax.vmap(one_head, in_axes=(0, 0, None, 1, None), out_axes=(1, 0, None))
+    over_batch = jax.vmap(over_heads, in_axes=(None, 0, 0, 0, 0))
+    y, last, end = over_batch(params.weights, per_head, per_batch, by_token, in_batch)
+
+    y = jnp.take_along_axis(y, place[:, :, None, None], axis=1)
+    total, position = last["count"][:, 0], last["position"][:, 0]
+    committed = total - position
+    if rule.cache_window is None:
+        starts = jnp.zeros((batch, time), bool)
+        if segment_ids is not None:
+            starts = jnp.concatenate([state.segment[:, None], segment_ids[:, :-1]], 1) != segment_ids
+            starts = starts & ~((jnp.arange(time) == 0) & (state.segment[:, None] < 0))
+        since = jax.lax.cummax(jnp.where(starts, jnp.arange(time), -1), axis=1)
+        read = jnp.where(since < 0, state.num_tokens[:, None] + place, jnp.arange(time) - since)
+        y = jnp.where((read < entries)[:, :, None, None], y, jnp.nan)
+    else:
+        committed, entries = jnp.minimum(committed, rule.cache_window), rule.cache_window
+    start = last["start"]
+    cache = stored_cache(
+        rule, Cache(start["keys"], start["a"], start["s"] if old.momentum is not None else None, start["rho"]),
+        end, committed, entries,
+    )  # fmt: skip
+    tail = cut_tail(rule, state, tape, end - before, committed, position)
+    if not rule.has_constant_gradient:
+        h = jax.vmap(jax.vmap(jax.vmap(lambda m, x: memory_sum(rule, m, x), (None, 0))))(start, tail.keys)
+        held = tail_places(rule, committed, position)[:, None, :, None]
+        tail = tail._replace(preactivations=jnp.where(held, h, 0.0))
+    return y.astype(q.dtype), SoftmaxState(
+        keys=cache.keys,
+        coefficients=cache.coefficients,
+        momentum=cache.momentum,
+        decay=cache.decay,
+        num_tokens=committed,
+        weights=start["weights"],
+        weights_momentum=None if state.weights_momentum is None else start["weights_s"],
+        tail=tail,
+        position=position,
+        segment=state.segment if segment_ids is None else segment_ids[:, -1],
+    )

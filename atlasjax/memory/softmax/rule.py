@@ -1,0 +1,153 @@
+"""`SoftmaxRule`: the rule of a memory on the infinite features of softmax attention."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.axes import objectives, optimizers, structures
+from atlasjax.memory.axes import retention as retention_lib
+from atlasjax.memory.axes.base import Axis, check_choice
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxRule:
+    """DeepTransformer, SWDT, DOT and variants (A §4, Eq. 17–31; SEMANTICS 2). Frozen and hashable, static under `jax.jit`.
+
+    The recurrence is that of `memory.MemoryRule` with infinitely many features φ*, whose inner products are
+    φ*(k)·φ*(x) = κ(k, x) = exp(k·x / √key_dim). The matrix that reads φ* is a sum over the tokens written,
+    h_t(x) = Σ_i a_i(t) κ(k_i, x). It is never formed, but stored as a cache of keys k_i and coefficients a_i. With `normalized`,
+    the sum is divided by Z_t(x) = Σ_i ρ_i(t) κ(k_i, x), where ρ_i(t) = α_{i+1} … α_t. An empty cache reads 0/0 = 0.
+
+        matrix memory   y_t = h_t(q_t)                            a_i: [value_dim]
+        MLP memory      y_t = q_t + W1 σ(h_t(q_t))                a_i: [expansion · value_dim]; W1 starts at a learned value
+
+    Token t descends on the window's losses at the memory of its chunk's start t'. A step on token i's loss changes only a_i:
+
+        s_i ← θ_t s_i − η_t γ_{t,t−i} ∂ℓ_i/∂h_{t'}(k_i)           (no 1/Z in the write)
+        a_i ← α_t a_i + s_i                                       W1 is updated like any weight matrix
+
+    With α = η = γ = 1, a matrix memory and the dot-product loss, the normalized memory is softmax attention.
+
+    Attributes:
+      structure: `Matrix()`, `MLP(depth=2)` without a norm, or another of two matrices of which only the last reads the features. An
+        MLP's residual is x itself, so its key_dim = value_dim.
+      objective: `DotProduct()` (DeepTransformer, SWDT), `L2()` (DOT), or any loss without a threshold.
+      optimizer: `GradientDescent()` or `Momentum()`: what is linear in the gradient.
+      retention: `Full()` or `Scalar()`: one decay, without a map.
+      window: c ≥ 1, the number of tokens on whose loss every step descends; 1 is the online rule.
+      cache_window: w ≥ c, the number of most recent tokens that the cache holds (SWDT). None means all. W1 is not windowed.
+      normalized: whether to divide by Z.
+      chunk_size: b ≥ 1, as in `MemoryRule`. No effect for a matrix memory with the dot-product loss.
+
+    Raises:
+      ValueError: an unsupported choice, which the message names, or a window larger than the cache.
+    """
+
+    structure: structures.Structure = structures.MLP()
+    objective: objectives.Objective = objectives.DotProduct()
+    optimizer: optimizers.Optimizer = optimizers.GradientDescent()
+    retention: retention_lib.Retention = retention_lib.Scalar()
+    window: int = 1
+    cache_window: int | None = None
+    normalized: bool = True
+    chunk_size: int = 64
+
+    def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            check_choice("SoftmaxRule", name, getattr(self, name), kind)
+        for name in ("window", "chunk_size", "cache_window"):
+            value = getattr(self, name)
+            if name == "cache_window" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"SoftmaxRule: {name} must be an integer ≥ 1, got {value!r}.")
+        if not isinstance(self.normalized, bool):
+            raise ValueError(f"SoftmaxRule: normalized must be True or False, got {self.normalized!r}.")
+        for message in _clashes(self):
+            raise ValueError(f"SoftmaxRule: {message}")
+
+    @property
+    def has_constant_gradient(self) -> bool:
+        """Whether ∇ℓ does not depend on the memory, so that the chunk size has no effect (SEMANTICS 1.4)."""
+        return self.structure.is_matrix and self.objective.gradient_is_value
+
+    @property
+    def inner(self) -> str:
+        """Name of the matrix that reads φ*, which is never formed."""
+        return list(self.structure.weight_shapes(1, 1))[-1]
+
+    def width(self, value_dim: int) -> int:
+        """Size of a coefficient a_i: value_dim for a matrix memory, the hidden width for an MLP."""
+        return self.structure.weight_shapes(1, value_dim)[self.inner][0]
+
+    @property
+    def pending(self) -> int:
+        """Maximum number of tokens of an unfinished chunk in a state: b − 1, or 0 if the chunk size has no effect."""
+        return 0 if self.has_constant_gradient else self.chunk_size - 1
+
+    def gate_channels(self, key_dim: int, value_dim: int | None = None) -> dict[str, int | None]:
+        """The gates of this rule: name → number of channels, or None for one scalar per token and head. The sizes are ignored."""
+        gates: dict[str, int | None] = {}
+        if self.retention.gate is not None:
+            gates["retention"] = None
+        gates["step_size"] = None
+        if self.optimizer.has_momentum:
+            gates["momentum"] = None
+        if self.window > 1:
+            gates["window"] = self.window
+        return gates
+
+
+_KINDS: dict[str, type[Axis]] = {
+    "structure": structures.Structure,
+    "objective": objectives.Objective,
+    "optimizer": optimizers.Optimizer,
+    "retention": retention_lib.Retention,
+}
+
+
+def _readers(structure: structures.Structure) -> list[str]:
+    """The matrices that read the features."""
+    found: list[str] = []
+    shapes = structure.weight_shapes(1, 1)
+
+    def apply(x: jax.Array) -> jax.Array:
+        def linear(name: str, h: jax.Array) -> jax.Array:
+            if h is x:
+                found.append(name)
+            return jnp.zeros((1, shapes[name][0]))
+
+        return structure.apply(linear, x, x if structure.residual else None, None)
+
+    # Traced, not run: making a rule must not start JAX's devices, which several processes have yet to join.
+    jax.eval_shape(apply, jax.ShapeDtypeStruct((1, 1), jnp.float32))
+    return found
+
+
+def _clashes(rule: SoftmaxRule) -> Iterator[str]:
+    structure, objective, optimizer, retention = (
+        f"{n}={getattr(rule, n)!r}" for n in ("structure", "objective", "optimizer", "retention")
+    )
+    if rule.structure.norm:
+        yield f"{structure}: a LayerNorm inside is not supported for softmax memories; use norm=False."
+    elif not rule.structure.is_matrix and (
+        len(rule.structure.weight_shapes(1, 1)) != 2 or _readers(rule.structure) != [rule.inner]
+    ):
+        yield f"{structure}: a softmax memory must be Matrix(), or have two matrices of which one reads φ*, as MLP(depth=2)."
+    if rule.objective.removes or rule.objective.uses_threshold:
+        yield f"{objective}: a softmax memory needs a loss of M(φ*(k)) and v alone, such as DotProduct() or L2()."
+    if not rule.optimizer.is_linear:
+        yield f"{optimizer}: the coefficients of a softmax memory are known for GradientDescent() and Momentum() only."
+    if rule.optimizer.per_channel:
+        yield f"{optimizer}: a step size per channel is not supported for softmax memories."
+    if not rule.retention.is_linear or rule.retention.has_map or rule.retention.gate == "channel":
+        yield f"{retention}: the coefficients of a softmax memory are known for Full() and Scalar() only."
+    if rule.retention.decay_first:
+        yield f"{retention}: decay_first is not supported for softmax memories."
+    if rule.cache_window is not None and rule.window > rule.cache_window:
+        yield (
+            f"window={rule.window} is larger than the cache, cache_window={rule.cache_window}: a token that left the cache "
+            "cannot be written. Use a window of at most cache_window."
+        )

@@ -1,0 +1,196 @@
+"""The arrays of a softmax memory: learned parameters and the recurrent state."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.gates import Weights
+from atlasjax.memory.softmax.rule import SoftmaxRule
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=["num_heads", "key_dim", "value_dim"]
+)
+@dataclasses.dataclass(frozen=True)
+class SoftmaxParams:
+    """Learned (outer-loop) parameters. Every leaf has the heads axis first. The sizes are static. A matrix memory has no leaf.
+
+    Attributes:
+      weights: the learned start of W1, {"W1": [heads, value_dim, expansion · value_dim]}, float32; {} for a matrix memory.
+      num_heads, key_dim, value_dim: sizes.
+    """
+
+    weights: Weights
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class Tail(NamedTuple):
+    """The c − 1 tokens up to t', oldest first, then the tokens after t' (p = b − 1 slots); [batch, heads, c − 1 + p, …].
+
+    Empty slots hold zeros and gates without effect. Gates exist only for the tokens after t', [batch, heads, p, …].
+
+    Attributes:
+      keys: [batch, heads, c − 1 + p, key_dim].
+      values: [batch, heads, c − 1 + p, value_dim].
+      preactivations: h_{t'}(k) of those keys, [batch, heads, c − 1 + p, width]. None if gradients do not need it.
+      retention, step_size, momentum: [batch, heads, p]; window: [batch, heads, p, c]. Ones if the rule has no such gate.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    preactivations: jax.Array | None
+    retention: jax.Array
+    step_size: jax.Array
+    momentum: jax.Array
+    window: jax.Array
+
+
+class SoftmaxState(NamedTuple):
+    """The state of a softmax memory. t' is the last token before the current chunk.
+
+    float32 (float64 for float64 inputs) and int32; every leaf has the batch axis first. The number of entries N is `cache_window`,
+    or max_length for a full cache. Entries are in order of time: with a cache window they end at slot N − 1, in a full cache they
+    begin at slot 0.
+
+    Attributes:
+      keys: k_i, [batch, heads, N, key_dim].
+      coefficients: a_i(t'), [batch, heads, N, width].
+      momentum: s_i(t'), like coefficients, None without momentum.
+      decay: ρ_i(t'), [batch, heads, N].
+      num_tokens: number of tokens up to t', [batch], at most N with a cache window. If it exceeds N in a full cache, further
+        outputs are NaN.
+      weights: W1 at t', {"W1": [batch, heads, value_dim, width]}; {} for a matrix memory.
+      weights_momentum: momentum of W1, None without momentum.
+      tail: the tokens that steps still write to, and those of the unfinished chunk.
+      position: number of tokens of the current chunk read so far, in [0, chunk_size), [batch]; 0 if the chunk size has no effect.
+      segment: segment id of the last token, [batch], −1 before the first.
+    """
+
+    keys: jax.Array
+    coefficients: jax.Array
+    momentum: jax.Array | None
+    decay: jax.Array
+    num_tokens: jax.Array
+    weights: Weights
+    weights_momentum: Weights | None
+    tail: Tail
+    position: jax.Array
+    segment: jax.Array
+
+
+def init_params(rule: SoftmaxRule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> SoftmaxParams:
+    """Initial learned parameters. W1 of an MLP is normal with variance 1 / fan-in, because at zero its gradients would vanish.
+
+    Args:
+      rule: the softmax rule.
+      key: a PRNG key.
+      num_heads: number of heads, ≥ 1.
+      key_dim: size of a query or key.
+      value_dim: size of a value.
+
+    Raises:
+      ValueError: a size is less than one, or key_dim ≠ value_dim for an MLP memory, which has a residual.
+    """
+    for name, value in {"num_heads": num_heads, "key_dim": key_dim, "value_dim": value_dim}.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"init_params: {name} must be an integer ≥ 1, got {value!r}.")
+    if rule.structure.residual and key_dim != value_dim:
+        raise ValueError(
+            f"init_params: {rule.structure!r} adds its input to its output, so key_dim must equal value_dim, "
+            f"got key_dim={key_dim}, value_dim={value_dim}."
+        )
+    weights = jax.vmap(lambda k: rule.structure.init(k, 1, value_dim))(jax.random.split(key, num_heads))
+    weights.pop(rule.inner)
+    return SoftmaxParams(weights, num_heads, key_dim, value_dim)
+
+
+def init_state(
+    rule: SoftmaxRule,
+    params: SoftmaxParams,
+    *,
+    batch_size: int,
+    max_length: int | None = None,
+    dtype: Any = None,
+) -> SoftmaxState:
+    """A fresh memory for every batch element: an empty cache, W1 at its learned start.
+
+    Args:
+      rule: the softmax rule.
+      params: from `init_params`, or trained.
+      batch_size: number of batch elements.
+      max_length: capacity of a full cache in tokens. Ignored with `cache_window`, which determines the size.
+      dtype: dtype of the state. None means float32, or that of wider parameters.
+
+    Raises:
+      ValueError: the parameters belong to another rule, or max_length is missing or not an integer ≥ 1 for a full cache.
+    """
+    check_params(rule, params)
+    if rule.cache_window is None:
+        if max_length is None:
+            raise ValueError(
+                "init_state: max_length is None, but this softmax memory keeps every token (cache_window=None): "
+                "give the maximum number of tokens."
+            )
+        if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
+            raise ValueError(f"init_state: max_length must be an integer ≥ 1, got {max_length!r}.")
+    heads = next(iter(params.weights.values())).shape[0] if params.weights else params.num_heads
+    if dtype is None:
+        dtype = functools.reduce(jnp.promote_types, [w.dtype for w in params.weights.values()], jnp.float32)
+    return empty_state(rule, params, batch_size, heads, max_length or 0, dtype)
+
+
+def empty_state(
+    rule: SoftmaxRule, params: SoftmaxParams, batch: int, heads: int, length: int, dtype: Any
+) -> SoftmaxState:
+    """`init_state` without checks. `length`: entries of a full cache, 0 for a call from a fresh memory."""
+    entries = length if rule.cache_window is None else rule.cache_window
+    width, pending, tail = rule.width(params.value_dim), rule.pending, rule.window - 1 + rule.pending
+    full = lambda value, *shape: jnp.full((batch, heads, *shape), value, dtype)
+    weights = {name: jnp.broadcast_to(w.astype(dtype), (batch, *w.shape)) for name, w in params.weights.items()}
+    has_momentum = rule.optimizer.has_momentum
+    return SoftmaxState(
+        keys=full(0.0, entries, params.key_dim),
+        coefficients=full(0.0, entries, width),
+        momentum=full(0.0, entries, width) if has_momentum else None,
+        decay=full(0.0, entries),
+        num_tokens=jnp.zeros((batch,), jnp.int32),
+        weights=weights,
+        weights_momentum=jax.tree.map(jnp.zeros_like, weights) if has_momentum else None,
+        tail=Tail(
+            keys=full(0.0, tail, params.key_dim),
+            values=full(0.0, tail, params.value_dim),
+            preactivations=None if rule.has_constant_gradient else full(0.0, tail, width),
+            retention=full(1.0, pending),
+            step_size=full(0.0, pending),
+            momentum=full(1.0, pending),
+            window=full(0.0, pending, rule.window),
+        ),
+        position=jnp.zeros((batch,), jnp.int32),
+        segment=jnp.full((batch,), -1, jnp.int32),
+    )
+
+
+def has_scaling(rule: SoftmaxRule) -> bool:
+    """Whether the coefficients of old entries change: decay or momentum."""
+    return rule.retention.gate is not None or rule.optimizer.has_momentum
+
+
+def check_params(rule: SoftmaxRule, params: SoftmaxParams) -> None:
+    """Raises an error that names the leaf if `params` does not belong to this rule."""
+    if not isinstance(params, SoftmaxParams):
+        raise TypeError(f"params must be a SoftmaxParams, got {type(params).__name__}.")
+    shapes = dict(rule.structure.weight_shapes(1, params.value_dim))
+    shapes.pop(rule.inner)
+    if sorted(params.weights) != sorted(shapes):
+        raise ValueError(
+            f"params.weights: a softmax memory {rule.structure!r} has weights {sorted(shapes)}, got {sorted(params.weights)}."
+        )
+    for name, shape in shapes.items():
+        have = tuple(params.weights[name].shape)
+        if have[1:] != shape:
+            raise ValueError(f"params.weights[{name!r}] has shape {have}, should be [heads, {shape[0]}, {shape[1]}].")

@@ -1,0 +1,174 @@
+"""Conversion between states and sequences: a call's tokens preceded by those held in a state, and back to a state.
+
+On the tape of a call every token has a slot: first the tokens of the unfinished chunk in the state, then the call's own. Cache
+entries are indexed so that the state's N entries end where the tape begins.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.gates import Gates
+from atlasjax.memory.softmax.rule import SoftmaxRule
+from atlasjax.memory.softmax.state import SoftmaxState, Tail
+
+
+class Tape(NamedTuple):
+    """Tokens by slot, [batch, places, heads, …]. Gates of empty slots have no effect. real, segment: [batch, places]."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    retention: jax.Array
+    step_size: jax.Array
+    momentum: jax.Array
+    window: jax.Array
+    real: jax.Array
+    segment: jax.Array
+
+
+def lay(
+    rule: SoftmaxRule,
+    state: SoftmaxState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None,
+    place: jax.Array | None,
+    places: int,
+    keep: jax.Array | None = None,
+) -> Tape:
+    """Puts the tokens of a state and of a call on one tape.
+
+    Args:
+      rule, state, q, k, v, gates, segment_ids: as in `scan`, with gates in the state's dtype.
+      place: [batch, time], slot of each token. None means that token t has slot t and the state holds none.
+      places: length of the tape, static.
+      keep: [batch], whether the state's tokens are kept. None means yes.
+    """
+    batch, time, heads, _ = q.shape
+    tail, wide = state.tail, state.keys.dtype
+    pending = jnp.arange(rule.pending) < state.position[:, None]
+    if keep is not None:
+        pending = pending & keep[:, None]
+
+    def put(old: jax.Array | None, new: jax.Array, fill: Any) -> jax.Array:
+        """old: [batch, heads, p, …]; new: [batch, time, heads, …]."""
+        if place is None:
+            return jnp.pad(new, ((0, 0), (0, places - time), *((0, 0),) * (new.ndim - 2)), constant_values=fill)
+        out = jnp.full((batch, places, *new.shape[2:]), fill, new.dtype)
+        if old is not None and rule.pending:
+            old = jnp.moveaxis(old, 2, 1).astype(new.dtype)
+            n = min(rule.pending, places)
+            mask = pending.reshape(*pending.shape, *(1,) * (old.ndim - 2))
+            out = out.at[:, :n].set(jnp.where(mask, old, jnp.asarray(fill, new.dtype))[:, :n])
+        return out.at[jnp.arange(batch)[:, None], place].set(new, mode="drop", unique_indices=True)
+
+    def put_gate(old: jax.Array, new: jax.Array | None, fill: float, *channels: int) -> jax.Array:
+        if new is None:
+            new = jnp.ones((batch, time, heads, *channels), wide)
+        return put(old, new.astype(wide), fill)
+
+    c = rule.window
+    flat = lambda x: x[:, None]  # [batch, p] → [batch, heads = 1, p]
+    real = put(flat(pending), jnp.ones((batch, time, 1), bool), False)[:, :, 0]
+    base, ids = state.segment, segment_ids
+    if ids is None:
+        ids = jnp.broadcast_to(base[:, None], (batch, time))
+    base = jnp.where(base < 0, ids[:, 0], base)
+    old_ids = jnp.broadcast_to(base[:, None], pending.shape)
+    return Tape(
+        q=put(None, q, 0.0),
+        k=put(tail.keys[:, :, c - 1 :], k, 0.0),
+        v=put(tail.values[:, :, c - 1 :], v, 0.0),
+        retention=put_gate(tail.retention, gates.retention, 1.0),
+        step_size=put_gate(tail.step_size, gates.step_size, 0.0),
+        momentum=put_gate(tail.momentum, gates.momentum, 1.0),
+        window=put_gate(tail.window, gates.window, 0.0, c),
+        real=real,
+        segment=put(flat(old_ids), ids[:, :, None].astype(jnp.int32), -2)[:, :, 0],
+    )
+
+
+class Cache(NamedTuple):
+    """Entries in order of their tokens: keys [N, key_dim], coefficients and momentum [N, width], decay [N]. For one head, or with
+    leading batch and heads axes."""
+
+    keys: jax.Array
+    coefficients: jax.Array
+    momentum: jax.Array | None
+    decay: jax.Array
+
+
+def ordered_cache(rule: SoftmaxRule, state: SoftmaxState) -> Cache:
+    """The cache of a state with its last entry in slot N − 1, and zeros in empty slots."""
+    cache = Cache(state.keys, state.coefficients, state.momentum, state.decay)
+    entries = state.keys.shape[2]
+    if rule.cache_window is not None or entries == 0:
+        return cache
+    index = jnp.arange(entries) - entries + state.num_tokens[:, None]
+    return jax.tree.map(lambda x: _take(x, index, (index >= 0) & (index < entries)), cache)
+
+
+def stored_cache(rule: SoftmaxRule, cache: Cache, end: jax.Array, count: jax.Array, entries: int) -> Cache:
+    """The inverse of `ordered_cache`: the stored form of the entries before `end` [batch], the last `count` of its segment."""
+    place = jnp.arange(entries)
+    if rule.cache_window is None:
+        index, valid = end[:, None] - count[:, None] + place, place < count[:, None]
+    else:
+        index, valid = end[:, None] - entries + place, place >= entries - count[:, None]
+    return jax.tree.map(lambda x: _take(x, index, valid), cache)
+
+
+def cut_tail(
+    rule: SoftmaxRule, state: SoftmaxState, tape: Tape, start: jax.Array, count: jax.Array, position: jax.Array
+) -> Tail:
+    """The tail of the new state, without preactivations.
+
+    Args:
+      rule: the rule.
+      state: the state before the call.
+      tape: the call's tape.
+      start: [batch], slot of the first token after t'.
+      count: [batch], number of the segment's tokens up to t'.
+      position: [batch], number of tokens after t'.
+    """
+    c, p = rule.window, rule.pending
+    valid = tail_places(rule, count, position)
+    index = start[:, None] + jnp.arange(c - 1 + p)  # the window of the old state precedes the tape
+    by_head = lambda x: jnp.moveaxis(x, 1, 2)
+
+    def tokens(old: jax.Array, new: jax.Array) -> jax.Array:
+        return _take(jnp.concatenate([old[:, :, : c - 1], by_head(new).astype(old.dtype)], axis=2), index, valid)
+
+    pending = start[:, None] + jnp.arange(p)
+    real = jnp.arange(p) < position[:, None]
+    gate = lambda new, fill: _take(by_head(new), pending, real, fill)
+    return Tail(
+        keys=tokens(state.tail.keys, tape.k),
+        values=tokens(state.tail.values, tape.v),
+        preactivations=None,
+        retention=gate(tape.retention, 1.0),
+        step_size=gate(tape.step_size, 0.0),
+        momentum=gate(tape.momentum, 1.0),
+        window=gate(tape.window, 0.0),
+    )
+
+
+def tail_places(rule: SoftmaxRule, count: jax.Array, position: jax.Array) -> jax.Array:
+    """Whether each slot of a tail holds a token, [batch, c − 1 + p], given the numbers of tokens up to t' and after it, [batch]."""
+    places, c = jnp.arange(rule.window - 1 + rule.pending), rule.window
+    return (places >= c - 1 - count[:, None]) & (places < c - 1 + position[:, None])
+
+
+def _take(x: jax.Array, index: jax.Array, valid: jax.Array, fill: float = 0.0) -> jax.Array:
+    """Gathers x [batch, heads, n, …] at index [batch, m]: [batch, heads, m, …], with `fill` where `valid` [batch, m] is False."""
+    if index.shape[1] == 0:
+        return x[:, :, :0]
+    if x.shape[2] == 0:
+        return jnp.full((*x.shape[:2], index.shape[1], *x.shape[3:]), fill, x.dtype)
+    taken = jax.vmap(lambda row, i: row[:, i])(x, jnp.clip(index, 0, x.shape[2] - 1))
+    mask = valid.reshape(valid.shape[0], 1, valid.shape[1], *(1,) * (x.ndim - 3))
+    return jnp.where(mask, taken, jnp.asarray(fill, x.dtype))

@@ -1,0 +1,185 @@
+"""The engine against the token-by-token reference: outputs, final state, gradients of everything."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlasjax.memory import softmax
+from atlasjax.memory.softmax import SoftmaxRule
+from tests.memory.cases import assert_close
+from tests.memory.softmax.cases import MATRIX, RULES, make_inputs
+
+EXACT = 1e-9  # two forms of one function in float64
+
+
+def objective(fn, rule, state, params, q, k, v, gates, **kwargs):
+    """A scalar that every output and every state leaf enters with its own weight; and those."""
+    y, state = fn(rule, params, state, q, k, v, gates, **kwargs)
+    total = jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape))
+    for leaf in jax.tree.leaves(state):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            total += jnp.sum(jnp.sin(leaf + jnp.arange(leaf.size).reshape(leaf.shape)))
+    return total, (y, state)
+
+
+def both(rule, **kwargs):
+    """Jitted value-and-gradient functions of the reference and of the engine, of (state, params, q, k, v, gates)."""
+    functions = []
+    for fn in (softmax.reference, softmax.scan):
+        extra = {k: v for k, v in kwargs.items() if k != "max_segments" or fn is softmax.scan}
+        run = lambda *args, fn=fn, extra=extra: objective(fn, rule, *args, **extra)
+        functions.append(jax.jit(jax.value_and_grad(run, argnums=(1, 2, 3, 4, 5), has_aux=True)))
+    return functions
+
+
+# One of every kind; the other rules' values and states are in test_streaming.
+GRADED = [
+    "decay_momentum", "matrix_window", "deep_transformer_online", "swdt_cache_under_chunk", "dot_matrix",
+    "dot_window_over_chunk",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRADED)
+def test_outputs_state_and_gradients(name, x64, short_blocks):
+    rule = RULES[name]
+    args = make_inputs(rule, dtype=jnp.float64)
+    reference, scan = both(rule)
+    assert_close(scan(None, *args), reference(None, *args), EXACT)
+
+
+def test_usual_blocks(x64):
+    """Blocks of the usual size, several of them."""
+    rule = RULES["dot_window_over_chunk"]
+    params, *inputs = make_inputs(rule, time=290, batch=1, heads=1, dtype=jnp.float64)
+    run = lambda fn: jax.jit(lambda *inputs: fn(rule, params, None, *inputs))(*inputs)
+    assert_close(run(softmax.scan), run(softmax.reference), EXACT)
+
+
+EDGES = [
+    {"retention": 0.0},
+    {"momentum": 0.0},
+    {"momentum": 1.0, "retention": 0.5},
+    {"window": 0.0},
+    {"step_size": 0.0},
+    {"retention": 0.0, "momentum": 0.0},
+]
+
+
+def test_extreme_gates(x64, short_blocks):
+    """Also where log ρ = −∞, and where Z forgets an entry whose momentum is still there (α = 0)."""
+    rule = RULES["dot_sliding"]
+    reference, scan = both(rule)
+    for override in EDGES:
+        args = make_inputs(rule, dtype=jnp.float64, **override)
+        assert_close(scan(None, *args), reference(None, *args), EXACT, what=str(override))
+    params, q, k, v, gates = make_inputs(rule, dtype=jnp.float64)
+    gates = gates._replace(retention=gates.retention.at[:, 5].set(0.0).at[:, 16].set(0.0))
+    assert_close(scan(None, params, q, k, v, gates), reference(None, params, q, k, v, gates), EXACT, what="zero decay")
+    zero = jnp.zeros_like(k)
+    assert_close(
+        scan(None, params, zero, zero, zero, gates),
+        reference(None, params, zero, zero, zero, gates),
+        EXACT,
+        what="zero",
+    )
+
+
+def test_gradients_through_a_stream(x64, short_blocks):
+    """Three calls, cut in the middle of chunks, have the gradients of one."""
+    rule = RULES["dot"]
+    params, *inputs = make_inputs(rule, batch=1, dtype=jnp.float64)
+    weights = np.cos(np.arange(23 * 2 * 4)).reshape(1, 23, 2, 4)
+
+    def whole(params, *inputs):
+        return jnp.sum(weights * softmax.reference(rule, params, None, *inputs)[0])
+
+    def cut(params, *inputs):
+        state = softmax.init_state(rule, params, batch_size=1, max_length=23)
+        outputs = []
+        for start, stop in ((0, 9), (9, 10), (10, 23)):
+            y, state = softmax.scan(rule, params, state, *jax.tree.map(lambda x: x[:, start:stop], inputs))  # noqa: B023
+            outputs.append(y)
+        return jnp.sum(weights * jnp.concatenate(outputs, axis=1))
+
+    argnums = (0, 1, 2, 3, 4)
+    assert_close(
+        jax.jit(jax.grad(cut, argnums))(params, *inputs), jax.jit(jax.grad(whole, argnums))(params, *inputs), EXACT
+    )
+
+
+@pytest.mark.parametrize("name", ["decay_momentum", "dot"])
+def test_float32_and_bfloat16(name, short_blocks):
+    """Against the same inputs in float64, relative to the largest output."""
+    rule = RULES[name]
+    params, q, k, v, gates = make_inputs(rule, time=40)
+    scan = jax.jit(lambda *args: softmax.scan(rule, args[0], None, *args[1:]))
+    for dtype, tolerance in {jnp.float32: 5e-6, jnp.bfloat16: 2e-2}.items():
+        q, k, v = (x.astype(dtype) for x in (q, k, v))
+        y, state = scan(params, q, k, v, gates)
+        assert y.dtype == dtype
+        assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
+        with jax.enable_x64(True):
+            up = lambda x: jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64)
+            expected, _ = softmax.scan(rule, *jax.tree.map(up, (params,)), None, *jax.tree.map(up, (q, k, v, gates)))
+            assert_close(y.astype(jnp.float32), expected, tolerance, what=str(dtype))
+
+
+def test_causality(short_blocks):
+    """The Jacobian of outputs with respect to inputs is exactly zero above the diagonal."""
+    rule = RULES["dot"]
+    params, *inputs = make_inputs(rule, time=19, batch=1, heads=1)
+    outputs = lambda inputs: softmax.scan(rule, params, None, *inputs)[0][0].sum((-1, -2))
+    jacobian = jax.jit(jax.jacrev(outputs))(inputs)
+    depends = 0
+    for leaf in jax.tree.leaves(jacobian):
+        by_time = np.abs(np.asarray(leaf)).reshape(19, 19, -1).sum(-1)
+        assert (np.triu(by_time, 1) == 0).all()
+        depends += (np.tril(by_time) > 0).sum()
+    assert depends > 19
+
+
+def test_backward_keeps_no_score_matrix():
+    """Temporary bytes of forward and backward grow with length as the cache and a block's scores do, not as length²."""
+    rule = RULES["deep_transformer"]
+
+    def temporary_bytes(time):
+        args = jax.eval_shape(lambda: make_inputs(rule, batch=1, time=time, heads=1, key_dim=8, value_dim=8))
+        loss = lambda params, *args: softmax.scan(rule, params, None, *args)[0].sum()
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    short, long = temporary_bytes(1024), temporary_bytes(4096)
+    assert long <= 4.5 * short
+    assert long < 4096 * 4096 * 4
+
+
+def test_old_entries_with_strong_keys(short_blocks):
+    """float32: an entry that retention has all but erased, ρ = e^{−45}, and whose score is larger by as much; then by far more."""
+    rule = SoftmaxRule(MATRIX)
+    params, q, k, v, gates = make_inputs(rule, time=40, retention=0.315, step_size=1.0)
+
+    @jax.jit
+    def run(q, k, v, retention):
+        loss = lambda *x: jnp.sum(softmax.scan(rule, params, None, *x, gates._replace(retention=retention))[0][:, -1])
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    def attention(q, k, v):
+        log = jnp.arange(40) * jnp.log(0.315)
+        bias = (log[:, None] - log)[None, None]
+        return jnp.sum(jax.nn.dot_product_attention(q, k, v, bias=bias.astype(q.dtype), is_causal=True)[:, -1])
+
+    strong = k.at[:, 0].set(90 * q[:, -1])  # score 45
+    expected = jax.jit(jax.value_and_grad(attention, argnums=(0, 1, 2)))(q, strong, v)
+    assert_close(run(q, strong, v, gates.retention), expected, 1e-4)
+    result = run(20 * q, strong, v, jnp.full_like(gates.retention, 1e-3))
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(result))
+
+
+def test_what_left_the_cache_is_not_read(short_blocks):
+    """A masked product would still carry NaN on: 0 · NaN. So the work per token is bounded by the window and the block."""
+    rule = RULES["sliding"]
+    params, q, k, v, gates = make_inputs(rule, time=40)
+    y, _ = jax.jit(lambda v: softmax.scan(rule, params, None, q, k, v, gates))(v.at[:, 0].set(jnp.nan))
+    assert np.isnan(np.asarray(y[:, 0])).all()
+    assert np.isfinite(np.asarray(y[:, rule.cache_window + 8 :])).all()

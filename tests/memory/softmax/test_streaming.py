@@ -1,0 +1,138 @@
+"""Any cut of a sequence into calls is the same function; packed segments are as if alone; caches are bounded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlasjax.memory import softmax
+from tests.memory.cases import assert_close
+from tests.memory.softmax.cases import RULES, make_inputs
+
+EXACT = 1e-9
+TIME, PIECE = 19, 7
+
+
+def steps(rule, params, state, q, k, v, gates):
+    """One `step` a token; outputs, final state, and the state before every token (time axis first)."""
+
+    def body(state, xs):
+        y, new = softmax.step(rule, params, state, *xs)
+        return new, (y, state)
+
+    last, (y, before) = jax.lax.scan(body, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, gates)))
+    return jnp.moveaxis(y, 0, 1), last, before
+
+
+STREAMED = [
+    "decay_momentum", "matrix_window", "deep_transformer_online", "deep_unnormalized", "swdt_cache_under_chunk",
+    "swdt_cache_over_length", "dot_delta", "dot", "dot_window_over_chunk", "dot_sliding",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_every_split(name, x64, short_blocks):
+    """One token at a time equals the reference; and a call that begins after ANY number of tokens goes on exactly."""
+    rule = RULES[name]
+    params, q, k, v, gates = make_inputs(rule, batch=1, time=TIME, dtype=jnp.float64)
+    state = softmax.init_state(rule, params, batch_size=1, max_length=TIME, dtype=jnp.float64)
+    expected, final = jax.jit(lambda: softmax.reference(rule, params, state, q, k, v, gates))()
+    y, last, before = jax.jit(lambda: steps(rule, params, state, q, k, v, gates))()
+    assert_close(y, expected, EXACT, what="steps")
+    assert_close(last, final, EXACT, what="state after steps")
+
+    # Every start is a row of one batch, each with its own place in its chunk.
+    starts = np.arange(TIME - PIECE + 1)
+    rows = starts[:, None] + np.arange(PIECE)
+    states = jax.tree.map(lambda x: x[starts, 0], before)
+    pieces = jax.tree.map(lambda x: x[0][rows], (q, k, v, gates))
+    y, after = jax.jit(lambda: softmax.scan(rule, params, states, *pieces))()
+    assert_close(y, expected[0][rows], EXACT, what="piece")
+    ends = starts[:-1] + PIECE
+    assert_close(jax.tree.map(lambda x: x[:-1], after), jax.tree.map(lambda x: x[ends, 0], before), EXACT, what="after")
+    looked = jax.jit(lambda: softmax.read(rule, params, after, pieces[0][:, -1:]))()
+    assert_close(looked[:, 0], y[:, -1], EXACT, what="read")
+
+
+SEGMENTS = np.array([[0] * 4 + [1] * 1 + [2] * 9 + [7] * 9, [3] * 23, [0, 1, 2, 3] * 2 + [4] * 15])
+
+
+@pytest.mark.parametrize("name", ["matrix_window", "swdt", "dot_window_over_chunk"])
+def test_segments(name, x64, short_blocks):
+    """Packed segments equal the reference, which forgets by definition, in one call and in two; and that equals each alone."""
+    rule = RULES[name]
+    params, q, k, v, gates = make_inputs(rule, batch=3, dtype=jnp.float64)
+    ids = jnp.asarray(SEGMENTS)
+
+    def total(run, *inputs):
+        y, state = run(*inputs)
+        return jnp.sum(jnp.cos(jnp.arange(y.size)).reshape(y.shape) * y), (y, state)
+
+    def graded(run):
+        if name != "dot_window_over_chunk":  # gradients once
+            return jax.jit(lambda *x: total(run, *x))
+        return jax.jit(jax.value_and_grad(lambda *x: total(run, *x), argnums=(0, 1, 2, 3), has_aux=True))
+
+    expected = graded(lambda *x: softmax.reference(rule, params, None, *x, segment_ids=ids))(q, k, v, gates)
+    packed = graded(lambda *x: softmax.scan(rule, params, None, *x, segment_ids=ids, max_segments=9))
+    assert_close(packed(q, k, v, gates), expected, EXACT)
+    y, final = expected[0][1] if name == "dot_window_over_chunk" else expected[1]
+
+    state, outputs = softmax.init_state(rule, params, batch_size=3, max_length=23, dtype=jnp.float64), []
+    for start, stop in ((0, 10), (10, 23)):
+        piece = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], (q, k, v, gates))
+        run = lambda *x, a=start, b=stop: softmax.scan(rule, params, *x, segment_ids=ids[:, a:b], max_segments=9)
+        part, state = jax.jit(run)(state, *piece)
+        outputs.append(part)
+    assert_close(jnp.concatenate(outputs, axis=1), y, EXACT, what="stream")
+    assert_close(state, final, EXACT, what="state of the stream")
+
+    alone = jax.jit(lambda *x: softmax.scan(rule, params, None, *x)[0])
+    piece = jax.tree.map(lambda x: x[:1, 14:23], (q, k, v, gates))
+    assert_close(y[:1, 14:23], alone(*piece), EXACT, what="alone")
+
+
+def test_too_many_segments_are_loud():
+    rule = RULES["dot"]
+    params, q, k, v, gates = make_inputs(rule, batch=1)
+    packed = jax.jit(lambda ids: softmax.scan(rule, params, None, q, k, v, gates, segment_ids=ids, max_segments=1))
+    y, state = packed(jnp.arange(23)[None])
+    assert np.isnan(np.asarray(y)).any()
+    assert np.isnan(np.asarray(state.weights["W1"])).all()
+
+
+def test_more_tokens_than_the_cache_holds_are_nan():
+    rule = RULES["deep_transformer"]
+    params, q, k, v, gates = make_inputs(rule, batch=1)
+    state = softmax.init_state(rule, params, batch_size=1, max_length=13)
+    scan = jax.jit(lambda state: softmax.scan(rule, params, state, q, k, v, gates))
+    (expected, _), (y, after) = scan(None), scan(state)
+    assert_close(y[:, :13], expected[:, :13], 1e-5)
+    assert np.isnan(np.asarray(y[:, 13:])).all()
+    stepped, last, _ = jax.jit(lambda: steps(rule, params, state, q, k, v, gates))()
+    assert_close(stepped[:, :13], expected[:, :13], 1e-5)
+    assert np.isnan(np.asarray(stepped[:, 13:])).all()
+    for late in (after, last):
+        assert np.isnan(np.asarray(jax.jit(lambda s: softmax.read(rule, params, s, q))(late))).all()
+
+
+def test_states_are_bounded():
+    """SWDT holds w entries, a full cache max_length; tail b − 1 and c − 1 tokens; the batch axis comes first everywhere."""
+    swdt, dot = RULES["swdt"], RULES["dot"]
+    for rule, entries, tail in ((swdt, 7, 3), (dot, 64, 2 + 7)):
+        params, q, k, v, gates = make_inputs(rule)
+        fresh = softmax.init_state(rule, params, batch_size=2, max_length=64)
+        assert fresh.keys.shape == (2, 2, entries, 4)
+        assert fresh.coefficients.shape == (2, 2, entries, 8)
+        assert fresh.tail.keys.shape == (2, 2, tail, 4)
+        _, state = jax.eval_shape(lambda *x, rule=rule: softmax.scan(rule, *x), params, fresh, q, k, v, gates)
+        assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, fresh)
+        assert all(x.shape[0] == 2 for x in jax.tree.leaves(state))
+
+
+def test_state_can_be_donated():
+    rule = RULES["dot"]
+    params, q, k, v, gates = make_inputs(rule, time=5)
+    run = jax.jit(lambda state: softmax.scan(rule, params, state, q, k, v, gates)[1], donate_argnums=0)
+    state = run(run(softmax.init_state(rule, params, batch_size=2, max_length=64)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
