@@ -28,9 +28,34 @@ from atlasjax import rules
 from atlasjax.names import lookup
 from atlasjax.nn.abstract import count_parameters, state_bytes
 from atlasjax.nn.caching import CachingConfig
-from atlasjax.nn.config import AttentionConfig, ElasticConfig, GAMConfig, MemoryConfig, ModelConfig, SSMConfig
+from atlasjax.nn.config import (
+    AttentionConfig,
+    BlockAttentionConfig,
+    BlockRecurrenceConfig,
+    ElasticConfig,
+    GAMConfig,
+    InfiniConfig,
+    MelodiConfig,
+    MemorizingConfig,
+    MemoryConfig,
+    ModelConfig,
+    SSMConfig,
+)
 
 _PAPER_VOCABULARY = 32_000
+
+
+def _blocks(elastic: ElasticConfig) -> dict[str, Any]:
+    """Mixer that attends within blocks → its sizes: blocks and memories as large as those of Elastic Memory (E §3.1)."""
+    size, length = elastic.block_size, elastic.order
+    return {
+        "elastic": elastic,
+        "block_attention": BlockAttentionConfig(size),
+        "block_recurrence": BlockRecurrenceConfig(size),
+        "memorizing": MemorizingConfig(length, size),
+        "infini": InfiniConfig(size),
+        "melodi": MelodiConfig(length, size),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +71,7 @@ class Size:
       mamba2_state: published state size of Mamba-2.
       cached_segment: tokens after which a memory is cached (MC: 256).
       max_positions: of models with learned positions.
-      elastic: sizes of Elastic Memory.
+      blocks: sizes of the mixers that attend within blocks, by their names.
     """
 
     parameters: float | None
@@ -57,7 +82,7 @@ class Size:
     mamba2_state: int = 128
     cached_segment: int = 256
     max_positions: int = 4096
-    elastic: dict[str, int] = dataclasses.field(default_factory=lambda: {"order": 540, "block_size": 1024})
+    blocks: Mapping[str, Any] = dataclasses.field(default_factory=lambda: _blocks(ElasticConfig(540, block_size=1024)))
 
 
 def _paper(parameters: float, layers: int, dim: int, heads: int, *, tied: bool) -> Size:
@@ -76,7 +101,7 @@ SIZES: dict[str, Size] = {
         memory={"newton_schulz_every": 32, "expansion": 2, "cache_window": 64},
         mamba2_state=64,
         cached_segment=64,
-        elastic={"order": 64, "block_size": 64, "context": 512},
+        blocks=_blocks(ElasticConfig(64, block_size=64, context=512)),
         max_positions=512,
     ),
     "170m": _paper(170e6, 12, 768, 16, tied=False),
@@ -117,7 +142,7 @@ _PUBLISHED = {
 # What GAM's paper puts around its mixer and its Transformer's: LayerNorm, GELU, learned positions, dropout.
 _GAM_FRAME = {"ffn": "gelu", "norm": "layer", "norm_eps": 1e-5, "positions": "learned", "dropout": 0.1}
 
-# Published models → the fields of `ModelConfig` that they change.
+# Published models → the fields of `ModelConfig` that they change (see `ARCHITECTURES`).
 BASELINES: dict[str, dict[str, Any]] = {
     "transformer++": {"mixer": "attention"},
     "swa": {"mixer": "swa"},
@@ -152,10 +177,7 @@ BASELINES |= {name: {"mixer": name} for name in ("memorizing", "infini", "melodi
 
 # Samplings of Elastic Memory (E §2.3) → suffix of the preset.
 _ELASTIC = {"exp": "exponential", "uniform": "uniform", "uniform-mid": "uniform_mid"}
-BASELINES |= {
-    f"elastic-{suffix}": {"mixer": "elastic", "elastic": ElasticConfig(sampling=sampling)}
-    for suffix, sampling in _ELASTIC.items()
-}
+BASELINES |= {f"elastic-{suffix}": {"mixer": "elastic", "sampling": sampling} for suffix, sampling in _ELASTIC.items()}
 BASELINES["block-attention"] = {"mixer": "block_attention"}
 BASELINES["transformer-block-recurrence"] = {"mixer": "block_recurrence"}
 
@@ -199,7 +221,8 @@ def _architectures() -> dict[str, dict[str, Any]]:
     return table
 
 
-# Architecture → the fields of `ModelConfig` that it changes; "memory" is a rule's name, "caching" an aggregation's.
+# Architecture → the fields of `ModelConfig` that it changes; but "memory" is a rule's name, "caching" an aggregation's, "sampling"
+# Elastic Memory's.
 ARCHITECTURES: dict[str, dict[str, Any]] = _architectures()
 
 
@@ -232,8 +255,9 @@ def _fields(architecture: str, size_name: str) -> dict[str, Any]:
         memory_layer = round(3 * layers / 4) - 1  # the ninth of twelve
         changes["mixer"] = tuple(mixer if i == memory_layer else "swa" for i in range(layers))
         mixers = set(changes["mixer"])
-    if mixers & {*ONE_LAYER, "block_attention", "block_recurrence"}:
-        changes["elastic"] = dataclasses.replace(changes.get("elastic", ElasticConfig()), **size.elastic)
+    changes |= {name: config for name, config in size.blocks.items() if name in mixers}
+    if "sampling" in changes:
+        changes["elastic"] = dataclasses.replace(changes["elastic"], sampling=changes.pop("sampling"))
     if mixers & {"swa", "mac", "mag", "mal"}:
         persistent = 0 if "swa" in mixers else 4 if size_name == "tiny" else 16
         changes["attention"] = dataclasses.replace(size.attention, persistent_tokens=persistent)

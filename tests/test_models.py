@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from atlasjax import nn
 from atlasjax.distributed import MeshConfig, global_batch, make_mesh
 from atlasjax.nn import ModelConfig, SSMConfig, logical_axes
 from atlasjax.presets import ARCHITECTURES, BACKBONES, get_preset, preset_names
@@ -96,6 +97,11 @@ def small(name: str) -> ModelConfig:
         ),
         ssm=SSMConfig(state_dim=8, head_dim=16),
         elastic=dataclasses.replace(config.elastic, order=6, samples=5, block_size=8, context=48),
+        block_attention=nn.BlockAttentionConfig(8),
+        block_recurrence=nn.BlockRecurrenceConfig(8),
+        memorizing=nn.MemorizingConfig(6, 8),
+        infini=nn.InfiniConfig(8),
+        melodi=nn.MelodiConfig(6, 8),
         gam=dataclasses.replace(config.gam, slots=16),
         max_positions=config.max_positions and LONG + PIECE,
         dropout=0.0,  # its own tests are in tests/nn/test_gam.py; here losses are compared with those of the parallel pass

@@ -75,13 +75,14 @@ def test_sizes_of_other_papers():
             baseline = presets.get_preset(f"{name}-{size}")
             assert count_parameters(baseline) == count + config.num_heads
             assert baseline.mixer.index(name) == 8
-            assert (baseline.elastic.order, baseline.elastic.block_size) == (540, 1024)
+            assert getattr(baseline, name).block_size == 1024
+            assert name == "infini" or baseline.memorizing.queue_length == 540
         melodi = presets.get_preset(f"melodi-{size}")  # 540 summary tokens, their mixing with 1,024 others, three norms
         assert count_parameters(melodi) == count + 540 * (config.dim + 1024 + 540 + 1) + 3 * config.dim
         assert melodi.mixer.index("melodi") == 8
         recurrent = presets.get_preset(f"transformer-block-recurrence-{size}")
         assert count_parameters(recurrent) == count
-        assert (recurrent.pattern, recurrent.elastic.block_size) == (("block_recurrence",), 1024)
+        assert (recurrent.pattern, recurrent.block_recurrence.block_size) == (("block_recurrence",), 1024)
     counts = {name: count_parameters(presets.get_preset(f"{name}-22m")) for name in presets._PUBLISHED["22m"]}
     assert counts == {
         "gam": 22_599_680, "gam-sum": 19_447_808, "gam-global": 19_435_520, "gam-local": 17_874_944,

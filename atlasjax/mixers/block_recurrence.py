@@ -14,6 +14,7 @@ they do across the blocks of Elastic Memory; Transformer-XL stops them (`stop_gr
 Logits and softmax are float32. State size and time per token do not depend on the number of tokens read.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -27,6 +28,23 @@ from atlasjax.mixers.rotary import rotate
 from atlasjax.mixers.shapes import check_shapes
 
 _AXES = {"q": "batch time heads key_dim", "k": "batch time heads key_dim", "v": "batch time heads value_dim"}
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockRecurrenceConfig:
+    """Attention with block recurrence.
+
+    Attributes:
+      block_size: L ≥ 1 tokens of a block, which sees itself and the one before.
+
+    Raises:
+      ValueError: a field out of its range.
+    """
+
+    block_size: int = 1024
+
+    def __post_init__(self) -> None:
+        check.integers(self, {"block_size": 1})
 
 
 class BlockRecurrenceState(NamedTuple):

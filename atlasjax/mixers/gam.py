@@ -15,11 +15,13 @@ Dtypes: parameters are float32. x is float32 or bfloat16, which is also the dtyp
 and the convolution's sums are float32.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from atlasjax import check
 from atlasjax.mixers.convolution import causal_convolution
 from atlasjax.mixers.shapes import check_shapes
 from atlasjax.names import lookup
@@ -31,6 +33,31 @@ FUSIONS: dict[str, frozenset[str]] = {
     "local": frozenset({"kernel", "bias"}),
 }
 """Fusions of the two paths, and the parameters each one uses."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GAMConfig:
+    """Gated Associative Memory (G §3). It sees the last num_layers · (conv_width − 1) + 1 tokens and no others.
+
+    So it cannot do recall over more than 13 tokens at the paper's 6 layers: its table is learned, and the same for every text.
+
+    Attributes:
+      slots: rows of the table that every token reads, ≥ 1.
+      fusion: "gated", as published; or an ablation: "sum" of both paths, "global" (the table) alone, "local" (the
+        convolution) alone.
+      conv_width: taps of the convolution, ≥ 1; this mixer does not use `ModelConfig.conv_width`.
+
+    Raises:
+      ValueError: a field out of its range, or an unknown fusion.
+    """
+
+    slots: int = 512
+    fusion: str = "gated"
+    conv_width: int = 3
+
+    def __post_init__(self) -> None:
+        check.integers(self, {"slots": 1, "conv_width": 1})
+        lookup("fusion", self.fusion, FUSIONS)
 
 
 class Params(NamedTuple):

@@ -14,6 +14,7 @@ The norm matters because z counts every write while M accumulates only what is n
 value, storing it again leaves M unchanged and doubles z, so A is halved.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -23,6 +24,23 @@ import jax.numpy as jnp
 from atlasjax import check
 from atlasjax.mixers import block_memory
 from atlasjax.mixers.block_memory import BlockMemoryState
+
+
+@dataclasses.dataclass(frozen=True)
+class InfiniConfig:
+    """Infini-attention in blocks.
+
+    Attributes:
+      block_size: L ≥ 1 tokens of a block.
+
+    Raises:
+      ValueError: a field out of its range.
+    """
+
+    block_size: int = 1024
+
+    def __post_init__(self) -> None:
+        check.integers(self, {"block_size": 1})
 
 
 class Associative(NamedTuple):

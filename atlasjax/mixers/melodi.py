@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from atlasjax import check
 from atlasjax.mixers.attention import Source, softmax_attention
 from atlasjax.mixers.blocks import Grid, block_source, continued, documents, unfinished, whole
 from atlasjax.mixers.rotary import rotate
@@ -44,6 +45,25 @@ _AXES = {
     "weights.summary_norm": "dim",
     "weights.memory_norm": "dim",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class MelodiConfig:
+    """Melodi's short-term memory. Both sizes are sizes of parameters too.
+
+    Attributes:
+      summary_tokens: N ≥ 1 tokens that a block leaves to the next.
+      block_size: L ≥ 1 tokens of a block.
+
+    Raises:
+      ValueError: a field out of its range.
+    """
+
+    summary_tokens: int = 540
+    block_size: int = 1024
+
+    def __post_init__(self) -> None:
+        check.integers(self, {"summary_tokens": 1, "block_size": 1})
 
 
 class Weights(NamedTuple):

@@ -11,6 +11,7 @@ gradients at the memory. As a baseline of Elastic Memory (§3.1) the attention i
 gradients flow across blocks.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -21,6 +22,25 @@ from atlasjax import check
 from atlasjax.mixers import block_memory
 from atlasjax.mixers.attention import Source, softmax_attention
 from atlasjax.mixers.block_memory import BlockMemoryState
+
+
+@dataclasses.dataclass(frozen=True)
+class MemorizingConfig:
+    """Memorizing Transformer in blocks.
+
+    Attributes:
+      queue_length: N ≥ 1 tokens of the queue.
+      block_size: L ≥ 1 tokens of a block.
+
+    Raises:
+      ValueError: a field out of its range.
+    """
+
+    queue_length: int = 540
+    block_size: int = 1024
+
+    def __post_init__(self) -> None:
+        check.integers(self, {"queue_length": 1, "block_size": 1})
 
 
 class Queue(NamedTuple):

@@ -2,7 +2,19 @@
 
 from atlasjax.nn.abstract import abstract_model, count_parameters, logical_axes, state_bytes
 from atlasjax.nn.attention import AttentionHeads, AttentionMixer, SlidingWindowMixer
-from atlasjax.nn.config import AttentionConfig, ElasticConfig, GAMConfig, MemoryConfig, ModelConfig, SSMConfig
+from atlasjax.nn.config import (
+    AttentionConfig,
+    BlockAttentionConfig,
+    BlockRecurrenceConfig,
+    ElasticConfig,
+    GAMConfig,
+    InfiniConfig,
+    MelodiConfig,
+    MemorizingConfig,
+    MemoryConfig,
+    ModelConfig,
+    SSMConfig,
+)
 from atlasjax.nn.elastic import BlockMixer, ElasticMixer
 from atlasjax.nn.gam import GAMMixer
 from atlasjax.nn.gates import GateProjection
@@ -20,19 +32,24 @@ __all__ = [
     "AttentionConfig",
     "AttentionHeads",
     "AttentionMixer",
+    "BlockAttentionConfig",
     "BlockMixer",
+    "BlockRecurrenceConfig",
     "CausalConv",
     "ElasticConfig",
     "ElasticMixer",
     "GAMConfig",
     "GAMMixer",
     "GateProjection",
+    "InfiniConfig",
     "LanguageModel",
     "LayerNorm",
     "Linear",
     "MACMixer",
     "MAGMixer",
     "MALMixer",
+    "MelodiConfig",
+    "MemorizingConfig",
     "MemoryConfig",
     "MemoryHeads",
     "MemoryMixer",

@@ -4,8 +4,13 @@ import dataclasses
 from typing import Literal
 
 from atlasjax import check
-from atlasjax.mixers import elastic, gam
-from atlasjax.names import lookup, name_of, options_text, resolve
+from atlasjax.mixers.block_recurrence import BlockRecurrenceConfig
+from atlasjax.mixers.elastic.config import BlockAttentionConfig, ElasticConfig
+from atlasjax.mixers.gam import GAMConfig
+from atlasjax.mixers.infini import InfiniConfig
+from atlasjax.mixers.melodi import MelodiConfig
+from atlasjax.mixers.memorizing import MemorizingConfig
+from atlasjax.names import name_of, options_text, resolve
 from atlasjax.nn.memory_config import MemoryConfig
 
 
@@ -60,71 +65,6 @@ class SSMConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class GAMConfig:
-    """Gated Associative Memory (`atlasjax.mixers.gam`). It sees the last num_layers · (conv_width − 1) + 1 tokens and no others.
-
-    So it cannot do recall over more than 13 tokens at the paper's 6 layers: its table is learned, and the same for every text.
-
-    Attributes:
-      slots: rows of the table that every token reads, ≥ 1.
-      fusion: "gated", as published; or an ablation: "sum" of both paths, "global" (the table) alone, "local" (the
-        convolution) alone.
-      conv_width: taps of the convolution, ≥ 1; this mixer does not use `ModelConfig.conv_width`.
-
-    Raises:
-      ValueError: a field out of its range, or an unknown fusion.
-    """
-
-    slots: int = 512
-    fusion: str = "gated"
-    conv_width: int = 3
-
-    def __post_init__(self) -> None:
-        check.integers(self, {"slots": 1, "conv_width": 1})
-        lookup("fusion", self.fusion, gam.FUSIONS)
-
-
-@dataclasses.dataclass(frozen=True)
-class ElasticConfig:
-    """Elastic Memory (`atlasjax.mixers.elastic`): the past as Legendre coefficients, read at sampled positions.
-
-    Attributes:
-      order: N ≥ 1 coefficients of each channel of keys and values; tokens of the queue of "memorizing", of the summary of "melodi".
-      samples: L_mem ≥ 1 positions at which the past is read; None: as many as coefficients.
-      block_size: L ≥ 1 tokens of a block, which sees itself exactly and what was before it through memory.
-      sampling: a name of `elastic.sampling.SAMPLINGS`; may be another one than in training.
-      context: t ≥ 1 tokens for which the sampling is laid out; a shorter or longer past is read at the same fractions of it.
-      alpha: ratio in (0, 1) of "exponential"; None: the newest sample lies half a token before the end of `context` tokens.
-      discretization: "zoh", which is exact; "forward", "backward" or "bilinear".
-      legacy_hippo: number time as the published HiPPO code does.
-      rotate_memory_queries: whether queries ask memory rotated, as printed in the paper, or as they are.
-
-    Raises:
-      ValueError: a field out of its range, an unknown name, or an alpha for another sampling than "exponential".
-    """
-
-    order: int = 540
-    samples: int | None = None
-    block_size: int = 1024
-    sampling: str = "exponential"
-    context: int = 8192
-    alpha: float | None = None
-    discretization: str = "zoh"
-    legacy_hippo: bool = False
-    rotate_memory_queries: bool = True
-
-    def __post_init__(self) -> None:
-        check.integers(self, {"order": 1, "samples": 1, "block_size": 1, "context": 1}, ("samples",))
-        lookup("sampling", self.sampling, elastic.sampling.SAMPLINGS)
-        lookup("discretization", self.discretization, elastic.hippo.DISCRETIZATIONS)
-        for name in ("legacy_hippo", "rotate_memory_queries"):
-            check.boolean("ElasticConfig", name, getattr(self, name))
-        check.number("ElasticConfig", "alpha", self.alpha, above=0, below=1, optional=True)
-        if self.alpha is not None and self.sampling != "exponential":
-            raise ValueError(f"ElasticConfig: alpha={self.alpha} clashes with sampling={self.sampling!r}.")
-
-
-@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only language model: embedding, layers of (mixer, feed-forward network), norm, head.
 
@@ -144,8 +84,7 @@ class ModelConfig:
       memory: the memory of the mixers that have one ("memory", "mac", "mag", "mal").
       attention: the attention of the mixers that have it.
       ssm: sizes of the state space models.
-      elastic: the memory of "elastic"; the block size of all that attend within blocks, and N of "memorizing" and "melodi".
-      gam: sizes of "gam".
+      block_attention, elastic, memorizing, infini, melodi, block_recurrence, gam: sizes of the mixer of that name.
       norm: of the residual stream, "rms" or "layer" (with a bias). Norms inside mixers are as their papers have them.
       positions: "none", or "learned": a table that is added to the embedding; it has no entry beyond max_positions, so
         longer sequences are refused, and logits of a stream beyond it are NaN.
@@ -177,7 +116,12 @@ class ModelConfig:
     memory: MemoryConfig = MemoryConfig()
     attention: AttentionConfig = AttentionConfig()
     ssm: SSMConfig = SSMConfig()
+    block_attention: BlockAttentionConfig = BlockAttentionConfig()
     elastic: ElasticConfig = ElasticConfig()
+    memorizing: MemorizingConfig = MemorizingConfig()
+    infini: InfiniConfig = InfiniConfig()
+    melodi: MelodiConfig = MelodiConfig()
+    block_recurrence: BlockRecurrenceConfig = BlockRecurrenceConfig()
     gam: GAMConfig = GAMConfig()
     norm: Literal["rms", "layer"] = "rms"
     positions: Literal["none", "learned"] = "none"
@@ -269,7 +213,12 @@ _PARTS = {
     "memory": MemoryConfig,
     "attention": AttentionConfig,
     "ssm": SSMConfig,
+    "block_attention": BlockAttentionConfig,
     "elastic": ElasticConfig,
+    "memorizing": MemorizingConfig,
+    "infini": InfiniConfig,
+    "melodi": MelodiConfig,
+    "block_recurrence": BlockRecurrenceConfig,
     "gam": GAMConfig,
 }
 _CHOICES = {

@@ -10,7 +10,7 @@ from flax import nnx
 
 from atlasjax.mixers import elastic
 from atlasjax.nn.attention import output_projection
-from atlasjax.nn.config import ElasticConfig, ModelConfig
+from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear
 
 _SLOW_ORDER = 2048  # from here on a block takes seconds
@@ -72,6 +72,7 @@ class ElasticMixer(BlockProjections):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         self.elastic = config.elastic
+        self.block_size, self.rotate = config.elastic.block_size, config.elastic.rotate_memory_queries
 
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
@@ -108,32 +109,36 @@ class ElasticMixer(BlockProjections):
 
     def _empty_state(self, batch_size: int, max_length: int) -> elastic.attention.ElasticState:
         return elastic.attention.init_state(
-            batch_size, max_length, self.elastic.block_size, self._matrices(1)[1], self.heads, self.key_dim, self.value_dim,
+            batch_size, max_length, self.block_size, self._matrices(1)[1], self.heads, self.key_dim, self.value_dim,
             self.dtype,
         )  # fmt: skip
 
     def _options(self) -> dict:
-        return {"rope_theta": self.theta, "rotate_memory_queries": self.elastic.rotate_memory_queries}
+        return {"rope_theta": self.theta, "rotate_memory_queries": self.rotate}
 
 
 class BlockMixer(ElasticMixer):
-    """The same without the memory: causal attention within blocks of `elastic.block_size` tokens; nothing before them is seen.
+    """The same without the memory: causal attention within blocks of `block_attention.block_size` tokens; nothing before is seen.
 
     What "elastic" is to be compared with, and the local layers around it. The state holds one block, and no length is too long.
     """
 
     mixer = "block_attention"
 
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.block_size = config.block_attention.block_size
+
     def init_state(self, batch_size: int, max_length: int | None = None) -> elastic.attention.ElasticState:
         """The state before the first token; max_length has no effect."""
         return self._empty_state(batch_size, _NO_LIMIT)
 
     def _matrices(self, max_length: int) -> tuple[elastic.Bank, np.ndarray | None]:
-        size = self.elastic.block_size
+        size = self.block_size
         return elastic.attention.no_bank(elastic.attention.blocks_needed(max_length, size), size), None
 
 
-def bank(config: ElasticConfig, max_length: int) -> elastic.Bank:
+def bank(config: elastic.ElasticConfig, max_length: int) -> elastic.Bank:
     """The bank that a context of so many tokens needs, from the cache or built; slow ones are announced on stderr."""
     blocks = elastic.attention.blocks_needed(max_length, config.block_size)
     return elastic.banks.load(
@@ -146,7 +151,7 @@ def _announce(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def reconstruction(config: ElasticConfig) -> np.ndarray:
+def reconstruction(config: elastic.ElasticConfig) -> np.ndarray:
     """R at the configured sampling, float32 [samples, order]."""
     sampling: str | elastic.sampling.Sampling = config.sampling
     if config.alpha is not None:

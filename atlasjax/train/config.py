@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from atlasjax import check
+from atlasjax.config_json import from_dict
 from atlasjax.data.config import DataConfig
 from atlasjax.distributed.mesh import MeshConfig, ProcessConfig
 from atlasjax.names import name_of, options_text, resolve
@@ -122,6 +123,24 @@ class TrainConfig:
             raise ValueError(
                 f"accumulation is {self.accumulation}; it should divide data.batch_size, which is {self.data.batch_size}."
             )
+
+
+def saved_config(saved: Mapping[str, Any]) -> TrainConfig:
+    """The config of a run's folder or checkpoint. Fields that it has not, from before they existed, have their defaults.
+
+    Raises:
+      ValueError: a field is unknown, wrong or out of its range; or a mixer's sizes are missing: when the run was saved they stood
+        elsewhere, and their defaults would be another model.
+    """
+    config = from_dict(TrainConfig, saved)
+    sizes = {field.name for field in dataclasses.fields(ModelConfig)}
+    for mixer in config.model.pattern:
+        if mixer in sizes and mixer not in saved["model"]:
+            raise ValueError(
+                f"the run's config has no model.{mixer}, the sizes of its mixer {mixer!r}: it was saved by an older atlasjax, "
+                "which had them in model.elastic. Use that version, or train it again."
+            )
+    return config
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -5,14 +5,13 @@ import pathlib
 
 import jax
 
-from atlasjax.config_json import from_dict
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import parameter_shardings
 from atlasjax.nn import LanguageModel, logical_axes
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints
-from atlasjax.train.config import TrainConfig
+from atlasjax.train.config import TrainConfig, saved_config
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.setup import run_tokenizer
 
@@ -51,7 +50,7 @@ def load_run(run_dir: str | pathlib.Path, step: int | None = None) -> LoadedRun:
         if saved is None:
             raise ConfigError(f"run_dir is {str(run_dir)!r}; the run in it has no checkpoint that can be read.")
         with user_errors():
-            config = dataclasses.replace(from_dict(TrainConfig, saved), run_dir=str(run_dir))
+            config = dataclasses.replace(saved_config(saved), run_dir=str(run_dir))
             tokenizer = run_tokenizer(config)
         graphdef, shapes = state_lib.model_shapes(config.model)
         mesh = make_mesh(MeshConfig(data=1, fsdp=-1))

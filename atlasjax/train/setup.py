@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from atlasjax.config_json import from_dict, to_dict
+from atlasjax.config_json import to_dict
 from atlasjax.data.files import write_whole
 from atlasjax.data.pipeline import BatchIterator, Pipeline, make_pipeline
 from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
@@ -22,7 +22,7 @@ from atlasjax.distributed.sharding import batch_shards
 from atlasjax.nn import logical_axes
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints
-from atlasjax.train.config import TrainConfig, changes_on_resume
+from atlasjax.train.config import TrainConfig, changes_on_resume, saved_config
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.state import TrainState
 
@@ -163,8 +163,7 @@ def check_resumable(config: TrainConfig) -> list[str]:
         saved = checkpoints.newest_config()
     if saved is None:
         return []
-    # Through the dataclass: a run that was saved before a field existed has that field's default.
-    saved = to_dict(from_dict(TrainConfig, saved))
+    saved = to_dict(saved_config(saved))
     architecture, fixed, free = changes_on_resume(saved, to_dict(config))
     if architecture or fixed:
         what = "a checkpoint of another architecture" if architecture else "a run on other data or with another seed"

@@ -24,15 +24,17 @@ ORDER = 540
 
 def model(memory: str | None, heads: int, dim: int, layers: int, block_size: int, order: int, vocabulary: int) -> Any:
     """E's architecture around one memory layer. None gives Transformer++ with the same blocks."""
-    from atlasjax.nn import AttentionConfig, ElasticConfig, ModelConfig
+    from atlasjax import nn
 
     pattern = ["block_attention"] * layers
     if memory is not None:
         pattern[max(0, 3 * layers // 4 - 1)] = memory
-    return ModelConfig(
+    return nn.ModelConfig(
         vocab_size=vocabulary, dim=dim, num_layers=layers, num_heads=heads, head_dim=90, mixer=tuple(pattern),
-        attention=AttentionConfig(window=block_size), dtype="float32",
-        elastic=ElasticConfig(order=order, block_size=block_size),
+        attention=nn.AttentionConfig(window=block_size), dtype="float32",
+        block_attention=nn.BlockAttentionConfig(block_size), elastic=nn.ElasticConfig(order, block_size=block_size),
+        memorizing=nn.MemorizingConfig(order, block_size), infini=nn.InfiniConfig(block_size),
+        melodi=nn.MelodiConfig(order, block_size),
     )  # fmt: skip
 
 

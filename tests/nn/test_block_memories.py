@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from atlasjax.nn import AttentionConfig, ElasticConfig, LanguageModel, ModelConfig, count_parameters
+from atlasjax.nn import AttentionConfig, InfiniConfig, LanguageModel, MemorizingConfig, ModelConfig, count_parameters
 from atlasjax.nn.mixers import MIXERS
 
 DIM, HEADS, KEY, VALUE, BATCH, TIME, SIZE, QUEUE, THETA, EPS = 12, 2, 4, 8, 2, 11, 4, 6, 100.0, 0.05
 CONFIG = ModelConfig(
     vocab_size=40, dim=DIM, num_layers=1, num_heads=HEADS, head_dim=KEY, value_expansion=2, norm_eps=EPS,
-    attention=AttentionConfig(rope_theta=THETA), elastic=ElasticConfig(order=QUEUE, block_size=SIZE), dtype="float32",
+    attention=AttentionConfig(rope_theta=THETA), memorizing=MemorizingConfig(QUEUE, SIZE), infini=InfiniConfig(SIZE),
+    dtype="float32",
 )  # fmt: skip
 NAMES = ("memorizing", "infini")
 

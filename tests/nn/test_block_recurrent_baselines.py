@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from atlasjax.nn import ElasticConfig, LanguageModel, ModelConfig, count_parameters
+from atlasjax.nn import BlockRecurrenceConfig, LanguageModel, MelodiConfig, ModelConfig, count_parameters
 
 CONFIG = ModelConfig(
     vocab_size=40, dim=16, num_layers=2, num_heads=2, mlp_dim=16, mixer=("melodi", "block_recurrence"),
-    elastic=ElasticConfig(order=3, block_size=4), dtype="float32", remat=False,
+    melodi=MelodiConfig(3, 4), block_recurrence=BlockRecurrenceConfig(4), dtype="float32", remat=False,
 )  # fmt: skip
 
 
@@ -62,7 +62,10 @@ def test_odd_heads_are_refused(mixer):
         LanguageModel(dataclasses.replace(CONFIG, mixer=mixer, head_dim=7), rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("field", ["order", "block_size"])
-def test_sizes_below_one_are_refused(field):
-    with pytest.raises(ValueError, match=f"{field} must be an integer ≥ 1, got 0"):
-        ElasticConfig(**{field: 0})
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [(MelodiConfig, "summary_tokens"), (MelodiConfig, "block_size"), (BlockRecurrenceConfig, "block_size")],
+)
+def test_sizes_below_one_are_refused(config, field):
+    with pytest.raises(ValueError, match=f"{config.__name__}: {field} must be an integer ≥ 1, got 0"):
+        config(**{field: 0})

@@ -8,7 +8,16 @@ import pytest
 from atlasjax import rules
 from atlasjax.config_json import from_dict, to_dict
 from atlasjax.memory import features, structures
-from atlasjax.nn import AttentionConfig, GAMConfig, MemoryConfig, ModelConfig, SSMConfig
+from atlasjax.nn import (
+    AttentionConfig,
+    GAMConfig,
+    InfiniConfig,
+    MelodiConfig,
+    MemorizingConfig,
+    MemoryConfig,
+    ModelConfig,
+    SSMConfig,
+)
 
 CONFIGS = [
     ModelConfig(),
@@ -24,6 +33,12 @@ CONFIGS = [
         value_expansion=2,
         ssm=SSMConfig(8, 3, 16, 2),
         attention=AttentionConfig(window=16, rope_theta=5e5, persistent_tokens=2, segment_size=32),
+    ),
+    ModelConfig(
+        mixer=("memorizing", "infini", "melodi", "swa"),
+        memorizing=MemorizingConfig(8, 16),
+        infini=InfiniConfig(32),
+        melodi=MelodiConfig(4, 64),
     ),
     ModelConfig(
         mixer=("gam", "attention"),
@@ -97,6 +112,10 @@ def test_overrides_reach_the_rule():
         (lambda: ModelConfig(max_positions=8), ["positions='none'", "max_positions to be None", "8"]),
         (lambda: ModelConfig(positions="learned", max_positions=0), ["max_positions", "≥ 1", "0"]),
         (lambda: ModelConfig(dropout=1.0), ["dropout", "[0, 1)", "1.0"]),
+        (lambda: MemorizingConfig(queue_length=0), ["MemorizingConfig", "queue_length", "0"]),
+        (lambda: MelodiConfig(block_size=2.0), ["MelodiConfig", "block_size", "2.0"]),
+        (lambda: InfiniConfig(block_size=True), ["InfiniConfig", "block_size", "True"]),
+        (lambda: ModelConfig(melodi=InfiniConfig()), ["melodi", "MelodiConfig"]),
         (lambda: ModelConfig(gam={"slots": 3}), ["gam", "GAMConfig"]),
         (lambda: ModelConfig(value_expansion=0), ["value_expansion", "0"]),
         (lambda: ModelConfig(ffn="relu"), ["ffn", "'swiglu' or 'gelu' or 'none'", "'relu'"]),

@@ -10,7 +10,7 @@ from atlasjax.data import DataConfig
 from atlasjax.distributed import MeshConfig
 from atlasjax.nn import ModelConfig
 from atlasjax.train import OptimizerConfig, TrainConfig, default_config
-from atlasjax.train.config import changes_on_resume
+from atlasjax.train.config import changes_on_resume, saved_config
 
 
 @pytest.mark.parametrize("preset", ["atlas-tiny", "titans-340m", "omeganet-1.3b"])
@@ -88,3 +88,17 @@ def test_what_the_advice_for_a_diverged_run_names_may_change():
     architecture, fixed, free = changes_on_resume(to_dict(old), to_dict(new))
     assert (architecture, fixed) == ([], [])
     assert len(free) == 4
+
+
+@pytest.mark.parametrize("mixer", ["memorizing", "infini", "melodi", "block_attention", "block_recurrence"])
+def test_a_run_from_before_a_mixer_had_its_own_sizes_is_refused(mixer):
+    """Its sizes stood in `elastic`; the defaults would be another model. Other models are loaded."""
+    saved = to_dict(TrainConfig(ModelConfig(mixer=("swa", mixer), num_layers=2)))
+    assert saved_config(saved).model.pattern == ("swa", mixer)
+    del saved["model"][mixer]
+    with pytest.raises(
+        ValueError, match=f"no model.{mixer}, .* saved by an older atlasjax, which had them in model.elastic"
+    ):
+        saved_config(saved)
+    saved["model"]["mixer"] = "swa"
+    assert saved_config(saved).model.mixer == "swa"

@@ -15,5 +15,6 @@
 
 from atlasjax.mixers.elastic import attention, banks, hippo, sampling
 from atlasjax.mixers.elastic.banks import Bank
+from atlasjax.mixers.elastic.config import BlockAttentionConfig, ElasticConfig
 
-__all__ = ["Bank", "attention", "banks", "hippo", "sampling"]
+__all__ = ["Bank", "BlockAttentionConfig", "ElasticConfig", "attention", "banks", "hippo", "sampling"]

@@ -9,14 +9,14 @@ from atlasjax.nn.elastic import BlockProjections
 
 
 class BlockRecurrenceMixer(BlockProjections):
-    """Causal attention within blocks of `elastic.block_size` tokens and to the whole block before.
+    """Causal attention within blocks of `block_recurrence.block_size` tokens and to the whole block before.
 
         q, k, v = x W_in;  out = `mixers.block_recurrence.attention`(q, k, v) W_out        RoPE; no biases
 
     Gradients flow into the block before. The state holds keys and values of two blocks.
 
     Args:
-      config: see `BlockProjections`; elastic.block_size.
+      config: see `BlockProjections`; block_recurrence.
       rngs: source of the initial values.
 
     Raises:
@@ -27,7 +27,7 @@ class BlockRecurrenceMixer(BlockProjections):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        self.block_size = config.elastic.block_size
+        self.block_size = config.block_recurrence.block_size
 
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None

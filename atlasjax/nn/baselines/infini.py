@@ -20,8 +20,7 @@ class InfiniMixer(BlockProjections):
     each head, and one block.
 
     Args:
-      config: dim, num_heads, head_dim (even), value_expansion, dtype, norm_eps, attention.rope_theta, elastic.block_size;
-        output_scale.
+      config: dim, num_heads, head_dim (even), value_expansion, dtype, norm_eps, attention.rope_theta, infini; output_scale.
       rngs: source of the initial values.
 
     Raises:
@@ -32,7 +31,7 @@ class InfiniMixer(BlockProjections):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        self.block_size, self.norm_eps = config.elastic.block_size, config.norm_eps
+        self.block_size, self.norm_eps = config.infini.block_size, config.norm_eps
         self.gate = param(jnp.zeros(self.heads, jnp.float32), "heads")
 
     def __call__(

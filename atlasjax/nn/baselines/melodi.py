@@ -18,7 +18,7 @@ class MelodiMixer(BlockProjections):
     N (dim + L + N + 1) + 3 dim numbers. So unlike those of "elastic" its parameters depend on the block size and on N.
 
     Args:
-      config: see `BlockProjections`; norm_eps, elastic.block_size (L) and elastic.order (N).
+      config: see `BlockProjections`; norm_eps, melodi (L: block_size, N: summary_tokens).
       rngs: source of the initial values. Summary tokens are standard normal, as what the layer's norm gives.
 
     Raises:
@@ -29,9 +29,9 @@ class MelodiMixer(BlockProjections):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        summary, dim, self.eps = config.elastic.order, config.dim, config.norm_eps
+        summary, dim, self.eps = config.melodi.summary_tokens, config.dim, config.norm_eps
         self.summary = param(normal(rngs, (summary, dim), 1.0), None, "embed")
-        self.mixing = Linear((config.elastic.block_size + summary, summary), (None, None), bias=True, rngs=rngs)
+        self.mixing = Linear((config.melodi.block_size + summary, summary), (None, None), bias=True, rngs=rngs)
         norm = lambda: RMSNorm((dim,), ("embed",), config.norm_eps)
         self.context_norm, self.summary_norm, self.memory_norm = norm(), norm(), norm()
 

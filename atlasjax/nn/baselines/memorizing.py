@@ -16,12 +16,11 @@ class MemorizingMixer(BlockProjections):
 
         q, k, v = x W_in;  out = `mixers.memorizing.attention`(q, k, v, b) W_out        RoPE within the block; no biases
 
-    The parameters are those of attention and b, [heads], zero at the start: half of each. N is `elastic.order`: the queue is as
-    large as the coefficients of "elastic". Bounded state: the queue and one block.
+    The parameters are those of attention and b, [heads], zero at the start: half of each. N is
+    `memorizing.queue_length`. Bounded state: the queue and one block.
 
     Args:
-      config: dim, num_heads, head_dim (even), value_expansion, dtype, attention.rope_theta, elastic.order and .block_size;
-        output_scale.
+      config: dim, num_heads, head_dim (even), value_expansion, dtype, attention.rope_theta, memorizing; output_scale.
       rngs: source of the initial values.
 
     Raises:
@@ -32,7 +31,7 @@ class MemorizingMixer(BlockProjections):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        self.queue_length, self.block_size = config.elastic.order, config.elastic.block_size
+        self.queue_length, self.block_size = config.memorizing.queue_length, config.memorizing.block_size
         self.gate = param(jnp.zeros(self.heads, jnp.float32), "heads")
 
     def __call__(
