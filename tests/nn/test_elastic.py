@@ -11,7 +11,7 @@ from flax import nnx
 
 from atlasjax import config_json
 from atlasjax.mixers.elastic import banks, sampling
-from atlasjax.nn import ElasticConfig, ElasticMixer, LanguageModel, ModelConfig, count_parameters
+from atlasjax.nn import BlockAttentionConfig, ElasticConfig, ElasticMixer, LanguageModel, ModelConfig, count_parameters
 from atlasjax.nn.elastic import bank, reconstruction
 
 ELASTIC = ElasticConfig(order=6, samples=5, block_size=8, context=32)
@@ -95,7 +95,7 @@ def test_a_stream_and_its_longest_length():
 
 
 def test_without_memory_blocks_are_sequences_of_their_own():
-    config = dataclasses.replace(CONFIG, mixer="block_attention", num_layers=1)
+    config = dataclasses.replace(CONFIG, mixer="block_attention", num_layers=1, block_attention=BlockAttentionConfig(8))
     graphdef, params = split(config)
     x = tokens(20)
     model = nnx.merge(graphdef, params)
