@@ -17,6 +17,7 @@ _LAZY = {
         "memory",
         "mixers",
         "nn",
+        "plan",
         "presets",
         "rules",
         "train",

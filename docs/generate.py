@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax import memory, rules
+from atlasjax.plan import forward_flops_per_token
 from atlasjax.presets import describe, get_preset, has_memory, rule_name
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.defaults import default_config
-from atlasjax.train.plan import forward_flops_per_token
 
 DOCS = pathlib.Path(__file__).resolve().parent
 ROOT = DOCS.parent

@@ -10,15 +10,11 @@ import pathlib
 
 import pytest
 
-# Must be set before anything imports jax. The TPU_* values only silence libtpu, which is used as a compiler here.
+from atlasjax.plan import libtpu
+
+# Must be set before anything imports jax. libtpu is used as a compiler here.
 _ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_LOG_DIR": "disabled",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
+    **libtpu.environment(),
     "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(__file__).parent.parent / ".jax_cache"),
     "ATLASJAX_CACHE": str(pathlib.Path(__file__).parent.parent / ".jax_cache"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",

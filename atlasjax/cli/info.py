@@ -5,13 +5,12 @@ from collections.abc import Sequence
 
 from atlasjax.cli.parsing import parse
 from atlasjax.distributed.mesh import MeshConfig
-from atlasjax.distributed.plan import Plan
 from atlasjax.nn import ModelConfig
+from atlasjax.plan import Plan, forward_flops_per_token, plan_training, suggested_mesh
 from atlasjax.presets import ARCHITECTURES, SIZES, describe, has_memory, preset_names
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.defaults import default_config
 from atlasjax.train.errors import ConfigError, RunError
-from atlasjax.train.plan import forward_flops_per_token, plan_training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,26 +81,6 @@ def _config(command: InfoCommand, preset: str) -> TrainConfig:
     if command.plan:
         config = dataclasses.replace(config, mesh=command.mesh or suggested_mesh(config, command.plan))
     return config
-
-
-def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
-    """A mesh for a topology: at least one sequence of a microbatch per data × fsdp device, with the rest on `tensor`.
-
-    Args:
-      config: the run; its microbatch and number of heads determine the mesh.
-      topology: e.g. "v5e:16x16".
-    """
-    devices = 1
-    for size in topology.partition(":")[2].split("x"):
-        devices *= int(size) if size.isdecimal() else 1
-    microbatch = config.data.batch_size // config.accumulation
-    tensor = 1
-    while devices // tensor > microbatch and config.model.num_heads % (2 * tensor) == 0:
-        tensor *= 2
-    fsdp = 1
-    while fsdp < 16 and (devices // tensor) % (2 * fsdp) == 0:
-        fsdp *= 2
-    return MeshConfig(data=-1, fsdp=fsdp, tensor=tensor)
 
 
 _FFNS = {"swiglu": "SwiGLU", "gelu": "GELU"}

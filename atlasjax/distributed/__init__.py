@@ -1,6 +1,5 @@
-"""Device meshes, sharding of every array, and compilation plans for TPU pods that are not at hand."""
+"""Device meshes, and the sharding of every array."""
 
-from atlasjax.distributed.flops import count_flops
 from atlasjax.distributed.mesh import MeshConfig, ProcessConfig, initialize, make_mesh
 from atlasjax.distributed.sharding import (
     LOGICAL_AXIS_RULES,
@@ -19,7 +18,6 @@ __all__ = [
     "ProcessConfig",
     "batch_sharding",
     "cache_shardings",
-    "count_flops",
     "global_batch",
     "initialize",
     "make_mesh",

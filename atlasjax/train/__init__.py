@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from atlasjax.train.errors import CheckpointError, ConfigError, Interrupted, NonFiniteError, RunError
     from atlasjax.train.load import load_run
     from atlasjax.train.loop import TrainResult, train
-    from atlasjax.train.plan import plan_training
     from atlasjax.train.state import TrainState
     from atlasjax.train.step import accumulated_gradients, jit_train_step, loss_sums, train_step
 
@@ -33,7 +32,6 @@ _HOME = {
     "load_run": "load",
     "TrainResult": "loop",
     "train": "loop",
-    "plan_training": "plan",
     "TrainState": "state",
     "accumulated_gradients": "step",
     "jit_train_step": "step",
@@ -57,7 +55,6 @@ __all__ = [
     "jit_train_step",
     "load_run",
     "loss_sums",
-    "plan_training",
     "train",
     "train_step",
 ]

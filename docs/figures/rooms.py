@@ -16,7 +16,8 @@ PACKAGES = ("atlasjax", "pallas_kernels")
 FOUNDATION = {"names", "check", "mesh_axes", "config_json"}
 # Room → (column, row) of its box; rows from the bottom.
 PLACES = {
-    "cli": (3.5, 7),
+    "cli": (3.5, 8),
+    "plan": (1.5, 7),
     "train": (1.5, 6),
     "data": (0, 5),
     "distributed": (1, 5),

@@ -18,9 +18,9 @@ from typing import Any
 # When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from atlasjax.cli.info import suggested_mesh
-from atlasjax.distributed.plan import HBM_GIB
-from atlasjax.train import TrainConfig, default_config, plan_training
+from atlasjax.plan import plan_training, suggested_mesh
+from atlasjax.plan.libtpu import HBM_GIB
+from atlasjax.train import TrainConfig, default_config
 from experiments.benchmarks.kernels_tpu import append_row, read_rows
 
 HERE = pathlib.Path(__file__).resolve().parent

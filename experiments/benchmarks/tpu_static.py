@@ -15,6 +15,11 @@ import re
 import sys
 from typing import Any
 
+# When run as a script, Python searches only the folder of this file.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from atlasjax.plan import libtpu
+
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
@@ -56,20 +61,13 @@ CHIPS = {
 
 
 def environment(chip: Chip, folder: str | None = None) -> dict[str, str]:
-    """Environment with which libtpu only compiles, silently and alongside other processes, and writes schedules to `folder` if
-    given.
+    """Environment with which libtpu only compiles, and writes schedules to `folder` if given.
 
     Only the final schedules are written, because all stages of one kernel take up to a gigabyte.
     """
     dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_.*"
     return {
-        "JAX_PLATFORMS": "cpu",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_ACCELERATOR_TYPE": chip.accelerator,
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_LOG_DIR": "disabled",
-        "TF_CPP_MIN_LOG_LEVEL": "2",
+        **libtpu.environment(chip.accelerator),
         # A cached program would not be scheduled again.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         **({"LIBTPU_INIT_ARGS": dump} if folder else {}),
@@ -300,6 +298,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # When run as a script, Python searches only the folder of this file.
-    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
     main()

@@ -8,11 +8,9 @@ A process of its own, because a program that libtpu does not like can end the pr
 import os
 import sys
 
-# Must be set before anything imports jax: libtpu is used as a compiler here, quietly and beside other processes.
-os.environ.update(
-    JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost",
-    TPU_SKIP_MDS_QUERY="1", TPU_LOG_DIR="disabled",
-)  # fmt: skip
+from atlasjax.plan import libtpu
+
+os.environ.update(libtpu.environment())  # before anything imports jax
 
 import jax
 import jax.numpy as jnp

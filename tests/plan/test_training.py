@@ -5,10 +5,10 @@ import importlib.util
 
 import pytest
 
-from atlasjax.cli.info import suggested_mesh
 from atlasjax.distributed import MeshConfig
-from atlasjax.distributed.plan import check_topology
-from atlasjax.train import default_config, plan_training
+from atlasjax.plan import plan_training, suggested_mesh
+from atlasjax.plan.libtpu import check_topology
+from atlasjax.train import default_config
 
 TOPOLOGY = "v5e:16x16"
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")

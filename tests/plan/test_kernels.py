@@ -10,9 +10,8 @@ import jax
 import pytest
 
 from atlasjax import memory
-from atlasjax.cli.info import suggested_mesh
-from atlasjax.distributed import plan as plan_lib
-from atlasjax.train import default_config, plan_training
+from atlasjax.plan import Plan, child, compiled, plan_training, suggested_mesh
+from atlasjax.train import default_config
 
 PODS = ("v5e:16x16", "v5p:8x8x8", "v6e:16x16")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
@@ -56,7 +55,7 @@ def test_a_whole_copy_is_found():
     The mesh's axes of 4 are parts of the pod's of 16.
     """
     mesh = {"data": 4, "fsdp": 16, "tensor": 4}
-    plan = plan_lib.run_in_child("tests.train.resharding", {"topology": "v6e:16x16", "mesh": mesh})
+    plan = child.run_in_child("tests.plan.resharding", {"topology": "v6e:16x16", "mesh": mesh})
     assert plan.mesh == mesh
     (line,) = plan.rematerialized
     assert "{devices=[4,1,4,16]<=" in line
@@ -73,10 +72,10 @@ def test_a_gathered_state_is_found():
       %start = (f32[4,128,256]{2,1,0}, f32[16,128,256]{2,1,0:T(8,128)S(1)}) all-gather-start(%w), dimensions={0}
       %all-reduce.2 = f32[16,16,64,256]{3,2,1,0:T(8,128)} all-reduce(%all-gather.2)
     """
-    gathers = plan_lib.gathers(text)
+    gathers = compiled.gathers(text)
     assert gathers == {"bf16[1,1024,4,256]": 1, "f32[16,16,64,256]": 1, "f32[16,128,256]": 1}
-    fields = {field.name: None for field in dataclasses.fields(plan_lib.Plan)}
-    plan = plan_lib.Plan(**{**fields, "gathers": gathers})
+    fields = {field.name: None for field in dataclasses.fields(Plan)}
+    plan = Plan(**{**fields, "gathers": gathers})
     assert gathered_states(config, plan) == ["f32[16,16,64,256]", "f32[16,128,256]"]
 
 

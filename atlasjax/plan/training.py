@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from atlasjax.config_json import from_dict, to_dict
-from atlasjax.distributed import plan as plan_lib
-from atlasjax.distributed.flops import count_flops
-from atlasjax.distributed.mesh import make_mesh
-from atlasjax.distributed.plan import Plan
+from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import batch_sharding, batch_shards
 from atlasjax.nn import logical_axes
+from atlasjax.plan import child, compiled, libtpu
+from atlasjax.plan.compiled import Plan
+from atlasjax.plan.flops import count_flops
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
@@ -30,13 +30,33 @@ def plan_training(config: TrainConfig, topology: str) -> Plan:
       ValueError: the topology is unknown, libtpu is missing, or mesh and batch do not fit.
       RuntimeError: the compiler refused; e.g. the step does not fit a device's memory.
     """
-    plan_lib.check_topology(topology)
-    return plan_lib.run_in_child(__name__, {"config": to_dict(config), "topology": topology})
+    libtpu.check_topology(topology)
+    return child.run_in_child(__name__, {"config": to_dict(config), "topology": topology})
+
+
+def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
+    """A mesh for a topology: at least one sequence of a microbatch per data × fsdp device, with the rest on `tensor`.
+
+    Args:
+      config: the run; its microbatch and number of heads determine the mesh.
+      topology: e.g. "v5e:16x16".
+    """
+    devices = 1
+    for size in topology.partition(":")[2].split("x"):
+        devices *= int(size) if size.isdecimal() else 1
+    microbatch = config.data.batch_size // config.accumulation
+    tensor = 1
+    while devices // tensor > microbatch and config.model.num_heads % (2 * tensor) == 0:
+        tensor *= 2
+    fsdp = 1
+    while fsdp < 16 and (devices // tensor) % (2 * fsdp) == 0:
+        fsdp *= 2
+    return MeshConfig(data=-1, fsdp=fsdp, tensor=tensor)
 
 
 def compile_training(config: TrainConfig, topology: str) -> Plan:
     """As `plan_training`, in this process."""
-    mesh = make_mesh(config.mesh, plan_lib.topology_devices(topology))
+    mesh = make_mesh(config.mesh, libtpu.topology_devices(topology))
     if (config.data.batch_size // config.accumulation) % batch_shards(mesh):
         raise ValueError(
             f"data.batch_size / accumulation is {config.data.batch_size // config.accumulation}; it should be divisible by the "
@@ -51,7 +71,7 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
     batch = abstract_batch(config, mesh)
     step = jit_train_step(graphdef, optimizer, schedule, shardings, mesh, microbatches=config.accumulation)
     started = time.perf_counter()
-    compiled = step.lower(state, batch).compile(compiler_options=plan_lib.low_effort())
+    program = step.lower(state, batch).compile(compiler_options=libtpu.low_effort())
     seconds = time.perf_counter() - started
     flops = count_flops(
         lambda state, batch: train_step(
@@ -60,7 +80,7 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
         state,
         batch,
     )
-    memory, text = compiled.memory_analysis(), compiled.as_text()
+    memory, text = program.memory_analysis(), program.as_text()
     return Plan(
         topology=topology,
         devices=mesh.size,
@@ -71,9 +91,9 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
         alias_bytes=memory.alias_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
         flops=flops,
-        collectives=plan_lib.collective_counts(text),
-        kernels=plan_lib.kernel_count(text),
-        gathers=plan_lib.gathers(text),
+        collectives=compiled.collective_counts(text),
+        kernels=compiled.kernel_count(text),
+        gathers=compiled.gathers(text),
         compile_seconds=round(seconds, 1),
     )
 
@@ -94,5 +114,5 @@ def forward_flops_per_token(config: TrainConfig) -> float:
 
 
 if __name__ == "__main__":
-    _request = plan_lib.read_request()
-    plan_lib.print_plan(compile_training(from_dict(TrainConfig, _request["config"]), _request["topology"]))
+    _request = child.read_request()
+    child.print_plan(compile_training(from_dict(TrainConfig, _request["config"]), _request["topology"]))

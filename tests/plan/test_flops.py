@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from atlasjax.distributed import count_flops
+from atlasjax.plan import count_flops
 
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 W = jax.ShapeDtypeStruct((8, 8), jnp.float32)

@@ -1,0 +1,29 @@
+"""Plans for hardware that is not at hand: memory, FLOPs and collectives of a training step, by compiling it ahead of time.
+
+plan = plan_training(default_config("atlas-340m"), "v5e:16x16")
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atlasjax.plan.compiled import Plan
+    from atlasjax.plan.flops import count_flops
+    from atlasjax.plan.training import forward_flops_per_token, plan_training, suggested_mesh
+
+# Loaded on first use: `libtpu` must be there before jax is imported.
+_HOME = {
+    "Plan": "compiled",
+    "count_flops": "flops",
+    "forward_flops_per_token": "training",
+    "plan_training": "training",
+    "suggested_mesh": "training",
+}
+
+__all__ = ["Plan", "count_flops", "forward_flops_per_token", "plan_training", "suggested_mesh"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

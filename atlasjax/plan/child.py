@@ -1,0 +1,72 @@
+"""A process of its own for the compiler, because libtpu can crash its process."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+from atlasjax.plan.compiled import Plan, rematerializations
+from atlasjax.plan.libtpu import environment
+
+_RESULT = "atlasjax plan: "
+
+# A child process's output is parsed, so there the partitioner's warnings are turned on.
+_WARNINGS = {"TPU_STDERR_LOG_LEVEL": "1", "TPU_MIN_LOG_LEVEL": "1"}
+
+
+def run_in_child(module: str, request: dict[str, Any], *, timeout: float = 1800) -> Plan:
+    """Compiles in a child process, because libtpu can crash its process.
+
+    Args:
+      module: run as `python -P -m module`, so that no module of the working folder takes the place of another; it takes the request
+        with `read_request` and calls `print_plan`.
+      request: serializable as JSON, of any size.
+      timeout: in seconds.
+
+    Raises:
+      RuntimeError: the compilation failed. The message contains the compiler's own (out of memory, …).
+    """
+    command = [sys.executable, "-P", "-m", module]
+    variables = {**os.environ, **environment(), **_WARNINGS}
+    variables.pop("XLA_FLAGS", None)  # simulating CPU devices would only cost time
+    home = str(pathlib.Path(__file__).parents[2])  # a child of a source tree imports that tree
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
+    try:
+        child = subprocess.run(
+            command,
+            env=variables,
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"the compiler did not finish within {timeout:.0f} seconds.") from None
+    for line in child.stdout.splitlines():
+        if line.startswith(_RESULT):
+            plan = Plan(**json.loads(line.removeprefix(_RESULT)))
+            return dataclasses.replace(plan, rematerialized=rematerializations(child.stderr))
+    raise RuntimeError(f"the compiler failed with code {child.returncode}: {_reason(child.stderr)[:500]}")
+
+
+def _reason(messages: str) -> str:
+    """The line of a failed child's standard error that gives the reason."""
+    lines = [line for line in messages.splitlines() if line.strip() and not re.match(r"[IW]\d{4} ", line)]
+    exhausted = [line for line in lines if "RESOURCE_EXHAUSTED" in line]
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (exhausted[:1] or raised[-1:] or lines[-1:] or ["no message"])[0]
+
+
+def read_request() -> dict[str, Any]:
+    """The request of the parent process (`run_in_child`)."""
+    return json.load(sys.stdin)
+
+
+def print_plan(plan: Plan) -> None:
+    """Prints the plan for the parent process to read (`run_in_child`)."""
+    print(_RESULT + json.dumps(dataclasses.asdict(plan)), flush=True)

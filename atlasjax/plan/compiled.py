@@ -1,0 +1,86 @@
+"""What a compiler reports on a program for a topology, read from the compiled program and from its messages."""
+
+import collections
+import dataclasses
+import re
+
+from atlasjax.plan.libtpu import HBM_GIB
+
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_GATHER = re.compile(r" = (?:\(.*[ (])?([a-z0-9]+\[[\d,]*\])[^ ]* all-gather(?:-start)?\(")
+_REMATERIALIZED = re.compile(
+    r"Involuntary full rematerialization\. (The compiler .*?)(?:, metadata=|\. As the last|$)", re.M
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The compiler's report on a program for a topology. Bytes are per device. Nothing here is a measured speed.
+
+    Attributes:
+      topology: e.g. "v5e:16x16".
+      devices: number of devices in the topology.
+      mesh: axis → size.
+      argument_bytes: the training state and the batch.
+      temp_bytes: activations, gradients and the compiler's buffers.
+      output_bytes: results, of which alias_bytes reuse the memory of donated arguments.
+      alias_bytes: see output_bytes.
+      code_bytes: the program's code.
+      flops: matmul FLOPs of one call on all devices, with every scan iteration counted (`flops.count_flops`).
+      collectives: kind → occurrences in the program's text. A collective inside a loop is counted once.
+      kernels: calls of Pallas kernels in the program's text.
+      gathers: type of an all-gather's result, e.g. "bf16[1024,8000]" → occurrences. The shape is that on one device.
+      rematerialized: the partitioner's warnings about arrays that it could reshard only by copying them whole to every device
+        ("involuntary full rematerialization"), each once.
+      compile_seconds: compilation time on this machine.
+    """
+
+    topology: str
+    devices: int
+    mesh: dict[str, int]
+    argument_bytes: int
+    temp_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    code_bytes: int
+    flops: int
+    collectives: dict[str, int]
+    kernels: int
+    gathers: dict[str, int]
+    compile_seconds: float
+    rematerialized: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory needed per device: arguments, temporaries, code, and results that do not reuse an argument."""
+        return self.argument_bytes + self.temp_bytes + self.code_bytes + self.output_bytes - self.alias_bytes
+
+    @property
+    def available_bytes(self) -> int:
+        """Memory per device available to programs on this topology."""
+        return int(HBM_GIB[self.topology.partition(":")[0]] * 2**30)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the program fits into a device's memory."""
+        return self.total_bytes <= self.available_bytes
+
+
+def collective_counts(text: str) -> dict[str, int]:
+    """Number of occurrences of each collective operation in a compiled program's text."""
+    return {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in _COLLECTIVES}
+
+
+def kernel_count(text: str) -> int:
+    """Number of Pallas kernel calls in a compiled program's text."""
+    return text.count('custom_call_target="tpu_custom_call"')
+
+
+def gathers(text: str) -> dict[str, int]:
+    """The result types of the all-gathers in a compiled program's text, each with its number of occurrences."""
+    return dict(collections.Counter(_GATHER.findall(text)))
+
+
+def rematerializations(messages: str) -> tuple[str, ...]:
+    """The partitioner's warnings in the child's standard error (`Plan.rematerialized`)."""
+    return tuple(dict.fromkeys(_REMATERIALIZED.findall(messages)))

@@ -1,0 +1,82 @@
+"""The TPU's compiler, libtpu, on a machine without a TPU: its environment, topologies and options.
+
+The environment must be set before anything imports jax, so jax is imported only where it is used.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from atlasjax.names import lookup
+
+if TYPE_CHECKING:
+    import jax
+
+# GiB of memory per device available to programs, taken from libtpu's out-of-memory messages.
+HBM_GIB = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.74, "tpu7x": 94.75}
+
+
+def environment(accelerator: str = "v5litepod-4") -> dict[str, str]:
+    """Variables that libtpu reads when it is loaded. They silence it and let several processes use it; jax stays on the CPU.
+
+    Args:
+      accelerator: the kind of machine that it takes this one for.
+    """
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_ACCELERATOR_TYPE": accelerator,
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_LOG_DIR": "disabled",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+
+
+def topology_devices(topology: str) -> "Sequence[jax.Device]":
+    """The devices of a TPU topology, as compilation targets.
+
+    Args:
+      topology: "v5e:16x16", "v5p:8x8x8", "v6e:16x16", "tpu7x:4x4x4", …
+
+    Raises:
+      ValueError: libtpu is not installed, or the generation or topology is unknown.
+    """
+    check_topology(topology)
+    for name, value in environment().items():
+        os.environ.setdefault(name, value)
+    from jax.experimental import topologies
+
+    try:
+        return topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+    except Exception as error:  # jax raises several types here
+        raise ValueError(
+            f"topology is {topology!r}, which libtpu does not know: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def check_topology(topology: str) -> None:
+    """Checks a topology's name, as far as that is possible without loading libtpu.
+
+    Raises:
+      ValueError: libtpu is not installed, or the generation is unknown.
+    """
+    generation, _, shape = topology.partition(":")
+    lookup("TPU generation", generation, HBM_GIB)
+    if not re.fullmatch(r"\d+(x\d+){1,2}", shape):
+        raise ValueError(f"topology is {topology!r}; it should be like v5e:16x16 or v5p:8x8x8.")
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            "Planning for a TPU needs its compiler, libtpu: pip install 'jax[tpu]' in the version of your jax."
+        )
+
+
+def low_effort() -> dict[str, Any]:
+    """Compiler options for fast compilation. The memory they report is in practice an upper bound."""
+    import jax
+
+    if jax.__version_info__ >= (0, 11):
+        return {"optimization_level": "O0"}
+    return {"exec_time_optimization_effort": -1.0}
