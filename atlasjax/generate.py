@@ -117,6 +117,7 @@ def stream(
         )
     for name, value in (("num_tokens", num_tokens), ("block", block), ("vocab_size", vocab_size)):
         check.require(value is None or value >= 1, name, value, "at least 1")
+    check.require(check.is_integer(seed, 0) and seed < 2**32, "seed", seed, "in [0, 2^32)")
     model.check_length(prompt.shape[1] + num_tokens, "prompt and num_tokens")
     return _stream(model, prompt.astype(np.int32), num_tokens, config, jax.random.key(seed), block, vocab_size)
 

@@ -1,7 +1,11 @@
 """The command `atlasjax`: output, errors of one line, exit codes."""
 
 import dataclasses
+import json
+import os
 import resource
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +14,7 @@ import time
 import pytest
 
 from atlasjax import cli
+from atlasjax.config_json import to_dict
 from atlasjax.train.errors import Interrupted
 from tests.train.tiny import TEXT, child
 
@@ -47,7 +52,7 @@ def test_what_training_prints(trained):
     for words in ("this model, 4 steps", "unigram of bytes", "interpolated trigram", "sample:\nThe "):
         assert words in out
     assert f"checkpoint:   {folder / 'run/checkpoints/4'}" in out
-    assert f"atlasjax train --preset linear-attention-tiny --run-dir {folder / 'run'} --steps 8" in out
+    assert f"atlasjax train --run-dir {folder / 'run'} --steps 8" in out
     assert f"atlasjax generate --run-dir {folder / 'run'}" in out
     assert (folder / "run/loss_curve.png").exists()
 
@@ -86,6 +91,26 @@ def test_generate_is_determined_by_the_seed(trained, capsys):
         texts.append(capsys.readouterr().out)
     assert texts[0].startswith("the ")
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_printed_command_goes_on(trained, monkeypatch):
+    """Every option of the run was overridden, and none is in the command: what was saved gives them."""
+    from atlasjax.cli import train as command
+
+    folder, out = trained
+    [line] = [line for line in out.splitlines() if line.startswith("go on:")]
+    asked = []
+    monkeypatch.setattr(command, "train", lambda config, **_: asked.append(config))
+    monkeypatch.setattr(command, "_report", lambda *_: None)
+    assert cli.main([*shlex.split(line)[3:], "--log-every", "3"]) == 0
+    saved = json.loads((folder / "run/config.json").read_text())
+    assert to_dict(asked[0]) == saved | {"steps": 8, "log_every": 3}
+    shutil.copytree(folder / "run", folder / "early")
+    shutil.rmtree(folder / "early/checkpoints")
+    assert cli.main(["train", "--run_dir", str(folder / "early")]) == 0
+    assert to_dict(asked[1]) == saved | {"run_dir": str(folder / "early")}
+    (folder / "early/config.json").write_text("{")
+    assert cli.main(["train", "--run-dir", str(folder / "early")]) == 2
 
 
 def test_a_full_disk(trained):
@@ -136,6 +161,31 @@ def test_nothing_is_announced_before_the_request_is_known_to_be_sound(tmp_path, 
         (["evaluate", "--run-dir", "/nonexistent"], "there is no run in it"),
         (["generate", "--run-dir", "/nonexistent"], "there is no run in it"),
         (["generate", "--temperature", "-1"], "temperature is -1.0"),
+        (["generate", "--seed", "-1"], "seed is -1"),
+        (["generate", "--prompt", "a\udcff"], "prompt is not valid Unicode at character 1"),
+        (["evaluate", "--max-batches", "-2"], "max_batches is -2; it should be at least 1"),
+        (["evaluate", "--max-batches", "0"], "max_batches is 0; it should be at least 1"),
+        (["train", "--seed", "-1"], "seed is -1; it should be in [0, 2^32)"),
+        (["train", "--seed", str(2**32)], "seed is 4294967296; it should be in [0, 2^32)"),
+        (["train", "--optimizer.eps", "inf"], "optimizer.eps is inf; it should be positive and finite"),
+        (["train", "--steps", str(10**30)], "it should be below 2^31"),
+        (["train", "--data.num-threads", "100000"], "num_threads is 100000"),
+        (["train", "--data.batch-size", str(10**8)], "It takes a data.batch_size of at most"),
+        (["train", "--model.dim", str(10**9)], "It takes a smaller model"),
+        (["train", "--model.num-layers", str(10**8)], "It takes a smaller model"),
+        (["train", "--model.vocab-size", str(10**12)], "It takes a smaller model"),
+        (["train", "--data.tokenizer", f"bpe:{10**12}"], "at most 1,048,576 tokens, not 1,000,000,000,000"),
+        (["train", "--data.source", "text", "--data.paths", "/dev/zero"], "'/dev/zero' is neither a file nor a folder"),
+        (["train", "--optimizer.lerning-rate", "1"], "Did you mean --optimizer.learning-rate?"),
+        (["train", "3"], "Unrecognized options: 3."),
+        (
+            ["info", "--mesh.data", "2"],
+            "misplaced options: --mesh.data 2. Did you mean --mesh.data? It comes after mesh:mesh-config.",
+        ),
+        (["generate", "--temperature"], "Missing value for argument '--temperature'."),
+        (["train", "--processes.distributed", "--processes.coordinator", "nowhere"], 'it should be "host:port"'),
+        (["info", "--preset"], "preset is empty"),
+        (["info", "--preset", "atlas-tiny", "--batch-size", "0"], "batch_size is 0"),
         (["info", "--preset", "titan-340m"], "Did you mean 'titans-340m'?"),
         (["info", "--size", "340"], "Did you mean '340m'?"),
         (["info", "--preset", "atlas-tiny", "--plan", "v5f:2x2"], "Unknown TPU generation 'v5f'. Did you mean"),
@@ -152,11 +202,6 @@ def test_user_errors_are_one_line_and_exit_code_2(arguments, words, capsys, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_option(capsys):
-    assert cli.main(["train", "--optimizer.lerning-rate", "1"]) == 2
-    assert "--optimizer.learning-rate" in capsys.readouterr().err
-
-
 def test_a_signal_gives_its_exit_code(monkeypatch, capsys):
     from atlasjax.cli import train as command
 
@@ -170,12 +215,24 @@ def test_a_signal_gives_its_exit_code(monkeypatch, capsys):
     assert "goes on from there" in capsys.readouterr().err
 
 
-def test_a_bug_is_not_hidden(monkeypatch):
+def test_a_bug_is_one_line_and_not_hidden(monkeypatch, capsys):
     from atlasjax.cli import train as command
 
     monkeypatch.setattr(command, "run", lambda arguments: (_ for _ in ()).throw(ValueError("a bug")))
+    assert cli.main(["train"]) == 70
+    assert capsys.readouterr().err == "atlasjax: ValueError: a bug (not foreseen; --debug shows where)\n"
     with pytest.raises(ValueError, match="a bug"):
-        cli.main(["train"])
+        cli.main(["train", "--debug"])
+
+
+def test_sigterm_says_what_happened(monkeypatch, capsys):
+    from atlasjax.cli import train as command
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(command, "run", lambda arguments: os.kill(os.getpid(), signal.SIGTERM))
+    assert cli.main(["train"]) == 143
+    assert capsys.readouterr().err == "atlasjax: stopped by signal 15.\n"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_help_is_quick_and_imports_nothing_heavy():

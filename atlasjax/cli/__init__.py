@@ -4,7 +4,9 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 from atlasjax.names import lookup
 
@@ -15,7 +17,7 @@ COMMANDS = {
     "generate": "let a trained model continue a text",
     "info": "sizes and costs of presets, and memory per device on a TPU",
 }
-USER_ERROR, RUN_ERROR = 2, 1
+USER_ERROR, RUN_ERROR, BUG, TRY_AGAIN = 2, 1, 70, 75  # the last two as in sysexits.h
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,15 +27,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: command-line arguments. None means those of this process.
 
     Returns:
-      The exit code: 0; 1 if a run failed; 2 if the request is invalid; 128 + n after signal n.
+      The exit code: 0; 1 if a run failed; 2 if the request is invalid; 70 for an error that nobody foresaw; 75 if another process
+      of the run ended, and starting all of them again goes on; 128 + n after signal n.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    given = [argument for argument in given if argument != "--debug"]
+    before = _interrupt_on(signal.SIGTERM)
     try:
-        code = _command(list(sys.argv[1:] if arguments is None else arguments))
+        code = _command(given)
         sys.stdout.flush()
-        return code
+        return code if code == 0 else _leave(code)
     except BrokenPipeError:  # the reader of a pipe has ended, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would complain at its end
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt as stopped:
+        number = stopped.args[0] if stopped.args else signal.SIGINT
+        return _leave(_fail(f"stopped by signal {number}.", 128 + number))
+    except Exception as error:  # the last resort: whatever nobody foresaw
+        if debug:
+            raise
+        lines = str(error).strip().splitlines()
+        said = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+        return _leave(_fail(f"{said} (not foreseen; --debug shows where)", BUG))
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt_on(number: signal.Signals) -> Any:
+    """From here on a signal raises KeyboardInterrupt(number). Returns the handler before; None outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+
+    def interrupt(number: int, _: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    return signal.signal(number, interrupt)
+
+
+def _leave(code: int) -> int:
+    """Returns the exit code, or ends here if there are other processes: they would wait for us, and we for them."""
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _command(arguments: list[str]) -> int:
@@ -54,7 +94,7 @@ def _command(arguments: list[str]) -> int:
 
 def _run(command: str, arguments: list[str]) -> int:
     module = importlib.import_module(f"atlasjax.cli.{command}")
-    from atlasjax.train.errors import ConfigError, Interrupted, RunError
+    from atlasjax.train.errors import ConfigError, Interrupted, ProcessDiedError, RunError
 
     try:
         module.run(arguments)
@@ -64,12 +104,12 @@ def _run(command: str, arguments: list[str]) -> int:
         return _fail(str(error), USER_ERROR)
     except Interrupted as error:
         return _fail(str(error), 128 + error.signal)
+    except ProcessDiedError as error:
+        return _fail(str(error), TRY_AGAIN)
     except RunError as error:
         return _fail(str(error), RUN_ERROR)
     except OSError as error:  # a file cannot be read or written; the message names it
         return _fail(str(error), RUN_ERROR)
-    except KeyboardInterrupt:
-        return _fail("interrupted.", 130)
     except SystemExit as exit_:  # from tyro, after printing help or for arguments that do not parse
         return exit_.code if isinstance(exit_.code, int) else USER_ERROR
     return 0
@@ -89,6 +129,6 @@ def _help() -> str:
             *lines,
             "",
             "`atlasjax train` alone trains a small Atlas model on text that comes with Python, in a few minutes on a CPU.",
-            "`atlasjax COMMAND --help` lists the options of a command.",
+            "`atlasjax COMMAND --help` lists the options of a command; --debug shows the traceback of an unforeseen error.",
         ]
     )

@@ -42,6 +42,10 @@ class EvaluateCommand:
 def run(arguments: Sequence[str]) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
     command = parse(EvaluateCommand, "evaluate", "Measures a trained model on held-out text.", arguments)
+    for name in ("max_batches", "piece"):
+        value = getattr(command, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it should be at least 1.")
     loaded = load_run(command.run_dir, command.step)
     for step, reason in loaded.skipped:
         print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)

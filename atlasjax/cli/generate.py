@@ -39,6 +39,12 @@ def run(arguments: Sequence[str]) -> None:
         raise ConfigError(f"max_tokens is {command.max_tokens}; it should be at least 1.")
     if not command.prompt:
         raise ConfigError("prompt is empty; it should have at least one character.")
+    if not 0 <= command.seed < 2**32:
+        raise ConfigError(f"seed is {command.seed}; it should be in [0, 2^32).")
+    try:
+        command.prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"prompt is not valid Unicode at character {error.start} ({error.reason}).") from None
     loaded = load_run(command.run_dir, command.step)
     for step, reason in loaded.skipped:
         print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)

@@ -51,6 +51,10 @@ def run(arguments: Sequence[str]) -> None:
 
         print(table1.page(), end="")
         return
+    if not command.preset and command.size is None:
+        raise ConfigError(
+            "preset is empty; give the names of presets after --preset, e.g. atlas-tiny. --names lists them."
+        )
     try:
         presets = command.preset if command.size is None else tuple(preset_names(command.size))
         configs = {preset: _config(command, preset) for preset in presets}
@@ -73,14 +77,18 @@ def _config(command: InfoCommand, preset: str) -> TrainConfig:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, memory=memory))
     data = dataclasses.replace(
         config.data,
-        batch_size=command.batch_size or config.data.batch_size,
-        sequence_length=command.sequence_length or config.data.sequence_length,
+        batch_size=_given(command.batch_size, config.data.batch_size),
+        sequence_length=_given(command.sequence_length, config.data.sequence_length),
     )
-    accumulation = command.accumulation or config.accumulation
+    accumulation = _given(command.accumulation, config.accumulation)
     config = dataclasses.replace(config, data=data, accumulation=accumulation)
     if command.plan:
         config = dataclasses.replace(config, mesh=command.mesh or suggested_mesh(config, command.plan))
     return config
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
 
 
 _FFNS = {"swiglu": "SwiGLU", "gelu": "GELU"}

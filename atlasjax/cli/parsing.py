@@ -3,7 +3,6 @@
 import contextlib
 import io
 import re
-import sys
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
@@ -23,8 +22,8 @@ def parse(cls: type[T], command: str, description: str, arguments: Sequence[str]
       default: values of options that are not given.
 
     Raises:
-      ConfigError: the dataclass rejects a value.
-      SystemExit: help was requested (0), or the arguments do not parse (2). tyro has printed the reason.
+      ConfigError: the arguments do not parse, or the dataclass rejects a value.
+      SystemExit: help was requested (0).
     """
     import tyro
 
@@ -40,43 +39,60 @@ def parse(cls: type[T], command: str, description: str, arguments: Sequence[str]
             )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    except SystemExit:
-        message = _value_error(printed.getvalue())
-        if message:
-            raise ConfigError(message) from None
-        print(printed.getvalue(), end="", file=sys.stderr)
-        raise
+    except SystemExit as exit_:
+        if not exit_.code:
+            raise
+        raise ConfigError(_one_line(printed.getvalue(), command)) from None
     return cast(T, parsed)
 
 
-def _value_error(text: str) -> str:
-    """The message in the box that tyro draws around a ValueError of a nested dataclass, or "" for any other box."""
-    lines = [line.strip(" │╭╮╰╯─|-") for line in text.splitlines()]
-    if not lines or not lines[0].startswith("Value error"):
-        return ""
-    words = " ".join(lines[1:]).partition("For full helptext")[0].split()
-    return re.sub(r"^Error parsing \S+: ", "", " ".join(words))
+def _one_line(text: str, command: str) -> str:
+    """What the box says that tyro draws around an error."""
+    rule = re.compile(r"[ │╭╮╰╯─|+-]*[─-]{5}[ │╭╮╰╯─|+-]*")
+    sections: list[list[str]] = [[]]
+    for line in text.splitlines()[1:]:
+        if rule.fullmatch(line):
+            sections.append([])
+        else:
+            sections[-1].append(line.strip(" │|"))
+    sections = [section for section in sections if any(section)] or [["the arguments do not parse."]]
+    said = " ".join(" ".join(sections[0]).partition("Argument helptext:")[0].split())
+    said = re.sub(r"^Error parsing \S+: ", "", said)
+    said = said.partition(" Arguments are applied to")[0].replace(f" (applied to atlasjax {command})", "")
+    if text.lstrip(" ╭─+-").startswith("Value error"):
+        return said
+    hints = [
+        f" Did you mean {section[1].split()[0]}?"
+        for section in sections
+        if section and section[0] == "Perhaps you meant:"
+    ]
+    for group in re.findall(r"in atlasjax (\S+:\S+) --help", " ".join(re.sub("[│|]", " ", text).split())):
+        hints.append(f" It comes after {group}.")
+    end = "" if said.endswith((".", ")")) else "."
+    return f"{said}{end}{''.join(hints[:2])} `atlasjax {command} --help` lists the options."
 
 
-def pop_option(arguments: Sequence[str], name: str, default: str) -> tuple[str, list[str]]:
+def pop_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[str]]:
     """Removes `--name value` or `--name=value` from a command line before it is parsed in full.
 
     Returns:
-      (the last value given, or `default`; the other arguments).
+      (the last value given, or None; the other arguments).
 
     Raises:
       ConfigError: the value is missing.
     """
-    value, rest = default, []
+    value: str | None = None
+    rest = []
     iterator = iter(arguments)
     for argument in iterator:
-        if argument == f"--{name}":
+        option, equals, inside = argument.partition("=")
+        if option.replace("_", "-") != f"--{name}":
+            rest.append(argument)
+        elif equals:
+            value = inside
+        else:
             following = next(iterator, None)
             if following is None or following.startswith("--"):
                 raise ConfigError(f"--{name} needs a value.")
             value = following
-        elif argument.startswith(f"--{name}="):
-            value = argument.partition("=")[2]
-        else:
-            rest.append(argument)
     return value, rest

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import shlex
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -11,7 +12,8 @@ from atlasjax.cli.parsing import parse, pop_option
 from atlasjax.cli.report import baselines, sample_text
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.defaults import default_config
-from atlasjax.train.errors import ConfigError
+from atlasjax.train.errors import user_errors
+from atlasjax.train.load import run_config
 from atlasjax.train.loop import TrainResult, train
 from atlasjax.train.plot import plot_loss
 from atlasjax.train.state import merge
@@ -19,7 +21,8 @@ from atlasjax.train.state import merge
 _DESCRIPTION = """Trains a language model, or continues training the one in --run-dir.
 
 Without arguments: preset atlas-tiny, on the Python language reference that comes with Python, a few minutes on a CPU. --preset
-chooses the model and the defaults of all other options; --help after it shows them."""
+chooses the model and the defaults of all other options; --help after it shows them. Without --preset, a --run-dir that holds a run
+gives the defaults: what that run was saved with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,26 +36,28 @@ class TrainCommand:
 
 def run(arguments: Sequence[str]) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
-    preset, rest = pop_option(arguments, "preset", TrainCommand.preset)
-    try:
-        default = default_config(preset)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    given, rest = pop_option(arguments, "preset")
+    run_dir, _ = pop_option(arguments, "run-dir")
+    saved = run_config(run_dir) if run_dir is not None and given is None else None
+    preset = given or TrainCommand.preset
+    with user_errors():
+        default = default_config(preset) if saved is None else saved
     command = parse(TrainCommand, "train", _DESCRIPTION, rest, TrainCommand(default, preset))
     config = command.config
+    name = preset if saved is None else "the model"
 
     def announce(done: int) -> None:
-        what = f"Training {preset} in {config.run_dir}, {config.steps} steps"
+        what = f"Training {name} in {config.run_dir}, {config.steps} steps"
         if done >= config.steps:
             print(f"{what}: {done} are done already.", flush=True)
         else:
             print(f"{what}; the first one takes a while to compile.", flush=True)
 
     result = train(config, on_start=announce)
-    _report(preset, config, result)
+    _report(name if saved is None else pathlib.Path(config.run_dir).name, config, result)
 
 
-def _report(preset: str, config: TrainConfig, result: TrainResult) -> None:
+def _report(name: str, config: TrainConfig, result: TrainResult) -> None:
     print()
     references = baselines(config.data)
     if result.evaluation is not None:
@@ -61,16 +66,15 @@ def _report(preset: str, config: TrainConfig, result: TrainResult) -> None:
         for name, value in rows.items():
             print(f"  {name:<28}{value:6.3f}")
     if references and result.step > result.resumed_from:
-        plot_loss(config.run_dir, title=f"{preset}, {result.step} steps", references=references)
+        plot_loss(config.run_dir, title=f"{name}, {result.step} steps", references=references)
     print("\nsample:")
     model = merge(result.setup.graphdef, result.state.params)
     print(sample_text(model, result.setup.tokenizer, seed=config.seed))
     run_dir = pathlib.Path(config.run_dir)
-    where = "" if run_dir == pathlib.Path(default_config("atlas-tiny").run_dir) else f" --run-dir {run_dir}"
-    again = "" if preset == TrainCommand.preset else f" --preset {preset}"
-    again += "" if config.run_dir == default_config(preset).run_dir else f" --run-dir {run_dir}"
+    quoted = shlex.quote(str(run_dir))
+    where = "" if run_dir == pathlib.Path(default_config("atlas-tiny").run_dir) else f" --run-dir {quoted}"
     print(f"\ncheckpoint:   {result.checkpoint}")
     print(f"loss curve:   {run_dir / 'loss_curve.png'}")
-    print(f"go on:        atlasjax train{again} --steps {2 * max(config.steps, result.step)}")
+    print(f"go on:        atlasjax train --run-dir {quoted} --steps {2 * max(config.steps, result.step)}")
     print(f"sample more:  atlasjax generate{where} --prompt 'The statement'")
     print(f"measure:      atlasjax evaluate{where}", flush=True)

@@ -78,7 +78,7 @@ class DataConfig:
     seed: int = 0
     """Seed of the shuffling, in [0, 2^32)."""
     num_threads: int = 0
-    """Threads that read and tokenize ahead; 0 (read in the caller's thread) is best for text held in memory."""
+    """Threads that read and tokenize ahead, at most 256; 0 (read in the caller's thread) is best for text held in memory."""
 
     def __post_init__(self) -> None:
         for name in ("paths", "suffixes", "validation_paths"):
@@ -94,6 +94,8 @@ class DataConfig:
         for name, least in (("sequence_length", 1), ("batch_size", 1), ("max_segments", 2), ("num_threads", 0)):
             value = getattr(self, name)
             check.require(check.is_integer(value, least), name, value, f"an integer of at least {least}")
+        most = 256
+        check.require(self.num_threads <= most, "num_threads", self.num_threads, f"an integer of at most {most}")
         fraction = self.validation_fraction
         check.require(0 <= fraction <= 0.5, "validation_fraction", fraction, "in [0, 0.5]")
         check.require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2^32)")

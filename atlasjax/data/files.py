@@ -22,6 +22,7 @@ def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[pathlib.
 
     Raises:
       FileNotFoundError: a path does not exist, a pattern matches nothing, or a folder has no such file.
+      ValueError: a path is a device or a pipe.
     """
     files: dict[pathlib.Path, None] = {}
     found: set[pathlib.Path] = set()
@@ -42,6 +43,8 @@ def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[pathlib.
                     f"The data folder {str(path)!r} has no file of the kind {kinds} in it or below it."
                 )
         elif path.exists():
+            if not path.is_file():  # a device such as /dev/zero may have no end, and a pipe can be read once
+                raise ValueError(f"The data path {name!r} is neither a file nor a folder.")
             files[path] = None
             continue
         elif glob.has_magic(name):
@@ -73,6 +76,16 @@ def read_text(path: pathlib.Path) -> str:
         ) from None
 
 
+def machine_memory() -> int:
+    """Bytes of memory of the machine, or of the container that this process runs in."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in map(pathlib.Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        text = path.read_text().strip() if path.exists() else ""
+        if text.isdecimal():
+            limits.append(int(text))
+    return min(limits)
+
+
 def write_whole(path: pathlib.Path, content: bytes) -> None:
     """Write a file that appears whole or not at all.
 
@@ -97,9 +110,15 @@ def text_documents(paths: Sequence[str], suffixes: Sequence[str]) -> TextDocumen
 
     Raises:
       FileNotFoundError: as `expand`.
-      ValueError: a named file is empty, all files are empty, or a file is not UTF-8.
+      ValueError: a named file is empty, all files are empty, a file is not UTF-8, or they do not fit the machine's memory.
     """
     files, found = expand(paths, suffixes)
+    size, memory = sum(file.stat().st_size for file in files), machine_memory()
+    if size > memory:
+        raise ValueError(
+            f"The data files under {', '.join(map(repr, paths))} hold {size / 2**30:,.1f} GiB, which are read at once; the machine "
+            f"has {memory / 2**30:,.1f} GiB of memory. Give fewer, or Parquet files with source 'parquet' and packing 'documents'."
+        )
     texts = []
     for file in files:
         text = read_text(file)

@@ -17,6 +17,7 @@ from atlasjax.names import lookup
 
 _KIND_FILE = "tokenizer.json"
 _MAX_IDS = 16  # times the number of tokens: tables of the vocabulary have a row for each id
+_MOST_TOKENS = 2**20  # memory is taken for all of them before the first merge
 _TRAINING_CHARACTERS = 64 * 2**20  # BPE statistics change little beyond this much text
 
 
@@ -126,10 +127,14 @@ class BpeTokenizer:
         """Learn merges from `texts`. The vocabulary comes out smaller where the texts have too few pairs to merge.
 
         Raises:
-          ValueError: vocab_size is below 256 (every byte needs a token).
+          ValueError: vocab_size is below 256 (every byte needs a token) or above 2^20.
         """
         if vocab_size < 256:
             raise ValueError(f"A byte-level BPE vocabulary has at least 256 tokens, not {vocab_size}.")
+        if vocab_size > _MOST_TOKENS:
+            raise ValueError(
+                f"A BPE vocabulary that is trained here has at most {_MOST_TOKENS:,} tokens, not {vocab_size:,}."
+            )
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         byte_level = pre_tokenizers.ByteLevel

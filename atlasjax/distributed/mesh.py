@@ -7,6 +7,8 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from atlasjax import check
+from atlasjax.distributed.processes import bind_address
 from atlasjax.mesh_axes import MESH_AXES
 
 
@@ -73,6 +75,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(parts, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
+# After so long the others know that a process is gone, where a broken connection does not tell them sooner.
+_HEARTBEAT_SECONDS = 30
+
+
 @dataclasses.dataclass(frozen=True)
 class ProcessConfig:
     """Settings of a job with several processes, one per host (`jax.distributed`).
@@ -91,13 +97,23 @@ class ProcessConfig:
     num_processes: int | None = None
     process_id: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.coordinator is not None:
+            host, _, port = self.coordinator.rpartition(":")
+            inside = bool(host) and port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 2**16
+            check.require(inside, "processes.coordinator", self.coordinator, '"host:port", as in "10.0.0.1:1234"')
+        count, index = self.num_processes, self.process_id
+        check.require(count is None or check.is_integer(count, 1), "processes.num_processes", count, "at least 1")
+        inside = index is None or (check.is_integer(index, 0) and (count is None or index < count))
+        check.require(inside, "processes.process_id", index, "at least 0, and below num_processes")
+
 
 def initialize(config: ProcessConfig) -> None:
     """Joins the other processes if the config asks for it. Must run before anything touches a device.
 
     Raises:
       ValueError: some of coordinator, num_processes and process_id are given, but `distributed` is off or they are
-        not all given.
+        not all given, or the coordinator's host does not resolve.
     """
     given = {
         name: value
@@ -119,6 +135,13 @@ def initialize(config: ProcessConfig) -> None:
         )
     if jax.distributed.is_initialized():
         return
+    bind = None if config.coordinator is None else bind_address(config.coordinator)
     # Collectives between CPU processes. Must be set before the backend is created; TPU and GPU ignore it.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(config.coordinator, config.num_processes, config.process_id)
+    jax.distributed.initialize(
+        config.coordinator,
+        config.num_processes,
+        config.process_id,
+        coordinator_bind_address=bind,
+        heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+    )

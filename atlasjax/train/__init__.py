@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from atlasjax.train.checkpoint import Checkpoints
     from atlasjax.train.config import OptimizerConfig, TrainConfig
     from atlasjax.train.defaults import default_config
-    from atlasjax.train.errors import CheckpointError, ConfigError, Interrupted, NonFiniteError, RunError
+    from atlasjax.train.errors import (
+        CheckpointError,
+        ConfigError,
+        Interrupted,
+        NonFiniteError,
+        ProcessDiedError,
+        RunError,
+    )
     from atlasjax.train.load import load_run
     from atlasjax.train.loop import TrainResult, train
     from atlasjax.train.state import TrainState
@@ -28,6 +35,7 @@ _HOME = {
     "ConfigError": "errors",
     "Interrupted": "errors",
     "NonFiniteError": "errors",
+    "ProcessDiedError": "errors",
     "RunError": "errors",
     "load_run": "load",
     "TrainResult": "loop",
@@ -46,6 +54,7 @@ __all__ = [
     "Interrupted",
     "NonFiniteError",
     "OptimizerConfig",
+    "ProcessDiedError",
     "RunError",
     "TrainConfig",
     "TrainResult",

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from atlasjax.train import integrity
-from atlasjax.train.errors import CheckpointError, NonFiniteError
+from atlasjax.train.errors import CheckpointError, NonFiniteError, ProcessDiedError
 from atlasjax.train.state import TrainState
 
 PyTree = Any
@@ -82,6 +82,8 @@ class Checkpoints:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is not None and issubclass(error_type, ProcessDiedError):
+            return  # saves wait for all processes
         try:
             self.wait()
         except CheckpointError:

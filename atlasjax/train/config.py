@@ -1,7 +1,8 @@
 """The configuration of a training run, its JSON form, and how two of them differ."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from atlasjax import check
@@ -57,16 +58,26 @@ class OptimizerConfig:
                 f"optimizer.options is {self.options}; 'adamw' has fields of its own (b1, b2, eps, weight_decay). Options are for "
                 "another optimizer, such as 'optax:lion'."
             )
-        check.require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "positive")
-        check.require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
-        check.require(0 <= self.final_fraction <= 1, "optimizer.final_fraction", self.final_fraction, "in [0, 1]")
-        check.require(0 <= self.b1 < 1, "optimizer.b1", self.b1, "in [0, 1)")
-        check.require(0 <= self.b2 < 1, "optimizer.b2", self.b2, "in [0, 1)")
-        check.require(self.eps > 0, "optimizer.eps", self.eps, "positive")
-        check.require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "0 or more")
-        check.require(
-            self.clip_norm is None or self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "positive, or None"
-        )
+        for name, (holds, what) in _NUMBERS.items():
+            value = getattr(self, name)
+            if name == "clip_norm" and value is None:
+                continue
+            inside = check.is_number(value) and math.isfinite(value) and holds(value)
+            check.require(inside, f"optimizer.{name}", value, what)
+        inside = check.is_integer(self.warmup_steps, 0) and self.warmup_steps < _MOST_STEPS
+        check.require(inside, "optimizer.warmup_steps", self.warmup_steps, "0 or more, and below 2^31")
+
+
+_NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "learning_rate": (lambda value: value > 0, "positive and finite"),
+    "final_fraction": (lambda value: 0 <= value <= 1, "in [0, 1]"),
+    "b1": (lambda value: 0 <= value < 1, "in [0, 1)"),
+    "b2": (lambda value: 0 <= value < 1, "in [0, 1)"),
+    "eps": (lambda value: value > 0, "positive and finite"),
+    "weight_decay": (lambda value: value >= 0, "0 or more, and finite"),
+    "clip_norm": (lambda value: value > 0, "positive and finite, or None"),
+}
+_MOST_STEPS = 2**31  # they are counted in int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +124,15 @@ class TrainConfig:
         for name, least in (
             ("steps", 1), ("accumulation", 1), ("eval_every", 0), ("checkpoint_every", 0), ("keep", 2), ("log_every", 1),
         ):  # fmt: skip
-            check.require(getattr(self, name) >= least, name, getattr(self, name), f"at least {least}")
-        check.require(
-            self.eval_batches is None or self.eval_batches >= 1, "eval_batches", self.eval_batches, "at least 1"
-        )
-        check.require(self.memory_norm_limit > 0, "memory_norm_limit", self.memory_norm_limit, "positive")
+            value = getattr(self, name)
+            what = f"at least {least}" if check.is_integer(value) else f"an integer of at least {least}"
+            check.require(check.is_integer(value, least), name, value, what)
+        check.require(self.steps < _MOST_STEPS, "steps", self.steps, "below 2^31")
+        check.require(check.is_integer(self.seed, 0) and self.seed < 2**32, "seed", self.seed, "in [0, 2^32)")
+        inside = self.eval_batches is None or check.is_integer(self.eval_batches, 1)
+        check.require(inside, "eval_batches", self.eval_batches, "at least 1, or None for all")
+        inside = check.is_number(self.memory_norm_limit) and self.memory_norm_limit > 0
+        check.require(inside, "memory_norm_limit", self.memory_norm_limit, "positive")
         check.require(bool(self.run_dir), "run_dir", self.run_dir, "the path of a folder")
         if self.data.batch_size % self.accumulation:
             raise ValueError(

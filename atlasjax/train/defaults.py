@@ -14,8 +14,8 @@ def default_config(preset: str) -> TrainConfig:
     """Returns the training run of a preset.
 
     Tiny presets: some minutes on two CPU cores, on the embedded text. The others: sequences of 4,096, 0.5M tokens a batch,
-    AdamW at 4e-4 with cosine decay and weight decay 0.1, on as many tokens as the papers; the text is for the user to give
-    (`data.*`), and so is a mesh that fits the machine.
+    AdamW at 4e-4 with cosine decay and weight decay 0.1, on as many tokens as the papers (at sizes that A Table 7 does not have, on
+    20 for each parameter of the name); the text is for the user to give (`data.*`), and so is a mesh that fits the machine.
 
     Raises:
       ValueError: no such preset; the message suggests the nearest name.
@@ -35,11 +35,13 @@ def default_config(preset: str) -> TrainConfig:
             checkpoint_every=100,
             log_every=10,
         )
+    length = min(_SEQUENCE_LENGTH, model.max_positions or _SEQUENCE_LENGTH)
+    tokens = _TOKENS[size] if size in _TOKENS else 20e6 * int(size.removesuffix("m"))
     return TrainConfig(
         model=model,
-        data=DataConfig(sequence_length=_SEQUENCE_LENGTH, batch_size=_BATCH_TOKENS // _SEQUENCE_LENGTH),
+        data=DataConfig(sequence_length=length, batch_size=_BATCH_TOKENS // length),
         optimizer=OptimizerConfig(learning_rate=4e-4, warmup_steps=2000),
-        steps=round(_TOKENS[size] / _BATCH_TOKENS),
+        steps=round(tokens / _BATCH_TOKENS),
         accumulation=2,
         run_dir=f"runs/{preset}",
         eval_every=1000,

@@ -29,6 +29,10 @@ class CheckpointError(RunError):
     """A checkpoint could not be written or read."""
 
 
+class ProcessDiedError(RunError):
+    """Another process of the run has ended. The command exits with 75: starting all processes again goes on."""
+
+
 class Interrupted(RunError):
     """The run was asked to stop by a signal, after the step in progress was finished and saved.
 

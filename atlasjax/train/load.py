@@ -1,12 +1,13 @@
 """A trained model, out of the folder of its run."""
 
 import dataclasses
+import json
 import pathlib
 
 import jax
 
 from atlasjax.data.tokenizers import Tokenizer
-from atlasjax.distributed.mesh import MeshConfig, make_mesh
+from atlasjax.distributed.mesh import MeshConfig, ProcessConfig, make_mesh
 from atlasjax.distributed.sharding import parameter_shardings
 from atlasjax.nn import LanguageModel, logical_axes
 from atlasjax.train import state as state_lib
@@ -33,6 +34,31 @@ class LoadedRun:
     config: TrainConfig
     step: int
     skipped: list[tuple[int, str]]
+
+
+def run_config(run_dir: str | pathlib.Path) -> TrainConfig | None:
+    """The config of the run in a folder, from its newest checkpoint, or else its config.json; None if there is no run in it.
+
+    Raises:
+      ConfigError: there is a run, and its config cannot be used.
+    """
+    folder, file = pathlib.Path(run_dir) / "checkpoints", pathlib.Path(run_dir) / "config.json"
+    saved = None
+    if folder.is_dir():
+        with Checkpoints(folder, clean=False) as checkpoints:
+            saved = checkpoints.newest_config()
+    if saved is None:
+        if not file.is_file():
+            return None
+        try:
+            saved = json.loads(file.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{file} is not JSON ({error}); give --preset and the run's options instead.") from None
+    with user_errors():
+        config = saved_config(saved)
+    return dataclasses.replace(
+        config, run_dir=str(run_dir), processes=ProcessConfig()
+    )  # those are of a job that has ended
 
 
 def load_run(run_dir: str | pathlib.Path, step: int | None = None) -> LoadedRun:

@@ -7,20 +7,21 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 
 from atlasjax.config_json import to_dict
 from atlasjax.data.pipeline import BatchIterator
 from atlasjax.distributed.mesh import initialize
+from atlasjax.distributed.processes import lost_process
 from atlasjax.distributed.sharding import global_batch
 from atlasjax.evaluate.lm import LanguageModelResult, evaluate
 from atlasjax.train import lock
 from atlasjax.train import setup as setup_lib
 from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.config import TrainConfig
-from atlasjax.train.errors import Interrupted, NonFiniteError, user_errors
+from atlasjax.train.errors import Interrupted, NonFiniteError, ProcessDiedError, RunError, user_errors
 from atlasjax.train.metrics import MetricsWriter
 from atlasjax.train.plot import plot_loss
 from atlasjax.train.progress import Progress
@@ -79,6 +80,7 @@ def train(
     Raises:
       ConfigError: the configuration or the data is wrong, or the folder holds another run; before anything is compiled.
       CheckpointError: a checkpoint could not be written, or none of those there can be read.
+      ProcessDiedError: another process of the run has ended.
       NonFiniteError: a loss, gradient or state is NaN or infinite; nothing of it is saved.
       Interrupted: SIGINT or SIGTERM; the step in progress was finished and saved, or none had begun.
     """
@@ -102,6 +104,7 @@ def train(
         run = _Run(setup, checkpoints, data)
         signals.remember()
         with (
+            _explained(checkpoints),
             MetricsWriter(run_dir, resumed_from, tensorboard=config.tensorboard and main, active=main) as writer,
             Progress(resumed_from, config.steps, active=main) as progress,
         ):
@@ -111,6 +114,28 @@ def train(
     return TrainResult(
         state, setup, resumed_from, run.evaluation, checkpoints.path(int(state.step)), time.perf_counter() - started
     )
+
+
+@contextlib.contextmanager
+def _explained(checkpoints: Checkpoints) -> Iterator[None]:
+    """Says what the runtime's errors mean: the other end of a collective is gone, or a device's memory is too small."""
+    try:
+        yield
+    except Exception as error:
+        cause = lost_process(error) if jax.process_count() > 1 else None
+        if cause is None and "RESOURCE_EXHAUSTED" in str(error):
+            said = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)[:200].strip(" .")
+            raise RunError(
+                f"The step does not fit the device's memory ({said}). What helps: a larger accumulation, a shorter "
+                "data.sequence_length, model.remat, a smaller model, or more devices."
+            ) from error
+        if cause is None:
+            raise
+        steps = checkpoints.steps()
+        last = f"The last checkpoint is {checkpoints.path(steps[-1])}." if steps else "No checkpoint was saved yet."
+        raise ProcessDiedError(
+            f"Another process of this run has ended ({cause}). {last} The same commands, for all processes, go on from there."
+        ) from error
 
 
 def _prepare(config: TrainConfig, run_dir: pathlib.Path, held: contextlib.ExitStack) -> tuple[Setup, list[str]]:

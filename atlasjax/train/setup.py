@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import make_mesh
 from atlasjax.distributed.sharding import batch_shards
 from atlasjax.nn import logical_axes
+from atlasjax.train import fits
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.config import TrainConfig, changes_on_resume, saved_config
@@ -79,6 +81,9 @@ def prepare(config: TrainConfig) -> Setup:
       FileNotFoundError: the data or the tokenizer is not there.
     """
     mesh = make_mesh(config.mesh)
+    memory = fits.available_bytes()
+    packs = config.data.packing == "documents"  # rows of any length; contiguous ones are as long as the text at most
+    fits.check_fits(config, mesh.shape, fits.parameters_at_least(config.model), memory, batch=packs)
     platform = mesh.devices.flat[0].platform
     implementation = config.model.memory.implementation
     wanted = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}.get(implementation or "", platform)
@@ -109,7 +114,8 @@ def prepare(config: TrainConfig) -> Setup:
     validation_data = (
         make_pipeline(config.data, tokenizer, "validation", *where) if config.data.has_validation else None
     )
-    graphdef, _ = state_lib.model_shapes(config.model)
+    graphdef, shapes = state_lib.model_shapes(config.model)
+    fits.check_fits(config, mesh.shape, sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)), memory)
     mask = decay_mask(state_lib.pure(logical_axes(config.model)))
     optimizer = make_optimizer(config.optimizer, config.steps, mask)
     shardings, skipped = state_lib.state_shardings(config.model, optimizer, mesh)

@@ -1,0 +1,82 @@
+"""Whether a run fits the machine's memory, estimated before anything large is made or compiled.
+
+What is counted is needed whatever the compiler does: parameters, gradients, the optimizer's state, logits, and what enters each
+layer. A run that passes may still need more.
+"""
+
+import math
+from collections.abc import Mapping
+
+import jax
+
+from atlasjax.data.files import machine_memory
+from atlasjax.nn import ModelConfig
+from atlasjax.train.config import TrainConfig
+
+_GIB = 2**30
+
+
+def available_bytes() -> int | None:
+    """Memory of one of this process's devices; CPU devices share that of the machine. None where it is not known."""
+    devices = jax.local_devices()
+    if devices[0].platform != "cpu":
+        return (devices[0].memory_stats() or {}).get("bytes_limit")
+    return machine_memory() // len(devices)
+
+
+def parameters_at_least(model: ModelConfig) -> int:
+    """Fewer parameters than the model has, from its config alone: making even its shapes takes time and memory."""
+    own = sum(":" in mixer for mixer in model.pattern) / len(model.pattern)
+    heads = model.dim if model.head_dim is None else model.num_heads * model.head_dim
+    mixers = round((1 - own) * model.num_layers) * model.dim * min(heads, model.dim)
+    network = 0 if model.ffn == "none" else 2 * model.num_layers * model.dim * model.resolved_mlp_dim
+    return model.vocab_size * model.dim * (1 if model.tie_embeddings else 2) + mixers + network
+
+
+def check_fits(
+    config: TrainConfig, mesh: Mapping[str, int], parameters: int, available: int | None, *, batch: bool = True
+) -> None:
+    """Raises ValueError if a run needs more memory than there is; the message says how much, and what it takes to fit.
+
+    Args:
+      config: the run.
+      mesh: axis → size.
+      parameters: the model's, all of them or fewer.
+      batch: count the batch besides.
+      available: bytes of a device; None: not known, and nothing is checked.
+    """
+    if available is None:
+        return
+    model, data = config.model, config.data
+    moments = 2 if config.optimizer.name == "adamw" else 0  # of another optimizer we do not know the state
+    state = 4 * parameters * (2 + moments) // (mesh["fsdp"] * mesh["tensor"])
+    shards, tensor = mesh["data"] * mesh["fsdp"], mesh["tensor"]
+    itemsize = 2 if model.dtype == "bfloat16" else 4
+    row = data.sequence_length * itemsize * (model.vocab_size // tensor + model.num_layers * model.dim)
+    rows = math.ceil(data.batch_size / config.accumulation / shards) if batch else 0
+    needed = state + rows * row
+    if needed <= available:
+        return
+    raise ValueError(
+        f"The run needs at least {needed / _GIB:,.1f} GiB of a device's memory: {state / _GIB:,.1f} for {parameters:,} parameters "
+        f"with their gradients and optimizer, {rows * row / _GIB:,.1f} for {rows:,} sequences of {data.sequence_length:,} tokens "
+        f"at a time. There are {available / _GIB:,.1f}. {_what_it_takes(config, shards, state, row, available)}"
+    )
+
+
+def _what_it_takes(config: TrainConfig, shards: int, state: int, row: int, available: int) -> str:
+    if state > available:
+        devices = math.ceil(state / available)
+        return (
+            f"It takes a smaller model, or at least {devices:,} such devices to split it over (mesh.fsdp, mesh.tensor)."
+        )
+    rows, size = (available - state) // row, config.data.batch_size
+    if not rows:
+        length = config.data.sequence_length * (available - state) // row
+        return f"It takes a data.sequence_length of at most {length:,}, with an accumulation of {max(1, size // shards):,}."
+    if size > 10**6:
+        return f"It takes a data.batch_size of at most {rows * shards * config.accumulation:,}."
+    for accumulation in range(config.accumulation, size + 1):
+        if size % accumulation == 0 and size // accumulation <= rows * shards and size // accumulation % shards == 0:
+            return f"It takes an accumulation of at least {accumulation:,}."
+    return f"It takes a data.batch_size of at most {rows * shards * config.accumulation:,}."
