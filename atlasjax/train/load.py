@@ -56,9 +56,8 @@ def run_config(run_dir: str | pathlib.Path) -> TrainConfig | None:
             raise ConfigError(f"{file} is not JSON ({error}); give --preset and the run's options instead.") from None
     with user_errors():
         config = saved_config(saved)
-    return dataclasses.replace(
-        config, run_dir=str(run_dir), processes=ProcessConfig()
-    )  # those are of a job that has ended
+    # Its processes are those of a job that has ended.
+    return dataclasses.replace(config, run_dir=str(run_dir), processes=ProcessConfig())
 
 
 def load_run(run_dir: str | pathlib.Path, step: int | None = None) -> LoadedRun:
