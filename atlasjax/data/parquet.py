@@ -21,7 +21,8 @@ class ParquetDocuments:
 
     Raises:
       FileNotFoundError: a path does not exist, or a folder has no *.parquet file.
-      ValueError: a file is not Parquet, or has no such column, or the column does not hold strings, or there is no row.
+      ValueError: a file is not Parquet, or has no such column, or the column does not hold strings, or there is no row; when a
+        row is read, its page is damaged or it is not UTF-8: the message has the file and the row.
     """
 
     def __init__(self, paths: Sequence[str], column: str):
@@ -35,7 +36,7 @@ class ParquetDocuments:
         for number, file in enumerate(self._files):
             try:
                 metadata = pq.read_metadata(file)
-            except pa.ArrowInvalid as error:
+            except (pa.ArrowException, OSError) as error:
                 raise ValueError(f"The data file {str(file)!r} is not a Parquet file: {error}") from None
             index = _string_column(metadata, column, file)
             self._metadata.append(metadata)
@@ -51,11 +52,24 @@ class ParquetDocuments:
         self._read = functools.lru_cache(maxsize=self.blocks_in_memory)(self._read_group)
 
     def _read_group(self, block: int):
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         file, group = self._groups[block]
-        with pq.ParquetFile(self._files[file], metadata=self._metadata[file], memory_map=True) as parquet:
-            return parquet.read_row_group(group, columns=[self._column], use_threads=False).column(0)
+        try:
+            with pq.ParquetFile(self._files[file], metadata=self._metadata[file], memory_map=True) as parquet:
+                return parquet.read_row_group(group, columns=[self._column], use_threads=False).column(0)
+        except (pa.ArrowException, OSError) as error:
+            start, end = map(int, self.block_offsets[block : block + 2])
+            first, last = self._row(block, start), self._row(block, end - 1)
+            raise ValueError(
+                f"The data file {str(self._files[file])!r} is damaged in its rows {first} to {last} (column {self._column!r}): "
+                f"{' '.join(str(error).split())}"
+            ) from None
+
+    def _row(self, block: int, index: int) -> int:
+        """The row of a document in its file, from 0."""
+        return index - int(self.block_offsets[block - self._groups[block][1]])
 
     def __len__(self) -> int:
         return int(self.block_offsets[-1])
@@ -64,7 +78,13 @@ class ParquetDocuments:
         if not 0 <= index < len(self):
             raise IndexError(f"Document {index} of {len(self)}.")
         block = int(np.searchsorted(self.block_offsets, index, side="right")) - 1
-        return self._read(block)[index - int(self.block_offsets[block])].as_py() or ""
+        try:
+            return self._read(block)[index - int(self.block_offsets[block])].as_py() or ""
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"The data file {str(self._files[self._groups[block][0]])!r} is not UTF-8 in row {self._row(block, index)} (column "
+                f"{self._column!r}): {error.reason} at byte {error.start}."
+            ) from None
 
 
 def _string_column(metadata, column: str, file: pathlib.Path) -> int:

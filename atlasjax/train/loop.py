@@ -13,6 +13,7 @@ import jax
 
 from atlasjax.config_json import to_dict
 from atlasjax.data.pipeline import BatchIterator
+from atlasjax.data.windows import Batch
 from atlasjax.distributed.mesh import initialize
 from atlasjax.distributed.processes import lost_process
 from atlasjax.distributed.sharding import global_batch
@@ -202,7 +203,7 @@ class _Run:
             progress.print(f"All {config.steps} steps are done; a larger steps goes on from here.")
             self._evaluate(state)
         for step in range(first + 1, config.steps + 1):
-            state, metrics = self._train_step(state, self._put(next(self.data)))
+            state, metrics = self._train_step(state, self._put(self._next_batch(step)))
             self._pending.append((step, metrics))
             last, log = step == config.steps, step % config.log_every == 0
             stop = signals.received(agree=log)
@@ -228,6 +229,12 @@ class _Run:
             if progress.paused and not last:
                 progress.start()
         return state
+
+    def _next_batch(self, step: int) -> Batch:
+        try:
+            return next(self.data)
+        except (ValueError, OSError) as error:
+            raise RunError(f"The batch of step {step} cannot be read. {error}") from error
 
     def _flush(self, writer: MetricsWriter, progress: Progress) -> float:
         """Waits for the steps in progress, records them, and returns the last loss."""

@@ -157,6 +157,51 @@ def test_parquet_missing_value_is_an_empty_document(tmp_path):
     assert everything(ParquetDocuments([str(tmp_path)], "text")) == ["a", "", "b"]
 
 
+def plain_parquet(path, texts) -> None:
+    """Row groups of two, as plain pages."""
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=2, compression="none", use_dictionary=False)
+
+
+def test_parquet_that_is_not_utf8(tmp_path):
+    bad = pa.array([b"a", b"b", b"c", b"\xff\xfe", b"e"]).view(pa.string())
+    plain_parquet(tmp_path / "1.parquet", ["x", "y", "z"])
+    plain_parquet(tmp_path / "2.parquet", bad)
+    documents = ParquetDocuments([str(tmp_path)], "text")
+    assert [documents[i] for i in (0, 2, 5, 7)] == ["x", "z", "c", "e"]
+    with pytest.raises(
+        ValueError, match=r"2.parquet' is not UTF-8 in row 3 \(column 'text'\): invalid start byte at byte 0"
+    ):
+        documents[6]
+
+
+def test_a_damaged_page(tmp_path):
+    plain_parquet(tmp_path / "1.parquet", ["x", "y", "z"])
+    plain_parquet(tmp_path / "2.parquet", ["some text"] * 5)
+    where = pq.read_metadata(tmp_path / "2.parquet").row_group(1).column(0)
+    content = bytearray((tmp_path / "2.parquet").read_bytes())
+    content[where.data_page_offset : where.data_page_offset + where.total_compressed_size] = (
+        b"\xff" * where.total_compressed_size
+    )
+    (tmp_path / "2.parquet").write_bytes(content)
+    documents = ParquetDocuments([str(tmp_path)], "text")
+    assert documents[3] == "some text"
+    with pytest.raises(ValueError, match=r"2.parquet' is damaged in its rows 2 to 3 \(column 'text'\): "):
+        documents[5]
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/null"])
+def test_what_is_no_file_is_not_read(path):
+    with pytest.raises(ValueError, match="is neither a file nor a folder"):
+        load_text(DataConfig(source="text", paths=(path,)), "train")
+
+
+def test_text_beyond_the_machines_memory(tmp_path):
+    with open(tmp_path / "huge.txt", "wb") as file:
+        file.truncate(2**43)  # 8 TiB, none of it on the disk
+    with pytest.raises(ValueError, match=r"hold 8,192.0 GiB, which are read at once; the machine has"):
+        load_text(DataConfig(source="text", paths=(str(tmp_path),)), "train")
+
+
 def test_bad_parquet(parquet_folder, tmp_path):
     with pytest.raises(ValueError, match=r"no column 'txt'\. Did you mean 'text'\? It has: id, text"):
         ParquetDocuments([str(parquet_folder)], "txt")
