@@ -14,7 +14,8 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from experiments.zoo.training import Recipe, append_row, held_out, measure, read_rows
+from experiments.rows import append_row, by_model, rows_of_recipe
+from experiments.zoo.training import Recipe, held_out, measure
 
 HERE = pathlib.Path(__file__).parent
 STEPS = range(1, 8)
@@ -123,7 +124,7 @@ def main() -> None:
         variant(name)  # fail on a wrong name or configuration before training anything
     recipe = Recipe(steps=options.steps)
     path = options.out / "ablation.jsonl"
-    rows = read_rows(path, recipe)
+    rows = rows_of_recipe(path, recipe, by_model)
     for name in [] if options.report else [name for name in options.only if name not in rows]:
         rows[name] = run_variant(name, recipe)
         append_row(path, rows[name])

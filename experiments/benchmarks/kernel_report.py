@@ -3,12 +3,10 @@
 import collections
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 from experiments.benchmarks.kernel_cases import ENGINES, Case
 from experiments.benchmarks.tpu_static import CHIPS, Chip
-
-Row = dict[str, Any]
+from experiments.rows import Row
 
 
 def latest(rows: list[Row], topology: str) -> dict[str, Row]:

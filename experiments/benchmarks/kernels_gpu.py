@@ -25,8 +25,8 @@ import jax.numpy as jnp  # isort: skip
 
 from atlasjax import memory, rules
 from atlasjax.memory import features
-from experiments.benchmarks.kernels_tpu import read_rows
 from experiments.benchmarks.launches import launches
+from experiments.rows import read_rows
 
 HERE = pathlib.Path(__file__).resolve().parent
 BATCH, TIME, HEADS = 8, 8192, 16

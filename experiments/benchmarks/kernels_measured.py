@@ -33,9 +33,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from atlasjax.names import lookup
 from experiments.benchmarks import measured_cases, measured_report
-from experiments.benchmarks.kernels_tpu import append_row, read_rows
 from experiments.benchmarks.measured_cases import ENGINES, OPERATIONS, PLATFORM_NAMES, Case
-from experiments.benchmarks.measured_report import Row
+from experiments.rows import Row, append_row, read_rows
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

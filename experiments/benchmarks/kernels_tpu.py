@@ -30,35 +30,12 @@ from collections.abc import Callable
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from experiments.benchmarks.kernel_cases import Case, all_cases, quick_cases
-from experiments.benchmarks.kernel_report import Row, byte_table, latest, program_cycles, table
+from experiments.benchmarks.kernel_report import byte_table, latest, program_cycles, table
 from experiments.benchmarks.tpu_static import CHIPS, environment
+from experiments.rows import Row, append_row, read_rows
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-
-
-def read_rows(path: pathlib.Path) -> list[Row]:
-    """The rows of a file, [] if it is missing. A last line without its end, left by a killed run, is ignored.
-
-    Raises:
-      ValueError: another line is not a JSON object.
-    """
-    rows = []
-    text = path.read_text() if path.exists() else ""
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}.") from None
-    return rows
-
-
-def append_row(path: pathlib.Path, row: Row) -> None:
-    text = path.read_text() if path.exists() else ""
-    if text and not text.endswith("\n"):
-        path.write_text(text[: text.rfind("\n") + 1])
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 def sources(operation: str) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from experiments.benchmarks.measured_cases import ENGINES, OPERATIONS, OTHER_FUNCTIONS, Case
+from experiments.rows import Row
 
-Row = dict[str, Any]
 _BASELINES = (("xla",), ("attention", "attention_cudnn"))
 
 

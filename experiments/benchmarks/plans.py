@@ -13,7 +13,6 @@ import dataclasses
 import importlib.metadata
 import pathlib
 import sys
-from typing import Any
 
 # When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
@@ -21,13 +20,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 from atlasjax.plan import plan_training, suggested_mesh
 from atlasjax.plan.libtpu import HBM_GIB
 from atlasjax.train import TrainConfig, default_config
-from experiments.benchmarks.kernels_tpu import append_row, read_rows
+from experiments.rows import Row, append_row, read_rows
 
 HERE = pathlib.Path(__file__).resolve().parent
 PRESETS = ("atlas-340m", "atlas-1.3b")
 TOPOLOGIES = ("v5e:16x16", "v5p:8x8x8", "v6e:16x16")
 IMPLEMENTATIONS = ("pallas_tpu", "xla")
-Row = dict[str, Any]
 
 
 def config(preset: str, topology: str, implementation: str) -> TrainConfig:

@@ -11,7 +11,6 @@ Transformer++ in the same run. Rows are appended to --out.
 """
 
 import argparse
-import json
 import pathlib
 import time
 from typing import Any
@@ -116,9 +115,7 @@ def throughput(options: argparse.Namespace) -> None:
         rows.append(row)
         print("| " + " | ".join(f"{x:,}" if isinstance(x, int) else str(x) for x in row.values()) + " |")
     settings = {key: getattr(options, key) for key in ("size", "layers", "length", "block_size", "order", "repeats")}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    with options.out.open("a") as file:
-        file.write(json.dumps({"device": str(jax.devices()[0].device_kind), **settings, "rows": rows}) + "\n")
+    append_row(options.out, {"device": str(jax.devices()[0].device_kind), **settings, "rows": rows})
 
 
 def main() -> None:

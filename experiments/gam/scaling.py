@@ -21,7 +21,6 @@ which every block runs once in turn. A block of more than `--most-bytes` is comp
 
 import argparse
 import dataclasses
-import json
 import math
 import pathlib
 import sys
@@ -132,8 +131,7 @@ def measure(length: int, settings: Settings, repeats: int, most_bytes: float) ->
 
 def read(path: pathlib.Path, settings: Settings) -> dict[int, dict[str, Any]]:
     """Finished rows, by length; those of other settings are left out."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {row["length"]: row for row in rows if row["settings"] == dataclasses.asdict(settings)}
+    return {row["length"]: row for row in read_rows(path) if row["settings"] == dataclasses.asdict(settings)}
 
 
 def growth(rows: list[dict[str, Any]], block: str, quantity: str) -> float | None:
@@ -214,9 +212,7 @@ def main() -> None:
     rows = read(path, settings)
     for length in [] if options.report else [n for n in options.lengths if n not in rows]:
         rows[length] = measure(length, settings, options.repeats, options.most_bytes)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps(rows[length]) + "\n")
+        append_row(path, rows[length])
         print(f"{length:,} tokens: {rows[length]['blocks']}", flush=True)
     if not rows:
         sys.exit(f"{path} has no rows of these settings yet.")

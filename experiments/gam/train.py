@@ -20,7 +20,7 @@ import sys
 from typing import Any
 
 from experiments.gam.models import MODELS, small
-from experiments.zoo.training import append_row, read_rows
+from experiments.rows import append_row, by_model, rows_of_recipe
 
 HERE = pathlib.Path(__file__).parent
 VOCABULARY, SEQUENCE_LENGTH = 10_000, 256
@@ -185,7 +185,7 @@ def main() -> None:
         options.batch_size = 32 if options.size == "paper" else 8
     recipe = Recipe(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Recipe)})
     path = options.out / f"{recipe.name}.jsonl"
-    rows = read_rows(path, recipe)
+    rows = rows_of_recipe(path, recipe, by_model)
     for model in [] if options.report else [name for name in options.models if name not in rows]:
         print(f"{model}: training in {options.runs / recipe.name / model}", flush=True)
         try:

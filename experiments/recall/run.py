@@ -10,37 +10,21 @@ resumes a stopped run, and more seeds or rates add rows.
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import statistics
 import time
-from typing import Any
 
 from experiments.recall.models import MODELS, model
 from experiments.recall.training import Recipe, train
+from experiments.rows import Row, append_rows, rows_of_recipe
 
 HERE = pathlib.Path(__file__).parent
 RATES = (1e-3, 3e-3, 1e-2)
-Row = dict[str, Any]
 Key = tuple[str, int, float]
 
 
-def read_rows(path: pathlib.Path, recipe: Recipe) -> dict[Key, Row]:
-    """Finished rows by (model, seed, learning rate).
-
-    Raises:
-      ValueError: a row has another recipe, or a line is not JSON.
-    """
-    rows: dict[Key, Row] = {}
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}. Remove it to measure it again.") from None
-        if row["recipe"] != dataclasses.asdict(recipe):
-            raise ValueError(f"{path} has rows of another recipe, {row['recipe']}. Give another --out.")
-        rows[row["model"], row["seed"], row["learning_rate"]] = row
-    return rows
+def _key(row: Row) -> Key:
+    return row["model"], row["seed"], row["learning_rate"]
 
 
 def measure(name: str, recipe: Recipe, runs: list[tuple[int, float]]) -> list[Row]:
@@ -161,17 +145,15 @@ def main(argv: list[str] | None = None) -> None:
     for name in options.models:
         model(name, recipe.vocab_size)  # fail on a wrong name or configuration before training anything
     path = options.out / "recall.jsonl"
-    rows = read_rows(path, recipe)
+    rows = rows_of_recipe(path, recipe, _key)
     for name in [] if options.report else options.models:
         wanted = [(seed, rate) for seed in range(options.seeds) for rate in options.rates]
         missing = [run for run in wanted if (name, *run) not in rows]
         if not missing:
             continue
         found = measure(name, recipe, missing)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in found))
-        rows |= {(name, row["seed"], row["learning_rate"]): row for row in found}
+        append_rows(path, found)
+        rows |= {_key(row): row for row in found}
     if rows:
         path.with_suffix(".md").write_text(table(rows, recipe))
         plot(rows, recipe, path.with_suffix(".png"))

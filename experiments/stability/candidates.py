@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from atlasjax import memory, rules
 from atlasjax.memory.fast_weights import bounds, steps
-from experiments.stability.rows import append_row, read_rows
+from experiments.rows import append_row, read_rows
 
 HERE = pathlib.Path(__file__).parent
 ROWS = HERE / "results" / "candidates.jsonl"

@@ -5,7 +5,7 @@ import statistics
 from collections import defaultdict
 from typing import Any
 
-from experiments.stability.rows import read_rows
+from experiments.rows import read_rows
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 GATES = ("retention", "step_size", "momentum")

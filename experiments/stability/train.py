@@ -16,7 +16,7 @@ import pathlib
 import time
 from typing import Any
 
-from experiments.stability.rows import append_row, read_rows
+from experiments.rows import append_row, read_rows
 
 HERE = pathlib.Path(__file__).parent
 ROWS = HERE / "results" / "train.jsonl"

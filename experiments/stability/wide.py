@@ -13,7 +13,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from experiments.stability.rows import append_row, read_rows
+from experiments.rows import append_row, read_rows
 from experiments.stability.train import watch
 
 ROWS = pathlib.Path(__file__).parent / "results" / "wide.jsonl"

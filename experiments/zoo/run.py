@@ -16,7 +16,8 @@ import sys
 import time
 from typing import Any
 
-from experiments.zoo.training import Recipe, append_row, measure, read_rows
+from experiments.rows import append_row, by_model, rows_of_recipe
+from experiments.zoo.training import Recipe, measure
 
 HERE = pathlib.Path(__file__).parent
 STATE_LENGTH = 4096  # length of the sequence whose state is counted, for models that keep every token
@@ -157,7 +158,7 @@ def main() -> None:
     recipe = Recipe(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Recipe)})
     name = "embedded" if options.text is None else pathlib.Path(options.text).stem
     path = options.out / f"{name}.jsonl"
-    rows = read_rows(path, recipe)
+    rows = rows_of_recipe(path, recipe, by_model)
     chosen = options.only or model_names()
     todo = [] if options.report else [model for model in chosen if model not in rows]
     failed = []

@@ -1,8 +1,6 @@
 """One measured tiny training run, which the zoo and the ablation repeat for each model."""
 
 import dataclasses
-import json
-import pathlib
 import statistics
 import time
 from typing import Any
@@ -116,25 +114,3 @@ def held_out(model: ModelConfig, params: Any, recipe: Recipe) -> float:
     assert setup.validation_data is not None
     run = jax.jit(eval_sums(setup.graphdef, setup.tokenizer.bytes_per_token))
     return evaluate(run, params, setup.validation_data, max_batches=recipe.eval_batches).bits_per_byte
-
-
-def read_rows(path: pathlib.Path, recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Finished rows of a results file, the newest of each model name.
-
-    Raises:
-      ValueError: a row was measured with another recipe.
-    """
-    rows: dict[str, dict[str, Any]] = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        row = json.loads(line)
-        if row["recipe"] != dataclasses.asdict(recipe):
-            raise ValueError(f"{path} has rows of another recipe, {row['recipe']}. Give another --out.")
-        rows[row["model"]] = row
-    return rows
-
-
-def append_row(path: pathlib.Path, row: dict[str, Any]) -> None:
-    """Appends one row atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")

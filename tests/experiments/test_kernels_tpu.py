@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 
 from experiments.benchmarks import kernel_cases, kernel_plots, kernel_report, kernels_tpu, tpu_static
 from experiments.benchmarks.kernel_cases import Case
+from experiments.rows import read_rows
 from pallas_kernels.newton_schulz import forms
 
 # Of a schedule by libtpu 0.0.42.1, which spells it so.
@@ -250,12 +251,12 @@ def test_finished_cases_are_skipped_and_again_takes_the_last(tmp_path, capsys):
     assert f"{older} of them were compiled with an older version" in capsys.readouterr().out
     assert [json.loads(line) for line in path.read_text().splitlines()] == found
     kernels_tpu.measure(cases[:1], "v5e", path, True, run)
-    last = kernel_report.latest(kernels_tpu.read_rows(path), "v5e")
+    last = kernel_report.latest(read_rows(path), "v5e")
     assert last[cases[0].name]["outside"] == 5.0
-    assert not kernel_report.latest(kernels_tpu.read_rows(path), "v6e")
+    assert not kernel_report.latest(read_rows(path), "v6e")
     path.write_text("no JSON\n" + path.read_text())
     with pytest.raises(ValueError, match="line 1 is not JSON"):
-        kernels_tpu.read_rows(path)
+        read_rows(path)
 
 
 def test_a_child_that_fails_leaves_its_reason(monkeypatch):
