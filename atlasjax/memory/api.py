@@ -17,7 +17,7 @@ from atlasjax.memory.fast_weights import check as fast_check
 from atlasjax.memory.fast_weights import state as state_lib
 from atlasjax.memory.fast_weights.engine import xla_step
 from atlasjax.memory.fast_weights.kernels import PALLAS
-from atlasjax.memory.fast_weights.reference import read_one, reference_scan
+from atlasjax.memory.fast_weights.reference import read_state, reference_scan
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
@@ -211,13 +211,7 @@ def read(rule: AnyRule, params: Any, state: Any, q: jax.Array, connector: jax.Ar
     if isinstance(rule, SoftmaxRule):
         return softmax.read(rule, params, state, q)
     fast_check.check_read(rule, params, state, q)
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    up = jax.tree.map(lambda x: x.astype(wide), params)
-    one = lambda p, w, x: read_one(rule, p, w, x)
-    over_time = jax.vmap(one, in_axes=(None, None, 0))
-    over_heads = jax.vmap(over_time, in_axes=(0, 0, 1), out_axes=1)
-    over_batch = jax.vmap(over_heads, in_axes=(None, 0, 0))
-    return over_batch(up, state.memory, q.astype(wide)).astype(q.dtype)
+    return read_state(rule, params, state.memory, q)
 
 
 def reference(

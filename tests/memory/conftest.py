@@ -3,8 +3,31 @@
 import jax
 import pytest
 
+from atlasjax.memory.fast_weights import engine, kernels
+from atlasjax.memory.fast_weights.reference import reference_scan
+from atlasjax.memory.softmax import decode
+from atlasjax.memory.softmax import engine as softmax_engine
+
+TRACED = (
+    engine.xla_scan, engine.xla_step, reference_scan, kernels.pallas_scan, softmax_engine.xla_scan, decode.xla_step,
+)  # fmt: skip
+
 
 @pytest.fixture
 def x64():
     with jax.enable_x64(True):
         yield
+
+
+def forget_traces():
+    """What a module's constant was when a call was traced stays in the trace, which is kept for the next call of those shapes."""
+    for function in TRACED:
+        function.clear_cache()
+
+
+@pytest.fixture
+def monkeypatch(monkeypatch):
+    """A test that patches what is read in tracing finds no trace from before, and leaves none."""
+    forget_traces()
+    yield monkeypatch
+    forget_traces()

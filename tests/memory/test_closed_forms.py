@@ -14,6 +14,7 @@ from atlasjax import memory, rules
 from atlasjax.memory import features, objectives, optimizers, retention, structures
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from tests.memory.cases import assert_close, make_inputs
+from tests.memory.conftest import forget_traces
 
 TIME, KEY, VALUE = 23, 5, 3
 MATRIX = structures.Matrix()
@@ -248,4 +249,5 @@ def test_block_length_changes_nothing(name, block, x64, monkeypatch):
     expected = memory.scan(rule, params, None, q, k, v, gates)
     for constant in ("_FREE_BLOCK", "_SYSTEM_BLOCK", "_CHANNEL_SYSTEM"):
         monkeypatch.setattr(chunk, constant, block)
+    forget_traces()
     assert_close(memory.scan(rule, params, None, q, k, v, gates), expected, 1e-12)

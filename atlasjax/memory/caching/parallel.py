@@ -1,5 +1,6 @@
 """Memory Caching from a fresh memory: all segments of a call in parallel, each reading the ones before it."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from atlasjax.memory.fast_weights.state import MemoryState
 from atlasjax.memory.layout import choose
 
 
+@functools.partial(jax.jit, static_argnames=("rule", "max_segments"), inline=True)
 def parallel_scan(
     rule: CachedRule,
     params: AnyParams,

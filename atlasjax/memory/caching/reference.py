@@ -1,5 +1,6 @@
 """The definition of Memory Caching: token by token, with every memory kept and every soup formed. Slow on purpose; SEMANTICS 4."""
 
+import functools
 from typing import Any
 
 import jax
@@ -64,6 +65,7 @@ def read_one_of(rule: CachedRule, params: Any, weights: dict, x: jax.Array) -> j
     return one.structure.apply(lambda name, h: weights[name] @ h, features, skip, params.norm)
 
 
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def reference_cached(
     rule: CachedRule, params: AnyParams, tokens: Tokens, segment_ids: jax.Array | None = None
 ) -> jax.Array:

@@ -1,5 +1,6 @@
 """Memory Caching from a state: a call that continues anywhere in a segment, one token, or a read without a write."""
 
+import functools
 from typing import Any
 
 import jax
@@ -109,6 +110,7 @@ def _overfull(rule: CachedRule, state: CachedState) -> jax.Array:
     return state.cached_count > state.keys.shape[2]
 
 
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def streamed_scan(
     rule: CachedRule, params: AnyParams, state: CachedState, tokens: Tokens
 ) -> tuple[jax.Array, CachedState]:
@@ -166,6 +168,7 @@ def streamed_scan(
     return y.astype(dtype), state
 
 
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def step(rule: CachedRule, params: AnyParams, state: CachedState, tokens: Tokens) -> tuple[jax.Array, CachedState]:
     """One token; `tokens` has no time axis."""
     dtype = tokens.q.dtype
@@ -190,6 +193,7 @@ def step(rule: CachedRule, params: AnyParams, state: CachedState, tokens: Tokens
     return y.astype(dtype), state
 
 
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def read_state(
     rule: CachedRule, params: AnyParams, state: CachedState, q: jax.Array, connector: jax.Array | None
 ) -> jax.Array:

@@ -16,6 +16,7 @@ from atlasjax.memory.gates import Gates
 from atlasjax.memory.layout import choose
 
 
+@functools.partial(jax.jit, static_argnames=("rule", "max_segments"), inline=True)
 def xla_scan(
     rule: MemoryRule,
     params: MemoryParams,
@@ -173,6 +174,7 @@ def window_after(old: jax.Array, new: jax.Array, lengths: jax.Array | None = Non
     return jax.vmap(last)(both, lengths)
 
 
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def xla_step(
     rule: MemoryRule,
     params: MemoryParams,

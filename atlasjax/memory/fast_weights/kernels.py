@@ -6,6 +6,7 @@ left of a last chunk goes through the XLA engine, so that the state is that of a
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -120,6 +121,7 @@ def unserved(
     return next((reason for reason, refused in refusals.items() if refused), None)
 
 
+@functools.partial(jax.jit, static_argnames=("implementation", "rule", "max_segments"), inline=True)
 def pallas_scan(
     implementation: str,
     rule: MemoryRule,

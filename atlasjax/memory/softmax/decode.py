@@ -4,6 +4,7 @@ A state has the cache as it was at the chunk's start t', and h_{t'} of the token
 cache, for its key and query together, and the cache itself changes once per chunk.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -74,6 +75,7 @@ def _chunk(
     return _Chunk(tail.keys, tail.values, h, sees, at(coef.decay), s, at(coef.gradients), entries), coef
 
 
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def xla_step(
     rule: SoftmaxRule,
     params: SoftmaxParams,
@@ -190,6 +192,7 @@ def _commit(
     )
 
 
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def read_state(rule: SoftmaxRule, params: SoftmaxParams, state: SoftmaxState, q: jax.Array) -> jax.Array:
     """M_t(φ*(q)) for queries [batch, time, heads, key_dim]."""
     wide = jnp.promote_types(q.dtype, state.keys.dtype)

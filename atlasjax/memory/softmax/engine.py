@@ -1,5 +1,7 @@
 """The XLA engine of softmax memories: a call is laid out as blocks of chunks, with attention-like reads of the cache in between."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -38,6 +40,7 @@ def plan(rule: SoftmaxRule, time: int, dtype: jnp.dtype) -> tuple[int, int]:
     return rule.chunk_size, max(1, min(_BLOCK_TOKENS // rule.chunk_size, -(-time // rule.chunk_size)))
 
 
+@functools.partial(jax.jit, static_argnames=("rule", "max_segments"), inline=True)
 def xla_scan(
     rule: SoftmaxRule,
     params: SoftmaxParams,

@@ -3,6 +3,7 @@
 Slow and simple on purpose. SEMANTICS sections 1 and 2.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -100,6 +101,7 @@ def _token(rule: SoftmaxRule, initial: dict, carry: dict, token: dict) -> tuple[
     return jax.tree.map(lambda a, b: jnp.where(token["real"], a, b), carry, before), y
 
 
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def reference_scan(
     rule: SoftmaxRule,
     params: SoftmaxParams,
