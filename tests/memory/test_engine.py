@@ -231,6 +231,33 @@ def test_read_looks_without_writing():
     np.testing.assert_allclose(memory.read(rule, params, state, q[:, -1:])[:, 0], y[:, -1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["titans", "delta_rule"])
+def test_outside_jit_a_call_is_one_program(name):
+    """Operation by operation it was hundreds, and the loop over chunks was compiled again in every call."""
+    rule = RULES[name]
+    params, *tokens = make_inputs(rule, batch=1, time=29, heads=3)
+    state = memory.init_state(rule, params, batch_size=1)
+    now = jax.tree.map(lambda x: x[:, 0], tokens)
+    calls = {
+        "scan": lambda: memory.scan(rule, params, None, *tokens),
+        "step": lambda: memory.step(rule, params, state, *now),
+        "read": lambda: memory.read(rule, params, state, tokens[0]),
+        "reference": lambda: memory.reference(rule, params, None, *tokens),
+    }
+    compiled = []
+    count = lambda event, seconds, **_: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        for call, first in calls.items():
+            first()
+            assert len(compiled) == 1, call
+            compiled.clear()
+            first()
+            assert not compiled, call
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+
+
 def test_newton_schulz_steps_change_at_run_time():
     rule = RULES["atlas"]
     params, q, k, v, gates = make_inputs(rule)
