@@ -29,13 +29,14 @@ from atlasjax.train.step import accumulated_gradients, jit_train_step
 VOCAB, BATCH, TIME = 128, 8, 48
 PIECE = 37  # of a stream; no multiple of a chunk or a window
 STEPS = 30
-LONG = 4096
+LONG = 1024
+LONGEST = 4096  # with `-m slow`
 
 # Models that differ from another in one field, which the tests of their mixer cover.
 VARIANTS = ("gam-sum", "gam-global", "gam-local", "elastic-uniform", "elastic-uniform-mid")
 CACHED_COVERED = ("linear-attention-residual", "titans-grm", "omeganet-soup", "dla-ssc")
 BACKBONES_COVERED = ("titans-mac", "delta-rule-mag", "atlas-mag", "delta-rule-mal")
-GRADIENTS_COVERED = ("transformer++", "gated-deltanet-h2", "mamba", "titans", "gam")
+GRADIENTS_COVERED = ("transformer++", "gated-deltanet-h2", "mamba", "titans", "gam")  # titans with `-m slow`
 # Models that differ from another by their memory's rule alone: the suite over all rules has it, this one runs with `-m slow`.
 RULE_ALONE = (
     "polysketch", "longhorn-channel", "rwkv7-one-key", "titans-no-momentum", "moneta", "yaad", "dla", "swla", "atlas++",
@@ -103,7 +104,7 @@ def small(name: str) -> ModelConfig:
         infini=nn.InfiniConfig(8),
         melodi=nn.MelodiConfig(6, 8),
         gam=dataclasses.replace(config.gam, slots=16),
-        max_positions=config.max_positions and LONG + PIECE,
+        max_positions=config.max_positions and LONGEST + PIECE,
         dropout=0.0,  # its own tests are in tests/nn/test_gam.py; here losses are compared with those of the parallel pass
         remat=False,
     )
@@ -205,16 +206,23 @@ class TestModel:
         assert np.abs(after[3, 20:] - before[3, 20:]).max() > 0.1 * scale
 
     def test_finite_after_many_random_tokens(self, name):
+        self.stays_finite(name, LONG)
+
+    @pytest.mark.slow
+    def test_finite_after_thousands_of_random_tokens(self, name):
+        self.stays_finite(name, LONGEST)
+
+    def stays_finite(self, name, tokens):
         m = model(name)
-        length = -(-LONG // PIECE) * PIECE
+        length = -(-tokens // PIECE) * PIECE
         shapes = lambda length: jax.tree.map(jnp.shape, jax.eval_shape(lambda: m.cache(length)))
         # One row, where each piece reads all that was kept: the square of the length, times the rows.
         rows = BATCH if shapes(TIME) == shapes(length) else 1
         rng, cache = np.random.default_rng(1), m.cache(length, rows)
         sizes, largest = jax.tree.map(jnp.shape, cache), []
         for _ in range(length // PIECE):
-            tokens = rng.integers(0, VOCAB, (rows, PIECE), dtype=np.int32)
-            logits, cache = m.extend(m.params, tokens, cache)
+            piece = rng.integers(0, VOCAB, (rows, PIECE), dtype=np.int32)
+            logits, cache = m.extend(m.params, piece, cache)
             largest.append(float(jnp.max(jnp.abs(logits))))
         assert np.isfinite(largest).all()
         assert np.max(largest[-10:]) < 3 * np.max(largest[:10])
@@ -256,7 +264,7 @@ def test_loss_falls_and_sharded_is_unsharded(name):
     assert np.mean(losses[-5:]) < losses[0] - 1.0
 
 
-@each_model(GRADIENTS_COVERED)
+@each_model(GRADIENTS_COVERED, slow=("titans",))
 def test_sharded_gradients_are_unsharded(name):
     m = model(name)
     gradients = lambda params, rows: accumulated_gradients(m.graphdef, params, rows, 1)[1]

@@ -23,8 +23,9 @@ EXACT = 1e-9
 
 # Rules whose every choice, and every pair of structure, optimizer, retention and window, is in other rules; gradients if slow.
 RELATIVES = (
-    "delta_rule_chunk8", "titans_unbounded", "titans_matrix", "titans_no_momentum", "titans_long_chunk", "swla",
-    "omeganet_powers", "yaad", "gated", "atlas_convergent", "own_loss",
+    "linear_attention", "delta_rule", "delta_rule_decay", "delta_rule_chunk8", "retnet", "polysketch", "rwkv7_one_key", "titans",
+    "titans_unbounded", "titans_at_its_norm", "titans_matrix", "titans_no_momentum", "titans_long_chunk", "dla", "swla",
+    "moneta_row", "yaad", "gated", "atlas", "atlas_convergent", "own_loss",
 )  # fmt: skip
 
 
@@ -51,6 +52,15 @@ def both(rule, **kwargs):
         run = lambda *args, fn=fn: objective(fn, rule, *args, **kwargs)
         functions.append(jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2, 3, 4), has_aux=True)))
     return functions
+
+
+# Every choice by itself; the other rules' rounding runs if slow.
+ROUNDED = (
+    "linear_attention", "delta_rule_decay", "gla", "rwkv7", "longhorn_channel", "gated_delta_rule", "gated_delta_momentum",
+    "delta_rule_channel_steps", "ttt_linear", "ttt_mlp", "titans", "titans_deep", "omeganet_window_over_chunk", "omeganet_sketch",
+    "yaad_window", "moneta", "memora", "map_momentum_window", "atlas", "atlas_every", "own_loss_matrix", "own_sign_momentum",
+    "own_adam", "all_of_them",
+)  # fmt: skip
 
 
 @each_rule(RULES, slow=RELATIVES)
@@ -82,6 +92,15 @@ def test_gradients_of_every_choice_are_compared():
     every = {name: choices(rule) for name, rule in RULES.items()}
     compared = set().union(*(parts for name, parts in every.items() if name not in RELATIVES))
     assert compared == set().union(*every.values())
+
+
+def test_rounding_of_every_choice_is_compared():
+    def alone(rule):
+        pairs = choices(rule)
+        return {part for pair in pairs for part in (pair if isinstance(pair[0], tuple) else (pair,))}
+
+    every = {name: alone(rule) for name, rule in RULES.items()}
+    assert set().union(*(every[name] for name in ROUNDED)) == set().union(*every.values())
 
 
 LENGTHS = 1, 63, 100, 257
@@ -165,7 +184,7 @@ def test_extreme_gates(name, x64):
     )
 
 
-@pytest.mark.parametrize("name", RULES)
+@each_rule(RULES, slow=set(RULES) - set(ROUNDED))
 def test_float32_and_bfloat16(name):
     """Against the same inputs in float64. Relative to the largest output: 2e-5 (Muon 2e-3) and 4e-2 (Muon 1e-1).
 
@@ -288,7 +307,7 @@ def test_backward_memory_grows_with_boundaries_not_with_tokens():
 LANED = ["titans", "atlas_every", "omeganet_window_over_chunk", "delta_rule"]
 
 
-@each_rule(LANED)
+@each_rule(LANED, slow=("atlas_every", "omeganet_window_over_chunk"))
 def test_lanes_of_heads_change_nothing(name, x64, monkeypatch):
     """What a CPU does with large products, forced on small ones: groups of heads as separate operations."""
     from atlasjax.memory.fast_weights import slots
@@ -300,7 +319,7 @@ def test_lanes_of_heads_change_nothing(name, x64, monkeypatch):
     assert_close(both(rule)[1](*args), shared(rule)[0](*args), EXACT)
 
 
-@each_rule(LANED, slow=("titans", "atlas_every", "delta_rule"))
+@each_rule(LANED, slow=("omeganet_window_over_chunk", "atlas_every", "delta_rule"))
 def test_lanes_of_heads_with_segments(name, x64, monkeypatch):
     from atlasjax.memory.fast_weights import slots
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -55,9 +56,29 @@ def memory_rules(draw):
     )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(rule=memory_rules(), time=st.integers(1, 30), cut=st.integers(0, 30), seed=st.integers(0, 100))
+def random_calls(examples):
+    def decorate(test):
+        given_call = given(
+            rule=memory_rules(), time=st.integers(1, 30), cut=st.integers(0, 30), seed=st.integers(0, 100)
+        )
+        options = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
+        return settings(max_examples=examples, **options)(given_call(test))
+
+    return decorate
+
+
+@random_calls(6)
 def test_engine_is_the_reference(rule, time, cut, seed):
+    compare(rule, time, cut, seed)
+
+
+@pytest.mark.slow
+@random_calls(100)
+def test_engine_is_the_reference_many_times(rule, time, cut, seed):
+    compare(rule, time, cut, seed)
+
+
+def compare(rule, time, cut, seed):
     with jax.enable_x64(True):
         params, q, k, v, gates = make_inputs(rule, batch=1, heads=1, time=time, dtype=jnp.float64, seed=seed)
         expected, final = jax.jit(lambda: memory.reference(rule, params, None, q, k, v, gates))()

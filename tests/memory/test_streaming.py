@@ -73,7 +73,7 @@ def test_gradients_through_a_stream(name, x64):
     assert_close(jax.jit(jax.grad(cut, argnums))(*args), jax.jit(jax.grad(whole, argnums))(*args), EXACT)
 
 
-SEGMENTS = np.array([[0] * 9 + [1] * 1 + [2] * 13 + [7] * 14, [3] * 37, [0, 1, 2, 3] * 2 + [4] * 29])
+SEGMENTS = np.array([[0] * 9 + [1] * 1 + [2] * 13 + [7] * 15, [3] * 38, [0, 1, 2, 3] * 2 + [4] * 30])
 
 
 # One of every engine, with and without window, momentum, and places in a chunk.
@@ -87,7 +87,7 @@ SEGMENTED = [
 def test_segments(name, x64):
     """Packed segments equal the reference, which resets by definition; with a stream cut inside a segment."""
     rule = RULES[name]
-    params, q, k, v, gates = make_inputs(rule, batch=3, dtype=jnp.float64)
+    params, q, k, v, gates = make_inputs(rule, batch=3, time=38, dtype=jnp.float64)
     ids = jnp.asarray(SEGMENTS)
     expected, final = jax.jit(lambda: memory.reference(rule, params, None, q, k, v, gates, segment_ids=ids))()
     packed = jax.jit(lambda ids: memory.scan(rule, params, None, q, k, v, gates, segment_ids=ids, max_segments=9))
@@ -96,10 +96,11 @@ def test_segments(name, x64):
     assert_close(state.memory, final.memory, EXACT)
     np.testing.assert_array_equal(state.segment, SEGMENTS[:, -1])
 
-    state, outputs = None, []
-    for start, stop in ((0, 14), (14, 37)):
+    outputs = []
+    state = jax.tree.map(lambda x, like: x.astype(like.dtype), memory.init_state(rule, params, batch_size=3), state)
+    for start, stop in ((0, 19), (19, 38)):  # both of one shape
         piece = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], (q, k, v, gates))
-        y, state = memory.scan(rule, params, state, *piece, segment_ids=ids[:, start:stop])
+        y, state = memory.scan(rule, params, state, *piece, segment_ids=ids[:, start:stop], max_segments=9)
         outputs.append(y)
     assert_close(jnp.concatenate(outputs, axis=1), expected, EXACT, what="stream")
     assert_close(state.memory, final.memory, EXACT, what="stream")
@@ -111,10 +112,10 @@ def test_segments(name, x64):
 def test_packed_equals_alone(name, x64):
     """The reference itself: a packed segment gives what it gives as a sequence of its own; and gradients stay inside."""
     rule = RULES[name]
-    params, q, k, v, gates = make_inputs(rule, batch=1, dtype=jnp.float64)
+    params, q, k, v, gates = make_inputs(rule, batch=1, time=38, dtype=jnp.float64)
     ids = jnp.asarray(SEGMENTS[:1])
     packed, _ = memory.scan(rule, params, None, q, k, v, gates, segment_ids=ids)
-    for start, stop in ((0, 9), (9, 10), (10, 23), (23, 37)):
+    for start, stop in ((0, 9), (9, 10), (10, 23), (23, 38)):
         piece = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], (q, k, v, gates))
         alone, _ = memory.scan(rule, params, None, *piece)
         assert_close(packed[:, start:stop], alone, EXACT)

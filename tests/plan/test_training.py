@@ -30,6 +30,7 @@ def test_unknown_topologies(topology, words):
 
 
 @needs_libtpu
+@pytest.mark.slow
 def test_the_340m_preset_fits_a_v5e_pod():
     """Half a million tokens a step, as in the papers; every device has 15.75 GiB."""
     config = default_config("atlas-340m")
