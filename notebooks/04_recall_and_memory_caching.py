@@ -276,7 +276,7 @@ for stream, lines in curves.items():
 # - **What can be held grows with the segments** (M §3). If the right segment is known, the error stays where it was after the
 #   first segments, for any number of pairs.
 # - **Finding the segment is the hard part.** With keys in any direction the mean key of a segment says little about a single
-#   one, and the read often asks the wrong memory. Keys with a topic are found almost always, but they resemble each other and
+#   one, and the read often asks the wrong memory. Keys with a topic are found more often, but they resemble each other and
 #   disturb each other inside their segment. Without a sharp gate (u = query) GRM is an average of all memories, and worth
 #   little.
 # - **Residual is worse than no caching** here: every cached memory answers every query, also those that it knows nothing about.

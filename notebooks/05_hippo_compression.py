@@ -40,7 +40,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from atlasjax.elastic import attention, banks, hippo, sampling
+from atlasjax.mixers.elastic import attention, banks, hippo, sampling
 
 plt.rcParams["figure.dpi"] = 80
 print("running on", jax.devices()[0].device_kind)
