@@ -27,6 +27,7 @@ _XLA_FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     "--xla_backend_optimization_level": "0",
     "--xla_llvm_disable_expensive_passes": "true",
+    "--xla_cpu_prefer_vector_width": "128",  # less to compile, and these arrays are small
     "--xla_cpu_parallel_codegen_split_count": "1",  # the workers share the cores already
 }
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # an unknown flag ends the process

@@ -34,21 +34,17 @@ def gradients(fn, rule):
 PALLAS = functools.partial(memory.scan, implementation="pallas_tpu")
 
 
+def if_slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        "delta_rule",
-        "gated_delta_rule",
-        "longhorn",
-        "swla",
-        "polysketch",
-        "titans",
-        "omeganet",
-        "dla",
-        "gated",
-        "moneta_row",
+        "delta_rule", "gated_delta_rule", "longhorn", "titans", "omeganet", "moneta_row", if_slow("swla"), if_slow("polysketch"),
+        if_slow("dla"), if_slow("gated"),
     ],
-)
+)  # fmt: skip
 def test_outputs_state_and_gradients(name, interpreted):
     """37 tokens: chunks of 8, and five tokens that the XLA engine takes."""
     rule = RULES[name]
@@ -74,10 +70,10 @@ def alike(rule, **options):
         ("titans", {"momentum": 1.0}),  # 1 − θ has a least size
         ("titans_no_momentum", {"retention": 0.0}),
         ("omeganet", {}),  # features: the output's residual is not in the kernel
-        ("delta_rule_chunk8", {}),
-        ("moneta_row", {}),
         ("gated", {}),
-        ("dla", {}),
+        if_slow("delta_rule_chunk8", {}),
+        if_slow("moneta_row", {}),
+        if_slow("dla", {}),
     ],
 )
 def test_active_bound(name, gates, interpreted):
@@ -118,7 +114,7 @@ def test_muon(interpreted):
     assert_close(found, expected, 2e-3)
 
 
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
+@pytest.mark.parametrize("implementation", ["pallas_tpu", if_slow("pallas_gpu")])
 def test_muon_at_its_norm(implementation, interpreted):
     rule = dataclasses.replace(RULES["atlas"], bound=Bound(weight_norm=0.6), chunk_size=16)
     params, *rest = make_inputs(rule, batch=1, time=35)

@@ -80,7 +80,28 @@ def run(fn, rule, *args):
     return jax.jit(lambda *args: outputs(fn, rule, *args))(*args)
 
 
-@pytest.mark.parametrize("name", CASES)
+# What differs from another case in one choice: its values are compared in `test_every_split`, its gradients or documents if slow.
+GRADIENTS_IF_SLOW = (
+    "residual_titans", "grm_sigmoid_sum", "soup", "soup_matrix", "ssc_one", "grm_map", "grm_raw_swdt", "grm_delta_kernel",
+)  # fmt: skip
+DOCUMENTS_IF_SLOW = (
+    "residual", "grm", "grm_carry_capacity", "grm_raw_decay", "soup_carry", "soup_norm", "ssc", "ssc_dot", "grm_own_optimizer",
+    "residual_attention", "grm_deep_transformer",
+)  # fmt: skip
+
+
+def each_case(slow=()):
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in CASES]
+    )
+
+
+def test_every_case_has_gradients_or_documents_compared():
+    assert not set(GRADIENTS_IF_SLOW) & set(DOCUMENTS_IF_SLOW)
+    assert set(GRADIENTS_IF_SLOW) | set(DOCUMENTS_IF_SLOW) <= set(CASES)
+
+
+@each_case(slow=GRADIENTS_IF_SLOW)
 def test_outputs_and_gradients(name, x64):
     rule = CASES[name]
     args = make_inputs(rule)
@@ -92,7 +113,7 @@ def test_outputs_and_gradients(name, x64):
     assert_close(results[1], results[0], EXACT)
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_case(slow=DOCUMENTS_IF_SLOW)
 def test_packed_documents(name, x64):
     """Every document is as if alone, and the last one's memory can go on."""
     rule = CASES[name]
