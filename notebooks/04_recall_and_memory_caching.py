@@ -64,10 +64,8 @@ turn = np.arange(PASSES * COUNTS.max())[:, None] % COUNTS  # [token, count]: whi
 
 
 def start(rule, batch_size, max_length=None):
-    """Fresh parameters and state. A matrix starts from zero, as in the papers; an MLP of zeros could not learn."""
+    """Fresh parameters and state. A matrix starts at zero, an MLP at random: one of zeros could not learn."""
     params = memory.init_params(rule, jax.random.key(1), num_heads=1, key_dim=DIM, value_dim=DIM)
-    if rule.structure.is_matrix:
-        params = params._replace(weights=jax.tree.map(jnp.zeros_like, params.weights))
     return params, memory.init_state(rule, params, batch_size=batch_size, max_length=max_length)
 
 

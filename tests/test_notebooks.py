@@ -23,7 +23,8 @@ def test_pair_is_in_step(source):
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
-def test_runs(source):
+def test_runs(source, monkeypatch):
+    monkeypatch.setenv("NOTEBOOK_STEPS", "16")  # of the language model
     notebook = jupytext.read(source)
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
     assert any("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", []))
