@@ -19,7 +19,7 @@ from atlasjax import check
 from atlasjax.names import lookup
 
 IGNORE = -100
-"""The label of a position that asks nothing."""
+"""The label of a position without a query."""
 
 Filler = Literal["zeros", "random"]
 RecallSplit = Literal["train", "test"]
@@ -31,21 +31,21 @@ _BLOCK = 2**22  # random numbers drawn at once: memory stays small with large vo
 class RecallConfig:
     """A setting of MQAR. With K pairs and L tokens:
 
-        k_1 v_1 k_2 v_2 … k_K v_K, then L − 2K places in which each key stands once more
+        k_1 v_1 k_2 v_2 … k_K v_K, then L − 2K positions, in which each key appears once more
 
-    Keys are K distinct tokens of 1 … V/2 − 1, values K distinct ones of V/2 … V − 1, both uniform. Key j is asked at position
-    2K + 2 (g_j − 1), where g_1, g_2, … are drawn without replacement from 1 … (L − 2K) / 2 with weights g^(power − 1). The label
-    v_j stands at the query's own position (it is what comes next there, so nothing is to be shifted), `IGNORE` at all others.
+    Keys are K distinct tokens from 1 … V/2 − 1 and values are K distinct tokens from V/2 … V − 1, both uniform. Key j is queried at
+    position 2K + 2 (g_j − 1), where g_1, g_2, … are drawn without replacement from 1 … (L − 2K) / 2 with weights g^(power − 1). The
+    label v_j is at the query's own position: it is the next token there, so labels need no shift. All other labels are `IGNORE`.
 
     Attributes:
       vocab_size: V, greater than the length.
       length: L, even, at least 4K.
       num_pairs: K ≥ 1.
-      power: a > 0; 1 asks at uniform distances, the published 0.01 mostly soon.
-      filler: what stands where nothing is asked: "zeros", or "random" tokens of the whole vocabulary, also keys and values.
+      power: a > 0. 1 gives uniform distances to the query; with the published 0.01 most queries come early.
+      filler: tokens at positions without a query: "zeros", or "random" ones from the whole vocabulary, keys and values included.
 
     Raises:
-      ValueError: a field out of its range, fields that clash, or an unknown filler.
+      ValueError: a field is out of range, fields clash, or the filler is unknown.
     """
 
     vocab_size: int = 8192
@@ -74,19 +74,19 @@ class RecallConfig:
 def recall_sequences(
     config: RecallConfig, num_sequences: int, seed: int, split: RecallSplit = "train"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sequences and what is asked in them.
+    """Sequences and their labels.
 
     Args:
       config: the setting.
       num_sequences: n ≥ 1.
       seed: ≥ 0. The same seed, split and n give the same sequences.
-      split: "train" or "test": independent streams of one seed.
+      split: "train" or "test", which are independent streams of one seed.
 
     Returns:
-      tokens and labels, both int32 [n, length]; a label is a token, or `IGNORE` where nothing is asked.
+      tokens and labels, both int32 [n, length]. A label is a token, or `IGNORE` where there is no query.
 
     Raises:
-      ValueError: num_sequences or seed out of its range, or an unknown split.
+      ValueError: num_sequences or seed is out of range, or the split is unknown.
     """
     check.integer("recall_sequences", "num_sequences", num_sequences, kinds=Integral)
     check.integer("recall_sequences", "seed", seed, 0, kinds=Integral)
@@ -116,9 +116,9 @@ def _block(config: RecallConfig, n: int, rng: np.random.Generator) -> tuple[np.n
 
 
 def _without_replacement(rng: np.random.Generator, n: int, k: int, log_weights: np.ndarray) -> np.ndarray:
-    """[n, k] distinct indices into `log_weights`, in the order drawn; each draw has these weights among what is left.
+    """[n, k] distinct indices into `log_weights`, in the order drawn. Each draw uses these weights over the indices that are left.
 
-    That is the order of the k largest of log_weights + Gumbel noise (Yellott 1977), so all rows are drawn at once.
+    This is the order of the k largest values of log_weights + Gumbel noise (Yellott 1977), so all rows are drawn at once.
     """
     scores = log_weights + rng.gumbel(size=(n, len(log_weights)))
     largest = np.argpartition(-scores, k - 1, axis=1)[:, :k]
@@ -127,17 +127,17 @@ def _without_replacement(rng: np.random.Generator, n: int, k: int, log_weights: 
 
 
 def recall_accuracy(logits: Any, labels: Any) -> Any:
-    """The share of a sequence's queries that are answered, mean over sequences.
+    """The fraction of queries answered correctly in each sequence, averaged over sequences.
 
     Args:
-      logits: [n, length, vocab_size], NumPy or JAX; the answer is the largest.
-      labels: integers [n, length], of the same library; each row has at least one that is not `IGNORE`.
+      logits: [n, length, vocab_size], NumPy or JAX. The answer is the argmax.
+      labels: integers [n, length], from the same library. Each row has at least one that is not `IGNORE`.
 
     Returns:
       A scalar in [0, 1]. It can be traced and vmapped.
 
     Raises:
-      ValueError: shapes that do not fit.
+      ValueError: the shapes do not match.
     """
     if logits.ndim != 3 or logits.shape[:2] != labels.shape:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What to read, how to cut it into sequences, and in which order: `DataConfig`."""
+"""`DataConfig`: what to read, how to cut it into sequences, and in which order."""
 
 import dataclasses
 import typing
@@ -17,48 +17,49 @@ Split = Literal["train", "validation"]
 class DataConfig:
     """Training and validation data.
 
-    Sources: `embedded` is the Python language reference inside every CPython (`pydoc_data.topics`); `text` reads UTF-8
-    files; `parquet` one string column; `tfds` any TensorFlow Datasets data source already on disk (no TensorFlow needed). A source
-    of your own is named "package.module:Class"; see `source_options`.
+    Sources: `embedded` is the Python language reference that ships with CPython (`pydoc_data.topics`); `text` reads UTF-8 files;
+    `parquet` reads one string column; `tfds` reads any TensorFlow Datasets data source that is already on disk (TensorFlow is not
+    needed). A source of your own is named "package.module:Class"; see `source_options`.
 
     Packings: `contiguous` tokenizes the whole split in memory (in every process) and cuts one long stream into windows;
-    `documents` reads and tokenizes documents on the fly, shares them out between the processes, and packs them in rows
-    with segment ids: the one for a corpus larger than memory.
+    `documents` reads and tokenizes documents on the fly, divides them among the processes, and packs them into rows with segment
+    ids. Use `documents` for a corpus that is larger than memory.
 
-    Raises ValueError where a field has an impossible value or two fields clash.
+    Raises ValueError if a field has an invalid value or two fields clash.
     """
 
     source: str = "embedded"
     """Where the text comes from: "embedded", "text", "parquet", "tfds", or "package.module:Class" for a class or function of your
-    own that returns documents: a sequence of strings, with `len` and an index. It is taken itself too, and kept as that name."""
+    own that returns documents: a sequence of strings with `len` and indexing. The class or function itself is also accepted, and
+    stored as that name."""
     source_options: str = "{}"
-    """Keyword arguments of a source of your own, a JSON object; a dictionary is taken too, and kept as text. A source with a
-    parameter `split` gets "train" or "validation", and nothing is held out of what it returns."""
+    """Keyword arguments of a source of your own, as a JSON object. A dictionary is also accepted, and stored as text. A source with
+    a parameter `split` is called with "train" or "validation", and nothing of what it returns is held out."""
     paths: tuple[str, ...] = ()
     """Files, folders (searched recursively) or glob patterns of the sources `text` and `parquet`."""
     suffixes: tuple[str, ...] = (".txt", ".md")
-    """Which files of a folder the source `text` reads; files that are named one by one are always read."""
+    """Which files of a folder the source `text` reads. Files that are named individually are always read."""
     column: str = "text"
     """String column of the source `parquet`."""
     tfds_name: str = ""
     """Name of the source `tfds`: "name", "name/config" or "name:version"."""
     tfds_data_dir: str | None = None
-    """Folder that holds TensorFlow Datasets; None: TFDS_DATA_DIR or ~/tensorflow_datasets."""
+    """Folder that holds TensorFlow Datasets. None means TFDS_DATA_DIR or ~/tensorflow_datasets."""
     tfds_split: str = "train"
     """Split to train on; TFDS slicing such as "train[:90%]" works."""
     tfds_feature: str = "text"
     """Feature of a TFDS example that holds the text."""
 
     validation_paths: tuple[str, ...] = ()
-    """Separate validation files for the sources `text` and `parquet`; with them nothing is held out of `paths`."""
+    """Separate validation files for the sources `text` and `parquet`. If given, nothing is held out of `paths`."""
     tfds_validation_split: str = ""
-    """Separate validation split for the source `tfds`; with it nothing is held out of `tfds_split`."""
+    """Separate validation split for the source `tfds`. If given, nothing is held out of `tfds_split`."""
     held_out: HeldOut = "auto"
-    """How to hold out validation text: the `tail` of every file, evenly spread `blocks` of 4 KiB of the joined text, or
-    every n-th of the `documents`; `auto` takes blocks for the embedded text, and for others documents where there are
-    enough, else the tail."""
+    """How to hold out validation text: the `tail` of every file, evenly spaced `blocks` of 4 KiB of the joined text, or every n-th
+    of the `documents`. `auto` uses blocks for the embedded text; for other sources it uses documents if there are enough, and
+    otherwise the tail."""
     validation_fraction: float = 0.05
-    """Share of the text (or of the documents) held out, in [0, 0.5]; 0: no validation split."""
+    """Fraction of the text (or of the documents) that is held out, in [0, 0.5]. 0 means no validation split."""
 
     tokenizer: str = "byte"
     """"byte", "bpe:<vocabulary size>" (trained on the training split), "bpe:<path of a tokenizers JSON file>" or
@@ -68,24 +69,24 @@ class DataConfig:
     packing: Packing = "contiguous"
     """One long stream cut into windows, or documents packed in rows with segment ids."""
     max_segments: int = 16
-    """Packing `documents`: bound on the segments of a row, the padding at its end counted as one."""
+    """Maximum number of segments in a row for packing `documents`; the padding at its end counts as one."""
     sequence_length: int = 512
     """Tokens per sequence."""
     batch_size: int = 8
     """Sequences per batch, over all processes."""
     shuffle: bool = True
-    """Shuffle the training split, anew in every epoch. Validation is never shuffled."""
+    """Whether to shuffle the training split, differently in every epoch. Validation is never shuffled."""
     seed: int = 0
     """Seed of the shuffling, in [0, 2^32)."""
     num_threads: int = 0
-    """Threads that read and tokenize ahead, at most 256; 0 (read in the caller's thread) is best for text held in memory."""
+    """Threads that read and tokenize ahead, at most 256. 0 reads in the caller's thread, which is best for text held in memory."""
 
     def __post_init__(self) -> None:
         for name in ("paths", "suffixes", "validation_paths"):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise ValueError(f"{name} is {value!r}; it should be a tuple of strings.")
-            object.__setattr__(self, name, tuple(str(item) for item in value))  # lists come out of JSON
+            object.__setattr__(self, name, tuple(str(item) for item in value))  # JSON has lists
         object.__setattr__(self, "source", name_of("source", self.source))
         object.__setattr__(self, "source_options", options_text("DataConfig", "source_options", self.source_options))
         resolve("data source", self.source, {name: name for name in typing.get_args(Source)})
@@ -133,7 +134,7 @@ class DataConfig:
 
     @property
     def separate_validation(self) -> bool:
-        """Whether validation text has its own files, its own TFDS split, or comes from a user's source that is asked for it."""
+        """Whether validation text has its own files or TFDS split, or comes from a user's source with a parameter `split`."""
         if self.has_own_source:
             return takes(resolve("data source", self.source, {}), "split")
         return bool(self.tfds_validation_split) if self.source == "tfds" else bool(self.validation_paths)

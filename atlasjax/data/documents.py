@@ -1,4 +1,4 @@
-"""Random access to documents: the interface of every source, and views that select some of the documents."""
+"""Random access to documents: the interface of every source, and views of a subset of the documents."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,9 +10,9 @@ class Documents(Protocol):
     """A numbered collection of texts, read one at a time.
 
     Attributes:
-      block_offsets: None where every order of reading is equally cheap. Else int64 [num_blocks + 1], increasing from 0 to
-        len(self): documents block_offsets[i] to block_offsets[i + 1] are stored, and read, together.
-      blocks_in_memory: how many blocks the source keeps in memory; shuffling stays within so many at a time.
+      block_offsets: None if documents can be read in any order at the same cost. Otherwise int64 [num_blocks + 1], increasing from
+        0 to len(self): documents block_offsets[i] to block_offsets[i + 1] are stored and read together.
+      blocks_in_memory: number of blocks that the source keeps in memory. Shuffling uses at most this many blocks at a time.
     """
 
     @property
@@ -43,7 +43,7 @@ class TextDocuments:
 
 
 class EveryNth:
-    """Documents n-1, 2n-1, 3n-1, … of another collection; with `complement`, all the others in order."""
+    """Documents n-1, 2n-1, 3n-1, … of another collection, or with `complement` all others, in order."""
 
     def __init__(self, documents: Documents, n: int, *, complement: bool = False):
         self._documents, self._n, self._complement = documents, n, complement

@@ -1,4 +1,4 @@
-"""Finding the files that a configuration names, reading them as UTF-8 text, and writing files that are whole or not there."""
+"""Finds the files that a configuration names, reads them as UTF-8 text, and writes files atomically."""
 
 import glob
 import os
@@ -13,12 +13,12 @@ def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[pathlib.
     """List the files behind `paths`.
 
     Args:
-      paths: files, folders (searched recursively, hidden files and folders left out), or glob patterns.
-      suffixes: which files of a folder count, e.g. (".txt", ".md"); any case.
+      paths: files, folders (searched recursively, without hidden files and folders), or glob patterns.
+      suffixes: which files of a folder to take, e.g. (".txt", ".md"), in upper or lower case.
 
     Returns:
-      The files, in the order of `paths` and sorted within each folder or pattern, each once; and the set of those that
-      were found rather than named.
+      The files, each once, in the order of `paths` and sorted within each folder or pattern; and the set of those that were found
+      in a folder or by a pattern instead of being named.
 
     Raises:
       FileNotFoundError: a path does not exist, a pattern matches nothing, or a folder has no such file.
@@ -61,10 +61,10 @@ def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[pathlib.
 
 
 def read_text(path: pathlib.Path) -> str:
-    """Read one UTF-8 file; a byte-order mark at its start is dropped, line ends stay as they are.
+    """Read one UTF-8 file. A byte-order mark at its start is dropped; line ends are kept.
 
     Raises:
-      ValueError: the file is not UTF-8; the message has the offset of the first bad byte.
+      ValueError: the file is not UTF-8. The message gives the offset of the first invalid byte.
     """
     data = path.read_bytes()
     try:
@@ -87,9 +87,9 @@ def machine_memory() -> int:
 
 
 def write_whole(path: pathlib.Path, content: bytes) -> None:
-    """Write a file that appears whole or not at all.
+    """Write a file atomically: it appears complete or not at all.
 
-    The temporary file beside it has a name that nobody can foresee, and is made new: nothing is written through a link.
+    The temporary file beside it has an unpredictable name and must not exist before, so nothing is written through a link.
 
     Raises:
       OSError: the file cannot be written.
@@ -106,11 +106,11 @@ def write_whole(path: pathlib.Path, content: bytes) -> None:
 def text_documents(paths: Sequence[str], suffixes: Sequence[str]) -> TextDocuments:
     """Read text files, one document each.
 
-    Empty files are left out where they were found in a folder, and refused where they were named.
+    Empty files that were found in a folder are skipped. Empty files that were named are an error.
 
     Raises:
       FileNotFoundError: as `expand`.
-      ValueError: a named file is empty, all files are empty, a file is not UTF-8, or they do not fit the machine's memory.
+      ValueError: a named file is empty, all files are empty, a file is not UTF-8, or they do not fit in the machine's memory.
     """
     files, found = expand(paths, suffixes)
     size, memory = sum(file.stat().st_size for file in files), machine_memory()

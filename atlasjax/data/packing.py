@@ -1,4 +1,4 @@
-"""Document packing: documents shuffled, tokenized, cut where they are too long, and packed in rows with segment ids."""
+"""Document packing: shuffles and tokenizes documents, cuts long ones, and packs them into rows with segment ids."""
 
 import dataclasses
 import functools
@@ -10,19 +10,18 @@ from atlasjax.data.documents import Documents
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.data.windows import Batch
 
-_LEAST_BINS = 8  # rows that are filled at the same time; more waste less, and cost memory and work on resume
+_LEAST_BINS = 8  # rows filled at the same time; more rows waste less padding, but cost memory and work on resume
 
 
 class BlockShuffle(grain.MapDataset):
     """Shuffles documents that are stored in blocks, so that only a few blocks are in use at a time.
 
-    In every epoch the blocks come in a new random order, and the documents of each `window` consecutive blocks are
-    shuffled among themselves.
+    Every epoch takes the blocks in a new random order, and shuffles the documents within each group of `window` consecutive blocks.
 
     Args:
       parent: the documents.
-      block_offsets: int64 [num_blocks + 1], where each block begins, and the number of documents.
-      window: blocks in use at a time.
+      block_offsets: int64 [num_blocks + 1], the start of each block, and at the end the number of documents.
+      window: number of blocks in use at a time.
       seed: in [0, 2^32).
     """
 
@@ -57,9 +56,8 @@ class BlockShuffle(grain.MapDataset):
 class CutDocument(grain.experimental.FlatMapTransform):
     """Cut the tokens of a document, int32 [n], into pieces of at most `sequence_length`.
 
-    A piece is {"tokens": int32 [length, 3]}, its columns input, target and weight. The pieces of a document together have
-    every token once as an input, and every token but the first once as a target of weight 1: only the document's last
-    token predicts nothing.
+    A piece is {"tokens": int32 [length, 3]} with the columns input, target and weight. Over the pieces of a document, every token
+    is an input once, and every token but the first is a target of weight 1 once. Only the document's last token predicts nothing.
     """
 
     sequence_length: int
@@ -93,18 +91,18 @@ def packed_rows(
     repeat: bool,
     num_threads: int,
 ) -> grain.IterDataset:
-    """Pack documents in rows by first fit.
+    """Pack documents into rows by first fit.
 
-    A row holds at most `max_segments` - 1 documents (or pieces of documents), with segment ids 1, 2, …; padding at its
-    end has segment id, token ids and weights 0. An element is {"inputs", "targets", "segment_ids": int32 [T], "weights":
+    A row holds at most `max_segments` - 1 documents (or pieces of documents), with segment ids 1, 2, … Padding at its end has
+    segment id 0, token ids 0 and weights 0. An element is {"inputs", "targets", "segment_ids": int32 [T], "weights":
     float32 [T]}, T = sequence_length.
 
     Args:
-      documents: what to pack; empty ones disappear.
-      batch_size: rows that a caller takes at a time; so many, or 8 if more, are filled at the same time.
-      shuffle_seed: None keeps the order.
-      repeat: go on for ever, shuffled anew in every epoch.
-      num_threads: threads that read and tokenize ahead.
+      documents: what to pack. Empty documents are dropped.
+      batch_size: number of rows that a caller takes at a time. This many rows, but at least 8, are filled at the same time.
+      shuffle_seed: seed of the shuffling. None keeps the order.
+      repeat: whether to repeat forever, shuffled differently in every epoch.
+      num_threads: number of threads that read and tokenize ahead.
     """
     dataset = grain.MapDataset.source(documents)
     if shuffle_seed is not None:

@@ -1,4 +1,4 @@
-"""One string column of Parquet files (FineWeb and the like), read by row group."""
+"""Reads one string column of Parquet files (such as FineWeb), one row group at a time."""
 
 import difflib
 import functools
@@ -9,20 +9,20 @@ import numpy as np
 
 from atlasjax.data.files import expand
 
-_MAX_BLOCKS = 8  # row groups kept, and shuffled together
-_CACHE_BYTES = 256 * 2**20  # fewer where they are large
+_MAX_BLOCKS = 8  # row groups kept in memory and shuffled together
+_CACHE_BYTES = 256 * 2**20  # fewer row groups are kept if they are large
 
 
 class ParquetDocuments:
-    """The rows of one string column of Parquet files, one document each; a missing value is an empty document.
+    """The rows of one string column of Parquet files, one document each. A missing value is an empty document.
 
-    Only footers are read up front. A row is read with its whole row group, and the last few row groups stay in memory
-    (8, or as many as 256 MiB hold, but at least one).
+    Only footers are read at the start. A row is read together with its row group, and the most recent row groups stay in memory: 8,
+    or as many as fit in 256 MiB, but at least one.
 
     Raises:
       FileNotFoundError: a path does not exist, or a folder has no *.parquet file.
-      ValueError: a file is not Parquet, or has no such column, or the column does not hold strings, or there is no row; when a
-        row is read, its page is damaged or it is not UTF-8: the message has the file and the row.
+      ValueError: a file is not Parquet, has no such column, or its column does not hold strings; or there are no rows. While
+        reading: a page is damaged or a row is not UTF-8. The message then names the file and the row.
     """
 
     def __init__(self, paths: Sequence[str], column: str):
@@ -88,7 +88,7 @@ class ParquetDocuments:
 
 
 def _string_column(metadata, column: str, file: pathlib.Path) -> int:
-    """Return the position of `column` among the leaf columns of a file; raise ValueError if it is not one of strings."""
+    """Return the position of `column` among the leaf columns of a file. Raises ValueError if it does not hold strings."""
     import pyarrow as pa
 
     schema = metadata.schema.to_arrow_schema()

@@ -15,11 +15,11 @@ from atlasjax.data.sources import load_documents
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.data.windows import Batch, Windows, token_stream
 
-_FOREVER = 2**45  # windows; Grain's own endless repetition overflows when batches of one are sliced
+_FOREVER = 2**45  # windows; Grain's endless repetition overflows when batches of size one are sliced
 
 
 class BatchIterator(Iterator[Batch]):
-    """Iterates over batches; its position is small, JSON-able, and exact."""
+    """Iterates over batches. Its position is small, exact, and can be stored as JSON."""
 
     def __init__(self, iterator: grain.DatasetIterator, identity: dict[str, Any]):
         self._iterator, self._identity = iterator, identity
@@ -28,14 +28,14 @@ class BatchIterator(Iterator[Batch]):
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position after the batch returned last: a dict of strings, numbers and dicts, fit for JSON."""
+        """Return the position after the last batch: a dict of strings, numbers and dicts that can be stored as JSON."""
         return {"pipeline": dict(self._identity), "position": copy.deepcopy(self._iterator.get_state())}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go to a position: the next batch is the one that came next when `state` was taken.
+        """Move to a position. The next batch is the one that followed when `state` was saved.
 
         Raises:
-          ValueError: the state belongs to a pipeline of other data or another configuration; the message says which.
+          ValueError: the state belongs to a pipeline with other data or another configuration. The message names the difference.
         """
         if not isinstance(state, dict) or set(state) != {"pipeline", "position"}:
             raise ValueError(
@@ -55,16 +55,15 @@ class BatchIterator(Iterator[Batch]):
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Batches of one process; iterate over it as often as you like.
+    """Batches of one process. It can be iterated over several times.
 
     Attributes:
       split: "train" or "validation".
-      max_segments: static bound on the segments of a row, padding included; None where batches have no segment_ids.
-      num_tokens: tokens in the split; None where they are not counted up front (packing "documents").
-      batches_per_epoch: batches in one pass; None where unknown. With `repeat` a batch may span two epochs, so it is
-        rounded up.
-      dataset: the Grain dataset below.
-      identity: what a saved position must agree with.
+      max_segments: static bound on the number of segments in a row, padding included. None if batches have no segment_ids.
+      num_tokens: number of tokens in the split. None if they are not counted in advance (packing "documents").
+      batches_per_epoch: number of batches in one pass, rounded up, since with `repeat` a batch may span two epochs. None if
+      unknown. dataset: the underlying Grain dataset.
+      identity: the settings that a saved position must match.
     """
 
     split: Split
@@ -93,18 +92,18 @@ def make_pipeline(
     "segment_ids": int32 [B, T], with B = batch_size / process_count and T = sequence_length. Weights are 0 at padding and
     where the target would be in another document.
 
-    Contiguous packing cuts the global batches, the same for every number of processes, into one slice per process; a
-    saved position fits any number of processes. Packing "documents" with `repeat` gives every process its own range of
-    documents, and a position fits only the process that saved it. Without `repeat` every process reads all, and takes its
-    slice of the batches: the number of batches is the same in all, the last one filled up with rows of weights 0.
+    Contiguous packing makes the same global batches for any number of processes and cuts them into one slice per process, so a
+    saved position can be used with any number of processes. Packing "documents" with `repeat` gives every process its own range of
+    documents, and a position can only be used by the process that saved it. Without `repeat` every process reads all documents and
+    takes its slice of the batches: all processes have the same number of batches, and the last one is padded with rows of weight 0.
 
     Args:
       config: the data.
-      tokenizer: as from `make_tokenizer` or `load_tokenizer`.
+      tokenizer: from `make_tokenizer` or `load_tokenizer`.
       split: "train" or "validation".
       process_index: which slice, in [0, process_count).
-      process_count: number of processes; divides config.batch_size.
-      repeat: go on for ever, or stop after one pass; None: repeat for "train" only.
+      process_count: number of processes. It must divide config.batch_size.
+      repeat: whether to repeat forever or stop after one pass. None repeats only for "train".
 
     Raises:
       ValueError: batch_size is not divisible by process_count, the split is too short, or as `load_documents`.

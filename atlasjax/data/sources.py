@@ -1,4 +1,4 @@
-"""From a `DataConfig` to the documents of its training and validation splits."""
+"""Opens the documents of the training and validation splits of a `DataConfig`."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ BLOCK_SIZE = 4096  # characters
 
 
 def embedded_documents() -> TextDocuments:
-    """The Python language reference inside every CPython, one document per topic, sorted by topic.
+    """The Python language reference that ships with CPython, one document per topic, sorted by topic.
 
-    English prose with some code and grammar, some 370 to 410 kB, depending on the version of Python. Topics repeat
-    whole sections of one another (without this, half of the lines held out would also be trained on), so a paragraph that
-    came before, up to white space, is left out.
+    English prose with some code and grammar, about 370 to 410 kB depending on the version of Python. Topics repeat whole sections
+    of one another. A paragraph that appeared before, up to white space, is left out; otherwise half of the held-out lines would
+    also be in the training text.
     """
     from pydoc_data.topics import topics
 
@@ -39,11 +39,11 @@ def load_documents(config: DataConfig, split: Split) -> Documents:
     """Open the documents of a split.
 
     Args:
-      config: which source, and how its validation part is held out.
+      config: the source, and how its validation text is held out.
       split: "train" or "validation".
 
     Returns:
-      The documents; a contiguous stream joins them with `config.separator`.
+      The documents. A contiguous stream joins them with `config.separator`.
 
     Raises:
       FileNotFoundError: a path or dataset is missing.
@@ -93,7 +93,7 @@ def _open(config: DataConfig, *, separate: bool) -> Documents:
 
 
 class _Sequence:
-    """A sequence of strings from a user's source, with what else `Documents` have, by default for texts held in memory."""
+    """A sequence of strings from a user's source as `Documents`. Missing attributes get the defaults of texts held in memory."""
 
     def __init__(self, source: str, texts: Any):
         self._source, self._texts = source, texts
@@ -124,7 +124,7 @@ def _own(config: DataConfig, split: Split) -> Documents:
 
 def _default_held_out(config: DataConfig, num_documents: int) -> HeldOut:
     if config.source == "embedded" and config.packing == "contiguous":
-        return "blocks"  # topics are sorted by name: a tail would be another kind of text
+        return "blocks"  # topics are sorted by name, so a tail would be another kind of text
     if config.source == "text" and num_documents < 2 * config.held_out_period:
         return "tail"
     return "documents"
@@ -140,7 +140,7 @@ def _tails(documents: TextDocuments, fraction: float, split: Split) -> TextDocum
 
 
 def _blocks(text: str, period: int, split: Split) -> TextDocuments:
-    """Every `period`-th block, or all the others, joined; a block ends with the line that reaches `BLOCK_SIZE`."""
+    """Every `period`-th block, or all others, joined. A block ends with the line that reaches `BLOCK_SIZE`."""
     blocks, start = [], 0
     while start < len(text):
         end = text.find("\n", start + BLOCK_SIZE - 1) + 1

@@ -1,4 +1,4 @@
-"""Text features of TensorFlow Datasets on disk, through their random-access data sources: no TensorFlow needed."""
+"""Reads text features of TensorFlow Datasets on disk through their random-access data sources, without TensorFlow."""
 
 import numpy as np
 
@@ -12,12 +12,12 @@ class TfdsDocuments:
       name: "name", "name/config" or "name:version".
       split: "train", "train[:90%]", "train+test", …
       feature: top-level feature that holds a string.
-      data_dir: the folder of prepared datasets; None: TFDS's own default.
+      data_dir: the folder of prepared datasets. None means TFDS's own default.
 
     Raises:
       ImportError: tensorflow-datasets is not installed.
-      FileNotFoundError: there is no such dataset, or it is not prepared in `data_dir`; nothing is ever downloaded.
-      ValueError: no such split or feature, or the dataset is stored in a format without random access.
+      FileNotFoundError: there is no such dataset, or it is not prepared in `data_dir`. Nothing is downloaded.
+      ValueError: there is no such split or feature, or the dataset is stored in a format without random access.
     """
 
     block_offsets: np.ndarray | None = None

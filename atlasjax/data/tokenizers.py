@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, byte-level BPE (trained here or loaded), and SentencePiece models, behind one interface."""
+"""Tokenizers with one interface: bytes, byte-level BPE (trained here or loaded), and SentencePiece models."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from atlasjax.names import lookup
 _KIND_FILE = "tokenizer.json"
 _MAX_IDS = 16  # times the number of tokens: tables of the vocabulary have a row for each id
 _MOST_TOKENS = 2**20  # memory is taken for all of them before the first merge
-_TRAINING_CHARACTERS = 64 * 2**20  # BPE statistics change little beyond this much text
+_TRAINING_CHARACTERS = 64 * 2**20  # BPE statistics change little with more text
 
 
 class Tokenizer(Protocol):
@@ -26,8 +26,8 @@ class Tokenizer(Protocol):
 
     Attributes:
       vocab_size: ids are in [0, vocab_size).
-      bytes_per_token: int32 [vocab_size], UTF-8 bytes of text that each id stands for, 0 for control tokens. Summed over
-        predicted tokens it is the number of bytes in "bits per byte".
+      bytes_per_token: int32 [vocab_size], the number of UTF-8 bytes of text that each id represents, 0 for control tokens. Its sum
+        over the predicted tokens is the number of bytes in "bits per byte".
     """
 
     @property
@@ -41,11 +41,11 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int], /) -> str:
-        """Return the text of `ids`; incomplete UTF-8 becomes U+FFFD. ValueError where an id is outside the vocabulary."""
+        """Return the text of `ids`. Incomplete UTF-8 becomes U+FFFD. Raises ValueError if an id is outside the vocabulary."""
         ...
 
     def save(self, directory: str | os.PathLike[str], /) -> None:
-        """Write everything that `load_tokenizer` needs into `directory`, which is made if missing."""
+        """Write everything that `load_tokenizer` needs into `directory`, which is created if it does not exist."""
         ...
 
 
@@ -86,11 +86,11 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """Byte-level byte-pair encoding (`tokenizers`): every text can be encoded and comes back unchanged.
+    """Byte-level byte-pair encoding (`tokenizers`). Any text can be encoded, and decodes to itself.
 
     Args:
       definition: the JSON text of a `tokenizers.Tokenizer` with a BPE model and a ByteLevel decoder.
-      name: where it comes from, for error messages.
+      name: its origin, for error messages.
     """
 
     _FILE = "bpe.json"
@@ -124,7 +124,7 @@ class BpeTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "BpeTokenizer":
-        """Learn merges from `texts`. The vocabulary comes out smaller where the texts have too few pairs to merge.
+        """Learn merges from `texts`. The vocabulary is smaller than `vocab_size` if the texts have too few pairs to merge.
 
         Raises:
           ValueError: vocab_size is below 256 (every byte needs a token) or above 2^20.
@@ -158,13 +158,13 @@ class BpeTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model. Its own normalization applies (most models turn line ends into spaces).
+    """A SentencePiece model. It normalizes the text (most models turn line ends into spaces).
 
-    `bytes_per_token` counts the bytes of each piece of normalized text, and 1 for the unknown piece.
+    `bytes_per_token` is the number of bytes of each piece of normalized text, and 1 for the unknown piece.
 
     Args:
       model: the serialized model.
-      name: where it comes from, for error messages.
+      name: its origin, for error messages.
     """
 
     _FILE = "sentencepiece.model"
@@ -202,10 +202,10 @@ class SentencePieceTokenizer:
 
 
 def make_tokenizer(config: DataConfig) -> Tokenizer:
-    """Make the tokenizer that `config.tokenizer` describes, training it on the training split if need be.
+    """Make the tokenizer that `config.tokenizer` describes. It is trained on the training split if necessary.
 
     Raises:
-      ValueError: unknown kind, or an unusable file; `load_documents` errors where a BPE is trained.
+      ValueError: the kind is unknown or the file is unusable; and the errors of `load_documents` if a BPE is trained.
       FileNotFoundError: the tokenizer file does not exist.
     """
     kind, colon, argument = config.tokenizer.partition(":")
@@ -238,8 +238,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     """Load what `Tokenizer.save` wrote.
 
     Raises:
-      FileNotFoundError: a file of it is missing.
-      ValueError: a file of it is damaged.
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged.
     """
     folder = pathlib.Path(directory)
     try:

@@ -1,4 +1,4 @@
-"""Contiguous packing: one long stream of tokens, cut into windows."""
+"""Contiguous packing: one long stream of tokens is cut into windows."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from atlasjax.data.documents import Documents
 from atlasjax.data.tokenizers import Tokenizer
 
 Batch = dict[str, np.ndarray]
-_PIECE = 2**20  # characters tokenized at once: a tokenizer needs some hundred bytes of memory per token
+_PIECE = 2**20  # characters tokenized at once; a tokenizer needs about a hundred bytes of memory per token
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -33,7 +33,7 @@ def token_stream(documents: Documents, tokenizer: Tokenizer, separator: str) -> 
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a long text after line ends, or anywhere if it has none."""
+    """Cut a long text at line ends, or anywhere if it has none."""
     start = 0
     while start < len(text):
         end = start + _PIECE
@@ -44,10 +44,10 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 class Windows:
-    """Windows of a token stream: window i predicts tokens i T + 1 to i T + T from those before them, T = sequence_length.
+    """Windows of a token stream: window i predicts tokens i T + 1 to i T + T, where T = sequence_length.
 
-    So every token but the first is a target exactly once. The last window is filled up with tokens and weights 0, and
-    windows of weights 0 only are added until their number is a multiple of `multiple`.
+    Every token but the first is a target exactly once. The last window is padded with tokens and weights 0, and windows with only
+    zero weights are added until their number is a multiple of `multiple`.
 
     An item is {"inputs": int32 [T], "targets": int32 [T], "weights": float32 [T]}.
     """
