@@ -1,4 +1,4 @@
-"""Training: `train(TrainConfig(...))` makes or goes on with a run; its parts are pure functions to use on their own.
+"""Training: `train(TrainConfig(...))` starts or resumes a run. Its parts are pure functions that can be used on their own.
 
 config = default_config("atlas-tiny")
 result = train(config)
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from atlasjax.train.state import TrainState
     from atlasjax.train.step import accumulated_gradients, jit_train_step, loss_sums, train_step
 
-# Loaded on first use: the error classes must not cost what the data pipeline costs.
+# Loaded on first use, so that importing the error classes does not import the data pipeline.
 _HOME = {
     "Checkpoints": "checkpoint",
     "OptimizerConfig": "config",

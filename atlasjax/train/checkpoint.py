@@ -3,7 +3,7 @@
     checkpoints/<step>/params, optimizer, progress      arrays (Orbax OCDBT)
     checkpoints/<step>/position, config, integrity      JSON
 
-A step is written beside the others under a temporary name and renamed when it is complete.
+A step is written beside the others under a temporary name, and renamed when it is complete.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ _JSON = ("position", "config", "integrity")
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a checkpoint held.
+    """The content of a checkpoint.
 
     Attributes:
-      state: the training state, in the shardings that were asked for.
+      state: the training state, with the requested shardings.
       positions: the data position of each process.
       step: optimizer steps done.
-      skipped: newer checkpoints that could not be used: (step, reason), newest first.
+      skipped: newer checkpoints that could not be used, as (step, reason), newest first.
     """
 
     state: TrainState
@@ -45,11 +45,11 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run. A context manager: leaving it waits for the save in progress.
+    """The checkpoints of one run. A context manager, which waits at the end for the save in progress.
 
     Args:
       directory: the folder that holds (or will hold) one folder per step.
-      keep: checkpoints kept; the oldest are deleted.
+      keep: number of checkpoints to keep. The oldest are deleted.
       clean: delete what a killed save has left behind; False where another process may be saving.
 
     Attributes:
@@ -106,16 +106,16 @@ class Checkpoints:
         return self.directory / str(step)
 
     def save(self, state: TrainState, positions: Sequence[Any], config: dict[str, Any]) -> None:
-        """Starts to save a state; returns as soon as its arrays are copied. Waits first for the save before it.
+        """Starts saving a state and returns as soon as its arrays are copied. First waits for the previous save.
 
         Args:
-          state: the state; its `step` names the folder. A step that is already saved is left as it is.
-          positions: the data position of each process, JSON-able.
+          state: the state. Its `step` names the folder. A step that is already saved is not saved again.
+          positions: the data position of each process, which can be stored as JSON.
           config: JSON form of the run's TrainConfig.
 
         Raises:
-          NonFiniteError: the state has a NaN or an infinity; nothing is written.
-          CheckpointError: this save could not start, or the one before it failed (disk full, …).
+          NonFiniteError: the state has a NaN or infinite value. Nothing is written.
+          CheckpointError: this save could not start, or the previous one failed (disk full, …).
         """
         self.wait()
         step = int(state.step)
@@ -144,7 +144,7 @@ class Checkpoints:
         """Waits until the save in progress is on disk.
 
         Raises:
-          CheckpointError: it failed. The checkpoints before it are intact; nothing of it is left.
+          CheckpointError: the save failed. Earlier checkpoints are intact, and nothing of the failed one is left.
         """
         if self._pending is not None:
             (step, response), self._pending = self._pending, None
@@ -152,7 +152,7 @@ class Checkpoints:
                 response.result()
 
     def set_aside(self, step: int) -> pathlib.Path:
-        """Moves a damaged checkpoint out of the way, so that its step can be saved again; returns its new place."""
+        """Moves a damaged checkpoint to another folder, so that its step can be saved again. Returns its new path."""
         target = self.directory.parent / "damaged" / f"{step}"
         while target.exists():
             target = target.with_name(target.name + "_")
@@ -167,7 +167,7 @@ class Checkpoints:
         return target
 
     def config(self, step: int) -> dict[str, Any]:
-        """The JSON form of the TrainConfig that a step was saved with.
+        """The TrainConfig that a step was saved with, in its JSON form.
 
         Raises:
           CheckpointError: it cannot be read, or is not what was saved.
@@ -178,23 +178,23 @@ class Checkpoints:
             raise CheckpointError(f"Checkpoint {self.path(step)}: {error}") from error
 
     def newest_config(self) -> dict[str, Any] | None:
-        """The config of the newest checkpoint whose config can be read; None if there is none."""
+        """The config of the newest checkpoint whose config can be read, or None."""
         for step in reversed(self.steps()):
             with contextlib.suppress(CheckpointError):
                 return self.config(step)
         return None
 
     def restore(self, abstract: TrainState, step: int | None = None) -> Restored:
-        """Reads the newest usable checkpoint, or that of `step`.
+        """Reads the newest usable checkpoint, or the checkpoint of `step`.
 
-        A checkpoint that cannot be read, or whose arrays are not bit for bit those that were saved, is skipped.
+        A checkpoint is skipped if it cannot be read, or if its arrays differ in any bit from those that were saved.
 
         Args:
-          abstract: shapes, dtypes and shardings of the state to make.
-          step: which checkpoint; None: the newest usable one.
+          abstract: shapes, dtypes and shardings of the state.
+          step: which checkpoint. None means the newest usable one.
 
         Raises:
-          CheckpointError: none is usable; the message says why, for each.
+          CheckpointError: no checkpoint is usable. The message gives the reason for each.
         """
         target = {
             "params": abstract.params,
@@ -206,7 +206,7 @@ class Checkpoints:
         return Restored(state, loaded["position"], used, skipped)
 
     def restore_params(self, abstract: PyTree, step: int | None = None) -> tuple[PyTree, int, list[tuple[int, str]]]:
-        """Reads only the model's parameters; as `restore`, for evaluation and generation.
+        """Like `restore`, but reads only the model's parameters, for evaluation and generation.
 
         Args:
           abstract: nested dict of the parameters' shapes, dtypes and shardings.
@@ -284,7 +284,7 @@ class Checkpoints:
             raise CheckpointError(self._failure(step, _root_cause(error))) from error
 
     def _clear_failed(self) -> None:
-        """Removes what a failed save has written; its other threads may write on until the checkpointer is closed."""
+        """Removes what a failed save has written. Its other threads may continue to write until the checkpointer is closed."""
         if self._failed_step is not None and jax.process_index() == 0:
             for leftover in self.directory.glob(f"{self._failed_step}.*tmp*"):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -298,21 +298,21 @@ class Checkpoints:
 
 
 def _join_writers(others: set[threading.Thread], seconds: float = 30.0) -> None:
-    """Waits for the threads that a failed save has left: Orbax does not, and they would complain at the interpreter's end.
+    """Waits for the threads that a failed save has left. Orbax does not, and they would raise errors when the interpreter exits.
 
-    They are Orbax's own threads and the workers of its event loops, which asyncio names. Writers that end after the event
-    loop of a failed save is closed are logged by asyncio and concurrent.futures.
+    They are Orbax's own threads and the workers of its event loops, which asyncio names. If a writer ends after the event loop of
+    the failed save is closed, asyncio and concurrent.futures log it.
 
     Args:
-      others: threads that have nothing to do with the save.
+      others: threads that do not belong to the save.
       seconds: how long to wait for all of them together.
     """
     deadline = time.monotonic() + seconds
     for thread in set(threading.enumerate()) - others - {threading.current_thread()}:
         if type(thread).__module__.startswith("orbax.") or thread.name.startswith("asyncio_"):
-            with contextlib.suppress(Exception):  # Orbax raises once more what ended the thread
+            with contextlib.suppress(Exception):  # Orbax raises again the error that ended the thread
                 thread.join(timeout=max(0.0, deadline - time.monotonic()))
-    gc.collect()  # tasks of the closed loop complain when they are collected: now, while asyncio's logger is silent
+    gc.collect()  # tasks of the closed loop log an error when they are collected; do it now, while asyncio's logger is silent
 
 
 def _text_sums(content: dict[str, Any]) -> dict[str, int]:
@@ -324,7 +324,7 @@ def _prefixes(arrays: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _root_cause(error: BaseException) -> str:
-    """The first line of the innermost error: the libraries wrap it in several layers."""
+    """The first line of the innermost error, which the libraries wrap in several layers."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:

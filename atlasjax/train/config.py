@@ -1,4 +1,4 @@
-"""The configuration of a training run, its JSON form, and how two of them differ."""
+"""The configuration of a training run, and the differences between two of them."""
 
 import dataclasses
 import math
@@ -22,17 +22,17 @@ class OptimizerConfig:
     Attributes:
       name: "adamw", or "package.module:function" for any function that returns an optax transformation: "optax:lion",
         "optax.contrib:muon", or one of your own. It is called with the schedule, `options`, and the mask of the parameters that
-        decay if it has a parameter `mask` or `weight_decay_mask`. The function itself is taken too, and kept as that name.
-      options: keyword arguments of that function, a JSON object; a dictionary is taken too, and kept as text. b1, b2, eps and
-        weight_decay below are AdamW's.
-      schedule: "cosine", "linear", "constant", or "package.module:function", called with this config and the steps of the whole
-        run; it returns a function step (0 is the first) → learning rate.
-      learning_rate: the peak, reached at the end of the warm-up.
-      warmup_steps: steps of linear warm-up.
+        decay if it has a parameter `mask` or `weight_decay_mask`. The function itself is also accepted, and stored as that name.
+      options: keyword arguments of that function, as a JSON object. A dictionary is also accepted, and stored as text. b1, b2, eps
+        and weight_decay below belong to AdamW.
+      schedule: "cosine", "linear", "constant", or "package.module:function", which is called with this config and the number of
+        steps of the whole run, and returns a function step (0 is the first) → learning rate.
+      learning_rate: the peak learning rate, reached at the end of the warm-up.
+      warmup_steps: number of steps of linear warm-up.
       final_fraction: the learning rate at the last step, as a fraction of the peak ("cosine" and "linear").
-      b1, b2, eps: AdamW's decay rates of the two moments, and the term that keeps it from dividing by zero.
+      b1, b2, eps: AdamW's decay rates of the two moments, and the term that prevents a division by zero.
       weight_decay: decoupled decay, applied to matrices only (see `optimizer.decay_mask`).
-      clip_norm: gradients with a larger global norm are scaled down to it; None: never.
+      clip_norm: gradients with a larger global norm are scaled down to this norm. None means no clipping.
     """
 
     name: str = "adamw"
@@ -88,19 +88,19 @@ class TrainConfig:
       model: the architecture.
       data: what to read, in which sequences and batches.
       optimizer: the outer optimizer and its schedule.
-      mesh: how devices share the work.
+      mesh: how the work is divided over devices.
       processes: the other processes of a multi-host run.
-      steps: optimizer steps of the whole run.
-      accumulation: microbatches per step; gradients are summed over them, so that activations need 1/n of the memory.
-      seed: seeds the parameters and whatever is random in a run but the order of the data (`data.seed`).
+      steps: number of optimizer steps of the whole run.
+      accumulation: number n of microbatches per step. Gradients are summed over them, so activations need 1/n of the memory.
+      seed: seed of the parameters and of everything random in a run, except the order of the data (`data.seed`).
       run_dir: folder of checkpoints, metrics and plots.
-      eval_every: evaluate on held-out text every so many steps (and at the end); 0: only at the end.
-      eval_batches: batches of held-out text per evaluation; None: all of them.
-      checkpoint_every: save every so many steps (and at the end); 0: only at the end.
-      keep: checkpoints kept; the oldest are deleted. 2 at least, so that one remains when the newest is damaged.
-      log_every: steps between two lines of progress and metrics.
-      tensorboard: also write TensorBoard event files.
-      memory_norm_limit: a memory is reported when the root mean square of its rows' norms passes this.
+      eval_every: number of steps between evaluations on held-out text. 0 evaluates only at the end, where every run does.
+      eval_batches: number of held-out batches per evaluation. None means all.
+      checkpoint_every: number of steps between checkpoints. 0 saves only at the end, where every run does.
+      keep: number of checkpoints to keep, at least 2, so that one remains if the newest is damaged. The oldest are deleted.
+      log_every: number of steps between two lines of progress and metrics.
+      tensorboard: whether to write TensorBoard event files too.
+      memory_norm_limit: a memory is reported when the root mean square of its rows' norms exceeds this.
     """
 
     model: ModelConfig

@@ -11,14 +11,14 @@ _TOKENS = {"170m": 15e9, "340m": 15e9, "760m": 30e9, "1.3b": 100e9}  # of traini
 
 
 def default_config(preset: str) -> TrainConfig:
-    """Returns the training run of a preset.
+    """Returns the training configuration of a preset.
 
-    Tiny presets: some minutes on two CPU cores, on the embedded text. The others: sequences of 4,096, 0.5M tokens a batch,
-    AdamW at 4e-4 with cosine decay and weight decay 0.1, on as many tokens as the papers (at sizes that A Table 7 does not have, on
-    20 for each parameter of the name); the text is for the user to give (`data.*`), and so is a mesh that fits the machine.
+    Tiny presets train on the embedded text in a few minutes on two CPU cores. All others use sequences of 4,096 tokens, batches of
+    0.5M tokens, and AdamW at 4e-4 with cosine decay and weight decay 0.1. They train on as many tokens as the papers (sizes that A
+    Table 7 does not have: 20 tokens per parameter of the name). The user gives the text (`data.*`) and a mesh that fits the machine.
 
     Raises:
-      ValueError: no such preset; the message suggests the nearest name.
+      ValueError: there is no such preset. The message suggests the nearest name.
     """
     model = get_preset(preset)
     size = preset.rpartition("-")[2]

@@ -1,20 +1,20 @@
-"""How a run can end badly: errors whose message is for the user, not for a traceback."""
+"""Errors that end a run. Their messages are for the user, without a traceback."""
 
 import contextlib
 from collections.abc import Iterator
 
 
 class RunError(RuntimeError):
-    """The run cannot go on; the message says what happened, what is safe, and what to do. The command exits with 1."""
+    """The run cannot continue. The message says what happened, what is saved, and what to do. The command exits with 1."""
 
 
 class ConfigError(ValueError):
-    """What was asked for cannot be done; found before anything was compiled. The command exits with 2."""
+    """The configuration is invalid. This is found before anything is compiled. The command exits with 2."""
 
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turns what is raised for a wrong value, or a file that is not there, into a ConfigError with the same message."""
+    """Turns the errors for an invalid value or a missing file into a ConfigError with the same message."""
     try:
         yield
     except (ValueError, FileNotFoundError) as error:
@@ -30,14 +30,14 @@ class CheckpointError(RunError):
 
 
 class ProcessDiedError(RunError):
-    """Another process of the run has ended. The command exits with 75: starting all processes again goes on."""
+    """Another process of the run has ended. The command exits with 75. Starting all processes again resumes the run."""
 
 
 class Interrupted(RunError):
-    """The run was asked to stop by a signal, after the step in progress was finished and saved.
+    """A signal asked the run to stop. The step in progress was finished and saved.
 
     Attributes:
-      signal: the signal's number; the command exits with 128 + signal, as shells do.
+      signal: the signal's number. The command exits with 128 + signal, as shells do.
     """
 
     def __init__(self, message: str, signal: int):

@@ -1,6 +1,6 @@
-"""Whether a run fits the machine's memory, estimated before anything large is made or compiled.
+"""Estimates whether a run fits in the machine's memory, before anything large is made or compiled.
 
-What is counted is needed whatever the compiler does: parameters, gradients, the optimizer's state, logits, and what enters each
+The estimate counts what is needed with any compiler: parameters, gradients, the optimizer's state, logits, and the input of each
 layer. A run that passes may still need more.
 """
 
@@ -17,7 +17,7 @@ _GIB = 2**30
 
 
 def available_bytes() -> int | None:
-    """Memory of one of this process's devices; CPU devices share that of the machine. None where it is not known."""
+    """Memory in bytes of one of this process's devices. CPU devices share that of the machine. None if unknown."""
     devices = jax.local_devices()
     if devices[0].platform != "cpu":
         return (devices[0].memory_stats() or {}).get("bytes_limit")
@@ -25,7 +25,7 @@ def available_bytes() -> int | None:
 
 
 def parameters_at_least(model: ModelConfig) -> int:
-    """Fewer parameters than the model has, from its config alone: making even its shapes takes time and memory."""
+    """A lower bound of the number of parameters from the config alone, because even making their shapes takes time and memory."""
     own = sum(":" in mixer for mixer in model.pattern) / len(model.pattern)
     heads = model.dim if model.head_dim is None else model.num_heads * model.head_dim
     mixers = round((1 - own) * model.num_layers) * model.dim * min(heads, model.dim)
@@ -36,14 +36,14 @@ def parameters_at_least(model: ModelConfig) -> int:
 def check_fits(
     config: TrainConfig, mesh: Mapping[str, int], parameters: int, available: int | None, *, batch: bool = True
 ) -> None:
-    """Raises ValueError if a run needs more memory than there is; the message says how much, and what it takes to fit.
+    """Raises ValueError if a run needs more memory than there is. The message says how much, and how to make it fit.
 
     Args:
       config: the run.
       mesh: axis → size.
-      parameters: the model's, all of them or fewer.
-      batch: count the batch besides.
-      available: bytes of a device; None: not known, and nothing is checked.
+      parameters: number of the model's parameters, or a lower bound of it.
+      batch: whether to count the batch too.
+      available: bytes of memory of a device. None means unknown, and nothing is checked.
     """
     if available is None:
         return

@@ -1,6 +1,6 @@
-"""Fingerprints of what a checkpoint holds: exact, cheap, independent of the mesh. They tell a damaged one from a good one.
+"""Fingerprints of a checkpoint, which detect damage. They are exact, cheap and independent of the mesh.
 
-The storage format notices truncated files, but a flipped bit, or a changed data position, loads without an error.
+The storage format detects truncated files, but a flipped bit or a changed data position would load without an error.
 """
 
 import functools
@@ -17,8 +17,8 @@ PyTree = Any
 def describe(state: PyTree) -> dict[str, Any]:
     """Returns {"finite": bool, "sums": {path: int}} of a state.
 
-    The sum of an array is the sum, modulo 2^32, of its bits as unsigned integers, each times an odd number that depends on
-    its place: integer arithmetic, so it is the same however the array is sharded.
+    The sum of an array is the sum, modulo 2^32, of its entries' bits as unsigned integers, each times an odd number that depends on
+    its position. In integer arithmetic it does not depend on how the array is sharded.
 
     Args:
       state: pytree of arrays, PRNG keys included.
@@ -29,12 +29,12 @@ def describe(state: PyTree) -> dict[str, Any]:
 
 
 def text_sum(value: Any) -> int:
-    """The CRC-32 of a JSON value, whatever the order of its keys and the white space it was stored with."""
+    """The CRC-32 of a JSON value. It does not depend on the order of keys or on white space."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def damaged(saved: dict[str, int], loaded: dict[str, int]) -> list[str]:
-    """Returns the paths whose sums are not those that were saved."""
+    """Returns the paths whose sums differ from those that were saved."""
     return sorted(path for path in saved.keys() | loaded.keys() if saved.get(path) != loaded.get(path))
 
 

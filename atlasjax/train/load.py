@@ -1,4 +1,4 @@
-"""A trained model, out of the folder of its run."""
+"""Loads a trained model from the folder of its run."""
 
 import dataclasses
 import json
@@ -19,14 +19,14 @@ from atlasjax.train.setup import run_tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRun:
-    """A run's model and what belongs to it.
+    """The model of a run, with its tokenizer and configuration.
 
     Attributes:
-      model: with the checkpoint's parameters, split over all local devices where they divide.
-      tokenizer: the run's.
-      config: the run's.
+      model: the model with the checkpoint's parameters, split over all local devices where their sizes allow it.
+      tokenizer: the tokenizer of the run.
+      config: the configuration of the run.
       step: optimizer steps done.
-      skipped: newer checkpoints that could not be used: (step, reason).
+      skipped: newer checkpoints that could not be used, as (step, reason).
     """
 
     model: LanguageModel
@@ -61,7 +61,7 @@ def run_config(run_dir: str | pathlib.Path) -> TrainConfig | None:
 
 
 def load_run(run_dir: str | pathlib.Path, step: int | None = None) -> LoadedRun:
-    """Loads the newest usable checkpoint of a run, or that of `step`.
+    """Loads the newest usable checkpoint of a run, or the checkpoint of `step`.
 
     Raises:
       ConfigError: there is no run in the folder, or its tokenizer or config cannot be used.

@@ -1,4 +1,4 @@
-"""One job in a run's folder at a time: a lock that ends with the process that holds it, however it ends."""
+"""A lock that allows one job at a time in a run's folder. It is released when its process ends, however it ends."""
 
 import contextlib
 import fcntl
@@ -18,8 +18,8 @@ def hold(run_dir: pathlib.Path) -> Iterator[None]:
     """Holds the lock of an existing folder. With several processes the first one takes it for all.
 
     Raises:
-      ValueError: another job holds it; the message names its process and machine.
-      OSError: the lock's file cannot be made, or the file system has no locks.
+      ValueError: another job holds the lock. The message names its process and machine.
+      OSError: the lock file cannot be created, or the file system has no locks.
     """
     with contextlib.ExitStack() as held:
         failure: Exception | None = None

@@ -1,4 +1,4 @@
-"""The training loop: from a configuration to a trained model in a folder that it can be resumed from."""
+"""The training loop: trains a model from a configuration, in a folder from which the run can be resumed."""
 
 import contextlib
 import dataclasses
@@ -37,13 +37,13 @@ ADVICE = "a lower optimizer.learning_rate, a longer optimizer.warmup_steps, a sm
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
       state: the final training state.
       setup: the parts of the run.
-      resumed_from: step that this call resumed from; 0 for a new run.
-      evaluation: the last evaluation on held-out text; None where nothing is held out.
+      resumed_from: the step that this call resumed from, 0 for a new run.
+      evaluation: the last evaluation on held-out text. None if nothing is held out.
       checkpoint: folder of the last checkpoint.
       seconds: wall time of this call.
     """
@@ -67,10 +67,10 @@ def train(
     on_start: Callable[[int], None] | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> TrainResult:
-    """Trains, or goes on training, until `config.steps` optimizer steps are done.
+    """Trains until `config.steps` optimizer steps are done. Starts a run or resumes it.
 
-    A run whose folder has checkpoints goes on from the newest usable one, and on the same machine and mesh gives bit for
-    bit the numbers of a run that was never stopped.
+    If the run's folder has checkpoints, the run resumes from the newest usable one. On the same machine and mesh, its numbers are
+    equal in every bit to those of a run that was never stopped.
 
     Args:
       config: the run.
@@ -173,7 +173,7 @@ def _first_state(setup: Setup, checkpoints: Checkpoints, data: BatchIterator) ->
 
 
 class _Run:
-    """The mutable part of a run: what happens between its steps."""
+    """The mutable part of a run, and what happens between steps."""
 
     def __init__(self, setup: Setup, checkpoints: Checkpoints, data: BatchIterator):
         self.setup, self.checkpoints, self.data = setup, checkpoints, data
@@ -197,7 +197,7 @@ class _Run:
         self, state: TrainState, first: int, signals: StopSignals, writer: MetricsWriter, progress: Progress,
         on_step: Callable[[int], None] | None,
     ) -> TrainState:  # fmt: skip
-        """Takes the steps that are left; evaluates, saves and reports between them."""
+        """Takes the remaining steps, and evaluates, saves and reports between them."""
         config = self.config
         if first >= config.steps:
             progress.print(f"All {config.steps} steps are done; a larger steps goes on from here.")

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: metrics.jsonl and TensorBoard."""
+"""Writes the numbers of a run to metrics.jsonl and TensorBoard."""
 
 import json
 import math
@@ -12,9 +12,9 @@ _RESUMED = "resumed"
 
 
 def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the records of a metrics.jsonl, in order, without those of steps that a resumed run has taken again.
+    """Returns the records of a metrics.jsonl in order, without those of steps that a resumed run has repeated.
 
-    A line that is not a record is left out, with a warning unless it is one that a killed run left incomplete.
+    A line that is not a record is skipped with a warning, or without one if a killed run left the line incomplete.
     """
     path = pathlib.Path(path)
     lines = path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() else []
@@ -50,13 +50,13 @@ class MetricsWriter:
     """Appends records to metrics.jsonl, and to TensorBoard event files. A context manager.
 
     A record is one JSON object: {"step": n, "kind": "train" | "evaluation", name: number, …}. The file only grows: a resumed run
-    appends {"step": n, "kind": "resumed"}, and what was recorded of later steps before that line no longer counts (`read`).
+    appends {"step": n, "kind": "resumed"}, and earlier records of later steps no longer count (`read`).
 
     Args:
       run_dir: the run's folder.
-      after_step: the step of the checkpoint that the run resumes from; 0 for a new run.
-      tensorboard: also write event files.
-      active: whether to write at all (one process of several does).
+      after_step: the step of the checkpoint that the run resumes from, 0 for a new run.
+      tensorboard: whether to write event files too.
+      active: whether to write at all. Only one of several processes does.
     """
 
     def __init__(self, run_dir: pathlib.Path, after_step: int = 0, *, tensorboard: bool = True, active: bool = True):
@@ -88,7 +88,7 @@ class MetricsWriter:
             self._events.close()
 
     def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
-        """Records `values` under optimizer steps done; the line is in the file when this returns."""
+        """Records `values` for a number of optimizer steps done. The line is in the file when this returns."""
         if self._file is None:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN

@@ -1,4 +1,4 @@
-"""The outer optimizer, AdamW or any other of optax; its learning-rate schedule; and which parameters decay."""
+"""The outer optimizer (AdamW or any other of optax), its learning-rate schedule, and the parameters that decay."""
 
 import json
 from collections.abc import Callable
@@ -18,15 +18,15 @@ PyTree = Any
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array | int], jax.Array]:
     """Returns the schedule: step (0 is the first) → learning rate, float32.
 
-    Linear warm-up to the peak over `warmup_steps` (the first step already moves), then half a cosine or a line down to
-    `final_fraction` of the peak at step `steps - 1`, where it stays; or the peak ("constant").
+    Linear warm-up to the peak over `warmup_steps` (the rate of the first step is already positive), then half a cosine or a line
+    down to `final_fraction` of the peak at step `steps - 1`, and constant after it; or the peak throughout ("constant").
 
     Args:
       config: the optimizer's settings.
-      steps: steps of the whole run.
+      steps: number of steps of the whole run.
 
     Raises:
-      ValueError: a schedule of a user's own that does not take these arguments, or does not return a function.
+      ValueError: a user's schedule does not take these arguments or does not return a function.
     """
     if ":" in config.schedule:
         kind = "learning-rate schedule"
@@ -49,7 +49,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array | 
     return schedule
 
 
-# What is left to fall, 1 to 0, where a share of the way is done.
+# The rest of the decay, from 1 to 0, as a function of the progress.
 _SHAPES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "cosine": lambda progress: 0.5 * (1 + jnp.cos(jnp.pi * progress)),
     "linear": lambda progress: 1 - progress,
@@ -57,19 +57,18 @@ _SHAPES: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-# Axes along which a parameter is a matrix; the others ("layers", "conv", unnamed ones) only stack smaller parameters.
+# The axes of a matrix. All others ("layers", "conv", unnamed ones) only stack smaller parameters.
 _MATRIX_AXES = {"vocab", "embed", "mlp", "heads", "rank", "memory_in", "memory_out"}
 
 
 def decay_mask(logical_axes: PyTree) -> PyTree:
-    """Which parameters decay: matrices, those with two or more axes of `_MATRIX_AXES`.
+    """Which parameters decay: the matrices, which have two or more axes of `_MATRIX_AXES`.
 
-    Embeddings, projections (those of the gates included) and the memories' initial weights M_0 decay. Norms, biases, gate
-    biases, feature coefficients and depthwise convolutions do not: decay would pull them away from the values at which they
-    do nothing.
+    Embeddings, projections (including those of gates) and the memories' initial weights M_0 decay. Norms, biases, gate biases,
+    feature coefficients and depthwise convolutions do not, because decay would pull them away from their neutral values.
 
     Args:
-      logical_axes: the parameters' axis names, a PartitionSpec each (`nn.logical_axes`, as a nested dict).
+      logical_axes: the axis names of each parameter as a PartitionSpec (`nn.logical_axes`, as a nested dict).
 
     Returns:
       The same tree of bools.
@@ -82,15 +81,15 @@ def decay_mask(logical_axes: PyTree) -> PyTree:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, mask: PyTree) -> optax.GradientTransformation:
-    """Returns clipping followed by AdamW, or the optimizer that the config names, on the schedule.
+    """Returns clipping followed by AdamW or the optimizer that the config names, with its schedule.
 
     Args:
       config: the optimizer's settings.
-      steps: steps of the whole run, for the schedule.
-      mask: tree of bools, which parameters decay.
+      steps: number of steps of the whole run, for the schedule.
+      mask: tree of bools that says which parameters decay.
 
     Raises:
-      ValueError: an optimizer that does not take its options, or is no optax transformation.
+      ValueError: the optimizer does not take its options, or is not an optax transformation.
     """
     rate = learning_rate(config, steps)
     if ":" in config.name:
@@ -102,6 +101,6 @@ def make_optimizer(config: OptimizerConfig, steps: int, mask: PyTree) -> optax.G
             raise ValueError(f"optimizer {config.name!r} gave {update!r}, should be an optax.GradientTransformation.")
     else:
         update = optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=mask)
-    # Without clipping the state has the same tree, so that a run can go on with or without it.
+    # The state has the same tree without clipping, so a run can be resumed with or without it.
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     return optax.chain(clip, update)

@@ -1,4 +1,4 @@
-"""The picture of a run: training loss and held-out bits per byte against tokens."""
+"""Plots the training loss and held-out bits per byte of a run against tokens."""
 
 import pathlib
 from typing import Any
@@ -7,18 +7,18 @@ from atlasjax.train import metrics
 
 
 def plot_loss(run_dir: str | pathlib.Path, title: str = "", references: dict[str, float] | None = None) -> pathlib.Path:
-    """Draws loss_curve.png from a run's metrics.jsonl.
+    """Plots a run's metrics.jsonl to loss_curve.png.
 
     Args:
       run_dir: the run's folder.
-      title: shown above the picture.
+      title: title of the figure.
       references: bits per byte of other models on the same held-out text, drawn as horizontal lines.
 
     Returns:
-      The picture's path.
+      The path of the figure.
 
     Raises:
-      ValueError: nothing was recorded yet.
+      ValueError: nothing has been recorded yet.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -30,7 +30,7 @@ def plot_loss(run_dir: str | pathlib.Path, title: str = "", references: dict[str
     if not train:
         raise ValueError(f"{run_dir / 'metrics.jsonl'} has no training records to plot.")
     figure = Figure(figsize=(9, 4), layout="constrained")
-    FigureCanvasAgg(figure)  # draws to a file, whatever display there is
+    FigureCanvasAgg(figure)  # draws to a file, with or without a display
     left, right = figure.subplots(1, 2)
     _draw(left, train, "loss", "training loss (nats per token)", marker="")
     if evaluations:

@@ -1,4 +1,4 @@
-"""The progress line: a live bar on a terminal, plain lines elsewhere."""
+"""Reports progress: a live bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -18,12 +18,12 @@ def duration(seconds: float) -> str:
 class Progress:
     """Shows step, loss, tokens per second and the time left. A context manager.
 
-    The rate is over the time in `started` intervals: evaluation, compilation and saving do not count as training.
+    The rate counts only the time between `start` and `pause`: not evaluation, compilation or saving.
 
     Args:
-      first_step: steps already done.
-      steps: steps of the whole run.
-      active: whether to show anything (one process of several does).
+      first_step: number of steps already done.
+      steps: number of steps of the whole run.
+      active: whether to show anything. Only one of several processes does.
     """
 
     def __init__(self, first_step: int, steps: int, *, active: bool = True):
@@ -53,7 +53,7 @@ class Progress:
             self._bar.stop()
 
     def start(self) -> None:
-        """Training goes on from here: start the clock."""
+        """Start the clock: training continues."""
         self._clock = time.perf_counter()
 
     def pause(self, steps: int, tokens: float) -> None:
@@ -66,16 +66,16 @@ class Progress:
 
     @property
     def paused(self) -> bool:
-        """Whether the clock stands."""
+        """Whether the clock is stopped."""
         return self._clock is None
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of training so far; 0 before any was timed."""
+        """Tokens per second of training so far, 0 before any were timed."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def report(self, step: int, loss: float) -> None:
-        """Shows the state after `step` steps."""
+        """Shows the progress after `step` steps."""
         if not self._active:
             return
         left = ""

@@ -1,4 +1,4 @@
-"""Everything that a run needs before its first step, checked before anything is compiled."""
+"""Makes and checks everything that a run needs before its first step, before anything is compiled."""
 
 import dataclasses
 import json
@@ -33,17 +33,17 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The parts of a run, none of which has touched a parameter yet.
+    """The parts of a run before any parameter is made.
 
     Attributes:
       config: the run's configuration.
       mesh: the devices.
       tokenizer: text ↔ tokens.
-      train_data, validation_data: this process's batches; validation is None where nothing is held out.
+      train_data, validation_data: the batches of this process. validation_data is None if nothing is held out.
       graphdef: the model's definition.
       optimizer: clipping and AdamW.
       schedule: step → learning rate.
-      shardings: of the TrainState.
+      shardings: the shardings of the TrainState.
       skipped: one line for each mesh axis that a parameter could not be split over.
     """
 
@@ -63,7 +63,7 @@ class Setup:
         return state_lib.abstract_state(self.config.model, self.optimizer, self.shardings)
 
     def init_state(self) -> TrainState:
-        """A fresh TrainState from the config's seed; every array is made on the devices that hold it."""
+        """The initial TrainState from the config's seed. Every array is made on the devices that hold it."""
         init = jax.jit(
             lambda key: state_lib.init_state(self.config.model, self.optimizer, key), out_shardings=self.shardings
         )

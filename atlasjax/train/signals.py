@@ -1,4 +1,4 @@
-"""Stopping a run from outside: SIGINT and SIGTERM end it after the step in progress."""
+"""SIGINT and SIGTERM stop a run after the step in progress."""
 
 import signal
 import threading
@@ -12,11 +12,11 @@ from atlasjax.train.errors import Interrupted
 
 
 class StopSignals:
-    """Catches SIGINT and SIGTERM inside a `with` block. The second acts as usual.
+    """Catches SIGINT and SIGTERM inside a `with` block. A second signal has its usual effect.
 
-    Until `remember` is called the first raises Interrupted, at once: no step has begun. From then on it is remembered.
+    Before `remember` is called, no step has begun, and the first signal raises Interrupted at once. Afterwards it is remembered.
 
-    Outside the main thread, where Python has no signals, it catches nothing.
+    Outside the main thread, where Python has no signals, nothing is caught.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class StopSignals:
             )
 
     def remember(self) -> None:
-        """From here on a signal is remembered, for `received`."""
+        """From now on a signal is remembered, for `received`."""
         self._remembers = True
 
     def _restore(self) -> None:
@@ -56,8 +56,8 @@ class StopSignals:
         """Returns the signal's number, or 0.
 
         Args:
-          agree: whether all processes are asking now; then all get the same answer. Otherwise, with several processes, the
-            answer is 0: one process must not stop alone.
+          agree: whether all processes call this now. Then all get the same result. Otherwise, with several processes, the result
+            is 0, because one process must not stop alone.
         """
         if jax.process_count() == 1:
             return self._received

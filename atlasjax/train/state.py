@@ -1,4 +1,4 @@
-"""What training carries from step to step, and where it lives on the mesh."""
+"""The state that training carries from step to step, and its shardings."""
 
 import dataclasses
 from typing import Any
@@ -18,13 +18,13 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """A pytree with everything that training changes.
+    """Everything that training changes, as a pytree.
 
     Attributes:
       params: nested dict of float32 parameters, as `nnx.to_pure_dict` gives them.
       optimizer: the state of the outer optimizer.
-      key: typed PRNG key; what is random at step n uses `jax.random.fold_in(key, n)`.
-      step: int32 scalar, optimizer steps done.
+      key: typed PRNG key. Random numbers of step n use `jax.random.fold_in(key, n)`.
+      step: int32 scalar, number of optimizer steps done.
     """
 
     params: PyTree
@@ -34,7 +34,7 @@ class TrainState:
 
 
 def model_shapes(config: ModelConfig) -> tuple[nnx.GraphDef, PyTree]:
-    """Returns (graphdef, nested dict of the parameters as ShapeDtypeStructs) of a model, without making it."""
+    """Returns a model's graphdef and a nested dict of its parameters as ShapeDtypeStructs, without making any arrays."""
     graphdef, params, *others = nnx.split(abstract_model(config), nnx.Param, ...)
     if jax.tree.leaves(others):
         raise ValueError(f"the model has state that is neither a parameter nor the cache: {others}.")
@@ -47,18 +47,18 @@ def pure(params: nnx.State) -> PyTree:
 
 
 def merge(graphdef: nnx.GraphDef, params: PyTree) -> LanguageModel:
-    """Makes the model from its definition and a nested dict of parameters; for use inside a transformed function."""
+    """Makes the model from its definition and a nested dict of parameters. Can be used inside a transformed function."""
     return nnx.merge(graphdef, nnx.State(params))
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> PyTree:
-    """Fresh parameters: the nested dict of float32 arrays of `LanguageModel(config)` made with `key`."""
+    """Initial parameters of `LanguageModel(config)` made with `key`, as a nested dict of float32 arrays."""
     model = LanguageModel(config, rngs=nnx.Rngs(key))
     return pure(nnx.state(model, nnx.Param))
 
 
 def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
-    """A fresh state; trace it with `jax.jit(..., out_shardings=...)`, so that every array is made where it lives."""
+    """The initial state. Use `jax.jit(..., out_shardings=...)`, so that every array is made on the devices that hold it."""
     params_key, run_key = jax.random.split(key)
     params = init_params(config, params_key)
     return TrainState(params, optimizer.init(params), run_key, jnp.zeros((), jnp.int32))
@@ -67,7 +67,7 @@ def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, key
 def state_shardings(
     config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> tuple[TrainState, list[str]]:
-    """Shardings of a TrainState, in its tree, and one line for each mesh axis that a parameter could not be split over."""
+    """The shardings of a TrainState as the same tree, and a line for each mesh axis that a parameter could not be split over."""
     _, shapes = model_shapes(config)
     param_shardings, skipped = sharding.parameter_shardings(pure(logical_axes(config)), shapes, mesh)
     optimizer_state = jax.eval_shape(optimizer.init, shapes)

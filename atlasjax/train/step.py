@@ -23,14 +23,14 @@ MemoryNorms = dict[int, jax.Array]  # layer → float32 [heads]
 def loss_sums(
     graphdef: nnx.GraphDef, params: PyTree, batch: Batch, max_segments: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (sum of weighted cross entropies, sum of weights), float32 scalars; the loss is their quotient.
+    """Returns the sum of weighted cross entropies and the sum of weights, float32 scalars. The loss is their ratio.
 
     Args:
       graphdef: the model's definition.
       params: its parameters.
       batch: inputs int32 [batch, time], targets int32 [batch, time], weights float32 [batch, time] and, for packed
         documents, segment_ids int32 [batch, time]; for dropout, dropout_keys, typed PRNG keys [batch].
-      max_segments: bound on the segments per row; needed with segment_ids.
+      max_segments: bound on the number of segments per row. Required with segment_ids.
     """
     return _observed_sums(graphdef, params, batch, max_segments)[:2]
 
@@ -51,15 +51,15 @@ def accumulated_gradients(
     graphdef: nnx.GraphDef, params: PyTree, batch: Batch, microbatches: int, max_segments: int | None = None,
     constrain: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> tuple[jax.Array, PyTree, jax.Array]:  # fmt: skip
-    """Returns (loss, its gradient, sum of weights) of a batch, taken `microbatches` at a time.
+    """Returns the loss of a batch, its gradient and the sum of weights, computed in microbatches.
 
-    Sums, not means, are added up over the microbatches, and divided once by the weight of the whole batch: the result is
-    that of the whole batch at once, whatever the number of weighted tokens in each.
+    Sums instead of means are added over the microbatches, and divided once by the weight of the whole batch. So the result equals
+    that of the whole batch at once, for any number of weighted tokens in each microbatch.
 
     Args:
       graphdef, params, batch, max_segments: as in `loss_sums`.
-      microbatches: how many; must divide the batch.
-      constrain: says where a microbatch lives, [batch / microbatches, ...].
+      microbatches: number of microbatches, which must divide the batch size.
+      constrain: sets the sharding of a microbatch, [batch / microbatches, ...].
     """
     return _observed_gradients(graphdef, params, batch, microbatches, max_segments, constrain)[:3]
 
@@ -78,7 +78,7 @@ def _observed_gradients(
     if microbatches == 1:
         (loss, (weight, norms)), grads = gradient(params, batch)
     else:
-        # Microbatch i takes rows i, i + n, i + 2n, …: every device keeps the rows that it already holds.
+        # Microbatch i has rows i, i + n, i + 2n, …, so every device keeps the rows that it already holds.
         split = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
 
         def add(carry: PyTree, microbatch: Batch) -> tuple[PyTree, MemoryNorms]:
@@ -89,7 +89,7 @@ def _observed_gradients(
         carry = (zero, zero), jax.tree.map(jnp.zeros_like, params)
         ((loss, weight), grads), norms = jax.lax.scan(add, carry, split)
         norms = jax.tree.map(lambda x: jnp.max(x, axis=0), norms)
-    scale = jnp.where(weight > 0, 1.0 / jnp.where(weight > 0, weight, 1.0), 0.0)  # a batch of padding only has loss 0
+    scale = jnp.where(weight > 0, 1.0 / jnp.where(weight > 0, weight, 1.0), 0.0)  # a batch with only padding has loss 0
     return loss * scale, jax.tree.map(lambda g: g * scale, grads), weight, norms
 
 
@@ -100,22 +100,22 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:  # fmt: skip
     """One optimizer step.
 
-    Where the model has dropout, row r of step n drops by the key `split(fold_in(state.key, n), batch)[r]`: the same in a run that
-    was resumed, on every mesh and for every number of microbatches.
+    If the model has dropout, row r of step n uses the key `split(fold_in(state.key, n), batch)[r]`: the same in a resumed run, on
+    any mesh, and for any number of microbatches.
 
     Args:
-      state: before the step.
+      state: the state before the step.
       batch: as in `loss_sums`, without dropout_keys.
       graphdef: the model's definition.
       optimizer: the outer optimizer.
-      schedule: step → learning rate; only reported, the optimizer has its own.
-      microbatches: gradient accumulation.
-      max_segments: bound on the segments per row.
-      constrain: says where a microbatch lives.
+      schedule: step → learning rate. It is only reported, since the optimizer has its own.
+      microbatches: number of microbatches for gradient accumulation.
+      max_segments: bound on the number of segments per row.
+      constrain: sets the sharding of a microbatch.
 
     Returns:
       (state after the step, float32 scalars: loss in nats per token, gradient_norm before clipping, learning_rate, tokens; and
-      memory_norm: layer → float32 [heads], how large the memories of the step's batch became, see `LanguageModel.observe`).
+      memory_norm: layer → float32 [heads], the size of the memories after the batch, see `LanguageModel.observe`).
     """
     if merge(graphdef, state.params).config.dropout:
         keys = jax.random.split(jax.random.fold_in(state.key, state.step), batch["inputs"].shape[0])
@@ -139,9 +139,9 @@ def jit_train_step(
     graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, schedule: Callable[[jax.Array], jax.Array],
     shardings: TrainState, mesh: Mesh, *, microbatches: int = 1, max_segments: int | None = None,
 ) -> Any:  # fmt: skip
-    """Returns the jitted (state, batch) → (state, metrics) on a mesh; the state that is passed in is given up (donated).
+    """Returns the jitted (state, batch) → (state, metrics) on a mesh. The input state is donated.
 
-    The batch is split over data and fsdp, parameters and moments by `shardings`; metrics are on every device.
+    The batch is split over data and fsdp, parameters and moments according to `shardings`. Metrics are on every device.
     """
     rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
@@ -163,7 +163,7 @@ def jit_train_step(
 
 
 def _on(mesh: Mesh, step: Callable[..., Any]) -> Callable[..., Any]:
-    """`step`, traced within the mesh: kernels ask for it, since nobody but they can split them (`nn.partition`)."""
+    """`step`, traced within the mesh. Kernels need the mesh, because XLA cannot split them (`nn.partition`)."""
 
     def traced(*arguments: Any) -> Any:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -177,8 +177,8 @@ def eval_sums(
 ) -> Callable[[PyTree, Batch], tuple[jax.Array, jax.Array, jax.Array]]:
     """Returns the evaluation step: (params, batch) → (nats, tokens, bytes).
 
-    nats is the float32 sum of the cross entropies of the tokens of weight > 0, tokens their number and bytes the length of
-    the text that they stand for, int32.
+    nats is the float32 sum of the cross entropies of the tokens with weight > 0, tokens is their number, and bytes is the length of
+    the text that they represent, int32.
 
     Args:
       graphdef: the model's definition.

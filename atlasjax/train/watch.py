@@ -1,4 +1,4 @@
-"""Memories that grow: what is said of them while they are still finite, and what helps."""
+"""Reports memories that grow while they are still finite, and says what helps."""
 
 import dataclasses
 import functools
@@ -11,8 +11,8 @@ from flax import nnx
 from atlasjax import memory
 from atlasjax.nn import GateProjection, ModelConfig, abstract_model
 
-_AGAIN = 4.0  # times what was last said of a head, until it is mentioned again
-_NAMED = 8  # heads of one line; a model may have hundreds
+_AGAIN = 4.0  # a head is reported again when its norm has grown by this factor
+_NAMED = 8  # heads named in one line; a model may have hundreds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +32,12 @@ class MemoryWatch:
     """Follows the memory norms of a run (`nn.LanguageModel.observe`), layer by layer and head by head.
 
     Args:
-      model: the model, whose memory decides what helps.
-      limit: a larger norm is reported, unless the memory only adds up what is written; what is not finite always is.
+      model: the model. The advice depends on its memory.
+      limit: a larger norm is reported, unless the memory only adds up what is written. A norm that is not finite is
+        always reported.
 
     Attributes:
-      suspected: whether a memory may be the cause of what is no longer finite.
+      suspected: whether a memory may be the cause of a value that is not finite.
     """
 
     def __init__(self, model: ModelConfig, limit: float):
@@ -48,15 +49,15 @@ class MemoryWatch:
         self._broken: _Seen | None = None  # the first that was not
 
     def report(self, step: int, norms: Mapping[int, np.ndarray]) -> str | None:
-        """Takes note of a step's norms.
+        """Records the norms of a step.
 
         Args:
-          step: optimizer steps done.
+          step: number of optimizer steps done.
           norms: layer → [heads].
 
         Returns:
-          One line for the user: the memories that passed the limit, or grew fourfold since they were last mentioned; None if there
-          are none.
+          One line for the user about the memories that passed the limit, or grew fourfold since they were last reported. None if
+          there are none.
         """
         seen = [
             _Seen(float(norm), layer, head, step)
@@ -85,7 +86,7 @@ class MemoryWatch:
         return f"step {step}: memories {what}: {named}{more}. What helps: {self.helps}."
 
     def summary(self) -> str:
-        """One or two sentences on the largest norms so far; "" without memories."""
+        """One or two sentences about the largest norms so far, "" for a model without memories."""
         sentences = []
         if self._broken is not None:
             sentences.append(
@@ -110,12 +111,12 @@ class MemoryWatch:
 
 
 def only_adds(model: ModelConfig) -> bool:
-    """Whether what is written does not depend on the memory, as in linear attention: its norm may be large, and cannot diverge."""
+    """Whether writes do not depend on the memory, as in linear attention. Its norm may be large, but cannot diverge."""
     return model.memory.build().has_constant_gradient
 
 
 def what_helps(model: ModelConfig) -> str:
-    """Options that keep the memories of such a model small, as a user gives them."""
+    """The options that keep the memories of such a model small, as a user gives them."""
     config = model.memory
     built = dataclasses.replace(config, bounded=True).build()
     rule = built.rule if isinstance(built, memory.CachedRule) else built
