@@ -1,21 +1,23 @@
 """Named model configurations: every architecture at the sizes of A Table 7, and tiny ones for a CPU.
 
-A preset is `<architecture>-<size>`: `ARCHITECTURES` says in one line what an architecture changes, `SIZES` what a size is. Names of
-published models are what was published (`retnet`, `gated-deltanet-h2`); every rule of `atlasjax.rules` is there besides as a layer
-of its own, `<rule>-lmm` (and `<rule>`, where no published model has that name), and in the backbones that join it with attention.
+A preset is `<architecture>-<size>`. One line of `ARCHITECTURES` says what an architecture changes, and `SIZES` what a size is. The
+name of a published model means that model (`retnet`, `gated-deltanet-h2`). Besides, every rule of `atlasjax.rules` exists as a
+layer of its own, `<rule>-lmm` (and `<rule>`, if no published model has that name), and in the backbones that combine it with
+attention.
 
 A Table 7 gives layers, width and heads, but neither the width of SwiGLU nor whether the head is tied, and mixers differ in their
-parameters. So the head is tied at 340M and 760M and not at 170M and 1.3B, and the width of SwiGLU, or where there is none the
-number of layers, is what brings each architecture nearest to the number in the paper's name for the size: all architectures of one
-size have equally many parameters (`count_parameters`), within a step of that width. The vocabulary is the paper's, 32,000.
+number of parameters. Here the head is tied at 340M and 760M, and untied at 170M and 1.3B. The width of SwiGLU (without one, the
+number of layers) is chosen to bring each architecture nearest to the number of parameters in the paper's name for the size. So all
+architectures of one size have the same number of parameters (`count_parameters`), up to one step of that width. The vocabulary is
+the paper's, 32,000.
 
-Not in the papers, and chosen here: attention windows and MAC segments of 2,048 and 512 tokens (64 and 64 in tiny ones), 16
-persistent tokens (4), 4,096 learned positions (512) where a model has them.
+The papers do not give the following, which is chosen here: attention windows of 2,048 tokens and MAC segments of 512 (64 and 64 in
+tiny models), 16 persistent tokens (4), and 4,096 learned positions (512) in models that have them.
 
-Rules of the Omega family (omeganet, atlas, atlas_plus_plus) use elementwise powers of degree 2 here, D = 2 · head_dim. All
-monomials, the default of `rules.atlas`, have D = C(head_dim + 2, 2): 2,145 for heads of 64, so a memory of 565 thousand numbers for
-each head, 217 million parameters for the 24 layers of 16 heads of atlas-340m alone, and a state of three times as many float32
-numbers for each sequence. Ask for them with `MemoryConfig(features="polynomial")`.
+Rules of the Omega family (omeganet, atlas, atlas_plus_plus) use elementwise powers of degree 2 here, D = 2 · head_dim. The default
+of `rules.atlas`, all monomials, has D = C(head_dim + 2, 2), which is 2,145 for heads of 64. That makes a memory of 565 thousand
+numbers per head, 217 million parameters for the 24 layers of 16 heads of atlas-340m alone, and a state of three times as many
+float32 numbers per sequence. `MemoryConfig(features="polynomial")` selects it.
 """
 
 import dataclasses
@@ -46,7 +48,7 @@ _PAPER_VOCABULARY = 32_000
 
 
 def _blocks(elastic: ElasticConfig) -> dict[str, Any]:
-    """Mixer that attends within blocks → its sizes: blocks and memories as large as those of Elastic Memory (E §3.1)."""
+    """The sizes of each mixer that attends within blocks: blocks and memories as large as those of Elastic Memory (E §3.1)."""
     size, length = elastic.block_size, elastic.order
     return {
         "elastic": elastic,
@@ -112,12 +114,12 @@ SIZES: dict[str, Size] = {
 
 
 def _elastic(dim: int, heads: int) -> Size:
-    """E's sizes: 12 layers, heads of 90; the vocabulary is not stated."""
+    """The sizes of E: 12 layers and heads of 90. The vocabulary is not stated."""
     fields = {"num_layers": 12, "dim": dim, "num_heads": heads, "head_dim": 90}
     return Size(None, {"vocab_size": _PAPER_VOCABULARY, **fields}, attention=AttentionConfig(window=1024))
 
 
-# Sizes of other papers, of the architectures that they have: no width is chosen there.
+# Sizes of other papers, only for their own architectures. No width is chosen for them.
 PUBLISHED_SIZES: dict[str, Size] = {
     "98m": _elastic(720, 8),
     "205m": _elastic(1080, 12),
@@ -202,7 +204,7 @@ _STATES: dict[tuple[str, str], int] = {("log-linear-mamba2", "tiny"): 80}
 
 
 def rule_name(rule: str) -> str:
-    """A rule's name as part of a preset's: `gated_delta_rule` → `gated-delta-rule`, `atlas_plus_plus` → `atlas++`."""
+    """A rule's name within a preset's name: `gated_delta_rule` → `gated-delta-rule`, `atlas_plus_plus` → `atlas++`."""
     return rule.removesuffix("_plus_plus").replace("_", "-") + ("++" if rule.endswith("_plus_plus") else "")
 
 
@@ -241,7 +243,7 @@ def _memory(rule: str, size: Size) -> MemoryConfig:
 
 
 def _fields(architecture: str, size_name: str) -> dict[str, Any]:
-    """Fields of the config, all but those that `_fit` chooses."""
+    """The fields of the config, except those that `_fit` chooses."""
     changes, size = dict((ARCHITECTURES | _PUBLISHED_ONLY)[architecture]), _ALL_SIZES[size_name]
     mixer = changes["mixer"]
     mixers = {mixer} if isinstance(mixer, str) else set(mixer)
@@ -271,7 +273,7 @@ def _fields(architecture: str, size_name: str) -> dict[str, Any]:
 
 
 def _fit(fields: dict[str, Any], size: Size) -> ModelConfig:
-    """The config whose number of parameters, linear in the feed-forward width and in the layers, is nearest to the size's."""
+    """The config with the number of parameters nearest to the size's; it is linear in the feed-forward width and in the layers."""
     if size.parameters is None:
         return ModelConfig(**fields)
     if fields.get("ffn") == "none":
@@ -286,7 +288,7 @@ def _fit(fields: dict[str, Any], size: Size) -> ModelConfig:
 
 
 class _Presets(Mapping[str, ModelConfig]):
-    """`<architecture>-<size>` → its config, worked out when it is first asked for: counting parameters takes a moment."""
+    """`<architecture>-<size>` → its config, computed on first use, because counting parameters takes a moment."""
 
     def __init__(self) -> None:
         self._names = {
@@ -313,19 +315,19 @@ PRESETS: Mapping[str, ModelConfig] = _Presets()
 
 
 def get_preset(name: str) -> ModelConfig:
-    """The configuration of that name, e.g. "atlas-tiny" or "gated-deltanet-h2-340m".
+    """The configuration of a preset, e.g. "atlas-tiny" or "gated-deltanet-h2-340m".
 
     Raises:
-      ValueError: no such preset; the message suggests the nearest name.
+      ValueError: there is no such preset. The message suggests the nearest name.
     """
     return lookup("preset", name, PRESETS)
 
 
 def preset_names(size: str) -> list[str]:
-    """All presets of one size, each model once: `<rule>` and not `<rule>-lmm` where both are the same.
+    """All presets of one size, each model once: only `<rule>` if `<rule>-lmm` is the same model.
 
     Raises:
-      ValueError: no such size; the message suggests the nearest name.
+      ValueError: there is no such size. The message suggests the nearest name.
     """
     lookup("size", size, SIZES)
     distinct: dict[str, str] = {}
@@ -340,15 +342,16 @@ def has_memory(config: ModelConfig) -> bool:
 
 
 def describe(config: ModelConfig, *, length: int | None = None) -> dict[str, int]:
-    """Sizes of a model, from shapes alone.
+    """The sizes of a model, computed from shapes alone.
 
     Args:
       config: the model.
-      length: tokens of a sequence; has an effect only, and is needed, where a mixer keeps every token.
+      length: number of tokens in a sequence. Used, and required, only if a mixer keeps every token.
 
     Returns:
-      parameters: all of them; non_embedding_parameters: without the embedding and an untied head;
-      state_bytes_per_sequence: the cache of one sequence in decoding, whatever its length, or for `length` tokens.
+      parameters: the number of parameters.
+      non_embedding_parameters: their number without the embedding and an untied head.
+      state_bytes_per_sequence: bytes of the cache of one sequence in decoding, for any length or for `length` tokens.
 
     Raises:
       ValueError: length is None and a mixer keeps every token.

@@ -1,7 +1,7 @@
-"""Named memory rules: the rows of A Table 1, and their relatives, as values.
+"""Named memory rules: the rows of A Table 1 and related ones.
 
-Each function takes the run's choices (`chunk_size`, `window`, …) and returns a `MemoryRule` or a `SoftmaxRule`. `register` gives it
-a name, by which language models, presets, tables and experiments know it. A rule of your own is registered in the same way.
+Each function takes the choices of a run (`chunk_size`, `window`, …) and returns a `MemoryRule` or a `SoftmaxRule`. `register` gives
+it a name, under which language models, presets, tables and experiments find it. A rule of your own is registered in the same way.
 """
 
 from collections.abc import Callable
@@ -17,17 +17,17 @@ Rule = MemoryRule | SoftmaxRule
 Factory = TypeVar("Factory", bound=Callable[..., Rule])
 
 REGISTRY: dict[str, Callable[..., Rule]] = {}
-WRITES: dict[str, str] = {}  # how each writes its memory, in the paper's symbols: the last column of the table
+WRITES: dict[str, str] = {}  # how each rule writes its memory, in the paper's symbols: the last column of the table
 
 
 def register(write: str) -> Callable[[Factory], Factory]:
-    """Decorator: names a function that makes a rule, by its own name.
+    """Decorator: registers a function that makes a rule under the function's name.
 
     Args:
-      write: how the memory is written; W a matrix memory, M any memory, ∇ its inner gradient at M_{t'}.
+      write: how the memory is written. W is a matrix memory, M any memory, ∇ its inner gradient at M_{t'}.
 
     Raises:
-      ValueError: another function has the name.
+      ValueError: another function is registered under this name.
     """
 
     def add(factory: Factory) -> Factory:
@@ -55,7 +55,7 @@ def linear_attention(chunk_size: int = 64) -> MemoryRule:
 
 @register("W_t = α W_{t−1} + η v kᵀ")
 def retnet(chunk_size: int = 64) -> MemoryRule:
-    """W_t = α_t W_{t−1} + η_t v kᵀ (RetNet, Sun et al. 2023, with a constant α for each head; with a gated one, Mamba-2's)."""
+    """W_t = α_t W_{t−1} + η_t v kᵀ (RetNet, Sun et al. 2023, with a constant α for each head; Mamba-2 with a gated one)."""
     return MemoryRule(
         structures.Matrix(), objectives.DotProduct(), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size
     )
@@ -74,7 +74,7 @@ def gla(chunk_size: int = 64) -> MemoryRule:
 def polysketch(chunk_size: int = 64, features: features_lib.Features = features_lib.Polynomial(2)) -> MemoryRule:
     """W_t = W_{t−1} + η_t v φ(k)ᵀ with polynomial features, exact or sketched (PolySketchFormer, Kacham et al. 2024).
 
-    Unnormalized: the read is not divided by φ(q)·Σφ(k).
+    Not normalized: a read is not divided by φ(q)·Σφ(k).
     """
     return MemoryRule(
         structures.Matrix(), objectives.DotProduct(), features, optimizers.GradientDescent(), retention.Full(),
@@ -102,7 +102,7 @@ def ttt_mlp(chunk_size: int = 16, expansion: int = 4) -> MemoryRule:
 
 @register("W_t = W_{t−1}(I − η k kᵀ) + η v kᵀ")
 def delta_rule(chunk_size: int = 1) -> MemoryRule:
-    """W_t = W_{t−1}(I − η_t k kᵀ) + η_t v kᵀ (DeltaNet; η is its β). Exact at the default chunk of one token."""
+    """W_t = W_{t−1}(I − η_t k kᵀ) + η_t v kᵀ (DeltaNet; η is its β). Exact with the default chunk of one token."""
     return MemoryRule(
         structures.Matrix(), objectives.L2(), optimizer=optimizers.GradientDescent(), retention=retention.Full(),
         chunk_size=chunk_size, bound=_REFLECTING,
@@ -119,7 +119,7 @@ def longhorn() -> MemoryRule:
 
 @register("W_t = W_{t−1} − Diag(δ)(W_{t−1} k − v) kᵀ, δ = β/(1 + β‖k‖²)")
 def longhorn_channel() -> MemoryRule:
-    """Longhorn with a β for each channel of the value: row c of W is written with δ_c = β_c/(1 + β_c‖k‖²)."""
+    """Longhorn with a β per channel of the value: row c of W is written with δ_c = β_c/(1 + β_c‖k‖²)."""
     return MemoryRule(
         structures.Matrix(), objectives.L2(), optimizer=optimizers.Implicit(per_channel=True),
         retention=retention.Full(), chunk_size=1,
@@ -174,8 +174,8 @@ def moneta(
 ) -> MemoryRule:
     """Moneta (Behrouz et al. 2025, "It's all connected"): the ℓp loss with the ℓq retention map; q = 2 is A Table 1's row.
 
-    A_t = α_t A_{t−1} − η_t ∇ℓ_p(M_{t'}; k, v),  M_t = sign(A_t) |A_t|^{q−1} / ‖A_t‖_q^{q−2}. The published formula leaves the power
-    out; see `retention.Lq`.
+    A_t = α_t A_{t−1} − η_t ∇ℓ_p(M_{t'}; k, v),  M_t = sign(A_t) |A_t|^{q−1} / ‖A_t‖_q^{q−2}. The published formula omits the
+    power; see `retention.Lq`.
     """
     return MemoryRule(
         structure, objectives.Lp(p), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size,
@@ -185,7 +185,7 @@ def moneta(
 
 @register("M_t = α M_{t−1} − η ∇")
 def yaad(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
-    """Yaad (Behrouz et al. 2025): Huber's loss with a threshold per token, gradient descent with decay."""
+    """Yaad (Behrouz et al. 2025): the Huber loss with a threshold per token, gradient descent with weight decay."""
     return MemoryRule(structure, objectives.Huber(), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size)
 
 
@@ -219,7 +219,7 @@ def omeganet(
     structure: structures.Structure = structures.MLP(),
     features: features_lib.Features = features_lib.Polynomial(2),
 ) -> MemoryRule:
-    """OmegaNet (A §3.2–3.3): ℓ2 over a window (the Omega rule) on polynomial features, gradient descent with decay."""
+    """OmegaNet (A §3.2–3.3): ℓ2 over a window (the Omega rule) on polynomial features, gradient descent with weight decay."""
     return MemoryRule(
         structure, objectives.L2(), features, optimizers.GradientDescent(), window=window, chunk_size=chunk_size
     )

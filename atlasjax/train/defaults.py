@@ -15,7 +15,8 @@ def default_config(preset: str) -> TrainConfig:
 
     Tiny presets train on the embedded text in a few minutes on two CPU cores. All others use sequences of 4,096 tokens, batches of
     0.5M tokens, and AdamW at 4e-4 with cosine decay and weight decay 0.1. They train on as many tokens as the papers (sizes that A
-    Table 7 does not have: 20 tokens per parameter of the name). The user gives the text (`data.*`) and a mesh that fits the machine.
+    Table 7 does not have: 20 tokens per parameter of the name). The user gives the text (`data.*`) and a mesh that fits the
+    machine.
 
     Raises:
       ValueError: there is no such preset. The message suggests the nearest name.

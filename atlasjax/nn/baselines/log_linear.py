@@ -1,4 +1,4 @@
-"""Log-linear attention (Guo et al. 2025) and Log-Linear++ (Memory Caching) as layers: a state for each level of a Fenwick tree."""
+"""Log-linear attention (Guo et al. 2025), a state per level of a Fenwick tree, as layers: with its own λ or Memory Caching's."""
 
 from typing import Any, NamedTuple
 
@@ -183,12 +183,13 @@ class LogLinearMixer(RecurrentMixer):
 
 
 class LogLinearPlusPlusMixer(LogLinearMixer):
-    """Log-Linear++ of the Memory Caching paper: the same, with λ of gated residual memory (GRM) over the dyadic segments:
+    """Log-linear attention with the gates of Memory Caching: λ of gated residual memory (GRM) over the dyadic segments.
 
         λ_t = softmax over the levels that t has of ⟨u_t, mean of the segment's keys⟩,  u_t = x_t W_u
 
-    Not stated there and ruled here: the rule is linear attention without a decay, u has a projection of its own and no convolution,
-    scores have no 1/√d, and level 0, the token itself, takes part with its own key.
+    The combination and its name, Log-Linear++, are ours: the paper has Log-Linear only as a baseline beside GRM. Chosen here:
+    the rule is linear attention without a decay, u has a projection of its own and no convolution, scores have no 1/√d, and level
+    0, the token itself, takes part with its own key.
 
     Args:
       config: as `LogLinearMixer`.

@@ -107,7 +107,7 @@ def sines(count):
     ],
 )
 def test_published_reconstruction_errors(count, discretization, published):
-    """E Table 12, all its digits."""
+    """E Table 12. The paper prints two digits; these are four of our own results, which round to them."""
     f = sines(count)
     c = hippo.kernel(32, 0, 1024, discretization=discretization, legacy_hippo=True) @ f
     read = hippo.reconstruction(32, np.linspace(0, 1, 1024)) @ c
