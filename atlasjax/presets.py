@@ -23,11 +23,11 @@ float32 numbers per sequence. `MemoryConfig(features="polynomial")` selects it.
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from atlasjax import rules
-from atlasjax.names import lookup
+from atlasjax.names import lookup, name_of, resolve, takes
 from atlasjax.nn.abstract import count_parameters, state_bytes
 from atlasjax.nn.caching import CachingConfig
 from atlasjax.nn.config import (
@@ -43,6 +43,7 @@ from atlasjax.nn.config import (
     ModelConfig,
     SSMConfig,
 )
+from atlasjax.nn.mixers import MIXERS
 
 _PAPER_VOCABULARY = 32_000
 
@@ -229,6 +230,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = _architectures()
 
 
 def _memory(rule: str, size: Size) -> MemoryConfig:
+    if ":" in rule:
+        return MemoryConfig(rule)  # a user's own, as it is
     parameters = inspect.signature(rules.REGISTRY[rule]).parameters
     config = MemoryConfig(rule=rule)
     if "features" in parameters:
@@ -242,9 +245,9 @@ def _memory(rule: str, size: Size) -> MemoryConfig:
     return dataclasses.replace(config, **{name: x for name, x in size.memory.items() if name in takes})
 
 
-def _fields(architecture: str, size_name: str) -> dict[str, Any]:
+def _fields(changes: dict[str, Any], size_name: str, architecture: str | None = None) -> dict[str, Any]:
     """The fields of the config, except those that `_fit` chooses."""
-    changes, size = dict((ARCHITECTURES | _PUBLISHED_ONLY)[architecture]), _ALL_SIZES[size_name]
+    changes, size = dict(changes), _ALL_SIZES[size_name]
     mixer = changes["mixer"]
     mixers = {mixer} if isinstance(mixer, str) else set(mixer)
     if "memory" in changes:
@@ -264,12 +267,11 @@ def _fields(architecture: str, size_name: str) -> dict[str, Any]:
         persistent = 0 if "swa" in mixers else 4 if size_name == "tiny" else 16
         changes["attention"] = dataclasses.replace(size.attention, persistent_tokens=persistent)
     if mixers & {"mamba2", "log_linear_mamba2"}:
-        changes["ssm"] = SSMConfig(state_dim=_STATES.get((architecture, size_name), size.mamba2_state))
+        changes["ssm"] = SSMConfig(state_dim=_STATES.get((architecture or "", size_name), size.mamba2_state))
     if changes.get("positions") == "learned":
         changes["max_positions"] = size.max_positions
-    if (architecture, size_name) in _LAYERS:
-        changes["num_layers"] = _LAYERS[architecture, size_name]
-    return {**size.fields, **changes}
+    layers = _LAYERS.get((architecture or "", size_name))
+    return {**size.fields, **changes, **({} if layers is None else {"num_layers": layers})}
 
 
 def _fit(fields: dict[str, Any], size: Size) -> ModelConfig:
@@ -287,6 +289,11 @@ def _fit(fields: dict[str, Any], size: Size) -> ModelConfig:
     return dataclasses.replace(least, mlp_dim=max(1, steps) * size.width_step)
 
 
+def _preset(architecture: str, size: str) -> ModelConfig:
+    changes = (ARCHITECTURES | _PUBLISHED_ONLY)[architecture]
+    return _fit(_fields(changes, size, architecture), _ALL_SIZES[size])
+
+
 class _Presets(Mapping[str, ModelConfig]):
     """`<architecture>-<size>` → its config, computed on first use, because counting parameters takes a moment."""
 
@@ -296,10 +303,10 @@ class _Presets(Mapping[str, ModelConfig]):
         }
         for size, architectures in _PUBLISHED.items():
             self._names |= {f"{architecture}-{size}": (architecture, size) for architecture in architectures}
-        self._make = functools.cache(lambda name: _fit(_fields(*self._names[name]), _ALL_SIZES[self._names[name][1]]))
+        self._make = functools.cache(_preset)
 
     def __getitem__(self, name: str) -> ModelConfig:
-        return self._make(name)
+        return self._make(*self._names[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -321,6 +328,24 @@ def get_preset(name: str) -> ModelConfig:
       ValueError: there is no such preset. The message suggests the nearest name.
     """
     return lookup("preset", name, PRESETS)
+
+
+def model_around(part: str | Callable[..., Any], size: str = "tiny") -> ModelConfig:
+    """The model of a size around one rule or mixer, to be compared with the presets: with as many parameters as they have.
+
+    Args:
+      part: a rule's or a mixer's name (a mixer's, where both have it), or "package.module:object" for one of your own: a function
+        that returns a rule, or a class made by `Class(config, rngs=rngs)`. The object itself is taken too.
+      size: of `SIZES`.
+
+    Raises:
+      ValueError: no such rule, mixer or size; the message suggests the nearest name.
+    """
+    name, kind = name_of("model_around: part", part), "rule or mixer"
+    lookup("size", size, SIZES)
+    is_mixer = takes(resolve(kind, name, {**rules.REGISTRY, **MIXERS}), "rngs")
+    changes = {"mixer": name} if is_mixer else {"mixer": "memory", "memory": name}
+    return _fit(_fields(changes, size), SIZES[size])
 
 
 def preset_names(size: str) -> list[str]:

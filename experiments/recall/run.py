@@ -2,6 +2,7 @@
 
     JAX_PLATFORMS=cpu python -m experiments.recall.run                        # all models, 3 rates × 3 seeds
     JAX_PLATFORMS=cpu python -m experiments.recall.run --models linear-4      # some of them
+    JAX_PLATFORMS=cpu python -m experiments.recall.run --models titans my_parts:my_rule-16 my_parts:MyMixer --out runs/recall
     JAX_PLATFORMS=cpu python -m experiments.recall.run --report               # only the table and plot of existing rows
 
 Rows are lines of `<out>/recall.jsonl`, one for each model, seed and learning rate. Finished rows are skipped, so the same command
@@ -56,7 +57,7 @@ def best(rows: dict[Key, Row]) -> dict[str, Row]:
     Only the rates with the most seeds are compared.
     """
     chosen: dict[str, Row] = {}
-    for name in MODELS:
+    for name in dict.fromkeys([*MODELS, *(row["model"] for row in rows.values())]):
         by_rate: dict[float, list[Row]] = {}
         for row in rows.values():
             if row["model"] == name:

@@ -3,6 +3,7 @@
     python -m experiments.zoo.run                          # the embedded text
     python -m experiments.zoo.run --text input.txt         # a text of your own, e.g. tinyshakespeare
     python -m experiments.zoo.run --only titans atlas      # some of them
+    python -m experiments.zoo.run --only my_parts:my_rule my_parts:MyMixer --out runs/zoo      # a rule and a mixer of your own
     python -m experiments.zoo.run --report                 # only write the table and plot of existing rows
 
 A finished model is one line of JSON in `<out>/<text>.jsonl` and is skipped, so the command resumes where it was stopped. The table
@@ -14,10 +15,13 @@ import dataclasses
 import pathlib
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments.rows import append_row, by_model, rows_of_recipe
 from experiments.zoo.training import Recipe, measure
+
+if TYPE_CHECKING:
+    from atlasjax.nn import ModelConfig
 
 HERE = pathlib.Path(__file__).parent
 STATE_LENGTH = 4096  # length of the sequence whose state is counted, for models that keep every token
@@ -40,12 +44,26 @@ def model_names() -> list[str]:
     return [name for name in ARCHITECTURES if shown(name)]
 
 
+def config(name: str) -> "ModelConfig":
+    """The tiny model of an architecture, or around a rule or a mixer: a name, or "package.module:object" of your own.
+
+    Raises:
+      ValueError: no such name; the message suggests the nearest.
+    """
+    from atlasjax.nn import MIXERS
+    from atlasjax.presets import ARCHITECTURES, get_preset, model_around
+    from atlasjax.rules import REGISTRY
+
+    part = ":" in name or (name not in ARCHITECTURES and (name in REGISTRY or name in MIXERS))
+    model = model_around(name) if part else get_preset(f"{name}-tiny")
+    return dataclasses.replace(model, remat=False)  # the activations of a tiny model fit in memory
+
+
 def run_model(name: str, recipe: Recipe) -> dict[str, Any]:
     """The row of one model."""
-    from atlasjax.presets import describe, get_preset
+    from atlasjax.presets import describe
 
-    # Without recomputation, because the activations of a tiny model fit in memory.
-    model = dataclasses.replace(get_preset(f"{name}-tiny"), remat=False)
+    model = config(name)
     sizes = describe(model, length=STATE_LENGTH)
     grows = describe(model, length=2 * STATE_LENGTH) != sizes
     result, _ = measure(model, recipe, progress=name)
@@ -108,8 +126,10 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
     axes.set_xlabel(f"state of one sequence, bytes (triangles: of {STATE_LENGTH:,} tokens, grows with the text)")
     axes.set_ylabel("held-out bits per byte")
     axes.grid(alpha=0.3, which="both")
+    colors = {color for _, color in lines}
     for label, color in _KINDS.values():
-        axes.plot([], [], "o", color=color, label=label)
+        if color in colors:
+            axes.plot([], [], "o", color=color, label=label)
     axes.legend(fontsize="small")
     names.axis("off")
     per_column = -(-len(lines) // 2) if len(lines) > 30 else len(lines)
@@ -124,42 +144,46 @@ _KINDS = {
     "softmax": ("softmax memory", "tab:purple"),
     "deep": ("deep memory", "tab:blue"),
     "matrix": ("matrix memory or state space", "tab:green"),
+    "own": ("a mixer of your own", "tab:gray"),
 }
-
 
 _ATTEND = {"attention", "swa", "mac", "mag", "mal", "block_attention", "block_recurrence"}
 
 
 def _color(name: str) -> str:
     from atlasjax.memory import SoftmaxRule
-    from atlasjax.presets import get_preset, has_memory
+    from atlasjax.presets import has_memory
 
-    config = get_preset(f"{name}-tiny")
-    if set(config.pattern) & _ATTEND:
+    model = config(name)
+    if set(model.pattern) & _ATTEND:
         return _KINDS["attention"][1]
-    if not has_memory(config):
-        return _KINDS["matrix"][1]
-    rule = config.memory.build()
+    if not has_memory(model):
+        return _KINDS["own" if ":" in name else "matrix"][1]
+    rule = model.memory.build()
     if isinstance(rule, SoftmaxRule):
         return _KINDS["softmax"][1]
     return _KINDS["matrix" if rule.structure.is_matrix else "deep"][1]
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", help="a UTF-8 text file; without it the embedded text")
-    parser.add_argument("--only", nargs="+", metavar="MODEL", help="architectures, e.g. titans mamba2")
+    parser.add_argument(
+        "--only", nargs="+", metavar="MODEL", help="architectures, rules, mixers, or package.module:object"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results", help="folder of the results")
     parser.add_argument("--report", action="store_true", help="train nothing, only write table and plot")
     for field in ("steps", "batch_size", "sequence_length", "eval_batches", "seed"):
         parser.add_argument(f"--{field.replace('_', '-')}", type=int, default=getattr(Recipe, field))
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     recipe = Recipe(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Recipe)})
     name = "embedded" if options.text is None else pathlib.Path(options.text).stem
     path = options.out / f"{name}.jsonl"
     rows = rows_of_recipe(path, recipe, by_model)
     chosen = options.only or model_names()
+    for model in chosen:
+        config(model)  # fail on a wrong name before training anything
     todo = [] if options.report else [model for model in chosen if model not in rows]
     failed = []
     for number, model in enumerate(todo, 1):

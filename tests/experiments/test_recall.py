@@ -24,6 +24,33 @@ def test_memories_are_matrices_of_key_by_value():
     assert all(model(name, 256).resolved_head_dim * model(name, 256).value_expansion == 64 for name in MODELS)
 
 
+def test_rules_and_mixers_by_name_or_object():
+    """Keys of 16 and values of 64 numbers are a matrix, whoever wrote the rule; an own mixer stands where a memory would."""
+    assert model("delta_rule-16", 256) == model("delta-16", 256)
+    assert model("linear_attention-4-ssc", 256) == model("linear-4-ssc", 256)
+    own = model("tests.own_parts:log_cosh_memory-64", 256)
+    assert (own.memory.rule, own.resolved_head_dim) == ("tests.own_parts:log_cosh_memory", 64)
+    assert model("tests.own_parts:MovingAverage", 256).pattern == ("gam", "tests.own_parts:MovingAverage")
+    assert model("retnet", 256).pattern == ("gam", "retnet")
+    assert model("retnet-16", 256).memory.rule == "retnet"
+    assert state_bytes(model("tests.own_parts:MovingAverage", 256), length=64) / 4 == CONVOLUTIONS + 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("delta_rul-16", "Did you mean 'delta_rule'"),
+        ("tests.own_parts:MovinAverage", "Did you mean 'MovingAverage'"),
+        ("mamba-16", "only a rule has a size of keys"),
+        ("swla-7", "it divides 64"),
+        ("swla-0", "it divides 64"),
+    ],
+)
+def test_wrong_names_are_refused(name, words):
+    with pytest.raises(ValueError, match=words):
+        model(name, 256)
+
+
 def test_runs_are_kept_and_resumed(tmp_path, monkeypatch, capsys):
     options = ["--models", "gam", "--steps", "2", "--batch-size", "4", "--test-sequences", "50", "--seeds", "1"]
     options += ["--out", str(tmp_path)]
