@@ -88,7 +88,7 @@ def commands(text):
             yield from ([word for word in part if "=" not in word or word.startswith("-")] for part in parts)
 
 
-class Reached(Exception):
+class Reached(BaseException):  # no error: the command reports those in a line
     """What a command would have done with its parsed options."""
 
 
