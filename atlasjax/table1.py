@@ -38,7 +38,7 @@ class Row:
     write: str
 
 
-def _context(rule: memory.Rule) -> str:
+def _context(rule: rules.Rule) -> str:
     context = "one token" if rule.window == 1 else f"last c = {rule.window} tokens"
     if isinstance(rule, memory.SoftmaxRule):
         cached = "all tokens" if rule.cache_window is None else f"the last w = {rule.cache_window} tokens"
@@ -46,7 +46,7 @@ def _context(rule: memory.Rule) -> str:
     return context
 
 
-def row(name: str, rule: memory.Rule | None = None) -> Row:
+def row(name: str, rule: rules.Rule | None = None) -> Row:
     """The row of a rule.
 
     Args:

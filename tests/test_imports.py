@@ -48,7 +48,7 @@ MAY_IMPORT = {
 }
 ON_TOP = {"atlasjax", "atlasjax.cli"}  # may import all; nothing below knows the command line
 # Inside `atlasjax.memory`: each room or module and what it may import of it besides itself.
-_SHARED = {"axes", "blocks", "check", "gates", "layout", "meshes"}
+_SHARED = {"axes", "blocks", "check", "gates", "layout", "meshes", "rule"}
 _FAMILIES = {"fast_weights", "softmax", "caching"}
 MEMORY_MAY_IMPORT = {
     "axes": {"blocks"},
@@ -57,13 +57,14 @@ MEMORY_MAY_IMPORT = {
     "meshes": set(),
     "layout": set(),
     "check": {"gates"},
+    "rule": {"check", "gates"},
+    "partition": {"gates", "rule"},
     "fast_weights": _SHARED,
     "softmax": _SHARED,
     "caching": _SHARED | {"fast_weights", "softmax"},
-    "backends": _SHARED | _FAMILIES,
-    "partition": _SHARED | _FAMILIES,
+    "backends": {"fast_weights", "gates"},  # the types of what kernels are asked
     "suggested": _SHARED | _FAMILIES,
-    "api": _SHARED | _FAMILIES | {"backends", "partition"},
+    "api": {"backends", "check", "fast_weights", "gates", "meshes", "partition", "rule"},
 }
 HEAVY = [
     "orbax",

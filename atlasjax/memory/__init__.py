@@ -5,7 +5,7 @@ params = memory.init_params(rule, key, num_heads=4, key_dim=64, value_dim=64)
 y, state = memory.scan(rule, params, None, q, k, v, gates)
 """
 
-from atlasjax.memory.api import AnyRule, Rule, init_params, init_state, read, reference, scan, step
+from atlasjax.memory.api import init_params, init_state, read, reference, scan, step
 from atlasjax.memory.axes import features, objectives, optimizers, retention, structures
 from atlasjax.memory.backends import BACKENDS, Backend, register_backend
 from atlasjax.memory.caching import CachedRule, CachedState
@@ -14,12 +14,12 @@ from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.partition import Partition
+from atlasjax.memory.rule import Rule
 from atlasjax.memory.softmax import SoftmaxParams, SoftmaxRule, SoftmaxState
 from atlasjax.memory.suggested import suggested_gates
 
 __all__ = [
     "BACKENDS",
-    "AnyRule",
     "Backend",
     "Bound",
     "CachedRule",

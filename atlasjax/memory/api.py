@@ -1,7 +1,7 @@
 """The functional API: `init_params`, `init_state`, `scan`, `step`, `read`, `reference`.
 
-A rule is a `MemoryRule`, a `SoftmaxRule`, whose memory is a cache of tokens, or a `CachedRule`, which keeps the memories of
-earlier segments; the functions are the same.
+Each checks its arguments once and calls the rule's method of the same name. A rule is a `MemoryRule`, a `SoftmaxRule`, whose memory
+is a cache of tokens, a `CachedRule`, which keeps the memories of earlier segments, or a `Rule` of your own.
 """
 
 import functools
@@ -9,41 +9,37 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from atlasjax.memory import backends, caching, check, softmax
-from atlasjax.memory.caching import CachedRule, CachedState
-from atlasjax.memory.fast_weights import check as fast_check
-from atlasjax.memory.fast_weights import state as state_lib
-from atlasjax.memory.fast_weights.engine import xla_step
+from atlasjax.memory import backends, check
 from atlasjax.memory.fast_weights.kernels import PALLAS
-from atlasjax.memory.fast_weights.reference import read_state, reference_scan
-from atlasjax.memory.fast_weights.rule import MemoryRule
-from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.meshes import on_any_mesh
 from atlasjax.memory.partition import Partition, partitioned
-from atlasjax.memory.softmax import SoftmaxParams, SoftmaxRule, SoftmaxState
+from atlasjax.memory.rule import Rule, check_rule
 
 for _backend in PALLAS:
     backends.register_backend(_backend)
 
-Rule = MemoryRule | SoftmaxRule
-AnyRule = Rule | CachedRule
-Params = MemoryParams | SoftmaxParams
-State = MemoryState | SoftmaxState | CachedState
+
+def init_params(rule: Rule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
+    """Fresh learned parameters of a rule, `MemoryParams` or `SoftmaxParams`. Every leaf has the heads axis first.
+
+    Args:
+      rule: the rule.
+      key: a PRNG key.
+      num_heads: number of heads, ≥ 1.
+      key_dim: size of a query or key.
+      value_dim: size of a value.
+
+    Raises:
+      ValueError: a size is less than one, or key_dim ≠ value_dim for a memory with a residual.
+    """
+    check_rule(rule, "memory.init_params")
+    return rule.init_params(key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
 
 
-def init_params(rule: AnyRule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
-    """Fresh learned parameters of a rule: `state.init_params`, `softmax.init_params`. Every leaf has the heads axis first."""
-    if isinstance(rule, CachedRule):
-        rule = rule.rule
-    module: Any = softmax if isinstance(rule, SoftmaxRule) else state_lib
-    return module.init_params(rule, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
-
-
-def init_state(rule: AnyRule, params: Any, *, batch_size: int, max_length: int | None = None) -> Any:
-    """A fresh memory for every batch element: `state.init_state`, `softmax.init_state`, `caching.init_state`.
+def init_state(rule: Rule, params: Any, *, batch_size: int, max_length: int | None = None) -> Any:
+    """A fresh memory for every batch element: a `MemoryState`, `SoftmaxState` or `CachedState`.
 
     Args:
       rule: the rule.
@@ -55,19 +51,12 @@ def init_state(rule: AnyRule, params: Any, *, batch_size: int, max_length: int |
     Raises:
       ValueError: parameters of another rule; max_length missing where it is needed.
     """
-    module: Any = _module(rule) or state_lib
-    return module.init_state(rule, params, batch_size=batch_size, max_length=max_length)
-
-
-def _module(rule: Any) -> Any:
-    """The module of these functions for a rule of another kind; None for a `MemoryRule`."""
-    if isinstance(rule, SoftmaxRule):
-        return softmax
-    return caching if isinstance(rule, CachedRule) else None
+    check_rule(rule, "memory.init_state")
+    return rule.init_state(params, batch_size=batch_size, max_length=max_length)
 
 
 def scan(
-    rule: AnyRule,
+    rule: Rule,
     params: Any,
     state: Any,
     q: jax.Array,
@@ -88,7 +77,8 @@ def scan(
     memory for each chunk.
 
     Args:
-      rule: the memory rule, static under jit; a `MemoryRule`, a `SoftmaxRule` or a `CachedRule`.
+      rule: the memory rule, static under jit; a `MemoryRule`, a `SoftmaxRule`, a `CachedRule` or a `Rule` of
+        your own.
       params: its learned parameters (`init_params`).
       state: the memory so far; None for a fresh one (`init_state`), which is also faster: chunks are then aligned statically.
       q: queries, [batch, time, heads, key_dim], floating point. Any length ≥ 1.
@@ -113,43 +103,31 @@ def scan(
     Raises:
       TypeError, ValueError: an argument that does not fit, before anything is traced.
     """
-    module = _module(rule)
-    if partition is not None and module is not None:
-        raise ValueError(f"memory.scan: partition is for a MemoryRule, rule is a {type(rule).__name__}.")
-    gates = check.whole_gates(rule, gates, q, v, "memory.scan")
-    options: dict[str, Any] = {"max_segments": max_segments, "implementation": implementation}
-    if module is not None:
-
-        def call(*arguments: Any) -> Any:
-            *tokens, ids = arguments
-            return module.scan(rule, *tokens, segment_ids=ids, check_gates=check_gates, **options)
-
-    else:
-        fast_check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.scan")
-        max_segments = check.check_segments(segment_ids, max_segments, q, "memory.scan")
-        if segment_ids is not None:
-            segment_ids = jnp.asarray(segment_ids, jnp.int32)
-        if check_gates:
-            check.check_gate_ranges(gates, "memory.scan")
-        assert isinstance(rule, MemoryRule)  # as `check_call` found
-        call = functools.partial(backends.run, implementation, rule, max_segments=max_segments)
-        if partition is not None:
-            call = partitioned(partition, rule, call)
-    return _on_any_mesh(rule, call)(params, state, q, k, v, gates, segment_ids)
+    where = "memory.scan"
+    check_rule(rule, where)
+    if partition is not None and not rule.has_kernels:
+        raise ValueError(f"{where}: partition is for a MemoryRule, rule is a {type(rule).__name__}.")
+    gates = check.whole_gates(rule, gates, q, v, where)
+    rule.check_call(params, state, q, k, v, gates, time=True, where=where)
+    segment_ids, max_segments = check.whole_segments(segment_ids, max_segments, q, where)
+    if check_gates:
+        check.check_gate_ranges(gates, where)
+    call: Callable[..., Any] = functools.partial(backends.run, implementation, rule, max_segments=max_segments)
+    if partition is not None:
+        call = partitioned(partition, rule, call)
+    return _on_any_mesh(rule, call, q.shape[1])(params, state, q, k, v, gates, segment_ids)
 
 
-def _on_any_mesh(rule: AnyRule, call: Callable[..., Any]) -> Callable[..., Any]:
-    def run(params: Any, state: Any, q: Any, *rest: Any) -> Any:
-        if not hasattr(q, "shape"):
-            return call(params, state, q, *rest)  # which says so
-        fresh = lambda params: init_state(rule, params, batch_size=q.shape[0], max_length=q.shape[1])
+def _on_any_mesh(rule: Rule, call: Callable[..., Any], time: int) -> Callable[..., Any]:
+    def run(params: Any, state: Any, q: jax.Array, *rest: Any) -> Any:
+        fresh = lambda params: rule.init_state(params, batch_size=q.shape[0], max_length=time)
         return on_any_mesh(call, fresh)(params, state, q, *rest)
 
     return run
 
 
 def step(
-    rule: AnyRule,
+    rule: Rule,
     params: Any,
     state: Any,
     q: jax.Array,
@@ -177,20 +155,16 @@ def step(
     """
     if state is None:
         raise ValueError("memory.step: state is None; start with memory.init_state.")
-    gates = check.whole_gates(rule, gates, q, v, "memory.step")
-    module = _module(rule)
-    if module is not None:
-        call = lambda *arguments: module.step(rule, *arguments, check_gates=check_gates)
-    else:
-        fast_check.check_call(rule, params, state, q, k, v, gates, time=False, where="memory.step")
-        if check_gates:
-            check.check_gate_ranges(gates, "memory.step")
-        assert isinstance(rule, MemoryRule)  # as `check_call` found
-        call = functools.partial(xla_step, rule)
-    return _on_any_mesh(rule, call)(params, state, q, k, v, gates)
+    where = "memory.step"
+    check_rule(rule, where)
+    gates = check.whole_gates(rule, gates, q, v, where)
+    rule.check_call(params, state, q, k, v, gates, time=False, where=where)
+    if check_gates:
+        check.check_gate_ranges(gates, where)
+    return _on_any_mesh(rule, rule.step, 1)(params, state, q, k, v, gates)
 
 
-def read(rule: AnyRule, params: Any, state: Any, q: jax.Array, connector: jax.Array | None = None) -> jax.Array:
+def read(rule: Rule, params: Any, state: Any, q: jax.Array, connector: jax.Array | None = None) -> jax.Array:
     """Look without writing: M_t(φ(q)) for any number of queries.
 
     Args:
@@ -204,18 +178,19 @@ def read(rule: AnyRule, params: Any, state: Any, q: jax.Array, connector: jax.Ar
     Raises:
       TypeError, ValueError: an argument that does not fit, before anything is traced.
     """
-    if isinstance(rule, CachedRule):
-        return caching.read(rule, params, state, q, connector)
-    if connector is not None:
-        raise ValueError(f"memory.read: connector is given, but {type(rule).__name__} has no use for one.")
-    if isinstance(rule, SoftmaxRule):
-        return softmax.read(rule, params, state, q)
-    fast_check.check_read(rule, params, state, q)
-    return read_state(rule, params, state.memory, q)
+    where = "memory.read"
+    check_rule(rule, where)
+    if connector is not None and not rule.has_connector:
+        raise ValueError(f"{where}: connector is given, but {type(rule).__name__} has no use for one.")
+    check.check_read(rule, params, state, q, where)
+    given = () if connector is None else (connector,)
+    for x in given:
+        check.check_shape("connector", x, tuple(q.shape), where)
+    return rule.read(params, state, q, *given)
 
 
 def reference(
-    rule: AnyRule,
+    rule: Rule,
     params: Any,
     state: Any,
     q: jax.Array,
@@ -226,12 +201,10 @@ def reference(
     segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """The definition: token by token, inner gradients from `jax.grad`. Slow; arguments and results as in `scan`."""
-    gates = check.whole_gates(rule, gates, q, v, "memory.reference")
-    if (module := _module(rule)) is not None:
-        return module.reference(rule, params, state, q, k, v, gates, segment_ids=segment_ids)
-    fast_check.check_call(rule, params, state, q, k, v, gates, time=True, where="memory.reference")
+    where = "memory.reference"
+    check_rule(rule, where)
+    gates = check.whole_gates(rule, gates, q, v, where)
+    rule.check_call(params, state, q, k, v, gates, time=True, where=where)
     if segment_ids is not None:
-        check.check_segments(segment_ids, q.shape[1], q, "memory.reference")
-        segment_ids = jnp.asarray(segment_ids, jnp.int32)
-    assert isinstance(rule, MemoryRule)  # as `check_call` found
-    return reference_scan(rule, params, state, q, k, v, gates, segment_ids)
+        segment_ids, _ = check.whole_segments(segment_ids, q.shape[1], q, where)
+    return rule.reference(params, state, q, k, v, gates, segment_ids)

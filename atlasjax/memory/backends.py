@@ -1,4 +1,4 @@
-"""What can run `memory.scan` of a `MemoryRule`: the XLA engine, the definition, and kernels, in one ordered registry.
+"""What can run `memory.scan`: the rule's XLA engine, its definition, and for a `MemoryRule` kernels, in one ordered registry.
 
 A backend says itself which calls it does not serve, and where it is to be preferred to the XLA engine. `implementation` names one,
 by its name or as "package.module:object". None takes, on each platform, the first of the registry that is preferred there and
@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 import jax
 
-from atlasjax.memory.fast_weights.engine import xla_scan
-from atlasjax.memory.fast_weights.reference import reference_scan
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
@@ -79,16 +77,16 @@ class _Everywhere:
 class _XLA(_Everywhere):
     name = "xla"
 
-    def scan(self, *arguments: Any) -> tuple[jax.Array, MemoryState]:
-        return xla_scan(*arguments)
+    def scan(self, rule: Any, *arguments: Any) -> tuple[jax.Array, Any]:
+        return rule.scan(*arguments)
 
 
 class _Reference(_Everywhere):
     name = "reference"
 
-    def scan(self, *arguments: Any) -> tuple[jax.Array, MemoryState]:
+    def scan(self, rule: Any, *arguments: Any) -> tuple[jax.Array, Any]:
         *rest, _ = arguments
-        return reference_scan(*rest)
+        return rule.reference(*rest)
 
 
 BACKENDS: dict[str, Backend] = {"xla": _XLA(), "reference": _Reference()}
@@ -122,15 +120,14 @@ def needs_partition(implementation: str | None, rule: Any, q: jax.Array, v: jax.
     """Whether a call may run what XLA cannot split over the devices of a mesh; arguments as in `memory.scan`."""
     if implementation is not None:
         return not backend_of(implementation).is_partitioned
-    known = isinstance(rule, MemoryRule)
-    return known and any(not b.is_partitioned and b.is_preferred(rule, q, v) for b in BACKENDS.values())
+    return rule.has_kernels and any(not b.is_partitioned and b.is_preferred(rule, q, v) for b in BACKENDS.values())
 
 
 def run(
     implementation: str | None,
-    rule: MemoryRule,
-    params: MemoryParams,
-    state: MemoryState | None,
+    rule: Any,
+    params: Any,
+    state: Any,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -138,7 +135,7 @@ def run(
     segment_ids: jax.Array | None,
     *,
     max_segments: int | None,
-) -> tuple[jax.Array, MemoryState]:
+) -> tuple[jax.Array, Any]:
     """`memory.scan` by the backend of that name, or by the one that is best on the platform that the call is compiled for.
 
     Raises:
@@ -147,7 +144,11 @@ def run(
     packed = segment_ids is not None
     if implementation is not None:
         backend = backend_of(implementation)
-        if (reason := backend.unserved(rule, params, state, q, packed)) is not None:
+        if rule.has_kernels or isinstance(backend, _Everywhere):
+            reason = backend.unserved(rule, params, state, q, packed)
+        else:
+            reason = f"there are no kernels for a {type(rule).__name__}"
+        if reason is not None:
             raise ValueError(
                 f'memory.scan: implementation="{implementation}" cannot run this call: {reason}. Use "xla".'
             )
@@ -157,7 +158,7 @@ def run(
     best: dict[str, Backend] = {}
     for backend in BACKENDS.values():
         platform = backend.platform
-        if platform is None or platform in best or not (alone or backend.is_partitioned):
+        if not rule.has_kernels or platform is None or platform in best or not (alone or backend.is_partitioned):
             continue
         if backend.is_preferred(rule, q, v) and backend.unserved(rule, params, state, q, packed) is None:
             best[platform] = backend

@@ -75,6 +75,66 @@ def whole_gates(rule: Any, gates: Any, q: Any, v: Any, where: str) -> Any:
     return Gates(**{name: whole(name, gate) for name, gate in gates._asdict().items()})
 
 
+def check_call(
+    rule: Any, params: Any, state: Any, q: Any, k: Any, v: Any, gates: Any, *, time: bool, where: str
+) -> None:
+    """Shapes, dtypes, and which gates are given.
+
+    Raises:
+      TypeError: not an array, or not floating point.
+      ValueError: a shape, a dtype or a gate that does not fit; the message names it, what it is and what it should be.
+    """
+    rule.check_params(params)
+    num_heads, key_dim, value_dim = rule.sizes(params)
+    heads: int | str = "heads" if num_heads is None else num_heads
+    lead: tuple[int | str, ...] = ("batch", "time", heads) if time else ("batch", heads)
+    check_shape("q", q, (*lead, key_dim), where)
+    lead = tuple(q.shape[: len(lead)])
+    if 0 in lead:
+        raise ValueError(f"{where}: q has shape {tuple(q.shape)}; batch, time and heads must be at least 1.")
+    check_shape("k", k, (*lead, key_dim), where)
+    check_shape("v", v, (*lead, value_dim), where)
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        check_floating(name, x, where)
+        if x.dtype != q.dtype:
+            raise ValueError(f"{where}: q, k and v must have one dtype, got q {q.dtype} and {name} {x.dtype}.")
+    check_gates(rule.gate_channels(key_dim, value_dim), gates, lead, where)
+    if state is not None:
+        rule.check_state(params, state, q.shape[0], q.shape[-2], where)
+
+
+def check_state(rule: Any, params: Any, state: Any, batch: int, heads: int, where: str) -> None:
+    """Raises where `state` is not a state of this rule with these parameters, this batch size and so many heads."""
+    fresh = lambda params: rule.init_state(params, batch_size=batch, max_length=rule.max_length(state))
+    expected = jax.eval_shape(fresh, params)
+    if type(state) is not type(expected):
+        raise TypeError(f"{where}: state must be a {type(expected).__name__}, got {type(state).__name__}.")
+    want_structure: Any = jax.tree.structure(expected)
+    if want_structure != jax.tree.structure(state):
+        raise ValueError(
+            f"{where}: state is of another rule: it has {_leaves(state)}, this rule's has {_leaves(expected)}."
+        )
+    flat, _ = jax.tree_util.tree_flatten_with_path(expected)
+    for (path, want), have in zip(flat, jax.tree.leaves(state)):
+        shape = want.shape if len(want.shape) < 2 else (want.shape[0], heads, *want.shape[2:])
+        check_shape(f"state{jax.tree_util.keystr(path)}", have, shape, where)
+
+
+def _leaves(state: Any) -> str:
+    return ", ".join(jax.tree_util.keystr(path)[1:] for path, _ in jax.tree_util.tree_flatten_with_path(state)[0])
+
+
+def check_read(rule: Any, params: Any, state: Any, q: Any, where: str) -> None:
+    """Arguments of `memory.read`."""
+    rule.check_params(params)
+    num_heads, key_dim, _ = rule.sizes(params)
+    shape = next((x.shape for x in jax.tree.leaves(state) if getattr(x, "ndim", 0) > 1), (1, 1))
+    heads = shape[1] if num_heads is None else num_heads
+    rule.check_state(params, state, shape[0], heads, where)
+    check_shape("q", q, (shape[0], "time", heads, key_dim), where)
+    check_floating("q", q, where)
+
+
 def check_gates(expected: dict[str, int | None], gates: Any, lead: tuple[int | str, ...], where: str) -> None:
     """Raises where the gates are not those of a rule, `gate_channels`, each [*lead(, channels)] and floating point."""
     if not isinstance(gates, Gates):
@@ -92,6 +152,14 @@ def check_gates(expected: dict[str, int | None], gates: Any, lead: tuple[int | s
             raise ValueError(f"{where}: gates.{name} is missing; this rule needs it with shape {_pretty(shape)}.")
         check_shape(f"gates.{name}", gate, shape, where)
         check_floating(f"gates.{name}", gate, where)
+
+
+def whole_segments(
+    segment_ids: Any, max_segments: int | None, q: Any, where: str
+) -> tuple[jax.Array | None, int | None]:
+    """Segment ids as int32, and the static bound on their number; `check_segments` first."""
+    most = check_segments(segment_ids, max_segments, q, where)
+    return (None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)), most
 
 
 def check_segments(segment_ids: Any, max_segments: int | None, q: Any, where: str) -> int | None:

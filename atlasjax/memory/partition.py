@@ -11,9 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from atlasjax.memory.fast_weights.rule import MemoryRule
-from atlasjax.memory.fast_weights.state import init_state
 from atlasjax.memory.gates import Gates
+from atlasjax.memory.rule import Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Partition:
                 raise ValueError(f"Partition: {size} {name} cannot be split over {axes}, {parts} parts.")
 
 
-def partitioned(partition: Partition, rule: MemoryRule, run: Callable[..., Any]) -> Callable[..., Any]:
+def partitioned(partition: Partition, rule: Rule, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run(params, state, q, k, v, gates, segment_ids)` → (y, state), each device with its own batch elements and heads."""
     batch, heads = partition.batch or None, partition.heads or None
     tokens = PartitionSpec(batch, None, heads)
@@ -64,7 +63,9 @@ def partitioned(partition: Partition, rule: MemoryRule, run: Callable[..., Any])
             jax.tree.map(of_state, state),
             tokens, tokens, tokens, jax.tree.map(lambda _: tokens, gates), None if ids is None else PartitionSpec(batch),
         )  # fmt: skip
-        after = jax.eval_shape(lambda params: init_state(rule, params, batch_size=q.shape[0]), params)
+        after = jax.eval_shape(
+            lambda params: rule.init_state(params, batch_size=q.shape[0], max_length=q.shape[1]), params
+        )
         outputs = (tokens, jax.tree.map(of_state, after))
         return jax.shard_map(run, mesh=partition.mesh, in_specs=specs, out_specs=outputs, check_vma=False)(*arguments)
 

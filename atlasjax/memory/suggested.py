@@ -62,6 +62,7 @@ makes the factor about one (`start_scale`).
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -106,7 +107,7 @@ def suggested_gates(
             not isinstance(value, int) or isinstance(value, bool) or value < 1
         ):
             raise ValueError(f"suggested_gates: {name} must be an integer ≥ 1, got {value!r}.")
-    one = rule.rule if isinstance(rule, CachedRule) else rule
+    one: Any = rule.rule if isinstance(rule, CachedRule) else rule
     values = initial_gates(one, num_heads, key_dim, value_dim, None).values
     lead = (batch_size, num_heads) if time is None else (batch_size, time, num_heads)
     gates = {}

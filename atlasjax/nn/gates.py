@@ -5,6 +5,8 @@ are sigmoids, the step size η is max_step · sigmoid, the threshold δ softplus
 `memory.suggested`; the kernel starts small, so that they vary a little from token to token.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +38,7 @@ class GateProjection(nnx.Module):
 
     def __init__(
         self,
-        rule: memory.AnyRule,
+        rule: memory.Rule,
         *,
         dim: int,
         num_heads: int,
@@ -47,7 +49,7 @@ class GateProjection(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.channels = tuple(rule.gate_channels(key_dim, value_dim).items())
-        one = rule.rule if isinstance(rule, memory.CachedRule) else rule
+        one: Any = rule.rule if isinstance(rule, memory.CachedRule) else rule
         muon = one.optimizer.orthogonalizes  # whose steps have one size
         initial = initial_gates(one, num_heads, key_dim, value_dim, max_step, similar_keys=similar_keys)
         self.max_step = initial.max_step

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from atlasjax import check, rules
-from atlasjax.memory import BACKENDS, AnyRule, MemoryRule, SoftmaxRule, structures
+from atlasjax.memory import BACKENDS, CachedRule, MemoryRule, SoftmaxRule, structures
 from atlasjax.memory import features as features_lib
 from atlasjax.names import call_with, lookup, name_of, options_text, resolve
 from atlasjax.nn.caching import CachingConfig
@@ -102,12 +102,12 @@ class MemoryConfig:
         check.number("MemoryConfig", "max_step", self.max_step, above=0, optional=True)
         if self.implementation is not None:
             resolve("MemoryConfig.implementation", self.implementation, BACKENDS)
-        if not isinstance(self.build(), MemoryRule) and self.implementation not in (None, "xla"):
+        if not self.build().has_kernels and self.implementation not in (None, "xla"):
             raise ValueError(
                 f'MemoryConfig: implementation="{self.implementation}" has no kernel for {self.build()!r}. Use "xla" or None.'
             )
 
-    def build(self) -> AnyRule:
+    def build(self) -> rules.Rule | CachedRule:
         """The named rule with the overrides that are not None: a `MemoryRule` or `SoftmaxRule`; with caching a `CachedRule`.
 
         Raises:

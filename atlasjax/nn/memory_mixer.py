@@ -33,9 +33,7 @@ class MemoryMixerState(NamedTuple):
     memory: memory.MemoryState | memory.SoftmaxState | memory.CachedState
 
 
-def memory_params(
-    rule: memory.AnyRule, key: jax.Array, num_heads: int, key_dim: int, value_dim: int, start: Any
-) -> Any:
+def memory_params(rule: memory.Rule, key: jax.Array, num_heads: int, key_dim: int, value_dim: int, start: Any) -> Any:
     """`memory.init_params` with every array a Param; weights start at `start` [heads] times their scale."""
     initial = memory.init_params(rule, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
     scaled = {name: w * jnp.asarray(start, w.dtype)[:, None, None] for name, w in initial.weights.items()}
@@ -48,7 +46,7 @@ def memory_params(
     return memory.MemoryParams(weights, coefficients, norm)
 
 
-def memory_norm(rule: memory.AnyRule, state: Any) -> jax.Array | None:
+def memory_norm(rule: Any, state: Any) -> jax.Array | None:
     """The size of a memory, to be watched: of its weights the largest ‖W‖_F / √rows, which `memory.Bound.weight_norm` limits.
 
     Of a cached rule, that of the memory that is being written.

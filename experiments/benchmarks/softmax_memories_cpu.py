@@ -56,7 +56,7 @@ def compiled(length):
     """name → function that runs forward and backward once and waits for the result."""
     import jax
 
-    from atlasjax.memory import softmax
+    from atlasjax import memory
 
     def runner(loss, *args):
         run = jax.jit(jax.grad(loss, argnums=tuple(range(len(args))))).lower(*args).compile()
@@ -67,10 +67,8 @@ def compiled(length):
     attention = lambda q, k, v: (jax.nn.dot_product_attention(q, k, v, is_causal=True) ** 2).sum()
     runs = {"softmax attention": runner(attention, q, k, v)}
     for name, rule in names.items():
-        params = softmax.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=DIM, value_dim=DIM)
-        loss = lambda params, q, k, v, gates, rule=rule: (
-            softmax.scan(rule, params, None, q, k, v, gates)[0] ** 2
-        ).sum()
+        params = memory.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=DIM, value_dim=DIM)
+        loss = lambda params, q, k, v, gates, rule=rule: (memory.scan(rule, params, None, q, k, v, gates)[0] ** 2).sum()
         runs[name] = runner(loss, params, *inputs(rule, length))
     return runs
 

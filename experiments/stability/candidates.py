@@ -11,9 +11,9 @@
     share       η'_t = min(η_t, (1 − θ_t) a_t / (b ‖g_t‖²)): assumes the worst case, where all tokens of a chunk are alike
     norm        weights scaled back to ‖W‖_F ≤ 8 √rows at the start of every chunk, and nothing else
 
-Each replaces `atlasjax.memory.fast_weights.steps.dual_steps`, and everything else is the same. Parts: `train` (titans-tiny at its
-defaults, two texts, three seeds), `stream` (finite over 65,536 tokens, with random and adversarial keys), `cost` (time of forward
-and backward relative to the papers' recurrence), `capacity` (pairs recalled).
+Each replaces `atlasjax.memory.fast_weights.step_sizes.dual_steps`, and everything else is the same. Parts: `train` (titans-tiny at
+its defaults, two texts, three seeds), `stream` (finite over 65,536 tokens, with random and adversarial keys), `cost` (time of
+forward and backward relative to the papers' recurrence), `capacity` (pairs recalled).
 """
 
 import argparse
@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax import memory, rules
-from atlasjax.memory.fast_weights import bounds, steps
+from atlasjax.memory.fast_weights import bounds, step_sizes
 from experiments.rows import append_row, read_rows
 
 HERE = pathlib.Path(__file__).parent
@@ -39,7 +39,7 @@ PARTS = ("train", "stream", "cost", "capacity")
 
 
 def _windowed_gram(factors: Any, gates: Any) -> jax.Array:
-    return gates.gamma @ steps._gram(factors, factors) @ gates.gamma.T
+    return gates.gamma @ step_sizes._gram(factors, factors) @ gates.gamma.T
 
 
 def triangular(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:

@@ -3,13 +3,13 @@
 import jax
 import pytest
 
-from atlasjax.memory.fast_weights import engine, kernels
-from atlasjax.memory.fast_weights.reference import reference_scan
-from atlasjax.memory.softmax import decode
-from atlasjax.memory.softmax import engine as softmax_engine
+from atlasjax.memory.fast_weights import kernels, reference, scan, step
+from atlasjax.memory.softmax import scan as softmax_scan
+from atlasjax.memory.softmax import step as softmax_step
 
 TRACED = (
-    engine.xla_scan, engine.xla_step, reference_scan, kernels.pallas_scan, softmax_engine.xla_scan, decode.xla_step,
+    scan.xla_scan, step.xla_step, reference.reference_scan, kernels.pallas_scan, softmax_scan.xla_scan,
+    softmax_step.xla_step,
 )  # fmt: skip
 
 

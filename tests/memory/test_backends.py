@@ -8,7 +8,7 @@ import pytest
 
 from atlasjax import memory, rules
 from atlasjax.memory import backends
-from atlasjax.memory.fast_weights.engine import xla_scan
+from atlasjax.memory.fast_weights.scan import xla_scan
 from tests.memory.cases import assert_close, make_inputs
 
 

@@ -1,7 +1,6 @@
-"""Memory Caching (arXiv 2602.24281): the functions of `atlasjax.memory` for a `CachedRule`."""
+"""Memory Caching (arXiv 2602.24281): memories of earlier segments are kept and read. The rule is `CachedRule`."""
 
-from atlasjax.memory.caching.api import read, reference, scan, step
 from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.caching.state import CachedState, init_state
+from atlasjax.memory.caching.state import CachedState
 
-__all__ = ["CachedRule", "CachedState", "init_state", "read", "reference", "scan", "step"]
+__all__ = ["CachedRule", "CachedState"]

@@ -7,19 +7,18 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import layout, meshes
+from atlasjax.memory.caching import combine
 from atlasjax.memory.caching import gates as gating
-from atlasjax.memory.caching import memories, read
 from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.caching.state import AnyParams, CachedState, Tokens, empty_cache
+from atlasjax.memory.caching.state import CachedState, Tokens, empty_cache, fresh_memory, in_segment
 from atlasjax.memory.fast_weights.chunk import Soup
-from atlasjax.memory.fast_weights.state import MemoryState
 from atlasjax.memory.layout import choose
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "max_segments"), inline=True)
 def parallel_scan(
     rule: CachedRule,
-    params: AnyParams,
+    params: Any,
     tokens: Tokens,
     segment_ids: jax.Array | None,
     max_segments: int | None,
@@ -31,7 +30,7 @@ def parallel_scan(
     rows = jax.tree.map(lambda x: _to_segments(x, grid, size), tokens)  # [segments, batch, C, heads, …]
     lengths = grid.lengths
     y, ends, starts = _write(rule, params, rows, lengths, grid.resets)
-    weights = memories.weights_of(rule, ends)
+    weights = rule.rule.cached_weights(ends)
     if rule.stop_gradient:
         weights = jax.lax.stop_gradient(weights)
     y = _read(rule, params, rows, y, weights, grid.visible, starts)
@@ -103,8 +102,8 @@ def _from_segments(y: jax.Array, grid: _Grid, time: int) -> jax.Array:
 
 
 def _write(
-    rule: CachedRule, params: AnyParams, rows: Tokens, lengths: jax.Array | None, resets: jax.Array | None
-) -> tuple[jax.Array, MemoryState, MemoryState | None]:
+    rule: CachedRule, params: Any, rows: Tokens, lengths: jax.Array | None, resets: jax.Array | None
+) -> tuple[jax.Array, Any, Any]:
     """Reads M_t(q_t) of the segments' own memories, [segments, batch, C, heads, value_dim], the states at the segments' ends, and
     those at their starts (None if all are fresh)."""
     starts = None
@@ -114,16 +113,16 @@ def _write(
         apart = lambda x: x.reshape(count, batch, *x.shape[1:])
         q, k, v, gates, _ = jax.tree.map(flat, rows)
         short = None if lengths is None else lengths.reshape(-1)
-        y, ends = memories.scan(rule, params, None, q, k, v, gates, lengths=short)
+        y, ends = rule.rule.scan(params, None, q, k, v, gates, lengths=short)
         y, ends = apart(y), jax.tree.map(apart, ends)
     else:
-        fresh = memories.init_state(rule, params, batch)
+        fresh = fresh_memory(rule, params, batch)
 
-        def segment(state: MemoryState, xs: Any) -> tuple[MemoryState, Any]:
+        def segment(state: Any, xs: Any) -> tuple[Any, Any]:
             (q, k, v, gates, _), lengths, reset = xs
             if reset is not None:
                 state = choose(reset, fresh, state)
-            y, after = memories.scan(rule, params, state, q, k, v, gates, lengths=lengths)
+            y, after = rule.rule.scan(params, state, q, k, v, gates, lengths=lengths)
             return after, (y, after, state if rule.mixes_weights else None)
 
         run = jax.checkpoint(segment, prevent_cse=False)
@@ -137,8 +136,8 @@ def _write(
 
 
 def _read(
-    rule: CachedRule, params: AnyParams, rows: Tokens, y: jax.Array, weights: Any, visible: jax.Array,
-    starts: MemoryState | None,
+    rule: CachedRule, params: Any, rows: Tokens, y: jax.Array, weights: Any, visible: jax.Array,
+    starts: Any,
 ) -> jax.Array:  # fmt: skip
     """The tokens' reads of all memories: [segments, batch, heads, C, value_dim].
 
@@ -169,12 +168,12 @@ def _read(
     if rule.mixes_weights:
         return _read_soup(rule, params, rows, weights, gamma, mine, starts)
     reach = count if rule.capacity is None else rule.capacity
-    others = read.read_earlier(rule.rule, dtype, params, weights, q, gamma, reach)
-    return read.join(rule.rule, params, q, own_read, mine, others)
+    others = combine.read_earlier(rule.rule, dtype, params, weights, q, gamma, reach)
+    return combine.join(rule.rule, params, q, own_read, mine, others)
 
 
 def _read_selected(
-    rule: CachedRule, params: AnyParams, weights: Any, q: jax.Array, own_read: jax.Array, scores: jax.Array,
+    rule: CachedRule, params: Any, weights: Any, q: jax.Array, own_read: jax.Array, scores: jax.Array,
     own: jax.Array, seen: jax.Array, dtype: Any,
 ) -> jax.Array:  # fmt: skip
     count, batch, heads, size = q.shape[:4]
@@ -184,14 +183,14 @@ def _read_selected(
     gamma, mine = gating.gamma(rule, pick(scores), own, there)
     index = jnp.where(there, chosen, count)
     line = lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, count * size, *x.shape[4:])
-    others = read.read_selected(rule.rule, dtype, params, weights, line(q), line(index), line(gamma))
+    others = combine.read_selected(rule.rule, dtype, params, weights, line(q), line(index), line(gamma))
     others = jnp.moveaxis(others.reshape(batch, heads, count, size, -1), 2, 0)
-    return read.join(rule.rule, params, q, own_read, mine, others)
+    return combine.join(rule.rule, params, q, own_read, mine, others)
 
 
 def _read_soup(
-    rule: CachedRule, params: AnyParams, rows: Tokens, weights: Any, gamma: jax.Array, mine: jax.Array,
-    starts: MemoryState | None,
+    rule: CachedRule, params: Any, rows: Tokens, weights: Any, gamma: jax.Array, mine: jax.Array,
+    starts: Any,
 ) -> jax.Array:  # fmt: skip
     """Runs the segments again, with the cached layers mixed into every read.
 
@@ -200,17 +199,19 @@ def _read_soup(
     mixed = jax.tree.map(lambda w: jnp.moveaxis(w, 0, 2), weights)  # [batch, heads, segments, out, in]
     shares = jnp.concatenate([mine[..., None], gamma], axis=-1)
 
-    def segment(row: Tokens, shares: jax.Array, start: MemoryState | None) -> jax.Array:
+    inner: Any = rule.rule  # one that mixes weights
+
+    def segment(row: Tokens, shares: jax.Array, start: Any) -> jax.Array:
         q, k, v, gates, _ = row
         soup = Soup(mixed, jnp.swapaxes(shares, 1, 2))
-        return memories.scan(rule, params, start, q, k, v, gates, soup=soup)[0]
+        return inner.scan(params, start, q, k, v, gates, soup=soup)[0]
 
     y = jax.vmap(segment)(rows, shares, starts)
     return jnp.swapaxes(y.astype(mine.dtype), 2, 3)
 
 
 def _last_state(
-    rule: CachedRule, params: AnyParams, grid: _Grid, rows: Tokens, ends: MemoryState, weights: Any, time: int,
+    rule: CachedRule, params: Any, grid: _Grid, rows: Tokens, ends: Any, weights: Any, time: int,
     segment_ids: jax.Array | None,
 ) -> CachedState:  # fmt: skip
     """The state after the call: the last segment's memory, and the earlier ones of its document."""
@@ -220,7 +221,7 @@ def _last_state(
     take = lambda x: x[last, jnp.arange(batch)]
     online = jax.tree.map(take, ends)
     if segment_ids is not None:
-        online = online._replace(segment=segment_ids[:, -1])
+        online = in_segment(online, segment_ids[:, -1])
     places = max(1, count - 1) if rule.capacity is None else rule.capacity
     state = empty_cache(rule, params, online, places)
     visible = jnp.broadcast_to(grid.visible, (count, batch, count))[last, jnp.arange(batch)]  # to the last segment

@@ -1,18 +1,13 @@
 """The definition of Memory Caching: token by token, with every memory kept and every soup formed. Slow on purpose; SEMANTICS 4."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import meshes
-from atlasjax.memory.caching import memories as memories_of
 from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.caching.state import AnyParams, Tokens
-from atlasjax.memory.fast_weights.rule import MemoryRule
-from atlasjax.memory.softmax import SoftmaxRule
-from atlasjax.memory.softmax.reference import read_one
+from atlasjax.memory.caching.state import Tokens, fresh_memory
 
 
 def _gates(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array) -> jax.Array:
@@ -30,54 +25,29 @@ def _gates(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Arr
     return jnp.where(read, jax.nn.sigmoid(every) if rule.gate == "sigmoid" else every, 0.0)
 
 
-def _read(rule: CachedRule, params: Any, memories: dict, gamma: jax.Array, x: jax.Array) -> jax.Array:
-    """One token of one head: memories [1 + n, out, in], gamma [1 + n], x [key_dim]."""
-    one = rule.rule
-    assert isinstance(one, MemoryRule)
-    if rule.aggregation == "soup":
-        return read_one_of(rule, params, jax.tree.map(lambda w: jnp.tensordot(gamma, w, 1), memories), x)
-    skip = one.features.degree_one(params.coefficients, x) if one.structure.residual else 0.0
-    branches = jax.vmap(lambda w: read_one_of(rule, params, w, x) - skip)(memories)
-    return skip + jnp.tensordot(gamma, branches, 1)
-
-
-def _read_softmax(rule: CachedRule, memories: dict, gamma: jax.Array, x: jax.Array, own_read: jax.Array) -> jax.Array:
-    """`_read` for softmax memories, each with its own Z. own_read: M_t(x) of the token's own memory, the first of `memories`."""
-    one = rule.rule
-    assert isinstance(one, SoftmaxRule)
-
-    def read(theta: dict) -> jax.Array:
-        entries = {"keys": theta["keys"], "a": theta["coefficients"], "rho": theta["decay"][:, 0]}
-        present = jnp.ones(entries["rho"].shape, bool)
-        return read_one(one, {**entries, "weights": theta, "present": present}, x)
-
-    skip = x if one.structure.residual else 0.0
-    branches = jax.vmap(read)(memories) - skip
-    return skip + gamma[0] * (own_read - skip) + jnp.tensordot(gamma[1:], branches[1:], 1)
-
-
-def read_one_of(rule: CachedRule, params: Any, weights: dict, x: jax.Array) -> jax.Array:
-    """M(φ(x)) of one head, directly from the weights."""
-    one = rule.rule
-    assert isinstance(one, MemoryRule)
-    features = one.features.apply(params.coefficients, x)
-    skip = one.features.degree_one(params.coefficients, x) if one.structure.residual else None
-    return one.structure.apply(lambda name, h: weights[name] @ h, features, skip, params.norm)
-
-
-@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
-def reference_cached(
-    rule: CachedRule, params: AnyParams, tokens: Tokens, segment_ids: jax.Array | None = None
+def _read(
+    rule: CachedRule, params: Any, memories: dict, gamma: jax.Array, x: jax.Array, own_read: jax.Array
 ) -> jax.Array:
+    """One token of one head: memories [1 + n, …], the token's own first; gamma [1 + n], x [key_dim], own_read M_t(x)."""
+    one = rule.rule
+    if rule.aggregation == "soup":
+        return one.reference_read(params, jax.tree.map(lambda w: jnp.tensordot(gamma, w, 1), memories), x)
+    skip = one.residual(params, x)
+    skip = jnp.zeros_like(own_read) if skip is None else skip
+    cached = jax.tree.map(lambda w: w[1:], memories)
+    others = jax.vmap(lambda w: one.reference_read(params, w, x) - skip)(cached)
+    return skip + gamma[0] * (own_read - skip) + jnp.tensordot(gamma[1:], others, 1)
+
+
+def reference_cached(rule: CachedRule, params: Any, tokens: Tokens, segment_ids: jax.Array | None = None) -> jax.Array:
     """y of a call from a fresh memory, [batch, time, heads, value_dim]. Tokens as in `parallel_scan`."""
     dtype = jnp.promote_types(tokens.q.dtype, jnp.float32)
     wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
     batch, time, heads, key_dim = tokens.q.shape
     params, tokens = jax.tree.map(wide, (params, tokens))
-    fresh = jax.tree.map(wide, memories_of.init_state(rule, params, 1))
+    fresh = jax.tree.map(wide, fresh_memory(rule, params, 1))
     ids = jnp.zeros((batch, time), jnp.int32) if segment_ids is None else segment_ids
-    theta = memories_of.weights_of(rule, fresh)
-    keeps_tokens = isinstance(rule.rule, SoftmaxRule)
+    theta = rule.rule.cached_weights(fresh)
     stop = jax.lax.stop_gradient if rule.stop_gradient else lambda x: x
     most = time // rule.segment_size + 1
     when = lambda condition, a, b: jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
@@ -88,7 +58,7 @@ def reference_cached(
         c = dict(carry)
         begins = (document != c["document"]) & (c["document"] >= 0)
         full = (c["position"] == rule.segment_size) & ~begins
-        done = stop(memories_of.weights_of(rule, c["online"]))
+        done = stop(rule.rule.cached_weights(c["online"]))
         put = lambda old, new: jnp.where(full, old.at[c["last"]].set(new), old)
         c["thetas"] = {name: put(old, done[name][0]) for name, old in c["thetas"].items()}
         c["keys"] = put(c["keys"], _pool(rule, c["key_sum"], c["position"]))
@@ -101,13 +71,13 @@ def reference_cached(
         c["document"] = document
 
         q, k, v, gates, _ = jax.tree.map(lambda x: x[None, None], token)
-        own_read, c["online"] = memories_of.reference_scan(rule, params, c["online"], q, k, v, gates)
+        own_read, c["online"] = rule.rule.reference(params, c["online"], q, k, v, gates)
         c["key_sum"] = c["key_sum"] + token.k
         number = jnp.arange(most)
         visible = (number >= c["first"]) & (number < c["last"])
         if rule.capacity is not None:
             visible &= number >= c["last"] - rule.capacity
-        own = memories_of.weights_of(rule, c["online"])
+        own = rule.rule.cached_weights(c["online"])
         together = {name: jnp.concatenate([own[name], c["thetas"][name]]) for name in own}  # [1 + most, heads, out, in]
         pooled = jnp.concatenate([_pool(rule, c["key_sum"], c["position"])[None], c["keys"]])
 
@@ -116,9 +86,7 @@ def reference_cached(
         ) -> jax.Array:
             scores = jnp.zeros(1 + most, dtype) if u is None else pooled @ u
             gamma = _gates(rule, scores[1:], scores[0], visible)
-            if keeps_tokens:  # within a chunk its memory is more than its cache, so it has its own read
-                return _read_softmax(rule, memories, gamma, q, own_read)
-            return _read(rule, params, memories, gamma, q)
+            return _read(rule, params, memories, gamma, q, own_read)
 
         y = jax.vmap(head, in_axes=(0, 1, 1, 0, 0, 0))(
             params, together, pooled, token.q, token.connector, own_read[0, 0]

@@ -1,10 +1,12 @@
 """`CachedRule`: a memory rule whose memory is cached at the end of every segment and read together with the current one."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
-from atlasjax.memory.fast_weights.rule import MemoryRule
-from atlasjax.memory.softmax.rule import SoftmaxRule
+import jax
+
+from atlasjax.memory.gates import Gates
+from atlasjax.memory.rule import Rule, Sizes
 from atlasjax.names import lookup
 
 AGGREGATIONS = {
@@ -20,7 +22,7 @@ STARTS = {"fresh": "each segment starts from M_0", "carry": "each continues from
 
 
 @dataclasses.dataclass(frozen=True)
-class CachedRule:
+class CachedRule(Rule):
     """Memory Caching (arXiv 2602.24281, §3; SEMANTICS 4) around any rule. Frozen and hashable, static under `jax.jit`.
 
     A sequence is split into segments of C tokens. At the end of a segment the memory's parameters θ^(i) and a pooled key p^(i) are
@@ -52,7 +54,9 @@ class CachedRule:
         that softmax memories do not support.
     """
 
-    rule: MemoryRule | SoftmaxRule
+    has_connector: ClassVar[bool] = True
+
+    rule: Rule
     aggregation: str = "grm"
     segment_size: int = 256
     top_k: int = 2
@@ -64,8 +68,11 @@ class CachedRule:
     stop_gradient: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rule, MemoryRule | SoftmaxRule):
-            raise ValueError(f"CachedRule: rule must be a MemoryRule or a SoftmaxRule, got {type(self.rule).__name__}.")
+        if not isinstance(self.rule, Rule) or not self.rule.can_be_cached:
+            raise ValueError(
+                f"CachedRule: rule must be a MemoryRule or a SoftmaxRule, got {type(self.rule).__name__}. (Or a memory.Rule of "
+                "your own with cached_weights and read_cached.)"
+            )
         tables = {
             "aggregation": AGGREGATIONS, "gate": GATES, "connector": CONNECTORS, "pooling": POOLINGS, "start": STARTS,
         }  # fmt: skip
@@ -84,33 +91,26 @@ class CachedRule:
             )
         if self.aggregation == "ssc" and self.capacity is not None and self.top_k > self.capacity:
             raise ValueError(f"CachedRule: top_k={self.top_k} is more than capacity={self.capacity} memories.")
-        if isinstance(self.rule, SoftmaxRule) and self.start == "carry":
-            raise ValueError(
-                'CachedRule: start="carry" is not supported for a softmax memory: it stores its tokens, so every cached memory '
-                'would store all earlier tokens again. Use start="fresh".'
-            )
-        if isinstance(self.rule, SoftmaxRule) and self.aggregation == "soup":
-            raise ValueError(
-                'CachedRule: aggregation="soup" is not supported for a softmax memory: it would mix the sums before the '
-                'division by Z and the activation, which a read of one memory does not return. Use "grm".'
-            )
+        for choice in (f'start="{self.start}"', f'aggregation="{self.aggregation}"'):
+            if choice in self.rule.caching_limits:
+                raise ValueError(f"CachedRule: {choice} {self.rule.caching_limits[choice]}")
         if not isinstance(self.stop_gradient, bool):
             raise ValueError(f"CachedRule: stop_gradient must be True or False, got {self.stop_gradient!r}.")
 
     @property
     def mixes_weights(self) -> bool:
         """Whether reads need mixed layers. A soup of matrices does not: it is a sum of reads, like "grm"."""
-        return self.aggregation == "soup" and not self.rule.structure.is_matrix
+        return self.aggregation == "soup" and not self.structure.is_matrix
 
     @property
     def has_scores(self) -> bool:
         """Whether gates depend on u_t and the pooled keys."""
         return self.aggregation != "residual"
 
-    # The properties that every kind of rule has.
     @property
     def structure(self) -> Any:
-        return self.rule.structure
+        """The structure of the inner rule, where it has one."""
+        return getattr(self.rule, "structure", None)
 
     @property
     def chunk_size(self) -> int:
@@ -126,3 +126,96 @@ class CachedRule:
         if self.has_scores and self.connector == "input":
             gates["connector"] = key_dim
         return gates
+
+    # The functions of `atlasjax.memory` for this rule (`Rule`), in the modules of this room.
+
+    def sizes(self, params: Any) -> Sizes:
+        return self.rule.sizes(params)
+
+    def init_params(self, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
+        return self.rule.init_params(key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
+
+    def init_state(self, params: Any, *, batch_size: int, max_length: int | None = None) -> Any:
+        from atlasjax.memory.caching.state import init_state
+
+        return init_state(self, params, batch_size=batch_size, max_length=max_length)
+
+    def check_params(self, params: Any) -> None:
+        self.rule.check_params(params)
+
+    def max_length(self, state: Any) -> int | None:
+        keys: Any = getattr(state, "keys", None)
+        return keys.shape[2] * self.segment_size + 1 if getattr(keys, "ndim", 0) == 4 else 1
+
+    def check_call(
+        self, params: Any, state: Any, q: Any, k: Any, v: Any, gates: Any, *, time: bool, where: str
+    ) -> None:
+        from atlasjax.memory.caching.check import check_call
+
+        check_call(self, params, state, q, k, v, gates, time=time, where=where)
+
+    def check_state(self, params: Any, state: Any, batch: int, heads: int, where: str) -> None:
+        from atlasjax.memory.caching.check import check_capacity
+
+        check_capacity(self, state, where)
+        super().check_state(params, state, batch, heads, where)
+
+    def scan(
+        self,
+        params: Any,
+        state: Any,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        gates: Gates,
+        segment_ids: jax.Array | None = None,
+        max_segments: int | None = None,
+        *,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """`memory.scan`. A fresh memory computes the segments in parallel. The state that comes back then has room only for the
+        memories of this call, unless the rule has a capacity: to continue a sequence, start with `init_state`."""
+        from atlasjax.memory.caching.parallel import parallel_scan
+        from atlasjax.memory.caching.state import tokens_of
+        from atlasjax.memory.caching.streaming import streamed_scan
+
+        tokens = tokens_of(self, q, k, v, gates)
+        if state is None:
+            return parallel_scan(self, params, tokens, segment_ids, max_segments)
+        if segment_ids is not None:
+            raise ValueError(
+                "memory.scan: segment_ids of a cached rule need state=None: documents cannot continue from a state."
+            )
+        return streamed_scan(self, params, state, tokens)
+
+    def step(self, params: Any, state: Any, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> tuple[Any, Any]:
+        """`memory.step`: one step of the inner rule and one read of the cache (with "ssc", of top_k memories)."""
+        from atlasjax.memory.caching.state import tokens_of
+        from atlasjax.memory.caching.streaming import step
+
+        return step(self, params, state, tokens_of(self, q, k, v, gates))
+
+    def read(self, params: Any, state: Any, q: jax.Array, connector: jax.Array | None = None) -> jax.Array:
+        """`memory.read`: a read as by the last token. u = q if no connector is given."""
+        from atlasjax.memory.caching.streaming import read_state
+
+        return read_state(self, params, state, q, connector)
+
+    def reference(
+        self,
+        params: Any,
+        state: Any,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        gates: Gates,
+        segment_ids: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """`memory.reference`: y from the definition, with explicit memories and soups; the state from the engine. Very slow."""
+        from atlasjax.memory.caching.reference import reference_cached
+        from atlasjax.memory.caching.state import tokens_of
+
+        if state is not None:
+            raise ValueError("memory.reference: the definition of a cached rule needs state=None.")
+        _, after = self.scan(params, None, q, k, v, gates, segment_ids, None if segment_ids is None else q.shape[1])
+        return reference_cached(self, params, tokens_of(self, q, k, v, gates), segment_ids).astype(q.dtype), after

@@ -5,13 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.caching import memories
 from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates, Weights
-from atlasjax.memory.softmax import SoftmaxParams, SoftmaxState
-
-AnyParams = MemoryParams | SoftmaxParams
 
 
 class Tokens(NamedTuple):
@@ -47,7 +42,7 @@ class CachedState(NamedTuple):
       cached_count: number of memories cached so far, including evicted ones, [batch].
     """
 
-    online: MemoryState | SoftmaxState
+    online: Any
     cached: Weights
     keys: jax.Array
     key_sum: jax.Array
@@ -55,7 +50,7 @@ class CachedState(NamedTuple):
     cached_count: jax.Array
 
 
-def init_state(rule: CachedRule, params: AnyParams, *, batch_size: int, max_length: int | None = None) -> CachedState:
+def init_state(rule: CachedRule, params: Any, *, batch_size: int, max_length: int | None = None) -> CachedState:
     """A fresh memory and an empty cache.
 
     Args:
@@ -78,15 +73,25 @@ def init_state(rule: CachedRule, params: AnyParams, *, batch_size: int, max_leng
         if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
             raise ValueError(f"init_state: max_length must be an integer ≥ 1, got {max_length!r}.")
         places = max(1, (max_length - 1) // rule.segment_size)
-    return empty_cache(rule, params, memories.init_state(rule, params, batch_size), places)
+    return empty_cache(rule, params, fresh_memory(rule, params, batch_size), places)
 
 
-def empty_cache(rule: CachedRule, params: AnyParams, online: Any, places: int) -> CachedState:
+def fresh_memory(rule: CachedRule, params: Any, batch_size: int) -> Any:
+    """A fresh state of the inner rule, with room for the tokens of one segment."""
+    return rule.rule.init_state(params, batch_size=batch_size, max_length=rule.segment_size)
+
+
+def in_segment(state: Any, segment: jax.Array | None) -> Any:
+    """A state of the inner rule with the segment id of its last token, [batch], where it keeps one."""
+    return state._replace(segment=segment) if hasattr(state, "segment") else state
+
+
+def empty_cache(rule: CachedRule, params: Any, online: Any, places: int) -> CachedState:
     """A fresh state whose empty cache has `places` slots, with `online` as the current memory."""
-    weights = memories.weights_of(rule, online)
+    weights = rule.rule.cached_weights(online)
     any_weight = next(iter(weights.values()))
     batch, heads = any_weight.shape[:2]
-    _, key_dim = memories.sizes(rule, params)
+    key_dim = rule.sizes(params).key_dim
     return CachedState(
         online=online,
         cached={name: jnp.zeros((batch, heads, places, *w.shape[2:]), w.dtype) for name, w in weights.items()},

@@ -7,21 +7,19 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import meshes
+from atlasjax.memory.caching import combine
 from atlasjax.memory.caching import gates as gating
-from atlasjax.memory.caching import memories, read
 from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.caching.state import AnyParams, CachedState, Tokens
+from atlasjax.memory.caching.state import CachedState, Tokens, fresh_memory, in_segment
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.layout import choose
-from atlasjax.memory.softmax import SoftmaxParams, SoftmaxRule, SoftmaxState
-from atlasjax.memory.softmax.decode import read_state as read_softmax
 
 
-def _push(rule: CachedRule, params: AnyParams, state: CachedState, full: jax.Array) -> CachedState:
+def _push(rule: CachedRule, params: Any, state: CachedState, full: jax.Array) -> CachedState:
     """Where `full` [batch] is True, moves the segment's memory to the cache and begins a new segment."""
     places = state.keys.shape[2]
     row, place = jnp.arange(full.shape[0]), state.cached_count % places
-    weights = memories.weights_of(rule, state.online)
+    weights = rule.rule.cached_weights(state.online)
     if rule.stop_gradient:
         weights = jax.lax.stop_gradient(weights)
 
@@ -32,9 +30,9 @@ def _push(rule: CachedRule, params: AnyParams, state: CachedState, full: jax.Arr
     keys = gating.running_pool(rule, state.key_sum, state.position[:, None])
     online = state.online
     if rule.start == "fresh":
-        fresh = memories.init_state(rule, params, full.shape[0])
+        fresh = fresh_memory(rule, params, full.shape[0])
         fresh = jax.tree.map(lambda x, like: x.astype(like.dtype), fresh, online)
-        online = choose(full, fresh._replace(segment=online.segment), online)
+        online = choose(full, in_segment(fresh, getattr(online, "segment", None)), online)
     return CachedState(
         online=online,
         cached={name: put(old, weights[name]) for name, old in state.cached.items()},
@@ -54,7 +52,7 @@ def _by_age(state: CachedState) -> tuple[jax.Array, jax.Array]:
 
 
 def _read_cache(
-    rule: CachedRule, params: AnyParams, state: CachedState, q: jax.Array, u: jax.Array | None, own_keys: jax.Array,
+    rule: CachedRule, params: Any, state: CachedState, q: jax.Array, u: jax.Array | None, own_keys: jax.Array,
     own_read: Any, dtype: Any,
 ) -> jax.Array:  # fmt: skip
     """The tokens' reads of the cache and of their own memory.
@@ -87,10 +85,10 @@ def _read_cache(
                 jnp.arange(heads)[:, None],
                 jnp.minimum(place[:, :, 0], keys.shape[1] - 1),
             ]
-            others = read.read_all(rule.rule, dtype, params, jax.tree.map(at, state.cached), q, gamma)
+            others = combine.read_all(rule.rule, dtype, params, jax.tree.map(at, state.cached), q, gamma)
         else:
-            others = read.read_selected(rule.rule, dtype, params, by_memory, q, index, gamma)
-        return read.join(rule.rule, params, q, own_read(None), mine, others)
+            others = combine.read_selected(rule.rule, dtype, params, by_memory, q, index, gamma)
+        return combine.join(rule.rule, params, q, own_read(None), mine, others)
     gamma, mine = gating.gamma(rule, scores, own, seen)
     # Back to the order of the slots.
     back = jnp.argsort(order, axis=-1)
@@ -98,8 +96,8 @@ def _read_cache(
     if rule.mixes_weights:
         shares = jnp.concatenate([mine[..., None], gamma], axis=-1)
         return own_read(Soup(state.cached, jnp.swapaxes(shares, 1, 2)))
-    return read.join(
-        rule.rule, params, q, own_read(None), mine, read.read_all(rule.rule, dtype, params, state.cached, q, gamma)
+    return combine.join(
+        rule.rule, params, q, own_read(None), mine, combine.read_all(rule.rule, dtype, params, state.cached, q, gamma)
     )
 
 
@@ -110,10 +108,7 @@ def _overfull(rule: CachedRule, state: CachedState) -> jax.Array:
     return state.cached_count > state.keys.shape[2]
 
 
-@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
-def streamed_scan(
-    rule: CachedRule, params: AnyParams, state: CachedState, tokens: Tokens
-) -> tuple[jax.Array, CachedState]:
+def streamed_scan(rule: CachedRule, params: Any, state: CachedState, tokens: Tokens) -> tuple[jax.Array, CachedState]:
     """A call that continues from a state anywhere in a segment, one segment after another."""
     batch, time = tokens.q.shape[:2]
     size, dtype = rule.segment_size, tokens.q.dtype
@@ -146,8 +141,9 @@ def streamed_scan(
         end = {}
 
         def own_read(soup: Soup | None) -> jax.Array:
-            y, end["state"] = memories.scan(
-                rule, params, state.online, row.q, row.k, row.v, row.gates, lengths=length, soup=soup
+            options: dict[str, Any] = {} if soup is None else {"soup": soup}
+            y, end["state"] = rule.rule.scan(
+                params, state.online, row.q, row.k, row.v, row.gates, lengths=length, **options
             )
             return up(jnp.where(real[..., None, None], y, 0.0))
 
@@ -168,8 +164,7 @@ def streamed_scan(
     return y.astype(dtype), state
 
 
-@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
-def step(rule: CachedRule, params: AnyParams, state: CachedState, tokens: Tokens) -> tuple[jax.Array, CachedState]:
+def step(rule: CachedRule, params: Any, state: CachedState, tokens: Tokens) -> tuple[jax.Array, CachedState]:
     """One token; `tokens` has no time axis."""
     dtype = tokens.q.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
@@ -180,9 +175,8 @@ def step(rule: CachedRule, params: AnyParams, state: CachedState, tokens: Tokens
     end = {}
 
     def own_read(soup: Soup | None) -> jax.Array:
-        if soup is not None:
-            soup = soup._replace(gates=soup.gates[:, 0])
-        y, end["state"] = memories.step(rule, params, state.online, tokens.q, tokens.k, tokens.v, tokens.gates, soup)
+        options: dict[str, Any] = {} if soup is None else {"soup": soup._replace(gates=soup.gates[:, 0])}
+        y, end["state"] = rule.rule.step(params, state.online, tokens.q, tokens.k, tokens.v, tokens.gates, **options)
         return up(y)
 
     u = None if tokens.connector is None else up(tokens.connector)
@@ -195,7 +189,7 @@ def step(rule: CachedRule, params: AnyParams, state: CachedState, tokens: Tokens
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def read_state(
-    rule: CachedRule, params: AnyParams, state: CachedState, q: jax.Array, connector: jax.Array | None
+    rule: CachedRule, params: Any, state: CachedState, q: jax.Array, connector: jax.Array | None
 ) -> jax.Array:
     """Reads a state without writing: q, connector [batch, time, heads, key_dim] → [batch, time, heads, value_dim]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -205,20 +199,13 @@ def read_state(
     own_keys = jnp.broadcast_to(keys[:, :, None], (*keys.shape[:2], q.shape[1], keys.shape[2]))
 
     def own_read(soup: Soup | None) -> jax.Array:
-        if isinstance(rule.rule, SoftmaxRule):
-            assert isinstance(params, SoftmaxParams)
-            assert isinstance(state.online, SoftmaxState)
-            return up(read_softmax(rule.rule, params, state.online, q))
-        own = memories.weights_of(rule, state.online)
         if soup is None:
-            other, shares = jax.tree.map(lambda w: w[:, :, None], own), None
-            branches = read.read_all(rule.rule, wide, up_params, other, up(q), jnp.ones((*up(q).shape[:3], 1), wide))
-        else:
-            other = {name: jnp.concatenate([w[:, :, None], soup.weights[name]], axis=2) for name, w in own.items()}
-            shares = jnp.swapaxes(soup.gates, 1, 2)
-            branches = read.read_mixed(rule.rule, wide, up_params, other, up(q), shares)
-        skip = read.skip_of(rule.rule, up_params, up(q))
-        return branches if skip is None else skip + branches
+            return up(rule.rule.read(params, state.online, q.astype(wide)))
+        own = rule.rule.cached_weights(state.online)
+        together = {name: jnp.concatenate([w[:, :, None], soup.weights[name]], axis=2) for name, w in own.items()}
+        y = combine.read_mixed(rule.rule, wide, up_params, together, up(q), jnp.swapaxes(soup.gates, 1, 2))
+        skip = combine.residual(rule.rule, up_params, up(q))
+        return y if skip is None else skip + y
 
     u = None
     if rule.has_scores:

@@ -10,7 +10,7 @@ import numpy as np
 
 from atlasjax.memory import blocks, meshes
 from atlasjax.memory.axes import structures
-from atlasjax.memory.fast_weights import bounds, dual, formed, sequential, steps
+from atlasjax.memory.fast_weights import bounds, dual, formed, sequential, step_sizes
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
@@ -205,7 +205,7 @@ def run_chunk(
         decrease = bounds.toward_target(rule.objective, out, v, threshold)
         empty = bounds.toward_target(rule.objective, jnp.zeros_like(out), v, threshold)
         total = lambda x: jnp.maximum(jnp.sum(x, axis=-1), 0.0)
-        losses = steps.Losses(total(decrease), bounds.softened(total(decrease), total(empty)), along)
+        losses = step_sizes.Losses(total(decrease), bounds.softened(total(decrease), total(empty)), along)
     if rule.optimizer.per_channel:
         assert slot.step_size is not None
         scale = slot.step_size
@@ -245,7 +245,7 @@ def run_chunk(
         if losses is not None:
             assert rule.step_bound is not None
             capped = rule.optimizer.per_channel
-            origin = steps.Origin(rule.step_bound, chunk_start, gradients, losses, moved, capped)
+            origin = step_sizes.Origin(rule.step_bound, chunk_start, gradients, losses, moved, capped)
         return block_fn(rule, memory, momentum, factors, gates, origin, read, plan.dtype)
 
     tokens = (gradients, factors, losses, real)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory import blocks
 from atlasjax.memory.blocks import BlockGates, Factors, Read, decay_products, dot, exact, outer_sum
-from atlasjax.memory.fast_weights import steps
+from atlasjax.memory.fast_weights import step_sizes
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.gates import Weights
 
@@ -16,14 +16,14 @@ def dual_block(
     momentum: Weights | None,
     factors: dict[str, Factors],
     gates: BlockGates,
-    origin: steps.Origin | None,
+    origin: step_sizes.Origin | None,
     read: Read,
     dtype: jnp.dtype,
 ) -> tuple[Weights, Weights | None, jax.Array]:
     """Everything linear in the gradient, with scalar retention. Returns (M, S, y) after the block."""
     decays = blocks.decays(gates)
     if origin is not None:
-        gates = gates._replace(step_size=steps.dual_steps(memory, momentum, origin, factors, gates, decays))
+        gates = gates._replace(step_size=step_sizes.dual_steps(memory, momentum, origin, factors, gates, decays))
     c = blocks.coefficients(decays, gates)
 
     def linear(name: str, h: jax.Array) -> jax.Array:
@@ -57,7 +57,7 @@ def channel_block(
     momentum: Weights | None,
     factors: dict[str, Factors],
     gates: BlockGates,
-    origin: steps.Origin | None,
+    origin: step_sizes.Origin | None,
     read: Read,
     dtype: jnp.dtype,
 ) -> tuple[Weights, Weights | None, jax.Array]:
@@ -66,7 +66,7 @@ def channel_block(
     [m, E, D] numbers are formed, so blocks are short (`chunk.plan`).
     """
     if origin is not None:
-        gates = gates._replace(step_size=steps.formed_steps(rule, memory, momentum, origin, factors, gates))
+        gates = gates._replace(step_size=step_sizes.formed_steps(rule, memory, momentum, origin, factors, gates))
     assert gates.retention is not None
     (name,) = memory
     left, inputs = factors[name]

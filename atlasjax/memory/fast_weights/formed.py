@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory import blocks
 from atlasjax.memory.blocks import BlockGates, Factors, Read, decay_products, dot, exact
-from atlasjax.memory.fast_weights import steps
+from atlasjax.memory.fast_weights import step_sizes
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.gates import Weights
 from pallas_kernels.newton_schulz import SCHEDULES, newton_schulz
@@ -22,7 +22,7 @@ def muon_block(
     momentum: Weights | None,
     factors: dict[str, Factors],
     gates: BlockGates,
-    origin: steps.Origin | None,
+    origin: step_sizes.Origin | None,
     read: Read,
     dtype: jnp.dtype,
 ) -> tuple[Weights, Weights | None, jax.Array]:
@@ -79,13 +79,13 @@ def mapped_block(
     momentum: Weights | None,
     factors: dict[str, Factors],
     gates: BlockGates,
-    origin: steps.Origin | None,
+    origin: step_sizes.Origin | None,
     read: Read,
     dtype: jnp.dtype,
 ) -> tuple[Weights, Weights | None, jax.Array]:
     """A retention with a map: the block's accumulators A_t are formed, mapped in float32, and read by their own tokens."""
     if origin is not None:
-        gates = gates._replace(step_size=steps.formed_steps(rule, memory, momentum, origin, factors, gates))
+        gates = gates._replace(step_size=step_sizes.formed_steps(rule, memory, momentum, origin, factors, gates))
     c = blocks.coefficients(blocks.decays(gates), gates)
     accumulators: Weights = {}
     new_momentum: Weights = {}

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from atlasjax.memory.axes import objectives, optimizers, retention, structures
 from atlasjax.memory.axes.base import is_exactly
 from atlasjax.memory.fast_weights import bounds
-from atlasjax.memory.fast_weights.engine import window_after, xla_scan
 from atlasjax.memory.fast_weights.fastest import PLATFORMS, fastest
 from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.scan import window_after, xla_scan
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
 from atlasjax.memory.gates import Gates
 from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unserved_by_gpu

@@ -12,27 +12,20 @@ import jax.numpy as jnp
 from atlasjax.memory import meshes
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.rule import MemoryRule
-from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, Weights, init_state
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
 from atlasjax.memory.gates import Gates
 
 
-def read_one(rule: MemoryRule, params: Any, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """M(φ(x)) of one head: x is [key_dim], the result [value_dim]; `weights` as a state stores them."""
-    weights = rule.weights(weights)
+def read_one(rule: MemoryRule, params: Any, stored: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """M(φ(x)) of one head: x is [key_dim], the result [value_dim]; `stored`: the memory as a state stores it."""
+    return read_weights(rule, params, rule.weights(stored), x)
+
+
+def read_weights(rule: MemoryRule, params: Any, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """M(φ(x)) of one head, from the memory's weights themselves."""
     features = rule.features.apply(params.coefficients, x)
     skip = rule.features.degree_one(params.coefficients, x) if rule.structure.residual else None
     return rule.structure.apply(lambda name, h: weights[name] @ h, features, skip, params.norm)
-
-
-@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
-def read_state(rule: MemoryRule, params: MemoryParams, memory: Weights, q: jax.Array) -> jax.Array:
-    """M(φ(q)) of the memories of a state, for queries [batch, time, heads, key_dim]; of q's dtype."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    one = lambda p, w, x: read_one(rule, p, w, x)
-    over_time = jax.vmap(one, in_axes=(None, None, 0))
-    over_heads = jax.vmap(over_time, in_axes=(0, 0, 1), out_axes=1)
-    over_batch = jax.vmap(over_heads, in_axes=(None, 0, 0))
-    return over_batch(jax.tree.map(lambda x: x.astype(wide), params), memory, q.astype(wide)).astype(q.dtype)
 
 
 def _gradient(

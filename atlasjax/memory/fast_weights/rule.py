@@ -1,8 +1,8 @@
 """`MemoryRule`: one row of the design space, as a value."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import jax
 
@@ -11,10 +11,11 @@ from atlasjax.memory.axes import objectives, optimizers, structures
 from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import check_choice
 from atlasjax.memory.fast_weights.bounds import Bound, within_norm
+from atlasjax.memory.rule import Rule, Sizes
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryRule:
+class MemoryRule(Rule):
     """Which memory, what it learns, and how: frozen and hashable, static under `jax.jit`.
 
     For every token t (SEMANTICS 1; A §3.2–3.3, §5):
@@ -38,6 +39,9 @@ class MemoryRule:
     Raises:
       ValueError: choices that clash, with the names of both.
     """
+
+    has_kernels: ClassVar[bool] = True
+    caching_limits: ClassVar[Mapping[str, str]] = {}
 
     structure: structures.Structure = structures.MLP()
     objective: objectives.Objective = objectives.L2()
@@ -208,6 +212,75 @@ class MemoryRule:
             muon, steps=muon.steps if steps is None else steps, schedule=muon.schedule if schedule is None else schedule
         )
         return dataclasses.replace(self, optimizer=changed)
+
+    # The functions of `atlasjax.memory` for this rule (`Rule`), in the modules of this room.
+    def init_params(self, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
+        from atlasjax.memory.fast_weights.state import init_params
+
+        return init_params(self, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
+
+    def init_state(self, params: Any, *, batch_size: int, max_length: int | None = None) -> Any:
+        from atlasjax.memory.fast_weights.state import init_state
+
+        return init_state(self, params, batch_size=batch_size, max_length=max_length)
+
+    def check_params(self, params: Any) -> None:
+        from atlasjax.memory.fast_weights.state import check_params
+
+        check_params(self, params)
+
+    def scan(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Any]:
+        from atlasjax.memory.fast_weights.scan import xla_scan
+
+        return xla_scan(self, *arguments, **options)
+
+    def step(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Any]:
+        from atlasjax.memory.fast_weights.step import xla_step
+
+        return xla_step(self, *arguments, **options)
+
+    def read(self, params: Any, state: Any, q: jax.Array) -> jax.Array:
+        from atlasjax.memory.fast_weights.read import read_state
+
+        return read_state(self, params, state, q)
+
+    def reference(self, *arguments: Any) -> tuple[jax.Array, Any]:
+        from atlasjax.memory.fast_weights.reference import reference_scan
+
+        return reference_scan(self, *arguments)
+
+    def sizes(self, params: Any) -> Sizes:
+        from atlasjax.memory.fast_weights.state import infer_key_dim
+
+        outermost = next(iter(self.structure.weight_shapes(1, 1)))
+        num_heads, value_dim, _ = params.weights[outermost].shape
+        return Sizes(num_heads, infer_key_dim(self, params), value_dim)
+
+    def cached_weights(self, state: Any) -> dict[str, jax.Array]:
+        return self.weights(state.memory)
+
+    def read_cached(self, dtype: Any, params: Any, weights: dict[str, jax.Array], q: jax.Array) -> jax.Array:
+        from atlasjax.memory.fast_weights.read import read_cached
+
+        return read_cached(self, dtype, params, weights, q)
+
+    def read_mixed(
+        self, dtype: Any, params: Any, weights: dict[str, jax.Array], q: jax.Array, gamma: jax.Array
+    ) -> jax.Array:
+        """`read_cached` of a soup of n memories of one head: weights [n, out, in], q [tokens, key_dim], gamma [tokens, n]."""
+        from atlasjax.memory.fast_weights.read import read_mixed
+
+        return read_mixed(self, dtype, params, weights, q, gamma)
+
+    def reference_read(self, params: Any, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        from atlasjax.memory.fast_weights.reference import read_weights
+
+        return read_weights(self, params, weights, x)
+
+    def residual(self, params: Any, q: jax.Array) -> jax.Array | None:
+        from atlasjax.memory.fast_weights.read import residual
+
+        return residual(self, params, q)
 
 
 def _clashes(rule: MemoryRule) -> Iterator[tuple[str, str]]:

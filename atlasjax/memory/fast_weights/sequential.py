@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory import blocks, meshes
 from atlasjax.memory.blocks import BlockGates, Factors, Read, dot
-from atlasjax.memory.fast_weights import bounds, steps
+from atlasjax.memory.fast_weights import bounds, step_sizes
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.gates import Weights
 
@@ -22,7 +22,7 @@ def sequential_block(
     momentum: Any,
     factors: dict[str, Factors],
     gates: BlockGates,
-    origin: steps.Origin | None,
+    origin: step_sizes.Origin | None,
     read: Read,
     dtype: jnp.dtype,
 ) -> tuple[Weights, Any, jax.Array]:
@@ -58,7 +58,7 @@ def sequential_block(
 
 def _bounded(
     rule: MemoryRule,
-    origin: steps.Origin,
+    origin: step_sizes.Origin,
     memory: Weights,
     momentum: Any,
     gradient: Weights,

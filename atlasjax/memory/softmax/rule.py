@@ -1,7 +1,8 @@
 """`SoftmaxRule`: the rule of a memory on the infinite features of softmax attention."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,12 @@ import jax.numpy as jnp
 from atlasjax.memory.axes import objectives, optimizers, structures
 from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import Axis, check_choice
+from atlasjax.memory.gates import Weights
+from atlasjax.memory.rule import Rule, Sizes
 
 
 @dataclasses.dataclass(frozen=True)
-class SoftmaxRule:
+class SoftmaxRule(Rule):
     """DeepTransformer, SWDT, DOT and variants (A §4, Eq. 17–31; SEMANTICS 2). Frozen and hashable, static under `jax.jit`.
 
     The recurrence is that of `memory.MemoryRule` with infinitely many features φ*, whose inner products are
@@ -44,6 +47,17 @@ class SoftmaxRule:
     Raises:
       ValueError: an unsupported choice, which the message names, or a window larger than the cache.
     """
+
+    caching_limits: ClassVar[Mapping[str, str]] = {
+        'start="carry"': (
+            "is not supported for a softmax memory: it stores its tokens, so every cached memory would store all earlier tokens "
+            'again. Use start="fresh".'
+        ),
+        'aggregation="soup"': (
+            "is not supported for a softmax memory: it would mix the sums before the division by Z and the activation, which a "
+            'read of one memory does not return. Use "grm".'
+        ),
+    }
 
     structure: structures.Structure = structures.MLP()
     objective: objectives.Objective = objectives.DotProduct()
@@ -98,6 +112,69 @@ class SoftmaxRule:
         if self.window > 1:
             gates["window"] = self.window
         return gates
+
+    # The functions of `atlasjax.memory` for this rule (`Rule`), in the modules of this room.
+    def init_params(self, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
+        from atlasjax.memory.softmax.state import init_params
+
+        return init_params(self, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
+
+    def init_state(self, params: Any, *, batch_size: int, max_length: int | None = None) -> Any:
+        from atlasjax.memory.softmax.state import init_state
+
+        return init_state(self, params, batch_size=batch_size, max_length=max_length)
+
+    def check_params(self, params: Any) -> None:
+        from atlasjax.memory.softmax.state import check_params
+
+        check_params(self, params)
+
+    def scan(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Any]:
+        from atlasjax.memory.softmax.scan import xla_scan
+
+        return xla_scan(self, *arguments, **options)
+
+    def step(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Any]:
+        from atlasjax.memory.softmax.step import xla_step
+
+        return xla_step(self, *arguments, **options)
+
+    def read(self, params: Any, state: Any, q: jax.Array) -> jax.Array:
+        from atlasjax.memory.softmax.read import read_state
+
+        return read_state(self, params, state, q)
+
+    def reference(self, *arguments: Any) -> tuple[jax.Array, Any]:
+        from atlasjax.memory.softmax.reference import reference_scan
+
+        return reference_scan(self, *arguments)
+
+    def sizes(self, params: Any) -> Sizes:
+        # A matrix memory has no parameter for each head: any number of heads fits.
+        num_heads = next(iter(params.weights.values())).shape[0] if params.weights else None
+        return Sizes(num_heads, params.key_dim, params.value_dim)
+
+    def max_length(self, state: Any) -> int | None:
+        keys: Any = getattr(state, "keys", None)
+        return max(1, keys.shape[2]) if getattr(keys, "ndim", 0) == 4 else 1
+
+    def cached_weights(self, state: Any) -> Weights:
+        from atlasjax.memory.softmax.read import cached_weights
+
+        return cached_weights(state)
+
+    def read_cached(self, dtype: Any, params: Any, weights: Weights, q: jax.Array) -> jax.Array:
+        from atlasjax.memory.softmax.read import read_cached
+
+        return read_cached(self, dtype, weights, q)
+
+    def reference_read(self, params: Any, weights: Weights, x: jax.Array) -> jax.Array:
+        from atlasjax.memory.softmax.read import reference_read
+
+        return reference_read(self, weights, x)
+
+    def residual(self, params: Any, q: jax.Array) -> jax.Array | None:
+        return q if self.structure.residual else None
 
 
 _KINDS: dict[str, type[Axis]] = {

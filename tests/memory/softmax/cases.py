@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlasjax import memory
-from atlasjax.memory import objectives, optimizers, retention, softmax, structures
+from atlasjax.memory import objectives, optimizers, retention, structures
 from atlasjax.memory.softmax import SoftmaxRule
 from tests.memory.own_ideas import LogCosh
 
@@ -38,7 +38,7 @@ def make_inputs(rule, *, batch=2, time=23, heads=2, key_dim=4, value_dim=4, dtyp
     """(params, q, k, v, gates): normalized keys, gates inside their ranges. `overrides` sets gates to constants."""
     rng = np.random.default_rng(seed)
     wide = jnp.promote_types(dtype, jnp.float32)
-    params = softmax.init_params(rule, jax.random.key(seed), num_heads=heads, key_dim=key_dim, value_dim=value_dim)
+    params = memory.init_params(rule, jax.random.key(seed), num_heads=heads, key_dim=key_dim, value_dim=value_dim)
     params = jax.tree.map(lambda x: jnp.asarray(x, wide), params)
     normal = lambda dim: rng.standard_normal((batch, time, heads, dim))
     unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from atlasjax.memory.softmax import engine, loop
+from atlasjax.memory.softmax import loop, scan
 
 
 @pytest.fixture
 def short_blocks(monkeypatch):
-    monkeypatch.setattr(engine, "_BLOCK_TOKENS", 8)
+    monkeypatch.setattr(scan, "_BLOCK_TOKENS", 8)
     monkeypatch.setattr(loop, "_PHASES", 2)

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from atlasjax.memory import objectives, optimizers, retention, softmax, structures
+from atlasjax import memory
+from atlasjax.memory import objectives, optimizers, retention, structures
 from atlasjax.memory.softmax import SoftmaxRule
 from tests.memory.softmax.cases import MATRIX, RULES, make_inputs
 
@@ -36,25 +37,25 @@ def test_choices(choices, message):
 
 
 def test_sizes_and_lengths():
-    init = lambda rule, **sizes: softmax.init_params(rule, jax.random.key(0), **sizes)
+    init = lambda rule, **sizes: memory.init_params(rule, jax.random.key(0), **sizes)
     with pytest.raises(ValueError, match="key_dim must equal value_dim, got key_dim=4, value_dim=5"):
         init(SoftmaxRule(), num_heads=1, key_dim=4, value_dim=5)
     assert init(SoftmaxRule(MATRIX), num_heads=1, key_dim=4, value_dim=5).weights == {}
     assert (init(SoftmaxRule(), num_heads=2, key_dim=4, value_dim=4).weights["W1"] != 0).all()
     params = init(SoftmaxRule(), num_heads=2, key_dim=4, value_dim=4)
     with pytest.raises(ValueError, match="max_length is None, but this softmax memory keeps every token"):
-        softmax.init_state(SoftmaxRule(), params, batch_size=1)
+        memory.init_state(SoftmaxRule(), params, batch_size=1)
     with pytest.raises(ValueError, match="max_length must be an integer ≥ 1, got 0"):
-        softmax.init_state(SoftmaxRule(), params, batch_size=1, max_length=0)
-    assert softmax.init_state(RULES["swdt"], init(RULES["swdt"], num_heads=2, key_dim=4, value_dim=4), batch_size=1)
+        memory.init_state(SoftmaxRule(), params, batch_size=1, max_length=0)
+    assert memory.init_state(RULES["swdt"], init(RULES["swdt"], num_heads=2, key_dim=4, value_dim=4), batch_size=1)
 
 
 def test_arguments():
     rule = RULES["dot"]
     params, q, k, v, gates = make_inputs(rule)
-    state = softmax.init_state(rule, params, batch_size=2, max_length=30)
-    other = softmax.init_state(RULES["swdt"], params, batch_size=2)
-    scan = lambda *args, **kwargs: softmax.scan(rule, *args, **kwargs)
+    state = memory.init_state(rule, params, batch_size=2, max_length=30)
+    other = memory.init_state(RULES["swdt"], params, batch_size=2)
+    scan = lambda *args, **kwargs: memory.scan(rule, *args, **kwargs)
     with pytest.raises(ValueError, match=r"gates.momentum is missing; this rule needs it with shape \[2, 23, 2\]"):
         scan(params, None, q, k, v, gates._replace(momentum=None))
     with pytest.raises(ValueError, match=r"gates\.threshold is given, but this rule has no such gate"):
@@ -78,4 +79,4 @@ def test_arguments():
     with pytest.raises(ValueError, match=r"Unknown implementation 'xl'\. Did you mean 'xla'"):
         scan(params, None, q, k, v, gates, implementation="xl")
     with pytest.raises(ValueError, match="state is None"):
-        softmax.step(rule, params, None, q[:, 0], k[:, 0], v[:, 0], jax.tree.map(lambda x: x[:, 0], gates))
+        memory.step(rule, params, None, q[:, 0], k[:, 0], v[:, 0], jax.tree.map(lambda x: x[:, 0], gates))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from atlasjax.memory import softmax
+from atlasjax import memory
 from atlasjax.memory.softmax import SoftmaxRule
 from tests.memory.cases import assert_close
 from tests.memory.softmax.cases import MATRIX, RULES, make_inputs
@@ -26,8 +26,8 @@ def objective(fn, rule, state, params, q, k, v, gates, **kwargs):
 def both(rule, **kwargs):
     """Jitted value-and-gradient functions of the reference and of the engine, of (state, params, q, k, v, gates)."""
     functions = []
-    for fn in (softmax.reference, softmax.scan):
-        extra = {k: v for k, v in kwargs.items() if k != "max_segments" or fn is softmax.scan}
+    for fn in (memory.reference, memory.scan):
+        extra = {k: v for k, v in kwargs.items() if k != "max_segments" or fn is memory.scan}
         run = lambda *args, fn=fn, extra=extra: objective(fn, rule, *args, **extra)
         functions.append(jax.jit(jax.value_and_grad(run, argnums=(1, 2, 3, 4, 5), has_aux=True)))
     return functions
@@ -53,7 +53,7 @@ def test_usual_blocks(x64):
     rule = RULES["dot_window_over_chunk"]
     params, *inputs = make_inputs(rule, time=290, batch=1, heads=1, dtype=jnp.float64)
     run = lambda fn: jax.jit(lambda *inputs: fn(rule, params, None, *inputs))(*inputs)
-    assert_close(run(softmax.scan), run(softmax.reference), EXACT)
+    assert_close(run(memory.scan), run(memory.reference), EXACT)
 
 
 EDGES = [
@@ -92,13 +92,13 @@ def test_gradients_through_a_stream(x64, short_blocks):
     weights = np.cos(np.arange(23 * 2 * 4)).reshape(1, 23, 2, 4)
 
     def whole(params, *inputs):
-        return jnp.sum(weights * softmax.reference(rule, params, None, *inputs)[0])
+        return jnp.sum(weights * memory.reference(rule, params, None, *inputs)[0])
 
     def cut(params, *inputs):
-        state = softmax.init_state(rule, params, batch_size=1, max_length=23)
+        state = memory.init_state(rule, params, batch_size=1, max_length=23)
         outputs = []
         for start, stop in ((0, 9), (9, 10), (10, 23)):
-            y, state = softmax.scan(rule, params, state, *jax.tree.map(lambda x: x[:, start:stop], inputs))  # noqa: B023
+            y, state = memory.scan(rule, params, state, *jax.tree.map(lambda x: x[:, start:stop], inputs))  # noqa: B023
             outputs.append(y)
         return jnp.sum(weights * jnp.concatenate(outputs, axis=1))
 
@@ -113,7 +113,7 @@ def test_float32_and_bfloat16(name, short_blocks):
     """Against the same inputs in float64, relative to the largest output."""
     rule = RULES[name]
     params, q, k, v, gates = make_inputs(rule, time=40)
-    scan = jax.jit(lambda *args: softmax.scan(rule, args[0], None, *args[1:]))
+    scan = jax.jit(lambda *args: memory.scan(rule, args[0], None, *args[1:]))
     for dtype, tolerance in {jnp.float32: 5e-6, jnp.bfloat16: 2e-2}.items():
         q, k, v = (x.astype(dtype) for x in (q, k, v))
         y, state = scan(params, q, k, v, gates)
@@ -121,7 +121,7 @@ def test_float32_and_bfloat16(name, short_blocks):
         assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
         with jax.enable_x64(True):
             up = lambda x: jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64)
-            expected, _ = softmax.scan(rule, *jax.tree.map(up, (params,)), None, *jax.tree.map(up, (q, k, v, gates)))
+            expected, _ = memory.scan(rule, *jax.tree.map(up, (params,)), None, *jax.tree.map(up, (q, k, v, gates)))
             assert_close(y.astype(jnp.float32), expected, tolerance, what=str(dtype))
 
 
@@ -129,7 +129,7 @@ def test_causality(short_blocks):
     """The Jacobian of outputs with respect to inputs is exactly zero above the diagonal."""
     rule = RULES["dot"]
     params, *inputs = make_inputs(rule, time=19, batch=1, heads=1)
-    outputs = lambda inputs: softmax.scan(rule, params, None, *inputs)[0][0].sum((-1, -2))
+    outputs = lambda inputs: memory.scan(rule, params, None, *inputs)[0][0].sum((-1, -2))
     jacobian = jax.jit(jax.jacrev(outputs))(inputs)
     depends = 0
     for leaf in jax.tree.leaves(jacobian):
@@ -145,7 +145,7 @@ def test_backward_keeps_no_score_matrix():
 
     def temporary_bytes(time):
         args = jax.eval_shape(lambda: make_inputs(rule, batch=1, time=time, heads=1, key_dim=8, value_dim=8))
-        loss = lambda params, *args: softmax.scan(rule, params, None, *args)[0].sum()
+        loss = lambda params, *args: memory.scan(rule, params, None, *args)[0].sum()
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).lower(*args).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -161,7 +161,7 @@ def test_old_entries_with_strong_keys(short_blocks):
 
     @jax.jit
     def run(q, k, v, retention):
-        loss = lambda *x: jnp.sum(softmax.scan(rule, params, None, *x, gates._replace(retention=retention))[0][:, -1])
+        loss = lambda *x: jnp.sum(memory.scan(rule, params, None, *x, gates._replace(retention=retention))[0][:, -1])
         return jax.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
 
     def attention(q, k, v):
@@ -180,6 +180,6 @@ def test_what_left_the_cache_is_not_read(short_blocks):
     """A masked product would still carry NaN on: 0 · NaN. So the work per token is bounded by the window and the block."""
     rule = RULES["sliding"]
     params, q, k, v, gates = make_inputs(rule, time=40)
-    y, _ = jax.jit(lambda v: softmax.scan(rule, params, None, q, k, v, gates))(v.at[:, 0].set(jnp.nan))
+    y, _ = jax.jit(lambda v: memory.scan(rule, params, None, q, k, v, gates))(v.at[:, 0].set(jnp.nan))
     assert np.isnan(np.asarray(y[:, 0])).all()
     assert np.isfinite(np.asarray(y[:, rule.cache_window + 8 :])).all()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from atlasjax.memory import softmax
+from atlasjax import memory
 from atlasjax.memory.softmax import SoftmaxRule
 from tests.memory.cases import assert_close
 from tests.memory.softmax.cases import FULL, L2, MATRIX, make_inputs
@@ -16,7 +16,7 @@ ROUNDING = 2e-6  # float32
 
 def outputs(function, rule, *args):
     params, *inputs = args
-    return jax.jit(lambda *inputs: getattr(softmax, function)(rule, params, None, *inputs)[0])(*inputs)
+    return jax.jit(lambda *inputs: getattr(memory, function)(rule, params, None, *inputs)[0])(*inputs)
 
 
 def attention(q, k, v, **kwargs):
@@ -81,7 +81,7 @@ def test_a_coefficient_is_one_gradient_step(function, x64):
     """After one token, a_1 = −η γ σ'(h) ⊙ (W1ᵀ ∂ℓ/∂out) at the empty cache, and W1 took the outer product's step."""
     rule = SoftmaxRule(objective=L2, window=2, chunk_size=1)
     params, q, k, v, gates = make_inputs(rule, batch=1, heads=1, time=1, dtype=jnp.float64)
-    _, state = jax.jit(lambda *x: getattr(softmax, function)(rule, params, None, *x))(q, k, v, gates)
+    _, state = jax.jit(lambda *x: getattr(memory, function)(rule, params, None, *x))(q, k, v, gates)
     W1 = np.asarray(params.weights["W1"])[0]
     step = float(gates.step_size[0, 0, 0] * gates.window[0, 0, 0, 0])
     error = np.asarray(k - v)[0, 0, 0]  # h = 0 and σ(0) = 0: the output is the residual, k
@@ -99,5 +99,5 @@ def test_first_output_of_a_deep_memory(function, x64):
     a = eta * 0.5 * (W1.T @ np.asarray(v)[0, 0, 0])
     expected = np.asarray(q)[0, 0, 0] + alpha * W1 @ np.asarray(jax.nn.gelu(jnp.asarray(a), approximate=True))
     np.testing.assert_allclose(outputs(function, rule, params, q, k, v, gates)[0, 0, 0], expected, rtol=1e-12)
-    gradient = jax.jit(jax.grad(lambda k: getattr(softmax, function)(rule, params, None, q, k, v, gates)[0].sum()))(k)
+    gradient = jax.jit(jax.grad(lambda k: getattr(memory, function)(rule, params, None, q, k, v, gates)[0].sum()))(k)
     assert np.isfinite(np.asarray(gradient)).all()

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from atlasjax.memory import softmax
+from atlasjax import memory
+from atlasjax.memory.softmax.state import init_state
 from tests.memory.cases import assert_close
 from tests.memory.softmax.cases import RULES, make_inputs
 
@@ -17,7 +18,7 @@ def steps(rule, params, state, q, k, v, gates):
     """One `step` a token; outputs, final state, and the state before every token (time axis first)."""
 
     def body(state, xs):
-        y, new = softmax.step(rule, params, state, *xs)
+        y, new = memory.step(rule, params, state, *xs)
         return new, (y, state)
 
     last, (y, before) = jax.lax.scan(body, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, gates)))
@@ -35,8 +36,8 @@ def test_every_split(name, x64, short_blocks):
     """One token at a time equals the reference; and a call that begins after ANY number of tokens goes on exactly."""
     rule = RULES[name]
     params, q, k, v, gates = make_inputs(rule, batch=1, time=TIME, dtype=jnp.float64)
-    state = softmax.init_state(rule, params, batch_size=1, max_length=TIME, dtype=jnp.float64)
-    expected, final = jax.jit(lambda: softmax.reference(rule, params, state, q, k, v, gates))()
+    state = init_state(rule, params, batch_size=1, max_length=TIME, dtype=jnp.float64)
+    expected, final = jax.jit(lambda: memory.reference(rule, params, state, q, k, v, gates))()
     y, last, before = jax.jit(lambda: steps(rule, params, state, q, k, v, gates))()
     assert_close(y, expected, EXACT, what="steps")
     assert_close(last, final, EXACT, what="state after steps")
@@ -46,11 +47,11 @@ def test_every_split(name, x64, short_blocks):
     rows = starts[:, None] + np.arange(PIECE)
     states = jax.tree.map(lambda x: x[starts, 0], before)
     pieces = jax.tree.map(lambda x: x[0][rows], (q, k, v, gates))
-    y, after = jax.jit(lambda: softmax.scan(rule, params, states, *pieces))()
+    y, after = jax.jit(lambda: memory.scan(rule, params, states, *pieces))()
     assert_close(y, expected[0][rows], EXACT, what="piece")
     ends = starts[:-1] + PIECE
     assert_close(jax.tree.map(lambda x: x[:-1], after), jax.tree.map(lambda x: x[ends, 0], before), EXACT, what="after")
-    looked = jax.jit(lambda: softmax.read(rule, params, after, pieces[0][:, -1:]))()
+    looked = jax.jit(lambda: memory.read(rule, params, after, pieces[0][:, -1:]))()
     assert_close(looked[:, 0], y[:, -1], EXACT, what="read")
 
 
@@ -73,21 +74,21 @@ def test_segments(name, x64, short_blocks):
             return jax.jit(lambda *x: total(run, *x))
         return jax.jit(jax.value_and_grad(lambda *x: total(run, *x), argnums=(0, 1, 2, 3), has_aux=True))
 
-    expected = graded(lambda *x: softmax.reference(rule, params, None, *x, segment_ids=ids))(q, k, v, gates)
-    packed = graded(lambda *x: softmax.scan(rule, params, None, *x, segment_ids=ids, max_segments=9))
+    expected = graded(lambda *x: memory.reference(rule, params, None, *x, segment_ids=ids))(q, k, v, gates)
+    packed = graded(lambda *x: memory.scan(rule, params, None, *x, segment_ids=ids, max_segments=9))
     assert_close(packed(q, k, v, gates), expected, EXACT)
     y, final = expected[0][1] if name == "dot_window_over_chunk" else expected[1]
 
-    state, outputs = softmax.init_state(rule, params, batch_size=3, max_length=23, dtype=jnp.float64), []
+    state, outputs = init_state(rule, params, batch_size=3, max_length=23, dtype=jnp.float64), []
     for start, stop in ((0, 10), (10, 23)):
         piece = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], (q, k, v, gates))
-        run = lambda *x, a=start, b=stop: softmax.scan(rule, params, *x, segment_ids=ids[:, a:b], max_segments=9)
+        run = lambda *x, a=start, b=stop: memory.scan(rule, params, *x, segment_ids=ids[:, a:b], max_segments=9)
         part, state = jax.jit(run)(state, *piece)
         outputs.append(part)
     assert_close(jnp.concatenate(outputs, axis=1), y, EXACT, what="stream")
     assert_close(state, final, EXACT, what="state of the stream")
 
-    alone = jax.jit(lambda *x: softmax.scan(rule, params, None, *x)[0])
+    alone = jax.jit(lambda *x: memory.scan(rule, params, None, *x)[0])
     piece = jax.tree.map(lambda x: x[:1, 14:23], (q, k, v, gates))
     assert_close(y[:1, 14:23], alone(*piece), EXACT, what="alone")
 
@@ -95,7 +96,7 @@ def test_segments(name, x64, short_blocks):
 def test_too_many_segments_are_loud():
     rule = RULES["dot"]
     params, q, k, v, gates = make_inputs(rule, batch=1)
-    packed = jax.jit(lambda ids: softmax.scan(rule, params, None, q, k, v, gates, segment_ids=ids, max_segments=1))
+    packed = jax.jit(lambda ids: memory.scan(rule, params, None, q, k, v, gates, segment_ids=ids, max_segments=1))
     y, state = packed(jnp.arange(23)[None])
     assert np.isnan(np.asarray(y)).any()
     assert np.isnan(np.asarray(state.weights["W1"])).all()
@@ -104,8 +105,8 @@ def test_too_many_segments_are_loud():
 def test_more_tokens_than_the_cache_holds_are_nan():
     rule = RULES["deep_transformer"]
     params, q, k, v, gates = make_inputs(rule, batch=1)
-    state = softmax.init_state(rule, params, batch_size=1, max_length=13)
-    scan = jax.jit(lambda state: softmax.scan(rule, params, state, q, k, v, gates))
+    state = memory.init_state(rule, params, batch_size=1, max_length=13)
+    scan = jax.jit(lambda state: memory.scan(rule, params, state, q, k, v, gates))
     (expected, _), (y, after) = scan(None), scan(state)
     assert_close(y[:, :13], expected[:, :13], 1e-5)
     assert np.isnan(np.asarray(y[:, 13:])).all()
@@ -113,7 +114,7 @@ def test_more_tokens_than_the_cache_holds_are_nan():
     assert_close(stepped[:, :13], expected[:, :13], 1e-5)
     assert np.isnan(np.asarray(stepped[:, 13:])).all()
     for late in (after, last):
-        assert np.isnan(np.asarray(jax.jit(lambda s: softmax.read(rule, params, s, q))(late))).all()
+        assert np.isnan(np.asarray(jax.jit(lambda s: memory.read(rule, params, s, q))(late))).all()
 
 
 def test_states_are_bounded():
@@ -121,11 +122,11 @@ def test_states_are_bounded():
     swdt, dot = RULES["swdt"], RULES["dot"]
     for rule, entries, tail in ((swdt, 7, 3), (dot, 64, 2 + 7)):
         params, q, k, v, gates = make_inputs(rule)
-        fresh = softmax.init_state(rule, params, batch_size=2, max_length=64)
+        fresh = memory.init_state(rule, params, batch_size=2, max_length=64)
         assert fresh.keys.shape == (2, 2, entries, 4)
         assert fresh.coefficients.shape == (2, 2, entries, 8)
         assert fresh.tail.keys.shape == (2, 2, tail, 4)
-        _, state = jax.eval_shape(lambda *x, rule=rule: softmax.scan(rule, *x), params, fresh, q, k, v, gates)
+        _, state = jax.eval_shape(lambda *x, rule=rule: memory.scan(rule, *x), params, fresh, q, k, v, gates)
         assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, fresh)
         assert all(x.shape[0] == 2 for x in jax.tree.leaves(state))
 
@@ -133,6 +134,6 @@ def test_states_are_bounded():
 def test_state_can_be_donated():
     rule = RULES["dot"]
     params, q, k, v, gates = make_inputs(rule, time=5)
-    run = jax.jit(lambda state: softmax.scan(rule, params, state, q, k, v, gates)[1], donate_argnums=0)
-    state = run(run(softmax.init_state(rule, params, batch_size=2, max_length=64)))
+    run = jax.jit(lambda state: memory.scan(rule, params, state, q, k, v, gates)[1], donate_argnums=0)
+    state = run(run(memory.init_state(rule, params, batch_size=2, max_length=64)))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))

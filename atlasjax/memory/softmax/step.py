@@ -1,4 +1,4 @@
-"""Decoding token by token, and reads without a write.
+"""`SoftmaxRule.step`: one token.
 
 A state has the cache as it was at the chunk's start t', and h_{t'} of the tokens since then. So a token costs one read of the
 cache, for its key and query together, and the cache itself changes once per chunk.
@@ -16,13 +16,13 @@ from atlasjax.memory.layout import choose
 from atlasjax.memory.softmax import sums
 from atlasjax.memory.softmax.block import gradients, moved, read_out, write_weights
 from atlasjax.memory.softmax.coefficients import Coefficients, coefficients
-from atlasjax.memory.softmax.engine import cache_reads, stored_places
 from atlasjax.memory.softmax.rule import SoftmaxRule
+from atlasjax.memory.softmax.scan import cache_reads, stored_places
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState, Tail, empty_state, has_scaling
 from atlasjax.memory.softmax.tape import Cache
 
 
-class _Chunk(NamedTuple):
+class OpenChunk(NamedTuple):
     """The unfinished chunk including its window, n tokens of one head. A, s, C: the coefficients of its last token."""
 
     k: jax.Array
@@ -35,13 +35,13 @@ class _Chunk(NamedTuple):
     entries: jax.Array  # [n], ρ of the tokens at the time of the read
 
 
-def _seen(rule: SoftmaxRule, entries: int, held: jax.Array, last: jax.Array) -> jax.Array:
+def seen(rule: SoftmaxRule, entries: int, held: jax.Array, last: jax.Array) -> jax.Array:
     """Whether a read sees each slot of a stored cache, [N]. last: the read's position in its chunk, −1 exactly at t'."""
     return held if rule.cache_window is None else held & (jnp.arange(entries) > last)
 
 
-def _read(
-    rule: SoftmaxRule, weights: Weights, momentum: Weights | None, part: sums.Partial, chunk: _Chunk, q: jax.Array,
+def read_open(
+    rule: SoftmaxRule, weights: Weights, momentum: Weights | None, part: sums.Partial, chunk: OpenChunk, q: jax.Array,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array, dict]:  # fmt: skip
     """y of the queries [r, key_dim] from their sums over the cache and the unfinished chunk, and the chunk's gradients."""
@@ -55,9 +55,9 @@ def _read(
     return y, left, factors
 
 
-def _chunk(
+def open_chunk(
     rule: SoftmaxRule, tail: Tail, h: jax.Array, position: jax.Array, count: jax.Array, commit: jax.Array
-) -> tuple[_Chunk, Coefficients]:
+) -> tuple[OpenChunk, Coefficients]:
     """The tail of one head as a chunk that is read after `position` ≥ 1 tokens."""
     c, b = rule.window, tail.step_size.shape[0]
     place = jnp.arange(c - 1 + b)
@@ -72,7 +72,7 @@ def _chunk(
     at = lambda x: jax.lax.dynamic_index_in_dim(x, position - 1, keepdims=False)
     s = None if coef.momentum is None else at(coef.momentum)
     entries = jnp.concatenate([jnp.zeros((c - 1,), coef.entries.dtype), at(coef.entries)])
-    return _Chunk(tail.keys, tail.values, h, sees, at(coef.decay), s, at(coef.gradients), entries), coef
+    return OpenChunk(tail.keys, tail.values, h, sees, at(coef.decay), s, at(coef.gradients), entries), coef
 
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
@@ -99,7 +99,7 @@ def xla_step(
     def one(cache, weights, weights_momentum, tail, token, held, count, position):
         """One head: y, and the arrays needed for a commit."""
         q, k, v, retention, step_size, momentum, window = token
-        x, sees = q[None], _seen(rule, entries, held, position)[None]
+        x, sees = q[None], seen(rule, entries, held, position)[None]
         if tail.preactivations is not None:
             x, sees = jnp.stack([q, k]), jnp.concatenate([sees, held[None]])
         part = sums.partial_sums(rule, x, cache, sees, state_dtype)
@@ -119,8 +119,8 @@ def xla_step(
             window=put(tail.window, window, position),
         )
         commit = position + 1 == b
-        chunk, coef = _chunk(rule, tail, h, position + 1, count, commit)
-        y, left, factors = _read(rule, weights, weights_momentum, row(0), chunk, q[None], state_dtype)
+        chunk, coef = open_chunk(rule, tail, h, position + 1, count, commit)
+        y, left, factors = read_open(rule, weights, weights_momentum, row(0), chunk, q[None], state_dtype)
         return y[0], tail, left, coef, write_weights(weights, weights_momentum, factors, coef, state_dtype)
 
     state_dtype = q.dtype
@@ -190,43 +190,3 @@ def _commit(
         None if momentum is None or coef.end_momentum is None else add(momentum, coef.end_momentum[:, None] * left),
         add(rho, coef.end_entries),
     )
-
-
-@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
-def read_state(rule: SoftmaxRule, params: SoftmaxParams, state: SoftmaxState, q: jax.Array) -> jax.Array:
-    """M_t(φ*(q)) for queries [batch, time, heads, key_dim]."""
-    wide = jnp.promote_types(q.dtype, state.keys.dtype)
-    entries = state.keys.shape[2]
-    held = stored_places(rule, entries, state.num_tokens)
-
-    def one(cache, weights, weights_momentum, tail, q, held, count, position):
-        part = sums.partial_sums(rule, q, cache, _seen(rule, entries, held, position - 1)[None], q_dtype)
-        if not rule.pending:
-            empty = lambda x: x[:0]
-            width = cache.coefficients.shape[1]
-            nothing = jnp.zeros((0,), wide)
-            s = None if weights_momentum is None else jnp.zeros((), wide)
-            chunk = _Chunk(
-                empty(tail.keys), empty(tail.values), jnp.zeros((0, width), wide), nothing > 0, jnp.ones((), wide), s,
-                nothing, nothing,
-            )  # fmt: skip
-            return _read(rule, weights, weights_momentum, part, chunk, q, q_dtype)[0]
-        chunk, _ = _chunk(rule, tail, tail.preactivations, jnp.maximum(position, 1), count, position > 0)
-        none = position == 0
-        chunk = chunk._replace(
-            sees=chunk.sees & ~none,
-            A=jnp.where(none, 1.0, chunk.A),
-            s=None if chunk.s is None else jnp.where(none, 0.0, chunk.s),
-            C=jnp.where(none, 0.0, chunk.C),
-        )
-        return _read(rule, weights, weights_momentum, part, chunk, q, q_dtype)[0]
-
-    q_dtype = q.dtype
-    cache = Cache(state.keys, state.coefficients, state.momentum, state.decay)
-    by_head = jax.vmap(one, in_axes=(0, 0, 0, 0, 1, None, None, None), out_axes=1)
-    y = jax.vmap(by_head)(
-        cache, state.weights, state.weights_momentum, state.tail, q.astype(wide), held, state.num_tokens, state.position
-    )
-    if rule.cache_window is None:
-        y = jnp.where((state.num_tokens + state.position <= entries)[:, None, None, None], y, jnp.nan)
-    return y.astype(q.dtype)

@@ -1,4 +1,4 @@
-"""The XLA engine of softmax memories: a call is laid out as blocks of chunks, with attention-like reads of the cache in between."""
+"""`SoftmaxRule.scan`, the XLA engine: a call is laid out as blocks of chunks, with attention-like reads of the cache in between."""
 
 import functools
 

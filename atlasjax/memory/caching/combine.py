@@ -1,79 +1,54 @@
 """Weighted sums of reads of many memories, without forming weights for each token.
 
-A read here is the branch of a memory, its output without the residual: M(φ(q)) − r(q).
+A read here is one without the residual: M(φ(q)) − r(q).
 """
 
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from atlasjax.memory import meshes
-from atlasjax.memory.blocks import dot
-from atlasjax.memory.caching import memories as memories_of
-from atlasjax.memory.caching.state import AnyParams
-from atlasjax.memory.fast_weights.chunk import mix
-from atlasjax.memory.fast_weights.rule import MemoryRule
-from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
-from atlasjax.memory.softmax.rule import SoftmaxRule
+from atlasjax.memory.rule import Rule
 
 _BLOCK = 128  # tokens that read one memory together in `read_selected`
 
 
-def branch(
-    rule: MemoryRule | SoftmaxRule, dtype: jnp.dtype, params: AnyParams, weights: Weights, q: jax.Array
-) -> jax.Array:
-    """Reads of one memory of one head: weights [out, in], q [n, key_dim] → [n, value_dim]."""
-    if isinstance(rule, SoftmaxRule):
-        return memories_of.softmax_branch(rule, dtype, weights, q)
-    assert isinstance(params, MemoryParams)
-    x = rule.features.apply(params.coefficients, q)
-    outermost = next(iter(rule.structure.weight_shapes(1, 1)))
-    skip = jnp.zeros((q.shape[0], weights[outermost].shape[0]), q.dtype) if rule.structure.residual else None
-    return rule.structure.apply(lambda name, h: dot(h, weights[name].T, dtype), x, skip, params.norm)
-
-
-def skip_of(rule: MemoryRule | SoftmaxRule, params: AnyParams, q: jax.Array) -> jax.Array | None:
-    """r(q), the residual term of a memory with a residual: q [..., heads, n, key_dim] → [..., heads, n, value_dim]."""
-    if not rule.structure.residual:
-        return None
-    if isinstance(rule, SoftmaxRule):
-        return q
-    assert isinstance(params, MemoryParams)
-    features, coefficients = rule.features, params.coefficients
-    axes = None if coefficients is None else 0
-    return jax.vmap(features.degree_one, in_axes=(axes, -3), out_axes=-3)(coefficients, q)
+def residual(rule: Rule, params: Any, q: jax.Array) -> jax.Array | None:
+    """`Rule.residual` for [..., heads, tokens, …]."""
+    return jax.vmap(rule.residual, in_axes=(0, -3), out_axes=-3)(params, q)
 
 
 def join(
-    rule: MemoryRule | SoftmaxRule,
-    params: AnyParams,
+    rule: Rule,
+    params: Any,
     q: jax.Array,
     own_read: jax.Array,
     mine: jax.Array,
     others: jax.Array,
 ) -> jax.Array:
     """Adds the residual term once to the weighted branches; all [..., heads, tokens, …]."""
-    skip = skip_of(rule, params, q)
+    skip = residual(rule, params, q)
     if skip is None:
         return mine[..., None] * own_read + others
     return skip + mine[..., None] * (own_read - skip) + others
 
 
-def _over_heads(rule: MemoryRule | SoftmaxRule, dtype: jnp.dtype) -> Callable[..., jax.Array]:
-    """`branch` for [batch, heads, …]."""
-    one = functools.partial(branch, rule, dtype)
+def _over_heads(rule: Rule, dtype: jnp.dtype) -> Callable[..., jax.Array]:
+    """`Rule.read_cached` for [batch, heads, …]."""
+    one = functools.partial(rule.read_cached, dtype)
     return jax.vmap(jax.vmap(one), in_axes=(None, 0, 0))
 
 
 def read_earlier(
-    rule: MemoryRule | SoftmaxRule,
+    rule: Rule,
     dtype: jnp.dtype,
-    params: AnyParams,
+    params: Any,
     memories: Weights,
     q: jax.Array,
     gamma: jax.Array,
@@ -96,7 +71,7 @@ def read_earlier(
     reader, earlier = np.tril_indices(segments, -1)
     near = reader - earlier <= reach
     reader, earlier = reader[near], earlier[near]
-    y = jnp.zeros((*q.shape[:-1], memories_of.value_dim(rule, memories)), q.dtype)
+    y = jnp.zeros((*q.shape[:-1], rule.sizes(params).value_dim), q.dtype)
     if not len(reader):
         return y
     run = _over_heads(rule, dtype)
@@ -113,9 +88,9 @@ def read_earlier(
 
 
 def read_all(
-    rule: MemoryRule | SoftmaxRule,
+    rule: Rule,
     dtype: jnp.dtype,
-    params: AnyParams,
+    params: Any,
     memories: Weights,
     q: jax.Array,
     gamma: jax.Array,
@@ -131,14 +106,14 @@ def read_all(
         return y + gamma[..., None] * run(params, weights, q), None
 
     first = lambda x, axis: jnp.moveaxis(x, axis, 0)
-    y = jnp.zeros((*q.shape[:-1], memories_of.value_dim(rule, memories)), q.dtype)
+    y = jnp.zeros((*q.shape[:-1], rule.sizes(params).value_dim), q.dtype)
     return meshes.scan(one, y, (jax.tree.map(lambda w: first(w, 2), memories), first(gamma, -1)))[0]
 
 
 def read_selected(
-    rule: MemoryRule | SoftmaxRule,
+    rule: Rule,
     dtype: jnp.dtype,
-    params: AnyParams,
+    params: Any,
     memories: Weights,
     q: jax.Array,
     index: jax.Array,
@@ -199,24 +174,8 @@ def read_selected(
 
 
 def read_mixed(
-    rule: MemoryRule | SoftmaxRule,
-    dtype: jnp.dtype,
-    params: AnyParams,
-    memories: Weights,
-    q: jax.Array,
-    gamma: jax.Array,
+    rule: Any, dtype: jnp.dtype, params: Any, memories: Weights, q: jax.Array, gamma: jax.Array
 ) -> jax.Array:
-    """The branch of a memory soup, with layers mixed for each token. Arguments as in `read_all`."""
-
-    assert isinstance(rule, MemoryRule)
-    assert isinstance(params, MemoryParams)
-
-    def one(params: MemoryParams, memories: Weights, q: jax.Array, gamma: jax.Array) -> jax.Array:
-        x = rule.features.apply(params.coefficients, q)
-        outermost = next(iter(rule.structure.weight_shapes(1, 1)))
-        skip = jnp.zeros((q.shape[0], memories[outermost].shape[1]), q.dtype) if rule.structure.residual else None
-        zero = lambda name, h: jnp.zeros((h.shape[0], memories[name].shape[1]), h.dtype)
-        shares = jnp.concatenate([jnp.zeros_like(gamma[:, :1]), gamma], axis=1)
-        return rule.structure.apply(mix(zero, memories, shares, dtype), x, skip, params.norm)
-
+    """Reads of a memory soup, with layers mixed for each token. Arguments as in `read_all`; the rule has `read_mixed`."""
+    one = functools.partial(rule.read_mixed, dtype)
     return jax.vmap(jax.vmap(one), in_axes=(None, 0, 0, 0))(params, memories, q, gamma)

@@ -1,0 +1,43 @@
+"""Checks of arguments of a `CachedRule` besides those of its inner rule, before anything is traced or compiled."""
+
+from typing import Any
+
+from atlasjax.memory import check
+from atlasjax.memory.caching.rule import CachedRule
+from atlasjax.memory.caching.state import CachedState
+from atlasjax.memory.gates import Gates
+
+
+def check_call(
+    rule: CachedRule, params: Any, state: Any, q: Any, k: Any, v: Any, gates: Any, *, time: bool, where: str
+) -> None:
+    """Raises TypeError or ValueError where an argument of a call does not fit."""
+    connector = gates.connector if isinstance(gates, Gates) else None
+    plain = gates._replace(connector=None) if isinstance(gates, Gates) else gates
+    rule.rule.check_call(params, None, q, k, v, plain, time=time, where=where)
+    needed = "connector" in rule.gate_channels(q.shape[-1])
+    if needed and connector is None:
+        raise ValueError(
+            f"{where}: gates.connector is missing; this rule needs it with shape {list(q.shape)} "
+            '(or CachedRule(connector="query")).'
+        )
+    if not needed and connector is not None:
+        raise ValueError(
+            f"{where}: gates.connector is given, but aggregation={rule.aggregation!r} with connector={rule.connector!r} "
+            "does not use it."
+        )
+    if needed:
+        check.check_shape("gates.connector", connector, tuple(q.shape), where)
+        check.check_floating("gates.connector", connector, where)
+    if state is not None:
+        rule.check_state(params, state, q.shape[0], q.shape[-2], where)
+
+
+def check_capacity(rule: CachedRule, state: Any, where: str) -> None:
+    """Raises ValueError where a state has a cache of another size."""
+    if not isinstance(state, CachedState) or state.keys.ndim != 4 or rule.capacity is None:
+        return
+    if state.keys.shape[2] != rule.capacity:
+        raise ValueError(
+            f"{where}: state has a cache for {state.keys.shape[2]} memories, should be capacity={rule.capacity}."
+        )

@@ -1,0 +1,57 @@
+"""Reads of a `MemoryRule` without a write: of a state, and of memories that a `CachedRule` keeps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.blocks import dot
+from atlasjax.memory.fast_weights.chunk import mix
+from atlasjax.memory.fast_weights.reference import read_one
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
+from atlasjax.memory.gates import Weights
+
+
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
+def read_state(rule: MemoryRule, params: MemoryParams, state: MemoryState, q: jax.Array) -> jax.Array:
+    """M_t(φ(q)) for queries [batch, time, heads, key_dim]."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    up = jax.tree.map(lambda x: x.astype(wide), params)
+    one = lambda p, w, x: read_one(rule, p, w, x)
+    over_time = jax.vmap(one, in_axes=(None, None, 0))
+    over_heads = jax.vmap(over_time, in_axes=(0, 0, 1), out_axes=1)
+    over_batch = jax.vmap(over_heads, in_axes=(None, 0, 0))
+    return over_batch(up, state.memory, q.astype(wide)).astype(q.dtype)
+
+
+def read_cached(rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, weights: Weights, q: jax.Array) -> jax.Array:
+    """Reads of one memory of one head without the residual: weights [out, in], q [n, key_dim] → [n, value_dim]."""
+    x = rule.features.apply(params.coefficients, q)
+    skip = _no_residual(rule, weights, q)
+    return rule.structure.apply(lambda name, h: dot(h, weights[name].T, dtype), x, skip, params.norm)
+
+
+def residual(rule: MemoryRule, params: MemoryParams, q: jax.Array) -> jax.Array | None:
+    """r(q) of one head, q [..., key_dim] → [..., value_dim]; None for a memory without one."""
+    return rule.features.degree_one(params.coefficients, q) if rule.structure.residual else None
+
+
+def read_mixed(
+    rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, weights: Weights, q: jax.Array, gamma: jax.Array
+) -> jax.Array:
+    """Reads of a soup of n memories of one head, its layers mixed for each token, without the residual.
+
+    weights: [n, out, in]; q: [tokens, key_dim]; gamma: [tokens, n]; the result: [tokens, value_dim].
+    """
+    x = rule.features.apply(params.coefficients, q)
+    each = jax.tree.map(lambda w: w[0], weights)
+    zero = lambda name, h: jnp.zeros((h.shape[0], weights[name].shape[1]), h.dtype)
+    shares = jnp.concatenate([jnp.zeros_like(gamma[:, :1]), gamma], axis=1)
+    return rule.structure.apply(mix(zero, weights, shares, dtype), x, _no_residual(rule, each, q), params.norm)
+
+
+def _no_residual(rule: MemoryRule, weights: Weights, q: jax.Array) -> jax.Array | None:
+    """Zeros in the place of r(q): [n, value_dim]; None for a memory without one."""
+    outermost = next(iter(rule.structure.weight_shapes(1, 1)))
+    return jnp.zeros((q.shape[0], weights[outermost].shape[0]), q.dtype) if rule.structure.residual else None

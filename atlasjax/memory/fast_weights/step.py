@@ -1,0 +1,89 @@
+"""`MemoryRule.step`: one token, as a slot of one token."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.fast_weights.chunk import Plan, Slot, Soup, run_chunk
+from atlasjax.memory.fast_weights.linear import linear_scan
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.scan import window_count_of, window_of
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
+from atlasjax.memory.gates import Gates
+from atlasjax.memory.layout import choose
+
+
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
+def xla_step(
+    rule: MemoryRule,
+    params: MemoryParams,
+    state: MemoryState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    *,
+    soup: Soup | None = None,
+) -> tuple[jax.Array, MemoryState]:
+    """One token: q, k: [batch, heads, key_dim], v: [batch, heads, value_dim], gates [batch, heads(, n)]; soup: see `xla_scan`."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    batch, heads, _ = q.shape
+    sizes = Plan(1, 1, 1, q.dtype)
+
+    def up(x: Any) -> Any:
+        return None if x is None else x.astype(wide)[:, :, None]
+
+    step_size = gates.step_size
+    if rule.optimizer.every > 1 and state.position is not None:
+        assert step_size is not None
+        writes = (state.position + 1) % rule.optimizer.every == 0
+        step_size = jnp.where(writes.reshape(-1, *(1,) * (step_size.ndim - 1)), step_size, 0.0)
+    gamma = jnp.ones((batch, heads, 1), wide) if gates.window is None else gates.window
+    slot = Slot(
+        q=up(q),
+        k=up(k),
+        v=up(v),
+        retention=up(gates.retention),
+        step_size=up(step_size),
+        momentum=up(gates.momentum),
+        gamma=up(gamma),
+        threshold=up(gates.threshold),
+        removal_key=up(gates.removal_key),
+        removal=up(gates.removal),
+        real=None,
+        soup=None if soup is None else up(soup.gates),
+    )
+    count = window_count_of(state)
+    if rule.is_linear:
+        up_params = jax.tree.map(lambda x: x.astype(wide), params)
+        one = jax.tree.map(lambda x: x[None], slot)
+        y, memory = linear_scan(rule, q.dtype, up_params, state.memory, one, None)
+        return y[0, :, :, 0], state._replace(memory=memory)
+    before, start = (rule.begin_chunk(state.memory), rule.begin_momentum(state.momentum)), None
+    if state.chunk_start is not None:
+        assert state.position is not None
+        before = choose(state.position == 0, before, (state.memory, state.momentum))
+        start = choose(state.position == 0, before[0], state.chunk_start)
+
+    def chunk(params, start, memory, momentum, window, slot, count, mixed):
+        return run_chunk(rule, sizes, params, start, memory, momentum, window, slot, None, count, mixed)
+
+    by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None, 0))
+    by_batch = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0))
+    up_params = jax.tree.map(lambda x: x.astype(wide), params)
+    mixed = None if soup is None else soup.weights
+    memory, momentum, window, y = by_batch(up_params, start, *before, window_of(state), slot, count, mixed)
+    position = None if state.position is None else (state.position + 1) % rule.chunk_size
+    return y[:, :, 0].astype(q.dtype), MemoryState(
+        memory=memory,
+        chunk_start=None if position is None else choose(position == 0, memory, start),
+        momentum=momentum,
+        window_keys=None if window is None else window.keys,
+        window_values=None if window is None else window.values,
+        window_thresholds=None if window is None or state.window_thresholds is None else window.thresholds,
+        window_count=None if state.window_count is None else jnp.minimum(count + 1, rule.window - 1),
+        position=position,
+        segment=state.segment,
+    )
