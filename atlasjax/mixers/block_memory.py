@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax import check
+from atlasjax.memory.grid import choose
 from atlasjax.mixers.attention import softmax_attention
 from atlasjax.mixers.blocks import block_source, continued, documents, unfinished, whole
 from atlasjax.mixers.shapes import check_shapes
@@ -105,7 +106,7 @@ def extend(
     keys, values = keys.at[rows, place].set(k[:, 0]), values.at[rows, place].set(v[:, 0])
     y = _mix(q, place[:, None], keys, values, memory, position // size, gate, read, rope_theta)
     full = place == size - 1
-    store = lambda memory: _choose(full, write(memory, keys, values), memory)
+    store = lambda memory: choose(full, write(memory, keys, values), memory)
     memory = jax.lax.cond(jnp.any(full), store, lambda memory: memory, memory)
     return y, BlockMemoryState(memory, CurrentBlock(keys, values, position + 1))
 
@@ -124,10 +125,10 @@ def _read_blocks(
 
     def block(memory: Any, xs: tuple[Any, ...]) -> tuple[Any, jax.Array]:
         q, k, v, index, full = xs
-        memory = _choose(index > 0, memory, jax.tree.map(jnp.zeros_like, memory))
+        memory = choose(index > 0, memory, jax.tree.map(jnp.zeros_like, memory))
         y = _mix(q, place, k, v, memory, index, gate, read, rope_theta)
         after = write(memory, k, v)
-        return after if full is None else _choose(full, after, memory), y
+        return after if full is None else choose(full, after, memory), y
 
     memory, y = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), memory, blocks)
     return y, memory
@@ -142,11 +143,6 @@ def _mix(
     past = read(memory, q, index).astype(jnp.float32)
     share = jnp.where(index[:, None] > 0, jax.nn.sigmoid(gate.astype(jnp.float32)), 0.0)[:, None, :, None]
     return (local + share * (past - local)).astype(v.dtype)
-
-
-def _choose(rows: jax.Array, yes: Any, no: Any) -> Any:
-    """Selects `yes` or `no` for each row of the batch."""
-    return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), yes, no)
 
 
 def check_call(where: str, q: Any, k: Any, v: Any, gate: Any, block_size: int) -> None:

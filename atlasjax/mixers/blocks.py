@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory import grid
 from atlasjax.memory.check import check_segments
 from atlasjax.mixers.attention import Source, segment_positions
 from atlasjax.mixers.rotary import rotate
@@ -37,26 +38,14 @@ class Grid:
 
         held: [batch, size, …], the previous content of the first block in a stream, which the tokens overwrite.
         """
-        length, rest = self.index.shape[0] * self.size, x.shape[2:]
-        pad = lambda x: jnp.pad(x, ((0, 0), (0, length - x.shape[1]), *((0, 0),) * len(rest)))
-        if self.place is None:
-            x = pad(x)
-        else:
-            rows = jnp.arange(x.shape[0])[:, None]
-            start = jnp.zeros((x.shape[0], length, *rest), x.dtype) if held is None else pad(held)
-            x = start.at[rows, self.place].set(x, mode="drop", unique_indices=True)
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, self.size, *rest), 1, 0)
+        return grid.lay_chunks(x, self.index.shape[0], self.size, self.place, held=held)
 
     def pick(self, y: jax.Array) -> jax.Array:
         """The inverse of `lay`: [blocks, batch, size, …], for all blocks or only those touched → [batch, time, …].
 
         NaN for a token without a slot.
         """
-        y = jnp.moveaxis(y, 0, 1)
-        y = y.reshape(y.shape[0], -1, *y.shape[3:])
-        if self.place is None:
-            return y[:, : self.time]
-        return y.at[jnp.arange(y.shape[0])[:, None], self.place].get(mode="fill", fill_value=jnp.nan)
+        return grid.pick_chunks(y, self.time, self.place)
 
 
 def whole(batch: int, time: int, size: int) -> Grid:

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import layout, meshes
+from atlasjax.memory import grid, meshes
 from atlasjax.memory.caching import combine
 from atlasjax.memory.caching import gates as gating
 from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import CachedState, Tokens, empty_cache, fresh_memory, in_segment
 from atlasjax.memory.fast_weights.chunk import Soup
-from atlasjax.memory.layout import choose
+from atlasjax.memory.grid import choose
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "max_segments"), inline=True)
@@ -26,19 +26,21 @@ def parallel_scan(
     """A call from a fresh memory: writes all segments in parallel (with "carry", sequentially), then computes their reads."""
     batch, time = tokens.q.shape[:2]
     size = rule.segment_size
-    grid = _grid(rule, batch, time, segment_ids, max_segments)
-    rows = jax.tree.map(lambda x: _to_segments(x, grid, size), tokens)  # [segments, batch, C, heads, …]
-    lengths = grid.lengths
-    y, ends, starts = _write(rule, params, rows, lengths, grid.resets)
+    where = _layout(rule, batch, time, segment_ids, max_segments)
+    rows = jax.tree.map(
+        lambda x: grid.lay_chunks(x, where.segments, size, where.place), tokens
+    )  # [segments, batch, C, heads, …]
+    lengths = where.lengths
+    y, ends, starts = _write(rule, params, rows, lengths, where.resets)
     weights = rule.rule.cached_weights(ends)
     if rule.stop_gradient:
         weights = jax.lax.stop_gradient(weights)
-    y = _read(rule, params, rows, y, weights, grid.visible, starts)
-    out = _from_segments(y, grid, time).astype(tokens.q.dtype)
-    return out, _last_state(rule, params, grid, rows, ends, weights, time, segment_ids)
+    y = _read(rule, params, rows, y, weights, where.visible, starts)
+    out = grid.pick_chunks(jnp.swapaxes(y, 2, 3), time, where.place).astype(tokens.q.dtype)
+    return out, _last_state(rule, params, where, rows, ends, weights, time, segment_ids)
 
 
-class _Grid(NamedTuple):
+class _Layout(NamedTuple):
     """The segments of a call.
 
     place: [batch, time], each token's slot in the flattened segments, None if token t is in slot t. resets: [segments, batch],
@@ -56,7 +58,9 @@ class _Grid(NamedTuple):
     overflow: jax.Array | None
 
 
-def _grid(rule: CachedRule, batch: int, time: int, segment_ids: jax.Array | None, max_segments: int | None) -> _Grid:
+def _layout(
+    rule: CachedRule, batch: int, time: int, segment_ids: jax.Array | None, max_segments: int | None
+) -> _Layout:
     size = rule.segment_size
     reach = lambda count: count if rule.capacity is None else rule.capacity
     if segment_ids is None:
@@ -65,10 +69,10 @@ def _grid(rule: CachedRule, batch: int, time: int, segment_ids: jax.Array | None
         lengths = None
         if time % size:
             lengths = jnp.full((count, batch), size).at[-1].set(time % size)
-        return _Grid(count, None, None, lengths, None, (i < s) & (s - i <= reach(count)), None)
+        return _Layout(count, None, None, lengths, None, (i < s) & (s - i <= reach(count)), None)
     assert max_segments is not None
     zeros = jnp.zeros(batch, jnp.int32)
-    where = layout.segmented_layout(segment_ids, max_segments, size, size, 1, zeros, zeros, zeros - 1)
+    where = grid.segmented_layout(segment_ids, max_segments, size, size, 1, zeros, zeros, zeros - 1)
     count = where.num_slots
     assert where.place is not None
     assert where.resets is not None
@@ -77,28 +81,7 @@ def _grid(rule: CachedRule, batch: int, time: int, segment_ids: jax.Array | None
     s, i = jnp.arange(count)[:, None, None], jnp.arange(count)
     begins = jax.lax.cummax(jnp.where(where.resets, jnp.arange(count)[:, None], 0), axis=0)[:, :, None]
     visible = (i < s) & (i >= begins) & (s - i <= reach(count))
-    return _Grid(count, where.place, where.resets, lengths, segment[:, -1], visible, where.overflow)
-
-
-def _to_segments(x: jax.Array, grid: _Grid, size: int) -> jax.Array:
-    """[batch, time, …] → [segments, batch, C, …], padded with zeros."""
-    batch, time, *rest = x.shape
-    total = grid.segments * size
-    if grid.place is None:
-        x = jnp.pad(x, ((0, 0), (0, total - time), *((0, 0),) * len(rest)))
-    else:
-        rows = jnp.arange(batch)[:, None]
-        x = jnp.zeros((batch, total, *rest), x.dtype).at[rows, grid.place].set(x, mode="drop", unique_indices=True)
-    return jnp.moveaxis(x.reshape(batch, grid.segments, size, *rest), 1, 0)
-
-
-def _from_segments(y: jax.Array, grid: _Grid, time: int) -> jax.Array:
-    """[segments, batch, heads, C, dim] → [batch, time, heads, dim]. NaN for tokens without a segment."""
-    y = jnp.transpose(y, (1, 0, 3, 2, 4))
-    y = y.reshape(y.shape[0], -1, *y.shape[3:])
-    if grid.place is None:
-        return y[:, :time]
-    return y.at[jnp.arange(y.shape[0])[:, None], grid.place].get(mode="fill", fill_value=jnp.nan)
+    return _Layout(count, where.place, where.resets, lengths, segment[:, -1], visible, where.overflow)
 
 
 def _write(
@@ -211,28 +194,28 @@ def _read_soup(
 
 
 def _last_state(
-    rule: CachedRule, params: Any, grid: _Grid, rows: Tokens, ends: Any, weights: Any, time: int,
+    rule: CachedRule, params: Any, where: _Layout, rows: Tokens, ends: Any, weights: Any, time: int,
     segment_ids: jax.Array | None,
 ) -> CachedState:  # fmt: skip
     """The state after the call: the last segment's memory, and the earlier ones of its document."""
     count, batch, size = rows.q.shape[:3]
     wide = jnp.promote_types(rows.q.dtype, jnp.float32)
-    last = jnp.full((batch,), count - 1) if grid.last is None else jnp.minimum(grid.last, count - 1)
+    last = jnp.full((batch,), count - 1) if where.last is None else jnp.minimum(where.last, count - 1)
     take = lambda x: x[last, jnp.arange(batch)]
     online = jax.tree.map(take, ends)
     if segment_ids is not None:
         online = in_segment(online, segment_ids[:, -1])
     places = max(1, count - 1) if rule.capacity is None else rule.capacity
     state = empty_cache(rule, params, online, places)
-    visible = jnp.broadcast_to(grid.visible, (count, batch, count))[last, jnp.arange(batch)]  # to the last segment
+    visible = jnp.broadcast_to(where.visible, (count, batch, count))[last, jnp.arange(batch)]  # to the last segment
     begins = jnp.argmax(visible, axis=-1)  # the oldest memory kept
     kept = jnp.sum(visible, axis=-1)
     evicted = jnp.zeros_like(kept)
-    if grid.resets is None and rule.capacity is not None:
+    if where.resets is None and rule.capacity is not None:
         evicted = jnp.maximum(last - kept, 0)
     elif rule.capacity is not None:
-        assert grid.resets is not None
-        first = jax.lax.cummax(jnp.where(grid.resets, jnp.arange(count)[:, None], 0), axis=0)[last, jnp.arange(batch)]
+        assert where.resets is not None
+        first = jax.lax.cummax(jnp.where(where.resets, jnp.arange(count)[:, None], 0), axis=0)[last, jnp.arange(batch)]
         evicted = jnp.maximum(last - first - kept, 0)
     # Memory number n of the document is stored at n mod N.
     place = (evicted[:, None] + jnp.arange(places)) % places
@@ -247,7 +230,7 @@ def _last_state(
         moved = jnp.moveaxis(empty, 2, 1).astype(each.dtype).at[row, place].set(each[source, row], mode="drop")
         return jnp.moveaxis(moved, 1, 2)
 
-    read_so_far = jnp.full((batch,), (time - 1) % size + 1) if grid.lengths is None else take(grid.lengths)
+    read_so_far = jnp.full((batch,), (time - 1) % size + 1) if where.lengths is None else take(where.lengths)
     state = state._replace(
         cached={name: put(x, weights[name]) for name, x in state.cached.items()},
         keys=put(state.keys, pooled),
@@ -255,7 +238,7 @@ def _last_state(
         position=read_so_far.astype(jnp.int32),
         cached_count=(evicted + kept).astype(jnp.int32),
     )
-    if grid.overflow is None:
+    if where.overflow is None:
         return state
     poison = lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    return choose(grid.overflow, jax.tree.map(poison, state), state)
+    return choose(where.overflow, jax.tree.map(poison, state), state)

@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import meshes
+from atlasjax.memory import grid, meshes
 from atlasjax.memory.caching import combine
 from atlasjax.memory.caching import gates as gating
 from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import CachedState, Tokens, fresh_memory, in_segment
 from atlasjax.memory.fast_weights.chunk import Soup
-from atlasjax.memory.layout import choose
+from atlasjax.memory.grid import choose
 
 
 def _push(rule: CachedRule, params: Any, state: CachedState, full: jax.Array) -> CachedState:
@@ -110,7 +110,7 @@ def _overfull(rule: CachedRule, state: CachedState) -> jax.Array:
 
 def streamed_scan(rule: CachedRule, params: Any, state: CachedState, tokens: Tokens) -> tuple[jax.Array, CachedState]:
     """A call that continues from a state anywhere in a segment, one segment after another."""
-    batch, time = tokens.q.shape[:2]
+    time = tokens.q.shape[1]
     size, dtype = rule.segment_size, tokens.q.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
     count = (time + size - 1) // size + 1
@@ -118,13 +118,8 @@ def streamed_scan(rule: CachedRule, params: Any, state: CachedState, tokens: Tok
     place = begin[:, None] + jnp.arange(time)
     segment = place // size
     offset = place - jnp.where(segment == 0, begin[:, None], segment * size)
-    rows_index = jnp.arange(batch)[:, None]
     width = min(size, time)
-
-    def lay(x: jax.Array) -> jax.Array:
-        """[batch, time, …] → [segments, batch, width, …], with each segment's tokens at its front."""
-        empty = jnp.zeros((batch, count, width, *x.shape[2:]), x.dtype)
-        return jnp.moveaxis(empty.at[rows_index, segment, offset].set(x, unique_indices=True), 1, 0)
+    front = segment * width + offset  # each segment's tokens are at its front
 
     def one(state: CachedState, xs: Any) -> tuple[CachedState, jax.Array]:
         row, s = xs
@@ -159,9 +154,9 @@ def streamed_scan(rule: CachedRule, params: Any, state: CachedState, tokens: Tok
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
     state = jax.tree.map(lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
     run = jax.checkpoint(one, prevent_cse=False)
-    state, y = meshes.scan(run, state, (jax.tree.map(lay, tokens), jnp.arange(count)))
-    y = jnp.moveaxis(y, 0, 1)[rows_index, segment, offset]
-    return y.astype(dtype), state
+    rows = jax.tree.map(lambda x: grid.lay_chunks(x, count, width, front), tokens)
+    state, y = meshes.scan(run, state, (rows, jnp.arange(count)))
+    return grid.pick_chunks(y, time, front).astype(dtype), state
 
 
 def step(rule: CachedRule, params: Any, state: CachedState, tokens: Tokens) -> tuple[jax.Array, CachedState]:

@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import layout
+from atlasjax.memory import grid
 from atlasjax.memory.fast_weights.chunk import Plan, Slot, Soup, Window, plan
 from atlasjax.memory.fast_weights.linear import linear_scan
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.slots import Carry, cpu_lanes, from_slots, scan_slots, to_slots
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
 from atlasjax.memory.gates import Gates
-from atlasjax.memory.layout import choose
+from atlasjax.memory.grid import choose
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "max_segments"), inline=True)
@@ -117,24 +117,24 @@ def _layout(
     segment_ids: jax.Array | None,
     max_segments: int | None,
     lengths: jax.Array | None,
-) -> layout.Layout:
+) -> grid.Layout:
     count = window_count_of(state)
     position = jnp.zeros_like(count) if state.position is None else state.position
     if segment_ids is not None:
         assert max_segments is not None
-        return layout.segmented_layout(
+        return grid.segmented_layout(
             segment_ids, max_segments, sizes.chunk, sizes.width, rule.window, position, count, state.segment
         )
     if (fresh or state.position is None) and lengths is None:
-        return layout.aligned_layout(batch, time, sizes.chunk, rule.window, count)
-    return layout.streamed_layout(time, sizes.chunk, sizes.width, rule.window, position, count, lengths)
+        return grid.aligned_layout(batch, time, sizes.chunk, rule.window, count)
+    return grid.streamed_layout(time, sizes.chunk, sizes.width, rule.window, position, count, lengths)
 
 
 def _final_state(
     rule: MemoryRule,
     state: MemoryState,
     carry: Carry,
-    where: layout.Layout,
+    where: grid.Layout,
     k: jax.Array,
     v: jax.Array,
     gates: Gates,

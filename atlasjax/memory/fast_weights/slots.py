@@ -10,44 +10,32 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import layout, meshes
+from atlasjax.memory import grid, meshes
 from atlasjax.memory.fast_weights.chunk import Plan, Slot, Window, run_chunk
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
-from atlasjax.memory.layout import choose
+from atlasjax.memory.grid import choose
 
 _GROUP_TOKENS = 32  # chunks shorter than this share one checkpoint
 _CPU_LANES = 4
 _LANE_NUMBERS = 2**20
 
 
-def to_slots(x: jax.Array, plan: Plan, where: layout.Layout, fill: float) -> jax.Array:
+def to_slots(x: jax.Array, plan: Plan, where: grid.Layout, fill: float) -> jax.Array:
     """[batch, time, heads, …] → [slots, batch, heads, width, …]."""
-    batch, time = x.shape[:2]
-    slots = where.num_slots
-    if where.place is None:
-        x = jnp.pad(x, ((0, 0), (0, slots * plan.chunk - time), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
-        x = x.reshape(batch, slots, plan.chunk, *x.shape[2:])
-        pad = ((0, 0), (0, 0), (0, plan.width - plan.chunk), *((0, 0),) * (x.ndim - 3))
+    size = plan.chunk if where.place is None else plan.width
+    x = grid.lay_chunks(x, where.num_slots, size, where.place, fill)
+    if size < plan.width:
+        pad = ((0, 0), (0, 0), (0, plan.width - size), *((0, 0),) * (x.ndim - 3))
         x = jnp.pad(x, pad, constant_values=fill)
-    else:
-        rows = jnp.arange(batch)[:, None]
-        flat = jnp.full((batch, slots * plan.width, *x.shape[2:]), fill, x.dtype)
-        x = flat.at[rows, where.place].set(x, mode="drop", unique_indices=True)
-        x = x.reshape(batch, slots, plan.width, *x.shape[2:])
-    return jnp.moveaxis(x, (1, 3), (0, 2))
+    return jnp.swapaxes(x, 2, 3)
 
 
-def from_slots(y: jax.Array, plan: Plan, where: layout.Layout, time: int) -> jax.Array:
+def from_slots(y: jax.Array, plan: Plan, where: grid.Layout, time: int) -> jax.Array:
     """[slots, batch, heads, width, dim] → [batch, time, heads, dim]; NaN for tokens that found no slot."""
-    y = jnp.moveaxis(y, (0, 2), (1, 3))  # [batch, slots, width, heads, dim]
-    batch = y.shape[0]
-    if where.place is None:
-        return y[:, :, : plan.chunk].reshape(batch, -1, *y.shape[3:])[:, :time]
-    flat = y.reshape(batch, -1, *y.shape[3:])
-    rows = jnp.arange(batch)[:, None]
-    return flat.at[rows, where.place].get(mode="fill", fill_value=jnp.nan)
+    y = jnp.swapaxes(y, 2, 3)
+    return grid.pick_chunks(y[:, :, : plan.chunk] if where.place is None else y, time, where.place)
 
 
 class Carry(NamedTuple):

@@ -12,7 +12,7 @@ from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.scan import window_count_of, window_of
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
-from atlasjax.memory.layout import choose
+from atlasjax.memory.grid import choose
 
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)

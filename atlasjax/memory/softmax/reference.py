@@ -13,7 +13,7 @@ from atlasjax.memory import meshes
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.softmax.rule import SoftmaxRule
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState, empty_state
-from atlasjax.memory.softmax.tape import Cache, cut_tail, lay, ordered_cache, stored_cache, tail_places
+from atlasjax.memory.softmax.tape import Cache, cut_tail, ordered_cache, stored_cache, tail_places, tape_of
 
 
 def memory_sum(rule: SoftmaxRule, memory: dict, x: jax.Array) -> jax.Array:
@@ -123,7 +123,7 @@ def reference_scan(
     else:
         entries, state = state.keys.shape[2], jax.tree.map(wide, state)
     place = state.position[:, None] + jnp.arange(time)
-    tape = lay(rule, state, wide(q), wide(k), wide(v), gates, segment_ids, place, rule.pending + time)
+    tape = tape_of(rule, state, wide(q), wide(k), wide(v), gates, segment_ids, place, rule.pending + time)
     old = ordered_cache(rule, state)
     before, places = old.decay.shape[2], rule.pending + time
 

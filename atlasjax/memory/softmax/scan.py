@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import layout, meshes
+from atlasjax.memory import grid, meshes
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.softmax.block import Carry, Sizes, Tokens
 from atlasjax.memory.softmax.coefficients import (
@@ -23,10 +23,10 @@ from atlasjax.memory.softmax.tape import (
     Cache,
     Tape,
     cut_tail,
-    lay,
     ordered_cache,
     stored_cache,
     tail_places,
+    tape_of,
 )
 
 _BLOCK_TOKENS = 128  # tokens that read the cache together; never changes the result
@@ -75,7 +75,7 @@ def xla_scan(
         if not rule.has_constant_gradient:
             assert max_segments is not None
             b = rule.chunk_size
-            where = layout.segmented_layout(
+            where = grid.segmented_layout(
                 segment_ids, max_segments, b, b, 1, state.position, jnp.zeros_like(state.num_tokens), state.segment
             )
             place, keep, resets, overflow = where.place, ~starts[:, 0], where.resets, where.overflow
@@ -93,7 +93,7 @@ def xla_scan(
         None if segment_ids is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32)
     )  # an id may occur again later; 0 is the state's segment
     numbered = state._replace(segment=jnp.zeros_like(state.segment))
-    tape = lay(rule, numbered, q, k, v, gates, runs, place, sizes.blocks * sizes.block, keep)
+    tape = tape_of(rule, numbered, q, k, v, gates, runs, place, sizes.blocks * sizes.block, keep)
     if place is None:
         place = jnp.broadcast_to(jnp.arange(time), (batch, time))
 
@@ -113,7 +113,7 @@ def xla_scan(
     y, cache, carry = _run(rule, sizes, params, state, tape, commits, resets, segment_ids is not None)
     y = jnp.moveaxis(y.reshape(batch, heads, sizes.blocks * sizes.block, -1), 1, 2)
     if place.shape[1] != y.shape[1] or segment_ids is not None or lengths is not None or not fresh:
-        y = jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=jnp.nan))(y, place)
+        y = grid.pick(y, time, place)
     if rule.cache_window is None and not fresh:
         begun = jax.lax.cummax(jnp.where(starts, place, -1), axis=1)
         index = jnp.where(begun < 0, state.num_tokens[:, None] + place, place - begun)

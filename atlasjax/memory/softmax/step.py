@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory.blocks import dot
 from atlasjax.memory.gates import Gates, Weights
-from atlasjax.memory.layout import choose
+from atlasjax.memory.grid import choose
 from atlasjax.memory.softmax import sums
 from atlasjax.memory.softmax.block import gradients, moved, read_out, write_weights
 from atlasjax.memory.softmax.coefficients import Coefficients, coefficients

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory import grid
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.softmax.rule import SoftmaxRule
 from atlasjax.memory.softmax.state import SoftmaxState, Tail
@@ -28,7 +29,7 @@ class Tape(NamedTuple):
     segment: jax.Array
 
 
-def lay(
+def tape_of(
     rule: SoftmaxRule,
     state: SoftmaxState,
     q: jax.Array,
@@ -56,15 +57,12 @@ def lay(
 
     def put(old: jax.Array | None, new: jax.Array, fill: Any) -> jax.Array:
         """old: [batch, heads, p, …]; new: [batch, time, heads, …]."""
-        if place is None:
-            return jnp.pad(new, ((0, 0), (0, places - time), *((0, 0),) * (new.ndim - 2)), constant_values=fill)
-        out = jnp.full((batch, places, *new.shape[2:]), fill, new.dtype)
-        if old is not None and rule.pending:
+        held = None
+        if place is not None and old is not None and rule.pending:
             old = jnp.moveaxis(old, 2, 1).astype(new.dtype)
-            n = min(rule.pending, places)
             mask = pending.reshape(*pending.shape, *(1,) * (old.ndim - 2))
-            out = out.at[:, :n].set(jnp.where(mask, old, jnp.asarray(fill, new.dtype))[:, :n])
-        return out.at[jnp.arange(batch)[:, None], place].set(new, mode="drop", unique_indices=True)
+            held = jnp.where(mask, old, jnp.asarray(fill, new.dtype))
+        return grid.lay(new, places, place, fill, held)
 
     def put_gate(old: jax.Array, new: jax.Array | None, fill: float, *channels: int) -> jax.Array:
         if new is None:

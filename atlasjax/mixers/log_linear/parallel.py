@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory import grid
 from atlasjax.memory.blocks import decay_products, dot, exact, neighbours
 from atlasjax.mixers.log_linear.levels import has_level, level_of, num_levels, softmax
 
@@ -44,13 +45,11 @@ class _Layout(NamedTuple):
 
     def lay(self, x: jax.Array, fill: float = 0.0) -> jax.Array:
         """[batch, time, …] → [batch, size, …]."""
-        rows = jnp.arange(x.shape[0])[:, None]
-        empty = jnp.full((x.shape[0], self.size, *x.shape[2:]), fill, x.dtype)
-        return empty.at[rows, self.place].set(x, unique_indices=True)
+        return grid.lay(x, self.size, self.place, fill)
 
     def gather(self, x: jax.Array) -> jax.Array:
         """The inverse of `lay`."""
-        return x[jnp.arange(x.shape[0])[:, None], self.place]
+        return grid.pick(x, self.place.shape[1], self.place)
 
 
 def _layout(segment_ids: jax.Array) -> _Layout:

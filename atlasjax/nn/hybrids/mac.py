@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax import memory
+from atlasjax.memory import grid
 from atlasjax.memory.backends import backend_of
 from atlasjax.memory.check import check_segments
-from atlasjax.memory.layout import segmented_layout
 from atlasjax.mixers.attention import KVCache, Source, init_cache, softmax_attention
 from atlasjax.mixers.rotary import rotate
 from atlasjax.nn.attention import AttentionHeads
@@ -117,7 +117,7 @@ class MACMixer(nnx.Module):
             assert max_segments is not None
             zeros = jnp.zeros(batch, jnp.int32)
             ids = jnp.asarray(segment_ids, jnp.int32)
-            where = segmented_layout(ids, max_segments, size, size, 1, zeros, zeros, zeros - 1)
+            where = grid.segmented_layout(ids, max_segments, size, size, 1, zeros, zeros, zeros - 1)
             count, place, resets = where.num_slots, where.place, where.resets
             assert place is not None  # as always of packed documents
             last = place[:, -1] // size  # the segments behind it are padding
@@ -130,16 +130,16 @@ class MACMixer(nnx.Module):
         ) -> tuple[MemoryMixerState, tuple[jax.Array, jax.Array | None]]:
             x, queries, reset = inputs
             if reset is not None:
-                state = _choose(reset, fresh, state)
+                state = grid.choose(reset, fresh, state)
             q, rotated, tokens, retrieved = self._look(x, queries, state.memory, position)
             y, state = self._write(self._attend(q, rotated, tokens, retrieved, earlier), state)
             return state, (y, memory_norm(self.memory.rule, state.memory))
 
-        xs = (_to_segments(x, count, size, place), _to_segments(queries, count, size, place), resets)
+        xs = (grid.lay_chunks(x, count, size, place), grid.lay_chunks(queries, count, size, place), resets)
         _, (y, norms) = jax.lax.scan(jax.checkpoint(segment, prevent_cse=False), fresh, xs)
         if norms is not None:
             norms = norms.at[last, jnp.arange(batch)].get(mode="fill", fill_value=jnp.nan)
-        return _from_segments(y, time, place), norms
+        return grid.pick_chunks(y, time, place), norms
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> MACState:
         """The state before the first token; `max_length`: see `memory.init_state`."""
@@ -199,7 +199,7 @@ class MACMixer(nnx.Module):
             def go(y: jax.Array, state: MACState) -> tuple[jax.Array, MACState]:
                 out, after = run(x[rows, inside], queries[rows, inside], state)
                 y = y.at[rows, jnp.where(active[:, None], index, time)].set(out, mode="drop")
-                return y, _choose(active, after, state)
+                return y, grid.choose(active, after, state)
 
             return jax.lax.cond(jnp.any(active), go, lambda y, state: (y, state), y, state), None
 
@@ -231,7 +231,7 @@ class MACMixer(nnx.Module):
         )
         earlier = (jnp.arange(self.segment_size) <= position[:, None])[:, None]
         y, written = self._write(self._attend(q, rotated, tokens[:2], retrieved[:2], earlier), state.memory)
-        start = _choose(after == 0, _what_is_read(written.memory), state.start)
+        start = grid.choose(after == 0, _what_is_read(written.memory), state.start)
         return y, MACState(state.conv, written, start, tokens, retrieved)
 
     def _queries(self, x: jax.Array, conv: jax.Array, segment_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -278,28 +278,3 @@ def _what_is_read(state: Any) -> Any:
 def _reading(kept: Any, state: Any) -> Any:
     """A state of which `memory.read` reads what was kept; the rest is that of `state`."""
     return state._replace(memory=kept.memory) if isinstance(state, memory.MemoryState) else kept
-
-
-def _choose(condition: jax.Array, a: Any, b: Any) -> Any:
-    """Per batch element: leaves of `a` where the condition [batch] holds, else of `b`."""
-    expand = lambda x: condition.reshape(-1, *(1,) * (x.ndim - 1))
-    return jax.tree.map(lambda x, y: jnp.where(expand(x), x, y), a, b)
-
-
-def _to_segments(x: jax.Array, count: int, size: int, place: jax.Array | None) -> jax.Array:
-    """[batch, time, …] → [segments, batch, size, …]; place: [batch, time] in the segments, None if token t has place t."""
-    batch, time, *rest = x.shape
-    if place is None:
-        x = jnp.pad(x, ((0, 0), (0, count * size - time), *((0, 0),) * len(rest)))
-    else:
-        empty = jnp.zeros((batch, count * size, *rest), x.dtype)
-        x = empty.at[jnp.arange(batch)[:, None], place].set(x, mode="drop", unique_indices=True)
-    return jnp.moveaxis(x.reshape(batch, count, size, *rest), 1, 0)
-
-
-def _from_segments(y: jax.Array, time: int, place: jax.Array | None) -> jax.Array:
-    """[segments, batch, size, dim] → [batch, time, dim]; NaN for tokens that found no place."""
-    y = jnp.moveaxis(y, 0, 1).reshape(y.shape[1], -1, y.shape[-1])
-    if place is None:
-        return y[:, :time]
-    return y.at[jnp.arange(y.shape[0])[:, None], place].get(mode="fill", fill_value=jnp.nan)

@@ -1,7 +1,8 @@
-"""Layout of a call's tokens on the grid of chunks.
+"""Places of a call's tokens on a grid of chunks (or of segments, blocks, slots), and the way there and back.
 
 A call may begin in the middle of a chunk, and packed segments restart the grid, so tokens are placed in slots. A slot is one chunk
 (padded to whole blocks), a token's offset in its slot is its position in its chunk, and the rest is padding without effect.
+`aligned_layout`, `streamed_layout` and `segmented_layout` say where each token goes; `lay` and `pick` bring it there and back.
 """
 
 from typing import Any, NamedTuple
@@ -130,6 +131,50 @@ def segmented_layout(
         position=(place[:, -1] + 1) % chunk,
         last_count=jnp.minimum(seen[:, -1] + 1, window - 1),
     )
+
+
+def lay(
+    x: jax.Array, places: int, place: jax.Array | None = None, fill: Any = 0.0, held: jax.Array | None = None
+) -> jax.Array:
+    """Puts tokens in their places: [batch, time, …] → [batch, places, …].
+
+    Args:
+      x: the tokens.
+      places: number of places, static.
+      place: [batch, time], the place of each token, all different; a token beyond the last place is dropped. None: token t has
+        place t, which is padding and not a scatter.
+      fill: what the other places hold.
+      held: [batch, n, …], what the first n places hold, with `place` only. Tokens overwrite it.
+    """
+    time, rest = x.shape[1], x.shape[2:]
+    pad = lambda x: jnp.pad(x, ((0, 0), (0, places - x.shape[1]), *((0, 0),) * len(rest)), constant_values=fill)
+    if place is None:
+        return pad(x) if places > time else x
+    start = (
+        jnp.full((x.shape[0], places, *rest), fill, x.dtype) if held is None else pad(held[:, :places].astype(x.dtype))
+    )
+    return start.at[jnp.arange(x.shape[0])[:, None], place].set(x, mode="drop", unique_indices=True)
+
+
+def pick(y: jax.Array, time: int, place: jax.Array | None = None) -> jax.Array:
+    """The inverse of `lay`: [batch, places, …] → [batch, time, …]. NaN for a token that was dropped."""
+    if place is None:
+        return y[:, :time]
+    return y.at[jnp.arange(y.shape[0])[:, None], place].get(mode="fill", fill_value=jnp.nan)
+
+
+def lay_chunks(
+    x: jax.Array, count: int, size: int, place: jax.Array | None = None, fill: Any = 0.0, held: jax.Array | None = None
+) -> jax.Array:
+    """`lay` in `count` chunks of `size` places: [batch, time, …] → [count, batch, size, …]."""
+    y = lay(x, count * size, place, fill, held)
+    return jnp.moveaxis(y.reshape(y.shape[0], count, size, *y.shape[2:]), 1, 0)
+
+
+def pick_chunks(y: jax.Array, time: int, place: jax.Array | None = None) -> jax.Array:
+    """The inverse of `lay_chunks`: [chunks, batch, size, …], all or the first of them, → [batch, time, …]."""
+    y = jnp.moveaxis(y, 0, 1)
+    return pick(y.reshape(y.shape[0], -1, *y.shape[3:]), time, place)
 
 
 def choose(condition: jax.Array, a: Any, b: Any) -> Any:
