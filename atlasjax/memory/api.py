@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from atlasjax.check import integer
 from atlasjax.memory import backends, check
 from atlasjax.memory.fast_weights.kernels import PALLAS
 from atlasjax.memory.gates import Gates
@@ -35,6 +36,8 @@ def init_params(rule: Rule, key: jax.Array, *, num_heads: int, key_dim: int, val
       ValueError: a size is less than one, or key_dim ≠ value_dim for a memory with a residual.
     """
     check_rule(rule, "memory.init_params")
+    for name, value in {"num_heads": num_heads, "key_dim": key_dim, "value_dim": value_dim}.items():
+        integer("init_params", name, value)
     return rule.init_params(key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
+from atlasjax.check import integer, is_number
 from atlasjax.memory.gates import Gates
 
 
@@ -58,7 +59,7 @@ def whole_gates(rule: Any, gates: Any, q: Any, v: Any, where: str) -> Any:
             return gate
         channels = expected[name]
         shape = lead if channels is None else (*lead, channels)
-        if isinstance(gate, int | float) and not isinstance(gate, bool):
+        if is_number(gate):
             return jnp.full(shape, gate, wide)
         if not hasattr(gate, "shape") or not jnp.issubdtype(gate.dtype, jnp.floating):
             return gate
@@ -73,6 +74,15 @@ def whole_gates(rule: Any, gates: Any, q: Any, v: Any, where: str) -> Any:
         return jnp.broadcast_to(gate, shape)
 
     return Gates(**{name: whole(name, gate) for name, gate in gates._asdict().items()})
+
+
+def check_residual(structure: Any, key_dim: int, value_dim: int) -> None:
+    """Raises ValueError where a structure adds its input to an output of another size."""
+    if structure.residual and key_dim != value_dim:
+        raise ValueError(
+            f"init_params: {structure!r} adds its input to its output, so key_dim must equal value_dim, "
+            f"got key_dim={key_dim}, value_dim={value_dim}."
+        )
 
 
 def check_call(
@@ -184,8 +194,7 @@ def check_segments(segment_ids: Any, max_segments: int | None, q: Any, where: st
                 f"{where}: under jit, segment_ids need max_segments, a static bound on the number of segments in a row."
             )
         return most
-    if not isinstance(max_segments, int) or isinstance(max_segments, bool) or max_segments < 1:
-        raise ValueError(f"{where}: max_segments must be an integer ≥ 1, got {max_segments!r}.")
+    integer(where, "max_segments", max_segments)
     if most is not None and most > max_segments:
         raise ValueError(f"{where}: max_segments={max_segments}, but segment_ids has a row with {most} segments.")
     return max_segments

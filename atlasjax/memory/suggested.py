@@ -67,6 +67,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from atlasjax import check
 from atlasjax.memory.caching import CachedRule
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.gates import Gates
@@ -103,10 +104,8 @@ def suggested_gates(
     value_dim = key_dim if value_dim is None else value_dim
     sizes = {"batch_size": batch_size, "time": time, "num_heads": num_heads, "key_dim": key_dim, "value_dim": value_dim}
     for name, value in sizes.items():
-        if (value is not None or name != "time") and (
-            not isinstance(value, int) or isinstance(value, bool) or value < 1
-        ):
-            raise ValueError(f"suggested_gates: {name} must be an integer ≥ 1, got {value!r}.")
+        if value is not None or name != "time":
+            check.integer("suggested_gates", name, value)
     one: Any = rule.rule if isinstance(rule, CachedRule) else rule
     values = initial_gates(one, num_heads, key_dim, value_dim, None).values
     lead = (batch_size, num_heads) if time is None else (batch_size, time, num_heads)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from atlasjax import check
 from atlasjax.memory.axes.base import Axis
 
 
@@ -77,11 +78,6 @@ class _Weighed(Features):
         return float(np.sum(np.square(coefficients, dtype=np.float64)))
 
 
-def _check_degree(owner: object, degree: int) -> None:
-    if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-        raise ValueError(f"{type(owner).__name__}: degree must be an integer ≥ 1, got {degree!r}.")
-
-
 def _initial_coefficients(degrees: range) -> np.ndarray:
     return np.asarray([math.factorial(i) ** -0.5 for i in degrees], np.float32)
 
@@ -123,7 +119,7 @@ class Polynomial(_Weighed):
     degree: int = 2
 
     def __post_init__(self) -> None:
-        _check_degree(self, self.degree)
+        check.integers(self, {"degree": 1})
 
     def dim(self, key_dim: int) -> int:
         return math.comb(key_dim + self.degree, self.degree)
@@ -155,7 +151,7 @@ class Powers(_Weighed):
     degree: int = 2
 
     def __post_init__(self) -> None:
-        _check_degree(self, self.degree)
+        check.integers(self, {"degree": 1})
 
     def dim(self, key_dim: int) -> int:
         return self.degree * key_dim
@@ -215,9 +211,7 @@ class TensorSketch(_Weighed):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_degree(self, self.degree)
-        if not isinstance(self.size, int) or self.size < 1:
-            raise ValueError(f"TensorSketch: size must be an integer ≥ 1, got {self.size!r}.")
+        check.integers(self, {"degree": 1, "size": 1})
 
     def dim(self, key_dim: int) -> int:
         return 1 + key_dim + (self.degree - 1) * self.size

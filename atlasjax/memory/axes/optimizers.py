@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from atlasjax import check
 from atlasjax.memory.axes.base import Axis
 from atlasjax.names import lookup
 from pallas_kernels.newton_schulz import SCHEDULES, newton_schulz
@@ -132,10 +133,8 @@ class Muon(Optimizer):
     orthogonalizes = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 0:
-            raise ValueError(f"Muon: steps (Newton–Schulz) must be an integer ≥ 0, got {self.steps!r}.")
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
-            raise ValueError(f"Muon: every must be an integer ≥ 1, got {self.every!r}.")
+        check.integer("Muon", "steps (Newton–Schulz)", self.steps, 0)
+        check.integer("Muon", "every", self.every)
         lookup("Newton–Schulz schedule", self.schedule, SCHEDULES)
 
     def update(self, state: Any, gradient: Any, step_size: jax.Array, momentum: jax.Array | None) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from atlasjax import check
 from atlasjax.memory.axes.base import Axis
 from atlasjax.memory.blocks import divisible
 
@@ -50,11 +51,6 @@ class Retention(Axis):
         return 1.0
 
 
-def _check_flag(owner: object, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{type(owner).__name__}: decay_first must be True or False, got {value!r}.")
-
-
 @dataclasses.dataclass(frozen=True)
 class Full(Retention):
     """α = 1: nothing decays, and there is no gate."""
@@ -79,7 +75,7 @@ class Scalar(Retention):
     is_linear = True
 
     def __post_init__(self) -> None:
-        _check_flag(self, self.decay_first)
+        check.boolean(type(self).__name__, "decay_first", self.decay_first)
 
     def summary(self) -> str:
         return "per head"
@@ -98,7 +94,7 @@ class Channel(Retention):
     is_linear = True
 
     def __post_init__(self) -> None:
-        _check_flag(self, self.decay_first)
+        check.boolean(type(self).__name__, "decay_first", self.decay_first)
 
     def summary(self) -> str:
         return "per channel"
@@ -150,8 +146,7 @@ class Lq(Retention):
     has_map = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.q, bool) or not isinstance(self.q, int | float) or not self.q >= 2:
-            raise ValueError(f"Lq: q must be a number ≥ 2, got {self.q!r}.")
+        check.number("Lq", "q", self.q, least=2)
 
     def map(self, accumulator: jax.Array) -> jax.Array:
         # ‖A‖_q as max · (Σ (|a| / max)^q)^{1/q}: neither overflows nor divides by zero. It is the same for any other number in the

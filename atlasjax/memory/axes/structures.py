@@ -12,6 +12,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from atlasjax import check
 from atlasjax.memory.axes.base import Axis
 from atlasjax.names import lookup
 
@@ -52,12 +53,6 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "tanh": jnp.tanh,
 }
-
-
-def _check_positive(owner: object, **sizes: int) -> None:
-    for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{type(owner).__name__}: {name} must be an integer ≥ 1, got {value!r}.")
 
 
 def _fan_in_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -160,7 +155,7 @@ class MLP(Structure):
     residual = True
 
     def __post_init__(self) -> None:
-        _check_positive(self, depth=self.depth, expansion=self.expansion)
+        check.integers(self, {"depth": 1, "expansion": 1})
         lookup("activation", self.activation, ACTIVATIONS)
 
     def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
@@ -197,7 +192,7 @@ class GatedMLP(Structure):
     residual = True
 
     def __post_init__(self) -> None:
-        _check_positive(self, expansion=self.expansion)
+        check.integers(self, {"expansion": 1})
         lookup("activation", self.activation, ACTIVATIONS)
 
     def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from atlasjax import check
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import Rule, Sizes
 from atlasjax.names import lookup
@@ -80,10 +81,8 @@ class CachedRule(Rule):
             lookup(name, getattr(self, name), table)
         for name in ("segment_size", "top_k", "capacity"):
             value = getattr(self, name)
-            if name == "capacity" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"CachedRule: {name} must be an integer ≥ 1, got {value!r}.")
+            if name != "capacity" or value is not None:
+                check.integer("CachedRule", name, value)
         if not self.rule.has_constant_gradient and self.segment_size % self.rule.chunk_size:
             raise ValueError(
                 f"CachedRule: segment_size={self.segment_size} must be a multiple of the rule's "
@@ -94,8 +93,7 @@ class CachedRule(Rule):
         for choice in (f'start="{self.start}"', f'aggregation="{self.aggregation}"'):
             if choice in self.rule.caching_limits:
                 raise ValueError(f"CachedRule: {choice} {self.rule.caching_limits[choice]}")
-        if not isinstance(self.stop_gradient, bool):
-            raise ValueError(f"CachedRule: stop_gradient must be True or False, got {self.stop_gradient!r}.")
+        check.boolean("CachedRule", "stop_gradient", self.stop_gradient)
 
     @property
     def mixes_weights(self) -> bool:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from atlasjax import check
 from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.gates import Gates, Weights
 
@@ -70,8 +71,7 @@ def init_state(rule: CachedRule, params: Any, *, batch_size: int, max_length: in
                 "init_state: max_length is None, but this rule keeps the memory of every segment (capacity=None): "
                 "give the maximum number of tokens, or a capacity."
             )
-        if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
-            raise ValueError(f"init_state: max_length must be an integer ≥ 1, got {max_length!r}.")
+        check.integer("init_state", "max_length", max_length)
         places = max(1, (max_length - 1) // rule.segment_size)
     return empty_cache(rule, params, fresh_memory(rule, params, batch_size), places)
 

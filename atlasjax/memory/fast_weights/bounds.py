@@ -37,6 +37,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from atlasjax import check
 from atlasjax.memory import meshes
 from atlasjax.memory.blocks import divisible, exact, unit_lower_inverse
 
@@ -65,9 +66,7 @@ class Bound:
 
     def __post_init__(self) -> None:
         for name in ("step", "weight_norm"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-                raise ValueError(f"Bound: {name} must be a number > 0 or None, got {value!r}.")
+            check.number("Bound", name, getattr(self, name), above=0, optional=True)
 
 
 def toward_target(objective: Any, out: jax.Array, v: jax.Array, threshold: jax.Array | None) -> jax.Array:

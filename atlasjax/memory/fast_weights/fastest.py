@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from atlasjax import check
 from atlasjax.names import lookup
 
 PATH = pathlib.Path(__file__).with_name("fastest.json")
@@ -59,10 +60,10 @@ class Measurement:
         if PLATFORMS.get(self.implementation) != self.platform:
             wanted = " or ".join(repr(name) for name, platform in PLATFORMS.items() if platform == self.platform)
             raise ValueError(f"implementation={self.implementation!r}, should be {wanted} on {self.platform!r}.")
-        if not isinstance(self.head_dim, int) or isinstance(self.head_dim, bool) or self.head_dim < 1:
+        if not check.is_integer(self.head_dim, 1):
             raise ValueError(f"head_dim={self.head_dim!r}, should be an integer ≥ 1.")
         ratio = self.ratio_to_xla
-        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not (math.isfinite(ratio) and ratio >= 0):
+        if not check.is_number(ratio) or not (math.isfinite(ratio) and ratio >= 0):
             raise ValueError(f"ratio_to_xla={ratio!r}, should be a finite number ≥ 0.")
         for name in ("device", "jax", "command"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):

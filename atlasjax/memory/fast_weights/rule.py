@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from atlasjax import check
 from atlasjax.memory.axes import features as features_lib
 from atlasjax.memory.axes import objectives, optimizers, structures
 from atlasjax.memory.axes import retention as retention_lib
@@ -62,12 +63,9 @@ class MemoryRule(Rule):
         }
         for name, kind in kinds.items():
             check_choice("MemoryRule", name, getattr(self, name), kind)
-        if self.bound is not None and not isinstance(self.bound, Bound):
-            raise ValueError(f"MemoryRule: bound must be a Bound or None, got {self.bound!r}.")
+        check.instance("MemoryRule", "bound", self.bound, Bound, optional=True)
         for name in ("window", "chunk_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"MemoryRule: {name} must be an integer ≥ 1, got {value!r}.")
+            check.integer("MemoryRule", name, getattr(self, name))
         for part, other in _clashes(self):
             raise ValueError(f"MemoryRule: {part} clashes with {other}")
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory.check import check_residual
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.gates import Weights
 
@@ -67,14 +68,7 @@ def init_params(rule: MemoryRule, key: jax.Array, *, num_heads: int, key_dim: in
     Raises:
       ValueError: a size below one, or key_dim ≠ value_dim for a memory with a residual.
     """
-    for name, value in {"num_heads": num_heads, "key_dim": key_dim, "value_dim": value_dim}.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"init_params: {name} must be an integer ≥ 1, got {value!r}.")
-    if rule.structure.residual and key_dim != value_dim:
-        raise ValueError(
-            f"init_params: {rule.structure!r} adds its input to its output, so key_dim must equal value_dim, "
-            f"got key_dim={key_dim}, value_dim={value_dim}."
-        )
+    check_residual(rule.structure, key_dim, value_dim)
     feature_dim = rule.features.dim(key_dim)
     weights = jax.vmap(lambda k: rule.structure.init(k, feature_dim, value_dim))(jax.random.split(key, num_heads))
     initial = rule.features.init()

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from atlasjax import check
 from atlasjax.memory.axes import objectives, optimizers, structures
 from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import Axis, check_choice
@@ -73,12 +74,9 @@ class SoftmaxRule(Rule):
             check_choice("SoftmaxRule", name, getattr(self, name), kind)
         for name in ("window", "chunk_size", "cache_window"):
             value = getattr(self, name)
-            if name == "cache_window" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"SoftmaxRule: {name} must be an integer ≥ 1, got {value!r}.")
-        if not isinstance(self.normalized, bool):
-            raise ValueError(f"SoftmaxRule: normalized must be True or False, got {self.normalized!r}.")
+            if name != "cache_window" or value is not None:
+                check.integer("SoftmaxRule", name, value)
+        check.boolean("SoftmaxRule", "normalized", self.normalized)
         for message in _clashes(self):
             raise ValueError(f"SoftmaxRule: {message}")
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from atlasjax import check
+from atlasjax.memory.check import check_residual
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.softmax.rule import SoftmaxRule
 
@@ -96,14 +98,7 @@ def init_params(rule: SoftmaxRule, key: jax.Array, *, num_heads: int, key_dim: i
     Raises:
       ValueError: a size is less than one, or key_dim ≠ value_dim for an MLP memory, which has a residual.
     """
-    for name, value in {"num_heads": num_heads, "key_dim": key_dim, "value_dim": value_dim}.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"init_params: {name} must be an integer ≥ 1, got {value!r}.")
-    if rule.structure.residual and key_dim != value_dim:
-        raise ValueError(
-            f"init_params: {rule.structure!r} adds its input to its output, so key_dim must equal value_dim, "
-            f"got key_dim={key_dim}, value_dim={value_dim}."
-        )
+    check_residual(rule.structure, key_dim, value_dim)
     weights = jax.vmap(lambda k: rule.structure.init(k, 1, value_dim))(jax.random.split(key, num_heads))
     weights.pop(rule.inner)
     return SoftmaxParams(weights, num_heads, key_dim, value_dim)
@@ -136,8 +131,7 @@ def init_state(
                 "init_state: max_length is None, but this softmax memory keeps every token (cache_window=None): "
                 "give the maximum number of tokens."
             )
-        if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
-            raise ValueError(f"init_state: max_length must be an integer ≥ 1, got {max_length!r}.")
+        check.integer("init_state", "max_length", max_length)
     heads = next(iter(params.weights.values())).shape[0] if params.weights else params.num_heads
     if dtype is None:
         dtype = functools.reduce(jnp.promote_types, [w.dtype for w in params.weights.values()], jnp.float32)
