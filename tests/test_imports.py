@@ -63,7 +63,7 @@ MEMORY_MAY_IMPORT = {
     "softmax": _SHARED,
     "caching": _SHARED | {"fast_weights", "softmax"},
     "backends": {"fast_weights", "gates"},  # the types of what kernels are asked
-    "suggested": _SHARED | _FAMILIES,
+    "suggested": {"gates", "rule"},
     "api": {"backends", "check", "fast_weights", "gates", "meshes", "partition", "rule"},
 }
 HEAVY = [

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from atlasjax.memory import check
 from atlasjax.memory.gates import Gates, Weights
@@ -119,6 +120,37 @@ class Rule(abc.ABC):
     def check_state(self, params: Any, state: Any, batch: int, heads: int, where: str) -> None:
         """Raises TypeError or ValueError where a state is not of this rule, these parameters and these sizes."""
         check.check_state(self, params, state, batch, heads, where)
+
+    @property
+    def forgets_fast(self) -> bool:
+        """Whether `suggested_gates` begins with short time scales of retention: a write needs nothing that is already written."""
+        return False
+
+    def suggested_steps(
+        self,
+        key_dim: int,
+        value_dim: int,
+        forgetting: np.ndarray,
+        momentum: np.ndarray,
+        window: np.ndarray,
+        similar_keys: bool,
+    ) -> tuple[np.ndarray, float]:
+        """Initial step sizes for `suggested_gates`, and their upper bound.
+
+        Args:
+          key_dim, value_dim: sizes.
+          forgetting, momentum, window: initial 1 − α and θ [heads], and γ [heads, c].
+          similar_keys: whether the keys of a chunk are expected to be nearly equal.
+        """
+        if "step_size" in self.gate_channels(key_dim, value_dim):
+            raise ValueError(
+                f"memory.suggested_gates: {type(self).__name__} has no suggested_steps; choose step sizes yourself."
+            )
+        return np.ones_like(forgetting), 1.0
+
+    def start_scale(self, step_size: np.ndarray) -> np.ndarray:
+        """Initial scale of each head's weights relative to their fan-in scale. step_size: initial η, [heads]."""
+        return np.ones_like(step_size)
 
     @property
     def can_be_cached(self) -> bool:

@@ -52,33 +52,23 @@ entry, the limit above) and 1/D (evenly spread, the start). So λ is divided by 
 DeltaNet's β), and its removal key is the projection itself, of unit length. A cached rule's connector u is the plain projection
 (MC §3.1, Eq. 9). It is small at first, so all memories that a token reads start with about the same weight.
 
-Softmax memories (`SoftmaxRule`, normalized): the first layer is an average of coefficients a_i, each written only by the
-Γ = Σ_j γ_j of the few tokens that have i in their window, so the chunk does not multiply its step. A matrix with the dot-product
-loss is softmax attention at η = 1, so it starts at 1 and may go up to 2. Under ℓ2, exact = 1/Γ. In an MLP, W1 takes a write from
-every token, with hidden values of size up to about η Γ / 4. Under ℓ2 the worst chunk then stays below one at η³ = 16 / (b Γ³).
-Under the dot-product loss W1 grows by a factor of at most 1 + 1.13² η² per token, whatever its size, against retention's α, so η
-starts at √(1 − α)/2. A read W1 σ(h) is then about η W1 W1ᵀ/4 times a value, so W1 starts at 2/√η times its fan-in scale, which
-makes the factor about one (`start_scale`).
+For softmax memories see `softmax.suggested`.
 """
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from atlasjax import check
-from atlasjax.memory.caching import CachedRule
-from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.gates import Gates
-from atlasjax.memory.softmax import SoftmaxRule
+from atlasjax.memory.rule import Rule, check_rule
 
 _SHORT, _LONG = (32.0, 512.0), (512.0, 8192.0)  # time scales of retention, in tokens
-_GELU_SLOPE = 1.13
 
 
 def suggested_gates(
-    rule: MemoryRule | SoftmaxRule | CachedRule,
+    rule: Rule,
     *,
     batch_size: int,
     time: int | None,
@@ -106,8 +96,8 @@ def suggested_gates(
     for name, value in sizes.items():
         if value is not None or name != "time":
             check.integer("suggested_gates", name, value)
-    one: Any = rule.rule if isinstance(rule, CachedRule) else rule
-    values = initial_gates(one, num_heads, key_dim, value_dim, None).values
+    check_rule(rule, "memory.suggested_gates")
+    values = initial_gates(rule, num_heads, key_dim, value_dim, None).values
     lead = (batch_size, num_heads) if time is None else (batch_size, time, num_heads)
     gates = {}
     for name, channels in rule.gate_channels(key_dim, value_dim).items():
@@ -138,25 +128,8 @@ class InitialGates:
     start_scale: np.ndarray
 
 
-def curvature(rule: MemoryRule, key_dim: int, value_dim: int) -> float:
-    """λ, an estimate of the largest squared singular value of ∂M(φ(k))/∂M at M_0 for ‖k‖ = 1. Exact for a matrix."""
-    return rule.structure.curvature(value_dim) * rule.features.square_norm(key_dim) * rule.retention.slope(value_dim)
-
-
-def gradient_count(rule: MemoryRule, momentum: np.ndarray, window: np.ndarray) -> np.ndarray:
-    """Number of times a chunk's gradients count by its end, summed over the chunk: arrays [heads] and [heads, c] → [heads]."""
-    carried = np.cumsum(momentum[:, None] ** np.arange(rule.chunk_size), axis=1)  # (1 − θ^r)/(1 − θ), r = 1 … b
-    return carried.sum(axis=1) * window.sum(axis=1)
-
-
 def initial_gates(
-    rule: MemoryRule | SoftmaxRule,
-    num_heads: int,
-    key_dim: int,
-    value_dim: int,
-    max_step: float | None,
-    *,
-    similar_keys: bool = False,
+    rule: Rule, num_heads: int, key_dim: int, value_dim: int, max_step: float | None, *, similar_keys: bool = False
 ) -> InitialGates:
     """Initial gate values for each head, derived in the module docstring.
 
@@ -167,40 +140,19 @@ def initial_gates(
       value_dim: size of a value.
       max_step: upper bound of the step size. None uses the derived one. Initial step sizes are at most half of it.
       similar_keys: whether the keys of a chunk are expected to be nearly equal.
+
+    Raises:
+      ValueError: a rule of a user's own that has step sizes, and no `suggested_steps`.
     """
-    matrix, dot_product = rule.structure.is_matrix, rule.objective.gradient_is_value
-    keeps_tokens = isinstance(rule, SoftmaxRule)
-    # Whether a write needs a gradient of the memory's size: those of one size, and into a matrix, do not.
-    one_size = rule.optimizer.orthogonalizes or not (rule.optimizer.is_linear or rule.optimizer.is_implicit)
-    short = (one_size or matrix) and not rule.retention.has_map and not keeps_tokens  # a cache should keep its entries
-    scales = np.geomspace(*(_SHORT if short else _LONG), num_heads)
     channels = rule.gate_channels(key_dim, value_dim)
+    scales = np.geomspace(*(_SHORT if rule.forgets_fast else _LONG), num_heads)
     forgetting = 1.0 / scales if "retention" in channels else np.full(num_heads, 1.0 / 128)
     momentum = np.linspace(0.8, 0.9, num_heads)
     # The newest token of the window counts most: γ from about 0.88 to 0.12, Σ γ = c/2.
-    window = 1.0 / (1.0 + np.exp(-np.linspace(2.0, -2.0, rule.window)))
-    window = np.tile(window if rule.window > 1 else 1.0, (num_heads, 1))
-
-    if isinstance(rule, SoftmaxRule):
-        step, derived = _softmax_step(rule, forgetting, momentum, window.sum(axis=1))
-    elif rule.optimizer.orthogonalizes:
-        step = 0.5 * rule.optimizer.every * forgetting
-        derived = 4 * step.max()
-    elif one_size:
-        step = 0.5 * rule.optimizer.every * forgetting / rule.features.dim(key_dim) ** 0.5
-        derived = 16 * step.max()
-    elif rule.optimizer.is_implicit:
-        step, derived = np.full(num_heads, 1.0), 4.0
-    elif dot_product and matrix:
-        step, derived = np.full(num_heads, 0.5), 1.0
-    elif dot_product:
-        step = 0.5 * forgetting / (_GELU_SLOPE * rule.features.square_norm(key_dim) ** 0.5)
-        derived = 16 * step.max()
-    else:
-        count = gradient_count(rule, momentum if rule.optimizer.has_momentum else np.zeros(num_heads), window)
-        exact = 1.0 / (count * curvature(rule, key_dim, value_dim))
-        step = 0.5 * exact
-        derived = float(np.max(exact * (1.0 if similar_keys else np.clip(np.sqrt(count), 1.0, 4.0))))
+    size = channels.get("window") or 1
+    window = 1.0 / (1.0 + np.exp(-np.linspace(2.0, -2.0, size)))
+    window = np.tile(window if size > 1 else 1.0, (num_heads, 1))
+    step, derived = rule.suggested_steps(key_dim, value_dim, forgetting, momentum, window, similar_keys)
     top = float(derived if max_step is None else max_step)
 
     values = {
@@ -211,38 +163,11 @@ def initial_gates(
         "threshold": np.ones(num_heads),
         "removal_key": np.zeros(num_heads),
         "removal": np.full(num_heads, 0.5),
+        "connector": np.zeros(num_heads),
     }
     shapes = {name: (num_heads, channels[name] or 1) for name in channels}
     return InitialGates(
         {name: np.broadcast_to(np.reshape(values[name], (num_heads, -1)), shape) for name, shape in shapes.items()},
         top,
-        start_scale(rule, values["step_size"]),
+        rule.start_scale(values["step_size"]),
     )
-
-
-def start_scale(rule: MemoryRule | SoftmaxRule, step_size: np.ndarray) -> np.ndarray:
-    """Initial scale of each head's weights relative to their fan-in scale. step_size: initial η, [heads]."""
-    if isinstance(rule, SoftmaxRule) and not rule.structure.is_matrix and rule.objective.gradient_is_value:
-        return 2.0 / np.sqrt(step_size)
-    return np.ones_like(step_size)
-
-
-def _softmax_step(
-    rule: SoftmaxRule, forgetting: np.ndarray, momentum: np.ndarray, gamma: np.ndarray
-) -> tuple[np.ndarray, float]:
-    """Initial η and its upper bound, derived in the module docstring. All are [heads]; gamma is Γ."""
-    matrix = rule.structure.is_matrix
-    if rule.objective.gradient_is_value:
-        step = np.ones_like(forgetting) if matrix else 0.5 * np.sqrt(forgetting)
-        top = 2.0 if matrix else 16 * step.max()
-    else:
-        exact = 1.0 / gamma
-        if not matrix:
-            exact = np.minimum(exact, (16.0 / (rule.chunk_size * gamma**3)) ** (1 / 3))
-        step, top = 0.5 * exact, 2 * exact.max()
-    scale = np.ones_like(forgetting)
-    if not rule.normalized:
-        scale = scale / (np.e * rule.chunk_size)  # without Z a read is a sum of up to e^{1/√d} per token
-    if rule.optimizer.has_momentum:
-        scale = scale * (1.0 - momentum)
-    return step * scale, float(np.max(top * scale))

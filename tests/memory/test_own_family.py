@@ -107,3 +107,13 @@ def test_what_is_no_rule(function):
         function("titans", None, {}, x, x, x, memory.Gates())
     with pytest.raises(TypeError, match=r"Give an instance, MovingSum\(\.\.\.\), not the class"):
         function(MovingSum, None, {}, x, x, x, memory.Gates())
+
+
+def test_suggested_gates():
+    gates = memory.suggested_gates(RULE, batch_size=2, time=TIME, num_heads=3, key_dim=4)
+    assert [name for name, gate in gates._asdict().items() if gate is not None] == ["retention"]
+    assert gates.retention.shape == (2, TIME, 3)
+    assert 0.99 < gates.retention.min() <= gates.retention.max() < 1.0
+    with_steps = type("WithSteps", (MovingSum,), {"gate_channels": lambda *_: {"step_size": None}})()
+    with pytest.raises(ValueError, match="WithSteps has no suggested_steps"):
+        memory.suggested_gates(with_steps, batch_size=2, time=TIME, num_heads=3, key_dim=4)

@@ -11,7 +11,8 @@ from flax import nnx
 from atlasjax import memory, rules
 from atlasjax.memory import MemoryRule, features, objectives, optimizers, retention, structures
 from atlasjax.memory.fast_weights.reference import read_one
-from atlasjax.memory.suggested import curvature, initial_gates
+from atlasjax.memory.fast_weights.suggested import curvature
+from atlasjax.memory.suggested import initial_gates
 from atlasjax.nn import GateProjection, MemoryConfig, MemoryMixer, ModelConfig
 
 DEEP = {

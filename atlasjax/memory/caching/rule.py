@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
+import numpy as np
 
 from atlasjax import check
 from atlasjax.memory.gates import Gates
@@ -137,6 +138,16 @@ class CachedRule(Rule):
         from atlasjax.memory.caching.state import init_state
 
         return init_state(self, params, batch_size=batch_size, max_length=max_length)
+
+    @property
+    def forgets_fast(self) -> bool:
+        return self.rule.forgets_fast
+
+    def suggested_steps(self, *arguments: Any) -> tuple[np.ndarray, float]:
+        return self.rule.suggested_steps(*arguments)
+
+    def start_scale(self, step_size: np.ndarray) -> np.ndarray:
+        return self.rule.start_scale(step_size)
 
     def check_params(self, params: Any) -> None:
         self.rule.check_params(params)

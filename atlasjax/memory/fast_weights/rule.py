@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
+import numpy as np
 
 from atlasjax import check
 from atlasjax.memory.axes import features as features_lib
@@ -253,6 +254,18 @@ class MemoryRule(Rule):
         outermost = next(iter(self.structure.weight_shapes(1, 1)))
         num_heads, value_dim, _ = params.weights[outermost].shape
         return Sizes(num_heads, infer_key_dim(self, params), value_dim)
+
+    @property
+    def forgets_fast(self) -> bool:
+        from atlasjax.memory.fast_weights.suggested import has_steps_of_one_size
+
+        # A write does not need a gradient of the memory's size: one of a size of its own, or into a matrix.
+        return (has_steps_of_one_size(self) or self.structure.is_matrix) and not self.retention.has_map
+
+    def suggested_steps(self, *arguments: Any) -> tuple[np.ndarray, float]:
+        from atlasjax.memory.fast_weights.suggested import suggested_steps
+
+        return suggested_steps(self, *arguments)
 
     def cached_weights(self, state: Any) -> dict[str, jax.Array]:
         return self.weights(state.memory)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from atlasjax import check
 from atlasjax.memory.axes import objectives, optimizers, structures
@@ -155,6 +156,18 @@ class SoftmaxRule(Rule):
     def max_length(self, state: Any) -> int | None:
         keys: Any = getattr(state, "keys", None)
         return max(1, keys.shape[2]) if getattr(keys, "ndim", 0) == 4 else 1
+
+    def suggested_steps(
+        self, key_dim: int, value_dim: int, forgetting: Any, momentum: Any, window: Any, similar_keys: bool
+    ) -> tuple[np.ndarray, float]:
+        from atlasjax.memory.softmax.suggested import suggested_steps
+
+        return suggested_steps(self, forgetting, momentum, window)
+
+    def start_scale(self, step_size: np.ndarray) -> np.ndarray:
+        from atlasjax.memory.softmax.suggested import start_scale
+
+        return start_scale(self, step_size)
 
     def cached_weights(self, state: Any) -> Weights:
         from atlasjax.memory.softmax.read import cached_weights

@@ -1,0 +1,48 @@
+"""Initial step sizes of a `MemoryRule`, by the derivation at the head of `atlasjax.memory.suggested`."""
+
+import numpy as np
+
+from atlasjax.memory.fast_weights.rule import MemoryRule
+
+_GELU_SLOPE = 1.13
+
+
+def curvature(rule: MemoryRule, key_dim: int, value_dim: int) -> float:
+    """λ, an estimate of the largest squared singular value of ∂M(φ(k))/∂M at M_0 for ‖k‖ = 1. Exact for a matrix."""
+    return rule.structure.curvature(value_dim) * rule.features.square_norm(key_dim) * rule.retention.slope(value_dim)
+
+
+def gradient_count(rule: MemoryRule, momentum: np.ndarray, window: np.ndarray) -> np.ndarray:
+    """Number of times a chunk's gradients count by its end, summed over the chunk: arrays [heads] and [heads, c] → [heads]."""
+    carried = np.cumsum(momentum[:, None] ** np.arange(rule.chunk_size), axis=1)  # (1 − θ^r)/(1 − θ), r = 1 … b
+    return carried.sum(axis=1) * window.sum(axis=1)
+
+
+def has_steps_of_one_size(rule: MemoryRule) -> bool:
+    """Whether the optimizer's steps have a size that does not depend on the gradient's."""
+    return rule.optimizer.orthogonalizes or not (rule.optimizer.is_linear or rule.optimizer.is_implicit)
+
+
+def suggested_steps(
+    rule: MemoryRule, key_dim: int, value_dim: int, forgetting: np.ndarray, momentum: np.ndarray, window: np.ndarray,
+    similar_keys: bool,
+) -> tuple[np.ndarray, float]:  # fmt: skip
+    """`Rule.suggested_steps`: initial η of each head, and its upper bound."""
+    num_heads, matrix = len(forgetting), rule.structure.is_matrix
+    if has_steps_of_one_size(rule):
+        step = 0.5 * rule.optimizer.every * forgetting
+        if rule.optimizer.orthogonalizes:
+            return step, 4 * step.max()
+        step = step / rule.features.dim(key_dim) ** 0.5
+        return step, 16 * step.max()
+    if rule.optimizer.is_implicit:
+        return np.full(num_heads, 1.0), 4.0
+    if rule.objective.gradient_is_value and matrix:
+        return np.full(num_heads, 0.5), 1.0
+    if rule.objective.gradient_is_value:
+        step = 0.5 * forgetting / (_GELU_SLOPE * rule.features.square_norm(key_dim) ** 0.5)
+        return step, 16 * step.max()
+    count = gradient_count(rule, momentum if rule.optimizer.has_momentum else np.zeros(num_heads), window)
+    exact = 1.0 / (count * curvature(rule, key_dim, value_dim))
+    top = float(np.max(exact * (1.0 if similar_keys else np.clip(np.sqrt(count), 1.0, 4.0))))
+    return 0.5 * exact, top
