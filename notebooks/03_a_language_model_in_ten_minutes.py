@@ -50,6 +50,7 @@ from flax import nnx
 from matplotlib.colors import Normalize
 
 from atlasjax.data import DataConfig, load_text
+from atlasjax.distributed import MeshConfig
 from atlasjax.evaluate.ngram import fit_ngram
 from atlasjax.generate import SamplingConfig, generate
 from atlasjax.nn import MemoryConfig, ModelConfig, count_parameters
@@ -79,6 +80,7 @@ config = TrainConfig(
     ),
     data=data,
     optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=min(20, STEPS // 4)),
+    mesh=MeshConfig(data=1),  # one device is enough
     steps=STEPS,
     run_dir=str(run_dir),
     eval_every=50,
