@@ -36,6 +36,7 @@ State = MemoryState | SoftmaxState | CachedState
 
 def init_params(rule: AnyRule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
     """Fresh learned parameters of a rule: `state.init_params`, `softmax.init_params`. Every leaf has the heads axis first."""
+    _check_rule(rule, "memory.init_params")
     if isinstance(rule, CachedRule):
         rule = rule.rule
     module: Any = softmax if isinstance(rule, SoftmaxRule) else state_lib
@@ -55,8 +56,23 @@ def init_state(rule: AnyRule, params: Any, *, batch_size: int, max_length: int |
     Raises:
       ValueError: parameters of another rule; max_length missing where it is needed.
     """
+    _check_rule(rule, "memory.init_state")
+    sizes = {"batch_size": batch_size} | ({} if max_length is None else {"max_length": max_length})
+    for name, value in sizes.items():
+        if (
+            not isinstance(value, bool | float | str | None) and value >= 1
+        ):  # an integer, or a symbolic size of jax.export
+            continue
+        raise ValueError(f"memory.init_state: {name} must be an integer ≥ 1, got {value!r}.")
     module: Any = _module(rule) or state_lib
     return module.init_state(rule, params, batch_size=batch_size, max_length=max_length)
+
+
+def _check_rule(rule: Any, where: str) -> None:
+    if not isinstance(rule, MemoryRule | SoftmaxRule | CachedRule):
+        raise TypeError(
+            f"{where}: rule must be a MemoryRule, a SoftmaxRule or a CachedRule, got {type(rule).__name__}."
+        )
 
 
 def _module(rule: Any) -> Any:
@@ -116,6 +132,8 @@ def scan(
     module = _module(rule)
     if partition is not None and module is not None:
         raise ValueError(f"memory.scan: partition is for a MemoryRule, rule is a {type(rule).__name__}.")
+    if implementation is not None and not isinstance(implementation, str):
+        raise TypeError(f"memory.scan: implementation must be a name or None, got {implementation!r}.")
     gates = check.whole_gates(rule, gates, q, v, "memory.scan")
     options: dict[str, Any] = {"max_segments": max_segments, "implementation": implementation}
     if module is not None:
@@ -135,6 +153,7 @@ def scan(
         call = functools.partial(backends.run, implementation, rule, max_segments=max_segments)
         if partition is not None:
             call = partitioned(partition, rule, call)
+    check.check_arrays("memory.scan", params=params, state=state, q=q, k=k, v=v, gates=gates, segment_ids=segment_ids)
     return _on_any_mesh(rule, call)(params, state, q, k, v, gates, segment_ids)
 
 
@@ -187,6 +206,7 @@ def step(
             check.check_gate_ranges(gates, "memory.step")
         assert isinstance(rule, MemoryRule)  # as `check_call` found
         call = functools.partial(xla_step, rule)
+    check.check_arrays("memory.step", params=params, state=state, q=q, k=k, v=v, gates=gates)
     return _on_any_mesh(rule, call)(params, state, q, k, v, gates)
 
 
@@ -205,6 +225,7 @@ def read(rule: AnyRule, params: Any, state: Any, q: jax.Array, connector: jax.Ar
       TypeError, ValueError: an argument that does not fit, before anything is traced.
     """
     if isinstance(rule, CachedRule):
+        check.check_arrays("memory.read", params=params, state=state, q=q, connector=connector)
         return caching.read(rule, params, state, q, connector)
     if connector is not None:
         raise ValueError(f"memory.read: connector is given, but {type(rule).__name__} has no use for one.")

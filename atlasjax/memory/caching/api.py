@@ -52,9 +52,7 @@ def check_state(rule: CachedRule, params: AnyParams, state: Any, batch: int, whe
     structure: Any = jax.tree.structure(expected)
     if structure != jax.tree.structure(state):
         raise ValueError(f"{where}: state is of another rule.")
-    flat, _ = jax.tree_util.tree_flatten_with_path(expected)
-    for (path, want), have in zip(flat, jax.tree.leaves(state)):
-        check.check_shape(f"state{jax.tree_util.keystr(path)}", have, want.shape, where)
+    check.check_leaves("state", state, expected, where)
 
 
 def scan(
@@ -94,7 +92,7 @@ def scan(
         segment_ids = jnp.asarray(segment_ids, jnp.int32)
     if check_gates:
         check.check_gate_ranges(gates, where)
-    name = implementation or "xla"
+    name = "xla" if implementation is None else implementation
     lookup("implementation", name, dict.fromkeys(IMPLEMENTATIONS))
     tokens = tokens_of(rule, q, k, v, gates)
     if state is None:

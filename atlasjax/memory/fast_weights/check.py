@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from atlasjax.memory.check import check_floating, check_gates, check_shape
+from atlasjax.memory.check import check_floating, check_gates, check_leaves, check_range, check_shape
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, check_params, infer_key_dim, init_state
 from atlasjax.memory.gates import Gates
@@ -30,7 +30,7 @@ def check_call(
     """
     if not isinstance(rule, MemoryRule):
         raise TypeError(f"{where}: rule must be a MemoryRule, got {type(rule).__name__}.")
-    check_params(rule, params)
+    check_params(rule, params, where)
     heads, value_dim = next(iter(params.weights.values())).shape[0], _value_dim(rule, params)
     key_dim = infer_key_dim(rule, params)
     lead: tuple[int | str, ...] = ("batch", "time", heads) if time else ("batch", heads)
@@ -66,9 +66,11 @@ def check_state(rule: MemoryRule, params: MemoryParams, state: MemoryState, batc
         raise ValueError(
             f"{where}: state is of another rule: it has {_fields(state)}, this rule's has {_fields(expected)}."
         )
-    flat, _ = jax.tree_util.tree_flatten_with_path(expected)
-    for (path, want), have in zip(flat, jax.tree.leaves(state)):
-        check_shape(f"state{jax.tree_util.keystr(path)}", have, want.shape, where)
+    check_leaves("state", state, expected, where)
+    if state.position is not None:  # of a rule with longer chunks it may be beyond the end of this rule's
+        check_range("state.position", state.position, 0, rule.chunk_size - 1, where)
+    if state.window_count is not None:
+        check_range("state.window_count", state.window_count, 0, rule.window - 1, where)
 
 
 def _fields(state: MemoryState) -> str:
@@ -77,7 +79,7 @@ def _fields(state: MemoryState) -> str:
 
 def check_read(rule: MemoryRule, params: MemoryParams, state: MemoryState, q: Any) -> None:
     """Arguments of `memory.read`."""
-    check_params(rule, params)
+    check_params(rule, params, "memory.read")
     heads = next(iter(params.weights.values())).shape[0]
     check_state(rule, params, state, "batch", "memory.read")
     check_shape("q", q, (state.segment.shape[0], "time", heads, infer_key_dim(rule, params)), "memory.read")

@@ -71,7 +71,7 @@ def scan(
         segment_ids = jnp.asarray(segment_ids, jnp.int32)
     if check_gates:
         check_gate_ranges(gates, "memory.scan")
-    run = lookup("implementation", implementation or "xla", IMPLEMENTATIONS)
+    run = lookup("implementation", "xla" if implementation is None else implementation, IMPLEMENTATIONS)
     return run(rule, params, state, q, k, v, gates, segment_ids, max_segments)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from atlasjax.memory.check import check_floating, check_gates, check_shape
+from atlasjax.memory.check import check_floating, check_gates, check_leaves, check_range, check_shape
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.softmax.rule import SoftmaxRule
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState, check_params, init_state
@@ -65,10 +65,8 @@ def check_state(rule: SoftmaxRule, params: SoftmaxParams, state: SoftmaxState, b
     want_structure: Any = jax.tree.structure(expected)
     if want_structure != jax.tree.structure(state):
         raise ValueError(f"{where}: state is of another rule: its leaves are not those of {rule!r}.")
-    flat, _ = jax.tree_util.tree_flatten_with_path(expected)
-    for (path, want), have in zip(flat, jax.tree.leaves(state)):
-        shape = want.shape if params.weights else (want.shape[0], "heads", *want.shape[2:])[: len(want.shape)]
-        check_shape(f"state{jax.tree_util.keystr(path)}", have, shape, where)
+    check_leaves("state", state, expected, where, heads=bool(params.weights))
+    check_range("state.position", state.position, 0, max(0, rule.chunk_size - 1), where)
 
 
 def check_read(rule: SoftmaxRule, params: SoftmaxParams, state: SoftmaxState, q: Any, where: str) -> None:

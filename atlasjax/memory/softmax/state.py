@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory.check import check_floating, check_shape
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.softmax.rule import SoftmaxRule
 
@@ -191,6 +192,5 @@ def check_params(rule: SoftmaxRule, params: SoftmaxParams) -> None:
             f"params.weights: a softmax memory {rule.structure!r} has weights {sorted(shapes)}, got {sorted(params.weights)}."
         )
     for name, shape in shapes.items():
-        have = tuple(params.weights[name].shape)
-        if have[1:] != shape:
-            raise ValueError(f"params.weights[{name!r}] has shape {have}, should be [heads, {shape[0]}, {shape[1]}].")
+        check_shape(f"params.weights[{name!r}]", params.weights[name], ("heads", *shape), "memory")
+        check_floating(f"params.weights[{name!r}]", params.weights[name], "memory")
