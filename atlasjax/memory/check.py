@@ -9,7 +9,7 @@ from jax.experimental import checkify
 
 from atlasjax.memory.gates import Gates
 
-ARRAYS = (jax.Array, np.ndarray)  # a tracer is a jax.Array; a jax.ShapeDtypeStruct has no values
+ARRAYS = (jax.Array, np.ndarray, np.generic)  # a tracer is a jax.Array; a jax.ShapeDtypeStruct has no values
 _FLOATS = tuple(map(np.dtype, (jnp.bfloat16, np.float16, np.float32, np.float64)))
 
 
@@ -47,7 +47,7 @@ def _pretty(expected: tuple[int | str, ...]) -> str:
 def check_floating(name: str, x: Any, where: str) -> None:
     if x.dtype not in _FLOATS:  # nor of another byte order
         raise TypeError(
-            f"{where}: {name} must be floating point, one of {', '.join(map(str, _FLOATS))}; got {x.dtype}."
+            f"{where}: {name} must be floating point, got {x.dtype}; it may be {', '.join(map(str, _FLOATS))}."
         )
 
 
@@ -120,7 +120,7 @@ def whole_gates(rule: Any, gates: Any, q: Any, v: Any, where: str) -> Any:
         fits = len(gate.shape) <= len(shape) and all(a in (1, b) for a, b in zip(gate.shape[::-1], shape[::-1]))
         if tuple(gate.shape) == shape or not fits or (channels is not None and tuple(gate.shape) == lead):
             return gate  # as it should be, or for the check to refuse: [batch, time, heads] has no axis of channels
-        return jnp.broadcast_to(gate, shape)
+        return jnp.broadcast_to(jnp.asarray(gate), shape)
 
     return Gates(**{name: whole(name, gate) for name, gate in gates._asdict().items()})
 

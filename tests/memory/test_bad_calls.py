@@ -130,5 +130,5 @@ def test_implementations_that_are_none(implementation):
 
 @pytest.mark.parametrize("power", [float("inf"), float("nan"), 0.5, "3", True])
 def test_powers_without_a_finite_loss(power):
-    refused(lambda: Lp(p=power), "Lp: p must be a finite number")
-    refused(lambda: Lq(q=power), "Lq: q must be a finite number")
+    refused(lambda: Lp(p=power), "Lp: p must be ≥ 1 and finite")
+    refused(lambda: Lq(q=power), "Lq: q must be ")

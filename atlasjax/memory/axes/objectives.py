@@ -72,7 +72,7 @@ class Lp(Objective):
 
     def __post_init__(self) -> None:
         if isinstance(self.p, bool) or not isinstance(self.p, int | float) or not 1 <= self.p < float("inf"):
-            raise ValueError(f"Lp: p must be a finite number ≥ 1, got {self.p!r}.")
+            raise ValueError(f"Lp: p must be ≥ 1 and finite, got {self.p!r}.")
 
     def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
         magnitude = jnp.abs(out - v)

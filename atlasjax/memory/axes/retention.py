@@ -150,8 +150,10 @@ class Lq(Retention):
     has_map = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.q, bool) or not isinstance(self.q, int | float) or not 2 <= self.q < float("inf"):
-            raise ValueError(f"Lq: q must be a finite number ≥ 2, got {self.q!r}.")
+        if isinstance(self.q, bool) or not isinstance(self.q, int | float) or not self.q >= 2:
+            raise ValueError(f"Lq: q must be a number ≥ 2, got {self.q!r}.")
+        if self.q == float("inf"):
+            raise ValueError("Lq: q must be finite, got inf.")
 
     def map(self, accumulator: jax.Array) -> jax.Array:
         # ‖A‖_q as max · (Σ (|a| / max)^q)^{1/q}: neither overflows nor divides by zero. It is the same for any other number in the
