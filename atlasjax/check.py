@@ -3,6 +3,7 @@
 A number is an int or a float; a bool is neither an integer nor a number.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TypeGuard, get_args
 
@@ -58,16 +59,20 @@ def number(
 ) -> None:
     """Raise ValueError unless `value` is a number within the given bounds, or None where `optional`.
 
-    Above and below are outside of the range, least and most inside. With any bound NaN is refused.
+    Above and below are outside of the range, least and most inside. NaN and infinity are refused.
     """
     if optional and value is None:
         return
     low, high = above if least is None else least, below if most is None else most
-    inside = is_number(value) and (
-        (above is None or value > above)
-        and (least is None or value >= least)
-        and (below is None or value < below)
-        and (most is None or value <= most)
+    inside = (
+        is_number(value)
+        and math.isfinite(value)
+        and (
+            (above is None or value > above)
+            and (least is None or value >= least)
+            and (below is None or value < below)
+            and (most is None or value <= most)
+        )
     )
     if inside:
         return

@@ -9,10 +9,11 @@ nbclient = pytest.importorskip("nbclient")
 
 NOTEBOOKS = pathlib.Path(__file__).parent.parent / "notebooks"
 SOURCES = sorted(NOTEBOOKS.glob("*.py"))
+LONG = ("03_a_language_model_in_ten_minutes", "04_recall_and_memory_caching")  # minutes each: with `-m slow`
 
 
 def test_there_are_notebooks():
-    assert SOURCES
+    assert {path.stem for path in SOURCES} > set(LONG)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
@@ -22,7 +23,11 @@ def test_pair_is_in_step(source):
     assert content(script) == content(notebook), f"run: jupytext --sync notebooks/{source.name}"
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in LONG else []) for path in SOURCES],
+    ids=lambda path: path.stem,
+)
 def test_runs(source, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_STEPS", "16")  # of the language model
     notebook = jupytext.read(source)

@@ -108,6 +108,8 @@ def _run(command: str, arguments: list[str]) -> int:
         return _fail(str(error), TRY_AGAIN)
     except RunError as error:
         return _fail(str(error), RUN_ERROR)
+    except MemoryError as error:
+        return _fail(f"the machine's memory is too small: {error}", RUN_ERROR)
     except OSError as error:  # a file cannot be read or written; the message names it
         return _fail(str(error), RUN_ERROR)
     except SystemExit as exit_:  # from tyro, after printing help or for arguments that do not parse

@@ -55,6 +55,11 @@ def init_state(rule: Rule, params: Any, *, batch_size: int, max_length: int | No
       ValueError: parameters of another rule; max_length missing where it is needed.
     """
     check_rule(rule, "memory.init_state")
+    sizes = {"batch_size": batch_size} | ({} if max_length is None else {"max_length": max_length})
+    for name, value in sizes.items():
+        # An integer, or a symbolic size of jax.export.
+        if isinstance(value, bool | float | str | None) or not value >= 1:
+            raise ValueError(f"memory.init_state: {name} must be an integer ≥ 1, got {value!r}.")
     return rule.init_state(params, batch_size=batch_size, max_length=max_length)
 
 
@@ -110,8 +115,11 @@ def scan(
     check_rule(rule, where)
     if partition is not None and not rule.has_kernels:
         raise ValueError(f"{where}: partition is for a MemoryRule, rule is a {type(rule).__name__}.")
+    if implementation is not None and not isinstance(implementation, str):
+        raise TypeError(f"{where}: implementation must be a name or None, got {implementation!r}.")
     gates = check.whole_gates(rule, gates, q, v, where)
     rule.check_call(params, state, q, k, v, gates, time=True, where=where)
+    check.check_arrays(where, params=params, state=state, q=q, k=k, v=v, gates=gates)
     segment_ids, max_segments = check.whole_segments(segment_ids, max_segments, q, where)
     if check_gates:
         check.check_gate_ranges(gates, where)
@@ -162,6 +170,7 @@ def step(
     check_rule(rule, where)
     gates = check.whole_gates(rule, gates, q, v, where)
     rule.check_call(params, state, q, k, v, gates, time=False, where=where)
+    check.check_arrays(where, params=params, state=state, q=q, k=k, v=v, gates=gates)
     if check_gates:
         check.check_gate_ranges(gates, where)
     return _on_any_mesh(rule, rule.step, 1)(params, state, q, k, v, gates)
@@ -186,6 +195,7 @@ def read(rule: Rule, params: Any, state: Any, q: jax.Array, connector: jax.Array
     if connector is not None and not rule.has_connector:
         raise ValueError(f"{where}: connector is given, but {type(rule).__name__} has no use for one.")
     check.check_read(rule, params, state, q, where)
+    check.check_arrays(where, params=params, state=state, q=q, connector=connector)
     given = () if connector is None else (connector,)
     for x in given:
         check.check_shape("connector", x, tuple(q.shape), where)
@@ -208,6 +218,7 @@ def reference(
     check_rule(rule, where)
     gates = check.whole_gates(rule, gates, q, v, where)
     rule.check_call(params, state, q, k, v, gates, time=True, where=where)
+    check.check_arrays(where, params=params, state=state, q=q, k=k, v=v, gates=gates)
     if segment_ids is not None:
         segment_ids, _ = check.whole_segments(segment_ids, q.shape[1], q, where)
     return rule.reference(params, state, q, k, v, gates, segment_ids)

@@ -10,10 +10,29 @@ from jax.experimental import checkify
 from atlasjax.check import integer, is_number
 from atlasjax.memory.gates import Gates
 
+ARRAYS = (jax.Array, np.ndarray, np.generic)  # a tracer is a jax.Array; a jax.ShapeDtypeStruct has no values
+_FLOATS = tuple(map(np.dtype, (jnp.bfloat16, np.float16, np.float32, np.float64)))
+
+
+def check_arrays(where: str, **arguments: Any) -> None:
+    """Raises TypeError unless the leaves of all arguments are arrays that JAX takes; gates may be numbers. None is skipped."""
+    for name, tree in arguments.items():
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            if name == "gates" and isinstance(leaf, int | float):
+                continue
+            if not isinstance(leaf, ARRAYS):
+                raise TypeError(
+                    f"{where}: {name}{jax.tree_util.keystr(path)} must be an array, got {type(leaf).__name__}."
+                )
+            if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
+                raise TypeError(
+                    f"{where}: {name}{jax.tree_util.keystr(path)} is {leaf.dtype}, of another byte order than this machine's."
+                )
+
 
 def check_shape(name: str, x: Any, expected: tuple[int | str, ...], where: str) -> None:
     """`expected` holds sizes, or names for sizes that are free."""
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+    if not isinstance(x, ARRAYS):
         raise TypeError(f"{where}: {name} must be an array of shape {_pretty(expected)}, got {type(x).__name__}.")
     fits = len(x.shape) == len(expected) and all(
         isinstance(want, str) or have == want for have, want in zip(x.shape, expected)
@@ -27,8 +46,37 @@ def _pretty(expected: tuple[int | str, ...]) -> str:
 
 
 def check_floating(name: str, x: Any, where: str) -> None:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{where}: {name} must be floating point, got {x.dtype}.")
+    if x.dtype not in _FLOATS:  # nor of another byte order
+        raise TypeError(
+            f"{where}: {name} must be floating point, got {x.dtype}; it may be {', '.join(map(str, _FLOATS))}."
+        )
+
+
+def check_range(name: str, x: Any, low: int, high: int, where: str) -> None:
+    """Raises ValueError unless the integers of an array are in [low, high]; what is traced, or on other hosts, is not seen."""
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+        return
+    values = np.asarray(x)
+    if values.size and not (low <= values.min() and values.max() <= high):
+        wrong = values.min() if values.min() < low else values.max()
+        raise ValueError(f"{where}: {name} has the value {wrong}, should be in [{low}, {high}].")
+
+
+def check_leaves(name: str, tree: Any, expected: Any, where: str) -> None:
+    """Raises unless the leaves of a tree are arrays like those expected, which have the same structure.
+
+    Args:
+      name: of the tree, for messages.
+      expected: shapes and dtypes; integers must have that dtype, other leaves must be floating point.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(expected)
+    for (path, want), have in zip(flat, jax.tree.leaves(tree)):
+        leaf = f"{name}{jax.tree_util.keystr(path)}"
+        check_shape(leaf, have, want.shape, where)
+        if jnp.issubdtype(want.dtype, jnp.floating):
+            check_floating(leaf, have, where)
+        elif have.dtype != want.dtype:
+            raise TypeError(f"{where}: {leaf} must be {want.dtype}, got {have.dtype}.")
 
 
 _VECTORS = ("connector", "removal_key")  # gates that are vectors, like keys: any floating point dtype does
@@ -48,7 +96,7 @@ def whole_gates(rule: Any, gates: Any, q: Any, v: Any, where: str) -> Any:
     Raises:
       TypeError: a gate of fewer than 32 bits.
     """
-    arrays = all(getattr(x, "ndim", 0) >= 3 and jnp.issubdtype(x.dtype, jnp.floating) for x in (q, v))
+    arrays = all(isinstance(x, ARRAYS) and x.ndim >= 3 and x.dtype in _FLOATS for x in (q, v))
     if not isinstance(gates, Gates) or not arrays or not hasattr(rule, "gate_channels"):
         return gates
     wide, lead = jnp.promote_types(q.dtype, jnp.float32), tuple(q.shape[:-1])
@@ -61,7 +109,7 @@ def whole_gates(rule: Any, gates: Any, q: Any, v: Any, where: str) -> Any:
         shape = lead if channels is None else (*lead, channels)
         if is_number(gate):
             return jnp.full(shape, gate, wide)
-        if not hasattr(gate, "shape") or not jnp.issubdtype(gate.dtype, jnp.floating):
+        if not isinstance(gate, ARRAYS) or not jnp.issubdtype(gate.dtype, jnp.floating) or not gate.dtype.isnative:
             return gate
         if jnp.finfo(gate.dtype).bits < 32 and name not in _VECTORS:
             raise TypeError(
@@ -71,7 +119,7 @@ def whole_gates(rule: Any, gates: Any, q: Any, v: Any, where: str) -> Any:
         fits = len(gate.shape) <= len(shape) and all(a in (1, b) for a, b in zip(gate.shape[::-1], shape[::-1]))
         if tuple(gate.shape) == shape or not fits or (channels is not None and tuple(gate.shape) == lead):
             return gate  # as it should be, or for the check to refuse: [batch, time, heads] has no axis of channels
-        return jnp.broadcast_to(gate, shape)
+        return jnp.broadcast_to(jnp.asarray(gate), shape)
 
     return Gates(**{name: whole(name, gate) for name, gate in gates._asdict().items()})
 
@@ -94,7 +142,7 @@ def check_call(
       TypeError: not an array, or not floating point.
       ValueError: a shape, a dtype or a gate that does not fit; the message names it, what it is and what it should be.
     """
-    rule.check_params(params)
+    rule.check_params(params, where)
     num_heads, key_dim, value_dim = rule.sizes(params)
     heads: int | str = "heads" if num_heads is None else num_heads
     lead: tuple[int | str, ...] = ("batch", "time", heads) if time else ("batch", heads)
@@ -124,10 +172,8 @@ def check_state(rule: Any, params: Any, state: Any, batch: int, heads: int, wher
         raise ValueError(
             f"{where}: state is of another rule: it has {_leaves(state)}, this rule's has {_leaves(expected)}."
         )
-    flat, _ = jax.tree_util.tree_flatten_with_path(expected)
-    for (path, want), have in zip(flat, jax.tree.leaves(state)):
-        shape = want.shape if len(want.shape) < 2 else (want.shape[0], heads, *want.shape[2:])
-        check_shape(f"state{jax.tree_util.keystr(path)}", have, shape, where)
+    shape = lambda x: x.shape if len(x.shape) < 2 else (x.shape[0], heads, *x.shape[2:])
+    check_leaves("state", state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), expected), where)
 
 
 def _leaves(state: Any) -> str:
@@ -136,7 +182,7 @@ def _leaves(state: Any) -> str:
 
 def check_read(rule: Any, params: Any, state: Any, q: Any, where: str) -> None:
     """Arguments of `memory.read`."""
-    rule.check_params(params)
+    rule.check_params(params, where)
     num_heads, key_dim, _ = rule.sizes(params)
     shape = next((x.shape for x in jax.tree.leaves(state) if getattr(x, "ndim", 0) > 1), (1, 1))
     heads = shape[1] if num_heads is None else num_heads
@@ -179,14 +225,15 @@ def check_segments(segment_ids: Any, max_segments: int | None, q: Any, where: st
             raise ValueError(f"{where}: max_segments={max_segments} is given without segment_ids.")
         return None
     check_shape("segment_ids", segment_ids, q.shape[:2], where)
-    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer) or not segment_ids.dtype.isnative:
         raise TypeError(f"{where}: segment_ids must be integers, got {segment_ids.dtype}.")
     concrete = not isinstance(segment_ids, jax.core.Tracer)
     most = None
     if concrete:
         ids = np.asarray(segment_ids)
-        if ids.min() < 0:
-            raise ValueError(f"{where}: segment_ids must be ≥ 0, got {ids.min()}.")
+        if ids.min() < 0 or ids.max() >= 2**31:  # they are kept in int32, in which others would meet
+            wrong = ids.min() if ids.min() < 0 else ids.max()
+            raise ValueError(f"{where}: segment_ids must be ≥ 0 and below 2^31, got {wrong}.")
         most = int((ids[:, 1:] != ids[:, :-1]).sum(1).max()) + 1
     if max_segments is None:
         if most is None:
@@ -218,8 +265,10 @@ def check_gate_ranges(gates: Gates, where: str) -> None:
         if gate is None:
             continue
         low, high = _RANGES[name]
-        inside = (gate >= low) & (gate <= high) if name != "threshold" else (gate > low) & (gate < high)
-        message = f"{where}: gates.{name} must be in {'(' if name == 'threshold' else '['}{low:g}, {high:g}], got "
+        inside = (gate > low) if name == "threshold" else (gate >= low)
+        inside &= (gate <= high) & jnp.isfinite(gate)
+        first, last = "(" if name == "threshold" or low == -np.inf else "[", ")" if high == np.inf else "]"
+        message = f"{where}: gates.{name} must be in {first}{low:g}, {high:g}{last}, got "
         if isinstance(inside, jax.core.Tracer):
             worst = jnp.ravel(gate)[jnp.argmin(jnp.ravel(inside))]
             checkify.check(jnp.all(inside), message + "{worst}", worst=worst)

@@ -104,7 +104,7 @@ class Rule(abc.ABC):
         """Whether chunks have no effect."""
         return self.chunk_size == 1
 
-    def check_params(self, params: Any) -> None:  # noqa: B027  (there may be nothing to check)
+    def check_params(self, params: Any, where: str) -> None:  # noqa: B027  (there may be nothing to check)
         """Raises where `params` is not of this rule."""
 
     def max_length(self, state: Any) -> int | None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import jax.numpy as jnp
+from atlasjax.memory.check import ARRAYS, check_floating
 
 
 def check_shapes(where: str, axes: dict[str, str], **arrays: Any) -> dict[str, int]:
@@ -25,13 +25,12 @@ def check_shapes(where: str, axes: dict[str, str], **arrays: Any) -> dict[str, i
         if x is None:
             continue
         names = axes[name].split()
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        if not isinstance(x, ARRAYS):
             raise TypeError(f"{where}: {name} must be an array [{', '.join(names)}], got {type(x).__name__}.")
         fits = len(x.shape) == len(names) and all(sizes.get(n, size) == size for n, size in zip(names, x.shape))
         if not fits or 0 in x.shape:
             want = ", ".join(f"{n}={sizes[n]}" if n in sizes else n for n in names)
             raise ValueError(f"{where}: {name} has shape {tuple(x.shape)}, should be [{want}], no axis empty.")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{where}: {name} must be floating point, got {x.dtype}.")
+        check_floating(name, x, where)
         sizes |= dict(zip(names, x.shape))
     return sizes

@@ -12,8 +12,10 @@ import gc
 import logging
 import pathlib
 import shutil
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -99,7 +101,14 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The complete checkpoints, oldest first."""
-        return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+        try:
+            return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+        except (
+            Exception
+        ):  # metadata that cannot be interpreted, of one of them: what can be used is for `restore` to find
+            return sorted(
+                int(path.name) for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir()
+            )
 
     def path(self, step: int) -> pathlib.Path:
         """The folder of a step."""
@@ -234,10 +243,14 @@ class Checkpoints:
         raise CheckpointError(f"No usable checkpoint in {self.directory}:{reasons}")
 
     def _load(self, step: int, target: dict[str, Any]) -> dict[str, Any]:
-        try:
-            loaded = self._checkpointer.load_checkpointables(step, {**target, **dict.fromkeys(_JSON)})
-        except Exception as error:  # whatever the storage libraries raise on damaged files
-            raise CheckpointError(f"cannot be read ({_root_cause(error)})") from error
+        cause = None
+        with _quiet("asyncio", "concurrent.futures"), _no_leftovers():
+            try:
+                loaded = self._checkpointer.load_checkpointables(step, {**target, **dict.fromkeys(_JSON)})
+            except Exception as error:  # whatever the storage libraries raise on damaged files
+                cause = _root_cause(error)
+        if cause is not None:
+            raise CheckpointError(f"cannot be read ({cause})")
         saved = loaded["integrity"]
         if not isinstance(saved, dict):
             raise CheckpointError(f"damaged: integrity is {str(saved)[:40]!r}; it should be the sums of what was saved")
@@ -332,6 +345,20 @@ def _root_cause(error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     lines = str(seen[-1]).strip().splitlines()
     return (lines[0] if lines else type(seen[-1]).__name__)[:300].rstrip(". ")
+
+
+@contextlib.contextmanager
+def _no_leftovers() -> Iterator[None]:
+    """Collects the coroutines that a failed load leaves behind: they would complain when they are collected, at any later time."""
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda _: None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
+            gc.collect()
+    finally:
+        sys.unraisablehook = hook
 
 
 @contextlib.contextmanager

@@ -166,7 +166,7 @@ BAD_CALLS = {
     r"gates.retention must be in \[0, 1\], got 1.5 at index \(0, 0, 0\)": {
         "gates": GATES._replace(retention=jnp.full((2, 5, 3), 1.5)), "check_gates": True,
     },
-    r"gates.step_size must be in \[0, inf\], got nan": {
+    r"gates.step_size must be in \[0, inf\), got nan": {
         "gates": GATES._replace(step_size=jnp.full((2, 5, 3), jnp.nan)), "check_gates": True,
     },
 }  # fmt: skip

@@ -71,8 +71,8 @@ class Lp(Objective):
     has_target = True
 
     def __post_init__(self) -> None:
-        if not self.p >= 1:
-            raise ValueError(f"Lp: p must be ≥ 1, got {self.p!r}.")
+        if isinstance(self.p, bool) or not isinstance(self.p, int | float) or not 1 <= self.p < float("inf"):
+            raise ValueError(f"Lp: p must be ≥ 1 and finite, got {self.p!r}.")
 
     def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
         magnitude = jnp.abs(out - v)

@@ -147,6 +147,8 @@ class Lq(Retention):
 
     def __post_init__(self) -> None:
         check.number("Lq", "q", self.q, least=2)
+        if self.q == float("inf"):
+            raise ValueError("Lq: q must be finite, got inf.")
 
     def map(self, accumulator: jax.Array) -> jax.Array:
         # ‖A‖_q as max · (Σ (|a| / max)^q)^{1/q}: neither overflows nor divides by zero. It is the same for any other number in the

@@ -149,8 +149,8 @@ class CachedRule(Rule):
     def start_scale(self, step_size: np.ndarray) -> np.ndarray:
         return self.rule.start_scale(step_size)
 
-    def check_params(self, params: Any) -> None:
-        self.rule.check_params(params)
+    def check_params(self, params: Any, where: str) -> None:
+        self.rule.check_params(params, where)
 
     def max_length(self, state: Any) -> int | None:
         keys: Any = getattr(state, "keys", None)

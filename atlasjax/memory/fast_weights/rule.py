@@ -12,6 +12,7 @@ from atlasjax.memory.axes import features as features_lib
 from atlasjax.memory.axes import objectives, optimizers, structures
 from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import check_choice
+from atlasjax.memory.check import check_range
 from atlasjax.memory.fast_weights.bounds import Bound, within_norm
 from atlasjax.memory.rule import Rule, Sizes
 
@@ -223,10 +224,10 @@ class MemoryRule(Rule):
 
         return init_state(self, params, batch_size=batch_size, max_length=max_length)
 
-    def check_params(self, params: Any) -> None:
+    def check_params(self, params: Any, where: str) -> None:
         from atlasjax.memory.fast_weights.state import check_params
 
-        check_params(self, params)
+        check_params(self, params, where)
 
     def scan(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Any]:
         from atlasjax.memory.fast_weights.scan import xla_scan
@@ -266,6 +267,13 @@ class MemoryRule(Rule):
         from atlasjax.memory.fast_weights.suggested import suggested_steps
 
         return suggested_steps(self, *arguments)
+
+    def check_state(self, params: Any, state: Any, batch: int, heads: int, where: str) -> None:
+        super().check_state(params, state, batch, heads, where)
+        if state.position is not None:  # of a rule with longer chunks it may be beyond the end of this rule's
+            check_range("state.position", state.position, 0, self.chunk_size - 1, where)
+        if state.window_count is not None:
+            check_range("state.window_count", state.window_count, 0, self.window - 1, where)
 
     def cached_weights(self, state: Any) -> dict[str, jax.Array]:
         return self.weights(state.memory)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.check import check_residual
+from atlasjax.memory.check import check_floating, check_residual, check_shape
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.gates import Weights
 
@@ -131,20 +131,37 @@ def infer_key_dim(rule: MemoryRule, params: MemoryParams) -> int:
         raise ValueError(f"params.weights[{innermost!r}]: {error}") from None
 
 
-def check_params(rule: MemoryRule, params: MemoryParams) -> None:
-    """Raise ValueError where `params` is not of this rule, naming the leaf."""
+def check_params(rule: MemoryRule, params: MemoryParams, where: str = "memory.init_state") -> None:
+    """Raise TypeError or ValueError where `params` is not of this rule, naming the leaf."""
+    if not isinstance(params, MemoryParams) or not isinstance(params.weights, dict):
+        raise TypeError(
+            f"{where}: params must be MemoryParams with a dictionary of weights, got {type(params).__name__}."
+        )
     expected = list(rule.structure.weight_shapes(1, 1))
     if sorted(params.weights) != sorted(expected):
         raise ValueError(f"params.weights: {rule.structure!r} has weights {expected}, got {sorted(params.weights)}.")
+    for name in (expected[0], expected[-1]):
+        check_shape(f"params.weights[{name!r}]", params.weights[name], ("heads", "out", "in"), where)
+    heads, value_dim = params.weights[expected[0]].shape[:2]
+    feature_dim = params.weights[expected[-1]].shape[-1]
+    for name, shape in rule.structure.weight_shapes(feature_dim, value_dim).items():
+        _check_leaf(f"params.weights[{name!r}]", params.weights[name], (heads, *shape), where)
     initial = rule.features.init()
     if (initial is None) != (params.coefficients is None):
         raise ValueError(
             f"params.coefficients: {rule.features!r} needs {'none' if initial is None else initial.shape}, "
             f"got {None if params.coefficients is None else params.coefficients.shape}."
         )
-    if initial is not None and params.coefficients is not None and params.coefficients.shape[1:] != initial.shape:
-        raise ValueError(
-            f"params.coefficients: {rule.features!r} has {initial.shape} per head, got {params.coefficients.shape}."
-        )
-    if rule.structure.norm and params.norm is None:
-        raise ValueError(f"params.norm: {rule.structure!r} needs scale and bias, got None.")
+    if initial is not None:
+        _check_leaf("params.coefficients", params.coefficients, (heads, *initial.shape), where)
+    if not rule.structure.norm:
+        return
+    if not isinstance(params.norm, dict) or sorted(params.norm) != ["bias", "scale"]:
+        raise ValueError(f"params.norm: {rule.structure!r} needs scale and bias, got {params.norm!r}.")
+    for name, leaf in params.norm.items():
+        _check_leaf(f"params.norm[{name!r}]", leaf, (heads, value_dim), where)
+
+
+def _check_leaf(name: str, x: Any, shape: tuple[int, ...], where: str) -> None:
+    check_shape(name, x, shape, where)
+    check_floating(name, x, where)

@@ -12,6 +12,7 @@ from atlasjax import check
 from atlasjax.memory.axes import objectives, optimizers, structures
 from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import Axis, check_choice
+from atlasjax.memory.check import check_range
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.rule import Rule, Sizes
 
@@ -123,10 +124,10 @@ class SoftmaxRule(Rule):
 
         return init_state(self, params, batch_size=batch_size, max_length=max_length)
 
-    def check_params(self, params: Any) -> None:
+    def check_params(self, params: Any, where: str) -> None:
         from atlasjax.memory.softmax.state import check_params
 
-        check_params(self, params)
+        check_params(self, params, where)
 
     def scan(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Any]:
         from atlasjax.memory.softmax.scan import xla_scan
@@ -168,6 +169,10 @@ class SoftmaxRule(Rule):
         from atlasjax.memory.softmax.suggested import start_scale
 
         return start_scale(self, step_size)
+
+    def check_state(self, params: Any, state: Any, batch: int, heads: int, where: str) -> None:
+        super().check_state(params, state, batch, heads, where)
+        check_range("state.position", state.position, 0, max(0, self.chunk_size - 1), where)
 
     def cached_weights(self, state: Any) -> Weights:
         from atlasjax.memory.softmax.read import cached_weights

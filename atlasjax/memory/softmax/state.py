@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax import check
-from atlasjax.memory.check import check_residual
+from atlasjax.memory.check import check_floating, check_residual, check_shape
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.softmax.rule import SoftmaxRule
 
@@ -174,7 +174,7 @@ def has_scaling(rule: SoftmaxRule) -> bool:
     return rule.retention.gate is not None or rule.optimizer.has_momentum
 
 
-def check_params(rule: SoftmaxRule, params: SoftmaxParams) -> None:
+def check_params(rule: SoftmaxRule, params: SoftmaxParams, where: str = "memory.init_state") -> None:
     """Raises an error that names the leaf if `params` does not belong to this rule."""
     if not isinstance(params, SoftmaxParams):
         raise TypeError(f"params must be a SoftmaxParams, got {type(params).__name__}.")
@@ -185,6 +185,5 @@ def check_params(rule: SoftmaxRule, params: SoftmaxParams) -> None:
             f"params.weights: a softmax memory {rule.structure!r} has weights {sorted(shapes)}, got {sorted(params.weights)}."
         )
     for name, shape in shapes.items():
-        have = tuple(params.weights[name].shape)
-        if have[1:] != shape:
-            raise ValueError(f"params.weights[{name!r}] has shape {have}, should be [heads, {shape[0]}, {shape[1]}].")
+        check_shape(f"params.weights[{name!r}]", params.weights[name], ("heads", *shape), where)
+        check_floating(f"params.weights[{name!r}]", params.weights[name], where)

@@ -1,0 +1,129 @@
+"""Damaged checkpoints: the newest of three is damaged, and what is restored must be what one of them was saved with."""
+
+import functools
+import itertools
+import pathlib
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from atlasjax.train import CheckpointError, Checkpoints, TrainState
+from experiments.faults import damage
+from experiments.faults.run import Case
+
+STEPS = (2, 4, 6)
+CONFIG = {"model": {"dim": 4, "mixer": ["memory", "swa"]}, "seed": 0, "steps": 6}
+_CASES = 450
+
+
+def cases(seed: int, most: int | None = None) -> Iterator[Case]:
+    """Damages of every kind to every file of a checkpoint, to its texts, and to folders."""
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as place:
+        folder = pathlib.Path(place) / "saved"
+        with Checkpoints(folder) as checkpoints:
+            for step in STEPS:
+                checkpoints.save(_state(step), [_position(step)], CONFIG)
+        files = sorted(path.relative_to(folder / "6") for path in (folder / "6").rglob("*") if path.is_file())
+        texts = [path for path in files if path.name == "data.json" or "METADATA" in path.name]
+        every: list[tuple[str, Callable[[pathlib.Path], None]]] = [(kind.__name__, kind) for kind in _FOLDERS]
+        for path in itertools.islice(itertools.cycle(texts), 12 * len(texts)):
+            every.append(_on_file(damage.other_json, path, rng))
+        while len(every) < _CASES:
+            every.append(_on_file(rng.choice(damage.FILE), rng.choice(files), rng))
+        if most is not None:
+            every = rng.sample(every, most)
+        for name, harm in every:
+            yield name, functools.partial(_restored, folder, pathlib.Path(place) / "copy", harm)
+
+
+def _on_file(kind: damage.Damage, path: pathlib.Path, rng: random.Random) -> tuple[str, Callable[[pathlib.Path], None]]:
+    own = random.Random(rng.random())
+    return f"{path} {kind.__name__}", lambda folder: kind(folder / "6" / path, own)
+
+
+def _restored(saved: pathlib.Path, copy: pathlib.Path, harm: Callable[[pathlib.Path], None]) -> str:
+    harm(damage.copied(saved, copy))
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _state(6))
+    with Checkpoints(copy) as checkpoints:
+        try:
+            restored = checkpoints.restore(abstract)
+        except CheckpointError:
+            return "gave up"
+        config = checkpoints.newest_config()
+    if restored.step not in STEPS or not _equal(restored.state, _state(restored.step)):
+        return "wrong"
+    if restored.positions != [_position(restored.step)] or config != CONFIG:
+        return "wrong"
+    return "right" if restored.step == STEPS[-1] else "fell back"
+
+
+@functools.cache
+def _state(step: int) -> TrainState:
+    key = jax.random.key(step)
+    params = {"layer": {"kernel": jax.random.normal(key, (32, 48))}, "bias": jnp.arange(8.0) + step}
+    optimizer = jax.tree.map(lambda leaf: leaf + step, optax.adamw(1e-3).init(params))
+    return TrainState(params, optimizer, key, jnp.int32(step))
+
+
+def _position(step: int) -> dict[str, object]:
+    return {"pipeline": {"source": "text", "seed": 0}, "position": {"next": step, "buffer": [step, step + 1]}}
+
+
+def _equal(one: TrainState, other: TrainState) -> bool:
+    raw = lambda x: np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    return all(
+        np.array_equal(raw(a), raw(b)) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
+
+
+def _moved(folder: pathlib.Path) -> None:
+    (folder / "6").rename(folder / "8")
+
+
+def _copied_over(folder: pathlib.Path) -> None:
+    damage.copied(folder / "2", folder / "6")
+
+
+def _copied_ahead(folder: pathlib.Path) -> None:
+    damage.copied(folder / "4", folder / "10")
+
+
+def _params_of_another_step(folder: pathlib.Path) -> None:
+    damage.copied(folder / "4/params", folder / "6/params")
+
+
+def _position_of_another_step(folder: pathlib.Path) -> None:
+    damage.copied(folder / "4/position", folder / "6/position")
+
+
+def _emptied(folder: pathlib.Path) -> None:
+    shutil.rmtree(folder / "6")
+    (folder / "6").mkdir()
+
+
+def _a_file(folder: pathlib.Path) -> None:
+    shutil.rmtree(folder / "6")
+    (folder / "6").write_text("x")
+
+
+def _strangers(folder: pathlib.Path) -> None:
+    (folder / "notes.txt").write_text("x")
+    (folder / "8").mkdir()
+    (folder / "abc").mkdir()
+
+
+def _half_saved(folder: pathlib.Path) -> None:
+    (folder / "6").rename(folder / "6.orbax-checkpoint-tmp")
+
+
+_FOLDERS = [
+    _moved, _copied_over, _copied_ahead, _params_of_another_step, _position_of_another_step, _emptied, _a_file, _strangers,
+    _half_saved,
+]  # fmt: skip
