@@ -69,12 +69,21 @@ class Checkpoints:
         context.checkpointables.registry = registry
         self._exit = contextlib.ExitStack()
         self._exit.enter_context(_quiet("absl"))
-        self._checkpointer = ocp.training.Checkpointer(
-            self.directory,
-            context=context,
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-            cleanup_tmp_directories=clean,
-        )
+        try:
+            self._checkpointer = ocp.training.Checkpointer(
+                self.directory,
+                context=context,
+                preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+                cleanup_tmp_directories=clean,
+            )
+        except (
+            ValueError
+        ) as error:  # metadata that is JSON and no metadata: Orbax reads that of all checkpoints at once
+            self._exit.close()
+            raise CheckpointError(
+                f"A checkpoint in {self.directory} has metadata that cannot be interpreted: {_root_cause(error)}. Move it (its "
+                "_CHECKPOINT_METADATA says which) out of the folder; the others can be used."
+            ) from error
         self._pending: tuple[int, Any] | None = None
         self._failed_step: int | None = None
         self._saving = contextlib.ExitStack()  # what holds while a save is in progress

@@ -163,6 +163,12 @@ def test_a_checkpoint_in_another_steps_folder_is_not_believed(copy):
     ]
 
 
+def test_metadata_that_is_none(copy):
+    (copy / "6/_CHECKPOINT_METADATA").write_text("[1]")
+    with pytest.raises(CheckpointError, match="metadata that cannot be interpreted"):
+        Checkpoints(copy)
+
+
 def test_no_usable_checkpoint(copy):
     for step in (2, 4, 6):
         truncate(largest_file(copy / str(step) / "params"))
