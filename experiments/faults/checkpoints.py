@@ -51,12 +51,12 @@ def _on_file(kind: damage.Damage, path: pathlib.Path, rng: random.Random) -> tup
 def _restored(saved: pathlib.Path, copy: pathlib.Path, harm: Callable[[pathlib.Path], None]) -> str:
     harm(damage.copied(saved, copy))
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _state(6))
-    with Checkpoints(copy) as checkpoints:
-        try:
+    try:
+        with Checkpoints(copy) as checkpoints:
             restored = checkpoints.restore(abstract)
-        except CheckpointError:
-            return "gave up"
-        config = checkpoints.newest_config()
+            config = checkpoints.newest_config()
+    except CheckpointError:
+        return "gave up"
     if restored.step not in STEPS or not _equal(restored.state, _state(restored.step)):
         return "wrong"
     if restored.positions != [_position(restored.step)] or config != CONFIG:
