@@ -160,7 +160,7 @@ def init_state(batch_size: int, weights: Weights, dtype: Any) -> MelodiState:
     Raises:
       TypeError, ValueError: invalid weights.
     """
-    x = jax.ShapeDtypeStruct((batch_size, 1, weights.inputs.shape[0]), dtype)
+    x = jnp.zeros((batch_size, 1, weights.inputs.shape[0]), dtype)
     layer = _make("melodi.init_state", x, weights, None, 1e-6)
     memory, block = (layer.empty(batch_size, size, dtype) for size in (layer.summary, layer.block_size))
     return MelodiState(memory, block, layer.nothing_mixed(batch_size), jnp.zeros(batch_size, jnp.int32))

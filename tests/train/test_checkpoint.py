@@ -136,7 +136,14 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in OTHER.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        pytest.param(name, value, marks=[pytest.mark.slow] if number > 1 else [])
+        for name, values in OTHER.items()
+        for number, value in enumerate(values)
+    ],
+)
 def test_a_changed_text_is_damage(copy, name, value):
     """It can be read, and is JSON; only its sum tells that it is not what was saved."""
     (copy / "6" / name / "data.json").write_text(json.dumps(value))
