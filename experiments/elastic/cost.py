@@ -15,6 +15,8 @@ import pathlib
 import time
 from typing import Any
 
+from experiments.rows import append_row
+
 HERE = pathlib.Path(__file__).parent
 SIZES = {"8 heads": (8, 720), "12 heads": (12, 1080), "16 heads": (16, 1440)}
 MEMORIES = ("elastic", "memorizing", "infini", "melodi")

@@ -16,6 +16,7 @@ import os
 import pathlib
 import sys
 import time
+from typing import Any
 
 # When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
@@ -96,7 +97,7 @@ def losses(cell: Row, rates: list[float], seeds: list[int], say) -> list:
     return list(np.concatenate(pieces, axis=1))
 
 
-def recent_mean_losses(setting: str, seed: int, shape) -> "numpy.ndarray":
+def recent_mean_losses(setting: str, seed: int, shape) -> Any:
     """Losses [t − BLOCK] when the mean of the last `BLOCK` outputs is the prediction, a baseline that ignores the input."""
     import jax.numpy as jnp
     import numpy as np

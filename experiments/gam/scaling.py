@@ -28,6 +28,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from experiments.rows import append_row, read_rows
+
 HERE = pathlib.Path(__file__).parent
 BLOCKS = ("gam", "attention", "attention-whole")
 

@@ -103,7 +103,7 @@ CANDIDATES: dict[str, tuple[memory.Bound | None, Callable | None]] = {
 def candidate(name: str) -> Iterator[Callable[[Any], Any]]:
     """Context in which rules are bounded in this way. Yields a function that puts the matching `Bound` into a rule."""
     bound, function = CANDIDATES[name]
-    patch = mock.patch.object(steps, "dual_steps", function) if function else contextlib.nullcontext()
+    patch = mock.patch.object(step_sizes, "dual_steps", function) if function else contextlib.nullcontext()
     jax.clear_caches()
     with patch:
         yield lambda rule: dataclasses.replace(rule, bound=bound)
