@@ -1,6 +1,6 @@
-"""Checks of arguments and of config fields: one place for the rules and for the words of the messages.
+"""Validation of arguments and config fields, with one wording for all error messages.
 
-A number is an int or a float; a bool is neither an integer nor a number.
+A number is an int or a float. A bool counts as neither an integer nor a number.
 """
 
 import math
@@ -11,12 +11,12 @@ from atlasjax.names import lookup
 
 
 def is_integer(value: object, least: int | None = None, *, kinds: type | tuple[type, ...] = int) -> TypeGuard[int]:
-    """Whether it is an integer, and not below `least`. kinds: `numbers.Integral` takes NumPy's integers too."""
+    """Whether `value` is an integer and at least `least`. With kinds=`numbers.Integral`, NumPy integers are accepted too."""
     return isinstance(value, kinds) and not isinstance(value, bool) and (least is None or value >= least)  # type: ignore[operator]
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether it is an int or a float."""
+    """Whether `value` is an int or a float."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -29,11 +29,11 @@ def integer(
     optional: bool = False,
     kinds: type | tuple[type, ...] = int,
 ) -> None:
-    """Raise ValueError unless `value` is an integer ≥ `least`, or None where `optional`.
+    """Raise ValueError unless `value` is an integer ≥ `least`, or None if `optional`.
 
     Args:
-      owner: the config class or the function, for the message.
-      name: the argument or field, for the message.
+      owner: name of the config class or function, used in the message.
+      name: name of the argument or field, used in the message.
       kinds: as in `is_integer`.
     """
     if not is_integer(value, least, kinds=kinds) and not (optional and value is None):
@@ -41,7 +41,7 @@ def integer(
 
 
 def integers(config: object, least: Mapping[str, int], optional: Iterable[str] = ()) -> None:
-    """Raise ValueError unless each field named in `least` is an integer of at least its value there, or None if in `optional`."""
+    """Raise ValueError unless each field of `least` is an integer ≥ least[field]. Fields in `optional` may be None."""
     for name, low in least.items():
         integer(type(config).__name__, name, getattr(config, name), low, optional=name in optional)
 
@@ -57,9 +57,9 @@ def number(
     most: float | None = None,
     optional: bool = False,
 ) -> None:
-    """Raise ValueError unless `value` is a number within the given bounds, or None where `optional`.
+    """Raise ValueError unless `value` is a number within the given bounds, or None if `optional`.
 
-    Above and below are outside of the range, least and most inside. NaN and infinity are refused.
+    `above` and `below` are exclusive bounds, `least` and `most` inclusive ones. NaN and infinity are rejected.
     """
     if optional and value is None:
         return
@@ -92,7 +92,7 @@ def boolean(owner: str, name: str, value: object) -> None:
 
 
 def choice(owner: str, name: str, value: object, choices: Iterable[object]) -> None:
-    """Raise ValueError unless `value` is one of a few choices, which the message lists."""
+    """Raise ValueError unless `value` is one of `choices`. The message lists all of them."""
     known = tuple(choices)
     if value not in known:
         raise ValueError(f"{owner}: {name} must be {' or '.join(map(repr, known))}, got {value!r}.")
@@ -104,13 +104,13 @@ def literal(kind: str, value: str, choices: object) -> None:
 
 
 def instance(owner: str, name: str, value: object, kind: type, *, optional: bool = False) -> None:
-    """Raise ValueError unless `value` is an instance of the class `kind`, or None where `optional`."""
+    """Raise ValueError unless `value` is an instance of the class `kind`, or None if `optional`."""
     if not isinstance(value, kind) and not (optional and value is None):
         raise ValueError(f"{owner}: {name} must be a {kind.__name__}{_or_none(optional)}, got {value!r}.")
 
 
 def require(condition: bool, name: str, value: object, what: str) -> None:
-    """Raise ValueError "{name} is {value}; it should be {what}." unless `condition` holds; for fields that are flags."""
+    """Raise ValueError "{name} is {value}; it should be {what}." unless `condition` holds; `name` is a command-line option."""
     if not condition:
         raise ValueError(f"{name} is {value!r}; it should be {what}.")
 

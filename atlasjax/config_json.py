@@ -1,4 +1,4 @@
-"""Config dataclasses as JSON values, and back."""
+"""Conversion of config dataclasses to JSON values and back."""
 
 import dataclasses
 import types
@@ -12,7 +12,7 @@ C = TypeVar("C")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A config dataclass, nested ones included, as a dictionary of JSON values; tuples become lists."""
+    """A config dataclass, including nested ones, as a dictionary of JSON values. Tuples become lists."""
     return {field.name: _to_json(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
@@ -27,10 +27,11 @@ def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
 
     Args:
       cls: the dataclass to build.
-      values: field name → JSON value; fields that are missing keep their defaults.
+      values: field name → JSON value. Missing fields keep their defaults.
 
     Raises:
-      ValueError: an unknown field (with the nearest known one), a value of a wrong type, or one that the dataclass refuses.
+      ValueError: an unknown field (the message suggests the closest one), a value of the wrong type, or a value that the
+        dataclass rejects.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{cls.__name__}: expected a dictionary of fields, got {values!r}.")
@@ -44,7 +45,7 @@ def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
 
 
 def _from_json(where: str, kind: Any, value: Any) -> Any:
-    """`value` as a field of type `kind`: nested dataclasses, scalars, tuple[X, ...], X | Y, and Literal."""
+    """Convert `value` to a field of type `kind`: nested dataclasses, scalars, tuple[X, ...], X | Y, and Literal."""
     options = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
     if type(None) in options and value is None:
         return None

@@ -1,7 +1,7 @@
-"""Names of things: looked up in a table, with a suggestion when they are not there, or imported from a module of the user's.
+"""Name lookup: in a table, with a suggestion for unknown names, or by importing an object from a user's module.
 
-Configs hold names, so that they can be saved and read back in another process. "package.module:object" names whatever can be
-imported; an object that is given itself is written down as that name.
+Configs store names, so that they can be saved and loaded in another process. "package.module:object" names any importable
+object. A class or function passed directly is stored under that name.
 """
 
 import difflib
@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_MOST_NAMES = 40  # in a message
+_MOST_NAMES = 40  # a message lists at most this many
 
 
 def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
     """Return `table[name]`.
 
     Args:
-      kind: what the name names, for the message ("preset", "memory rule", …).
-      name: the name asked for.
-      table: every known name and what it stands for.
+      kind: what the name refers to ("preset", "memory rule", …), used in the message.
+      name: the name to look up.
+      table: known names → objects.
 
     Raises:
-      ValueError: `name` is not in the table; the message suggests the nearest name, and lists all of them if they are few.
+      ValueError: `name` is not in the table; the message suggests the closest name, and lists all names if there are few.
     """
     if name in table:
         return table[name]
@@ -39,7 +39,7 @@ def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
 
 
 def resolve(kind: str, name: str, table: Mapping[str, Any]) -> Any:
-    """What a name stands for: `table[name]`, or the object that "package.module:object" names.
+    """The object that a name refers to: `table[name]`, or the imported object for "package.module:object".
 
     Args:
       kind, name, table: as in `lookup`.
@@ -67,10 +67,10 @@ def resolve(kind: str, name: str, table: Mapping[str, Any]) -> Any:
 
 
 def name_of(kind: str, value: object) -> str:
-    """The name of a class or function, "package.module:object"; a string is a name already.
+    """The name "package.module:object" of a class or function. A string is returned unchanged.
 
     Raises:
-      ValueError: it has no name by which it could be found again, such as a lambda or a class inside a function.
+      ValueError: the object cannot be imported by name, such as a lambda or a class defined inside a function.
     """
     if isinstance(value, str):
         return value
@@ -84,10 +84,14 @@ def name_of(kind: str, value: object) -> str:
 
 
 def options_text(owner: str, name: str, value: object) -> str:
-    """Options as configs keep them: a JSON object, as text, with sorted keys; a mapping becomes one.
+    """Options in the form that configs store: a JSON object as text, with sorted keys.
+
+    Args:
+      owner, name: used in the message.
+      value: a mapping, or the text of a JSON object.
 
     Raises:
-      ValueError: not a JSON object, or not the text of one.
+      ValueError: `value` is neither.
     """
     try:
         options = json.loads(value) if isinstance(value, str) else value
@@ -101,10 +105,10 @@ def options_text(owner: str, name: str, value: object) -> str:
 
 
 def signature_of(function: Any) -> inspect.Signature | None:
-    """The arguments that a function or class takes; None for one written in C that does not tell."""
+    """The signature of a function or of a class's constructor. None for C code without signature information."""
     made_by_init = inspect.isclass(function) and inspect.isfunction(function.__init__)
     try:
-        # Flax's modules are called through a metaclass, which takes anything.
+        # Flax modules are called through a metaclass that accepts any arguments.
         signature = inspect.signature(function.__init__ if made_by_init else function)
     except (TypeError, ValueError):
         return None
@@ -113,7 +117,7 @@ def signature_of(function: Any) -> inspect.Signature | None:
 
 
 def takes(function: Any, name: str) -> bool:
-    """Whether a function or class has a parameter of that name."""
+    """Whether a function or class has a parameter called `name`."""
     signature = signature_of(function)
     return signature is not None and name in signature.parameters
 
@@ -122,7 +126,7 @@ def call_with(kind: str, name: str, function: Any, *arguments: Any, options: str
     """`function(*arguments, **keywords, **options)`.
 
     Raises:
-      ValueError: it does not take these arguments.
+      ValueError: `function` does not accept these arguments.
     """
     given, signature = json.loads(options), signature_of(function)
     try:
