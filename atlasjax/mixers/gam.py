@@ -1,4 +1,4 @@
-"""Gated Associative Memory (G: arXiv 2509.00605, §3): the gated sum of a short convolution and a read of a learned memory bank.
+"""Gated Associative Memory (G: arXiv 2509.00605, §3): a gated sum of a short convolution and a read of a learned memory bank.
 
     local_t  = bias + Σ_j kernel[j] ⊙ x_{t − (width − 1) + j}         depthwise causal convolution      G §3.2
     global_t = softmax(x_t Mᵀ) M                                       no scale; M: [slots, dim]         G Eq. 1–3
@@ -6,10 +6,10 @@
 
 Ablations (G §5.4): `sum` adds the two paths without gates; `global` and `local` are a single path without a gate.
 
-**What it cannot do.** The "global" path reads a bank of trained parameters that is the same for every text, so it mixes no tokens.
+**Limitation.** The "global" path reads a bank of trained parameters that is the same for every text, so it mixes no tokens.
 Only the convolution mixes tokens: one layer sees the token itself and the width − 1 tokens before it, and L layers see
-L · (width − 1) + 1 tokens. That is 13 in the paper's model (6 layers, width 3), and 1 without the convolution. Nothing further back
-can influence the output, so no training makes it recall anything over more than 13 tokens. See `receptive_field`.
+L · (width − 1) + 1 tokens. That is 13 in the paper's model (6 layers, width 3), and 1 without the convolution. Earlier tokens
+cannot influence the output, so no amount of training enables recall over more than 13 tokens. See `receptive_field`.
 
 Dtypes: parameters are float32. x is float32 or bfloat16, which is also the dtype of matmul inputs and outputs. Softmax, sigmoids
 and the convolution's sums are float32.
@@ -32,23 +32,24 @@ FUSIONS: dict[str, frozenset[str]] = {
     "global": frozenset({"memory"}),
     "local": frozenset({"kernel", "bias"}),
 }
-"""Fusions of the two paths, and the parameters each one uses."""
+"""Fusions of the two paths, with the parameters that each one uses."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GAMConfig:
-    """Gated Associative Memory (G §3). It sees the last num_layers · (conv_width − 1) + 1 tokens and no others.
+    """Gated Associative Memory (G §3). It sees only the last num_layers · (conv_width − 1) + 1 tokens.
 
-    So it cannot do recall over more than 13 tokens at the paper's 6 layers: its table is learned, and the same for every text.
+    So with the paper's 6 layers it cannot recall anything over more than 13 tokens: its memory bank is a trained parameter, the
+    same for every text.
 
     Attributes:
-      slots: rows of the table that every token reads, ≥ 1.
-      fusion: "gated", as published; or an ablation: "sum" of both paths, "global" (the table) alone, "local" (the
-        convolution) alone.
-      conv_width: taps of the convolution, ≥ 1; this mixer does not use `ModelConfig.conv_width`.
+      slots: rows of the memory bank that every token reads, ≥ 1.
+      fusion: "gated", as published; or an ablation: "sum" of both paths, only "global" (the memory bank), or only "local" (the
+        convolution).
+      conv_width: taps of the convolution, ≥ 1. This mixer does not use `ModelConfig.conv_width`.
 
     Raises:
-      ValueError: a field out of its range, or an unknown fusion.
+      ValueError: a field is out of range, or the fusion is unknown.
     """
 
     slots: int = 512
@@ -61,7 +62,7 @@ class GAMConfig:
 
 
 class Params(NamedTuple):
-    """Learned parameters, float32. Those that the fusion does not use (`FUSIONS`) are None.
+    """Learned parameters, float32. Parameters that the fusion does not use (`FUSIONS`) are None.
 
     Attributes:
       kernel: taps of the convolution, [width, dim]; the last one is applied to the token itself.
@@ -120,7 +121,7 @@ def associative_read(x: jax.Array, memory: jax.Array) -> jax.Array:
 
 
 def init_state(batch_size: int, width: int, dim: int, dtype: jnp.dtype) -> jax.Array:
-    """The width − 1 inputs before the first token: zeros [batch, width − 1, dim]. The fusion "global" has width 1."""
+    """The state before the first token: zeros [batch, width − 1, dim] of the given dtype. For the fusion "global", width is 1."""
     return jnp.zeros((batch_size, width - 1, dim), dtype)
 
 
@@ -132,14 +133,14 @@ def mix(
     fusion: str = "gated",
     segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Applies one GAM layer to a sequence, or to the next piece of one. The result does not depend on how it is cut.
+    """Applies one GAM layer to a sequence, or to the next piece of one. The result does not depend on how the sequence is split.
 
     Args:
       params: the parameters that the fusion uses.
       x: normalized layer input [batch, time, dim], any time ≥ 1.
       state: from `init_state` or the previous call, [batch, width − 1, dim]. None before the first token.
       fusion: a name in `FUSIONS`.
-      segment_ids: integers [batch, time]. The convolution is reset where the id changes.
+      segment_ids: integers [batch, time]. The convolution restarts where the id changes.
 
     Returns:
       y [batch, time, dim] in x's dtype, and the next state.

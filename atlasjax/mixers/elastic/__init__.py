@@ -1,7 +1,7 @@
 """Elastic Memory (arXiv 2602.11212): the history is compressed to Legendre coefficients, which attention reads.
 
-`hippo` has the HiPPO matrices and the functions `compress` and `reconstruct`, `banks` the matrices of every block of a context,
-`sampling` the positions at which memory is read, and `attention` the layer. All are pure functions and can be used on their own.
+`hippo` has the HiPPO matrices and the functions `compress` and `reconstruct`, `banks` the matrices of all blocks of a context,
+`sampling` the positions at which the memory is read, and `attention` the layer. All are pure functions and work on their own.
 
     from atlasjax.mixers.elastic import attention, banks, hippo, sampling
 

@@ -1,7 +1,7 @@
 """Block attention with an elastic memory (arXiv 2602.11212, §2.2–2.3) as pure functions, in parallel or streaming.
 
-A sequence is read in blocks of L tokens. A token attends to the tokens of its own block up to itself, and to samples of the
-history before its block:
+A sequence is read in blocks of L tokens. A token attends to itself and the earlier tokens of its block, and to samples of the
+history before the block:
 
     y_t = Σ_j softmax_j(q_t · k̃_j / √key_dim) ṽ_j        over j in [R C_k^(m) | rotated keys of the block, up to t], m = ⌊t / L⌋
     C^(m+1) = P_m C^(m) + K_m [k, v of block m]
@@ -97,8 +97,8 @@ def attention(
       rope_theta: base of the rotary wavelengths. None means no rotation.
       rotate_memory_queries: whether the queries that read the samples are rotated by their position in the block.
       segment_ids: integers [batch, time]. A new document begins where the id changes; memory and blocks are reset there.
-      max_segments: static bound on the number of documents in a row. Required under jit with `segment_ids`. Tokens of documents
-        beyond the bound get NaN.
+      max_segments: static bound on the number of documents in a row. Required under jit with `segment_ids`. Outputs for
+        documents beyond the bound are NaN.
 
     Returns:
       [batch, time, heads, value_dim], in v's dtype. Gradients flow across blocks.
@@ -126,7 +126,7 @@ def attention(
 def init_state(
     batch_size: int, max_length: int, block_size: int, reconstruction: Any, heads: int, key_dim: int, value_dim: int, dtype: Any
 ) -> ElasticState:  # fmt: skip
-    """The state before the first token. Tokens beyond `max_length` get NaN."""
+    """The state before the first token. Outputs of tokens beyond `max_length` are NaN."""
     samples, order = (0, 0) if reconstruction is None else reconstruction.shape
     zeros = lambda size, dim: jnp.zeros((batch_size, size, heads, dim), dtype)
     return ElasticState(
@@ -151,7 +151,7 @@ def extend(
     rope_theta: float | None = 1e4,
     rotate_memory_queries: bool = True,
 ) -> tuple[jax.Array, ElasticState]:
-    """`attention` for the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
+    """`attention` for the next tokens of a stream, with any time ≥ 1. Rows may have read different numbers of tokens.
 
     Args:
       q, k, v, rope_theta, rotate_memory_queries: as in `attention`.
@@ -276,7 +276,7 @@ def _together(k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.concatenate([k.astype(jnp.float32), v.astype(jnp.float32)], axis=-1)
 
 
-# Coefficients alternate in sign and cancel, so products of bfloat16 inputs, the default on accelerators, are not accurate enough.
+# Coefficients alternate in sign and cancel, so products of bfloat16 inputs (the default on accelerators) are not accurate enough.
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 

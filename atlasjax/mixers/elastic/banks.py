@@ -1,7 +1,7 @@
-"""Banks: the matrices P_m and K_m of all blocks of a context, built in float64, kept as float32 and cached on disk.
+"""Banks: the matrices P_m and K_m of all blocks of a context, computed in float64, stored as float32 and cached on disk.
 
-Block m of L tokens takes the coefficients from m L to (m+1) L tokens, with P_m = (m/(m+1))^A and P_0 = 0. A bank for a longer
-context begins with the same blocks. So each cache file holds a few consecutive blocks, and a longer context only adds files.
+Block m of L tokens advances the coefficients from m L to (m+1) L tokens, with P_m = (m/(m+1))^A and P_0 = 0. A bank for a longer
+context starts with the same blocks. So each cache file holds a few consecutive blocks, and a longer context only adds files.
 """
 
 import functools
@@ -124,7 +124,7 @@ def _build(
 
 
 def _read(path: pathlib.Path, shape: tuple[int, int, int]) -> Bank | None:
-    """The blocks in a file, or None if the file is missing or damaged (each array in it has a checksum)."""
+    """The blocks stored in a file, or None if the file is missing or damaged. Each array in the file has a checksum."""
     blocks, order, size = shape
     try:
         with np.load(path, allow_pickle=False) as file:

@@ -1,4 +1,4 @@
-"""Sizes of Elastic Memory, and of attention within blocks alone."""
+"""Configurations of Elastic Memory and of block attention without a memory."""
 
 import dataclasses
 
@@ -13,10 +13,10 @@ class BlockAttentionConfig:
     """Attention within blocks, without a memory.
 
     Attributes:
-      block_size: L ≥ 1 tokens of a block, which sees itself alone.
+      block_size: L ≥ 1 tokens per block. A token sees only its own block.
 
     Raises:
-      ValueError: a field out of its range.
+      ValueError: a field is out of range.
     """
 
     block_size: int = 1024
@@ -27,21 +27,21 @@ class BlockAttentionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ElasticConfig:
-    """Elastic Memory (arXiv 2602.11212): the past as Legendre coefficients, read at sampled positions.
+    """Elastic Memory (arXiv 2602.11212): the history as Legendre coefficients, read at sampled positions.
 
     Attributes:
-      order: N ≥ 1 coefficients of each channel of keys and values.
-      samples: L_mem ≥ 1 positions at which the past is read; None: as many as coefficients.
-      block_size: L ≥ 1 tokens of a block, which sees itself exactly and what was before it through memory.
-      sampling: a name of `sampling.SAMPLINGS`; may be another one than in training.
-      context: t ≥ 1 tokens for which the sampling is laid out; a shorter or longer past is read at the same fractions of it.
-      alpha: ratio in (0, 1) of "exponential"; None: the newest sample lies half a token before the end of `context` tokens.
+      order: N ≥ 1 coefficients per channel of keys and values.
+      samples: L_mem ≥ 1 positions at which the history is read. None: as many as coefficients.
+      block_size: L ≥ 1 tokens per block. A token sees its own block exactly and everything before it through the memory.
+      sampling: a name in `sampling.SAMPLINGS`. It may differ from the one used in training.
+      context: t ≥ 1, the history length that defines the sample positions. Other lengths are read at the same relative positions.
+      alpha: ratio in (0, 1) of "exponential". None: the newest sample lies half a token before the end of `context` tokens.
       discretization: "zoh", which is exact; "forward", "backward" or "bilinear".
       legacy_hippo: number time as the published HiPPO code does.
-      rotate_memory_queries: whether queries ask memory rotated, as printed in the paper, or as they are.
+      rotate_memory_queries: whether the memory is read with rotated queries, as printed in the paper, or with unrotated ones.
 
     Raises:
-      ValueError: a field out of its range, an unknown name, or an alpha for another sampling than "exponential".
+      ValueError: a field is out of range, a name is unknown, or alpha is given for a sampling other than "exponential".
     """
 
     order: int = 540

@@ -65,7 +65,7 @@ def kernel(order: int, start: int, stop: int, *, discretization: str = "zoh", le
 def block(
     order: int, start: int, stop: int, *, discretization: str = "zoh", legacy_hippo: bool = False, parts: str = "PK"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(P, K) of `transition` and `kernel` at once. With `parts` "P" or "K" the other may be empty, where that saves work."""
+    """(P, K) of `transition` and `kernel` at once. With `parts` "P" or "K", the other one may be returned empty to save work."""
     check.integer("hippo", "order", order, 1, kinds=Integral)
     check.integer("hippo", "start", start, 0, kinds=Integral)
     check.integer("hippo", "stop", stop, start + 1, kinds=Integral)
@@ -117,7 +117,7 @@ def compress(
       signal: tokens start, start + 1, …, floating point [..., time, channels], time ≥ 1.
       order: N ≥ 1 coefficients per channel.
       coefficients: the coefficients after `start` tokens, [..., order, channels]. None if start is 0.
-      start: number of tokens read before, an integer.
+      start: number of tokens already read, an integer ≥ 0.
       discretization, legacy_hippo: see `transition`.
 
     Returns:
@@ -158,7 +158,7 @@ def reconstruct(coefficients: jax.Array, positions: Any, length: float = 1.0) ->
 
 
 def apply(matrix: jax.Array, x: jax.Array) -> jax.Array:
-    """matrix [rows, n] times x [..., n, channels], in full float32 on every device, because bfloat16 products are too coarse."""
+    """matrix [rows, n] times x [..., n, channels], in full float32 on every device. bfloat16 products are not accurate enough."""
     return jnp.matmul(matrix, x, precision=jax.lax.Precision.HIGHEST)
 
 

@@ -43,7 +43,7 @@ def exponential(count: int, length: float, alpha: float | None = None) -> np.nda
 
 
 SAMPLINGS: dict[str, Sampling] = {"uniform": uniform, "uniform_mid": uniform_mid, "exponential": exponential}
-"""Samplings by name, for configurations. Add your own here to use it by name."""
+"""Samplings by name, for configs. Add your own here to use it by name."""
 
 
 def positions(sampling: str | Sampling, count: int, length: float) -> np.ndarray:
