@@ -1,4 +1,4 @@
-"""Plans for hardware that is not at hand: memory, FLOPs and collectives of a training step, by compiling it ahead of time.
+"""Plans for hardware that is not available: memory, FLOPs and collectives of a training step, compiled ahead of time.
 
 plan = plan_training(default_config("atlas-340m"), "v5e:16x16")
 """
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from atlasjax.plan.flops import count_flops
     from atlasjax.plan.training import forward_flops_per_token, plan_training, suggested_mesh
 
-# Loaded on first use: `libtpu` must be there before jax is imported.
+# Loaded on first use: the environment of `libtpu` must be set before jax is imported.
 _HOME = {
     "Plan": "compiled",
     "count_flops": "flops",

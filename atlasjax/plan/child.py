@@ -1,4 +1,4 @@
-"""A process of its own for the compiler, because libtpu can crash its process."""
+"""Runs the compiler in a child process, because libtpu can crash its process."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from atlasjax.plan.libtpu import environment
 
 _RESULT = "atlasjax plan: "
 
-# A child process's output is parsed, so there the partitioner's warnings are turned on.
+# The child's standard error is parsed for the partitioner's warnings, so they are turned on there.
 _WARNINGS = {"TPU_STDERR_LOG_LEVEL": "1", "TPU_MIN_LOG_LEVEL": "1"}
 
 
@@ -22,17 +22,17 @@ def run_in_child(module: str, request: dict[str, Any], *, timeout: float = 1800)
     """Compiles in a child process, because libtpu can crash its process.
 
     Args:
-      module: run as `python -P -m module`, so that no module of the working folder takes the place of another; it takes the request
-        with `read_request` and calls `print_plan`.
-      request: serializable as JSON, of any size.
+      module: run as `python -P -m module`, so that modules in the working folder cannot shadow others. It reads the request with
+        `read_request` and prints the result with `print_plan`.
+      request: a JSON-serializable dictionary of any size.
       timeout: in seconds.
 
     Raises:
-      RuntimeError: the compilation failed. The message contains the compiler's own (out of memory, …).
+      RuntimeError: the compilation failed or timed out. The message contains the compiler's reason (out of memory, …).
     """
     command = [sys.executable, "-P", "-m", module]
     variables = {**os.environ, **environment(), **_WARNINGS}
-    variables.pop("XLA_FLAGS", None)  # simulating CPU devices would only cost time
+    variables.pop("XLA_FLAGS", None)  # simulated CPU devices would only cost time
     home = str(pathlib.Path(__file__).parents[2])  # a child of a source tree imports that tree
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
     try:
@@ -55,7 +55,7 @@ def run_in_child(module: str, request: dict[str, Any], *, timeout: float = 1800)
 
 
 def _reason(messages: str) -> str:
-    """The line of a failed child's standard error that gives the reason."""
+    """The line of a failed child's standard error that states the reason."""
     lines = [line for line in messages.splitlines() if line.strip() and not re.match(r"[IW]\d{4} ", line)]
     exhausted = [line for line in lines if "RESOURCE_EXHAUSTED" in line]
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
@@ -63,7 +63,7 @@ def _reason(messages: str) -> str:
 
 
 def read_request() -> dict[str, Any]:
-    """The request of the parent process (`run_in_child`)."""
+    """Reads the parent process's request from standard input (`run_in_child`)."""
     return json.load(sys.stdin)
 
 

@@ -1,4 +1,4 @@
-"""What a compiler reports on a program for a topology, read from the compiled program and from its messages."""
+"""The compiler's report on a program for a topology, extracted from the compiled program and the compiler's messages."""
 
 import collections
 import dataclasses
@@ -15,7 +15,7 @@ _REMATERIALIZED = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The compiler's report on a program for a topology. Bytes are per device. Nothing here is a measured speed.
+    """The compiler's report on a program for a topology. Bytes are per device. No value here is a measured speed.
 
     Attributes:
       topology: e.g. "v5e:16x16".
@@ -29,9 +29,9 @@ class Plan:
       flops: matmul FLOPs of one call on all devices, with every scan iteration counted (`flops.count_flops`).
       collectives: kind → occurrences in the program's text. A collective inside a loop is counted once.
       kernels: calls of Pallas kernels in the program's text.
-      gathers: type of an all-gather's result, e.g. "bf16[1024,8000]" → occurrences. The shape is that on one device.
-      rematerialized: the partitioner's warnings about arrays that it could reshard only by copying them whole to every device
-        ("involuntary full rematerialization"), each once.
+      gathers: result type of an all-gather, e.g. "bf16[1024,8000]" → occurrences. The shape is per device.
+      rematerialized: the partitioner's distinct warnings about arrays that it could reshard only by replicating them on every
+        device ("involuntary full rematerialization").
       compile_seconds: compilation time on this machine.
     """
 

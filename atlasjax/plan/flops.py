@@ -1,6 +1,6 @@
 """Floating-point operations of a function, counted in its jaxpr.
 
-XLA's own `cost_analysis()` counts the body of a scan once, however long the scan is. Here it is counted once per iteration.
+XLA's `cost_analysis()` counts the body of a scan once, whatever the length of the scan. Here it is counted once per iteration.
 """
 
 import math
@@ -19,7 +19,7 @@ def count_flops(function: Callable[..., Any], *arguments: Any) -> int:
 
     Args:
       function: any traceable function. It is only traced, neither compiled nor run.
-      *arguments: arrays, or jax.ShapeDtypeStruct in their place.
+      *arguments: arrays or `jax.ShapeDtypeStruct`s.
     """
     return _jaxpr_flops(jax.make_jaxpr(function)(*arguments).jaxpr)
 

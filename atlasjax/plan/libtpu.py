@@ -1,6 +1,6 @@
-"""The TPU's compiler, libtpu, on a machine without a TPU: its environment, topologies and options.
+"""The TPU compiler, libtpu, on a machine without a TPU: its environment, topologies and options.
 
-The environment must be set before anything imports jax, so jax is imported only where it is used.
+The environment must be set before anything imports jax, so functions here import jax locally.
 """
 
 import importlib.util
@@ -19,10 +19,12 @@ HBM_GIB = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.74, "tpu7x": 94.75}
 
 
 def environment(accelerator: str = "v5litepod-4") -> dict[str, str]:
-    """Variables that libtpu reads when it is loaded. They silence it and let several processes use it; jax stays on the CPU.
+    """Environment variables that libtpu reads when it is loaded.
+
+    They silence libtpu, let several processes load it, and keep jax on the CPU.
 
     Args:
-      accelerator: the kind of machine that it takes this one for.
+      accelerator: the accelerator type that libtpu assumes.
     """
     return {
         "JAX_PLATFORMS": "cpu",
@@ -58,10 +60,10 @@ def topology_devices(topology: str) -> "Sequence[jax.Device]":
 
 
 def check_topology(topology: str) -> None:
-    """Checks a topology's name, as far as that is possible without loading libtpu.
+    """Checks a topology's name as far as possible without loading libtpu.
 
     Raises:
-      ValueError: libtpu is not installed, or the generation is unknown.
+      ValueError: libtpu is not installed, the generation is unknown, or the shape is malformed.
     """
     generation, _, shape = topology.partition(":")
     lookup("TPU generation", generation, HBM_GIB)
@@ -74,7 +76,7 @@ def check_topology(topology: str) -> None:
 
 
 def low_effort() -> dict[str, Any]:
-    """Compiler options for fast compilation. The memory they report is in practice an upper bound."""
+    """Compiler options for fast compilation. In practice the memory reported with them is an upper bound."""
     import jax
 
     if jax.__version_info__ >= (0, 11):

@@ -1,4 +1,4 @@
-"""The full training step, compiled ahead of time for a TPU topology. Run as a module it is the child of `plan_training`."""
+"""The full training step, compiled ahead of time for a TPU topology. `plan_training` runs this module in its child process."""
 
 import time
 
@@ -23,22 +23,22 @@ def plan_training(config: TrainConfig, topology: str) -> Plan:
     """Compiles the whole training step (forward, backward, AdamW, collectives) for a TPU topology, in a child process.
 
     Args:
-      config: the run; its mesh must fit the topology, and its batch the mesh.
+      config: the run. Its mesh must fit the topology, and its batch must fit the mesh.
       topology: e.g. "v5e:16x16".
 
     Raises:
       ValueError: the topology is unknown, libtpu is missing, or mesh and batch do not fit.
-      RuntimeError: the compiler refused; e.g. the step does not fit a device's memory.
+      RuntimeError: the compilation failed, e.g. because the step does not fit into a device's memory.
     """
     libtpu.check_topology(topology)
     return child.run_in_child(__name__, {"config": to_dict(config), "topology": topology})
 
 
 def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
-    """A mesh for a topology: at least one sequence of a microbatch per data × fsdp device, with the rest on `tensor`.
+    """A mesh for a topology: at least one sequence of a microbatch per data × fsdp device, remaining devices on `tensor`.
 
     Args:
-      config: the run; its microbatch and number of heads determine the mesh.
+      config: the run. Its microbatch and number of heads determine the mesh.
       topology: e.g. "v5e:16x16".
     """
     devices = 1
@@ -55,7 +55,7 @@ def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
 
 
 def compile_training(config: TrainConfig, topology: str) -> Plan:
-    """As `plan_training`, in this process."""
+    """Like `plan_training`, but in this process."""
     mesh = make_mesh(config.mesh, libtpu.topology_devices(topology))
     if (config.data.batch_size // config.accumulation) % batch_shards(mesh):
         raise ValueError(
