@@ -1,4 +1,4 @@
-"""DeltaNet (Schlag et al. 2021; Yang et al. 2024b): linear attention that overwrites instead of adding."""
+"""DeltaNet (Schlag et al. 2021; Yang et al. 2024b): linear attention whose writes replace the value stored under a key."""
 
 import jax
 from flax import nnx
@@ -14,10 +14,10 @@ class DeltaNetMixer(HeadsMixer):
 
         q, k, v = SiLU(conv(x W)),  q and k of unit length,  β_t = σ(x W_β)
         S_t = S_{t−1} + β_t (v_t − S_{t−1} k_t) k_tᵀ        y_t = S_t q_t
-        out = RMSNorm(y) W_out                              one norm for each head, no output gate
+        out = RMSNorm(y) W_out                              one norm per head, no output gate
 
     Args:
-      config: see `HeadsMixer`; conv_width.
+      config: as for `HeadsMixer`, and conv_width.
       rngs: source of the initial values.
     """
 

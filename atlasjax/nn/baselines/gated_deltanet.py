@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Yang et al. 2025): decay first, then the delta rule."""
+"""Gated DeltaNet (Yang et al. 2025): decay, then the delta rule."""
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,12 @@ class GatedDeltaNetMixer(HeadsMixer):
         q, k, v = SiLU(conv(x W)),  q and k of unit length,  z = x W_z,  β_t = σ(x W_β)
         α_t = e^{g_t},  g_t = −exp(A_log) · softplus(x W_a + dt_bias)
         S_t = α_t S_{t−1} + β_t (v_t − α_t S_{t−1} k_t) k_tᵀ        y_t = S_t q_t
-        out = (RMSNorm(y) ⊙ SiLU(z)) W_out                          one norm for each head
+        out = (RMSNorm(y) ⊙ SiLU(z)) W_out                          one norm per head
 
-    As published values are twice as wide as keys (`value_expansion=2`). Rates exp(A_log) start uniform in [0, 16].
+    In the paper values are twice as wide as keys (`value_expansion=2`). Initial rates exp(A_log) are uniform in [0, 16].
 
     Args:
-      config: see `HeadsMixer`; conv_width.
+      config: as for `HeadsMixer`, and conv_width.
       rngs: source of the initial values.
     """
 
@@ -32,7 +32,7 @@ class GatedDeltaNetMixer(HeadsMixer):
         sizes = (self.key_dim, self.key_dim, self.value_dim, self.value_dim)
         self.inputs = HeadProjections(config.dim, self.num_heads, sizes, config.conv_width, rngs=rngs)
         self.gates = Linear((config.dim, 2, self.num_heads), ("embed", None, "heads"), rngs=rngs)  # β, decay
-        self.A_log = param(log_rates(rngs, self.num_heads, 1e-3, 16.0), "heads")  # log 0 would never learn
+        self.A_log = param(log_rates(rngs, self.num_heads, 1e-3, 16.0), "heads")  # log 0 could not be learned
         self.dt_bias = param(step_bias(rngs, self.num_heads), "heads")
 
     def start_inputs(self, batch_size, dtype):

@@ -1,4 +1,4 @@
-"""Gated linear attention (Yang et al. 2024a): linear attention with a decay for each channel of the key."""
+"""Gated linear attention (Yang et al. 2024a): linear attention with a decay per key channel."""
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,15 @@ _TEMPERATURE = 16.0
 class GLAMixer(HeadsMixer):
     """Gated linear attention:
 
-        q, k, v, z = x W;  k also times head_dim^{−1/2}
+        q, k, v, z = x W;  k is scaled by head_dim^{−1/2}
         S_t = S_{t−1} Diag(α_t) + v_t k_tᵀ,  α_t = σ(x W_1 W_2 + b)^{1/16}        y_t = S_t q_t
-        out = (RMSNorm(y) ⊙ SiLU(z)) W_out                                        one norm for each head
+        out = (RMSNorm(y) ⊙ SiLU(z)) W_out                                        one norm per head
 
-    W_1 W_2 has rank 16. At the start α is about 0.96. As published keys are half as wide as values
+    W_1 W_2 has rank 16. Initially α is about 0.96. In the paper keys are half as wide as values
     (`head_dim = dim / (2 num_heads)` with `value_expansion=2`).
 
     Args:
-      config: see `HeadsMixer`.
+      config: as for `HeadsMixer`.
       rngs: source of the initial values.
     """
 

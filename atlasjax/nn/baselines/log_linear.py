@@ -1,4 +1,5 @@
-"""Log-linear attention (Guo et al. 2025), a state per level of a Fenwick tree, as layers: with its own λ or Memory Caching's."""
+"""Log-linear attention (Guo et al. 2025) as layers: one state per level of a Fenwick tree, with weights λ as in the paper or from
+Memory Caching's gates."""
 
 from typing import Any, NamedTuple
 
@@ -19,13 +20,13 @@ from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, RMSNorm, l2_normalize
 from atlasjax.nn.parameters import param
 
-LEVELS = 15  # of which each has a λ of its own, as published: 16,384 tokens
+LEVELS = 15  # levels with a λ of their own, as published: 16,384 tokens
 _LONGEST = 1 << 30  # tokens that a state without max_length has levels for
 
 
 class LogLinearTokens(NamedTuple):
-    """q, k, v: [batch, time, heads, …]; retention α, [batch, time, heads], or None; rest: what the output needs; and one of
-    weights λ, [batch, time, heads, levels], float32, and connector u, like q."""
+    """q, k, v: [batch, time, heads, …]; retention α: [batch, time, heads] or None; rest: inputs of `output`; and either
+    weights λ: [batch, time, heads, levels], float32, or connector u, with q's shape."""
 
     q: jax.Array
     k: jax.Array
@@ -37,9 +38,9 @@ class LogLinearTokens(NamedTuple):
 
 
 class LevelWeights(nnx.Module):
-    """λ = softplus(scale ⊙ x W): a weight for each level, token and head, float32. `scale` starts at one, as published.
+    """λ = softplus(scale ⊙ x W): a weight per level, token and head, float32. `scale` is initially one, as published.
 
-    Levels beyond the last that has a weight of its own share its weight: what is further away than 2^14 tokens is one memory.
+    Levels beyond the last one share its weight, so all tokens more than 2^14 back are weighted alike.
 
     Args:
       dim: width of x.
@@ -57,14 +58,14 @@ class LevelWeights(nnx.Module):
 
 
 def _with_levels(weights: jax.Array, levels: int) -> jax.Array:
-    """λ of so many levels: the last one's for those that have none of their own."""
+    """λ for `levels` levels. Levels without a weight of their own use the last one."""
     return jnp.take(weights, jnp.minimum(jnp.arange(levels), weights.shape[-1] - 1), axis=-1)
 
 
 def init_state(
     mixer: RecurrentMixer, sizes: tuple[int, int, int], batch_size: int, max_length: int | None
 ) -> RecurrentState:
-    """The state before the first token, of num_levels(max_length) levels; without a max_length of as many as there can be (31).
+    """The state before the first token, with num_levels(max_length) levels, or the maximum (31) if max_length is None.
 
     sizes: heads, key_dim, value_dim.
     """
@@ -75,7 +76,7 @@ def init_state(
 
 
 def recur(tokens: LogLinearTokens, state: Any, segment_ids: jax.Array | None) -> tuple[jax.Array, Any]:
-    """Whole sequences where `state` is None, else the next piece."""
+    """y and the next state: of whole sequences if `state` is None, otherwise of the next piece."""
     q, k, v, retention, _, weights, connector = tokens
     if state is not None:
         if weights is not None:
@@ -90,20 +91,20 @@ def recur(tokens: LogLinearTokens, state: Any, segment_ids: jax.Array | None) ->
 
 
 class LogLinearMamba2Mixer(Mamba2Mixer):
-    """Log-linear Mamba-2 (Guo et al. 2025, §3.4): Mamba-2's block, whose past is one state for each level of a Fenwick tree:
+    """Log-linear Mamba-2 (Guo et al. 2025, §3.4): Mamba-2's block with one state per level of a Fenwick tree:
 
-        λ_t = softplus(L ⊙ u W_λ)                                     for each of 15 levels and each head
+        λ_t = softplus(L ⊙ u W_λ)                                     one weight per head and each of 15 levels
         y_t = Σ_{s ≤ t} λ_t[level(t, s)] (∏_{j=s+1}^t exp(Δ_j A)) Δ_s x_s ⟨B_s, C_t⟩ + D x_t
 
-    With λ = 1 it is Mamba-2. L starts at one, so λ at about log 2. The published code is silent on texts beyond 16,384 tokens;
-    here all levels from the 15th on share its λ.
+    With λ = 1 it is Mamba-2. L is initially one, so λ is about log 2. The published code does not define λ beyond 16,384 tokens.
+    Here all levels from the 15th on share its λ.
 
     Args:
-      config: as `Mamba2Mixer`.
+      config: as for `Mamba2Mixer`.
       rngs: source of the initial values.
 
     Raises:
-      ValueError: as `Mamba2Mixer`.
+      ValueError: as for `Mamba2Mixer`.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -132,14 +133,14 @@ class LogLinearMamba2Mixer(Mamba2Mixer):
 
 
 class LogLinearMixer(RecurrentMixer):
-    """Log-linear attention on linear attention without a decay (Guo et al. 2025, §3.1, the first of its forms):
+    """Log-linear attention based on linear attention without decay (Guo et al. 2025, §3.1, the first of its forms):
 
         q, k, v = SiLU(conv(x W)),  q and k of unit length,  z = x W_z
         λ_t = softplus(L ⊙ x W_λ),  y_t = Σ_{s ≤ t} λ_t[level(t, s)] ⟨q_t, k_s⟩ v_s
-        out = (RMSNorm(y) ⊙ SiLU(z)) W_out                          one norm for each head
+        out = (RMSNorm(y) ⊙ SiLU(z)) W_out                          one norm per head
 
-    The paper trains it on Mamba-2 and Gated DeltaNet alone; what surrounds y here is that of the memories of this library, so that
-    "log_linear", "log_linear_plus_plus" and a cached linear attention differ in their weights and segments only.
+    The paper trains only variants of Mamba-2 and Gated DeltaNet. Here the layer around y is that of this library's memories, so
+    that "log_linear", "log_linear_plus_plus" and a cached linear attention differ only in their weights and segments.
 
     Args:
       config: dim, num_heads, head_dim (of keys), value_expansion, conv_width, norm_eps, num_layers (for W_out's initial scale),
@@ -185,15 +186,15 @@ class LogLinearMixer(RecurrentMixer):
 class LogLinearPlusPlusMixer(LogLinearMixer):
     """Log-linear attention with the gates of Memory Caching: λ of gated residual memory (GRM) over the dyadic segments.
 
-        λ_t = softmax over the levels that t has of ⟨u_t, mean of the segment's keys⟩,  u_t = x_t W_u
+        λ_t = softmax over the levels of t of ⟨u_t, mean of the segment's keys⟩,  u_t = x_t W_u
 
-    The combination and its name, Log-Linear++, are ours: the paper has Log-Linear only as a baseline beside GRM. Chosen here:
-    the rule is linear attention without a decay, u has a projection of its own and no convolution, scores have no 1/√d, and level
-    0, the token itself, takes part with its own key.
+    The combination and its name, Log-Linear++, are ours: the paper has Log-Linear only as a baseline for GRM. Our choices: the
+    rule is linear attention without decay, u has its own projection and no convolution, scores have no 1/√d, and level 0, the
+    token itself, is included with its own key.
 
     Args:
-      config: as `LogLinearMixer`.
+      config: as for `LogLinearMixer`.
       rngs: source of the initial values.
     """
 
-    _inputs = 5  # and u
+    _inputs = 5  # q, k, v, z, u

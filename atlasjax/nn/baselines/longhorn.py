@@ -1,4 +1,4 @@
-"""Longhorn (Liu et al. 2024): Mamba's block around an online regression solved by implicit steps."""
+"""Longhorn (Liu et al. 2024): Mamba's block with online regression solved by implicit steps."""
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,17 @@ _RULE = rules.longhorn_channel()
 
 
 class LonghornMixer(MambaBlock):
-    """Longhorn in Mamba's block, with k for B, q for C, and β_t = σ(…) for each channel in place of Δ:
+    """Longhorn in Mamba's block, with k for B, q for C, and β_t = σ(…) per channel in place of Δ:
 
         S_t = S_{t−1} + δ_t (x_t − S_{t−1} k_t) k_tᵀ,  δ_t = β_t / (1 + β_t ‖k_t‖²)        y_t = S_t q_t
 
-    S: [inner, state], row c with the δ of channel c: the rule `longhorn_channel`, since the published model has a β for each
+    S is [inner, state], and row c uses the δ of channel c (rule `longhorn_channel`), because the published model has a β per
     channel. This is the step that the paper derives, and the row of A Table 1. The authors' code keeps only the diagonal of
-    k kᵀ, to fit Mamba's scan; the block-parallel delta rule has no need to. There is no rate A. β starts around one half.
+    k kᵀ, to fit Mamba's scan. The block-parallel delta rule does not need this approximation. There is no rate A. Initially β is
+    about one half.
 
     Args:
-      config: see `MambaBlock`.
+      config: as for `MambaBlock`.
       rngs: source of the initial values.
     """
 

@@ -16,8 +16,8 @@ from atlasjax.nn.parameters import param
 
 
 class MambaTokens(NamedTuple):
-    """x, gate logits z: [batch, time, inner] in the model's dtype; step Δ, like x, float32; read and write vectors
-    [batch, time, state] (C and B of Mamba, q and k of Longhorn)."""
+    """x and gate logits z: [batch, time, inner], in the model's dtype; step Δ: x's shape, float32; read and write vectors:
+    [batch, time, state] (C and B in Mamba, q and k in Longhorn)."""
 
     x: jax.Array
     z: jax.Array
@@ -30,12 +30,12 @@ class MambaBlock(RecurrentMixer):
     """The block around the recurrences of Mamba and Longhorn:
 
         x, z = u W_in,  x ← SiLU(conv(x) + b)
-        low, B, C = x W_x,  Δ = activation(low W_Δ + b_Δ)       Δ of each channel, through rank dt_rank
+        low, B, C = x W_x,  Δ = activation(low W_Δ + b_Δ)       Δ per channel, of rank dt_rank
         out = ((recurrence(x, Δ, B, C) + D ⊙ x) ⊙ SiLU(z)) W_out
 
     Args:
       config: dim, conv_width, ssm (expand, state_dim, dt_rank), num_layers (for W_out's initial scale), dtype.
-      bias: b_Δ at the start, [expand · dim].
+      bias: initial value of b_Δ, [expand · dim].
       rngs: source of the initial values.
     """
 
@@ -57,7 +57,7 @@ class MambaBlock(RecurrentMixer):
         self.out = output_projection(config, rngs, inner=inner)
 
     def activate(self, logits: jax.Array) -> jax.Array:
-        """Δ of its logits."""
+        """Δ from its logits."""
         raise NotImplementedError
 
     def start_inputs(self, batch_size: int, dtype: Any) -> jax.Array:
@@ -77,12 +77,12 @@ class MambaBlock(RecurrentMixer):
 
 
 class MambaMixer(MambaBlock):
-    """Mamba's block with the selective scan (`atlasjax.mixers.mamba`), A = −exp(A_log) for each channel and state.
+    """Mamba's block with the selective scan (`atlasjax.mixers.mamba`), A = −exp(A_log) per channel and state.
 
-    A starts at −1, −2, …, −state_dim; Δ = softplus spread log-uniformly over [0.001, 0.1]; D at one.
+    Initially A is −1, −2, …, −state_dim, softplus(b_Δ) is log-uniform in [0.001, 0.1], and D is one.
 
     Args:
-      config: see `MambaBlock`.
+      config: as for `MambaBlock`.
       rngs: source of the initial values.
     """
 

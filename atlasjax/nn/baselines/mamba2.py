@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao & Gu 2024): the state space dual in a gated block."""
+"""Mamba-2 (Dao & Gu 2024): state space duality (SSD) in a gated block."""
 
 from typing import NamedTuple
 
@@ -30,11 +30,12 @@ class Mamba2Mixer(RecurrentMixer):
     """Mamba-2's block:
 
         z, x, B, C = u W_in,  x, B, C ← SiLU(conv(·) + b),  Δ = softplus(u W_Δ + dt_bias)
-        h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ,  y_t = h_t C_t + D x_t        A = −exp(A_log) and D of each head
+        h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ,  y_t = h_t C_t + D x_t        A = −exp(A_log) and D per head
         out = RMSNorm(y ⊙ SiLU(z)) W_out                                       one norm over all heads
 
-    B and C are shared by all heads (one group). It has expand · dim / ssm.head_dim heads of its own. As published ssm.state_dim is
-    128 and ssm.head_dim 64, rates exp(A_log) start uniform in [1, 16], Δ log-uniform in [0.001, 0.1], and there is no FFN.
+    B and C are shared by all heads (one group). The number of heads is expand · dim / ssm.head_dim, not `num_heads`. As published,
+    ssm.state_dim is 128 and ssm.head_dim is 64, initial rates exp(A_log) are uniform in [1, 16], initial Δ is log-uniform in
+    [0.001, 0.1], and there is no feed-forward network.
 
     Args:
       config: dim, conv_width, ssm (expand, state_dim, head_dim), norm_eps, num_layers (for W_out's initial scale), dtype.

@@ -1,4 +1,4 @@
-"""Melodi's short-term memory (Chen et al. 2024) within one layer: summary tokens, mixed linearly into the next block's memory."""
+"""Melodi's short-term memory (Chen et al. 2024) in a single layer: summary tokens, mixed linearly into the next block's memory."""
 
 import jax
 from flax import nnx
@@ -11,18 +11,18 @@ from atlasjax.nn.parameters import normal, param
 
 
 class MelodiMixer(BlockProjections):
-    """Causal attention within blocks of L tokens and to the N memory tokens that the block before has written.
+    """Causal attention within blocks of L tokens and to the N memory tokens written by the previous block.
 
-    See `atlasjax.mixers.melodi` for the equations, and for what was decided where the paper is silent. Besides attention's
+    See `atlasjax.mixers.melodi` for the equations, and for our choices where the paper is silent. In addition to attention's
     parameters it has the summary tokens, the linear map that mixes them with a block's tokens, and three norms:
-    N (dim + L + N + 1) + 3 dim numbers. So unlike those of "elastic" its parameters depend on the block size and on N.
+    N (dim + L + N + 1) + 3 dim parameters. So unlike in "elastic", the parameters depend on the block size and on N.
 
     Args:
-      config: see `BlockProjections`; norm_eps, melodi (L: block_size, N: summary_tokens).
-      rngs: source of the initial values. Summary tokens are standard normal, as what the layer's norm gives.
+      config: as for `BlockProjections`, and norm_eps, melodi (L: block_size, N: summary_tokens).
+      rngs: source of the initial values. Summary tokens are standard normal, the scale of the layer norm's outputs.
 
     Raises:
-      ValueError: an odd head_dim.
+      ValueError: head_dim is odd.
     """
 
     mixer = "melodi"
@@ -38,17 +38,17 @@ class MelodiMixer(BlockProjections):
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> jax.Array:
-        """Whole sequences: [batch, time, dim] → [batch, time, dim]; documents beyond max_segments get NaN."""
+        """Whole sequences: [batch, time, dim] → [batch, time, dim]. Outputs for documents beyond max_segments are NaN."""
         return melodi.attention(
             x, self._weights(), rope_theta=self.theta, norm_eps=self.eps, segment_ids=segment_ids, max_segments=max_segments
         )  # fmt: skip
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> melodi.MelodiState:
-        """The state before the first token; max_length has no effect."""
+        """The state before the first token. max_length has no effect."""
         return melodi.init_state(batch_size, self._weights(), self.dtype)
 
     def extend(self, x: jax.Array, state: melodi.MelodiState) -> tuple[jax.Array, melodi.MelodiState]:
-        """The next piece of a sequence, any time ≥ 1."""
+        """The output for the next piece of a sequence (time ≥ 1) and the next state."""
         return melodi.extend(x, self._weights(), state, rope_theta=self.theta, norm_eps=self.eps)
 
     def _weights(self) -> melodi.Weights:

@@ -1,4 +1,4 @@
-"""Memorizing Transformer (Wu et al. 2022) as a layer: attention within blocks, and to a queue of the tokens before them."""
+"""Memorizing Transformer (Wu et al. 2022) as a layer: attention within blocks and to a queue of earlier tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +12,19 @@ from atlasjax.nn.parameters import param
 
 
 class MemorizingMixer(BlockProjections):
-    """Causal attention within blocks, mixed by a gate for each head with attention to the last N tokens before the block.
+    """Causal attention within blocks, mixed by a gate per head with attention to the last N tokens before the block.
 
         q, k, v = x W_in;  out = `mixers.memorizing.attention`(q, k, v, b) W_out        RoPE within the block; no biases
 
-    The parameters are those of attention and b, [heads], zero at the start: half of each. N is
-    `memorizing.queue_length`. Bounded state: the queue and one block.
+    The parameters are those of attention and b [heads]. b is initially zero, which weights both equally. N is
+    `memorizing.queue_length`. The state is bounded: the queue and one block.
 
     Args:
-      config: dim, num_heads, head_dim (even), value_expansion, dtype, attention.rope_theta, memorizing; output_scale.
+      config: as for `BlockProjections`, and memorizing.
       rngs: source of the initial values.
 
     Raises:
-      ValueError: an odd head_dim.
+      ValueError: head_dim is odd.
     """
 
     mixer = "memorizing"
@@ -37,7 +37,7 @@ class MemorizingMixer(BlockProjections):
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> jax.Array:
-        """Whole sequences: [batch, time, dim] → [batch, time, dim]; documents beyond max_segments get NaN."""
+        """Whole sequences: [batch, time, dim] → [batch, time, dim]. Outputs for documents beyond max_segments are NaN."""
         y = memorizing.attention(
             *self._project(x), self.gate[...], queue_length=self.queue_length, block_size=self.block_size,
             rope_theta=self.theta, segment_ids=segment_ids, max_segments=max_segments,
@@ -45,12 +45,12 @@ class MemorizingMixer(BlockProjections):
         return self._output(y)
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> BlockMemoryState:
-        """The state before the first token; max_length has no effect."""
+        """The state before the first token. max_length has no effect."""
         return memorizing.init_state(
             batch_size, self.queue_length, self.block_size, self.heads, self.key_dim, self.value_dim, self.dtype
         )
 
     def extend(self, x: jax.Array, state: BlockMemoryState) -> tuple[jax.Array, BlockMemoryState]:
-        """The next piece of a sequence, any time ≥ 1."""
+        """The output for the next piece of a sequence (time ≥ 1) and the next state."""
         y, state = memorizing.extend(*self._project(x), self.gate[...], state, rope_theta=self.theta)
         return self._output(y), state

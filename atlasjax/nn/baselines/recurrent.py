@@ -1,4 +1,4 @@
-"""What the baselines share: project tokens, run a recurrence over them, project its output."""
+"""Base classes of the recurrent baselines: project the tokens, run a recurrence over them, project the output."""
 
 from typing import Any, NamedTuple
 
@@ -13,10 +13,10 @@ from atlasjax.nn.layers import CausalConv, Linear, RMSNorm
 
 
 class RecurrentState(NamedTuple):
-    """What a baseline carries from call to call; its size does not depend on how much was read.
+    """The streaming state of a baseline. Its size does not depend on the number of tokens read.
 
     Attributes:
-      inputs: what the projections look back at (a convolution's last inputs, a position), in the model's dtype.
+      inputs: state of the projections (a convolution's last inputs, or a position).
       recurrence: the recurrence's own state, float32.
     """
 
@@ -25,19 +25,19 @@ class RecurrentState(NamedTuple):
 
 
 class RecurrentMixer(nnx.Module):
-    """A mixer in three parts, which the subclasses give:
+    """A mixer in three parts, which subclasses define:
 
         tokens, inputs = project(x, inputs, segment_ids)
         y, recurrence  = recur(tokens, recurrence)
         out            = output(y, tokens)
 
-    `tokens` is whatever these agree on. The rest is the Mixer protocol.
+    `tokens` is any pytree that the three agree on. The other methods implement the `Mixer` protocol.
     """
 
     dtype: jnp.dtype
 
     def start_inputs(self, batch_size: int, dtype: Any) -> Any:
-        """What `project` looks back at before the first token."""
+        """The state of `project` before the first token."""
         raise NotImplementedError
 
     def start_recurrence(self, batch_size: int) -> Any:
@@ -45,13 +45,13 @@ class RecurrentMixer(nnx.Module):
         raise NotImplementedError
 
     def project(self, x: jax.Array, inputs: Any, segment_ids: jax.Array | None) -> tuple[Any, Any]:
-        """[batch, time, dim] → tokens, and what the next call looks back at."""
+        """[batch, time, dim] → tokens, and the next `inputs`."""
         raise NotImplementedError
 
     def recur(
         self, tokens: Any, state: Any, segment_ids: jax.Array | None, max_segments: int | None
     ) -> tuple[jax.Array, Any]:
-        """Tokens → y and the next state; `state` None is a fresh one."""
+        """Tokens → y and the next state. `state` None means the state before the first token."""
         raise NotImplementedError
 
     def output(self, y: jax.Array, tokens: Any) -> jax.Array:
@@ -59,7 +59,7 @@ class RecurrentMixer(nnx.Module):
         raise NotImplementedError
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> RecurrentState:
-        """The state before the first token; `max_length` has no effect."""
+        """The state before the first token. `max_length` has no effect."""
         return RecurrentState(self.start_inputs(batch_size, self.dtype), self.start_recurrence(batch_size))
 
     def __call__(
@@ -69,22 +69,22 @@ class RecurrentMixer(nnx.Module):
 
         Args:
           x: the layer input, in the model's dtype.
-          segment_ids: integers ≥ 0, [batch, time]; nothing reaches over a change of the id.
-          max_segments: static bound on the segments of a row; needed under jit with `segment_ids`.
+          segment_ids: integers ≥ 0, [batch, time]. All state is reset where the id changes.
+          max_segments: static bound on the number of segments in a row. Required under jit with `segment_ids`.
         """
         tokens, _ = self.project(x, self.start_inputs(x.shape[0], x.dtype), segment_ids)
         y, _ = self.recur(tokens, None, segment_ids, max_segments)
         return self.output(y, tokens)
 
     def extend(self, x: jax.Array, state: RecurrentState) -> tuple[jax.Array, RecurrentState]:
-        """The next piece of a sequence, any time ≥ 1."""
+        """The output for the next piece of a sequence (time ≥ 1) and the next state."""
         tokens, inputs = self.project(x, state.inputs, None)
         y, recurrence = self.recur(tokens, state.recurrence, None, None)
         return self.output(y, tokens), RecurrentState(inputs, recurrence)
 
 
 class Tokens(NamedTuple):
-    """Tokens of a matrix memory: q, k, v and gates as `memory.scan` takes them; `rest`, what only the output needs."""
+    """Tokens of a matrix memory: q, k, v and gates as for `memory.scan`; `rest`: further inputs of `output`."""
 
     q: jax.Array
     k: jax.Array
@@ -94,7 +94,7 @@ class Tokens(NamedTuple):
 
 
 class MatrixMixer(RecurrentMixer):
-    """A `RecurrentMixer` whose recurrence is a memory rule with a matrix for each head, which starts at zero and is not learned.
+    """A `RecurrentMixer` whose recurrence is a memory rule with one matrix per head, initially zero and not learned.
 
     Subclasses set `rule`, `num_heads`, `key_dim` and `value_dim`.
     """
@@ -142,9 +142,9 @@ def run_memory(
 
 
 class HeadsMixer(MatrixMixer):
-    """A `MatrixMixer` with heads as attention has them; `tokens.rest` is the output gate's logits, or None.
+    """A `MatrixMixer` with the heads of attention. `tokens.rest` holds the logits of the output gate, or None.
 
-        out = (RMSNorm(y) ⊙ SiLU(rest)) W_out        one norm for each head
+        out = (RMSNorm(y) ⊙ SiLU(rest)) W_out        one norm per head
 
     Args:
       config: dim, num_heads, head_dim (of keys), value_expansion (value_dim = value_expansion · head_dim), norm_eps, num_layers
@@ -170,13 +170,13 @@ class HeadsMixer(MatrixMixer):
 
 
 class HeadProjections(nnx.Module):
-    """Several inputs for each head in one product; with `conv_width` the first three go through SiLU(conv(·)).
+    """Several inputs per head in one matmul. With `conv_width` the first three go through SiLU(conv(·)).
 
     Args:
       dim: width of the layer input.
       num_heads: number of heads.
-      sizes: size of each input, of one head.
-      conv_width: taps of the causal convolution of the first three; None for none, and no SiLU.
+      sizes: size of each input in one head.
+      conv_width: taps of the causal convolution of the first three inputs. None: neither convolution nor SiLU.
       rngs: source of the initial values.
     """
 
@@ -191,13 +191,13 @@ class HeadProjections(nnx.Module):
             self.conv = CausalConv(conv_width, (num_heads, self.ends[2]), ("heads", None), rngs=rngs)
 
     def start(self, batch_size: int, dtype: Any) -> jax.Array | None:
-        """The convolution's inputs before the first token; None without one."""
+        """The convolution's state before the first token. None without a convolution."""
         return None if self.conv is None else self.conv.init_state(batch_size, dtype)
 
     def __call__(
         self, x: jax.Array, state: jax.Array | None, segment_ids: jax.Array | None
     ) -> tuple[list[jax.Array], jax.Array | None]:
-        """[batch, time, dim] → each input, [batch, time, heads, size], in x's dtype; and the convolution's next state."""
+        """[batch, time, dim] → the inputs, each [batch, time, heads, size] in x's dtype, and the convolution's next state."""
         inputs = self.linear(x)
         if self.conv is not None:
             assert state is not None
@@ -207,10 +207,10 @@ class HeadProjections(nnx.Module):
 
 
 def float32_product(x: jax.Array, linear: Linear) -> jax.Array:
-    """`linear(x)` in float32, for gates. A TPU's default float32 product is bfloat16: too coarse for a retention near 1."""
+    """`linear(x)` in full float32, for gates. A TPU's default bfloat16 product is not accurate enough for a retention near 1."""
     return jnp.tensordot(x.astype(jnp.float32), linear.kernel[...], axes=1, precision=jax.lax.Precision.HIGHEST)
 
 
 def segment_starts(segment_ids: jax.Array) -> jax.Array:
-    """[batch, time] → boolean: where a segment begins that is not the row's first (that one goes on from the state)."""
+    """[batch, time] → boolean: where a segment starts, except the first one of a row, which continues from the state."""
     return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))

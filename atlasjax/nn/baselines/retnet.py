@@ -1,4 +1,4 @@
-"""RetNet's retention (Sun et al. 2023): linear attention with a fixed decay for each head."""
+"""RetNet's retention (Sun et al. 2023): linear attention with a fixed decay per head."""
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,20 @@ from atlasjax.nn.config import ModelConfig
 
 
 class RetNetMixer(HeadsMixer):
-    """Retention, several scales:
+    """Multi-scale retention:
 
-        q, k, v, z = x W;  q and k rotated by position (RoPE, θ = 10,000),  k also times head_dim^{−1/2}
+        q, k, v, z = x W;  q and k rotated by position (RoPE, θ = 10,000),  k scaled by head_dim^{−1/2}
         S_t = γ_h S_{t−1} + v_t k_tᵀ,  γ_h = 1 − 2^{−5−h}              y_t = S_t q_t
-        out = (RMSNorm(y) ⊙ SiLU(z)) W_out                             one norm for each head
+        out = (RMSNorm(y) ⊙ SiLU(z)) W_out                             one norm per head
 
-    As published values are twice as wide as keys (`value_expansion=2`).
+    In the paper values are twice as wide as keys (`value_expansion=2`).
 
     Args:
-      config: see `HeadsMixer`; head_dim must be even.
+      config: as for `HeadsMixer`; head_dim must be even.
       rngs: source of the initial values.
 
     Raises:
-      ValueError: an odd head_dim.
+      ValueError: head_dim is odd.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):

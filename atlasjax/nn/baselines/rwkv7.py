@@ -1,4 +1,4 @@
-"""RWKV-7's time mixing (Peng et al. 2025): per-channel decay, with removal and replacement keys of their own."""
+"""RWKV-7's time mixing (Peng et al. 2025): per-channel decay, with separate removal and replacement keys."""
 
 from typing import Any, NamedTuple
 
@@ -17,24 +17,24 @@ from atlasjax.nn.parameters import param
 _NAMES = ("r", "w", "k", "v", "a", "g")
 _MAX_RATE = float(np.exp(-0.5))  # decays are at least exp(−e^{−1/2}) = 0.545
 _NORM_EPS = 1e-5  # times head_dim
-_DEPTH = 0.5  # the published initial values depend on the layer's depth from 0 to 1; here all layers take the middle's
+_DEPTH = 0.5  # the published initial values depend on the layer's depth from 0 to 1; here all layers use the middle's
 
 
 class RWKV7Rest(NamedTuple):
-    """What the output needs: the bonus of each head, [batch, time, heads], and the gate, [batch, time, inner]."""
+    """Further inputs of `output`: bonus [batch, time, heads], float32, and output gate [batch, time, heads, value_dim]."""
 
     bonus: jax.Array
     gate: jax.Array
 
 
 class LowRank(nnx.Module):
-    """activation(x W_1) W_2 + b, float32; W_2 starts small, so that b decides. As published, without weight decay.
+    """activation(x W_1) W_2 + b, float32. W_2 is initially small, so that b dominates. As published, without weight decay.
 
     Args:
       dim: width of x.
       rank: columns of W_1.
       shape: shape of the result, (heads, size).
-      bias: b at the start, of that shape; None for none.
+      bias: initial value of b, of that shape. None: no bias.
       rngs: source of the initial values.
     """
 
@@ -58,17 +58,17 @@ def _rank(factor: float, dim: int) -> int:
 class RWKV7Mixer(MatrixMixer):
     """RWKV-7's time mixing:
 
-        x_c = x_t + μ_c ⊙ (x_{t−1} − x_t)                              token shift, for each c of r, w, k, v, a, g
+        x_c = x_t + μ_c ⊙ (x_{t−1} − x_t)                              token shift, for c in r, w, k, v, a, g
         r, k, v = x_r W_r, x_k W_k, x_v W_v
-        w = exp(−e^{−1/2} σ(tanh(x_w A_w) B_w + b_w))                  decay for each channel of the key
-        a = σ(x_a A_a B_a + b_a),  g = σ(x_g A_g) B_g                  rate of removal, output gate
+        w = exp(−e^{−1/2} σ(tanh(x_w A_w) B_w + b_w))                  decay per key channel
+        a = σ(x_a A_a B_a + b_a),  g = σ(x_g A_g) B_g                  removal rate, output gate
         κ̂ = k ⊙ ξ of unit length,  k̃ = k ⊙ (1 + (a − 1) ⊙ k_a)         removal and replacement key
         S_t = S_{t−1} (Diag(w_t) − κ̂_t (a_t ⊙ κ̂_t)ᵀ) + v_t k̃_tᵀ        y_t = S_t r_t
-        out = ((GroupNorm(y) + (r · (ρ ⊙ k̃)) v) ⊙ g) W_out             one norm and one bonus for each head
+        out = ((GroupNorm(y) + (r · (ρ ⊙ k̃)) v) ⊙ g) W_out             one norm and one bonus per head
 
-    Differences from the publication: no value residual across layers (v is not mixed with the first layer's); SwiGLU for its
-    channel mixing and RMSNorm for LayerNorm, as in all models here; initial values that it varies with depth are those of the
-    middle layer; normal instead of orthogonal projections; W_out and A do not start at zero.
+    Differences from the paper: no value residual across layers (v is not mixed with the first layer's); SwiGLU instead of its
+    channel mixing and RMSNorm instead of LayerNorm, as in all models here; initial values that depend on depth are those of the
+    middle layer; projections are initially normal instead of orthogonal; W_out and A are not initially zero.
 
     Args:
       config: dim, num_heads, head_dim (of keys), value_expansion, num_layers (for W_out's initial scale), dtype.
