@@ -22,14 +22,14 @@ from atlasjax.nn.parameters import values
 
 
 class MACState(NamedTuple):
-    """What MAC carries from call to call.
+    """The streaming state of MAC.
 
     Attributes:
       conv: the last conv_width − 1 projections for the retrieval queries, [batch, conv_width − 1, heads · head_dim].
       memory: the memory after the last token.
-      start: the memory at the start of the segment, which is what retrieval reads.
-      tokens: keys and values of the segment's tokens, and how many there are: position < segment_size.
-      retrieved: keys and values of what they retrieved.
+      start: the memory at the start of the segment, which retrieval reads.
+      tokens: keys and values of the segment's tokens; its position < segment_size is their number.
+      retrieved: keys and values of the retrieved tokens.
     """
 
     conv: jax.Array
@@ -40,29 +40,29 @@ class MACState(NamedTuple):
 
 
 class MACMixer(nnx.Module):
-    """Memory as a context (Titans Eq. 21–25), in segments of `attention.segment_size` tokens; s: the segment's start.
+    """Memory as a context (Titans Eq. 21–25), in segments of `attention.segment_size` tokens. s: the segment's start.
 
-        h_i = M_s(q_i)                        retrieval, before the segment is written; q = SiLU(conv(x W_q)) of unit length
+        h_i = M_s(q_i)                        retrieval before the segment is written; q = SiLU(conv(x W_q)) of unit length
         r_i = RMSNorm(h_i) W_r                the retrieved token
         a_i = softmax attention of x_i over [persistent, r_j for j ≤ i, x_j for j ≤ i in the segment], RoPE within the segment
-        y_i = RMSNorm(a_i W_y)                is written to memory, token by token; k, v and gates from y as in `MemoryHeads`
+        y_i = RMSNorm(a_i W_y)                written to memory token by token; k, v and gates from y as in `MemoryHeads`
         m_i = M_i(q(y_i))                     read after the write of token i
         out = (RMSNorm(a_i) ⊙ σ(RMSNorm(m_i))) W_out
 
-    A retrieved token of a later position is not seen: its query is a later token. x and r share the attention's projections.
-    Titans' o = y ⊗ M(y) has the norms and the sigmoid of `MAGMixer`.
+    A token does not see retrieved tokens of later positions, because their queries are later tokens. x and r share the attention's
+    projections. Titans' o = y ⊗ M(y) has the norms and the sigmoid of `MAGMixer`.
 
-    Any rule of `rules.REGISTRY`. A segment needs the memory that the one before it left, so segments run one after another, in
-    training too. Cost per token: the memory's, one more read of it, and attention over at most 2 · segment_size + persistent keys.
-    The state is bounded, but for a softmax memory that keeps every token (and of its cache training keeps one for each segment).
+    Works with any rule of `rules.REGISTRY`. Each segment needs the memory left by the segment before, so segments run sequentially,
+    also in training. Cost per token: the memory's, one more read, and attention over at most 2 · segment_size + persistent keys.
+    The state is bounded unless a softmax memory keeps every token (training then keeps one copy of its cache per segment).
 
     Args:
-      config: as for `MemoryHeads` and `AttentionHeads`; attention.segment_size.
+      config: as for `MemoryHeads` and `AttentionHeads`, and attention.segment_size.
       rngs: source of the initial values.
 
     Raises:
-      ValueError: a segment size that the memory's chunk size does not divide, an odd head_dim, or values wider than keys for a
-        memory with a residual.
+      ValueError: the memory's chunk size does not divide the segment size, head_dim is odd, values are wider than keys but the
+        memory has a residual, or `memory.implementation` is a kernel.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -85,7 +85,7 @@ class MACMixer(nnx.Module):
         self.retrieved = Linear((heads * config.value_dim, config.dim), ("heads", "embed"), rngs=rngs)
         self.attention = AttentionHeads(config, None, rngs=rngs)
         self.written = Linear((heads * config.value_dim, config.dim), ("heads", "embed"), rngs=rngs)
-        # A memory's input has unit size, as behind the norm of a layer: the scale of what is written is what bounds its steps.
+        # Gives the memory's input unit RMS, as a layer's norm does. The scale of this input limits the stable step sizes.
         self.written_norm = RMSNorm((config.dim,), ("embed",), config.norm_eps)
         self.memory = MemoryHeads(config, similar_keys=True, rngs=rngs)
         self.join = GatedHeads(config, rngs=rngs)
@@ -97,16 +97,16 @@ class MACMixer(nnx.Module):
 
         Args:
           x: the layer input, in the model's dtype.
-          segment_ids: integers ≥ 0, [batch, time], for packed documents: where the id changes, memory, convolutions and the grid
-            of segments start afresh.
-          max_segments: static bound on the documents of a row; needed under jit with `segment_ids`.
+          segment_ids: integers ≥ 0, [batch, time], for packed documents. Where the id changes, memory, convolutions and the grid of
+            segments restart.
+          max_segments: static bound on the number of documents in a row. Required under jit with `segment_ids`.
         """
         return self.observe(x, segment_ids, max_segments)[0]
 
     def observe(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """As `__call__`, and the `memory_norm` [batch, heads] after the segment of the last token."""
+        """Like `__call__`, and also returns the `memory_norm` [batch, heads] after the segment of the last token."""
         batch, time, size = *x.shape[:2], self.segment_size
         queries, _ = self._queries(x, self.conv.init_state(batch, x.dtype), segment_ids)
         if segment_ids is None:
@@ -119,8 +119,8 @@ class MACMixer(nnx.Module):
             ids = jnp.asarray(segment_ids, jnp.int32)
             where = grid.segmented_layout(ids, max_segments, size, size, 1, zeros, zeros, zeros - 1)
             count, place, resets = where.num_slots, where.place, where.resets
-            assert place is not None  # as always of packed documents
-            last = place[:, -1] // size  # the segments behind it are padding
+            assert place is not None  # it is an array for packed documents
+            last = place[:, -1] // size  # later segments are padding
         fresh = self.memory.init_state(batch, count * size)
         position = jnp.broadcast_to(jnp.arange(size), (batch, size))
         earlier = position[:, None, :] <= position[:, :, None]
@@ -142,20 +142,20 @@ class MACMixer(nnx.Module):
         return grid.pick_chunks(y, time, place), norms
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> MACState:
-        """The state before the first token; `max_length`: see `memory.init_state`."""
+        """The state before the first token. `max_length`: see `memory.init_state`."""
         fresh = self.memory.init_state(batch_size, max_length)
         attention, size = self.attention, self.segment_size
         empty = lambda: init_cache(
             batch_size, size, attention.heads, attention.key_dim, attention.value_dim, self.dtype
         )
-        # A copy: a state whose leaves share a buffer could not be donated to a jitted call.
+        # Copied, because a state with leaves that share a buffer cannot be donated to a jitted call.
         start = jax.tree.map(jnp.copy, _what_is_read(fresh.memory))
         return MACState(self.conv.init_state(batch_size, self.dtype), fresh, start, empty(), empty())
 
     def extend(self, x: jax.Array, state: MACState) -> tuple[jax.Array, MACState]:
-        """The next piece of a sequence, any time ≥ 1.
+        """The output for the next piece of a sequence (time ≥ 1) and the next state.
 
-        Whole segments inside the piece are taken at once; the tokens before and after them one by one.
+        Whole segments inside the piece are computed at once, the tokens before and after them one by one.
         """
         time, size = x.shape[1], self.segment_size
         queries, conv = self._queries(x, state.conv, None)
@@ -178,14 +178,14 @@ class MACMixer(nnx.Module):
         self, run: Callable[..., Any], size: int, starts: jax.Array, end: Any, x: jax.Array, queries: jax.Array,
         y: jax.Array, state: MACState,
     ) -> tuple[jax.Array, MACState]:  # fmt: skip
-        """One piece after another, of `size` tokens each, row by row those that start before `end`.
+        """Runs consecutive pieces of `size` tokens. In each row only the pieces that start before `end` have an effect.
 
         Args:
           run: (x, queries, state) of a piece → (y, state).
-          starts: [pieces, batch or 1], where each starts in each row.
+          starts: [pieces, batch or 1], the first token of each piece in each row.
           end: [batch], or an integer.
           x, queries: of all tokens.
-          y: [batch, time, dim], into which the outputs go.
+          y: [batch, time, dim], the array that receives the outputs.
         """
         batch, time = x.shape[:2]
         rows = jnp.arange(batch)[:, None]
@@ -207,7 +207,7 @@ class MACMixer(nnx.Module):
         return carry
 
     def _segment(self, x: jax.Array, queries: jax.Array, state: MACState) -> tuple[jax.Array, MACState]:
-        """A whole segment: the state is, and will be, at a segment's start."""
+        """A whole segment. Before and after it the state is at the start of a segment."""
         position = jnp.broadcast_to(jnp.arange(self.segment_size), x.shape[:2])
         earlier = position[:, None, :] <= position[:, :, None]
         q, rotated, tokens, retrieved = self._look(x, queries, _reading(state.start, state.memory.memory), position)
@@ -235,13 +235,13 @@ class MACMixer(nnx.Module):
         return y, MACState(state.conv, written, start, tokens, retrieved)
 
     def _queries(self, x: jax.Array, conv: jax.Array, segment_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Retrieval queries, [batch, time, heads, head_dim], and the convolution's next state."""
+        """Retrieval queries [batch, time, heads, head_dim], and the convolution's next state."""
         mixed, conv = self.conv(self.queries(x), conv, segment_ids)
         q = l2_normalize(jax.nn.silu(mixed).reshape(*x.shape[:2], self.attention.heads, -1))
         return q.astype(x.dtype), conv
 
     def _look(self, x: jax.Array, queries: jax.Array, start: Any, position: jax.Array) -> tuple[Any, Any, Any, Any]:
-        """Retrieval and projections: q, rotated q, and rotated keys with values of the tokens and of what they retrieve."""
+        """Retrieval and projections: q, rotated q, and (rotated keys, values) of the tokens and of the retrieved tokens."""
         h = memory.read(self.memory.rule, values(self.memory.memory), start, queries)
         r = self.retrieved(self.retrieved_norm(h).reshape(*x.shape[:2], -1))
         theta = self.attention.theta
@@ -251,7 +251,7 @@ class MACMixer(nnx.Module):
         return q, turn(q), (turn(k), v), (turn(rk), rv)
 
     def _attend(self, q: jax.Array, rotated: jax.Array, tokens: Any, retrieved: Any, visible: jax.Array) -> jax.Array:
-        """[batch, time, heads, value_dim]; visible: [batch, time, keys], of tokens and of what they retrieved."""
+        """[batch, time, heads, value_dim]. visible: [batch, time, keys], the mask for tokens and for retrieved tokens."""
         sources = [Source(rotated, k, v, visible) for k, v in (tokens, retrieved)]
         persistent = self.attention.persistent()
         if persistent is not None:
@@ -259,14 +259,14 @@ class MACMixer(nnx.Module):
         return softmax_attention(*sources)
 
     def _write(self, a: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, MemoryMixerState]:
-        """The attention's output is written, read, and gated by what is read: [batch, time, dim], and the memory after it."""
+        """Writes the attention's output to memory, reads, and gates the output: [batch, time, dim] and the next memory state."""
         y = self.written_norm(self.written(a.reshape(*a.shape[:2], -1)))
         m, _, state = self.memory.scan_from(y, state)
         return self.join(a, m), state
 
 
 def _what_is_read(state: Any) -> Any:
-    """A memory's state without what `memory.read` does not look at, to be kept."""
+    """The part of a memory's state that `memory.read` uses."""
     if not isinstance(state, memory.MemoryState):
         return state
     return state._replace(
@@ -276,5 +276,5 @@ def _what_is_read(state: Any) -> Any:
 
 
 def _reading(kept: Any, state: Any) -> Any:
-    """A state of which `memory.read` reads what was kept; the rest is that of `state`."""
+    """A state from which `memory.read` reads `kept`. The other fields are those of `state`."""
     return state._replace(memory=kept.memory) if isinstance(state, memory.MemoryState) else kept

@@ -13,16 +13,16 @@ from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState
 
 
 class HybridState(NamedTuple):
-    """The memory's state, and the keys and values of the attention's window."""
+    """The memory's state, and the keys and values in the attention window."""
 
     memory: MemoryMixerState
     window: KVCache | WindowCache
 
 
 class GatedHeads(nnx.Module):
-    """Attention gated by memory, for each head, and back to the residual stream (Titans §4.2):
+    """Attention gated by memory in each head, and the output projection (Titans §4.2):
 
-        out = (RMSNorm(attention) ⊙ σ(RMSNorm(memory))) W_out        a learned scale for each channel of both norms
+        out = (RMSNorm(attention) ⊙ σ(RMSNorm(memory))) W_out        both norms have a learned scale per channel
 
     Args:
       config: dim, num_heads, head_dim, value_expansion, norm_eps, output_scale.
@@ -44,48 +44,48 @@ class GatedHeads(nnx.Module):
 class MAGMixer(nnx.Module):
     """Memory as a gate (Titans Eq. 26–28, A Figure 3): sliding-window attention and memory side by side.
 
-        a = SWA(x),  m = memory(x)             each with projections of its own; the attention also sees the persistent tokens
+        a = SWA(x),  m = memory(x)             with separate projections; the attention also sees the persistent tokens
         out = (RMSNorm(a) ⊙ σ(RMSNorm(m))) W_out
 
-    Titans' o = y ⊗ M(x̃) "normalizes the outputs y and M(x̃) with learnable vectors, followed by a non-linearity σ"; read here as:
-    both are normalized for each head, and σ, a sigmoid, is applied to the memory's side alone. Titans puts the persistent tokens
-    in front of the sequence; here they are keys and values of the attention, and the memory has its learned M_0 instead.
+    Titans' o = y ⊗ M(x̃) "normalizes the outputs y and M(x̃) with learnable vectors, followed by a non-linearity σ". We interpret
+    this as a norm per head for both, and a sigmoid σ on the memory branch only. Titans prepends the persistent tokens to the
+    sequence. Here they are keys and values of the attention, and the memory has its learned M_0 instead.
 
-    Any rule of `rules.REGISTRY`. The state is bounded, but for a softmax memory that keeps every token. Cost per token: that of
-    the memory, and attention over the window.
+    Works with any rule of `rules.REGISTRY`. The state is bounded unless a softmax memory keeps every token. Cost per token: the
+    memory's, and attention over the window.
 
     Args:
-      config: as for `MemoryHeads` and `AttentionHeads`; attention.window is needed.
+      config: as for `MemoryHeads` and `AttentionHeads`. attention.window is required.
       rngs: source of the initial values.
 
     Raises:
-      ValueError: no window, an odd head_dim, or values wider than keys for a memory with a residual.
+      ValueError: there is no window, head_dim is odd, or values are wider than keys but the memory has a residual.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.attention = AttentionHeads(config, required_window(config, "mag"), rngs=rngs)
-        self.memory = MemoryHeads(config, similar_keys=True, rngs=rngs)  # the layers before gave averages
+        self.memory = MemoryHeads(config, similar_keys=True, rngs=rngs)  # inputs are attention averages
         self.join = GatedHeads(config, rngs=rngs)
 
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> jax.Array:
-        """Whole sequences: [batch, time, dim] → [batch, time, dim]; arguments as for `MemoryHeads.scan`."""
+        """Whole sequences: [batch, time, dim] → [batch, time, dim]. Arguments as for `MemoryHeads.scan`."""
         return self.observe(x, segment_ids, max_segments)[0]
 
     def observe(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """As `__call__`, and the `memory_norm` [batch, heads] after the last token."""
+        """Like `__call__`, and also returns the `memory_norm` [batch, heads] after the last token."""
         m, _, norm = self.memory.scan(x, segment_ids, max_segments)
         return self.join(self.attention(x, segment_ids), m), norm
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> HybridState:
-        """The state before the first token; `max_length`: see `memory.init_state`."""
+        """The state before the first token. `max_length`: see `memory.init_state`."""
         return HybridState(self.memory.init_state(batch_size, max_length), self.attention.init_state(batch_size))
 
     def extend(self, x: jax.Array, state: HybridState) -> tuple[jax.Array, HybridState]:
-        """The next piece of a sequence, any time ≥ 1."""
+        """The output for the next piece of a sequence (time ≥ 1) and the next state."""
         m, _, memory = self.memory.scan_from(x, state.memory)
         a, window = self.attention.extend(x, state.window)
         return self.join(a, m), HybridState(memory, window)

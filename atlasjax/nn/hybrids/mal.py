@@ -11,23 +11,23 @@ from atlasjax.nn.memory_mixer import MemoryMixer
 
 
 class MALMixer(nnx.Module):
-    """Memory as a layer (Titans Eq. 29–31): a memory, then sliding-window attention on what it gives, in one mixer.
+    """Memory as a layer (Titans Eq. 29–31): a memory, then sliding-window attention over its output, in one mixer.
 
-        y = memory(x)                          `MemoryMixer`, its output gate and projection included
+        y = memory(x)                          `MemoryMixer`, including its output gate and projection
         out = SWA(RMSNorm(y)) W_out            the attention also sees the persistent tokens; no residual between the two
 
-    Any rule of `rules.REGISTRY`; state and cost as `MAGMixer`'s.
+    Works with any rule of `rules.REGISTRY`. State and cost are those of `MAGMixer`.
 
     Args:
-      config: as for `MemoryMixer` and `AttentionHeads`; attention.window is needed.
+      config: as for `MemoryMixer` and `AttentionHeads`. attention.window is required.
       rngs: source of the initial values.
 
     Raises:
-      ValueError: no window, an odd head_dim, or values wider than keys for a memory with a residual.
+      ValueError: there is no window, head_dim is odd, or values are wider than keys but the memory has a residual.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.memory = MemoryMixer(config, similar_keys=True, rngs=rngs)  # the layers before gave averages
+        self.memory = MemoryMixer(config, similar_keys=True, rngs=rngs)  # inputs are attention averages
         self.norm = RMSNorm((config.dim,), ("embed",), config.norm_eps)
         self.attention = AttentionHeads(config, required_window(config, "mal"), rngs=rngs)
         self.out = output_projection(config, rngs)
@@ -35,22 +35,22 @@ class MALMixer(nnx.Module):
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> jax.Array:
-        """Whole sequences: [batch, time, dim] → [batch, time, dim]; arguments as for `MemoryHeads.scan`."""
+        """Whole sequences: [batch, time, dim] → [batch, time, dim]. Arguments as for `MemoryHeads.scan`."""
         return self.observe(x, segment_ids, max_segments)[0]
 
     def observe(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """As `__call__`, and the `memory_norm` [batch, heads] after the last token."""
+        """Like `__call__`, and also returns the `memory_norm` [batch, heads] after the last token."""
         y, norm = self.memory.observe(x, segment_ids, max_segments)
         return self._output(self.attention(self.norm(y), segment_ids)), norm
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> HybridState:
-        """The state before the first token; `max_length`: see `memory.init_state`."""
+        """The state before the first token. `max_length`: see `memory.init_state`."""
         return HybridState(self.memory.init_state(batch_size, max_length), self.attention.init_state(batch_size))
 
     def extend(self, x: jax.Array, state: HybridState) -> tuple[jax.Array, HybridState]:
-        """The next piece of a sequence, any time ≥ 1."""
+        """The output for the next piece of a sequence (time ≥ 1) and the next state."""
         y, memory = self.memory.extend(x, state.memory)
         y, window = self.attention.extend(self.norm(y), state.window)
         return self._output(y), HybridState(memory, window)
