@@ -1,4 +1,4 @@
-"""What can be known of a model without allocating it: shapes, logical axes, counts."""
+"""Properties of a model that need no allocated arrays: shapes, logical axes, parameter counts and cache sizes."""
 
 import math
 from typing import Any
@@ -17,17 +17,17 @@ def abstract_model(config: ModelConfig) -> LanguageModel:
 
 
 def logical_axes(model: nnx.Module | ModelConfig) -> nnx.State:
-    """Logical axis names of every parameter.
+    """Logical axis names of every parameter. Nothing is allocated.
 
     Args:
-      model: a model, abstract or not, or a config. Nothing is allocated.
+      model: a model, abstract or not, or a config.
 
     Returns:
-      The tree of `nnx.split(model, nnx.Param)[1]`, same structure, with a `PartitionSpec` of logical names for each array: a leaf
-      for `jax.tree.map`, as long as the array's rank. The names are those of `atlasjax.nn.parameters.AXES`.
+      A tree with the structure of `nnx.split(model, nnx.Param)[1]`. In place of each array it has a `PartitionSpec` of names from
+      `atlasjax.nn.parameters.AXES`, one per axis of the array. A `PartitionSpec` is a leaf for `jax.tree.map`.
 
     Raises:
-      ValueError: a Param without the metadata `logical_axes`, or with a wrong number of them.
+      ValueError: a Param has no metadata `logical_axes`, or a wrong number of names.
     """
     if isinstance(model, ModelConfig):
         model = abstract_model(model)
@@ -44,7 +44,7 @@ def logical_axes(model: nnx.Module | ModelConfig) -> nnx.State:
 
 
 def count_parameters(config: ModelConfig, *, embeddings: bool = True) -> int:
-    """Numbers in all parameters of a model; with `embeddings=False` without the embedding and an untied head."""
+    """Total size of all parameters of a model. `embeddings=False` leaves out the embedding and an untied head."""
     model = abstract_model(config)
     _, params = nnx.split(model, nnx.Param)
     total = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
@@ -53,11 +53,11 @@ def count_parameters(config: ModelConfig, *, embeddings: bool = True) -> int:
 
 
 def state_bytes(config: ModelConfig, *, length: int | None = None) -> int:
-    """Bytes of the cache that one sequence needs for decoding.
+    """Size in bytes of the decoding cache of one sequence.
 
     Args:
       config: the model.
-      length: tokens of the sequence; has an effect only, and is needed, where a mixer keeps every token.
+      length: number of tokens. It is used, and required, only if a mixer keeps every token.
 
     Raises:
       ValueError: length is None and a mixer keeps every token.

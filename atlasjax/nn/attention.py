@@ -1,4 +1,4 @@
-"""Softmax attention as a layer: over all tokens (Transformer++), or over a sliding window."""
+"""Softmax attention as a layer: over all tokens (Transformer++) or over a sliding window."""
 
 from typing import Any
 
@@ -13,17 +13,17 @@ from atlasjax.nn.parameters import normal, param
 
 
 class AttentionHeads(nnx.Module):
-    """Attention up to the heads' outputs, without the projection back: for the mixers below and for hybrids.
+    """Attention up to the heads' outputs, without the output projection. Used by the mixers below and by hybrids.
 
         q, k, v = x W (+ b);  y = `mixers.attention.attention`(q, k, v), RoPE on q and k
 
     Args:
       config: dim, num_heads, head_dim (even), value_expansion, dtype, attention (rope_theta, persistent_tokens, bias).
-      window: a token sees itself and the window − 1 tokens before it; None: all tokens before it.
+      window: a token sees itself and the window − 1 tokens before it. None: itself and all tokens before it.
       rngs: source of the initial values.
 
     Raises:
-      ValueError: an odd head_dim.
+      ValueError: head_dim is odd.
     """
 
     def __init__(self, config: ModelConfig, window: int | None, *, rngs: nnx.Rngs):
@@ -40,12 +40,12 @@ class AttentionHeads(nnx.Module):
         self.persistent_keys, self.persistent_values = learned(key_dim), learned(self.value_dim)
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """[batch, time, dim] → q, k: [batch, time, heads, key_dim] and v: [.., value_dim]."""
+        """[batch, time, dim] → q, k: [batch, time, heads, key_dim] and v: [batch, time, heads, value_dim]."""
         q, k, v = jnp.split(self.inputs(x), (self.key_dim, 2 * self.key_dim), axis=-1)
         return q, k, v
 
     def persistent(self) -> attention.Persistent | None:
-        """The learned keys and values that every token sees."""
+        """The learned keys and values that every token sees, or None."""
         if self.persistent_keys is None or self.persistent_values is None:
             return None
         return attention.Persistent(self.persistent_keys[...], self.persistent_values[...])
@@ -58,10 +58,10 @@ class AttentionHeads(nnx.Module):
         )  # fmt: skip
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> attention.KVCache | attention.WindowCache:
-        """An empty cache: of `max_length` tokens, or of the window.
+        """An empty cache for `max_length` tokens, or for the window.
 
         Raises:
-          ValueError: max_length is None, and there is no window.
+          ValueError: max_length is None and there is no window.
         """
         sizes = (self.heads, self.key_dim, self.value_dim, self.dtype)
         if self.window is not None:
@@ -74,7 +74,7 @@ class AttentionHeads(nnx.Module):
         return attention.init_cache(batch_size, max_length, *sizes)
 
     def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """The next piece of a sequence, as `__call__`, and the next cache."""
+        """Like `__call__`, for the next piece of a sequence. Also returns the next cache."""
         return attention.extend(*self.project(x), state, rope_theta=self.theta, persistent=self.persistent())
 
 
@@ -83,10 +83,10 @@ class AttentionMixer(nnx.Module):
 
         out = attention(x) W_out (+ b)        `AttentionHeads`
 
-    Decoding keeps the keys and values of all tokens: its state and its time per token grow with what was read.
+    Decoding keeps the keys and values of all tokens: state size and time per token grow with the number of tokens read.
 
     Args:
-      config: see `AttentionHeads`; output_scale.
+      config: as for `AttentionHeads`, and output_scale.
       rngs: source of the initial values.
     """
 
@@ -101,15 +101,15 @@ class AttentionMixer(nnx.Module):
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> jax.Array:
-        """Whole sequences: [batch, time, dim] → [batch, time, dim]; `max_segments` has no effect."""
+        """Whole sequences: [batch, time, dim] → [batch, time, dim]. `max_segments` has no effect."""
         return self._output(self.attention(x, segment_ids))
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> attention.KVCache | attention.WindowCache:
-        """An empty cache; see `AttentionHeads.init_state`."""
+        """An empty cache. See `AttentionHeads.init_state`."""
         return self.attention.init_state(batch_size, max_length)
 
     def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """The next piece of a sequence, any time ≥ 1; tokens beyond max_length get NaN."""
+        """The output for the next piece of a sequence (time ≥ 1) and the next state. Outputs beyond max_length are NaN."""
         y, state = self.attention.extend(x, state)
         return self._output(y), state
 
@@ -118,7 +118,7 @@ class AttentionMixer(nnx.Module):
 
 
 class SlidingWindowMixer(AttentionMixer):
-    """The same over a sliding window: a token sees itself and the `attention.window` − 1 tokens before it. Bounded state."""
+    """`AttentionMixer` with a sliding window: a token sees itself and `attention.window` − 1 tokens before it. Bounded state."""
 
     @staticmethod
     def _window(config: ModelConfig) -> int | None:
@@ -126,13 +126,13 @@ class SlidingWindowMixer(AttentionMixer):
 
 
 def required_window(config: ModelConfig, mixer: str) -> int:
-    """`config.attention.window`; ValueError if there is none."""
+    """`config.attention.window`. Raises ValueError if it is None."""
     if config.attention.window is None:
         raise ValueError(f"mixer {mixer!r} needs a window: attention.window is None, it should be an integer ≥ 1.")
     return config.attention.window
 
 
 def output_projection(config: ModelConfig, rngs: nnx.Rngs, *, inner: int | None = None, bias: bool = False) -> Linear:
-    """Heads' values (or `inner` channels) back to the residual stream, at `config.output_scale`."""
+    """The projection from the heads' values (or `inner` channels) to the residual stream, with scale `config.output_scale`."""
     inner = config.num_heads * config.value_dim if inner is None else inner
     return Linear((inner, config.dim), ("heads", "embed"), scale=config.output_scale, bias=bias, rngs=rngs)

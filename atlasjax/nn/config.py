@@ -1,4 +1,4 @@
-"""What a model is made of: frozen, flat, JSON-able dataclasses, checked where they are made."""
+"""Model configs: frozen dataclasses that are validated on construction and can be written as JSON."""
 
 import dataclasses
 from typing import Literal
@@ -16,17 +16,17 @@ from atlasjax.nn.memory_config import MemoryConfig
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Softmax attention, where a mixer has it.
+    """Softmax attention, for the mixers that have it.
 
     Attributes:
-      window: a token sees itself and the window − 1 tokens before it; needed by "swa", "mag" and "mal".
-      rope_theta: base of the wave lengths of rotary positions, > 0; None: no rotary positions.
-      bias: whether the projections to queries, keys and values, and of the output of "attention" and "swa", have biases.
-      persistent_tokens: learned keys and values that every token sees, ≥ 0.
-      segment_size: tokens of a segment of "mac", ≥ 1; a multiple of the memory's chunk size.
+      window: a token sees itself and the window − 1 tokens before it. Required by "swa", "mag" and "mal".
+      rope_theta: base of the rotary wavelengths, > 0. None: no rotary positions.
+      bias: whether the query, key and value projections have biases; in "attention" and "swa" also the output projection.
+      persistent_tokens: number of learned keys and values that every token sees, ≥ 0.
+      segment_size: tokens per segment in "mac", ≥ 1. A multiple of the memory's chunk size.
 
     Raises:
-      ValueError: a field out of its range.
+      ValueError: a field is out of range.
     """
 
     window: int | None = None
@@ -46,13 +46,13 @@ class SSMConfig:
     """State space models: Mamba, Mamba-2 and Longhorn.
 
     Attributes:
-      state_dim: size of the state of each channel.
-      expand: inner width over the width of the residual stream.
-      head_dim: channels of a head (Mamba-2); divides the inner width.
-      dt_rank: rank of the projection of the step size (Mamba); None: dim / 16, rounded up.
+      state_dim: state size per channel.
+      expand: ratio of the inner width to the width of the residual stream.
+      head_dim: channels per head (Mamba-2). Must divide the inner width.
+      dt_rank: rank of the step-size projection (Mamba, Longhorn). None: dim / 16, rounded up.
 
     Raises:
-      ValueError: a field below one.
+      ValueError: a field is less than one.
     """
 
     state_dim: int = 16
@@ -69,38 +69,38 @@ class ModelConfig:
     """A decoder-only language model: embedding, layers of (mixer, feed-forward network), norm, head.
 
     Attributes:
-      vocab_size: number of tokens of the vocabulary.
+      vocab_size: vocabulary size.
       dim: width of the residual stream.
       num_layers: number of layers.
-      num_heads: heads of each mixer.
-      head_dim: size of a head's queries and keys; None: dim / num_heads.
-      value_expansion: size of a head's values over that of its keys, ≥ 1.
-      mixer: a name of `atlasjax.nn.mixers.MIXERS`, or a pattern of names that repeats over the layers: with ("mamba", "swa") even
-        layers are Mamba and odd ones attention. A pattern's length divides num_layers. A mixer of your own is named
-        "package.module:Class"; the class itself is taken too, and kept as that name.
-      mixer_options: keyword arguments of the mixers of your own, a JSON object; a dictionary is taken too, and kept as text.
-      ffn: what follows the mixer in a layer: "swiglu", without biases; "gelu", two projections with biases; or "none".
-      block: "pre_norm", x + f(norm(x)); or "bare", f(x), neither norm nor residual, which needs ffn="none".
+      num_heads: number of heads in each mixer.
+      head_dim: size of the queries and keys of a head. None: dim / num_heads.
+      value_expansion: ratio of the value size to the key size of a head, ≥ 1.
+      mixer: a name in `atlasjax.nn.mixers.MIXERS`, or a tuple of names that repeats over the layers: with ("mamba", "swa") even
+        layers are Mamba and odd layers are attention. The length of the tuple must divide num_layers. Name a mixer of your own
+        "package.module:Class", or pass the class itself, which is stored under that name.
+      mixer_options: keyword arguments for your own mixers, a JSON object as text. A dictionary is converted to text.
+      ffn: the feed-forward network after the mixer: "swiglu", without biases; "gelu", two projections with biases; or "none".
+      block: "pre_norm": x + f(norm(x)); or "bare": f(x), without norm and residual, which requires ffn="none".
       memory: the memory of the mixers that have one ("memory", "mac", "mag", "mal").
       attention: the attention of the mixers that have it.
       ssm: sizes of the state space models.
-      block_attention, elastic, memorizing, infini, melodi, block_recurrence, gam: sizes of the mixer of that name.
-      norm: of the residual stream, "rms" or "layer" (with a bias). Norms inside mixers are as their papers have them.
-      positions: "none", or "learned": a table that is added to the embedding; it has no entry beyond max_positions, so
-        longer sequences are refused, and logits of a stream beyond it are NaN.
-      max_positions: entries of that table, ≥ 1; None without one.
-      dropout: rate in [0, 1) at which embeddings and outputs of the feed-forward networks are dropped, where keys for it are given,
-        as in training; never in evaluation or decoding.
-      conv_width: taps of the causal convolutions; 1 is a gain for each channel.
-      mlp_dim: hidden width of the feed-forward network; None: 8/3 dim, rounded up to a multiple of 128, and 4 dim for "gelu".
+      block_attention, elastic, memorizing, infini, melodi, block_recurrence, gam: config of the mixer of that name.
+      norm: norm of the residual stream, "rms" or "layer" (with a bias). Norms inside mixers follow their papers.
+      positions: "none", or "learned": a table of max_positions entries that is added to the embedding. Longer sequences raise an
+        error, and the logits of a stream beyond the table are NaN.
+      max_positions: number of learned positions, ≥ 1. None with positions="none".
+      dropout: dropout rate in [0, 1) for embeddings and feed-forward outputs. It applies only where dropout keys are given, as in
+        training, and never in evaluation or decoding.
+      conv_width: taps of the causal convolutions. 1 is a gain per channel.
+      mlp_dim: hidden width of the feed-forward network. None: 8/3 dim, rounded up to a multiple of 128; 4 dim for "gelu".
       tie_embeddings: whether the head is the transposed embedding.
       norm_eps: added to the mean square in every norm.
-      dtype: of activations and matmul inputs, "bfloat16" or "float32". Parameters, gates, memories, norms' statistics and
+      dtype: dtype of activations and matmul inputs, "bfloat16" or "float32". Parameters, gates, memories, norm statistics and
         logits are always float32.
-      remat: recompute each layer in the backward pass instead of keeping its activations.
+      remat: recompute each layer in the backward pass instead of storing its activations.
 
     Raises:
-      ValueError: a field out of its range, or a clash; the message names it, what it was and what it should be.
+      ValueError: a field is out of range, or fields conflict. The message names the field, its value and what it should be.
     """
 
     vocab_size: int = 256
@@ -165,7 +165,7 @@ class ModelConfig:
         object.__setattr__(self, "mixer_options", options_text("ModelConfig", "mixer_options", self.mixer_options))
         for name in self.pattern:
             if ":" in name:
-                resolve("mixer", name, {})  # here, where the message helps, and not when the model is made
+                resolve("mixer", name, {})  # fail here, with a clear message, and not when the model is built
         if self.mixer_options != "{}" and not any(":" in name for name in self.pattern):
             raise ValueError(
                 f"ModelConfig: mixer_options={self.mixer_options} are for a mixer of your own, named 'package.module:Class'; "
@@ -181,17 +181,17 @@ class ModelConfig:
 
     @property
     def pattern(self) -> tuple[str, ...]:
-        """The mixers of one repetition of the pattern; one for a model whose layers are alike."""
+        """The mixers of one repetition of the pattern. A single one if all layers have the same mixer."""
         return (self.mixer,) if isinstance(self.mixer, str) else self.mixer
 
     @property
     def resolved_head_dim(self) -> int:
-        """Size of a head's queries and keys."""
+        """Size of the queries and keys of a head."""
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def value_dim(self) -> int:
-        """Size of a head's values."""
+        """Size of the values of a head."""
         return self.value_expansion * self.resolved_head_dim
 
     @property
@@ -203,7 +203,7 @@ class ModelConfig:
 
     @property
     def output_scale(self) -> float:
-        """Initial scale, relative to fan-in, of a projection that ends a branch: 1 / √(branches added to the residual stream)."""
+        """Initial scale, relative to fan-in, of the output projections of branches: 1 / √(number of residual branches)."""
         if self.block == "bare":
             return 1.0
         return (self.num_layers * (1 if self.ffn == "none" else 2)) ** -0.5

@@ -1,4 +1,4 @@
-"""Elastic Memory as a layer (arXiv 2602.11212): causal attention within blocks, and to samples of a compressed past."""
+"""Elastic Memory as a layer (arXiv 2602.11212): causal attention within blocks and to samples of a compressed history."""
 
 import functools
 import sys
@@ -13,22 +13,22 @@ from atlasjax.nn.attention import output_projection
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear
 
-_SLOW_ORDER = 2048  # from here on a block takes seconds
+_SLOW_ORDER = 2048  # from this order on, building a block takes seconds
 _NO_LIMIT = 2**31 - 1  # positions are int32
 
 
 class BlockProjections(nnx.Module):
-    """What the mixers share that attend within blocks: q, k, v = x W_in, and heads' values back by W_out; no biases.
+    """The projections of mixers with block attention: q, k, v = x W_in and the output projection W_out, without biases.
 
     Args:
-      config: dim, num_heads, head_dim (even), value_expansion, dtype, attention.rope_theta; output_scale.
+      config: dim, num_heads, head_dim (even), value_expansion, dtype, attention.rope_theta, output_scale.
       rngs: source of the initial values.
 
     Raises:
-      ValueError: an odd head_dim.
+      ValueError: head_dim is odd.
     """
 
-    mixer: str  # for messages
+    mixer: str  # name of the mixer, used in messages
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         heads, key_dim = config.num_heads, config.resolved_head_dim
@@ -50,21 +50,21 @@ class BlockProjections(nnx.Module):
 
 
 class ElasticMixer(BlockProjections):
-    """Block attention with an elastic memory; has no more parameters than attention (E §2).
+    """Block attention with an elastic memory, which adds no parameters to attention (E §2).
 
         q, k, v = x W_in;  out = `elastic.attention.attention`(q, k, v) W_out        RoPE within the block; no biases
 
-    The banks of `elastic.banks` are constants, one copy in each compiled function for all layers; they are built, or read from the
-    disk cache, when a model is first called with so many blocks. Decoding has a state of a fixed size, but the bank has a matrix
-    for every block, so `init_state` must know max_length. Nothing of `config.elastic` changes the parameters: a trained model may
-    be made again with another sampling, discretization or order.
+    The banks of `elastic.banks` are constants: each compiled function has one copy for all layers. They are built, or read from
+    the disk cache, when a model is first called with that number of blocks. The decoding state has a fixed size, but the bank has
+    matrices for every block, so `init_state` needs max_length. No parameter depends on `config.elastic`, so a trained model can be
+    rebuilt with another sampling, discretization or order.
 
     Args:
-      config: dim, num_heads, head_dim (even), value_expansion, dtype, attention.rope_theta, elastic; output_scale.
+      config: as for `BlockProjections`, and elastic.
       rngs: source of the initial values.
 
     Raises:
-      ValueError: an odd head_dim.
+      ValueError: head_dim is odd.
     """
 
     mixer = "elastic"
@@ -77,7 +77,7 @@ class ElasticMixer(BlockProjections):
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> jax.Array:
-        """Whole sequences: [batch, time, dim] → [batch, time, dim]; documents beyond max_segments get NaN."""
+        """Whole sequences: [batch, time, dim] → [batch, time, dim]. Outputs for documents beyond max_segments are NaN."""
         y = elastic.attention.attention(
             *self._project(x), *self._matrices(x.shape[1]), segment_ids=segment_ids, max_segments=max_segments, **self._options()
         )  # fmt: skip
@@ -99,7 +99,7 @@ class ElasticMixer(BlockProjections):
     def extend(
         self, x: jax.Array, state: elastic.attention.ElasticState
     ) -> tuple[jax.Array, elastic.attention.ElasticState]:
-        """The next piece of a sequence, any time ≥ 1; tokens beyond max_length get NaN."""
+        """The output for the next piece of a sequence (time ≥ 1) and the next state. Outputs beyond max_length are NaN."""
         matrices = self._matrices(state.max_length)
         y, state = elastic.attention.extend(*self._project(x), state, *matrices, **self._options())
         return self._output(y), state
@@ -118,9 +118,10 @@ class ElasticMixer(BlockProjections):
 
 
 class BlockMixer(ElasticMixer):
-    """The same without the memory: causal attention within blocks of `block_attention.block_size` tokens; nothing before is seen.
+    """`ElasticMixer` without the memory: causal attention within blocks of `block_attention.block_size` tokens only.
 
-    What "elastic" is to be compared with, and the local layers around it. The state holds one block, and no length is too long.
+    It is the baseline for "elastic", and serves as the local layers around it. The state holds one block. There is no maximum
+    length.
     """
 
     mixer = "block_attention"
@@ -130,7 +131,7 @@ class BlockMixer(ElasticMixer):
         self.block_size = config.block_attention.block_size
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> elastic.attention.ElasticState:
-        """The state before the first token; max_length has no effect."""
+        """The state before the first token. max_length has no effect."""
         return self._empty_state(batch_size, _NO_LIMIT)
 
     def _matrices(self, max_length: int) -> tuple[elastic.Bank, np.ndarray | None]:
@@ -139,7 +140,7 @@ class BlockMixer(ElasticMixer):
 
 
 def bank(config: elastic.ElasticConfig, max_length: int) -> elastic.Bank:
-    """The bank that a context of so many tokens needs, from the cache or built; slow ones are announced on stderr."""
+    """The bank for a context of max_length tokens, from the cache or newly built. Slow builds are announced on stderr."""
     blocks = elastic.attention.blocks_needed(max_length, config.block_size)
     return elastic.banks.load(
         config.order, config.block_size, blocks, discretization=config.discretization, legacy_hippo=config.legacy_hippo,
@@ -152,7 +153,7 @@ def _announce(line: str) -> None:
 
 
 def reconstruction(config: elastic.ElasticConfig) -> np.ndarray:
-    """R at the configured sampling, float32 [samples, order]."""
+    """R for the configured sampling, float32 [samples, order]."""
     sampling: str | elastic.sampling.Sampling = config.sampling
     if config.alpha is not None:
         sampling = functools.partial(elastic.sampling.exponential, alpha=config.alpha)

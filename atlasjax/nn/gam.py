@@ -10,16 +10,16 @@ from atlasjax.nn.parameters import normal, param
 
 
 class GAMMixer(nnx.Module):
-    """The mixer of Gated Associative Memory (G §3): `atlasjax.gam.mix`, a short convolution and the read of a learned table.
+    """Gated Associative Memory as a mixer (G §3): `atlasjax.gam.mix`, a short convolution and a read of a learned memory bank.
 
-    It cannot do recall over more than 13 tokens in the paper's model (6 layers, width 3): the table is the same for every text,
-    so tokens meet in the convolution alone, and num_layers · (conv_width − 1) + 1 tokens are all that can influence an output;
-    with `fusion="global"` the token alone (`atlasjax.gam.receptive_field`).
+    In the paper's model (6 layers, width 3) it cannot recall anything over more than 13 tokens. The memory bank is the same for
+    every text, so only the convolution mixes tokens, and at most num_layers · (conv_width − 1) + 1 tokens influence an output.
+    With `fusion="global"` only the token itself does (`atlasjax.gam.receptive_field`).
 
-    Its state is the last conv_width − 1 inputs, whatever was read.
+    The state is the last conv_width − 1 inputs, however many tokens were read.
 
-    Initial values: taps and gates normal with variance 1 / fan-in, the taps scaled by `config.output_scale`, since nothing
-    stands between them and the residual stream; the table uniform within ±√(6 / (slots + dim)), as published; biases zero.
+    Initial values: taps and gates are normal with variance 1 / fan-in. The taps are also scaled by `config.output_scale`, because
+    there is no output projection. The memory bank is uniform within ±√(6 / (slots + dim)), as published. Biases are zero.
 
     Args:
       config: dim, gam (slots, fusion, conv_width), dtype, output_scale.
@@ -51,13 +51,13 @@ class GAMMixer(nnx.Module):
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> jax.Array:
-        """Whole sequences: [batch, time, dim] → [batch, time, dim]; `max_segments` has no effect."""
+        """Whole sequences: [batch, time, dim] → [batch, time, dim]. `max_segments` has no effect."""
         return gam.mix(self._params(), x, fusion=self.fusion, segment_ids=segment_ids)[0]
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> jax.Array:
-        """The last inputs, [batch, conv_width − 1, dim] in the model's dtype; `max_length` has no effect."""
+        """The state before the first token: zeros [batch, conv_width − 1, dim] in the model's dtype. `max_length` has no effect."""
         return gam.init_state(batch_size, self.width, self.dim, self.dtype)
 
     def extend(self, x: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The next piece of a sequence, any time ≥ 1, and the next state."""
+        """The output for the next piece of a sequence (time ≥ 1) and the next state."""
         return gam.mix(self._params(), x, state, fusion=self.fusion)

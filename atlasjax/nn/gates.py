@@ -1,8 +1,8 @@
-"""Gates of a memory from the layer input.
+"""Computes the gates of a memory from the layer input.
 
-Every gate is a function of one float32 logit (or several channels) per token and head: retention α, momentum θ and window γ
-are sigmoids, the step size η is max_step · sigmoid, the threshold δ softplus. The initial biases set the values of
-`memory.suggested`; the kernel starts small, so that they vary a little from token to token.
+Every gate is a function of one float32 logit (or several channels) per token and head: retention α, momentum θ and window γ are
+sigmoids, the step size η is max_step · sigmoid, and the threshold δ is softplus. The initial biases give the values of
+`memory.suggested`. The initial kernel is small, so the gates vary only slightly between tokens.
 """
 
 from typing import Any
@@ -26,10 +26,10 @@ def _logit(p: np.ndarray) -> np.ndarray:
 
 
 class GateProjection(nnx.Module):
-    """Gates of every token and head: one float32 projection of the layer input for all gates of the rule.
+    """Gates of every token and head, from one float32 projection of the layer input for all gates of the rule.
 
     Args:
-      rule: the memory rule; says which gates, and with how many channels.
+      rule: the memory rule. It determines which gates there are and their numbers of channels.
       dim: width of the layer input.
       num_heads, key_dim, value_dim: sizes of the memory.
       max_step, similar_keys: see `initial_gates`.
@@ -50,10 +50,10 @@ class GateProjection(nnx.Module):
     ):
         self.channels = tuple(rule.gate_channels(key_dim, value_dim).items())
         one: Any = rule.rule if isinstance(rule, memory.CachedRule) else rule
-        muon = one.optimizer.orthogonalizes  # whose steps have one size
+        muon = one.optimizer.orthogonalizes  # the size of its steps does not depend on the gradient
         initial = initial_gates(one, num_heads, key_dim, value_dim, max_step, similar_keys=similar_keys)
         self.max_step = initial.max_step
-        # 1 / (1 − θ) of each head at the start, where the step size is to shrink with it.
+        # 1 / (1 − θ) of each head at initialization, if the step size scales with 1 − θ.
         momentum = initial.values["momentum"][:, 0] if similar_keys and "momentum" in initial.values else None
         self.shrink = None if momentum is None or muon else tuple((1.0 / (1.0 - momentum)).tolist())
         self.start_scale = tuple(initial.start_scale.tolist())
@@ -71,7 +71,7 @@ class GateProjection(nnx.Module):
 
     def __call__(self, x: jax.Array) -> Gates:
         """Layer input [..., dim] → gates [..., heads] or [..., heads, channels], float32."""
-        # A TPU's default float32 product is bfloat16: too coarse for 1 − α.
+        # By default TPUs multiply float32 matrices in bfloat16, which is not accurate enough for 1 − α.
         highest = jax.lax.Precision.HIGHEST
         logits = jnp.einsum("...e,ehn->...hn", x.astype(jnp.float32), self.kernel[...], precision=highest)
         logits = logits + self.bias[...]

@@ -1,6 +1,6 @@
-"""The small layers: norms, projection, feed-forward networks, causal convolution, dropout.
+"""Basic layers: norms, linear projection, feed-forward networks, causal convolution, dropout.
 
-Float32 parameters, computation in the input's dtype.
+Parameters are float32. Computation is in the input's dtype unless stated otherwise.
 """
 
 import jax
@@ -18,16 +18,16 @@ def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
 
 
 def l2_normalize(x: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """x / √(‖x‖² + eps) over the last axis, float32: at most unit length, and zero, with a finite derivative, at zero."""
+    """x / √(‖x‖² + eps) over the last axis, float32: at most unit length, and zero with a finite derivative at x = 0."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis with a learned scale (Zhang & Sennrich 2019), float32 inside.
+    """Root-mean-square norm over the last axis with a learned scale (Zhang & Sennrich 2019), computed in float32.
 
     Args:
-      shape: shape of the scale: [dim], or [heads, head_dim] for a scale of each head's own.
+      shape: shape of the scale: [dim], or [heads, head_dim] for a separate scale per head.
       axes: logical names of those axes.
       eps: added to the mean square.
     """
@@ -42,10 +42,10 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x − mean) / √(variance + eps) over the last axis, with a learned scale and bias (Ba et al. 2016), float32 inside.
+    """(x − mean) / √(variance + eps) over the last axis, with a learned scale and bias (Ba et al. 2016), computed in float32.
 
     Args:
-      shape, axes, eps: as of `RMSNorm`; eps is added to the variance.
+      shape, axes, eps: as for `RMSNorm`; eps is added to the variance.
     """
 
     def __init__(self, shape: tuple[int, ...], axes: tuple[str | None, ...], eps: float):
@@ -56,18 +56,18 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., *shape] → the same shape and dtype."""
         y = x.astype(jnp.float32)
-        y = y - jnp.mean(y, axis=-1, keepdims=True)  # RMS of what is centred: no difference of large squares
+        y = y - jnp.mean(y, axis=-1, keepdims=True)  # centered first: no difference of large squares
         return (rms_normalize(y, self.eps) * self.scale[...] + self.bias[...]).astype(x.dtype)
 
 
 class Linear(nnx.Module):
-    """x @ kernel (+ bias); kernel [fan_in, *out], normal with standard deviation scale / √fan_in.
+    """x @ kernel (+ bias), with kernel [fan_in, *out] initially normal with standard deviation scale / √fan_in.
 
     Args:
       shape: (fan_in, *out).
       axes: logical names of the kernel's axes.
       scale: relative to fan-in initialization.
-      bias: whether to add a learned bias [*out], zero at the start.
+      bias: whether to add a learned bias [*out], initially zero.
       rngs: source of the initial values.
     """
 
@@ -84,23 +84,23 @@ class Linear(nnx.Module):
         self.bias = param(jnp.zeros(shape[1:], jnp.float32), *axes[1:]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., fan_in] → [..., *out], dtype of x."""
+        """[..., fan_in] → [..., *out], in x's dtype."""
         y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=1)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
 class SwiGLU(nnx.Module):
-    """(SiLU(x W_gate) ⊙ x W_wide) W_out (Shazeer 2020), no biases.
+    """(SiLU(x W_gate) ⊙ x W_wide) W_out (Shazeer 2020), without biases.
 
     Args:
       dim: width of input and output.
-      hidden: width between.
+      hidden: hidden width.
       out_scale: initial scale of W_out relative to fan-in.
       rngs: source of the initial values.
     """
 
     def __init__(self, dim: int, hidden: int, *, out_scale: float = 1.0, rngs: nnx.Rngs):
-        self.gate_and_wide = Linear((dim, 2, hidden), ("embed", None, "mlp"), rngs=rngs)  # one product instead of two
+        self.gate_and_wide = Linear((dim, 2, hidden), ("embed", None, "mlp"), rngs=rngs)  # one matmul instead of two
         self.out = Linear((hidden, dim), ("mlp", "embed"), scale=out_scale, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -110,11 +110,11 @@ class SwiGLU(nnx.Module):
 
 
 class GELU(nnx.Module):
-    """gelu(x W + b) W_out + b_out (the exact form, by the error function).
+    """gelu(x W + b) W_out + b_out, with the exact GELU (error function).
 
     Args:
       dim: width of input and output.
-      hidden: width between.
+      hidden: hidden width.
       out_scale: initial scale of W_out relative to fan-in.
       rngs: source of the initial values.
     """
@@ -129,16 +129,16 @@ class GELU(nnx.Module):
 
 
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
-    """Set each number to zero with probability `rate` and divide the others by 1 − rate (Srivastava et al. 2014).
+    """Sets each element to zero with probability `rate` and divides the others by 1 − rate (Srivastava et al. 2014).
 
     Args:
       x: [batch, ...].
       rate: in [0, 1).
-      keys: typed PRNG keys [batch]; None, or a rate of 0: x as it is. Each row has its own key, so that what it drops does not
-        depend on the rest of the batch, nor on how the batch is cut into microbatches or over devices.
+      keys: typed PRNG keys [batch]. With None, or a rate of 0, x is returned unchanged. Each row has its own key, so the elements
+        that it drops do not depend on the other rows, nor on how the batch is split into microbatches or over devices.
 
     Returns:
-      Like x.
+      An array of x's shape and dtype.
     """
     if keys is None or rate == 0:
         return x
@@ -147,12 +147,12 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
 
 
 class CausalConv(nnx.Module):
-    """Depthwise causal convolution over time: y_t = Σ_j kernel[j] ⊙ x_{t − (width − 1) + j}, no bias.
+    """Depthwise causal convolution over time: y_t = Σ_j kernel[j] ⊙ x_{t − (width − 1) + j}, without a bias.
 
     Args:
       width: number of taps, ≥ 1.
-      channels: shape of a token.
-      axes: logical names of the token's axes.
+      channels: shape of one token's features.
+      axes: logical names of those axes.
       rngs: source of the initial values.
     """
 
@@ -167,14 +167,14 @@ class CausalConv(nnx.Module):
     def __call__(
         self, x: jax.Array, state: jax.Array, segment_ids: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Convolve a piece of a sequence.
+        """Convolves a piece of a sequence.
 
         Args:
           x: [batch, time, *channels], any time ≥ 1.
           state: the width − 1 inputs before it, [batch, width − 1, *channels].
-          segment_ids: integers [batch, time]; no tap reaches over a change of the id. The first segment goes on from `state`.
+          segment_ids: integers [batch, time]. No tap reads across a change of the id. The first segment continues from `state`.
 
         Returns:
-          y, float32, of the shape of x; and the next state.
+          y, float32, with the shape of x; and the next state.
         """
         return causal_convolution(x, self.kernel[...], state, segment_ids=segment_ids)

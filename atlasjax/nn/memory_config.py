@@ -1,4 +1,4 @@
-"""The configuration of a memory: a rule by name, with overrides."""
+"""Configuration of a memory: a rule by name, with overrides."""
 
 import dataclasses
 import inspect
@@ -23,8 +23,8 @@ FEATURES: dict[str, type] = {
     "sketch": features_lib.TensorSketch,
 }
 
-# Fields of MemoryConfig that change the rule's structure or feature map instead of being arguments of the rule itself:
-# our name → the name in the structure's or the map's own dataclass.
+# Fields of MemoryConfig that change the rule's structure or feature map and are not arguments of the rule itself:
+# field → field of the structure's or feature map's dataclass.
 _STRUCTURE_FIELDS = {"depth": "depth", "expansion": "expansion"}
 _FEATURE_FIELDS = {"degree": "degree", "sketch_size": "size"}
 _RULE_FIELDS = {
@@ -44,35 +44,34 @@ def _takes(rule: str, field: str, value: object, known: Iterable[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryConfig:
-    """A rule of `atlasjax.rules` by name, with overrides. None leaves a choice as the rule has it.
+    """A rule of `atlasjax.rules` by name, with overrides. None keeps the rule's own value.
 
     Attributes:
-      rule: a name of `rules.REGISTRY`, or "package.module:function" for a rule of your own: a function that returns a `MemoryRule`
-        or a `SoftmaxRule`. The function itself is taken too, and kept as that name.
-      rule_options: keyword arguments of that function beside the fields below, a JSON object; a dictionary is taken too, and kept
-        as text.
-      chunk_size: b ≥ 1 tokens whose gradients are taken at one memory. Part of the model.
-      window: c ≥ 1 last tokens whose loss every step descends on (the Omega rule).
-      cache_window: w ≥ window last tokens that a softmax memory's cache holds (swdt, dot).
+      rule: a name in `rules.REGISTRY`. For a rule of your own: "package.module:function", where the function returns a `MemoryRule`
+        or a `SoftmaxRule`; or the function itself, which is stored under that name.
+      rule_options: further keyword arguments of that function, a JSON object as text. A dictionary is converted to text.
+      chunk_size: b ≥ 1, tokens whose gradients are taken at the same memory. Part of the model.
+      window: c ≥ 1, the number of most recent tokens whose losses each step minimizes (the Omega rule).
+      cache_window: w ≥ window, the number of most recent tokens in the cache of a softmax memory (swdt, dot).
       structure: "matrix", "mlp" or "gated_mlp".
       depth: number of matrices of an MLP memory, ≥ 1.
-      expansion: hidden width of a deep memory over the head dimension, ≥ 1.
+      expansion: ratio of the hidden width of a deep memory to the head dimension, ≥ 1.
       features: feature map of queries and keys: "identity", "polynomial" (all monomials), "elementwise" (powers of each
         coordinate) or "sketch" (a TensorSketch of the polynomial).
-      degree: its degree ≥ 1.
-      sketch_size: numbers for each degree above one of a "sketch", ≥ 1.
+      degree: degree of the feature map, ≥ 1.
+      sketch_size: features per degree above one in a "sketch", ≥ 1.
       newton_schulz_steps: Newton–Schulz steps of a Muon rule, ≥ 0.
-      newton_schulz_every: write the memory once in so many tokens (Muon rules); must divide the chunk size.
-      newton_schulz_schedule: a name of `pallas_kernels.newton_schulz.SCHEDULES`.
-      max_step: upper end of the step-size gate, > 0; None takes the one derived in `atlasjax.nn.gates`.
-      bounded: keep the memory from diverging (`memory.Bound`); False: the recurrence of the papers. Without effect on kernel
+      newton_schulz_every: write the memory once every this many tokens (Muon rules). Must divide the chunk size.
+      newton_schulz_schedule: a name in `pallas_kernels.newton_schulz.SCHEDULES`.
+      max_step: upper limit of the step-size gate, > 0. None: the value derived in `atlasjax.memory.suggested`.
+      bounded: whether to keep the memory from diverging (`memory.Bound`). False: the recurrence of the papers. No effect on softmax
         memories, whose reads are averages.
-      caching: how the memories of earlier segments are cached and read; None: they are not.
-      implementation: of `memory.scan` over whole sequences, as in training: "xla", "pallas_tpu", "pallas_gpu", or None: what is
-        recorded as fastest. A stream is always extended by "xla".
+      caching: how memories of earlier segments are cached and read. None: no Memory Caching.
+      implementation: backend of `memory.scan` for whole sequences, as in training: "xla", "pallas_tpu", "pallas_gpu", or None for
+        the one recorded as fastest. Streams always use "xla".
 
     Raises:
-      ValueError: an unknown name, an override that the rule does not take, or choices that clash.
+      ValueError: a name is unknown, the rule does not accept an override, or choices conflict.
     """
 
     rule: str = "atlas"
@@ -108,10 +107,10 @@ class MemoryConfig:
             )
 
     def build(self) -> rules.Rule | CachedRule:
-        """The named rule with the overrides that are not None: a `MemoryRule` or `SoftmaxRule`; with caching a `CachedRule`.
+        """The named rule with all overrides that are not None: a `MemoryRule` or `SoftmaxRule`, or with caching a `CachedRule`.
 
         Raises:
-          ValueError: as the class says; a refused override is named together with the rule and what the rule does take.
+          ValueError: as for the class. For a rejected override the message lists the overrides that the rule accepts.
         """
         factory = resolve("memory rule", self.rule, rules.REGISTRY)
         parameters = inspect.signature(factory).parameters
@@ -142,7 +141,7 @@ class MemoryConfig:
         parameters: Mapping[str, inspect.Parameter],
         arguments: dict[str, Any],
     ) -> None:
-        """Put the structure or feature map into `arguments`, if it or one of its own fields is overridden."""
+        """Adds the structure or feature map to `arguments` if it or one of its fields is overridden."""
         given = {name: getattr(self, name) for name in (part, *fields) if getattr(self, name) is not None}
         if not given:
             return
@@ -160,7 +159,7 @@ class MemoryConfig:
         arguments[part] = dataclasses.replace(value, **{fields[field]: x for field, x in given.items()})
 
     def overrides(self) -> tuple[str, ...]:
-        """Names of the fields that this rule can override."""
+        """Names of the fields that can override this rule's values."""
         parameters = inspect.signature(resolve("memory rule", self.rule, rules.REGISTRY)).parameters
         names = [field for field, parameter in _RULE_FIELDS.items() if parameter in parameters]
         if "structure" in parameters:

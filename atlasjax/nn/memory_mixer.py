@@ -1,4 +1,4 @@
-"""The memory as a layer: projections, short convolutions and gates around `atlasjax.memory`."""
+"""A memory as a layer: projections, short convolutions and gates around `atlasjax.memory`."""
 
 import dataclasses
 import functools
@@ -20,13 +20,12 @@ from atlasjax.nn.partition import mesh_partition
 
 
 class MemoryMixerState(NamedTuple):
-    """What the mixer carries from call to call; its size does not depend on how much was read (where everything is kept: on how
-    much may be read).
+    """The streaming state. Its size does not depend on the number of tokens read, or is set by max_length if all are kept.
 
     Attributes:
       conv: the last conv_width − 1 projections, [batch, conv_width − 1, 2 + value_expansion, heads · head_dim], in the model's
         dtype.
-      memory: the memory, float32.
+      memory: the memory's state, float32.
     """
 
     conv: jax.Array
@@ -34,10 +33,10 @@ class MemoryMixerState(NamedTuple):
 
 
 def memory_params(rule: memory.Rule, key: jax.Array, num_heads: int, key_dim: int, value_dim: int, start: Any) -> Any:
-    """`memory.init_params` with every array a Param; weights start at `start` [heads] times their scale."""
+    """`memory.init_params` with every array as a Param and the weights multiplied by `start` [heads]."""
     initial = memory.init_params(rule, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
     scaled = {name: w * jnp.asarray(start, w.dtype)[:, None, None] for name, w in initial.weights.items()}
-    # Any: the parameters are declared with arrays, and hold the Params that stand for them.
+    # Any: the fields are declared as arrays but hold Params.
     weights: Any = {name: param(w, "heads", "memory_out", "memory_in") for name, w in scaled.items()}
     if isinstance(initial, memory.SoftmaxParams):
         return dataclasses.replace(initial, weights=weights)
@@ -47,16 +46,16 @@ def memory_params(rule: memory.Rule, key: jax.Array, num_heads: int, key_dim: in
 
 
 def memory_norm(rule: Any, state: Any) -> jax.Array | None:
-    """The size of a memory, to be watched: of its weights the largest ‖W‖_F / √rows, which `memory.Bound.weight_norm` limits.
+    """The size of a memory, for monitoring: the largest ‖W‖_F / √rows over its weights, which `memory.Bound.weight_norm` limits.
 
-    Of a cached rule, that of the memory that is being written.
+    For a cached rule, it is the size of the memory that is being written.
 
     Args:
       rule: the memory rule.
-      state: as `memory.scan` returns it.
+      state: as returned by `memory.scan`.
 
     Returns:
-      float32 [batch, heads], through which no gradient flows; None for a softmax memory, whose reads are averages of its cache.
+      float32 [batch, heads], without gradient. None for a softmax memory, whose reads are averages of its cache.
     """
     if isinstance(rule, memory.CachedRule):
         return memory_norm(rule.rule, state.online)
@@ -65,7 +64,7 @@ def memory_norm(rule: Any, state: Any) -> jax.Array | None:
     weights = jax.lax.stop_gradient(rule.weights(state.memory)).values()
 
     def one(w: jax.Array) -> jax.Array:
-        largest = jnp.max(jnp.abs(w), axis=(-2, -1))  # apart, since its square could overflow
+        largest = jnp.max(jnp.abs(w), axis=(-2, -1))  # factored out, because its square could overflow
         unit = w / jnp.where(divisible(largest), largest, 1.0)[..., None, None]
         return largest * jnp.sqrt(jnp.sum(unit * unit, axis=(-2, -1)) / w.shape[-2])
 
@@ -73,22 +72,22 @@ def memory_norm(rule: Any, state: Any) -> jax.Array | None:
 
 
 class MemoryHeads(nnx.Module):
-    """A memory for each head with its projections, up to what is read: for `MemoryMixer` and for hybrids.
+    """One memory per head with its projections, without the output projection. Used by `MemoryMixer` and by hybrids.
 
         q, k, v = SiLU(conv(x W_qkv)),  q and k of unit length            as in DeltaNet
         y_t     = M_t(φ(q_t)),  M_t the memory after writing (k_t, v_t)   `memory.scan`, gates from x
 
-    v starts at about unit length: the targets' scale is the scale that a memory's weights must grow to, and with them the
-    curvature that limits the step size.
+    At initialization v has about unit length. The scale of the targets is the scale that the memory's weights must reach, and it
+    determines the curvature that limits the step size.
 
     Args:
       config: dim, num_heads, head_dim, value_expansion, conv_width, dtype and memory.
-      output_gate: also project SiLU(x W_gate), of y's shape.
+      output_gate: whether to project an output gate SiLU(x W_gate) too, of y's shape.
       similar_keys: see `gates.initial_gates`.
       rngs: source of the initial values.
 
     Raises:
-      ValueError: values wider than keys for a memory with a residual.
+      ValueError: values are wider than keys, but the memory has a residual.
     """
 
     def __init__(self, config: ModelConfig, *, output_gate: bool = False, similar_keys: bool = False, rngs: nnx.Rngs):
@@ -103,7 +102,7 @@ class MemoryHeads(nnx.Module):
                 f"ModelConfig: value_expansion={expansion} needs a memory without a residual; rule {config.memory.rule!r} has "
                 f"{self.rule.structure!r}, which adds its input to its output."
             )
-        # q, k, v and output gate in one product; v and the gate are `expansion` times as wide as q and k.
+        # q, k, v and output gate in one matmul; v and the gate are `expansion` times as wide as q and k.
         scales = [1.0, 1.0] + [config.value_dim**-0.5] * expansion + [1.0] * (expansion if output_gate else 0)
         self.inputs = Linear((dim, len(scales), inner), ("embed", None, "heads"), rngs=rngs)
         self.inputs.kernel[...] = self.inputs.kernel[...] * jnp.array(scales)[:, None]
@@ -117,7 +116,7 @@ class MemoryHeads(nnx.Module):
         )
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> MemoryMixerState:
-        """The state before the first token: a fresh memory, an empty convolution. `max_length`: see `memory.init_state`."""
+        """The state before the first token. `max_length`: see `memory.init_state`."""
         fresh = memory.init_state(self.rule, values(self.memory), batch_size=batch_size, max_length=max_length)
         return MemoryMixerState(self.conv.init_state(batch_size, self.dtype), fresh)
 
@@ -128,12 +127,12 @@ class MemoryHeads(nnx.Module):
 
         Args:
           x: the layer input, [batch, time, dim], in the model's dtype.
-          segment_ids: integers ≥ 0, [batch, time]; neither memory nor convolution reaches over a change of the id.
-          max_segments: static bound on the segments of a row; needed under jit with `segment_ids`.
+          segment_ids: integers ≥ 0, [batch, time]. Memory and convolution restart where the id changes.
+          max_segments: static bound on the number of segments in a row. Required under jit with `segment_ids`.
 
         Returns:
-          y and the output gate, both [batch, time, heads, value_dim]; an empty array without a gate. And the `memory_norm` after
-          the last token.
+          y and the output gate, both [batch, time, heads, value_dim] (the gate is an empty array if there is none), and the
+          `memory_norm` after the last token.
         """
         q, k, v, gate, _ = self._project(x, self.conv.init_state(x.shape[0], x.dtype), segment_ids)
         y, after = memory.scan(
@@ -144,7 +143,7 @@ class MemoryHeads(nnx.Module):
         return y, gate, memory_norm(self.rule, after)
 
     def scan_from(self, x: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, jax.Array, MemoryMixerState]:
-        """The next piece of a sequence, any time ≥ 1; one token goes through `memory.step`. y, the gate, and the next state."""
+        """y, the output gate and the next state for the next piece of a sequence (time ≥ 1). One token uses `memory.step`."""
         q, k, v, gate, conv = self._project(x, state.conv, None)
         gates, params = self.gates(x), values(self.memory)
         if x.shape[1] == 1:
@@ -158,7 +157,7 @@ class MemoryHeads(nnx.Module):
     def _project(
         self, x: jax.Array, conv_state: jax.Array, segment_ids: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """q, k: [batch, time, heads, key_dim]; v and the output gate: [.., value_dim]; and the convolution's next state."""
+        """q, k [batch, time, heads, key_dim]; v, output gate [batch, time, heads, value_dim]; the convolution's next state."""
         inputs = self.inputs(x)
         streams = self.conv.kernel[...].shape[1]
         mixed, conv_state = self.conv(inputs[:, :, :streams], conv_state, segment_ids)
@@ -176,17 +175,17 @@ class MemoryHeads(nnx.Module):
 
 
 class MemoryMixer(MemoryHeads):
-    """Tokens write to and read from a memory, per head.
+    """Tokens write to and read from one memory per head.
 
-        out = (RMSNorm(y) ⊙ SiLU(x W_gate)) W_out        y of `MemoryHeads`; one norm for each head
+        out = (RMSNorm(y) ⊙ SiLU(x W_gate)) W_out        y of `MemoryHeads`; one norm per head
 
     Args:
-      config: as `MemoryHeads`; norm_eps and output_scale.
+      config: as for `MemoryHeads`, and norm_eps, output_scale.
       similar_keys: see `gates.initial_gates`.
       rngs: source of the initial values.
 
     Raises:
-      ValueError: values wider than keys for a memory with a residual.
+      ValueError: values are wider than keys, but the memory has a residual.
     """
 
     def __init__(self, config: ModelConfig, *, similar_keys: bool = False, rngs: nnx.Rngs):
@@ -197,18 +196,18 @@ class MemoryMixer(MemoryHeads):
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> jax.Array:
-        """Whole sequences from a fresh memory: [batch, time, dim] → [batch, time, dim]; see `MemoryHeads.scan`."""
+        """Whole sequences from a fresh memory: [batch, time, dim] → [batch, time, dim]. See `MemoryHeads.scan`."""
         return self.observe(x, segment_ids, max_segments)[0]
 
     def observe(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """As `__call__`, and the `memory_norm` [batch, heads] after the last token."""
+        """Like `__call__`, and also returns the `memory_norm` [batch, heads] after the last token."""
         y, gate, norm = self.scan(x, segment_ids, max_segments)
         return self._output(y, gate), norm
 
     def extend(self, x: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, MemoryMixerState]:
-        """The next piece of a sequence, any time ≥ 1."""
+        """The output for the next piece of a sequence (time ≥ 1) and the next state."""
         y, gate, state = self.scan_from(x, state)
         return self._output(y, gate), state
 

@@ -1,7 +1,7 @@
-"""The one interface of everything that mixes tokens, and the list of what there is.
+"""The interface of token mixers, and the table of the library's mixers.
 
-A mixer is one class with these three methods, and a fourth, `observe`, where it has a memory to watch. The library's have a line of
-`MIXERS`; one of a user's own is given to `ModelConfig` as it is, or as "package.module:Class".
+A mixer is a class with three methods, and a fourth, `observe`, if its memory is to be monitored. The library's mixers are listed in
+`MIXERS`. A mixer of your own is passed to `ModelConfig` as a class or as "package.module:Class".
 """
 
 from typing import Any, Protocol, cast, runtime_checkable
@@ -20,47 +20,50 @@ from atlasjax.nn.memory_mixer import MemoryMixer
 
 
 class Mixer(Protocol):
-    """An `nnx.Module` made by `Class(config, rngs=rngs, **options)` of a `ModelConfig` and its `mixer_options`.
+    """An `nnx.Module` constructed by `Class(config, rngs=rngs, **options)` from a `ModelConfig` and its `mixer_options`.
 
-    Parameters are made by `atlasjax.nn.param`, which names their axes for sharding.
+    Create its parameters with `atlasjax.nn.param`, which names their axes for sharding.
     """
 
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> jax.Array:
-        """Whole sequences: [batch, time, dim] → [batch, time, dim]; token t sees tokens ≤ t of its own segment."""
+        """Whole sequences: [batch, time, dim] → [batch, time, dim]. Token t sees only tokens ≤ t of its own segment."""
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> Any:
         """The state before the first token: a pytree of arrays with the batch axis first.
 
         Args:
           batch_size: number of sequences.
-          max_length: the most tokens that will be read, for a state that keeps every token; others ignore it. Tokens beyond it
-            get NaN.
+          max_length: maximum number of tokens that will be read, for a state that keeps every token. Other mixers ignore it.
+            Outputs beyond it are NaN.
 
         Raises:
           ValueError: max_length is None and the state keeps every token.
         """
 
     def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """The next piece [batch, time ≥ 1, dim]; any cutting of a sequence into pieces gives what `__call__` gives."""
+        """The output for the next piece [batch, time ≥ 1, dim], and the next state.
+
+        However a sequence is split into pieces, the outputs are those of `__call__` on the whole sequence, up to rounding.
+        """
 
 
 @runtime_checkable
 class ObservedMixer(Mixer, Protocol):
-    """A mixer with a memory that may grow without bound, so that training watches its size."""
+    """A mixer with a memory that may grow without bound, so that training monitors its size."""
 
     def observe(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """As `__call__`, and the size of the memory after the last token, float32 [batch, heads], through which no gradient flows
-        (`memory_mixer.memory_norm`); None where this memory has none."""
+        """Like `__call__`, and also returns the size of the memory after the last token (`memory_mixer.memory_norm`): float32
+        [batch, heads], without gradient, or None if this memory has no such size."""
 
 
 def observe(
     mixer: Mixer, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """What a mixer gives for whole sequences, and the size of its memory, [batch, heads], if it has one to watch."""
+    """A mixer's output for whole sequences, and the size of its memory [batch, heads], or None if there is none to monitor."""
     if isinstance(mixer, ObservedMixer):
         return mixer.observe(x, segment_ids, max_segments)
     return mixer(x, segment_ids, max_segments), None
@@ -95,10 +98,10 @@ MIXERS: dict[str, type] = {
 
 
 def make_mixer(name: str, config: ModelConfig, *, rngs: nnx.Rngs) -> Mixer:
-    """The mixer of that name: of `MIXERS`, or "package.module:Class".
+    """Creates a mixer from a name in `MIXERS`, or from "package.module:Class".
 
     Raises:
-      ValueError: no such mixer, or a config or options that it cannot be made with.
+      ValueError: the mixer is unknown, is not a `Mixer`, or rejects the config or options.
     """
     made = resolve("mixer", name, MIXERS)
     options = config.mixer_options if ":" in name else "{}"

@@ -1,4 +1,4 @@
-"""The language model: stacked layers run by `lax.scan`, in parallel over a sequence or as a stream."""
+"""The language model: stacked layers run by `lax.scan`, in parallel over the sequence or streaming."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from atlasjax.nn.mixers import make_mixer, observe
 from atlasjax.nn.parameters import normal, param
 from atlasjax.nn.partition import read_table, split_batch
 
-Norms = tuple[jax.Array | None, ...]  # the size of each layer's memory
+Norms = tuple[jax.Array | None, ...]  # each layer's `memory_norm`
 
 _NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
 _FFNS: dict[str, type[SwiGLU | GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
@@ -27,10 +27,10 @@ def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
 
 
 class Layer(nnx.Module):
-    """x + mixer(norm(x)), then x + ffn(norm(x)); without the second part, or without norm and residual, as the config says.
+    """x + mixer(norm(x)), then x + ffn(norm(x)). The config may drop the second part (`ffn`), or norm and residual (`block`).
 
     Args:
-      config: the model's.
+      config: the model's config.
       mixer: name of the mixer.
       rngs: source of the initial values.
     """
@@ -47,20 +47,20 @@ class Layer(nnx.Module):
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
     ) -> jax.Array:
-        """[batch, time, dim] → [batch, time, dim]; `dropout_keys` as in `LanguageModel`."""
+        """[batch, time, dim] → [batch, time, dim]. `dropout_keys`: see `LanguageModel.__call__`."""
         return self.observe(x, segment_ids, max_segments, dropout_keys)[0]
 
     def observe(
         self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
     ) -> tuple[jax.Array, Norms]:
-        """As `__call__`, and of this one layer what `mixers.observe` tells of its memory."""
+        """Like `__call__`, and also returns the memory size from `mixers.observe`, as a tuple of one."""
         graphdef, params = nnx.split(self, nnx.Param)
 
         def run(params: Any, x: jax.Array, keys: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
             layer = nnx.merge(graphdef, params)
             return layer._around(lambda y: observe(layer.mixer, y, segment_ids, max_segments), x, keys)
 
-        # A layer is the body of a scan, which cannot be merged with its recomputation.
+        # prevent_cse is not needed: the layer is the body of a scan, where XLA cannot merge it with its recomputation.
         x, norm = (jax.checkpoint(run, prevent_cse=False) if self.remat else run)(params, x, dropout_keys)
         return x, (norm,)
 
@@ -69,7 +69,7 @@ class Layer(nnx.Module):
         return self.mixer.init_state(batch_size, max_length)
 
     def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """The next piece of a sequence, and the mixer's next state."""
+        """The output for the next piece of a sequence, and the mixer's next state."""
         return self._around(lambda y: self.mixer.extend(y, state), x)
 
     def _around(
@@ -85,7 +85,7 @@ class Layer(nnx.Module):
 
 
 class Pattern(nnx.Module):
-    """Layers with different mixers, one after another: one repetition of a pattern, in the place of a `Layer`."""
+    """One repetition of a pattern: consecutive layers with different mixers, used in place of a `Layer`."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.size = len(config.pattern)
@@ -95,7 +95,7 @@ class Pattern(nnx.Module):
     def observe(
         self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
     ) -> tuple[jax.Array, Norms]:
-        """As a `Layer`, and of each layer what it tells of its memory."""
+        """Like `Layer.observe`, with the memory size of each layer of the pattern."""
         norms: Norms = ()
         for i, layer in enumerate(self._layers()):
             keys = None if dropout_keys is None else jax.vmap(lambda key, i=i: jax.random.fold_in(key, i))(dropout_keys)
@@ -108,7 +108,7 @@ class Pattern(nnx.Module):
         return tuple(layer.init_state(batch_size, max_length) for layer in self._layers())
 
     def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """The next piece of a sequence, and the mixers' next states."""
+        """The output for the next piece of a sequence, and the mixers' next states."""
         states = []
         for layer, before in zip(self._layers(), state, strict=True):
             x, after = layer.extend(x, before)
@@ -120,7 +120,7 @@ class Pattern(nnx.Module):
 
 
 def _stack_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer | Pattern:
-    """All layers as one `Layer`, or all repetitions as one `Pattern`, whose every parameter has a leading axis "layers"."""
+    """All layers as one `Layer`, or all repetitions as one `Pattern`. Every parameter gets a leading axis "layers"."""
 
     def make(key: jax.Array) -> Layer | Pattern:
         rngs = nnx.Rngs(params=key)
@@ -129,7 +129,7 @@ def _stack_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer | Pattern:
     one = nnx.eval_shape(lambda: make(jax.random.key(0)))
     init = lambda key: nnx.split(make(key), nnx.Param)[1]
     keys = jax.random.split(rngs.params(), config.num_layers // len(config.pattern))
-    # One compilation instead of one for every array, also when the model is made outside jit.
+    # One compilation instead of one per array, even if the model is created outside jit.
     stacked = jax.jit(lambda keys: jax.lax.map(init, keys))(keys)
     layers = nnx.merge(nnx.split(one, nnx.Param)[0], stacked)
     for _, variable in nnx.iter_graph(layers):
@@ -142,8 +142,8 @@ class PositionedCache(NamedTuple):
     """The cache of a model with learned positions.
 
     Attributes:
-      layers: the mixers' states, as the cache of a model without.
-      position: tokens read, and so the position of the next one, int32 [1, batch].
+      layers: the mixers' states, which are the whole cache of a model without learned positions.
+      position: number of tokens read, which is the position of the next token, int32 [1, batch].
     """
 
     layers: Any
@@ -153,22 +153,22 @@ class PositionedCache(NamedTuple):
 class LanguageModel(nnx.Module):
     """A decoder-only language model: memories that learn at test time (A §5), or other mixers, in a Llama-like block.
 
-    Pure use: `graphdef, params = nnx.split(model, nnx.Param)` once, `nnx.merge(graphdef, params)` inside jitted functions. There
-    is no other state: what is carried through time is the cache, an argument and a result.
+    To use it as a pure function, call `graphdef, params = nnx.split(model, nnx.Param)` once and `nnx.merge(graphdef, params)`
+    inside jitted functions. The model has no other state. The decoding cache is an explicit argument and result.
 
     Args:
       config: sizes, dtype and mixers.
-      rngs: source of the initial values ("params"). Projections are normal with variance 1 / fan-in, those that write to the
-        residual stream scaled by `config.output_scale`.
+      rngs: source of the initial values ("params"). Projections are normal with variance 1 / fan-in. Projections to the residual
+        stream are also scaled by `config.output_scale`.
 
     Raises:
-      ValueError: an unknown mixer, or a config that a mixer cannot be made with.
+      ValueError: a mixer is unknown or rejects the config.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.dtype = jnp.dtype(config.dtype)
-        scale = config.dim**-0.5  # logits of a tied head start with unit variance
+        scale = config.dim**-0.5  # logits of a tied head have unit variance at initialization
         self.embedding = param(normal(rngs, (config.vocab_size, config.dim), scale), "vocab", "embed")
         table = lambda size: param(normal(rngs, (size, config.dim), scale), None, "embed")
         self.positions = None if config.max_positions is None else table(config.max_positions)
@@ -187,19 +187,19 @@ class LanguageModel(nnx.Module):
         *,
         dropout_keys: jax.Array | None = None,
     ) -> jax.Array:
-        """Logits of the next token after every token, in parallel.
+        """Next-token logits at every position, in parallel.
 
         Args:
           tokens: integers [batch, time], time ≥ 1.
-          segment_ids: integers ≥ 0, [batch, time], for packed documents: where the id changes, everything starts afresh.
-          max_segments: static bound on the number of segments in a row; needed under jit with `segment_ids`.
-          dropout_keys: typed PRNG keys [batch], one for each row, for training with the config's dropout; None: no dropout.
+          segment_ids: integers ≥ 0, [batch, time], for packed documents. All state is reset where the id changes.
+          max_segments: static bound on the number of segments in a row. Required under jit with `segment_ids`.
+          dropout_keys: typed PRNG keys [batch], one per row, for training with the config's dropout. None: no dropout.
 
         Returns:
           float32 [batch, time, vocab_size].
 
         Raises:
-          TypeError, ValueError: an argument of wrong dtype or shape, or more tokens than there are learned positions.
+          TypeError, ValueError: an argument has a wrong dtype or shape, or there are more tokens than learned positions.
         """
         return self.logits(self.hidden(tokens, segment_ids, max_segments, dropout_keys=dropout_keys))
 
@@ -211,14 +211,14 @@ class LanguageModel(nnx.Module):
         *,
         dropout_keys: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[int, jax.Array]]:
-        """As `__call__`, and how large the memories are at the end of the sequences.
+        """Like `__call__`, and also returns the size of the memories at the end of the sequences.
 
         Returns:
-          The logits; and layer → float32 [heads], the largest `memory_norm` of the batch, for the layers that have one. No gradient
-          flows through it.
+          The logits; and layer → float32 [heads], the largest `memory_norm` in the batch, for the layers that have one, without
+          gradient.
         """
         hidden, norms = self._run(tokens, segment_ids, max_segments, dropout_keys)
-        # One maximum over a batch that may be split over devices, for all repetitions of a layer.
+        # The batch may be split over devices, so one maximum covers all repetitions of a layer.
         largest = [None if norm is None else jnp.max(norm, axis=1) for norm in norms]
         repetitions = self.config.num_layers // len(largest)
         by_layer = {
@@ -237,13 +237,13 @@ class LanguageModel(nnx.Module):
         *,
         dropout_keys: jax.Array | None = None,
     ) -> jax.Array:
-        """What the head reads, [batch, time, dim] in the model's dtype, after the final norm; arguments as in `__call__`."""
+        """The input of the head, after the final norm: [batch, time, dim] in the model's dtype. Arguments as in `__call__`."""
         return self._run(tokens, segment_ids, max_segments, dropout_keys)[0]
 
     def _run(
         self, tokens: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
     ) -> tuple[jax.Array, Norms]:
-        """As `hidden`, and what each layer of the pattern tells of its memory, [repetitions, batch, heads]."""
+        """Like `hidden`, and also returns the memory size of each layer of the pattern, [repetitions, batch, heads] or None."""
         _check_tokens(tokens, "LanguageModel")
         if segment_ids is not None and segment_ids.shape != tokens.shape:
             raise ValueError(
@@ -268,15 +268,15 @@ class LanguageModel(nnx.Module):
     def init_cache(self, batch_size: int, max_length: int | None = None) -> Any:
         """The cache before the first token: the mixers' states, every leaf [repetitions, batch, …].
 
-        With learned positions it is a `PositionedCache` of them.
+        With learned positions the states are wrapped in a `PositionedCache`.
 
         Args:
           batch_size: number of sequences, ≥ 1.
-          max_length: the most tokens that will be read, ≥ 1. It matters, and is needed, only where a mixer keeps every token;
-            all other states have a size that does not depend on how much is read. Logits of tokens beyond it are NaN.
+          max_length: maximum number of tokens that will be read, ≥ 1. It is used, and required, only if a mixer keeps every token.
+            The size of all other states does not depend on the number of tokens read. Logits of tokens beyond it are NaN.
 
         Raises:
-          ValueError: an argument out of its range, or no max_length where a mixer keeps every token.
+          ValueError: an argument is out of range, or max_length is None and a mixer keeps every token.
         """
         check.integer("init_cache", "batch_size", batch_size)
         check.integer("init_cache", "max_length", max_length, optional=True)
@@ -285,19 +285,19 @@ class LanguageModel(nnx.Module):
         return cache if self.positions is None else PositionedCache(cache, jnp.zeros((1, batch_size), jnp.int32))
 
     def extend(self, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        """Read the next tokens of a stream: prefill with any number of them, decode with one.
+        """Reads the next tokens of a stream: any number of tokens for prefill, one for decoding.
 
-        However a sequence is cut into calls, the logits are those of `__call__` on all of it, up to rounding.
+        However a sequence is split into calls, the logits are those of `__call__` on the whole sequence, up to rounding.
 
         Args:
           tokens: integers [batch, time], time ≥ 1.
-          cache: from `init_cache` or the last `extend`.
+          cache: from `init_cache` or the previous `extend`.
 
         Returns:
           logits float32 [batch, time, vocab_size], and the next cache, of the same size.
 
         Raises:
-          TypeError, ValueError: an argument of wrong dtype or shape.
+          TypeError, ValueError: an argument has a wrong dtype or shape.
         """
         _check_tokens(tokens, "extend")
         batch = {leaf.shape[1] for leaf in jax.tree.leaves(cache)}
@@ -319,7 +319,7 @@ class LanguageModel(nnx.Module):
         return self.logits(self.norm(x)), cache
 
     def check_length(self, length: int, where: str) -> None:
-        """Raise ValueError, which begins with `where`, if there are learned positions for fewer than `length` tokens."""
+        """Raises ValueError if `length` exceeds the number of learned positions. The message starts with `where`."""
         longest = self.config.max_positions
         if longest is not None and length > longest:
             raise ValueError(
@@ -327,7 +327,7 @@ class LanguageModel(nnx.Module):
             )
 
     def _positions(self, tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array | None:
-        """Each token's place in its sequence or segment, int32 [batch, time]; None without learned positions."""
+        """Position of each token in its sequence or segment, int32 [batch, time]. None without learned positions."""
         if self.positions is None:
             return None
         if segment_ids is not None:
@@ -345,7 +345,7 @@ class LanguageModel(nnx.Module):
     def _dropout_keys(
         self, tokens: jax.Array, dropout_keys: jax.Array | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
-        """The keys [batch] of the embedding and those of the layers, [repetitions, batch]; None where nothing is dropped."""
+        """Keys [batch] for the embedding and [repetitions, batch] for the layers. None without dropout."""
         if dropout_keys is None or not self.config.dropout:
             return None, None
         if not jnp.issubdtype(dropout_keys.dtype, jax.dtypes.prng_key) or dropout_keys.shape != tokens.shape[:1]:

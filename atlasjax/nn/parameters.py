@@ -1,4 +1,4 @@
-"""Parameters that know the logical names of their axes."""
+"""Parameters with logical axis names."""
 
 from typing import Any
 
@@ -7,20 +7,27 @@ import jax.numpy as jnp
 from flax import nnx
 
 AXES = ("layers", "vocab", "embed", "mlp", "heads", "conv", "rank", "memory_in", "memory_out")
-"""Legend of logical axes.
+"""Logical axis names.
 
-layers: the stacked layers · vocab: tokens of the vocabulary · embed: the residual stream · mlp: hidden width of SwiGLU ·
-heads: heads, heads × head_dim, or the inner channels of a state space model · conv: taps of a convolution · rank: the narrow side
-of a low-rank product, or a state space model's state · memory_in, memory_out: the two sides of a memory's matrix.
+layers: stacked layers · vocab: vocabulary · embed: width of the residual stream · mlp: hidden width of the feed-forward network ·
+heads: heads, heads × head_dim, or the inner channels of a state space model · conv: taps of a convolution · rank: the rank of a
+low-rank product, or the state of a state space model · memory_in, memory_out: the input and output side of a memory's matrix.
 An axis without a name (None) is never sharded.
 """
 
 
 def param(value: jax.Array, *axes: str | None) -> nnx.Param:
-    """An `nnx.Param` that names its axes in the metadata `logical_axes`.
+    """An `nnx.Param` with axis names in its metadata `logical_axes`.
 
-    Our own key, and not flax's `out_sharding`, because that one makes flax shard the value when the Param is created, by
-    whatever mesh is set then. Here names are only names; `atlasjax.distributed` turns them into shardings.
+    Flax's own key `out_sharding` is not used, because with it flax shards the value on the current mesh when the Param is created.
+    Here the names have no effect until `atlasjax.distributed` turns them into shardings.
+
+    Args:
+      value: the initial value.
+      *axes: a name in `AXES`, or None, for each axis of `value`.
+
+    Raises:
+      ValueError: a name is not in `AXES`, or the number of names is wrong.
     """
     unknown = [axis for axis in axes if axis is not None and axis not in AXES]
     if unknown or len(axes) != value.ndim:
@@ -29,10 +36,10 @@ def param(value: jax.Array, *axes: str | None) -> nnx.Param:
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> jax.Array:
-    """Normal initial values of standard deviation `scale`, float32."""
+    """Normal initial values with standard deviation `scale`, float32."""
     return scale * jax.random.normal(rngs.params(), shape, jnp.float32)
 
 
 def values(tree: Any) -> Any:
-    """A pytree of Params as the same pytree of their arrays."""
+    """The same pytree with the array of each Param in its place."""
     return jax.tree.map(lambda p: p[...], tree, is_leaf=lambda x: isinstance(x, nnx.Variable))

@@ -1,4 +1,4 @@
-"""How a model's kernels and tables are split over the mesh of the program that they are traced in."""
+"""How a model's kernels and tables are split over the mesh that is current while they are traced."""
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
@@ -8,9 +8,9 @@ from atlasjax.mesh_axes import BATCH_AXES, HEAD_AXES
 
 
 def mesh_partition(batch: int, heads: int) -> memory.Partition | None:
-    """The partition of the mesh around this trace (`jax.set_mesh`, a training step); None without one or inside a `shard_map`.
+    """The partition for the current mesh (`jax.set_mesh`, a training step). None without a mesh or inside a `shard_map`.
 
-    Axes of other names, and those that do not divide `batch` or `heads`, split nothing: their devices see the same call.
+    Axes with other names, and axes that do not divide `batch` or `heads`, split nothing: their devices make the same call.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or any(kind == AxisType.Manual for kind in mesh.axis_types):
@@ -19,7 +19,7 @@ def mesh_partition(batch: int, heads: int) -> memory.Partition | None:
 
 
 def _dividing(mesh: AbstractMesh, names: tuple[str, ...], size: int) -> tuple[str, ...]:
-    """Of the names those that are axes of the mesh and together divide a size."""
+    """The names that are axes of the mesh and whose sizes together divide `size`."""
     chosen = []
     for name in names:
         if name in mesh.axis_names and size % mesh.shape[name] == 0:
@@ -29,30 +29,31 @@ def _dividing(mesh: AbstractMesh, names: tuple[str, ...], size: int) -> tuple[st
 
 
 def read_table(table: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
-    """A table [entries, width] on the way to being read at some entries: its width whole, its entries split as they are stored.
+    """Constrains the sharding of a table [entries, width] before a lookup: the width is gathered, the entries stay split.
 
-    In a training step the width is stored split over an axis that also splits the batch. Without this the compiler takes the
-    tokens of all devices to the columns that a device holds, and in the backward pass every device gets the whole cotangent.
+    In a training step the stored width is split over an axis that also splits the batch. Without this constraint the compiler
+    sends the tokens of all devices to each device's columns, and in the backward pass every device gets the whole cotangent.
 
     Args:
-      table: of any dtype.
-      over: mesh axes that split the entries; those that the mesh around this trace has not, or that do not divide the entries,
-        split nothing.
+      table: [entries, width], any dtype.
+      over: mesh axes that split the entries. Axes that the current mesh does not have, or that do not divide the entries, split
+        nothing.
     """
     return _split_first(table, over)
 
 
 def split_batch(x: jax.Array) -> jax.Array:
-    """Activations [batch, …], their batch split over all axes that split a batch, and nothing else.
+    """Constrains the sharding of activations [batch, …]: only the batch is split, over all batch axes of the mesh.
 
-    Where the model begins this decides for all of it. Left to itself the compiler may split the residual stream's width over the
-    axis that splits the parameters' width, and then every device computes the memories of all sequences of that axis.
+    Applied at the model's input, this determines the sharding of all activations. Otherwise the compiler may split the width of
+    the residual stream over the axis that splits the width of the parameters, and then every device computes the memories of all
+    sequences of that axis.
     """
     return _split_first(x, BATCH_AXES)
 
 
 def _split_first(x: jax.Array, over: tuple[str, ...]) -> jax.Array:
-    """x with its first axis split over those of the mesh around this trace, and no other; x itself without a mesh."""
+    """x with its first axis split over the axes `over` of the current mesh, and no other axis split. x itself without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return x
