@@ -20,7 +20,7 @@ class Objective(Axis):
       uses_threshold: whether `loss` uses the gate `threshold`, a positive number for each token and head.
       has_target: claim: the loss is convex in `out` with its minimum at v. Step sizes are then bounded (`bounds.Bound`).
       gradient_is_error: claim: ∂ℓ/∂out = out − v. A matrix memory then has the delta rule's closed form.
-      gradient_is_value: claim: ∂ℓ/∂out = −v. A matrix memory is then linear attention, and chunks have no effect.
+      gradient_is_value: claim: ∂ℓ/∂out = −v. A matrix memory is then linear attention, without effect of the chunk size.
       removes: claim: the write is RWKV-7's (`RemoveAndReplace`), with its gates instead of a step size, and there is no loss.
     """
 

@@ -15,7 +15,7 @@ from pallas_kernels.newton_schulz import SCHEDULES, newton_schulz
 class Optimizer(Axis):
     """Base class of inner optimizers: (Δ_t, S_t) = update(S_{t−1}, g_t), and M_t = α_t M_{t−1} + Δ_t.
 
-    Subclasses implement `update`, and override `init` if S is not an array of zeros for each weight.
+    Subclasses implement `update`, and override `init` if S_0 is not zeros in the shapes of the weights.
 
     Attributes:
       has_momentum: whether `update` uses θ, the gate `momentum`.

@@ -14,8 +14,8 @@ the step size of the recurrence becomes
 
 For ℓ2, a_t is the squared error, and 1 + x_t/n_t is the fraction of the error, along its own direction, that remains at token t. It
 may be negative after an overshoot. η̄ keeps a single token from stepping past its target: for a matrix memory it means that
-η̄_t ‖φ(k_t)‖² ≤ step · (1 − θ_t). Both depend only on earlier tokens, so the rule stays causal. x_t depends only on values in the
-state, so streaming stays exact. Within a chunk x_t is linear in the steps before it: one unit lower-triangular system (`solve`).
+η̄_t ‖φ(k_t)‖² ≤ step · (1 − θ_t). Both use only the current and earlier tokens, so the rule stays causal. x_t needs only what a
+state holds, so streaming stays exact. Within a chunk x_t is linear in earlier steps: a unit lower-triangular system (`solve`).
 
 Why the memory cannot diverge (step ≤ 1; n = a; no momentum): consider a weight W in which the output is homogeneous of degree one.
 This holds for W1 always; for W2 under ReLU, and under GELU up to a bounded term. Then ⟨g_t, W_{t'}⟩ = a_t + ⟨∂ℓ/∂out, v − r⟩, where

@@ -122,7 +122,7 @@ class MemoryRule(Rule):
     @property
     def is_linear(self) -> bool:
         """Whether a matrix memory is written by W_t = W_{t−1} Diag(α_t) − (W_{t−1} r_t) s_tᵀ + v_t k_tᵀ, so that the block-parallel
-        form is exact and the chunk has no effect: linear attention and, with chunks of one token, the delta rules."""
+        form is exact and its block length has no effect: linear attention and, with chunks of one token, the delta rules."""
         if not self.structure.is_matrix or self.retention.has_map or self.window > 1 or self.is_sequential:
             return False
         if self.optimizer.has_momentum or not (self.optimizer.is_linear or self.optimizer.is_implicit):

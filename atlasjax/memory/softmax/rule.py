@@ -214,7 +214,7 @@ def _readers(structure: structures.Structure) -> list[str]:
 
         return structure.apply(linear, x, x if structure.residual else None, None)
 
-    # Traced and not run, because creating a rule must not initialize JAX's devices before `jax.distributed` does.
+    # Traced and not run, because creating a rule must not initialize devices before `jax.distributed.initialize`.
     jax.eval_shape(apply, jax.ShapeDtypeStruct((1, 1), jnp.float32))
     return found
 
