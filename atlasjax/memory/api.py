@@ -1,7 +1,7 @@
 """The functional API: `init_params`, `init_state`, `scan`, `step`, `read`, `reference`.
 
-Each checks its arguments once and calls the rule's method of the same name. A rule is a `MemoryRule`, a `SoftmaxRule`, whose memory
-is a cache of tokens, a `CachedRule`, which keeps the memories of earlier segments, or a `Rule` of your own.
+Each function checks its arguments once and calls the rule's method of the same name. A rule is a `MemoryRule`, a `SoftmaxRule` (its
+memory is a cache of tokens), a `CachedRule` (it also keeps the memories of earlier segments), or a user-defined `Rule`.
 """
 
 import functools
@@ -23,7 +23,7 @@ for _backend in PALLAS:
 
 
 def init_params(rule: Rule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
-    """Fresh learned parameters of a rule, `MemoryParams` or `SoftmaxParams`. Every leaf has the heads axis first.
+    """Initial learned parameters of a rule, `MemoryParams` or `SoftmaxParams`. The first axis of every leaf is heads.
 
     Args:
       rule: the rule.
@@ -46,13 +46,13 @@ def init_state(rule: Rule, params: Any, *, batch_size: int, max_length: int | No
 
     Args:
       rule: the rule.
-      params: what `init_params` gave (or a trained version of it).
+      params: parameters from `init_params`, possibly trained.
       batch_size: number of batch elements.
-      max_length: the most tokens that will be read; needed by what keeps everything: a softmax memory with a full cache, a
-        cached rule without a capacity.
+      max_length: maximum number of tokens that will be read. Required if the memory keeps every token or segment: a softmax
+        memory with a full cache, or a cached rule without a capacity.
 
     Raises:
-      ValueError: parameters of another rule; max_length missing where it is needed.
+      ValueError: the parameters belong to another rule, or max_length is missing where it is required.
     """
     check_rule(rule, "memory.init_state")
     sizes = {"batch_size": batch_size} | ({} if max_length is None else {"max_length": max_length})
@@ -78,38 +78,37 @@ def scan(
     partition: Partition | None = None,
     check_gates: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """Write and read a sequence: for every token, one step of the rule, then y_t = M_t(φ(q_t)).
+    """Writes and reads a sequence: for every token, one step of the rule, then y_t = M_t(φ(q_t)).
 
-    Cutting a sequence into calls at any places gives the outputs and the final state of one call. Batch elements and heads do
-    not influence each other. Works under jit, grad, vmap, shard_map and on meshes with explicit axes; the backward pass keeps one
-    memory for each chunk.
+    A sequence may be split into calls at any token: the outputs and the final state are those of a single call. Batch elements and
+    heads are independent. Works under jit, grad, vmap and shard_map, and on meshes with explicit axes. The backward pass stores one
+    memory per chunk.
 
     Args:
-      rule: the memory rule, static under jit; a `MemoryRule`, a `SoftmaxRule`, a `CachedRule` or a `Rule` of
-        your own.
+      rule: the memory rule, static under jit: a `MemoryRule`, `SoftmaxRule`, `CachedRule` or user-defined `Rule`.
       params: its learned parameters (`init_params`).
-      state: the memory so far; None for a fresh one (`init_state`), which is also faster: chunks are then aligned statically.
-      q: queries, [batch, time, heads, key_dim], floating point. Any length ≥ 1.
+      state: the current memory. None starts from a fresh one (`init_state`) and is faster, because chunks are aligned statically.
+      q: queries, [batch, time, heads, key_dim], floating point, time ≥ 1.
       k: keys, like q.
-      v: values, [batch, time, heads, value_dim], of q's dtype.
+      v: values, [batch, time, heads, value_dim], in q's dtype.
       gates: the gates that the rule uses (`MemoryRule.gate_channels`): numbers or float32 arrays that broadcast to
-        [batch, time, heads(, channels)]. `suggested_gates` has values to begin with.
-      segment_ids: optional integers ≥ 0, [batch, time]: where the id changes, a new segment starts with a fresh memory and a
-        fresh chunk, as if it were alone. The first segment goes on from `state` if it has the id of the state's last token.
-      max_segments: a static bound on the number of segments in a row; needed under jit. If a row has more, its outputs
-        without a place and its state are NaN.
-      implementation: "xla", "pallas_tpu" or "pallas_gpu" (kernels of `pallas_kernels`; no forward-mode derivative), "reference"
-        (the definition: slow), a registered one of your own (`register_backend`), or None: a kernel where one is recorded as faster
-        (`memory.fastest`), serves the call, and XLA need not split it over devices; else "xla".
-      partition: split the call over the devices of a mesh, batch elements and heads; a `MemoryRule` only. Kernels need it where
-        arrays are sharded and the call is not inside a `shard_map`; what XLA compiles it also partitions.
-      check_gates: check the gates' values: an error outside jit, a `checkify.check` under it.
+        [batch, time, heads(, channels)]. `suggested_gates` gives initial values.
+      segment_ids: optional integers ≥ 0, [batch, time]. Where the id changes, a new segment starts with a fresh memory and a new
+        chunk, as if it were alone. The first segment continues from `state` if its id is that of the state's last token.
+      max_segments: static bound on the number of segments per row, required under jit. If a row has more segments, its state and
+        the outputs that do not fit are NaN.
+      implementation: "xla"; "pallas_tpu" or "pallas_gpu" (kernels of `pallas_kernels`, without forward-mode derivatives);
+        "reference" (the definition, slow); or a backend registered with `register_backend`. None takes a kernel if one is recorded
+        as faster (`memory.fastest`) and supports the call, and XLA need not partition it over devices. Otherwise it takes "xla".
+      partition: splits batch elements and heads over the devices of a mesh; for a `MemoryRule` only. Kernels require it if arrays
+        are sharded and the call is not inside a `shard_map`. XLA partitions its own code without it.
+      check_gates: checks the values of gates: raises an error outside jit, and is a `checkify.check` under jit.
 
     Returns:
-      y: [batch, time, heads, value_dim], of q's dtype; and the new state, float32 (float64 for float64 inputs).
+      y [batch, time, heads, value_dim], in q's dtype, and the new state, float32 (float64 for float64 inputs).
 
     Raises:
-      TypeError, ValueError: an argument that does not fit, before anything is traced.
+      TypeError, ValueError: an invalid argument, detected before tracing.
     """
     where = "memory.scan"
     check_rule(rule, where)
@@ -148,21 +147,22 @@ def step(
     *,
     check_gates: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """One token: `scan` without the time axis, for decoding. Its cost does not depend on how much was read.
+    """Writes and reads one token, for decoding: `scan` without the time axis.
 
-    (A softmax memory costs one read of its cache, and a cached rule reads of its memories: sizes fixed when the state is made.)
+    The cost does not depend on the number of tokens read. A softmax memory reads its cache once, and a cached rule reads its
+    memories; both sizes are fixed when the state is created.
 
     Args:
-      rule, params, state: as in `scan`; the state is required.
+      rule, params, state: as in `scan`. The state is required.
       q, k: [batch, heads, key_dim]; v: [batch, heads, value_dim].
       gates: [batch, heads(, channels)].
       check_gates: as in `scan`.
 
     Returns:
-      y: [batch, heads, value_dim], and the new state.
+      y [batch, heads, value_dim], in q's dtype, and the new state.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit, before anything is traced.
+      TypeError, ValueError: an invalid argument, detected before tracing.
     """
     if state is None:
         raise ValueError("memory.step: state is None; start with memory.init_state.")
@@ -177,18 +177,18 @@ def step(
 
 
 def read(rule: Rule, params: Any, state: Any, q: jax.Array, connector: jax.Array | None = None) -> jax.Array:
-    """Look without writing: M_t(φ(q)) for any number of queries.
+    """Reads without writing: M_t(φ(q)) for any number of queries.
 
     Args:
-      rule, params, state: as in `scan`.
+      rule, params, state: as in `scan`. The state is required.
       q: [batch, time, heads, key_dim], floating point.
-      connector: u of a cached rule, like q; None: the queries.
+      connector: u of a cached rule, like q. None means the queries.
 
     Returns:
-      [batch, time, heads, value_dim], of q's dtype.
+      [batch, time, heads, value_dim], in q's dtype.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit, before anything is traced.
+      TypeError, ValueError: an invalid argument, detected before tracing.
     """
     where = "memory.read"
     check_rule(rule, where)
@@ -213,7 +213,7 @@ def reference(
     *,
     segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
-    """The definition: token by token, inner gradients from `jax.grad`. Slow; arguments and results as in `scan`."""
+    """The definition: token by token, with inner gradients from `jax.grad`. Slow. Arguments and results as in `scan`."""
     where = "memory.reference"
     check_rule(rule, where)
     gates = check.whole_gates(rule, gates, q, v, where)

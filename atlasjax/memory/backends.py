@@ -1,8 +1,8 @@
-"""What can run `memory.scan`: the rule's XLA engine, its definition, and for a `MemoryRule` kernels, in one ordered registry.
+"""The backends of `memory.scan` in one ordered registry: the rule's XLA engine, its definition, and kernels for a `MemoryRule`.
 
-A backend says itself which calls it does not serve, and where it is to be preferred to the XLA engine. `implementation` names one,
-by its name or as "package.module:object". None takes, on each platform, the first of the registry that is preferred there and
-serves the call, else "xla". Several backends may be of one platform.
+Each backend reports which calls it does not support, and where it is preferred to the XLA engine. `implementation` selects one by
+name or as "package.module:object". None takes, on each platform, the first registered backend that is preferred there and supports
+the call, otherwise "xla". A platform may have several backends.
 """
 
 from typing import Any, Protocol
@@ -16,13 +16,13 @@ from atlasjax.names import resolve
 
 
 class Backend(Protocol):
-    """A way to run `memory.scan`; register an instance with `register_backend`.
+    """A way to run `memory.scan`. Register an instance with `register_backend`.
 
     Attributes:
-      name: what `implementation` calls it.
-      platform: "cpu", "cuda", "rocm" or "tpu"; None: any.
-      is_partitioned: whether XLA splits it over the devices of a mesh by itself. A kernel is not; it runs on one device or inside
-        `shard_map` (`memory.Partition`).
+      name: its name in `implementation`.
+      platform: "cpu", "cuda", "rocm" or "tpu". None means any.
+      is_partitioned: whether XLA can partition it over the devices of a mesh. It cannot partition a kernel, which runs on one
+        device or inside `shard_map` (`memory.Partition`).
     """
 
     @property
@@ -37,7 +37,7 @@ class Backend(Protocol):
     def unserved(
         self, rule: MemoryRule, params: MemoryParams, state: MemoryState | None, q: jax.Array, packed: bool
     ) -> str | None:
-        """Why this cannot run a call, with the shapes that matter; None if it can.
+        """The reason why this backend cannot run a call, with the relevant shapes, or None if it can.
 
         Args:
           rule, params, state: as in `memory.scan`.
@@ -46,7 +46,7 @@ class Backend(Protocol):
         """
 
     def is_preferred(self, rule: MemoryRule, q: jax.Array, v: jax.Array) -> bool:
-        """Whether `implementation=None` should take this on its platform, for example because it was measured to be faster."""
+        """Whether `implementation=None` should take this backend on its platform, for example because it was measured as faster."""
 
     def scan(
         self,
@@ -60,7 +60,7 @@ class Backend(Protocol):
         segment_ids: jax.Array | None,
         max_segments: int | None,
     ) -> tuple[jax.Array, MemoryState]:
-        """The recurrence over a sequence; arguments as in `memory.scan`, already checked."""
+        """The recurrence over a sequence. Arguments as in `memory.scan`, already checked."""
 
 
 class _Everywhere:
@@ -96,7 +96,7 @@ def register_backend(backend: Backend) -> None:
     """Adds a backend at the end of the registry.
 
     Raises:
-      ValueError: the name is taken, or it lacks a part of `Backend`.
+      ValueError: the name is already registered, or a member of `Backend` is missing.
     """
     parts = ("name", "platform", "is_partitioned", "unserved", "is_preferred", "scan")
     missing = [part for part in parts if not hasattr(backend, part)]
@@ -108,16 +108,16 @@ def register_backend(backend: Backend) -> None:
 
 
 def backend_of(implementation: str) -> Backend:
-    """The backend of a name.
+    """The backend with a given name.
 
     Raises:
-      ValueError: there is none; the message suggests the nearest name.
+      ValueError: there is none. The message suggests the nearest name.
     """
     return resolve("implementation", implementation, BACKENDS)
 
 
 def needs_partition(implementation: str | None, rule: Any, q: jax.Array, v: jax.Array) -> bool:
-    """Whether a call may run what XLA cannot split over the devices of a mesh; arguments as in `memory.scan`."""
+    """Whether a call may run a backend that XLA cannot partition over the devices of a mesh. Arguments as in `memory.scan`."""
     if implementation is not None:
         return not backend_of(implementation).is_partitioned
     return rule.has_kernels and any(not b.is_partitioned and b.is_preferred(rule, q, v) for b in BACKENDS.values())
@@ -136,10 +136,10 @@ def run(
     *,
     max_segments: int | None,
 ) -> tuple[jax.Array, Any]:
-    """`memory.scan` by the backend of that name, or by the one that is best on the platform that the call is compiled for.
+    """Runs `memory.scan` on the named backend, or with None on the one preferred on the platform that the call is compiled for.
 
     Raises:
-      ValueError: the backend does not serve the call; the message says why.
+      ValueError: the backend does not support the call. The message says why.
     """
     packed = segment_ids is not None
     if implementation is not None:

@@ -1,13 +1,13 @@
-"""The arithmetic of one block of tokens of one head, without any per-token weight or gradient.
+"""The arithmetic of one block of tokens of one head, without forming a weight or a gradient for each token.
 
-A block gets the gradient factors of its tokens and of the window before them. Every inner gradient is an outer product,
-∇_W ℓ_i = left_i ⊗ input_i for each weight W, so with
+The inputs are the gradient factors of the block's tokens and of the window before them. Every inner gradient is an outer product,
+∇_W ℓ_i = left_i ⊗ input_i for each weight W. So with
 
     S_t = β_t S_0 + Σ_i D[t,i] ∇_i        M_t = a_t M_0 + s_t S_0 + Σ_i C[t,i] ∇_i        C = T_α D,  D = −T_θ diag(η) Γ
 
 a read is M_t h = a_t M_0 h + s_t S_0 h + Σ_i C[t,i] (input_i · h) left_i: masked matmuls, as in attention (the dual form).
-T_α[t,i] = α_{i+1} … α_t (t ≥ i), Γ[t,i] = γ_{t,t−i}. The products are formed by multiplication, not as exponentials of
-differences of logarithms: that is exact at α = 0 and θ = 0, values and derivatives, and can neither overflow nor divide by zero.
+T_α[t,i] = α_{i+1} … α_t (t ≥ i), Γ[t,i] = γ_{t,t−i}. The products are computed by multiplication, not as exponentials of
+differences of logarithms. So values and derivatives are exact at α = 0 and θ = 0, with no overflow and no division by zero.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Reads the queries of the block through `linear(name, h)`, h: [tokens, in] → [tokens, out].
+# Reads the block's queries, with weights applied by `linear(name, h)`, h: [tokens, in] → [tokens, out].
 Read = Callable[[Callable[[str, jax.Array], jax.Array]], jax.Array]
 
 
 class BlockGates(NamedTuple):
-    """Gates of a block of m tokens; E = tokens of the block and of the window before it.
+    """Gates of a block of m tokens. E counts the tokens of the block and of the window before it.
 
-    retention: [m], [m, D] or None (α = 1) · step_size: [m] · momentum: [m] or None (no momentum state) · gamma: Γ [m, E] ·
-    real: [m], 1 for tokens and 0 for padding. None where gates alone make padding a no-op (α = 1, θ = 1, η = 0, γ = 0): true for
-    Muon and plain gradient descent, but with momentum M_t = α_t M_{t−1} + S_t would add S_t again.
+    retention: [m], [m, D] or None (α = 1). step_size: [m]. momentum: [m] or None (no momentum state). gamma: Γ [m, E].
+    real: [m], 1 for tokens and 0 for padding. None if the gates of padding (α = 1, θ = 1, η = 0, γ = 0) suffice to make it a no-op.
+    They do for Muon and plain gradient descent, but with momentum M_t = α_t M_{t−1} + S_t would add S_t again.
     """
 
     retention: jax.Array | None
@@ -36,14 +36,14 @@ class BlockGates(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Gradient factors of one weight for E tokens: ∇_i = left[i] ⊗ inputs[i]; left [E, out], inputs [E, in]."""
+    """Gradient factors of one weight for E tokens, ∇_i = left[i] ⊗ inputs[i]: left [E, out], inputs [E, in]."""
 
     left: jax.Array
     inputs: jax.Array
 
 
 def dot(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """a @ b with inputs in the compute dtype and at least float32 accumulation and result."""
+    """a @ b with inputs in the compute dtype; accumulation and result are at least float32."""
     wide = jnp.promote_types(dtype, jnp.float32)
     return jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=wide)
 
@@ -53,12 +53,12 @@ def exact(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def divisible(x: jax.Array) -> jax.Array:
-    """Where x ≥ 0 can be divided by: zero and subnormal numbers, which hardware may take for zero, cannot."""
+    """Whether each x ≥ 0 is a valid divisor: neither zero nor subnormal, which hardware may flush to zero."""
     return x >= jnp.finfo(x.dtype).tiny
 
 
 def neighbours(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Even and odd entries of the first axis; the derivative is a concatenation, where that of slices would be padding."""
+    """Even and odd entries of the first axis. The derivative is a concatenation, whereas that of slices would be padding."""
     first, second = jax.lax.split(x.reshape(-1, 2, *x.shape[1:]), (1, 1), axis=1)
     return first[:, 0], second[:, 0]
 
@@ -70,13 +70,13 @@ def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
       decay: [m] or [m, channels].
 
     Returns:
-      from_start: [m, …], decay_0 … decay_t; pairwise: [m, m, …], decay_{i+1} … decay_t for t ≥ i, else 0.
+      from_start: decay_0 … decay_t, [m, …]; pairwise: decay_{i+1} … decay_t for t ≥ i, else 0, [m, m, …].
     """
     m = decay.shape[0]
     padding = (1 << (m - 1).bit_length()) - m
     start = jnp.pad(decay, ((0, padding), *((0, 0),) * (decay.ndim - 1)), constant_values=1.0)[:, None]
     products = jnp.ones_like(start)[:, None]  # [parts, 1, 1, …]: parts of one token each
-    while products.shape[0] > 1:  # two neighbouring parts become one
+    while products.shape[0] > 1:  # merges neighbouring parts
         (first, second), (start_first, start_second) = neighbours(products), neighbours(start)
         across = start_second[:, :, None] * first[:, -1:]
         above = jnp.concatenate([first, jnp.zeros_like(first)], axis=2)
@@ -88,10 +88,10 @@ def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @jax.custom_jvp
 def unit_lower_inverse(lower: jax.Array) -> jax.Array:
-    """(I + L)⁻¹ of a strictly lower triangular L [m, m], by halves: products only, the same arithmetic as substitution by blocks.
+    """(I + L)⁻¹ of a strictly lower triangular L [m, m], by recursive halving: only products, equivalent to block substitution.
 
-    The inverse of [[A, 0], [B, C]] is [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]. (XLA's own triangular solve of many small systems is far
-    slower, on CPUs as on accelerators.)
+    The inverse of [[A, 0], [B, C]] is [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]. XLA's own triangular solve of many small systems is far
+    slower, both on CPUs and on accelerators.
     """
     m = lower.shape[0]
     size = 1 << (m - 1).bit_length()
@@ -117,18 +117,18 @@ def _unit_lower_inverse_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array
 
 
 def window_matrix(gamma: jax.Array) -> jax.Array:
-    """Γ: [m, m + c − 1] from γ: [m, c]; row t holds γ_{t,j} at column t − j + c − 1, and zero elsewhere."""
+    """Γ [m, m + c − 1] from γ [m, c]. Row t holds γ_{t,j} in column t − j + c − 1, and zeros elsewhere."""
     m, c = gamma.shape
     if c == 1:
         return jnp.diag(gamma[:, 0])
-    # Rows of length E + 1 read back with length E move one column to the right at every row.
+    # Rows of length E + 1, reinterpreted as rows of length E, shift right by one more column in every row.
     width = m + c - 1
     padded = jnp.pad(gamma[:, ::-1], ((0, 0), (0, width + 1 - c)))
     return padded.reshape(-1)[: m * width].reshape(m, width)
 
 
 class Coefficients(NamedTuple):
-    """The tokens' memories as combinations of what the block starts with: see the head of this file."""
+    """The tokens' memories as combinations of the block's initial memory, momentum and gradients; see the module docstring."""
 
     momentum_start: jax.Array | None  # β_t
     momentum_gradients: jax.Array  # D[t, i]
@@ -138,10 +138,10 @@ class Coefficients(NamedTuple):
 
 
 class Decays(NamedTuple):
-    """Products of the decays of a block's tokens, scalar ones; without momentum or retention None.
+    """Products of the scalar decays of a block's tokens. None without momentum or retention.
 
-    momentum_start: β_t = θ_0 … θ_t · momentum: T_θ [m, m] · start: a_t = α_0 … α_t · pairwise: T_α [m, m], zero in columns of
-    padding · started: s_t, how often S_0 is in M_t.
+    momentum_start: β_t = θ_0 … θ_t, [m]. momentum: T_θ, [m, m]. start: a_t = α_0 … α_t, [m]. pairwise: T_α, [m, m], zero in the
+    columns of padding. started: s_t, the coefficient of S_0 in M_t, [m].
     """
 
     momentum_start: jax.Array | None
@@ -175,7 +175,7 @@ def coefficients(decays: Decays, gates: BlockGates) -> Coefficients:
 
 
 def outer_sum(weights: jax.Array, factors: Factors, dtype: jnp.dtype) -> jax.Array:
-    """Σ_i weights[i] left_i ⊗ input_i: [out, in]. The weights go to the narrower factor, which is less to multiply."""
+    """Σ_i weights[i] left_i ⊗ input_i, [out, in]. The narrower factor is multiplied by the weights."""
     left, inputs = factors
     if left.shape[1] <= inputs.shape[1]:
         left = left * weights[:, None]

@@ -1,4 +1,4 @@
-"""Checks of arguments that all families share, before anything is traced or compiled."""
+"""Checks of arguments shared by all families of rules, made before tracing and compilation."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _FLOATS = tuple(map(np.dtype, (jnp.bfloat16, np.float16, np.float32, np.float64)
 
 
 def check_arrays(where: str, **arguments: Any) -> None:
-    """Raises TypeError unless the leaves of all arguments are arrays that JAX takes; gates may be numbers. None is skipped."""
+    """Raises TypeError unless all leaves of the arguments are arrays that JAX accepts. Gates may be numbers. None is skipped."""
     for name, tree in arguments.items():
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             if name == "gates" and isinstance(leaf, int | float):
@@ -31,7 +31,7 @@ def check_arrays(where: str, **arguments: Any) -> None:
 
 
 def check_shape(name: str, x: Any, expected: tuple[int | str, ...], where: str) -> None:
-    """`expected` holds sizes, or names for sizes that are free."""
+    """Raises TypeError or ValueError unless x is an array of shape `expected`: sizes, or names of free sizes."""
     if not isinstance(x, ARRAYS):
         raise TypeError(f"{where}: {name} must be an array of shape {_pretty(expected)}, got {type(x).__name__}.")
     fits = len(x.shape) == len(expected) and all(
@@ -46,14 +46,14 @@ def _pretty(expected: tuple[int | str, ...]) -> str:
 
 
 def check_floating(name: str, x: Any, where: str) -> None:
-    if x.dtype not in _FLOATS:  # nor of another byte order
+    if x.dtype not in _FLOATS:  # another byte order is also refused
         raise TypeError(
             f"{where}: {name} must be floating point, got {x.dtype}; it may be {', '.join(map(str, _FLOATS))}."
         )
 
 
 def check_range(name: str, x: Any, low: int, high: int, where: str) -> None:
-    """Raises ValueError unless the integers of an array are in [low, high]; what is traced, or on other hosts, is not seen."""
+    """Raises ValueError unless all integers of an array are in [low, high]. Not for traced arrays and shards on other hosts."""
     if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
         return
     values = np.asarray(x)
@@ -63,11 +63,12 @@ def check_range(name: str, x: Any, low: int, high: int, where: str) -> None:
 
 
 def check_leaves(name: str, tree: Any, expected: Any, where: str) -> None:
-    """Raises unless the leaves of a tree are arrays like those expected, which have the same structure.
+    """Raises TypeError or ValueError unless the leaves of a tree have the expected shapes and dtypes.
 
     Args:
-      name: of the tree, for messages.
-      expected: shapes and dtypes; integers must have that dtype, other leaves must be floating point.
+      name: the tree's name, for messages.
+      expected: shapes and dtypes, in a tree of the same structure. Integer leaves must have exactly that dtype; others must be
+        floating point.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(expected)
     for (path, want), have in zip(flat, jax.tree.leaves(tree)):
@@ -79,16 +80,16 @@ def check_leaves(name: str, tree: Any, expected: Any, where: str) -> None:
             raise TypeError(f"{where}: {leaf} must be {want.dtype}, got {have.dtype}.")
 
 
-_VECTORS = ("connector", "removal_key")  # gates that are vectors, like keys: any floating point dtype does
+_VECTORS = ("connector", "removal_key")  # gates that are vectors, like keys; any floating-point dtype is allowed
 
 
 def whole_gates(rule: Any, gates: Any, q: Any, v: Any, where: str) -> Any:
-    """Gates with every axis: numbers and arrays that broadcast to [batch, time, heads(, channels)] become arrays of that shape.
+    """Broadcasts gates, given as numbers or arrays, to [batch, time, heads(, channels)].
 
-    What does not fit is left to the check of the call.
+    Gates that do not broadcast are returned unchanged and refused by the check of the call.
 
     Args:
-      rule: any rule; asked for `gate_channels`.
+      rule: any rule; only its `gate_channels` is used.
       gates: `Gates` of numbers and arrays.
       q, v: tokens, [..., heads, dim].
       where: the function's name, for messages.
@@ -118,14 +119,14 @@ def whole_gates(rule: Any, gates: Any, q: Any, v: Any, where: str) -> Any:
             )
         fits = len(gate.shape) <= len(shape) and all(a in (1, b) for a, b in zip(gate.shape[::-1], shape[::-1]))
         if tuple(gate.shape) == shape or not fits or (channels is not None and tuple(gate.shape) == lead):
-            return gate  # as it should be, or for the check to refuse: [batch, time, heads] has no axis of channels
+            return gate  # already complete, or for the check to refuse: [batch, time, heads] lacks the channel axis
         return jnp.broadcast_to(jnp.asarray(gate), shape)
 
     return Gates(**{name: whole(name, gate) for name, gate in gates._asdict().items()})
 
 
 def check_residual(structure: Any, key_dim: int, value_dim: int) -> None:
-    """Raises ValueError where a structure adds its input to an output of another size."""
+    """Raises ValueError if a structure has a residual and key_dim ≠ value_dim."""
     if structure.residual and key_dim != value_dim:
         raise ValueError(
             f"init_params: {structure!r} adds its input to its output, so key_dim must equal value_dim, "
@@ -136,11 +137,11 @@ def check_residual(structure: Any, key_dim: int, value_dim: int) -> None:
 def check_call(
     rule: Any, params: Any, state: Any, q: Any, k: Any, v: Any, gates: Any, *, time: bool, where: str
 ) -> None:
-    """Shapes, dtypes, and which gates are given.
+    """Checks shapes, dtypes, and which gates are given.
 
     Raises:
-      TypeError: not an array, or not floating point.
-      ValueError: a shape, a dtype or a gate that does not fit; the message names it, what it is and what it should be.
+      TypeError: an argument is not an array, or not floating point.
+      ValueError: a wrong shape, dtype or gate. The message names the argument, what it is and what it should be.
     """
     rule.check_params(params, where)
     num_heads, key_dim, value_dim = rule.sizes(params)
@@ -162,7 +163,7 @@ def check_call(
 
 
 def check_state(rule: Any, params: Any, state: Any, batch: int, heads: int, where: str) -> None:
-    """Raises where `state` is not a state of this rule with these parameters, this batch size and so many heads."""
+    """Raises TypeError or ValueError if `state` does not belong to this rule, these parameters, batch size and number of heads."""
     fresh = lambda params: rule.init_state(params, batch_size=batch, max_length=rule.max_length(state))
     expected = jax.eval_shape(fresh, params)
     if type(state) is not type(expected):
@@ -181,7 +182,7 @@ def _leaves(state: Any) -> str:
 
 
 def check_read(rule: Any, params: Any, state: Any, q: Any, where: str) -> None:
-    """Arguments of `memory.read`."""
+    """Checks the arguments of `memory.read`."""
     rule.check_params(params, where)
     num_heads, key_dim, _ = rule.sizes(params)
     shape = next((x.shape for x in jax.tree.leaves(state) if getattr(x, "ndim", 0) > 1), (1, 1))
@@ -192,7 +193,7 @@ def check_read(rule: Any, params: Any, state: Any, q: Any, where: str) -> None:
 
 
 def check_gates(expected: dict[str, int | None], gates: Any, lead: tuple[int | str, ...], where: str) -> None:
-    """Raises where the gates are not those of a rule, `gate_channels`, each [*lead(, channels)] and floating point."""
+    """Raises unless exactly the gates in `expected` (`gate_channels`) are given, each floating point and [*lead(, channels)]."""
     if not isinstance(gates, Gates):
         raise TypeError(f"{where}: gates must be memory.Gates, got {type(gates).__name__}.")
     for name, gate in gates._asdict().items():
@@ -213,13 +214,13 @@ def check_gates(expected: dict[str, int | None], gates: Any, lead: tuple[int | s
 def whole_segments(
     segment_ids: Any, max_segments: int | None, q: Any, where: str
 ) -> tuple[jax.Array | None, int | None]:
-    """Segment ids as int32, and the static bound on their number; `check_segments` first."""
+    """Segment ids as int32, and the static bound on their number, after `check_segments`."""
     most = check_segments(segment_ids, max_segments, q, where)
     return (None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)), most
 
 
 def check_segments(segment_ids: Any, max_segments: int | None, q: Any, where: str) -> int | None:
-    """The static bound on segments in a row: as given, or counted if `segment_ids` is a concrete array."""
+    """The static bound on the number of segments per row: the given one, or counted if `segment_ids` is a concrete array."""
     if segment_ids is None:
         if max_segments is not None:
             raise ValueError(f"{where}: max_segments={max_segments} is given without segment_ids.")
@@ -231,7 +232,7 @@ def check_segments(segment_ids: Any, max_segments: int | None, q: Any, where: st
     most = None
     if concrete:
         ids = np.asarray(segment_ids)
-        if ids.min() < 0 or ids.max() >= 2**31:  # they are kept in int32, in which others would meet
+        if ids.min() < 0 or ids.max() >= 2**31:  # ids are stored as int32, where larger ones would collide
             wrong = ids.min() if ids.min() < 0 else ids.max()
             raise ValueError(f"{where}: segment_ids must be ≥ 0 and below 2^31, got {wrong}.")
         most = int((ids[:, 1:] != ids[:, :-1]).sum(1).max()) + 1
@@ -260,7 +261,7 @@ _RANGES = {
 
 
 def check_gate_ranges(gates: Gates, where: str) -> None:
-    """Values of gates: an error for concrete arrays, a `checkify.check` for traced ones."""
+    """Checks the values of gates: raises an error for concrete arrays, and is a `checkify.check` for traced ones."""
     for name, gate in gates._asdict().items():
         if gate is None:
             continue

@@ -1,4 +1,4 @@
-"""`Gates`: what decides, for each token and head, how a rule writes."""
+"""`Gates`: the values that control, for each token and head, how a rule writes."""
 
 from typing import NamedTuple
 
@@ -8,18 +8,18 @@ Weights = dict[str, jax.Array]  # matrices of a memory by name
 
 
 class Gates(NamedTuple):
-    """Gates per token and head, [batch, time, heads] (without the time axis in `step`); None where the rule uses none.
+    """Gates per token and head, [batch, time, heads] (without the time axis in `step`). None for gates that the rule does not use.
 
-    Numbers, and arrays that broadcast to these shapes, such as [heads], will do. float32 or float64.
+    float32 or float64. Numbers, and arrays that broadcast to these shapes, such as [heads], are accepted.
 
     Attributes:
       retention: α ∈ [0, 1]; [batch, time, heads, D] for per-channel retention.
-      step_size: η ≥ 0; [batch, time, heads, value_dim] where the optimizer has one per channel.
+      step_size: η ≥ 0; [batch, time, heads, value_dim] for one step size per channel.
       momentum: θ ∈ [0, 1].
       window: γ ∈ [0, 1], [batch, time, heads, c]; entry j weighs the loss of token t − j.
       threshold: Huber's δ > 0.
       removal_key: RWKV-7's κ̂, [batch, time, heads, D].
-      removal: RWKV-7's rate a ∈ [0, 1] of removal, [batch, time, heads, D].
+      removal: RWKV-7's removal rate a ∈ [0, 1], [batch, time, heads, D].
       connector: u of a `CachedRule`, [batch, time, heads, key_dim].
     """
 

@@ -1,8 +1,8 @@
-"""Places of a call's tokens on a grid of chunks (or of segments, blocks, slots), and the way there and back.
+"""Layout of a call's tokens on a grid of chunks (or of segments, blocks, slots), and the conversion to and from it.
 
 A call may begin in the middle of a chunk, and packed segments restart the grid, so tokens are placed in slots. A slot is one chunk
-(padded to whole blocks), a token's offset in its slot is its position in its chunk, and the rest is padding without effect.
-`aligned_layout`, `streamed_layout` and `segmented_layout` say where each token goes; `lay` and `pick` bring it there and back.
+(padded to whole blocks). A token's offset in its slot is its position in its chunk, and the rest is padding without effect.
+`aligned_layout`, `streamed_layout` and `segmented_layout` assign the places; `lay` moves tokens there, and `pick` moves them back.
 """
 
 from typing import Any, NamedTuple
@@ -141,10 +141,10 @@ def lay(
     Args:
       x: the tokens.
       places: number of places, static.
-      place: [batch, time], the place of each token, all different; a token beyond the last place is dropped. None: token t has
-        place t, which is padding and not a scatter.
-      fill: what the other places hold.
-      held: [batch, n, …], what the first n places hold, with `place` only. Tokens overwrite it.
+      place: [batch, time], the place of each token, all distinct. A token beyond the last place is dropped. None puts token t in
+        place t, by padding instead of a scatter.
+      fill: value of empty places.
+      held: [batch, n, …], previous contents of the first n places, which tokens overwrite; only with `place`.
     """
     time, rest = x.shape[1], x.shape[2:]
     pad = lambda x: jnp.pad(x, ((0, 0), (0, places - x.shape[1]), *((0, 0),) * len(rest)), constant_values=fill)
@@ -166,18 +166,18 @@ def pick(y: jax.Array, time: int, place: jax.Array | None = None) -> jax.Array:
 def lay_chunks(
     x: jax.Array, count: int, size: int, place: jax.Array | None = None, fill: Any = 0.0, held: jax.Array | None = None
 ) -> jax.Array:
-    """`lay` in `count` chunks of `size` places: [batch, time, …] → [count, batch, size, …]."""
+    """`lay` for `count` chunks of `size` places: [batch, time, …] → [count, batch, size, …]."""
     y = lay(x, count * size, place, fill, held)
     return jnp.moveaxis(y.reshape(y.shape[0], count, size, *y.shape[2:]), 1, 0)
 
 
 def pick_chunks(y: jax.Array, time: int, place: jax.Array | None = None) -> jax.Array:
-    """The inverse of `lay_chunks`: [chunks, batch, size, …], all or the first of them, → [batch, time, …]."""
+    """The inverse of `lay_chunks`, from all chunks or the first ones: [chunks, batch, size, …] → [batch, time, …]."""
     y = jnp.moveaxis(y, 0, 1)
     return pick(y.reshape(y.shape[0], -1, *y.shape[3:]), time, place)
 
 
 def choose(condition: jax.Array, a: Any, b: Any) -> Any:
-    """Per batch element: leaves of `a` where the condition [batch] holds, else of `b`."""
+    """For each batch element, the leaves of `a` where the condition [batch] holds, otherwise those of `b`."""
     expand = lambda x: condition.reshape(-1, *(1,) * (x.ndim - 1))
     return jax.tree.map(lambda x, y: jnp.where(expand(y), x, y), a, b)

@@ -1,8 +1,8 @@
-"""Calls inside `jax.shard_map` and on meshes with explicit axes, as they are.
+"""Support for calls inside `jax.shard_map` and on meshes with explicit axes.
 
-Under `shard_map` JAX types each array by the mesh axes over which it varies, and a loop's carry must keep its type: a fresh memory,
-which varies over none, becomes one that varies as the tokens do. On a mesh with explicit axes each operation must know how its
-result is sharded; the engines leave that to the compiler, as on a mesh with automatic axes.
+Under `shard_map` JAX types each array by the mesh axes over which it varies, and a loop's carry must keep its type. A fresh memory
+varies over no axis, so it is first cast to vary like the tokens. On a mesh with explicit axes the sharding of every result must be
+known; the engines leave it to the compiler, as on a mesh with automatic axes.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def _varying(x: Any) -> frozenset[str]:
 
 
 def vary_like(tree: Any, *others: Any) -> Any:
-    """`tree`, varying over every manual mesh axis over which it or `others` vary; outside shard_map it is itself."""
+    """Casts `tree` to vary over every manual mesh axis over which it or `others` vary. No effect outside shard_map."""
     axes: set[str] = set()
     for leaf in jax.tree.leaves((tree, others)):
         axes |= _varying(leaf)
@@ -33,19 +33,20 @@ def vary_like(tree: Any, *others: Any) -> Any:
 
 
 def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, **options: Any) -> tuple[Any, Any]:
-    """`jax.lax.scan` with a carry that varies as the inputs do."""
+    """`jax.lax.scan` with a carry that varies over the same mesh axes as the inputs."""
     return jax.lax.scan(body, vary_like(init, xs), xs, **options)
 
 
 def on_any_mesh(call: Callable[..., Any], fresh_state: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A call `(params, state, q, …) → (y, state)` that runs under shard_map and on a mesh with explicit axes.
+    """Wraps a call `(params, state, q, …) → (y, state)` to run under shard_map and on a mesh with explicit axes.
 
     Args:
       call: the call.
-      fresh_state: params → a state of the structure and the shapes of the one that comes back, where none is given.
+      fresh_state: params → a state with the structure and shapes of the returned one, for calls without a state.
 
     Returns:
-      `call`. On a mesh with explicit axes its results are sharded like q: y in all axes, leaves of the state in batch and heads.
+      The wrapped call. On a mesh with explicit axes its results are sharded like q: y along all axes, the leaves of the state along
+      batch and heads.
     """
 
     def run(params: Any, state: Any, q: jax.Array, *rest: Any) -> Any:

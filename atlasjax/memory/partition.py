@@ -1,6 +1,6 @@
-"""A call split by hand over the devices of a mesh: batch elements and heads do not meet, so each device has a call of its own.
+"""Explicit partitioning of a call over the devices of a mesh, each with its own batch elements and heads, which are independent.
 
-What XLA compiles, it also partitions; a kernel it cannot look into, and so cannot split.
+XLA partitions the code that it compiles, but not kernels, which are opaque to it.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ from atlasjax.memory.rule import Rule
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """Which mesh axes split the batch, and which the heads; hashable, static under jit.
+    """The mesh axes that split the batch and the heads. Hashable, static under jit.
 
     Attributes:
-      mesh: the mesh of the arrays; every axis that is not named sees the same call.
+      mesh: the mesh of the arrays. The call is replicated over axes that are not named.
       batch: mesh axes over which the batch is split.
       heads: mesh axes over which the heads are split.
 
     Raises:
-      ValueError: an axis that the mesh has not, or that is named twice.
+      ValueError: an axis is not in the mesh, or is named twice.
     """
 
     mesh: Mesh | AbstractMesh
@@ -42,7 +42,7 @@ class Partition:
             )
 
     def check(self, batch: int, heads: int) -> None:
-        """Raises ValueError where the axes do not divide a size."""
+        """Raises ValueError if the batch or the number of heads is not divisible by the size of its axes."""
         for name, size, axes in (("batch", batch, self.batch), ("heads", heads, self.heads)):
             parts = math.prod(self.mesh.shape[axis] for axis in axes)
             if size % parts:
@@ -50,7 +50,7 @@ class Partition:
 
 
 def partitioned(partition: Partition, rule: Rule, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run(params, state, q, k, v, gates, segment_ids)` → (y, state), each device with its own batch elements and heads."""
+    """Wraps `run(params, state, q, k, v, gates, segment_ids)` → (y, state): each device runs its own batch elements and heads."""
     batch, heads = partition.batch or None, partition.heads or None
     tokens = PartitionSpec(batch, None, heads)
     of_state = lambda x: PartitionSpec(batch) if x.ndim == 1 else PartitionSpec(batch, heads)

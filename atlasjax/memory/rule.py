@@ -1,4 +1,4 @@
-"""`Rule`: what the functions of `atlasjax.memory` ask of a rule, whatever its memory is."""
+"""`Rule`: the interface that the functions of `atlasjax.memory` require of every rule."""
 
 import abc
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from atlasjax.memory.gates import Gates, Weights
 
 
 class Sizes(NamedTuple):
-    """Sizes of learned parameters. num_heads is None where they fit any number of heads."""
+    """Sizes of learned parameters. num_heads is None if they fit any number of heads."""
 
     num_heads: int | None
     key_dim: int
@@ -21,18 +21,18 @@ class Sizes(NamedTuple):
 
 
 class Rule(abc.ABC):
-    """A memory, how it is written and how it is read: frozen and hashable, static under `jax.jit`.
+    """A memory, and how it is written and read. Frozen and hashable, static under `jax.jit`.
 
-    `MemoryRule`, `SoftmaxRule` and `CachedRule` are the library's. One of your own, with a memory of another kind, inherits from
-    this class and runs in `memory.scan`, `step`, `read` and `reference`, which check the arguments and then call its methods.
-    Arguments and results are those of the functions of the same names. Leaves of a state are [batch] or [batch, heads, …].
+    The library has `MemoryRule`, `SoftmaxRule` and `CachedRule`. A user-defined rule with another kind of memory inherits from this
+    class and runs in `memory.scan`, `step`, `read` and `reference`, which check the arguments and call its methods. Arguments and
+    results are those of the functions of the same names. Leaves of a state are [batch] or [batch, heads, …].
 
-    `CachedRule` takes a rule with `cached_weights` and `read_cached`.
+    `CachedRule` accepts a rule that has `cached_weights` and `read_cached`.
     """
 
-    has_kernels: ClassVar[bool] = False  # whether registered backends are asked besides "xla" and "reference"
+    has_kernels: ClassVar[bool] = False  # whether backends other than "xla" and "reference" are considered
     has_connector: ClassVar[bool] = False  # whether `read` takes a connector
-    # Choices of a `CachedRule` that this rule does not allow → why.
+    # Choices of a `CachedRule` that this rule does not allow → the reason.
     caching_limits: ClassVar[Mapping[str, str]] = {
         'aggregation="soup"': 'is not supported for this rule: its reads cannot mix weights. Use "grm".'
     }
@@ -43,11 +43,11 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def sizes(self, params: Any) -> Sizes:
-        """The sizes with which `params` were made."""
+        """The sizes for which `params` were initialized."""
 
     @abc.abstractmethod
     def init_params(self, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
-        """Fresh learned parameters: a pytree whose leaves have the heads axis first."""
+        """Initial learned parameters: a pytree in which the first axis of every leaf is heads."""
 
     @abc.abstractmethod
     def init_state(self, params: Any, *, batch_size: int, max_length: int | None = None) -> Any:
@@ -69,8 +69,8 @@ class Rule(abc.ABC):
     ) -> tuple[jax.Array, Any]:
         """The recurrence over a sequence, compiled by XLA.
 
-        lengths: given by a `CachedRule` only, [batch]: how many tokens of each row there are. The others are not written, and
-          nothing is read of their outputs.
+        lengths: [batch], number of tokens in each row; given only by a `CachedRule`. The other tokens are not written, and their
+          outputs are not used.
         """
 
     @abc.abstractmethod
@@ -79,7 +79,7 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def read(self, params: Any, state: Any, q: jax.Array) -> jax.Array:
-        """Look without writing. Where `has_connector`, it has a fourth argument."""
+        """Reads without writing. With `has_connector` there is a further argument `connector`."""
 
     @abc.abstractmethod
     def reference(
@@ -96,34 +96,34 @@ class Rule(abc.ABC):
 
     @property
     def chunk_size(self) -> int:
-        """Tokens whose gradients are taken at one memory."""
+        """Number of consecutive tokens whose gradients are taken at the same memory."""
         return 1
 
     @property
     def has_constant_gradient(self) -> bool:
-        """Whether chunks have no effect."""
+        """Whether the chunk size has no effect."""
         return self.chunk_size == 1
 
     def check_params(self, params: Any, where: str) -> None:  # noqa: B027  (there may be nothing to check)
-        """Raises where `params` is not of this rule."""
+        """Raises TypeError or ValueError if `params` does not belong to this rule."""
 
     def max_length(self, state: Any) -> int | None:
-        """The `max_length` with which a state was made; None where it has no effect. `state` is whatever a caller gave."""
+        """The `max_length` with which a state was created, None if it has no effect. `state` has not been checked."""
         return None
 
     def check_call(
         self, params: Any, state: Any, q: Any, k: Any, v: Any, gates: Any, *, time: bool, where: str
     ) -> None:
-        """Raises TypeError or ValueError where an argument does not fit."""
+        """Raises TypeError or ValueError for an invalid argument."""
         check.check_call(self, params, state, q, k, v, gates, time=time, where=where)
 
     def check_state(self, params: Any, state: Any, batch: int, heads: int, where: str) -> None:
-        """Raises TypeError or ValueError where a state is not of this rule, these parameters and these sizes."""
+        """Raises TypeError or ValueError if a state does not belong to this rule, these parameters and these sizes."""
         check.check_state(self, params, state, batch, heads, where)
 
     @property
     def forgets_fast(self) -> bool:
-        """Whether `suggested_gates` begins with short time scales of retention: a write needs nothing that is already written."""
+        """Whether `suggested_gates` starts with short time scales of retention, because a write does not depend on earlier ones."""
         return False
 
     def suggested_steps(
@@ -154,17 +154,17 @@ class Rule(abc.ABC):
 
     @property
     def can_be_cached(self) -> bool:
-        """Whether `CachedRule` takes it."""
+        """Whether `CachedRule` accepts this rule."""
         return type(self).cached_weights is not Rule.cached_weights
 
     def cached_weights(self, state: Any) -> Weights:
-        """What a `CachedRule` keeps of a segment's last state, enough to read from: name → [batch, heads, …]."""
+        """The part of a segment's last state that a `CachedRule` keeps for reads: name → [batch, heads, …]."""
         raise NotImplementedError
 
     def read_cached(self, dtype: jnp.dtype, params: Any, weights: Weights, q: jax.Array) -> jax.Array:
         """The read of one cached memory of one head, without the residual: q [n, key_dim] → [n, value_dim].
 
-        params, weights: of one head. dtype: that of the inputs of products.
+        params, weights: of one head. dtype: dtype of the inputs of products.
         """
         raise NotImplementedError
 
@@ -175,12 +175,12 @@ class Rule(abc.ABC):
         return y if skip is None else y + skip[0]
 
     def residual(self, params: Any, q: jax.Array) -> jax.Array | None:
-        """What each read adds whatever the memory holds, of one head: q [..., key_dim] → [..., value_dim]; None for nothing."""
+        """The part of a read of one head that is independent of the memory, q [..., key_dim] → [..., value_dim], or None."""
         return None
 
 
 def check_rule(rule: Any, where: str) -> None:
-    """Raises TypeError where `rule` is no rule."""
+    """Raises TypeError if `rule` is not a `Rule`."""
     if not isinstance(rule, Rule):
         hint = f" Give an instance, {rule.__name__}(...), not the class." if isinstance(rule, type) else ""
         raise TypeError(

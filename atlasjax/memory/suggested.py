@@ -1,6 +1,6 @@
 """Initial gate values, chosen so that a rule learns well and at a rate that its chunk tolerates.
 
-`Bound` keeps a memory from diverging at any gates. At these values it rarely has to act.
+`Bound` keeps a memory from diverging whatever the gates. At these values it rarely has an effect.
 
 Retention: 1/(1 − α) is the time scale of the memory in tokens. Heads start at time scales spaced evenly in logarithm: 32 … 512
 tokens (α around 0.99) if a write does not depend on what is already written, as for a matrix memory, or for Muon, whose steps have
@@ -42,9 +42,10 @@ moves the weights by η, and a memory with retention α that is always pushed in
 (about 1), and may go up to 4 times the largest of these. With α < 1 such a memory is bounded for every η. Without retention, a
 time scale of 128 tokens is assumed.
 
-An optimizer of a user's own, not linear in the gradient, is taken for one whose steps move each weight by about η, whatever the
-gradient (sign momentum, Adam): weights pushed one way for ever settle at η / (every · (1 − α)), and η starts where that is
-half of the size of an entry at a fan-in start, 1/√D. A loss of a user's own is taken to curve no more than ℓ2, ∂²ℓ/∂out² ≤ 1.
+A user-defined optimizer that is not linear in the gradient is assumed to move each weight by about η per step, whatever the
+gradient (like sign momentum and Adam). Weights that are always pushed in one direction settle at η / (every · (1 − α)), and η
+starts where this is half of the size of an entry at a fan-in start, 1/√D. A user-defined loss is assumed to have at most the
+curvature of ℓ2, ∂²ℓ/∂out² ≤ 1.
 
 Longhorn's implicit step contracts for every β. It starts at 1, which corresponds to DeltaNet's 1/2 for keys of unit length, and
 may go up to 4. Memora's step passes through the softmax, whose slope is the size of a weight, M ≤ 1: between 1 (all weight on one
@@ -142,7 +143,7 @@ def initial_gates(
       similar_keys: whether the keys of a chunk are expected to be nearly equal.
 
     Raises:
-      ValueError: a rule of a user's own that has step sizes, and no `suggested_steps`.
+      ValueError: a user-defined rule has step sizes but no `suggested_steps`.
     """
     channels = rule.gate_channels(key_dim, value_dim)
     scales = np.geomspace(*(_SHORT if rule.forgets_fast else _LONG), num_heads)

@@ -5,25 +5,25 @@ from typing import Any, ClassVar
 
 
 class Axis:
-    """Base class of what a rule is made of."""
+    """Base class of the choices that make up a rule."""
 
-    claims: ClassVar[Mapping[str, Any]] = {}  # name → its value in a class that does not state it
+    claims: ClassVar[Mapping[str, Any]] = {}  # name → value in a class that does not make the claim
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if "summary" not in cls.__dict__:
-            cls.summary = Axis.summary  # type: ignore[method-assign]  # a parent's words need not be true of it
+            cls.summary = Axis.summary  # type: ignore[method-assign]  # the parent's summary may be wrong for the subclass
         for name, default in cls.claims.items():
             if name not in cls.__dict__:
                 setattr(cls, name, default)
 
     def summary(self) -> str:
-        """What it is, in the words of the table of rules."""
+        """Its description in the table of rules."""
         return repr(self)
 
 
 def check_choice(owner: str, name: str, value: object, kind: type[Axis]) -> None:
-    """Raises ValueError where `value` is not an instance of an axis, or cannot be static under jit."""
+    """Raises ValueError if `value` is not an instance of `kind`, or cannot be static under jit."""
     if not isinstance(value, kind):
         hint = f" Give an instance, {value.__name__}(...), not the class." if isinstance(value, type) else ""
         raise ValueError(f"{owner}: {name} must be a {kind.__module__}.{kind.__name__}, got {value!r}.{hint}")
@@ -37,5 +37,5 @@ def check_choice(owner: str, name: str, value: object, kind: type[Axis]) -> None
 
 
 def is_exactly(value: object, *kinds: type) -> bool:
-    """Whether a value's class is one of these itself. For code that serves only formulas that it knows, such as kernels."""
+    """Whether a value's class is exactly one of these, not a subclass. For code restricted to known formulas, such as kernels."""
     return type(value) in kinds

@@ -1,7 +1,7 @@
 """Feature maps φ of keys and queries (A §3.1, Eq. 5; SEMANTICS 1.8).
 
-Every map with coefficients c_0 … c_p (learned per head) reaches φ(q)·φ(k) = Σ_i c_i² (q·k)^i, exactly (`Polynomial`), per
-coordinate (`Powers`) or in expectation (`TensorSketch`). Initially c_i² = 1/i!, the expansion of exp.
+Every map with coefficients c_0 … c_p (learned per head) has φ(q)·φ(k) = Σ_i c_i² (q·k)^i, exactly (`Polynomial`), per coordinate
+(`Powers`) or in expectation (`TensorSketch`). Initially c_i² = 1/i!, as in the expansion of exp.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from atlasjax.memory.axes.base import Axis
 
 
 class Features(Axis):
-    """Base class of feature maps; write `dim` and `apply`.
+    """Base class of feature maps. Subclasses implement `dim` and `apply`.
 
     Attributes:
       is_identity: claim: φ(x) = x.
@@ -33,22 +33,22 @@ class Features(Axis):
         raise NotImplementedError(f"{type(self).__name__}.dim")
 
     def init(self) -> np.ndarray | None:
-        """Coefficients of one head that are learned, float32 of any shape; None if there are none."""
+        """Initial learned coefficients of one head, float32 of any shape. None if there are none."""
         return None
 
     def apply(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
-        """φ(x) in x's dtype: [..., key_dim] → [..., D]. `coefficients`: those of the head."""
+        """φ(x) in x's dtype: [..., key_dim] → [..., D]. `coefficients` are those of the head."""
         raise NotImplementedError(f"{type(self).__name__}.apply")
 
     def degree_one(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
-        """r(x), what a memory with a residual adds: [..., key_dim] → [..., key_dim]. x itself by default."""
+        """r(x), the residual of a memory: [..., key_dim] → [..., key_dim]. By default x itself."""
         return x
 
     def key_dim(self, feature_dim: int) -> int:
-        """The size of a key that has D features.
+        """The size of a key with D features.
 
         Raises:
-          ValueError: none has, or several have; a map whose D does not tell the size of a key writes this method.
+          ValueError: no size has D features, or several have. A map whose D does not determine the size overrides this method.
         """
         found = next((size for size in range(1, feature_dim + 1) if self.dim(size) == feature_dim), None)
         if found is None:
@@ -60,7 +60,7 @@ class Features(Axis):
         return found
 
     def square_norm(self, key_dim: int) -> float:
-        """Upper bound of ‖φ(x)‖² for ‖x‖ = 1 at the initial coefficients, for suggested step sizes. Measured by default."""
+        """Upper bound of ‖φ(x)‖² for ‖x‖ = 1 at the initial coefficients, for suggested step sizes. By default it is measured."""
         with jax.ensure_compile_time_eval():
             x = jax.random.normal(jax.random.key(0), (256, key_dim))
             x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
@@ -114,7 +114,7 @@ class Identity(Features):
 
 @dataclasses.dataclass(frozen=True)
 class Polynomial(_Weighed):
-    """All monomials of total degree ≤ `degree`, by degree, then lexicographically: D = C(key_dim + degree, degree)."""
+    """All monomials of total degree ≤ `degree`, ordered by degree, then lexicographically. D = C(key_dim + degree, degree)."""
 
     degree: int = 2
 
@@ -146,7 +146,7 @@ class Polynomial(_Weighed):
 
 @dataclasses.dataclass(frozen=True)
 class Powers(_Weighed):
-    """Elementwise powers [c_1 x, c_2 x², …]: D = degree · key_dim. The cheap relative of `Polynomial`, without cross terms."""
+    """Elementwise powers [c_1 x, c_2 x², …]: `Polynomial` without cross terms, and cheaper. D = degree · key_dim."""
 
     degree: int = 2
 
@@ -176,7 +176,7 @@ class Powers(_Weighed):
 
 @functools.lru_cache
 def _count_sketches(dim: int, degree: int, size: int, seed: int) -> np.ndarray:
-    """`degree` independent count-sketch matrices [degree, dim, size], one ±1 in every row."""
+    """`degree` independent count-sketch matrices [degree, dim, size], with one ±1 in every row."""
     rng = np.random.default_rng((seed, degree))
     sketches = np.zeros((degree, dim, size), np.float32)
     for j in range(degree):
@@ -186,10 +186,11 @@ def _count_sketches(dim: int, degree: int, size: int, seed: int) -> np.ndarray:
 
 @functools.lru_cache
 def _spectra(dim: int, degree: int, size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Count sketches followed by a Fourier transform, and its inverse, as real matrices.
+    """Count sketches followed by a Fourier transform, and the inverse transform, as real matrices.
 
-    Real and imaginary part of the `degree` maps [degree, dim, frequencies], and of the way back [frequencies, size]. Products with
-    them are what XLA does well everywhere; its own Fourier transform has no bfloat16, and its CPU backend refuses some layouts.
+    Returns real and imaginary parts of the `degree` maps [degree, dim, frequencies], and of the inverse [frequencies, size]. XLA
+    computes products with them efficiently everywhere. Its own Fourier transform does not support bfloat16, nor some layouts on
+    CPUs.
     """
     spectra = np.fft.rfft(_count_sketches(dim, degree, size, seed).astype(np.float64), axis=-1)
     back = (
@@ -201,7 +202,7 @@ def _spectra(dim: int, degree: int, size: int, seed: int) -> tuple[np.ndarray, n
 
 @dataclasses.dataclass(frozen=True)
 class TensorSketch(_Weighed):
-    """A random sketch of `Polynomial` (Pham & Pagh 2013): degrees 0 and 1 exact, each higher one in `size` numbers.
+    """A random sketch of `Polynomial` (Pham & Pagh 2013): degrees 0 and 1 are exact, each higher one is sketched in `size` numbers.
 
     D = 1 + key_dim + (degree − 1) · size, and E[φ(q)·φ(k)] = Σ_i c_i² (q·k)^i over the random `seed`.
     """

@@ -1,7 +1,7 @@
-"""What a memory is asked to do with a pair (k, v): the inner loss ℓ(M; φ(k), v) (SEMANTICS 1.3).
+"""The inner loss ℓ(M; φ(k), v) of a memory for a pair (k, v) (SEMANTICS 1.3).
 
-Inner gradients come from `Objective.loss` by autodiff. Every loss here is written so that its first and second derivatives are
-finite where the error is zero.
+Inner gradients are computed from `Objective.loss` by autodiff. First and second derivatives of every loss here are finite where the
+error is zero.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ from atlasjax.memory.axes.base import Axis
 
 
 class Objective(Axis):
-    """Base class of inner losses; write `loss`, and state what holds for it.
+    """Base class of inner losses. Subclasses implement `loss` and state the claims that hold for it.
 
     Attributes:
-      uses_threshold: whether `loss` takes a positive number for each token and head, the gate `threshold`.
+      uses_threshold: whether `loss` uses the gate `threshold`, a positive number for each token and head.
       has_target: claim: the loss is convex in `out` with its minimum at v. Step sizes are then bounded (`bounds.Bound`).
       gradient_is_error: claim: ∂ℓ/∂out = out − v. A matrix memory then has the delta rule's closed form.
-      gradient_is_value: claim: ∂ℓ/∂out = −v. A matrix memory is then linear attention, and chunks have no effect.
-      removes: claim: the write is RWKV-7's (`RemoveAndReplace`), with its gates in the place of a step size; there is no loss.
+      gradient_is_value: claim: ∂ℓ/∂out = −v. A matrix memory is then linear attention, without effect of the chunk size.
+      removes: claim: the write is RWKV-7's (`RemoveAndReplace`), with its gates instead of a step size, and there is no loss.
     """
 
     claims: ClassVar = {"has_target": False, "gradient_is_error": False, "gradient_is_value": False, "removes": False}
@@ -32,13 +32,13 @@ class Objective(Axis):
     removes: bool
 
     def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
-        """ℓ of out = M(φ(k)) and v, both [..., value_dim], and threshold [...]; returns [...]."""
+        """ℓ [...] from out = M(φ(k)) and v, both [..., value_dim], and threshold [...]."""
         raise NotImplementedError(f"{type(self).__name__}.loss")
 
 
 @dataclasses.dataclass(frozen=True)
 class L2(Objective):
-    """½‖out − v‖²: with a matrix memory, the step size η is DeltaNet's β."""
+    """½‖out − v‖². With a matrix memory, the step size η is DeltaNet's β."""
 
     has_target = True
     gradient_is_error = True
@@ -52,7 +52,7 @@ class L2(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class DotProduct(Objective):
-    """−⟨out, v⟩: Hebbian writing; with a matrix memory, linear attention."""
+    """−⟨out, v⟩: Hebbian writing. With a matrix memory, this is linear attention."""
 
     gradient_is_value = True
 
@@ -65,7 +65,7 @@ class DotProduct(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class Lp(Objective):
-    """(1/p)‖out − v‖_p^p (Moneta's objective). p ≥ 1; for p < 2 the second derivative at zero error is taken as zero."""
+    """(1/p)‖out − v‖_p^p, p ≥ 1 (Moneta's objective). For p < 2 the second derivative at zero error is set to zero."""
 
     p: float = 3.0
     has_target = True
@@ -88,7 +88,7 @@ class Lp(Objective):
 class Huber(Objective):
     """Huber's loss on the NORM of the error, with a threshold δ per token and head (Yaad).
 
-    ½r² for r = ‖out − v‖ ≤ δ, else δ(r − ½δ). δ belongs to the token whose pair is written and travels with it.
+    ½r² for r = ‖out − v‖ ≤ δ, else δ(r − ½δ). δ belongs to the token whose pair is written, also within later tokens' windows.
     """
 
     has_target = True
@@ -99,7 +99,7 @@ class Huber(Objective):
             raise ValueError("Huber: threshold (δ) is required.")
         square = jnp.sum(jnp.square(out - v), axis=-1)
         inside = square <= jnp.square(threshold)
-        norm = jnp.sqrt(jnp.where(inside, 1.0, square))  # safe: its derivative is not asked for at zero
+        norm = jnp.sqrt(jnp.where(inside, 1.0, square))  # not differentiated at zero
         return jnp.where(inside, 0.5 * square, threshold * (norm - 0.5 * threshold))
 
     def summary(self) -> str:
@@ -108,11 +108,11 @@ class Huber(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class RemoveAndReplace(Objective):
-    """RWKV-7's write (Peng et al. 2025): what is bound to one key is removed, and the value is put in at another.
+    """RWKV-7's write (Peng et al. 2025): the value stored at one key is removed, and the new value is written at another key.
 
     S_t = −(M_{t−1} κ̂_t)(a_t ⊙ κ̂_t)ᵀ + v_t k_tᵀ, with the removal key κ̂ (gate `removal_key`), its rate a ∈ [0, 1] for each channel
-    (gate `removal`), and the replacement key k. With κ̂ = k/‖k‖ and equal rates it is the delta rule. It is the gradient step
-    of no loss with one key, so it has no `loss`, and no step size.
+    (gate `removal`), and the replacement key k. With κ̂ = k/‖k‖ and equal rates it is the delta rule. It is not a gradient step on
+    a loss with a single key, so it has neither a `loss` nor a step size.
     """
 
     removes = True

@@ -1,4 +1,4 @@
-"""How the memory descends on its objective, token by token (A §5, Eq. 32 and 57; SEMANTICS 1, 1.2, 1.7)."""
+"""Inner optimizers: how the memory descends on its objective, token by token (A §5, Eq. 32 and 57; SEMANTICS 1, 1.2, 1.7)."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -13,18 +13,20 @@ from pallas_kernels.newton_schulz import SCHEDULES, newton_schulz
 
 
 class Optimizer(Axis):
-    """Base class of inner optimizers: (Δ_t, S_t) = update(S_{t−1}, g_t), and M_t = α_t M_{t−1} + Δ_t. Write `init` and `update`.
+    """Base class of inner optimizers: (Δ_t, S_t) = update(S_{t−1}, g_t), and M_t = α_t M_{t−1} + Δ_t.
+
+    Subclasses implement `update`, and override `init` if S_0 is not zeros in the shapes of the weights.
 
     Attributes:
       has_momentum: whether `update` uses θ, the gate `momentum`.
-      per_channel: whether η has a value for each channel of the value; matrix memories only.
-      every: the memory is written once every so many tokens: η is zero for tokens whose place in their chunk, counted from 1, is
+      per_channel: whether η has one value for each channel of the value. Only for matrix memories.
+      every: the memory is written once every `every` tokens: η is zero for tokens whose position in their chunk, counted from 1, is
         not a multiple of it. Must divide the chunk size.
-      optimality: what it knows of the curvature, in the words of the table of rules.
-      is_linear: claim: S_t = θ_t S_{t−1} − η_t g_t and Δ_t = S_t, or without momentum Δ_t = −η_t g_t. No token's gradient is then
-        formed, and step sizes are bounded (`bounds.Bound`).
-      is_implicit: claim: the step is `Implicit`'s, which is no function of the gradient.
-      orthogonalizes: claim: S_t = θ_t S_{t−1} − g_t and Δ_t = η_t NS(S_t), as `Muon`, whose `steps` and `schedule` it has.
+      optimality: its use of the curvature, as named in the table of rules.
+      is_linear: claim: S_t = θ_t S_{t−1} − η_t g_t and Δ_t = S_t, or without momentum Δ_t = −η_t g_t. Then the gradients of single
+        tokens are not formed, and step sizes are bounded (`bounds.Bound`).
+      is_implicit: claim: the step is that of `Implicit`, which is not a function of the gradient.
+      orthogonalizes: claim: S_t = θ_t S_{t−1} − g_t and Δ_t = η_t NS(S_t), as in `Muon`, with attributes `steps` and `schedule`.
     """
 
     claims: ClassVar = {"is_linear": False, "is_implicit": False, "orthogonalizes": False}
@@ -37,7 +39,7 @@ class Optimizer(Axis):
     orthogonalizes: bool
 
     def init(self, weights: dict[str, jax.Array]) -> Any:
-        """S_0 of one head, from M_0 (name → [out, in]): any pytree of float32 arrays, or None where nothing is carried."""
+        """S_0 of one head, from M_0 (name → [out, in]): any pytree of float32 arrays, or None without a state."""
         return jax.tree.map(jnp.zeros_like, weights) if self.has_momentum else None
 
     def update(
@@ -48,8 +50,8 @@ class Optimizer(Axis):
         Args:
           state: S_{t−1}.
           gradient: g_t, name → [out, in].
-          step_size: η_t, a scalar, or [value_dim, 1] where there is one for each channel.
-          momentum: θ_t, a scalar; None where it is not used.
+          step_size: η_t, a scalar, or [value_dim, 1] for one per channel.
+          momentum: θ_t, a scalar, or None if it is not used.
 
         Returns:
           Δ_t, name → [out, in], and S_t.
@@ -63,10 +65,10 @@ def _scaled(by: jax.Array, tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class GradientDescent(Optimizer):
-    """S_t = −η_t g_t. There is no momentum state (θ = 0 is its own code path).
+    """S_t = −η_t g_t. There is no momentum state; θ = 0 has a separate code path.
 
     Attributes:
-      per_channel: η_t has one value for each channel of the value (each row of a matrix memory).
+      per_channel: whether η_t has one value for each channel of the value (each row of a matrix memory).
     """
 
     per_channel: bool = False
@@ -81,13 +83,13 @@ class GradientDescent(Optimizer):
 
 @dataclasses.dataclass(frozen=True)
 class Implicit(Optimizer):
-    """The exact minimizer of a step's problem instead of one gradient step on it (Longhorn, Liu et al. 2024).
+    """The exact minimizer of each step's problem, instead of a gradient step on it (Longhorn, Liu et al. 2024).
 
-    M_t = argmin_M ½‖M − α_t M_{t−1}‖² + (β_t/2) ‖M φ(k_t) − v_t‖². With a matrix memory that is the delta rule with the step
+    M_t = argmin_M ½‖M − α_t M_{t−1}‖² + (β_t/2) ‖M φ(k_t) − v_t‖². With a matrix memory this is the delta rule with the step
     size β/(1 + β‖φ(k)‖²), which is below 2/‖φ(k)‖² for every β ≥ 0. The gate `step_size` is β.
 
     Attributes:
-      per_channel: β_t has one value for each channel of the value.
+      per_channel: whether β_t has one value for each channel of the value.
     """
 
     per_channel: bool = False
@@ -115,13 +117,13 @@ class Momentum(Optimizer):
 
 @dataclasses.dataclass(frozen=True)
 class Muon(Optimizer):
-    """S_t = θ_t S_{t−1} − g_t; M_t = α_t M_{t−1} + η_t NS_n(S_t), Newton–Schulz on each weight matrix by itself.
+    """S_t = θ_t S_{t−1} − g_t; M_t = α_t M_{t−1} + η_t NS_n(S_t), with Newton–Schulz on each weight matrix separately.
 
     Attributes:
       steps: n ≥ 0. A run-time setting (test-time compute): parameters and state do not depend on it.
-      schedule: a name of `pallas_kernels.newton_schulz.SCHEDULES`.
-      every: write the memory once every so many tokens. 1 is the paper's rule. With m > 1 the momentum still takes every
-        token's gradient, and M_t = α_t M_{t−1} + η_t NS_n(S_t) holds where the token's place in its chunk (from 1) is a
+      schedule: a name in `pallas_kernels.newton_schulz.SCHEDULES`.
+      every: m ≥ 1, the memory is written once every m tokens. 1 is the paper's rule. With m > 1 the momentum still takes every
+        token's gradient. M_t = α_t M_{t−1} + η_t NS_n(S_t) holds where the token's position in its chunk, counted from 1, is a
         multiple of m; elsewhere M_t = α_t M_{t−1}. Must divide the chunk size.
     """
 

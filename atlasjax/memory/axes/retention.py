@@ -1,8 +1,8 @@
-"""How the memory forgets.
+"""Retention: how the memory forgets.
 
 Most retentions are decays towards zero, M_t = α_t M_{t−1} + S_t. `KL` and `Lq` have a map: the recurrence runs on an accumulator,
-A_t = α_t A_{t−1} + S_t, and the memory that is read, and at which gradients are taken, is M_t = map(A_t), one matrix at a time.
-For those the weights in `MemoryParams` and `MemoryState` are accumulators; `MemoryRule.weights` gives the memory.
+A_t = α_t A_{t−1} + S_t, and reads and gradients use the memory M_t = map(A_t), with the map applied to each matrix separately. For
+these the weights in `MemoryParams` and `MemoryState` are accumulators, and `MemoryRule.weights` gives the memory.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from atlasjax.memory.blocks import divisible
 
 
 class Retention(Axis):
-    """Base class of what a memory forgets by: A_t = decay(A_{t−1}, α_t) + Δ_t, and M_t = map(A_t).
+    """Base class of retentions: A_t = decay(A_{t−1}, α_t) + Δ_t, and M_t = map(A_t).
 
     Attributes:
-      gate: the gate α: "scalar", one for each token and head; "channel", one for each feature channel; None, no gate and α = 1.
-      decay_first: whether gradients are taken at the decayed memory. Needs chunks of one token.
-      has_map: whether there is a `map`; a state then stores A, and `MemoryRule.weights` gives M.
+      gate: the gate α: "scalar" for one per token and head, "channel" for one per feature channel, None for no gate (α = 1).
+      decay_first: whether gradients are taken at the decayed memory. Requires chunks of one token.
+      has_map: whether there is a `map`. A state then stores A, and `MemoryRule.weights` gives M.
       is_linear: claim: decay(A, α) = α A.
-      is_bounded: claim: every M_t is bounded, whatever is written.
+      is_bounded: claim: M_t is bounded, whatever is written.
     """
 
     claims: ClassVar = {"is_linear": False, "is_bounded": False}
@@ -35,25 +35,25 @@ class Retention(Axis):
     is_bounded: bool
 
     def decay(self, weight: jax.Array, alpha: jax.Array) -> jax.Array:
-        """One accumulator [out, in] after forgetting; alpha: a scalar, or [in] for a gate per channel."""
+        """The decayed accumulator [out, in] of one weight. alpha: a scalar, or [in] for a gate per channel."""
         return alpha * weight
 
     def start(self, accumulator: jax.Array) -> jax.Array:
-        """How an accumulator [..., out, in] is stored: with the same map."""
+        """The form in which an initial accumulator [..., out, in] is stored. It must have the same map."""
         return accumulator
 
     def map(self, accumulator: jax.Array) -> jax.Array:
-        """M of an accumulator, [..., out, in]."""
+        """M from an accumulator, both [..., out, in]."""
         return accumulator
 
     def slope(self, value_dim: int) -> float:
-        """How much smaller M moves than A at the start, for suggested step sizes."""
+        """Size of a change of M relative to the change of A, at the start. For suggested step sizes."""
         return 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Full(Retention):
-    """α = 1: nothing decays, and there is no gate."""
+    """α = 1: no decay and no gate."""
 
     gate = None
     is_linear = True
@@ -67,8 +67,8 @@ class Scalar(Retention):
     """One α_t ∈ [0, 1] per token and head.
 
     Attributes:
-      decay_first: the gradient is taken at the decayed memory α_t M_{t−1} (Gated DeltaNet) instead of M_{t−1}. Needs chunks of
-        one token.
+      decay_first: whether the gradient is taken at the decayed memory α_t M_{t−1} (Gated DeltaNet) instead of M_{t−1}. Requires
+        chunks of one token.
     """
 
     decay_first: bool = False
@@ -104,7 +104,7 @@ class Channel(Retention):
 class KL(Retention):
     """Memora's retention: M_t = softmax over each row of (α_t log M_{t−1} + S_t) (SEMANTICS 3; Miras, Behrouz et al. 2025).
 
-    Rows of every weight matrix are probability vectors. The accumulator is kept as log M_t; a learned start is taken as logits.
+    Rows of every weight matrix are probability vectors. The accumulator is log M_t. The learned initial weights are logits.
     """
 
     is_linear = True
@@ -112,7 +112,7 @@ class KL(Retention):
     has_map = True
 
     def start(self, accumulator: jax.Array) -> jax.Array:
-        """The accumulator as it is stored: the same memory, without the free constant of each row."""
+        """The stored accumulator: logits normalized to log M, which removes each row's free constant."""
         return jax.nn.log_softmax(accumulator, axis=-1)
 
     def map(self, accumulator: jax.Array) -> jax.Array:
@@ -131,13 +131,13 @@ class Lq(Retention):
 
         M_t = ∇ ½‖A_t‖_q² = sign(A_t) |A_t|^{q−1} / ‖A_t‖_q^{q−2}
 
-    It has the size of A (it is homogeneous of degree one), so it decays as its accumulator decays. Miras (Behrouz et al. 2025)
-    prints A_t / ‖A_t‖_q^{q−2}, without the power. At q = 4 that is of size 1/‖A‖: it grows as A decays, and diverges. `published`
-    takes the map as printed. Both are the identity at q = 2. A zero matrix stays zero.
+    The map is homogeneous of degree one, so the memory decays as its accumulator decays. Miras (Behrouz et al. 2025) prints
+    A_t / ‖A_t‖_q^{q−2}, without the power. At q = 4 that has size 1/‖A‖: it grows as A decays, and diverges. `published` uses the
+    map as printed. Both are the identity at q = 2. A zero matrix stays zero.
 
     Attributes:
       q: ≥ 2.
-      published: the map as it is printed.
+      published: whether to use the map as printed.
     """
 
     q: float = 4.0
@@ -151,8 +151,8 @@ class Lq(Retention):
             raise ValueError("Lq: q must be finite, got inf.")
 
     def map(self, accumulator: jax.Array) -> jax.Array:
-        # ‖A‖_q as max · (Σ (|a| / max)^q)^{1/q}: neither overflows nor divides by zero. It is the same for any other number in the
-        # place of max, so its derivative needs none of max, whose square could underflow.
+        # ‖A‖_q is computed as max · (Σ (|a| / max)^q)^{1/q}, without overflow or division by zero. Its value does not depend on the
+        # number used for max, so max is not differentiated; its square could underflow.
         size = jnp.abs(accumulator)
         largest = jax.lax.stop_gradient(jnp.max(size, axis=(-2, -1), keepdims=True))
         there = divisible(largest)

@@ -1,8 +1,8 @@
-"""What a memory is: a map M from features of a key to a value, whose weights are written at test time.
+"""Structure of a memory: a map M from the features of a key to a value, whose weights are written at test time.
 
-Every structure applies its weights only through `linear(name, h)`, one matrix at a time. Whoever calls `apply` decides what
-`linear` is: a plain product, a product that records its input (an inner gradient is an outer product of that input), or a
-product with a sum of matrices that is never formed (the dual form; a soup of cached memories).
+Every structure applies its weights only through `linear(name, h)`, one matrix at a time. The caller of `apply` chooses `linear`: a
+plain product, a product that records its input (an inner gradient is an outer product with this input), or a product with a sum of
+matrices that is never formed (the dual form, or a soup of cached memories).
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ def _gelu_tanh(x: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def gelu(x: jax.Array) -> jax.Array:
-    """GELU, tanh form. An inner gradient needs σ', and the gradient through it σ'': both are written out in few operations."""
+    """GELU, tanh form. An inner gradient needs σ', and differentiating it needs σ''. Both are written out in few operations."""
     return 0.5 * x * (1.0 + _gelu_tanh(x))
 
 
@@ -67,11 +67,11 @@ def layer_norm(x: jax.Array, norm: Mapping[str, jax.Array]) -> jax.Array:
 
 
 class Structure(Axis):
-    """Base class of memories; write `weight_shapes`, `init` and `apply`.
+    """Base class of structures. Subclasses implement `weight_shapes` and `apply`, and may override `init`.
 
     Attributes:
-      residual: whether M(φ(x)) adds x, so that key_dim must equal value_dim; `apply` then has it as `skip`.
-      norm: whether the branch goes through a LayerNorm with learned scale and bias; `apply` then has them.
+      residual: whether M adds the residual r(x), so that key_dim must equal value_dim. `apply` receives it as `skip`.
+      norm: whether the branch goes through a LayerNorm with learned scale and bias, which `apply` receives as `norm`.
       is_matrix: claim: M(x) = W x with one matrix "W". The closed forms of linear attention and the delta rules then apply.
     """
 
@@ -81,23 +81,23 @@ class Structure(Axis):
     is_matrix: bool
 
     def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
-        """Name → (out, in). The first matrix is the outermost, with out = value_dim; the last one reads the features."""
+        """Name → (out, in). The first matrix is the outermost, with out = value_dim. The last one reads the features."""
         raise NotImplementedError(f"{type(self).__name__}.weight_shapes")
 
     def init(self, key: jax.Array, feature_dim: int, value_dim: int) -> dict[str, jax.Array]:
-        """M_0 of one head: name → float32 [out, in]. By default normal with variance 1 / in."""
+        """M_0 of one head, name → float32 [out, in]. By default normal with variance 1 / in."""
         shapes = self.weight_shapes(feature_dim, value_dim)
         keys = jax.random.split(key, len(shapes))
         return {name: _fan_in_normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
     def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
-        """M(x), with every weight applied by `linear(name, h)` once.
+        """M(x), with every weight applied exactly once by `linear(name, h)`.
 
         Args:
-          linear: W h of a named matrix W: [..., in] → [..., out].
+          linear: W h for a named matrix W: [..., in] → [..., out].
           x: features, [..., feature_dim].
-          skip: r(x), what a residual adds; None without one.
-          norm: {"scale", "bias"} of the LayerNorm; None without one.
+          skip: the residual r(x), None without one.
+          norm: {"scale", "bias"} of the LayerNorm, None without one.
 
         Returns:
           [..., value_dim].
@@ -107,14 +107,14 @@ class Structure(Axis):
     def curvature(self, value_dim: int) -> float:
         """Estimate of the largest squared singular value of ∂M(x)/∂M at M_0 for ‖x‖ = 1, for suggested step sizes.
 
-        2 is what residual MLPs and gated MLPs have at a fan-in start.
+        The default 2 holds for residual and gated MLPs at a fan-in start.
         """
         return 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix(Structure):
-    """M(x) = W x with W: [value_dim, feature_dim]; starts at zero. Linear attention, the delta rule, SWLA."""
+    """M(x) = W x with W [value_dim, feature_dim], initially zero. Linear attention, the delta rule, SWLA."""
 
     is_matrix = True
 
@@ -138,14 +138,15 @@ class Matrix(Structure):
 class MLP(Structure):
     """M(x) = r(x) + W1 σ(W2 σ(… x)): a residual MLP of any depth without biases (A Eq. 42 at depth 2).
 
-    `W1` is the outermost matrix, as in the paper. r(x) is x for the identity feature map and the degree-one block of any
-    other (SEMANTICS 1.6), so key_dim must equal value_dim.
+    `W1` is the outermost matrix, as in the paper. r(x) is x for the identity feature map and the degree-one block for any other map
+    (SEMANTICS 1.6), so key_dim must equal value_dim.
 
     Attributes:
       depth: number of matrices, ≥ 1 (1: M(x) = r(x) + W1 x).
-      expansion: hidden width over value_dim.
-      activation: a name of `ACTIVATIONS`.
-      norm: LayerNorm (learned scale and bias, not written at test time) on the branch before the residual sum, as in TTT.
+      expansion: hidden width / value_dim.
+      activation: a name in `ACTIVATIONS`.
+      norm: whether the branch goes through a LayerNorm before the residual is added, as in TTT. Its scale and bias are learned, and
+        not written at test time.
     """
 
     depth: int = 2
@@ -173,8 +174,8 @@ class MLP(Structure):
         return skip + (layer_norm(out, norm) if norm is not None else out)
 
     def curvature(self, value_dim: int) -> float:
-        # A LayerNorm divides by the variance of its input: about 1/value_dim at depth 1, and a quarter of it for each layer more.
-        # It fluctuates, so twice that is taken.
+        # A LayerNorm divides by the variance of its input: about 1/value_dim at depth 1, and a quarter of that for each further
+        # layer. The variance fluctuates, so the estimate is doubled.
         return 2.0 * (2.0 * value_dim * 4.0 ** (self.depth - 1) if self.norm else 1.0)
 
     def summary(self) -> str:
@@ -185,7 +186,7 @@ class MLP(Structure):
 
 @dataclasses.dataclass(frozen=True)
 class GatedMLP(Structure):
-    """M(x) = r(x) + W1 (σ(W2 x) ⊙ W3 x): the gated memory (A Eq. 43); shapes and r(x) as in `MLP`."""
+    """M(x) = r(x) + W1 (σ(W2 x) ⊙ W3 x): the gated memory (A Eq. 43). Shapes and r(x) as in `MLP`."""
 
     expansion: int = 4
     activation: str = "gelu"

@@ -1,4 +1,4 @@
-"""Checks of arguments of a `CachedRule` besides those of its inner rule, before anything is traced or compiled."""
+"""Checks of the arguments of a `CachedRule` in addition to those of its inner rule, made before tracing and compilation."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from atlasjax.memory.gates import Gates
 def check_call(
     rule: CachedRule, params: Any, state: Any, q: Any, k: Any, v: Any, gates: Any, *, time: bool, where: str
 ) -> None:
-    """Raises TypeError or ValueError where an argument of a call does not fit."""
+    """Raises TypeError or ValueError for an invalid argument of a call."""
     connector = gates.connector if isinstance(gates, Gates) else None
     plain = gates._replace(connector=None) if isinstance(gates, Gates) else gates
     rule.rule.check_call(params, None, q, k, v, plain, time=time, where=where)
@@ -34,7 +34,7 @@ def check_call(
 
 
 def check_capacity(rule: CachedRule, state: Any, where: str) -> None:
-    """Raises ValueError where a state has a cache of another size."""
+    """Raises ValueError if a state's cache does not have the rule's capacity."""
     if not isinstance(state, CachedState) or state.keys.ndim != 4 or rule.capacity is None:
         return
     if state.keys.shape[2] != rule.capacity:

@@ -54,7 +54,7 @@ def read_earlier(
     gamma: jax.Array,
     reach: int,
 ) -> jax.Array:
-    """Every segment s reads the segments before it: Σ_{i<s} γ_i M^(i)(q), one pair of segments after another.
+    """Every segment s reads the memories of earlier segments: Σ_{i<s} γ_i M^(i)(q), one pair of segments after another.
 
     Args:
       rule, dtype: static. `dtype` is that of the products' inputs.

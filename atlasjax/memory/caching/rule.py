@@ -108,7 +108,7 @@ class CachedRule(Rule):
 
     @property
     def structure(self) -> Any:
-        """The structure of the inner rule, where it has one."""
+        """The structure of the inner rule, if it has one."""
         return getattr(self.rule, "structure", None)
 
     @property
@@ -126,7 +126,7 @@ class CachedRule(Rule):
             gates["connector"] = key_dim
         return gates
 
-    # The functions of `atlasjax.memory` for this rule (`Rule`), in the modules of this room.
+    # Methods of `Rule`, implemented in the modules of this package.
 
     def sizes(self, params: Any) -> Sizes:
         return self.rule.sizes(params)

@@ -1,1 +1,1 @@
-"""Memories of weights: matrices and networks that are written by gradients. The main family; its rule is `MemoryRule`."""
+"""Fast-weight memories: matrices and networks written by gradient steps. The main family; its rule is `MemoryRule`."""

@@ -1,34 +1,33 @@
-"""The bound on what a memory writes: it cannot diverge, whatever its gates and keys become in training.
+"""Bounds on a memory's steps and weights, which keep it from diverging whatever its gates and keys become in training.
 
-All gradients of a chunk are taken at M_{t'}, the memory at the chunk's start. A chunk whose keys are alike therefore corrects the
-same error once for every token, and overshoots. `Bound.step` scales each step by what is left of its token's error. With g_t the
-windowed gradient of the recurrence and
+All gradients of a chunk are taken at M_{t'}, the memory at the chunk's start. A chunk of similar keys therefore corrects the same
+error once per token, and overshoots. `Bound.step` scales each step by the remaining error of its token. With g_t the windowed
+gradient of the recurrence and
 
-    a_t = Σ_j γ_{t,j} ⟨∂ℓ/∂out, out − v⟩_{t−j}      the fall of the loss on the way to the target, to first order
+    a_t = Σ_j γ_{t,j} ⟨∂ℓ/∂out, out − v⟩_{t−j}      first-order decrease of the loss down to the target
     n_t = a_t + 1e-4 · (a_t of an output of zero)    so that a small error cannot make a step large
-    x_t = ⟨g_t, M_{t−1} + θ_t/(1 − θ_t) S_{t−1} − M_{t'}⟩      how far the loss has moved since M_{t'}, and will by momentum alone
+    x_t = ⟨g_t, M_{t−1} + θ_t/(1 − θ_t) S_{t−1} − M_{t'}⟩      change of the loss since M_{t'}, including that by momentum to come
 
 the step size of the recurrence becomes
 
     η'_t = η̄_t (1 + x_t/n_t),      η̄_t = min(η_t, step · (1 − θ_t) a_t / ‖g_t‖²)
 
-For ℓ2, a_t is the squared error, and 1 + x_t/n_t is the part of the error, along itself, that the memory still has at token t. It
-may be negative, after an overshoot. η̄ keeps a single token from stepping past its target: for a matrix memory it says that
-η̄_t ‖φ(k_t)‖² ≤ step · (1 − θ_t). Both look back only, so the rule stays causal, and x_t needs only what a state holds, so streaming
-stays exact. Within a chunk x_t is linear in the steps before it: one unit lower-triangular system (`solve`).
+For ℓ2, a_t is the squared error, and 1 + x_t/n_t is the fraction of the error, along its own direction, that remains at token t. It
+may be negative after an overshoot. η̄ keeps a single token from stepping past its target: for a matrix memory it means that
+η̄_t ‖φ(k_t)‖² ≤ step · (1 − θ_t). Both use only the current and earlier tokens, so the rule stays causal. x_t needs only what a
+state holds, so streaming stays exact. Within a chunk x_t is linear in earlier steps: a unit lower-triangular system (`solve`).
 
-Why the memory cannot diverge (step ≤ 1; n = a; no momentum): take a weight W in which the output is homogeneous of degree one. W1
-always is one; W2 is under ReLU, and under GELU up to a bounded term. Then ⟨g_t, W_{t'}⟩ = a_t + ⟨∂ℓ/∂out, v − r⟩, where r is the
-residual's part of the output, and for α = 1, ℓ2 or Huber's loss, every such weight by itself has, at each token t of a chunk,
+Why the memory cannot diverge (step ≤ 1; n = a; no momentum): consider a weight W in which the output is homogeneous of degree one.
+This holds for W1 always; for W2 under ReLU, and under GELU up to a bounded term. Then ⟨g_t, W_{t'}⟩ = a_t + ⟨∂ℓ/∂out, v − r⟩, where
+r is the residual's part of the output. For α = 1 and ℓ2 or Huber's loss, each such weight satisfies, at each token t of a chunk,
 
     ‖W_t‖² ≤ ‖W_{t'}‖² + Σ_{t' < i ≤ t} η_i ‖v_i − r_i‖²
 
-so its norm grows at most as the square root of the number of tokens, for any keys. docs/semantics.md has the proof, and what
-retention, windows, momentum and n change.
+So its norm grows at most as the square root of the number of tokens, for any keys. docs/semantics.md has the proof, and the effect
+of retention, windows, momentum and n.
 
-`Bound.weight_norm` holds for every loss and every gate: at the start of a chunk a larger weight is scaled back, and so is a larger
-momentum. It lies far above the weights of a memory in use. A deep memory under the dot-product loss, which has no minimum, has no
-other bound.
+`Bound.weight_norm` holds for every loss and all gates: at the start of a chunk, weights and momenta of larger norm are scaled back.
+It is far above the weights of a memory in use. A deep memory under the dot-product loss, which has no minimum, has no other bound.
 """
 
 import dataclasses
@@ -41,24 +40,24 @@ from atlasjax import check
 from atlasjax.memory import meshes
 from atlasjax.memory.blocks import divisible, exact, unit_lower_inverse
 
-_LEAST = 2.0**-10  # of 1 − θ: momentum that is slower is reckoned with as if it ended after 1,024 tokens
-# A small error cannot make a step large. Errors below √1e-4 of their targets are not corrected for what the chunk has written: a
-# chunk of bold steps and equal keys ends that far from its target. With 1e-2 it was a tenth of it.
+_LEAST = 2.0**-10  # lower bound of 1 − θ: slower momentum is treated as if it ended after 1,024 tokens
+# Keeps a small error from making a step large. Errors below √1e-4 of their targets are not corrected for the chunk's earlier
+# writes, so a chunk of large steps and equal keys ends that far from its target. With 1e-2 that was a tenth of the target.
 _SOFTENING = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """How a memory is kept from diverging; see the head of `atlasjax.memory.fast_weights.bounds` for the recurrence.
+    """Bounds that keep a memory from diverging; the docstring of `atlasjax.memory.fast_weights.bounds` has the recurrence.
 
     Attributes:
-      step: > 0; how far a token may step, to first order: 1 is onto its target, 2 as far behind it. None: steps are the gates', as
-        the papers have them.
-      weight_norm: > 0; the largest root mean square of a weight's rows' norms, ‖W‖_F / √rows, that a chunk may start with. None:
-        no such limit.
+      step: > 0, how far a token may step, to first order. 1 means onto its target, 2 equally far past it. None means that step
+        sizes are the gates, as in the papers.
+      weight_norm: > 0, the maximum of ‖W‖_F / √rows, the root mean square of a weight's row norms, at the start of a chunk. None
+        means no limit.
 
     Raises:
-      ValueError: a number that is not positive.
+      ValueError: a number is not positive.
     """
 
     step: float | None = 1.0
@@ -70,26 +69,26 @@ class Bound:
 
 
 def toward_target(objective: Any, out: jax.Array, v: jax.Array, threshold: jax.Array | None) -> jax.Array:
-    """⟨∂ℓ/∂out, out − v⟩ by channel: [..., value_dim] of out and v [..., value_dim]; its sum is never below zero for a convex loss
-    whose minimum is v."""
+    """⟨∂ℓ/∂out, out − v⟩ by channel, [..., value_dim], from out and v [..., value_dim]. Its sum is ≥ 0 for a convex loss whose
+    minimum is v."""
     slope = jax.grad(lambda o: jnp.sum(objective.loss(o, v, threshold)))(meshes.vary_like(out, v))
     return slope * (out - v)
 
 
 def softened(decrease: jax.Array, empty: jax.Array) -> jax.Array:
-    """n from a, and from a where the output is zero."""
+    """n from a, and from a at an output of zero."""
     return decrease + _SOFTENING * empty
 
 
 def pending(momentum: jax.Array) -> jax.Array:
-    """θ/(1 − θ): how many times S_{t−1} will still be added to the memory."""
+    """θ/(1 − θ): the number of times that momentum will still add S_{t−1} to the memory."""
     return momentum / jnp.maximum(1.0 - momentum, _LEAST)
 
 
 def capped(
     step: float, step_size: jax.Array, decrease: jax.Array, square: jax.Array, momentum: jax.Array | None
 ) -> jax.Array:
-    """η̄: min(η, step (1 − θ) a/‖g‖²), elementwise; η where the gradient is zero."""
+    """η̄ = min(η, step (1 − θ) a/‖g‖²), elementwise, and η where the gradient is zero."""
     there = divisible(square)
     most = step * decrease / jnp.where(there, square, 1.0)
     if momentum is not None:
@@ -98,7 +97,7 @@ def capped(
 
 
 def capped_delta(step: float, step_size: jax.Array, key: jax.Array) -> jax.Array:
-    """η̄ of a delta rule, where a/‖g‖² = 1/‖φ(k)‖²; step_size [...] or [..., value_dim], key [..., D]."""
+    """η̄ of a delta rule, where a/‖g‖² = 1/‖φ(k)‖². step_size: [...] or [..., value_dim]; key: [..., D]."""
     square = jnp.sum(key * key, axis=-1)
     if step_size.ndim == key.ndim:
         square = square[..., None]
@@ -106,41 +105,41 @@ def capped_delta(step: float, step_size: jax.Array, key: jax.Array) -> jax.Array
 
 
 def capped_removal(step: float, removal_key: jax.Array, removal: jax.Array) -> jax.Array:
-    """Rates of removal a, scaled so that max(a) ‖κ̂‖² ≤ step; both [..., D]."""
+    """Removal rates a, scaled so that max(a) ‖κ̂‖² ≤ step. removal_key, removal: [..., D]."""
     most = jnp.max(removal, axis=-1) * jnp.sum(removal_key * removal_key, axis=-1)
     return removal * jnp.where(most > step, step / jnp.where(most > step, most, 1.0), 1.0)[..., None]
 
 
 def left_over(moved: jax.Array, scale: jax.Array) -> jax.Array:
-    """1 + x/n; 1 where n is zero."""
+    """1 + x/n, and 1 where n is zero."""
     there = divisible(scale)
     return 1.0 + jnp.where(there, moved, 0.0) / jnp.where(there, scale, 1.0)
 
 
 def solve(moved: jax.Array, scale: jax.Array, products: jax.Array) -> jax.Array:
-    """1 + x_t/n_t of the m tokens of a block, where their own steps move each other.
+    """1 + x_t/n_t for the m tokens of a block, including the effect of each step on later tokens.
 
     Args:
-      moved: x_t as far as the block's steps have no part in it, [m].
+      moved: x_t without the block's own steps, [m].
       scale: n_t, [m].
-      products: [m, m]; of the step that token j would take alone, by how much it lowers x_t, for j < t.
+      products: [m, m], by how much the unscaled step of token j lowers x_t, for j < t.
     """
     if moved.size == 1:
         return left_over(moved, scale)
     there = divisible(scale)
     safe = jnp.where(there, scale, 1.0)
     root = jnp.where(there, jax.lax.rsqrt(safe), 0.0)
-    lower = jnp.tril(root[:, None] * products * root, -1)  # of unknowns times √n
+    lower = jnp.tril(root[:, None] * products * root, -1)  # the unknowns are multiplied by √n
     solved = exact(unit_lower_inverse(lower), root * (safe + moved))
     return jnp.where(there, root * solved, 1.0)
 
 
 def within_norm(weight_norm: float, memory: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """name → [..., out, in]: each W by itself, where ‖W‖_F > weight_norm √out scaled back onto that."""
+    """Scales each weight with ‖W‖_F > weight_norm √out back to that norm; name → [..., out, in]."""
 
     def one(w: jax.Array) -> jax.Array:
-        # In two factors: the square of a large entry could overflow. The result is the same for any other first factor, so no
-        # derivative of it is needed.
+        # W is split into two factors, because the square of a large entry could overflow. The result does not depend on the first
+        # factor, so it is not differentiated.
         largest = jax.lax.stop_gradient(jnp.max(jnp.abs(w), axis=(-2, -1), keepdims=True))
         there = divisible(largest)
         unit = w / jnp.where(there, largest, 1.0)

@@ -15,20 +15,18 @@ from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
 
-# Block lengths: how many tokens are combined at once. They never change a result (SEMANTICS 1.4).
-_DUAL_BLOCK = 128  # the masks grow with the block's square, so longer chunks are computed in parts
+# Block lengths: number of tokens combined at once. They never affect the result (SEMANTICS 1.4).
+_DUAL_BLOCK = 128  # masks grow with the square of the block, so longer chunks are computed in parts
 _CHANNEL_BLOCK = 16  # forms [block, block + c − 1, D]
-_FREE_BLOCK = (
-    64  # where the chunk size has no effect (or is one token, with a closed form), chunks are as long as is fast
-)
-_SYSTEM_BLOCK = 32  # a delta rule's triangular systems, or a linear rule's decays per channel
-_CHANNEL_SYSTEM = 16  # a system for each channel of the value, its rows written out
-_FORMED_MATRICES = 8  # momenta orthogonalized, or memories mapped or written in turn, together; fewer if they are large
+_FREE_BLOCK = 64  # the fastest length where the chunk size has no effect
+_SYSTEM_BLOCK = 32  # triangular systems of a delta rule, or a linear rule with a decay per channel
+_CHANNEL_SYSTEM = 16  # one system per channel of the value, with rows unrolled
+_FORMED_MATRICES = 8  # matrices formed per block: momenta, mapped or sequential memories; fewer if they are large
 _FORMED_NUMBERS = 2**20
 
 
 class Plan(NamedTuple):
-    """Static sizes of a call: tokens of a chunk, tokens of a block, tokens of a slot (a chunk in whole blocks)."""
+    """Static sizes of a call: tokens per chunk, block and slot (a chunk padded to whole blocks), and the dtype of products."""
 
     chunk: int
     block: int
@@ -37,7 +35,7 @@ class Plan(NamedTuple):
 
 
 def plan(rule: MemoryRule, params: MemoryParams, dtype: Any, time: int | None = None) -> Plan:
-    """Sizes of a call of `time` tokens (None: many); where chunks have no effect, few tokens are not padded to a long one."""
+    """Sizes of a call of `time` tokens (None: many). Short calls use shorter chunks where the chunk size has no effect."""
     few = _FREE_BLOCK if time is None else 1 << (time - 1).bit_length()
     if rule.is_linear:
         block = _FREE_BLOCK if rule.objective.gradient_is_value else _SYSTEM_BLOCK
@@ -59,7 +57,7 @@ def plan(rule: MemoryRule, params: MemoryParams, dtype: Any, time: int | None = 
 
 
 class Window(NamedTuple):
-    """The last c − 1 tokens before a slot, of one head: [c − 1, dim], [c − 1, dim], [c − 1]."""
+    """The last c − 1 tokens before a slot of one head: [c − 1, dim], [c − 1, dim], [c − 1]."""
 
     keys: jax.Array
     values: jax.Array
@@ -67,11 +65,11 @@ class Window(NamedTuple):
 
 
 class Soup(NamedTuple):
-    """Memories that every read mixes with the one that is written (Memory Soup, MC §3.2): each layer is linear in its weights.
+    """Memories that every read mixes with the one being written (Memory Soup, MC §3.2). Each layer is linear in its weights.
 
     Attributes:
       weights: name → [batch, heads, n, out, in].
-      gates: [batch, time, heads, 1 + n] (in a step without time): of the memory that is written, and of the others.
+      gates: [batch, time, heads, 1 + n] (without time in `step`), with the memory being written first.
     """
 
     weights: Weights
@@ -79,7 +77,7 @@ class Soup(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The tokens of one slot of one head, gates filled with no-ops where there is no token; q, k, v: [width, dim]."""
+    """The tokens of one slot of one head. Gates of padding have no effect. q, k, v: [width, dim]."""
 
     q: jax.Array
     k: jax.Array
@@ -104,11 +102,10 @@ def gradient_factors(
     threshold: jax.Array | None,
     dtype: Any,
 ) -> tuple[dict[str, blocks.Factors], jax.Array, jax.Array]:
-    """∇ℓ at `weights` of E tokens of one head as outer products, one pair of factors for each weight; M(φ(k)); and
-    ⟨∇ℓ, weights⟩, [E].
+    """For E tokens of one head: ∇ℓ at `weights` as factors of outer products, one pair per weight; M(φ(k)); and ⟨∇ℓ, weights⟩ [E].
 
-    Adding a zero to every product W h and differentiating with respect to it gives the cotangent of the product, which is the
-    left factor; h is the right one. So autodiff does the work for any structure and objective, once for all tokens.
+    A zero is added to every product W h. The derivative with respect to it is the cotangent of the product, which is the left
+    factor; h is the right one. So autodiff covers any structure and objective, in one pass over all tokens.
     """
     x = rule.features.apply(params.coefficients, k)
     skip = rule.features.degree_one(params.coefficients, k) if rule.structure.residual else None
@@ -125,7 +122,7 @@ def gradient_factors(
         out = rule.structure.apply(linear, x, skip, params.norm)
         return jnp.sum(rule.objective.loss(out, v, threshold)), (inputs, products, out)
 
-    # Where a derivative is taken must vary as what it depends on: under shard_map it would be summed over the devices.
+    # Under shard_map the zeros must vary over devices like the inputs, otherwise their derivatives would be summed over devices.
     zeros = {name: jnp.zeros((k.shape[0], w.shape[0]), k.dtype) for name, w in weights.items()}
     zeros = meshes.vary_like(zeros, weights, k, v)
     left, (inputs, products, out) = jax.grad(total_loss, has_aux=True)(zeros)
@@ -138,7 +135,7 @@ def gradient_factors(
 
 
 def mix(linear: structures.Linear, soup: Weights, gates: jax.Array, dtype: Any) -> structures.Linear:
-    """γ_0 W_t h + Σ_i γ_i W^(i) h for every token: the soup's layers, without a matrix for each token."""
+    """γ_0 W_t h + Σ_i γ_i W^(i) h for every token: the soup's layers, without forming a matrix for each token."""
 
     def mixed(name: str, h: jax.Array) -> jax.Array:
         each = soup[name]
@@ -162,18 +159,18 @@ def run_chunk(
     count: jax.Array,
     soup: Weights | None,
 ) -> tuple[Weights, Any, Window | None, jax.Array]:
-    """One slot of one head: (M, S, window, y) after it.
+    """One slot of one head. Returns (M, S, window, y) after it.
 
     Args:
       rule, plan: static.
       params: `MemoryParams` of the head.
-      chunk_start: M_{t'}, where gradients are taken; None if the slot begins with it.
+      chunk_start: M_{t'}, at which gradients are taken. None means `memory`.
       memory, momentum: M and S before the slot's first token.
-      window: the c − 1 tokens before it, None for c = 1.
+      window: the c − 1 tokens before it. None for c = 1.
       slot: the tokens.
-      first: offset of the slot's first real token; None for 0.
-      count: how many tokens of the window are real.
-      soup: memories to be mixed into reads, [n, out, in]; None if there are none.
+      first: offset of the slot's first real token. None means 0.
+      count: number of real tokens in the window.
+      soup: memories to mix into reads, name → [n, out, in]. None if there are none.
     """
     c = rule.window
     k, v, threshold = slot.k, slot.v, slot.threshold
@@ -181,7 +178,7 @@ def run_chunk(
     if window is not None:
         join = lambda old, new: jnp.concatenate([old, new])
         if first is not None:
-            # The window stands right before the first real token; what is left of it is masked.
+            # The window ends right before the first real token. Everything before the window is masked.
             join = lambda old, new: jax.lax.dynamic_update_slice(
                 jnp.concatenate([old, new]), old, (first, *[jnp.zeros_like(first)] * (old.ndim - 1))
             )
@@ -195,7 +192,7 @@ def run_chunk(
     moved = chunk_start is not None
     if chunk_start is None:
         chunk_start = memory
-    if rule.retention.decay_first:  # chunks of one token: its decay is that of the whole memory
+    if rule.retention.decay_first:  # chunks are one token long, so its decay applies to the whole memory
         assert slot.retention is not None
         decay = slot.retention[0]
         chunk_start = {name: rule.retention.decay(w, decay) for name, w in chunk_start.items()}
@@ -214,7 +211,7 @@ def run_chunk(
             square = jnp.square(gradients[name].left) * jnp.sum(jnp.square(gradients[name].inputs), -1, keepdims=True)
             scale = bounds.capped(rule.step_bound, scale, decrease, square, None)
         if not rule.is_sequential:
-            # Windows are one token, so a row's step size can go to the row's factor.
+            # Windows are one token long, so step sizes per row can be moved into the left factors.
             factors = {name: blocks.Factors(scale * left, inputs) for name, (left, inputs) in gradients.items()}
             scale = jnp.ones_like(scale[:, 0])
         slot = slot._replace(step_size=scale)

@@ -1,4 +1,4 @@
-"""Blocks of tokens in the dual form: no weight and no gradient of a single token is formed."""
+"""Blocks of tokens in the dual form, which forms neither weights nor gradients of single tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def dual_block(
     read: Read,
     dtype: jnp.dtype,
 ) -> tuple[Weights, Weights | None, jax.Array]:
-    """Everything linear in the gradient, with scalar retention. Returns (M, S, y) after the block."""
+    """A block of a rule that is linear in the gradient, with scalar retention. Returns (M, S, y) after the block."""
     decays = blocks.decays(gates)
     if origin is not None:
         gates = gates._replace(step_size=step_sizes.dual_steps(memory, momentum, origin, factors, gates, decays))
@@ -61,9 +61,9 @@ def channel_block(
     read: Read,
     dtype: jnp.dtype,
 ) -> tuple[Weights, Weights | None, jax.Array]:
-    """As `dual_block` for a retention per feature channel: C[t, i] becomes a vector over the D channels.
+    """`dual_block` for a retention per feature channel, where C[t, i] is a vector over the D channels.
 
-    [m, E, D] numbers are formed, so blocks are short (`chunk.plan`).
+    It forms arrays [m, E, D], so blocks are short (`chunk.plan`).
     """
     if origin is not None:
         gates = gates._replace(step_size=step_sizes.formed_steps(rule, memory, momentum, origin, factors, gates))

@@ -1,7 +1,7 @@
-"""Where a kernel is recorded as faster than the XLA engine: the table by which `memory.scan(implementation=None)` may choose.
+"""The table of kernels that were measured as faster than the XLA engine, used by `memory.scan(implementation=None)`.
 
-Its rows, `fastest.json`, are measured on the device that they name and written by
-`python experiments/benchmarks/kernels_measured.py --record`; a compiler's estimate is no row.
+Its rows in `fastest.json` are measured on the named device and written by
+`python experiments/benchmarks/kernels_measured.py --record`. Compiler estimates are not recorded.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ from atlasjax import check
 from atlasjax.names import lookup
 
 PATH = pathlib.Path(__file__).with_name("fastest.json")
-LEAST_RATIO = 1.1  # what noise on a clock does not explain
-# What runs kernels, and on which platform, as `jax.lax.platform_dependent` calls it.
+LEAST_RATIO = 1.1  # above measurement noise
+# Implementation → platform, as named by `jax.lax.platform_dependent`.
 PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
-# "chunk_memory_muon": chunk_memory with per-token Muon, a program of its own.
+# "chunk_memory_muon": chunk_memory with per-token Muon, which is a separate program.
 KERNELS = ("chunk_memory", "chunk_memory_muon", "delta_rule")
 DTYPES = ("float32", "bfloat16")
 
@@ -33,13 +33,13 @@ class Measurement:
       platform: a value of PLATFORMS.
       kernel: one of KERNELS.
       head_dim: key_dim = value_dim.
-      dtype: of tokens, one of DTYPES.
-      implementation: what was measured, a key of PLATFORMS.
-      ratio_to_xla: the XLA engine's time over the kernel's, forward and backward, the least of the rules measured; 0 where a result
+      dtype: dtype of tokens, one of DTYPES.
+      implementation: the measured implementation, a key of PLATFORMS.
+      ratio_to_xla: the XLA engine's time / the kernel's time, forward and backward, minimum over the measured rules. 0 if a result
         was wrong.
-      device: the device's kind, "NVIDIA H200".
-      jax: the version of jax.
-      command: what was run.
+      device: kind of device, such as "NVIDIA H200".
+      jax: version of jax.
+      command: the command that was run.
     """
 
     platform: str
@@ -71,7 +71,7 @@ class Measurement:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What there is one row of."""
+        """The fields that identify a row; no two rows have the same key."""
         return self.platform, self.kernel, self.head_dim, self.dtype, self.implementation, self.device
 
 
@@ -79,7 +79,7 @@ def read(path: pathlib.Path = PATH) -> tuple[Measurement, ...]:
     """The rows of a table.
 
     Raises:
-      ValueError: what is wrong with the file, and in which row.
+      ValueError: a malformed file. The message names the row and the problem.
     """
     try:
         rows = json.loads(path.read_text())
@@ -108,23 +108,23 @@ _read_once = functools.cache(read)
 
 
 def fastest(kernel: str, head_dim: int, dtype: Any, path: pathlib.Path = PATH) -> dict[str, str]:
-    """On which platforms a kernel is recorded as faster than the XLA engine.
+    """The platforms on which a kernel is recorded as faster than the XLA engine.
 
-    A platform is in the result where on every device of it that was measured with this head dimension and dtype the XLA engine took
-    more than `LEAST_RATIO` times as long, forward and backward, and results were right: a traced program does not know its
-    device. Other head dimensions say nothing about this one.
+    A traced program does not know its device. So a platform is included only if, on each of its devices measured with this head
+    dimension and dtype, results were correct and the XLA engine took more than `LEAST_RATIO` times as long, forward and backward.
+    Measurements of other head dimensions are not used.
 
     Args:
       kernel: one of KERNELS.
       head_dim: key_dim and value_dim.
-      dtype: of tokens.
-      path: the table; it is read once.
+      dtype: dtype of tokens.
+      path: the table, which is read once.
 
     Returns:
-      Platform ("tpu", "cuda") → implementation ("pallas_tpu", "pallas_gpu"); {} where nothing is recorded, or nothing faster.
+      Platform ("tpu", "cuda") → implementation ("pallas_tpu", "pallas_gpu"). {} if no faster kernel is recorded.
 
     Raises:
-      ValueError: a kernel that does not exist, or a malformed table.
+      ValueError: an unknown kernel, or a malformed table.
     """
     lookup("kernel", kernel, dict.fromkeys(KERNELS))
     dtype = jnp.dtype(dtype).name
@@ -133,4 +133,4 @@ def fastest(kernel: str, head_dim: int, dtype: Any, path: pathlib.Path = PATH) -
         if (row.kernel, row.head_dim, row.dtype) == (kernel, head_dim, dtype):
             ratios[row.implementation] = min(row.ratio_to_xla, ratios.get(row.implementation, math.inf))
     faster = sorted((name for name, ratio in ratios.items() if ratio > LEAST_RATIO), key=lambda name: ratios[name])
-    return {PLATFORMS[name]: name for name in faster}  # the fastest of a platform last, which stays
+    return {PLATFORMS[name]: name for name in faster}  # the last one, the fastest, wins for each platform

@@ -1,6 +1,6 @@
-"""Blocks of tokens whose memories are formed one by one: where what is read is not linear in the gradients.
+"""Blocks of tokens whose matrices are formed, because reads are not linear in the gradients.
 
-Newton–Schulz (Muon) and retention maps (`KL`, `Lq`) need the matrix itself. Only one short block's matrices exist at a time.
+Newton–Schulz (Muon) and retention maps (`KL`, `Lq`) need the matrix itself. Only the matrices of one short block exist at a time.
 """
 
 from typing import Any
@@ -26,17 +26,17 @@ def muon_block(
     read: Read,
     dtype: jnp.dtype,
 ) -> tuple[Weights, Weights | None, jax.Array]:
-    """Muon: the momenta of the block's writing tokens are formed, orthogonalized together in float32, and summed.
+    """Muon: forms the momenta of the block's writing tokens, orthogonalizes them together in float32, and sums them.
 
-    Newton–Schulz is not linear, so there is no dual form; only one short block's matrices exist at a time. The block starts
-    at a multiple of `Muon.every` tokens from the start of its chunk, or is one token long with η masked by the caller.
+    Newton–Schulz is not linear, so there is no dual form. The block starts at a multiple of `Muon.every` tokens from the start of
+    its chunk, or is one token long with η masked by the caller.
     """
     assert momentum is not None
     assert gates.momentum is not None
     muon: Any = rule.optimizer
     m = gates.step_size.shape[0]
     every = muon.every if m > 1 else 1
-    writers = slice(every - 1, None, every)  # the block's last token is always one
+    writers = slice(every - 1, None, every)  # the last token of a block always writes
     beta, pairwise = decay_products(gates.momentum)
     D = -exact(pairwise, gates.gamma)[writers]
     if gates.retention is None:
@@ -83,7 +83,7 @@ def mapped_block(
     read: Read,
     dtype: jnp.dtype,
 ) -> tuple[Weights, Weights | None, jax.Array]:
-    """A retention with a map: the block's accumulators A_t are formed, mapped in float32, and read by their own tokens."""
+    """A retention with a map: forms the block's accumulators A_t and maps them in float32. Each token reads its own memory."""
     if origin is not None:
         gates = gates._replace(step_size=step_sizes.formed_steps(rule, memory, momentum, origin, factors, gates))
     c = blocks.coefficients(blocks.decays(gates), gates)

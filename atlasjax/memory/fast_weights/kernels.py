@@ -1,8 +1,8 @@
-"""`memory.scan` by the kernels of `pallas_kernels`: which calls they serve, and how a rule becomes a kernel's arguments.
+"""`memory.scan` with the kernels of `pallas_kernels`: the calls they support, and the conversion of a rule to kernel arguments.
 
-`chunk_memory` runs whole chunks of a memory whose gradients are taken at the chunk's start, and rules whose gradients are constant,
-for which chunks have no effect; `delta_rule` the delta rules. Features of keys and queries are formed before the kernel. What is
-left of a last chunk goes through the XLA engine, so that the state is that of any other call.
+`chunk_memory` runs whole chunks of a memory whose gradients are taken at the chunk's start, and rules with constant gradients, for
+which the chunk size has no effect. `delta_rule` runs the delta rules. Features of keys and queries are computed before the kernel.
+The tokens of an incomplete last chunk go through the XLA engine, so the state is the same as with any other implementation.
 """
 
 import dataclasses
@@ -26,19 +26,19 @@ from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unserved_by_g
 from pallas_kernels.delta_rule import MOST_CHANNELS, delta_rule
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
-_FREE_CHUNK = 64  # where chunks have no effect
-# Weights and momenta of a head: several copies of them share a core's vector memory, with Muon the momenta and updates of a
-# few writes too. The compiler takes memories of two layers as large as this for v5e, v5p and v6e: d = 256, Atlas' of d = 128. For
-# Atlas' of d = 256 the backward kernel asks for 166 MiB with one write at a time, and a v5e has 128, a v5p 64.
+_FREE_CHUNK = 64  # where the chunk size has no effect
+# Most numbers in a head's weights and momenta, without and with Muon. Several copies of them share a core's vector memory, with
+# Muon also the momenta and updates of a few writes. Two-layer memories of this size compile for v5e, v5p and v6e: d = 256, and
+# d = 128 for Atlas. For Atlas with d = 256 the backward kernel needs 166 MiB with one write at a time; a v5e has 128 and a v5p 64.
 _MOST_NUMBERS = {False: 2**20 + 2**17, True: 2**18 + 2**17}
-# Bounded steps take more: d = 256 fits with bfloat16 products and chunks of 128, with float32 or longer chunks d = 192 does, with
-# both d = 128.
+# Bounded steps need more. d = 256 fits with bfloat16 products and chunks of 128, d = 192 with either float32 or longer chunks, and
+# d = 128 with both.
 _MOST_BOUNDED, _LONG_CHUNK = (2**20 + 2**17, 2**19 + 2**17, 2**18), 128
 
 
 @dataclasses.dataclass(frozen=True)
 class _Branch:
-    """A structure without its residual r(x), which is then the caller's: the gradient at (out, v) is that at (out − r, v − r)."""
+    """A structure without its residual r(x), which the caller adds. The gradient at (out, v) equals that at (out − r, v − r)."""
 
     structure: structures.MLP | structures.GatedMLP
 
@@ -47,9 +47,9 @@ class _Branch:
 
 
 def _known(rule: MemoryRule) -> dict[str, tuple[object, bool]]:
-    """Choice → it, and whether it is one of those that the kernels are written and tested for: a class itself, not a subclass.
+    """Name → the rule's choice, and whether the kernels support it: exactly a listed class, not a subclass.
 
-    Feature maps may be any: they are applied before the kernels.
+    Any feature map is supported, because it is applied before the kernels.
     """
     served: dict[str, tuple[type, ...]] = {
         "structure": (structures.Matrix, structures.MLP, structures.GatedMLP),
@@ -61,7 +61,7 @@ def _known(rule: MemoryRule) -> dict[str, tuple[object, bool]]:
 
 
 def kernel_of(rule: MemoryRule) -> str:
-    """What serves a rule, if anything does: a name of `fastest.KERNELS`."""
+    """The kernel for a rule, if its calls are supported: a name in `fastest.KERNELS`."""
     if _is_delta(rule):
         return "delta_rule"
     return "chunk_memory_muon" if rule.uses_muon else "chunk_memory"
@@ -70,10 +70,10 @@ def kernel_of(rule: MemoryRule) -> str:
 def unserved(
     implementation: str, rule: MemoryRule, params: MemoryParams, state: MemoryState | None, q: jax.Array, packed: bool
 ) -> str | None:
-    """Why "pallas_tpu" or "pallas_gpu" cannot run a call, with the shapes that matter; None if it can.
+    """The reason why "pallas_tpu" or "pallas_gpu" cannot run a call, with the relevant shapes, or None if it can.
 
     Args:
-      implementation: which of them.
+      implementation: "pallas_tpu" or "pallas_gpu".
       rule, params, state: as in `memory.scan`.
       q: [batch, time, heads, key_dim].
       packed: whether there are segment ids.
@@ -134,7 +134,7 @@ def pallas_scan(
     segment_ids: jax.Array | None = None,
     max_segments: int | None = None,
 ) -> tuple[jax.Array, MemoryState]:
-    """As `engine.xla_scan`, by "pallas_tpu" or "pallas_gpu", of a call that it serves; there is no forward-mode derivative."""
+    """`xla_scan` by "pallas_tpu" or "pallas_gpu", for a call that it supports. There is no forward-mode derivative."""
     before = init_state(rule, params, batch_size=q.shape[0]) if state is None else state
     if _is_delta(rule):
         return _delta(implementation, rule, params, before, q, k, v, gates)
@@ -162,7 +162,7 @@ class _Pallas:
         return unserved(self.name, rule, params, state, q, packed)
 
     def is_preferred(self, rule: MemoryRule, q: jax.Array, v: jax.Array) -> bool:
-        """Where the table has it as faster than the XLA engine for tokens of these sizes; see `fastest`."""
+        """Whether it is recorded as faster than the XLA engine for tokens of these sizes; see `fastest`."""
         if q.shape[-1] != v.shape[-1]:
             return False
         return fastest(kernel_of(rule), q.shape[-1], q.dtype).get(PLATFORMS[self.name]) == self.name
@@ -225,7 +225,7 @@ def _chunks(
     v: jax.Array,
     gates: Gates,
 ) -> tuple[jax.Array, MemoryState]:
-    """Whole chunks from the start of one, or any number of tokens where chunks have no effect."""
+    """Whole chunks from the start of a chunk, or any number of tokens where the chunk size has no effect."""
     structure: Any = rule.structure
     (query, query_skip), (key, key_skip) = _featured(rule, params, q), _featured(rule, params, k)
     value, apart = v, structure.residual and not rule.features.is_identity
@@ -236,7 +236,7 @@ def _chunks(
     assert gates.step_size is not None
     floor = None
     if rule.step_bound is not None:
-        # Of the values as they are: an output of zero is that of the whole memory, not of a branch.
+        # Uses v without the residual subtracted: the output of zero is that of the whole memory, not of the branch.
         wide = v.astype(jnp.float32)
         empty = bounds.toward_target(rule.objective, jnp.zeros_like(wide), wide, None)
         floor = bounds.softened(jnp.zeros((), jnp.float32), jnp.maximum(jnp.sum(empty, axis=-1), 0.0))
@@ -258,7 +258,7 @@ def _chunks(
     tail = lambda old, new: None if old is None else window_after(old, new)
     return y, before._replace(
         memory=memory,
-        # A copy: a state whose leaves share a buffer could not be donated to a jitted call.
+        # A copy, because a state whose leaves share a buffer could not be donated to a jitted call.
         chunk_start=None if before.chunk_start is None else jax.tree.map(jnp.copy, memory),
         momentum=momentum,
         window_keys=tail(before.window_keys, k),

@@ -1,19 +1,19 @@
-"""Linear and delta rules of a matrix memory in block-parallel form: many tokens at once, exactly.
+"""Linear and delta rules of a matrix memory in exact block-parallel form.
 
     W_t = W_{t−1} Diag(α_t) + u_t s_tᵀ + v_t k_tᵀ        u_t = rate_t (target_t − W̃_t r_t)
 
-with W̃_t = W_{t−1}, or W_{t−1} Diag(α_t) where the decay comes first. Linear attention and its relatives have only the last term.
-For the delta rule r = s = φ(k), target = v, rate = η, and there is no last term; for Longhorn the rate is β/(1 + β‖φ(k)‖²); for
-RWKV-7 r = κ̂, s = a ⊙ κ̂, target = 0, rate = 1. With A_t = α_1 … α_t and P[t,i] = α_{i+1} … α_t (both per channel), all u of a block
-solve one unit lower-triangular system (the WY / UT form; Yang et al. 2024),
+with W̃_t = W_{t−1}, or W_{t−1} Diag(α_t) if the decay comes first. Linear attention and its variants have only the last term. The
+delta rule has r = s = φ(k), target = v and rate = η, and no last term. Longhorn's rate is β/(1 + β‖φ(k)‖²). RWKV-7 has r = κ̂,
+s = a ⊙ κ̂, target = 0 and rate = 1. With A_t = α_1 … α_t and P[t,i] = α_{i+1} … α_t (both per channel), all u of a block solve one
+unit lower-triangular system (the WY / UT form; Yang et al. 2024),
 
     (I + diag(rate) L) U = diag(rate) (target − (Ã ⊙ R) W_0ᵀ − L' V)
 
-    L[t,i] = Σ_d P̃[t,i,d] r_t[d] s_i[d] for i < t,  L' with k_i in the place of s_i
+    L[t,i] = Σ_d P̃[t,i,d] r_t[d] s_i[d] for i < t,  L' likewise with k_i instead of s_i
 
-where tildes take the decays up to t − 1 (or t). The solution is affine in W_0, so all systems of a sequence are solved at once, the
-recurrence over blocks is one product each, and all reads follow at once: U = Ũ − R̃ W_0ᵀ, W_end = W_0 Diag(A_end) + Uᵀ S̃ + Vᵀ K̃.
-The block's length does not change the result.
+where Ã and P̃ are products of the decays up to t − 1 (or t if the decay comes first). The solution is affine in W_0. So the systems
+of all blocks are solved in parallel, the recurrence is one product per block, and then all reads are computed in parallel:
+U = Ũ − R̃ W_0ᵀ, W_end = W_0 Diag(A_end) + Uᵀ S̃ + Vᵀ K̃. The block length does not affect the result.
 """
 
 import functools
@@ -30,13 +30,13 @@ from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
 
-# Tokens whose blocks are prepared and read together: enough work for one operation, and little enough for a CPU's cache. The
-# backward pass keeps one memory for each group.
+# Number of tokens whose blocks are prepared and read together: enough work per operation, but small enough for a CPU's cache. The
+# backward pass stores one memory per group.
 _GROUP_TOKENS = 256
 
 
 class Removal(NamedTuple):
-    """The term u sᵀ: key r and write s: [m, D] · rate: [m] or [m, value_dim] · target: [m, value_dim], None for zero."""
+    """The term u sᵀ. key r and write s: [m, D]; rate: [m] or [m, value_dim]; target: [m, value_dim], None for zero."""
 
     key: jax.Array
     write: jax.Array
@@ -52,7 +52,7 @@ class Added(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What the m tokens of a block do, in the notation of this file; one head. query: [m, D]; decay: [m], [m, D] or None."""
+    """The m tokens of a block of one head, in the notation of the module docstring. query: [m, D]; decay: [m], [m, D] or None."""
 
     query: jax.Array
     decay: jax.Array | None
@@ -61,10 +61,10 @@ class Tokens(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A block as far as it does not depend on what came before it.
+    """The parts of a block that do not depend on W_0.
 
-    removed: R̃ [m, D] and written: Ũ [m, value_dim], or None · system: per-channel rates only, (L, rate) for `_substitute` ·
-    write_end: S̃ [m, D] or None · added: Vᵀ K̃ [value_dim, D] or None · decay: A_end [] or [D], or None.
+    removed: R̃ [m, D], and written: Ũ [m, value_dim], or None. system: (L, rate) for `_substitute`, only for rates per channel.
+    write_end: S̃ [m, D] or None. added: Vᵀ K̃ [value_dim, D] or None. decay: A_end [] or [D], or None.
     """
 
     removed: jax.Array | None
@@ -85,7 +85,7 @@ def tokens_of(
     removal_key: jax.Array | None,
     removal: jax.Array | None,
 ) -> Tokens:
-    """The tokens of a rule with `is_linear`; query and key: features [m, D]."""
+    """The tokens of a rule with `is_linear`. query and key: features [m, D]."""
     if rule.objective.removes:
         assert removal_key is not None
         assert removal is not None
@@ -105,7 +105,7 @@ def tokens_of(
 
 
 def prepare(rule: MemoryRule, dtype: Any, tokens: Tokens) -> Prepared:
-    """Everything of a block that does not depend on W_0. `dtype`: that of the inputs of products without a system to solve."""
+    """The parts of a block that do not depend on W_0. dtype: dtype of the inputs of products if there is no system to solve."""
     (start, end), (_, _, removal, pair) = _from_start_and_to_end(tokens.decay), tokens
     last = None if start is None else start[-1]
     key_end = None if pair is None else _times(end, pair.key)
@@ -127,14 +127,14 @@ def prepare(rule: MemoryRule, dtype: Any, tokens: Tokens) -> Prepared:
     removed, lower, write_end = _times(before, removal.key), score(removal.write), _times(end, removal.write)
     if removal.rate.ndim == 2:
         return Prepared(removed, right, (lower, removal.rate), write_end, added, last)
-    # One token alone (decoding) has nothing to solve.
+    # A single token (decoding) has no system to solve.
     inverse = jnp.ones_like(lower) if lower.shape[0] == 1 else unit_lower_inverse(removal.rate[:, None] * lower)
     inverse = inverse * removal.rate
     return Prepared(exact(inverse, removed), exact(inverse, right), None, write_end, added, last)
 
 
 def advance(W: jax.Array, block: Prepared) -> tuple[jax.Array, jax.Array | None]:
-    """(W after the block, U [m, value_dim] or None); W: [value_dim, D] before it."""
+    """W after the block, and U [m, value_dim] or None, from W [value_dim, D] before it."""
     u = None
     after = W if block.decay is None else block.decay * W
     if block.removed is not None:
@@ -150,7 +150,7 @@ def advance(W: jax.Array, block: Prepared) -> tuple[jax.Array, jax.Array | None]
 
 
 def read(dtype: Any, tokens: Tokens, W: jax.Array, u: jax.Array | None) -> jax.Array:
-    """y of the block's queries: [m, value_dim]; W: before the block."""
+    """y of the block's queries, [m, value_dim], from W before the block."""
     h = tokens.query
     score = functools.partial(_scores, h, decay=tokens.decay, strict=False, shift=False)
     y = dot(_times(_from_start_and_to_end(tokens.decay)[0], h), W.T, dtype)
@@ -162,14 +162,14 @@ def read(dtype: Any, tokens: Tokens, W: jax.Array, u: jax.Array | None) -> jax.A
 
 
 def _times(decay: jax.Array | None, x: jax.Array) -> jax.Array:
-    """Rows of x [m, D] times decays [m] or [m, D]."""
+    """Rows of x [m, D] multiplied by decays [m] or [m, D]."""
     if decay is None:
         return x
     return decay * x if decay.ndim == x.ndim else decay[:, None] * x
 
 
 def _from_start_and_to_end(decay: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
-    """A_t, the products of the decays up to t, and the products of those after t; by halves, like `_channel_scores`."""
+    """A_t, the products of the decays up to t, and the products of the decays after t, by recursive halving."""
     if decay is None:
         return None, None
     if decay.ndim == 1:
@@ -190,7 +190,7 @@ def _from_start_and_to_end(decay: jax.Array | None) -> tuple[jax.Array | None, j
 def _scores(queries: jax.Array, keys: jax.Array, *, decay: jax.Array | None, strict: bool, shift: bool) -> jax.Array:
     """Σ_d P[t,i,d] queries[t,d] keys[i,d] for i ≤ t (strict: i < t), else 0: [m, m].
 
-    P[t,i] are the decays i + 1 … t (shift: … t − 1); `decay` is [m], [m, D] or None.
+    P[t,i] is the product of the decays i + 1 … t (with shift: … t − 1). decay: [m], [m, D] or None.
     """
     m = queries.shape[0]
     if decay is not None and decay.ndim == 2:
@@ -207,10 +207,10 @@ def _scores(queries: jax.Array, keys: jax.Array, *, decay: jax.Array | None, str
 
 
 def _channel_scores(queries: jax.Array, keys: jax.Array, decay: jax.Array, *, strict: bool, shift: bool) -> jax.Array:
-    """`_scores` for a decay per channel, by halves: two neighbouring parts of a block become one.
+    """`_scores` for a decay per channel, by recursive halving: neighbouring parts of a block are merged.
 
-    For t in the second part and i in the first, P[t,i] = (decays of the second part up to t) · (decays of the first after i), so
-    the scores between them are one product of decayed queries and decayed keys: no [m, m, D] array, no quotient of decays.
+    For t in the second part and i in the first, P[t,i] = (decays of the second part up to t) · (decays of the first after i). So
+    the scores between them are one product of decayed queries and decayed keys, without an [m, m, D] array or quotients of decays.
     """
     m, _ = queries.shape
     size = 1 << (m - 1).bit_length()
@@ -220,7 +220,7 @@ def _channel_scores(queries: jax.Array, keys: jax.Array, decay: jax.Array, *, st
     scores = jnp.zeros_like(diagonal) if strict or shift else diagonal
     if not shift:
         queries = queries * whole
-    # queries: decayed from their part's start to t (shift: t − 1); keys: from i + 1 to their part's end; whole: a part's decay.
+    # Queries are decayed from their part's start to t (shift: t − 1), keys from i + 1 to their part's end. whole: a part's decay.
     while scores.shape[0] > 1:
         (first_q, second_q), (first_k, second_k), (first, second) = map(neighbours, (queries, keys, whole))
         across = exact(second_q, first_k.mT)
@@ -235,10 +235,10 @@ def _channel_scores(queries: jax.Array, keys: jax.Array, decay: jax.Array, *, st
 
 
 def _substitute(lower: jax.Array, rate: jax.Array, right: jax.Array) -> jax.Array:
-    """U of (I + diag(rate_c) L) U_c = diag(rate_c) right_c for each channel c of the value, token by token.
+    """Solves (I + diag(rate_c) L) U_c = diag(rate_c) right_c for each channel c of the value, token by token.
 
-    A system for each channel: all channels take a row together, which is a product with the rows before it. lower: [m, m],
-    rate and right: [m, value_dim]. Blocks are short, and their rows are written out.
+    There is one system per channel. Each row is computed for all channels together, as a product with the rows before it. Blocks
+    are short, and their rows are unrolled. lower: [m, m]; rate, right: [m, value_dim].
     """
     rows: list[jax.Array] = []
     for t in range(rate.shape[0]):
@@ -262,14 +262,14 @@ def linear_scan(
     """All slots of a call of a rule with `is_linear`.
 
     Args:
-      rule, dtype: static; dtype is that of the outputs.
+      rule, dtype: static; dtype of the outputs.
       params: in the state's dtype.
       memory: {"W": [batch, heads, value_dim, D]} before the first slot.
-      slots: [slots, batch, heads, block, …]; padding must be without effect (α = 1, η = 0, a = 0, k and v zero).
-      resets: [slots, batch], whether a slot begins with a fresh memory; None if none does.
+      slots: [slots, batch, heads, block, …]. Padding must have no effect (α = 1, η = 0, a = 0, k and v zero).
+      resets: [slots, batch], whether a slot begins with a fresh memory. None if none does.
 
     Returns:
-      y: [slots, batch, heads, block, value_dim], and the memory after the last slot.
+      y [slots, batch, heads, block, value_dim], and the memory after the last slot.
     """
 
     start = rule.start(params.weights)["W"]

@@ -1,4 +1,4 @@
-"""Reads of a `MemoryRule` without a write: of a state, and of memories that a `CachedRule` keeps."""
+"""Reads of a `MemoryRule` without writing: of a state, and of memories kept by a `CachedRule`."""
 
 import functools
 
@@ -33,16 +33,16 @@ def read_cached(rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, weight
 
 
 def residual(rule: MemoryRule, params: MemoryParams, q: jax.Array) -> jax.Array | None:
-    """r(q) of one head, q [..., key_dim] → [..., value_dim]; None for a memory without one."""
+    """r(q) of one head: q [..., key_dim] → [..., value_dim]. None for a memory without a residual."""
     return rule.features.degree_one(params.coefficients, q) if rule.structure.residual else None
 
 
 def read_mixed(
     rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, weights: Weights, q: jax.Array, gamma: jax.Array
 ) -> jax.Array:
-    """Reads of a soup of n memories of one head, its layers mixed for each token, without the residual.
+    """Reads of a soup of n memories of one head, with layers mixed for each token, without the residual.
 
-    weights: [n, out, in]; q: [tokens, key_dim]; gamma: [tokens, n]; the result: [tokens, value_dim].
+    weights: [n, out, in]; q: [tokens, key_dim]; gamma: [tokens, n]. Returns [tokens, value_dim].
     """
     x = rule.features.apply(params.coefficients, q)
     each = jax.tree.map(lambda w: w[0], weights)
@@ -52,6 +52,6 @@ def read_mixed(
 
 
 def _no_residual(rule: MemoryRule, weights: Weights, q: jax.Array) -> jax.Array | None:
-    """Zeros in the place of r(q): [n, value_dim]; None for a memory without one."""
+    """Zeros instead of r(q), [n, value_dim]. None for a memory without a residual."""
     outermost = next(iter(rule.structure.weight_shapes(1, 1)))
     return jnp.zeros((q.shape[0], weights[outermost].shape[0]), q.dtype) if rule.structure.residual else None

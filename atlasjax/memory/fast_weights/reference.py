@@ -1,6 +1,6 @@
 """The definition: the memory recurrence token by token, with inner gradients from `jax.grad`.
 
-Slow and obvious on purpose. Every engine, kernel, cache and sharded run is tested against it. SEMANTICS section 1.
+Slow and simple on purpose. Every engine, kernel, cache and sharded run is tested against it. SEMANTICS section 1.
 """
 
 import functools
@@ -17,12 +17,12 @@ from atlasjax.memory.gates import Gates
 
 
 def read_one(rule: MemoryRule, params: Any, stored: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """M(φ(x)) of one head: x is [key_dim], the result [value_dim]; `stored`: the memory as a state stores it."""
+    """M(φ(x)) of one head: x [key_dim] → [value_dim]. `stored` is the memory as stored in a state."""
     return read_weights(rule, params, rule.weights(stored), x)
 
 
 def read_weights(rule: MemoryRule, params: Any, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """M(φ(x)) of one head, from the memory's weights themselves."""
+    """M(φ(x)) of one head, from the memory's weights."""
     features = rule.features.apply(params.coefficients, x)
     skip = rule.features.degree_one(params.coefficients, x) if rule.structure.residual else None
     return rule.structure.apply(lambda name, h: weights[name] @ h, features, skip, params.norm)
@@ -32,7 +32,7 @@ def _gradient(
     rule: MemoryRule, params: Any, weights: dict, token: dict, keys: jax.Array, values: jax.Array,
     thresholds: jax.Array, gamma: jax.Array,
 ) -> dict:  # fmt: skip
-    """g_t: the window's losses, weighed by γ, differentiated at the memory `weights`."""
+    """g_t: the gradient of the window's losses, weighted by γ, at the memory `weights`."""
     if rule.objective.removes:
         removed, rate, W = token["removal_key"], token["removal"], weights["W"]
         if rule.bound is not None and rule.bound.step is not None:
@@ -53,7 +53,7 @@ def _bounded(
     rule: MemoryRule, params: Any, before: dict, S: dict, origin: dict, g: dict, token: dict, keys: jax.Array,
     values: jax.Array, thresholds: jax.Array, gamma: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """η'_t of the step size η_t, see `bounds`; `before`: M_{t−1}, `origin`: M_{t'}, both as they are stored."""
+    """η'_t from the step size η_t, see `bounds`. before: M_{t−1} and origin: M_{t'}, both as stored in a state."""
     assert rule.step_bound is not None
     theta, eta = token["momentum"], token["step_size"]
     momentum = theta if rule.optimizer.has_momentum else None
@@ -63,7 +63,7 @@ def _bounded(
     total = lambda x: jnp.sum(gamma * jnp.maximum(jnp.sum(x, axis=-1), 0.0))
     decrease, scale = total(decreases), bounds.softened(total(decreases), total(empty))
 
-    # What the memory moves by, to first order, as its accumulator does.
+    # The first-order change of the memory from that of its accumulator.
     mapped = lambda change: jax.jvp(rule.weights, (origin,), (change,))[1]
     inner = lambda a, b: jnp.sum(jnp.stack([jnp.sum(a[name] * b[name]) for name in a]))
     if rule.optimizer.per_channel:
@@ -78,7 +78,7 @@ def _bounded(
 
 
 def _minimizer(rule: MemoryRule, params: Any, W: jax.Array, token: dict) -> jax.Array:
-    """argmin_M ½‖M − W‖² + ½ Σ_c β_c (M φ(k) − v)_c², row by row: w_c (I + β_c k kᵀ) = its target."""
+    """argmin_M ½‖M − W‖² + ½ Σ_c β_c (M φ(k) − v)_c², from one linear system with the matrix I + β_c k kᵀ for each row c."""
     k, beta = rule.features.apply(params.coefficients, token["k"]), token["step_size"]
 
     def row(w: jax.Array, v: jax.Array, beta: jax.Array) -> jax.Array:
@@ -107,7 +107,7 @@ def _token(rule: MemoryRule, params: Any, initial: dict, carry: dict, token: dic
     decay = lambda weights: {name: rule.retention.decay(w, alpha) for name, w in weights.items()}
     origin = decay(at_start) if rule.retention.decay_first else at_start
 
-    # The window: entry j holds token t − j.
+    # Entry j of the window holds token t − j.
     keys = jnp.concatenate([token["k"][None], carry["keys"]])
     values = jnp.concatenate([token["v"][None], carry["values"]])
     thresholds = jnp.concatenate([token["threshold"][None], carry["thresholds"]])
@@ -151,7 +151,7 @@ def reference_scan(
     gates: Gates,
     segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, MemoryState]:
-    """The recurrence over a sequence; arguments as in `memory.scan`, already checked."""
+    """The recurrence over a sequence. Arguments as in `memory.scan`, already checked."""
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     batch, time, heads, _ = q.shape
     wide = lambda x: x.astype(jnp.promote_types(x.dtype, dtype))
@@ -207,7 +207,7 @@ def reference_scan(
     windowed = rule.window > 1
     state = MemoryState(
         memory=last["M"],
-        # At a chunk's end the next chunk starts from here.
+        # At the end of a chunk, this is the start of the next one.
         chunk_start=None
         if state.chunk_start is None
         else jax.tree.map(lambda m, g: jnp.where(ends_chunk, m, g), last["M"], last["chunk_start"]),

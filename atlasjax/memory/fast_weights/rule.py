@@ -1,4 +1,4 @@
-"""`MemoryRule`: one row of the design space, as a value."""
+"""`MemoryRule`: a point in the design space of fast-weight memories."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from atlasjax.memory.rule import Rule, Sizes
 
 @dataclasses.dataclass(frozen=True)
 class MemoryRule(Rule):
-    """Which memory, what it learns, and how: frozen and hashable, static under `jax.jit`.
+    """A memory, its inner objective and how it is optimized. Frozen and hashable, static under `jax.jit`.
 
     For every token t (SEMANTICS 1; A §3.2–3.3, §5):
 
@@ -29,18 +29,18 @@ class MemoryRule(Rule):
         y_t = M_t(φ(q_t))
 
     Attributes:
-      structure: the memory M: `Matrix`, `MLP`, `GatedMLP`, or a `Structure` of your own (docs/own_rule.md; so for the next four).
-      objective: the inner loss ℓ: `L2`, `DotProduct`, `Lp` or `Huber`; or `RemoveAndReplace`.
+      structure: the memory M: `Matrix`, `MLP` or `GatedMLP`. This and the next four may also be user-defined (docs/own_rule.md).
+      objective: the inner loss ℓ: `L2`, `DotProduct`, `Lp`, `Huber` or `RemoveAndReplace`.
       features: the feature map φ of keys and queries: `Identity`, `Polynomial`, `Powers` or `TensorSketch`.
       optimizer: `GradientDescent`, `Implicit`, `Momentum` or `Muon`.
       retention: `Full`, `Scalar`, `Channel`, `KL` or `Lq`.
-      window: c ≥ 1, the number of last tokens whose loss every step descends on (the Omega rule); 1 is the online rule.
-      chunk_size: b ≥ 1. Part of the model: gradients are taken at the memory of the chunk's start; 1 is exact online
-        learning. (Without effect for a matrix memory under the dot-product loss without Muon.)
-      bound: what keeps the memory from diverging (`bounds.Bound`); None: nothing does, as in the papers.
+      window: c ≥ 1, the number of most recent tokens on whose loss every step descends (the Omega rule). 1 is the online rule.
+      chunk_size: b ≥ 1, part of the model: gradients are taken at the memory at the chunk's start. 1 is exact online learning. No
+        effect for a matrix memory with the dot-product loss and without Muon.
+      bound: bounds that keep the memory from diverging (`bounds.Bound`). None means no bounds, as in the papers.
 
     Raises:
-      ValueError: choices that clash, with the names of both.
+      ValueError: incompatible choices. The message names both.
     """
 
     has_kernels: ClassVar[bool] = True
@@ -77,7 +77,7 @@ class MemoryRule(Rule):
 
     @property
     def is_sequential(self) -> bool:
-        """Whether the memory must be written token by token: neither a dual form nor Muon's block is known to the library."""
+        """Whether the memory must be written token by token, because neither the dual form nor Muon's block form applies."""
         known = self.optimizer.is_linear or self.optimizer.orthogonalizes or self.optimizer.is_implicit
         return not (known and self.retention.is_linear)
 
@@ -85,44 +85,44 @@ class MemoryRule(Rule):
     def has_constant_gradient(self) -> bool:
         """Whether ∇ℓ does not depend on the memory, so that the chunk size has no effect (SEMANTICS 1.4).
 
-        With Muon the chunk still sets the tokens at which `Muon.every` writes, so such rules do not count.
+        False with Muon, where the chunk determines the tokens at which `Muon.every` writes.
         """
         constant = self.structure.is_matrix and self.objective.gradient_is_value
         return constant and self.optimizer.is_linear and not self.is_sequential
 
     @property
     def masks_padding(self) -> bool:
-        """Whether places without a token must be masked: their gates (α = 1, θ = 1, η = 0, γ = 0) alone make them no-ops for plain
+        """Whether padding must be masked. The gates of padding (α = 1, θ = 1, η = 0, γ = 0) suffice to make it a no-op for plain
         gradient descent and Muon, but with momentum M_t = α_t M_{t−1} + S_t would add S_t again."""
         return self.is_sequential or (self.optimizer.is_linear and self.optimizer.has_momentum)
 
     @property
     def step_bound(self) -> float | None:
-        """`Bound.step` where the rule's steps are bounded by it.
+        """`Bound.step` if it applies to the rule's steps, otherwise None.
 
-        None for a loss without a target (dot products), and for an optimizer that is not linear in the gradient: an orthogonal
-        step (Muon) has one size, an implicit one cannot pass its target, and of others the library does not know where they lead.
+        It does not apply to a loss without a target (dot products), nor to an optimizer that is not linear in the gradient: an
+        orthogonalized step (Muon) has a fixed size, an implicit step cannot pass its target, and the effect of others is unknown.
         """
         free = not self.optimizer.is_linear or not self.objective.has_target or self.objective.removes
         return None if self.bound is None or free else self.bound.step
 
     @property
     def norm_bound(self) -> float | None:
-        """`Bound.weight_norm` where the rule's weights are held by it at the starts of chunks.
+        """`Bound.weight_norm` if it applies to the rule's weights at the start of each chunk, otherwise None.
 
-        None for rules in which chunks have no effect, and for a map whose results are bounded (`KL`).
+        It does not apply to rules in which the chunk size has no effect, nor to retentions whose map is bounded (`KL`).
         """
         free = self.is_linear or self.has_constant_gradient or self.retention.is_bounded
         return None if self.bound is None or free else self.bound.weight_norm
 
     def unbounded(self) -> "MemoryRule":
-        """The recurrence of the papers: the same rule without `bound`."""
+        """The same rule without `bound`: the recurrence of the papers."""
         return dataclasses.replace(self, bound=None)
 
     @property
     def is_linear(self) -> bool:
-        """Whether a matrix memory is written by W_t = W_{t−1} Diag(α_t) − (W_{t−1} r_t) s_tᵀ + v_t k_tᵀ, so that many tokens can be
-        taken at once, exactly, and chunks have no effect: linear attention and, in chunks of one token, the delta rules."""
+        """Whether a matrix memory is written by W_t = W_{t−1} Diag(α_t) − (W_{t−1} r_t) s_tᵀ + v_t k_tᵀ, so that the block-parallel
+        form is exact and its block length has no effect: linear attention and, with chunks of one token, the delta rules."""
         if not self.structure.is_matrix or self.retention.has_map or self.window > 1 or self.is_sequential:
             return False
         if self.optimizer.has_momentum or not (self.optimizer.is_linear or self.optimizer.is_implicit):
@@ -131,20 +131,20 @@ class MemoryRule(Rule):
         return delta or self.objective.gradient_is_value
 
     def start(self, weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """What a state stores for the learned start `weights`: M_0, or its accumulator where retention has a map."""
+        """The stored form of the learned initial `weights`: M_0, or its accumulator if the retention has a map."""
         return jax.tree.map(self.retention.start, weights) if self.retention.has_map else weights
 
     def begin_chunk(self, stored: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """What a state stores of the memory at the start of a chunk: within `norm_bound`."""
+        """The stored memory at the start of a chunk, scaled to within `norm_bound`."""
         return stored if self.norm_bound is None else within_norm(self.norm_bound, stored)
 
     def begin_momentum(self, momentum: Any) -> Any:
-        """S at the start of a chunk: within `norm_bound`, where it is a sum of steps or gradients, and not a state of any kind."""
+        """S at the start of a chunk, scaled to within `norm_bound` unless it is a user-defined state."""
         summed = momentum is not None and (self.optimizer.is_linear or self.optimizer.orthogonalizes)
         return within_norm(self.norm_bound, momentum) if summed and self.norm_bound is not None else momentum
 
     def start_momentum(self, stored: dict[str, jax.Array]) -> Any:
-        """S_0 of memories as a state stores them, name → [batch, heads, out, in]; None where the optimizer carries nothing."""
+        """S_0 from stored memories, name → [batch, heads, out, in]. None if the optimizer has no state."""
         return jax.vmap(jax.vmap(self.optimizer.init))(stored)
 
     def write(
@@ -156,15 +156,15 @@ class MemoryRule(Rule):
         step_size: Any,
         theta: Any,
     ) -> tuple[dict[str, jax.Array], Any]:
-        """One token of one head: (A_t, S_t) from (A_{t−1}, S_{t−1}) and g_t, by the formulas of optimizer and retention.
+        """One token of one head: (A_t, S_t) from (A_{t−1}, S_{t−1}) and g_t, by the formulas of the optimizer and the retention.
 
         Args:
-          stored: A_{t−1}, name → [out, in]; the memory itself where retention has no map.
+          stored: A_{t−1}, name → [out, in], which is the memory itself if the retention has no map.
           momentum: S_{t−1}.
           gradient: g_t.
-          retention: α_t, a scalar or [in]; None for α = 1.
+          retention: α_t, a scalar or [in]. None means α = 1.
           step_size: η_t, a scalar, or [value_dim] for one per channel.
-          theta: θ_t; None where the optimizer has no momentum.
+          theta: θ_t. None if the optimizer has no momentum.
         """
         eta = step_size[:, None] if self.optimizer.per_channel else step_size
         steps, momentum = self.optimizer.update(momentum, gradient, eta, theta)
@@ -172,15 +172,15 @@ class MemoryRule(Rule):
         return self.start({name: w + steps[name] for name, w in decayed.items()}), momentum
 
     def weights(self, stored: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The memory M_t of what a state stores: itself, or the retention's map of it; name → [..., out, in]."""
+        """The memory M_t from its stored form, through the retention's map if there is one; name → [..., out, in]."""
         return jax.tree.map(self.retention.map, stored) if self.retention.has_map else stored
 
     def gate_channels(self, key_dim: int, value_dim: int | None = None) -> dict[str, int | None]:
         """The gates of this rule: name → number of channels (an axis after heads), or None for one scalar per token and head.
 
         Args:
-          key_dim: size of a key; per-channel retention has one α for each of the `features.dim(key_dim)` channels.
-          value_dim: size of a value, for a step size per channel; None: key_dim.
+          key_dim: size of a key. Per-channel retention has one α for each of the `features.dim(key_dim)` channels.
+          value_dim: size of a value, for a step size per channel. None means key_dim.
         """
         feature_dim = self.features.dim(key_dim)
         gates: dict[str, int | None] = {}
@@ -200,7 +200,7 @@ class MemoryRule(Rule):
         return gates
 
     def with_newton_schulz(self, steps: int | None = None, schedule: str | None = None) -> "MemoryRule":
-        """The same rule with other Newton–Schulz steps or schedule: same parameters, same state, other test-time compute.
+        """The same rule with other Newton–Schulz steps or schedule. Changes test-time compute, but not parameters and state.
 
         Raises:
           ValueError: the rule's optimizer is not Muon.
@@ -213,7 +213,7 @@ class MemoryRule(Rule):
         )
         return dataclasses.replace(self, optimizer=changed)
 
-    # The functions of `atlasjax.memory` for this rule (`Rule`), in the modules of this room.
+    # Methods of `Rule`, implemented in the modules of this package.
     def init_params(self, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
         from atlasjax.memory.fast_weights.state import init_params
 
@@ -260,7 +260,7 @@ class MemoryRule(Rule):
     def forgets_fast(self) -> bool:
         from atlasjax.memory.fast_weights.suggested import has_steps_of_one_size
 
-        # A write does not need a gradient of the memory's size: one of a size of its own, or into a matrix.
+        # Steps of fixed size and writes to a matrix do not need a gradient that scales with the memory.
         return (has_steps_of_one_size(self) or self.structure.is_matrix) and not self.retention.has_map
 
     def suggested_steps(self, *arguments: Any) -> tuple[np.ndarray, float]:
@@ -270,7 +270,7 @@ class MemoryRule(Rule):
 
     def check_state(self, params: Any, state: Any, batch: int, heads: int, where: str) -> None:
         super().check_state(params, state, batch, heads, where)
-        if state.position is not None:  # of a rule with longer chunks it may be beyond the end of this rule's
+        if state.position is not None:  # a state of a rule with longer chunks may be out of range
             check_range("state.position", state.position, 0, self.chunk_size - 1, where)
         if state.window_count is not None:
             check_range("state.window_count", state.window_count, 0, self.window - 1, where)
@@ -286,7 +286,7 @@ class MemoryRule(Rule):
     def read_mixed(
         self, dtype: Any, params: Any, weights: dict[str, jax.Array], q: jax.Array, gamma: jax.Array
     ) -> jax.Array:
-        """`read_cached` of a soup of n memories of one head: weights [n, out, in], q [tokens, key_dim], gamma [tokens, n]."""
+        """`read_cached` for a soup of n memories of one head: weights [n, out, in], q [tokens, key_dim], gamma [tokens, n]."""
         from atlasjax.memory.fast_weights.read import read_mixed
 
         return read_mixed(self, dtype, params, weights, q, gamma)
@@ -303,7 +303,7 @@ class MemoryRule(Rule):
 
 
 def _clashes(rule: MemoryRule) -> Iterator[tuple[str, str]]:
-    """Pairs of choices that do not go together: (one, "the other: why and what to do")."""
+    """Incompatible pairs of choices: (one, "the other: why and what to do")."""
     retention, optimizer, structure = (f"{n}={getattr(rule, n)!r}" for n in ("retention", "optimizer", "structure"))
     matrix = rule.structure.is_matrix
     online = rule.window == rule.chunk_size == 1

@@ -1,4 +1,4 @@
-"""`MemoryRule.scan`, the XLA engine: a call is laid out as slots and scanned."""
+"""`MemoryRule.scan`, the XLA engine: lays out a call as slots and scans them."""
 
 import functools
 from typing import Any
@@ -31,11 +31,10 @@ def xla_scan(
     lengths: jax.Array | None = None,
     soup: Soup | None = None,
 ) -> tuple[jax.Array, MemoryState]:
-    """The recurrence over a sequence; arguments as in `memory.scan`, already checked.
+    """The recurrence over a sequence. Arguments as in `memory.scan`, already checked.
 
-    lengths: [batch], how many tokens of each row there are: the others are not written, and their outputs are NaN. Not together
-      with `segment_ids`.
-    soup: other memories to be mixed with this one in every read; the rule is not linear.
+    lengths: [batch], number of tokens in each row, only without segment_ids. The others are not written, and their outputs are NaN.
+    soup: other memories to mix with this one in every read, only for a rule without `is_linear`.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     batch, time, heads, _ = q.shape
@@ -49,7 +48,7 @@ def xla_scan(
         return None if x is None else to_slots(x.astype(wide), sizes, where, fill)
 
     gamma = jnp.ones((batch, time, heads, 1), wide) if gates.window is None else gates.window
-    tokens = lambda x: to_slots(x, sizes, where, 0.0)  # in their own dtype; chunks widen them
+    tokens = lambda x: to_slots(x, sizes, where, 0.0)  # in their own dtype; converted chunk by chunk
     slots = Slot(
         q=tokens(q),
         k=tokens(k),
@@ -80,7 +79,7 @@ def xla_scan(
 
 
 def _run_slots(rule: MemoryRule, sizes: Plan, dtype: Any, operands: Any) -> tuple[jax.Array, Carry]:
-    """All slots of a call, by the form that suits the rule; operands: as `slots.scan_slots`."""
+    """All slots of a call, in the form that the rule allows. Operands as in `slots.scan_slots`."""
     params, carry, inputs, _, _ = operands
     if rule.is_linear:
         y, memory = linear_scan(rule, dtype, params, carry.memory, inputs[0], inputs[2])
@@ -93,7 +92,7 @@ def _run_slots(rule: MemoryRule, sizes: Plan, dtype: Any, operands: Any) -> tupl
 
 
 def window_of(state: MemoryState) -> Window | None:
-    """The window of a state; None for c = 1. Thresholds that the loss does not use are ones."""
+    """The window of a state, None for c = 1. Thresholds are ones if the loss does not use them."""
     if state.window_keys is None:
         return None
     assert state.window_values is not None
@@ -165,7 +164,7 @@ def _final_state(
 
 
 def window_after(old: jax.Array, new: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
-    """The window after a call: old [batch, heads, c − 1(, dim)], new [batch, time, heads(, dim)]; lengths: as in `xla_scan`."""
+    """The window after a call. old: [batch, heads, c − 1(, dim)]; new: [batch, time, heads(, dim)]; lengths: as in `xla_scan`."""
     size, new = old.shape[2], jnp.moveaxis(new, 1, 2).astype(old.dtype)
     if lengths is None:
         return jnp.concatenate([old, new[:, :, -size:]], axis=2)[:, :, -size:]

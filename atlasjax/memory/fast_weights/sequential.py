@@ -1,7 +1,7 @@
-"""Blocks of tokens whose memories are written one after another: the general engine, for any optimizer and retention.
+"""Blocks of tokens that are written one after another: the general engine, for any optimizer and retention.
 
-What an optimizer or a retention of a user's own does to a memory is known only token by token. Gradients are still taken for the
-whole chunk at its start, as outer products, and reads go together; only one short block's gradients and memories are formed.
+A user-defined optimizer or retention can only be applied token by token. Gradients are still computed for the whole chunk at its
+start, as outer products, and reads are computed together. Only the gradients and memories of one short block are formed.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def sequential_block(
     read: Read,
     dtype: jnp.dtype,
 ) -> tuple[Weights, Any, jax.Array]:
-    """(M, S, y) after the block; arguments as `dual.dual_block`. The block starts at a multiple of `Optimizer.every` tokens from
+    """(M, S, y) after the block. Arguments as in `dual.dual_block`. The block starts at a multiple of `Optimizer.every` tokens from
     the start of its chunk, or is one token long with η masked by the caller."""
     m = gates.step_size.shape[0]
     step_size = gates.step_size
@@ -67,7 +67,7 @@ def _bounded(
     decrease: jax.Array,
     scale: jax.Array,
 ) -> jax.Array:
-    """η' of one token, by the recurrence at the head of `bounds`; the optimizer is linear in the gradient."""
+    """η' of one token, by the recurrence in the docstring of `bounds`. The optimizer is linear in the gradient."""
     mapped = lambda change: jax.jvp(rule.weights, (origin.weights,), (change,))[1]
     inner = lambda a, b: sum((jnp.sum(a[name] * b[name]) for name in a), jnp.zeros(()))
     eta = step_size

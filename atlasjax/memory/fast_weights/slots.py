@@ -1,6 +1,6 @@
-"""The loop of the XLA engine: slots (chunks and padding) one after another, masked matmuls inside.
+"""The loop of the XLA engine over slots (padded chunks), with masked matmuls inside.
 
-Only the memories at chunk boundaries are kept for the backward pass; everything inside a chunk is computed again.
+Only the memories at chunk boundaries are stored for the backward pass. Everything inside a chunk is recomputed.
 """
 
 import functools
@@ -33,13 +33,13 @@ def to_slots(x: jax.Array, plan: Plan, where: grid.Layout, fill: float) -> jax.A
 
 
 def from_slots(y: jax.Array, plan: Plan, where: grid.Layout, time: int) -> jax.Array:
-    """[slots, batch, heads, width, dim] → [batch, time, heads, dim]; NaN for tokens that found no slot."""
+    """[slots, batch, heads, width, dim] → [batch, time, heads, dim]. NaN for tokens without a slot."""
     y = jnp.swapaxes(y, 2, 3)
     return grid.pick_chunks(y[:, :, : plan.chunk] if where.place is None else y, time, where.place)
 
 
 class Carry(NamedTuple):
-    """What goes from slot to slot; leaves [batch, heads, …]."""
+    """The carry between slots. Leaves [batch, heads, …]."""
 
     memory: Weights
     momentum: Any
@@ -47,15 +47,15 @@ class Carry(NamedTuple):
     chunk_start: Weights
 
 
-# Slots [slots, batch, heads, …], and for each slot [slots, batch]: window_count, resets, filled (see `Layout`).
+# Slots [slots, batch, heads, …], and window_count, resets and filled of each slot, [slots, batch] (see `grid.Layout`).
 SlotInputs = tuple[Slot, jax.Array, jax.Array | None, jax.Array | None]
 
 
 def cpu_lanes(sizes: Plan, params: MemoryParams) -> int:
-    """How many groups of heads a CPU should take as separate operations.
+    """Number of groups of heads (lanes) that are separate operations on a CPU.
 
-    XLA's CPU backend runs products of this size on one thread each, but independent ones side by side: with one operation for all
-    heads the other cores have little to do. Small products are not worth it, and each lane adds to the compile time.
+    XLA's CPU backend runs each product of this size on one thread, but independent products in parallel. With one operation for all
+    heads the other cores would be mostly idle. Small products gain nothing, and each lane adds compile time.
     """
     heads = next(iter(params.weights.values())).shape[0]
     largest = max(math.prod(w.shape[1:]) for w in params.weights.values())
@@ -76,16 +76,16 @@ def scan_slots(
     """All slots of a call.
 
     Args:
-      rule, sizes, dtype: static; dtype is that of the outputs.
-      lanes: static; heads are taken in so many separate groups. Divides their number.
+      rule, sizes, dtype: static; dtype of the outputs.
+      lanes: static, the number of separate groups of heads, a divisor of the number of heads.
       params: in the state's dtype.
-      carry: before the first slot.
+      carry: the carry before the first slot.
       inputs: the slots.
-      first: [batch], offset of the call's first token in slot 0; None if the call begins at the start of a chunk.
-      soup: weights of memories to be mixed into every read, [batch, heads, n, …]; None if there are none.
+      first: [batch], offset of the call's first token in slot 0. None if the call begins at the start of a chunk.
+      soup: weights of memories to mix into every read, [batch, heads, n, …]. None if there are none.
 
     Returns:
-      y: [slots, batch, heads, width, value_dim], and the carry after the last slot.
+      y [slots, batch, heads, width, value_dim], and the carry after the last slot.
     """
     wide = jnp.promote_types(dtype, jnp.float32)
     batch = jax.tree.leaves(carry.memory)[0].shape[0]
@@ -115,7 +115,7 @@ def scan_slots(
             initial = jax.tree.map(lambda w: jnp.broadcast_to(w, (batch, *w.shape)), rule.start(params.weights))
             memory = choose(resets, initial, memory)
             momentum = choose(resets, rule.start_momentum(initial), momentum)
-        # The call may begin in the middle of a chunk, and a slot without tokens begins none.
+        # The call may begin in the middle of a chunk, and a slot without tokens does not begin a chunk.
         begins = None if first is None else first == 0
         if filled is not None:
             begins = filled if begins is None else begins & filled
@@ -126,7 +126,7 @@ def scan_slots(
         memory, momentum, window, y = chunk_fn(
             begins, params, given, memory, momentum, carry.window, slot, first, count, mixed
         )
-        # Not inside the checkpointed function, so that the backward pass does not keep it.
+        # Outside the checkpointed function, so that it is not stored for the backward pass.
         kept = start if filled is None else choose(filled, start, carry.chunk_start)
         return Carry(memory, momentum, window, kept), y.astype(dtype)
 
@@ -147,7 +147,7 @@ def scan_slots(
     group = max(1, _GROUP_TOKENS // sizes.width)
     grouped = remaining // group * group if group > 1 else 0
     if grouped:
-        # Short chunks: one boundary state is kept for several of them.
+        # Short chunks share a stored boundary state.
         outer = checkpoint(lambda c, x: meshes.scan(lambda c, x: run_slot(c, x, None, by_batch), c, x))
         head = jax.tree.map(lambda x: x[:grouped].reshape(-1, group, *x.shape[1:]), xs)
         carries, y = meshes.scan(outer, carries, head)

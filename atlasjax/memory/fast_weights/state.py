@@ -1,4 +1,4 @@
-"""The arrays of a memory of weights: learned parameters, and the state that is carried through time."""
+"""The arrays of a fast-weight memory: learned parameters, and the recurrent state."""
 
 from typing import Any, NamedTuple
 
@@ -11,12 +11,12 @@ from atlasjax.memory.gates import Weights
 
 
 class MemoryParams(NamedTuple):
-    """Learned (outer-loop) parameters of a memory; every leaf has the heads axis first.
+    """Learned (outer-loop) parameters of a memory. The first axis of every leaf is heads.
 
     Attributes:
-      weights: M_0, name → [heads, out, in], float32; where retention has a map, what the map takes (for `KL` logits).
-      coefficients: what the feature map learns, [heads, …], float32: c_i, [heads, n]; None where it has none.
-      norm: LayerNorm inside the memory, {"scale", "bias"}: [heads, value_dim], float32; None without it.
+      weights: M_0, name → [heads, out, in], float32. If the retention has a map, the input of the map (logits for `KL`).
+      coefficients: learned coefficients of the feature map, [heads, …], float32, such as c_i, [heads, n]. None if it has none.
+      norm: LayerNorm inside the memory, {"scale", "bias"}: [heads, value_dim], float32. None without one.
     """
 
     weights: Weights
@@ -25,21 +25,21 @@ class MemoryParams(NamedTuple):
 
 
 class MemoryState(NamedTuple):
-    """What a memory carries from call to call: a pytree whose size does not depend on how much was read.
+    """The state of a memory between calls: a pytree whose size does not depend on the number of tokens read.
 
-    float32 (float64 for float64 inputs) and int32. Every leaf has the batch axis first; None where the rule has no use for it.
+    float32 (float64 for float64 inputs) and int32. The first axis of every leaf is batch. Fields without use in the rule are None.
 
     Attributes:
-      memory: M_t, name → [batch, heads, out, in]; where retention has a map its accumulator (`MemoryRule.weights` maps it).
+      memory: M_t, name → [batch, heads, out, in]. If the retention has a map, its accumulator (`MemoryRule.weights` maps it).
       chunk_start: M_{t'}, the memory at the start of the current chunk, at which gradients are taken.
-      momentum: S_t, like `memory`; for an optimizer of your own the pytree that its `init` makes, leaves [batch, heads, …]. None
-        where the optimizer carries nothing.
+      momentum: S_t, like `memory`. For a user-defined optimizer, the pytree of its `init`, leaves [batch, heads, …]. None if the
+        optimizer has no state.
       window_keys: the last c − 1 keys, [batch, heads, c − 1, key_dim], oldest first.
       window_values: their values, [batch, heads, c − 1, value_dim].
       window_thresholds: their Huber thresholds, [batch, heads, c − 1].
-      window_count: how many of them are real, [batch]: a zero key is not an absent one.
-      position: tokens of the current chunk read so far, in [0, chunk_size), [batch].
-      segment: the segment id of the last token, [batch]; −1 before any.
+      window_count: number of real tokens among them, [batch]. A zero key may be a real one.
+      position: number of tokens of the current chunk read so far, in [0, chunk_size), [batch].
+      segment: segment id of the last token, [batch], −1 before the first.
     """
 
     memory: Weights
@@ -54,9 +54,9 @@ class MemoryState(NamedTuple):
 
 
 def init_params(rule: MemoryRule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> MemoryParams:
-    """Fresh learned parameters: M_0 per head, feature coefficients, the norm inside the memory.
+    """Initial learned parameters: M_0 of each head, coefficients of the feature map, and the norm inside the memory.
 
-    A matrix memory starts at zero; the weights of an MLP are normal with variance 1 / fan-in.
+    A matrix memory starts at zero. The weights of an MLP are normal with variance 1 / fan-in.
 
     Args:
       rule: the memory rule.
@@ -66,7 +66,7 @@ def init_params(rule: MemoryRule, key: jax.Array, *, num_heads: int, key_dim: in
       value_dim: size of a value.
 
     Raises:
-      ValueError: a size below one, or key_dim ≠ value_dim for a memory with a residual.
+      ValueError: a size is less than one, or key_dim ≠ value_dim for a memory with a residual.
     """
     check_residual(rule.structure, key_dim, value_dim)
     feature_dim = rule.features.dim(key_dim)
@@ -86,12 +86,12 @@ def init_state(
 
     Args:
       rule: the memory rule.
-      params: what `init_params` gave (or a trained version of it).
+      params: parameters from `init_params`, possibly trained.
       batch_size: number of batch elements.
-      max_length: without effect: this state's size does not depend on how much is read.
+      max_length: no effect, because the size of the state does not depend on the number of tokens read.
 
     Raises:
-      ValueError: parameters of another rule.
+      ValueError: the parameters belong to another rule.
     """
     check_params(rule, params)
     num_heads, value_dim, _ = next(iter(params.weights.values())).shape
@@ -110,7 +110,7 @@ def init_state(
     constant = rule.has_constant_gradient
     return MemoryState(
         memory=memory,
-        # A copy: a state whose leaves share a buffer could not be donated to a jitted call.
+        # A copy, because a state whose leaves share a buffer could not be donated to a jitted call.
         chunk_start=None if constant or rule.chunk_size == 1 else jax.tree.map(jnp.copy, memory),
         momentum=rule.start_momentum(memory),
         window_keys=keys,
@@ -123,7 +123,7 @@ def init_state(
 
 
 def infer_key_dim(rule: MemoryRule, params: MemoryParams) -> int:
-    """The key size whose features fit the parameters' innermost matrix."""
+    """The key size, from the input size of the parameters' innermost matrix."""
     innermost = list(rule.structure.weight_shapes(1, 1))[-1]
     try:
         return rule.features.key_dim(params.weights[innermost].shape[-1])
@@ -132,7 +132,7 @@ def infer_key_dim(rule: MemoryRule, params: MemoryParams) -> int:
 
 
 def check_params(rule: MemoryRule, params: MemoryParams, where: str = "memory.init_state") -> None:
-    """Raise TypeError or ValueError where `params` is not of this rule, naming the leaf."""
+    """Raises TypeError or ValueError if `params` does not belong to this rule. The message names the leaf."""
     if not isinstance(params, MemoryParams) or not isinstance(params.weights, dict):
         raise TypeError(
             f"{where}: params must be MemoryParams with a dictionary of weights, got {type(params).__name__}."

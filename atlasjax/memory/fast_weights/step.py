@@ -27,7 +27,7 @@ def xla_step(
     *,
     soup: Soup | None = None,
 ) -> tuple[jax.Array, MemoryState]:
-    """One token: q, k: [batch, heads, key_dim], v: [batch, heads, value_dim], gates [batch, heads(, n)]; soup: see `xla_scan`."""
+    """One token. q, k: [batch, heads, key_dim]; v: [batch, heads, value_dim]; gates: [batch, heads(, n)]; soup: see `xla_scan`."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     batch, heads, _ = q.shape
     sizes = Plan(1, 1, 1, q.dtype)

@@ -1,11 +1,11 @@
-"""Step sizes of a block of tokens of one head under `Bound.step`; the recurrence is at the head of `bounds`.
+"""Step sizes of a block of tokens of one head under `Bound.step`. The docstring of `bounds` has the recurrence.
 
-With the tokens' memories as `blocks` has them, x_t is known up to the steps that the block's earlier tokens take, and linear in
-those:
+With the tokens' memories in the form of `blocks`, x_t is linear in the steps of the block's earlier tokens, which are the only
+unknowns:
 
     x_t = ⟨G_t, a_{t−1} M_0 + s_{t−1} S_0 − M_{t'}⟩ + u_t β_{t−1} ⟨G_t, S_0⟩ − Σ_{j<t} (T_α T_θ + u T_θ)[t−1, j] η'_j ⟨G_t, G_j⟩
 
-G_t = Σ_i Γ[t,i] ∇_i, u_t = θ_t/(1 − θ_t); a row t − 1 is that of the token before, the start of the block for t = 0.
+with G_t = Σ_i Γ[t,i] ∇_i and u_t = θ_t/(1 − θ_t). Row t − 1 belongs to the previous token, or to the start of the block for t = 0.
 """
 
 import functools
@@ -22,7 +22,7 @@ from atlasjax.memory.gates import Weights
 
 
 class Losses(NamedTuple):
-    """Of the E tokens of a block and of the window before it: a, n, and ⟨∇_i, M_{t'}⟩ (of the mapped memory, with a map); [E]."""
+    """a, n and ⟨∇_i, M_{t'}⟩ (with a map, of the mapped memory) of the E tokens of a block and of the window before it: [E]."""
 
     decrease: jax.Array
     scale: jax.Array
@@ -30,15 +30,15 @@ class Losses(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What the steps of a block are held against.
+    """The reference point for the bounded steps of a block.
 
     Attributes:
       step: `Bound.step`.
-      weights: M_{t'} as it is stored, name → [out, in].
-      gradients: the factors of ∇_i; not scaled by step sizes, as a block's own are where each channel has one.
-      losses: of the E tokens.
-      moved: static; whether the block's start can differ from M_{t'}.
-      capped: static; whether the gates hold η̄ already.
+      weights: M_{t'} as stored, name → [out, in].
+      gradients: the factors of ∇_i, never scaled by step sizes. (A block's own factors are, with one step size per channel.)
+      losses: the `Losses` of the E tokens.
+      moved: static, whether the block's start can differ from M_{t'}.
+      capped: static, whether the gates already hold η̄.
     """
 
     step: float
@@ -50,7 +50,7 @@ class Origin(NamedTuple):
 
 
 def _before(x: jax.Array, first: float) -> jax.Array:
-    """Row t − 1 of x [m, …] in row t."""
+    """x [m, …] shifted down by one row, with `first` in row 0."""
     return jnp.concatenate([jnp.full_like(x[:1], first), x[:-1]])
 
 
@@ -61,13 +61,13 @@ def _capped(origin: Origin, gates: BlockGates, decrease: jax.Array, square: jax.
 
 
 def _along(gradients: dict[str, Factors], weights: Weights) -> jax.Array:
-    """⟨∇_i, W⟩ over all weights: [E]."""
+    """⟨∇_i, W⟩, summed over all weights: [E]."""
     parts = [jnp.sum(left * (h @ weights[name].T), axis=-1) for name, (left, h) in gradients.items()]
     return sum(parts[1:], parts[0])
 
 
 def _gram(a: dict[str, Factors], b: dict[str, Factors]) -> jax.Array:
-    """⟨∇_i, ∇_j⟩ over all weights: [E, E]."""
+    """⟨∇_i, ∇_j⟩, summed over all weights: [E, E]."""
     parts = [(a[name].left @ b[name].left.T) * (a[name].inputs @ b[name].inputs.T) for name in a]
     return sum(parts[1:], parts[0])
 
@@ -80,7 +80,7 @@ def dual_steps(
     gates: BlockGates,
     decays: Decays,
 ) -> jax.Array:
-    """η' of a block whose retention is a scalar, [m]; no gradient is formed. Arguments as `dual.dual_block`."""
+    """η' [m] of a block with scalar retention, without forming gradients. Arguments as in `dual.dual_block`."""
     m = gates.step_size.shape[0]
     diagonal = jnp.eye(m, dtype=bool)
     gram = _gram(origin.gradients, factors)
@@ -128,9 +128,9 @@ def formed_steps(
     factors: dict[str, Factors],
     gates: BlockGates,
 ) -> jax.Array:
-    """η' of a short block whose gradients may be formed, [m]: a retention per channel, or one with a map.
+    """η' [m] of a short block whose gradients may be formed: for a retention per channel, or one with a map.
 
-    With a map, losses and gradients are those of the mapped memory, and what it moves by is taken to first order at M_{t'}.
+    With a map, losses and gradients are those of the mapped memory, and its change is taken to first order at M_{t'}.
     """
     highest = jax.lax.Precision.HIGHEST
     m = gates.step_size.shape[0]

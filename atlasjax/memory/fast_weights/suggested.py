@@ -1,4 +1,4 @@
-"""Initial step sizes of a `MemoryRule`, by the derivation at the head of `atlasjax.memory.suggested`."""
+"""Initial step sizes of a `MemoryRule`, derived in the docstring of `atlasjax.memory.suggested`."""
 
 import numpy as np
 
@@ -8,18 +8,18 @@ _GELU_SLOPE = 1.13
 
 
 def curvature(rule: MemoryRule, key_dim: int, value_dim: int) -> float:
-    """λ, an estimate of the largest squared singular value of ∂M(φ(k))/∂M at M_0 for ‖k‖ = 1. Exact for a matrix."""
+    """λ, an estimate of the largest squared singular value of ∂M(φ(k))/∂M at M_0 for ‖k‖ = 1, exact for a matrix."""
     return rule.structure.curvature(value_dim) * rule.features.square_norm(key_dim) * rule.retention.slope(value_dim)
 
 
 def gradient_count(rule: MemoryRule, momentum: np.ndarray, window: np.ndarray) -> np.ndarray:
-    """Number of times a chunk's gradients count by its end, summed over the chunk: arrays [heads] and [heads, c] → [heads]."""
+    """The number of times gradients count by the end of a chunk, summed over its tokens: [heads] and [heads, c] → [heads]."""
     carried = np.cumsum(momentum[:, None] ** np.arange(rule.chunk_size), axis=1)  # (1 − θ^r)/(1 − θ), r = 1 … b
     return carried.sum(axis=1) * window.sum(axis=1)
 
 
 def has_steps_of_one_size(rule: MemoryRule) -> bool:
-    """Whether the optimizer's steps have a size that does not depend on the gradient's."""
+    """Whether the size of the optimizer's steps does not depend on that of the gradient."""
     return rule.optimizer.orthogonalizes or not (rule.optimizer.is_linear or rule.optimizer.is_implicit)
 
 

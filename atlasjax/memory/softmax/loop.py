@@ -94,7 +94,7 @@ def _read(
     rows, read_at = read_rows(rule, sizes)
     keys = tokens.k if len(rows) == tokens.k.shape[0] else tokens.k[rows]
     x = jnp.concatenate([keys, tokens.q]).astype(wide)
-    first = indices.real.shape[0] - sizes.blocks * sizes.block - (c - 1) + g * sizes.block  # its window's first
+    first = indices.real.shape[0] - sizes.blocks * sizes.block - (c - 1) + g * sizes.block  # first of the window
     entry = jnp.arange(span.size) + (g * sizes.block if span.last else 0)
     real = _cut(indices.real, g, sizes, span) & (entry < first)
     if rule.cache_window is None and indices.segment is None:

@@ -1,4 +1,4 @@
-"""Reads of a `SoftmaxRule` without a write: of a state, and of memories that a `CachedRule` keeps."""
+"""Reads of a `SoftmaxRule` without writing: of a state, and of memories kept by a `CachedRule`."""
 
 import functools
 
@@ -57,7 +57,7 @@ def read_state(rule: SoftmaxRule, params: SoftmaxParams, state: SoftmaxState, q:
 
 
 def cached_weights(state: SoftmaxState) -> Weights:
-    """What a `CachedRule` keeps: the terms of the sums at the end of a chunk, and an MLP's W1. Empty places add nothing."""
+    """What a `CachedRule` keeps of a state: the terms of the sums at a chunk's end, and an MLP's W1. Empty slots add zero."""
     entries = {"keys": state.keys, "coefficients": state.coefficients, "decay": state.decay[..., None]}
     return {**state.weights, **entries}
 

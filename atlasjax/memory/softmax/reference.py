@@ -66,7 +66,7 @@ def _token(rule: SoftmaxRule, initial: dict, carry: dict, token: dict) -> tuple[
     start = jax.tree.map(lambda m, g: jnp.where(carry["position"] == 0, m, g), memory, carry["start"])
     alpha, theta, eta = token["retention"], token["momentum"], token["step_size"]
 
-    # The window: row j holds token t − j.
+    # Row j of the window holds token t − j.
     keys = jnp.concatenate([token["k"][None], carry["window_keys"]])
     values = jnp.concatenate([token["v"][None], carry["window_values"]])
     gamma = jnp.where(jnp.arange(rule.window) <= carry["count"], token["window"], 0.0)

@@ -113,7 +113,7 @@ class SoftmaxRule(Rule):
             gates["window"] = self.window
         return gates
 
-    # The functions of `atlasjax.memory` for this rule (`Rule`), in the modules of this room.
+    # Methods of `Rule`, implemented in the modules of this package.
     def init_params(self, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
         from atlasjax.memory.softmax.state import init_params
 
@@ -150,7 +150,7 @@ class SoftmaxRule(Rule):
         return reference_scan(self, *arguments)
 
     def sizes(self, params: Any) -> Sizes:
-        # A matrix memory has no parameter for each head: any number of heads fits.
+        # A matrix memory has no parameters per head, so any number of heads fits.
         num_heads = next(iter(params.weights.values())).shape[0] if params.weights else None
         return Sizes(num_heads, params.key_dim, params.value_dim)
 
@@ -214,7 +214,7 @@ def _readers(structure: structures.Structure) -> list[str]:
 
         return structure.apply(linear, x, x if structure.residual else None, None)
 
-    # Traced, not run: making a rule must not start JAX's devices, which several processes have yet to join.
+    # Traced and not run, because creating a rule must not initialize devices before `jax.distributed.initialize`.
     jax.eval_shape(apply, jax.ShapeDtypeStruct((1, 1), jnp.float32))
     return found
 
