@@ -75,10 +75,6 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(parts, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-# After so long the others know that a process is gone, where a broken connection does not tell them sooner.
-_HEARTBEAT_SECONDS = 30
-
-
 @dataclasses.dataclass(frozen=True)
 class ProcessConfig:
     """Settings of a job with several processes, one per host (`jax.distributed`).
@@ -143,5 +139,4 @@ def initialize(config: ProcessConfig) -> None:
         config.num_processes,
         config.process_id,
         coordinator_bind_address=bind,
-        heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
     )
