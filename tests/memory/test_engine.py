@@ -57,9 +57,9 @@ def both(rule, **kwargs):
 # Every choice by itself; the other rules' rounding runs if slow.
 ROUNDED = (
     "linear_attention", "delta_rule_decay", "gla", "rwkv7", "longhorn", "longhorn_channel", "gated_delta_rule",
-    "gated_delta_momentum", "delta_rule_channel_steps", "ttt_linear", "ttt_mlp", "titans", "titans_deep", "omeganet_window_over_chunk",
-    "omeganet_sketch", "yaad_window", "moneta", "memora", "map_momentum_window", "atlas", "atlas_every", "own_loss_matrix", "own_sign_momentum",
-    "own_adam", "all_of_them",
+    "gated_delta_momentum", "delta_rule_channel_steps", "ttt_linear", "ttt_mlp", "titans", "titans_deep",
+    "omeganet_window_over_chunk", "omeganet_sketch", "yaad_window", "moneta", "memora", "map_momentum_window", "atlas",
+    "atlas_every", "own_loss_matrix", "own_sign_momentum", "own_adam", "all_of_them",
 )  # fmt: skip
 
 
