@@ -1,5 +1,6 @@
 """Checks of arguments shared by all families of rules, made before tracing and compilation."""
 
+import functools
 from typing import Any
 
 import jax
@@ -164,8 +165,9 @@ def check_call(
 
 def check_state(rule: Any, params: Any, state: Any, batch: int, heads: int, where: str) -> None:
     """Raises TypeError or ValueError if `state` does not belong to this rule, these parameters, batch size and number of heads."""
-    fresh = lambda params: rule.init_state(params, batch_size=batch, max_length=rule.max_length(state))
-    expected = jax.eval_shape(fresh, params)
+    leaves, structure = jax.tree.flatten(params)
+    shapes = tuple((x.shape, x.dtype) for x in leaves)
+    expected = _fresh_state(rule, structure, shapes, batch, rule.max_length(state), jax.dtypes.canonicalize_dtype(float))
     if type(state) is not type(expected):
         raise TypeError(f"{where}: state must be a {type(expected).__name__}, got {type(state).__name__}.")
     want_structure: Any = jax.tree.structure(expected)
@@ -175,6 +177,16 @@ def check_state(rule: Any, params: Any, state: Any, batch: int, heads: int, wher
         )
     shape = lambda x: x.shape if len(x.shape) < 2 else (x.shape[0], heads, *x.shape[2:])
     check_leaves("state", state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), expected), where)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fresh_state(rule: Any, structure: Any, shapes: tuple, batch: Any, max_length: Any, _float: Any) -> Any:
+    """Shapes and dtypes of a fresh state, which may depend on what a Python float is (`jax.enable_x64`).
+
+    They are kept, because tracing costs more than a small step outside jit.
+    """
+    params = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in shapes])
+    return jax.eval_shape(lambda p: rule.init_state(p, batch_size=batch, max_length=max_length), params)
 
 
 def _leaves(state: Any) -> str:
