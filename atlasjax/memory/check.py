@@ -167,7 +167,9 @@ def check_state(rule: Any, params: Any, state: Any, batch: int, heads: int, wher
     """Raises TypeError or ValueError if `state` does not belong to this rule, these parameters, batch size and number of heads."""
     leaves, structure = jax.tree.flatten(params)
     shapes = tuple((x.shape, x.dtype) for x in leaves)
-    expected = _fresh_state(rule, structure, shapes, batch, rule.max_length(state), jax.dtypes.canonicalize_dtype(float))
+    expected = _fresh_state(
+        rule, structure, shapes, batch, rule.max_length(state), jax.dtypes.canonicalize_dtype(float)
+    )
     if type(state) is not type(expected):
         raise TypeError(f"{where}: state must be a {type(expected).__name__}, got {type(state).__name__}.")
     want_structure: Any = jax.tree.structure(expected)
