@@ -76,9 +76,8 @@ class Checkpoints:
                 preservation_policy=ocp.training.preservation_policies.LatestN(keep),
                 cleanup_tmp_directories=clean,
             )
-        except (
-            ValueError
-        ) as error:  # metadata that is JSON and no metadata: Orbax reads that of all checkpoints at once
+        except ValueError as error:
+            # Orbax reads the metadata of all checkpoints at once, and one has JSON that is no metadata.
             self._exit.close()
             raise CheckpointError(
                 f"A checkpoint in {self.directory} has metadata that cannot be interpreted: {_root_cause(error)}. Move it (its "
@@ -112,9 +111,8 @@ class Checkpoints:
         """The complete checkpoints, oldest first."""
         try:
             return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
-        except (
-            Exception
-        ):  # metadata that cannot be interpreted, of one of them: what can be used is for `restore` to find
+        except Exception:
+            # One of them has metadata that cannot be interpreted. `restore` finds what can be used.
             return sorted(
                 int(path.name) for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir()
             )
