@@ -25,6 +25,7 @@ from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.step import accumulated_gradients, jit_train_step
+from tests.marks import some_slow
 
 VOCAB, BATCH, TIME = 128, 8, 48
 PIECE = 37  # of a stream; no multiple of a chunk or a window
@@ -176,8 +177,7 @@ def model(name: str) -> Model:
 
 def each_model(names, slow=RULE_ALONE):
     """The tests of one model run one after another, in one worker: `run_together`. Then its compiled functions can be dropped."""
-    params = [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
-    return pytest.mark.parametrize("name", params, scope="module")
+    return pytest.mark.parametrize("name", some_slow(names, slow), scope="module")
 
 
 @each_model(MODELS)

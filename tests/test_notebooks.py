@@ -4,6 +4,8 @@ import pathlib
 
 import pytest
 
+from tests.marks import some_slow
+
 jupytext = pytest.importorskip("jupytext")
 nbclient = pytest.importorskip("nbclient")
 
@@ -23,11 +25,7 @@ def test_pair_is_in_step(source):
     assert content(script) == content(notebook), f"run: jupytext --sync notebooks/{source.name}"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in LONG else []) for path in SOURCES],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("source", some_slow(SOURCES, [p for p in SOURCES if p.stem in LONG]), ids=lambda p: p.stem)
 def test_runs(source, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_STEPS", "16")  # of the language model
     notebook = jupytext.read(source)

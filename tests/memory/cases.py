@@ -145,3 +145,14 @@ def objective(fn, rule, params, q, k, v, gates, **kwargs):
 
 def slice_time(gates, start, stop):
     return jax.tree.map(lambda x: x[:, start:stop], gates)
+
+
+def steps(rule, params, state, q, k, v, gates):
+    """One `memory.step` a token; outputs, final state, and the state before every token (time axis first)."""
+
+    def body(state, xs):
+        y, new = memory.step(rule, params, state, *xs)
+        return new, (y, state)
+
+    last, (y, before) = jax.lax.scan(body, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, gates)))
+    return jnp.moveaxis(y, 0, 1), last, before

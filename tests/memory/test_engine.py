@@ -15,6 +15,7 @@ import pytest
 
 from atlasjax import memory
 from atlasjax.memory.fast_weights.chunk import plan as chunk_plan
+from tests.marks import some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs, objective
 
 # Two forms of one function in float64; the slack is for sums in another order, amplified by Newton–Schulz.
@@ -31,8 +32,7 @@ RELATIVES = (
 
 def each_rule(names, slow=()):
     """The tests of one rule run one after another, in one worker: `run_together`."""
-    params = [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
-    return pytest.mark.parametrize("name", params)
+    return pytest.mark.parametrize("name", some_slow(names, slow))
 
 
 def shared_inputs(rule, **overrides):

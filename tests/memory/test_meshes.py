@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from atlasjax import memory, rules
+from tests.marks import some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs
 from tests.memory.own_ideas import IDEAS
 
@@ -48,8 +49,7 @@ def total(rule, y_and_state):
 def each_case(*names):
     """One case for each engine by default: the dual form, the closed form, the general one, softmax memories, cached ones."""
     default = ("titans", "delta_rule", "own_adam", "dot", "cached")
-    marks = lambda name: [] if name in default else [pytest.mark.slow]
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in names])
+    return pytest.mark.parametrize("name", some_slow(names, set(names) - set(default)))
 
 
 @each_case(*CASES)

@@ -7,21 +7,10 @@ import numpy as np
 import pytest
 
 from atlasjax import memory
-from tests.memory.cases import RULES, assert_close, make_inputs, slice_time
+from tests.memory.cases import RULES, assert_close, make_inputs, slice_time, steps
 
 EXACT = 1e-9
 TIME, PIECE = 26, 11
-
-
-def steps(rule, params, state, q, k, v, gates):
-    """One `memory.step` a token; outputs, final state, and the state before every token (time axis first)."""
-
-    def body(state, xs):
-        y, new = memory.step(rule, params, state, *xs)
-        return new, (y, state)
-
-    last, (y, before) = jax.lax.scan(body, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, gates)))
-    return jnp.moveaxis(y, 0, 1), last, before
 
 
 @pytest.mark.parametrize("name", RULES)

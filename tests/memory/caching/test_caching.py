@@ -9,6 +9,7 @@ import pytest
 
 from atlasjax import memory, rules
 from atlasjax.memory import CachedRule, SoftmaxRule, objectives, optimizers, retention, structures
+from tests.marks import some_slow
 from tests.memory.cases import RULES, assert_close, slice_time
 from tests.memory.cases import make_inputs as plain_inputs
 from tests.memory.own_ideas import IDEAS
@@ -91,9 +92,7 @@ DOCUMENTS_IF_SLOW = (
 
 
 def each_case(slow=()):
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in CASES]
-    )
+    return pytest.mark.parametrize("name", some_slow(CASES, slow))
 
 
 def test_every_case_has_gradients_or_documents_compared():

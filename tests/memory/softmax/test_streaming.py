@@ -7,22 +7,11 @@ import pytest
 
 from atlasjax import memory
 from atlasjax.memory.softmax.state import init_state
-from tests.memory.cases import assert_close
+from tests.memory.cases import assert_close, steps
 from tests.memory.softmax.cases import RULES, make_inputs
 
 EXACT = 1e-9
 TIME, PIECE = 19, 7
-
-
-def steps(rule, params, state, q, k, v, gates):
-    """One `step` a token; outputs, final state, and the state before every token (time axis first)."""
-
-    def body(state, xs):
-        y, new = memory.step(rule, params, state, *xs)
-        return new, (y, state)
-
-    last, (y, before) = jax.lax.scan(body, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, gates)))
-    return jnp.moveaxis(y, 0, 1), last, before
 
 
 STREAMED = [
