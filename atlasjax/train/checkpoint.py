@@ -24,6 +24,7 @@ import jax
 from atlasjax.train import integrity
 from atlasjax.train.errors import CheckpointError, NonFiniteError, ProcessDiedError
 from atlasjax.train.state import TrainState
+from atlasjax.train.step_folders import StepFolders
 
 PyTree = Any
 _JSON = ("position", "config", "integrity")
@@ -67,22 +68,17 @@ class Checkpoints:
             registry.add(ocp.handlers.JsonHandler, checkpointable_name=name)
         context = ocp.Context()
         context.checkpointables.registry = registry
-        self._exit = contextlib.ExitStack()
-        self._exit.enter_context(_quiet("absl"))
-        try:
+        self._folders = StepFolders()
+        with contextlib.ExitStack() as quiet:
+            quiet.enter_context(_quiet("absl"))
             self._checkpointer = ocp.training.Checkpointer(
                 self.directory,
                 context=context,
                 preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+                step_name_format=self._folders,
                 cleanup_tmp_directories=clean,
             )
-        except ValueError as error:
-            # Orbax reads the metadata of all checkpoints at once, and one has JSON that is no metadata.
-            self._exit.close()
-            raise CheckpointError(
-                f"A checkpoint in {self.directory} has metadata that cannot be interpreted: {_root_cause(error)}. Move it (its "
-                "_CHECKPOINT_METADATA says which) out of the folder; the others can be used."
-            ) from error
+            self._exit = quiet.pop_all()
         self._pending: tuple[int, Any] | None = None
         self._failed_step: int | None = None
         self._saving = contextlib.ExitStack()  # what holds while a save is in progress
@@ -108,14 +104,8 @@ class Checkpoints:
             self._clear_failed()
 
     def steps(self) -> list[int]:
-        """The complete checkpoints, oldest first."""
-        try:
-            return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
-        except Exception:
-            # One of them has metadata that cannot be interpreted. `restore` finds what can be used.
-            return sorted(
-                int(path.name) for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir()
-            )
+        """The complete checkpoints, oldest first, damaged ones included."""
+        return sorted([*self._folders.unreadable, *(found.step for found in self._checkpointer.checkpoints)])
 
     def path(self, step: int) -> pathlib.Path:
         """The folder of a step."""
@@ -250,7 +240,9 @@ class Checkpoints:
         raise CheckpointError(f"No usable checkpoint in {self.directory}:{reasons}")
 
     def _load(self, step: int, target: dict[str, Any]) -> dict[str, Any]:
-        cause = None
+        cause = self._folders.unreadable.get(step)
+        if cause is not None:
+            raise CheckpointError(f"cannot be read ({cause})")
         with _quiet("asyncio", "concurrent.futures"), _no_leftovers():
             try:
                 loaded = self._checkpointer.load_checkpointables(step, {**target, **dict.fromkeys(_JSON)})

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from atlasjax.distributed import MeshConfig, make_mesh
 from atlasjax.train import CheckpointError, Checkpoints, NonFiniteError, TrainState, integrity
+from tests.marks import some_slow
 from tests.train.tiny import child
 
 OPTIMIZER = optax.adamw(1e-3)
@@ -170,10 +171,33 @@ def test_a_checkpoint_in_another_steps_folder_is_not_believed(copy):
     ]
 
 
-def test_metadata_that_is_none(copy):
-    (copy / "6/_CHECKPOINT_METADATA").write_text("[1]")
-    with pytest.raises(CheckpointError, match="metadata that cannot be interpreted"):
-        Checkpoints(copy)
+NO_METADATA = (
+    "null", "[1]", '"x"', "3", "{}", '{"commit_timestamp_nsecs": "x"}', '{"commit_timestamp_nsecs": 1e300}',
+    '{"commit_timestamp_nsecs": NaN}', '{"commit_timestamp_nsecs": [1]}', '{"item_handlers": 3}', '{"item_handlers": {"params": 3}}',
+    '{"item_handlers": []}', '{"performance_metrics": {"other": 1}}', '{"performance_metrics": 3}', '{"custom_metadata": [1]}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", some_slow(NO_METADATA, NO_METADATA[5:]))
+def test_json_that_is_no_metadata_is_damage(copy, text):
+    (copy / "6/_CHECKPOINT_METADATA").write_text(text)
+    with Checkpoints(copy) as checkpoints:
+        assert checkpoints.steps() == [2, 4, 6]
+        assert checkpoints.newest_config() == CONFIG
+        restored = checkpoints.restore(abstract(make_state(6)))
+        assert restored.step in (4, 6)
+        chex.assert_trees_all_equal(restored.state.params, make_state(restored.step).params)
+        if restored.step == 6:  # Orbax does not need what is missing
+            return
+        [(step, reason)] = restored.skipped
+        assert step == 6
+        assert "cannot be read" in reason and "\n" not in reason
+        with pytest.raises(CheckpointError, match=r"/6: cannot be read"):
+            checkpoints.restore(abstract(make_state(6)), step=6)
+        checkpoints.set_aside(6)
+        checkpoints.save(make_state(6), [{"next": 6}], CONFIG)
+    with Checkpoints(copy) as checkpoints:
+        assert checkpoints.restore(abstract(make_state(6))).step == 6
 
 
 def test_no_usable_checkpoint(copy):
