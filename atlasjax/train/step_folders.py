@@ -1,4 +1,4 @@
-"""The folders of steps that Orbax may see: those whose metadata it can interpret. It reads all of them at once, and fails with one."""
+"""The folders of steps that Orbax may see: those whose metadata it can interpret. It reads all at once, and fails if one fails."""
 
 import pathlib
 from collections.abc import Iterator

@@ -173,8 +173,9 @@ def test_a_checkpoint_in_another_steps_folder_is_not_believed(copy):
 
 NO_METADATA = (
     "null", "[1]", '"x"', "3", "{}", '{"commit_timestamp_nsecs": "x"}', '{"commit_timestamp_nsecs": 1e300}',
-    '{"commit_timestamp_nsecs": NaN}', '{"commit_timestamp_nsecs": [1]}', '{"item_handlers": 3}', '{"item_handlers": {"params": 3}}',
-    '{"item_handlers": []}', '{"performance_metrics": {"other": 1}}', '{"performance_metrics": 3}', '{"custom_metadata": [1]}',
+    '{"commit_timestamp_nsecs": NaN}', '{"commit_timestamp_nsecs": [1]}', '{"item_handlers": 3}',
+    '{"item_handlers": {"params": 3}}', '{"item_handlers": []}',
+    '{"performance_metrics": {"other": 1}}', '{"performance_metrics": 3}', '{"custom_metadata": [1]}',
 )  # fmt: skip
 
 
@@ -191,7 +192,8 @@ def test_json_that_is_no_metadata_is_damage(copy, text):
             return
         [(step, reason)] = restored.skipped
         assert step == 6
-        assert "cannot be read" in reason and "\n" not in reason
+        assert "cannot be read" in reason
+        assert "\n" not in reason
         with pytest.raises(CheckpointError, match=r"/6: cannot be read"):
             checkpoints.restore(abstract(make_state(6)), step=6)
         checkpoints.set_aside(6)
