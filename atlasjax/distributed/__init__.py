@@ -1,6 +1,7 @@
 """Device meshes, and the sharding of every array."""
 
-from atlasjax.distributed.mesh import MeshConfig, ProcessConfig, initialize, make_mesh
+from atlasjax.distributed.mesh import MeshConfig, make_mesh
+from atlasjax.distributed.processes import ProcessConfig, initialize
 from atlasjax.distributed.sharding import (
     LOGICAL_AXIS_RULES,
     batch_sharding,

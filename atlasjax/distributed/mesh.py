@@ -1,4 +1,4 @@
-"""The device mesh (data, fsdp, tensor) and the start of a multi-process job."""
+"""The device mesh: data, fsdp, tensor."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,8 +7,6 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from atlasjax import check
-from atlasjax.distributed.processes import bind_address
 from atlasjax.mesh_axes import MESH_AXES
 
 
@@ -73,70 +71,3 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     # A mesh axis may be shorter than every axis of the pod's torus (4 on 16 × 16), so a torus axis may have to be split.
     parts = mesh_utils.create_device_mesh(shape, devices[:needed], allow_split_physical_axes=True)
     return Mesh(parts, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
-
-
-@dataclasses.dataclass(frozen=True)
-class ProcessConfig:
-    """Settings of a job with several processes, one per host (`jax.distributed`).
-
-    On Cloud TPU pods, Slurm and Kubernetes `distributed=True` is enough, because jax detects the rest.
-
-    Attributes:
-      distributed: start `jax.distributed`.
-      coordinator: "host:port" of process 0. None lets jax detect it.
-      num_processes: number of processes. None lets jax detect it.
-      process_id: index of this process. None lets jax detect it.
-    """
-
-    distributed: bool = False
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.coordinator is not None:
-            host, _, port = self.coordinator.rpartition(":")
-            inside = bool(host) and port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 2**16
-            check.require(inside, "processes.coordinator", self.coordinator, '"host:port", as in "10.0.0.1:1234"')
-        count, index = self.num_processes, self.process_id
-        check.require(count is None or check.is_integer(count, 1), "processes.num_processes", count, "at least 1")
-        inside = index is None or (check.is_integer(index, 0) and (count is None or index < count))
-        check.require(inside, "processes.process_id", index, "at least 0, and below num_processes")
-
-
-def initialize(config: ProcessConfig) -> None:
-    """Joins the other processes if the config asks for it. Must run before anything touches a device.
-
-    Raises:
-      ValueError: some of coordinator, num_processes and process_id are given, but `distributed` is off or they are
-        not all given, or the coordinator's host does not resolve.
-    """
-    given = {
-        name: value
-        for name, value in (
-            ("coordinator", config.coordinator),
-            ("num_processes", config.num_processes),
-            ("process_id", config.process_id),
-        )
-        if value is not None
-    }
-    if not config.distributed:
-        if given:
-            raise ValueError(f"{', '.join(given)} given, but distributed is False; set distributed to True.")
-        return
-    if given and len(given) < 3:
-        raise ValueError(
-            f"coordinator, num_processes and process_id belong together; got only {', '.join(given)}. Give all three, "
-            "or none where jax can detect them (TPU pods, Slurm, Kubernetes)."
-        )
-    if jax.distributed.is_initialized():
-        return
-    bind = None if config.coordinator is None else bind_address(config.coordinator)
-    # Collectives between CPU processes. Must be set before the backend is created; TPU and GPU ignore it.
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        config.coordinator,
-        config.num_processes,
-        config.process_id,
-        coordinator_bind_address=bind,
-    )

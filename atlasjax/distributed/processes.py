@@ -1,9 +1,125 @@
-"""The other processes of a job: where they meet, and how one learns that another has ended."""
+"""The processes of a job: how one joins the others, and learns that another has ended."""
 
+import dataclasses
 import re
-import socket
-import sys
-import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from atlasjax import check
+from atlasjax.distributed import rendezvous
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessConfig:
+    """Settings of a job with several processes, one per host or per device (`jax.distributed`).
+
+    On Cloud TPU pods, Slurm, Open MPI and Kubernetes `distributed=True` is enough, because jax detects the rest.
+
+    Attributes:
+      distributed: start `jax.distributed`.
+      coordinator: "host:port" of process 0. None lets jax detect it.
+      num_processes: number of processes. None lets jax detect it.
+      process_id: index of this process. None lets jax detect it.
+      timeout: seconds to wait for the other processes when the job starts.
+    """
+
+    distributed: bool = False
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    timeout: int = 300
+
+    def __post_init__(self) -> None:
+        if self.coordinator is not None:
+            host, _, port = self.coordinator.rpartition(":")
+            inside = bool(host) and port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 2**16
+            check.require(inside, "processes.coordinator", self.coordinator, '"host:port", as in "10.0.0.1:1234"')
+        count, index = self.num_processes, self.process_id
+        check.require(count is None or check.is_integer(count, 1), "processes.num_processes", count, "at least 1")
+        inside = index is None or (check.is_integer(index, 0) and (count is None or index < count))
+        check.require(inside, "processes.process_id", index, "at least 0, and below num_processes")
+        check.require(check.is_integer(self.timeout, 1), "processes.timeout", self.timeout, "at least 1")
+
+
+def initialize(config: ProcessConfig, facts: Mapping[str, Any] | None = None) -> list[str]:
+    """Joins the other processes if the config asks for it. Must run before anything touches a device.
+
+    From then on SIGTERM, which announces the end of a preemptible machine, is received by jax's preemption service instead of a
+    handler of Python's (see `preemption_service`).
+
+    Args:
+      config: the processes.
+      facts: what should be the same in all processes, as JSON (see `train.preflight`); compared before they are connected.
+
+    Returns:
+      The host name of each process; empty if the config asks for none, or jax was initialized before.
+
+    Raises:
+      ValueError: some of coordinator, num_processes and process_id are given, but `distributed` is off or they are not all given;
+        jax detects no cluster; the coordinator's address cannot be used; or facts differ.
+      rendezvous.MissingProcessError: some processes did not arrive within `config.timeout`.
+    """
+    given = {
+        name: value
+        for name, value in (
+            ("coordinator", config.coordinator),
+            ("num_processes", config.num_processes),
+            ("process_id", config.process_id),
+        )
+        if value is not None
+    }
+    if not config.distributed:
+        if given:
+            raise ValueError(f"{', '.join(given)} given, but distributed is False; set distributed to True.")
+        return []
+    if given and len(given) < 3:
+        raise ValueError(
+            f"coordinator, num_processes and process_id belong together; got only {', '.join(given)}. Give all three, "
+            "or none where jax can detect them (TPU pods, Slurm, Open MPI, Kubernetes)."
+        )
+    if jax.distributed.is_initialized():
+        return []
+    coordinator, count, index, local_devices = _place(config)
+    hosts = rendezvous.meet(coordinator, count, index, facts or {}, timeout=config.timeout)
+    # Collectives between CPU processes. Must be set before the backend is created; TPU and GPU ignore it.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        coordinator,
+        count,
+        index,
+        local_devices,
+        initialization_timeout=config.timeout,
+        coordinator_bind_address=rendezvous.bind_address(coordinator) if index == 0 else None,
+    )
+    return hosts
+
+
+def _place(config: ProcessConfig) -> tuple[str, int, int, Any]:
+    """Returns (coordinator, number of processes, index of this one, its devices or None for all), as jax would detect them."""
+    from jax._src import clusters  # jax has no public name for it, and detects only while it connects
+
+    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        config.coordinator, config.num_processes, config.process_id, None, None, config.timeout
+    )
+    coordinator, count, index, local_devices = found
+    if coordinator is None or count is None or index is None:
+        raise ValueError(
+            "processes.distributed is True, and jax finds no cluster here (TPU pod, Slurm, Open MPI, Kubernetes). Give "
+            "coordinator, num_processes and process_id."
+        )
+    return coordinator, count, index, local_devices
+
+
+def preemption_service() -> bool:
+    """Whether jax's preemption service receives SIGTERM in this job.
+
+    Then `multihost_utils.reached_preemption_sync_point` lets all processes stop after the same step. The environment variable
+    JAX_ENABLE_PREEMPTION_SERVICE=0 switches it off.
+    """
+    return jax.distributed.is_initialized() and bool(jax.config.jax_enable_preemption_service)  # type: ignore[attr-defined]
+
 
 _LOST = re.compile(
     r"gloo|connection (closed|reset|refused)|connection to .* (lost|closed)|socket closed|heartbeat|coordination (service|agent)"
@@ -25,41 +141,4 @@ def lost_process(error: BaseException) -> str | None:
             if _LOST.search(line):
                 return line.strip()[:200].rstrip(". ")
         cause = cause.__cause__ or cause.__context__
-    return None
-
-
-def bind_address(coordinator: str, *, patience: float = 30.0) -> str | None:
-    """The address for the coordinator's service to listen on: the coordinator's own, if it is one of this machine's.
-
-    Args:
-      coordinator: "host:port".
-      patience: seconds to wait for a host that does not resolve yet, as those of a job that is just being started.
-
-    Returns:
-      "address:port"; None where the host is not an address of this machine: another process's, or one that is forwarded to it.
-
-    Raises:
-      ValueError: the host does not resolve.
-    """
-    host, _, port = coordinator.rpartition(":")
-    started = time.monotonic()
-    while True:
-        try:
-            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-            break
-        except OSError as error:
-            if time.monotonic() - started >= patience:
-                raise ValueError(
-                    f"processes.coordinator is {coordinator!r}, whose host does not resolve ({error.strerror}; tried for "
-                    f"{patience:g} s)."
-                ) from None
-            print(f"The coordinator's host {host!r} does not resolve yet; trying again.", file=sys.stderr, flush=True)
-            time.sleep(min(5.0, patience))
-    for family, kind, protocol, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.bind((address[0], 0))
-            except OSError:
-                continue
-        return f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
     return None

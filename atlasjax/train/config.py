@@ -8,7 +8,8 @@ from typing import Any
 from atlasjax import check
 from atlasjax.config_json import from_dict
 from atlasjax.data.config import DataConfig
-from atlasjax.distributed.mesh import MeshConfig, ProcessConfig
+from atlasjax.distributed.mesh import MeshConfig
+from atlasjax.distributed.processes import ProcessConfig
 from atlasjax.names import name_of, options_text, resolve
 from atlasjax.nn.config import ModelConfig
 

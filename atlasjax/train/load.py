@@ -7,7 +7,8 @@ import pathlib
 import jax
 
 from atlasjax.data.tokenizers import Tokenizer
-from atlasjax.distributed.mesh import MeshConfig, ProcessConfig, make_mesh
+from atlasjax.distributed.mesh import MeshConfig, make_mesh
+from atlasjax.distributed.processes import ProcessConfig
 from atlasjax.distributed.sharding import parameter_shardings
 from atlasjax.nn import LanguageModel, logical_axes
 from atlasjax.train import state as state_lib

@@ -14,11 +14,11 @@ import jax
 from atlasjax.config_json import to_dict
 from atlasjax.data.pipeline import BatchIterator
 from atlasjax.data.windows import Batch
-from atlasjax.distributed.mesh import initialize
-from atlasjax.distributed.processes import lost_process
+from atlasjax.distributed.processes import initialize, lost_process
+from atlasjax.distributed.rendezvous import MissingProcessError
 from atlasjax.distributed.sharding import global_batch
 from atlasjax.evaluate.lm import LanguageModelResult, evaluate
-from atlasjax.train import lock
+from atlasjax.train import lock, preflight
 from atlasjax.train import setup as setup_lib
 from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.config import TrainConfig
@@ -87,8 +87,7 @@ def train(
     """
     started = time.perf_counter()
     run_dir = pathlib.Path(config.run_dir)
-    with user_errors():
-        initialize(config.processes)
+    hosts = _join(config)
     main = jax.process_index() == 0
     with StopSignals() as signals, contextlib.ExitStack() as held:
         with user_errors():
@@ -100,6 +99,8 @@ def train(
             if on_start is not None:
                 on_start(resumed_from)
             setup_lib.write_run_files(setup)
+            if hosts:
+                print(preflight.summary(hosts, setup.mesh), flush=True)
             for line in [*notes, *(f"changed: {line}" for line in changed if resumed_from), *setup.skipped]:
                 print(line, flush=True)
         run = _Run(setup, checkpoints, data)
@@ -115,6 +116,15 @@ def train(
     return TrainResult(
         state, setup, resumed_from, run.evaluation, checkpoints.path(int(state.step)), time.perf_counter() - started
     )
+
+
+def _join(config: TrainConfig) -> list[str]:
+    """Joins the other processes of the run. Returns their hosts; none for a run of one process."""
+    with user_errors():
+        try:
+            return initialize(config.processes, preflight.facts(config) if config.processes.distributed else None)
+        except MissingProcessError as error:
+            raise ProcessDiedError(str(error)) from None
 
 
 @contextlib.contextmanager
@@ -206,7 +216,7 @@ class _Run:
             state, metrics = self._train_step(state, self._put(self._next_batch(step)))
             self._pending.append((step, metrics))
             last, log = step == config.steps, step % config.log_every == 0
-            stop = signals.received(agree=log)
+            stop = signals.received(step, agree=log)
             evaluating = last or _every(step, config.eval_every)
             saving = last or bool(stop) or _every(step, config.checkpoint_every)
             if log or saving or evaluating or step == first + 1:

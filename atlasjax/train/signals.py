@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
+from atlasjax.distributed.processes import preemption_service
 from atlasjax.train.errors import Interrupted
 
 
@@ -16,17 +18,20 @@ class StopSignals:
 
     Before `remember` is called, no step has begun, and the first signal raises Interrupted at once. Afterwards it is remembered.
 
+    In a job of several processes SIGTERM belongs to jax's preemption service, which knows of all of them.
+
     Outside the main thread, where Python has no signals, nothing is caught.
     """
 
     def __init__(self) -> None:
+        self._service = preemption_service()
         self._received = 0
         self._remembers = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT,) if self._service else (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._receive)
         return self
 
@@ -52,17 +57,16 @@ class StopSignals:
             signal.signal(number, handler)
         self._before = {}
 
-    def received(self, *, agree: bool) -> int:
-        """Returns the signal's number, or 0.
+    def received(self, step: int, *, agree: bool) -> int:
+        """Returns the signal's number, or 0: the same in all processes.
 
         Args:
-          agree: whether all processes call this now. Then all get the same result. Otherwise, with several processes, the result
-            is 0, because one process must not stop alone.
+          step: the step that is being done. All processes call this once in every step.
+          agree: whether to ask all processes now for a signal that only Python received. That costs a collective. Otherwise, with
+            several processes, such a signal is not reported, because one process must not stop alone.
         """
+        if self._service and multihost_utils.reached_preemption_sync_point(step):
+            return signal.SIGTERM
         if jax.process_count() == 1:
             return self._received
-        if not agree:
-            return 0
-        from jax.experimental import multihost_utils
-
-        return int(np.max(multihost_utils.process_allgather(np.asarray(self._received))))
+        return int(np.max(multihost_utils.process_allgather(np.asarray(self._received)))) if agree else 0

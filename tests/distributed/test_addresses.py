@@ -5,7 +5,8 @@ import socket
 import pytest
 
 from atlasjax.distributed import ProcessConfig
-from atlasjax.distributed.processes import bind_address, lost_process
+from atlasjax.distributed.processes import lost_process
+from atlasjax.distributed.rendezvous import bind_address
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])

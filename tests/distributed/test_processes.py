@@ -1,9 +1,12 @@
 """Two processes train together as one does (gloo on the CPU), and one goes on from their checkpoint."""
 
 import dataclasses
+import re
+import signal
 import socket
 
 import numpy as np
+import pytest
 
 from atlasjax.config_json import to_dict
 from atlasjax.distributed import MeshConfig, ProcessConfig
@@ -11,10 +14,14 @@ from atlasjax.train import train
 from tests.train.tiny import child, config, finish, train_losses
 
 
-def test_two_processes(tmp_path):
+def coordinator() -> str:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        address = f"localhost:{probe.getsockname()[1]}"
+        return f"localhost:{probe.getsockname()[1]}"
+
+
+def test_two_processes(tmp_path):
+    address = coordinator()
     alone = config(tmp_path, run_dir=str(tmp_path / "alone"), mesh=MeshConfig(1, 2), steps=6, eval_batches=2)
     together = dataclasses.replace(alone, run_dir=str(tmp_path / "together"), steps=4)
     runs = []
@@ -25,6 +32,7 @@ def test_two_processes(tmp_path):
     results = [finish(run) for run in runs]
     assert [result.returncode for result in results] == [0, 0], results[0].stderr[-3000:]
     assert "step" in results[0].stdout
+    assert "2 processes on 1 host, 2 devices (cpu) in 1 slice; mesh data 1 × fsdp 2 × tensor 1" in results[0].stdout
     assert "step" not in results[1].stdout  # one of the processes speaks
     resumed = train(dataclasses.replace(alone, run_dir=together.run_dir))
     assert (resumed.resumed_from, resumed.step) == (4, 6)
@@ -32,3 +40,22 @@ def test_two_processes(tmp_path):
     assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6]
     # The schedule of the shorter run differs from its third step on: compare the steps before.
     np.testing.assert_allclose([loss for _, loss in found[:3]], [loss for _, loss in expected[:3]], rtol=1e-5)
+
+
+@pytest.mark.slow  # the service is jax's; one process stops by a signal in test_loop
+def test_a_notice_to_one_process_stops_both_after_the_same_step(tmp_path):
+    address = coordinator()
+    run = config(tmp_path, mesh=MeshConfig(1, 2), steps=300, checkpoint_every=0, log_every=200)
+    runs = []
+    for index in range(2):
+        place = dataclasses.replace(run, processes=ProcessConfig(True, address, 2, index))
+        step = 3 if index else -1
+        runs.append(child("tests.train.child", to_dict(place), str(step), str(int(signal.SIGTERM)), wait=False))
+    results = [finish(run) for run in runs]
+    assert [result.returncode for result in results] == [0, 0], results[0].stderr[-3000:]
+    stopped = [re.search(r"Stopped by signal 15 after step (\d+), saved in", result.stdout) for result in results]
+    steps = {int(found[1]) for found in stopped if found}
+    assert all(stopped) and len(steps) == 1
+    (step,) = steps
+    assert 3 < step < 200  # long before the next step at which a signal to Python would be seen
+    assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir()

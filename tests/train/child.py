@@ -1,4 +1,4 @@
-"""A training run in a process of its own, which may kill itself: python -m tests.train.child CONFIG KILL_AT."""
+"""A training run in a process of its own, which may signal itself: python -m tests.train.child CONFIG STEP [SIGNAL]."""
 
 import json
 import os
@@ -6,15 +6,18 @@ import signal
 import sys
 
 from atlasjax.config_json import from_dict
-from atlasjax.train import TrainConfig, train
+from atlasjax.train import Interrupted, TrainConfig, train
 
 
-def main(config: str, kill_at: str) -> None:
-    def on_step(step: int) -> None:
-        if step == int(kill_at):
-            os.kill(os.getpid(), signal.SIGKILL)
+def main(config: str, step: str, number: str = str(int(signal.SIGKILL))) -> None:
+    def on_step(done: int) -> None:
+        if done == int(step):
+            os.kill(os.getpid(), int(number))
 
-    train(from_dict(TrainConfig, json.loads(config)), on_step=on_step)
+    try:
+        train(from_dict(TrainConfig, json.loads(config)), on_step=on_step)
+    except Interrupted as error:
+        print(error)
 
 
 if __name__ == "__main__":

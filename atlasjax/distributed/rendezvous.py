@@ -1,0 +1,256 @@
+"""The processes of a job meet and compare notes before jax connects them.
+
+If a process is missing, jax waits for minutes and then aborts with a C++ stack. So process 0 first listens on the coordinator's
+port itself. Every process reports to it, and all receive the same verdict: who is missing, and what differs. Then jax takes the port.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+_RETRY = 0.5  # seconds between two attempts to reach process 0
+_REMIND = 15.0  # seconds between two lines about the processes that are still missing
+_GRACE = 10.0  # seconds for a verdict to arrive after process 0 has stopped waiting
+_LONGEST = 2**22  # bytes of a report
+_NAMED = 4  # differences, processes and hosts named in one line
+
+
+class MissingProcessError(RuntimeError):
+    """Some processes of a job did not arrive in time. Starting all processes again may succeed."""
+
+
+def meet(
+    coordinator: str, num_processes: int, process_id: int, facts: Mapping[str, Any], *, timeout: float
+) -> list[str]:
+    """Waits for all processes of a job and compares their facts. All processes call this with the same first two arguments.
+
+    Args:
+      coordinator: "host:port", where process 0 listens. The port is free again afterwards.
+      num_processes: number of processes.
+      process_id: index of this process.
+      facts: what should be the same in all processes, as JSON. Nested mappings are compared entry by entry.
+      timeout: seconds to wait for the others.
+
+    Returns:
+      The host name of each process.
+
+    Raises:
+      ValueError: facts differ, two processes have the same index, or the coordinator's host or port cannot be used.
+      MissingProcessError: some processes did not arrive in time.
+    """
+    report = {
+        "process": process_id,
+        "processes": num_processes,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "facts": facts,
+    }
+    started = time.monotonic()
+    if process_id == 0:
+        verdict = asyncio.run(_listen(_listener(coordinator), num_processes, report, timeout))
+    else:
+        verdict = asyncio.run(_call(coordinator, report, started + timeout, timeout))
+    if verdict["missing"]:
+        raise MissingProcessError(_missing(verdict["missing"], num_processes, coordinator, timeout))
+    if verdict["differences"]:
+        raise ValueError(verdict["differences"])
+    return list(verdict["hosts"])
+
+
+def bind_address(coordinator: str, *, patience: float = 30.0) -> str | None:
+    """The address for the coordinator's service to listen on: the coordinator's own, if it is one of this machine's.
+
+    Args:
+      coordinator: "host:port".
+      patience: seconds to wait for a host that does not resolve yet, as those of a job that is just being started.
+
+    Returns:
+      "address:port"; None where the host is not an address of this machine: another process's, or one that is forwarded to it.
+
+    Raises:
+      ValueError: the host does not resolve.
+    """
+    host, _, port = coordinator.rpartition(":")
+    started = time.monotonic()
+    while True:
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            break
+        except OSError as error:
+            if time.monotonic() - started >= patience:
+                raise ValueError(
+                    f"processes.coordinator is {coordinator!r}, whose host does not resolve ({error.strerror}; tried for "
+                    f"{patience:g} s)."
+                ) from None
+            print(f"The coordinator's host {host!r} does not resolve yet; trying again.", file=sys.stderr, flush=True)
+            time.sleep(min(5.0, patience))
+    for family, kind, protocol, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind((address[0], 0))
+            except OSError:
+                continue
+        return f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
+    return None
+
+
+def _listener(coordinator: str) -> socket.socket:
+    address = bind_address(coordinator)
+    host, _, port = (address or f"[::]:{coordinator.rpartition(':')[2]}").rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, int(port)))
+    except OSError as error:
+        listener.close()
+        raise ValueError(
+            f"processes.coordinator is {coordinator!r}, where process 0 cannot listen ({error.strerror}). Give another port, or "
+            "end the job that uses this one."
+        ) from None
+    return listener
+
+
+async def _listen(listener: socket.socket, count: int, mine: dict[str, Any], timeout: float) -> dict[str, Any]:
+    """Process 0: collects the reports, judges them, and sends everybody the verdict."""
+    reports = {0: mine}
+    twice: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    callers: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+    complete = asyncio.Event()
+
+    async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            report = json.loads(await asyncio.wait_for(reader.readline(), _GRACE))
+            index = report["process"]
+            if not (isinstance(index, int) and {"host", "pid", "facts", "processes"} <= report.keys()):
+                raise ValueError
+        except (ValueError, TypeError, KeyError, AttributeError, OSError):
+            writer.close()  # not one of us: something that scans ports
+            return
+        before = reports.get(index)
+        if before is not None and (before["host"], before["pid"]) != (report["host"], report["pid"]):
+            twice.append((before, report))
+        reports[index] = report
+        callers.append((reader, writer))
+        # One with another number of processes would wait for others than these.
+        if twice or report["processes"] != count or len(reports) >= count:
+            complete.set()
+
+    server = await asyncio.start_server(receive, sock=listener, limit=_LONGEST)
+    deadline = time.monotonic() + timeout
+    if count == 1:
+        complete.set()
+    while not complete.is_set() and (left := deadline - time.monotonic()) > 0:
+        try:
+            await asyncio.wait_for(complete.wait(), min(_REMIND, left))
+        except TimeoutError:
+            absent = _named([str(index) for index in range(count) if index not in reports])
+            print(f"Waiting for {count - len(reports)} of {count} processes: {absent}.", file=sys.stderr, flush=True)
+    server.close()
+    wrong = _same_index(*twice[0]) if twice else differences(reports)
+    verdict = {
+        "missing": [] if wrong else [index for index in range(count) if index not in reports],
+        "differences": wrong,
+        "hosts": [reports[index]["host"] for index in sorted(reports)],
+    }
+    for _, writer in callers:
+        writer.write(json.dumps(verdict).encode() + b"\n")
+    # The callers close first, so that no connection keeps the port busy.
+    if callers:
+        await asyncio.wait([asyncio.create_task(reader.read()) for reader, _ in callers], timeout=_GRACE)
+    for _, writer in callers:
+        writer.close()
+    return verdict
+
+
+async def _call(coordinator: str, report: dict[str, Any], deadline: float, timeout: float) -> dict[str, Any]:
+    """Any other process: reports to process 0 and returns its verdict."""
+    host, _, port = coordinator.rpartition(":")
+    problem = ""
+    while time.monotonic() < deadline:
+        try:
+            reader, writer = await asyncio.wait_for(
+                asyncio.open_connection(host.strip("[]"), int(port), limit=_LONGEST),
+                max(deadline - time.monotonic(), 0.1),
+            )
+            try:
+                writer.write(json.dumps(report).encode() + b"\n")
+                left = deadline - time.monotonic() + _GRACE
+                if line := await asyncio.wait_for(reader.readline(), left):
+                    return dict(json.loads(line))
+                problem = "it ended"  # it may be started again
+            finally:
+                writer.close()
+        except TimeoutError:
+            problem = "no answer"
+        except (OSError, ValueError) as error:
+            problem = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        await asyncio.sleep(_RETRY)
+    raise MissingProcessError(
+        f"Process 0 could not be reached at {coordinator} within {timeout:g} s ({problem}). Start one process on every host, all "
+        "with the same command, and let them reach that port."
+    )
+
+
+def differences(reports: Mapping[int, Mapping[str, Any]]) -> str:
+    """One line that names what differs between process 0 and others; "" if nothing does.
+
+    Args:
+      reports: process → its report: "host", "processes", and "facts".
+    """
+    first = reports[0]
+    expected = dict(_entries({"num_processes": first["processes"], **first["facts"]}))
+    parts = []
+    for index in sorted(reports):
+        found = dict(_entries({"num_processes": reports[index]["processes"], **reports[index]["facts"]}))
+        for name in dict.fromkeys([*expected, *found]):
+            if expected.get(name) != found.get(name):
+                where = f"process {index} ({reports[index]['host']})"
+                parts.append(
+                    f"{name} is {_short(found.get(name))} in {where} and {_short(expected.get(name))} in process 0"
+                )
+    if not parts:
+        return ""
+    return f"The processes of this job differ: {_named(parts, '; ')}. Start all of them with the same command, code and data."
+
+
+def _entries(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    entries: list[tuple[str, Any]] = []
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            entries += _entries(value, f"{prefix}{name}.")
+        else:
+            entries.append((f"{prefix}{name}", value))
+    return entries
+
+
+def _same_index(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    return (
+        f"Two processes have the index {one['process']}: {one['pid']} on {one['host']} and {other['pid']} on {other['host']}. "
+        "Give each its own processes.process_id, from 0."
+    )
+
+
+def _missing(missing: list[int], count: int, coordinator: str, timeout: float) -> str:
+    are = "process" if len(missing) == 1 else "processes"
+    return (
+        f"{len(missing)} of {count} processes did not arrive within {timeout:g} s: {are} "
+        f"{_named([str(index) for index in missing])}. Start one process on every host, all with the same command, and let them "
+        f"reach {coordinator}."
+    )
+
+
+def _named(names: list[str], separator: str = ", ") -> str:
+    more = f"{separator}and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return separator.join(names[:_NAMED]) + more
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,99 @@
+"""What must be the same in all processes of a run, and one line about them."""
+
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+import atlasjax
+import pallas_kernels
+from atlasjax.config_json import to_dict
+from atlasjax.data.files import expand
+from atlasjax.train.config import TrainConfig
+
+_PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
+_ENVIRONMENT = (
+    "XLA_FLAGS",
+    "LIBTPU_INIT_ARGS",
+    "JAX_ENABLE_X64",
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "JAX_DEFAULT_PRNG_IMPL",
+)
+
+
+def facts(config: TrainConfig) -> dict[str, Any]:
+    """What must be the same in all processes of a run: versions, source code, environment, config, and its files.
+
+    Files are compared by name and size; their contents are not read. Everything is JSON.
+    """
+    settings = to_dict(config)
+    for own in ("process_id", "timeout"):
+        del settings["processes"][own]
+    return {
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "code": {"atlasjax": _digest(atlasjax), "pallas_kernels": _digest(pallas_kernels)},
+        "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
+        "config": settings,
+        "files": {
+            name: _files(paths, config.data.suffixes)
+            for name, paths in (
+                ("data.paths", config.data.paths),
+                ("data.validation_paths", config.data.validation_paths),
+                ("data.tokenizer", _tokenizer_paths(config.data.tokenizer)),
+            )
+            if paths
+        },
+    }
+
+
+def summary(hosts: Sequence[str], mesh: Mesh) -> str:
+    """One line about the processes of a run, e.g. "4 processes on 4 hosts, 16 devices (TPU v5 lite) in 1 slice"."""
+    kinds = Counter(device.device_kind for device in jax.devices())
+    slices = len({getattr(device, "slice_index", 0) for device in jax.devices()})
+    sizes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    return (
+        f"{_count(len(hosts), 'process', 'processes')} on {_count(len(set(hosts)), 'host')}, "
+        f"{_count(len(jax.devices()), 'device')} ({', '.join(kinds)}) in {_count(slices, 'slice')}; mesh {sizes}"
+    )
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _digest(package: Any) -> str:
+    """A digest of all source files of a package."""
+    folder = pathlib.Path(package.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _tokenizer_paths(name: str) -> tuple[str, ...]:
+    path = name.partition(":")[2]
+    return (path,) if path and not path.isdecimal() else ()
+
+
+def _files(paths: Iterable[str], suffixes: Sequence[str]) -> str:
+    """The number of files behind `paths`, their bytes, and a digest of their names and sizes; or why they cannot be listed."""
+    try:
+        found = [(path.name, path.stat().st_size) for path in expand(tuple(paths), suffixes)[0]]
+    except (OSError, ValueError) as error:
+        return str(error)
+    digest = hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+    return f"{_count(len(found), 'file')}, {sum(size for _, size in found)} bytes, {digest}"
