@@ -1,7 +1,8 @@
 """The processes of a job meet and compare notes before jax connects them.
 
 If a process is missing, jax waits for minutes and then aborts with a C++ stack. So process 0 first listens on the coordinator's
-port itself. Every process reports to it, and all receive the same verdict: who is missing, and what differs. Then jax takes the port.
+port itself. Every process reports to it, and all receive the same verdict: who is missing, and what differs. Then the port
+is jax's.
 """
 
 import asyncio

@@ -55,7 +55,8 @@ def test_a_notice_to_one_process_stops_both_after_the_same_step(tmp_path):
     assert [result.returncode for result in results] == [0, 0], results[0].stderr[-3000:]
     stopped = [re.search(r"Stopped by signal 15 after step (\d+), saved in", result.stdout) for result in results]
     steps = {int(found[1]) for found in stopped if found}
-    assert all(stopped) and len(steps) == 1
+    assert all(stopped)
+    assert len(steps) == 1
     (step,) = steps
     assert 3 < step < 200  # long before the next step at which a signal to Python would be seen
     assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir()
