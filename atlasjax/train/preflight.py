@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import platform
@@ -12,8 +13,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-import atlasjax
-import pallas_kernels
 from atlasjax.config_json import to_dict
 from atlasjax.data.files import expand
 from atlasjax.train.config import TrainConfig
@@ -38,7 +37,7 @@ def facts(config: TrainConfig) -> dict[str, Any]:
         del settings["processes"][own]
     return {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
-        "code": {"atlasjax": _digest(atlasjax), "pallas_kernels": _digest(pallas_kernels)},
+        "code": {name: _digest(name) for name in ("atlasjax", "pallas_kernels")},
         "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
         "config": settings,
         "files": {
@@ -75,9 +74,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _digest(package: Any) -> str:
+def _digest(package: str) -> str:
     """A digest of all source files of a package."""
-    folder = pathlib.Path(package.__file__).parent
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    folder = pathlib.Path(spec.origin).parent
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder).as_posix()}\0".encode() + path.read_bytes())
