@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,7 +79,7 @@ def generate(
 
     Args:
       model: a `LanguageModel`.
-      prompt: int32 [batch, time], time ≥ 1.
+      prompt: integers [batch, time], time ≥ 1; or a list of rows of unequal length, which are read without padding.
       num_tokens: number of tokens to sample.
       config: how to sample them.
       seed: the same seed gives the same tokens, generated at once or streamed. Rows of a batch are sampled independently.
@@ -88,7 +89,7 @@ def generate(
       int32 [batch, num_tokens].
 
     Raises:
-      ValueError: the prompt is empty or not of rank 2, num_tokens is not positive, or prompt and tokens together exceed the
+      ValueError: a prompt is empty or not of rank 2, num_tokens is not positive, or prompt and tokens together exceed the
         maximum length of a model with learned positions.
     """
     return jnp.concatenate(
@@ -110,25 +111,41 @@ def stream(
     Raises:
       ValueError: as for `generate`, or `block` is not positive.
     """
-    prompt = np.asarray(prompt)
-    if prompt.ndim != 2 or prompt.shape[1] < 1 or not np.issubdtype(prompt.dtype, np.integer):
-        raise ValueError(
-            f"prompt is {prompt.dtype} {list(prompt.shape)}; it should be an integer array [batch, time] with at least one token."
-        )
+    prompts = _rows(prompt)
     for name, value in (("num_tokens", num_tokens), ("block", block), ("vocab_size", vocab_size)):
         check.require(value is None or value >= 1, name, value, "at least 1")
     check.require(check.is_integer(seed, 0) and seed < 2**32, "seed", seed, "in [0, 2^32)")
-    model.check_length(prompt.shape[1] + num_tokens, "prompt and num_tokens")
-    return _stream(model, prompt.astype(np.int32), num_tokens, config, jax.random.key(seed), block, vocab_size)
+    model.check_length(max(map(len, prompts)) + num_tokens, "prompt and num_tokens")
+    return _stream(model, prompts, num_tokens, config, jax.random.key(seed), block, vocab_size)
+
+
+def _rows(prompt: Any) -> list[np.ndarray]:
+    """The rows of a prompt, int32 [time ≥ 1] each."""
+    ragged = isinstance(prompt, list | tuple) and len({np.shape(row) for row in prompt}) > 1
+    arrays = [np.asarray(row)[None] for row in prompt] if ragged else [np.asarray(prompt)]
+    for array in arrays:
+        if array.ndim != 2 or 0 in array.shape or not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(
+                f"prompt is {array.dtype} {list(array.shape)}; it should be an integer array [batch, time] with at least one "
+                "token, or a list of such rows."
+            )
+    return [row.astype(np.int32) for array in arrays for row in array]
 
 
 def _stream(
-    model: LanguageModel, prompt: np.ndarray, num_tokens: int, config: SamplingConfig, key: jax.Array, block: int,
+    model: LanguageModel, prompts: list[np.ndarray], num_tokens: int, config: SamplingConfig, key: jax.Array, block: int,
     vocab_size: int | None,
 ) -> Iterator[jax.Array]:  # fmt: skip
     graphdef, params = nnx.split(model, nnx.Param)
-    batch, length = prompt.shape
-    logits, cache = prefill(graphdef, params, prompt, model.init_cache(batch, length + num_tokens))
+    max_length = max(map(len, prompts)) + num_tokens
+    by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+    read = []
+    for _, same in itertools.groupby(by_length, key=lambda row: len(prompts[row])):
+        rows = np.stack([prompts[row] for row in same])
+        read.append(prefill(graphdef, params, rows, model.init_cache(len(rows), max_length)))
+    order = np.argsort(by_length)
+    logits = jnp.concatenate([logits for logits, _ in read])[order]
+    cache = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1)[:, order], *(cache for _, cache in read))
     for start in range(0, num_tokens, block):
         tokens, logits, cache = _decode(
             graphdef, params, logits, cache, key, start, config=config, length=min(block, num_tokens - start),

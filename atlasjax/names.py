@@ -27,7 +27,7 @@ def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
     Raises:
       ValueError: `name` is not in the table; the message suggests the closest name, and lists all names if there are few.
     """
-    if name in table:
+    if isinstance(name, str) and name in table:
         return table[name]
     close = difflib.get_close_matches(str(name), table, n=6, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""

@@ -3,6 +3,7 @@
 from numbers import Integral
 
 import numpy as np
+import numpy as np
 import pytest
 
 from atlasjax import check
@@ -44,3 +45,16 @@ def test_accepted():
     check.choice("f", "c", "a", ("a", "b"))
     check.instance("f", "o", None, str, optional=True)
     check.require(True, "steps", 1, "at least 1")
+
+
+@pytest.mark.parametrize("value", [np.zeros((3, 3)), "a\nb", [[0.0] * 100] * 100])
+def test_a_message_is_one_short_line(value):
+    for call in (
+        lambda: check.integer("f", "n", value),
+        lambda: check.instance("f", "n", value, dict),
+        lambda: check.require(False, "n", value, "another"),
+    ):
+        with pytest.raises(ValueError, match="n ") as error:
+            call()
+        assert len(str(error.value).splitlines()) == 1
+        assert len(str(error.value)) < 300

@@ -79,6 +79,14 @@ def test_rows_do_not_influence_each_other():
     np.testing.assert_array_equal(alone, tokens(0, config)[:1])
 
 
+def test_prompts_of_unequal_length():
+    """Each row is what it is alone, from the lengths of one token to more than two chunks, in any order."""
+    config, prompts = SamplingConfig(temperature=0), [PROMPT[0, :5], PROMPT[1, :1], PROMPT[0], PROMPT[1, :5].tolist()]
+    found = generate(model(), prompts, LENGTH, config=config)
+    for row, prompt in zip(found, prompts, strict=True):
+        np.testing.assert_array_equal(row, generate(model(), [prompt], LENGTH, config=config)[0])
+
+
 LOGITS = jnp.log(jnp.array([[0.5, 0.25, 0.15, 0.1], [0.1, 0.2, 0.3, 0.4]]))
 
 
@@ -113,7 +121,18 @@ def test_refused_sampling(changes, words):
         SamplingConfig(**changes)
 
 
-@pytest.mark.parametrize("prompt", [np.zeros((1, 0), np.int32), np.zeros(3, np.int32), np.zeros((1, 3), np.float32)])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        np.zeros((1, 0), np.int32),
+        np.zeros(3, np.int32),
+        np.zeros((1, 3), np.float32),
+        [[1, 2], []],
+        [[1], [[1, 2]]],
+        [[1], 2.5],
+        [],
+    ],
+)
 def test_refused_prompts(prompt):
     with pytest.raises(ValueError, match=r"prompt is .* integer array \[batch, time\]"):
         generate(model(), prompt, 1)

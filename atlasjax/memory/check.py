@@ -233,23 +233,31 @@ def whole_segments(
     return (None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)), most
 
 
+def check_ids(segment_ids: Any, shape: tuple[int, ...], where: str) -> np.ndarray | None:
+    """Segment ids as a NumPy array, None where they are traced. Raises unless they are integers in [0, 2^31) of that shape.
+
+    Under jit larger ids cannot be seen: without `jax_enable_x64`, JAX has cut an argument's int64 to int32 before it is traced.
+    """
+    check_shape("segment_ids", segment_ids, shape, where)
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer) or not segment_ids.dtype.isnative:
+        raise TypeError(f"{where}: segment_ids must be integers, got {segment_ids.dtype}.")
+    if isinstance(segment_ids, jax.core.Tracer) or not getattr(segment_ids, "is_fully_addressable", True):
+        return None
+    ids = np.asarray(segment_ids)
+    if ids.min() < 0 or ids.max() >= 2**31:  # ids are stored as int32, where larger ones would collide
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise ValueError(f"{where}: segment_ids must be ≥ 0 and below 2^31, got {wrong}.")
+    return ids
+
+
 def check_segments(segment_ids: Any, max_segments: int | None, q: Any, where: str) -> int | None:
     """The static bound on the number of segments per row: the given one, or counted if `segment_ids` is a concrete array."""
     if segment_ids is None:
         if max_segments is not None:
             raise ValueError(f"{where}: max_segments={max_segments} is given without segment_ids.")
         return None
-    check_shape("segment_ids", segment_ids, q.shape[:2], where)
-    if not jnp.issubdtype(segment_ids.dtype, jnp.integer) or not segment_ids.dtype.isnative:
-        raise TypeError(f"{where}: segment_ids must be integers, got {segment_ids.dtype}.")
-    concrete = not isinstance(segment_ids, jax.core.Tracer)
-    most = None
-    if concrete:
-        ids = np.asarray(segment_ids)
-        if ids.min() < 0 or ids.max() >= 2**31:  # ids are stored as int32, where larger ones would collide
-            wrong = ids.min() if ids.min() < 0 else ids.max()
-            raise ValueError(f"{where}: segment_ids must be ≥ 0 and below 2^31, got {wrong}.")
-        most = int((ids[:, 1:] != ids[:, :-1]).sum(1).max()) + 1
+    ids = check_ids(segment_ids, q.shape[:2], where)
+    most = None if ids is None else int((ids[:, 1:] != ids[:, :-1]).sum(1).max()) + 1
     if max_segments is None:
         if most is None:
             raise ValueError(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax import check
+from atlasjax.memory.check import check_ids
 from atlasjax.mixers.rotary import rotate
 from atlasjax.mixers.shapes import check_shapes
 
@@ -108,8 +109,7 @@ def attention(
     if segment_ids is None:
         position, segment = jnp.broadcast_to(jnp.arange(time), (batch, time)), None
     else:
-        if segment_ids.shape != (batch, time):
-            raise ValueError(f"attention: segment_ids has shape {segment_ids.shape}, should be {(batch, time)}.")
+        check_ids(segment_ids, (batch, time), "attention")
         position, segment = segment_positions(segment_ids)
     rotated = rotate(q, position, rope_theta)
     k = rotate(k, position, rope_theta)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax import check
+from atlasjax.memory.check import ARRAYS, check_floating, check_ids, check_shape
 from atlasjax.mixers.convolution import causal_convolution
 from atlasjax.mixers.shapes import check_shapes
 from atlasjax.names import lookup
@@ -100,6 +101,8 @@ def receptive_field(num_layers: int, width: int, fusion: str = "gated") -> int:
     Raises:
       ValueError: unknown fusion; the message suggests the nearest name.
     """
+    check.integer("gam.receptive_field", "num_layers", num_layers)
+    check.integer("gam.receptive_field", "width", width)
     has_convolution = "kernel" in lookup("fusion", fusion, FUSIONS)
     return num_layers * (width - 1) + 1 if has_convolution else 1
 
@@ -113,7 +116,14 @@ def associative_read(x: jax.Array, memory: jax.Array) -> jax.Array:
 
     Returns:
       [..., dim], float32: a convex combination of the rows of M.
+
+    Raises:
+      TypeError, ValueError: an argument is not a floating-point array, or of a wrong shape.
     """
+    check_shapes("gam.associative_read", {"memory": "slots dim"}, memory=memory)
+    if not isinstance(x, ARRAYS) or x.shape[-1:] != memory.shape[1:]:
+        raise ValueError(f"gam.associative_read: x is {_shape(x)}; it should be an array [..., dim={memory.shape[1]}].")
+    check_floating("x", x, "gam.associative_read")
     memory = memory.astype(x.dtype)
     scores = jnp.einsum("...d,sd->...s", x, memory, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
@@ -122,6 +132,8 @@ def associative_read(x: jax.Array, memory: jax.Array) -> jax.Array:
 
 def init_state(batch_size: int, width: int, dim: int, dtype: jnp.dtype) -> jax.Array:
     """The state before the first token: zeros [batch, width − 1, dim] of the given dtype. For the fusion "global", width is 1."""
+    for name, size in (("batch_size", batch_size), ("width", width), ("dim", dim)):
+        check.integer("gam.init_state", name, size)
     return jnp.zeros((batch_size, width - 1, dim), dtype)
 
 
@@ -150,6 +162,7 @@ def mix(
       ValueError: unknown fusion (the message suggests the nearest name), a missing or unused parameter, or a wrong shape.
     """
     used = lookup("fusion", fusion, FUSIONS)
+    check.instance("gam.mix", "params", params, Params)
     for name, value in params._asdict().items():
         if (value is not None) != (name in used):
             need = "an array" if name in used else "None"
@@ -162,10 +175,10 @@ def mix(
     expected = (sizes["batch"], sizes.get("width", 1) - 1, sizes["dim"])
     if state is None:
         state = jnp.zeros(expected, x.dtype)
-    if state.shape != expected:
-        raise ValueError(f"gam.mix: state has shape {state.shape}, should be {expected}, [batch, width − 1, dim].")
-    if segment_ids is not None and segment_ids.shape != x.shape[:2]:
-        raise ValueError(f"gam.mix: segment_ids has shape {segment_ids.shape}, should be {x.shape[:2]}.")
+    check_shape("state", state, expected, "gam.mix")
+    check_floating("state", state, "gam.mix")
+    if segment_ids is not None:
+        check_ids(segment_ids, x.shape[:2], "gam.mix")
 
     paths = []
     if params.kernel is not None:
@@ -180,5 +193,5 @@ def mix(
     return sum(paths[1:], paths[0]).astype(x.dtype), state
 
 
-def _shape(value: jax.Array | None) -> str:
-    return "None" if value is None else f"an array of shape {value.shape}"
+def _shape(value: object) -> str:
+    return f"an array of shape {value.shape}" if isinstance(value, ARRAYS) else repr(value)[:60]

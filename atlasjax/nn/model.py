@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax import check
+from atlasjax.memory.check import ARRAYS, check_ids
 from atlasjax.mesh_axes import HEAD_AXES
 from atlasjax.mixers.attention import segment_positions
 from atlasjax.nn.config import ModelConfig
@@ -245,10 +246,8 @@ class LanguageModel(nnx.Module):
     ) -> tuple[jax.Array, Norms]:
         """Like `hidden`, and also returns the memory size of each layer of the pattern, [repetitions, batch, heads] or None."""
         _check_tokens(tokens, "LanguageModel")
-        if segment_ids is not None and segment_ids.shape != tokens.shape:
-            raise ValueError(
-                f"LanguageModel: segment_ids has shape {segment_ids.shape}, should be that of tokens, {tokens.shape}."
-            )
+        if segment_ids is not None:
+            check_ids(segment_ids, tokens.shape, "LanguageModel")
         graphdef, params = nnx.split(self.layers, nnx.Param)
         keys, layer_keys = self._dropout_keys(tokens, dropout_keys)
 
@@ -359,6 +358,8 @@ class LanguageModel(nnx.Module):
 
 
 def _check_tokens(tokens: jax.Array, where: str) -> None:
+    if not isinstance(tokens, ARRAYS):
+        raise TypeError(f"{where}: tokens must be an integer array [batch, time], got {type(tokens).__name__}.")
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"{where}: tokens must be integers, got {tokens.dtype}.")
     if tokens.ndim != 2 or 0 in tokens.shape:

@@ -148,12 +148,19 @@ def test_receptive_field_of_six_layers(fusion, field):
         (lambda p, x: gam.mix(p._replace(memory=None), x), ["params.memory to be an array", "None"]),
         (lambda p, x: gam.mix(p._replace(bias=jnp.zeros(4)), x), ["gam.mix", "bias", "(4,)", "dim=5"]),
         (lambda p, x: gam.mix(p, x[0]), ["gam.mix", "x has shape (9, 5)", "batch, time, dim"]),
-        (lambda p, x: gam.mix(p, x, jnp.zeros((2, 3, 5))), ["state has shape (2, 3, 5)", "(2, 2, 5)"]),
-        (lambda p, x: gam.mix(p, x, segment_ids=jnp.zeros((2, 8), int)), ["segment_ids", "(2, 8)", "(2, 9)"]),
+        (lambda p, x: gam.mix(p, x, jnp.zeros((2, 3, 5))), ["state has shape (2, 3, 5)", "[2, 2, 5]"]),
+        (lambda p, x: gam.mix(p, x, segment_ids=jnp.zeros((2, 8), int)), ["segment_ids", "(2, 8)", "[2, 9]"]),
         (
             lambda p, x: gam.mix(p._replace(gate_kernel=jnp.zeros((5, 3, 5)), gate_bias=jnp.zeros((3, 5))), x),
             ["gate_kernel", "3 gates", "2"],
         ),
+        (lambda p, x: gam.mix(p, x, segment_ids=np.full((2, 9), 2**32)), ["segment_ids must be", "got 4294967296"]),
+        (lambda p, x: gam.mix(p._asdict(), x), ["params must be a Params"]),
+        (lambda p, x: gam.mix(p, x, fusion=["gated"]), ["Unknown fusion ['gated']"]),
+        (lambda p, x: gam.associative_read(x[..., :3], p.memory), ["x is an array of shape (2, 9, 3)", "dim=5"]),
+        (lambda p, x: gam.associative_read(None, p.memory), ["x is None"]),
+        (lambda p, x: gam.init_state(2, 0, 5, x.dtype), ["width must be an integer ≥ 1, got 0"]),
+        (lambda p, x: gam.receptive_field(6, None), ["width must be an integer ≥ 1, got None"]),
         (lambda p, x: gam.receptive_field(6, 3, "globl"), ["Did you mean 'global'"]),
     ],
 )
@@ -162,5 +169,8 @@ def test_errors_name_what_is_wrong(call, words):
         call(make("gated"), jnp.asarray(inputs()))
     for word in words:
         assert word in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
     with pytest.raises(TypeError, match="x must be floating point, got int32"):
         gam.mix(make("gated"), jnp.zeros((2, 3, 5), jnp.int32))
+    with pytest.raises(TypeError, match="state must be an array"):
+        gam.mix(make("gated"), jnp.zeros((2, 3, 5)), "x")

@@ -266,9 +266,13 @@ def test_bad_arguments_are_named():
     model = nnx.merge(graphdef, params)
     with pytest.raises(TypeError, match="tokens must be integers, got float32"):
         model(jnp.zeros((1, 2)))
+    with pytest.raises(TypeError, match=r"tokens must be an integer array \[batch, time\], got list"):
+        model([[1, 2]])
     with pytest.raises(ValueError, match=r"tokens has shape \(3,\)"):
         model(jnp.zeros(3, jnp.int32))
-    with pytest.raises(ValueError, match=r"segment_ids has shape \(1, 2\), should be that of tokens, \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"LanguageModel: segment_ids must be ≥ 0 and below 2\^31, got 4294967296"):
+        model(jnp.zeros((1, 3), jnp.int32), np.array([[0, 0, 2**32]]))
+    with pytest.raises(ValueError, match=r"segment_ids has shape \(1, 2\), should be \[1, 3\]"):
         model(jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 2), jnp.int32))
     with pytest.raises(ValueError, match=r"batch size \{2\}"):
         model.extend(jnp.zeros((1, 3), jnp.int32), model.init_cache(2))

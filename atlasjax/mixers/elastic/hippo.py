@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlasjax import check
+from atlasjax.memory.check import ARRAYS, check_floating
 from atlasjax.names import lookup
 
 
@@ -69,6 +70,7 @@ def block(
     check.integer("hippo", "order", order, 1, kinds=Integral)
     check.integer("hippo", "start", start, 0, kinds=Integral)
     check.integer("hippo", "stop", stop, start + 1, kinds=Integral)
+    check.boolean("hippo", "legacy_hippo", legacy_hippo)
     steps = lookup("discretization", discretization, DISCRETIZATIONS)
     if steps is not None:
         p, k = _stepwise(order, start, stop, steps, legacy_hippo)
@@ -126,16 +128,16 @@ def compress(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
-    if not jnp.issubdtype(signal.dtype, jnp.floating):
-        raise TypeError(f"compress: signal must be floating point, got {signal.dtype}.")
-    if signal.ndim < 2 or 0 in signal.shape:
-        raise ValueError(f"compress: signal has shape {signal.shape}, should be [..., time ≥ 1, channels].")
+    _check_series("compress", "signal", signal, "[..., time ≥ 1, channels]")
+    check.integer("compress", "start", start, 0, kinds=Integral)
     if (coefficients is None) != (start == 0):
         given = "None" if coefficients is None else "given"
         raise ValueError(
             f"compress: start={start} with coefficients {given}: a start > 0 needs coefficients, 0 takes none."
         )
     dtype = jnp.promote_types(signal.dtype, jnp.float32)
+    if coefficients is not None:
+        _check_series("compress", "coefficients", coefficients, "[..., order, channels]")
     p, k = block(order, start, start + signal.shape[-2], discretization=discretization, legacy_hippo=legacy_hippo)
     state = apply(jnp.asarray(k, dtype), signal.astype(dtype))
     if coefficients is None:
@@ -149,10 +151,9 @@ def reconstruct(coefficients: jax.Array, positions: Any, length: float = 1.0) ->
     """The signal at positions in [0, length], from coefficients [..., order, channels]: [..., samples, channels].
 
     Raises:
-      ValueError: as for `reconstruction`, or coefficients with fewer than two axes.
+      TypeError, ValueError: as for `reconstruction`, or coefficients that are no floating-point array of at least two axes.
     """
-    if coefficients.ndim < 2:
-        raise ValueError(f"reconstruct: coefficients has shape {coefficients.shape}, should be [..., order, channels].")
+    _check_series("reconstruct", "coefficients", coefficients, "[..., order, channels]")
     matrix = reconstruction(coefficients.shape[-2], positions, length)
     return apply(jnp.asarray(matrix, jnp.promote_types(coefficients.dtype, jnp.float32)), coefficients)
 
@@ -162,11 +163,26 @@ def apply(matrix: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.matmul(matrix, x, precision=jax.lax.Precision.HIGHEST)
 
 
+def _check_series(where: str, name: str, x: Any, axes: str) -> None:
+    if not isinstance(x, ARRAYS):
+        raise TypeError(f"{where}: {name} must be an array {axes}, got {type(x).__name__}.")
+    check_floating(name, x, where)
+    if x.ndim < 2 or 0 in x.shape:
+        raise ValueError(f"{where}: {name} has shape {x.shape}, should be {axes}, no axis empty.")
+
+
 def check_positions(name: str, positions: Any, length: float) -> np.ndarray:
     """Positions as float64 [samples ≥ 1]. Raises ValueError if one is outside [0, length]."""
-    if not (math.isfinite(length) and length > 0):
+    try:
+        positive = math.isfinite(length) and length > 0
+    except TypeError:
+        positive = False
+    if not positive:
         raise ValueError(f"hippo: length must be a number > 0, got {length!r}.")
-    x = np.asarray(positions, np.float64)
+    try:
+        x = np.asarray(positions, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"hippo: {name} must be numbers [samples ≥ 1], got {repr(positions)[:60]}.") from None
     if x.ndim != 1 or not x.size:
         raise ValueError(f"hippo: {name} has shape {x.shape}, should be [samples ≥ 1].")
     outside = ~((x >= 0) & (x <= length))
