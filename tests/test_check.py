@@ -3,7 +3,6 @@
 from numbers import Integral
 
 import numpy as np
-import numpy as np
 import pytest
 
 from atlasjax import check
