@@ -1,9 +1,9 @@
-"""Pages, and parts of pages, that are read from the repository: rows of measurements, tests, and the rules themselves.
+"""Generates the tables of the pages from the repository: from recorded measurements, tests, and the rules themselves.
 
-    python docs/generate.py        # writes docs/status.md, and the tables between the marks of the other pages
+    python docs/generate.py        # updates the tables between the marks of all pages
 
-A test fails where a page is not what this prints. A table is a function here, named in its page: `<!-- table: NAME -->` before it
-and `<!-- end -->` after it.
+A test fails if a page is not up to date. A table is a function in this file. Its page names it by the marks
+`<!-- table: NAME -->` before the table and `<!-- end -->` after it.
 """
 
 import ast
@@ -102,7 +102,7 @@ def choosing_rules() -> str:
         "gates",
         "chunk",
         "state, MiB",
-        "GFLOPs a token",
+        "GFLOPs per token",
         *(f"{label} kernel" for label in PLATFORMS.values()),
     )
     return table(head, map(line, rules.REGISTRY), right=(2, 3, 4))
@@ -153,7 +153,7 @@ def bench_memory() -> str:
         (
             "share of this machine's own matmul rate",
             f"{speed['share_of_matmul_rate']:.0%}",
-            f"{speed['mflop_per_token']:.1f} MFLOP a token, recomputation included; {speed['matmul_gflops']:.0f} GFLOP/s",
+            f"{speed['mflop_per_token']:.1f} MFLOP per token, including recomputation; {speed['matmul_gflops']:.0f} GFLOP/s",
         ),
         (
             "temporary bytes of forward + backward at 8,192 / 32,768 tokens",
@@ -162,7 +162,7 @@ def bench_memory() -> str:
         ),
         (
             f"a stream of {stream['tokens']:,} tokens in pieces of {stream['piece']:,}",
-            f"{stream['first_tenth_s']:.3f} s a piece in the first tenth, {stream['last_tenth_s']:.3f} s in the last",
+            f"{stream['first_tenth_s']:.3f} s per piece in the first tenth, {stream['last_tenth_s']:.3f} s in the last",
             f"resident memory {stream['resident_after_first_tenth'] / 1e6:,.0f} MB after the first tenth, "
             f"{stream['resident_at_end'] / 1e6:,.0f} MB at the end",
         ),
@@ -172,7 +172,7 @@ def bench_memory() -> str:
             f"`import jax`: {imports['import_jax_s']:.1f} s",
         ),
     ]
-    return table(("`memory_cpu.py`", "atlasjax", "beside it"), lines)
+    return table(("`memory_cpu.py`", "atlasjax", "compared with"), lines)
 
 
 def bench_blocks() -> str:
@@ -293,12 +293,12 @@ def status_devices() -> str:
         | {(row["device"], row["platform"], "`atlasjax/memory/fast_weights/fastest.json`") for row in recorded}
     )
     if devices:
-        said = f"**Accelerators that have run something: {', '.join(devices)}.**"
+        said = f"**Accelerators with measured times: {', '.join(devices)}.**"
     else:
         said = (
-            "**No accelerator has run anything yet.** Every row of measured time in the repository is of a CPU, and the table "
-            f"that may choose kernels by default (`atlasjax/memory/fast_weights/fastest.json`) has {len(recorded)} rows. What is "
-            "said of TPUs and GPUs below is what their compilers say, and what interpret mode computes on a CPU."
+            "**No accelerator has run anything yet.** All measured times in the repository are from CPUs, and the table that can "
+            f"select kernels by default (`atlasjax/memory/fast_weights/fastest.json`) has {len(recorded)} rows. All statements about "
+            "TPUs and GPUs below come from their compilers and from interpret mode on a CPU."
         )
     return said + "\n\n" + table(("device", "platform", "rows"), lines)
 
@@ -432,7 +432,7 @@ def status_plans() -> str:
             f"`{row['preset']}`",
             row["topology"],
             row["implementation"],
-            "no plan: the kernels refuse the call" if row.get("plan") is None else "yes" if row["fits"] else "no",
+            "no plan: not supported by the kernels" if row.get("plan") is None else "yes" if row["fits"] else "no",
             "" if row.get("plan") is None else f"{row['total_bytes'] / 2**30:.2f}",
         )
         for row in sorted(
@@ -458,7 +458,7 @@ def status_experiments() -> str:
                     ", ".join(devices),
                 )
             )
-    return table(("experiment", "file", "rows", "device that the rows name"), lines, right=(2,))
+    return table(("experiment", "file", "rows", "device named in the rows"), lines, right=(2,))
 
 
 # System → its code, and what tests it.
