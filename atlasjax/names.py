@@ -54,8 +54,8 @@ def resolve(kind: str, name: str, table: Mapping[str, Any]) -> Any:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise ValueError(
-            f"{kind} {name!r}: module {module_name!r} cannot be imported ({error}). It must be installed, or lie in a folder of "
-            "PYTHONPATH."
+            f"{kind} {name!r}: module {module_name!r} cannot be imported ({error}). It must be installed, or in a "
+            "folder on PYTHONPATH."
         ) from error
     for part in path.split("."):
         if not hasattr(found, part):

@@ -33,7 +33,7 @@ def register(write: str) -> Callable[[Factory], Factory]:
     def add(factory: Factory) -> Factory:
         name = factory.__name__
         if name in REGISTRY and REGISTRY[name].__module__ != factory.__module__:
-            raise ValueError(f"rules.register: {name!r} is the name of {REGISTRY[name].__module__}.{name}.")
+            raise ValueError(f"rules.register: {name!r} is already the name of {REGISTRY[name].__module__}.{name}.")
         REGISTRY[name], WRITES[name] = factory, write
         return factory
 

@@ -297,8 +297,8 @@ def status_devices() -> str:
     else:
         said = (
             "**No accelerator has run anything yet.** All measured times in the repository are from CPUs, and the table that can "
-            f"select kernels by default (`atlasjax/memory/fast_weights/fastest.json`) has {len(recorded)} rows. All statements about "
-            "TPUs and GPUs below come from their compilers and from interpret mode on a CPU."
+            f"select kernels by default (`atlasjax/memory/fast_weights/fastest.json`) has {len(recorded)} rows. All statements "
+            "about TPUs and GPUs below come from their compilers and from interpret mode on a CPU."
         )
     return said + "\n\n" + table(("device", "platform", "rows"), lines)
 

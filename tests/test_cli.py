@@ -98,7 +98,7 @@ def test_the_printed_command_goes_on(trained, monkeypatch):
     from atlasjax.cli import train as command
 
     folder, out = trained
-    [line] = [line for line in out.splitlines() if line.startswith("go on:")]
+    [line] = [line for line in out.splitlines() if line.startswith("continue:")]
     asked = []
     monkeypatch.setattr(command, "train", lambda config, **_: asked.append(config))
     monkeypatch.setattr(command, "_report", lambda *_: None)
@@ -220,7 +220,7 @@ def test_a_bug_is_one_line_and_not_hidden(monkeypatch, capsys):
 
     monkeypatch.setattr(command, "run", lambda arguments: (_ for _ in ()).throw(ValueError("a bug")))
     assert cli.main(["train"]) == 70
-    assert capsys.readouterr().err == "atlasjax: ValueError: a bug (not foreseen; --debug shows where)\n"
+    assert capsys.readouterr().err == "atlasjax: ValueError: a bug (unexpected error; --debug shows the traceback)\n"
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["train", "--debug"])
 

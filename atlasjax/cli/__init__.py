@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: command-line arguments. None means those of this process.
 
     Returns:
-      The exit code: 0; 1 if a run failed; 2 if the request is invalid; 70 for an error that nobody foresaw; 75 if another process
-      of the run ended, and starting all of them again goes on; 128 + n after signal n.
+      The exit code: 0; 1 if a run failed; 2 if the request is invalid; 70 for an unexpected error; 75 if another process of the run
+      ended (restart all of them to resume); 128 + n after signal n.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
@@ -38,25 +38,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _command(given)
         sys.stdout.flush()
         return code if code == 0 else _leave(code)
-    except BrokenPipeError:  # the reader of a pipe has ended, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would complain at its end
+    except BrokenPipeError:  # the reader of a pipe has closed it, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter prints an error at exit
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt as stopped:
         number = stopped.args[0] if stopped.args else signal.SIGINT
         return _leave(_fail(f"stopped by signal {number}.", 128 + number))
-    except Exception as error:  # the last resort: whatever nobody foresaw
+    except Exception as error:  # last resort for unexpected errors
         if debug:
             raise
         lines = str(error).strip().splitlines()
         said = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
-        return _leave(_fail(f"{said} (not foreseen; --debug shows where)", BUG))
+        return _leave(_fail(f"{said} (unexpected error; --debug shows the traceback)", BUG))
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
 
 
 def _interrupt_on(number: signal.Signals) -> Any:
-    """From here on a signal raises KeyboardInterrupt(number). Returns the handler before; None outside the main thread."""
+    """Makes a signal raise KeyboardInterrupt(number). Returns the previous handler, or None outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return None
 
@@ -67,7 +67,7 @@ def _interrupt_on(number: signal.Signals) -> Any:
 
 
 def _leave(code: int) -> int:
-    """Returns the exit code, or ends here if there are other processes: they would wait for us, and we for them."""
+    """Returns the exit code. With several processes, exits immediately, because the processes would wait for each other."""
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
         sys.stdout.flush()
@@ -109,7 +109,7 @@ def _run(command: str, arguments: list[str]) -> int:
     except RunError as error:
         return _fail(str(error), RUN_ERROR)
     except MemoryError as error:
-        return _fail(f"the machine's memory is too small: {error}", RUN_ERROR)
+        return _fail(f"out of memory: {error}", RUN_ERROR)
     except OSError as error:  # a file cannot be read or written; the message names it
         return _fail(str(error), RUN_ERROR)
     except SystemExit as exit_:  # from tyro, after printing help or for arguments that do not parse
@@ -131,6 +131,6 @@ def _help() -> str:
             *lines,
             "",
             "`atlasjax train` alone trains a small Atlas model on text that comes with Python, in a few minutes on a CPU.",
-            "`atlasjax COMMAND --help` lists the options of a command; --debug shows the traceback of an unforeseen error.",
+            "`atlasjax COMMAND --help` lists the options of a command; --debug shows the traceback of an unexpected error.",
         ]
     )

@@ -148,7 +148,7 @@ def _plan_rows(plan: Plan | None) -> dict[str, str]:
         "fits": "yes" if plan.fits else "no: try more --accumulation, --mesh.tensor or a shorter --sequence-length",
         "training FLOPs per step": f"{plan.flops:.3g}",
         "collectives in the program": ", ".join(f"{kind} {n}" for kind, n in plan.collectives.items() if n),
-        "copied whole between shardings": f"{len(plan.rematerialized)} arrays" if plan.rematerialized else "nothing",
+        "replicated during resharding": f"{len(plan.rematerialized)} arrays" if plan.rematerialized else "nothing",
         "kernels in the program": str(plan.kernels),
         "compiled in": f"{plan.compile_seconds:.0f} s",
     }

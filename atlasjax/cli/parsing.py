@@ -55,7 +55,7 @@ def _one_line(text: str, command: str) -> str:
             sections.append([])
         else:
             sections[-1].append(line.strip(" │|"))
-    sections = [section for section in sections if any(section)] or [["the arguments do not parse."]]
+    sections = [section for section in sections if any(section)] or [["the arguments could not be parsed."]]
     said = " ".join(" ".join(sections[0]).partition("Argument helptext:")[0].split())
     said = re.sub(r"^Error parsing \S+: ", "", said)
     said = said.partition(" Arguments are applied to")[0].replace(f" (applied to atlasjax {command})", "")

@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> None:
     def announce(done: int) -> None:
         what = f"Training {name} in {config.run_dir}, {config.steps} steps"
         if done >= config.steps:
-            print(f"{what}: {done} are done already.", flush=True)
+            print(f"{what}: {done} are already done.", flush=True)
         else:
             print(f"{what}; the first one takes a while to compile.", flush=True)
 
@@ -75,6 +75,6 @@ def _report(name: str, config: TrainConfig, result: TrainResult) -> None:
     where = "" if run_dir == pathlib.Path(default_config("atlas-tiny").run_dir) else f" --run-dir {quoted}"
     print(f"\ncheckpoint:   {result.checkpoint}")
     print(f"loss curve:   {run_dir / 'loss_curve.png'}")
-    print(f"go on:        atlasjax train --run-dir {quoted} --steps {2 * max(config.steps, result.step)}")
+    print(f"continue:     atlasjax train --run-dir {quoted} --steps {2 * max(config.steps, result.step)}")
     print(f"sample more:  atlasjax generate{where} --prompt 'The statement'")
     print(f"measure:      atlasjax evaluate{where}", flush=True)

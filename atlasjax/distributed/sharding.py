@@ -63,9 +63,7 @@ def partition_spec(
             if axis in spec:
                 axis = None  # An array can use a mesh axis only once; the first dimension that asks for it gets it.
             elif size % mesh.shape[axis]:
-                skipped.append(
-                    f"axis {name!r} of size {size} is not divisible by {axis}={mesh.shape[axis]}: kept whole"
-                )
+                skipped.append(f"axis {name!r} of size {size} is not divisible by {axis}={mesh.shape[axis]}: not split")
                 axis = None
         spec.append(axis)
     return PartitionSpec(*spec), skipped

@@ -193,7 +193,7 @@ def read(rule: Rule, params: Any, state: Any, q: jax.Array, connector: jax.Array
     where = "memory.read"
     check_rule(rule, where)
     if connector is not None and not rule.has_connector:
-        raise ValueError(f"{where}: connector is given, but {type(rule).__name__} has no use for one.")
+        raise ValueError(f"{where}: connector is given, but a {type(rule).__name__} does not use it.")
     check.check_read(rule, params, state, q, where)
     check.check_arrays(where, params=params, state=state, q=q, connector=connector)
     given = () if connector is None else (connector,)

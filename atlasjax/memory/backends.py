@@ -103,7 +103,7 @@ def register_backend(backend: Backend) -> None:
     if missing:
         raise ValueError(f"register_backend: {type(backend).__name__} has no {', '.join(missing)}; see memory.Backend.")
     if backend.name in BACKENDS:
-        raise ValueError(f"register_backend: the name {backend.name!r} is taken.")
+        raise ValueError(f"register_backend: the name {backend.name!r} is already registered.")
     BACKENDS[backend.name] = backend
 
 

@@ -27,7 +27,7 @@ def check_arrays(where: str, **arguments: Any) -> None:
                 )
             if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
                 raise TypeError(
-                    f"{where}: {name}{jax.tree_util.keystr(path)} is {leaf.dtype}, of another byte order than this machine's."
+                    f"{where}: {name}{jax.tree_util.keystr(path)} is {leaf.dtype}, should have the native byte order."
                 )
 
 
@@ -47,7 +47,7 @@ def _pretty(expected: tuple[int | str, ...]) -> str:
 
 
 def check_floating(name: str, x: Any, where: str) -> None:
-    if x.dtype not in _FLOATS:  # another byte order is also refused
+    if x.dtype not in _FLOATS:  # dtypes with non-native byte order are also rejected
         raise TypeError(
             f"{where}: {name} must be floating point, got {x.dtype}; it may be {', '.join(map(str, _FLOATS))}."
         )
@@ -115,8 +115,8 @@ def whole_gates(rule: Any, gates: Any, q: Any, v: Any, where: str) -> Any:
             return gate
         if jnp.finfo(gate.dtype).bits < 32 and name not in _VECTORS:
             raise TypeError(
-                f"{where}: gates.{name} is {gate.dtype}, should be float32: rounded to {gate.dtype}, a gate near 1 loses what it "
-                "does over many tokens. Compute gates in float32; q, k and v may be of any floating point dtype."
+                f"{where}: gates.{name} is {gate.dtype}, should be float32: rounding a gate near 1 to {gate.dtype} changes the "
+                "result after many tokens. Compute gates in float32; q, k and v may have any floating point dtype."
             )
         fits = len(gate.shape) <= len(shape) and all(a in (1, b) for a, b in zip(gate.shape[::-1], shape[::-1]))
         if tuple(gate.shape) == shape or not fits or (channels is not None and tuple(gate.shape) == lead):
@@ -157,7 +157,7 @@ def check_call(
     for name, x in {"q": q, "k": k, "v": v}.items():
         check_floating(name, x, where)
         if x.dtype != q.dtype:
-            raise ValueError(f"{where}: q, k and v must have one dtype, got q {q.dtype} and {name} {x.dtype}.")
+            raise ValueError(f"{where}: q, k and v must have the same dtype, got q {q.dtype} and {name} {x.dtype}.")
     check_gates(rule.gate_channels(key_dim, value_dim), gates, lead, where)
     if state is not None:
         rule.check_state(params, state, q.shape[0], q.shape[-2], where)
@@ -175,7 +175,7 @@ def check_state(rule: Any, params: Any, state: Any, batch: int, heads: int, wher
     want_structure: Any = jax.tree.structure(expected)
     if want_structure != jax.tree.structure(state):
         raise ValueError(
-            f"{where}: state is of another rule: it has {_leaves(state)}, this rule's has {_leaves(expected)}."
+            f"{where}: state belongs to another rule: it has {_leaves(state)}, this rule's has {_leaves(expected)}."
         )
     shape = lambda x: x.shape if len(x.shape) < 2 else (x.shape[0], heads, *x.shape[2:])
     check_leaves("state", state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), expected), where)

@@ -46,7 +46,9 @@ class Partition:
         for name, size, axes in (("batch", batch, self.batch), ("heads", heads, self.heads)):
             parts = math.prod(self.mesh.shape[axis] for axis in axes)
             if size % parts:
-                raise ValueError(f"Partition: {size} {name} cannot be split over {axes}, {parts} parts.")
+                raise ValueError(
+                    f"Partition: {name}={size} must be divisible by {parts}, the size of the mesh axes {axes}."
+                )
 
 
 def partitioned(partition: Partition, rule: Rule, run: Callable[..., Any]) -> Callable[..., Any]:

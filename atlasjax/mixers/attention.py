@@ -287,5 +287,5 @@ def check_attention(
         arrays |= {"persistent.keys": persistent.keys, "persistent.values": persistent.values}
     check_shapes(where, _AXES, **arrays)
     if q.shape[-1] % 2:
-        raise ValueError(f"{where}: key_dim is {q.shape[-1]}, should be even, for rotary positions.")
+        raise ValueError(f"{where}: key_dim is {q.shape[-1]}, should be even for rotary positions.")
     check.integer(where, "window", window, optional=True)

@@ -149,14 +149,14 @@ def check_call(where: str, q: Any, k: Any, v: Any, gate: Any, block_size: int) -
     """Raises TypeError or ValueError for invalid arguments of an attention."""
     sizes = check_shapes(where, _AXES, q=q, k=k, v=v, gate=gate)
     if sizes["key_dim"] % 2:
-        raise ValueError(f"{where}: key_dim is {sizes['key_dim']}, should be even, for rotary positions.")
+        raise ValueError(f"{where}: key_dim is {sizes['key_dim']}, should be even for rotary positions.")
     check.integer(where, "block_size", block_size)
 
 
 def check_state_type(where: str, state: Any, memory: type) -> None:
     """Raises TypeError unless `state` is a BlockMemoryState whose memory has this type."""
     if not isinstance(state, BlockMemoryState) or not isinstance(state.memory, memory):
-        raise TypeError(f"{where}: state must be what its own init_state or extend returned, got {state!r:.200}.")
+        raise TypeError(f"{where}: state must come from init_state or extend of the same module, got {state!r:.200}.")
 
 
 def check_state(where: str, state: BlockMemoryState, expected: Callable[[], BlockMemoryState]) -> None:

@@ -199,4 +199,4 @@ def _attend_blocks(
 def _check(where: str, q: Any, k: Any, v: Any, block_size: Any) -> None:
     check.integer(where, "block_size", block_size)
     if check_shapes(where, _AXES, q=q, k=k, v=v)["key_dim"] % 2:
-        raise ValueError(f"{where}: key_dim is {q.shape[-1]}, should be even, for rotary positions.")
+        raise ValueError(f"{where}: key_dim is {q.shape[-1]}, should be even for rotary positions.")

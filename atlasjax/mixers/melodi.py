@@ -347,7 +347,7 @@ def _make(where: str, x: Any, weights: Weights, theta: float | None, eps: float)
             "[dim, heads, 2·key_dim+value_dim] and [heads·value_dim, dim]."
         )
     if key_dim % 2:
-        raise ValueError(f"{where}: key_dim is {key_dim}, should be even, for rotary positions.")
+        raise ValueError(f"{where}: key_dim is {key_dim}, should be even for rotary positions.")
     total, summary = weights.mixing.shape
     if total <= summary:
         raise ValueError(

@@ -30,7 +30,7 @@ def check_shapes(where: str, axes: dict[str, str], **arrays: Any) -> dict[str, i
         fits = len(x.shape) == len(names) and all(sizes.get(n, size) == size for n, size in zip(names, x.shape))
         if not fits or 0 in x.shape:
             want = ", ".join(f"{n}={sizes[n]}" if n in sizes else n for n in names)
-            raise ValueError(f"{where}: {name} has shape {tuple(x.shape)}, should be [{want}], no axis empty.")
+            raise ValueError(f"{where}: {name} has shape {tuple(x.shape)}, should be [{want}], with no empty axis.")
         check_floating(name, x, where)
         sizes |= dict(zip(names, x.shape))
     return sizes

@@ -68,8 +68,8 @@ class AttentionHeads(nnx.Module):
             return attention.init_window(batch_size, self.window, *sizes)
         if max_length is None:
             raise ValueError(
-                "mixer 'attention' keeps the keys and values of every token: max_length is None, it should be the most tokens "
-                "that will be read."
+                "mixer 'attention' keeps the keys and values of every token: max_length is None, should be the maximum "
+                "number of tokens."
             )
         return attention.init_cache(batch_size, max_length, *sizes)
 

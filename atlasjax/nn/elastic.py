@@ -91,8 +91,7 @@ class ElasticMixer(BlockProjections):
         """
         if max_length is None:
             raise ValueError(
-                "mixer 'elastic' has a matrix for every block that will be read: max_length is None, it should be the most tokens "
-                "that will be read."
+                "mixer 'elastic' has one matrix per block: max_length is None, should be the maximum number of tokens."
             )
         return self._empty_state(batch_size, max_length)
 

@@ -128,7 +128,7 @@ class MemoryConfig:
         self._override_part("features", FEATURES, _FEATURE_FIELDS, parameters, arguments)
         rule = call_with("memory rule", self.rule, factory, options=self.rule_options, **arguments)
         if not isinstance(rule, MemoryRule | SoftmaxRule):
-            raise ValueError(f"memory rule {self.rule!r} made {rule!r}, should be a MemoryRule or a SoftmaxRule.")
+            raise ValueError(f"memory rule {self.rule!r} returned {rule!r}, should be a MemoryRule or a SoftmaxRule.")
         if not self.bounded and isinstance(rule, MemoryRule):
             rule = rule.unbounded()
         return rule if self.caching is None else self.caching.around(rule)

@@ -108,6 +108,6 @@ def make_mixer(name: str, config: ModelConfig, *, rngs: nnx.Rngs) -> Mixer:
     mixer = call_with("mixer", name, made, config, rngs=rngs, options=options)
     missing = [method for method in ("__call__", "init_state", "extend") if not callable(getattr(mixer, method, None))]
     if missing or not isinstance(mixer, nnx.Module):
-        what = f"has no {', '.join(missing)}" if missing else "is no flax.nnx.Module"
+        what = f"has no {', '.join(missing)}" if missing else "is not a flax.nnx.Module"
         raise ValueError(f"mixer {name!r}: {type(mixer).__name__} {what}; see atlasjax.nn.Mixer.")
     return cast(Mixer, mixer)

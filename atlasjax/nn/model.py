@@ -301,7 +301,7 @@ class LanguageModel(nnx.Module):
         _check_tokens(tokens, "extend")
         batch = {leaf.shape[1] for leaf in jax.tree.leaves(cache)}
         if batch - {tokens.shape[0]}:
-            raise ValueError(f"extend: tokens has shape {tokens.shape}, but the cache is of batch size {batch}.")
+            raise ValueError(f"extend: tokens has shape {tokens.shape}, but the cache has batch size {batch}.")
         graphdef, params = nnx.split(self.layers, nnx.Param)
 
         def layer(x: jax.Array, xs: tuple[Any, Any]) -> tuple[jax.Array, Any]:

@@ -31,7 +31,10 @@ def param(value: jax.Array, *axes: str | None) -> nnx.Param:
     """
     unknown = [axis for axis in axes if axis is not None and axis not in AXES]
     if unknown or len(axes) != value.ndim:
-        raise ValueError(f"param: axes {axes} do not name the axes of shape {value.shape}; the legend is {AXES}.")
+        known = ", ".join(sorted(AXES))
+        raise ValueError(
+            f"param: axes is {axes}, should have one of {known} or None for each axis of shape {value.shape}."
+        )
     return nnx.Param(value, logical_axes=axes)
 
 

@@ -71,7 +71,7 @@ def check_topology(topology: str) -> None:
         raise ValueError(f"topology is {topology!r}; it should be like v5e:16x16 or v5p:8x8x8.")
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
-            "Planning for a TPU needs its compiler, libtpu: pip install 'jax[tpu]' in the version of your jax."
+            "Planning for a TPU needs its compiler, libtpu: pip install 'jax[tpu]', in the version that matches your jax."
         )
 
 

@@ -82,7 +82,7 @@ def chunk_memory(
     """
     _check(weights, momenta, q, k, v, step_size, retention, momentum, window, floor)
     if newton_schulz is not None and momenta is None:
-        raise ValueError("chunk_memory: newton_schulz needs momenta S and the gate momentum θ, they are None.")
+        raise ValueError("chunk_memory: newton_schulz needs momenta S and the gate momentum θ, but they are None.")
     if newton_schulz is not None and step_bound is not None:
         raise ValueError("chunk_memory: step_bound is for gradient steps and cannot be used with newton_schulz.")
     if implementation not in IMPLEMENTATIONS:

@@ -67,7 +67,7 @@ def unserved_by_gpu(
     if layers.inner and width % LEAST:
         return f"the hidden width {width} is not a multiple of {LEAST}"
     if step_bound is not None:
-        return f"steps bounded by {step_bound} need the solution of a system per chunk, which the kernel of states does not compute"
+        return f"steps bounded by {step_bound} require solving a system per chunk, which the GPU kernel does not do"
     return None
 
 
@@ -75,7 +75,9 @@ def _unserved_muon(weights: dict[str, jax.Array]) -> str | None:
     """The reason why the Newton–Schulz kernel cannot process the momenta of weights [..., out, in], or None if it can."""
     shapes = {name: w.shape[-2:] for name, w in weights.items()}
     large = {name: shape for name, shape in shapes.items() if min(shape) > MOST_ROWS or max(shape) > MOST_COLUMNS}
-    return f"Newton–Schulz takes matrices up to {MOST_ROWS} × {MOST_COLUMNS:,}, weights are {large}" if large else None
+    return (
+        f"Newton–Schulz supports matrices up to {MOST_ROWS} × {MOST_COLUMNS:,}, weights are {large}" if large else None
+    )
 
 
 def scan_muon(chunk: MuonChunk, interpret: Any, carry: Arrays, xs: Arrays) -> tuple[Arrays, tuple[jax.Array]]:

@@ -44,7 +44,7 @@ def test_partition_spec(axes, shape, spec, num_skipped):
 
 def test_what_is_skipped_is_said():
     _, [line] = partition_spec(("heads",), (7,), make_mesh(MeshConfig(2, 2, 2)))
-    assert line == "axis 'heads' of size 7 is not divisible by tensor=2: kept whole"
+    assert line == "axis 'heads' of size 7 is not divisible by tensor=2: not split"
 
 
 @pytest.mark.parametrize(

@@ -83,5 +83,5 @@ def test_what_xla_cannot_split_runs_alone_or_inside_shard_map(registry, monkeypa
 def test_what_is_no_backend_is_refused(registry):
     with pytest.raises(ValueError, match="int has no name, platform, is_partitioned, unserved, is_preferred, scan"):
         backends.register_backend(3)
-    with pytest.raises(ValueError, match="the name 'xla' is taken"):
+    with pytest.raises(ValueError, match="the name 'xla' is already registered"):
         backends.register_backend(Marked("xla", 1.0))

@@ -153,7 +153,7 @@ BAD_CALLS = {
     r"k has shape \(2, 6, 3, 4\), should be \[2, 5, 3, 4\]": {"k": jnp.ones((2, 6, 3, 4))},
     r"v has shape \(2, 5, 2, 4\), should be \[2, 5, 3, 4\]": {"v": jnp.ones((2, 5, 2, 4))},
     r"k must be floating point, got int32": {"k": jnp.ones((2, 5, 3, 4), jnp.int32)},
-    r"one dtype, got q float32 and v bfloat16": {"v": jnp.ones((2, 5, 3, 4), jnp.bfloat16)},
+    r"the same dtype, got q float32 and v bfloat16": {"v": jnp.ones((2, 5, 3, 4), jnp.bfloat16)},
     r"gates.momentum is given, but this rule has no such gate": {"gates": GATES._replace(momentum=jnp.ones((2, 5, 3)))},
     r"gates.window is missing; this rule needs it with shape \[2, 5, 3, 3\]": {"gates": GATES._replace(window=None)},
     r"gates.retention has shape \(2, 5\)": {"gates": GATES._replace(retention=jnp.ones((2, 5)))},
@@ -181,7 +181,7 @@ def test_bad_calls_say_what_is_wrong(message):
 def test_a_state_of_another_rule_or_batch_is_refused():
     other = rules.titans(8)
     params = memory.init_params(other, jax.random.key(0), num_heads=3, key_dim=4, value_dim=4)
-    with pytest.raises(ValueError, match=r"state is of another rule: it has .*momentum"):
+    with pytest.raises(ValueError, match=r"state belongs to another rule: it has .*momentum"):
         call(state=memory.init_state(other, params, batch_size=2))
     rule = rules.omeganet(8, 3, features=features.Identity())
     params = memory.init_params(rule, jax.random.key(0), num_heads=3, key_dim=4, value_dim=4)

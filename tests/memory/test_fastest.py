@@ -53,7 +53,7 @@ def test_malformed_tables_are_refused(tmp_path):
         "head_dim=64.0, should be an integer": {"head_dim": 64.0},
         "ratio_to_xla=nan": {"ratio_to_xla": float("nan")},
         "ratio_to_xla='3'": {"ratio_to_xla": "3"},
-        "device='', should be a text": {"device": ""},
+        "device='', should be a string": {"device": ""},
         r"row 2 has \['command'": {"speed": 1},
     }
     for message, change in wrong.items():

@@ -200,7 +200,7 @@ def test_what_gpus_refuse():
     assert "chunk_size=8, should be at least 16" in reasons["titans"]
     assert reasons["gated_delta_rule"] is None
     assert reasons["swla"] is None
-    assert "steps bounded by 1.0 need the solution of a system per chunk" in reasons["titans_matrix"]
+    assert "steps bounded by 1.0 require solving a system per chunk" in reasons["titans_matrix"]
 
 
 def test_none_takes_what_is_recorded_as_fastest(monkeypatch):
@@ -229,11 +229,11 @@ def test_refused():
     state = memory.init_state(rule, params, batch_size=2)
     ids = jnp.zeros((2, 16), jnp.int32)
     cut = lambda which: jax.tree.map(lambda x: x[:, which], (q, k, v, gates))
-    with pytest.raises(ValueError, match="a state is given that may stand inside a chunk"):
+    with pytest.raises(ValueError, match="the given state may be inside a chunk"):
         PALLAS(rule, params, state, q, k, v, gates)
     with pytest.raises(ValueError, match="packed segments restart the chunks"):
         PALLAS(rule, params, None, q, k, v, gates, segment_ids=ids)
-    with pytest.raises(ValueError, match="7 tokens are no whole chunk of 8"):
+    with pytest.raises(ValueError, match="7 tokens are less than one chunk of 8"):
         PALLAS(rule, params, None, *cut(slice(7)))
     with pytest.raises(ValueError, match="float16, should be float32 or bfloat16"):
         PALLAS(rule, params, None, *(x.astype(jnp.float16) for x in (q, k, v)), gates)
@@ -242,7 +242,7 @@ def test_refused():
         jax.eval_shape(lambda params, *rest: PALLAS(rule, params, None, *rest), *wide)
     wide, q, *_ = jax.eval_shape(lambda: make_inputs(rule, key_dim=256, value_dim=256, time=16))
     reason = lambda rule, dtype: kernels.unserved("pallas_tpu", rule, wide, None, q.update(dtype=dtype), False)
-    assert "1,048,576 numbers a head, more than 655,360" in reason(rule, jnp.dtype("float32"))
+    assert "1,048,576 numbers per head, more than 655,360" in reason(rule, jnp.dtype("float32"))
     assert reason(rule, jnp.dtype("bfloat16")) is None
     assert reason(rule.unbounded(), jnp.dtype("float32")) is None
 
@@ -266,7 +266,7 @@ def test_bad_partitions():
     rule = RULES["titans"]
     params, *rest = make_inputs(rule, batch=3, time=8)
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    with pytest.raises(ValueError, match=r"3 batch cannot be split over \('data',\), 4 parts"):
+    with pytest.raises(ValueError, match=r"batch=3 must be divisible by 4, the size of the mesh axes \('data',\)"):
         memory.scan(rule, params, None, *rest, partition=Partition(mesh, ("data",)))
     with pytest.raises(ValueError, match=r"should name different axes of the mesh, which has \('data', 'tensor'\)"):
         Partition(mesh, ("batch",))

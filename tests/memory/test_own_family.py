@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_named():
         memory.CachedRule(RULE, "soup")
     with pytest.raises(ValueError, match="rule must be a MemoryRule or a SoftmaxRule, got CachedRule"):
         memory.CachedRule(memory.CachedRule(RULE))
-    with pytest.raises(ValueError, match="connector is given, but MovingSum has no use for one"):
+    with pytest.raises(ValueError, match="connector is given, but a MovingSum does not use it"):
         memory.read(RULE, params, memory.init_state(RULE, params, batch_size=2), q, q)
     with pytest.raises(TypeError, match="abstract"):
         dataclasses.dataclass(frozen=True)(type("NoStep", (memory.Rule,), {}))()

@@ -131,5 +131,5 @@ def test_a_registered_rule_has_a_name(monkeypatch):
 
     assert MemoryConfig("capped").build() == capped()
     assert table1.row("capped").objective == "CappedL2(most=1.0)"
-    with pytest.raises(ValueError, match=r"'titans' is the name of atlasjax\.rules\.titans"):
+    with pytest.raises(ValueError, match=r"'titans' is already the name of atlasjax\.rules\.titans"):
         rules.register("…")(type("Other", (), {"__name__": "titans", "__module__": "mine"})())

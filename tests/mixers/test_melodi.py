@@ -191,7 +191,7 @@ def test_bfloat16():
     ("call", "words"),
     [
         (lambda x, w: parallel(x[..., :4], w), r"weights.inputs has shape .*should be \[dim=4"),
-        (lambda x, w: parallel(x, w._replace(summary=w.summary[:0])), r"weights.summary has shape \(0, 6\).*no axis empty"),
+        (lambda x, w: parallel(x, w._replace(summary=w.summary[:0])), r"weights.summary has shape \(0, 6\).*with no empty axis"),
         (lambda x, w: parallel(x, w._replace(mixing=w.mixing[:SUMMARY])), r"mixing has shape \(3, 3\).*block_size ≥ 1"),
         (lambda x, w: parallel(x, w._replace(inputs=w.inputs[..., :-1])), r"weights.inputs has shape .*2·key_dim"),
         (lambda x, w: parallel(x, w._replace(inputs=w.inputs[..., :-2])), "key_dim is 3, should be even"),

@@ -93,7 +93,7 @@ def test_what_it_does_not_serve():
     for message, structure, options in [
         ("chunk_size=8, should be at least 16", MLP, {"chunk_size": 8}),
         ("more than one hidden layer", structures.MLP(depth=3, expansion=2), {}),
-        ("steps bounded by 1.0 need the solution of a system per chunk", MLP, {"step_bound": 1.0}),
+        ("steps bounded by 1.0 require solving a system per chunk", MLP, {"step_bound": 1.0}),
     ]:
         with pytest.raises(ValueError, match=message):
             scan(structure, **{**GPU, **options})

@@ -100,7 +100,7 @@ def test_atlas_1_3b_has_no_kernel():
     gate = jax.ShapeDtypeStruct(shape, "float32")
     gates = memory.Gates(gate, gate, gate, jax.ShapeDtypeStruct((*shape, rule.window), "float32"))
     scan = functools.partial(memory.scan, rule, implementation="pallas_tpu")
-    with pytest.raises(ValueError, match="their momenta are 1,572,864 numbers a head, more than 393,216"):
+    with pytest.raises(ValueError, match="their momenta have 1,572,864 numbers per head, more than 393,216"):
         jax.eval_shape(lambda params, q, gates: scan(params, None, q, q, q, gates), params, q, gates)
 
 

@@ -52,10 +52,10 @@ class Features(Axis):
         """
         found = next((size for size in range(1, feature_dim + 1) if self.dim(size) == feature_dim), None)
         if found is None:
-            raise ValueError(f"no key size gives its {feature_dim} features with {self!r}.")
+            raise ValueError(f"{self!r} has no key size with {feature_dim} features.")
         if self.dim(found + 1) == feature_dim:
             raise ValueError(
-                f"{feature_dim} features of {self!r} do not tell the size of a key. Write its method `key_dim`."
+                f"{self!r} has {feature_dim} features for several key sizes. Implement its method `key_dim`."
             )
         return found
 

@@ -118,7 +118,7 @@ class RemoveAndReplace(Objective):
     removes = True
 
     def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
-        raise TypeError("RemoveAndReplace: this write is not the gradient of a loss of M(φ(k)) and v.")
+        raise TypeError("RemoveAndReplace has no loss: its write is not the gradient of a function of M(φ(k)) and v.")
 
     def summary(self) -> str:
-        return "remove at κ̂, put in at k"
+        return "remove at κ̂, write at k"

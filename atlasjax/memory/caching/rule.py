@@ -90,7 +90,7 @@ class CachedRule(Rule):
                 f"chunk_size={self.rule.chunk_size}."
             )
         if self.aggregation == "ssc" and self.capacity is not None and self.top_k > self.capacity:
-            raise ValueError(f"CachedRule: top_k={self.top_k} is more than capacity={self.capacity} memories.")
+            raise ValueError(f"CachedRule: top_k={self.top_k} must be at most capacity={self.capacity}.")
         for choice in (f'start="{self.start}"', f'aggregation="{self.aggregation}"'):
             if choice in self.rule.caching_limits:
                 raise ValueError(f"CachedRule: {choice} {self.rule.caching_limits[choice]}")
@@ -193,7 +193,7 @@ class CachedRule(Rule):
             return parallel_scan(self, params, tokens, segment_ids, max_segments)
         if segment_ids is not None:
             raise ValueError(
-                "memory.scan: segment_ids of a cached rule need state=None: documents cannot continue from a state."
+                "memory.scan: segment_ids with a cached rule require state=None, because documents cannot continue from a state."
             )
         return streamed_scan(self, params, state, tokens)
 
@@ -225,6 +225,6 @@ class CachedRule(Rule):
         from atlasjax.memory.caching.state import tokens_of
 
         if state is not None:
-            raise ValueError("memory.reference: the definition of a cached rule needs state=None.")
+            raise ValueError("memory.reference: state is given, but a cached rule requires state=None.")
         _, after = self.scan(params, None, q, k, v, gates, segment_ids, None if segment_ids is None else q.shape[1])
         return reference_cached(self, params, tokens_of(self, q, k, v, gates), segment_ids).astype(q.dtype), after

@@ -67,7 +67,7 @@ class Measurement:
             raise ValueError(f"ratio_to_xla={ratio!r}, should be a finite number ≥ 0.")
         for name in ("device", "jax", "command"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ValueError(f"{name}={getattr(self, name)!r}, should be a text.")
+                raise ValueError(f"{name}={getattr(self, name)!r}, should be a string.")
 
     @property
     def key(self) -> tuple[Any, ...]:

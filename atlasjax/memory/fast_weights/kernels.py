@@ -88,24 +88,26 @@ def unserved(
     refusals = {
         **{f"{name}={value!r}": not known for name, (value, known) in _known(rule).items()},
         f"q is {q.dtype}, should be float32 or bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
-        "segment_ids are given: packed segments restart the chunks": packed,
-        f"structure={rule.structure!r} has a LayerNorm inside": rule.structure.norm,
+        "packed segments (segment_ids) are not supported": packed,
+        f"structure={rule.structure!r} has an inner LayerNorm": rule.structure.norm,
         f"optimizer={rule.optimizer!r} has a step size per channel": rule.optimizer.per_channel,
-        f"optimizer={rule.optimizer!r} writes every {every} tokens, no power of two": bool(every & (every - 1)),
-        f"the weights {_shapes(params)} and their momenta are {numbers:,} numbers a head, more than {most:,}": numbers
+        f"optimizer={rule.optimizer!r} writes every {every} tokens, which is not a power of two": bool(
+            every & (every - 1)
+        ),
+        f"the weights {_shapes(params)} and their momenta have {numbers:,} numbers per head, more than {most:,}": numbers
         > most,
     }
     if _is_delta(rule):
         widest = max(params.weights["W"].shape[1:])
-        refusals[f"retention={rule.retention!r} decays after the removal; the kernel's comes first"] = not (
+        refusals[f"retention={rule.retention!r} decays after the removal, but the kernel decays first"] = not (
             rule.retention.gate is None or rule.retention.decay_first
         )
-        refusals[f"W is {params.weights['W'].shape}, the kernel takes up to {MOST_CHANNELS} channels"] = (
+        refusals[f"W is {params.weights['W'].shape}, the kernel supports at most {MOST_CHANNELS} channels"] = (
             widest > MOST_CHANNELS
         )
     elif not rule.has_constant_gradient:
         refusals[f"chunk_size={rule.chunk_size}, should be one of {CHUNK_SIZES}"] = rule.chunk_size not in CHUNK_SIZES
-        refusals[f"{time} tokens are no whole chunk of {rule.chunk_size}"] = time < rule.chunk_size
+        refusals[f"{time} tokens are less than one chunk of {rule.chunk_size}"] = time < rule.chunk_size
     if on_gpu and not _is_delta(rule) and not any(refusals.values()):
         size = _FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size
         reason = unserved_by_gpu(
@@ -115,9 +117,7 @@ def unserved(
             refusals[reason] = True
     if state is not None:
         inside = state.position is not None or state.window_keys is not None
-        refusals["a state is given that may stand inside a chunk or a window; the kernel begins with state=None"] = (
-            inside
-        )
+        refusals["the given state may be inside a chunk or a window; the kernel requires state=None"] = inside
     return next((reason for reason, refused in refusals.items() if refused), None)
 
 

@@ -318,7 +318,10 @@ def _clashes(rule: MemoryRule) -> Iterator[tuple[str, str]]:
             "not decayed token by token. Use chunk_size=1.",
         )
     if rule.retention.has_map and rule.uses_muon:
-        yield retention, f"{optimizer}: an orthogonal step and a retention map do not combine. Use GradientDescent()."
+        yield (
+            retention,
+            f"{optimizer}: an orthogonalized step cannot be combined with a retention map. Use GradientDescent().",
+        )
     if rule.chunk_size % rule.optimizer.every:
         yield optimizer, f"chunk_size={rule.chunk_size}: `every` must divide the chunk size."
     if rule.optimizer.per_channel and not matrix:

@@ -228,7 +228,7 @@ def _clashes(rule: SoftmaxRule) -> Iterator[str]:
     elif not rule.structure.is_matrix and (
         len(rule.structure.weight_shapes(1, 1)) != 2 or _readers(rule.structure) != [rule.inner]
     ):
-        yield f"{structure}: a softmax memory must be Matrix(), or have two matrices of which one reads φ*, as MLP(depth=2)."
+        yield f"{structure}: a softmax memory must be Matrix(), or have two matrices, one of which reads φ*, such as MLP(depth=2)."
     if rule.objective.removes or rule.objective.uses_threshold:
         yield f"{objective}: a softmax memory needs a loss of M(φ*(k)) and v alone, such as DotProduct() or L2()."
     if not rule.optimizer.is_linear:

@@ -322,7 +322,7 @@ def _empty_coefficients(batch: int, matrices: _Matrices, k: jax.Array, v: jax.Ar
 def _check(where: str, q: Any, k: Any, v: Any, bank: Bank, reconstruction: Any, time: int) -> _Matrices:
     sizes = check_shapes(where, _AXES, q=q, k=k, v=v)
     if sizes["key_dim"] % 2:
-        raise ValueError(f"{where}: key_dim is {sizes['key_dim']}, should be even, for rotary positions.")
+        raise ValueError(f"{where}: key_dim is {sizes['key_dim']}, should be even for rotary positions.")
     named = {"bank.transitions": bank.transitions, "bank.kernels": bank.kernels, "reconstruction": reconstruction}
     known: dict[str, int] = {}
     if reconstruction is None:
@@ -335,7 +335,9 @@ def _check(where: str, q: Any, k: Any, v: Any, bank: Bank, reconstruction: Any, 
             raise ValueError(f"{where}: {name} has shape {shape}, should be [{want}].")
         known |= own
     if bool(known["order"]) != bool(known["samples"]):
-        raise ValueError(f"{where}: order {known['order']} with {known['samples']} samples; without memory both are 0.")
+        raise ValueError(
+            f"{where}: order {known['order']} with {known['samples']} samples: both must be 0, or neither."
+        )
     needed = blocks_needed(time, known["block_size"])
     if known["blocks"] < needed:
         raise ValueError(

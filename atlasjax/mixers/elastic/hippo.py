@@ -133,7 +133,7 @@ def compress(
     if (coefficients is None) != (start == 0):
         given = "None" if coefficients is None else "given"
         raise ValueError(
-            f"compress: start={start} with coefficients {given}: a start > 0 needs coefficients, 0 takes none."
+            f"compress: start={start} with coefficients {given}: give coefficients if, and only if, start > 0."
         )
     dtype = jnp.promote_types(signal.dtype, jnp.float32)
     if coefficients is not None:

@@ -304,7 +304,7 @@ def test_bounded_by_a_capacity():
         ({"gate": "softmx"}, "softmax"),
         ({"start": "new"}, "start"),
         ({"top_k": 0}, "top_k must be an integer ≥ 1, got 0"),
-        ({"aggregation": "ssc", "top_k": 3, "capacity": 2}, "top_k=3 is more than capacity=2"),
+        ({"aggregation": "ssc", "top_k": 3, "capacity": 2}, "top_k=3 must be at most capacity=2"),
         ({"capacity": -1}, "capacity must be an integer ≥ 1, got -1"),
         ({"rule": "swdt"}, "rule must be a MemoryRule or a SoftmaxRule, got str"),
         ({"rule": ATTENTION, "aggregation": "soup"}, "soup.* is not supported for a softmax memory"),
@@ -335,5 +335,5 @@ def test_refused_calls():
         memory.scan(rule, params, state, q, k, v, gates, segment_ids=jnp.zeros((2, TIME), jnp.int32))
     with pytest.raises(ValueError, match="capacity=7"):
         memory.scan(dataclasses.replace(rule, capacity=7), params, state, q, k, v, gates)
-    with pytest.raises(ValueError, match="no use for one"):
+    with pytest.raises(ValueError, match="does not use it"):
         memory.read(TITANS, params, state.online, q, q)

@@ -17,7 +17,7 @@ from tests.memory.softmax.cases import MATRIX, RULES, make_inputs
         ({"optimizer": optimizers.Muon()}, r"optimizer=Muon.*known for GradientDescent\(\) and Momentum\(\) only"),
         (
             {"structure": structures.GatedMLP()},
-            r"structure=GatedMLP.*must be Matrix\(\), or have two matrices of which one reads",
+            r"structure=GatedMLP.*must be Matrix\(\), or have two matrices, one of which reads",
         ),
         ({"structure": structures.MLP}, r"Give an instance, MLP\(\.\.\.\), not the class"),
         ({"structure": structures.MLP(depth=3)}, r"must be Matrix\(\), or have two matrices"),
@@ -66,9 +66,9 @@ def test_arguments():
         scan(params, None, q, k[:, 1:], v, gates)
     with pytest.raises(TypeError, match="q must be floating point"):
         scan(params, None, q.astype(int), k, v, gates)
-    with pytest.raises(ValueError, match="one dtype, got q float32 and v bfloat16"):
+    with pytest.raises(ValueError, match="the same dtype, got q float32 and v bfloat16"):
         scan(params, None, q, k, v.astype(jnp.bfloat16), gates)
-    with pytest.raises(ValueError, match="state is of another rule"):
+    with pytest.raises(ValueError, match="state belongs to another rule"):
         scan(params, other, q, k, v, gates)
     with pytest.raises(ValueError, match=r"state.keys has shape \(2, 2, 30, 4\), should be \[1, 2, 30, 4\]"):
         scan(params, state, q[:1], k[:1], v[:1], jax.tree.map(lambda x: x[:1], gates))
