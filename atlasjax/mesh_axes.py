@@ -1,4 +1,4 @@
-"""Names of the mesh axes, for all who split arrays over them. `distributed.mesh` makes the mesh."""
+"""Names of the mesh axes, for all modules that split arrays. `distributed.mesh` creates the mesh."""
 
 BATCH_AXES = ("data", "fsdp")  # split the batch
 HEAD_AXES = ("tensor",)  # splits heads, MLP width and vocabulary

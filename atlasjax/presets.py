@@ -1,23 +1,23 @@
 """Named model configurations: every architecture at the sizes of A Table 7, and tiny ones for a CPU.
 
-A preset is `<architecture>-<size>`. One line of `ARCHITECTURES` says what an architecture changes, and `SIZES` what a size is. The
-name of a published model means that model (`retnet`, `gated-deltanet-h2`). Besides, every rule of `atlasjax.rules` exists as a
-layer of its own, `<rule>-lmm` (and `<rule>`, if no published model has that name), and in the backbones that combine it with
-attention.
+A preset is named `<architecture>-<size>`. `ARCHITECTURES` has the fields that an architecture changes, one line each, and `SIZES`
+has the sizes. A published model has its own name (`retnet`, `gated-deltanet-h2`). In addition, every rule of `atlasjax.rules` is
+available as the only mixer of each layer, `<rule>-lmm` (and `<rule>`, if no published model has that name), and in the backbones
+that combine it with attention.
 
-A Table 7 gives layers, width and heads, but neither the width of SwiGLU nor whether the head is tied, and mixers differ in their
-number of parameters. Here the head is tied at 340M and 760M, and untied at 170M and 1.3B. The width of SwiGLU (without one, the
-number of layers) is chosen to bring each architecture nearest to the number of parameters in the paper's name for the size. So all
-architectures of one size have the same number of parameters (`count_parameters`), up to one step of that width. The vocabulary is
-the paper's, 32,000.
+A Table 7 gives the number of layers, the width and the number of heads, but neither the width of SwiGLU nor whether the head is
+tied, and mixers differ in their number of parameters. Here the head is tied at 340M and 760M, and untied at 170M and 1.3B. The
+width of SwiGLU (or the number of layers in models without a feed-forward network) is chosen so that the number of parameters is as
+close as possible to the name of the size. So all architectures of one size have the same number of parameters
+(`count_parameters`), up to one step of that width. The vocabulary is the paper's, 32,000.
 
-The papers do not give the following, which is chosen here: attention windows of 2,048 tokens and MAC segments of 512 (64 and 64 in
-tiny models), 16 persistent tokens (4), and 4,096 learned positions (512) in models that have them.
+The papers do not specify the following, so it is chosen here: attention windows of 2,048 tokens and MAC segments of 512 (64 and 64
+in tiny models), 16 persistent tokens (4), and 4,096 learned positions (512) in models that have them.
 
-Rules of the Omega family (omeganet, atlas, atlas_plus_plus) use elementwise powers of degree 2 here, D = 2 · head_dim. The default
-of `rules.atlas`, all monomials, has D = C(head_dim + 2, 2), which is 2,145 for heads of 64. That makes a memory of 565 thousand
-numbers per head, 217 million parameters for the 24 layers of 16 heads of atlas-340m alone, and a state of three times as many
-float32 numbers per sequence. `MemoryConfig(features="polynomial")` selects it.
+Here the rules of the Omega family (omeganet, atlas, atlas_plus_plus) use elementwise powers of degree 2, D = 2 · head_dim. The
+default of `rules.atlas`, all monomials, has D = C(head_dim + 2, 2), which is 2,145 for heads of 64. This would give a memory of 565
+thousand numbers per head, 217 million parameters for the 24 layers of 16 heads of atlas-340m alone, and a state of three times as
+many float32 numbers per sequence. `MemoryConfig(features="polynomial")` selects it.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ _PAPER_VOCABULARY = 32_000
 
 
 def _blocks(elastic: ElasticConfig) -> dict[str, Any]:
-    """The sizes of each mixer that attends within blocks: blocks and memories as large as those of Elastic Memory (E §3.1)."""
+    """The configs of the mixers that attend within blocks, with blocks and memories of the same size as Elastic Memory (E §3.1)."""
     size, length = elastic.block_size, elastic.order
     return {
         "elastic": elastic,
@@ -63,18 +63,18 @@ def _blocks(elastic: ElasticConfig) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What all architectures of one size share.
+    """The settings that all architectures of one size share.
 
     Attributes:
-      parameters: how many they should have: the number in the paper's name for the size. None: what the fields give.
-      fields: of `ModelConfig`.
+      parameters: the target number of parameters, from the name of the size. None means no target.
+      fields: fields of `ModelConfig`.
       width_step: the width of the feed-forward network is a multiple of this.
-      attention: of architectures that have one.
-      memory: overrides of the rules that take them, and do not choose otherwise.
+      attention: the attention of architectures that have it.
+      memory: overrides for the rules that accept them.
       mamba2_state: published state size of Mamba-2.
-      cached_segment: tokens after which a memory is cached (MC: 256).
-      max_positions: of models with learned positions.
-      blocks: sizes of the mixers that attend within blocks, by their names.
+      cached_segment: number of tokens in a segment of Memory Caching (MC: 256).
+      max_positions: number of positions in models with learned positions.
+      blocks: mixer → config, for the mixers that attend within blocks.
     """
 
     parameters: float | None
@@ -99,8 +99,8 @@ SIZES: dict[str, Size] = {
         {"vocab_size": 256, "num_layers": 4, "dim": 128, "num_heads": 4, "dtype": "float32"},
         width_step=8,
         attention=AttentionConfig(window=64, segment_size=64),
-        # One orthogonalization per token of a memory of 4 · head_dim hidden units costs more than fifty times the rest of the
-        # tiny model. What two CPU cores can train in minutes is one in 32 tokens, of half the width.
+        # One orthogonalization per token, with 4 · head_dim hidden units, would cost more than fifty times the rest of the tiny
+        # model. With one every 32 tokens and half the width, two CPU cores can train it in minutes.
         memory={"newton_schulz_every": 32, "expansion": 2, "cache_window": 64},
         mamba2_state=64,
         cached_segment=64,
@@ -115,12 +115,12 @@ SIZES: dict[str, Size] = {
 
 
 def _elastic(dim: int, heads: int) -> Size:
-    """The sizes of E: 12 layers and heads of 90. The vocabulary is not stated."""
+    """The sizes of E: 12 layers and heads of 90. The paper does not state the vocabulary."""
     fields = {"num_layers": 12, "dim": dim, "num_heads": heads, "head_dim": 90}
     return Size(None, {"vocab_size": _PAPER_VOCABULARY, **fields}, attention=AttentionConfig(window=1024))
 
 
-# Sizes of other papers, only for their own architectures. No width is chosen for them.
+# Sizes of other papers, only for their own architectures. Their number of parameters is not adjusted.
 PUBLISHED_SIZES: dict[str, Size] = {
     "98m": _elastic(720, 8),
     "205m": _elastic(1080, 12),
@@ -132,7 +132,7 @@ PUBLISHED_SIZES: dict[str, Size] = {
     ),
 }
 _ALL_SIZES = SIZES | PUBLISHED_SIZES
-# The architectures of each.
+# The architectures at each of these sizes.
 _ELASTIC_TABLE = (
     "transformer++", "transformer-block-recurrence", "swa", "elastic-exp", "elastic-uniform", "elastic-uniform-mid", "memorizing",
     "infini", "melodi",
@@ -142,7 +142,7 @@ _PUBLISHED = {
     "22m": ("gam", "gam-sum", "gam-global", "gam-local", "gam-transformer", "gam-mamba"),
 }
 
-# What GAM's paper puts around its mixer and its Transformer's: LayerNorm, GELU, learned positions, dropout.
+# The rest of the model in GAM's paper, both for GAM and for its Transformer: LayerNorm, GELU, learned positions, dropout.
 _GAM_FRAME = {"ffn": "gelu", "norm": "layer", "norm_eps": 1e-5, "positions": "learned", "dropout": 0.1}
 
 # Published models → the fields of `ModelConfig` that they change (see `ARCHITECTURES`).
@@ -169,12 +169,12 @@ BASELINES: dict[str, dict[str, Any]] = {
     "gam-transformer": {"mixer": "attention", "attention": AttentionConfig(rope_theta=None, bias=True), **_GAM_FRAME},
 }
 
-# At its paper's size only: as published, neither norm nor residual stand around its layers, and more of them would not train.
+# Only at the size of its paper: as published, its layers have neither a norm nor a residual, and a deeper model would not train.
 _PUBLISHED_ONLY: dict[str, dict[str, Any]] = {
     "gam-mamba": {"mixer": "mamba", **_GAM_FRAME, "ffn": "none", "block": "bare", "ssm": SSMConfig(expand=3)},
 }
 
-# Mixers of which a model has one layer, at three quarters of its depth (E §3.1); the others are attention in a window.
+# Mixers that are used in one layer only, at three quarters of the depth (E §3.1). The other layers are sliding-window attention.
 ONE_LAYER: tuple[str, ...] = ("elastic", "memorizing", "infini", "melodi")
 BASELINES |= {name: {"mixer": name} for name in ("memorizing", "infini", "melodi")}
 
@@ -187,12 +187,12 @@ BASELINES["transformer-block-recurrence"] = {"mixer": "block_recurrence"}
 # Rules whose memories are cached (Memory Caching): suffix → aggregation, for the rules of that paper and of ATLAS.
 CACHED_RULES = ("linear_attention", "gated_delta_rule", "dla", "swla", "titans", "omeganet", "atlas")
 CACHING: tuple[str, ...] = ("residual", "grm", "soup", "ssc")
-CACHED_SOFTMAX_RULES = ("dot",)  # of which there is no soup
+CACHED_SOFTMAX_RULES = ("dot",)  # they do not support "soup"
 
 # Backbones around a rule: suffix → mixer.
 BACKBONES: dict[str, str] = {"lmm": "memory", "mac": "mac", "mag": "mag", "mal": "mal"}
 
-# Where an architecture has another number of layers than its size: a pattern must divide it, and SwiGLU must have some width left.
+# Architectures that need another number of layers: a pattern must divide it, and some parameters must remain for SwiGLU.
 _LAYERS: dict[tuple[str, str], int] = {
     ("gated-deltanet-h2", "tiny"): 3,
     ("rwkv7-mac", "340m"): 20,
@@ -200,7 +200,7 @@ _LAYERS: dict[tuple[str, str], int] = {
 }
 
 
-# Where the number of layers alone comes not near enough to the size: a state of another size than the published one.
+# State sizes that differ from the published one, where the number of layers alone does not come close enough to the size.
 _STATES: dict[tuple[str, str], int] = {("log-linear-mamba2", "tiny"): 80}
 
 
@@ -224,14 +224,14 @@ def _architectures() -> dict[str, dict[str, Any]]:
     return table
 
 
-# Architecture → the fields of `ModelConfig` that it changes; but "memory" is a rule's name, "caching" an aggregation's, "sampling"
-# Elastic Memory's.
+# Architecture → the fields of `ModelConfig` that it changes. In this table, "memory" is the name of a rule, "caching" that of an
+# aggregation, and "sampling" that of a sampling of Elastic Memory.
 ARCHITECTURES: dict[str, dict[str, Any]] = _architectures()
 
 
 def _memory(rule: str, size: Size) -> MemoryConfig:
     if ":" in rule:
-        return MemoryConfig(rule)  # a user's own, as it is
+        return MemoryConfig(rule)  # a user-defined rule, unchanged
     parameters = inspect.signature(rules.REGISTRY[rule]).parameters
     config = MemoryConfig(rule=rule)
     if "features" in parameters:
@@ -275,7 +275,7 @@ def _fields(changes: dict[str, Any], size_name: str, architecture: str | None = 
 
 
 def _fit(fields: dict[str, Any], size: Size) -> ModelConfig:
-    """The config with the number of parameters nearest to the size's; it is linear in the feed-forward width and in the layers."""
+    """The config closest to the size's number of parameters, which is linear in the feed-forward width and number of layers."""
     if size.parameters is None:
         return ModelConfig(**fields)
     if fields.get("ffn") == "none":
@@ -331,12 +331,12 @@ def get_preset(name: str) -> ModelConfig:
 
 
 def model_around(part: str | Callable[..., Any], size: str = "tiny") -> ModelConfig:
-    """The model of a size around one rule or mixer, to be compared with the presets: with as many parameters as they have.
+    """A model with a given rule or mixer and as many parameters as the presets of that size, to compare with them.
 
     Args:
-      part: a rule's or a mixer's name (a mixer's, where both have it), or "package.module:object" for one of your own: a function
-        that returns a rule, or a class made by `Class(config, rngs=rngs)`. The object itself is taken too.
-      size: of `SIZES`.
+      part: name of a rule or a mixer (a mixer if both have that name), or "package.module:object" for one of your own: a function
+        that returns a rule, or a mixer class called as `Class(config, rngs=rngs)`. The object itself is also accepted.
+      size: a name in `SIZES`.
 
     Raises:
       ValueError: no such rule, mixer or size; the message suggests the nearest name.
@@ -349,7 +349,7 @@ def model_around(part: str | Callable[..., Any], size: str = "tiny") -> ModelCon
 
 
 def preset_names(size: str) -> list[str]:
-    """All presets of one size, each model once: only `<rule>` if `<rule>-lmm` is the same model.
+    """All presets of one size, each model once: if `<rule>-lmm` is the same model as `<rule>`, only the latter.
 
     Raises:
       ValueError: there is no such size. The message suggests the nearest name.
@@ -375,7 +375,7 @@ def describe(config: ModelConfig, *, length: int | None = None) -> dict[str, int
 
     Returns:
       parameters: the number of parameters.
-      non_embedding_parameters: their number without the embedding and an untied head.
+      non_embedding_parameters: the number of parameters without the embedding and an untied head.
       state_bytes_per_sequence: bytes of the cache of one sequence in decoding, for any length or for `length` tokens.
 
     Raises:

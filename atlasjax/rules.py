@@ -1,7 +1,7 @@
 """Named memory rules: the rows of A Table 1 and related ones.
 
-Each function takes the choices of a run (`chunk_size`, `window`, …) and returns a `MemoryRule` or a `SoftmaxRule`. `register` gives
-it a name, under which language models, presets, tables and experiments find it. A rule of your own is registered in the same way.
+Each function takes settings (`chunk_size`, `window`, …) and returns a `MemoryRule` or a `SoftmaxRule`. `register` makes it
+available by name to language models, presets, tables and experiments. A rule of your own can be registered in the same way.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ WRITES: dict[str, str] = {}  # how each rule writes its memory, in the paper's s
 
 
 def register(write: str) -> Callable[[Factory], Factory]:
-    """Decorator: registers a function that makes a rule under the function's name.
+    """Decorator: registers a function that returns a rule, under the function's name.
 
     Args:
       write: how the memory is written. W is a matrix memory, M any memory, ∇ its inner gradient at M_{t'}.

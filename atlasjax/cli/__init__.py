@@ -112,7 +112,7 @@ def _run(command: str, arguments: list[str]) -> int:
         return _fail(f"out of memory: {error}", RUN_ERROR)
     except OSError as error:  # a file cannot be read or written; the message names it
         return _fail(str(error), RUN_ERROR)
-    except SystemExit as exit_:  # from tyro, after printing help or for arguments that do not parse
+    except SystemExit as exit_:  # from tyro, after printing help or for invalid arguments
         return exit_.code if isinstance(exit_.code, int) else USER_ERROR
     return 0
 

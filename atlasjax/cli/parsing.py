@@ -22,7 +22,7 @@ def parse(cls: type[T], command: str, description: str, arguments: Sequence[str]
       default: values of options that are not given.
 
     Raises:
-      ConfigError: the arguments do not parse, or the dataclass rejects a value.
+      ConfigError: the arguments cannot be parsed, or the dataclass rejects a value.
       SystemExit: help was requested (0).
     """
     import tyro
@@ -47,7 +47,7 @@ def parse(cls: type[T], command: str, description: str, arguments: Sequence[str]
 
 
 def _one_line(text: str, command: str) -> str:
-    """What the box says that tyro draws around an error."""
+    """The text of tyro's error message, without the box around it, and its suggestions."""
     rule = re.compile(r"[ │╭╮╰╯─|+-]*[─-]{5}[ │╭╮╰╯─|+-]*")
     sections: list[list[str]] = [[]]
     for line in text.splitlines()[1:]:

@@ -58,7 +58,9 @@ def newton_schulz(
     if implementation not in _KERNELS:
         raise ValueError(f"newton_schulz: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
     if s.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"newton_schulz: {implementation!r} supports float32 and bfloat16, s is {s.dtype} {s.shape}.")
+        raise ValueError(
+            f"newton_schulz: {implementation!r} supports float32 and bfloat16, s is {s.dtype} with shape {s.shape}."
+        )
     if columns > MOST_COLUMNS or rows > MOST_ROWS:
         most = f"{MOST_ROWS} × {MOST_COLUMNS:,}"
         raise ValueError(f"newton_schulz: {implementation!r} supports matrices up to {most}, s has shape {s.shape}.")

@@ -194,7 +194,7 @@ def test_what_gpus_refuse():
     assert reasons["atlas"] is None
     rule = RULES["atlas"]
     wide, q, *_ = jax.eval_shape(lambda: make_inputs(rule, key_dim=272, value_dim=272, time=16))
-    assert "Newton–Schulz takes matrices up to 256 × 1,024" in kernels.unserved(
+    assert "Newton–Schulz supports matrices up to 256 × 1,024" in kernels.unserved(
         "pallas_gpu", rule, wide, None, q, False
     )
     assert "chunk_size=8, should be at least 16" in reasons["titans"]
@@ -231,7 +231,7 @@ def test_refused():
     cut = lambda which: jax.tree.map(lambda x: x[:, which], (q, k, v, gates))
     with pytest.raises(ValueError, match="the given state may be inside a chunk"):
         PALLAS(rule, params, state, q, k, v, gates)
-    with pytest.raises(ValueError, match="packed segments restart the chunks"):
+    with pytest.raises(ValueError, match=r"packed segments \(segment_ids\) are not supported"):
         PALLAS(rule, params, None, q, k, v, gates, segment_ids=ids)
     with pytest.raises(ValueError, match="7 tokens are less than one chunk of 8"):
         PALLAS(rule, params, None, *cut(slice(7)))

@@ -114,7 +114,7 @@ def test_features_that_do_not_tell_the_key_size_say_so():
 
     rule = MemoryRule(structures.Matrix(), features=Constant())
     params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=3, value_dim=3)
-    with pytest.raises(ValueError, match="Write its method `key_dim`"):
+    with pytest.raises(ValueError, match="Implement its method `key_dim`"):
         memory.scan(rule, params, None, *make_inputs(MemoryRule(), heads=1, key_dim=3, value_dim=3)[1:])
 
 

@@ -217,8 +217,8 @@ def test_bad_input():
         with pytest.raises(ValueError, match=message):
             newton_schulz(s, **arguments)
     for message, shape, dtype in (
-        (r"256 × 1,024, s has \(512, 600\)", (512, 600), jnp.float32),
-        (r"float32 or bfloat16, s is float16 \(4, 4\)", (4, 4), jnp.float16),
+        (r"256 × 1,024, s has shape \(512, 600\)", (512, 600), jnp.float32),
+        (r"float32 and bfloat16, s is float16 with shape \(4, 4\)", (4, 4), jnp.float16),
     ):
         for implementation in ("pallas_tpu", "pallas_gpu"):
             with pytest.raises(ValueError, match=f"{implementation}' .*{message}"):
