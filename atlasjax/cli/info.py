@@ -7,6 +7,7 @@ from atlasjax.cli.parsing import parse
 from atlasjax.distributed.mesh import MeshConfig
 from atlasjax.nn import ModelConfig
 from atlasjax.plan import Plan, forward_flops_per_token, plan_training, suggested_mesh
+from atlasjax.plan.libtpu import check_topology
 from atlasjax.presets import ARCHITECTURES, SIZES, describe, has_memory, preset_names
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.defaults import default_config
@@ -56,6 +57,8 @@ def run(arguments: Sequence[str]) -> None:
             "preset is empty; give the names of presets after --preset, e.g. atlas-tiny. --names lists them."
         )
     try:
+        if command.plan:
+            check_topology(command.plan)  # before the sizes of large models are computed
         presets = command.preset if command.size is None else tuple(preset_names(command.size))
         configs = {preset: _config(command, preset) for preset in presets}
         rows = {preset: _sizes(config) for preset, config in configs.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import grain
 
+from atlasjax import check
 from atlasjax.data.config import DataConfig, Split
 from atlasjax.data.documents import Documents, Shard
 from atlasjax.data.packing import packed_rows
@@ -35,9 +36,14 @@ class BatchIterator(Iterator[Batch]):
         """Move to a position. The next batch is the one that followed when `state` was saved.
 
         Raises:
-          ValueError: the state belongs to a pipeline with other data or another configuration. The message names the difference.
+          ValueError: the state belongs to a pipeline with other data or another configuration (the message names the difference),
+            or is no position of it.
         """
-        if not isinstance(state, dict) or set(state) != {"pipeline", "position"}:
+        if (
+            not isinstance(state, dict)
+            or set(state) != {"pipeline", "position"}
+            or not isinstance(state["pipeline"], dict)
+        ):
             raise ValueError(
                 "This is not a data position: it should be a dict with the keys 'pipeline' and 'position'."
             )
@@ -50,7 +56,22 @@ class BatchIterator(Iterator[Batch]):
         ]
         if differences:
             raise ValueError(f"The saved data position belongs to another pipeline: {'; '.join(differences)}.")
-        self._iterator.set_state(copy.deepcopy(state["position"]))
+        _check_position(state["position"], self._iterator.get_state(), "position")
+        try:
+            self._iterator.set_state(copy.deepcopy(state["position"]))
+        except IndexError as error:
+            raise ValueError(f"The saved data position is out of range: {error}") from None
+
+
+def _check_position(saved: Any, own: Any, name: str) -> None:
+    """Raises ValueError unless a saved position has the keys of the iterator's own, and numbers ≥ 0 in its places."""
+    if isinstance(own, dict):
+        if not isinstance(saved, dict) or saved.keys() != own.keys():
+            raise ValueError(f"The saved data {name} is {str(saved)[:60]!r}; it should have the keys {sorted(own)}.")
+        for key in own:
+            _check_position(saved[key], own[key], f"{name}.{key}")
+    elif check.is_integer(own):
+        check.require(check.is_integer(saved, 0) and saved < 2**63, f"The saved data {name}", saved, "in [0, 2^63)")
 
 
 @dataclasses.dataclass(frozen=True)

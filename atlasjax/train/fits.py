@@ -14,6 +14,14 @@ from atlasjax.nn import ModelConfig
 from atlasjax.train.config import TrainConfig
 
 _GIB = 2**30
+_WITH_HEADS = (
+    "memory",
+    "mac",
+    "mag",
+    "mal",
+    "attention",
+    "swa",
+)  # mixers with a projection [dim, num_heads · head_dim]
 
 
 def available_bytes() -> int | None:
@@ -26,9 +34,10 @@ def available_bytes() -> int | None:
 
 def parameters_at_least(model: ModelConfig) -> int:
     """A lower bound of the number of parameters from the config alone, because even making their shapes takes time and memory."""
-    own = sum(":" in mixer for mixer in model.pattern) / len(model.pattern)
     heads = model.dim if model.head_dim is None else model.num_heads * model.head_dim
-    mixers = round((1 - own) * model.num_layers) * model.dim * min(heads, model.dim)
+    # A mixer of the user's may have none; of the others, those that are not in `_WITH_HEADS` may ignore the size of heads.
+    widths = [0 if ":" in m else heads if m in _WITH_HEADS else min(heads, model.dim) for m in model.pattern]
+    mixers = model.num_layers // len(widths) * model.dim * sum(widths)
     network = 0 if model.ffn == "none" else 2 * model.num_layers * model.dim * model.resolved_mlp_dim
     return model.vocab_size * model.dim * (1 if model.tie_embeddings else 2) + mixers + network
 

@@ -235,6 +235,25 @@ def test_contiguous_slices_make_up_the_global_batch(text_folder, process_count):
             assert_same({n: np.concatenate([s[n] for s in slices]) for n in wanted}, wanted)
 
 
+@pytest.mark.parametrize("bad", [-1, 10**30, None, "x", 1.5, True, []])
+def test_a_position_that_is_none_is_refused(config, bad):
+    """Every number of a position, and every part of it, in turn."""
+    pipeline = make_pipeline(config, BYTE, "train")
+    state = iter(pipeline).get_state()
+
+    def changed(position):
+        yield bad
+        if isinstance(position, dict):
+            for key, inner in position.items():
+                yield {name: value for name, value in position.items() if name != key}
+                yield from ({**position, key: other} for other in changed(inner))
+
+    for position in changed(state["position"]):
+        with pytest.raises(ValueError, match="The saved data position") as error:
+            iter(pipeline).set_state({**state, "position": position})
+        assert len(str(error.value).splitlines()) == 1
+
+
 def test_contiguous_position_fits_another_number_of_processes(text_folder):
     config = DataConfig(source="text", paths=(str(text_folder),), sequence_length=96, batch_size=4)
     whole = iter(make_pipeline(config, BYTE, "train"))

@@ -13,7 +13,9 @@ from atlasjax.train.state import model_shapes
 ONE = {"data": 1, "fsdp": 1, "tensor": 1}
 
 
-@pytest.mark.parametrize("preset", ["atlas-tiny", "retnet-tiny", "transformer++-tiny", "gam-22m"])
+@pytest.mark.parametrize(
+    "preset", ["atlas-tiny", "atlas-mag-tiny", "samba-tiny", "retnet-tiny", "transformer++-tiny", "gam-22m"]
+)
 def test_fewer_parameters_than_the_model_has(preset):
     model = get_preset(preset)
     number = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model_shapes(model)[1]))
