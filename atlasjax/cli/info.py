@@ -27,7 +27,8 @@ class InfoCommand:
     rules: bool = False
     """Only print the table of the memory rules, as Markdown (docs/rules.md)."""
     plan: str | None = None
-    """A TPU topology (v5e:16x16, v5p:8x8x8, v6e:16x16, …). Compiles the full training step for it and reports its memory."""
+    """A TPU topology (v5e:16x16, v5p:8x8x8, …; "2x v5e:16x16" for two slices). Compiles the full training step for it and reports
+    its memory."""
     mesh: MeshConfig | None = None
     """Mesh of the plan. None: one that fits the topology and the batch."""
     batch_size: int | None = None

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
@@ -55,10 +56,12 @@ class MeshConfig:
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Makes the mesh over `devices` (default: all devices of all processes).
 
-    A mesh smaller than the machine uses the first devices. With several processes it must use every device.
+    A mesh smaller than the machine uses the first devices. With several processes it must use every device. Devices in several
+    slices (TPU pods joined by the data-centre network) are ordered so that only one axis crosses that network: `data`, which
+    communicates least, if its size is a multiple of the number of slices, otherwise `fsdp`.
 
     Raises:
-      ValueError: the sizes do not fit the devices (see `MeshConfig.resolve`).
+      ValueError: the sizes do not fit the devices (see `MeshConfig.resolve`) or the slices.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = config.resolve(len(devices))
@@ -68,6 +71,27 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"mesh {dict(zip(MESH_AXES, shape))} uses {needed} of {len(devices)} devices; with several processes it must "
             "use all of them. Set one size to -1."
         )
+    return Mesh(_arranged(shape, devices[:needed]), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def num_slices(devices: Sequence[jax.Device]) -> int:
+    """Number of slices that the devices are in: groups with a fast network of their own. 1 where a platform has none."""
+    return len({getattr(device, "slice_index", 0) for device in devices})
+
+
+def _arranged(shape: tuple[int, int, int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices as an array of the mesh's shape, neighbours on the mesh being neighbours on the machine."""
     # A mesh axis may be shorter than every axis of the pod's torus (4 on 16 × 16), so a torus axis may have to be split.
-    parts = mesh_utils.create_device_mesh(shape, devices[:needed], allow_split_physical_axes=True)
-    return Mesh(parts, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    slices = num_slices(devices)
+    if slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    data, fsdp, tensor = shape
+    if data % slices == 0:
+        inside, across = (data // slices, fsdp, tensor), (slices, 1, 1)
+    elif fsdp % slices == 0:
+        inside, across = (data, fsdp // slices, tensor), (1, slices, 1)
+    else:
+        raise ValueError(
+            f"mesh.data is {data} and mesh.fsdp is {fsdp}; one of them should be a multiple of {slices}, the number of slices."
+        )
+    return mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)

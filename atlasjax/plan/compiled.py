@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import re
 
-from atlasjax.plan.libtpu import HBM_GIB
+from atlasjax.plan.libtpu import HBM_GIB, split_topology
 
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _GATHER = re.compile(r" = (?:\(.*[ (])?([a-z0-9]+\[[\d,]*\])[^ ]* all-gather(?:-start)?\(")
@@ -58,7 +58,7 @@ class Plan:
     @property
     def available_bytes(self) -> int:
         """Memory per device available to programs on this topology."""
-        return int(HBM_GIB[self.topology.partition(":")[0]] * 2**30)
+        return int(HBM_GIB[split_topology(self.topology)[1].partition(":")[0]] * 2**30)
 
     @property
     def fits(self) -> bool:

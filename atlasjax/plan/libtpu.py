@@ -41,22 +41,29 @@ def topology_devices(topology: str) -> "Sequence[jax.Device]":
     """The devices of a TPU topology, as compilation targets.
 
     Args:
-      topology: "v5e:16x16", "v5p:8x8x8", "v6e:16x16", "tpu7x:4x4x4", …
+      topology: "v5e:16x16", "v5p:8x8x8", "v6e:16x16", "tpu7x:4x4x4", …; "2x v5e:16x16" for two slices.
 
     Raises:
       ValueError: libtpu is not installed, or the generation or topology is unknown.
     """
     check_topology(topology)
-    for name, value in environment().items():
-        os.environ.setdefault(name, value)
+    slices, name = split_topology(topology)
+    for variable, value in environment().items():
+        os.environ.setdefault(variable, value)
     from jax.experimental import topologies
 
     try:
-        return topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+        return topologies.get_topology_desc(name, platform="tpu", num_slices=slices).devices
     except Exception as error:  # jax raises several types here
         raise ValueError(
             f"topology is {topology!r}, which libtpu does not know: {str(error).splitlines()[0]}"
         ) from None
+
+
+def split_topology(topology: str) -> tuple[int, str]:
+    """Returns (number of slices, topology of each): (2, "v5e:16x16") for "2x v5e:16x16"."""
+    found = re.fullmatch(r"(\d{1,4})x\s*(\D.*)", topology)
+    return (int(found[1]), found[2]) if found else (1, topology)
 
 
 def check_topology(topology: str) -> None:
@@ -65,10 +72,13 @@ def check_topology(topology: str) -> None:
     Raises:
       ValueError: libtpu is not installed, the generation is unknown, or the shape is malformed.
     """
-    generation, _, shape = topology.partition(":")
+    slices, name = split_topology(topology)
+    generation, _, shape = name.partition(":")
     lookup("TPU generation", generation, HBM_GIB)
-    if not re.fullmatch(r"\d+(x\d+){1,2}", shape):
-        raise ValueError(f"topology is {topology!r}; it should be like v5e:16x16 or v5p:8x8x8.")
+    if not re.fullmatch(r"\d+(x\d+){1,2}", shape) or slices < 1:
+        raise ValueError(
+            f"topology is {topology!r}; it should be like v5e:16x16, v5p:8x8x8, or 2x v5e:16x16 for two slices."
+        )
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
             "Planning for a TPU needs its compiler, libtpu: pip install 'jax[tpu]', in the version that matches your jax."

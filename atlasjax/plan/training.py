@@ -1,5 +1,6 @@
 """The full training step, compiled ahead of time for a TPU topology. `plan_training` runs this module in its child process."""
 
+import math
 import time
 
 import jax
@@ -41,15 +42,15 @@ def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
       config: the run. Its microbatch and number of heads determine the mesh.
       topology: e.g. "v5e:16x16".
     """
-    devices = 1
-    for size in topology.partition(":")[2].split("x"):
-        devices *= int(size) if size.isdecimal() else 1
+    slices, name = libtpu.split_topology(topology)
+    sizes = [int(size) for size in name.partition(":")[2].split("x") if size.isdecimal()]
+    devices = slices * math.prod(sizes)
     microbatch = config.data.batch_size // config.accumulation
     tensor = 1
     while devices // tensor > microbatch and config.model.num_heads % (2 * tensor) == 0:
         tensor *= 2
     fsdp = 1
-    while fsdp < 16 and (devices // tensor) % (2 * fsdp) == 0:
+    while fsdp < 16 and (devices // tensor) % (2 * fsdp * slices) == 0:  # `data` crosses the slices
         fsdp *= 2
     return MeshConfig(data=-1, fsdp=fsdp, tensor=tensor)
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from atlasjax.config_json import to_dict
 from atlasjax.data.files import expand
+from atlasjax.distributed.mesh import num_slices
 from atlasjax.train.config import TrainConfig
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
@@ -55,11 +56,10 @@ def facts(config: TrainConfig) -> dict[str, Any]:
 def summary(hosts: Sequence[str], mesh: Mesh) -> str:
     """One line about the processes of a run, e.g. "4 processes on 4 hosts, 16 devices (TPU v5 lite) in 1 slice"."""
     kinds = Counter(device.device_kind for device in jax.devices())
-    slices = len({getattr(device, "slice_index", 0) for device in jax.devices()})
     sizes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     return (
         f"{_count(len(hosts), 'process', 'processes')} on {_count(len(set(hosts)), 'host')}, "
-        f"{_count(len(jax.devices()), 'device')} ({', '.join(kinds)}) in {_count(slices, 'slice')}; mesh {sizes}"
+        f"{_count(len(jax.devices()), 'device')} ({', '.join(kinds)}) in {_count(num_slices(jax.devices()), 'slice')}; mesh {sizes}"
     )
 
 

@@ -1,9 +1,11 @@
 """The mesh: -1, and refusals."""
 
 import jax
+import numpy as np
 import pytest
 
 from atlasjax.distributed import MeshConfig, ProcessConfig, initialize, make_mesh
+from atlasjax.distributed.mesh import _arranged
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,38 @@ def test_sizes(config, shape):
 def test_refused(config, words):
     with pytest.raises(ValueError, match=words):
         make_mesh(config)
+
+
+class Device:
+    """What a mesh asks of a device; only a TPU's has a slice."""
+
+    platform = device_kind = "cpu"
+    process_index = 0
+
+    def __init__(self, index: int, slice_index: int):
+        self.id, self.slice_index = index, slice_index
+
+
+def slices(config: MeshConfig, count: int):
+    """Which slice each device of a mesh is in; 12 devices."""
+    devices = [Device(index, index * count // 12) for index in range(12)]
+    return np.vectorize(lambda device: device.slice_index)(_arranged(config.resolve(12), devices))
+
+
+def test_data_crosses_the_slices():
+    found = slices(MeshConfig(4, 3, 1), 2)
+    assert found.shape == (4, 3, 1)
+    np.testing.assert_array_equal(found[:, :, 0], [[0] * 3, [0] * 3, [1] * 3, [1] * 3])
+
+
+def test_fsdp_crosses_the_slices_where_data_cannot():
+    found = slices(MeshConfig(1, 4, 3), 2)
+    np.testing.assert_array_equal(found[0], [[0] * 3, [0] * 3, [1] * 3, [1] * 3])
+
+
+def test_a_mesh_that_does_not_fit_the_slices():
+    with pytest.raises(ValueError, match=r"mesh.data is 2 and mesh.fsdp is 2; one of them should be a multiple of 3"):
+        slices(MeshConfig(2, 2, 3), 3)
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,16 @@ def test_the_suggested_mesh_fits_batch_and_devices():
     assert suggested_mesh(config, TOPOLOGY) == MeshConfig(-1, 16, 4)  # 64 sequences per microbatch on 256 devices
     one = dataclasses.replace(config, accumulation=1)
     assert suggested_mesh(one, "v5e:2x2") == MeshConfig(-1, 4, 1)
+    assert suggested_mesh(one, "2x v5e:2x2") == MeshConfig(-1, 4, 1)  # data 2, one for each slice
 
 
 @pytest.mark.parametrize(
-    ("topology", "words"), [("v5e", "should be like v5e:16x16"), ("v9:2x2", "Unknown TPU generation 'v9'")]
+    ("topology", "words"),
+    [
+        ("v5e", "should be like v5e:16x16"),
+        ("v9:2x2", "Unknown TPU generation 'v9'"),
+        ("0x v5e:2x2", "2x v5e:16x16 for two slices"),
+    ],
 )
 def test_unknown_topologies(topology, words):
     with pytest.raises(ValueError, match=words):

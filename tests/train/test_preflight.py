@@ -1,0 +1,55 @@
+"""What the processes of a run compare before they are connected."""
+
+import dataclasses
+import json
+
+import pytest
+
+from atlasjax.distributed import ProcessConfig
+from atlasjax.distributed.rendezvous import differences
+from atlasjax.train.preflight import _digest, facts
+from tests.train.tiny import config
+
+
+def differing(first, second) -> str:
+    reports = {
+        index: {"host": "h", "processes": 2, "facts": json.loads(json.dumps(facts(run)))}
+        for index, run in enumerate((first, second))
+    }
+    return differences(reports)
+
+
+def test_only_the_place_of_a_process_may_differ(tmp_path):
+    run = config(tmp_path)
+    one, other = (dataclasses.replace(run, processes=ProcessConfig(True, "h:1", 2, index)) for index in range(2))
+    assert differing(one, other) == ""
+
+
+def test_a_config_that_differs_is_named(tmp_path):
+    run = config(tmp_path)
+    assert "config.steps is 5 in process 1 (h) and 4 in process 0" in differing(run, dataclasses.replace(run, steps=5))
+
+
+@pytest.mark.parametrize("text", ["another text", None])
+def test_files_that_differ_are_named(tmp_path, text):
+    run = config(tmp_path)
+    here = facts(run)
+    path = tmp_path / "text.txt"
+    path.unlink() if text is None else path.write_text(text)
+    there = facts(run)
+    assert here["files"]["data.paths"].startswith("1 file, ")
+    reports = {index: {"host": "h", "processes": 2, "facts": found} for index, found in enumerate((here, there))}
+    assert "files.data.paths is " in differences(reports)
+
+
+def test_a_digest_is_of_all_source_files(tmp_path, monkeypatch):
+    package = tmp_path / "some_package"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    digests = [_digest("some_package")]
+    (package / "inner" / "part.py").write_text("x = 1")
+    digests.append(_digest("some_package"))
+    (package / "inner" / "part.py").write_text("x = 2")
+    digests.append(_digest("some_package"))
+    assert len(set(digests)) == 3
