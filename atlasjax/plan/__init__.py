@@ -7,17 +7,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from atlasjax.flops import count_flops
     from atlasjax.plan.compiled import Plan
-    from atlasjax.plan.flops import count_flops
-    from atlasjax.plan.training import forward_flops_per_token, plan_training, suggested_mesh
+    from atlasjax.plan.training import plan_training, suggested_mesh
+    from atlasjax.train.utilization import forward_flops_per_token
 
 # Loaded on first use: the environment of `libtpu` must be set before jax is imported.
 _HOME = {
-    "Plan": "compiled",
-    "count_flops": "flops",
-    "forward_flops_per_token": "training",
-    "plan_training": "training",
-    "suggested_mesh": "training",
+    "Plan": "atlasjax.plan.compiled",
+    "count_flops": "atlasjax.flops",
+    "forward_flops_per_token": "atlasjax.train.utilization",
+    "plan_training": "atlasjax.plan.training",
+    "suggested_mesh": "atlasjax.plan.training",
 }
 
 __all__ = ["Plan", "count_flops", "forward_flops_per_token", "plan_training", "suggested_mesh"]
@@ -25,5 +26,5 @@ __all__ = ["Plan", "count_flops", "forward_flops_per_token", "plan_training", "s
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

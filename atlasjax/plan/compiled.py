@@ -26,7 +26,7 @@ class Plan:
       output_bytes: results, of which alias_bytes reuse the memory of donated arguments.
       alias_bytes: see output_bytes.
       code_bytes: the program's code.
-      flops: matmul FLOPs of one call on all devices, with every scan iteration counted (`flops.count_flops`).
+      flops: matmul FLOPs of one call on all devices, with every scan iteration counted (`atlasjax.flops.count_flops`).
       collectives: kind → occurrences in the program's text. A collective inside a loop is counted once.
       kernels: calls of Pallas kernels in the program's text.
       gathers: result type of an all-gather, e.g. "bf16[1024,8000]" → occurrences. The shape is per device.

@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 from atlasjax.config_json import from_dict, to_dict
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import batch_sharding, batch_shards
+from atlasjax.flops import count_flops
 from atlasjax.nn import logical_axes
 from atlasjax.plan import child, compiled, libtpu
 from atlasjax.plan.compiled import Plan
-from atlasjax.plan.flops import count_flops
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
@@ -104,14 +104,6 @@ def abstract_batch(config: TrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeS
     shape, where = (config.data.batch_size, config.data.sequence_length), batch_sharding(mesh)
     dtypes = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for name, dtype in dtypes.items()}
-
-
-def forward_flops_per_token(config: TrainConfig) -> float:
-    """Matmul FLOPs of the forward pass per token, averaged over one sequence of the config's length."""
-    graphdef, params = state_lib.model_shapes(config.model)
-    tokens = jax.ShapeDtypeStruct((1, config.data.sequence_length), jnp.int32)
-    flops = count_flops(lambda params, tokens: state_lib.merge(graphdef, params)(tokens), params, tokens)
-    return flops / config.data.sequence_length
 
 
 if __name__ == "__main__":

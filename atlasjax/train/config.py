@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -101,6 +102,7 @@ class TrainConfig:
       keep: number of checkpoints to keep, at least 2, so that one remains if the newest is damaged. The oldest are deleted.
       log_every: number of steps between two lines of progress and metrics.
       tensorboard: whether to write TensorBoard event files too.
+      profile: "first:last", the steps of which a profiler trace is written to `profile` in the run's folder. None writes none.
       memory_norm_limit: a memory is reported when the root mean square of its rows' norms exceeds this.
     """
 
@@ -119,6 +121,7 @@ class TrainConfig:
     keep: int = 3
     log_every: int = 10
     tensorboard: bool = True
+    profile: str | None = None
     memory_norm_limit: float = 32.0
 
     def __post_init__(self) -> None:
@@ -134,6 +137,10 @@ class TrainConfig:
         check.require(inside, "eval_batches", self.eval_batches, "at least 1, or None for all")
         inside = check.is_number(self.memory_norm_limit) and self.memory_norm_limit > 0
         check.require(inside, "memory_norm_limit", self.memory_norm_limit, "positive")
+        if self.profile is not None:
+            found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile)
+            inside = found is not None and 1 <= int(found[1]) <= int(found[2]) <= self.steps
+            check.require(inside, "profile", self.profile, f'"first:last", steps from 1 to {self.steps}')
         check.require(bool(self.run_dir), "run_dir", self.run_dir, "the path of a folder")
         if self.data.batch_size % self.accumulation:
             raise ValueError(
@@ -174,7 +181,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 # same to the saved state, and is what a run changes that goes on after its memories grew.
 _FREE = ("steps", "optimizer.", "mesh.", "processes.", "run_dir", "eval_every", "eval_batches", "checkpoint_every", "keep",
          "log_every", "tensorboard", "accumulation", "data.num_threads", "model.remat", "model.dtype",
-         "memory_norm_limit", "model.memory.bounded", "model.memory.max_step")  # fmt: skip
+         "profile", "memory_norm_limit", "model.memory.bounded", "model.memory.max_step")  # fmt: skip
 
 
 def changes_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from atlasjax.config_json import to_dict
 from atlasjax.data.pipeline import BatchIterator
@@ -30,6 +32,9 @@ from atlasjax.train.setup import Setup
 from atlasjax.train.signals import StopSignals
 from atlasjax.train.state import TrainState
 from atlasjax.train.step import Metrics, jit_eval_step, jit_train_step
+from atlasjax.train.timing import Timing, seconds, slow_input
+from atlasjax.train.trace import Trace
+from atlasjax.train.utilization import utilization_per_rate
 from atlasjax.train.watch import MemoryWatch
 
 ADVICE = "a lower optimizer.learning_rate, a longer optimizer.warmup_steps, a smaller optimizer.clip_norm, or model.dtype=float32"
@@ -103,14 +108,17 @@ def train(
                 print(preflight.summary(hosts, setup.mesh), flush=True)
             for line in [*notes, *(f"changed: {line}" for line in changed if resumed_from), *setup.skipped]:
                 print(line, flush=True)
-        run = _Run(setup, checkpoints, data)
+        run = _Run(setup, checkpoints, data, hosts)
         signals.remember()
         with (
             _explained(checkpoints),
+            run.trace,
             MetricsWriter(run_dir, resumed_from, tensorboard=config.tensorboard and main, active=main) as writer,
             Progress(resumed_from, config.steps, active=main) as progress,
         ):
             state = run.steps(state, resumed_from, signals, writer, progress, on_step)
+            if line := run.timing.summary():
+                progress.print(line)
     if main and run.recorded:
         plot_loss(run_dir, title=run_dir.name)
     return TrainResult(
@@ -185,9 +193,13 @@ def _first_state(setup: Setup, checkpoints: Checkpoints, data: BatchIterator) ->
 class _Run:
     """The mutable part of a run, and what happens between steps."""
 
-    def __init__(self, setup: Setup, checkpoints: Checkpoints, data: BatchIterator):
-        self.setup, self.checkpoints, self.data = setup, checkpoints, data
+    def __init__(self, setup: Setup, checkpoints: Checkpoints, data: BatchIterator, hosts: list[str]):
+        self.setup, self.checkpoints, self.data, self.hosts = setup, checkpoints, data, hosts
         self.config = setup.config
+        self.timing = Timing(
+            _tokens_per_step(self.config), utilization_per_rate(self.config, list(setup.mesh.devices.flat))
+        )
+        self.trace = Trace(self.config.profile, pathlib.Path(self.config.run_dir) / "profile")
         self.evaluation: LanguageModelResult | None = None
         self.recorded = False
         self._pending: list[tuple[int, Metrics]] = []
@@ -213,8 +225,13 @@ class _Run:
             progress.print(f"All {config.steps} steps are done; a larger steps goes on from here.")
             self._evaluate(state)
         for step in range(first + 1, config.steps + 1):
-            state, metrics = self._train_step(state, self._put(self._next_batch(step)))
+            self.trace.begin(step, state)
+            with self.timing.spend("input"):
+                batch = self._next_batch(step)
+            state, metrics = self._train_step(state, self._put(batch))
             self._pending.append((step, metrics))
+            if line := self.trace.end(step, state):
+                progress.print(line)
             last, log = step == config.steps, step % config.log_every == 0
             stop = signals.received(step, agree=log)
             evaluating = last or _every(step, config.eval_every)
@@ -226,7 +243,7 @@ class _Run:
             if evaluating and not stop and self._evaluate(state):
                 self._record_evaluation(step, writer, progress)
             if saving:
-                self._save(state, step)
+                self._save(state, step, progress)
             if on_step is not None:
                 on_step(step)
             if stop and not last:
@@ -250,10 +267,11 @@ class _Run:
         """Waits for the steps in progress, records them, and returns the last loss."""
         config = self.config
         records = [(step, jax.device_get(metrics)) for step, metrics in self._pending]
-        self._pending = []
-        tokens_per_step = config.data.batch_size * config.data.sequence_length
-        progress.pause(len(records), len(records) * tokens_per_step)
+        self._pending, last = [], records[-1][0]
+        tokens_per_step = _tokens_per_step(config)
+        elapsed = progress.pause(len(records), len(records) * tokens_per_step)
         self.recorded = True
+        self._time(last, len(records), elapsed, writer, progress)
         for step, metrics in records:
             norms = metrics.pop("memory_norm")
             values = {name: float(value) for name, value in metrics.items()}
@@ -268,33 +286,57 @@ class _Run:
                     )
         return values["loss"]
 
+    def _time(self, step: int, steps: int, elapsed: float, writer: MetricsWriter, progress: Progress) -> None:
+        """Records where the time of the last `steps` steps went, and names a process whose input is late."""
+        values = self.timing.interval(steps, elapsed)
+        if values:
+            writer.write(step, "timing", values)
+        if jax.process_count() > 1:
+            waits = multihost_utils.process_allgather(np.asarray(values.get("input_seconds", 0.0)))
+            if values and (line := slow_input(waits.tolist(), values["step_seconds"], self.hosts)):
+                progress.print(f"step {step}: {line}")
+
     def _evaluate(self, state: TrainState) -> bool:
         if self.setup.validation_data is None:
             return False
-        self.evaluation = evaluate(
-            self._eval_step,
-            state.params,
-            self.setup.validation_data,
-            max_batches=self.config.eval_batches,
-            put=self._put,
-        )
+        with self.timing.spend("evaluation"):
+            self.evaluation = evaluate(
+                self._eval_step,
+                state.params,
+                self.setup.validation_data,
+                max_batches=self.config.eval_batches,
+                put=self._put,
+            )
         return True
 
     def _record_evaluation(self, step: int, writer: MetricsWriter, progress: Progress) -> None:
         result = self.evaluation
         assert result is not None
-        seen = step * self.config.data.batch_size * self.config.data.sequence_length
+        seen = step * _tokens_per_step(self.config)
         writer.write(step, "evaluation", {**result.as_dict(), "tokens_seen": seen})
         progress.print(
             f"step {step}/{self.config.steps} · held-out: {result.bits_per_byte:.4f} bits per byte, perplexity "
             f"{result.perplexity:.2f}"
         )
 
-    def _save(self, state: TrainState, step: int) -> None:
-        try:
-            self.checkpoints.save(state, setup_lib.all_positions(self.data), to_dict(self.config))
-        except NonFiniteError:
-            raise NonFiniteError(self._non_finite(f"The training state after step {step} is not finite.")) from None
+    def _save(self, state: TrainState, step: int, progress: Progress) -> None:
+        first = jax.process_count() > 1 and self.timing.stop_seconds is None
+        with contextlib.ExitStack() as timed:
+            if first:
+                timed.enter_context(self.timing.spend("checkpoint written"))
+            with self.timing.spend("checkpoint"):
+                try:
+                    self.checkpoints.save(state, setup_lib.all_positions(self.data), to_dict(self.config))
+                except NonFiniteError:
+                    raise NonFiniteError(
+                        self._non_finite(f"The training state after step {step} is not finite.")
+                    ) from None
+            if first:
+                self.checkpoints.wait()  # once, to learn how long one takes
+        if first and (worst := self.timing.stop_seconds) is not None:
+            progress.print(
+                f"After a preemption notice, this run needs up to {seconds(worst)}: two steps and a checkpoint."
+            )
 
     def _non_finite(self, what: str) -> str:
         self.checkpoints.wait()
@@ -310,6 +352,10 @@ class _Run:
             helps.reverse()
         found = " ".join(filter(None, (what, last, memories)))
         return f"{found} What helps: {'; '.join(helps)}. The same command with the change goes on from that checkpoint."
+
+
+def _tokens_per_step(config: TrainConfig) -> int:
+    return config.data.batch_size * config.data.sequence_length
 
 
 def _every(step: int, interval: int) -> bool:

@@ -56,13 +56,16 @@ class Progress:
         """Start the clock: training continues."""
         self._clock = time.perf_counter()
 
-    def pause(self, steps: int, tokens: float) -> None:
-        """Stop the clock and count `steps` and `tokens` done since `start`."""
-        if self._clock is not None:
-            self._seconds += time.perf_counter() - self._clock
-            self._timed_steps += steps
-            self._tokens += tokens
-            self._clock = None
+    def pause(self, steps: int, tokens: float) -> float:
+        """Stop the clock and count `steps` and `tokens` done since `start`. Returns the seconds since, 0 if the clock stood."""
+        if self._clock is None:
+            return 0.0
+        seconds = time.perf_counter() - self._clock
+        self._seconds += seconds
+        self._timed_steps += steps
+        self._tokens += tokens
+        self._clock = None
+        return seconds
 
     @property
     def paused(self) -> bool:

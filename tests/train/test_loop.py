@@ -32,7 +32,7 @@ from tests.train.tiny import MODEL, config, train_losses
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """A finished run of four steps: (config, result)."""
-    run = config(tmp_path_factory.mktemp("done"), eval_every=2, tensorboard=True)
+    run = config(tmp_path_factory.mktemp("done"), eval_every=2, tensorboard=True, profile="2:3")
     return run, train(run)
 
 
@@ -50,7 +50,11 @@ def test_what_a_run_leaves(done):
     assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3, 4]
     assert [record["step"] for record in records if record["kind"] == "evaluation"] == [2, 4]
     assert records[-1]["bits_per_byte"] == result.evaluation.bits_per_byte
-    assert all(record["tokens_seen"] == record["step"] * 8 * 16 for record in records)
+    timing = [record for record in records if record["kind"] == "timing"]
+    assert [record["step"] for record in timing] == [2, 4]
+    assert all(0 <= record["input_seconds"] < record["step_seconds"] for record in timing)
+    assert all(record["tokens_seen"] == record["step"] * 8 * 16 for record in records if record not in timing)
+    assert list((folder / "profile").rglob("*.xplane.pb"))
 
 
 def test_it_learns(done):

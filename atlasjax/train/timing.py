@@ -1,0 +1,115 @@
+"""Where the time of a run goes: steps, waiting for input, checkpoints, evaluation."""
+
+import contextlib
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from atlasjax.train.progress import duration
+
+_SLOW = 0.1  # a process is named if it waits for its input for a larger part of a step's time
+_TIMES = 3.0  # and this many times as long as the median process
+
+
+class Timing:
+    """Adds up the wall time of one call of `train`, from its making on.
+
+    Args:
+      tokens_per_step: of all processes.
+      utilization_per_rate: the model FLOPs utilization at one token per second (see `utilization`); None leaves it out.
+    """
+
+    def __init__(self, tokens_per_step: int, utilization_per_rate: float | None = None):
+        self._tokens_per_step = tokens_per_step
+        self._utilization_per_rate = utilization_per_rate
+        self._started = time.perf_counter()
+        self._spent: dict[str, list[float]] = defaultdict(list)
+        self._since: dict[str, float] = defaultdict(float)  # since the last interval
+        self._steps = 0
+        self._seconds = 0.0
+        self._per_step: list[float] = []
+
+    @contextlib.contextmanager
+    def spend(self, what: str) -> Iterator[None]:
+        """Times a part of the run: "input", "checkpoint", "evaluation"."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self._spent[what].append(seconds)
+            self._since[what] += seconds
+
+    def interval(self, steps: int, seconds: float) -> dict[str, float]:
+        """Counts `steps` steps that took `seconds` together, and returns what to record of them.
+
+        Returns:
+          step_seconds and input_seconds, per step, where input is the time that this process waited for its batches;
+          tokens_per_second; and utilization, if it is known.
+        """
+        waited = self._since.pop("input", 0.0)
+        if not steps or not seconds:
+            return {}
+        self._steps += steps
+        self._seconds += seconds
+        self._per_step.append(seconds / steps)
+        rate = steps * self._tokens_per_step / seconds
+        values = {"step_seconds": seconds / steps, "input_seconds": waited / steps, "tokens_per_second": rate}
+        if self._utilization_per_rate is not None:
+            values["utilization"] = rate * self._utilization_per_rate
+        return values
+
+    @property
+    def stop_seconds(self) -> float | None:
+        """Seconds from a preemption notice until the checkpoint is written, at worst: two steps and a checkpoint.
+
+        None before a step and a whole checkpoint were timed.
+        """
+        saved = self._spent["checkpoint written"]
+        return 2 * max(self._per_step) + max(saved) if self._per_step and saved else None
+
+    def summary(self) -> str:
+        """One line for the user, "" if no step was timed."""
+        if not self._per_step:
+            return ""
+        total = time.perf_counter() - self._started
+        rate = self._steps * self._tokens_per_step / self._seconds
+        parts = [
+            f"{rate:,.0f} tokens/s",
+            f"step {seconds(statistics.median(self._per_step))} (median), {seconds(max(self._per_step))} (slowest interval)",
+            f"waiting for input {self._share('input', self._seconds)}",
+        ]
+        if self._utilization_per_rate is not None:
+            parts.insert(1, f"MFU {rate * self._utilization_per_rate:.1%}")
+        for what, name in (("checkpoint", "checkpoints"), ("evaluation", "evaluation")):
+            if self._spent[what]:
+                parts.append(f"{name} {self._share(what, total)}")
+        parts.append(f"goodput {self._seconds / total:.0%} of {duration(total)}")
+        return "timing: " + " · ".join(parts)
+
+    def _share(self, what: str, whole: float) -> str:
+        return f"{sum(self._spent[what]) / whole:.1%}"
+
+
+def seconds(value: float) -> str:
+    """Returns seconds with three digits and their unit: "12.3 ms", "1.25 s"."""
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def slow_input(waits: Sequence[float], step_seconds: float, hosts: Sequence[str]) -> str | None:
+    """One line that names the process whose input is late; None if none is.
+
+    Args:
+      waits: seconds per step that each process waited for its batches.
+      step_seconds: seconds per step.
+      hosts: the host of each process; empty if they are not known.
+    """
+    worst = max(range(len(waits)), key=waits.__getitem__)
+    if waits[worst] < _SLOW * step_seconds or waits[worst] < _TIMES * statistics.median(waits):
+        return None
+    host = f" ({hosts[worst]})" if hosts else ""
+    return (
+        f"process {worst}{host} waits {seconds(waits[worst])} per step for its input, the median process "
+        f"{seconds(statistics.median(waits))}; a step takes {seconds(step_seconds)}."
+    )

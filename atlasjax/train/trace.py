@@ -1,0 +1,46 @@
+"""Writes a profiler trace of some steps of a run."""
+
+import pathlib
+from typing import Any
+
+import jax
+
+
+class Trace:
+    """Traces the steps first to last of a run (`TrainConfig.profile`). A context manager: at its end the trace is written.
+
+    Args:
+      steps: "first:last"; None traces nothing.
+      folder: where the trace is written, for TensorBoard's profiler (xprof).
+    """
+
+    def __init__(self, steps: str | None, folder: pathlib.Path):
+        self._first, self._last = (0, 0) if steps is None else map(int, steps.split(":"))
+        self._folder = folder
+        self._running = False
+
+    def __enter__(self) -> "Trace":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def begin(self, step: int, state: Any) -> None:
+        """Call before each step, with the state that it starts from. A resumed run may begin within the steps."""
+        if not self._running and self._first <= step <= self._last:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(self._folder)
+            self._running = True
+
+    def end(self, step: int, state: Any) -> str | None:
+        """Call after each step, with its state. Returns a line for the user if the trace was written."""
+        if not self._running or step < self._last:
+            return None
+        jax.block_until_ready(state)
+        self._stop()
+        return f"The trace of steps {self._first} to {self._last} is in {self._folder}."
+
+    def _stop(self) -> None:
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()

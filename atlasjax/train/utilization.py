@@ -1,0 +1,54 @@
+"""How much of the devices' arithmetic a training step uses (model FLOPs utilization, MFU)."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.flops import count_flops
+from atlasjax.train import state as state_lib
+from atlasjax.train.config import TrainConfig
+
+# Dense bfloat16 FLOPs per second of one device (float16 for the T4), by the start of its kind's name; from the makers' data sheets.
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU7x": 2307e12,
+    "Tesla T4": 65e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+
+
+def peak_flops(devices: Sequence[jax.Device]) -> float | None:
+    """FLOPs per second of all devices together; None if the peak of one is not known, as that of a CPU."""
+    total = 0.0
+    for device in devices:
+        known = [peak for kind, peak in PEAK_FLOPS.items() if device.device_kind.startswith(kind)]
+        if not known:
+            return None
+        total += known[0]
+    return total
+
+
+def forward_flops_per_token(config: TrainConfig) -> float:
+    """Matmul FLOPs of the forward pass per token, averaged over one sequence of the config's length."""
+    graphdef, params = state_lib.model_shapes(config.model)
+    tokens = jax.ShapeDtypeStruct((1, config.data.sequence_length), jnp.int32)
+    flops = count_flops(lambda params, tokens: state_lib.merge(graphdef, params)(tokens), params, tokens)
+    return flops / config.data.sequence_length
+
+
+def utilization_per_rate(config: TrainConfig, devices: Sequence[jax.Device]) -> float | None:
+    """The MFU of a run at one token per second, to be multiplied by tokens per second; None if the peak is not known.
+
+    The backward pass counts as two forward passes. What is computed again (`model.remat`) does not count.
+    """
+    peak = peak_flops(devices)
+    return None if peak is None else 3 * forward_flops_per_token(config) / peak
