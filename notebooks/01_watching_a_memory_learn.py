@@ -16,13 +16,13 @@
 # %% [markdown]
 # # Watching a memory learn at test time
 #
-# A *neural memory* is a small network whose weights are written while it reads. Every token brings a key and a value; the
-# memory takes a step of gradient descent on "this key should give this value", and is then asked a query.
+# A *neural memory* is a small network whose weights are updated as it reads. Every token provides a key and a value. The memory
+# takes a gradient step towards mapping the key to the value, and is then read with a query.
 #
-# Here we give four memories the same stream of key–value pairs, one token at a time, and after **every** token ask each of them
-# for **all** the pairs. Nothing is trained beforehand: all learning that you see happens at test time.
+# Here we give four memories the same stream of key–value pairs, one token at a time. After **every** token we ask each memory for
+# **all** pairs. Nothing is trained beforehand: all the learning that you see happens at test time.
 #
-# On Colab, clone the repository first and name its folder below; where the package is installed, the next cell does nothing.
+# On Colab, clone the repository first and set its folder below. If the package is installed, the next cell does nothing.
 
 # %%
 import importlib.util
@@ -45,7 +45,7 @@ from atlasjax.memory import features, structures
 # %% [markdown]
 # ## The stream
 #
-# 24 pairs with keys of size 8: more pairs than a key has dimensions, so a matrix cannot hold them all, whatever it does.
+# There are 24 pairs with keys of size 8. That is more pairs than a key has dimensions, so a matrix cannot hold them all.
 
 # %%
 PAIRS, DIM = 24, 8
@@ -59,13 +59,14 @@ order = np.concatenate([rng.permutation(PAIRS) for _ in range(EPOCHS)])
 # %% [markdown]
 # ## Four memories
 #
-# Each is a `MemoryRule`: which memory, which loss, which features, which optimizer. `chunk_size=1` is the exact online rule.
+# Each is a `MemoryRule`, which specifies the memory, the loss, the features and the optimizer. `chunk_size=1` is the exact online
+# rule.
 #
-# - **linear attention** adds v kᵀ and never corrects itself;
-# - **the delta rule** takes a gradient step on the error, with the same matrix;
-# - **delta rule on polynomial features**: the same step, but on all monomials of the key up to degree 2 (45 of them instead
-#   of 8): ATLAS's answer to the matrix's limit;
-# - **Atlas**: an MLP, the loss over the last 4 tokens (the Omega rule), and Muon as the inner optimizer.
+# - **Linear attention** adds v kᵀ and never corrects itself.
+# - **The delta rule** takes a gradient step on the error, with the same matrix.
+# - **The delta rule with polynomial features** takes the same step on all monomials of the key up to degree 2 (45 features
+#   instead of 8). This is how ATLAS overcomes the limit of the matrix.
+# - **Atlas** combines an MLP, the loss over the last 4 tokens (the Omega rule), and Muon as the inner optimizer.
 
 # %%
 MEMORIES = {
@@ -108,7 +109,7 @@ errors = {name: watch(*choice) for name, choice in MEMORIES.items()}
 # %% [markdown]
 # ## What each remembers
 #
-# One row per pair, one column per token read; dark means recalled. A white dot marks the moment at which the pair is written.
+# There is one row per pair and one column per token read. Dark means recalled. A white dot marks the moment when a pair is written.
 
 # %%
 figure, axes = plt.subplots(2, 2, figsize=(12, 7), sharex=True, sharey=True, layout="constrained")
@@ -136,9 +137,10 @@ axis.legend()
 plt.show()
 
 # %% [markdown]
-# ## The same, fast
+# ## The same, faster
 #
-# A loop over `step` is for watching (and for decoding). For a whole sequence there is `memory.scan`: the same function, in chunks.
+# A loop over `step` is useful for watching a memory, and for decoding. `memory.scan` computes the same function for a whole
+# sequence, in chunks.
 
 # %%
 rule, gate_values = MEMORIES["delta rule"]
@@ -151,11 +153,11 @@ print(f"mean error after scan {last:.4f}, after {len(order)} steps {errors['delt
 assert abs(last - errors["delta rule"][-1].mean()) < 1e-4
 
 # %% [markdown]
-# ## Try
+# ## Things to try
 #
-# - More pairs, or larger keys: when does the matrix have room enough?
-# - `rules.atlas(...).with_newton_schulz(steps=1)`: less test-time compute for the same memory.
-# - `retention` below 1: which pairs go first?
+# - Use more pairs, or larger keys. When does the matrix have enough room?
+# - Use `rules.atlas(...).with_newton_schulz(steps=1)`: less test-time compute for the same memory.
+# - Set `retention` below 1. Which pairs are forgotten first?
 
 # %%
 final = {name: error[-1].mean() for name, error in errors.items()}

@@ -16,14 +16,14 @@
 # %% [markdown]
 # # A memory rule of your own
 #
-# A memory rule is five choices: a structure, an inner loss, a feature map, an inner optimizer and a retention. Each can be a
-# class that you write here, in the notebook. The library computes it in chunks, with exact gradients, and streams it, like its
-# own rules.
+# A memory rule has five components: a structure, an inner loss, a feature map, an inner optimizer and a retention. Each of them
+# can be a class that you write here, in the notebook. As for its own rules, the library computes the rule in chunks, with exact
+# gradients, and as a stream.
 #
-# We write two inner losses that do not trust outliers, and an inner optimizer that looks only at signs, and let them learn
-# pairs of keys and values of which one in eight comes with a wild error.
+# We write two inner losses that are robust to outliers, and an inner optimizer that uses only signs. Then we let them learn
+# key–value pairs when one value in eight has a large error.
 #
-# On Colab, clone the repository first and name its folder below; where the package is installed, the next cell does nothing.
+# On Colab, clone the repository first and set its folder below. If the package is installed, the next cell does nothing.
 
 # %%
 import importlib.util
@@ -50,9 +50,9 @@ print("running on", jax.devices()[0].device_kind)
 # %% [markdown]
 # ## Two losses
 #
-# A loss takes the memory's output and the value, and returns one number for each token. Nothing else is needed: the inner
-# gradient comes from it by differentiation. `has_target` claims that it is convex with its minimum at the value, so that the
-# library may bound step sizes.
+# A loss takes the memory's output and the value, and returns one number per token. Nothing else is needed, because the inner
+# gradient is computed by automatic differentiation. `has_target` claims that the loss is convex with its minimum at the value,
+# which allows the library to bound the step sizes.
 
 
 # %%
@@ -81,8 +81,8 @@ class Welsch(objectives.Objective):
 # %% [markdown]
 # ## An optimizer
 #
-# One token: from the state and the gradient to the change of every weight and the next state. It is not linear in the
-# gradient, so the chunked form of gradient descent does not apply; the general engine runs it.
+# For one token, `update` maps the state and the gradient to the change of every weight and the next state. This optimizer is not
+# linear in the gradient, so the chunked form of gradient descent does not apply. The general engine runs it.
 
 
 # %%
@@ -98,7 +98,7 @@ class SignMomentum(optimizers.Optimizer):
 # %% [markdown]
 # ## A stream with outliers
 #
-# Sixteen pairs come again and again in random order. One token in eight brings a value with a large error.
+# Sixteen pairs are repeated in random order. One token in eight has a value with a large error.
 
 # %%
 PAIRS, DIM, TOKENS = 16, 16, 640
@@ -114,7 +114,7 @@ k, v, asked = token(keys[order]), token(seen), token(keys)
 # %% [markdown]
 # ## Four memories
 #
-# The same MLP learns with four rules. Step sizes are chosen so that each learns as fast as it can without the outliers.
+# The same MLP learns with four rules. The step sizes are chosen so that each rule would learn as fast as possible without outliers.
 
 # %%
 MLP = structures.MLP(depth=2, expansion=2)
@@ -127,8 +127,7 @@ RULES = {
 }
 
 # %% [markdown]
-# After every token we ask the memory for all sixteen pairs, and compare with the true values. `memory.read` looks without
-# writing.
+# After every token we ask the memory for all sixteen pairs and compare with the true values. `memory.read` does not write.
 
 
 # %%
@@ -171,8 +170,8 @@ fig.tight_layout()
 # %% [markdown]
 # ## It is the same function everywhere
 #
-# `memory.reference` is the definition, token by token. The chunked engine agrees with it, a stream cut anywhere too, and its
-# gradients reach everything outside the memory.
+# `memory.reference` is the token-by-token definition. The chunked engine agrees with it, and so does a stream that is split at any
+# token. Gradients flow to everything outside the memory.
 
 # %%
 rule = memory.MemoryRule(MLP, Welsch(), optimizer=optimizers.Momentum(), window=3, chunk_size=8)

@@ -16,13 +16,13 @@
 # %% [markdown]
 # # A language model in ten minutes
 #
-# We train a small language model on bytes. It looks back further than a few bytes only through memories that learn while they
-# read: in each head a matrix, written by the gated delta rule (a decay, then a gradient step on the error of the newest pair).
-# Then we let the model write, and watch what its memories do while it reads a text that it has not seen.
+# We train a small language model on bytes. Only its memories, which learn as they read, let it look back further than a few
+# bytes. Each head has a matrix that is updated by the gated delta rule: a decay, then a gradient step on the error of the newest
+# pair. Then we let the model write, and watch its memories while it reads unseen text.
 #
-# It takes a few minutes on a CPU. The text ships inside Python: the language reference, about 400 kB.
+# This takes a few minutes on a CPU. The text is the language reference that ships with Python, about 400 kB.
 #
-# On Colab, clone the repository first and name its folder below; where the package is installed, the next cell does nothing.
+# On Colab, clone the repository first and set its folder below. If the package is installed, the next cell does nothing.
 
 # %%
 import importlib.util
@@ -63,8 +63,8 @@ STEPS = int(os.environ.get("NOTEBOOK_STEPS", 400))  # the tests of the repositor
 # %% [markdown]
 # ## The model and its training
 #
-# Two layers of width 128, four heads each. A convolution over four bytes before every memory is all that mixes neighbours
-# besides.
+# The model has two layers of width 128 with four heads each. Apart from the memories, only a convolution over four bytes before
+# each memory mixes neighbouring bytes.
 
 # %%
 run_dir = pathlib.Path(tempfile.mkdtemp()) / "run"
@@ -95,8 +95,8 @@ result = train(config)
 # %% [markdown]
 # ## Loss
 #
-# Everything is in bits per byte. The horizontal lines are models that count: how often each byte occurs, or follows the last
-# one, two or three bytes, in the same training text, measured on the same held-out 8 kB.
+# All losses are in bits per byte. The horizontal lines are n-gram models. They count how often each byte occurs in the training
+# text, or follows the last one, two or three bytes, and are evaluated on the same held-out 8 kB.
 
 # %%
 records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -121,9 +121,9 @@ axis.legend(frameon=False, loc="upper right")
 plt.show()
 
 # %% [markdown]
-# ## It writes
+# ## Generating text
 #
-# `load_run` opens the folder of a run, as another program would.
+# `load_run` loads the model from the folder of the run, as another program would.
 
 # %%
 run = load_run(run_dir)
@@ -134,10 +134,10 @@ print(prompt + run.tokenizer.decode(np.asarray(tokens[0])))
 # %% [markdown]
 # ## Reading, byte by byte
 #
-# `model.extend` reads the next bytes of a stream. Its cache is the whole state: the last inputs of the convolutions, and the
-# memory of each head in each layer. We read 16 passages of held-out text, 256 bytes each, twice in a row, and also each after
-# *another* passage. For every byte we note the surprise (−log2 of its probability, in bits), the size of each memory, ‖M_t‖,
-# and how far the byte has moved it, ‖M_t − M_{t−1}‖.
+# `model.extend` reads the next bytes of a stream. Its cache is the entire state: the last inputs of the convolutions, and the
+# memory of each head in each layer. We read 16 passages of held-out text, 256 bytes each, twice in a row, and also after
+# *another* passage. For every byte we record the surprise (−log2 of its probability, in bits), the size of each memory, ‖M_t‖,
+# and how far the byte moved it, ‖M_t − M_{t−1}‖.
 
 # %%
 LENGTH, PASSAGES, SHOWN = 256, 16, 5
@@ -179,7 +179,7 @@ print(f"bits per byte: fresh {first.mean():.3f}, after another passage {other.me
 # %% [markdown]
 # ## A memory is a matrix
 #
-# The memories of one head in each layer, after some bytes of a passage.
+# These are the memories of one head in each layer, at several points in a passage.
 
 # %%
 MOMENTS = (0, 3, 15, 63, 255, 510)
@@ -195,9 +195,9 @@ for layer, row in enumerate(axes):
 plt.show()
 
 # %% [markdown]
-# ## Where it is surprised
+# ## Where the model is surprised
 #
-# One passage, read twice. Dark red bytes came as a surprise. If the memory has kept something, the second reading is paler.
+# This is one passage, read twice. Dark red bytes were surprising. If the memory remembers the passage, the second reading is paler.
 
 # %%
 COLUMNS = 64
@@ -226,8 +226,8 @@ plt.show()
 # %% [markdown]
 # ## Does a repetition help?
 #
-# All passages together, against the place in the passage. What is common to the last two lines: there is text before. What is
-# different: in one of them it is the same text.
+# The plot shows the mean over all passages against the position in the passage. In both of the last two curves there is text
+# before the passage, but only in one of them is it the same text.
 
 # %%
 smooth = lambda x, n=24: np.convolve(x, np.ones(n) / n, mode="valid")
@@ -253,8 +253,8 @@ print(f"the same text before, instead of another: {gain.mean():.3f} ± {error:.3
 # %% [markdown]
 # ## How far back does it look?
 #
-# The first bytes of a passage are read with little text before them. The curve shows how many bytes of context are of use
-# (bars: standard error over the passages).
+# The first bytes of a passage have little text before them. The curve shows how many bytes of context the model uses (bars:
+# standard error over the passages).
 
 # %%
 EDGES = [1, 2, 3, 5, 9, 17, 33, 65, 129, LENGTH]
@@ -270,16 +270,16 @@ axis.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# Some ten bytes are of use, more than a count of n-grams can follow; beyond that nothing can be seen. And a text that was read
-# before is as surprising as a new one, up to noise (a negative number above means more surprising): what this model has learned
-# to keep in its memories in a few minutes is the recent past (a word, an indentation, an open bracket), not passages. Copying
-# from far back is learned late, if at all, in models of this size; the papers train theirs on billions of tokens. That the
-# memory *can* hold pairs and give them back, with keys that suit it, is what notebooks 01 and 04 show.
+# About ten bytes help, more than the n-gram models can use. Beyond that there is no visible effect. Up to noise, text that was
+# read before is as surprising as new text (a negative number above means more surprising). So in a few minutes of training, this
+# model has learned to keep the recent past in its memories (a word, an indentation, an open bracket), but not whole passages.
+# Models of this size learn to copy from far back late in training, if at all; the papers train on billions of tokens. Notebooks 01
+# and 04 show that a memory *can* store and recall pairs if the keys suit it.
 
 # %% [markdown]
 # ## What the memories hold
 #
-# The size of each head's memory while it reads a passage twice (mean of the passages).
+# The plot shows the size of each head's memory while it reads a passage twice (mean over the passages).
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
@@ -305,14 +305,14 @@ for layer in range(relative.shape[-1]):
     )
 
 # %% [markdown]
-# Some memories fill within tens of bytes, others only after hundreds; then they stay at their size: what is written replaces
-# what was there, or fades. The second reading writes a little less than the first, since a pair that is still there needs no
-# correction. How much a byte writes has little to do with how surprising it was to the model: the memory descends on its own
-# error, of values from keys, and not on the model's.
+# Some memories fill within tens of bytes, others only after hundreds. Then their size stays the same, because new content replaces
+# old content or decays. The second reading writes slightly less than the first, because a pair that is still stored needs no
+# correction. How much a byte writes has little to do with how surprising it is to the model: the memory minimizes its own error in
+# predicting values from keys, not the error of the model.
 #
-# ## Try
+# ## Things to try
 #
-# - `MemoryConfig(rule="titans", chunk_size=32, expansion=2)`: deep memories with momentum. (The picture of the matrices needs a
-#   matrix.)
-# - `NOTEBOOK_STEPS=4000`, or `DataConfig(source="text", paths=("your.txt",))`: more training, your own text.
-# - On the command line: `atlasjax train`, `atlasjax generate`.
+# - Use `MemoryConfig(rule="titans", chunk_size=32, expansion=2)` for deep memories with momentum. (The plot of the matrices needs a
+#   matrix memory.)
+# - Use `NOTEBOOK_STEPS=4000` for more training, or `DataConfig(source="text", paths=("your.txt",))` for your own text.
+# - On the command line, use `atlasjax train` and `atlasjax generate`.

@@ -16,14 +16,13 @@
 # %% [markdown]
 # # Recall and Memory Caching
 #
-# How many key–value pairs can a memory hold? We write pairs into a fresh memory and read them back. Nothing is trained.
+# How many key–value pairs can a memory hold? We write pairs to a fresh memory and read them back. Nothing is trained.
 #
 # The first half compares rules: linear attention, the delta rule, a window of tokens (the Omega rule of
-# [ATLAS](https://arxiv.org/abs/2505.23735)), polynomial features and deep memories. The second half takes the delta rule and
-# lets its memory grow: [Memory Caching](https://arxiv.org/abs/2602.24281) keeps a copy of the memory at the end of every
-# segment.
+# [ATLAS](https://arxiv.org/abs/2505.23735)), polynomial features and deep memories. The second half uses the delta rule with a
+# memory that grows: [Memory Caching](https://arxiv.org/abs/2602.24281) keeps a copy of the memory at the end of every segment.
 #
-# On Colab, clone the repository first and name its folder below; where the package is installed, the next cell does nothing.
+# On Colab, clone the repository first and set its folder below. If the package is installed, the next cell does nothing.
 
 # %%
 import importlib.util
@@ -47,12 +46,11 @@ plt.rcParams["figure.dpi"] = 80
 print("running on", jax.devices()[0].device_kind)
 
 # %% [markdown]
-# ## Pairs, written again and again
+# ## Writing pairs repeatedly
 #
-# Keys and values are random directions in 16 dimensions. For every number of pairs n we write the n pairs in turn, eight times,
-# and measure ‖recalled − value‖ after the first pass and after the last. How large a step should be differs from rule to rule
-# and from n to n, so several are tried, and the best is shown. All of it (step sizes, numbers of pairs, independent sets of
-# pairs) is one batch.
+# Keys and values are random directions in 16 dimensions. For every number of pairs n, we write all n pairs eight times in turn,
+# and measure ‖recalled − value‖ after the first pass and after the last. The best step size depends on the rule and on n, so we
+# try several and show the best result. All step sizes, numbers of pairs and independent sets of pairs form a single batch.
 
 # %%
 DIM, PASSES, SETS = 16, 8, 4
@@ -91,9 +89,9 @@ def passes(rule, step_sizes, coefficients=None, **gates):
 
 
 # %% [markdown]
-# The feature map has all monomials of the key up to degree 2, with a weight for each degree. Weights are learned in a model,
-# and start at those of exp: φ(q)·φ(k) = 1 + q·k + (q·k)²/2. Since nothing is trained here, we try those, and also the squares
-# alone, (q·k)².
+# The feature map has all monomials of the key up to degree 2, with one weight per degree. In a model the weights are learned, and
+# they start at those of exp: φ(q)·φ(k) = 1 + q·k + (q·k)²/2. Since nothing is trained here, we try these weights and also the
+# squares alone, (q·k)².
 
 # %%
 matrix, identity, degree2 = structures.Matrix(), features.Identity(), features.Polynomial(2)
@@ -140,35 +138,36 @@ figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", 
 plt.show()
 
 # %% [markdown]
-# What the picture says:
+# What the plot shows:
 #
-# - **Linear attention** never corrects itself; it gains nothing from writing again, only from smaller steps.
-# - **A matrix under the delta rule** holds about as many pairs as a key has dimensions, and even for these it needs several
+# - **Linear attention** never corrects itself. It gains nothing from writing again, only from smaller steps.
+# - **A matrix with the delta rule** holds about as many pairs as a key has dimensions, and even for these it needs several
 #   passes. This agrees with ATLAS's Proposition 1: O(d_k) pairs.
-# - **Polynomial features** replace the 16 numbers of a key by 153 (Proposition 2: O(d_k^p) pairs). With the weights of exp,
-#   however, all keys resemble each other (1 + q·k), and a single pass is no better than without features. The squares alone
-#   separate the keys at once. A model has to learn this.
-# - **Deep memories** hold more than a matrix, but only after several passes. Theorem 1 gives an MLP of this size room for at
-#   least O(d_k d_v) pairs, 256 here; eight passes of gradient descent come nowhere near. The theorem is about what the weights
+# - **Polynomial features** replace the 16 numbers of a key with 153 (Proposition 2: O(d_k^p) pairs). With the weights of exp,
+#   however, all keys are similar (1 + q·k), and a single pass is no better than without features. The squares alone separate the
+#   keys immediately. A model has to learn this.
+# - **Deep memories** hold more than a matrix, but only after several passes. By Theorem 1, an MLP of this size has room for at
+#   least O(d_k d_v) pairs, 256 here. Eight passes of gradient descent come nowhere near that. The theorem is about what the weights
 #   can hold, not about what a few steps find.
 # - **The Omega rule** helps a matrix in one pass when it is about full (16 to 24 pairs), by a few hundredths. For few pairs it
-#   is worse, and after eight passes it equals the delta rule: a window adds no room.
-# - **Atlas** moves its weights by steps of one length (Muon). In one pass over random pairs this is the worst of all; after
-#   eight it is second to features with a matrix. Rules that are trained end to end, as in the paper, choose their keys and
-#   gates for this.
+#   is worse, and after eight passes it equals the delta rule: a window does not add room.
+# - **Atlas** moves its weights by steps of constant length (Muon). After one pass over random pairs it is the worst of all; after
+#   eight it is second only to a matrix with features. Models that are trained end to end, as in the paper, learn keys and gates
+#   that suit this.
 
 # %% [markdown]
 # ## Memory Caching
 #
-# Now one pass of the delta rule over 128 pairs. A copy of the memory is kept after every 8, and a read combines the copies:
+# Now we make one pass of the delta rule over 128 pairs. A copy of the memory is kept after every 8 pairs, and a read combines the
+# copies:
 #
-# - **residual** adds up what all of them answer;
-# - **GRM** (gated residual memory) weighs them by softmax ⟨u, p⟩, where p is the mean key of a segment. u is learned in a
-#   model. Here it is the query times a number, or, to see what is *stored*, the mean key of the right segment, which only an
+# - **Residual** adds up the answers of all copies.
+# - **GRM** (gated residual memory) weights them by softmax ⟨u, p⟩, where p is the mean key of a segment. In a model u is learned.
+#   Here it is a multiple of the query. To see what is *stored*, we also use the mean key of the right segment, which only an
 #   oracle knows.
 #
-# There are two kinds of streams: keys in any direction, and keys that share a topic within their segment. For comparison, a
-# single memory with the squares of the last section.
+# There are two kinds of streams: keys in random directions, and keys that share a topic within their segment. For comparison, we
+# also show a single memory with the squares of the last section.
 
 # %%
 PAIRS, SEGMENT, SHARP = 128, 8, 60.0
@@ -238,8 +237,8 @@ figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", 
 plt.show()
 
 # %% [markdown]
-# The same pair by pair. A column is a moment, a row a pair; dark means recalled. Without caching, a pair fades while others are
-# written over it. With it, a segment stays as it was, if the read finds it.
+# The same pair by pair: each column is a moment, each row is a pair, and dark means recalled. Without caching, a pair fades as
+# others are written over it. With caching, a segment stays as it was, provided that the read finds it.
 
 # %%
 SHOWN = ["delta rule", f"GRM, u = {SHARP:.0f} × query", "GRM, right segment known"]
@@ -271,20 +270,19 @@ for stream, lines in curves.items():
 # %% [markdown]
 # What agrees with the paper, and what does not:
 #
-# - **What can be held grows with the segments** (M §3). If the right segment is known, the error stays where it was after the
-#   first segments, for any number of pairs.
-# - **Finding the segment is the hard part.** With keys in any direction the mean key of a segment says little about a single
-#   one, and the read often asks the wrong memory. Keys with a topic are found more often, but they resemble each other and
-#   disturb each other inside their segment. Without a sharp gate (u = query) GRM is an average of all memories, and worth
-#   little.
-# - **Residual is worse than no caching** here: every cached memory answers every query, also those that it knows nothing about.
-#   The paper finds that even this variant helps trained models; they can learn keys for it. For linear attention it changes
-#   nothing at all (M Eq. 12), as the next cell checks.
-# - **It is not compression.** A 16 × 16 memory for every 8 pairs is as large as the 8 pairs. A single memory with the squares
-#   holds 2,448 numbers instead of 4,352, and is the better one up to about 50 pairs; but it fills, and the caches do not.
+# - **The capacity grows with the number of segments** (M §3). If the right segment is known, the error stays at its level after
+#   the first segments, for any number of pairs.
+# - **Finding the segment is the hard part.** With keys in random directions, the mean key of a segment says little about any
+#   single key, and the read often uses the wrong memory. Keys with a topic are found more often, but they are similar to each other
+#   and interfere within their segment. Without a sharp gate (u = query), GRM is an average of all memories and of little use.
+# - **Residual is worse than no caching** here, because every cached memory answers every query, including those that it knows
+#   nothing about. The paper finds that even this variant helps trained models, which can learn suitable keys. For linear attention
+#   it changes nothing at all (M Eq. 12), as the next cell checks.
+# - **Caching is not compression.** A 16 × 16 memory for every 8 pairs is as large as the 8 pairs. A single memory with the squares
+#   has 2,448 numbers instead of 4,352 and is better up to about 50 pairs, but it fills up, and the caches do not.
 #
-# (The small spikes: the first pair of a new segment is its own mean key, so that for a moment many queries find it the most
-# similar.)
+# (The small spikes occur because the first pair of a new segment is its own mean key, so for a moment it is the most similar key
+# for many queries.)
 
 # %%
 linear = rules.linear_attention()
@@ -298,12 +296,12 @@ print("linear attention, residual caching − none:", float(jnp.abs(plain - cach
 assert jnp.allclose(plain, cached, atol=1e-4)
 
 # %% [markdown]
-# ## Try
+# ## Things to try
 #
-# - `segment_size=16`: fewer memories, and each of them fuller.
-# - `memory.CachedRule(delta, "ssc", segment_size=8, top_k=1)`: sparse selective caching reads only the best segment and its
-#   own.
-# - Put a trained model between you and the memory: `python -m experiments.recall.run` does.
+# - Use `segment_size=16` for fewer memories that are each fuller.
+# - Use `memory.CachedRule(delta, "ssc", segment_size=8, top_k=1)`: sparse selective caching reads only the best segment and the
+#   current one.
+# - Train a model around the memory with `python -m experiments.recall.run`.
 
 # %%
 last = {name: error[-1].mean() for name, error in curves["keys in any direction"].items()}

@@ -14,16 +14,16 @@
 # ---
 
 # %% [markdown]
-# # HiPPO compression, seen and read back
+# # HiPPO compression, and how well it can be read back
 #
-# [Elastic Memory](https://arxiv.org/abs/2602.11212) keeps the whole past of a sequence in a fixed number of coefficients. Every
-# channel of the keys and values is taken for a signal over time, and the memory holds its first N Legendre coefficients: the
-# polynomial of degree N − 1 that is nearest to the signal (HiPPO-LegS, Gu et al. 2020). Attention later reads samples of that
+# [Elastic Memory](https://arxiv.org/abs/2602.11212) stores the entire past of a sequence in a fixed number of coefficients. It
+# treats every channel of the keys and values as a signal over time and stores its first N Legendre coefficients. They define the
+# polynomial of degree N − 1 that is closest to the signal (HiPPO-LegS, Gu et al. 2020). Attention later reads samples of this
 # polynomial.
 #
-# Here we compress signals that we can draw, read them back, and look at what is lost.
+# Here we compress signals that we can plot, read them back, and look at what is lost.
 #
-# On Colab, clone the repository first and name its folder below; where the package is installed, the next cell does nothing.
+# On Colab, clone the repository first and set its folder below. If the package is installed, the next cell does nothing.
 
 # %%
 import importlib.util
@@ -48,8 +48,8 @@ print("running on", jax.devices()[0].device_kind)
 # %% [markdown]
 # ## A signal and its coefficients
 #
-# 1,024 tokens: slow waves, a burst of fast ones, and a step. `compress` gives N numbers for each channel, and `reconstruct`
-# evaluates them anywhere. Token k occupies [k, k + 1), so it is read at k + ½.
+# The signal has 1,024 tokens: slow waves, a burst of fast waves, and a step. `compress` returns N numbers per channel, and
+# `reconstruct` evaluates them at any position. Token k occupies [k, k + 1), so it is read at k + ½.
 
 # %%
 TOKENS = 1024
@@ -80,13 +80,13 @@ axes[-1].set_xlabel("token")
 plt.show()
 
 # %% [markdown]
-# The first coefficients have the waves; the burst and the step need many. A step is never exact: near it the polynomial swings
-# over (Gibbs' phenomenon).
+# The first coefficients capture the waves; the burst and the step need many more. A step is never exact, because the polynomial
+# overshoots near it (the Gibbs phenomenon).
 #
-# ## The past is squeezed while the text grows
+# ## The past is compressed further as the text grows
 #
-# Coefficients can be updated: `compress` takes those of the tokens before. Their number stays the same, so that the same N
-# numbers must hold more and more. Below, a wave that does not change is read, and after each 512 tokens we read everything back
+# Coefficients can be updated: `compress` accepts those of the earlier tokens. Their number stays the same, so the same N numbers
+# must describe a longer and longer past. Below, the signal is a constant wave, and after every 512 tokens we reconstruct everything
 # from 24 coefficients.
 
 # %%
@@ -109,12 +109,12 @@ figure.suptitle(f"one wave, {ORDER} coefficients all the time", fontsize=11)
 plt.show()
 
 # %% [markdown]
-# A polynomial needs about π coefficients for every period of a wave before it can follow it. So there is an edge: up to 6
-# periods the wave is kept almost exactly, and from 8 on most of it is gone. It goes in the middle first: polynomials are finer
-# at both ends. The paper calls the measure of HiPPO-LegS uniform over the whole past, and the error that it minimizes is; what
-# it *keeps* is not.
+# A polynomial needs about π coefficients per period of a wave to follow it. So there is a threshold: up to 6 periods the wave is
+# preserved almost exactly, and from 8 on most of it is lost. It is lost in the middle first, because polynomials have a finer
+# resolution at both ends. The paper calls the measure of HiPPO-LegS uniform over the whole past. That is true of the error that it
+# minimizes, but not of what it *keeps*.
 #
-# Updating in pieces is exact: it gives the coefficients of the whole signal at once.
+# Updating piece by piece is exact: the coefficients equal those of the whole signal compressed at once.
 
 # %%
 whole = hippo.compress(jnp.asarray(wave[:, None]), ORDER)
@@ -123,7 +123,7 @@ print("in pieces − at once:", float(jnp.abs(whole - coefficients).max()))
 # %% [markdown]
 # ## Error against the number of coefficients
 #
-# The paper's signals (App. B.1, Table 12): sums of sine waves, and random noise. Our sums have waves of 1, 2, …, n periods.
+# We use the paper's signals (App. B.1, Table 12): sums of sine waves, and random noise. Our sums have waves of 1, 2, …, n periods.
 
 # %%
 NUMBERS = np.unique(np.round(np.geomspace(4, 512, 22)).astype(int))
@@ -156,13 +156,13 @@ figure.legend(loc="outside right center", frameon=False, fontsize=9)
 plt.show()
 
 # %% [markdown]
-# - Waves have an edge, about π times their number of periods, and behind it the error falls by orders of magnitude.
-# - Then it rises a little. For the compression a token is a constant piece of signal, and near the two ends polynomials are
-#   fine enough to follow the corners of the pieces: almost all of that error is in the first and last tokens.
-# - A step or a burst in the signal costs coefficients for good.
-# - Noise is not compressed: N of 1,024 coefficients keep about N / 1,024 of its power, like any other N numbers.
+# - Waves have a threshold at about π times their number of periods. Beyond it, the error falls by orders of magnitude.
+# - Then the error rises slightly. The compression treats a token as a constant piece of signal, and near the two ends polynomials
+#   are fine enough to follow the corners of these pieces. Almost all of this error is in the first and last tokens.
+# - A step or a burst in the signal needs many coefficients.
+# - Noise cannot be compressed: N of 1,024 coefficients keep about N / 1,024 of its power, like any other N numbers.
 #
-# Now the paper's Table 12 itself.
+# Now we reproduce the paper's Table 12.
 
 # %%
 PUBLISHED = {
@@ -184,15 +184,16 @@ for (name, order), published in PUBLISHED.items():
     print(f"{name:14s} {order:4d}  {published:9.1e}   {theirs:12.1e}   {ours:18.1e}")
 
 # %% [markdown]
-# The sine waves agree with all digits that the paper prints. Its code numbers time from 1, with an empty token before the
-# signal, and reads tokens at their edges; most of the published error is this half of a token. With every token at its place,
-# the library's default, the errors are four orders of magnitude smaller. Noise depends on the noise.
+# The sine waves agree with the paper in all printed digits. The paper's code numbers time from 1, with an empty token before the
+# signal, and reads tokens at their edges. Most of the published error comes from this offset of half a token. With every token in
+# its place, as is the library's default, the errors are four orders of magnitude smaller. The values for noise depend on the random
+# numbers.
 #
-# ## What a memory is read for
+# ## How the memory is read
 #
 # Elastic Memory does not read the whole past. It evaluates the polynomials at a few positions (its samples), and attention
 # chooses among them. The samples of keys and values come from the same coefficients. `exponential` places them densely at the
-# recent end, `uniform_mid` evenly.
+# recent end, `uniform_mid` places them evenly.
 
 # %%
 N, BLOCK, BLOCKS = 64, 256, 4
@@ -209,10 +210,10 @@ axes[-1].set_xlabel("token")
 plt.show()
 
 # %% [markdown]
-# Does attention find a token of the past through them? The past has 1,024 tokens in blocks of 256, with random keys and values
-# that change over a time of w tokens: w = 0 is another direction at every token, a large w a slow drift. The next block asks
-# for its tokens by their keys. We compare the answer with the value that belongs to the key (cosine), and with the plain
-# alternative of the same size: keep every 16th token as it is, 64 of them.
+# Can attention find a past token through these samples? The past has 1,024 tokens in blocks of 256. Their random keys and values
+# change on a time scale of w tokens: w = 0 is a new direction at every token, and a large w is a slow drift. The next block asks for
+# past tokens by their keys. We compare the answer with the value that belongs to the key (cosine), and with a simple alternative of
+# the same size: keeping every 16th token unchanged, 64 in all.
 
 # %%
 DIM, SHARP = 32, 30.0
@@ -286,19 +287,20 @@ axes[0].legend(frameon=False, loc="lower right")
 plt.show()
 
 # %% [markdown]
-# - **Smooth keys and values are found**, those that change from token to token are not: the memory knows the drift of the past,
-#   not its tokens. The paper's App. C argues that keys and values of deep layers are smooth; its own Table 13 reports that 540
-#   coefficients leave 45% of error, so they are smooth only in part.
-# - **Without noise, compression is no better than keeping every 16th token**, at the same size. App. D expects an advantage
-#   from aliasing that sampling suffers; here the polynomials lose the same details.
-# - **With noise it is better**, as App. D says: a coefficient averages over many tokens, and a kept token keeps its noise.
-# - **Exponential sampling** answers worse about the whole past: its samples crowd at the recent end. It is meant for text,
-#   where what is recent is asked for more often.
+# - **Smooth keys and values are found**, but those that change from token to token are not: the memory knows the drift of the past,
+#   not its individual tokens. The paper's App. C argues that the keys and values of deep layers are smooth. Its own Table 13 reports
+#   that 540 coefficients leave an error of 45%, so they are only partly smooth.
+# - **Without noise, compression is no better than keeping every 16th token** at the same size. App. D expects an advantage because
+#   sampling suffers from aliasing. Here the polynomials lose the same details.
+# - **With noise, compression is better**, as App. D says: a coefficient averages over many tokens, whereas a token that is kept
+#   keeps its noise.
+# - **Exponential sampling** gives worse answers about the whole past, because its samples are concentrated at the recent end. It is
+#   meant for text, where recent tokens are needed more often.
 
 # %% [markdown]
-# ## Try
+# ## Things to try
 #
-# - `discretization="forward"` in `hippo.kernel`: cheaper to explain, unstable at large N (it warns).
+# - Use `discretization="forward"` in `hippo.kernel`. It is simpler to explain, but unstable at large N (there is a warning).
 # - `python -m experiments.elastic.probe` trains a small language model with this memory and then changes its sampling.
 
 # %%
