@@ -211,8 +211,8 @@ plt.show()
 
 # %% [markdown]
 # Can attention find a past token through these samples? The past has 1,024 tokens in blocks of 256. Their random keys and values
-# change on a time scale of w tokens: w = 0 is a new direction at every token, and a large w is a slow drift. The next block asks for
-# past tokens by their keys. We compare the answer with the value that belongs to the key (cosine), and with a simple alternative of
+# change on a time scale of w tokens: w = 0 is a new direction at every token, and a large w is a slow drift. The next block asks
+# for past tokens by their keys. We compare the answer with the value that belongs to the key (cosine), and with a simple alternative of
 # the same size: keeping every 16th token unchanged, 64 in all.
 
 # %%
@@ -288,8 +288,8 @@ plt.show()
 
 # %% [markdown]
 # - **Smooth keys and values are found**, but those that change from token to token are not: the memory knows the drift of the past,
-#   not its individual tokens. The paper's App. C argues that the keys and values of deep layers are smooth. Its own Table 13 reports
-#   that 540 coefficients leave an error of 45%, so they are only partly smooth.
+#   not its individual tokens. The paper's App. C argues that the keys and values of deep layers are smooth. Its own Table 13
+#   reports that 540 coefficients leave an error of 45%, so they are only partly smooth.
 # - **Without noise, compression is no better than keeping every 16th token** at the same size. App. D expects an advantage because
 #   sampling suffers from aliasing. Here the polynomials lose the same details.
 # - **With noise, compression is better**, as App. D says: a coefficient averages over many tokens, whereas a token that is kept
