@@ -212,8 +212,8 @@ plt.show()
 # %% [markdown]
 # Can attention find a past token through these samples? The past has 1,024 tokens in blocks of 256. Their random keys and values
 # change on a time scale of w tokens: w = 0 is a new direction at every token, and a large w is a slow drift. The next block asks
-# for past tokens by their keys. We compare the answer with the value that belongs to the key (cosine), and with a simple alternative of
-# the same size: keeping every 16th token unchanged, 64 in all.
+# for past tokens by their keys. We compare the answer with the value that belongs to the key (cosine), and with a simple
+# alternative of the same size: keeping every 16th token unchanged, 64 in all.
 
 # %%
 DIM, SHARP = 32, 30.0

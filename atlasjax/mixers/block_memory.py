@@ -156,7 +156,7 @@ def check_call(where: str, q: Any, k: Any, v: Any, gate: Any, block_size: int) -
 def check_state_type(where: str, state: Any, memory: type) -> None:
     """Raises TypeError unless `state` is a BlockMemoryState whose memory has this type."""
     if not isinstance(state, BlockMemoryState) or not isinstance(state.memory, memory):
-        raise TypeError(f"{where}: state must come from init_state or extend of the same module, got {state!r:.200}.")
+        raise TypeError(f"{where}: state must be the result of its own init_state or extend, got {state!r:.200}.")
 
 
 def check_state(where: str, state: BlockMemoryState, expected: Callable[[], BlockMemoryState]) -> None:

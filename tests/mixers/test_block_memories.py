@@ -259,7 +259,7 @@ def test_infini_feature_map():
         (ValueError, lambda q, k, v: memorizing.init_state(2, -1, 5, 2, 4, 6, "float32"), "queue_length .* got -1"),
         (ValueError, lambda q, k, v: infini.init_state(2, True, 2, 4, 6, "float32"), "block_size .* got True"),
         (ValueError, lambda q, k, v: infini.extend(q[:1], k[:1], v[:1], GATE, fresh("infini")), r"state.*should be \(1, 2, 4"),
-        (TypeError, lambda q, k, v: infini.extend(q, k, v, GATE, fresh("memorizing")), "state must come from init_state"),
+        (TypeError, lambda q, k, v: infini.extend(q, k, v, GATE, fresh("memorizing")), "state must be the result of its own"),
         (TypeError, lambda q, k, v: memorizing.extend(q, k, v, GATE, None), "memorizing.extend: state must be .* got None"),
         (ValueError, lambda q, k, v: parallel("infini", q, k, v, segment_ids=jnp.zeros((2, 3), int)), r"segment_ids has shape"),
     ],
