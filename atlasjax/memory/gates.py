@@ -15,9 +15,9 @@ class Gates(NamedTuple):
     Attributes:
       retention: α ∈ [0, 1]; [batch, time, heads, D] for per-channel retention.
       step_size: η ≥ 0; [batch, time, heads, value_dim] for one step size per channel.
-      momentum: θ ∈ [0, 1].
-      window: γ ∈ [0, 1], [batch, time, heads, c]; entry j weighs the loss of token t − j.
-      threshold: Huber's δ > 0.
+      momentum: θ ∈ [0, 1], the decay of the momentum S_t. S_t itself is `MemoryState.momentum`.
+      window: γ ∈ [0, 1], [batch, time, heads, c]; entry j weights the loss of token t − j. The length c is `MemoryRule.window`.
+      threshold: Huber's δ > 0, the norm of the error at which the loss becomes linear.
       removal_key: RWKV-7's κ̂, [batch, time, heads, D].
       removal: RWKV-7's removal rate a ∈ [0, 1], [batch, time, heads, D].
       connector: u of a `CachedRule`, [batch, time, heads, key_dim].
