@@ -170,13 +170,13 @@ def test_nothing_is_announced_before_the_request_is_known_to_be_sound(tmp_path, 
         (["train", "--optimizer.eps", "inf"], "optimizer.eps is inf; it should be positive and finite"),
         (["train", "--steps", str(10**30)], "it should be below 2^31"),
         (["train", "--data.num-threads", "100000"], "num_threads is 100000"),
-        (["train", "--data.batch-size", str(10**8)], "It takes a data.batch_size of at most"),
-        (["train", "--model.dim", str(10**9)], "It takes a smaller model"),
-        (["train", "--model.head-dim", str(10**9)], "It takes a smaller model"),
-        (["train", "--preset", "atlas-mag-tiny", "--model.head-dim", str(10**9)], "It takes a smaller model"),
+        (["train", "--data.batch-size", str(10**8)], "Use a data.batch_size of at most"),
+        (["train", "--model.dim", str(10**9)], "Use a smaller model"),
+        (["train", "--model.head-dim", str(10**9)], "Use a smaller model"),
+        (["train", "--preset", "atlas-mag-tiny", "--model.head-dim", str(10**9)], "Use a smaller model"),
         (["train", "--model.attention.rope-theta", "inf"], "rope_theta must be a number > 0 or None, got inf"),
-        (["train", "--model.num-layers", str(10**8)], "It takes a smaller model"),
-        (["train", "--model.vocab-size", str(10**12)], "It takes a smaller model"),
+        (["train", "--model.num-layers", str(10**8)], "Use a smaller model"),
+        (["train", "--model.vocab-size", str(10**12)], "Use a smaller model"),
         (["train", "--data.tokenizer", f"bpe:{10**12}"], "at most 1,048,576 tokens, not 1,000,000,000,000"),
         (["train", "--data.source", "text", "--data.paths", "/dev/zero"], "'/dev/zero' is neither a file nor a folder"),
         (["train", "--optimizer.lerning-rate", "1"], "Did you mean --optimizer.learning-rate?"),
@@ -210,12 +210,12 @@ def test_a_signal_gives_its_exit_code(monkeypatch, capsys):
 
     def stop(arguments):
         raise Interrupted(
-            "Stopped by signal 15 after step 3, saved in x. The same command goes on from there.", signal.SIGTERM
+            "Stopped by signal 15 after step 3, saved in x. Run the same command to resume.", signal.SIGTERM
         )
 
     monkeypatch.setattr(command, "run", stop)
     assert cli.main(["train"]) == 143
-    assert "goes on from there" in capsys.readouterr().err
+    assert "Run the same command to resume" in capsys.readouterr().err
 
 
 def test_a_bug_is_one_line_and_not_hidden(monkeypatch, capsys):

@@ -149,11 +149,11 @@ class TrainConfig:
 
 
 def saved_config(saved: Mapping[str, Any]) -> TrainConfig:
-    """The config of a run's folder or checkpoint. Fields that it has not, from before they existed, have their defaults.
+    """The config of a run's folder or checkpoint. Fields that did not exist yet get their defaults.
 
     Raises:
-      ValueError: a field is unknown, wrong or out of its range; or a mixer's sizes are missing: when the run was saved they stood
-        elsewhere, and their defaults would be another model.
+      ValueError: a field is unknown, wrong or out of its range; or a mixer's sizes are missing, because an older version
+        saved them elsewhere and the defaults would be another model.
     """
     config = from_dict(TrainConfig, saved)
     sizes = {field.name for field in dataclasses.fields(ModelConfig)}
@@ -176,16 +176,16 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
             yield f"{prefix}{name}", before, after
 
 
-# Fields that a run may change when it goes on: how long, how fast and where it trains, what it writes. All others decide
-# what the saved state means (architecture) or what the saved position points at (data). What holds a memory's steps back is the
-# same to the saved state, and is what a run changes that goes on after its memories grew.
+# Fields that may change when a run is resumed: how long, how fast and where it trains, and what it writes. All others determine
+# the meaning of the saved state (architecture) or of the saved position (data). Bounds on a memory's steps do not change the
+# meaning of its state, and may have to be lowered after its memories have grown.
 _FREE = ("steps", "optimizer.", "mesh.", "processes.", "run_dir", "eval_every", "eval_batches", "checkpoint_every", "keep",
          "log_every", "tensorboard", "accumulation", "data.num_threads", "model.remat", "model.dtype",
          "profile", "memory_norm_limit", "model.memory.bounded", "model.memory.max_step")  # fmt: skip
 
 
 def changes_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:
-    """Sorts the differences between a saved run's config and the one asked for.
+    """Sorts the differences between a saved run's config and the requested one.
 
     Returns:
       Lines "field: old → new" of three kinds: the architecture (`model.*`), other fields that must not change, and

@@ -45,7 +45,7 @@ def parameters_at_least(model: ModelConfig) -> int:
 def check_fits(
     config: TrainConfig, mesh: Mapping[str, int], parameters: int, available: int | None, *, batch: bool = True
 ) -> None:
-    """Raises ValueError if a run needs more memory than there is. The message says how much, and how to make it fit.
+    """Raises ValueError if a run needs more memory than is available. The message says how much, and how to make it fit.
 
     Args:
       config: the run.
@@ -57,7 +57,7 @@ def check_fits(
     if available is None:
         return
     model, data = config.model, config.data
-    moments = 2 if config.optimizer.name == "adamw" else 0  # of another optimizer we do not know the state
+    moments = 2 if config.optimizer.name == "adamw" else 0  # the state of other optimizers is unknown
     state = 4 * parameters * (2 + moments) // (mesh["fsdp"] * mesh["tensor"])
     shards, tensor = mesh["data"] * mesh["fsdp"], mesh["tensor"]
     itemsize = 2 if model.dtype == "bfloat16" else 4
@@ -69,23 +69,21 @@ def check_fits(
     raise ValueError(
         f"The run needs at least {needed / _GIB:,.1f} GiB of a device's memory: {state / _GIB:,.1f} for {parameters:,} parameters "
         f"with their gradients and optimizer, {rows * row / _GIB:,.1f} for {rows:,} sequences of {data.sequence_length:,} tokens "
-        f"at a time. There are {available / _GIB:,.1f}. {_what_it_takes(config, shards, state, row, available)}"
+        f"at a time. Only {available / _GIB:,.1f} GiB are available. {_what_it_takes(config, shards, state, row, available)}"
     )
 
 
 def _what_it_takes(config: TrainConfig, shards: int, state: int, row: int, available: int) -> str:
     if state > available:
         devices = math.ceil(state / available)
-        return (
-            f"It takes a smaller model, or at least {devices:,} such devices to split it over (mesh.fsdp, mesh.tensor)."
-        )
+        return f"Use a smaller model, or at least {devices:,} such devices to split it over (mesh.fsdp, mesh.tensor)."
     rows, size = (available - state) // row, config.data.batch_size
     if not rows:
         length = config.data.sequence_length * (available - state) // row
-        return f"It takes a data.sequence_length of at most {length:,}, with an accumulation of {max(1, size // shards):,}."
+        return f"Use a data.sequence_length of at most {length:,}, with an accumulation of {max(1, size // shards):,}."
     if size > 10**6:
-        return f"It takes a data.batch_size of at most {rows * shards * config.accumulation:,}."
+        return f"Use a data.batch_size of at most {rows * shards * config.accumulation:,}."
     for accumulation in range(config.accumulation, size + 1):
         if size % accumulation == 0 and size // accumulation <= rows * shards and size // accumulation % shards == 0:
-            return f"It takes an accumulation of at least {accumulation:,}."
-    return f"It takes a data.batch_size of at most {rows * shards * config.accumulation:,}."
+            return f"Use an accumulation of at least {accumulation:,}."
+    return f"Use a data.batch_size of at most {rows * shards * config.accumulation:,}."

@@ -153,7 +153,7 @@ def _explained(checkpoints: Checkpoints) -> Iterator[None]:
         steps = checkpoints.steps()
         last = f"The last checkpoint is {checkpoints.path(steps[-1])}." if steps else "No checkpoint was saved yet."
         raise ProcessDiedError(
-            f"Another process of this run has ended ({cause}). {last} The same commands, for all processes, go on from there."
+            f"Another process of this run has ended ({cause}). {last} Run the same commands for all processes to resume."
         ) from error
 
 
@@ -222,7 +222,7 @@ class _Run:
         """Takes the remaining steps, and evaluates, saves and reports between them."""
         config = self.config
         if first >= config.steps:
-            progress.print(f"All {config.steps} steps are done; a larger steps goes on from here.")
+            progress.print(f"All {config.steps} steps are done. Set a larger number of steps to continue.")
             self._evaluate(state)
         for step in range(first + 1, config.steps + 1):
             self.trace.begin(step, state)
@@ -249,8 +249,8 @@ class _Run:
             if stop and not last:
                 self.checkpoints.wait()
                 raise Interrupted(
-                    f"Stopped by signal {stop} after step {step}, saved in {self.checkpoints.path(step)}. The same command "
-                    "goes on from there.",
+                    f"Stopped by signal {stop} after step {step}, saved in {self.checkpoints.path(step)}. Run the same "
+                    "command to resume.",
                     stop,
                 )
             if progress.paused and not last:
@@ -351,7 +351,7 @@ class _Run:
         if self._watch.suspected:
             helps.reverse()
         found = " ".join(filter(None, (what, last, memories)))
-        return f"{found} What helps: {'; '.join(helps)}. The same command with the change goes on from that checkpoint."
+        return f"{found} What helps: {'; '.join(helps)}. Run the same command with the change to resume from that checkpoint."
 
 
 def _tokens_per_step(config: TrainConfig) -> int:

@@ -153,7 +153,7 @@ def check_resumable(config: TrainConfig) -> list[str]:
     """Checks that the checkpoints in the run's folder, if any, are of the run that `config` describes.
 
     Returns:
-      A line "field: old → new" for each difference that a run may have when it goes on. Empty without checkpoints.
+      A line "field: old → new" for each difference that is allowed when a run is resumed. Empty without checkpoints.
 
     Raises:
       ValueError: the architecture or the data is another one; the message names the fields.
@@ -174,8 +174,8 @@ def check_resumable(config: TrainConfig) -> list[str]:
     if architecture or fixed:
         what = "a checkpoint of another architecture" if architecture else "a run on other data or with another seed"
         raise ValueError(
-            f"{config.run_dir} holds {what} ({', '.join(architecture + fixed)}). Give another run_dir to start afresh, or the "
-            "same settings to go on."
+            f"{config.run_dir} holds {what} ({', '.join(architecture + fixed)}). Use another run_dir for a new run, or the "
+            "same settings to resume."
         )
     return free
 
@@ -189,7 +189,7 @@ def set_position(iterator: BatchIterator, positions: list[Any]) -> None:
     if len(positions) != jax.process_count() and any(position != positions[0] for position in positions):
         raise ValueError(
             f"the checkpoint has the data positions of {len(positions)} processes and there are {jax.process_count()} now; "
-            "packed documents can only go on with the same number of processes."
+            "with packed documents, a run can only be resumed with the same number."
         )
     iterator.set_state(positions[jax.process_index() if len(positions) == jax.process_count() else 0])
 

@@ -43,8 +43,8 @@ class StopSignals:
         self._restore()
         if not self._remembers:
             raise Interrupted(
-                f"Stopped by signal {number} before the first step. The same command starts again, or goes on "
-                "from the last checkpoint.",
+                f"Stopped by signal {number} before the first step. Run the same command to start again or to "
+                "resume from the last checkpoint.",
                 number,
             )
 

@@ -81,7 +81,7 @@ class MemoryWatch:
             self._told[one.layer, one.head] = one.norm if math.isfinite(one.norm) else math.inf
         named = "; ".join(f"{one}: {one.norm:.4g}" for one in new[:_NAMED])
         more = f"; and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
-        passed = f"whose norm passed {self._limit:g}, which may be on their way to diverge"
+        passed = f"whose norm passed {self._limit:g}, which may be diverging"
         what = "that are not finite" if new[-1] in broken else passed
         return f"step {step}: memories {what}: {named}{more}. What helps: {self.helps}."
 
@@ -122,7 +122,7 @@ def what_helps(model: ModelConfig) -> str:
     rule = built.rule if isinstance(built, memory.CachedRule) else built
     bounds = isinstance(rule, memory.MemoryRule) and not (rule.step_bound is None and rule.norm_bound is None)
     if not config.bounded and bounds:
-        return "--model.memory.bounded, with which memories cannot diverge"
+        return "--model.memory.bounded, which keeps memories from diverging"
     if "step_size" not in rule.gate_channels(model.resolved_head_dim, model.value_dim):
         return "a lower --optimizer.learning-rate"
     modules = (module for _, module in nnx.iter_graph(abstract_model(model)))

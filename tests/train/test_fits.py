@@ -25,9 +25,9 @@ def test_fewer_parameters_than_the_model_has(preset):
 @pytest.mark.parametrize(
     ("gib", "words"),
     [
-        (1, "It takes a smaller model, or at least 6 such devices"),
-        (5.9, "It takes a data.sequence_length of at most"),
-        (16, "It takes an accumulation of at least 8"),
+        (1, "Use a smaller model, or at least 6 such devices"),
+        (5.9, "Use a data.sequence_length of at most"),
+        (16, "Use an accumulation of at least 8"),
     ],
 )
 def test_what_it_takes(gib, words):

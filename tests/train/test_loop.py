@@ -140,7 +140,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, number):
             os.kill(os.getpid(), number)
 
     before = signal.getsignal(number)
-    with pytest.raises(Interrupted, match=r"after step 4, saved in .*/4\. The same command goes on") as info:
+    with pytest.raises(Interrupted, match=r"after step 4, saved in .*/4\. Run the same command") as info:
         train(run, on_step=on_step)
     assert info.value.signal == number
     assert signal.getsignal(number) is before

@@ -69,7 +69,7 @@ def test_a_memory_that_grows_is_reported_before_anything_is_nan(tmp_path, monkey
     assert records[-1]["step"] > first["step"]
     largest = max(record["memory_norm/1"] or 0.0 for record in records)
     assert f"The largest finite memory norm was {largest:.4g}, of layer 1, head 0, in step" in str(info.value)
-    assert "What helps: --model.memory.bounded, with which memories cannot diverge; a lower optimizer." in str(
+    assert "What helps: --model.memory.bounded, which keeps memories from diverging; a lower optimizer." in str(
         info.value
     )
 
