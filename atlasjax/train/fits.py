@@ -69,7 +69,7 @@ def check_fits(
     raise ValueError(
         f"The run needs at least {needed / _GIB:,.1f} GiB of a device's memory: {state / _GIB:,.1f} for {parameters:,} parameters "
         f"with their gradients and optimizer, {rows * row / _GIB:,.1f} for {rows:,} sequences of {data.sequence_length:,} tokens "
-        f"at a time. Only {available / _GIB:,.1f} GiB are available. {_what_it_takes(config, shards, state, row, available)}"
+        f"at a time. Only {available / _GIB:,.1f} GiB is available. {_what_it_takes(config, shards, state, row, available)}"
     )
 
 

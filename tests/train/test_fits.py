@@ -32,7 +32,7 @@ def test_fewer_parameters_than_the_model_has(preset):
 )
 def test_what_it_takes(gib, words):
     config = default_config("atlas-340m")
-    with pytest.raises(ValueError, match=rf"needs at least [\d.]+ GiB .* There are {gib:.1f}. {words}"):
+    with pytest.raises(ValueError, match=rf"needs at least [\d.]+ GiB .* Only {gib:.1f} GiB is available. {words}"):
         fits.check_fits(config, ONE, 390_000_000, int(gib * 2**30))
 
 
