@@ -47,7 +47,7 @@ def table(head: Iterable[str], body: Iterable[Iterable[object]], right: Iterable
 
 
 @functools.cache
-def served(name: str, implementation: str) -> str:
+def supported(name: str, implementation: str) -> str:
     """Whether `memory.scan` runs a rule by that name, as the memory of its 340M model: heads of 64, bfloat16."""
     rule = _model_rule(name)
     if _runs(rule, implementation):
@@ -66,7 +66,7 @@ def _runs(rule: Any, implementation: str) -> bool:
 
     try:
         jax.eval_shape(call, jax.random.key(0))
-    except ValueError:  # an implementation that does not serve the call says so before anything is traced
+    except ValueError:  # an implementation that does not support the call raises before anything is traced
         return False
     return True
 
@@ -94,7 +94,7 @@ def choosing_rules() -> str:
             rule.chunk_size,
             f"{state / 2**20:,.1f}" + ("\\*" if state != longer else ""),
             f"{forward_flops_per_token(config) / 1e9:,.2f}",
-            *(served(name, implementation) for implementation in PLATFORMS),
+            *(supported(name, implementation) for implementation in PLATFORMS),
         )
 
     head = (
@@ -321,7 +321,7 @@ def status_rules() -> str:
         cases = softmax if isinstance(rules.REGISTRY[name](), memory.SoftmaxRule) else plain
         proven = any(case == name or name in _names(value) for case, value in cases.items())
         models = [text for text in texts if rule_name(name) in trained[text]]
-        kernels = [served(name, implementation) for implementation in PLATFORMS]
+        kernels = [supported(name, implementation) for implementation in PLATFORMS]
         return (f"`{name}`", "yes" if proven else "no", *kernels, ", ".join(models) or "no")
 
     head = ("rule", "proven", *(f"{label} kernel" for label in PLATFORMS.values()), "tiny model trained on")

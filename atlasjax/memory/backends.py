@@ -34,7 +34,7 @@ class Backend(Protocol):
     @property
     def is_partitioned(self) -> bool: ...
 
-    def unserved(
+    def unsupported(
         self, rule: MemoryRule, params: MemoryParams, state: MemoryState | None, q: jax.Array, packed: bool
     ) -> str | None:
         """The reason why this backend cannot run a call, with the relevant shapes, or None if it can.
@@ -67,7 +67,7 @@ class _Everywhere:
     platform: str | None = None
     is_partitioned = True
 
-    def unserved(self, rule: Any, params: Any, state: Any, q: Any, packed: bool) -> str | None:
+    def unsupported(self, rule: Any, params: Any, state: Any, q: Any, packed: bool) -> str | None:
         return None
 
     def is_preferred(self, rule: Any, q: Any, v: Any) -> bool:
@@ -98,7 +98,7 @@ def register_backend(backend: Backend) -> None:
     Raises:
       ValueError: the name is already registered, or a member of `Backend` is missing.
     """
-    parts = ("name", "platform", "is_partitioned", "unserved", "is_preferred", "scan")
+    parts = ("name", "platform", "is_partitioned", "unsupported", "is_preferred", "scan")
     missing = [part for part in parts if not hasattr(backend, part)]
     if missing:
         raise ValueError(f"register_backend: {type(backend).__name__} has no {', '.join(missing)}; see memory.Backend.")
@@ -145,7 +145,7 @@ def run(
     if implementation is not None:
         backend = backend_of(implementation)
         if rule.has_kernels or isinstance(backend, _Everywhere):
-            reason = backend.unserved(rule, params, state, q, packed)
+            reason = backend.unsupported(rule, params, state, q, packed)
         else:
             reason = f"there are no kernels for a {type(rule).__name__}"
         if reason is not None:
@@ -160,7 +160,7 @@ def run(
         platform = backend.platform
         if not rule.has_kernels or platform is None or platform in best or not (alone or backend.is_partitioned):
             continue
-        if backend.is_preferred(rule, q, v) and backend.unserved(rule, params, state, q, packed) is None:
+        if backend.is_preferred(rule, q, v) and backend.unsupported(rule, params, state, q, packed) is None:
             best[platform] = backend
     arrays = (params, state, q, k, v, gates, segment_ids)
     by = lambda backend: lambda *arrays: backend.scan(rule, *arrays, max_segments)

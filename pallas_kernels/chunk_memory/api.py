@@ -106,7 +106,7 @@ def chunk_memory(
     if every < 1 or every & (every - 1) or every > chunk_size:
         raise ValueError(f"chunk_memory: every={every}, should be a power of two, at most chunk_size={chunk_size}.")
     if implementation == "pallas_gpu":
-        reason = gpu.unserved_by_gpu(
+        reason = gpu.unsupported_by_gpu(
             structure, weights, chunk_size, q.dtype, muon=newton_schulz is not None, step_bound=step_bound
         )
         if reason is not None:

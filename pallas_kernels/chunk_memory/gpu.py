@@ -38,7 +38,7 @@ _MOST_CHANNELS = 256  # of keys (with their features) and values; a step holds a
 _TOGETHER = 2**28  # bytes of one hidden array [rows, chunks, tokens, hidden] of the parallel parts
 
 
-def unserved_by_gpu(
+def unsupported_by_gpu(
     structure: Any,
     weights: dict[str, jax.Array],
     chunk_size: int,
@@ -52,7 +52,7 @@ def unserved_by_gpu(
     muon: whether it is written by Muon; then the only kernel is Newton–Schulz. step_bound: as in `chunk_memory`.
     """
     if muon:
-        return _unserved_muon(weights)
+        return _unsupported_muon(weights)
     layers = Layers.of(structure)
     if layers is None:
         return f"structure={structure!r} has more than one hidden layer"
@@ -71,7 +71,7 @@ def unserved_by_gpu(
     return None
 
 
-def _unserved_muon(weights: dict[str, jax.Array]) -> str | None:
+def _unsupported_muon(weights: dict[str, jax.Array]) -> str | None:
     """The reason why the Newton–Schulz kernel cannot process the momenta of weights [..., out, in], or None if it can."""
     shapes = {name: w.shape[-2:] for name, w in weights.items()}
     large = {name: shape for name, shape in shapes.items() if min(shape) > MOST_ROWS or max(shape) > MOST_COLUMNS}

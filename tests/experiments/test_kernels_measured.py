@@ -161,9 +161,9 @@ def test_what_is_recorded_is_the_least_ratio(tmp_path, capsys):
         for x in cases
         if x.operation != "atlas"
     ]
-    unserved = 'memory.scan: implementation="pallas_gpu" cannot run this call: Muon.'
+    unsupported = 'memory.scan: implementation="pallas_gpu" cannot run this call: Muon.'
     atlas = next(x for x in cases if x.operation == "atlas")
-    lines += [line(atlas, xla=timed(0.3), pallas_gpu={"refused": unserved})]
+    lines += [line(atlas, xla=timed(0.3), pallas_gpu={"refused": unsupported})]
     kernels_measured.record(lines, cases, H200, COMMAND, path)
     rows = {row.kernel: row for row in fastest.read(path)}
     assert rows["chunk_memory"].ratio_to_xla == 2.0

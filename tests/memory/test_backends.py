@@ -1,4 +1,4 @@
-"""The registry of backends: a user's own, several for one platform, and what each does not serve."""
+"""The registry of backends: a user's own, several for one platform, and what each does not support."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ class Marked:
     preferred: bool = True
     most_tokens: int = 100
 
-    def unserved(self, rule, params, state, q, packed):
+    def unsupported(self, rule, params, state, q, packed):
         return f"q has {q.shape[1]} tokens, more than {self.most_tokens}" if q.shape[1] > self.most_tokens else None
 
     def is_preferred(self, rule, q, v):
@@ -81,7 +81,7 @@ def test_what_xla_cannot_split_runs_alone_or_inside_shard_map(registry, monkeypa
 
 
 def test_what_is_no_backend_is_refused(registry):
-    with pytest.raises(ValueError, match="int has no name, platform, is_partitioned, unserved, is_preferred, scan"):
+    with pytest.raises(ValueError, match="int has no name, platform, is_partitioned, unsupported, is_preferred, scan"):
         backends.register_backend(3)
     with pytest.raises(ValueError, match="the name 'xla' is already registered"):
         backends.register_backend(Marked("xla", 1.0))

@@ -13,7 +13,7 @@ from atlasjax.memory import Bound, Partition
 from atlasjax.memory.fast_weights import kernels
 from tests.memory.cases import RULES, assert_close, make_inputs, objective
 
-SERVED = {
+SUPPORTED = {
     "linear_attention", "delta_rule", "delta_rule_chunk8", "retnet", "polysketch", "longhorn", "gated_delta_rule", "titans",
     "titans_matrix", "titans_no_momentum", "titans_deep", "dla", "swla", "omeganet", "omeganet_powers", "omeganet_sketch",
     "momentum_full_retention", "gated", "moneta_row", "atlas", "atlas_plus_plus", "titans_unbounded", "titans_at_its_norm",
@@ -169,13 +169,13 @@ def test_vmap_and_remat_and_scan_over_layers(interpreted):
     assert_close(run(PALLAS), run(memory.scan), 2e-5)
 
 
-def test_what_is_served():
-    """Every rule of the table is either served or refused with what it has that the kernels have not."""
+def test_what_is_supported():
+    """Every rule of the table is either supported, or the reason names what the kernels lack."""
     reasons = {}
     for name, rule in RULES.items():
         params, q, *_ = jax.eval_shape(lambda rule=rule: make_inputs(rule, time=300))
-        reasons[name] = kernels.unserved("pallas_tpu", rule, params, None, q, False)
-    assert {name for name, reason in reasons.items() if reason is None} == SERVED
+        reasons[name] = kernels.unsupported("pallas_tpu", rule, params, None, q, False)
+    assert {name for name, reason in reasons.items() if reason is None} == SUPPORTED
     assert "Channel" in reasons["muon_matrix_channel"]
     assert "chunk_size=12" in reasons["atlas_every"]
     assert "LayerNorm" in reasons["ttt_mlp"]
@@ -189,12 +189,12 @@ def test_what_gpus_refuse():
     reasons = {}
     for name, rule in RULES.items():
         params, q, *_ = jax.eval_shape(lambda rule=rule: make_inputs(rule, time=300))
-        reasons[name] = kernels.unserved("pallas_gpu", rule, params, None, q, False)
-    assert {name for name, reason in reasons.items() if reason is None} < SERVED
+        reasons[name] = kernels.unsupported("pallas_gpu", rule, params, None, q, False)
+    assert {name for name, reason in reasons.items() if reason is None} < SUPPORTED
     assert reasons["atlas"] is None
     rule = RULES["atlas"]
     wide, q, *_ = jax.eval_shape(lambda: make_inputs(rule, key_dim=272, value_dim=272, time=16))
-    assert "Newton–Schulz supports matrices up to 256 × 1,024" in kernels.unserved(
+    assert "Newton–Schulz supports matrices up to 256 × 1,024" in kernels.unsupported(
         "pallas_gpu", rule, wide, None, q, False
     )
     assert "chunk_size=8, should be at least 16" in reasons["titans"]
@@ -204,7 +204,7 @@ def test_what_gpus_refuse():
 
 
 def test_none_takes_what_is_recorded_as_fastest(monkeypatch):
-    """On the platform that a call is compiled for, where the kernel serves it and XLA need not split it."""
+    """On the platform that a call is compiled for, where the kernel supports it and XLA need not split it."""
     rule = RULES["gated_delta_rule"]
     params, *rest = make_inputs(rule, batch=1, time=16, key_dim=8, value_dim=8)
     f = jax.jit(lambda params, *rest: memory.scan(rule, params, None, *rest))
@@ -241,7 +241,7 @@ def test_refused():
     with pytest.raises(ValueError, match=r"'W1': \(512, 2048\).*more than"):
         jax.eval_shape(lambda params, *rest: PALLAS(rule, params, None, *rest), *wide)
     wide, q, *_ = jax.eval_shape(lambda: make_inputs(rule, key_dim=256, value_dim=256, time=16))
-    reason = lambda rule, dtype: kernels.unserved("pallas_tpu", rule, wide, None, q.update(dtype=dtype), False)
+    reason = lambda rule, dtype: kernels.unsupported("pallas_tpu", rule, wide, None, q.update(dtype=dtype), False)
     assert "1,048,576 numbers per head, more than 655,360" in reason(rule, jnp.dtype("float32"))
     assert reason(rule, jnp.dtype("bfloat16")) is None
     assert reason(rule.unbounded(), jnp.dtype("float32")) is None

@@ -11,7 +11,7 @@ import pytest
 
 from atlasjax import memory, rules
 from atlasjax.memory import MemoryRule, features, objectives, optimizers, retention, structures
-from atlasjax.memory.fast_weights.kernels import unserved
+from atlasjax.memory.fast_weights.kernels import unsupported
 from tests.memory.cases import assert_close, make_inputs
 from tests.memory.own_ideas import IDEAS, Adam, CappedL2, LogCosh, SignMomentum, SoftThreshold
 
@@ -59,9 +59,9 @@ def test_a_subclass_is_not_taken_for_its_parent():
 def test_kernels_refuse_what_they_do_not_know(name):
     rule = dataclasses.replace(IDEAS[name], window=1, chunk_size=16)
     params, q, *_ = make_inputs(rule, time=32)
-    reason = unserved("pallas_tpu", rule, params, None, q, False)
+    reason = unsupported("pallas_tpu", rule, params, None, q, False)
     assert reason is None if name == "own_features" else reason  # features are applied before a kernel
-    assert unserved("pallas_tpu", rules.titans(16), *make_inputs(rules.titans(16))[:1], None, q, False) is None
+    assert unsupported("pallas_tpu", rules.titans(16), *make_inputs(rules.titans(16))[:1], None, q, False) is None
 
 
 @pytest.mark.parametrize("name", IDEAS)

@@ -22,7 +22,7 @@ from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.scan import window_after, xla_scan
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
 from atlasjax.memory.gates import Gates
-from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unserved_by_gpu
+from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unsupported_by_gpu
 from pallas_kernels.delta_rule import MOST_CHANNELS, delta_rule
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
@@ -51,13 +51,13 @@ def _known(rule: MemoryRule) -> dict[str, tuple[object, bool]]:
 
     Any feature map is supported, because it is applied before the kernels.
     """
-    served: dict[str, tuple[type, ...]] = {
+    supported: dict[str, tuple[type, ...]] = {
         "structure": (structures.Matrix, structures.MLP, structures.GatedMLP),
         "objective": (objectives.L2, objectives.DotProduct, objectives.Lp),
         "optimizer": (optimizers.GradientDescent, optimizers.Implicit, optimizers.Momentum, optimizers.Muon),
         "retention": (retention.Full, retention.Scalar),
     }
-    return {name: (getattr(rule, name), is_exactly(getattr(rule, name), *kinds)) for name, kinds in served.items()}
+    return {name: (getattr(rule, name), is_exactly(getattr(rule, name), *kinds)) for name, kinds in supported.items()}
 
 
 def kernel_of(rule: MemoryRule) -> str:
@@ -67,7 +67,7 @@ def kernel_of(rule: MemoryRule) -> str:
     return "chunk_memory_muon" if rule.uses_muon else "chunk_memory"
 
 
-def unserved(
+def unsupported(
     implementation: str, rule: MemoryRule, params: MemoryParams, state: MemoryState | None, q: jax.Array, packed: bool
 ) -> str | None:
     """The reason why "pallas_tpu" or "pallas_gpu" cannot run a call, with the relevant shapes, or None if it can.
@@ -85,7 +85,7 @@ def unserved(
     if not on_gpu and rule.step_bound is not None:
         most = _MOST_BOUNDED[(q.dtype == jnp.float32) + (rule.chunk_size > _LONG_CHUNK)]
     every = rule.optimizer.every
-    refusals = {
+    reasons = {
         **{f"{name}={value!r}": not known for name, (value, known) in _known(rule).items()},
         f"q is {q.dtype}, should be float32 or bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
         "packed segments (segment_ids) are not supported": packed,
@@ -99,26 +99,26 @@ def unserved(
     }
     if _is_delta(rule):
         widest = max(params.weights["W"].shape[1:])
-        refusals[f"retention={rule.retention!r} decays after the removal, but the kernel decays first"] = not (
+        reasons[f"retention={rule.retention!r} decays after the removal, but the kernel decays first"] = not (
             rule.retention.gate is None or rule.retention.decay_first
         )
-        refusals[f"W is {params.weights['W'].shape}, the kernel supports at most {MOST_CHANNELS} channels"] = (
+        reasons[f"W is {params.weights['W'].shape}, the kernel supports at most {MOST_CHANNELS} channels"] = (
             widest > MOST_CHANNELS
         )
     elif not rule.has_constant_gradient:
-        refusals[f"chunk_size={rule.chunk_size}, should be one of {CHUNK_SIZES}"] = rule.chunk_size not in CHUNK_SIZES
-        refusals[f"{time} tokens are less than one chunk of {rule.chunk_size}"] = time < rule.chunk_size
-    if on_gpu and not _is_delta(rule) and not any(refusals.values()):
+        reasons[f"chunk_size={rule.chunk_size}, should be one of {CHUNK_SIZES}"] = rule.chunk_size not in CHUNK_SIZES
+        reasons[f"{time} tokens are less than one chunk of {rule.chunk_size}"] = time < rule.chunk_size
+    if on_gpu and not _is_delta(rule) and not any(reasons.values()):
         size = _FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size
-        reason = unserved_by_gpu(
+        reason = unsupported_by_gpu(
             rule.structure, params.weights, size, q.dtype, muon=rule.uses_muon, step_bound=rule.step_bound
         )
         if reason is not None:
-            refusals[reason] = True
+            reasons[reason] = True
     if state is not None:
         inside = state.position is not None or state.window_keys is not None
-        refusals["the given state may be inside a chunk or a window; the kernel requires state=None"] = inside
-    return next((reason for reason, refused in refusals.items() if refused), None)
+        reasons["the given state may be inside a chunk or a window; the kernel requires state=None"] = inside
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "rule", "max_segments"), inline=True)
@@ -158,8 +158,8 @@ class _Pallas:
     def platform(self) -> str | None:
         return PLATFORMS[self.name]
 
-    def unserved(self, rule: MemoryRule, params: Any, state: Any, q: jax.Array, packed: bool) -> str | None:
-        return unserved(self.name, rule, params, state, q, packed)
+    def unsupported(self, rule: MemoryRule, params: Any, state: Any, q: jax.Array, packed: bool) -> str | None:
+        return unsupported(self.name, rule, params, state, q, packed)
 
     def is_preferred(self, rule: MemoryRule, q: jax.Array, v: jax.Array) -> bool:
         """Whether it is recorded as faster than the XLA engine for tokens of these sizes; see `fastest`."""
