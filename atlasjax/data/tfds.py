@@ -50,7 +50,7 @@ class TfdsDocuments:
             raise ValueError(f"Split {split!r} of the TFDS dataset {name!r} is empty.")
         if not isinstance(self._source[0][feature], bytes | str):
             raise ValueError(
-                f"Feature {feature!r} of the TFDS dataset {name!r} is {builder.info.features[feature]}; it should be a text."
+                f"Feature {feature!r} of the TFDS dataset {name!r} is {builder.info.features[feature]}; it should hold text."
             )
 
     def __len__(self) -> int:

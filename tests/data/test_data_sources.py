@@ -299,7 +299,7 @@ def test_tfds_splits(tfds_folder):
     [
         ({"tfds_name": "tiny_test"}, FileNotFoundError, "no TFDS dataset 'tiny_test'"),
         ({"tfds_feature": "texts"}, ValueError, "Did you mean 'text'"),
-        ({"tfds_feature": "label"}, ValueError, "'label' .* should be a text"),
+        ({"tfds_feature": "label"}, ValueError, "'label' .* should hold text"),
         ({"tfds_split": "trian"}, ValueError, r"'trian'.*\['train', 'test'\]"),
     ],
 )
