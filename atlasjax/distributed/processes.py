@@ -1,4 +1,4 @@
-"""The processes of a job: how one joins the others, and learns that another has ended."""
+"""The processes of a job: joining them, and detecting that one has ended."""
 
 import dataclasses
 import re
@@ -129,9 +129,9 @@ _LOST = re.compile(
 
 
 def lost_process(error: BaseException) -> str | None:
-    """What an error says of the loss of another process; None if it says nothing of it.
+    """The message of an error that was caused by the loss of another process, or None for any other error.
 
-    A collective whose other end is gone fails with what the transport has to say; it may be wrapped in errors of other libraries.
+    If a process ends, collectives of the others fail with the transport's error, which other libraries may have wrapped.
     """
     seen: list[BaseException] = []
     cause: BaseException | None = error

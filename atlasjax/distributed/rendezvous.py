@@ -1,8 +1,8 @@
-"""The processes of a job meet and compare notes before jax connects them.
+"""Brings the processes of a job together and compares their settings before jax connects them.
 
 If a process is missing, jax waits for minutes and then aborts with a C++ stack. So process 0 first listens on the coordinator's
-port itself. Every process reports to it, and all receive the same verdict: who is missing, and what differs. Then the port
-is jax's.
+port itself. Every process reports to it, and all receive the same answer: which processes are missing, and what differs. Then jax
+takes over the port.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from typing import Any
 
 _RETRY = 0.5  # seconds between two attempts to reach process 0
 _REMIND = 15.0  # seconds between two lines about the processes that are still missing
-_GRACE = 10.0  # seconds for a verdict to arrive after process 0 has stopped waiting
-_LONGEST = 2**22  # bytes of a report
+_GRACE = 10.0  # seconds for the answer to arrive after process 0 has stopped waiting
+_LONGEST = 2**22  # maximum bytes of a report
 _NAMED = 4  # differences, processes and hosts named in one line
 
 
@@ -64,14 +64,14 @@ def meet(
 
 
 def bind_address(coordinator: str, *, patience: float = 30.0) -> str | None:
-    """The address for the coordinator's service to listen on: the coordinator's own, if it is one of this machine's.
+    """The address on which the coordinator's service should listen: that of `coordinator`, if it belongs to this machine.
 
     Args:
       coordinator: "host:port".
-      patience: seconds to wait for a host that does not resolve yet, as those of a job that is just being started.
+      patience: seconds to wait for a host that does not resolve yet, as is common while a job is starting.
 
     Returns:
-      "address:port"; None where the host is not an address of this machine: another process's, or one that is forwarded to it.
+      "address:port", or None if the host is not an address of this machine: it belongs to another process, or is forwarded here.
 
     Raises:
       ValueError: the host does not resolve.
@@ -119,7 +119,7 @@ def _listener(coordinator: str) -> socket.socket:
 
 
 async def _listen(listener: socket.socket, count: int, mine: dict[str, Any], timeout: float) -> dict[str, Any]:
-    """Process 0: collects the reports, judges them, and sends everybody the verdict."""
+    """Process 0: collects the reports, compares them, and sends the result to all processes."""
     reports = {0: mine}
     twice: list[tuple[dict[str, Any], dict[str, Any]]] = []
     callers: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
@@ -132,7 +132,7 @@ async def _listen(listener: socket.socket, count: int, mine: dict[str, Any], tim
             if not (isinstance(index, int) and {"host", "pid", "facts", "processes"} <= report.keys()):
                 raise ValueError
         except (ValueError, TypeError, KeyError, AttributeError, OSError):
-            writer.close()  # not one of us: something that scans ports
+            writer.close()  # not a process of the job, for example a port scanner
             return
         before = reports.get(index)
         if before is not None and (before["host"], before["pid"]) != (report["host"], report["pid"]):
@@ -171,7 +171,7 @@ async def _listen(listener: socket.socket, count: int, mine: dict[str, Any], tim
 
 
 async def _call(coordinator: str, report: dict[str, Any], deadline: float, timeout: float) -> dict[str, Any]:
-    """Any other process: reports to process 0 and returns its verdict."""
+    """Any other process: reports to process 0 and returns its answer."""
     host, _, port = coordinator.rpartition(":")
     problem = ""
     while time.monotonic() < deadline:

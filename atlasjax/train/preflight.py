@@ -1,4 +1,4 @@
-"""What must be the same in all processes of a run, and one line about them."""
+"""The facts that must be the same in all processes of a run, and a one-line summary of the processes."""
 
 import hashlib
 import importlib.metadata
@@ -29,7 +29,7 @@ _ENVIRONMENT = (
 
 
 def facts(config: TrainConfig) -> dict[str, Any]:
-    """What must be the same in all processes of a run: versions, source code, environment, config, and its files.
+    """The facts that must be the same in all processes of a run: versions, source code, environment, config, and data files.
 
     Files are compared by name and size; their contents are not read. Everything is JSON.
     """
@@ -92,7 +92,7 @@ def _tokenizer_paths(name: str) -> tuple[str, ...]:
 
 
 def _files(paths: Iterable[str], suffixes: Sequence[str]) -> str:
-    """The number of files behind `paths`, their bytes, and a digest of their names and sizes; or why they cannot be listed."""
+    """The number of files behind `paths`, their bytes, and a digest of their names and sizes, or an error."""
     try:
         found = [(path.name, path.stat().st_size) for path in expand(tuple(paths), suffixes)[0]]
     except (OSError, ValueError) as error:

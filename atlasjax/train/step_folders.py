@@ -1,4 +1,4 @@
-"""The folders of steps that Orbax may see: those whose metadata it can interpret. It reads all at once, and fails if one fails."""
+"""The step folders that Orbax sees: only those whose metadata it can interpret, because it reads all and fails if one fails."""
 
 import pathlib
 from collections.abc import Iterator
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class StepFolders:
-    """An Orbax `NameFormat`, its standard one without the folders whose `_CHECKPOINT_METADATA` is not metadata.
+    """Orbax's standard `NameFormat`, without the folders whose `_CHECKPOINT_METADATA` cannot be interpreted.
 
     Attributes:
-      unreadable: step → why its metadata cannot be interpreted. Updated whenever Orbax lists the folders.
+      unreadable: step → the reason why its metadata cannot be interpreted. Updated whenever Orbax lists the folders.
     """
 
     def __init__(self) -> None:

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 
 from atlasjax.train.progress import duration
 
-_SLOW = 0.1  # a process is named if it waits for its input for a larger part of a step's time
-_TIMES = 3.0  # and this many times as long as the median process
+_SLOW = 0.1  # a process is named if it waits for its input for more than this fraction of a step
+_TIMES = 3.0  # and more than this many times as long as the median process
 
 
 class Timing:
-    """Adds up the wall time of one call of `train`, from its making on.
+    """Adds up the wall time of one call of `train`, from the moment when this object is created.
 
     Args:
-      tokens_per_step: of all processes.
+      tokens_per_step: number of tokens per step, over all processes.
       utilization_per_rate: the model FLOPs utilization at one token per second (see `utilization`); None leaves it out.
     """
 
@@ -42,7 +42,7 @@ class Timing:
             self._since[what] += seconds
 
     def interval(self, steps: int, seconds: float) -> dict[str, float]:
-        """Counts `steps` steps that took `seconds` together, and returns what to record of them.
+        """Counts `steps` steps that took `seconds` in total, and returns the values to record.
 
         Returns:
           step_seconds and input_seconds, per step, where input is the time that this process waited for its batches;
@@ -98,7 +98,7 @@ def seconds(value: float) -> str:
 
 
 def slow_input(waits: Sequence[float], step_seconds: float, hosts: Sequence[str]) -> str | None:
-    """One line that names the process whose input is late; None if none is.
+    """One line that names the process whose input is late, or None.
 
     Args:
       waits: seconds per step that each process waited for its batches.

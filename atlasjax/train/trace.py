@@ -7,7 +7,7 @@ import jax
 
 
 class Trace:
-    """Traces the steps first to last of a run (`TrainConfig.profile`). A context manager: at its end the trace is written.
+    """Traces the steps first to last of a run (`TrainConfig.profile`). A context manager, which writes the trace at its end.
 
     Args:
       steps: "first:last"; None traces nothing.

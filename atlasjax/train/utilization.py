@@ -9,7 +9,7 @@ from atlasjax.flops import count_flops
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import TrainConfig
 
-# Dense bfloat16 FLOPs per second of one device (float16 for the T4), by the start of its kind's name; from the makers' data sheets.
+# Dense bfloat16 FLOPs per second of one device (float16 for the T4), by prefix of its kind; from data sheets.
 PEAK_FLOPS = {
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
@@ -27,7 +27,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(devices: Sequence[jax.Device]) -> float | None:
-    """FLOPs per second of all devices together; None if the peak of one is not known, as that of a CPU."""
+    """Peak FLOPs per second of all devices together, or None if that of one is unknown, as for CPUs."""
     total = 0.0
     for device in devices:
         known = [peak for kind, peak in PEAK_FLOPS.items() if device.device_kind.startswith(kind)]
@@ -46,9 +46,9 @@ def forward_flops_per_token(config: TrainConfig) -> float:
 
 
 def utilization_per_rate(config: TrainConfig, devices: Sequence[jax.Device]) -> float | None:
-    """The MFU of a run at one token per second, to be multiplied by tokens per second; None if the peak is not known.
+    """The MFU of a run at one token per second, to be multiplied by tokens per second. None if the peak is unknown.
 
-    The backward pass counts as two forward passes. What is computed again (`model.remat`) does not count.
+    The backward pass counts as two forward passes. Recomputation (`model.remat`) does not count.
     """
     peak = peak_flops(devices)
     return None if peak is None else 3 * forward_flops_per_token(config) / peak

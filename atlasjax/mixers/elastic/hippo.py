@@ -168,7 +168,7 @@ def _check_series(where: str, name: str, x: Any, axes: str) -> None:
         raise TypeError(f"{where}: {name} must be an array {axes}, got {type(x).__name__}.")
     check_floating(name, x, where)
     if x.ndim < 2 or 0 in x.shape:
-        raise ValueError(f"{where}: {name} has shape {x.shape}, should be {axes}, no axis empty.")
+        raise ValueError(f"{where}: {name} has shape {x.shape}, should be {axes}, with no empty axis.")
 
 
 def check_positions(name: str, positions: Any, length: float) -> np.ndarray:
