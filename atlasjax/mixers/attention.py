@@ -282,7 +282,7 @@ def check_attention(
     where: str, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, persistent: Persistent | None
 ) -> None:
     """Raises TypeError or ValueError for invalid arguments of `attention`."""
-    arrays = {"q": q, "k": k, "v": v}
+    arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
     if persistent is not None:
         arrays |= {"persistent.keys": persistent.keys, "persistent.values": persistent.values}
     check_shapes(where, _AXES, **arrays)

@@ -120,7 +120,7 @@ def associative_read(x: jax.Array, memory: jax.Array) -> jax.Array:
     Raises:
       TypeError, ValueError: an argument is not a floating-point array, or of a wrong shape.
     """
-    check_shapes("gam.associative_read", {"memory": "slots dim"}, memory=memory)
+    check_shapes("gam.associative_read", _AXES, memory=memory)
     if not isinstance(x, ARRAYS) or x.shape[-1:] != memory.shape[1:]:
         raise ValueError(f"gam.associative_read: x is {_shape(x)}; it should be an array [..., dim={memory.shape[1]}].")
     check_floating("x", x, "gam.associative_read")
@@ -167,7 +167,7 @@ def mix(
         if (value is not None) != (name in used):
             need = "an array" if name in used else "None"
             raise ValueError(f"gam.mix: fusion {fusion!r} needs params.{name} to be {need}, got {_shape(value)}.")
-    sizes = check_shapes("gam.mix", _AXES, x=x, **params._asdict())
+    sizes = check_shapes("gam.mix", _AXES, optional=Params._fields, x=x, **params._asdict())
     if sizes.get("gates", 2) != 2:
         raise ValueError(
             f"gam.mix: params.gate_kernel has {sizes['gates']} gates, should have 2, of shape [dim, 2, dim]."

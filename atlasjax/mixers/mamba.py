@@ -76,7 +76,9 @@ def selective_scan(
     Raises:
       TypeError, ValueError: invalid arguments, before anything is traced.
     """
-    sizes = check_shapes("selective_scan", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D, state=state)
+    sizes = check_shapes(
+        "selective_scan", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D, state=state, optional=("D", "state")
+    )
     batch, time, channels = x.shape
     _check_resets(resets, batch, time)
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -154,7 +156,9 @@ def reference(
     resets: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The definition, token by token; arguments and results as in `selective_scan`."""
-    sizes = check_shapes("mamba.reference", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D, state=state)
+    sizes = check_shapes(
+        "mamba.reference", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D, state=state, optional=("D", "state")
+    )
     wide = jnp.promote_types(x.dtype, jnp.float32)
     x_, delta, A, B, C = (z.astype(wide) for z in (x, delta, A, B, C))
     start = jnp.zeros((x.shape[0], sizes["state"], x.shape[2]), wide) if state is None else state.astype(wide)

@@ -62,7 +62,7 @@ def ssd(
     Raises:
       TypeError, ValueError: invalid arguments, before anything is traced.
     """
-    sizes = check_shapes("ssd", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D)
+    sizes = check_shapes("ssd", _AXES, optional=("D",), x=x, delta=delta, A=A, B=B, C=C, D=D)
     heads, groups = sizes["heads"], sizes["groups"]
     if heads % groups:
         raise ValueError(f"ssd: B has {groups} groups, which do not divide the {heads} heads of x.")
@@ -93,7 +93,7 @@ def reference(
     Returns:
       y: like x, and the final h, [batch, heads, head_dim, state].
     """
-    sizes = check_shapes("mamba2.reference", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D)
+    sizes = check_shapes("mamba2.reference", _AXES, optional=("D",), x=x, delta=delta, A=A, B=B, C=C, D=D)
     batch, time, heads, head_dim = x.shape
     B, C = (jnp.repeat(z, heads // sizes["groups"], axis=2) for z in (B, C))
     highest = jax.lax.Precision.HIGHEST

@@ -1,17 +1,19 @@
 """Checks of array arguments by named axes."""
 
+from collections.abc import Collection
 from typing import Any
 
 from atlasjax.memory.check import ARRAYS, check_floating
 
 
-def check_shapes(where: str, axes: dict[str, str], **arrays: Any) -> dict[str, int]:
+def check_shapes(where: str, axes: dict[str, str], *, optional: Collection[str] = (), **arrays: Any) -> dict[str, int]:
     """Checks ranks, and that axes of the same name have the same size.
 
     Args:
       where: name of the calling function, for messages.
       axes: argument → its axes, e.g. "batch time channels".
-      **arrays: the arguments, floating point. None is skipped.
+      optional: arguments that may be None.
+      **arrays: the arguments, floating point.
 
     Returns:
       The sizes by axis name.
@@ -22,7 +24,7 @@ def check_shapes(where: str, axes: dict[str, str], **arrays: Any) -> dict[str, i
     """
     sizes: dict[str, int] = {}
     for name, x in arrays.items():
-        if x is None:
+        if x is None and name in optional:
             continue
         names = axes[name].split()
         if not isinstance(x, ARRAYS):

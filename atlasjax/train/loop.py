@@ -94,7 +94,7 @@ def train(
     run_dir = pathlib.Path(config.run_dir)
     hosts = _join(config)
     main = jax.process_index() == 0
-    with StopSignals() as signals, contextlib.ExitStack() as held:
+    with StopSignals() as signals, contextlib.ExitStack() as held, _explained(run_dir):
         with user_errors():
             setup, changed = _prepare(config, run_dir, held)
         checkpoints = held.enter_context(Checkpoints(run_dir / "checkpoints", config.keep))
@@ -111,7 +111,6 @@ def train(
         run = _Run(setup, checkpoints, data, hosts)
         signals.remember()
         with (
-            _explained(checkpoints),
             run.trace,
             MetricsWriter(run_dir, resumed_from, tensorboard=config.tensorboard and main, active=main) as writer,
             Progress(resumed_from, config.steps, active=main) as progress,
@@ -136,7 +135,7 @@ def _join(config: TrainConfig) -> list[str]:
 
 
 @contextlib.contextmanager
-def _explained(checkpoints: Checkpoints) -> Iterator[None]:
+def _explained(run_dir: pathlib.Path) -> Iterator[None]:
     """Says what the runtime's errors mean: the other end of a collective is gone, or a device's memory is too small."""
     try:
         yield
@@ -150,8 +149,9 @@ def _explained(checkpoints: Checkpoints) -> Iterator[None]:
             ) from error
         if cause is None:
             raise
-        steps = checkpoints.steps()
-        last = f"The last checkpoint is {checkpoints.path(steps[-1])}." if steps else "No checkpoint was saved yet."
+        folders = [path for path in (run_dir / "checkpoints").glob("[0-9]*") if path.name.isdecimal()]
+        newest = max(folders, key=lambda path: int(path.name), default=None)
+        last = "No checkpoint was saved yet." if newest is None else f"The last checkpoint is {newest}."
         raise ProcessDiedError(
             f"Another process of this run has ended ({cause}). {last} Run the same commands for all processes to resume."
         ) from error

@@ -12,6 +12,7 @@ import numpy as np
 
 from atlasjax import memory, rules
 from atlasjax.memory import CachedRule, Gates
+from experiments.faults import mixer_calls
 from experiments.faults.run import Case
 
 B, T, H, D = 2, 6, 2, 4
@@ -52,6 +53,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 def cases(seed: int, most: int | None = None) -> Iterator[Case]:
     """Every argument of every function, for rules of every kind."""
     every = [case for name, make in RULES.items() for case in _of_rule(name, make())]
+    every += mixer_calls.cases(OTHERS, _taken)
     yield from every if most is None else random.Random(seed).sample(every, most)
 
 
@@ -133,14 +135,15 @@ def _refused(
     return _taken(lambda: run(*arguments.values()))
 
 
-def _taken(call: Callable[[], Any]) -> str:
+def _taken(
+    call: Callable[[], Any], words: tuple[str, ...] = ("memory.", "params", "init_params", "implementation")
+) -> str:
     """A foreseen error names its function or its argument, in one line."""
     try:
         jax.block_until_ready(call())
     except (TypeError, ValueError) as error:
         lines = str(error).splitlines()
-        foreseen = len(lines) == 1 and any(
-            word in lines[0] for word in ("memory.", "params", "init_params", "implementation")
-        )
-        return "refused" if foreseen else "traceback"
+        if len(lines) == 1 and any(word in lines[0] for word in words):
+            return "refused"
+        raise
     return "wrong"

@@ -103,7 +103,9 @@ def _asked(line: list[str]) -> str:
             "wrong" if value in NEVER and not name.endswith(_MAY_BE) and not any(t in name for t in _TEXT) else "right"
         )
     lines = printed.getvalue().splitlines()
-    return "refused" if code in (cli.USER_ERROR, cli.RUN_ERROR) and len(lines) == 1 else "traceback"
+    if code in (cli.USER_ERROR, cli.RUN_ERROR) and len(lines) == 1:
+        return "refused"
+    raise AssertionError(f"exit code {code}, {len(lines)} lines: {printed.getvalue()[-500:]!r}")
 
 
 def _prepared(config: Any, **_: Any) -> None:

@@ -17,13 +17,18 @@ Rows, one for each class, are lines of results/faults.jsonl; cases that failed a
 """
 
 import argparse
+import atexit
 import collections
 import importlib
 import pathlib
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import jax
 
 from experiments.rows import append_row
 
@@ -52,10 +57,18 @@ def outcome(case: Callable[[], str]) -> tuple[str, str]:
     except _HangError:
         return "hang", ""
     except Exception as error:
-        return "traceback", f"{type(error).__name__}: {str(error)[:200]}"
+        return "traceback", f"{type(error).__name__}: {str(error)[:600]}"
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _share_compilations() -> None:
+    """Runs that go on after damage compile the same step as those before: it is compiled once."""
+    folder = tempfile.mkdtemp(prefix="compiled-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def attack(cases: Iterator[Case], *, quiet: bool = False) -> dict[str, int]:
@@ -77,6 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
     options = parser.parse_args(arguments)
     failed = 0
+    _share_compilations()
     for name in options.only:
         started = time.perf_counter()
         counts = attack(importlib.import_module(f"experiments.faults.{name}").cases(options.seed, options.most))

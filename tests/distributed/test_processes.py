@@ -4,14 +4,16 @@ import dataclasses
 import re
 import signal
 import socket
+import time
 
 import numpy as np
 import pytest
 
+from atlasjax.cli import TRY_AGAIN
 from atlasjax.config_json import to_dict
 from atlasjax.distributed import MeshConfig, ProcessConfig
 from atlasjax.train import train
-from tests.train.tiny import child, config, finish, train_losses
+from tests.train.tiny import TEXT, child, config, finish, train_losses
 
 
 def coordinator() -> str:
@@ -40,6 +42,36 @@ def test_two_processes(tmp_path):
     assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6]
     # The schedule of the shorter run differs from its third step on: compare the steps before.
     np.testing.assert_allclose([loss for _, loss in found[:3]], [loss for _, loss in expected[:3]], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_other(victim, tmp_path):
+    """By the command: it names the last checkpoint, says how to go on, and its exit code lets a restart policy start again."""
+    address = coordinator()
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = [
+        *("train", "--preset", "linear-attention-tiny", "--model.dim", "16", "--model.num-layers", "1", "--model.num-heads", "2"),
+        *("--model.mlp-dim", "32", "--data.source", "text", "--data.paths", str(tmp_path / "text.txt"), "--mesh.data", "2"),
+        *("--data.sequence-length", "16", "--data.batch-size", "8", "--eval-every", "0", "--checkpoint-every", "4"),
+        *("--steps", "1000000", "--no-tensorboard", "--run-dir", str(tmp_path / "run"), "--processes.distributed"),
+        *("--processes.coordinator", address, "--processes.num-processes", "2", "--processes.process-id"),
+    ]  # fmt: skip
+    runs = [child("atlasjax.cli", *options, str(index), wait=False) for index in range(2)]
+    while not (tmp_path / "run/checkpoints/4").is_dir():
+        assert [run.poll() for run in runs] == [None, None], runs[0].stderr.read()[-2000:]
+        time.sleep(0.1)
+    started = time.monotonic()
+    runs[victim].kill()
+    other = finish(runs[1 - victim])
+    assert other.returncode == TRY_AGAIN, other.stderr[-2000:]
+    assert time.monotonic() - started < 30
+    finish(runs[victim])
+    said = other.stderr.splitlines()[-1]
+    assert said.startswith("atlasjax: Another process of this run has ended")
+    assert re.search(
+        r"The last checkpoint is .*/checkpoints/\d+\. Run the same commands for all processes to resume\.", said
+    )
 
 
 @pytest.mark.slow  # the service is jax's; one process stops by a signal in test_loop
