@@ -102,7 +102,7 @@ def test_the_printed_command_goes_on(trained, monkeypatch):
     asked = []
     monkeypatch.setattr(command, "train", lambda config, **_: asked.append(config))
     monkeypatch.setattr(command, "_report", lambda *_: None)
-    assert cli.main([*shlex.split(line)[3:], "--log-every", "3"]) == 0
+    assert cli.main([*shlex.split(line)[2:], "--log-every", "3"]) == 0
     saved = json.loads((folder / "run/config.json").read_text())
     assert to_dict(asked[0]) == saved | {"steps": 8, "log_every": 3}
     shutil.copytree(folder / "run", folder / "early")
