@@ -23,6 +23,8 @@ class ProcessConfig:
       num_processes: number of processes. None lets jax detect it.
       process_id: index of this process. None lets jax detect it.
       timeout: seconds to wait for the other processes when the job starts.
+      heartbeat: seconds without a sign of life after which jax ends the job, ≥ 1: for a machine or a network that is gone, or a
+        process that hangs. A process that ends is noticed at once. Smaller values may end a job on a machine that is only slow.
     """
 
     distributed: bool = False
@@ -30,6 +32,7 @@ class ProcessConfig:
     num_processes: int | None = None
     process_id: int | None = None
     timeout: int = 300
+    heartbeat: int = 100
 
     def __post_init__(self) -> None:
         if self.coordinator is not None:
@@ -41,6 +44,7 @@ class ProcessConfig:
         inside = index is None or (check.is_integer(index, 0) and (count is None or index < count))
         check.require(inside, "processes.process_id", index, "at least 0, and below num_processes")
         check.require(check.is_integer(self.timeout, 1), "processes.timeout", self.timeout, "at least 1")
+        check.require(check.is_integer(self.heartbeat, 1), "processes.heartbeat", self.heartbeat, "at least 1")
 
 
 def initialize(config: ProcessConfig, facts: Mapping[str, Any] | None = None) -> list[str]:
@@ -91,6 +95,7 @@ def initialize(config: ProcessConfig, facts: Mapping[str, Any] | None = None) ->
         index,
         local_devices,
         initialization_timeout=config.timeout,
+        heartbeat_timeout_seconds=config.heartbeat,
         coordinator_bind_address=rendezvous.bind_address(coordinator) if index == 0 else None,
     )
     return hosts

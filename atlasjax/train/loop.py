@@ -97,6 +97,10 @@ def train(
     with StopSignals() as signals, contextlib.ExitStack() as held, _explained(run_dir):
         with user_errors():
             setup, changed = _prepare(config, run_dir, held)
+        if jax.process_count() > 1:
+            # A process that is late must not find the folder of checkpoints that an early one makes below: opening it is a
+            # collective of all, once for each.
+            multihost_utils.sync_global_devices("run prepared")
         checkpoints = held.enter_context(Checkpoints(run_dir / "checkpoints", config.keep))
         data = iter(setup.train_data)
         state, resumed_from, notes = _first_state(setup, checkpoints, data)

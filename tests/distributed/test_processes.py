@@ -23,13 +23,15 @@ def coordinator() -> str:
 
 
 def test_two_processes(tmp_path):
+    """One of them is late."""
     address = coordinator()
     alone = config(tmp_path, run_dir=str(tmp_path / "alone"), mesh=MeshConfig(1, 2), steps=6, eval_batches=2)
     together = dataclasses.replace(alone, run_dir=str(tmp_path / "together"), steps=4)
     runs = []
     for index in range(2):
         run = dataclasses.replace(together, processes=ProcessConfig(True, address, 2, index))
-        runs.append(child("tests.train.child", to_dict(run), "-1", wait=False))
+        module = "tests.distributed.late" if index else "tests.train.child"
+        runs.append(child(module, to_dict(run), "-1", wait=False))
     train(alone)
     results = [finish(run) for run in runs]
     assert [result.returncode for result in results] == [0, 0], results[0].stderr[-3000:]
