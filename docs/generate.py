@@ -76,13 +76,13 @@ def _preset(name: str) -> TrainConfig:
 
 
 def _model_rule(name: str) -> Any:
-    """The rule as its 340M model has it; where that is a published baseline with a layer of its own, at its defaults."""
+    """The rule as in its 340M model, or with its defaults if that model is a published baseline with its own layer."""
     model = _preset(name).model
     return model.memory.build() if has_memory(model) else rules.REGISTRY[name]()
 
 
 def choosing_rules() -> str:
-    """What each rule costs as the memory of the 340M models."""
+    """The costs of each rule as the memory of its 340M model."""
 
     def line(name: str) -> Iterable[object]:
         config = _preset(name)
@@ -109,7 +109,7 @@ def choosing_rules() -> str:
 
 
 def choosing_sizes() -> str:
-    """Atlas' presets."""
+    """The presets of Atlas."""
 
     def line(name: str) -> Iterable[object]:
         model = get_preset(name)
@@ -136,7 +136,7 @@ def _benchmark(name: str) -> dict[str, Any]:
 
 
 def bench_memory() -> str:
-    """The per-token rule beside titans-pytorch, its bytes and a long stream."""
+    """The per-token rule compared with titans-pytorch, its bytes, and a long stream."""
     speed, size, stream, imports = map(_benchmark, ("speed", "bytes", "stream", "import"))
     lines = [
         (
@@ -194,7 +194,7 @@ def bench_blocks() -> str:
 
 
 def bench_decoding() -> str:
-    """Time of a decoded token."""
+    """Time to decode one token."""
     (run,) = [row for row in rows(BENCHMARKS / "rules_cpu.jsonl") if row["command"] == "decode"]
     line = lambda row: (
         f"`{row['rule']}`",
@@ -207,7 +207,7 @@ def bench_decoding() -> str:
 
 
 def bench_softmax_memories() -> str:
-    """Softmax memories beside softmax attention."""
+    """Softmax memories compared with softmax attention."""
     (run,) = rows(BENCHMARKS / "softmax_memories_cpu.jsonl")
     lengths = list(run)
     lines = [(name, *(f"{run[length][name]:.3f}" for length in lengths)) for name in run[lengths[0]]]
@@ -215,7 +215,7 @@ def bench_softmax_memories() -> str:
 
 
 def bench_caching() -> str:
-    """Memory Caching beside its rule and beside softmax attention."""
+    """Memory Caching compared with its rule and with softmax attention."""
     lines = [
         (f"{run['length']:,}", name, f"{seconds:.3f}", f"{run['bytes'][name] / 1e6:,.0f}")
         for run in rows(BENCHMARKS / "caching_cpu.jsonl")
@@ -225,7 +225,7 @@ def bench_caching() -> str:
 
 
 def bench_zoo() -> str:
-    """The ten best of each text, and the attention of the same size."""
+    """The eight best models on each text, and three others for comparison."""
     lines = []
     for text in ("embedded", "tinyshakespeare"):
         found = sorted(rows(f"experiments/zoo/results/{text}.jsonl"), key=lambda row: row["bits_per_byte"])
@@ -280,7 +280,7 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def status_devices() -> str:
-    """Every device that the rows name, and whether any of them is an accelerator."""
+    """All devices named in the rows, and whether any of them is an accelerator."""
     devices = accelerators()
     sources = {"kernels_measured.jsonl": rows(BENCHMARKS / "kernels_measured.jsonl")}
     recorded = json.loads((ROOT / "atlasjax/memory/fast_weights/fastest.json").read_text())
@@ -312,7 +312,7 @@ def accelerators() -> list[str]:
 
 
 def status_rules() -> str:
-    """Each named rule: whether cases hold it against the definition, and what kernels and models there are of it."""
+    """Each named rule: whether it is tested against the definition, and which kernels support it and which models were trained."""
     plain, softmax = _cases("tests/memory/cases.py", "RULES"), _cases("tests/memory/softmax/cases.py", "RULES")
     texts = ("embedded", "tinyshakespeare")
     trained = {text: {row["model"] for row in rows(f"experiments/zoo/results/{text}.jsonl")} for text in texts}
@@ -344,7 +344,7 @@ def status_proofs() -> str:
 
 
 def status_kernels() -> str:
-    """Each kernel on each platform: interpreted, compiled, run, chosen."""
+    """Each kernel on each platform: whether it was interpreted, compiled, run, and is chosen by default."""
     static = rows(BENCHMARKS / "kernels_tpu.jsonl")
     measured = rows(BENCHMARKS / "kernels_measured.jsonl")
     recorded = json.loads((ROOT / "atlasjax/memory/fast_weights/fastest.json").read_text())
@@ -461,7 +461,7 @@ def status_experiments() -> str:
     return table(("experiment", "file", "rows", "device named in the rows"), lines, right=(2,))
 
 
-# System → its code, and what tests it.
+# System → its code and its tests.
 SYSTEMS = {
     "memory rules": ("atlasjax/memory", ("tests/memory",)),
     "softmax memories": ("atlasjax/memory/softmax", ("tests/memory/softmax",)),
@@ -499,7 +499,7 @@ _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(text: str) -> str:
-    """A page with its tables as they should be."""
+    """A page with up-to-date tables."""
     return _MARKED.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", text)
 
 

@@ -1,7 +1,7 @@
 """Hooks of `mkdocs build`: pages outside docs/ become pages of the site, and links that work in the repository work there.
 
-The reports of `experiments/`, CONTRIBUTING.md and CHANGELOG.md stay where they are. A page of docs/ links to them as it does in the
-repository (`../experiments/zoo/README.md`), and they to each other, to figures and to rows; whatever is linked is part of the site.
+The reports in `experiments/`, CONTRIBUTING.md and CHANGELOG.md stay where they are. Pages in docs/ link to them as in the repository
+(`../experiments/zoo/README.md`), and they link to each other, to figures and to rows. All linked files become part of the site.
 """
 
 import os
@@ -21,7 +21,7 @@ _LINK = re.compile(r"(\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
 
 
 class NoUnderscores(Extension):
-    """Underscores are those of formulas, ‖S‖_F and M_t, and no emphasis."""
+    """Underscores belong to formulas such as ‖S‖_F and M_t, and never mean emphasis."""
 
     def extendMarkdown(self, md: Markdown) -> None:
         delimiters = getattr(md, "delimiters", None)  # from Markdown 3.11 on
@@ -75,7 +75,7 @@ def _targets(file: File) -> Iterator[pathlib.Path]:
 
 
 def _resolve(folder: pathlib.Path, link: str) -> pathlib.Path | None:
-    """The file of the repository that a relative link means; None for other links, and for what is not there."""
+    """The file in the repository to which a relative link points. None for other links and missing files."""
     if ":" in link or link.startswith("/"):
         return None
     path = pathlib.Path(os.path.normpath(folder / link))
@@ -89,5 +89,5 @@ def _in_repository(file: File) -> pathlib.Path:
 
 
 def _in_site(path: pathlib.Path) -> str:
-    """Path in the site's tree of sources: docs/ is its root."""
+    """Path in the site's source tree, whose root is docs/."""
     return path.relative_to(ROOT).as_posix().removeprefix("docs/")

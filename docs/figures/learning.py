@@ -1,4 +1,4 @@
-"""The figure of the README: four memories learn the same key–value pairs while they read them.
+"""The figure of the README: four memories learn the same key–value pairs as they read.
 
 python docs/figures/learning.py        # writes learning.png beside this file; seconds on a CPU
 """
@@ -63,7 +63,7 @@ def main():
     axis.set_xlabel(f"tokens read (grey lines: the {PAIRS} pairs are read again)")
     axis.set_ylabel("mean error over all pairs")
     axis.set_xlim(0, PASSES * PAIRS)
-    axis.set_ylim(0, 2)  # linear attention leaves the picture: it adds and never corrects
+    axis.set_ylim(0, 2)  # linear attention exceeds this: it only adds and never corrects
     axis.legend(loc="upper right", fontsize=9)
     figure.savefig(pathlib.Path(__file__).with_name("learning.png"), dpi=130)
 
