@@ -1,7 +1,8 @@
 """Hooks of `mkdocs build`: pages outside docs/ become pages of the site, and links that work in the repository work there.
 
 The reports in `experiments/`, CONTRIBUTING.md and CHANGELOG.md stay where they are. Pages in docs/ link to them as in the
-repository (`../experiments/zoo/README.md`), and they link to each other, to figures and to rows. All linked files become part of the site.
+repository (`../experiments/zoo/README.md`), and they link to each other, to figures and to rows. All linked
+files become part of the site.
 """
 
 import os
