@@ -5,9 +5,10 @@ import typing
 from typing import Literal
 
 from atlasjax import check
+from atlasjax.data.text import Errors, is_encoding
 from atlasjax.names import name_of, options_text, resolve, takes
 
-Source = Literal["embedded", "text", "parquet", "tfds"]
+Source = Literal["embedded", "text", "jsonl", "parquet", "tfds"]
 Packing = Literal["contiguous", "documents"]
 HeldOut = Literal["auto", "tail", "blocks", "documents"]
 Split = Literal["train", "validation"]
@@ -17,9 +18,10 @@ Split = Literal["train", "validation"]
 class DataConfig:
     """Training and validation data.
 
-    Sources: `embedded` is the Python language reference that ships with CPython (`pydoc_data.topics`); `text` reads UTF-8 files;
-    `parquet` reads one string column; `tfds` reads any TensorFlow Datasets data source that is already on disk (TensorFlow is not
-    needed). A source of your own is named "package.module:Class"; see `source_options`.
+    Sources: `embedded` is the Python language reference that ships with CPython (`pydoc_data.topics`); `text` reads files, one
+    document each; `jsonl` reads one string field of each line of JSON; `parquet` reads one string column; `tfds` reads any
+    TensorFlow Datasets data source that is already on disk (TensorFlow is not needed). A source of your own is named
+    "package.module:Class"; see `source_options`.
 
     Packings: `contiguous` tokenizes the whole split in memory (in every process) and cuts one long stream into windows;
     `documents` reads and tokenizes documents on the fly, divides them among the processes, and packs them into rows with segment
@@ -29,18 +31,24 @@ class DataConfig:
     """
 
     source: str = "embedded"
-    """Where the text comes from: "embedded", "text", "parquet", "tfds", or "package.module:Class" for a class or function of your
-    own that returns documents: a sequence of strings with `len` and indexing. The class or function itself is also accepted, and
-    stored as that name."""
+    """Where the text comes from: "embedded", "text", "jsonl", "parquet", "tfds", or "package.module:Class" for a class or function
+    of your own that returns documents: a sequence of strings with `len` and indexing. The class or function itself is also
+    accepted, and stored as that name."""
     source_options: str = "{}"
     """Keyword arguments of a source of your own, as a JSON object. A dictionary is also accepted, and stored as text. A source with
     a parameter `split` is called with "train" or "validation", and nothing of what it returns is held out."""
     paths: tuple[str, ...] = ()
-    """Files, folders (searched recursively) or glob patterns of the sources `text` and `parquet`."""
+    """Files, folders (searched recursively) or glob patterns of the sources `text`, `jsonl` and `parquet`. Text and JSON lines may
+    be compressed: .gz, .zst."""
     suffixes: tuple[str, ...] = (".txt", ".md")
     """Which files of a folder the source `text` reads. Files that are named individually are always read."""
     column: str = "text"
-    """String column of the source `parquet`."""
+    """String column of the source `parquet`; string field of the lines of the source `jsonl`."""
+    encoding: str = "utf-8"
+    """Encoding of the sources `text` and `jsonl`, by Python's name for it, such as "latin-1"."""
+    errors: Errors = "strict"
+    """What to do with bytes that the encoding does not have: `strict` stops with an error, `replace` puts U+FFFD, `skip` leaves
+    them out."""
     tfds_name: str = ""
     """Name of the source `tfds`: "name", "name/config" or "name:version"."""
     tfds_data_dir: str | None = None
@@ -51,7 +59,7 @@ class DataConfig:
     """Feature of a TFDS example that holds the text."""
 
     validation_paths: tuple[str, ...] = ()
-    """Separate validation files for the sources `text` and `parquet`. If given, nothing is held out of `paths`."""
+    """Separate validation files for the sources `text`, `jsonl` and `parquet`. If given, nothing is held out of `paths`."""
     tfds_validation_split: str = ""
     """Separate validation split for the source `tfds`. If given, nothing is held out of `tfds_split`."""
     held_out: HeldOut = "auto"
@@ -92,6 +100,9 @@ class DataConfig:
         resolve("data source", self.source, {name: name for name in typing.get_args(Source)})
         check.literal("packing", self.packing, Packing)
         check.literal("held_out", self.held_out, HeldOut)
+        check.literal("errors", self.errors, Errors)
+        is_known = isinstance(self.encoding, str) and is_encoding(self.encoding)
+        check.require(is_known, "encoding", self.encoding, "a text encoding, such as 'utf-8', 'latin-1' or 'utf-16'")
         for name, least in (("sequence_length", 1), ("batch_size", 1), ("max_segments", 2), ("num_threads", 0)):
             value = getattr(self, name)
             check.require(check.is_integer(value, least), name, value, f"an integer of at least {least}")
@@ -103,13 +114,19 @@ class DataConfig:
         self._check_source()
 
     def _check_source(self) -> None:
-        reads_files = self.source in ("text", "parquet")
+        reads_files = self.source in ("text", "jsonl", "parquet")
         if reads_files and not self.paths:
             raise ValueError(f"source {self.source!r} needs paths; none are given.")
         if not reads_files and (self.paths or self.validation_paths):
             given = (self.paths + self.validation_paths)[0]
             raise ValueError(
-                f"source {self.source!r} reads no paths, but {given!r} is given; use source 'text' or 'parquet'."
+                f"source {self.source!r} reads no paths, but {given!r} is given; use source 'text', 'jsonl' or "
+                "'parquet'."
+            )
+        if (self.encoding, self.errors) != ("utf-8", "strict") and self.source not in ("text", "jsonl"):
+            raise ValueError(
+                f"encoding is {self.encoding!r} and errors is {self.errors!r}, but source {self.source!r} has no bytes to decode; "
+                "they are for the sources 'text' and 'jsonl'."
             )
         if self.source == "tfds" and not self.tfds_name:
             raise ValueError("source 'tfds' needs tfds_name, the name of a prepared dataset.")

@@ -1,4 +1,4 @@
-"""Finds the files that a configuration names, reads them as UTF-8 text, and writes files atomically."""
+"""Finds the files that a configuration names, and writes files atomically."""
 
 import glob
 import os
@@ -6,7 +6,7 @@ import pathlib
 import secrets
 from collections.abc import Sequence
 
-from atlasjax.data.documents import TextDocuments
+COMPRESSIONS = (".gz", ".zst")
 
 
 def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[pathlib.Path], set[pathlib.Path]]:
@@ -14,7 +14,8 @@ def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[pathlib.
 
     Args:
       paths: files, folders (searched recursively, without hidden files and folders), or glob patterns.
-      suffixes: which files of a folder to take, e.g. (".txt", ".md"), in upper or lower case.
+      suffixes: which files of a folder to take, e.g. (".txt", ".md"), in upper or lower case. Compressed ones are taken too
+        (.txt.gz, .txt.zst).
 
     Returns:
       The files, each once, in the order of `paths` and sorted within each folder or pattern; and the set of those that were found
@@ -34,7 +35,7 @@ def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[pathlib.
                 file
                 for file in path.rglob("*")
                 if file.is_file()
-                and file.suffix.lower() in wanted
+                and _suffix(file) in wanted
                 and not any(part.startswith(".") for part in file.relative_to(path).parts)
             )
             if not inside:
@@ -60,20 +61,10 @@ def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[pathlib.
     return list(files), found
 
 
-def read_text(path: pathlib.Path) -> str:
-    """Read one UTF-8 file. A byte-order mark at its start is dropped; line ends are kept.
-
-    Raises:
-      ValueError: the file is not UTF-8. The message gives the offset of the first invalid byte.
-    """
-    data = path.read_bytes()
-    try:
-        return data.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"The data file {str(path)!r} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start} "
-            f"({error.reason}). Convert it to UTF-8 first."
-        ) from None
+def _suffix(file: pathlib.Path) -> str:
+    """The suffix in lower case, without that of a compression."""
+    suffix = file.suffix.lower()
+    return pathlib.Path(file.stem).suffix.lower() if suffix in COMPRESSIONS else suffix
 
 
 def machine_memory() -> int:
@@ -101,31 +92,3 @@ def write_whole(path: pathlib.Path, content: bytes) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def text_documents(paths: Sequence[str], suffixes: Sequence[str]) -> TextDocuments:
-    """Read text files, one document each.
-
-    Empty files that were found in a folder are skipped. Empty files that were named are an error.
-
-    Raises:
-      FileNotFoundError: as `expand`.
-      ValueError: a named file is empty, all files are empty, a file is not UTF-8, or they do not fit in the machine's memory.
-    """
-    files, found = expand(paths, suffixes)
-    size, memory = sum(file.stat().st_size for file in files), machine_memory()
-    if size > memory:
-        raise ValueError(
-            f"The data files under {', '.join(map(repr, paths))} hold {size / 2**30:,.1f} GiB, which are read at once; the machine "
-            f"has {memory / 2**30:,.1f} GiB of memory. Give fewer, or Parquet files with source 'parquet' and packing 'documents'."
-        )
-    texts = []
-    for file in files:
-        text = read_text(file)
-        if text:
-            texts.append(text)
-        elif file not in found:
-            raise ValueError(f"The data file {str(file)!r} is empty.")
-    if not texts:
-        raise ValueError(f"All {len(files)} data files under {', '.join(map(repr, paths))} are empty.")
-    return TextDocuments(texts)

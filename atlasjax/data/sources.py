@@ -5,8 +5,8 @@ from typing import Any
 from atlasjax import check
 from atlasjax.data.config import DataConfig, HeldOut, Split
 from atlasjax.data.documents import Documents, EveryNth, TextDocuments
-from atlasjax.data.files import text_documents
 from atlasjax.data.parquet import ParquetDocuments
+from atlasjax.data.text import jsonl_documents, text_documents
 from atlasjax.data.tfds import TfdsDocuments
 from atlasjax.names import call_with, resolve
 
@@ -85,7 +85,9 @@ def _open(config: DataConfig, *, separate: bool) -> Documents:
     if config.source == "embedded":
         return embedded_documents()
     if config.source == "text":
-        return text_documents(paths, config.suffixes)
+        return text_documents(paths, config.suffixes, config.encoding, config.errors)
+    if config.source == "jsonl":
+        return jsonl_documents(paths, config.column, config.encoding, config.errors)
     if config.source == "parquet":
         return ParquetDocuments(paths, config.column)
     split = config.tfds_validation_split if separate else config.tfds_split

@@ -1,0 +1,218 @@
+"""Reads text files and JSON lines in pieces: plain or compressed, in any encoding."""
+
+import codecs
+import difflib
+import gzip
+import json
+import pathlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import IO, Literal
+
+from atlasjax.data.documents import TextDocuments
+from atlasjax.data.files import expand, machine_memory
+
+Errors = Literal["strict", "replace", "skip"]
+_HANDLERS = {"strict": "strict", "replace": "replace", "skip": "ignore"}  # of Python's codecs
+_READ = 2**20  # bytes read at once
+_SMALL = 64  # bytes: a smaller file may hold no text and yet not be empty (a byte-order mark, an empty gzip file)
+
+
+def is_encoding(name: str) -> bool:
+    """Whether Python has a text encoding of this name that can be decoded in pieces."""
+    try:
+        found = codecs.lookup(name)
+    except LookupError:
+        return False
+    return found._is_text_encoding and found.incrementaldecoder is not None  # type: ignore[attr-defined]
+
+
+def open_bytes(path: pathlib.Path) -> IO[bytes]:
+    """Open a file for reading; .gz and .zst are decompressed.
+
+    Raises:
+      ValueError: the file is .zst, and neither Python (3.14) nor `zstandard` can read it.
+    """
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if suffix != ".zst":
+        return open(path, "rb")
+    try:
+        from compression import zstd  # type: ignore[import-not-found]
+
+        return zstd.open(path, "rb")
+    except ImportError:
+        pass
+    try:
+        import zstandard
+    except ImportError:
+        raise ValueError(
+            f"The data file {str(path)!r} is compressed with Zstandard, which needs Python 3.14 or the package zstandard: "
+            "pip install 'atlasjax[zstd]'."
+        ) from None
+    return zstandard.open(path, "rb")
+
+
+def text_pieces(path: pathlib.Path, encoding: str = "utf-8", errors: Errors = "strict") -> Iterator[str]:
+    """Read a file as text, about a megabyte at a time. A byte-order mark at its start is dropped; line ends are kept.
+
+    Args:
+      path: the file; .gz and .zst are decompressed.
+      encoding: the name of the encoding.
+      errors: what to do with bytes that the encoding does not have: raise, replace them by U+FFFD, or leave them out.
+
+    Yields:
+      Texts, none of them empty.
+
+    Raises:
+      ValueError: the file has such bytes; the message gives the offset of the first. Or it cannot be decompressed.
+    """
+    decoder = codecs.getincrementaldecoder(encoding)(_HANDLERS[errors])
+    at_start, read = True, 0
+    for data in _chunks(path):
+        read += len(data)
+        try:
+            text = decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            offset, bad = read - len(error.object) + error.start, error.object[error.start]
+            raise ValueError(
+                f"The data file {str(path)!r} is not {encoding.upper()}: byte 0x{bad:02x} at offset {offset} ({error.reason}). "
+                "Give its encoding, as --data.encoding latin-1, or what to do with such bytes, --data.errors replace or skip."
+            ) from None
+        if at_start and text:
+            text, at_start = text.removeprefix("\ufeff"), False
+        if text:
+            yield text
+
+
+def _chunks(path: pathlib.Path) -> Iterator[bytes]:
+    """The content of a file, decompressed, and at its end b""."""
+    data = b"first"
+    with open_bytes(path) as file:
+        while data:
+            try:
+                data = file.read(_READ)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise ValueError(f"The data file {str(path)!r} cannot be decompressed: {error}.") from None
+            except Exception as error:
+                if type(error).__name__ != "ZstdError":  # its module depends on who reads the file
+                    raise
+                raise ValueError(f"The data file {str(path)!r} cannot be decompressed: {error}.") from None
+            yield data
+
+
+def json_documents(path: pathlib.Path, field: str, encoding: str = "utf-8", errors: Errors = "strict") -> Iterator[str]:
+    """One string field of each line of a file of JSON objects. A missing value (null) is an empty document; blank lines are none.
+
+    Raises:
+      ValueError: a line is not a JSON object, or has no such field, or it is not a string; and the errors of `text_pieces`. The
+        message names the file and the line.
+    """
+    for number, line in enumerate(_lines(text_pieces(path, encoding, errors)), 1):
+        if not line.strip():
+            continue
+        where = f"Line {number} of the data file {str(path)!r}"
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where} is not JSON: {error}.") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"{where} is not a JSON object, but a {type(found).__name__}.")
+        if field not in found:
+            close = difflib.get_close_matches(field, found, n=1, cutoff=0.5)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            has = ", ".join(list(found)[:20])
+            raise ValueError(f"{where} has no field {field!r} (--data.column).{hint} It has: {has}.")
+        text = "" if found[field] is None else found[field]
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{where}: field {field!r} is a {type(text).__name__}; it should be a string (--data.column)."
+            )
+        yield _whole(text, errors, where)
+
+
+def _whole(text: str, errors: Errors, where: str) -> str:
+    """A text without halves of surrogate pairs: JSON can escape one alone, and then it is no character."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        if errors == "strict":
+            raise ValueError(
+                f"{where} has half a surrogate pair, {text[error.start]!r}; --data.errors replace or skip reads the line."
+            ) from None
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", _HANDLERS[errors])
+    return text
+
+
+def _lines(pieces: Iterator[str]) -> Iterator[str]:
+    """Lines without their ends (only "\\n" ends a line of JSON)."""
+    begun: list[str] = []
+    for piece in pieces:
+        first, *rest = piece.split("\n")
+        begun.append(first)
+        if rest:
+            yield "".join(begun)
+            yield from rest[:-1]
+            begun = [rest[-1]]
+    yield "".join(begun)
+
+
+def text_files(
+    paths: Sequence[str], suffixes: Sequence[str], encoding: str = "utf-8", errors: Errors = "strict"
+) -> list[pathlib.Path]:
+    """List the files that hold text. Empty files that were found in a folder are skipped.
+
+    Raises:
+      FileNotFoundError: as `expand`.
+      ValueError: a named file is empty, or all files are; or a very small one cannot be read, as `text_pieces`.
+    """
+    files, found = expand(paths, suffixes)
+    full = []
+    for file in files:
+        size = file.stat().st_size
+        if size > _SMALL or (size and any(text_pieces(file, encoding, errors))):
+            full.append(file)
+        elif file not in found:
+            raise ValueError(f"The data file {str(file)!r} is empty.")
+    if not full:
+        raise ValueError(f"All {len(files)} data files under {', '.join(map(repr, paths))} are empty.")
+    return full
+
+
+def text_documents(
+    paths: Sequence[str], suffixes: Sequence[str], encoding: str = "utf-8", errors: Errors = "strict"
+) -> TextDocuments:
+    """Read text files into memory, one document each.
+
+    Raises:
+      FileNotFoundError: as `expand`.
+      ValueError: as `text_files` and `text_pieces`, or the files do not fit in the machine's memory.
+    """
+    files = text_files(paths, suffixes, encoding, errors)
+    _check_size(files, paths)
+    return TextDocuments(["".join(text_pieces(file, encoding, errors)) for file in files])
+
+
+def jsonl_documents(
+    paths: Sequence[str], field: str, encoding: str = "utf-8", errors: Errors = "strict"
+) -> TextDocuments:
+    """Read files of JSON lines (.jsonl in a folder) into memory, one document for each line.
+
+    Raises:
+      FileNotFoundError: as `expand`.
+      ValueError: as `text_files` and `json_documents`, or the files do not fit in the machine's memory.
+    """
+    files = text_files(paths, (".jsonl",), encoding, errors)
+    _check_size(files, paths)
+    return TextDocuments([text for file in files for text in json_documents(file, field, encoding, errors)])
+
+
+def _check_size(files: Sequence[pathlib.Path], paths: Sequence[str]) -> None:
+    size, memory = sum(file.stat().st_size for file in files), machine_memory()
+    if size > memory:
+        raise ValueError(
+            f"The data files under {', '.join(map(repr, paths))} hold {size / 2**30:,.1f} GiB, which are read at once; the machine "
+            f"has {memory / 2**30:,.1f} GiB of memory. Give fewer, or read them once with `atlasjax prepare` and train with source "
+            "'prepared'."
+        )
