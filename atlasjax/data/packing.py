@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import grain
 import numpy as np
 
 from atlasjax.data.documents import Documents
+from atlasjax.data.pieces import encode_text
 from atlasjax.data.tokenizers import Tokenizer
-from atlasjax.data.windows import Batch
+from atlasjax.data.windows import Batch, token_dtype
 
 _LEAST_BINS = 8  # rows filled at the same time; more rows waste less padding, but cost memory and work on resume
 
@@ -52,9 +54,28 @@ class BlockShuffle(grain.MapDataset):
         return self._parent[int(self._offsets[order[place]] + position - offsets[place])]
 
 
+class _Cuts(Sequence[Batch]):
+    """The tokens of a document, cut; each piece is made when it is asked for."""
+
+    def __init__(self, tokens: np.ndarray, length: int):
+        self._tokens, self._length = tokens, length
+
+    def __len__(self) -> int:
+        return -(-len(self._tokens) // self._length)
+
+    def __getitem__(self, index):
+        start = index * self._length
+        tokens = self._tokens[start : start + self._length + 1]
+        columns = np.zeros((min(self._length, len(tokens)), 3), np.int32)
+        columns[:, 0] = tokens[: len(columns)]
+        columns[: len(tokens) - 1, 1] = tokens[1:]
+        columns[: len(tokens) - 1, 2] = 1
+        return {"tokens": columns}
+
+
 @dataclasses.dataclass(frozen=True)
 class CutDocument(grain.experimental.FlatMapTransform):
-    """Cut the tokens of a document, int32 [n], into pieces of at most `sequence_length`.
+    """Cut the tokens of a document, integers [n], into pieces of at most `sequence_length`.
 
     A piece is {"tokens": int32 [length, 3]} with the columns input, target and weight. Over the pieces of a document, every token
     is an input once, and every token but the first is a target of weight 1 once. Only the document's last token predicts nothing.
@@ -62,12 +83,8 @@ class CutDocument(grain.experimental.FlatMapTransform):
 
     sequence_length: int
 
-    def flat_map(self, element: np.ndarray) -> list[Batch]:
-        columns = np.zeros((len(element), 3), np.int32)
-        columns[:, 0] = element
-        columns[:-1, 1] = element[1:]
-        columns[:-1, 2] = 1
-        return [{"tokens": columns[i : i + self.sequence_length]} for i in range(0, len(element), self.sequence_length)]
+    def flat_map(self, element: np.ndarray) -> Sequence[Batch]:
+        return _Cuts(element, self.sequence_length)
 
 
 def _as_sequence(packed: Batch) -> Batch:
@@ -114,9 +131,9 @@ def packed_rows(
     if repeat:
         dataset = dataset.repeat()
     read = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=16 * num_threads)
-    pieces = grain.experimental.FlatMapIterDataset(
-        dataset.map(tokenizer.encode).to_iter_dataset(read), CutDocument(sequence_length)
-    )
+    dtype = token_dtype(tokenizer.vocab_size)
+    tokens = dataset.map(lambda text: encode_text(tokenizer, text, dtype)).to_iter_dataset(read)
+    pieces = grain.experimental.FlatMapIterDataset(tokens, CutDocument(sequence_length))
     return grain.experimental.FirstFitPackIterDataset(
         pieces,
         length_struct={"tokens": sequence_length},

@@ -1,5 +1,6 @@
 """Tokenizers with one interface: bytes, byte-level BPE (trained here or loaded), and SentencePiece models."""
 
+import hashlib
 import json
 import os
 import pathlib
@@ -12,6 +13,7 @@ import numpy as np
 from atlasjax.data.config import DataConfig
 from atlasjax.data.documents import Documents
 from atlasjax.data.files import write_whole
+from atlasjax.data.pieces import last_word_cut, words_are_apart
 from atlasjax.data.sources import load_documents
 from atlasjax.names import lookup
 
@@ -28,6 +30,7 @@ class Tokenizer(Protocol):
       vocab_size: ids are in [0, vocab_size).
       bytes_per_token: int32 [vocab_size], the number of UTF-8 bytes of text that each id represents, 0 for control tokens. Its sum
         over the predicted tokens is the number of bytes in "bits per byte".
+      fingerprint: SHA-256 of the kind and the definition, in hexadecimal digits. Equal ones encode alike.
     """
 
     @property
@@ -36,8 +39,16 @@ class Tokenizer(Protocol):
     @property
     def bytes_per_token(self) -> np.ndarray: ...
 
+    @property
+    def fingerprint(self) -> str: ...
+
     def encode(self, text: str, /) -> np.ndarray:
         """Return the token ids of `text`, int32 [num_tokens]."""
+        ...
+
+    def last_cut(self, text: str, /) -> int:
+        """Return the last place p > 0 at which `text` may be cut: the tokens of text[:p] and of what follows, in this text and
+        after it, are those of the whole (of a unigram model, up to ties). 0 if there is none, or none is known."""
         ...
 
     def decode(self, ids: Iterable[int], /) -> str:
@@ -67,16 +78,24 @@ def _write(directory: str | os.PathLike[str], kind: str, name: str = "", content
     write_whole(folder / _KIND_FILE, json.dumps(described).encode())
 
 
+def _fingerprint(kind: str, content: bytes = b"") -> str:
+    return hashlib.sha256(kind.encode() + b"\n" + content).hexdigest()
+
+
 class ByteTokenizer:
     """One token per UTF-8 byte."""
 
     vocab_size = 256
+    fingerprint = _fingerprint("byte")
 
     def __init__(self) -> None:
         self.bytes_per_token = np.ones(256, np.int32)
 
     def encode(self, text: str, /) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def last_cut(self, text: str, /) -> int:
+        return len(text)
 
     def decode(self, ids: Iterable[int], /) -> str:
         return bytes(_checked(ids, 256)).decode("utf-8", errors="replace")
@@ -103,6 +122,10 @@ class BpeTokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"The tokenizer {name!r} is not a tokenizers JSON file: {error}") from None
         parsed = json.loads(definition)
+        self._tokenizer.no_truncation()  # a file may ask for the first 512 tokens of every text
+        self._tokenizer.no_padding()
+        self._has_cuts = words_are_apart(parsed)
+        self.fingerprint = _fingerprint("bpe", self._tokenizer.to_str().encode())
         decoder = parsed.get("decoder") or {}
         stages = [decoder, *decoder.get("decoders", [])]
         if parsed["model"]["type"] != "BPE" or not any(stage.get("type") == "ByteLevel" for stage in stages):
@@ -148,7 +171,11 @@ class BpeTokenizer:
         return cls(tokenizer.to_str(), "trained")
 
     def encode(self, text: str, /) -> np.ndarray:
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        # The batch of one lets other threads run meanwhile, and leaves out the places of tokens in the text.
+        return np.asarray(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
+
+    def last_cut(self, text: str, /) -> int:
+        return last_word_cut(text) if self._has_cuts else 0
 
     def decode(self, ids: Iterable[int], /) -> str:
         return self._tokenizer.decode(_checked(ids, self.vocab_size), skip_special_tokens=True)
@@ -183,6 +210,8 @@ class SentencePieceTokenizer:
         if not pieces:
             raise ValueError(f"The tokenizer {name!r} is not a SentencePiece model.")
         self.bytes_per_token = np.array([self._num_bytes(i, piece) for i, piece in enumerate(pieces)], np.int32)
+        self.fingerprint = _fingerprint("sentencepiece", model)
+        self._has_cuts = _has_cuts(model)
 
     def _num_bytes(self, i: int, piece: str) -> int:
         if self._processor.is_control(i) or self._processor.is_unused(i):
@@ -194,11 +223,27 @@ class SentencePieceTokenizer:
     def encode(self, text: str, /) -> np.ndarray:
         return np.asarray(self._processor.encode(text), np.int32)
 
+    def last_cut(self, text: str, /) -> int:
+        return last_word_cut(text) if self._has_cuts else 0
+
     def decode(self, ids: Iterable[int], /) -> str:
         return self._processor.decode(_checked(ids, self.vocab_size))
 
     def save(self, directory: str | os.PathLike[str], /) -> None:
         _write(directory, "sentencepiece", self._FILE, self._model)
+
+
+def _has_cuts(model: bytes) -> bool:
+    """Whether words have pieces of their own: white space is collapsed, begins a piece and a text, and is nowhere else."""
+    try:
+        from sentencepiece import sentencepiece_model_pb2
+    except ImportError:  # protobuf is not installed
+        return False
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+    normalizer, trainer = proto.normalizer_spec, proto.trainer_spec
+    collapses = normalizer.add_dummy_prefix and normalizer.remove_extra_whitespaces and normalizer.escape_whitespaces
+    begins = trainer.split_by_whitespace and not trainer.treat_whitespace_as_suffix
+    return collapses and begins and not any("▁" in entry.piece[1:] or " " in entry.piece for entry in proto.pieces)
 
 
 def make_tokenizer(config: DataConfig) -> Tokenizer:

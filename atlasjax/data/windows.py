@@ -1,14 +1,12 @@
 """Contiguous packing: one long stream of tokens is cut into windows."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from atlasjax.data.documents import Documents
+from atlasjax.data.pieces import encode_text
 from atlasjax.data.tokenizers import Tokenizer
 
 Batch = dict[str, np.ndarray]
-_PIECE = 2**20  # characters tokenized at once; a tokenizer needs about a hundred bytes of memory per token
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -25,22 +23,9 @@ def token_stream(documents: Documents, tokenizer: Tokenizer, separator: str) -> 
     dtype = token_dtype(tokenizer.vocab_size)
     last = len(documents) - 1
     pieces = [
-        tokenizer.encode(piece).astype(dtype)
-        for i in range(len(documents))
-        for piece in _pieces(documents[i] + (separator if i < last else ""))
+        encode_text(tokenizer, documents[i] + (separator if i < last else ""), dtype) for i in range(len(documents))
     ]
     return np.concatenate(pieces) if pieces else np.zeros(0, dtype)
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Cut a long text at line ends, or anywhere if it has none."""
-    start = 0
-    while start < len(text):
-        end = start + _PIECE
-        if end < len(text):
-            end = text.rfind("\n", start, end) + 1 or end
-        yield text[start:end]
-        start = end
 
 
 class Windows:

@@ -105,7 +105,7 @@ def test_long_texts_are_tokenized_in_pieces(monkeypatch, texts):
             self.longest = max(self.longest, len(text))
             return super().encode(text)
 
-    monkeypatch.setattr("atlasjax.data.windows._PIECE", 50)
+    monkeypatch.setattr("atlasjax.data.pieces.PIECE", 50)
     recorder = Recorder()
     stream = token_stream(["".join(texts), "no line end " * 20], recorder, "\n\n")
     assert bytes(stream.tolist()).decode() == "".join(texts) + "\n\n" + "no line end " * 20
