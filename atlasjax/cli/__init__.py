@@ -1,4 +1,4 @@
-"""The command `atlasjax`: train, evaluate, generate, info."""
+"""The command `atlasjax`: train, prepare, evaluate, generate, info."""
 
 import importlib
 import os
@@ -13,6 +13,7 @@ from atlasjax.names import lookup
 # Each command is in its own module, imported only when it is run, so that help is quick.
 COMMANDS = {
     "train": "train a language model, or continue training one",
+    "prepare": "tokenize and shuffle a corpus once, for training",
     "evaluate": "measure a trained model on held-out text",
     "generate": "let a trained model continue a text",
     "info": "sizes and costs of presets, and memory per device on a TPU",

@@ -13,7 +13,7 @@ from atlasjax.cli.parsing import parse
 from atlasjax.cli.report import baselines
 from atlasjax.data.config import DataConfig
 from atlasjax.data.pipeline import make_pipeline
-from atlasjax.data.sources import load_text
+from atlasjax.data.prepared import load_tokens
 from atlasjax.evaluate.lm import LanguageModelResult, evaluate, evaluate_stream
 from atlasjax.train import state as state_lib
 from atlasjax.train.errors import ConfigError
@@ -80,7 +80,7 @@ def _parallel(command: EvaluateCommand, loaded: LoadedRun, data: DataConfig) -> 
 
 
 def _streamed(command: EvaluateCommand, loaded: LoadedRun, data: DataConfig) -> LanguageModelResult:
-    tokens = loaded.tokenizer.encode(load_text(data, "validation"))
+    tokens = load_tokens(data, loaded.tokenizer, "validation")
     if command.max_batches is not None:
         tokens = tokens[: command.max_batches * data.batch_size * data.sequence_length + 1]
     table = loaded.tokenizer.bytes_per_token

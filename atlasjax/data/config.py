@@ -1,6 +1,7 @@
 """`DataConfig`: what to read, how to cut it into sequences, and in which order."""
 
 import dataclasses
+import math
 import typing
 from typing import Literal
 
@@ -8,7 +9,7 @@ from atlasjax import check
 from atlasjax.data.text import Errors, is_encoding
 from atlasjax.names import name_of, options_text, resolve, takes
 
-Source = Literal["embedded", "text", "jsonl", "parquet", "tfds"]
+Source = Literal["embedded", "text", "jsonl", "parquet", "tfds", "prepared"]
 Packing = Literal["contiguous", "documents"]
 HeldOut = Literal["auto", "tail", "blocks", "documents"]
 Split = Literal["train", "validation"]
@@ -20,8 +21,9 @@ class DataConfig:
 
     Sources: `embedded` is the Python language reference that ships with CPython (`pydoc_data.topics`); `text` reads files, one
     document each; `jsonl` reads one string field of each line of JSON; `parquet` reads one string column; `tfds` reads any
-    TensorFlow Datasets data source that is already on disk (TensorFlow is not needed). A source of your own is named
-    "package.module:Class"; see `source_options`.
+    TensorFlow Datasets data source that is already on disk (TensorFlow is not needed); `prepared` reads what `atlasjax prepare`
+    wrote, in which the tokenizer, the division into training and validation, and the packing are settled. A source of your own is
+    named "package.module:Class"; see `source_options`.
 
     Packings: `contiguous` tokenizes the whole split in memory (in every process) and cuts one long stream into windows;
     `documents` reads and tokenizes documents on the fly, divides them among the processes, and packs them into rows with segment
@@ -31,15 +33,18 @@ class DataConfig:
     """
 
     source: str = "embedded"
-    """Where the text comes from: "embedded", "text", "jsonl", "parquet", "tfds", or "package.module:Class" for a class or function
-    of your own that returns documents: a sequence of strings with `len` and indexing. The class or function itself is also
-    accepted, and stored as that name."""
+    """Where the text comes from: "embedded", "text", "jsonl", "parquet", "tfds", "prepared", or "package.module:Class" for a
+    class or function of your own that returns documents: a sequence of strings with `len` and indexing. The class or function
+    itself is also accepted, and stored as that name."""
     source_options: str = "{}"
     """Keyword arguments of a source of your own, as a JSON object. A dictionary is also accepted, and stored as text. A source with
     a parameter `split` is called with "train" or "validation", and nothing of what it returns is held out."""
     paths: tuple[str, ...] = ()
     """Files, folders (searched recursively) or glob patterns of the sources `text`, `jsonl` and `parquet`. Text and JSON lines may
-    be compressed: .gz, .zst."""
+    be compressed: .gz, .zst. The folders of the source `prepared`."""
+    weights: tuple[float, ...] = ()
+    """For several folders of the source `prepared`: the share of the training tokens that comes from each, in any unit. Not given,
+    they are read as one set."""
     suffixes: tuple[str, ...] = (".txt", ".md")
     """Which files of a folder the source `text` reads. Files that are named individually are always read."""
     column: str = "text"
@@ -71,7 +76,7 @@ class DataConfig:
 
     tokenizer: str = "byte"
     """"byte", "bpe:<vocabulary size>" (trained on the training split), "bpe:<path of a tokenizers JSON file>" or
-    "sentencepiece:<path of a model>"."""
+    "sentencepiece:<path of a model>". The source `prepared` has its own tokenizer: leave the default, or name the same one."""
     separator: str = "\n\n"
     """Text between two documents of a contiguous stream."""
     packing: Packing = "contiguous"
@@ -95,6 +100,7 @@ class DataConfig:
             if isinstance(value, str):
                 raise ValueError(f"{name} is {value!r}; it should be a tuple of strings.")
             object.__setattr__(self, name, tuple(str(item) for item in value))  # JSON has lists
+        object.__setattr__(self, "weights", tuple(self.weights))
         object.__setattr__(self, "source", name_of("source", self.source))
         object.__setattr__(self, "source_options", options_text("DataConfig", "source_options", self.source_options))
         resolve("data source", self.source, {name: name for name in typing.get_args(Source)})
@@ -114,7 +120,7 @@ class DataConfig:
         self._check_source()
 
     def _check_source(self) -> None:
-        reads_files = self.source in ("text", "jsonl", "parquet")
+        reads_files = self.source in ("text", "jsonl", "parquet", "prepared")
         if reads_files and not self.paths:
             raise ValueError(f"source {self.source!r} needs paths; none are given.")
         if not reads_files and (self.paths or self.validation_paths):
@@ -127,6 +133,20 @@ class DataConfig:
             raise ValueError(
                 f"encoding is {self.encoding!r} and errors is {self.errors!r}, but source {self.source!r} has no bytes to decode; "
                 "they are for the sources 'text' and 'jsonl'."
+            )
+        if self.source == "prepared" and (self.validation_paths or self.held_out != "auto"):
+            raise ValueError(
+                "source 'prepared' was divided into training and validation when it was prepared; validation_paths and held_out "
+                "are options of `atlasjax prepare`."
+            )
+        if self.weights:
+            fits = self.source == "prepared" and len(self.weights) == len(self.paths)
+            fits = fits and all(check.is_number(weight) and 0 < weight < math.inf for weight in self.weights)
+            check.require(
+                fits,
+                "weights",
+                self.weights,
+                f"a positive number for each of the {len(self.paths)} paths of a source 'prepared'",
             )
         if self.source == "tfds" and not self.tfds_name:
             raise ValueError("source 'tfds' needs tfds_name, the name of a prepared dataset.")

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
@@ -11,10 +11,14 @@ import grain
 from atlasjax import check
 from atlasjax.data.config import DataConfig, Split
 from atlasjax.data.documents import Documents, Shard
+from atlasjax.data.mixture import Mixed, Order, whole_weights
 from atlasjax.data.packing import packed_rows
+from atlasjax.data.prepared import identity as prepared_identity
+from atlasjax.data.prepared import open_prepared
 from atlasjax.data.sources import load_documents
+from atlasjax.data.token_rows import TokenRows
 from atlasjax.data.tokenizers import Tokenizer
-from atlasjax.data.windows import Batch, Windows, token_stream
+from atlasjax.data.windows import Batch, TokenStream, Windows, token_stream
 
 _FOREVER = 2**45  # windows; Grain's endless repetition overflows when batches of size one are sliced
 
@@ -83,7 +87,8 @@ class Pipeline:
       max_segments: static bound on the number of segments in a row, padding included. None if batches have no segment_ids.
       num_tokens: number of tokens in the split. None if they are not counted in advance (packing "documents").
       batches_per_epoch: number of batches in one pass, rounded up, since with `repeat` a batch may span two epochs. None if
-      unknown. dataset: the underlying Grain dataset.
+        unknown, and for a mixture of sets that end at different times.
+      dataset: the underlying Grain dataset.
       identity: the settings that a saved position must match.
     """
 
@@ -114,7 +119,8 @@ def make_pipeline(
     where the target would be in another document.
 
     Contiguous packing makes the same global batches for any number of processes and cuts them into one slice per process, so a
-    saved position can be used with any number of processes. Packing "documents" with `repeat` gives every process its own range of
+    saved position can be used with any number of processes. So does packing "documents" of the source "prepared". Of other sources,
+    packing "documents" with `repeat` gives every process its own range of
     documents, and a position can only be used by the process that saved it. Without `repeat` every process reads all documents and
     takes its slice of the batches: all processes have the same number of batches, and the last one is padded with rows of weight 0.
 
@@ -135,12 +141,18 @@ def make_pipeline(
     if config.batch_size % process_count:
         raise ValueError(f"batch_size {config.batch_size} is not divisible by process_count {process_count}.")
     repeat = split == "train" if repeat is None else repeat
+    where = (process_index, process_count)
+    if config.source == "prepared":
+        return _prepared(config, tokenizer, split, where, repeat)
     documents = load_documents(config, split)
-    build = _contiguous if config.packing == "contiguous" else _documents
-    return build(config, tokenizer, split, documents, process_index, process_count, repeat)
+    if config.packing == "documents":
+        return _documents(config, tokenizer, split, documents, *where, repeat)
+    stream = token_stream(documents, tokenizer, config.separator)
+    identity = _identity(config, tokenizer, split, repeat, num_tokens=len(stream))
+    return _contiguous(config, split, [stream], None, identity, where, repeat)
 
 
-def _identity(config: DataConfig, tokenizer: Tokenizer, split: Split, repeat: bool, **size: int) -> dict[str, Any]:
+def _identity(config: DataConfig, tokenizer: Tokenizer, split: Split, repeat: bool, **more: Any) -> dict[str, Any]:
     seed = config.seed if config.shuffle and split == "train" else None
     fields = ("source", "packing", "sequence_length", "batch_size")
     own = {"source_options": config.source_options} if config.has_own_source else {}
@@ -151,42 +163,74 @@ def _identity(config: DataConfig, tokenizer: Tokenizer, split: Split, repeat: bo
         "repeat": repeat,
         "shuffle_seed": seed,
         "vocab_size": tokenizer.vocab_size,
-        **size,
+        **more,
     }
+
+
+def _prepared(config: DataConfig, tokenizer: Tokenizer, split: Split, where: tuple[int, int], repeat: bool) -> Pipeline:
+    joined, sets = open_prepared(config, tokenizer, split)
+    streams = [each.tokens for each in sets]
+    # Evaluation reads everything once, whatever the weights.
+    weights = config.weights if config.weights and repeat else None
+    identity = _identity(config, tokenizer, split, repeat, **prepared_identity(config, sets))
+    if config.packing == "contiguous":
+        whole = None if weights is None else whole_weights(weights)
+        return _contiguous(config, split, streams if weights else [joined], whole, identity, where, repeat)
+    counts = [stream.num_documents for stream in streams]
+    if weights is not None:  # of tokens; a document of a set counts for as many as it has on average
+        weights = whole_weights(
+            [weight * count / len(stream) for weight, count, stream in zip(weights, counts, streams)]
+        )
+    index, count = where
+    local, seed = config.batch_size // count, identity["shuffle_seed"]
+    dataset: grain.IterDataset = TokenRows(
+        joined,
+        Order(counts, weights, seed, repeat=repeat),
+        sequence_length=config.sequence_length,
+        max_segments=config.max_segments,
+        batch_size=config.batch_size,
+        rows=slice(index * local, (index + 1) * local),
+        seed=seed,
+    )
+    if config.num_threads:
+        dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2)
+    return Pipeline(split, config.max_segments, len(joined), None, dataset, identity)
 
 
 def _contiguous(
     config: DataConfig,
-    tokenizer: Tokenizer,
     split: Split,
-    documents: Documents,
-    process_index: int,
-    process_count: int,
+    streams: Sequence[TokenStream],
+    weights: Sequence[int] | None,
+    identity: dict[str, Any],
+    where: tuple[int, int],
     repeat: bool,
 ) -> Pipeline:
-    tokens = token_stream(documents, tokenizer, config.separator)
     needed = config.sequence_length + 1
-    if len(tokens) < needed:
-        raise ValueError(
-            f"The {split} split is too short for one sequence: it has {len(tokens)} tokens, and sequence_length "
-            f"{config.sequence_length} needs {needed}. Give more text, a shorter sequence_length, or another "
-            f"validation_fraction (now {config.validation_fraction})."
-        )
-    identity = _identity(config, tokenizer, split, repeat, num_tokens=len(tokens))
-    windows = Windows(tokens, config.sequence_length, multiple=1 if repeat else config.batch_size)
-    dataset = grain.MapDataset.source(windows)
+    for tokens in streams:
+        if len(tokens) < needed:
+            raise ValueError(
+                f"The {split} split is too short for one sequence: it has {len(tokens)} tokens, and sequence_length "
+                f"{config.sequence_length} needs {needed}. Give more text, a shorter sequence_length, or another "
+                f"validation_fraction (now {config.validation_fraction})."
+            )
+    multiple = 1 if repeat else config.batch_size
+    windows = [Windows(tokens, config.sequence_length, multiple) for tokens in streams]
+    datasets = [grain.MapDataset.source(each) for each in windows]
     if identity["shuffle_seed"] is not None:
-        dataset = dataset.shuffle(seed=identity["shuffle_seed"])
-    if repeat:
-        dataset = dataset.repeat(_FOREVER // len(windows))
+        datasets = [dataset.shuffle(seed=identity["shuffle_seed"]) for dataset in datasets]
+    dataset = datasets[0] if weights is None else Mixed(datasets, weights, _FOREVER)
+    if repeat and weights is None:
+        dataset = dataset.repeat(_FOREVER // len(dataset))
+    process_index, process_count = where
     # The slices of a global batch lie side by side, so a process takes every process_count-th of them.
     dataset = dataset.batch(config.batch_size // process_count)[process_index::process_count]
     read = grain.ReadOptions(num_threads=config.num_threads, prefetch_buffer_size=2 * config.num_threads)
     return Pipeline(
         split=split,
         max_segments=None,
-        num_tokens=len(tokens),
-        batches_per_epoch=-(-len(windows) // config.batch_size),
+        num_tokens=sum(map(len, streams)),
+        batches_per_epoch=-(-len(windows[0]) // config.batch_size) if weights is None else None,
         dataset=dataset.to_iter_dataset(read),
         identity=identity,
     )

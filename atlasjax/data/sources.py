@@ -54,11 +54,11 @@ def load_documents(config: DataConfig, split: Split) -> Documents:
         raise ValueError(
             "There is no validation split: validation_fraction is 0 and no separate validation data is given."
         )
-    documents = _open(config, separate=config.separate_validation and split == "validation")
+    documents = open_documents(config, separate=config.separate_validation and split == "validation")
     if config.separate_validation or not config.has_validation:
         return documents
     period = config.held_out_period
-    how = _default_held_out(config, len(documents)) if config.held_out == "auto" else config.held_out
+    how = default_held_out(config, len(documents)) if config.held_out == "auto" else config.held_out
     if how == "documents":
         if len(documents) < period:
             raise ValueError(
@@ -78,9 +78,11 @@ def load_text(config: DataConfig, split: Split) -> str:
     return config.separator.join(documents[i] for i in range(len(documents)))
 
 
-def _open(config: DataConfig, *, separate: bool) -> Documents:
+def open_documents(config: DataConfig, *, separate: bool) -> Documents:
     if config.has_own_source:
         return _own(config, "validation" if separate else "train")
+    if config.source == "prepared":
+        raise ValueError("source 'prepared' has tokens and no text.")
     paths = config.validation_paths if separate else config.paths
     if config.source == "embedded":
         return embedded_documents()
@@ -124,7 +126,7 @@ def _own(config: DataConfig, split: Split) -> Documents:
     return _Sequence(config.source, texts)
 
 
-def _default_held_out(config: DataConfig, num_documents: int) -> HeldOut:
+def default_held_out(config: DataConfig, num_documents: int) -> HeldOut:
     if config.source == "embedded" and config.packing == "contiguous":
         return "blocks"  # topics are sorted by name, so a tail would be another kind of text
     if config.source == "text" and num_documents < 2 * config.held_out_period:

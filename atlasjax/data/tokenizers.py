@@ -11,8 +11,8 @@ from typing import Protocol
 import numpy as np
 
 from atlasjax.data.config import DataConfig
-from atlasjax.data.documents import Documents
 from atlasjax.data.files import write_whole
+from atlasjax.data.manifest import read_manifest
 from atlasjax.data.pieces import last_word_cut, words_are_apart
 from atlasjax.data.sources import load_documents
 from atlasjax.names import lookup
@@ -20,7 +20,7 @@ from atlasjax.names import lookup
 _KIND_FILE = "tokenizer.json"
 _MAX_IDS = 16  # times the number of tokens: tables of the vocabulary have a row for each id
 _MOST_TOKENS = 2**20  # memory is taken for all of them before the first merge
-_TRAINING_CHARACTERS = 64 * 2**20  # BPE statistics change little with more text
+TRAINING_CHARACTERS = 64 * 2**20  # BPE statistics change little with more text
 
 
 class Tokenizer(Protocol):
@@ -239,20 +239,38 @@ def _has_cuts(model: bytes) -> bool:
         from sentencepiece import sentencepiece_model_pb2
     except ImportError:  # protobuf is not installed
         return False
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
     normalizer, trainer = proto.normalizer_spec, proto.trainer_spec
     collapses = normalizer.add_dummy_prefix and normalizer.remove_extra_whitespaces and normalizer.escape_whitespaces
     begins = trainer.split_by_whitespace and not trainer.treat_whitespace_as_suffix
     return collapses and begins and not any("▁" in entry.piece[1:] or " " in entry.piece for entry in proto.pieces)
 
 
-def make_tokenizer(config: DataConfig) -> Tokenizer:
+def make_tokenizer(config: DataConfig, texts: Iterable[str] | None = None) -> Tokenizer:
     """Make the tokenizer that `config.tokenizer` describes. It is trained on the training split if necessary.
 
+    Args:
+      config: which tokenizer, and the data.
+      texts: the documents of the training split, read as far as needed. None opens them.
+
     Raises:
-      ValueError: the kind is unknown or the file is unusable; and the errors of `load_documents` if a BPE is trained.
+      ValueError: the kind is unknown or the file is unusable; and the errors of `load_documents` if a BPE is trained. With source
+        `prepared`: another tokenizer was given than the data was prepared with.
       FileNotFoundError: the tokenizer file does not exist.
     """
+    if config.source != "prepared":
+        return _new_tokenizer(config, texts)
+    folder = pathlib.Path(config.paths[0]).expanduser()
+    read_manifest(folder)  # first, since its message says what is missing
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    if config.tokenizer != DataConfig.tokenizer and _new_tokenizer(config, ()).fingerprint != tokenizer.fingerprint:
+        raise ValueError(
+            f"tokenizer is {config.tokenizer!r}, but {config.paths[0]!r} was prepared with another one. Leave it out to take that."
+        )
+    return tokenizer
+
+
+def _new_tokenizer(config: DataConfig, texts: Iterable[str] | None) -> Tokenizer:
     kind, colon, argument = config.tokenizer.partition(":")
     lookup("tokenizer", kind, {"byte": 0, "bpe": 0, "sentencepiece": 0})
     if kind == "byte":
@@ -263,7 +281,10 @@ def make_tokenizer(config: DataConfig) -> Tokenizer:
         what = "bpe:<vocabulary size> or bpe:<path>" if kind == "bpe" else "sentencepiece:<path>"
         raise ValueError(f"tokenizer is {config.tokenizer!r}; it should be {what}.")
     if kind == "bpe" and argument.isdecimal():
-        return BpeTokenizer.train(_sample(load_documents(config, "train")), int(argument))
+        if texts is None:
+            documents = load_documents(config, "train")
+            texts = map(documents.__getitem__, range(len(documents)))
+        return BpeTokenizer.train(_sample(texts), int(argument))
     path = pathlib.Path(argument).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"The tokenizer file {argument!r} does not exist.")
@@ -305,11 +326,11 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     return _bpe(content, str(folder)) if kind == "bpe" else SentencePieceTokenizer(content, str(folder))
 
 
-def _sample(documents: Documents) -> Iterator[str]:
+def _sample(texts: Iterable[str]) -> Iterator[str]:
     """Documents in order until there is enough text to learn merges from."""
-    remaining = _TRAINING_CHARACTERS
-    for i in range(len(documents)):
-        text = documents[i][:remaining]
+    remaining = TRAINING_CHARACTERS
+    for text in texts:
+        text = text[:remaining]
         yield text
         remaining -= len(text)
         if not remaining:

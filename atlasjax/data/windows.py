@@ -1,5 +1,7 @@
 """Contiguous packing: one long stream of tokens is cut into windows."""
 
+from typing import Protocol
+
 import numpy as np
 
 from atlasjax.data.documents import Documents
@@ -28,6 +30,14 @@ def token_stream(documents: Documents, tokenizer: Tokenizer, separator: str) -> 
     return np.concatenate(pieces) if pieces else np.zeros(0, dtype)
 
 
+class TokenStream(Protocol):
+    """Token ids in a row, an array or files."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: slice, /) -> np.ndarray: ...
+
+
 class Windows:
     """Windows of a token stream: window i predicts tokens i T + 1 to i T + T, where T = sequence_length.
 
@@ -37,7 +47,7 @@ class Windows:
     An item is {"inputs": int32 [T], "targets": int32 [T], "weights": float32 [T]}.
     """
 
-    def __init__(self, tokens: np.ndarray, sequence_length: int, multiple: int = 1):
+    def __init__(self, tokens: TokenStream, sequence_length: int, multiple: int = 1):
         self._tokens = tokens
         self._sequence_length = sequence_length
         full_or_partial = -(-(len(tokens) - 1) // sequence_length)

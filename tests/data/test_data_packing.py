@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from atlasjax.data import DataConfig, load_documents, make_pipeline
 from atlasjax.data.documents import TextDocuments
 from atlasjax.data.packing import BlockShuffle, packed_rows
+from atlasjax.data.prepare import prepare
 from atlasjax.data.tokenizers import ByteTokenizer
 
 BYTE = ByteTokenizer()
@@ -86,6 +87,40 @@ def test_one_pass_packs_the_whole_split(parquet_folder, process_count):
         pipelines = [make_pipeline(config, BYTE, split, i, process_count, repeat=False) for i in range(process_count)]
         assert all(pipeline.max_segments == 3 for pipeline in pipelines)
         check_packing(texts, [batch for pipeline in pipelines for batch in pipeline], 96, 3)
+
+
+@pytest.mark.parametrize("process_count", [1, 2])
+@pytest.mark.parametrize("max_segments", [2, 5])
+def test_one_pass_packs_prepared_documents(parquet_folder, tmp_path, process_count, max_segments):
+    source = DataConfig(
+        source="parquet", paths=(str(parquet_folder),), packing="documents", validation_fraction=0.3
+    )  # fmt: skip
+    prepare(source, tmp_path / "out", shard_tokens=2000)
+    config = DataConfig(
+        source="prepared", paths=(str(tmp_path / "out"),), packing="documents",
+        sequence_length=96, batch_size=6, max_segments=max_segments,
+    )  # fmt: skip
+    for split in ("train", "validation"):
+        documents = load_documents(source, split)
+        texts = [documents[i] for i in range(len(documents))]
+        pipelines = [make_pipeline(config, BYTE, split, i, process_count, repeat=False) for i in range(process_count)]
+        batches = [batch for pipeline in pipelines for batch in pipeline]
+        assert {batch["inputs"].shape for batch in batches} == {(6 // process_count, 96)}
+        check_packing(texts, batches, 96, max_segments)
+
+
+def test_prepared_documents_come_once_an_epoch_in_another_order(texts, text_folder, tmp_path):
+    source = DataConfig(source="text", paths=(str(text_folder),), packing="documents", validation_fraction=0)
+    prepare(source, tmp_path / "out")
+    config = DataConfig(
+        source="prepared", paths=(str(tmp_path / "out"),), packing="documents", sequence_length=400, batch_size=3
+    )
+    numbers = first_words(list(itertools.islice(make_pipeline(config, BYTE, "train"), 60)))
+    assert len(numbers) > 270
+    groups = 9 * 15  # rows of a group change places: a document may come one group early or late
+    assert max(collections.Counter(numbers[:90]).values()) <= 2
+    assert set(numbers[: 90 + groups]) == set(range(90))
+    assert numbers[:90] != numbers[90:180]
 
 
 def test_rows_are_well_filled(texts):

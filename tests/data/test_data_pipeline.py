@@ -8,8 +8,12 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from atlasjax.data import DataConfig, load_text, make_pipeline, make_tokenizer
+from atlasjax.data.mixture import pick
+from atlasjax.data.prepare import prepare
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.data.windows import Windows, token_dtype, token_stream
 
@@ -22,14 +26,39 @@ def assert_same(batch, other):
         np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
 
 
-@pytest.fixture(params=["contiguous", "documents", "parquet", "threads"])
-def config(request, text_folder, parquet_folder):
+@pytest.fixture(scope="module")
+def prepared_folders(tmp_path_factory, text_folder, parquet_folder):
+    """For each packing two prepared data sets of several files: of all texts, and of a part of them in Parquet files."""
+    folder = tmp_path_factory.mktemp("prepared")
+    sources = {"text": (str(text_folder),), "parquet": (str(parquet_folder / "0.parquet"),)}
+    for packing in ("contiguous", "documents"):
+        for source, paths in sources.items():
+            config = DataConfig(source=source, paths=paths, packing=packing, validation_fraction=0.2, seed=1)
+            prepare(config, folder / packing / source, shard_tokens=1500)
+    return folder
+
+
+def prepared_config(folder, packing, *names, **more):
+    paths = tuple(str(folder / packing / name) for name in names)
+    return DataConfig(source="prepared", paths=paths, packing=packing, **more)
+
+
+@pytest.fixture(
+    params=["contiguous", "documents", "parquet", "threads", "prepared", "prepared documents", "mixed", "mixed documents",
+            "prepared threads"]
+)  # fmt: skip
+def config(request, text_folder, parquet_folder, prepared_folders):
     """Small configurations whose epochs are a few batches long."""
     base = {"sequence_length": 96, "batch_size": 4, "validation_fraction": 0.2, "max_segments": 5, "seed": 3}
     return {
         "contiguous": DataConfig(source="text", paths=(str(text_folder),), **base),
         "documents": DataConfig(source="text", paths=(str(text_folder),), packing="documents", **base),
         "parquet": DataConfig(source="parquet", paths=(str(parquet_folder),), packing="documents", **base),
+        "prepared": prepared_config(prepared_folders, "contiguous", "text", **base),
+        "prepared documents": prepared_config(prepared_folders, "documents", "text", "parquet", **base),
+        "prepared threads": prepared_config(prepared_folders, "documents", "text", num_threads=2, **base),
+        "mixed": prepared_config(prepared_folders, "contiguous", "text", "parquet", weights=(1, 2), **base),
+        "mixed documents": prepared_config(prepared_folders, "documents", "text", "parquet", weights=(1, 2), **base),
         "threads": DataConfig(
             source="parquet", paths=(str(parquet_folder),), packing="documents", num_threads=2, **base
         ),
@@ -208,7 +237,9 @@ def test_position_of_another_pipeline_is_refused(config):
         ({"batch_size": 8}, "batch_size was 4 and is now 8"),
         ({"seed": 4}, "shuffle_seed was 3 and is now 4"),
         ({"shuffle": False}, "shuffle_seed was 3 and is now None"),
-        ({"validation_fraction": 0.25}, r"num_(tokens|documents) was \d+ and is now \d+"),
+        ({"validation_fraction": 0.25}, r"num_(tokens|documents) was \d+ and is now \d+")
+        if config.source != "prepared"
+        else ({"paths": config.paths[::-1], "weights": (2,) * len(config.paths)}, "(sets|weights) was "),
     ]:
         other = iter(make_pipeline(dataclasses.replace(config, **change), BYTE, "train"))
         with pytest.raises(ValueError, match=f"position belongs to another pipeline: .*{message}"):
@@ -264,6 +295,59 @@ def test_contiguous_position_fits_another_number_of_processes(text_folder):
         part = iter(make_pipeline(config, BYTE, "train", i, 2))
         part.set_state(state)
         assert_same(next(part), {n: a[2 * i : 2 * i + 2] for n, a in wanted.items()})
+
+
+@pytest.mark.parametrize("packing", ["contiguous", "documents"])
+@pytest.mark.parametrize("weights", [(), (3.0, 1.0)])
+def test_prepared_batches_and_positions_fit_any_number_of_processes(prepared_folders, packing, weights):
+    """One order of all rows; each process has its slice of every batch, and all of them the same position."""
+    config = prepared_config(
+        prepared_folders, packing, "text", "parquet", weights=weights, sequence_length=96, batch_size=4, max_segments=4
+    )
+    whole = iter(make_pipeline(config, BYTE, "train"))
+    for step in range(60):
+        state, wanted = whole.get_state(), next(whole)
+        if step % 7 == 0:  # from one process to two and four, and on
+            parts = [iter(make_pipeline(config, BYTE, "train", i, 2 + step % 2 * 2)) for i in range(2 + step % 2 * 2)]
+            for part in parts:
+                part.set_state(json.loads(json.dumps(state)))
+        slices = [next(part) for part in parts]
+        assert_same({n: np.concatenate([s[n] for s in slices]) for n in wanted}, wanted)
+        assert all(part.get_state() == whole.get_state() for part in parts)
+
+
+@pytest.mark.parametrize("packing", ["contiguous", "documents"])
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (5.0, 1.0), (0.1, 2.0)])
+def test_prepared_sets_are_mixed_by_tokens(prepared_folders, packing, weights, tmp_path):
+    """Of two sets whose tokens differ, and whose documents differ in length."""
+    (tmp_path / "capitals").mkdir()
+    for i in range(12):
+        (tmp_path / "capitals" / f"{i}.txt").write_text("CAPITALS " * (90 + i))
+    source = DataConfig(source="text", paths=(str(tmp_path / "capitals"),), packing=packing, validation_fraction=0)
+    prepare(source, tmp_path / "out")
+    config = DataConfig(
+        source="prepared", paths=(str(prepared_folders / packing / "text"), str(tmp_path / "out")), packing=packing,
+        weights=weights, sequence_length=96, batch_size=4,
+    )  # fmt: skip
+    batches = list(itertools.islice(make_pipeline(config, BYTE, "train"), 300))
+    tokens = np.concatenate([b["inputs"][b["weights"] == 1] for b in batches])
+    capitals = np.isin(tokens, list(b"CAPITLS")).sum()
+    share = capitals * 9 / 8 / len(tokens)
+    assert share == pytest.approx(weights[1] / sum(weights), rel=0.08)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=st.lists(st.integers(1, 50), min_size=1, max_size=6))
+def test_a_mixture_takes_each_element_once_in_proportion(weights):
+    total = sum(weights)
+    taken = [pick(i, weights) for i in range(3 * total)]
+    for number, weight in enumerate(weights):
+        places = [place for which, place in taken if which == number]
+        assert places == list(range(len(places)))
+        assert len(places) == 3 * weight
+    assert [number for number, _ in taken[:total]].count(0) == weights[0]
+    first = np.cumsum([number == 0 for number, _ in taken])
+    assert np.abs(first - np.arange(1, 3 * total + 1) * weights[0] / total).max() <= 1
 
 
 def test_one_pass_has_the_same_number_of_batches_in_every_process(config):

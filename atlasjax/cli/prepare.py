@@ -1,0 +1,107 @@
+"""`atlasjax prepare`."""
+
+import dataclasses
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+
+from atlasjax.cli.parsing import parse
+from atlasjax.data.config import DataConfig
+from atlasjax.data.manifest import Manifest
+from atlasjax.data.prepare import SHARD_TOKENS, Report, prepare
+from atlasjax.train.errors import ConfigError, RunError, user_errors
+from atlasjax.train.progress import duration
+
+_DESCRIPTION = """Tokenizes a corpus once, shuffles its documents, and writes them to --out. To train on it:
+atlasjax train --data.source prepared --data.paths OUT
+
+When it is stopped, the same command goes on. The result does not depend on the number of workers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepareCommand:
+    """Options of `atlasjax prepare`."""
+
+    out: str = ""
+    """Folder to write to, new or empty, or one in which the same preparation was stopped."""
+    workers: int | None = None
+    """Processes that tokenize. None: one for each core that this process may use."""
+    shard_tokens: int = SHARD_TOKENS
+    """About as many tokens come into one file."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
+    command = parse(PrepareCommand, "prepare", _DESCRIPTION, arguments)
+    if not command.out:
+        raise ConfigError("out is not given; it should be the folder to write to.")
+    workers = len(os.sched_getaffinity(0)) if command.workers is None else command.workers
+    if workers < 1:
+        raise ConfigError(f"workers is {workers}; it should be at least 1.")
+    shown = _Shown()
+    with user_errors():
+        try:
+            manifest = prepare(
+                command.data, command.out, workers=workers, shard_tokens=command.shard_tokens, on_report=shown
+            )
+        except RuntimeError as error:
+            raise RunError(str(error)) from error
+        finally:
+            shown.end()
+    _summary(command, manifest)
+
+
+_LINE_EVERY = 10.0  # seconds, where lines are not written over
+
+
+class _Shown:
+    """Shows the progress in a line that is written over on a terminal, and in lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._started: dict[str, tuple[float, int]] = {}
+        self._open_line = False
+        self._printed = 0.0
+
+    def __call__(self, report: Report) -> None:
+        now = time.perf_counter()
+        started, before = self._started.setdefault(report.stage, (now, report.tokens))
+        text = f"{report.stage}: {report.done} of {report.total} files · {report.tokens:,} tokens"
+        if now > started:
+            text += f" · {(report.tokens - before) / (now - started):,.0f} tokens/s"
+        if report.kept:
+            text += f" · {report.kept:,} kept"
+        if 0 < report.fraction < 1 and now > started:
+            text += f" · about {duration((now - started) * (1 - report.fraction) / report.fraction)} left"
+        self._open_line = sys.stdout.isatty()
+        if not self._open_line and now - self._printed < _LINE_EVERY and report.done < report.total and self._printed:
+            return
+        self._printed = now
+        print(f"\r{text:<100}" if self._open_line else text, end="" if self._open_line else "\n", flush=True)
+
+    def end(self) -> None:
+        """Ends the line on a terminal."""
+        if self._open_line:
+            print(flush=True)
+
+
+def _summary(command: PrepareCommand, manifest: Manifest) -> None:
+    for split, files in manifest.splits.items():
+        totals = manifest.totals(split)
+        print(
+            f"{split}: {totals['documents']:,} documents, {totals['tokens']:,} tokens of {totals['num_bytes']:,} bytes, "
+            f"{len(files)} files"
+        )
+    print(f"tokenizer: {manifest.vocab_size:,} tokens, SHA-256 {manifest.fingerprint}")
+    options = f" --data.packing {manifest.packing}" if manifest.packing != DataConfig.packing else ""
+    if manifest.separator not in ("", DataConfig.separator):
+        options += f" --data.separator {shlex.quote(manifest.separator)}"
+    if "validation" not in manifest.splits:
+        options += " --data.validation-fraction 0"
+    if manifest.vocab_size != 256:
+        options += f" --model.vocab-size {manifest.vocab_size}"
+    print(
+        f"\ntrain: atlasjax train --data.source prepared --data.paths {shlex.quote(command.out)}{options}", flush=True
+    )

@@ -1,0 +1,208 @@
+"""The documents of a source in parts that can be read independently, each document in pieces: nothing is whole in memory.
+
+What `prepare` reads. The documents, and how they are divided into training and validation, are those of `load_documents`.
+"""
+
+import dataclasses
+import itertools
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from atlasjax.data.config import DataConfig, Split
+from atlasjax.data.documents import Documents
+from atlasjax.data.sources import default_held_out, load_documents, open_documents
+from atlasjax.data.text import json_documents, text_files, text_pieces
+
+Pieces = Iterator[str]
+_PART_BYTES = 64 * 2**20  # of text files that are read as one part
+_PART_DOCUMENTS = 4096  # of a source with random access
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one worker reads at a time.
+
+    Attributes:
+      name: what it is, in messages.
+      size: its bytes, or its documents; only compared with other parts.
+      documents: gives its documents in order, each as texts to be joined.
+    """
+
+    name: str
+    size: int
+    documents: Callable[[], Iterator[Pieces]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The documents of a split: all of an input, or every n-th, or all others.
+
+    Attributes:
+      input: number of the input.
+      period: n, None for all documents.
+      complement: whether to take the others.
+    """
+
+    input: int
+    period: int | None = None
+    complement: bool = False
+
+    def count(self, num_documents: int) -> int:
+        """How many of the first `num_documents` documents are taken."""
+        if self.period is None:
+            return num_documents
+        held_out = num_documents // self.period
+        return num_documents - held_out if self.complement else held_out
+
+    def document(self, index: int) -> int:
+        """The number in the input of document `index` of the split."""
+        if self.period is None:
+            return index
+        if self.complement:
+            return index + index // (self.period - 1)
+        return index * self.period + self.period - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The documents of a config.
+
+    Attributes:
+      parts: for each input, its parts.
+      splits: the documents of each split.
+      identity: what must be the same when an interrupted preparation goes on.
+    """
+
+    parts: tuple[tuple[Part, ...], ...]
+    splits: dict[Split, Selection]
+    identity: dict[str, Any]
+
+    def texts(self, split: Split) -> Iterator[Pieces]:
+        """The documents of a split, in the order of the source."""
+        selection = self.splits[split]
+        numbered = enumerate(document for part in self.parts[selection.input] for document in part.documents())
+        wanted = 0
+        for number, document in numbered:
+            if number == selection.document(wanted):
+                wanted += 1
+                yield document
+
+
+def open_inputs(config: DataConfig) -> Inputs:
+    """Find the documents of a config; files are listed, not read.
+
+    Raises:
+      FileNotFoundError, ValueError: as `load_documents`.
+    """
+    if config.separate_validation:
+        train, validation = _input(config, separate=False), _input(config, separate=True)
+        return _inputs((train, validation), {"train": Selection(0), "validation": Selection(1)})
+    if not config.has_validation:
+        return _inputs((_input(config, separate=False),), {"train": Selection(0)})
+    # Only the source `text` looks at the number of its documents, which are files.
+    files = _text_files(config, config.paths) if config.source == "text" else []
+    how = default_held_out(config, len(files)) if config.held_out == "auto" else config.held_out
+    if how == "tail" and config.source == "text":
+        both = tuple(_file_parts(config, files, split) for split in ("train", "validation"))
+        return _inputs(both, {"train": Selection(0), "validation": Selection(1)})
+    if how in ("tail", "blocks"):
+        both = tuple(_document_parts(load_documents(config, split)) for split in ("train", "validation"))
+        return _inputs(both, {"train": Selection(0), "validation": Selection(1)})
+    period = config.held_out_period
+    splits: dict[Split, Selection] = {
+        "train": Selection(0, period, complement=True),
+        "validation": Selection(0, period),
+    }
+    return _inputs((_input(config, separate=False),), splits)
+
+
+def _inputs(parts: tuple[tuple[Part, ...], ...], splits: dict[Split, Selection]) -> Inputs:
+    identity = {
+        "parts": [[(part.name, part.size) for part in each] for each in parts],
+        "splits": {name: dataclasses.asdict(selection) for name, selection in splits.items()},
+    }
+    return Inputs(parts, splits, identity)
+
+
+def _input(config: DataConfig, *, separate: bool) -> tuple[Part, ...]:
+    paths = config.validation_paths if separate else config.paths
+    if config.source == "text":
+        return _file_parts(config, _text_files(config, paths))
+    if config.source == "jsonl":
+        return tuple(
+            Part(str(file), file.stat().st_size, lambda file=file: _lines(config, file))  # type: ignore[misc]
+            for file in text_files(paths, (".jsonl",), config.encoding, config.errors)
+        )
+    return _document_parts(open_documents(config, separate=separate))
+
+
+def _text_files(config: DataConfig, paths: Sequence[str]) -> list[pathlib.Path]:
+    return text_files(paths, config.suffixes, config.encoding, config.errors)
+
+
+def _lines(config: DataConfig, file: pathlib.Path) -> Iterator[Pieces]:
+    return (iter((text,)) for text in json_documents(file, config.column, config.encoding, config.errors))
+
+
+def _file_parts(config: DataConfig, files: list[pathlib.Path], tail_of: Split | None = None) -> tuple[Part, ...]:
+    """Files, a few small ones together. `tail_of` takes what a split has of each if the tails are held out."""
+    groups: list[list[pathlib.Path]] = []
+    room = 0
+    for file in files:
+        size = file.stat().st_size
+        if size > room or not groups:
+            groups.append([])
+            room = _PART_BYTES
+        groups[-1].append(file)
+        room -= size
+    read = lambda group: (_file(config, file, tail_of) for file in group)
+    return tuple(
+        Part(str(group[0]), sum(file.stat().st_size for file in group), lambda group=group: _full(read(group)))  # type: ignore[misc]
+        for group in groups
+    )
+
+
+def _full(documents: Iterator[Pieces]) -> Iterator[Pieces]:
+    """Documents that have text."""
+    for document in documents:
+        for first in document:
+            yield itertools.chain((first,), document)
+            break
+
+
+def _file(config: DataConfig, file: pathlib.Path, tail_of: Split | None) -> Pieces:
+    pieces = lambda: text_pieces(file, config.encoding, config.errors)
+    if tail_of is None:
+        return pieces()
+    cut = round(sum(map(len, pieces())) * (1 - config.validation_fraction))
+    return _between(pieces(), 0, cut) if tail_of == "train" else _between(pieces(), cut, None)
+
+
+def _between(pieces: Pieces, start: int, stop: int | None) -> Pieces:
+    """Characters `start` to `stop` of a text."""
+    at = 0
+    for piece in pieces:
+        wanted = piece[max(0, start - at) : None if stop is None else max(0, stop - at)]
+        at += len(piece)
+        if wanted:
+            yield wanted
+
+
+def _document_parts(documents: Documents) -> tuple[Part, ...]:
+    """Ranges of documents with random access; those that are stored together are read together."""
+    offsets = documents.block_offsets
+    if offsets is None:
+        cuts = [*range(0, len(documents), _PART_DOCUMENTS), len(documents)]
+    else:
+        cuts = [0]
+        for offset in map(int, np.unique(offsets)):
+            if offset - cuts[-1] >= _PART_DOCUMENTS or offset == len(documents):
+                cuts.append(offset)
+    one = lambda i: iter((documents[i],))
+    return tuple(
+        Part(f"documents {a} to {b - 1}", b - a, lambda a=a, b=b: map(one, range(a, b)))  # type: ignore[misc]
+        for a, b in itertools.pairwise(cuts)
+    )

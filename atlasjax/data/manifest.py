@@ -1,0 +1,89 @@
+"""The description of a prepared data set. It is written last: a folder with a manifest is complete."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from atlasjax.data.config import Packing, Split
+from atlasjax.data.files import write_whole
+from atlasjax.data.token_files import TokenFile
+
+FILE = "manifest.json"
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a prepared data set holds.
+
+    Attributes:
+      fingerprint: `fingerprint` of the tokenizer, which is saved beside the manifest in `tokenizer/`.
+      vocab_size: of the tokenizer.
+      dtype: of the token ids in the files.
+      packing: for which packing the documents were tokenized. For `contiguous` every document ends with the separator.
+      separator: this separator; "" for `documents`.
+      splits: for each split, its token files in order.
+      source: the fields of the `DataConfig` that it was prepared with, and how many tokens a file should have.
+      versions: of the packages that made it.
+    """
+
+    fingerprint: str
+    vocab_size: int
+    dtype: str
+    packing: Packing
+    separator: str
+    splits: dict[Split, tuple[TokenFile, ...]]
+    source: dict[str, Any]
+    versions: dict[str, str]
+
+    @property
+    def token_dtype(self) -> np.dtype:
+        """The dtype of the ids."""
+        return np.dtype(self.dtype)
+
+    def totals(self, split: Split) -> dict[str, int]:
+        """The number of documents, tokens and bytes of text in a split."""
+        names = ("documents", "tokens", "num_bytes")
+        return {name: sum(getattr(file, name) for file in self.splits[split]) for name in names}
+
+
+def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
+    """Write the manifest of a folder whose files are finished."""
+    saved = {
+        "format": _FORMAT,
+        **{field.name: getattr(manifest, field.name) for field in dataclasses.fields(Manifest)},
+        "totals": {split: manifest.totals(split) for split in manifest.splits},
+        "splits": {split: [dataclasses.asdict(file) for file in files] for split, files in manifest.splits.items()},
+    }
+    write_whole(folder / FILE, (json.dumps(saved, indent=1) + "\n").encode())
+
+
+def read_manifest(folder: pathlib.Path) -> Manifest:
+    """Read the manifest of a prepared data set.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: it is damaged, or of another version of the format.
+    """
+    path = folder / FILE
+    try:
+        saved = json.loads(path.read_bytes())
+        if saved["format"] != _FORMAT:
+            raise ValueError(
+                f"The prepared data {str(folder)!r} has format {saved['format']}; this atlasjax reads format {_FORMAT}."
+            )
+        fields = {field.name: saved[field.name] for field in dataclasses.fields(Manifest)}
+        fields["splits"] = {
+            split: tuple(TokenFile(**file) for file in files) for split, files in saved["splits"].items()
+        }
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(
+            f"{str(folder)!r} is not prepared data: {FILE} is missing. `atlasjax prepare` writes it when all else is finished; the "
+            "same command goes on where one was stopped."
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"The manifest {str(path)!r} is damaged.") from None
+    return Manifest(**fields)

@@ -1,0 +1,373 @@
+"""Prepares a data set: tokenizes it once, shuffles its documents, and writes token files with a manifest.
+
+    manifest = prepare(DataConfig(source="jsonl", paths=("corpus/",), tokenizer="bpe:32000"), "prepared/corpus", workers=8)
+
+Parts of the source are tokenized in order, each into a file of its own in `parts/`. When all are there, documents are gathered
+from them in a random order into the final files. A file counts as finished when its description (.json) is there, which is written
+after it; so a stopped preparation goes on with what is not finished. The result depends on the config alone, never on the number
+of workers.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib.metadata
+import itertools
+import json
+import pathlib
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from atlasjax import check
+from atlasjax.data import manifest as manifest_lib
+from atlasjax.data.config import DataConfig, Split
+from atlasjax.data.files import write_whole
+from atlasjax.data.inputs import Inputs, Selection, open_inputs
+from atlasjax.data.manifest import Manifest, read_manifest, write_manifest
+from atlasjax.data.pieces import encode_pieces
+from atlasjax.data.token_files import TokenFile, TokenFiles, TokenWriter
+from atlasjax.data.tokenizers import TRAINING_CHARACTERS, Tokenizer, load_tokenizer, make_tokenizer
+from atlasjax.data.windows import token_dtype
+from atlasjax.data.workers import run_tasks
+
+SHARD_TOKENS = 2**26
+_REQUEST = "prepare.json"
+_GATHERED = 2**22  # tokens of a long document copied at once
+_TICK = 2.0  # seconds between two reports
+# What only matters when the prepared data is read.
+_OF_TRAINING = ("sequence_length", "batch_size", "max_segments", "num_threads")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Progress of a preparation.
+
+    Attributes:
+      stage: "tokenizing" or "shuffling".
+      done, total: files of this stage, finished and in all.
+      fraction: how much of this stage is finished, by size, in [0, 1].
+      tokens: tokens written in this stage so far, those of unfinished files included.
+      kept: tokens among them that an earlier start had written.
+    """
+
+    stage: str
+    done: int
+    total: int
+    fraction: float
+    tokens: int
+    kept: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gathered:
+    """The final files of a split: `num_files`, filled in order with documents of the token files `files`."""
+
+    files: tuple[TokenFile, ...]
+    selection: Selection
+    num_documents: int
+    num_files: int
+    shuffle_seed: int | None
+
+
+def prepare(
+    config: DataConfig,
+    directory: str | pathlib.Path,
+    *,
+    workers: int = 0,
+    shard_tokens: int = SHARD_TOKENS,
+    on_report: Callable[[Report], None] | None = None,
+) -> Manifest:
+    """Tokenize, shuffle and write the documents of a config, or go on where an earlier call was stopped.
+
+    Train with `DataConfig(source="prepared", paths=(directory,))`.
+
+    Args:
+      config: the source, the division into training and validation, the tokenizer, the packing it is for, shuffle and seed.
+      directory: where to write; made if it does not exist.
+      workers: number of processes. 0 works in this one.
+      shard_tokens: about as many tokens come into one file of the result.
+      on_report: called a few times a minute.
+
+    Returns:
+      The manifest. A finished preparation of the same config is returned as it is.
+
+    Raises:
+      ValueError: the config is not one to prepare, a document cannot be read, a split is empty, or the directory holds something
+        else.
+      FileNotFoundError: as `load_documents`.
+      OSError: a file cannot be written.
+      RuntimeError: a worker was stopped.
+    """
+    check.require(check.is_integer(workers, 0), "workers", workers, "an integer of at least 0")
+    check.require(check.is_integer(shard_tokens, 1), "shard_tokens", shard_tokens, "an integer of at least 1")
+    request = _request(config) | {"shard_tokens": shard_tokens}
+    inputs = open_inputs(config)
+    folder = pathlib.Path(directory).expanduser()
+    _check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        if (folder / manifest_lib.FILE).exists():
+            found = read_manifest(folder)
+            _check_same(folder, found.source, request)
+            _clean(folder)
+            return found
+        begun = folder / _REQUEST
+        wanted = {"request": request, "inputs": inputs.identity}
+        if begun.exists():
+            saved = json.loads(begun.read_bytes())
+            _check_same(folder, saved["request"], request)
+            if saved["inputs"] != json.loads(json.dumps(inputs.identity)):
+                raise ValueError(
+                    f"The source has changed since its preparation in {str(folder)!r} was begun. Delete that folder, or give "
+                    "another."
+                )
+        write_whole(begun, json.dumps(wanted).encode())
+        tokenizer = _tokenizer(config, inputs, folder)
+        (folder / "parts").mkdir(exist_ok=True)
+        report = on_report or (lambda report: None)
+        written = _tokenize(config, inputs, folder, tokenizer, workers, report)
+        plans = {
+            split: _plan(config, split, selection, tuple(written[selection.input]), shard_tokens)
+            for split, selection in inputs.splits.items()
+        }
+        splits = _gather(folder, plans, tokenizer, workers, report)
+        result = Manifest(
+            tokenizer.fingerprint, tokenizer.vocab_size, token_dtype(tokenizer.vocab_size).name, config.packing,
+            _separator(config), splits, request, _versions(),
+        )  # fmt: skip
+        write_manifest(folder, result)
+        _clean(folder)
+    return result
+
+
+def _request(config: DataConfig) -> dict[str, Any]:
+    """The fields that decide what is written. Raises ValueError if others are given, or the data is prepared already."""
+    if config.source == "prepared":
+        raise ValueError("source 'prepared' is prepared already; prepare takes 'text', 'jsonl', 'parquet', … .")
+    fields = dataclasses.asdict(config)
+    for field in dataclasses.fields(DataConfig):
+        if field.name in _OF_TRAINING and fields[field.name] != field.default:
+            raise ValueError(
+                f"{field.name} is {fields[field.name]!r}; it is chosen when prepared data is trained on, not before."
+            )
+    return json.loads(
+        json.dumps({name: value for name, value in fields.items() if name not in (*_OF_TRAINING, "weights")})
+    )
+
+
+def _check_folder(folder: pathlib.Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{str(folder)!r} is a file; prepared data needs a folder.")
+    ours = ("lock", _REQUEST, manifest_lib.FILE)
+    if folder.exists() and any(folder.iterdir()) and not any((folder / name).exists() for name in ours):
+        raise ValueError(f"The folder {str(folder)!r} holds other files. Give an empty or a new one.")
+
+
+def _check_same(folder: pathlib.Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    names = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
+    if names:
+        differences = "; ".join(f"{name} was {saved.get(name)!r} and is now {wanted.get(name)!r}" for name in names)
+        raise ValueError(
+            f"{str(folder)!r} holds another preparation: {differences}. Give another folder, or delete this one."
+        )
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+    with open(folder / "lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"Another process prepares data in {str(folder)!r}.") from None
+        yield
+
+
+def _clean(folder: pathlib.Path) -> None:
+    """Remove what only a preparation that goes on would need."""
+    shutil.rmtree(folder / "parts", ignore_errors=True)
+    for split in ("train", "validation"):
+        for path in folder.glob(f"{split}-*.json"):
+            path.unlink()
+    (folder / _REQUEST).unlink(missing_ok=True)
+
+
+def _separator(config: DataConfig) -> str:
+    return config.separator if config.packing == "contiguous" else ""
+
+
+def _versions() -> dict[str, str]:
+    names = ("atlasjax", "tokenizers", "sentencepiece", "numpy")
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
+
+
+def _tokenizer(config: DataConfig, inputs: Inputs, folder: pathlib.Path) -> Tokenizer:
+    """The tokenizer of an earlier start, or a new one, saved."""
+    if (folder / "tokenizer" / "tokenizer.json").exists():
+        return load_tokenizer(folder / "tokenizer")
+
+    def beginning(pieces: Iterator[str]) -> str:
+        """As much of a document as a tokenizer is trained on."""
+        taken: list[str] = []
+        for piece in pieces:
+            taken.append(piece)
+            if sum(map(len, taken)) >= TRAINING_CHARACTERS:
+                break
+        return "".join(taken)
+
+    tokenizer = make_tokenizer(config, map(beginning, inputs.texts("train")))
+    tokenizer.save(folder / "tokenizer")
+    return tokenizer
+
+
+# Tokenizing
+
+
+def _tokenize(
+    config: DataConfig,
+    inputs: Inputs,
+    folder: pathlib.Path,
+    tokenizer: Tokenizer,
+    workers: int,
+    report: Callable[[Report], None],
+) -> list[list[TokenFile]]:
+    """The token files of every input's parts."""
+    names = [[f"{i}-{number:06d}" for number in range(len(parts))] for i, parts in enumerate(inputs.parts)]
+    tasks = {names[i][number]: (i, number) for i, parts in enumerate(inputs.parts) for number in range(len(parts))}
+    sizes = {name: inputs.parts[i][number].size for name, (i, number) in tasks.items()}
+    itemsize = token_dtype(tokenizer.vocab_size).itemsize
+    stage = _Stage("tokenizing", folder / "parts", sizes, itemsize, report)
+    stage.run(_encoder, (config, folder), tasks, workers)
+    return [[stage.finished[name] for name in each] for each in names]
+
+
+def _encoder(config: DataConfig, folder: pathlib.Path) -> Callable[[tuple[int, int]], TokenFile]:
+    tokenizer, inputs, separator = load_tokenizer(folder / "tokenizer"), open_inputs(config), _separator(config)
+
+    def encode(task: tuple[int, int]) -> TokenFile:
+        number, part = task
+        with _writer(folder / "parts", f"{number}-{part:06d}", tokenizer) as writer:
+            for document in inputs.parts[number][part].documents():
+                for ids in encode_pieces(tokenizer, itertools.chain(document, (separator,))):
+                    writer.write(ids)
+                writer.end_document()
+        return _finish(folder / "parts", writer)
+
+    return encode
+
+
+def _writer(folder: pathlib.Path, name: str, tokenizer: Tokenizer) -> TokenWriter:
+    return TokenWriter(folder, name, token_dtype(tokenizer.vocab_size), tokenizer.bytes_per_token)
+
+
+def _finish(folder: pathlib.Path, writer: TokenWriter) -> TokenFile:
+    file = writer.finished
+    write_whole(folder / f"{file.name}.json", json.dumps(dataclasses.asdict(file)).encode())
+    return file
+
+
+# Shuffling
+
+
+def _plan(
+    config: DataConfig, split: Split, selection: Selection, files: tuple[TokenFile, ...], shard_tokens: int
+) -> _Gathered:
+    documents, tokens = sum(file.documents for file in files), sum(file.tokens for file in files)
+    count = selection.count(documents)
+    if not count or not tokens:
+        why = f"every {selection.period}th of {documents} documents" if selection.period else f"{documents} documents"
+        raise ValueError(
+            f"The {split} split is empty: it is {why}, with {tokens} tokens in all. Give more text, another "
+            f"validation_fraction (now {config.validation_fraction}) or separate validation data."
+        )
+    num_files = min(count, -(-(tokens * count // documents) // shard_tokens) or 1)
+    return _Gathered(files, selection, count, num_files, config.seed if config.shuffle and split == "train" else None)
+
+
+def _gather(
+    folder: pathlib.Path,
+    plans: dict[Split, _Gathered],
+    tokenizer: Tokenizer,
+    workers: int,
+    report: Callable[[Report], None],
+) -> dict[Split, tuple[TokenFile, ...]]:
+    names = {split: [f"{split}-{i:05d}" for i in range(plan.num_files)] for split, plan in plans.items()}
+    tasks = {name: (split, i) for split, each in names.items() for i, name in enumerate(each)}
+    stage = _Stage("shuffling", folder, dict.fromkeys(tasks, 1), token_dtype(tokenizer.vocab_size).itemsize, report)
+    stage.run(_gatherer, (folder, plans), tasks, workers)
+    return {split: tuple(stage.finished[name] for name in each) for split, each in names.items()}
+
+
+def _gatherer(folder: pathlib.Path, plans: dict[Split, _Gathered]) -> Callable[[tuple[Split, int]], TokenFile]:
+    from grain.experimental import index_shuffle
+
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    dtype = token_dtype(tokenizer.vocab_size)
+    read = {
+        split: TokenFiles([(folder / "parts", file) for file in plan.files], dtype) for split, plan in plans.items()
+    }
+
+    def gather(task: tuple[Split, int]) -> TokenFile:
+        split, number = task
+        plan, parts = plans[split], read[split]
+        first, last = (plan.num_documents * i // plan.num_files for i in (number, number + 1))
+        with _writer(folder, f"{split}-{number:05d}", tokenizer) as writer:
+            for place in range(first, last):
+                if plan.shuffle_seed is not None:
+                    place = index_shuffle(place, max_index=plan.num_documents - 1, seed=plan.shuffle_seed, rounds=4)
+                start, stop = parts.document(plan.selection.document(place))
+                for at in range(start, stop, _GATHERED):
+                    writer.write(parts[at : min(at + _GATHERED, stop)])
+                writer.end_document()
+        return _finish(folder, writer)
+
+    return gather
+
+
+@dataclasses.dataclass
+class _Stage:
+    """Files that are written independently of one another, by tasks of the same names.
+
+    Attributes:
+      name: of the stage.
+      folder: of the files.
+      sizes: for each name, a weight for the fraction that is done.
+      itemsize: bytes per token.
+      report: called with the progress.
+      finished: what is finished, by name.
+    """
+
+    name: str
+    folder: pathlib.Path
+    sizes: dict[str, int]
+    itemsize: int
+    report: Callable[[Report], None]
+    finished: dict[str, TokenFile] = dataclasses.field(default_factory=dict)
+
+    def run(
+        self, make: Callable[..., Any], arguments: tuple[Any, ...], tasks: dict[str, tuple[Any, int]], workers: int
+    ) -> None:
+        """Do what is not finished, the largest first."""
+        for name in tasks:
+            path = self.folder / f"{name}.json"
+            if path.exists():
+                self.finished[name] = TokenFile(**json.loads(path.read_bytes()))
+        kept = sum(file.tokens for file in self.finished.values())
+        waiting = {task: name for name, task in tasks.items() if name not in self.finished}
+        order = sorted(waiting, key=lambda task: -self.sizes[waiting[task]])
+        reported = 0.0
+        for task, file in run_tasks(make, arguments, order, workers):
+            if task is not None:
+                self.finished[waiting[task]] = file
+            if time.monotonic() - reported > _TICK or len(self.finished) == len(tasks):
+                reported = time.monotonic()
+                self.report(self._progress(len(tasks), kept))
+
+    def _progress(self, total: int, kept: int) -> Report:
+        done, whole = (sum(self.sizes[name] for name in names) for names in (self.finished, self.sizes))
+        begun = (self.folder / f"{name}.tokens" for name in self.sizes if name not in self.finished)
+        tokens = sum(path.stat().st_size // self.itemsize for path in begun if path.exists())
+        tokens += sum(file.tokens for file in self.finished.values())
+        return Report(self.name, len(self.finished), total, done / max(whole, 1), tokens, kept)

@@ -1,0 +1,85 @@
+"""Opens prepared data sets for training and evaluation."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from atlasjax.data.config import DataConfig, Split
+from atlasjax.data.manifest import Manifest, read_manifest
+from atlasjax.data.sources import load_text
+from atlasjax.data.token_files import TokenFiles
+from atlasjax.data.tokenizers import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedSplit:
+    """One split of one prepared data set.
+
+    Attributes:
+      tokens: its documents.
+      digest: its numbers of documents and tokens and a checksum, which tell it from others.
+    """
+
+    tokens: TokenFiles
+    digest: str
+
+
+def open_prepared(config: DataConfig, tokenizer: Tokenizer, split: Split) -> tuple[TokenFiles, list[PreparedSplit]]:
+    """Open a split of the prepared data sets of a config. Their files are checked for their sizes, and nothing of them is read.
+
+    Returns:
+      The documents of all sets in a row, and each of them alone.
+
+    Raises:
+      FileNotFoundError: a folder holds no finished preparation, or a file is missing.
+      ValueError: a set has another tokenizer, is for another packing or separator, has no such split, or a file is damaged.
+    """
+    files, sets = [], []
+    for name in config.paths:
+        folder = pathlib.Path(name).expanduser()
+        manifest = read_manifest(folder)
+        _check(name, manifest, config, tokenizer, split)
+        mine = [(folder, file) for file in manifest.splits[split]]
+        files += mine
+        totals = manifest.totals(split)
+        checksum = sum((i + 1) * file.crc32 for i, (_, file) in enumerate(mine)) % 2**32
+        digest = f"{totals['documents']} documents, {totals['tokens']} tokens, {checksum:08x}"
+        sets.append(PreparedSplit(TokenFiles(mine, manifest.token_dtype), digest))
+    return TokenFiles(files, manifest.token_dtype), sets
+
+
+def _check(name: str, manifest: Manifest, config: DataConfig, tokenizer: Tokenizer, split: Split) -> None:
+    if manifest.fingerprint != tokenizer.fingerprint:
+        raise ValueError(
+            f"The data in {name!r} was prepared with another tokenizer ({manifest.source['tokenizer']!r}, {manifest.vocab_size} "
+            f"tokens, SHA-256 {manifest.fingerprint[:12]}…) than that of the run ({tokenizer.vocab_size} tokens, "
+            f"{tokenizer.fingerprint[:12]}…)."
+        )
+    if manifest.packing != config.packing:
+        raise ValueError(
+            f"packing is {config.packing!r}, but the data in {name!r} was prepared for packing {manifest.packing!r}: its "
+            f"documents end with {'the' if manifest.separator else 'no'} separator. Give --data.packing {manifest.packing}."
+        )
+    if manifest.packing == "contiguous" and manifest.separator != config.separator:
+        raise ValueError(
+            f"separator is {config.separator!r}, but the data in {name!r} was prepared with {manifest.separator!r}."
+        )
+    if split not in manifest.splits:
+        raise ValueError(
+            f"The data in {name!r} was prepared without validation data. Give --data.validation-fraction 0 to train without, or "
+            "prepare it with validation data."
+        )
+
+
+def load_tokens(config: DataConfig, tokenizer: Tokenizer, split: Split) -> np.ndarray:
+    """A whole split as one stream of tokens, int32 [num_tokens]. Raises as `open_prepared` or `load_documents`."""
+    if config.source == "prepared":
+        return open_prepared(config, tokenizer, split)[0][:].astype(np.int32)
+    return tokenizer.encode(load_text(config, split))
+
+
+def identity(config: DataConfig, sets: list[PreparedSplit]) -> dict[str, Any]:
+    """What a saved position must match."""
+    return {"weights": list(config.weights), "sets": [each.digest for each in sets]}

@@ -1,0 +1,93 @@
+"""Runs independent tasks in several processes, which end with this one however it ends."""
+
+import multiprocessing
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_POLL = 0.2  # seconds
+
+
+def run_tasks(
+    make: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...], tasks: list[Any], workers: int
+) -> Iterator[tuple[Any, Any]]:
+    """Yield (task, result) as tasks are finished, and (None, None) a few times a second in between.
+
+    Args:
+      make: called with `arguments` in each process; gives the function of one task. A function at the top of a module.
+      arguments: can be pickled, as tasks and results can.
+      tasks: what to do, in order of their start.
+      workers: number of processes. 0 stays in this one.
+
+    Raises:
+      ValueError, OSError: of a task.
+      RuntimeError: a process ended by itself (the system may have stopped it for its memory), or a task raised something else.
+    """
+    if not workers or not tasks:
+        function = make(*arguments) if tasks else None
+        for task in tasks:
+            assert function is not None
+            yield task, function(task)
+        return
+    context = multiprocessing.get_context("spawn")  # a forked copy of a process with threads may hang
+    waiting, done = context.Queue(), context.Queue()
+    for number in range(len(tasks)):
+        waiting.put(number)
+    processes = [
+        context.Process(target=_work, args=(make, arguments, tasks, waiting, done), daemon=True)
+        for _ in range(min(workers, len(tasks)))
+    ]
+    try:
+        for process in processes:
+            process.start()
+        left = len(tasks)
+        while left:
+            try:
+                number, result, error = done.get(timeout=_POLL)
+            except queue.Empty:
+                ended = [process for process in processes if process.exitcode is not None]
+                if ended:
+                    raise RuntimeError(
+                        f"a worker ended with exit code {ended[0].exitcode} in the middle of its work; the machine's memory may be "
+                        "too small. What is finished is kept: the same command goes on, with fewer workers if need be."
+                    ) from None
+                yield None, None
+                continue
+            if error is not None:
+                raise error
+            left -= 1
+            yield tasks[number], result
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+        for queue_ in (waiting, done):
+            queue_.cancel_join_thread()
+            queue_.close()
+
+
+def _work(make, arguments, tasks, waiting, done) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        function = make(*arguments)
+        while True:
+            number = waiting.get()
+            done.put((number, function(tasks[number]), None))
+    except KeyboardInterrupt:
+        pass  # the parent has it too, and ends us
+    except (ValueError, OSError) as error:
+        done.put((None, None, type(error)(str(error)) if isinstance(error, ValueError) else error))
+        time.sleep(60)  # the parent ends us when it has read this
+    except Exception as error:
+        done.put((None, None, RuntimeError(f"{type(error).__name__}: {error}")))
+        time.sleep(60)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)
