@@ -97,7 +97,7 @@ def _reached(*_, **__):
 
 
 def _run_atlasjax(arguments, monkeypatch):
-    for target in ("train.train", "evaluate.load_run", "generate.load_run", "info.plan_training"):
+    for target in ("train.train", "evaluate.load_run", "generate.load_run", "info.plan_training", "prepare.prepare"):
         monkeypatch.setattr(f"atlasjax.cli.{target}", _reached)
     monkeypatch.setattr("atlasjax.cli.info._sizes", lambda config: {})
     monkeypatch.setattr("atlasjax.cli.info.preset_names", lambda size: [f"atlas-{size}"])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from atlasjax.cli.parsing import parse
 from atlasjax.data.config import DataConfig
 from atlasjax.data.manifest import Manifest
-from atlasjax.data.prepare import SHARD_TOKENS, Report, prepare
+from atlasjax.data.preparation import SHARD_TOKENS, Report, prepare
 from atlasjax.train.errors import ConfigError, RunError, user_errors
 from atlasjax.train.progress import duration
 
@@ -24,7 +24,7 @@ When it is stopped, the same command goes on. The result does not depend on the 
 class PrepareCommand:
     """Options of `atlasjax prepare`."""
 
-    out: str = ""
+    out: str = "prepared"
     """Folder to write to, new or empty, or one in which the same preparation was stopped."""
     workers: int | None = None
     """Processes that tokenize. None: one for each core that this process may use."""
@@ -36,8 +36,6 @@ class PrepareCommand:
 def run(arguments: Sequence[str]) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
     command = parse(PrepareCommand, "prepare", _DESCRIPTION, arguments)
-    if not command.out:
-        raise ConfigError("out is not given; it should be the folder to write to.")
     workers = len(os.sched_getaffinity(0)) if command.workers is None else command.workers
     if workers < 1:
         raise ConfigError(f"workers is {workers}; it should be at least 1.")

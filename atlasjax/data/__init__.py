@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from atlasjax.data.associative_recall import RecallConfig, recall_accuracy, recall_sequences
     from atlasjax.data.config import DataConfig
+    from atlasjax.data.manifest import Manifest
     from atlasjax.data.pipeline import BatchIterator, Pipeline, make_pipeline
+    from atlasjax.data.preparation import prepare
     from atlasjax.data.sources import load_documents, load_text
     from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 
@@ -22,9 +24,11 @@ _HOME = {
     "recall_accuracy": "associative_recall",
     "recall_sequences": "associative_recall",
     "DataConfig": "config",
+    "Manifest": "manifest",
     "BatchIterator": "pipeline",
     "Pipeline": "pipeline",
     "make_pipeline": "pipeline",
+    "prepare": "preparation",
     "load_documents": "sources",
     "load_text": "sources",
     "Tokenizer": "tokenizers",
@@ -35,6 +39,7 @@ _HOME = {
 __all__ = [
     "BatchIterator",
     "DataConfig",
+    "Manifest",
     "Pipeline",
     "RecallConfig",
     "Tokenizer",
@@ -43,6 +48,7 @@ __all__ = [
     "load_tokenizer",
     "make_pipeline",
     "make_tokenizer",
+    "prepare",
     "recall_accuracy",
     "recall_sequences",
 ]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from atlasjax.data import DataConfig, load_documents, make_pipeline
 from atlasjax.data.documents import TextDocuments
 from atlasjax.data.packing import BlockShuffle, packed_rows
-from atlasjax.data.prepare import prepare
+from atlasjax.data.preparation import prepare
 from atlasjax.data.tokenizers import ByteTokenizer
 
 BYTE = ByteTokenizer()

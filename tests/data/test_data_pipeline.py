@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from atlasjax.data import DataConfig, load_text, make_pipeline, make_tokenizer
 from atlasjax.data.mixture import pick
-from atlasjax.data.prepare import prepare
+from atlasjax.data.preparation import prepare
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.data.windows import Windows, token_dtype, token_stream
 

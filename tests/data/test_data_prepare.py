@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from atlasjax.data import DataConfig, load_documents, make_pipeline, make_tokenizer
-from atlasjax.data import prepare as prepare_lib
+from atlasjax.data import preparation
 from atlasjax.data.inputs import open_inputs
 from atlasjax.data.manifest import read_manifest
-from atlasjax.data.prepare import prepare
+from atlasjax.data.preparation import prepare
 from atlasjax.data.prepared import open_prepared
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.data.windows import token_stream
@@ -76,7 +76,7 @@ def small_parts(monkeypatch):
     """Many parts and files of small sources."""
     monkeypatch.setattr("atlasjax.data.inputs._PART_BYTES", 3000)
     monkeypatch.setattr("atlasjax.data.inputs._PART_DOCUMENTS", 8)
-    monkeypatch.setattr("atlasjax.data.prepare._GATHERED", 50)
+    monkeypatch.setattr("atlasjax.data.preparation._GATHERED", 50)
 
 
 def opened(config, folder, split, **more):
@@ -151,7 +151,7 @@ class Stopped(BaseException):
 def test_stopped_at_every_file(sources, tmp_path, monkeypatch):
     config, options = sources["parquet"], {"shard_tokens": 900}
     prepare(config, tmp_path / "whole", **options)
-    finish, written = prepare_lib._finish, []
+    finish, written = preparation._finish, []
 
     def stopping(folder, writer, at):
         if len(written) == at:
@@ -162,7 +162,7 @@ def test_stopped_at_every_file(sources, tmp_path, monkeypatch):
     stops, parts = 0, len(open_inputs(config).parts[0])
     while True:  # each start gets one file further
         written.clear()
-        monkeypatch.setattr(prepare_lib, "_finish", lambda folder, writer: stopping(folder, writer, at=1))
+        monkeypatch.setattr(preparation, "_finish", lambda folder, writer: stopping(folder, writer, at=1))
         try:
             prepare(config, tmp_path / "stopped", **options)
             break
@@ -172,7 +172,7 @@ def test_stopped_at_every_file(sources, tmp_path, monkeypatch):
                 opened(config, tmp_path / "stopped", "train")
     assert stops == len(list((tmp_path / "whole").glob("*.tokens"))) + parts - 1
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
-    monkeypatch.setattr(prepare_lib, "_finish", finish)
+    monkeypatch.setattr(preparation, "_finish", finish)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "stopped").rglob("*")}
     assert prepare(config, tmp_path / "stopped", **options) == read_manifest(tmp_path / "whole")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "stopped").rglob("*")} == before
@@ -187,7 +187,7 @@ def test_stopped_while_the_tokenizer_is_trained_or_the_manifest_written(sources,
             def stop(*_):
                 raise Stopped
 
-            patch.setattr(prepare_lib, name, stop)
+            patch.setattr(preparation, name, stop)
             with pytest.raises(Stopped):
                 prepare(config, tmp_path / "stopped")
     prepare(config, tmp_path / "stopped")
@@ -282,7 +282,7 @@ def test_folders_that_hold_something_else(sources, tmp_path):
     prepare(config, tmp_path / "out")
     with pytest.raises(ValueError, match=r"another preparation: seed was 0 and is now 3"):
         prepare(dataclasses.replace(config, seed=3), tmp_path / "out")
-    with prepare_lib._locked(tmp_path / "out"), pytest.raises(ValueError, match="Another process prepares data in"):
+    with preparation._locked(tmp_path / "out"), pytest.raises(ValueError, match="Another process prepares data in"):
         prepare(config, tmp_path / "out")
 
 
@@ -290,7 +290,7 @@ def test_a_source_that_changed_meanwhile(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("some text\n" * 50)
     config = DataConfig(source="text", paths=(str(tmp_path / "a.txt"),), validation_fraction=0)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_lib, "_gather", lambda *_: (_ for _ in ()).throw(Stopped))
+        patch.setattr(preparation, "_gather", lambda *_: (_ for _ in ()).throw(Stopped))
         with pytest.raises(Stopped):
             prepare(config, tmp_path / "out")
     (tmp_path / "a.txt").write_text("some more text\n" * 50)

@@ -1,0 +1,85 @@
+"""The command `atlasjax prepare`, and training on what it wrote."""
+
+import json
+
+import pytest
+
+from atlasjax import cli
+from tests.data.conftest import make_texts
+from tests.test_cli import MODEL, PRESET
+from tests.train.tiny import child, train_losses
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = (json.dumps({"body": text}) + "\n" for text in make_texts(200, seed=3))
+    (folder / "a.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(corpus):
+    """Two sets for packing documents: (folder, what the command printed)."""
+    printed = []
+    for name, seed in (("one", "0"), ("two", "5")):
+        done = child(
+            "atlasjax.cli", "prepare", "--out", str(corpus / name), "--workers", "1", "--data.source", "jsonl",
+            "--data.paths", str(corpus), "--data.column", "body", "--data.packing", "documents", "--data.seed", seed,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        printed.append(done.stdout)
+    return corpus, printed
+
+
+def train(folder, *sets, steps, run="run", more=()):
+    model = [*MODEL]
+    model[model.index("text")] = "prepared"
+    return child(
+        "atlasjax.cli", "train", *PRESET, *model, "--data.packing", "documents", "--steps", str(steps), *more,
+        "--run-dir", str(folder / run), "--data.paths", *(str(folder / name) for name in sets),
+    )  # fmt: skip
+
+
+def test_what_prepare_prints(prepared):
+    folder, (out, _) = prepared
+    assert "tokenizing: 1 of 1 files" in out
+    assert "train: 190 documents, " in out
+    assert "validation: 10 documents, " in out
+    assert out.splitlines()[-1] == (
+        f"train: atlasjax train --data.source prepared --data.paths {folder / 'one'} --data.packing documents"
+    )
+
+
+def test_training_on_a_mixture_goes_on_where_it_was(prepared, capsys):
+    folder, _ = prepared
+    # Such a schedule does not depend on the number of steps, so that two runs are the same as one.
+    more = ("--data.weights", "1", "3", "--optimizer.schedule", "constant", "--optimizer.warmup-steps", "0")
+    for steps, run in ((4, "a"), (2, "b"), (4, "b")):
+        done = train(folder, "one", "two", steps=steps, run=run, more=more)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert "this model, 4 steps" in done.stdout
+    assert train_losses(folder / "a") == train_losses(folder / "b")
+    assert cli.main(["evaluate", "--run-dir", str(folder / "b")]) == 0
+    assert cli.main(["evaluate", "--run-dir", str(folder / "b"), "--stream", "--piece", "64"]) == 0
+    assert capsys.readouterr().out.count("bits per byte  ") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["prepare", "--out", "x", "--workers", "0"], "workers is 0; it should be at least 1"),
+        (["prepare", "--out", "x", "--data.source", "text", "--data.paths", "nowhere"], "'nowhere' does not exist"),
+        (["prepare", "--out", "x", "--data.errors", "skip"], "source 'embedded' has no bytes to decode"),
+        (["prepare", "--out", "x", "--data.batch-size", "2"], "batch_size is 2; it is chosen when prepared data is"),
+        (["train", *PRESET, "--data.source", "prepared", "--data.paths", "."], "'.' is not prepared data"),
+        (["train", *PRESET, "--data.source", "prepared"], "source 'prepared' needs paths"),
+    ],
+)
+def test_user_errors_are_one_line(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == cli.USER_ERROR
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1
+    assert words in error[0]
+    assert not (tmp_path / "x").exists() or not any((tmp_path / "x").iterdir())
