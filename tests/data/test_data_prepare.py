@@ -14,8 +14,7 @@ import time
 import numpy as np
 import pytest
 
-from atlasjax.data import DataConfig, load_documents, make_pipeline, make_tokenizer
-from atlasjax.data import preparation
+from atlasjax.data import DataConfig, load_documents, make_pipeline, make_tokenizer, preparation
 from atlasjax.data.inputs import open_inputs
 from atlasjax.data.manifest import read_manifest
 from atlasjax.data.preparation import prepare
