@@ -21,7 +21,8 @@ MAY_IMPORT = {
     "atlasjax.memory": {"pallas_kernels"} | FOUNDATION,
     "atlasjax.rules": {"atlasjax.memory"} | FOUNDATION,
     "atlasjax.mixers": {"atlasjax", "atlasjax.memory", "atlasjax.rules"} | FOUNDATION,
-    "atlasjax.data": FOUNDATION,
+    "atlasjax.storage": {"atlasjax.names"},
+    "atlasjax.data": {"atlasjax", "atlasjax.storage"} | FOUNDATION,
     "atlasjax.nn": {
         "atlasjax",
         "atlasjax.memory",
@@ -43,6 +44,7 @@ MAY_IMPORT = {
         "atlasjax.memory",
         "atlasjax.nn",
         "atlasjax.presets",
+        "atlasjax.storage",
     }
     | FOUNDATION,
     "atlasjax.plan": {"atlasjax", "atlasjax.distributed", "atlasjax.nn", "atlasjax.train"} | FOUNDATION,

@@ -1,13 +1,13 @@
 """`atlasjax train`."""
 
 import dataclasses
-import pathlib
 import shlex
 from collections.abc import Sequence
 from typing import Annotated
 
 import tyro
 
+from atlasjax import storage
 from atlasjax.cli.parsing import parse, pop_option
 from atlasjax.cli.report import baselines, sample_text
 from atlasjax.train.config import TrainConfig
@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> None:
             print(f"{what}; the first one takes a while to compile.", flush=True)
 
     result = train(config, on_start=announce)
-    _report(name if saved is None else pathlib.Path(config.run_dir).name, config, result)
+    _report(name if saved is None else storage.path(config.run_dir).name, config, result)
 
 
 def _report(name: str, config: TrainConfig, result: TrainResult) -> None:
@@ -70,9 +70,9 @@ def _report(name: str, config: TrainConfig, result: TrainResult) -> None:
     print("\nsample:")
     model = merge(result.setup.graphdef, result.state.params)
     print(sample_text(model, result.setup.tokenizer, seed=config.seed))
-    run_dir = pathlib.Path(config.run_dir)
+    run_dir = storage.path(config.run_dir)
     quoted = shlex.quote(str(run_dir))
-    where = "" if run_dir == pathlib.Path(default_config("atlas-tiny").run_dir) else f" --run-dir {quoted}"
+    where = "" if run_dir == storage.path(default_config("atlas-tiny").run_dir) else f" --run-dir {quoted}"
     print(f"\ncheckpoint:   {result.checkpoint}")
     print(f"loss curve:   {run_dir / 'loss_curve.png'}")
     print(f"continue:     atlasjax train --run-dir {quoted} --steps {2 * max(config.steps, result.step)}")

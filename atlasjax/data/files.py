@@ -1,19 +1,20 @@
-"""Finds the files that a configuration names, and writes files atomically."""
+"""Finds the files that a configuration names, on a disk or in a store."""
 
 import glob
 import os
 import pathlib
-import secrets
 from collections.abc import Sequence
+
+from atlasjax import storage
 
 COMPRESSIONS = (".gz", ".zst")
 
 
-def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[pathlib.Path], set[pathlib.Path]]:
+def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[storage.AnyPath], set[storage.AnyPath]]:
     """List the files behind `paths`.
 
     Args:
-      paths: files, folders (searched recursively, without hidden files and folders), or glob patterns.
+      paths: files, folders (searched recursively, without hidden files and folders), or glob patterns; also as URLs.
       suffixes: which files of a folder to take, e.g. (".txt", ".md"), in upper or lower case. Compressed ones are taken too
         (.txt.gz, .txt.zst).
 
@@ -23,21 +24,16 @@ def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[pathlib.
 
     Raises:
       FileNotFoundError: a path does not exist, a pattern matches nothing, or a folder has no such file.
-      ValueError: a path is a device or a pipe.
+      ValueError: a path is a device or a pipe, or a URL of an unknown kind.
     """
-    files: dict[pathlib.Path, None] = {}
-    found: set[pathlib.Path] = set()
+    files: dict[storage.AnyPath, None] = {}
+    found: set[storage.AnyPath] = set()
+    inside: Sequence[storage.AnyPath]
     wanted = tuple(suffix.lower() for suffix in suffixes)
     for name in paths:
-        path = pathlib.Path(name).expanduser()
+        path = storage.path(name).expanduser()
         if path.is_dir():
-            inside = sorted(
-                file
-                for file in path.rglob("*")
-                if file.is_file()
-                and _suffix(file) in wanted
-                and not any(part.startswith(".") for part in file.relative_to(path).parts)
-            )
+            inside = [file for file in _visible_below(path) if _suffix(file) in wanted]
             if not inside:
                 kinds = ", ".join(f"*{suffix}" for suffix in suffixes)
                 raise FileNotFoundError(
@@ -49,9 +45,7 @@ def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[pathlib.
             files[path] = None
             continue
         elif glob.has_magic(name):
-            inside = sorted(
-                file for match in glob.glob(str(path), recursive=True) if (file := pathlib.Path(match)).is_file()
-            )
+            inside = _matches(path)
             if not inside:
                 raise FileNotFoundError(f"No file matches the data pattern {name!r}.")
         else:
@@ -61,10 +55,28 @@ def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[pathlib.
     return list(files), found
 
 
-def _suffix(file: pathlib.Path) -> str:
+def _visible_below(folder: storage.AnyPath) -> Sequence[storage.AnyPath]:
+    """The files below a folder, sorted, without hidden ones and those of hidden folders."""
+    if isinstance(folder, storage.StorePath):
+        return [file for file in folder.files() if "/." not in str(file).removeprefix(str(folder))]
+    return sorted(
+        file
+        for file in folder.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    )
+
+
+def _matches(pattern: storage.AnyPath) -> Sequence[storage.AnyPath]:
+    """The files that match a pattern, sorted."""
+    if isinstance(pattern, storage.StorePath):
+        return pattern.matches()
+    return sorted(file for match in glob.glob(str(pattern), recursive=True) if (file := pathlib.Path(match)).is_file())
+
+
+def _suffix(file: storage.AnyPath) -> str:
     """The suffix in lower case, without that of a compression."""
     suffix = file.suffix.lower()
-    return pathlib.Path(file.stem).suffix.lower() if suffix in COMPRESSIONS else suffix
+    return pathlib.PurePath(file.name.removesuffix(file.suffix)).suffix.lower() if suffix in COMPRESSIONS else suffix
 
 
 def machine_memory() -> int:
@@ -75,20 +87,3 @@ def machine_memory() -> int:
         if text.isdecimal():
             limits.append(int(text))
     return min(limits)
-
-
-def write_whole(path: pathlib.Path, content: bytes) -> None:
-    """Write a file atomically: it appears complete or not at all.
-
-    The temporary file beside it has an unpredictable name and must not exist before, so nothing is written through a link.
-
-    Raises:
-      OSError: the file cannot be written.
-    """
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-            file.write(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

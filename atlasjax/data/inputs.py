@@ -5,12 +5,12 @@ What `prepare` reads. The documents, and how they are divided into training and 
 
 import dataclasses
 import itertools
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from atlasjax import storage
 from atlasjax.data.config import DataConfig, Split
 from atlasjax.data.documents import Documents
 from atlasjax.data.sources import default_held_out, load_documents, open_documents
@@ -139,17 +139,17 @@ def _input(config: DataConfig, *, separate: bool) -> tuple[Part, ...]:
     return _document_parts(open_documents(config, separate=separate))
 
 
-def _text_files(config: DataConfig, paths: Sequence[str]) -> list[pathlib.Path]:
+def _text_files(config: DataConfig, paths: Sequence[str]) -> list[storage.AnyPath]:
     return text_files(paths, config.suffixes, config.encoding, config.errors)
 
 
-def _lines(config: DataConfig, file: pathlib.Path) -> Iterator[Pieces]:
+def _lines(config: DataConfig, file: storage.AnyPath) -> Iterator[Pieces]:
     return (iter((text,)) for text in json_documents(file, config.column, config.encoding, config.errors))
 
 
-def _file_parts(config: DataConfig, files: list[pathlib.Path], tail_of: Split | None = None) -> tuple[Part, ...]:
+def _file_parts(config: DataConfig, files: list[storage.AnyPath], tail_of: Split | None = None) -> tuple[Part, ...]:
     """Files, a few small ones together. `tail_of` takes what a split has of each if the tails are held out."""
-    groups: list[list[pathlib.Path]] = []
+    groups: list[list[storage.AnyPath]] = []
     room = 0
     for file in files:
         size = file.stat().st_size
@@ -173,7 +173,7 @@ def _full(documents: Iterator[Pieces]) -> Iterator[Pieces]:
             break
 
 
-def _file(config: DataConfig, file: pathlib.Path, tail_of: Split | None) -> Pieces:
+def _file(config: DataConfig, file: storage.AnyPath, tail_of: Split | None) -> Pieces:
     pieces = lambda: text_pieces(file, config.encoding, config.errors)
     if tail_of is None:
         return pieces()

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from atlasjax.data.config import Packing, Split
-from atlasjax.data.files import write_whole
 from atlasjax.data.token_files import TokenFile
+from atlasjax.storage import write_whole
 
 FILE = "manifest.json"
 _FORMAT = 1

@@ -1,12 +1,14 @@
 """Reads one string column of Parquet files (such as FineWeb), one row group at a time."""
 
+import contextlib
 import difflib
 import functools
-import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from atlasjax import storage
 from atlasjax.data.files import expand
 
 _MAX_BLOCKS = 8  # row groups kept in memory and shuffled together
@@ -35,7 +37,8 @@ class ParquetDocuments:
         groups, sizes, num_bytes = [], [], []
         for number, file in enumerate(self._files):
             try:
-                metadata = pq.read_metadata(file)
+                with _opened(file) as source:
+                    metadata = pq.read_metadata(source)
             except (pa.ArrowException, OSError) as error:
                 raise ValueError(f"The data file {str(file)!r} is not a Parquet file: {error}") from None
             index = _string_column(metadata, column, file)
@@ -57,7 +60,10 @@ class ParquetDocuments:
 
         file, group = self._groups[block]
         try:
-            with pq.ParquetFile(self._files[file], metadata=self._metadata[file], memory_map=True) as parquet:
+            with (
+                _opened(self._files[file]) as source,
+                pq.ParquetFile(source, metadata=self._metadata[file], memory_map=True) as parquet,
+            ):
                 return parquet.read_row_group(group, columns=[self._column], use_threads=False).column(0)
         except (pa.ArrowException, OSError) as error:
             start, end = map(int, self.block_offsets[block : block + 2])
@@ -87,7 +93,17 @@ class ParquetDocuments:
             ) from None
 
 
-def _string_column(metadata, column: str, file: pathlib.Path) -> int:
+@contextlib.contextmanager
+def _opened(file: storage.AnyPath) -> Iterator[Any]:
+    """What pyarrow reads: a path, which it can map, or a stream of a store."""
+    if not isinstance(file, storage.StorePath):
+        yield file
+        return
+    with file.open() as stream:
+        yield stream
+
+
+def _string_column(metadata, column: str, file: storage.AnyPath) -> int:
     """Return the position of `column` among the leaf columns of a file. Raises ValueError if it does not hold strings."""
     import pyarrow as pa
 

@@ -21,10 +21,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from atlasjax import check
+from atlasjax import check, storage
 from atlasjax.data import manifest as manifest_lib
 from atlasjax.data.config import DataConfig, Split
-from atlasjax.data.files import write_whole
 from atlasjax.data.inputs import Inputs, Selection, open_inputs
 from atlasjax.data.manifest import Manifest, read_manifest, write_manifest
 from atlasjax.data.pieces import encode_pieces
@@ -105,7 +104,7 @@ def prepare(
     check.require(check.is_integer(shard_tokens, 1), "shard_tokens", shard_tokens, "an integer of at least 1")
     request = _request(config) | {"shard_tokens": shard_tokens}
     inputs = open_inputs(config)
-    folder = pathlib.Path(directory).expanduser()
+    folder = storage.local_path(directory).expanduser()
     _check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
@@ -124,7 +123,7 @@ def prepare(
                     f"The source has changed since its preparation in {str(folder)!r} was begun. Delete that folder, or give "
                     "another."
                 )
-        write_whole(begun, json.dumps(wanted).encode())
+        storage.write_whole(begun, json.dumps(wanted).encode())
         tokenizer = _tokenizer(config, inputs, folder)
         (folder / "parts").mkdir(exist_ok=True)
         report = on_report or (lambda report: None)
@@ -264,7 +263,7 @@ def _writer(folder: pathlib.Path, name: str, tokenizer: Tokenizer) -> TokenWrite
 
 def _finish(folder: pathlib.Path, writer: TokenWriter) -> TokenFile:
     file = writer.finished
-    write_whole(folder / f"{file.name}.json", json.dumps(dataclasses.asdict(file)).encode())
+    storage.write_whole(folder / f"{file.name}.json", json.dumps(dataclasses.asdict(file)).encode())
     return file
 
 

@@ -1,11 +1,11 @@
 """Opens prepared data sets for training and evaluation."""
 
 import dataclasses
-import pathlib
 from typing import Any
 
 import numpy as np
 
+from atlasjax import storage
 from atlasjax.data.config import DataConfig, Split
 from atlasjax.data.manifest import Manifest, read_manifest
 from atlasjax.data.sources import load_text
@@ -38,7 +38,7 @@ def open_prepared(config: DataConfig, tokenizer: Tokenizer, split: Split) -> tup
     """
     files, sets = [], []
     for name in config.paths:
-        folder = pathlib.Path(name).expanduser()
+        folder = storage.local_path(name).expanduser()
         manifest = read_manifest(folder)
         _check(name, manifest, config, tokenizer, split)
         mine = [(folder, file) for file in manifest.splits[split]]

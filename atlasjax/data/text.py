@@ -4,13 +4,13 @@ import codecs
 import difflib
 import gzip
 import json
-import pathlib
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import IO, Literal
 
+from atlasjax import storage
 from atlasjax.data.documents import TextDocuments
-from atlasjax.data.files import expand, machine_memory
+from atlasjax.data.files import COMPRESSIONS, expand, machine_memory
 
 Errors = Literal["strict", "replace", "skip"]
 _HANDLERS = {"strict": "strict", "replace": "replace", "skip": "ignore"}  # of Python's codecs
@@ -27,21 +27,22 @@ def is_encoding(name: str) -> bool:
     return found._is_text_encoding and found.incrementaldecoder is not None  # type: ignore[attr-defined]
 
 
-def open_bytes(path: pathlib.Path) -> IO[bytes]:
+def open_bytes(path: storage.AnyPath) -> IO[bytes]:
     """Open a file for reading; .gz and .zst are decompressed.
 
     Raises:
       ValueError: the file is .zst, and neither Python (3.14) nor `zstandard` can read it.
     """
     suffix = path.suffix.lower()
+    if suffix not in COMPRESSIONS:
+        return path.open("rb")
+    source = path.open("rb") if isinstance(path, storage.StorePath) else path
     if suffix == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    if suffix != ".zst":
-        return open(path, "rb")
+        return gzip.open(source, "rb")  # type: ignore[return-value]
     try:
         from compression import zstd  # type: ignore[import-not-found]
 
-        return zstd.open(path, "rb")
+        return zstd.open(source, "rb")
     except ImportError:
         pass
     try:
@@ -51,10 +52,10 @@ def open_bytes(path: pathlib.Path) -> IO[bytes]:
             f"The data file {str(path)!r} is compressed with Zstandard, which needs Python 3.14 or the package zstandard: "
             "pip install 'atlasjax[zstd]'."
         ) from None
-    return zstandard.open(path, "rb")
+    return zstandard.open(source, "rb")
 
 
-def text_pieces(path: pathlib.Path, encoding: str = "utf-8", errors: Errors = "strict") -> Iterator[str]:
+def text_pieces(path: storage.AnyPath, encoding: str = "utf-8", errors: Errors = "strict") -> Iterator[str]:
     """Read a file as text, about a megabyte at a time. A byte-order mark at its start is dropped; line ends are kept.
 
     Args:
@@ -86,7 +87,7 @@ def text_pieces(path: pathlib.Path, encoding: str = "utf-8", errors: Errors = "s
             yield text
 
 
-def _chunks(path: pathlib.Path) -> Iterator[bytes]:
+def _chunks(path: storage.AnyPath) -> Iterator[bytes]:
     """The content of a file, decompressed, and at its end b""."""
     data = b"first"
     with open_bytes(path) as file:
@@ -102,7 +103,9 @@ def _chunks(path: pathlib.Path) -> Iterator[bytes]:
             yield data
 
 
-def json_documents(path: pathlib.Path, field: str, encoding: str = "utf-8", errors: Errors = "strict") -> Iterator[str]:
+def json_documents(
+    path: storage.AnyPath, field: str, encoding: str = "utf-8", errors: Errors = "strict"
+) -> Iterator[str]:
     """One string field of each line of a file of JSON objects. A missing value (null) is an empty document; blank lines are none.
 
     Raises:
@@ -160,7 +163,7 @@ def _lines(pieces: Iterator[str]) -> Iterator[str]:
 
 def text_files(
     paths: Sequence[str], suffixes: Sequence[str], encoding: str = "utf-8", errors: Errors = "strict"
-) -> list[pathlib.Path]:
+) -> list[storage.AnyPath]:
     """List the files that hold text. Empty files that were found in a folder are skipped.
 
     Raises:
@@ -208,7 +211,7 @@ def jsonl_documents(
     return TextDocuments([text for file in files for text in json_documents(file, field, encoding, errors)])
 
 
-def _check_size(files: Sequence[pathlib.Path], paths: Sequence[str]) -> None:
+def _check_size(files: Sequence[storage.AnyPath], paths: Sequence[str]) -> None:
     size, memory = sum(file.stat().st_size for file in files), machine_memory()
     if size > memory:
         raise ValueError(

@@ -3,15 +3,14 @@
 import hashlib
 import json
 import os
-import pathlib
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
 
+from atlasjax import storage
 from atlasjax.data.config import DataConfig
-from atlasjax.data.files import write_whole
 from atlasjax.data.manifest import read_manifest
 from atlasjax.data.pieces import last_word_cut, words_are_apart
 from atlasjax.data.sources import load_documents
@@ -55,7 +54,7 @@ class Tokenizer(Protocol):
         """Return the text of `ids`. Incomplete UTF-8 becomes U+FFFD. Raises ValueError if an id is outside the vocabulary."""
         ...
 
-    def save(self, directory: str | os.PathLike[str], /) -> None:
+    def save(self, directory: str | os.PathLike[str] | storage.StorePath, /) -> None:
         """Write everything that `load_tokenizer` needs into `directory`, which is created if it does not exist."""
         ...
 
@@ -68,14 +67,16 @@ def _checked(ids: Iterable[int], vocab_size: int) -> list[int]:
     return checked
 
 
-def _write(directory: str | os.PathLike[str], kind: str, name: str = "", content: bytes = b"") -> None:
+def _write(
+    directory: str | os.PathLike[str] | storage.StorePath, kind: str, name: str = "", content: bytes = b""
+) -> None:
     """Write the model, then the file that says which kind it is, and the sum of the model; each appears whole or not at all."""
-    folder = pathlib.Path(directory)
+    folder = storage.path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     described = {"kind": kind, "crc32": zlib.crc32(content)} if name else {"kind": kind}
     if name:
-        write_whole(folder / name, content)
-    write_whole(folder / _KIND_FILE, json.dumps(described).encode())
+        storage.write_whole(folder / name, content)
+    storage.write_whole(folder / _KIND_FILE, json.dumps(described).encode())
 
 
 def _fingerprint(kind: str, content: bytes = b"") -> str:
@@ -100,7 +101,7 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int], /) -> str:
         return bytes(_checked(ids, 256)).decode("utf-8", errors="replace")
 
-    def save(self, directory: str | os.PathLike[str], /) -> None:
+    def save(self, directory: str | os.PathLike[str] | storage.StorePath, /) -> None:
         _write(directory, "byte")
 
 
@@ -180,7 +181,7 @@ class BpeTokenizer:
     def decode(self, ids: Iterable[int], /) -> str:
         return self._tokenizer.decode(_checked(ids, self.vocab_size), skip_special_tokens=True)
 
-    def save(self, directory: str | os.PathLike[str], /) -> None:
+    def save(self, directory: str | os.PathLike[str] | storage.StorePath, /) -> None:
         _write(directory, "bpe", self._FILE, self._tokenizer.to_str().encode())
 
 
@@ -229,7 +230,7 @@ class SentencePieceTokenizer:
     def decode(self, ids: Iterable[int], /) -> str:
         return self._processor.decode(_checked(ids, self.vocab_size))
 
-    def save(self, directory: str | os.PathLike[str], /) -> None:
+    def save(self, directory: str | os.PathLike[str] | storage.StorePath, /) -> None:
         _write(directory, "sentencepiece", self._FILE, self._model)
 
 
@@ -260,7 +261,7 @@ def make_tokenizer(config: DataConfig, texts: Iterable[str] | None = None) -> To
     """
     if config.source != "prepared":
         return _new_tokenizer(config, texts)
-    folder = pathlib.Path(config.paths[0]).expanduser()
+    folder = storage.local_path(config.paths[0]).expanduser()
     read_manifest(folder)  # first, since its message says what is missing
     tokenizer = load_tokenizer(folder / "tokenizer")
     if config.tokenizer != DataConfig.tokenizer and _new_tokenizer(config, ()).fingerprint != tokenizer.fingerprint:
@@ -285,7 +286,7 @@ def _new_tokenizer(config: DataConfig, texts: Iterable[str] | None) -> Tokenizer
             documents = load_documents(config, "train")
             texts = map(documents.__getitem__, range(len(documents)))
         return BpeTokenizer.train(_sample(texts), int(argument))
-    path = pathlib.Path(argument).expanduser()
+    path = storage.path(argument).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"The tokenizer file {argument!r} does not exist.")
     if kind == "sentencepiece":
@@ -300,14 +301,14 @@ def _bpe(content: bytes, name: str) -> BpeTokenizer:
         raise ValueError(f"The tokenizer {name!r} is not a tokenizers JSON file: it is not UTF-8.") from None
 
 
-def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
+def load_tokenizer(directory: str | os.PathLike[str] | storage.StorePath) -> Tokenizer:
     """Load what `Tokenizer.save` wrote.
 
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: a file is damaged.
     """
-    folder = pathlib.Path(directory)
+    folder = storage.path(directory)
     try:
         described = json.loads((folder / _KIND_FILE).read_bytes())
         kind = described["kind"]

@@ -3,14 +3,14 @@
     checkpoints/<step>/params, optimizer, progress      arrays (Orbax OCDBT)
     checkpoints/<step>/position, config, integrity      JSON
 
-A step is written beside the others under a temporary name, and renamed when it is complete.
+A step is written beside the others under a temporary name, and renamed when it is complete. A bucket has no rename: there a step
+has its name from the start, and is complete when commit_success.txt is in it, which is written last.
 """
 
 import contextlib
 import dataclasses
 import gc
 import logging
-import pathlib
 import shutil
 import sys
 import threading
@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from atlasjax import storage
 from atlasjax.train import integrity
 from atlasjax.train.errors import CheckpointError, NonFiniteError, ProcessDiedError
 from atlasjax.train.state import TrainState
@@ -28,6 +29,7 @@ from atlasjax.train.step_folders import StepFolders
 
 PyTree = Any
 _JSON = ("position", "config", "integrity")
+_COMMITTED = "commit_success.txt"  # Orbax's marker in a bucket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +61,10 @@ class Checkpoints:
       directory: the folder.
     """
 
-    def __init__(self, directory: str | pathlib.Path, keep: int = 3, *, clean: bool = True):
+    def __init__(self, directory: str | storage.AnyPath, keep: int = 3, *, clean: bool = True):
         from orbax.checkpoint import v1 as ocp
 
-        self.directory = pathlib.Path(directory).absolute()
+        self.directory = storage.path(directory).absolute()
         registry = ocp.handlers.local_registry()
         for name in _JSON:
             registry.add(ocp.handlers.JsonHandler, checkpointable_name=name)
@@ -72,7 +74,7 @@ class Checkpoints:
         with contextlib.ExitStack() as quiet:
             quiet.enter_context(_quiet("absl"))
             self._checkpointer = ocp.training.Checkpointer(
-                self.directory,
+                str(self.directory),
                 context=context,
                 preservation_policy=ocp.training.preservation_policies.LatestN(keep),
                 step_name_format=self._folders,
@@ -107,7 +109,7 @@ class Checkpoints:
         """The complete checkpoints, oldest first, damaged ones included."""
         return sorted([*self._folders.unreadable, *(found.step for found in self._checkpointer.checkpoints)])
 
-    def path(self, step: int) -> pathlib.Path:
+    def path(self, step: int) -> storage.AnyPath:
         """The folder of a step."""
         return self.directory / str(step)
 
@@ -157,14 +159,14 @@ class Checkpoints:
             with self._saving, self._clear_failure(step):
                 response.result()
 
-    def set_aside(self, step: int) -> pathlib.Path:
+    def set_aside(self, step: int) -> storage.AnyPath:
         """Moves a damaged checkpoint to another folder, so that its step can be saved again. Returns its new path."""
         target = self.directory.parent / "damaged" / f"{step}"
         while target.exists():
             target = target.with_name(target.name + "_")
         if jax.process_index() == 0:
             target.parent.mkdir(exist_ok=True)
-            self.path(step).rename(target)
+            self.path(step).rename(str(target))
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
 
@@ -273,6 +275,8 @@ class Checkpoints:
         return loaded
 
     def _check_space(self, step: int, state: TrainState) -> None:
+        if isinstance(self.directory, storage.StorePath):
+            return  # a bucket has no end
         needed = sum(
             shard.data.nbytes
             for leaf in jax.tree.leaves((state.params, state.optimizer))
@@ -297,7 +301,14 @@ class Checkpoints:
 
     def _clear_failed(self) -> None:
         """Removes what a failed save has written. Its other threads may continue to write until the checkpointer is closed."""
-        if self._failed_step is not None and jax.process_index() == 0:
+        if self._failed_step is None or jax.process_index() != 0:
+            return
+        if isinstance(self.directory, storage.StorePath):
+            left = self.directory / str(self._failed_step)
+            with contextlib.suppress(OSError):  # the store may be what failed; the next job clears it
+                if self._failed_step not in complete_steps(self.directory) and left.is_dir():
+                    left.rmtree()
+        else:
             for leftover in self.directory.glob(f"{self._failed_step}.*tmp*"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
@@ -307,6 +318,13 @@ class Checkpoints:
             "There is no earlier checkpoint."
         )  # fmt: skip
         return f"Saving the checkpoint of step {step} failed: {cause}. {kept}"
+
+
+def complete_steps(directory: storage.AnyPath) -> list[int]:
+    """The steps in a folder of checkpoints whose saves are complete, oldest first, damaged ones included. Reads no metadata."""
+    marker = _COMMITTED if isinstance(directory, storage.StorePath) else ""
+    found = (folder for folder in directory.glob("[0-9]*") if folder.name.isdecimal() and (folder / marker).exists())
+    return sorted(int(folder.name) for folder in found)
 
 
 def _join_writers(others: set[threading.Thread], seconds: float = 30.0) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from atlasjax import check
+from atlasjax import check, storage
 from atlasjax.config_json import from_dict
 from atlasjax.data.config import DataConfig
 from atlasjax.distributed.mesh import MeshConfig
@@ -95,7 +95,7 @@ class TrainConfig:
       steps: number of optimizer steps of the whole run.
       accumulation: number n of microbatches per step. Gradients are summed over them, so activations need 1/n of the memory.
       seed: seed of the parameters and of everything random in a run, except the order of the data (`data.seed`).
-      run_dir: folder of checkpoints, metrics and plots.
+      run_dir: folder of checkpoints, metrics and plots; a path, or a URL on gs://.
       eval_every: number of steps between evaluations on held-out text. 0 evaluates only at the end, where every run does.
       eval_batches: number of held-out batches per evaluation. None means all.
       checkpoint_every: number of steps between checkpoints. 0 saves only at the end, where every run does.
@@ -141,11 +141,30 @@ class TrainConfig:
             found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile)
             inside = found is not None and 1 <= int(found[1]) <= int(found[2]) <= self.steps
             check.require(inside, "profile", self.profile, f'"first:last", steps from 1 to {self.steps}')
-        check.require(bool(self.run_dir), "run_dir", self.run_dir, "the path of a folder")
+        run_folder(self.run_dir)
         if self.data.batch_size % self.accumulation:
             raise ValueError(
                 f"accumulation is {self.accumulation}; it should divide data.batch_size, which is {self.data.batch_size}."
             )
+
+
+def run_folder(run_dir: "str | storage.AnyPath") -> storage.AnyPath:
+    """The folder that a run_dir names. Touches neither disk nor bucket.
+
+    Raises:
+      ValueError: it is empty, or a URL that a run cannot be in.
+    """
+    check.require(bool(run_dir), "run_dir", run_dir, "the path of a folder")
+    try:
+        folder = storage.path(run_dir)
+    except ValueError as error:
+        raise ValueError(f"run_dir: {error}") from None
+    if isinstance(folder, storage.StorePath) and folder.scheme != "gs":
+        raise ValueError(
+            f"run_dir is {run_dir!r}; checkpoints are written to gs:// or to a folder of this machine, as which "
+            "other stores can be mounted."
+        )
+    return folder
 
 
 def saved_config(saved: Mapping[str, Any]) -> TrainConfig:

@@ -3,6 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 
+from atlasjax.storage import AccessError
+
 
 class RunError(RuntimeError):
     """The run cannot continue. The message says what happened, what is saved, and what to do. The command exits with 1."""
@@ -14,10 +16,10 @@ class ConfigError(ValueError):
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turns the errors for an invalid value or a missing file into a ConfigError with the same message."""
+    """Turns the errors for an invalid value, a missing file or a refused access into a ConfigError with the same message."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, AccessError) as error:
         raise ConfigError(str(error)) from error
 
 

@@ -2,10 +2,10 @@
 
 import dataclasses
 import json
-import pathlib
 
 import jax
 
+from atlasjax import storage
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.processes import ProcessConfig
@@ -13,7 +13,7 @@ from atlasjax.distributed.sharding import parameter_shardings
 from atlasjax.nn import LanguageModel, logical_axes
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints
-from atlasjax.train.config import TrainConfig, saved_config
+from atlasjax.train.config import TrainConfig, run_folder, saved_config
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.setup import run_tokenizer
 
@@ -37,15 +37,17 @@ class LoadedRun:
     skipped: list[tuple[int, str]]
 
 
-def run_config(run_dir: str | pathlib.Path) -> TrainConfig | None:
+def run_config(run_dir: str | storage.AnyPath) -> TrainConfig | None:
     """The config of the run in a folder, from its newest checkpoint, or else its config.json; None if there is no run in it.
 
     Raises:
       ConfigError: there is a run, and its config cannot be used.
     """
-    folder, file = pathlib.Path(run_dir) / "checkpoints", pathlib.Path(run_dir) / "config.json"
     saved = None
-    if folder.is_dir():
+    with user_errors():
+        folder, file = run_folder(run_dir) / "checkpoints", run_folder(run_dir) / "config.json"
+        there = folder.is_dir()
+    if there:
         with Checkpoints(folder, clean=False) as checkpoints:
             saved = checkpoints.newest_config()
     if saved is None:
@@ -61,15 +63,17 @@ def run_config(run_dir: str | pathlib.Path) -> TrainConfig | None:
     return dataclasses.replace(config, run_dir=str(run_dir), processes=ProcessConfig())
 
 
-def load_run(run_dir: str | pathlib.Path, step: int | None = None) -> LoadedRun:
+def load_run(run_dir: str | storage.AnyPath, step: int | None = None) -> LoadedRun:
     """Loads the newest usable checkpoint of a run, or the checkpoint of `step`.
 
     Raises:
       ConfigError: there is no run in the folder, or its tokenizer or config cannot be used.
       CheckpointError: no checkpoint is usable, or `step` is not there.
     """
-    folder = pathlib.Path(run_dir) / "checkpoints"
-    if not folder.is_dir():
+    with user_errors():
+        folder = run_folder(run_dir) / "checkpoints"
+        there = folder.is_dir()
+    if not there:
         raise ConfigError(f"run_dir is {str(run_dir)!r}; there is no run in it (no folder 'checkpoints').")
     with Checkpoints(folder, clean=False) as checkpoints:
         saved = checkpoints.config(step) if step in checkpoints.steps() else checkpoints.newest_config()

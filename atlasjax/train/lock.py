@@ -1,21 +1,28 @@
-"""A lock that allows one job at a time in a run's folder. It is released when its process ends, however it ends."""
+"""A lock that allows one job at a time in a run's folder. It is released when its process ends, however it ends.
+
+In a bucket, which has no locks, a lease takes its place (`storage.lease`), which runs out a minute after a process was killed.
+"""
 
 import contextlib
 import fcntl
 import os
 import pathlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
+
+from atlasjax.storage import AnyPath, StorePath, lease
 
 _FILE = "lock"
 
 
 @contextlib.contextmanager
-def hold(run_dir: pathlib.Path) -> Iterator[None]:
+def hold(run_dir: AnyPath) -> Iterator[Callable[[], None]]:
     """Holds the lock of an existing folder. With several processes the first one takes it for all.
+
+    Gives a function that raises OSError if the lock is another job's by now, which only a lease can be.
 
     Raises:
       ValueError: another job holds the lock. The message names its process and machine.
@@ -23,9 +30,13 @@ def hold(run_dir: pathlib.Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         failure: Exception | None = None
+        confirm: Callable[[], None] = lambda: None
         if jax.process_index() == 0:
             try:
-                held.enter_context(_hold(run_dir))
+                if isinstance(run_dir, StorePath):
+                    confirm = held.enter_context(lease.hold(run_dir, _owner()))
+                else:
+                    held.enter_context(_hold(run_dir))
             except (ValueError, OSError) as error:
                 failure = error
         if jax.process_count() > 1:
@@ -36,7 +47,7 @@ def hold(run_dir: pathlib.Path) -> Iterator[None]:
                 failure = ValueError(f"run_dir is {str(run_dir)!r}; process 0 could not lock it.")
         if failure is not None:
             raise failure
-        yield
+        yield confirm
 
 
 @contextlib.contextmanager
@@ -52,6 +63,10 @@ def _hold(run_dir: pathlib.Path) -> Iterator[None]:
                 "until it has ended."
             ) from None
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.write(f"{_owner()}\n")
         file.flush()
         yield
+
+
+def _owner() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"

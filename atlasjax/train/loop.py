@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
-import pathlib
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,6 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from atlasjax import storage
 from atlasjax.config_json import to_dict
 from atlasjax.data.pipeline import BatchIterator
 from atlasjax.data.windows import Batch
@@ -22,8 +21,8 @@ from atlasjax.distributed.sharding import global_batch
 from atlasjax.evaluate.lm import LanguageModelResult, evaluate
 from atlasjax.train import lock, preflight
 from atlasjax.train import setup as setup_lib
-from atlasjax.train.checkpoint import Checkpoints
-from atlasjax.train.config import TrainConfig
+from atlasjax.train.checkpoint import Checkpoints, complete_steps
+from atlasjax.train.config import TrainConfig, run_folder
 from atlasjax.train.errors import Interrupted, NonFiniteError, ProcessDiedError, RunError, user_errors
 from atlasjax.train.metrics import MetricsWriter
 from atlasjax.train.plot import plot_loss
@@ -57,7 +56,7 @@ class TrainResult:
     setup: Setup
     resumed_from: int
     evaluation: LanguageModelResult | None
-    checkpoint: pathlib.Path
+    checkpoint: storage.AnyPath
     seconds: float
 
     @property
@@ -91,12 +90,13 @@ def train(
       Interrupted: SIGINT or SIGTERM; the step in progress was finished and saved, or none had begun.
     """
     started = time.perf_counter()
-    run_dir = pathlib.Path(config.run_dir)
+    with user_errors():
+        run_dir = run_folder(config.run_dir)
     hosts = _join(config)
     main = jax.process_index() == 0
     with StopSignals() as signals, contextlib.ExitStack() as held, _explained(run_dir):
         with user_errors():
-            setup, changed = _prepare(config, run_dir, held)
+            setup, changed, confirm = _prepare(config, run_dir, held)
         if jax.process_count() > 1:
             # A process that is late must not find the folder of checkpoints that an early one makes below: opening it is a
             # collective of all, once for each.
@@ -112,7 +112,7 @@ def train(
                 print(preflight.summary(hosts, setup.mesh), flush=True)
             for line in [*notes, *(f"changed: {line}" for line in changed if resumed_from), *setup.skipped]:
                 print(line, flush=True)
-        run = _Run(setup, checkpoints, data, hosts)
+        run = _Run(setup, checkpoints, data, hosts, confirm)
         signals.remember()
         with (
             run.trace,
@@ -139,12 +139,13 @@ def _join(config: TrainConfig) -> list[str]:
 
 
 @contextlib.contextmanager
-def _explained(run_dir: pathlib.Path) -> Iterator[None]:
+def _explained(run_dir: storage.AnyPath) -> Iterator[None]:
     """Says what the runtime's errors mean: the other end of a collective is gone, or a device's memory is too small."""
     try:
         yield
     except Exception as error:
-        cause = lost_process(error) if jax.process_count() > 1 else None
+        alone = jax.process_count() == 1 or isinstance(error, storage.StoreError)  # which loses connections too
+        cause = None if alone else lost_process(error)
         if cause is None and "RESOURCE_EXHAUSTED" in str(error):
             said = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)[:200].strip(" .")
             raise RunError(
@@ -153,28 +154,31 @@ def _explained(run_dir: pathlib.Path) -> Iterator[None]:
             ) from error
         if cause is None:
             raise
-        folders = [path for path in (run_dir / "checkpoints").glob("[0-9]*") if path.name.isdecimal()]
-        newest = max(folders, key=lambda path: int(path.name), default=None)
-        last = "No checkpoint was saved yet." if newest is None else f"The last checkpoint is {newest}."
+        folder = run_dir / "checkpoints"
+        steps = complete_steps(folder)
+        last = f"The last checkpoint is {folder / str(steps[-1])}." if steps else "No checkpoint was saved yet."
         raise ProcessDiedError(
             f"Another process of this run has ended ({cause}). {last} Run the same commands for all processes to resume."
         ) from error
 
 
-def _prepare(config: TrainConfig, run_dir: pathlib.Path, held: contextlib.ExitStack) -> tuple[Setup, list[str]]:
-    """Returns (parts of the run, its changes), with the lock of its folder held; bad input leaves no folder behind."""
-    there = os.path.lexists(run_dir)
+def _prepare(
+    config: TrainConfig, run_dir: storage.AnyPath, held: contextlib.ExitStack
+) -> tuple[Setup, list[str], Callable[[], None]]:
+    """Returns (parts of the run, its changes, what confirms its lock), with the lock held; bad input leaves no folder behind."""
+    # In a bucket the lock comes first: it shows whether the bucket can be written, and giving it back leaves nothing.
+    there = isinstance(run_dir, storage.StorePath) or setup_lib.lexists(run_dir)
     if there:
-        if not run_dir.is_dir():
+        if run_dir.is_file() or not (isinstance(run_dir, storage.StorePath) or run_dir.is_dir()):
             raise ValueError(f"run_dir is {config.run_dir!r}, which is not a folder.")
-        held.enter_context(lock.hold(run_dir))
+        confirm = held.enter_context(lock.hold(run_dir))
     changed = setup_lib.check_resumable(config)
     setup = setup_lib.prepare(config)
     if not there:
         run_dir.mkdir(parents=True, exist_ok=True)
-        held.enter_context(lock.hold(run_dir))
+        confirm = held.enter_context(lock.hold(run_dir))
         changed = setup_lib.check_resumable(config)  # another job may have been in it meanwhile
-    return setup, changed
+    return setup, changed, confirm
 
 
 def _first_state(setup: Setup, checkpoints: Checkpoints, data: BatchIterator) -> tuple[TrainState, int, list[str]]:
@@ -197,13 +201,16 @@ def _first_state(setup: Setup, checkpoints: Checkpoints, data: BatchIterator) ->
 class _Run:
     """The mutable part of a run, and what happens between steps."""
 
-    def __init__(self, setup: Setup, checkpoints: Checkpoints, data: BatchIterator, hosts: list[str]):
+    def __init__(
+        self, setup: Setup, checkpoints: Checkpoints, data: BatchIterator, hosts: list[str], confirm: Callable[[], None]
+    ):
         self.setup, self.checkpoints, self.data, self.hosts = setup, checkpoints, data, hosts
+        self.confirm = confirm
         self.config = setup.config
         self.timing = Timing(
             _tokens_per_step(self.config), utilization_per_rate(self.config, list(setup.mesh.devices.flat))
         )
-        self.trace = Trace(self.config.profile, pathlib.Path(self.config.run_dir) / "profile")
+        self.trace = Trace(self.config.profile, run_folder(self.config.run_dir) / "profile")
         self.evaluation: LanguageModelResult | None = None
         self.recorded = False
         self._pending: list[tuple[int, Metrics]] = []
@@ -247,7 +254,7 @@ class _Run:
             if evaluating and not stop and self._evaluate(state):
                 self._record_evaluation(step, writer, progress)
             if saving:
-                self._save(state, step, progress)
+                self._save(state, step, writer, progress)
             if on_step is not None:
                 on_step(step)
             if stop and not last:
@@ -323,12 +330,14 @@ class _Run:
             f"{result.perplexity:.2f}"
         )
 
-    def _save(self, state: TrainState, step: int, progress: Progress) -> None:
+    def _save(self, state: TrainState, step: int, writer: MetricsWriter, progress: Progress) -> None:
         first = jax.process_count() > 1 and self.timing.stop_seconds is None
         with contextlib.ExitStack() as timed:
             if first:
                 timed.enter_context(self.timing.spend("checkpoint written"))
             with self.timing.spend("checkpoint"):
+                self.confirm()
+                writer.commit()
                 try:
                     self.checkpoints.save(state, setup_lib.all_positions(self.data), to_dict(self.config))
                 except NonFiniteError:

@@ -2,22 +2,26 @@
 
 import json
 import math
-import os
 import pathlib
+import tempfile
 import warnings
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any
+
+from atlasjax import storage
 
 _RESUMED = "resumed"
 
 
-def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
+def read(path: str | storage.AnyPath) -> list[dict[str, Any]]:
     """Returns the records of a metrics.jsonl in order, without those of steps that a resumed run has repeated.
+
+    In a bucket, and in a copy of it, metrics.jsonl is a folder of parts.
 
     A line that is not a record is skipped with a warning, or without one if a killed run left the line incomplete.
     """
-    path = pathlib.Path(path)
-    lines = path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() else []
+    content = storage.read_log(storage.path(path))
+    lines = content.removesuffix(b"\n").split(b"\n") if content else []
     records: list[dict[str, Any]] = []
     unreadable: list[int] = []
     for number, line in enumerate(lines, 1):
@@ -59,45 +63,70 @@ class MetricsWriter:
       active: whether to write at all. Only one of several processes does.
     """
 
-    def __init__(self, run_dir: pathlib.Path, after_step: int = 0, *, tensorboard: bool = True, active: bool = True):
+    def __init__(self, run_dir: storage.AnyPath, after_step: int = 0, *, tensorboard: bool = True, active: bool = True):
         self.path = run_dir / "metrics.jsonl"
-        self._file: BinaryIO | None = None
-        self._events: Any = None
+        self._log: storage.Log | None = None
+        self._events: _Events | None = None
         if not active:
             return
-        self._file = self.path.open("a+b")
-        size = self._file.seek(0, os.SEEK_END)
-        if size:
-            self._file.seek(size - 1)
-            self._append(
-                b"" if self._file.read(1) == b"\n" else b"\n"
-            )  # after a line that a killed run left incomplete
-            self._append(json.dumps({"step": after_step, "kind": _RESUMED}).encode() + b"\n")
+        self._log = storage.open_log(self.path)
+        if not self._log.empty:
+            self._log.append(json.dumps({"step": after_step, "kind": _RESUMED}).encode())
         if tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=after_step + 1)
+            self._events = _Events(run_dir / "tensorboard", after_step)
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._events is not None:
-            self._events.close()
+        try:
+            if self._log is not None:
+                self._log.close()
+        finally:
+            if self._events is not None:
+                self._events.close()
 
     def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
-        """Records `values` for a number of optimizer steps done. The line is in the file when this returns."""
-        if self._file is None:
+        """Records `values` for a number of optimizer steps done. On a disk the line is in the file when this returns."""
+        if self._log is None:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
-        self._append(json.dumps({"step": step, "kind": kind, **finite}).encode() + b"\n")
+        self._log.append(json.dumps({"step": step, "kind": kind, **finite}).encode())
         if self._events is not None:
             for name, value in values.items():
-                self._events.add_scalar(f"{kind}/{name}", value, step)
+                self._events.writer.add_scalar(f"{kind}/{name}", value, step)
 
-    def _append(self, line: bytes) -> None:
-        assert self._file is not None
-        self._file.write(line)
-        self._file.flush()
+    def commit(self) -> None:
+        """Makes what was recorded visible to others. Before a checkpoint, so that none of its steps is missing after it."""
+        if self._log is not None:
+            self._log.commit()
+        if self._events is not None:
+            self._events.commit()
+
+
+class _Events:
+    """TensorBoard event files. Those of a bucket are written to a temporary folder, and copied whole.
+
+    Attributes:
+      writer: the SummaryWriter.
+    """
+
+    def __init__(self, folder: storage.AnyPath, after_step: int):
+        from tensorboardX import SummaryWriter
+
+        self._bucket = folder if isinstance(folder, storage.StorePath) else None
+        self._temporary = None if self._bucket is None else tempfile.TemporaryDirectory()
+        self._folder = str(folder) if self._temporary is None else self._temporary.name
+        self.writer = SummaryWriter(self._folder, purge_step=after_step + 1)
+
+    def commit(self) -> None:
+        self.writer.flush()
+        if self._bucket is not None:
+            for file in pathlib.Path(self._folder).iterdir():
+                storage.write_whole(self._bucket / file.name, file.read_bytes())
+
+    def close(self) -> None:
+        self.writer.close()
+        self.commit()
+        if self._temporary is not None:
+            self._temporary.cleanup()

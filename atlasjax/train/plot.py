@@ -1,12 +1,15 @@
 """Plots the training loss and held-out bits per byte of a run against tokens."""
 
-import pathlib
+import io
 from typing import Any
 
+from atlasjax import storage
 from atlasjax.train import metrics
 
 
-def plot_loss(run_dir: str | pathlib.Path, title: str = "", references: dict[str, float] | None = None) -> pathlib.Path:
+def plot_loss(
+    run_dir: str | storage.AnyPath, title: str = "", references: dict[str, float] | None = None
+) -> storage.AnyPath:
     """Plots a run's metrics.jsonl to loss_curve.png.
 
     Args:
@@ -23,7 +26,7 @@ def plot_loss(run_dir: str | pathlib.Path, title: str = "", references: dict[str
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    run_dir = pathlib.Path(run_dir)
+    run_dir = storage.path(run_dir)
     records = metrics.read(run_dir / "metrics.jsonl")
     train = [record for record in records if record["kind"] == "train"]
     evaluations = [record for record in records if record["kind"] == "evaluation"]
@@ -42,7 +45,9 @@ def plot_loss(run_dir: str | pathlib.Path, title: str = "", references: dict[str
         right.text(0.5, 0.5, "no evaluation was recorded", ha="center", transform=right.transAxes)
     figure.suptitle(title)
     path = run_dir / "loss_curve.png"
-    figure.savefig(path, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120)
+    storage.write_whole(path, drawn.getvalue())
     return path
 
 

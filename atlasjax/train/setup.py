@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from atlasjax import storage
 from atlasjax.config_json import to_dict
-from atlasjax.data.files import write_whole
 from atlasjax.data.pipeline import BatchIterator, Pipeline, make_pipeline
 from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import make_mesh
@@ -23,8 +22,8 @@ from atlasjax.distributed.sharding import batch_shards
 from atlasjax.nn import logical_axes
 from atlasjax.train import fits
 from atlasjax.train import state as state_lib
-from atlasjax.train.checkpoint import Checkpoints
-from atlasjax.train.config import TrainConfig, changes_on_resume, saved_config
+from atlasjax.train.checkpoint import Checkpoints, complete_steps
+from atlasjax.train.config import TrainConfig, changes_on_resume, run_folder, saved_config
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.state import TrainState
 
@@ -131,9 +130,9 @@ def run_tokenizer(config: TrainConfig) -> Tokenizer:
     Raises:
       FileNotFoundError: the folder has checkpoints and no tokenizer; one that is trained again may be another one.
     """
-    run_dir = pathlib.Path(config.run_dir)
+    run_dir = run_folder(config.run_dir)
     folder = run_dir / "tokenizer"
-    there = os.path.lexists(folder) or any((run_dir / "checkpoints").glob("[0-9]*"))
+    there = lexists(folder) or bool(complete_steps(run_dir / "checkpoints"))
     return load_tokenizer(folder) if there else make_tokenizer(config.data)
 
 
@@ -143,9 +142,9 @@ def write_run_files(setup: Setup) -> None:
     Raises:
       OSError: the folder cannot be made or written.
     """
-    run_dir = pathlib.Path(setup.config.run_dir)
+    run_dir = run_folder(setup.config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_whole(run_dir / "config.json", (json.dumps(to_dict(setup.config), indent=2) + "\n").encode())
+    storage.write_whole(run_dir / "config.json", (json.dumps(to_dict(setup.config), indent=2) + "\n").encode())
     setup.tokenizer.save(run_dir / "tokenizer")
 
 
@@ -158,8 +157,8 @@ def check_resumable(config: TrainConfig) -> list[str]:
     Raises:
       ValueError: the architecture or the data is another one; the message names the fields.
     """
-    folder = pathlib.Path(config.run_dir) / "checkpoints"
-    if not os.path.lexists(folder):
+    folder = run_folder(config.run_dir) / "checkpoints"
+    if not lexists(folder):
         return []
     if not folder.is_dir():
         raise ValueError(
@@ -178,6 +177,11 @@ def check_resumable(config: TrainConfig) -> list[str]:
             "same settings to resume."
         )
     return free
+
+
+def lexists(path: storage.AnyPath) -> bool:
+    """Whether something is there, if only a link to nothing."""
+    return path.exists() if isinstance(path, storage.StorePath) else os.path.lexists(path)
 
 
 def set_position(iterator: BatchIterator, positions: list[Any]) -> None:

@@ -1,9 +1,12 @@
 """Writes a profiler trace of some steps of a run."""
 
 import pathlib
+import tempfile
 from typing import Any
 
 import jax
+
+from atlasjax import storage
 
 
 class Trace:
@@ -11,13 +14,14 @@ class Trace:
 
     Args:
       steps: "first:last"; None traces nothing.
-      folder: where the trace is written, for TensorBoard's profiler (xprof).
+      folder: where the trace is written, for TensorBoard's profiler (xprof). In a store it is copied there when it is complete.
     """
 
-    def __init__(self, steps: str | None, folder: pathlib.Path):
+    def __init__(self, steps: str | None, folder: storage.AnyPath):
         self._first, self._last = (0, 0) if steps is None else map(int, steps.split(":"))
         self._folder = folder
         self._running = False
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> "Trace":
         return self
@@ -29,7 +33,9 @@ class Trace:
         """Call before each step, with the state that it starts from. A resumed run may begin within the steps."""
         if not self._running and self._first <= step <= self._last:
             jax.block_until_ready(state)
-            jax.profiler.start_trace(self._folder)
+            if isinstance(self._folder, storage.StorePath):
+                self._temporary = tempfile.TemporaryDirectory()
+            jax.profiler.start_trace(str(self._folder) if self._temporary is None else self._temporary.name)
             self._running = True
 
     def end(self, step: int, state: Any) -> str | None:
@@ -44,3 +50,7 @@ class Trace:
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
+            if self._temporary is not None:
+                with self._temporary as written:
+                    for file in filter(pathlib.Path.is_file, pathlib.Path(written).rglob("*")):
+                        storage.write_whole(self._folder / file.relative_to(written).as_posix(), file.read_bytes())

@@ -1,0 +1,298 @@
+"""Runs in a bucket: trained, stopped, killed and continued by processes that share nothing else."""
+
+import dataclasses
+import gzip
+import itertools
+import json
+import signal
+
+import numpy as np
+import pytest
+
+from atlasjax import cli, storage
+from atlasjax.config_json import to_dict
+from atlasjax.data import DataConfig
+from atlasjax.distributed import MeshConfig, ProcessConfig
+from atlasjax.train import ConfigError, OptimizerConfig, TrainConfig, load_run, metrics, train
+from atlasjax.train.plot import plot_loss
+from tests.distributed.test_processes import coordinator
+from tests.storage.server import BUCKET, Fault
+from tests.train.tiny import TEXT, child, config, finish
+
+RUNS = f"gs://{BUCKET}/runs"
+STEPS = 9
+
+
+def in_bucket(run: TrainConfig, name: str) -> TrainConfig:
+    """The run with its folder and its text in the bucket."""
+    storage.path(f"{RUNS}/text/text.txt").write_bytes(TEXT.encode())
+    data = dataclasses.replace(run.data, paths=(f"{RUNS}/text",))
+    return dataclasses.replace(run, data=data, run_dir=f"{RUNS}/{name}")
+
+
+def train_losses(run_dir: str) -> list[tuple[int, float]]:
+    records = metrics.read(f"{run_dir}/metrics.jsonl")
+    return [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def done(server, tmp_path_factory):
+    """A finished run of eight steps that keeps two checkpoints: (config, result)."""
+    tiny = config(tmp_path_factory.mktemp("done"), steps=8, keep=2, eval_every=4, tensorboard=True)
+    run = in_bucket(tiny, "done")
+    return run, train(run)
+
+
+def test_what_a_run_leaves(done, server):
+    run, result = done
+    assert (result.step, result.resumed_from) == (8, 0)
+    assert result.checkpoint == storage.path(f"{run.run_dir}/checkpoints/8")
+    names = {name.removeprefix("runs/done/").partition("/")[0] for name in server.names("runs/done/")}
+    assert names == {"checkpoints", "config.json", "loss_curve.png", "metrics.jsonl", "tensorboard", "tokenizer"}
+    steps = {name.split("/")[3] for name in server.names("runs/done/checkpoints/")}
+    assert steps == {"6", "8"}
+    assert json.loads(server.read("runs/done/config.json")) == to_dict(run)
+    assert server.read("runs/done/loss_curve.png").startswith(b"\x89PNG")
+    records = metrics.read(f"{run.run_dir}/metrics.jsonl")
+    assert [record["step"] for record in records if record["kind"] == "train"] == list(range(1, 9))
+    assert [record["step"] for record in records if record["kind"] == "evaluation"] == [4, 8]
+
+
+def test_event_files_are_whole(done, server):
+    from tensorboardX.proto.event_pb2 import Event
+
+    tags = set()
+    for name in server.names("runs/done/tensorboard/"):
+        content = server.read(name)
+        while content:  # length (8 bytes), its sum (4), the record, its sum (4)
+            length = int.from_bytes(content[:8], "little")
+            assert len(content) >= length + 16
+            tags |= {value.tag for value in Event.FromString(content[12 : 12 + length]).summary.value}
+            content = content[length + 16 :]
+    assert {"train/loss", "evaluation/bits_per_byte"} <= tags
+
+
+def test_the_numbers_are_those_of_a_run_on_a_disk(done, tmp_path):
+    run, result = done
+    local = config(tmp_path, steps=8, keep=2, eval_every=4)
+    other = train(local)
+    assert train_losses(local.run_dir) == train_losses(run.run_dir)
+    assert other.evaluation == result.evaluation
+
+
+def test_load_run(done):
+    """A checkpoint without its marker is not there: its save was killed."""
+    run, _ = done
+    storage.path(f"{run.run_dir}/checkpoints/9/params/left").write_bytes(b"half")
+    loaded = load_run(run.run_dir)
+    assert (loaded.step, loaded.config) == (8, run)
+    assert load_run(run.run_dir, step=6).step == 6
+    with pytest.raises(ConfigError, match="no run in it"):
+        load_run(run.run_dir + "x")
+
+
+def test_a_finished_run_does_nothing_more(done, server, capsys):
+    run, result = done
+    again = train(run)
+    assert again.resumed_from == again.step == 8
+    assert again.evaluation == result.evaluation
+    assert "All 8 steps are done" in capsys.readouterr().out
+    assert not server.names("runs/done/checkpoints/9/")
+
+
+def test_commands(done, capsys):
+    run, result = done
+    assert cli.main(["evaluate", "--run-dir", run.run_dir, "--max-batches", "1"]) == 0
+    assert f"{result.evaluation.bits_per_byte:9.4f}" in capsys.readouterr().out
+    assert cli.main(["evaluate", "--run-dir", run.run_dir, "--text", f"{RUNS}/text/*.txt", "--stream"]) == 0
+    assert cli.main(["generate", "--run-dir", run.run_dir, "--prompt", "the ", "--max-tokens", "8"]) == 0
+    assert "the " in capsys.readouterr().out
+    assert str(plot_loss(run.run_dir, title="again")) == f"{run.run_dir}/loss_curve.png"
+
+
+def test_a_tokenizer_and_parquet_from_the_bucket(server, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from atlasjax.data.sources import load_documents
+    from atlasjax.data.tokenizers import BpeTokenizer, load_tokenizer, make_tokenizer
+
+    trained = BpeTokenizer.train([TEXT], 300)
+    folder = storage.path(f"{RUNS}/tokenizer")
+    trained.save(folder)
+    assert (load_tokenizer(folder).encode(TEXT) == trained.encode(TEXT)).all()
+    made = make_tokenizer(DataConfig(tokenizer=f"bpe:{folder}/bpe.json"))
+    assert (made.encode(TEXT) == trained.encode(TEXT)).all()
+    with pytest.raises(FileNotFoundError, match=r"tokenizer file 'gs://pod/no.json' does not exist"):
+        make_tokenizer(DataConfig(tokenizer=f"bpe:gs://{BUCKET}/no.json"))
+    storage.path(f"{RUNS}/zipped/a.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
+    zipped = DataConfig(source="text", paths=(f"{RUNS}/zipped",), validation_fraction=0.0)
+    assert load_documents(zipped, "train")[0] == TEXT
+    texts = [f"document {i}" for i in range(40)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "x.parquet", row_group_size=8)
+    storage.path(f"{RUNS}/parquet/x.parquet").write_bytes((tmp_path / "x.parquet").read_bytes())
+    documents = load_documents(
+        DataConfig(source="parquet", paths=(f"{RUNS}/parquet",), validation_fraction=0.0), "train"
+    )
+    assert [documents[i] for i in range(len(documents))] == texts
+
+
+def damage(server, name: str) -> None:
+    """Cuts the largest object below a name in half, as a fault of the store would."""
+    largest = max(server.names(name), key=lambda one: len(server.read(one)))
+    content = server.read(largest)
+    storage.path(f"gs://{BUCKET}/{largest}").write_bytes(content[: len(content) // 2])
+
+
+def test_a_damaged_checkpoint_is_set_aside(server, tmp_path, capsys):
+    run = in_bucket(config(tmp_path), "damaged")
+    train(run)
+    before = train_losses(run.run_dir)
+    damage(server, "runs/damaged/checkpoints/4/params/")
+    result = train(run)
+    out = capsys.readouterr().out
+    assert "The checkpoint of step 4 is unusable" in out
+    assert f"It is now in {run.run_dir}/damaged/4" in out
+    assert (result.resumed_from, result.step) == (2, 4)
+    assert train_losses(run.run_dir) == before
+    assert server.names("runs/damaged/damaged/4/params/")
+
+
+def test_processes_that_share_nothing_but_the_bucket(server, tmp_path):
+    """Killed after steps 4 and 7, each time continued by another process in another folder: bit for bit the same run."""
+    tiny = config(tmp_path, steps=STEPS, eval_every=3)
+    whole, killed = in_bucket(tiny, "whole"), in_bucket(tiny, "killed")
+    uninterrupted = child("tests.storage.child", to_dict(whole), "-1", wait=False)
+    outputs = [child("tests.storage.child", to_dict(killed), str(kill_at)) for kill_at in (4, 7, -1)]
+    done = finish(uninterrupted)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [one.returncode for one in outputs] == [-signal.SIGKILL, -signal.SIGKILL, 0], outputs[-1].stderr[-2000:]
+    assert "Resuming" not in outputs[0].stdout
+    for output in outputs[1:]:
+        assert "did not end properly, or runs; waiting" in output.stdout  # the lease of the killed one
+        assert "Resuming from step" in output.stdout
+    losses = train_losses(whole.run_dir)
+    assert [step for step, _ in losses] == list(range(1, STEPS + 1))
+    assert train_losses(killed.run_dir) == losses
+    assert (tmp_path / "text.txt").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_processes_of_one_job(server, tmp_path):
+    """Each writes its part of a checkpoint; one process alone goes on from there, with the numbers of a run on a disk."""
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="constant")
+    tiny = config(tmp_path, steps=6, mesh=MeshConfig(1, 2), optimizer=optimizer)
+    run = in_bucket(tiny, "together")
+    address, jobs = coordinator(), []
+    for index in range(2):
+        place = dataclasses.replace(run, steps=4, processes=ProcessConfig(True, address, 2, index))
+        jobs.append(child("tests.storage.child", to_dict(place), "-1", wait=False))
+    train(tiny)
+    results = [finish(job) for job in jobs]
+    assert [result.returncode for result in results] == [0, 0], results[0].stderr[-3000:]
+    for index in range(2):
+        assert server.names(f"runs/together/checkpoints/4/params/ocdbt.process_{index}/")
+    resumed = train(run)
+    assert (resumed.resumed_from, resumed.step) == (4, 6)
+    expected, found = train_losses(tiny.run_dir), train_losses(run.run_dir)
+    assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose([loss for _, loss in found], [loss for _, loss in expected], rtol=1e-5)
+
+
+def test_one_job_at_a_time(server, tmp_path):
+    """The second process is refused while the first one trains; it says who does."""
+    run = in_bucket(config(tmp_path, steps=4), "busy")
+    second = []
+
+    def on_step(step: int) -> None:
+        if step == 2:
+            second.append(child("tests.storage.child", to_dict(run), "-1"))
+
+    train(run, on_step=on_step)
+    assert second[0].returncode != 0
+    assert "another job trains in it (process" in second[0].stderr
+    assert [step for step, _ in train_losses(run.run_dir)] == [1, 2, 3, 4]
+
+
+def test_a_run_whose_lease_was_taken_over_writes_nothing_more(server, tmp_path):
+    run = in_bucket(config(tmp_path, steps=6), "taken")
+
+    def on_step(step: int) -> None:
+        if step == 3:
+            storage.path(f"{run.run_dir}/lease").write_bytes(b'{"owner": "process 2 on b", "seconds": 60}')
+
+    with pytest.raises(storage.StoreError, match=r"another job \(process 2 on b\) has taken over"):
+        train(run, on_step=on_step)
+    assert {name.split("/")[3] for name in server.names("runs/taken/checkpoints/")} == {"2"}
+    assert server.read("runs/taken/lease")  # the other's
+
+
+def test_a_save_that_fails_leaves_the_checkpoints_before_it(server, tmp_path):
+    """The bucket refuses to take anything more in the middle of a save."""
+    from atlasjax.train import CheckpointError
+
+    run = in_bucket(config(tmp_path, steps=4), "refused")
+    refused = Fault(lambda method, path: method == "POST" and "checkpoints/4/" in path and "/d/" in path, status=403)
+    with (
+        server.faulty(refused),
+        pytest.raises(CheckpointError, match=f"the newest is {run.run_dir}/checkpoints/2") as caught,
+    ):
+        train(run)
+    assert refused.seen
+    assert "\n" not in str(caught.value)
+    assert {name.split("/")[3] for name in server.names("runs/refused/checkpoints/")} == {"2"}
+    assert train(run).resumed_from == 2
+
+
+def every(n: int):
+    """Matches every n-th request, except those of the lease, which a thread makes at any time."""
+    count = itertools.count(1)
+    return lambda method, path: "/lease" not in path and next(count) % n == 0
+
+
+def test_a_run_through_errors_that_pass_and_slow_answers(server, tmp_path, done):
+    """Every answer is slow, and some are errors that pass, of which some come after what was asked was done."""
+    run = in_bucket(config(tmp_path, steps=8, keep=2, eval_every=4), "faulty")
+    faults = [
+        Fault(every(60), status=503, after=True),
+        Fault(every(25), status=500),
+        Fault(lambda method, path: True, seconds=0.02),
+    ]
+    with server.faulty(*faults):
+        train(run)
+    assert all(fault.seen for fault in faults)
+    assert train_losses(run.run_dir) == train_losses(done[0].run_dir)
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "words"),
+    [
+        ("gz://pod/x", "run_dir: 'gz://pod/x' cannot be opened. Unknown scheme 'gz'. Did you mean 'gs'"),
+        ("gs:/pod/x", "run_dir: 'gs:/pod/x' is neither a path nor a URL; did you mean 'gs://pod/x'"),
+        ("memory://pod/x", "run_dir is 'memory://pod/x'; checkpoints are written to gs:// or to a folder"),
+        ("gs://no-such-bucket/x", "run_dir is 'gs://no-such-bucket/x'; there is no such bucket"),
+    ],
+)
+def test_a_run_dir_that_cannot_be(server, tmp_path, monkeypatch, capsys, run_dir, words):
+    """One line, exit code 2, nothing compiled, and no local folder of that name."""
+    import jax
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_, **__: pytest.fail("compiled something"))
+    assert cli.main(["train", "--run-dir", run_dir, "--preset", "linear-attention-tiny", "--mesh.data", "1"]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.strip().count("\n") == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_access(server, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = config(tmp_path).run_dir
+    for command in ("train", "evaluate", "generate"):
+        with server.faulty(Fault(lambda method, path: True, status=401)):
+            assert cli.main([command, "--run-dir", f"gs://{BUCKET}/{run[-3:]}"]) == 2
+        error = capsys.readouterr().err
+        assert "access is refused" in error
+        assert "gcloud auth application-default login" in error
+        assert error.strip().count("\n") == 0
