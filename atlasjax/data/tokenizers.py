@@ -314,13 +314,15 @@ def load_tokenizer(directory: str | os.PathLike[str] | storage.StorePath) -> Tok
         kind = described["kind"]
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"There is no tokenizer in {str(folder)!r}: {_KIND_FILE} is missing.") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError, IsADirectoryError):
         raise ValueError(f"The tokenizer file {str(folder / _KIND_FILE)!r} is damaged.") from None
     if kind == "byte":
         return ByteTokenizer()
     if kind not in ("bpe", "sentencepiece"):
         raise ValueError(f"The tokenizer in {str(folder)!r} is of the unknown kind {kind!r}.")
     file = folder / (BpeTokenizer._FILE if kind == "bpe" else SentencePieceTokenizer._FILE)
+    if file.is_dir():
+        raise ValueError(f"The tokenizer file {str(file)!r} is damaged: it is a folder.")
     content = file.read_bytes()
     if described.get("crc32", zlib.crc32(content)) != zlib.crc32(content):  # older folders have no sum
         raise ValueError(f"The tokenizer file {str(file)!r} is damaged: it is not what was saved.")

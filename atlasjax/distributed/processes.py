@@ -136,14 +136,17 @@ _LOST = re.compile(
 def lost_process(error: BaseException) -> str | None:
     """The message of an error that was caused by the loss of another process, or None for any other error.
 
-    If a process ends, collectives of the others fail with the transport's error, which other libraries may have wrapped.
+    If a process ends, collectives of the others fail with the transport's error, which other errors may have wrapped ("Saving the
+    checkpoint failed: …"): the message is that of the innermost one.
     """
+    found = None
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:
         seen.append(cause)
         for line in str(cause).splitlines():
             if _LOST.search(line):
-                return line.strip()[:200].rstrip(". ")
+                found = line.strip()[:200].rstrip(". ")
+                break
         cause = cause.__cause__ or cause.__context__
-    return None
+    return found

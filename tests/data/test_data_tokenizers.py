@@ -186,6 +186,15 @@ def test_a_saved_bpe_that_is_not_as_saved(tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "bpe.json"])
+def test_a_folder_in_place_of_a_saved_file(name, tmp_path):
+    BpeTokenizer.train(["the memory learns while it reads " * 20], 300).save(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name}' is damaged"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_bpe_with_an_id_beyond_all_memory(tmp_path):
     definition = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "pre_tokenizer": None,
