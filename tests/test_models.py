@@ -4,7 +4,7 @@ Compilation is what it costs, so each model compiles four functions of fixed sha
 piece and a token of a stream, and the sharded training step. Every architecture of one name is here; of the backbones around a rule
 only the combinations in `BACKBONES_COVERED`, one of each, since tests/nn has the backbones themselves; so too of cached memories.
 Every kind of mixer is trained, but for rules, windows and hybrids of the same mixers see `TRAINED_ELSEWHERE`. Gradients of the
-sharded against the unsharded step are compared for `GRADIENTS_COVERED`, Orbax's files are written for two.
+sharded against the unsharded step are compared for `GRADIENTS_COVERED`, Orbax's files are written for one.
 """
 
 import dataclasses
@@ -29,28 +29,40 @@ from tests.marks import some_slow
 
 VOCAB, BATCH, TIME = 128, 8, 48
 PIECE = 37  # of a stream; no multiple of a chunk or a window
-STEPS = 30
+STEPS = 20
 LONG = 1024
 LONGEST = 4096  # with `-m slow`
 
 # Models that differ from another in one field, which the tests of their mixer cover.
 VARIANTS = ("gam-sum", "gam-global", "gam-local", "elastic-uniform", "elastic-uniform-mid")
-CACHED_COVERED = ("linear-attention-residual", "titans-grm", "omeganet-soup", "dla-ssc")
-BACKBONES_COVERED = ("titans-mac", "delta-rule-mag", "atlas-mag", "delta-rule-mal")
-GRADIENTS_COVERED = ("transformer++", "gated-deltanet-h2", "mamba", "titans", "gam")  # titans with `-m slow`
+CACHED_COVERED = ("linear-attention-residual", "titans-grm", "omeganet-soup", "dla-ssc", "gated-delta-rule-ssc")
+BACKBONES_COVERED = ("titans-mac", "delta-rule-mac", "delta-rule-mag", "atlas-mag", "delta-rule-mal")
+GRADIENTS_COVERED = ("transformer++", "gated-deltanet-h2", "gated-deltanet", "mamba", "delta-rule", "titans", "gam")
 # Models that differ from another by their memory's rule alone: the suite over all rules has it, this one runs with `-m slow`.
 RULE_ALONE = (
     "polysketch", "longhorn-channel", "rwkv7-one-key", "titans-no-momentum", "moneta", "yaad", "dla", "swla", "atlas++",
-    "log-linear++", "ttt-linear", "titans-grm", "linear-attention-residual",
+    "log-linear++", "ttt-mlp", "titans-grm", "linear-attention-residual", "memora", "omeganet", "swdt", "dot", "titans-mac",
+    "atlas-mag", "omeganet-soup", "dla-ssc", "retnet", "deltanet",
 )  # fmt: skip
+# Models whose every mixer is in another of these models: their decoding, too, runs with `-m slow`.
+MIXERS_ELSEWHERE = ("gated-deltanet", "mamba2", "samba")
 # Models whose every mixer trains, sharded, in another of these models; their own training runs with `-m slow`.
 TRAINED_ELSEWHERE = {
-    "swa": "gated-deltanet-h2", "mamba2": "gated-deltanet-h2", "gated-deltanet": "gated-deltanet-h2", "retnet": "gla",
-    "deltanet": "gated-deltanet-h2", "samba": "mamba", "log-linear-mamba2": "log-linear", "gam-transformer": "transformer++",
-    "block-attention": "elastic-exp", "linear-attention": "gated-delta-rule", "delta-rule": "gated-delta-rule",
-    "memora": "titans", "omeganet": "atlas", "swdt": "deep-transformer", "dot": "deep-transformer", "atlas-mag": "delta-rule-mag",
-    "omeganet-soup": "dla-ssc",
+    "swa": "melodi", "samba": "mamba", "log-linear-mamba2": "log-linear",
+    "gam-transformer": "transformer++", "block-attention": "elastic-exp", "linear-attention": "gated-delta-rule",
+    "delta-rule": "gated-delta-rule", "ttt-linear": "titans", "atlas": "titans", "deep-transformer": "titans",
 }  # fmt: skip
+# The gradients of their mixers are in tests/nn, and they train with `-m slow`.
+GRADIENTS_ELSEWHERE = (
+    "rwkv7",
+    "longhorn",
+    "mamba2",
+    "gated-deltanet-h2",
+    "memorizing",
+    "infini",
+    "delta-rule-mag",
+    "delta-rule-mal",
+)
 
 
 def _covered(name: str) -> bool:
@@ -83,11 +95,13 @@ def small(name: str) -> ModelConfig:
         cut["chunk_size"] = 8
     if memory.caching is not None:
         cut["caching"] = dataclasses.replace(memory.caching, segment_size=8)
+    mixers = tuple(dict.fromkeys(config.pattern))  # each once
     return dataclasses.replace(
         config,
         vocab_size=VOCAB,
         dim=32,
-        num_layers=2 if len(config.pattern) < 3 else len(config.pattern),
+        mixer=mixers if len(mixers) > 1 else mixers[0],
+        num_layers=max(2, len(mixers)),
         num_heads=2,
         mlp_dim=48,
         memory=dataclasses.replace(memory, **cut),
@@ -140,7 +154,7 @@ class Model:
         settings = OptimizerConfig(learning_rate=1e-2, warmup_steps=3)
         mask = decay_mask(state_lib.pure(logical_axes(self.config)))
         self.optimizer = make_optimizer(settings, STEPS, mask)
-        self.mesh = make_mesh(MeshConfig(data=4, fsdp=1, tensor=2))
+        self.mesh = make_mesh(MeshConfig(data=2, fsdp=1, tensor=2))
         self.shardings, self.skipped = state_lib.state_shardings(self.config, self.optimizer, self.mesh)
         self.step = jit_train_step(
             self.graphdef, self.optimizer, learning_rate(settings, STEPS), self.shardings, self.mesh
@@ -175,7 +189,7 @@ def model(name: str) -> Model:
     return Model(name)
 
 
-def each_model(names, slow=RULE_ALONE):
+def each_model(names, slow=(*RULE_ALONE, *MIXERS_ELSEWHERE)):
     """The tests of one model run one after another, in one worker: `run_together`. Then its compiled functions can be dropped."""
     return pytest.mark.parametrize("name", some_slow(names, slow), scope="module")
 
@@ -205,30 +219,6 @@ class TestModel:
         np.testing.assert_allclose(after[3, :20], before[3, :20], atol=2e-6 * scale, rtol=0)
         assert np.abs(after[3, 20:] - before[3, 20:]).max() > 0.1 * scale
 
-    def test_finite_after_many_random_tokens(self, name):
-        self.stays_finite(name, LONG)
-
-    @pytest.mark.slow
-    def test_finite_after_thousands_of_random_tokens(self, name):
-        self.stays_finite(name, LONGEST)
-
-    def stays_finite(self, name, tokens):
-        m = model(name)
-        length = -(-tokens // PIECE) * PIECE
-        shapes = lambda length: jax.tree.map(jnp.shape, jax.eval_shape(lambda: m.cache(length)))
-        # One row, where each piece reads all that was kept: the square of the length, times the rows.
-        rows = BATCH if shapes(TIME) == shapes(length) else 1
-        rng, cache = np.random.default_rng(1), m.cache(length, rows)
-        sizes, largest = jax.tree.map(jnp.shape, cache), []
-        for _ in range(length // PIECE):
-            piece = rng.integers(0, VOCAB, (rows, PIECE), dtype=np.int32)
-            logits, cache = m.extend(m.params, piece, cache)
-            largest.append(float(jnp.max(jnp.abs(logits))))
-        assert np.isfinite(largest).all()
-        assert np.max(largest[-10:]) < 3 * np.max(largest[:10])
-        assert jax.tree.map(jnp.shape, cache) == sizes
-        assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(cache) if jnp.issubdtype(x.dtype, jnp.floating))
-
     def test_checkpoint_round_trip(self, name):
         """Every leaf has a path of its own, and the abstract state says what they are: all that is needed to restore them."""
         m = model(name)
@@ -251,7 +241,37 @@ class TestModel:
         np.testing.assert_array_equal(m.parallel(restored, tokens), m.parallel(m.params, tokens))
 
 
-@each_model(MODELS, slow=(*RULE_ALONE, *TRAINED_ELSEWHERE))
+def stays_finite(name, tokens):
+    m = model(name)
+    length = -(-tokens // PIECE) * PIECE
+    shapes = lambda length: jax.tree.map(jnp.shape, jax.eval_shape(lambda: m.cache(length)))
+    # One row, where each piece reads all that was kept: the square of the length, times the rows.
+    rows = BATCH if shapes(TIME) == shapes(length) else 1
+    rng, cache = np.random.default_rng(1), m.cache(length, rows)
+    sizes, largest = jax.tree.map(jnp.shape, cache), []
+    for _ in range(length // PIECE):
+        piece = rng.integers(0, VOCAB, (rows, PIECE), dtype=np.int32)
+        logits, cache = m.extend(m.params, piece, cache)
+        largest.append(float(jnp.max(jnp.abs(logits))))
+    assert np.isfinite(largest).all()
+    assert np.max(largest[-10:]) < 3 * np.max(largest[:10])
+    assert jax.tree.map(jnp.shape, cache) == sizes
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(cache) if jnp.issubdtype(x.dtype, jnp.floating))
+
+
+# Memories of every rule read as many and more tokens in tests/nn/test_gates.py.
+@each_model(MODELS, slow=(*RULE_ALONE, *MIXERS_ELSEWHERE, "atlas", "deep-transformer"))
+def test_finite_after_many_random_tokens(name):
+    stays_finite(name, LONG)
+
+
+@pytest.mark.slow
+@each_model(MODELS)
+def test_finite_after_thousands_of_random_tokens(name):
+    stays_finite(name, LONGEST)
+
+
+@each_model(MODELS, slow=(*RULE_ALONE, *TRAINED_ELSEWHERE, *GRADIENTS_ELSEWHERE))
 def test_loss_falls_and_sharded_is_unsharded(name):
     m = model(name)
     state, losses = m.trained
@@ -264,7 +284,7 @@ def test_loss_falls_and_sharded_is_unsharded(name):
     assert np.mean(losses[-5:]) < losses[0] - 1.0
 
 
-@each_model(GRADIENTS_COVERED, slow=("titans",))
+@each_model(GRADIENTS_COVERED, slow=("titans", "mamba", "gated-deltanet-h2"))
 def test_sharded_gradients_are_unsharded(name):
     m = model(name)
     gradients = lambda params, rows: accumulated_gradients(m.graphdef, params, rows, 1)[1]
@@ -276,7 +296,7 @@ def test_sharded_gradients_are_unsharded(name):
         np.testing.assert_allclose(a, b, atol=1e-4 * scale, rtol=0, err_msg=jax.tree_util.keystr(path))
 
 
-@each_model(["gated-deltanet-h2", "atlas"])
+@each_model(["gated-deltanet-h2", "gated-delta-rule", "atlas"], slow=("gated-deltanet-h2", "atlas"))
 def test_orbax_round_trip(name, tmp_path):
     m = model(name)
     state, _ = m.trained
@@ -294,7 +314,18 @@ def test_orbax_round_trip(name, tmp_path):
 
 
 def test_what_is_covered_exists():
-    assert set(BACKBONES_COVERED) | set(GRADIENTS_COVERED) | set(RULE_ALONE) | set(TRAINED_ELSEWHERE) <= set(MODELS)
-    trained = set(MODELS) - set(RULE_ALONE) - set(TRAINED_ELSEWHERE)
+    named = (
+        *BACKBONES_COVERED,
+        *GRADIENTS_COVERED,
+        *RULE_ALONE,
+        *MIXERS_ELSEWHERE,
+        *TRAINED_ELSEWHERE,
+        *GRADIENTS_ELSEWHERE,
+    )
+    assert set(named) <= set(MODELS)
+    decoded = set(MODELS) - set(RULE_ALONE) - set(MIXERS_ELSEWHERE)
+    trained = set(MODELS) - set(RULE_ALONE) - set(TRAINED_ELSEWHERE) - set(GRADIENTS_ELSEWHERE)
     assert set(TRAINED_ELSEWHERE.values()) <= trained
+    mixers = lambda names: set().union(*(small(name).pattern for name in names))
+    assert mixers(MIXERS_ELSEWHERE) <= mixers(decoded)
     assert len(MODELS) >= 30

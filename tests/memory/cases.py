@@ -76,6 +76,12 @@ RULES: dict[str, MemoryRule] = {
     "muon_matrix_channel": MemoryRule(
         MATRIX, objectives.L2(), optimizer=optimizers.Muon(3), retention=retention.Channel(), window=2, chunk_size=6
     ),
+    # Small ones, with which choices are compared by default: a program of a matrix takes a third of the time.
+    "gated_small": MemoryRule(structures.GatedMLP(expansion=1), optimizer=GD, chunk_size=8),
+    "moneta_matrix": rules.moneta(8, structure=MATRIX),
+    "yaad_matrix": rules.yaad(8, structure=MATRIX),
+    "powers_matrix": MemoryRule(MATRIX, features=features.Powers(3), optimizer=GD, window=3, chunk_size=8),
+    "sketch_matrix": MemoryRule(MATRIX, features=features.TensorSketch(2, 8), optimizer=GD, window=3, chunk_size=8),
     **IDEAS,
 }  # fmt: skip
 

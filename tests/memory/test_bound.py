@@ -11,6 +11,7 @@ from atlasjax import memory, rules
 from atlasjax.memory import Bound, check, features, objectives, optimizers, retention, structures
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.rule import MemoryRule
+from tests.marks import some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs, objective, slice_time
 
 RELU = structures.MLP(expansion=2, activation="relu")
@@ -75,7 +76,9 @@ BOLD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BOLD)
+@pytest.mark.parametrize(
+    "name", some_slow(BOLD, ["titans", "moneta", "channel_delta_momentum", "channel_steps_chunk8"])
+)
 def test_the_engine_is_the_reference_where_the_bound_acts(name, x64):
     rule = RULES[name]
     params, *rest = bold(rule, **({"step_size": 1.0} | BOLD[name]))
@@ -89,7 +92,11 @@ def test_the_engine_is_the_reference_where_the_bound_acts(name, x64):
 
 
 @pytest.mark.parametrize(
-    "name", ["titans", "omeganet_window_over_chunk", "titans_at_its_norm", "channel_delta_momentum"]
+    "name",
+    some_slow(
+        ["titans", "omeganet_window_over_chunk", "titans_at_its_norm", "channel_delta_momentum"],
+        ["titans", "titans_at_its_norm", "channel_delta_momentum"],
+    ),
 )
 def test_streaming_where_the_bound_acts(name, x64):
     rule = RULES[name]
@@ -154,7 +161,11 @@ def test_moneta_with_strong_retention_over_many_tokens():
     assert all(jnp.abs(w).max() < 10 for w in state.memory.values())
 
 
-@pytest.mark.parametrize("name", rules.REGISTRY)
+# The others differ from these in one choice.
+@pytest.mark.parametrize(
+    "name",
+    some_slow(rules.REGISTRY, ["titans_no_momentum", "yaad", "dla", "swla", "atlas_plus_plus", "memora", "ttt_mlp"]),
+)
 def test_suggested_gates_are_a_rules_gates(name):
     rule = rules.REGISTRY[name]()
     gates = memory.suggested_gates(rule, batch_size=2, time=5, num_heads=3, key_dim=4)

@@ -238,9 +238,13 @@ def test_longhorn_never_overshoots(x64):
 
 
 @pytest.mark.parametrize(
-    "name", ["linear_attention", "gla", "delta_rule", "longhorn_channel", "gated_delta_rule", "rwkv7"]
+    ("name", "block"),
+    [
+        pytest.param(name, block, marks=[] if block == 7 or name in ("gla", "gated_delta_rule") else pytest.mark.slow)
+        for name in ("linear_attention", "gla", "delta_rule", "longhorn_channel", "gated_delta_rule", "rwkv7")
+        for block in (1, 7, 64)
+    ],
 )
-@pytest.mark.parametrize("block", [1, 7, 64])
 def test_block_length_changes_nothing(name, block, x64, monkeypatch):
     from atlasjax.memory.fast_weights import chunk
 

@@ -2,7 +2,7 @@
 
 Tracing and compiling is what it costs, and gradients cost several times what values do. So tests of one rule share two functions
 of one shape, and run in one worker; and where rules or lengths are many, gradients are compared for some of them (`RELATIVES`,
-`test_any_length`) and for all with `-m slow`. Values and states of every rule are compared in test_streaming.
+`LENGTHENED`) and for all with `-m slow`. Values and states are compared here or in test_streaming.
 """
 
 import functools
@@ -17,17 +17,19 @@ from atlasjax import memory
 from atlasjax.memory.fast_weights.chunk import plan as chunk_plan
 from tests.marks import some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs, objective
+from tests.memory.test_streaming import SPLIT_IF_SLOW
 
 # Two forms of one function in float64; the slack is for sums in another order, amplified by Newton–Schulz.
 EXACT = 1e-9
 
 
-# Rules whose every choice, and every pair of structure, optimizer, retention and window, is in other rules; gradients if slow.
-RELATIVES = (
-    "linear_attention", "delta_rule", "delta_rule_decay", "delta_rule_chunk8", "retnet", "polysketch", "rwkv7_one_key", "titans",
-    "titans_unbounded", "titans_at_its_norm", "titans_matrix", "titans_no_momentum", "titans_long_chunk", "dla", "swla",
-    "moneta_row", "yaad", "gated", "atlas", "atlas_convergent", "own_loss",
-)  # fmt: skip
+# Rules whose every choice is in other rules; gradients if slow.
+RELATIVES = set(RULES) - {
+    "all_of_them", "atlas_every", "channel_steps_chunk8", "delta_rule_decay", "gated_delta_momentum", "gated_delta_rule",
+    "gated_small", "gla", "longhorn", "longhorn_channel", "memora_matrix", "moneta_matrix", "muon_matrix_channel",
+    "own_loss_matrix", "own_sign_momentum", "powers_matrix", "rwkv7", "sketch_matrix", "titans_deep", "ttt_linear", "ttt_mlp",
+    "yaad_matrix",
+}  # fmt: skip
 
 
 def each_rule(names, slow=()):
@@ -54,12 +56,10 @@ def both(rule, **kwargs):
     return functions
 
 
-# Every choice by itself; the other rules' rounding runs if slow.
+# Every structure, objective, optimizer and retention; the other rules' rounding runs if slow.
 ROUNDED = (
-    "linear_attention", "delta_rule_decay", "gla", "rwkv7", "longhorn", "longhorn_channel", "gated_delta_rule",
-    "gated_delta_momentum", "delta_rule_channel_steps", "ttt_linear", "ttt_mlp", "titans", "titans_deep",
-    "omeganet_window_over_chunk", "omeganet_sketch", "yaad_window", "moneta", "memora", "map_momentum_window", "atlas",
-    "atlas_every", "own_loss_matrix", "own_sign_momentum", "own_adam", "all_of_them",
+    "all_of_them", "atlas_plus_plus", "linear_attention", "longhorn_channel", "memora", "moneta", "own_loss_matrix",
+    "own_sign_momentum", "rwkv7", "yaad_window",
 )  # fmt: skip
 
 
@@ -88,30 +88,46 @@ def choices(rule):
     return {*itertools.combinations(sorted(parts.items()), 2), *others.items(), ("bounds", bounds)}
 
 
-def test_gradients_of_every_choice_are_compared():
-    every = {name: choices(rule) for name, rule in RULES.items()}
-    compared = set().union(*(parts for name, parts in every.items() if name not in RELATIVES))
-    assert compared == set().union(*every.values())
+def alone(rule):
+    pairs = choices(rule)
+    return {part for pair in pairs for part in (pair if isinstance(pair[0], tuple) else (pair,))}
 
 
-def test_rounding_of_every_choice_is_compared():
-    def alone(rule):
-        pairs = choices(rule)
-        return {part for pair in pairs for part in (pair if isinstance(pair[0], tuple) else (pair,))}
+def axes(rule):
+    return {type(axis).__name__ for axis in (rule.structure, rule.objective, rule.optimizer, rule.retention)}
 
-    every = {name: alone(rule) for name, rule in RULES.items()}
-    assert set().union(*(every[name] for name in ROUNDED)) == set().union(*every.values())
+
+def of_all(parts, names):
+    return set().union(*(parts(RULES[name]) for name in names))
+
+
+def test_every_choice_is_compared():
+    """In gradients, in every split of a stream, and in rounding."""
+    every = of_all(alone, RULES)
+    assert of_all(alone, set(RULES) - set(RELATIVES)) == every
+    assert of_all(alone, set(RULES) - set(SPLIT_IF_SLOW)) == every
+    assert of_all(axes, ROUNDED) == of_all(axes, RULES)
 
 
 LENGTHS = 1, 63, 100, 257
-LENGTHENED = {  # and the lengths at which gradients are compared by default: one token, and several blocks
-    "omeganet_window_over_chunk": (1, 100), "atlas_every": (63,), "channel_delta_momentum": (257,), "delta_rule_decay": (100,),
-    "gated_delta_rule": (1, 257), "rwkv7": (257,), "longhorn_channel": (63,), "memora": (100,),
+# And the lengths at which values, and gradients, are compared by default: one token, several blocks, a block not full.
+LENGTHENED = {
+    "omeganet_window_over_chunk": (100,), "atlas_every": (1, 257), "channel_delta_momentum": (63,), "delta_rule_decay": (63,),
+    "gated_delta_rule": (1, 63), "rwkv7": (1, 100), "longhorn_channel": (1, 257), "memora": (257,),
+}  # fmt: skip
+GRADED_LENGTHS = {
+    "omeganet_window_over_chunk": (1,), "atlas_every": (), "channel_delta_momentum": (), "delta_rule_decay": (100,),
+    "gated_delta_rule": (257,), "rwkv7": (), "longhorn_channel": (63,), "memora": (),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("time", LENGTHS)
-@pytest.mark.parametrize("name", LENGTHENED)
+def each_length(default):
+    every = itertools.product(LENGTHENED, LENGTHS)
+    slow = lambda name, time: [] if time in default[name] else [pytest.mark.slow]
+    return pytest.mark.parametrize(("name", "time"), [pytest.param(*x, marks=slow(*x)) for x in every])
+
+
+@each_length(LENGTHENED)
 def test_any_length(name, time, x64):
     rule = RULES[name]
     args = make_inputs(rule, time=time, batch=1, dtype=jnp.float64)
@@ -119,13 +135,7 @@ def test_any_length(name, time, x64):
     assert_close(run(memory.scan), run(memory.reference), EXACT)
 
 
-@pytest.mark.parametrize(
-    ("name", "time"),
-    [
-        pytest.param(name, time, marks=[] if time in LENGTHENED[name] else pytest.mark.slow)
-        for name, time in itertools.product(LENGTHENED, LENGTHS)
-    ],
-)
+@each_length(GRADED_LENGTHS)
 def test_gradients_at_any_length(name, time, x64):
     rule = RULES[name]
     args = make_inputs(rule, time=time, batch=1, dtype=jnp.float64)
@@ -148,22 +158,13 @@ EDGES = [
 ]
 
 
-@each_rule(
-    [
-        "titans",
-        "yaad_window",
-        "omeganet",
-        "atlas",
-        "muon_matrix_channel",
-        "gla",
-        "moneta_row",
-        "memora",
-        "delta_rule_decay",
-        "gated_delta_rule",
-        "rwkv7",
-        "longhorn_channel",
-    ],
-)
+EDGED = (
+    "titans", "yaad_window", "omeganet", "atlas", "muon_matrix_channel", "gla", "moneta_row", "memora", "delta_rule_decay",
+    "gated_delta_rule", "rwkv7", "longhorn_channel", "yaad_matrix", "memora_matrix", "moneta_matrix",
+)  # fmt: skip
+
+
+@each_rule(EDGED, slow=RELATIVES)
 def test_extreme_gates(name, x64):
     rule = RULES[name]
     reference, engine = shared(rule)
@@ -210,7 +211,10 @@ def test_float32_and_bfloat16(name):
             assert_close(y.astype(jnp.float32), expected, tolerance, what=str(dtype))
 
 
-@pytest.mark.parametrize("name", ["titans", "omeganet_window_over_chunk", "atlas_every", "gla", "swla", "ttt_mlp"])
+@each_rule(
+    ["titans", "omeganet_window_over_chunk", "atlas_every", "gla", "swla", "ttt_mlp"],
+    slow=["titans", "ttt_mlp", "atlas_every"],
+)
 def test_causality(name):
     """The Jacobian of outputs with respect to inputs is exactly zero above the diagonal."""
     rule = RULES[name]
@@ -229,7 +233,7 @@ def test_causality(name):
     assert depends > 15
 
 
-@pytest.mark.parametrize("name", ["titans", "omeganet", "atlas", "gla", "linear_attention"])
+@each_rule(["titans", "omeganet", "atlas", "gla", "linear_attention"], slow=["titans", "atlas"])
 def test_batch_elements_and_heads_do_not_meet(name):
     rule = RULES[name]
     params, q, k, v, gates = make_inputs(rule, batch=3, heads=3)
@@ -278,7 +282,7 @@ def test_outside_jit_a_call_is_one_program(name):
 
 
 def test_newton_schulz_steps_change_at_run_time():
-    rule = RULES["atlas"]
+    rule = RULES["muon_matrix_channel"]
     params, q, k, v, gates = make_inputs(rule)
     for steps in (0, 1, 3):
         other = rule.with_newton_schulz(steps=steps)
@@ -304,10 +308,10 @@ def test_backward_memory_grows_with_boundaries_not_with_tokens():
     assert long < 2048 * weights / 5
 
 
-LANED = ["titans", "atlas_every", "omeganet_window_over_chunk", "delta_rule"]
+LANED = ["titans", "titans_matrix", "ttt_linear", "atlas_every", "omeganet_window_over_chunk", "delta_rule"]
 
 
-@each_rule(LANED, slow=("atlas_every", "omeganet_window_over_chunk"))
+@each_rule(LANED, slow=set(LANED) - {"ttt_linear", "delta_rule"})
 def test_lanes_of_heads_change_nothing(name, x64, monkeypatch):
     """What a CPU does with large products, forced on small ones: groups of heads as separate operations."""
     from atlasjax.memory.fast_weights import slots
@@ -319,7 +323,7 @@ def test_lanes_of_heads_change_nothing(name, x64, monkeypatch):
     assert_close(both(rule)[1](*args), shared(rule)[0](*args), EXACT)
 
 
-@each_rule(LANED, slow=("omeganet_window_over_chunk", "atlas_every", "delta_rule"))
+@each_rule(LANED, slow=set(LANED) - {"titans_matrix"})
 def test_lanes_of_heads_with_segments(name, x64, monkeypatch):
     from atlasjax.memory.fast_weights import slots
 

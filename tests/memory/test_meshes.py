@@ -9,18 +9,23 @@ from atlasjax import memory, rules
 from tests.marks import some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs
 from tests.memory.own_ideas import IDEAS
+from tests.memory.softmax import cases as softmax
 
 CASES = {
     "titans": RULES["titans"],
+    "ttt_linear": RULES["ttt_linear"],
     "delta_rule": RULES["delta_rule"],
     "omeganet": RULES["omeganet"],
     "yaad_window": RULES["yaad_window"],
     "atlas_every": RULES["atlas_every"],
     "memora_matrix": RULES["memora_matrix"],
     "own_adam": IDEAS["own_adam"],
+    "own_loss_matrix": IDEAS["own_loss_matrix"],
     "deep_transformer": rules.deep_transformer(8),
     "dot": rules.dot(8, 3),
+    "dot_matrix": softmax.RULES["dot_matrix"],
     "cached": memory.CachedRule(RULES["titans"], "grm", segment_size=16),
+    "cached_matrix": memory.CachedRule(RULES["ttt_linear"], "grm", segment_size=16),
 }
 TOKENS = PartitionSpec("data", None, "model")
 
@@ -48,8 +53,14 @@ def total(rule, y_and_state):
 
 def each_case(*names):
     """One case for each engine by default: the dual form, the closed form, the general one, softmax memories, cached ones."""
-    default = ("titans", "delta_rule", "own_adam", "dot", "cached")
+    default = ("ttt_linear", "delta_rule", "own_loss_matrix", "dot_matrix", "cached_matrix")
     return pytest.mark.parametrize("name", some_slow(names, set(names) - set(default)))
+
+
+def graded(fn, *arguments):
+    """(outputs and state, gradients of every argument) of a function with a scalar and those."""
+    (_, found), gradients = jax.jit(jax.value_and_grad(fn, argnums=range(5), has_aux=True))(*arguments)
+    return found, gradients
 
 
 @each_case(*CASES)
@@ -58,38 +69,37 @@ def test_under_shard_map(name, x64):
     rule = CASES[name]
     params, *tokens = inputs(rule)
     run = lambda params, *tokens: memory.scan(rule, params, None, *tokens)
-    expected = jax.jit(run)(params, *tokens)
+    summed = lambda *arguments: (total(rule, found := run(*arguments)), found)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    specs = (PartitionSpec("model"), *(TOKENS,) * 4)
-    shards = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(TOKENS, of_state(expected[1])))
-    assert_close(jax.jit(shards)(params, *tokens), expected, 1e-9)
 
-    local = lambda *arguments: jax.lax.psum(total(rule, run(*arguments)), ("data", "model"))
-    summed = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
-    want = jax.jit(jax.grad(lambda *arguments: total(rule, run(*arguments)), argnums=range(5)))(params, *tokens)
-    have = jax.jit(jax.grad(summed, argnums=range(5)))(params, *tokens)
-    assert_close(have, want, 1e-9)
+    def local(*arguments):
+        scalar, found = summed(*arguments)
+        return jax.lax.psum(scalar, ("data", "model")), found
+
+    _, state = jax.eval_shape(run, params, *tokens)
+    specs = (PartitionSpec("model"), *(TOKENS,) * 4), (PartitionSpec(), (TOKENS, of_state(state)))
+    have = graded(jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1]), params, *tokens)
+    for a, b in zip(have, graded(summed, params, *tokens), strict=True):
+        assert_close(a, b, 1e-9)
 
 
-@each_case("titans", "dot", "omeganet", "memora_matrix", "atlas_every")
+@each_case("titans", "ttt_linear", "dot", "dot_matrix", "omeganet", "memora_matrix", "atlas_every")
 def test_on_explicit_axes(name, x64):
     rule = CASES[name]
     params, *tokens = inputs(rule)
-    run = jax.jit(lambda params, *tokens: memory.scan(rule, params, None, *tokens))
-    gradient = lambda *arguments: jax.jit(jax.grad(lambda *a: total(rule, run(*a)), argnums=range(5)))(*arguments)
-    expected, want = run(params, *tokens), gradient(params, *tokens)
+    summed = lambda *arguments: (total(rule, found := memory.scan(rule, arguments[0], None, *arguments[1:])), found)
+    expected, want = graded(summed, params, *tokens)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         split = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, TOKENS)), tokens)
-        y, state = run(params, *split)
+        (y, state), have = graded(summed, params, *split)
         assert jax.typeof(y).sharding.spec == PartitionSpec("data", None, "model", None)
         assert all(jax.typeof(x).sharding.spec[0] == "data" for x in jax.tree.leaves(state))
-        have = gradient(params, *split)
     assert_close((y, state), expected, 1e-9)
     assert_close(have, want, 1e-9)
 
 
-@each_case("titans", "own_adam")
+@each_case("titans", "ttt_linear", "own_adam", "own_loss_matrix")
 def test_a_step_on_explicit_axes(name, x64):
     rule = CASES[name]
     params, *tokens = inputs(rule)

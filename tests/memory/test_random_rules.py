@@ -67,7 +67,7 @@ def random_calls(examples):
     return decorate
 
 
-@random_calls(6)
+@random_calls(3)
 def test_engine_is_the_reference(rule, time, cut, seed):
     compare(rule, time, cut, seed)
 

@@ -7,13 +7,24 @@ import numpy as np
 import pytest
 
 from atlasjax import memory
-from tests.memory.cases import RULES, assert_close, make_inputs, slice_time, steps
+from tests.marks import each_name
+from tests.memory.cases import RULES, assert_close, make_inputs, steps
 
 EXACT = 1e-9
 TIME, PIECE = 26, 11
 
 
-@pytest.mark.parametrize("name", RULES)
+# Rules whose every choice is in other rules (`test_every_choice_is_compared`); the cheap ones of them run by default too.
+SPLIT_IF_SLOW = (
+    "delta_rule_decay", "channel_delta_momentum", "titans", "titans_unbounded", "titans_at_its_norm", "titans_matrix",
+    "titans_no_momentum", "titans_long_chunk", "dla", "omeganet", "omeganet_window_over_chunk", "omeganet_powers",
+    "omeganet_sketch", "yaad_window", "yaad", "moneta", "moneta_row", "memora", "map_momentum_window",
+    "momentum_full_retention", "gated", "atlas", "atlas_convergent", "atlas_plus_plus", "muon_matrix_channel", "own_loss",
+    "own_structure", "own_adam", "own_features", "own_retention",
+)  # fmt: skip
+
+
+@each_name(RULES, slow=SPLIT_IF_SLOW)
 def test_every_split(name, x64):
     """One token at a time equals the reference; and a call that begins after ANY number of tokens goes on exactly."""
     rule = RULES[name]
@@ -40,23 +51,27 @@ def test_every_split(name, x64):
     )
 
 
-@pytest.mark.parametrize("name", ["titans", "omeganet_window_over_chunk", "atlas_every", "swla", "delta_rule"])
+@each_name(
+    ["titans", "omeganet_window_over_chunk", "atlas_every", "swla", "delta_rule"], slow=["titans", "atlas_every"]
+)
 def test_gradients_through_a_stream(name, x64):
-    """Two calls, cut in the middle of a chunk, have the gradients of one."""
+    """Four calls, cut in the middle of chunks, have the gradients of one."""
     rule = RULES[name]
-    args = make_inputs(rule, batch=1, time=23, dtype=jnp.float64)
-    weights = np.cos(np.arange(23 * 2 * 4)).reshape(1, 23, 2, 4)
+    args = make_inputs(rule, batch=1, time=24, dtype=jnp.float64)
+    weights = np.cos(np.arange(24 * 2 * 4)).reshape(1, 24, 2, 4)
 
     def whole(params, q, k, v, gates):
         return jnp.sum(weights * memory.reference(rule, params, None, q, k, v, gates)[0])
 
-    def cut(params, q, k, v, gates):
-        state, outputs = None, []
-        for start, stop in ((0, 9), (9, 10), (10, 23)):
-            piece = (x[:, start:stop] for x in (q, k, v))
-            y, state = memory.scan(rule, params, state, *piece, slice_time(gates, start, stop))
-            outputs.append(y)
-        return jnp.sum(weights * jnp.concatenate(outputs, axis=1))
+    def cut(params, *inputs):
+        def call(state, piece):
+            y, state = memory.scan(rule, params, state, *piece)
+            return state, y
+
+        # All calls are of one shape, so that they are compiled once.
+        pieces = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(1, 4, 6, *x.shape[2:]), 1, 0), inputs)
+        _, y = jax.lax.scan(call, memory.init_state(rule, params, batch_size=1), pieces)
+        return jnp.sum(weights * jnp.moveaxis(y, 0, 1).reshape(weights.shape))
 
     argnums = (0, 1, 2, 3, 4)
     assert_close(jax.jit(jax.grad(cut, argnums))(*args), jax.jit(jax.grad(whole, argnums))(*args), EXACT)
@@ -72,7 +87,19 @@ SEGMENTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SEGMENTED)
+@each_name(
+    SEGMENTED,
+    slow=[
+        "titans_long_chunk",
+        "yaad_window",
+        "titans",
+        "ttt_linear",
+        "delta_rule_decay",
+        "linear_attention",
+        "atlas_online",
+        "channel_delta_momentum",
+    ],
+)
 def test_segments(name, x64):
     """Packed segments equal the reference, which resets by definition; with a stream cut inside a segment."""
     rule = RULES[name]
@@ -97,19 +124,26 @@ def test_segments(name, x64):
         np.testing.assert_array_equal(state.window_count, final.window_count)
 
 
-@pytest.mark.parametrize("name", ["titans", "omeganet", "atlas"])
+@each_name(["titans", "omeganet", "atlas"], slow=["titans", "atlas"])
 def test_packed_equals_alone(name, x64):
-    """The reference itself: a packed segment gives what it gives as a sequence of its own; and gradients stay inside."""
+    """A packed segment gives what it gives as a sequence of its own; and gradients stay inside."""
     rule = RULES[name]
     params, q, k, v, gates = make_inputs(rule, batch=1, time=38, dtype=jnp.float64)
     ids = jnp.asarray(SEGMENTS[:1])
-    packed, _ = memory.scan(rule, params, None, q, k, v, gates, segment_ids=ids)
+
+    def third(k):
+        packed, _ = memory.scan(rule, params, None, q, k, v, gates, segment_ids=ids)
+        return packed[:, 10:23].sum(), packed
+
+    (_, packed), gradient = jax.jit(jax.value_and_grad(third, has_aux=True))(k)
+    run = jax.jit(lambda *piece: memory.scan(rule, params, None, *piece)[0])
     for start, stop in ((0, 9), (9, 10), (10, 23), (23, 38)):
-        piece = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], (q, k, v, gates))
-        alone, _ = memory.scan(rule, params, None, *piece)
-        assert_close(packed[:, start:stop], alone, EXACT)
-    third = lambda k: memory.scan(rule, params, None, q, k, v, gates, segment_ids=ids)[0][:, 10:23].sum()
-    gradient = np.abs(np.asarray(jax.grad(third)(k))).sum((0, 2, 3))
+        # What follows a segment changes nothing in it (`test_causality`), so that all pieces are of one shape.
+        piece = jax.tree.map(
+            lambda x, a=start, b=stop: jnp.concatenate([x[:, a:b], x[:, : a + 15 - b]], 1), (q, k, v, gates)
+        )
+        assert_close(packed[:, start:stop], run(*piece)[:, : stop - start], EXACT)
+    gradient = np.abs(np.asarray(gradient)).sum((0, 2, 3))
     assert (gradient[:10] == 0).all()
     assert (gradient[23:] == 0).all()
     assert (gradient[10:23] > 0).all()
@@ -131,11 +165,11 @@ def test_state_size_does_not_depend_on_what_was_read(name):
     rule = RULES[name]
     params, q, k, v, gates = make_inputs(rule, time=50)
     fresh = memory.init_state(rule, params, batch_size=2)
-    _, state = memory.scan(rule, params, fresh, q, k, v, gates)
+    _, state = jax.eval_shape(lambda state: memory.scan(rule, params, state, q, k, v, gates), fresh)
     chex.assert_trees_all_equal_shapes_and_dtypes(fresh, state)
 
 
-@pytest.mark.parametrize("name", ["titans", "omeganet", "atlas", "gla", "yaad_window"])
+@each_name(["titans", "omeganet", "atlas", "gla", "yaad_window"], slow=["titans", "yaad_window"])
 def test_state_can_be_donated(name):
     """No two leaves share a buffer: a stream can give its state away at every call."""
     rule = RULES[name]

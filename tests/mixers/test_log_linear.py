@@ -11,6 +11,7 @@ import pytest
 from atlasjax.mixers import log_linear
 
 BATCH, HEADS, KEY, VALUE, LEVELS = 2, 2, 4, 3, 9
+attention, step = jax.jit(log_linear.attention), jax.jit(log_linear.step)  # operation by operation takes far longer
 
 
 def inputs(time, dtype=np.float64, seed=0):
@@ -75,7 +76,7 @@ def test_gradients(x64):
 def test_weights_of_one_are_linear_attention(x64):
     q, k, v, weights, _, _ = inputs(45)
     scores = jnp.tril(jnp.einsum("bthd,bshd->bhts", q, k))
-    close(log_linear.attention(q, k, v, jnp.ones_like(weights)), jnp.einsum("bhts,bshv->bthv", scores, v), 1e-12)
+    close(attention(q, k, v, jnp.ones_like(weights)), jnp.einsum("bhts,bshv->bthv", scores, v), 1e-12)
 
 
 def test_log_linear_plus_plus_weights(x64):
@@ -99,7 +100,7 @@ def test_a_stream_is_the_whole(plus_plus, x64):
     q, k, v, weights, decay, u = inputs(45)
     if plus_plus:
         weights = log_linear.segment_weights(u, k)
-    want = log_linear.attention(q, k, v, weights, decay)
+    want = attention(q, k, v, weights, decay)
     state = log_linear.init_state(BATCH, HEADS, KEY, VALUE, 45)
     state = state._replace(states=state.states.astype(jnp.float64), key_sums=state.key_sums.astype(jnp.float64))
     levels = state.states.shape[2]
@@ -118,17 +119,17 @@ def test_a_stream_is_the_whole(plus_plus, x64):
 def test_levels_do_not_depend_on_the_length(x64):
     q, k, v, weights, decay, _ = inputs(45)
     cut = jax.tree.map(lambda x: x[:, :19], (q, k, v, weights, decay))
-    close(log_linear.attention(*cut), log_linear.attention(q, k, v, weights, decay)[:, :19], 1e-12)
+    close(attention(*cut), attention(q, k, v, weights, decay)[:, :19], 1e-12)
 
 
 def test_bfloat16_and_the_end_of_a_state():
     q, k, v, weights, decay, _ = inputs(40, jnp.bfloat16)
-    y = log_linear.attention(q, k, v, weights, decay)
+    y = attention(q, k, v, weights, decay)
     assert y.dtype == jnp.bfloat16
     close(y.astype(jnp.float32), definition(*(x.astype(jnp.float32) for x in (q, k, v, weights, decay))), 2e-2)
     state = log_linear.init_state(BATCH, HEADS, KEY, VALUE, 2)
     for t, finite in enumerate((True, True, False)):
-        y, state = log_linear.step(state, q[:, t], k[:, t], v[:, t], weights[:, t])
+        y, state = step(state, q[:, t], k[:, t], v[:, t], weights[:, t])
         assert bool(jnp.isfinite(y.astype(jnp.float32)).all()) == finite
 
 

@@ -15,14 +15,22 @@ from atlasjax.mixers.rotary import rotate
 from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig, logical_axes, state_bytes
 from atlasjax.nn.mixers import MIXERS
 from atlasjax.nn.parameters import values
+from tests.marks import some_slow
 
 DIM, HEADS, HEAD, BATCH, TIME, SEGMENT, WINDOW = 12, 2, 4, 2, 22, 4, 5
 MEMORIES = {
     "titans": MemoryConfig("titans", chunk_size=2, expansion=1, max_step=0.1),
     "deep_transformer": MemoryConfig("deep_transformer", chunk_size=2, structure="matrix"),
 }
+MATRIX = MemoryConfig("delta_rule", chunk_size=2)
 # A deep memory with momentum in all; and in MAC, which keeps what retrieval reads, a softmax memory, whose state is another.
 CASES = [*((name, "titans") for name in ("attention", "swa", "mag", "mal", "mac")), ("mac", "deep_transformer")]
+
+
+def each_case(*cases, slow=()):
+    """By default a softmax memory is streamed and packed; what it computes is in tests/memory/softmax."""
+    marks = lambda case: [pytest.mark.slow] if case in slow else []
+    return pytest.mark.parametrize(("name", "rule"), [pytest.param(*case, marks=marks(case)) for case in cases])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -149,7 +157,7 @@ def mac(mixer, x):
     return join(mixer.join, jnp.stack(a), jnp.stack(y))
 
 
-@pytest.mark.parametrize(("name", "rule"), [case for case in CASES if case[0] != "attention"])
+@each_case(*CASES[1:], slow=CASES[-1:])
 def test_layer_is_its_definition(name, rule):
     graphdef, params, parallel = make(name, rule)
     definition = {"swa": swa, "mag": mag, "mal": mal, "mac": mac}[name]
@@ -177,7 +185,7 @@ def stream(name, rule, x, state, cuts):
     return jnp.concatenate(pieces, axis=1), state
 
 
-@pytest.mark.parametrize(("name", "rule"), CASES)
+@each_case(*CASES)
 def test_streamed_is_parallel(name, rule):
     graphdef, params, parallel = make(name, rule)
     expected = parallel(params, inputs())
@@ -208,7 +216,7 @@ def test_rows_of_a_stream_may_stand_anywhere_in_their_segments(cuts):
     close(y, jnp.stack([whole[0, 1 : 1 + cuts[-1]], whole[1, 3 : 3 + cuts[-1]]]))
 
 
-@pytest.mark.parametrize(("name", "rule"), CASES)
+@each_case(*CASES)
 def test_causal_and_rows_independent(name, rule):
     _, params, parallel = make(name, rule)
     before = np.asarray(parallel(params, inputs()))
@@ -222,7 +230,7 @@ def test_causal_and_rows_independent(name, rule):
         assert np.all(moved[t + reach :] == 0)
 
 
-@pytest.mark.parametrize(("name", "rule"), CASES)
+@each_case(*CASES)
 def test_packed_row_is_its_segments(name, rule):
     graphdef, params, parallel = make(name, rule)
     ids = np.repeat([[0, 1, 0, 2], [3, 4, 5, 6]], [5, 4, 1, 12], axis=1)  # an id may return: still another segment
@@ -248,7 +256,7 @@ def test_tokens_of_too_many_documents_are_nan():
         jax.jit(lambda p, x, ids: nnx.merge(graphdef, p)(x, ids))(params, inputs(), ids)
 
 
-@pytest.mark.parametrize(("name", "rule"), CASES)
+@each_case(*CASES, slow=CASES[-1:])
 def test_every_parameter_learns_and_names_its_axes(name, rule):
     graphdef, params, _ = make(name, rule)
     weights = jax.random.normal(jax.random.key(3), (BATCH, TIME, DIM))
@@ -261,7 +269,7 @@ def test_every_parameter_learns_and_names_its_axes(name, rule):
         assert len(names) == value.ndim
 
 
-@pytest.mark.parametrize(("name", "rule"), [case for case in CASES if case[1] == "titans"])
+@each_case(*CASES[:-1])
 def test_bfloat16_is_close_to_float32(name, rule):
     half = nnx.split(abstract(name, make_config(rule, dtype="bfloat16")), nnx.Param)[0]
     _, params, parallel = make(name, rule)
@@ -271,7 +279,7 @@ def test_bfloat16_is_close_to_float32(name, rule):
     assert np.sqrt(np.mean((np.asarray(y, np.float32) - expected) ** 2)) < 0.03 * expected.std()
 
 
-@pytest.mark.parametrize("name", ["mac", "mag", "mal"])
+@pytest.mark.parametrize("name", some_slow(["mac", "mag", "mal"], ["mac"]))
 def test_every_rule_fits(name):
     """Shapes of a step, and in MAC of the parallel pass over packed documents; wide values where there is no residual."""
     for rule in rules.REGISTRY:
@@ -291,7 +299,7 @@ def test_every_rule_fits(name):
 
 
 def test_a_model_of_bounded_and_unbounded_states():
-    config = make_config("titans", vocab_size=17, mlp_dim=16, mixer=("mac", "attention"))
+    config = make_config("titans", vocab_size=17, mlp_dim=16, mixer=("mac", "attention"), memory=MATRIX)
     model = LanguageModel(config, rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(1), (BATCH, 11), 0, 17)
     parallel = jax.jit(lambda x: model(x))
@@ -319,7 +327,11 @@ def test_a_model_of_bounded_and_unbounded_states():
         ("mal", {"attention": AttentionConfig()}, "mixer 'mal' needs a window"),
         ("mac", {"attention": AttentionConfig(segment_size=5)}, "segment_size=5 must be a multiple of .*chunk_size=2"),
         ("attention", {"head_dim": 3}, "head_dim=3 must be even"),
-        ("mag", {"value_expansion": 2}, "value_expansion=2 needs a memory without a residual"),
+        (
+            "mag",
+            {"value_expansion": 2},
+            "value_expansion=2 needs a memory without a residual",
+        ),
     ],
 )
 def test_bad_configs_are_named(name, changes, words):

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from atlasjax.nn import AXES, LanguageModel, MemoryConfig, ModelConfig, abstract_model, logical_axes
+from tests.marks import some_slow
 
 # One rule for each way through the engines: matrix, LayerNorm inside, momentum, window with features, Muon.
 MEMORIES = {
@@ -56,7 +57,8 @@ def tokens(seed=0, batch=BATCH, time=TIME):
     return jax.random.randint(jax.random.key(seed), (batch, time), 0, VOCAB)
 
 
-@pytest.mark.parametrize("rule", MEMORIES)
+# tests/test_models.py streams and trains the others.
+@pytest.mark.parametrize("rule", some_slow(MEMORIES, set(MEMORIES) - {"delta_rule"}))
 def test_streamed_is_parallel(rule):
     graphdef, params, parallel = make(make_config(rule))
     expected = parallel(params, tokens())
@@ -118,7 +120,7 @@ def loss_of(graphdef):
     return jax.jit(jax.value_and_grad(loss))
 
 
-@pytest.mark.parametrize("rule", MEMORIES)
+@pytest.mark.parametrize("rule", some_slow(MEMORIES, ["titans", "omeganet", "atlas"]))
 def test_every_parameter_learns(rule):
     graphdef, params, _ = make(make_config(rule))
     _, gradients = loss_of(graphdef)(params, tokens())

@@ -16,6 +16,10 @@ MLP, GATED, MATRIX = structures.MLP(expansion=2), structures.GatedMLP(expansion=
 L2, DOT = objectives.L2(), objectives.DotProduct()
 
 
+def if_slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def inputs(structure, batch, time, heads, dim, *, gates, window=1, dtype="float32", seed=0):
     """(weights, momenta or None, q, k, v) and the gates that are asked for."""
     rng = np.random.default_rng(seed)
@@ -58,8 +62,8 @@ def close(found, expected, tolerance):
     ("structure", "objective", "shape", "gates", "window"),
     [
         (MLP, L2, (2, 37, 2, 4), ("retention", "momentum"), 5),
-        (MLP, L2, (1, 16, 1, 8), (), 1),
-        (MLP, L2, (1, 21, 1, 4), ("momentum",), 1),
+        if_slow(MLP, L2, (1, 16, 1, 8), (), 1),
+        if_slow(MLP, L2, (1, 21, 1, 4), ("momentum",), 1),
         (MLP, L2, (1, 21, 1, 4), ("retention",), 12),  # longer than a chunk
         (GATED, L2, (1, 19, 1, 4), ("retention", "momentum"), 3),
         (structures.MLP(depth=3, expansion=1), DOT, (1, 9, 1, 4), ("retention", "momentum"), 1),
@@ -79,7 +83,7 @@ def test_values_and_gradients(structure, objective, shape, gates, window):
     [
         (MLP, L2, (2, 21, 2, 4), ("retention", "momentum"), 5),  # the last chunk is not full
         (MATRIX, objectives.Lp(3.0), (1, 19, 1, 8), (), 1),
-        (GATED, L2, (1, 16, 1, 4), ("momentum",), 12),  # the window is longer than a chunk
+        if_slow(GATED, L2, (1, 16, 1, 4), ("momentum",), 12),  # the window is longer than a chunk
         (structures.MLP(depth=3, expansion=1), L2, (1, 17, 1, 4), ("retention",), 1),
     ],
     ids=str,
@@ -162,7 +166,7 @@ def test_bad_input():
     [
         (MLP, ("retention", "momentum"), 3, 16, 1, 4),
         (MATRIX, ("momentum",), 1, 8, 4, 8),
-        (GATED, ("retention", "momentum"), 1, 32, 2, 8),
+        if_slow(GATED, ("retention", "momentum"), 1, 32, 2, 8),
     ],
     ids=str,
 )

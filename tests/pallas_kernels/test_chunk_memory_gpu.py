@@ -10,7 +10,7 @@ from atlasjax.memory import objectives, structures
 from pallas_kernels.chunk_memory import chunk_memory, gpu_kernels
 from pallas_kernels.chunk_memory import gpu as parallel
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
-from tests.pallas_kernels.test_chunk_memory import DOT, GATED, L2, MATRIX, MLP, close, inputs, run
+from tests.pallas_kernels.test_chunk_memory import DOT, GATED, L2, MATRIX, MLP, close, if_slow, inputs, run
 
 NARROW = structures.MLP(expansion=1)
 GPU = {"chunk_size": 16, "implementation": "pallas_gpu", "interpret": True}
@@ -36,7 +36,7 @@ def test_values_and_gradients(structure, objective, shape, gates, window):
 @pytest.mark.parametrize(
     ("structure", "shape", "gates", "window"),
     [
-        (NARROW, (1, 69, 2, 16), ("retention", "momentum"), 5),
+        if_slow(NARROW, (1, 69, 2, 16), ("retention", "momentum"), 5),
         (GATED, (2, 50, 1, 8), (), 1),
         (MATRIX, (1, 40, 1, 4), ("momentum",), 1),
     ],

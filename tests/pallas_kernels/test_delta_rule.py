@@ -49,17 +49,23 @@ def close(found, expected, tolerance):
         np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0)
 
 
-@pytest.mark.parametrize("gated", [False, True])
+SHAPES = [
+    ("pallas_tpu", (2, 37, 2, 8, 16), 16),
+    ("pallas_tpu", (1, 16, 1, 16, 8), 16),
+    ("pallas_tpu", (1, 5, 1, 4, 4), 8),
+    ("pallas_tpu", (1, 64, 1, 32, 32), 32),
+    ("pallas_gpu", (2, 37, 2, 8, 16), 16),
+    ("pallas_gpu", (1, 70, 1, 96, 40), 64),  # several parts of keys and of values
+    ("pallas_gpu", (1, 5, 1, 4, 20), 8),
+]
+
+
 @pytest.mark.parametrize(
-    ("implementation", "shape", "chunk_size"),
+    ("implementation", "shape", "chunk_size", "gated"),
     [
-        ("pallas_tpu", (2, 37, 2, 8, 16), 16),
-        ("pallas_tpu", (1, 16, 1, 16, 8), 16),
-        ("pallas_tpu", (1, 5, 1, 4, 4), 8),
-        ("pallas_tpu", (1, 64, 1, 32, 32), 32),
-        ("pallas_gpu", (2, 37, 2, 8, 16), 16),
-        ("pallas_gpu", (1, 70, 1, 96, 40), 64),  # several parts of keys and of values
-        ("pallas_gpu", (1, 5, 1, 4, 20), 8),
+        pytest.param(*case, gated, marks=[] if gated or case[1][0] > 1 else pytest.mark.slow)
+        for case in SHAPES
+        for gated in (False, True)
     ],
 )
 def test_values_and_gradients(implementation, shape, chunk_size, gated):

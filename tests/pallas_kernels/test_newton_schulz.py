@@ -9,6 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.gpu import products
 from pallas_kernels.newton_schulz import EPSILON, SCHEDULES, coefficients, gpu, newton_schulz, tiles
+from tests.marks import some_slow
 
 
 def on_singular_values(s, steps, schedule):
@@ -82,7 +83,7 @@ def check(shape, steps, **options):
         close(g[i], gradient[i], 10 * tolerance)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 5])
+@pytest.mark.parametrize("steps", some_slow([0, 1, 5], [1]))
 @pytest.mark.parametrize("shape", [(3, 16, 64), (2, 64, 24), (2, 3, 9, 9), (1, 5)])
 @pytest.mark.parametrize("options", [
     {"form": "gram"},

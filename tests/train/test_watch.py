@@ -112,7 +112,7 @@ def expected_norms(model, params, tokens):
     [
         {},
         {"mixer": "mac", **HYBRID},
-        {"mixer": "mag", **HYBRID},
+        pytest.param({"mixer": "mag", **HYBRID}, marks=pytest.mark.slow),
         {"mixer": "mal", **HYBRID},
         {"memory": dataclasses.replace(TITANS.memory, caching=CachingConfig(segment_size=8))},
     ],

@@ -81,26 +81,42 @@ def run(fn, rule, *args):
     return jax.jit(lambda *args: outputs(fn, rule, *args))(*args)
 
 
-# What differs from another case in one choice: its values are compared in `test_every_split`, its gradients or documents if slow.
-GRADIENTS_IF_SLOW = (
-    "residual_titans", "grm_sigmoid_sum", "soup", "soup_matrix", "ssc_one", "grm_map", "grm_raw_swdt", "grm_delta_kernel",
-)  # fmt: skip
-DOCUMENTS_IF_SLOW = (
-    "residual", "grm", "grm_carry_capacity", "grm_raw_decay", "soup_carry", "soup_norm", "ssc", "ssc_dot", "grm_own_optimizer",
-    "residual_attention", "grm_deep_transformer",
-)  # fmt: skip
+# What runs by default; `test_every_choice_is_compared` says what of it is in each list.
+GRADED = {
+    "residual", "grm_sigmoid_sum", "grm_raw_decay", "soup_matrix", "soup_norm", "ssc_one", "residual_attention",
+}  # fmt: skip
+PACKED = {"residual_titans", "grm_sigmoid_sum", "grm_raw_decay", "soup", "soup_matrix", "ssc_one", "grm_delta_kernel"}
+SPLIT = {
+    "residual",
+    "grm_sigmoid_sum",
+    "grm_raw_decay",
+    "soup",
+    "soup_matrix",
+    "ssc_one",
+    "grm_raw_swdt",
+    "grm_delta_kernel",
+}
 
 
-def each_case(slow=()):
-    return pytest.mark.parametrize("name", some_slow(CASES, slow))
+def each_case(cases, default):
+    return pytest.mark.parametrize("name", some_slow(cases, set(cases) - default))
 
 
-def test_every_case_has_gradients_or_documents_compared():
-    assert not set(GRADIENTS_IF_SLOW) & set(DOCUMENTS_IF_SLOW)
-    assert set(GRADIENTS_IF_SLOW) | set(DOCUMENTS_IF_SLOW) <= set(CASES)
+def choices(rule):
+    """Every choice by itself, and the kind of the memory with the aggregation's."""
+    fields = "aggregation", "gate", "connector", "pooling", "start"
+    chosen = {(field, getattr(rule, field)) for field in fields} | {("capacity", rule.capacity is None)}
+    return chosen | {("mixes", rule.aggregation, rule.mixes_weights), ("softmax", isinstance(rule.rule, SoftmaxRule))}
 
 
-@each_case(slow=GRADIENTS_IF_SLOW)
+def test_every_choice_is_compared():
+    every = set().union(*map(choices, CASES.values()))
+    for names in (GRADED, PACKED, SPLIT):
+        assert set().union(*(choices(CASES[name]) for name in names)) == every
+    assert any(CASES[name].stop_gradient for name in GRADED)
+
+
+@each_case(CASES, default=GRADED)
 def test_outputs_and_gradients(name, x64):
     rule = CASES[name]
     args = make_inputs(rule)
@@ -112,7 +128,7 @@ def test_outputs_and_gradients(name, x64):
     assert_close(results[1], results[0], EXACT)
 
 
-@each_case(slow=DOCUMENTS_IF_SLOW)
+@each_case(CASES, default=PACKED)
 def test_packed_documents(name, x64):
     """Every document is as if alone, and the last one's memory can go on."""
     rule = CASES[name]
@@ -132,7 +148,7 @@ def test_packed_documents(name, x64):
     assert_close(read, y[:, -1:], EXACT, "read of the state")
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_case(CASES, default=SPLIT)
 def test_every_split(name, x64):
     """One token at a time equals the whole; a call that begins after ANY number of tokens goes on exactly."""
     rule = CASES[name]
@@ -160,7 +176,7 @@ def test_every_split(name, x64):
     assert_close(jax.tree.map(lambda x: x[:-1], after), ends, EXACT, "state after piece")
 
 
-@pytest.mark.parametrize("name", ["grm", "soup", "ssc", "ssc_atlas"])
+@pytest.mark.parametrize("name", some_slow(["grm", "soup", "ssc", "ssc_atlas"], ["grm", "soup", "ssc_atlas"]))
 def test_bfloat16(name):
     rule = CASES[name]
     args = make_inputs(rule, dtype=jnp.bfloat16)
@@ -172,7 +188,11 @@ def test_bfloat16(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["residual", "grm_sigmoid_sum", "grm_carry_capacity", "soup", "soup_carry", "ssc", "ssc_one", "ssc_dot"]
+    "name",
+    some_slow(
+        ["residual", "grm_sigmoid_sum", "grm_carry_capacity", "soup", "soup_carry", "ssc", "ssc_one", "ssc_dot"],
+        slow=["soup_carry", "ssc", "ssc_dot", "grm_carry_capacity"],
+    ),
 )
 def test_the_future_never_changes_the_past(name, x64):
     """Nothing of the tokens from t on, not even how many there are, changes what the tokens before t read."""
@@ -188,7 +208,7 @@ def test_the_future_never_changes_the_past(name, x64):
     assert_close(run(args[0], *short), y[:, :9], 1e-12)
 
 
-@pytest.mark.parametrize("aggregation", ["residual", "grm", "soup", "ssc"])
+@pytest.mark.parametrize("aggregation", some_slow(["residual", "grm", "soup", "ssc"], ["residual", "grm"]))
 def test_one_segment_is_the_base_rule(aggregation, x64):
     rule = CachedRule(TITANS, aggregation, 16)
     args = make_inputs(rule)
@@ -256,7 +276,7 @@ def test_only_selected_memories_have_gradients(x64):
 
 def test_stop_gradient(x64):
     """Through a cached memory nothing flows, through the online one it does; values stay the same."""
-    rule = CachedRule(TITANS, "residual", SIZE)
+    rule = CachedRule(rules.delta_rule(), "residual", SIZE)
     params, q, k, v, gates = make_inputs(rule)
     stopped = dataclasses.replace(rule, stop_gradient=True)
     late = lambda rule, v: jnp.sum(jnp.square(memory.scan(rule, params, None, q, k, v, gates)[0][:, 2 * SIZE :]))

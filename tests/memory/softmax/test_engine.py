@@ -7,6 +7,7 @@ import pytest
 
 from atlasjax import memory
 from atlasjax.memory.softmax import SoftmaxRule
+from tests.marks import each_name, some_slow
 from tests.memory.cases import assert_close
 from tests.memory.softmax.cases import MATRIX, RULES, make_inputs
 
@@ -23,12 +24,11 @@ def objective(fn, rule, state, params, q, k, v, gates, **kwargs):
     return total, (y, state)
 
 
-def both(rule, **kwargs):
+def both(rule):
     """Jitted value-and-gradient functions of the reference and of the engine, of (state, params, q, k, v, gates)."""
     functions = []
     for fn in (memory.reference, memory.scan):
-        extra = {k: v for k, v in kwargs.items() if k != "max_segments" or fn is memory.scan}
-        run = lambda *args, fn=fn, extra=extra: objective(fn, rule, *args, **extra)
+        run = lambda *args, fn=fn: objective(fn, rule, *args)
         functions.append(jax.jit(jax.value_and_grad(run, argnums=(1, 2, 3, 4, 5), has_aux=True)))
     return functions
 
@@ -40,7 +40,11 @@ GRADED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GRADED)
+# A matrix and an MLP, decays and a loss with an error, momentum, windows and caches are in the others.
+GRADED_IF_SLOW = ["decay_momentum", "matrix_window", "deep_transformer_online", "dot_window_over_chunk"]
+
+
+@each_name(GRADED, slow=GRADED_IF_SLOW)
 def test_outputs_state_and_gradients(name, x64, short_blocks):
     rule = RULES[name]
     args = make_inputs(rule, dtype=jnp.float64)
@@ -66,9 +70,10 @@ EDGES = [
 ]
 
 
-def test_extreme_gates(x64, short_blocks):
+@pytest.mark.parametrize("name", some_slow(["matrix_window", "dot_sliding"], ["dot_sliding"]))
+def test_extreme_gates(name, x64, short_blocks):
     """Also where log ρ = −∞, and where Z forgets an entry whose momentum is still there (α = 0)."""
-    rule = RULES["dot_sliding"]
+    rule = RULES[name]
     reference, scan = both(rule)
     for override in EDGES:
         args = make_inputs(rule, dtype=jnp.float64, **override)
@@ -86,21 +91,23 @@ def test_extreme_gates(x64, short_blocks):
 
 
 def test_gradients_through_a_stream(x64, short_blocks):
-    """Three calls, cut in the middle of chunks, have the gradients of one."""
+    """Four calls, cut in the middle of chunks, have the gradients of one."""
     rule = RULES["dot"]
-    params, *inputs = make_inputs(rule, batch=1, dtype=jnp.float64)
-    weights = np.cos(np.arange(23 * 2 * 4)).reshape(1, 23, 2, 4)
+    params, *inputs = make_inputs(rule, batch=1, time=24, dtype=jnp.float64)
+    weights = np.cos(np.arange(24 * 2 * 4)).reshape(1, 24, 2, 4)
 
     def whole(params, *inputs):
         return jnp.sum(weights * memory.reference(rule, params, None, *inputs)[0])
 
     def cut(params, *inputs):
-        state = memory.init_state(rule, params, batch_size=1, max_length=23)
-        outputs = []
-        for start, stop in ((0, 9), (9, 10), (10, 23)):
-            y, state = memory.scan(rule, params, state, *jax.tree.map(lambda x: x[:, start:stop], inputs))  # noqa: B023
-            outputs.append(y)
-        return jnp.sum(weights * jnp.concatenate(outputs, axis=1))
+        def call(state, piece):
+            y, state = memory.scan(rule, params, state, *piece)
+            return state, y
+
+        # All calls are of one shape, so that they are compiled once.
+        pieces = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(1, 4, 6, *x.shape[2:]), 1, 0), inputs)
+        _, y = jax.lax.scan(call, memory.init_state(rule, params, batch_size=1, max_length=24), pieces)
+        return jnp.sum(weights * jnp.moveaxis(y, 0, 1).reshape(weights.shape))
 
     argnums = (0, 1, 2, 3, 4)
     assert_close(
@@ -108,7 +115,7 @@ def test_gradients_through_a_stream(x64, short_blocks):
     )
 
 
-@pytest.mark.parametrize("name", ["decay_momentum", "dot"])
+@pytest.mark.parametrize("name", some_slow(["decay_momentum", "dot"], ["dot"]))
 def test_float32_and_bfloat16(name, short_blocks):
     """Against the same inputs in float64, relative to the largest output."""
     rule = RULES[name]
@@ -125,9 +132,10 @@ def test_float32_and_bfloat16(name, short_blocks):
             assert_close(y.astype(jnp.float32), expected, tolerance, what=str(dtype))
 
 
-def test_causality(short_blocks):
+@pytest.mark.parametrize("name", some_slow(["dot_matrix", "dot"], ["dot"]))
+def test_causality(name, short_blocks):
     """The Jacobian of outputs with respect to inputs is exactly zero above the diagonal."""
-    rule = RULES["dot"]
+    rule = RULES[name]
     params, *inputs = make_inputs(rule, time=19, batch=1, heads=1)
     outputs = lambda inputs: memory.scan(rule, params, None, *inputs)[0][0].sum((-1, -2))
     jacobian = jax.jit(jax.jacrev(outputs))(inputs)
@@ -139,9 +147,10 @@ def test_causality(short_blocks):
     assert depends > 19
 
 
-def test_backward_keeps_no_score_matrix():
+@pytest.mark.parametrize("name", some_slow(["attention", "deep_transformer"], ["deep_transformer"]))
+def test_backward_keeps_no_score_matrix(name):
     """Temporary bytes of forward and backward grow with length as the cache and a block's scores do, not as length²."""
-    rule = RULES["deep_transformer"]
+    rule = RULES[name]
 
     def temporary_bytes(time):
         args = jax.eval_shape(lambda: make_inputs(rule, batch=1, time=time, heads=1, key_dim=8, value_dim=8))

@@ -7,6 +7,7 @@ import pytest
 
 from atlasjax import memory
 from atlasjax.memory.softmax import SoftmaxRule
+from tests.marks import some_slow
 from tests.memory.cases import assert_close
 from tests.memory.softmax.cases import FULL, L2, MATRIX, make_inputs
 
@@ -24,7 +25,7 @@ def attention(q, k, v, **kwargs):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("chunk_size", [1, 5, 64])
+@pytest.mark.parametrize("chunk_size", some_slow([1, 5, 64], [1]))
 def test_deep_transformer_is_softmax_attention(function, chunk_size):
     rule = SoftmaxRule(MATRIX, retention=FULL, chunk_size=chunk_size)
     params, q, k, v, gates = make_inputs(rule, key_dim=8, value_dim=6, step_size=1.0)

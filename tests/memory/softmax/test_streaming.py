@@ -7,6 +7,7 @@ import pytest
 
 from atlasjax import memory
 from atlasjax.memory.softmax.state import init_state
+from tests.marks import each_name, some_slow
 from tests.memory.cases import assert_close, steps
 from tests.memory.softmax.cases import RULES, make_inputs
 
@@ -20,7 +21,13 @@ STREAMED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STREAMED)
+# Every choice is in the others.
+STREAMED_IF_SLOW = [
+    "decay_momentum", "deep_unnormalized", "swdt_cache_over_length", "dot", "dot_window_over_chunk", "dot_sliding",
+]  # fmt: skip
+
+
+@each_name(STREAMED, slow=STREAMED_IF_SLOW)
 def test_every_split(name, x64, short_blocks):
     """One token at a time equals the reference; and a call that begins after ANY number of tokens goes on exactly."""
     rule = RULES[name]
@@ -47,7 +54,9 @@ def test_every_split(name, x64, short_blocks):
 SEGMENTS = np.array([[0] * 4 + [1] * 1 + [2] * 9 + [7] * 9, [3] * 23, [0, 1, 2, 3] * 2 + [4] * 15])
 
 
-@pytest.mark.parametrize("name", ["matrix_window", "swdt", "dot_window_over_chunk"])
+@pytest.mark.parametrize(
+    "name", some_slow(["matrix_window", "swdt", "dot_window_over_chunk"], ["dot_window_over_chunk"])
+)
 def test_segments(name, x64, short_blocks):
     """Packed segments equal the reference, which forgets by definition, in one call and in two; and that equals each alone."""
     rule = RULES[name]
@@ -59,14 +68,14 @@ def test_segments(name, x64, short_blocks):
         return jnp.sum(jnp.cos(jnp.arange(y.size)).reshape(y.shape) * y), (y, state)
 
     def graded(run):
-        if name != "dot_window_over_chunk":  # gradients once
+        if name != "matrix_window":  # gradients once
             return jax.jit(lambda *x: total(run, *x))
         return jax.jit(jax.value_and_grad(lambda *x: total(run, *x), argnums=(0, 1, 2, 3), has_aux=True))
 
     expected = graded(lambda *x: memory.reference(rule, params, None, *x, segment_ids=ids))(q, k, v, gates)
     packed = graded(lambda *x: memory.scan(rule, params, None, *x, segment_ids=ids, max_segments=9))
     assert_close(packed(q, k, v, gates), expected, EXACT)
-    y, final = expected[0][1] if name == "dot_window_over_chunk" else expected[1]
+    y, final = expected[0][1] if name == "matrix_window" else expected[1]
 
     state, outputs = init_state(rule, params, batch_size=3, max_length=23, dtype=jnp.float64), []
     for start, stop in ((0, 10), (10, 23)):
