@@ -29,7 +29,7 @@ from tests.marks import some_slow
 
 VOCAB, BATCH, TIME = 128, 8, 48
 PIECE = 37  # of a stream; no multiple of a chunk or a window
-STEPS = 20
+STEPS = 30
 LONG = 1024
 LONGEST = 4096  # with `-m slow`
 
