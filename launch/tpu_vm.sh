@@ -11,9 +11,9 @@ ACCELERATOR=${ACCELERATOR:-v5litepod-256}
 RUNTIME=${RUNTIME:-v2-alpha-tpuv5-lite}
 SPOT=${SPOT:-yes}                       # yes: cheaper, may be taken away at any time
 REPOSITORY=${REPOSITORY:-https://example.com/atlasjax.git}
-RUN_DIR=${RUN_DIR:-gs://my-bucket/runs/atlas-340m}
+RUN_DIR=${RUN_DIR:-gs://my-bucket/runs/titans-340m}
 DATA=${DATA:-gs://my-bucket/corpus}
-PRESET=${PRESET:-atlas-340m}
+PRESET=${PRESET:-titans-340m}
 OPTIONS=${OPTIONS:---mesh.fsdp 16 --mesh.tensor 4}  # further options of `atlasjax train`
 
 tpu() { gcloud compute tpus "$@" --project "$PROJECT" --zone "$ZONE"; }

@@ -7,9 +7,9 @@ NAME=${NAME:-atlasjax}
 TPU_TYPE=${TPU_TYPE:-v5litepod-256}
 SLICES=${SLICES:-1}
 IMAGE=${IMAGE:-REGION-docker.pkg.dev/PROJECT/REPOSITORY/atlasjax}
-RUN_DIR=${RUN_DIR:-gs://my-bucket/runs/atlas-340m}
+RUN_DIR=${RUN_DIR:-gs://my-bucket/runs/titans-340m}
 DATA=${DATA:-gs://my-bucket/corpus}
-PRESET=${PRESET:-atlas-340m}
+PRESET=${PRESET:-titans-340m}
 OPTIONS=${OPTIONS:---mesh.fsdp 16 --mesh.tensor 4}  # further options of `atlasjax train`
 
 xpk workload create --cluster "$CLUSTER" --workload "$NAME" --tpu-type "$TPU_TYPE" --num-slices "$SLICES" \

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from atlasjax.cli.parsing import parse
 from atlasjax.distributed.mesh import MeshConfig
 from atlasjax.nn import ModelConfig
-from atlasjax.plan import Plan, forward_flops_per_token, plan_training, suggested_mesh
+from atlasjax.plan import Plan, device_hours, forward_flops_per_token, plan_training, suggested_mesh
 from atlasjax.plan.libtpu import check_topology
+from atlasjax.plan.training import UTILIZATION
 from atlasjax.presets import ARCHITECTURES, SIZES, describe, has_memory, preset_names
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.defaults import default_config
@@ -70,7 +71,7 @@ def run(arguments: Sequence[str]) -> None:
         raise ConfigError(str(error)) from error
     except RuntimeError as error:
         raise RunError(f"planning for {command.plan}: {error}") from error
-    entries = {preset: {**row, **_plan_rows(plans.get(preset))} for preset, row in rows.items()}
+    entries = {preset: {**row, **_plan_rows(plans.get(preset), configs[preset])} for preset, row in rows.items()}
     _table(entries, as_rows=command.size is not None)
 
 
@@ -139,9 +140,10 @@ def _mixer(model: ModelConfig) -> str:
     return f"{pattern} of {model.memory.rule}{cached}"
 
 
-def _plan_rows(plan: Plan | None) -> dict[str, str]:
+def _plan_rows(plan: Plan | None, config: TrainConfig) -> dict[str, str]:
     if plan is None:
         return {}
+    tokens = config.steps * config.data.batch_size * config.data.sequence_length
     return {
         "topology": f"{plan.topology}, {plan.devices} devices",
         "mesh": ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items()),
@@ -151,6 +153,7 @@ def _plan_rows(plan: Plan | None) -> dict[str, str]:
         "per device: total": f"{_size(plan.total_bytes)} of {_size(plan.available_bytes)}",
         "fits": "yes" if plan.fits else "no: try more --accumulation, --mesh.tensor or a shorter --sequence-length",
         "training FLOPs per step": f"{plan.flops:.3g}",
+        f"device-hours at an MFU of {UTILIZATION:.0%}": f"{device_hours(config, plan.topology):,.0f} for {tokens:.3g} tokens",
         "collectives in the program": ", ".join(f"{kind} {n}" for kind, n in plan.collectives.items() if n),
         "replicated during resharding": f"{len(plan.rematerialized)} arrays" if plan.rematerialized else "nothing",
         "kernels in the program": str(plan.kernels),

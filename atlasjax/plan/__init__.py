@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from atlasjax.flops import count_flops
     from atlasjax.plan.compiled import Plan
-    from atlasjax.plan.training import plan_training, suggested_mesh
+    from atlasjax.plan.training import device_hours, plan_training, suggested_mesh
     from atlasjax.train.utilization import forward_flops_per_token
 
 # Loaded on first use: the environment of `libtpu` must be set before jax is imported.
 _HOME = {
     "Plan": "atlasjax.plan.compiled",
     "count_flops": "atlasjax.flops",
+    "device_hours": "atlasjax.plan.training",
     "forward_flops_per_token": "atlasjax.train.utilization",
     "plan_training": "atlasjax.plan.training",
     "suggested_mesh": "atlasjax.plan.training",
 }
 
-__all__ = ["Plan", "count_flops", "forward_flops_per_token", "plan_training", "suggested_mesh"]
+__all__ = ["Plan", "count_flops", "device_hours", "forward_flops_per_token", "plan_training", "suggested_mesh"]
 
 
 def __getattr__(name: str) -> Any:

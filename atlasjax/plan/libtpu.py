@@ -14,6 +14,8 @@ from atlasjax.names import lookup
 if TYPE_CHECKING:
     import jax
 
+# The kinds that jax's devices of a generation have.
+DEVICE_KIND = {"v5e": "TPU v5 lite", "v6e": "TPU v6 lite", "v5p": "TPU v5p", "tpu7x": "TPU7x"}
 # GiB of memory per device available to programs, taken from libtpu's out-of-memory messages.
 HBM_GIB = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.74, "tpu7x": 94.75}
 

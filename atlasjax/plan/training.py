@@ -18,6 +18,9 @@ from atlasjax.train import state as state_lib
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.step import jit_train_step, train_step
+from atlasjax.train.utilization import PEAK_FLOPS, forward_flops_per_token
+
+UTILIZATION = 0.4  # of the devices' peak, where a plan has to assume one
 
 
 def plan_training(config: TrainConfig, topology: str) -> Plan:
@@ -33,6 +36,21 @@ def plan_training(config: TrainConfig, topology: str) -> Plan:
     """
     libtpu.check_topology(topology)
     return child.run_in_child(__name__, {"config": to_dict(config), "topology": topology})
+
+
+def device_hours(config: TrainConfig, topology: str, utilization: float = UTILIZATION) -> float:
+    """Hours of all devices together for all steps of a run, at a model FLOPs utilization that is assumed, not measured.
+
+    Args:
+      config: the run.
+      topology: e.g. "v5e:16x16". Only its generation matters.
+      utilization: the fraction of the devices' peak in bfloat16.
+    """
+    generation = libtpu.split_topology(topology)[1].partition(":")[0]
+    tokens = config.steps * config.data.batch_size * config.data.sequence_length
+    return (
+        3 * forward_flops_per_token(config) * tokens / (utilization * PEAK_FLOPS[libtpu.DEVICE_KIND[generation]]) / 3600
+    )
 
 
 def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:

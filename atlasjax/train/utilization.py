@@ -16,7 +16,7 @@ PEAK_FLOPS = {
     "TPU v5p": 459e12,
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
-    "TPU7x": 2307e12,
+    "TPU7x": 1153.5e12,  # half a chip
     "Tesla T4": 65e12,
     "NVIDIA L4": 121e12,
     "NVIDIA A100": 312e12,

@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 
 from atlasjax.distributed import MeshConfig
-from atlasjax.plan import plan_training, suggested_mesh
+from atlasjax.plan import device_hours, forward_flops_per_token, plan_training, suggested_mesh
 from atlasjax.plan.libtpu import check_topology
 from atlasjax.train import default_config
 
@@ -20,6 +20,14 @@ def test_the_suggested_mesh_fits_batch_and_devices():
     one = dataclasses.replace(config, accumulation=1)
     assert suggested_mesh(one, "v5e:2x2") == MeshConfig(-1, 4, 1)
     assert suggested_mesh(one, "2x v5e:2x2") == MeshConfig(-1, 4, 1)  # data 2, one for each slice
+
+
+def test_device_hours():
+    config = default_config("linear-attention-170m")
+    hours = device_hours(config, "v5e:4x4")
+    tokens = config.steps * 2**19
+    assert hours * 3600 * 197e12 * 0.4 == pytest.approx(3 * forward_flops_per_token(config) * tokens)
+    assert device_hours(config, "2x v6e:8x8", utilization=0.2) == pytest.approx(2 * hours * 197 / 918)
 
 
 @pytest.mark.parametrize(
