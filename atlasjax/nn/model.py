@@ -212,11 +212,11 @@ class LanguageModel(nnx.Module):
         *,
         dropout_keys: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[int, jax.Array]]:
-        """Like `__call__`, and also returns the size of the memories at the end of the sequences.
+        """Like `hidden`, and also returns the size of the memories at the end of the sequences.
 
         Returns:
-          The logits; and layer → float32 [heads], the largest `memory_norm` in the batch, for the layers that have one, without
-          gradient.
+          The input of the head, as `hidden` gives it; and layer → float32 [heads], the largest `memory_norm` in the batch, for the
+          layers that have one, without gradient.
         """
         hidden, norms = self._run(tokens, segment_ids, max_segments, dropout_keys)
         # The batch may be split over devices, so one maximum covers all repetitions of a layer.
@@ -228,7 +228,7 @@ class LanguageModel(nnx.Module):
             for i, norm in enumerate(largest)
             if norm is not None
         }
-        return self.logits(hidden), by_layer
+        return hidden, by_layer
 
     def hidden(
         self,

@@ -88,13 +88,21 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
     shardings, _ = state_lib.state_shardings(config.model, optimizer, mesh)
     state = state_lib.abstract_state(config.model, optimizer, shardings)
     batch = abstract_batch(config, mesh)
-    step = jit_train_step(graphdef, optimizer, schedule, shardings, mesh, microbatches=config.accumulation)
+    step = jit_train_step(
+        graphdef, optimizer, schedule, shardings, mesh, microbatches=config.accumulation, loss=config.loss
+    )
     started = time.perf_counter()
     program = step.lower(state, batch).compile(compiler_options=libtpu.low_effort())
     seconds = time.perf_counter() - started
     flops = count_flops(
         lambda state, batch: train_step(
-            state, batch, graphdef=graphdef, optimizer=optimizer, schedule=schedule, microbatches=config.accumulation
+            state,
+            batch,
+            graphdef=graphdef,
+            optimizer=optimizer,
+            schedule=schedule,
+            microbatches=config.accumulation,
+            loss=config.loss,
         ),
         state,
         batch,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from atlasjax.train.load import load_run
     from atlasjax.train.loop import TrainResult, train
+    from atlasjax.train.loss import LossConfig
     from atlasjax.train.state import TrainState
     from atlasjax.train.step import accumulated_gradients, jit_train_step, loss_sums, train_step
 
@@ -40,6 +41,7 @@ _HOME = {
     "load_run": "load",
     "TrainResult": "loop",
     "train": "loop",
+    "LossConfig": "loss",
     "TrainState": "state",
     "accumulated_gradients": "step",
     "jit_train_step": "step",
@@ -52,6 +54,7 @@ __all__ = [
     "Checkpoints",
     "ConfigError",
     "Interrupted",
+    "LossConfig",
     "NonFiniteError",
     "OptimizerConfig",
     "ProcessDiedError",

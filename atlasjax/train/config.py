@@ -13,8 +13,9 @@ from atlasjax.distributed.mesh import MeshConfig
 from atlasjax.distributed.processes import ProcessConfig
 from atlasjax.names import name_of, options_text, resolve
 from atlasjax.nn.config import ModelConfig
+from atlasjax.train.loss import LossConfig
 
-SCHEDULES = ("cosine", "linear", "constant")
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +28,12 @@ class OptimizerConfig:
         decay if it has a parameter `mask` or `weight_decay_mask`. The function itself is also accepted, and stored as that name.
       options: keyword arguments of that function, as a JSON object. A dictionary is also accepted, and stored as text. b1, b2, eps
         and weight_decay below belong to AdamW.
-      schedule: "cosine", "linear", "constant", or "package.module:function", which is called with this config and the number of
-        steps of the whole run, and returns a function step (0 is the first) → learning rate.
+      schedule: "cosine", "linear", "wsd" (warm-up, stable, decay), "constant", or "package.module:function", which is called with
+        this config and the number of steps of the whole run, and returns a function step (0 is the first) → learning rate.
       learning_rate: the peak learning rate, reached at the end of the warm-up.
       warmup_steps: number of steps of linear warm-up.
-      final_fraction: the learning rate at the last step, as a fraction of the peak ("cosine" and "linear").
+      final_fraction: the learning rate at the last step, as a fraction of the peak ("cosine", "linear" and "wsd").
+      decay_fraction: the part of the run, at its end, in which "wsd" decays; before it the rate is the peak.
       b1, b2, eps: AdamW's decay rates of the two moments, and the term that prevents a division by zero.
       weight_decay: decoupled decay, applied to matrices only (see `optimizer.decay_mask`).
       clip_norm: gradients with a larger global norm are scaled down to this norm. None means no clipping.
@@ -43,6 +45,7 @@ class OptimizerConfig:
     learning_rate: float = 4e-4
     warmup_steps: int = 1000
     final_fraction: float = 0.1
+    decay_fraction: float = 0.2
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -73,6 +76,7 @@ class OptimizerConfig:
 _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "learning_rate": (lambda value: value > 0, "positive and finite"),
     "final_fraction": (lambda value: 0 <= value <= 1, "in [0, 1]"),
+    "decay_fraction": (lambda value: 0 < value <= 1, "in (0, 1]"),
     "b1": (lambda value: 0 <= value < 1, "in [0, 1)"),
     "b2": (lambda value: 0 <= value < 1, "in [0, 1)"),
     "eps": (lambda value: value > 0, "positive and finite"),
@@ -90,6 +94,7 @@ class TrainConfig:
       model: the architecture.
       data: what to read, in which sequences and batches.
       optimizer: the outer optimizer and its schedule.
+      loss: how the training loss is computed.
       mesh: how the work is divided over devices.
       processes: the other processes of a multi-host run.
       steps: number of optimizer steps of the whole run.
@@ -109,6 +114,7 @@ class TrainConfig:
     model: ModelConfig
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     processes: ProcessConfig = dataclasses.field(default_factory=ProcessConfig)
     steps: int = 1000
@@ -198,7 +204,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 # Fields that may change when a run is resumed: how long, how fast and where it trains, and what it writes. All others determine
 # the meaning of the saved state (architecture) or of the saved position (data). Bounds on a memory's steps do not change the
 # meaning of its state, and may have to be lowered after its memories have grown.
-_FREE = ("steps", "optimizer.", "mesh.", "processes.", "run_dir", "eval_every", "eval_batches", "checkpoint_every", "keep",
+_FREE = ("steps", "optimizer.", "loss.", "mesh.", "processes.", "run_dir", "eval_every", "eval_batches", "checkpoint_every", "keep",
          "log_every", "tensorboard", "accumulation", "data.num_threads", "model.remat", "model.dtype",
          "profile", "memory_norm_limit", "model.memory.bounded", "model.memory.max_step")  # fmt: skip
 

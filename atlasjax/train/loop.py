@@ -217,7 +217,7 @@ class _Run:
         self._watch = MemoryWatch(self.config.model, self.config.memory_norm_limit)
         self._train_step = jit_train_step(
             setup.graphdef, setup.optimizer, setup.schedule, setup.shardings, setup.mesh,
-            microbatches=self.config.accumulation, max_segments=setup.train_data.max_segments,
+            microbatches=self.config.accumulation, max_segments=setup.train_data.max_segments, loss=self.config.loss,
         )  # fmt: skip
         self._put = functools.partial(global_batch, mesh=setup.mesh)
         if setup.validation_data is not None:

@@ -19,7 +19,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array | 
     """Returns the schedule: step (0 is the first) → learning rate, float32.
 
     Linear warm-up to the peak over `warmup_steps` (the rate of the first step is already positive), then half a cosine or a line
-    down to `final_fraction` of the peak at step `steps - 1`, and constant after it; or the peak throughout ("constant").
+    down to `final_fraction` of the peak at step `steps - 1`, and constant after it. "wsd" stays at the peak until `decay_fraction`
+    of the steps is left, so that a run can go on from its stable part; "constant" stays there.
 
     Args:
       config: the optimizer's settings.
@@ -35,13 +36,14 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array | 
             raise ValueError(f"{kind} {config.schedule!r} gave {own!r}, should be a function step → learning rate.")
         return lambda step: jnp.asarray(own(step), jnp.float32)
     warmup = min(config.warmup_steps, steps)
-    decay_steps = max(1, steps - 1 - warmup)
+    start = max(warmup, steps - round(config.decay_fraction * steps)) if config.schedule == "wsd" else warmup
+    decay_steps = max(1, steps - 1 - start)
     shape = _SHAPES[config.schedule]
 
     def schedule(step: jax.Array | int) -> jax.Array:
         step = jnp.asarray(step, jnp.float32)
         rising = (step + 1) / max(1, warmup)
-        progress = jnp.clip((step - warmup) / decay_steps, 0.0, 1.0)
+        progress = jnp.clip((step - start) / decay_steps, 0.0, 1.0)
         floor = 1.0 if config.schedule == "constant" else config.final_fraction
         falling = floor + (1 - floor) * shape(progress)
         return config.learning_rate * jnp.where(step < warmup, rising, falling)
@@ -53,6 +55,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array | 
 _SHAPES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "cosine": lambda progress: 0.5 * (1 + jnp.cos(jnp.pi * progress)),
     "linear": lambda progress: 1 - progress,
+    "wsd": lambda progress: 1 - progress,
     "constant": jnp.ones_like,
 }
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from atlasjax.distributed.sharding import batch_sharding, replicated
 from atlasjax.mesh_axes import BATCH_AXES
+from atlasjax.train.loss import LossConfig, cross_entropy_sum
 from atlasjax.train.state import TrainState, merge
 
 PyTree = Any
@@ -21,7 +22,11 @@ MemoryNorms = dict[int, jax.Array]  # layer → float32 [heads]
 
 
 def loss_sums(
-    graphdef: nnx.GraphDef, params: PyTree, batch: Batch, max_segments: int | None = None
+    graphdef: nnx.GraphDef,
+    params: PyTree,
+    batch: Batch,
+    max_segments: int | None = None,
+    loss: LossConfig = LossConfig(),
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of weighted cross entropies and the sum of weights, float32 scalars. The loss is their ratio.
 
@@ -31,25 +36,27 @@ def loss_sums(
       batch: inputs int32 [batch, time], targets int32 [batch, time], weights float32 [batch, time] and, for packed
         documents, segment_ids int32 [batch, time]; for dropout, dropout_keys, typed PRNG keys [batch].
       max_segments: bound on the number of segments per row. Required with segment_ids.
+      loss: how the cross entropies are computed.
     """
-    return _observed_sums(graphdef, params, batch, max_segments)[:2]
+    return _observed_sums(graphdef, params, batch, max_segments, loss)[:2]
 
 
 def _observed_sums(
-    graphdef: nnx.GraphDef, params: PyTree, batch: Batch, max_segments: int | None
+    graphdef: nnx.GraphDef, params: PyTree, batch: Batch, max_segments: int | None, loss: LossConfig
 ) -> tuple[jax.Array, jax.Array, MemoryNorms]:
     """`loss_sums`, and the memory norms of `LanguageModel.observe`."""
-    logits, norms = merge(graphdef, params).observe(
+    model = merge(graphdef, params)
+    hidden, norms = model.observe(
         batch["inputs"], batch.get("segment_ids"), max_segments, dropout_keys=batch.get("dropout_keys")
     )
     weights = batch["weights"].astype(jnp.float32)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"])
-    return jnp.sum(losses * weights), jnp.sum(weights), norms
+    total = cross_entropy_sum(model.logits, hidden, batch["targets"], weights, chunk=loss.chunk, z_loss=loss.z_loss)
+    return total, jnp.sum(weights), norms
 
 
 def accumulated_gradients(
     graphdef: nnx.GraphDef, params: PyTree, batch: Batch, microbatches: int, max_segments: int | None = None,
-    constrain: Callable[[Batch], Batch] = lambda batch: batch,
+    constrain: Callable[[Batch], Batch] = lambda batch: batch, loss: LossConfig = LossConfig(),
 ) -> tuple[jax.Array, PyTree, jax.Array]:  # fmt: skip
     """Returns the loss of a batch, its gradient and the sum of weights, computed in microbatches.
 
@@ -60,18 +67,19 @@ def accumulated_gradients(
       graphdef, params, batch, max_segments: as in `loss_sums`.
       microbatches: number of microbatches, which must divide the batch size.
       constrain: sets the sharding of a microbatch, [batch / microbatches, ...].
+      loss: how the cross entropies are computed.
     """
-    return _observed_gradients(graphdef, params, batch, microbatches, max_segments, constrain)[:3]
+    return _observed_gradients(graphdef, params, batch, microbatches, max_segments, constrain, loss)[:3]
 
 
 def _observed_gradients(
     graphdef: nnx.GraphDef, params: PyTree, batch: Batch, microbatches: int, max_segments: int | None,
-    constrain: Callable[[Batch], Batch],
+    constrain: Callable[[Batch], Batch], loss_config: LossConfig,
 ) -> tuple[jax.Array, PyTree, jax.Array, MemoryNorms]:  # fmt: skip
     """`accumulated_gradients`, and the largest memory norms of the batch."""
 
     def sums(params: PyTree, batch: Batch) -> tuple[jax.Array, tuple[jax.Array, MemoryNorms]]:
-        loss, weight, norms = _observed_sums(graphdef, params, batch, max_segments)
+        loss, weight, norms = _observed_sums(graphdef, params, batch, max_segments, loss_config)
         return loss, (weight, norms)
 
     gradient = jax.value_and_grad(sums, has_aux=True)
@@ -96,7 +104,7 @@ def _observed_gradients(
 def train_step(
     state: TrainState, batch: Batch, *, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation,
     schedule: Callable[[jax.Array], jax.Array], microbatches: int = 1, max_segments: int | None = None,
-    constrain: Callable[[Batch], Batch] = lambda batch: batch,
+    constrain: Callable[[Batch], Batch] = lambda batch: batch, loss: LossConfig = LossConfig(),
 ) -> tuple[TrainState, Metrics]:  # fmt: skip
     """One optimizer step.
 
@@ -112,6 +120,7 @@ def train_step(
       microbatches: number of microbatches for gradient accumulation.
       max_segments: bound on the number of segments per row.
       constrain: sets the sharding of a microbatch.
+      loss: how the cross entropies are computed.
 
     Returns:
       (state after the step, float32 scalars: loss in nats per token, gradient_norm before clipping, learning_rate, tokens; and
@@ -120,13 +129,13 @@ def train_step(
     if merge(graphdef, state.params).config.dropout:
         keys = jax.random.split(jax.random.fold_in(state.key, state.step), batch["inputs"].shape[0])
         batch = {**batch, "dropout_keys": keys}
-    loss, grads, tokens, norms = _observed_gradients(
-        graphdef, state.params, batch, microbatches, max_segments, constrain
+    value, grads, tokens, norms = _observed_gradients(
+        graphdef, state.params, batch, microbatches, max_segments, constrain, loss
     )
     updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
     metrics = {
-        "loss": loss,
+        "loss": value,
         "gradient_norm": optax.tree.norm(grads),
         "learning_rate": schedule(state.step),
         "tokens": tokens,
@@ -138,6 +147,7 @@ def train_step(
 def jit_train_step(
     graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, schedule: Callable[[jax.Array], jax.Array],
     shardings: TrainState, mesh: Mesh, *, microbatches: int = 1, max_segments: int | None = None,
+    loss: LossConfig = LossConfig(),
 ) -> Any:  # fmt: skip
     """Returns the jitted (state, batch) → (state, metrics) on a mesh. The input state is donated.
 
@@ -151,7 +161,7 @@ def jit_train_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return train_step(
             state, batch, graphdef=graphdef, optimizer=optimizer, schedule=schedule, microbatches=microbatches,
-            max_segments=max_segments, constrain=constrain,
+            max_segments=max_segments, constrain=constrain, loss=loss,
         )  # fmt: skip
 
     return jax.jit(

@@ -20,6 +20,22 @@ def test_schedule():
     assert (np.diff(values[4:21]) < 0).all()
 
 
+def test_warm_up_stable_decay():
+    config = OptimizerConfig(
+        schedule="wsd", learning_rate=1.0, warmup_steps=10, decay_fraction=0.25, final_fraction=0.2
+    )
+    rate = learning_rate(config, 100)
+    np.testing.assert_allclose([rate(0), rate(9), rate(10), rate(74), rate(75)], [0.1, 1, 1, 1, 1], rtol=1e-6)
+    np.testing.assert_allclose([rate(87), rate(99), rate(150)], [0.6, 0.2, 0.2], rtol=1e-6)
+    falling = np.asarray(rate(np.arange(75, 100)))
+    assert (np.diff(falling) < 0).all()
+
+
+def test_a_decay_never_begins_in_the_warm_up():
+    rate = learning_rate(OptimizerConfig(schedule="wsd", learning_rate=1.0, warmup_steps=50, decay_fraction=1.0), 100)
+    np.testing.assert_allclose([rate(49), rate(50), rate(99)], [1, 1, 0.1], rtol=1e-6)
+
+
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 5), (10, 5), (5, 5)])
 def test_schedule_of_short_runs_is_finite_and_positive(warmup, steps):
     rate = learning_rate(OptimizerConfig(warmup_steps=warmup), steps)
