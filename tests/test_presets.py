@@ -10,6 +10,7 @@ from flax import nnx
 from atlasjax import presets, rules
 from atlasjax.nn import LanguageModel, count_parameters
 from atlasjax.nn.mixers import MIXERS
+from atlasjax.train import default_config
 from tests.marks import some_slow
 
 # The models of ATLAS's tables.
@@ -134,3 +135,21 @@ def test_listing_them_computes_nothing():
         "from atlasjax.presets import PRESETS; assert 'atlas-tiny' in PRESETS; print(len(list(PRESETS)))"
     )
     assert int(subprocess.check_output([sys.executable, "-c", code], text=True)) == len(presets.PRESETS)
+
+
+@pytest.mark.parametrize(
+    "name", ["gam-22m", "elastic-exp-98m", "elastic-uniform-345m", "titans-170m", "atlas-1.3b", "titans-tiny"]
+)
+def test_every_recipe_leaves_its_warm_up(name):
+    config = default_config(name)
+    assert config.optimizer.warmup_steps <= config.steps / 10
+
+
+def test_the_recipes_of_elastic_memory_and_gam():
+    """E Table 9; G §4.3."""
+    elastic = default_config("elastic-exp-98m")
+    assert (elastic.optimizer.learning_rate, elastic.optimizer.eps) == (2e-3, 1e-7)
+    assert elastic.steps * elastic.data.batch_size * elastic.data.sequence_length == pytest.approx(40e9, rel=1e-4)
+    assert elastic.optimizer.warmup_steps == round(0.01 * elastic.steps)
+    gam = default_config("gam-22m")
+    assert (gam.optimizer.learning_rate, gam.optimizer.warmup_steps, gam.data.batch_size) == (3e-4, 100, 32)
