@@ -50,6 +50,8 @@ class SSMConfig:
       expand: ratio of the inner width to the width of the residual stream.
       head_dim: channels per head (Mamba-2). Must divide the inner width.
       dt_rank: rank of the step-size projection (Mamba, Longhorn). None: dim / 16, rounded up.
+      groups: number of groups of heads, each with its own B and C and its own mean square in the norm (Mamba-2). Must divide the
+        number of heads.
 
     Raises:
       ValueError: a field is less than one.
@@ -59,9 +61,32 @@ class SSMConfig:
     expand: int = 2
     head_dim: int = 64
     dt_rank: int | None = None
+    groups: int = 1
 
     def __post_init__(self) -> None:
-        check.integers(self, {"state_dim": 1, "expand": 1, "head_dim": 1, "dt_rank": 1}, ("dt_rank",))
+        sizes = ("state_dim", "expand", "head_dim", "dt_rank", "groups")
+        check.integers(self, dict.fromkeys(sizes, 1), ("dt_rank",))
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadNormConfig:
+    """The norm of the heads' outputs in the recurrent mixers with heads: RetNet, GLA, DeltaNet and Gated DeltaNet.
+
+    Attributes:
+      shared: whether all heads have the same scale [value_dim], as in flash-linear-attention, instead of one for each head.
+      eps: added to the mean square, > 0. None: the model's norm_eps. Where queries are scaled by head_dim^{−1/2}, as in
+        flash-linear-attention, the same function without that factor has an eps that is head_dim times as large.
+
+    Raises:
+      ValueError: a field is out of range.
+    """
+
+    shared: bool = False
+    eps: float | None = None
+
+    def __post_init__(self) -> None:
+        check.boolean("HeadNormConfig", "shared", self.shared)
+        check.number("HeadNormConfig", "eps", self.eps, above=0, optional=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +109,7 @@ class ModelConfig:
       memory: the memory of the mixers that have one ("memory", "mac", "mag", "mal").
       attention: the attention of the mixers that have it.
       ssm: sizes of the state space models.
+      head_norm: the norm of the heads' outputs in the recurrent mixers with heads.
       block_attention, elastic, memorizing, infini, melodi, block_recurrence, gam: config of the mixer of that name.
       norm: norm of the residual stream, "rms" or "layer" (with a bias). Norms inside mixers follow their papers.
       positions: "none", or "learned": a table of max_positions entries that is added to the embedding. Longer sequences raise an
@@ -116,6 +142,7 @@ class ModelConfig:
     memory: MemoryConfig = MemoryConfig()
     attention: AttentionConfig = AttentionConfig()
     ssm: SSMConfig = SSMConfig()
+    head_norm: HeadNormConfig = HeadNormConfig()
     block_attention: BlockAttentionConfig = BlockAttentionConfig()
     elastic: ElasticConfig = ElasticConfig()
     memorizing: MemorizingConfig = MemorizingConfig()
@@ -213,6 +240,7 @@ _PARTS = {
     "memory": MemoryConfig,
     "attention": AttentionConfig,
     "ssm": SSMConfig,
+    "head_norm": HeadNormConfig,
     "block_attention": BlockAttentionConfig,
     "elastic": ElasticConfig,
     "memorizing": MemorizingConfig,

@@ -30,15 +30,17 @@ class RMSNorm(nnx.Module):
       shape: shape of the scale: [dim], or [heads, head_dim] for a separate scale per head.
       axes: logical names of those axes.
       eps: added to the mean square.
+      groups: number of equal parts of the last axis, each with its own mean square.
     """
 
-    def __init__(self, shape: tuple[int, ...], axes: tuple[str | None, ...], eps: float):
+    def __init__(self, shape: tuple[int, ...], axes: tuple[str | None, ...], eps: float, groups: int = 1):
         self.scale = param(jnp.ones(shape, jnp.float32), *axes)
-        self.eps = eps
+        self.eps, self.groups = eps, groups
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., *shape] → the same shape and dtype."""
-        return (rms_normalize(x, self.eps) * self.scale[...]).astype(x.dtype)
+        parts = x if self.groups == 1 else x.reshape(*x.shape[:-1], self.groups, -1)
+        return (rms_normalize(parts, self.eps).reshape(x.shape) * self.scale[...]).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

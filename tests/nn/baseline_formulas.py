@@ -61,7 +61,7 @@ def split(p, x, config, convolved):
 
 
 def gated_output(p, y, config, z=None):
-    y = rms(y, config.norm_eps) * p["norm"]["scale"]
+    y = rms(y, config.head_norm.eps or config.norm_eps) * p["norm"]["scale"]  # one scale, or one for each head
     y = y if z is None else y * silu(z)
     return linear(p["out"], y.reshape(len(y), -1))
 
@@ -149,15 +149,25 @@ def longhorn(p, x, config):
 def mamba2(p, x, config):
     z, u = np.moveaxis(linear(p["inputs"], x), 1, 0)
     u = silu(conv(p["conv"], u) + p["conv_bias"])
-    B, C = np.split(silu(conv(p["selection_conv"], linear(p["selection"], x)) + p["selection_bias"]), 2, axis=-1)
     delta, A = softplus(linear(p["step"], x) + p["dt_bias"]), -np.exp(p["A_log"])
-    heads = len(A)
-    u = u.reshape(len(x), heads, -1)
-    B, C = (np.repeat(w[:, None], heads, axis=1) for w in (B, C))
+    u = u.reshape(len(x), len(A), -1)
+    B, C = selected(p, x, config)
     step = lambda h, u, delta, decay, B, C: ((h := decay * h + delta * np.outer(u, B)), h @ C)
     y = run(step, 0.0, u, delta, np.exp(delta * A), B, C) + p["D"][:, None] * u
-    y = rms(y.reshape(len(x), -1) * silu(z), config.norm_eps) * p["norm"]["scale"]
-    return linear(p["out"], y)
+    return grouped_output(p, y, z, config)
+
+
+def selected(p, x, config):
+    """Mamba-2's B and C of each head, [time, heads, state]."""
+    groups, heads = config.ssm.groups, len(p["A_log"])
+    both = silu(conv(p["selection_conv"], linear(p["selection"], x)) + p["selection_bias"])
+    both = both.reshape(len(x), 2, groups, -1)
+    return (np.array([[row[h * groups // heads] for h in range(heads)] for row in w]) for w in np.moveaxis(both, 1, 0))
+
+
+def grouped_output(p, y, z, config):
+    y = (y.reshape(len(y), -1) * silu(z)).reshape(len(y), config.ssm.groups, -1)
+    return linear(p["out"], rms(y, config.norm_eps).reshape(len(y), -1) * p["norm"]["scale"])
 
 
 def rwkv7(p, x, config):
@@ -220,14 +230,13 @@ def log_linear_mamba2(p, x, config):
     """With λ = 1 it would be `mamba2`."""
     z, u = np.moveaxis(linear(p["inputs"], x), 1, 0)
     u = silu(conv(p["conv"], u) + p["conv_bias"])
-    B, C = np.split(silu(conv(p["selection_conv"], linear(p["selection"], x)) + p["selection_bias"]), 2, axis=-1)
+    B, C = selected(p, x, config)
     delta, A = softplus(linear(p["step"], x) + p["dt_bias"]), -np.exp(p["A_log"])
     u = u.reshape(len(x), len(A), -1)
     weights = level_weights(p["levels"], x)
     share = lambda t, level: weights[t, :, min(level, 14)]
-    y = log_linear_sum(C[:, None], B[:, None], delta[..., None] * u, np.exp(delta * A), share) + p["D"][:, None] * u
-    y = rms(y.reshape(len(x), -1) * silu(z), config.norm_eps) * p["norm"]["scale"]
-    return linear(p["out"], y)
+    y = log_linear_sum(C, B, delta[..., None] * u, np.exp(delta * A), share) + p["D"][:, None] * u
+    return grouped_output(p, y, z, config)
 
 
 FORMULAS = {

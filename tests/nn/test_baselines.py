@@ -1,5 +1,6 @@
 """The baseline mixers: the published formulas, streamed = parallel, causal, segments, gradients, dtypes, initial values."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from atlasjax.nn import ModelConfig, SSMConfig, logical_axes
+from atlasjax.nn import HeadNormConfig, ModelConfig, SSMConfig, logical_axes
 from atlasjax.nn.mixers import MIXERS
 from atlasjax.train.optimizer import decay_mask
 from tests.marks import some_slow
@@ -17,6 +18,14 @@ from tests.nn.baseline_formulas import FORMULAS
 
 DIM, HEADS, KEY, BATCH, TIME = 12, 2, 4, 2, 14
 NAMES = list(FORMULAS)
+# Forms of a mixer that public weights have: the mixer, and what its config changes.
+FORMS = {
+    "mamba2, three groups": ("mamba2", {"ssm": SSMConfig(state_dim=3, expand=2, head_dim=4, groups=3)}),
+    "log_linear_mamba2, three groups": ("log_linear_mamba2", {"ssm": SSMConfig(state_dim=3, head_dim=4, groups=3)}),
+    "deltanet, one norm": ("deltanet", {"head_norm": HeadNormConfig(shared=True)}),
+    "gated_deltanet, one norm": ("gated_deltanet", {"head_norm": HeadNormConfig(shared=True, eps=0.3)}),
+    "gla, one norm": ("gla", {"head_norm": HeadNormConfig(shared=True, eps=0.3)}),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,11 +37,12 @@ def _compile_fast():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-def make_config(dtype="float32"):
-    return ModelConfig(
+def make_config(dtype="float32", name=""):
+    config = ModelConfig(
         dim=DIM, num_layers=2, num_heads=HEADS, head_dim=KEY, value_expansion=2, dtype=dtype,
         ssm=SSMConfig(state_dim=3, expand=2, head_dim=8),
     )  # fmt: skip
+    return dataclasses.replace(config, **FORMS[name][1]) if name in FORMS else config
 
 
 def abstract(name, config):
@@ -47,9 +57,10 @@ def initial(name, config):
 @functools.cache
 def make(name):
     """(graphdef, params, jitted parallel pass), every parameter moved off its initial value: zeros and ones hide mistakes."""
-    graphdef = nnx.split(abstract(name, make_config()), nnx.Param)[0]
+    config, name = make_config(name=name), FORMS.get(name, (name,))[0]
+    graphdef = nnx.split(abstract(name, config), nnx.Param)[0]
     rng = np.random.default_rng(7)
-    params = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), initial(name, make_config()))
+    params = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), initial(name, config))
     return graphdef, params, jax.jit(lambda p, x: nnx.merge(graphdef, p)(x))
 
 
@@ -63,17 +74,18 @@ def close(got, expected, tolerance=2e-5):
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *FORMS])
 def test_layer_is_the_published_formula(name):
     _, params, parallel = make(name)
     got = parallel(params, inputs())
     assert got.shape == (BATCH, TIME, DIM)
     values = jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(params))
     for row in range(BATCH):
-        close(got[row], FORMULAS[name](values, np.asarray(inputs()[row], np.float64), make_config()))
+        formula = FORMULAS[FORMS.get(name, (name,))[0]]
+        close(got[row], formula(values, np.asarray(inputs()[row], np.float64), make_config(name=name)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *FORMS])
 def test_streamed_is_parallel(name):
     graphdef, params, parallel = make(name)
     expected = parallel(params, inputs())
@@ -182,6 +194,8 @@ def test_parameter_count_of_the_published_mamba_block():
 def test_refuses_sizes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"mixer 'mamba2': ssm.head_dim=7 must divide .* = 24"):
         MIXERS["mamba2"](ModelConfig(dim=12, num_heads=2, ssm=SSMConfig(head_dim=7)), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"mixer 'mamba2': ssm.groups=4 must divide the 6 heads"):
+        MIXERS["mamba2"](ModelConfig(dim=12, num_heads=2, ssm=SSMConfig(head_dim=4, groups=4)), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="mixer 'retnet': head_dim=3 must be even"):
         MIXERS["retnet"](ModelConfig(dim=12, num_heads=4), rngs=nnx.Rngs(0))
 

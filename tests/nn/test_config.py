@@ -11,6 +11,7 @@ from atlasjax.memory import features, structures
 from atlasjax.nn import (
     AttentionConfig,
     GAMConfig,
+    HeadNormConfig,
     InfiniConfig,
     MelodiConfig,
     MemorizingConfig,
@@ -31,7 +32,8 @@ CONFIGS = [
         ffn="none",
         block="bare",
         value_expansion=2,
-        ssm=SSMConfig(8, 3, 16, 2),
+        ssm=SSMConfig(8, 3, 16, 2, 4),
+        head_norm=HeadNormConfig(shared=True, eps=1e-4),
         attention=AttentionConfig(window=16, rope_theta=5e5, persistent_tokens=2, segment_size=32),
     ),
     ModelConfig(
@@ -103,6 +105,8 @@ def test_overrides_reach_the_rule():
         (lambda: AttentionConfig(rope_theta=-1.0), ["rope_theta", "-1.0"]),
         (lambda: AttentionConfig(persistent_tokens=-1), ["persistent_tokens", "≥ 0", "-1"]),
         (lambda: SSMConfig(expand=0), ["SSMConfig", "expand", "0"]),
+        (lambda: HeadNormConfig(eps=0.0), ["HeadNormConfig", "eps", "0"]),
+        (lambda: HeadNormConfig(shared=1), ["HeadNormConfig", "shared", "1"]),
         (lambda: AttentionConfig(bias=1), ["AttentionConfig", "bias", "1"]),
         (lambda: GAMConfig(slots=0), ["GAMConfig", "slots", "0"]),
         (lambda: GAMConfig(fusion="gatd"), ["fusion", "Did you mean 'gated'"]),

@@ -117,7 +117,7 @@ class LogLinearMamba2Mixer(Mamba2Mixer):
 
     def project(self, x, inputs, segment_ids):
         tokens, inputs = super().project(x, inputs, segment_ids)
-        B, C = (jnp.repeat(z, self.num_heads, axis=2) for z in (tokens.B, tokens.C))
+        B, C = (jnp.repeat(z, self.num_heads // self.groups, axis=2) for z in (tokens.B, tokens.C))
         v = (tokens.step[..., None] * tokens.x).astype(x.dtype)
         retention = jnp.exp(-tokens.step * jnp.exp(self.A_log[...]))
         return LogLinearTokens(C, B, v, retention, tokens, weights=self.levels(x)), inputs

@@ -17,7 +17,7 @@ from atlasjax.nn.parameters import param
 
 class Mamba2Tokens(NamedTuple):
     """x: [batch, time, heads, head_dim]; z: [batch, time, inner]; step Δ: [batch, time, heads], float32; B, C:
-    [batch, time, 1, state]."""
+    [batch, time, groups, state]."""
 
     x: jax.Array
     z: jax.Array
@@ -31,18 +31,18 @@ class Mamba2Mixer(RecurrentMixer):
 
         z, x, B, C = u W_in,  x, B, C ← SiLU(conv(·) + b),  Δ = softplus(u W_Δ + dt_bias)
         h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ,  y_t = h_t C_t + D x_t        A = −exp(A_log) and D per head
-        out = RMSNorm(y ⊙ SiLU(z)) W_out                                       one norm over all heads
+        out = RMSNorm(y ⊙ SiLU(z)) W_out                                       one norm over the heads of a group
 
-    B and C are shared by all heads (one group). The number of heads is expand · dim / ssm.head_dim, not `num_heads`. As published,
-    ssm.state_dim is 128 and ssm.head_dim is 64, initial rates exp(A_log) are uniform in [1, 16], initial Δ is log-uniform in
-    [0.001, 0.1], and there is no feed-forward network.
+    The heads of a group share B and C, and the norm's mean square is over the channels of a group. The number of heads is
+    expand · dim / ssm.head_dim, not `num_heads`. As published, there is one group, ssm.state_dim is 128 and ssm.head_dim is 64,
+    initial rates exp(A_log) are uniform in [1, 16], initial Δ is log-uniform in [0.001, 0.1], and there is no feed-forward network.
 
     Args:
-      config: dim, conv_width, ssm (expand, state_dim, head_dim), norm_eps, num_layers (for W_out's initial scale), dtype.
+      config: dim, conv_width, ssm (expand, state_dim, head_dim, groups), norm_eps, num_layers (for W_out's initial scale), dtype.
       rngs: source of the initial values.
 
     Raises:
-      ValueError: ssm.head_dim does not divide ssm.expand · dim.
+      ValueError: ssm.head_dim does not divide ssm.expand · dim, or ssm.groups does not divide the number of heads.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -54,17 +54,21 @@ class Mamba2Mixer(RecurrentMixer):
             )
         self.dtype = jnp.dtype(config.dtype)
         self.num_heads, self.head_dim, self.state_dim = inner // ssm.head_dim, ssm.head_dim, ssm.state_dim
+        self.groups = ssm.groups
+        if self.num_heads % self.groups:
+            raise ValueError(f"mixer 'mamba2': ssm.groups={ssm.groups} must divide the {self.num_heads} heads.")
+        selection = 2 * ssm.groups * ssm.state_dim
         self.inputs = Linear((config.dim, 2, inner), ("embed", None, "heads"), rngs=rngs)
-        self.selection = Linear((config.dim, 2 * ssm.state_dim), ("embed", "rank"), rngs=rngs)
+        self.selection = Linear((config.dim, selection), ("embed", "rank"), rngs=rngs)
         self.step = Linear((config.dim, self.num_heads), ("embed", "heads"), rngs=rngs)
         self.conv = CausalConv(config.conv_width, (inner,), ("heads",), rngs=rngs)
         self.conv_bias = param(jnp.zeros(inner), "heads")
-        self.selection_conv = CausalConv(config.conv_width, (2 * ssm.state_dim,), (None,), rngs=rngs)
-        self.selection_bias = param(jnp.zeros(2 * ssm.state_dim), None)
+        self.selection_conv = CausalConv(config.conv_width, (selection,), (None,), rngs=rngs)
+        self.selection_bias = param(jnp.zeros(selection), None)
         self.dt_bias = param(step_bias(rngs, self.num_heads), "heads")
         self.A_log = param(log_rates(rngs, self.num_heads, 1.0, 16.0), "heads")
         self.D = param(jnp.ones(self.num_heads), "heads")
-        self.norm = RMSNorm((inner,), ("heads",), config.norm_eps)
+        self.norm = RMSNorm((inner,), ("heads",), config.norm_eps, ssm.groups)
         self.out = output_projection(config, rngs, inner=inner)
 
     def start_inputs(self, batch_size, dtype):
@@ -79,7 +83,7 @@ class Mamba2Mixer(RecurrentMixer):
         mixed = jax.nn.silu(mixed + self.conv_bias[...]).astype(x.dtype)
         selected, selection_conv = self.selection_conv(self.selection(x), inputs[1], segment_ids)
         selected = jax.nn.silu(selected + self.selection_bias[...]).astype(x.dtype)
-        B, C = jnp.split(selected[:, :, None], 2, axis=-1)
+        B, C = jnp.split(selected.reshape(*x.shape[:2], 2 * self.groups, self.state_dim), 2, axis=2)
         step = jax.nn.softplus(float32_product(x, self.step) + self.dt_bias[...])
         mixed = mixed.reshape(*x.shape[:2], self.num_heads, self.head_dim)
         return Mamba2Tokens(mixed, projected[:, :, 0], step, B, C), (conv, selection_conv)

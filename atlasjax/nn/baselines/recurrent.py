@@ -147,8 +147,8 @@ class HeadsMixer(MatrixMixer):
         out = (RMSNorm(y) ⊙ SiLU(rest)) W_out        one norm per head
 
     Args:
-      config: dim, num_heads, head_dim (of keys), value_expansion (value_dim = value_expansion · head_dim), norm_eps, num_layers
-        (for W_out's initial scale), dtype.
+      config: dim, num_heads, head_dim (of keys), value_expansion (value_dim = value_expansion · head_dim), head_norm, norm_eps,
+        num_layers (for W_out's initial scale), dtype.
       rule: the memory rule.
       rngs: source of the initial values.
     """
@@ -159,7 +159,11 @@ class HeadsMixer(MatrixMixer):
         self.key_dim = config.resolved_head_dim
         self.value_dim = config.value_dim
         self.dtype = jnp.dtype(config.dtype)
-        self.norm = RMSNorm((self.num_heads, self.value_dim), ("heads", None), config.norm_eps)
+        eps = config.norm_eps if config.head_norm.eps is None else config.head_norm.eps
+        if config.head_norm.shared:
+            self.norm = RMSNorm((self.value_dim,), (None,), eps)
+        else:
+            self.norm = RMSNorm((self.num_heads, self.value_dim), ("heads", None), eps)
         self.out = output_projection(config, rngs, inner=self.num_heads * self.value_dim)
 
     def output(self, y: jax.Array, tokens: Tokens) -> jax.Array:
