@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax import memory, rules
+from atlasjax import interop, memory, rules
 from atlasjax.plan import forward_flops_per_token
 from atlasjax.presets import describe, get_preset, has_memory, rule_name
 from atlasjax.train.config import TrainConfig
@@ -29,6 +29,24 @@ ROOT = DOCS.parent
 BENCHMARKS = ROOT / "experiments/benchmarks"
 KERNELS = ("delta_rule", "chunk_memory", "newton_schulz")
 PLATFORMS = {"pallas_tpu": "TPU", "pallas_gpu": "GPU"}
+# Families of public weights, each with the config.json of a size that is published.
+PUBLIC: tuple[tuple[str, interop.Family, dict[str, Any]], ...] = (
+    (
+        "Mamba-2 (130m)",
+        interop.FAMILIES[0],
+        {
+            "hidden_size": 768,
+            "num_hidden_layers": 24,
+            "num_heads": 24,
+            "vocab_size": 50288,
+            "n_groups": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    ("Gated DeltaNet", interop.FAMILIES[2], {"hidden_size": 2048, "num_heads": 6, "head_dim": 256}),
+    ("DeltaNet (1.3B)", interop.FAMILIES[3], {"hidden_size": 2048, "num_heads": 16}),
+    ("GLA (1.3B)", interop.FAMILIES[4], {"hidden_size": 2048, "num_heads": 4}),
+)
 
 
 def rows(path: str | pathlib.Path) -> list[dict[str, Any]]:
@@ -343,6 +361,27 @@ def status_proofs() -> str:
     return table(("family", "cases", "tests over them"), [(a, f"`{b}`", "<br>".join(c)) for a, b, c in lines])
 
 
+def weights_tensors() -> str:
+    """Which tensor of a family is which parameter."""
+    lines = []
+    for title, family, config in PUBLIC:
+        for row in family.rows(family.to_ours(config)):
+            names = (row.peer,) if isinstance(row.peer, str) else row.peer
+            part = "" if row.rows is None else f"[{row.rows[0]}:{row.rows[1]}]"
+            tensor = " or ".join(f"`{name.format(n='N')}{part}`" for name in names)
+            index = ", ".join("…" if i is ... else _slice(i) for i in row.part)
+            ours = f"`{row.ours}{f'[{index}]' if index else ''}`" + (" again" if row.copy else "")
+            lines.append((title, tensor, ours, f"`{row.pattern}`"))
+            title = ""
+    return table(("family", "tensor", "parameter", "axes"), lines)
+
+
+def _slice(part: int | slice) -> str:
+    if isinstance(part, int):
+        return str(part)
+    return ":" if part == slice(None) else f"{part.start}:{part.stop}"
+
+
 def status_kernels() -> str:
     """Each kernel on each platform: whether it was interpreted, compiled, run, and is chosen by default."""
     static = rows(BENCHMARKS / "kernels_tpu.jsonl")
@@ -492,6 +531,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         choosing_rules, choosing_sizes,
         bench_memory, bench_blocks, bench_decoding, bench_softmax_memories, bench_caching, bench_zoo,
+        weights_tensors,
         status_devices, status_rules, status_proofs, status_kernels, status_plans, status_experiments, status_systems,
     )
 }  # fmt: skip

@@ -47,6 +47,15 @@ MAY_IMPORT = {
         "atlasjax.storage",
     }
     | FOUNDATION,
+    "atlasjax.interop": {
+        "atlasjax",
+        "atlasjax.data",
+        "atlasjax.distributed",
+        "atlasjax.nn",
+        "atlasjax.storage",
+        "atlasjax.train",
+    }
+    | FOUNDATION,
     "atlasjax.plan": {"atlasjax", "atlasjax.distributed", "atlasjax.nn", "atlasjax.train"} | FOUNDATION,
 }
 ON_TOP = {"atlasjax", "atlasjax.cli"}  # may import all; nothing below knows the command line
@@ -79,6 +88,7 @@ HEAVY = [
     "tyro",
     "rich",
     "sentencepiece",
+    "safetensors",
     "flax",
     "optax",
 ]

@@ -1,4 +1,4 @@
-"""The command `atlasjax`: train, prepare, evaluate, generate, info."""
+"""The command `atlasjax`: train, prepare, evaluate, generate, import, export, info."""
 
 import importlib
 import os
@@ -16,8 +16,11 @@ COMMANDS = {
     "prepare": "tokenize and shuffle a corpus once, for training",
     "evaluate": "measure a trained model on held-out text",
     "generate": "let a trained model continue a text",
+    "import": "make a run of public weights",
+    "export": "write the model of a run as public weights",
     "info": "sizes and costs of presets, and memory per device on a TPU",
 }
+_MODULES = {"import": "import_weights", "export": "export_weights"}  # the others have the name of their command
 USER_ERROR, RUN_ERROR, BUG, TRY_AGAIN = 2, 1, 70, 75  # the last two as in sysexits.h
 
 
@@ -94,7 +97,7 @@ def _command(arguments: list[str]) -> int:
 
 
 def _run(command: str, arguments: list[str]) -> int:
-    module = importlib.import_module(f"atlasjax.cli.{command}")
+    module = importlib.import_module(f"atlasjax.cli.{_MODULES.get(command, command)}")
     from atlasjax.train.errors import ConfigError, Interrupted, ProcessDiedError, RunError
 
     try:

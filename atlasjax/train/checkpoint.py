@@ -117,7 +117,8 @@ class Checkpoints:
         """Starts saving a state and returns as soon as its arrays are copied. First waits for the previous save.
 
         Args:
-          state: the state. Its `step` names the folder. A step that is already saved is not saved again.
+          state: the state. Its `step` names the folder. A step that is already saved is not saved again. A state without steps
+            may have None as its optimizer's state: a run that goes on from it makes a new one.
           positions: the data position of each process, which can be stored as JSON.
           config: JSON form of the run's TrainConfig.
 
@@ -135,7 +136,7 @@ class Checkpoints:
         self._check_space(step, state)
         content = {
             "params": state.params,
-            "optimizer": state.optimizer,
+            **({} if state.optimizer is None else {"optimizer": state.optimizer}),
             "progress": {"key": state.key, "step": state.step},
             "position": list(positions),
             "config": config,

@@ -185,6 +185,9 @@ def _first_state(setup: Setup, checkpoints: Checkpoints, data: BatchIterator) ->
     """Returns (state, steps done, lines for the user), from the newest usable checkpoint or afresh."""
     if not checkpoints.steps():
         return setup.init_state(), 0, []
+    if checkpoints.steps() == [0]:  # given parameters, such as imported ones, and nothing else
+        params, _, _ = checkpoints.restore_params(setup.abstract_state().params)
+        return setup.state_from(params), 0, [f"Starting from the parameters in {checkpoints.path(0)}."]
     restored = checkpoints.restore(setup.abstract_state())
     with user_errors():
         setup_lib.set_position(data, restored.positions)

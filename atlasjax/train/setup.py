@@ -68,6 +68,15 @@ class Setup:
         )
         return init(jax.random.key(self.config.seed))
 
+    def state_from(self, params: PyTree) -> TrainState:
+        """The initial TrainState with given parameters, which are donated."""
+        init = jax.jit(
+            lambda params, key: state_lib.state_from(params, self.optimizer, key),
+            out_shardings=self.shardings,
+            donate_argnums=0,
+        )
+        return init(params, jax.random.key(self.config.seed))
+
 
 def prepare(config: TrainConfig) -> Setup:
     """Makes mesh, tokenizer, data and shardings of a run; compiles nothing.
@@ -151,6 +160,8 @@ def write_run_files(setup: Setup) -> None:
 def check_resumable(config: TrainConfig) -> list[str]:
     """Checks that the checkpoints in the run's folder, if any, are of the run that `config` describes.
 
+    A run without steps has seen no data, so only its architecture is fixed.
+
     Returns:
       A line "field: old → new" for each difference that is allowed when a run is resumed. Empty without checkpoints.
 
@@ -165,12 +176,12 @@ def check_resumable(config: TrainConfig) -> list[str]:
             f"run_dir is {config.run_dir!r}; 'checkpoints' in it is not a folder. Move it away, or give another run_dir."
         )
     with Checkpoints(folder, config.keep) as checkpoints:
-        saved = checkpoints.newest_config()
+        saved, started = checkpoints.newest_config(), checkpoints.steps() != [0]
     if saved is None:
         return []
     saved = to_dict(saved_config(saved))
     architecture, fixed, free = changes_on_resume(saved, to_dict(config))
-    if architecture or fixed:
+    if architecture or (fixed and started):
         what = "a checkpoint of another architecture" if architecture else "a run on other data or with another seed"
         raise ValueError(
             f"{config.run_dir} holds {what} ({', '.join(architecture + fixed)}). Use another run_dir for a new run, or the "

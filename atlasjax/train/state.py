@@ -59,9 +59,12 @@ def init_params(config: ModelConfig, key: jax.Array) -> PyTree:
 
 def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
     """The initial state. Use `jax.jit(..., out_shardings=...)`, so that every array is made on the devices that hold it."""
-    params_key, run_key = jax.random.split(key)
-    params = init_params(config, params_key)
-    return TrainState(params, optimizer.init(params), run_key, jnp.zeros((), jnp.int32))
+    return state_from(init_params(config, jax.random.split(key)[0]), optimizer, key)
+
+
+def state_from(params: PyTree, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+    """The initial state with given parameters; everything else is that of `init_state` with the same key."""
+    return TrainState(params, optimizer.init(params), jax.random.split(key)[1], jnp.zeros((), jnp.int32))
 
 
 def state_shardings(

@@ -17,7 +17,8 @@ FOUNDATION = {"names", "check", "mesh_axes", "config_json", "flops"}
 # Room → (column, row) of its box; rows from the bottom.
 PLACES = {
     "cli": (3.5, 8),
-    "plan": (1.5, 7),
+    "plan": (1, 7),
+    "interop": (2, 7),
     "train": (1.5, 6),
     "data": (0, 5),
     "distributed": (1, 5),

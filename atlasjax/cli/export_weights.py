@@ -1,0 +1,28 @@
+"""`atlasjax export`."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import tyro
+
+from atlasjax.cli.parsing import parse
+from atlasjax.interop import export_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportCommand:
+    """Options of `atlasjax export`."""
+
+    path: tyro.conf.Positional[str]
+    """Folder to write, which must not exist."""
+    run_dir: str
+    """Folder of the run."""
+    step: int | None = None
+    """Step of the checkpoint. None: the newest usable one."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
+    command = parse(ExportCommand, "export", "Writes the model of a run as public weights.", arguments)
+    done = export_weights(command.run_dir, command.path, step=command.step)
+    print(f"{command.path}: {done.family}, {done.parameters:,} parameters in {done.tensors} tensors")

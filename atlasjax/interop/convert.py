@@ -1,0 +1,324 @@
+"""Import of a folder of public weights as a run, and export of a run as such a folder."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from atlasjax.config_json import to_dict
+from atlasjax.data.config import DataConfig
+from atlasjax.data.tokenizers import Tokenizer, make_tokenizer
+from atlasjax.distributed.mesh import MeshConfig, make_mesh
+from atlasjax.distributed.sharding import parameter_shardings
+from atlasjax.interop import fla, mamba2, table, tensors
+from atlasjax.interop.family import Family
+from atlasjax.interop.tensors import listed
+from atlasjax.names import lookup
+from atlasjax.nn import ModelConfig, logical_axes
+from atlasjax.storage import AnyPath, local_path, write_whole
+from atlasjax.train import state as state_lib
+from atlasjax.train.checkpoint import Checkpoints
+from atlasjax.train.config import TrainConfig, run_folder
+from atlasjax.train.errors import ConfigError, user_errors
+from atlasjax.train.load import load_run
+
+FAMILIES = (mamba2.TRANSFORMERS, mamba2.MAMBA_SSM, fla.GATED_DELTANET, fla.DELTANET, fla.GLA)
+"""The families that can be imported and exported. A run that was not imported is exported as the first one of its mixer."""
+
+_PEER = "peer"  # folder in a run's folder: what was imported with the weights
+_MANIFEST = "tensors.json"  # names, dtypes, order and files of the tensors that were imported
+_COPIED = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", tensors.INDEX,
+)  # fmt: skip
+_OWN_TOKENIZERS = {
+    "bpe.json": "tokenizer.json",
+    "sentencepiece.model": "tokenizer.model",
+}  # file of a run → of the peer
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """What was imported or exported.
+
+    Attributes:
+      family: name of the family.
+      parameters: number of parameters.
+      tensors: number of tensors in the peer's files.
+    """
+
+    family: str
+    parameters: int
+    tensors: int
+
+
+def import_weights(
+    path: str | os.PathLike[str],
+    run_dir: str | os.PathLike[str],
+    *,
+    tokenizer: str | None = None,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+) -> Converted:
+    """Makes a run of public weights: a folder that `evaluate`, `generate` and `train` take, with a checkpoint of step 0.
+
+    The weights are kept in float32, as all parameters here. The folder appears when it is complete.
+
+    Args:
+      path: a local folder with config.json and safetensors, one file or several with an index.
+      run_dir: the run's folder, a local one that must not exist.
+      tokenizer: as `DataConfig.tokenizer`, for weights without a tokenizer beside them. None: tokenizer.json or tokenizer.model.
+      dtype: dtype of activations, "float32" or "bfloat16". None: that of the weights; float32 for float16.
+
+    Raises:
+      ConfigError: the family or its form is not known here; tensors are unknown, missing, of another shape or dtype; a file is
+        missing or damaged, or a pickle; there is no tokenizer; or run_dir exists.
+    """
+    with user_errors():
+        source, target = local_path(path), local_path(run_dir)
+    given = _peer_config(source)
+    family = _family(given)
+    with user_errors():
+        model = family.to_ours(given)
+        model = model if dtype is None else dataclasses.replace(model, dtype=dtype)
+        _, shapes = state_lib.model_shapes(model)
+    with tensors.Folder(source) as folder:
+        pieces = table.pieces(family.rows(model), model, {p: x.shape for p, x in table.flat(shapes).items()})
+        pieces = _checked(pieces, folder, family.name)
+        spec, text = _tokenizer(source, tokenizer)
+        if text.vocab_size > model.vocab_size:
+            raise ConfigError(f"the tokenizer {spec!r} has {text.vocab_size} tokens; the model has {model.vocab_size}.")
+        if os.path.lexists(target):
+            raise ConfigError(f"run_dir is {str(target)!r}, which exists; give a new folder.")
+        config = TrainConfig(model=model, data=DataConfig(tokenizer=spec), run_dir=str(target))
+        with _appears_whole(target) as partial:
+            text.save(partial / "tokenizer")
+            write_whole(partial / "config.json", (json.dumps(to_dict(config), indent=2) + "\n").encode())
+            _copy(source, partial / _PEER, _COPIED)
+            write_whole(partial / _PEER / _MANIFEST, json.dumps(_manifest(family, folder)).encode())
+            params = _params(model, shapes, pieces, folder)
+            state = state_lib.TrainState(params, None, jax.random.key(config.seed), jnp.zeros((), jnp.int32))
+            with Checkpoints(partial / "checkpoints", config.keep) as checkpoints:
+                checkpoints.save(state, [None], to_dict(config))
+    return Converted(family.name, sum(x.size for x in jax.tree.leaves(shapes)), len(folder.tensors))
+
+
+def export_weights(run_dir: str | AnyPath, path: str | os.PathLike[str], *, step: int | None = None) -> Converted:
+    """Writes the model of a run as public weights.
+
+    A run that was imported is written in the form that it had: the same files, tensor names and dtypes, config.json and tokenizer;
+    if it was not trained, the same tensors bit for bit. Any other run is written as one file of float32.
+
+    Args:
+      run_dir: the run's folder.
+      path: the folder to write, a local one that must not exist.
+      step: step of the checkpoint. None: the newest usable one.
+
+    Raises:
+      ConfigError: there is no run; no family has its mixer, or the family's form does not have its layers; or path exists.
+      CheckpointError: no checkpoint is usable.
+    """
+    with user_errors():
+        target, run = local_path(path), run_folder(run_dir)
+    peer = run / _PEER
+    if os.path.lexists(target):
+        raise ConfigError(f"path is {str(target)!r}, which exists; give a new folder.")
+    loaded = load_run(run_dir, step)
+    model = loaded.config.model
+    manifest = _read_manifest(peer)
+    family = _family_of(model) if manifest is None else next(x for x in FAMILIES if x.name == manifest["family"])
+    given = _peer_config(peer) if manifest is not None else family.to_peer(model) if family.to_peer else {}
+    difference = family.difference(model, given)
+    if difference is not None:
+        raise ConfigError(f"{family.name} cannot have this model: {difference}.")
+    params = table.flat(state_lib.pure(nnx.state(loaded.model, nnx.Param)))
+    pieces = table.pieces(family.rows(model), model, {path: x.shape for path, x in params.items()})
+    shapes, own = table.peer_shapes(pieces), _by(pieces, lambda piece: piece.names[0])
+    first = {name: piece.names[0] for piece in pieces for name in piece.names}
+    if manifest is None:
+        described = {name: "F32" for name, of in own.items() if not of[0].copy}
+        files = {tensors.FILE: {"metadata": {"format": "pt"}, "tensors": described}}
+    else:
+        files = manifest["files"]
+    with _appears_whole(target) as partial:
+        for file, content in files.items():
+            kinds = {name: (kind, shapes[first[name]]) for name, kind in content["tensors"].items()}
+            make = lambda name, kinds=kinds: table.peer_tensor(
+                kinds[name][1], tensors.DTYPES[kinds[name][0]], own[first[name]], params
+            )
+            tensors.write(partial / file, kinds, make, content["metadata"])
+        if manifest is None:
+            write_whole(partial / "config.json", (json.dumps(given, indent=2) + "\n").encode())
+            _copy(run / "tokenizer", partial, _OWN_TOKENIZERS)
+        else:
+            _copy(peer, partial, _COPIED)
+    count = sum(len(content["tensors"]) for content in files.values())
+    return Converted(family.name, sum(x.size for x in params.values()), count)
+
+
+def _peer_config(folder: AnyPath) -> dict[str, Any]:
+    if not folder.is_dir():
+        what = "is a file; give the folder with it and config.json" if folder.exists() else "does not exist"
+        raise ConfigError(f"{str(folder)!r} {what}.")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{str(folder)!r} has no config.json.")
+    try:
+        given = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{str(file)!r} is not JSON: {error}.") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{str(file)!r} is not an object of JSON.")
+    return given
+
+
+def _family(given: Mapping[str, Any]) -> Family:
+    for family in FAMILIES:
+        if family.is_mine(given):
+            return family
+    known = ", ".join(family.name for family in FAMILIES)
+    raise ConfigError(f"config.json has model_type {given.get('model_type')!r}; the families known here are: {known}.")
+
+
+def _family_of(model: ModelConfig) -> Family:
+    for family in FAMILIES:
+        if family.mixer == model.mixer and family.to_peer is not None:
+            return family
+    known = ", ".join(sorted({family.mixer for family in FAMILIES}))
+    raise ConfigError(f"no public family has mixer {model.mixer!r}; those that can be exported are {known}.")
+
+
+def _checked(pieces: list[table.Piece], folder: tensors.Folder, name: str) -> list[table.Piece]:
+    """The pieces with the names that the files have, those of missing copies left out.
+
+    Raises:
+      ConfigError: tensors are missing, unknown, of another shape or dtype, or a copy is not what it repeats.
+    """
+    there = folder.tensors
+    found, missing = [], []
+    for piece in pieces:
+        names = [x for x in piece.names if x in there][:1]
+        if names:
+            found.append(dataclasses.replace(piece, names=tuple(names)))
+        elif not piece.copy:
+            missing.append(piece.names[0])
+    if missing:
+        raise ConfigError(f"{name}: the tensors {listed(dict.fromkeys(missing))} are missing.")
+    shapes = table.peer_shapes(found)
+    unknown = [x for x in there if x not in shapes]
+    if unknown:
+        raise ConfigError(f"{name} has no tensors {listed(unknown)} in the form that config.json describes.")
+    for tensor, shape in shapes.items():
+        if there[tensor].shape != shape:
+            raise ConfigError(f"{name}: tensor {tensor!r} has shape {there[tensor].shape}, should be {shape}.")
+        if there[tensor].dtype not in tensors.DTYPES:
+            raise ConfigError(
+                f"{name}: tensor {tensor!r} is {there[tensor].dtype}, should be {', '.join(tensors.DTYPES)}."
+            )
+    main = {piece.path: piece.names[0] for piece in found if not piece.copy}
+    for piece in found:
+        if piece.copy and not _same(folder, piece.names[0], main[piece.path]):
+            raise ConfigError(f"{name}: tensor {piece.names[0]!r} should repeat {main[piece.path]!r}, and does not.")
+    return found
+
+
+def _same(folder: tensors.Folder, name: str, other: str) -> bool:
+    return folder.tensors[name].dtype == folder.tensors[other].dtype and np.array_equal(
+        folder.read(name).view(np.uint8), folder.read(other).view(np.uint8)
+    )
+
+
+def _by(pieces: Iterable[table.Piece], key: Callable[[table.Piece], str]) -> dict[str, list[table.Piece]]:
+    groups: dict[str, list[table.Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(key(piece), []).append(piece)
+    return groups
+
+
+def _params(model: ModelConfig, shapes: Any, pieces: list[table.Piece], folder: tensors.Folder) -> Any:
+    """Our parameters on the local devices. One is made at a time, so the peak is the model and its largest parameter."""
+    mesh = make_mesh(MeshConfig(data=1, fsdp=-1))
+    shardings, _ = parameter_shardings(state_lib.pure(logical_axes(model)), shapes, mesh)
+    own = _by((piece for piece in pieces if not piece.copy), lambda piece: piece.path)
+    places = table.flat(shardings)
+    read = lambda piece: folder.read(piece.names[0], piece.rows)
+    return table.nested(
+        {
+            path: jax.device_put(table.our_array(shape.shape, own[path], read), places[path])
+            for path, shape in table.flat(shapes).items()
+        }
+    )
+
+
+def _tokenizer(source: pathlib.Path, spec: str | None) -> tuple[str, Tokenizer]:
+    """The tokenizer and its name as `DataConfig.tokenizer`."""
+    json_file, model_file = source / "tokenizer.json", source / "tokenizer.model"
+    if spec is not None:
+        if spec.partition(":")[2].isdecimal():
+            raise ConfigError(
+                f"tokenizer is {spec!r}, which would be trained; give the one that the weights were trained with."
+            )
+        specs = [spec]
+    else:
+        specs = [f"bpe:{json_file}"] * json_file.is_file() + [f"sentencepiece:{model_file}"] * model_file.is_file()
+    if not specs:
+        raise ConfigError(f"{str(source)!r} has neither tokenizer.json nor tokenizer.model; give --tokenizer.")
+    reasons = []
+    for one in specs:
+        try:
+            return one, make_tokenizer(DataConfig(tokenizer=one))
+        except (ValueError, FileNotFoundError) as error:
+            reasons.append(str(error))
+    raise ConfigError(f"{reasons[0]} Give another one with --tokenizer.")
+
+
+def _manifest(family: Family, folder: tensors.Folder) -> dict[str, Any]:
+    files = {name: {"metadata": metadata, "tensors": {}} for name, metadata in folder.metadata.items()}
+    for name, tensor in folder.tensors.items():
+        files[tensor.file]["tensors"][name] = tensor.dtype
+    return {"family": family.name, "files": files}
+
+
+def _read_manifest(peer: AnyPath) -> dict[str, Any] | None:
+    """What `_manifest` gave when the run was imported; None for a run that was not."""
+    file = peer / _MANIFEST
+    if not file.is_file():
+        return None
+    try:
+        manifest = json.loads(file.read_bytes())
+        lookup("family", manifest["family"], {family.name: family for family in FAMILIES})
+        _ = manifest["files"]
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{str(file)!r} is damaged: it is not what the import wrote.") from None
+    return manifest
+
+
+def _copy(source: AnyPath, target: pathlib.Path, names: Iterable[str] | Mapping[str, str]) -> None:
+    """Copies the files that are there; a mapping gives them other names."""
+    target.mkdir(exist_ok=True)
+    for name in names:
+        if (source / name).is_file():
+            renamed = names[name] if isinstance(names, Mapping) else name
+            write_whole(target / renamed, (source / name).read_bytes())
+
+
+@contextlib.contextmanager
+def _appears_whole(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder beside `target` that is renamed to it at the end, or removed after an error."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+    partial.mkdir()
+    try:
+        yield partial
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,139 @@
+"""What a family of public models is to the converter, and the reading of its config.json."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+from atlasjax.interop.table import Row
+from atlasjax.interop.tensors import listed
+from atlasjax.nn import ModelConfig
+from atlasjax.train.errors import ConfigError
+
+# Fields of any config.json that do not change what a model computes.
+_NEUTRAL = (
+    "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "fuse_cross_entropy", "fuse_linear_cross_entropy",
+    "fuse_norm", "fuse_swiglu", "fused_add_norm", "initializer_range", "max_position_embeddings", "model_type", "pad_token_id",
+    "residual_in_fp32", "torch_dtype", "transformers_version", "unk_token_id", "use_cache", "use_l2warp", "_name_or_path",
+)  # fmt: skip
+
+
+class Fields:
+    """The fields of a config.json, each of which must be understood: one that is not could change what the model computes.
+
+    Args:
+      given: the content of the file.
+      name: the family, for error messages.
+
+    Raises:
+      ConfigError: by every method, if a field has a value that the family cannot have here.
+    """
+
+    def __init__(self, given: Mapping[str, Any], name: str):
+        self._given, self._name = dict(given), name
+
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """An integer. Without a default the field is required."""
+        value = self._take(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self._wrong(name, value, f"an integer ≥ {least}")
+        return value
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        """A positive number, under the first of several names that is there."""
+        name = next((name for name in names if name in self._given), names[0])
+        value = self._take(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise self._wrong(name, value, "a positive number")
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """True or False."""
+        value = self._take(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def require(self, name: str, *allowed: Any) -> None:
+        """Raises ConfigError if the field is there with a value that is not in `allowed`."""
+        value = self._given.pop(name, allowed[0])
+        if value not in allowed:
+            raise self._wrong(name, value, " or ".join(map(repr, allowed)) + ", the form that this library's layer has")
+
+    def dtype(self) -> Literal["float32", "bfloat16"]:
+        """Dtype of activations: that of the weights, or float32 for float16, whose range bfloat16 has not."""
+        return (
+            "bfloat16" if "bfloat16" in str(self._given.get("dtype") or self._given.get("torch_dtype")) else "float32"
+        )
+
+    def inside(self, name: str) -> dict[str, Any]:
+        """An object inside the config."""
+        value = self._take(name, {})
+        if not isinstance(value, dict):
+            raise self._wrong(name, value, "an object")
+        return value
+
+    def done(self, neutral: Iterable[str]) -> None:
+        """Raises ConfigError if fields are left that are neither `neutral`, nor neutral in every family, nor null."""
+        known = {*neutral, *_NEUTRAL}
+        left = [name for name, value in self._given.items() if name not in known and value is not None]
+        if left:
+            raise ConfigError(
+                f"config.json of {self._name}: the meaning of {listed(left)} is not known here. Remove what does not change the "
+                "model's function."
+            )
+
+    def _take(self, name: str, default: Any) -> Any:
+        value = self._given.pop(name, None)
+        if value is None and default is None:
+            raise ConfigError(f"config.json of {self._name}: {name} is missing.")
+        return default if value is None else value
+
+    def _wrong(self, name: str, value: Any, what: str) -> ConfigError:
+        return ConfigError(f"config.json of {self._name}: {name} is {value!r}; it should be {what}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A family of public models in one form.
+
+    Attributes:
+      name: as it is shown and stored.
+      mixer: name of our mixer.
+      is_mine: whether a config.json is of this family and form.
+      to_ours: config.json → our config. Raises ConfigError if our layers cannot have this form.
+      to_peer: our config → config.json, for a model that was not imported; None if it is exported in another form. It is checked
+        by `to_ours`, which must give our config again.
+      rows: our config → the table.
+      matters: the fields and properties of our config that decide what this family computes, besides those of every model.
+    """
+
+    name: str
+    mixer: str
+    is_mine: Callable[[Mapping[str, Any]], bool]
+    to_ours: Callable[[Mapping[str, Any]], ModelConfig]
+    to_peer: Callable[[ModelConfig], dict[str, Any]] | None
+    rows: Callable[[ModelConfig], list[Row]]
+    matters: tuple[str, ...]
+
+    def difference(self, config: ModelConfig, given: Mapping[str, Any]) -> str | None:
+        """Where our config is not what a config.json says, as text; None if it is."""
+        theirs = self.to_ours(given)
+        for name in (*_ALWAYS, *self.matters):
+            ours, wanted = getattr(config, name), getattr(theirs, name)
+            if ours != wanted:
+                return f"{name} is {ours!r}; in this form it is {wanted!r}"
+        return None
+
+
+_ALWAYS = (
+    "vocab_size",
+    "dim",
+    "num_layers",
+    "pattern",
+    "ffn",
+    "block",
+    "norm",
+    "positions",
+    "tie_embeddings",
+    "norm_eps",
+)

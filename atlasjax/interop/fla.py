@@ -1,0 +1,234 @@
+"""Gated DeltaNet, DeltaNet and GLA as flash-linear-attention writes them (fla-hub/…)."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from atlasjax.interop.family import Family, Fields
+from atlasjax.interop.table import Row
+from atlasjax.nn import HeadNormConfig, ModelConfig
+from atlasjax.train.errors import ConfigError
+
+_LAYER = "model.layers.{n}."
+_ATTN = _LAYER + "attn."
+_ALL = slice(None)
+# Fields of these families' config.json that say how, and not what, their layers compute.
+_NEUTRAL = ("attn_mode", "chunk_size", "mode", "use_output_norm", "use_gk")
+
+
+def _frame(config: ModelConfig) -> list[Row]:
+    """Everything but the mixer."""
+    rows = [
+        Row(("model.embeddings.weight", "model.embed_tokens.weight"), "embedding", "v d -> v d"),
+        Row(_LAYER + "attn_norm.weight", "layers.mixer_norm.scale", "d -> d"),
+        Row(_LAYER + "mlp_norm.weight", "layers.mlp_norm.scale", "d -> d"),
+        Row(_LAYER + "mlp.gate_proj.weight", "layers.mlp.gate_and_wide.kernel", "m d -> d m", part=(_ALL, 0)),
+        Row(_LAYER + "mlp.up_proj.weight", "layers.mlp.gate_and_wide.kernel", "m d -> d m", part=(_ALL, 1)),
+        Row(_LAYER + "mlp.down_proj.weight", "layers.mlp.out.kernel", "d m -> m d"),
+        Row("model.norm.weight", "norm.scale", "d -> d"),
+    ]
+    if config.tie_embeddings:
+        return [*rows, Row("lm_head.weight", "embedding", "v d -> v d", copy=True)]
+    return [*rows, Row("lm_head.weight", "head.kernel", "v d -> d v")]
+
+
+def _heads(config: ModelConfig, names: str, norm: str | tuple[str, ...], *, convolved: bool) -> list[Row]:
+    """The inputs `names` ("qkv" or "qkvg") of the heads, their convolutions, the norm and the output."""
+    key, value = config.resolved_head_dim, config.value_dim
+    sizes = {"q": key, "k": key, "v": value, "g": value}
+    rows, start = [], 0
+    for name in names:
+        end = start + sizes[name]
+        part = (..., slice(start, end))
+        rows.append(
+            Row(f"{_ATTN}{name}_proj.weight", "layers.mixer.inputs.linear.kernel", "(h k) d -> d h k", part=part)
+        )
+        if convolved and name != "g":
+            rows.append(
+                Row(
+                    f"{_ATTN}{name}_conv1d.weight", "layers.mixer.inputs.conv.kernel", "(h k) (1) w -> w h k", part=part
+                )
+            )
+        start = end
+    return [
+        *rows,
+        Row(norm, "layers.mixer.norm.scale", "k -> k"),
+        Row(_ATTN + "o_proj.weight", "layers.mixer.out.kernel", "d i -> i d"),
+    ]
+
+
+def _gated_deltanet_rows(config: ModelConfig) -> list[Row]:
+    return [
+        *_frame(config),
+        *_heads(config, "qkvg", _ATTN + "o_norm.weight", convolved=True),
+        Row(_ATTN + "b_proj.weight", "layers.mixer.gates.kernel", "h d -> d h", part=(_ALL, 0)),
+        Row(_ATTN + "a_proj.weight", "layers.mixer.gates.kernel", "h d -> d h", part=(_ALL, 1)),
+        Row(_ATTN + "A_log", "layers.mixer.A_log", "h -> h"),
+        Row(_ATTN + "dt_bias", "layers.mixer.dt_bias", "h -> h"),
+    ]
+
+
+def _deltanet_rows(config: ModelConfig) -> list[Row]:
+    return [
+        *_frame(config),
+        *_heads(config, "qkv", _ATTN + "o_norm.weight", convolved=True),
+        Row(_ATTN + "b_proj.weight", "layers.mixer.write.kernel", "h d -> d h"),
+    ]
+
+
+def _gla_rows(config: ModelConfig) -> list[Row]:
+    return [
+        *_frame(config),
+        *_heads(config, "qkvg", (_ATTN + "g_norm_swish_gate.weight", _ATTN + "g_norm.weight"), convolved=False),
+        Row(_ATTN + "gk_proj.0.weight", "layers.mixer.decay_in.kernel", "r d -> d r"),
+        Row(_ATTN + "gk_proj.1.weight", "layers.mixer.decay_out.kernel", "(h k) r -> r h k"),
+        Row(_ATTN + "gk_proj.1.bias", "layers.mixer.decay_bias", "(h k) -> h k"),
+    ]
+
+
+def _shared(fields: Fields, dim: int) -> dict[str, Any]:
+    """Our fields that the three families have in common, by name."""
+    fields.require("hidden_act", "swish", "silu")
+    fields.require("attn", None)
+    fields.require("attnres_block_size", None)
+    ratio = fields.integer("hidden_ratio", 4)
+    rounded = -(-int(dim * ratio * 2 / 3) // 256) * 256  # as GatedMLP of flash-linear-attention
+    return {
+        "vocab_size": fields.integer("vocab_size", 32000),
+        "dim": dim,
+        "ffn": "swiglu",
+        "mlp_dim": fields.integer("intermediate_size", rounded),
+        "norm_eps": fields.number("norm_eps", "rms_norm_eps", default=1e-6),
+        "tie_embeddings": fields.boolean("tie_word_embeddings", False),
+        "dtype": fields.dtype(),
+    }
+
+
+def _whole(fields_of: str, name: str, value: float, what: str) -> int:
+    if value != int(value) or value < 1:
+        raise ConfigError(f"config.json of {fields_of}: {name} gives {value:g} {what}; it should be a whole number.")
+    return int(value)
+
+
+def _sizes(fields: Fields, name: str, dim: int, heads: int, expand_k: float, expand_v: float) -> dict[str, Any]:
+    """Sizes of a head, where the config has the widths of all heads relative to `dim`."""
+    expand_k, expand_v = fields.number("expand_k", default=expand_k), fields.number("expand_v", default=expand_v)
+    key = _whole(name, "expand_k", expand_k * dim / heads, "channels of a head's keys")
+    ratio = _whole(name, "expand_v", expand_v * dim / heads / key, "times the size of the keys for values")
+    return {"num_heads": heads, "head_dim": key, "value_expansion": ratio}
+
+
+def _gated_deltanet(given: Mapping[str, Any]) -> ModelConfig:
+    name = "Gated DeltaNet"
+    fields = Fields(given, name)
+    fields.require("use_gate", True)
+    fields.require("use_short_conv", True)
+    fields.require("allow_neg_eigval", False)
+    fields.require("output_gate_activation", "swish", "silu")
+    heads, head_dim = fields.integer("num_heads", 6), fields.integer("head_dim", 256)
+    fields.require("num_v_heads", None, heads)
+    fields.require("expand_k", None)  # of old versions; with it their keys had another size
+    shared = _shared(fields, fields.integer("hidden_size", 2048))
+    config = ModelConfig(
+        mixer="gated_deltanet",
+        num_layers=fields.integer("num_hidden_layers", 21),
+        num_heads=heads,
+        head_dim=head_dim,
+        value_expansion=_whole(name, "expand_v", fields.number("expand_v", default=2.0), "times the size of the keys"),
+        conv_width=fields.integer("conv_size", 4),
+        head_norm=HeadNormConfig(shared=True, eps=shared["norm_eps"] * head_dim),  # q is scaled by head_dim^{−1/2}
+        **shared,
+    )
+    fields.done(_NEUTRAL)
+    return config
+
+
+def _deltanet(given: Mapping[str, Any]) -> ModelConfig:
+    name = "DeltaNet"
+    fields = Fields(given, name)
+    for field, value in (("use_gate", False), ("use_short_conv", True), ("allow_neg_eigval", False), ("use_beta", True),
+                         ("qk_norm", "l2"), ("qk_activation", "silu")):  # fmt: skip
+        fields.require(field, value)
+    dim, heads = fields.integer("hidden_size", 2048), fields.integer("num_heads", 16)
+    sizes = _sizes(fields, name, dim, heads, 1.0, 1.0)
+    shared = _shared(fields, dim)
+    config = ModelConfig(
+        mixer="deltanet",
+        num_layers=fields.integer("num_hidden_layers", 24),
+        conv_width=fields.integer("conv_size", 4),
+        head_norm=HeadNormConfig(
+            shared=True, eps=shared["norm_eps"] * sizes["head_dim"]
+        ),  # q is scaled by head_dim^{−1/2}
+        **sizes,
+        **shared,
+    )
+    fields.done(_NEUTRAL)
+    return config
+
+
+def _gla(given: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(given, "GLA")
+    for field, value in (("use_short_conv", False), ("use_output_gate", True), ("clamp_min", None), ("feature_map", None),
+                         ("elementwise_affine", True), ("use_gv", False)):  # fmt: skip
+        fields.require(field, value)
+    dim, heads = fields.integer("hidden_size", 2048), fields.integer("num_heads", 4)
+    fields.require("num_kv_heads", None, heads)
+    config = ModelConfig(
+        mixer="gla",
+        num_layers=fields.integer("num_hidden_layers", 24),
+        head_norm=HeadNormConfig(shared=True),
+        **_sizes(fields, "GLA", dim, heads, 0.5, 1.0),
+        **_shared(fields, dim),
+    )
+    fields.done((*_NEUTRAL, "conv_size"))
+    return config
+
+
+def _peer_frame(config: ModelConfig, kind: str, architecture: str) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "model_type": kind,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_heads": config.num_heads,
+        "intermediate_size": config.resolved_mlp_dim,
+        "norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+
+
+def _peer_gated_deltanet(config: ModelConfig) -> dict[str, Any]:
+    return _peer_frame(config, "gated_deltanet", "GatedDeltaNetForCausalLM") | {
+        "head_dim": config.resolved_head_dim,
+        "expand_v": config.value_expansion,
+        "conv_size": config.conv_width,
+    }
+
+
+def _peer_sizes(config: ModelConfig) -> dict[str, Any]:
+    inner = config.num_heads * config.resolved_head_dim
+    return {"expand_k": inner / config.dim, "expand_v": config.value_expansion * inner / config.dim}
+
+
+def _peer_deltanet(config: ModelConfig) -> dict[str, Any]:
+    frame = _peer_frame(config, "delta_net", "DeltaNetForCausalLM")
+    return frame | _peer_sizes(config) | {"conv_size": config.conv_width}
+
+
+def _peer_gla(config: ModelConfig) -> dict[str, Any]:
+    return _peer_frame(config, "gla", "GLAForCausalLM") | _peer_sizes(config)
+
+
+def _is(kind: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda given: given.get("model_type") == kind
+
+
+_MATTERS = ("num_heads", "resolved_head_dim", "value_dim", "resolved_mlp_dim", "head_norm")
+GATED_DELTANET = Family(
+    "gated_deltanet", "gated_deltanet", _is("gated_deltanet"), _gated_deltanet, _peer_gated_deltanet, _gated_deltanet_rows,
+    (*_MATTERS, "conv_width"),
+)  # fmt: skip
+DELTANET = Family(
+    "delta_net", "deltanet", _is("delta_net"), _deltanet, _peer_deltanet, _deltanet_rows, (*_MATTERS, "conv_width")
+)
+GLA = Family("gla", "gla", _is("gla"), _gla, _peer_gla, _gla_rows, _MATTERS)

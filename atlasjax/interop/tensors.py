@@ -1,0 +1,144 @@
+"""Folders of safetensors: one file, or several with an index. They are mapped, so that a tensor is read when it is asked for."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from atlasjax.train.errors import ConfigError
+
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES: dict[str, Any] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": jnp.dtype(jnp.bfloat16)}
+_PICKLES = (".bin", ".pth", ".pt", ".ckpt", ".pkl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """The description of a tensor: its file, dtype (a name of the format, as "BF16") and shape."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Folder(contextlib.AbstractContextManager):
+    """The safetensors of a folder, opened for reading. A context manager.
+
+    Args:
+      path: the folder.
+
+    Attributes:
+      tensors: name → description, in the order of the files and of their content.
+      metadata: file → the metadata that it carries.
+
+    Raises:
+      ConfigError: there are no safetensors, a file is missing or damaged, or the index is not that of the files.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        self._files: dict[str, Any] = {}
+        self._opened = contextlib.ExitStack()
+        self.tensors: dict[str, Tensor] = {}
+        self.metadata: dict[str, dict[str, str]] = {}
+        with contextlib.ExitStack() as opening:
+            opening.enter_context(self._opened)
+            indexed = self._index()
+            for name in [FILE] if indexed is None else sorted(set(indexed.values())):
+                self._open(name)
+            if indexed is not None:
+                self._check_index(indexed)
+            opening.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+        """A tensor, or the part `rows` (start, end) of its first axis."""
+        file = self._files[self.tensors[name].file]
+        return file.get_tensor(name) if rows is None else file.get_slice(name)[rows[0] : rows[1]]
+
+    def _index(self) -> dict[str, str] | None:
+        file = self.path / INDEX
+        if (self.path / FILE).is_file():
+            return None
+        if not file.is_file():
+            pickles = sorted(x.name for x in self.path.iterdir() if x.suffix in _PICKLES)
+            hint = f" {pickles[0]!r} is a pickle, which can run code: save it as safetensors." if pickles else ""
+            raise ConfigError(f"{str(self.path)!r} has neither {FILE} nor {INDEX}.{hint}")
+        try:
+            indexed = json.loads(file.read_bytes())["weight_map"]
+            if not all(isinstance(x, str) and pathlib.Path(x).name == x for x in indexed.values()):
+                raise ValueError("the names of its files")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"{str(file)!r} is not an index of safetensors: {error}.") from None
+        return indexed
+
+    def _open(self, name: str) -> None:
+        import safetensors
+
+        file = self.path / name
+        if not file.is_file():
+            raise ConfigError(f"{str(file)!r} is missing; {INDEX} names it.")
+        try:
+            opened = self._opened.enter_context(safetensors.safe_open(file, framework="np"))
+        except safetensors.SafetensorError as error:
+            raise ConfigError(f"{str(file)!r} is damaged or not of this format: {error}.") from None
+        self._files[name] = opened
+        self.metadata[name] = opened.metadata() or {}
+        for tensor in opened.offset_keys():
+            if tensor in self.tensors:
+                raise ConfigError(f"tensor {tensor!r} is in {self.tensors[tensor].file!r} and in {name!r}.")
+            described = opened.get_slice(tensor)
+            self.tensors[tensor] = Tensor(name, described.get_dtype(), tuple(described.get_shape()))
+
+    def _check_index(self, indexed: Mapping[str, str]) -> None:
+        for name, file in indexed.items():
+            if name not in self.tensors or self.tensors[name].file != file:
+                raise ConfigError(f"tensor {name!r} is not in {file!r}, where {INDEX} says it is.")
+        for name in self.tensors:
+            if name not in indexed:
+                raise ConfigError(f"tensor {name!r} of {self.tensors[name].file!r} is not in {INDEX}.")
+
+
+def write(
+    path: pathlib.Path,
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    make: Callable[[str], np.ndarray],
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes a safetensors file, one tensor after the other; only one is in memory.
+
+    Args:
+      path: the file, which must not exist.
+      tensors: name → dtype and shape, in the order of the file.
+      make: name → the array, of that dtype and shape.
+      metadata: text that the file carries.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, (dtype, shape) in tensors.items():
+            array = make(name)
+            assert (array.shape, array.dtype) == (shape, DTYPES[dtype]), name
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """The first names, and how many more there are."""
+    known = list(names)
+    more = f" and {len(known) - most} more" if len(known) > most else ""
+    return ", ".join(map(repr, known[:most])) + more

@@ -1,0 +1,127 @@
+"""Makes the peers' own PyTorch models with random weights, saves them, and records what they compute: `python -m … FOLDER NAME…`.
+
+A process of its own. The forward passes of flash-linear-attention are Triton kernels: without a GPU they run in Triton's
+interpreter, which has to be chosen before Triton is imported, and which cannot measure the kernels' variants, so the first one of
+each is taken. It does not run the kernels that work in chunks, so sequences have at most 64 tokens, and they are few, since it
+needs seconds for each.
+"""
+
+import os
+import pathlib
+import sys
+
+import numpy as np
+
+# name → (module of the classes, prefix of their names, config, batch, tokens to read, tokens to generate)
+MODELS = {
+    "mamba2": (
+        "transformers", "Mamba2",
+        {"num_heads": 8, "head_dim": 8, "hidden_size": 32, "state_size": 16, "n_groups": 1, "expand": 2, "chunk_size": 32,
+         "num_hidden_layers": 3, "vocab_size": 300, "tie_word_embeddings": True},
+        2, 131, 16,
+    ),
+    "mamba2, four groups": (
+        "transformers", "Mamba2",
+        {"num_heads": 12, "head_dim": 4, "hidden_size": 24, "state_size": 7, "n_groups": 4, "expand": 2, "chunk_size": 16,
+         "num_hidden_layers": 2, "vocab_size": 257, "layer_norm_epsilon": 1e-3, "conv_kernel": 3},
+        3, 7, 16,
+    ),
+    "gated_deltanet": (
+        "fla.models", "GatedDeltaNet",
+        {"hidden_size": 32, "num_heads": 2, "head_dim": 16, "expand_v": 2.0, "num_hidden_layers": 2, "vocab_size": 300,
+         "intermediate_size": 48},
+        2, 13, 4,
+    ),
+    "gated_deltanet, large eps": (
+        "fla.models", "GatedDeltaNet",
+        {"hidden_size": 24, "num_heads": 3, "head_dim": 8, "expand_v": 1.0, "num_hidden_layers": 1, "vocab_size": 257,
+         "hidden_ratio": 2, "norm_eps": 0.01, "conv_size": 3, "tie_word_embeddings": True},
+        1, 6, 3,
+    ),
+    "delta_net": (
+        "fla.models", "DeltaNet",
+        {"hidden_size": 32, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 300, "intermediate_size": 48,
+         "norm_eps": 0.001},
+        2, 13, 4,
+    ),
+    "delta_net, wide values": (
+        "fla.models", "DeltaNet",
+        {"hidden_size": 32, "num_heads": 4, "expand_k": 0.5, "expand_v": 1.0, "num_hidden_layers": 1, "vocab_size": 257},
+        1, 6, 3,
+    ),
+    "gla": (
+        "fla.models", "GLA",
+        {"hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 300, "intermediate_size": 48},
+        2, 13, 4,
+    ),
+    "gla, unfused norm": (
+        "fla.models", "GLA",
+        {"hidden_size": 32, "num_heads": 2, "expand_k": 1.0, "num_hidden_layers": 1, "vocab_size": 257, "fuse_norm": False,
+         "norm_eps": 0.01},
+        1, 6, 3,
+    ),
+}  # fmt: skip
+
+
+def make(folder: pathlib.Path, name: str) -> None:
+    """Writes FOLDER/NAME with the model, and reference.npz: tokens, logits of one pass, of decoding, in bfloat16; greedy tokens."""
+    import importlib
+
+    import torch
+
+    module, prefix, changes, batch, length, more = MODELS[name]
+    classes = importlib.import_module(module)
+    torch.manual_seed(0)
+    config = getattr(classes, f"{prefix}Config")(**changes)
+    model = getattr(classes, f"{prefix}ForCausalLM")(config).eval()
+    tokens = torch.randint(0, changes["vocab_size"], (batch, length))
+    with torch.no_grad():
+        for parameter in model.parameters():  # zeros and ones hide mistakes
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(folder / name, max_shard_size="60KB" if batch == 2 else "1GB")
+        logits = model(tokens, use_cache=False).logits
+        decoded, greedy = decode(model, tokens, more)
+        half = model.to(torch.bfloat16)(tokens, use_cache=False).logits.float()
+    np.savez(
+        folder / name / "reference.npz", tokens=tokens, logits=logits, decoded=decoded, greedy=greedy, bfloat16=half
+    )
+
+
+def decode(model, tokens, more):
+    """Logits of reading the first half at once and the rest one by one, and the tokens that follow greedily."""
+    import torch
+
+    first = (tokens.shape[1] + 1) // 2
+    out = model(tokens[:, :first], use_cache=True)
+    pieces, greedy = [out.logits], []
+    cached = "cache_params" if "cache_params" in out else "past_key_values"
+    following = [tokens[:, t : t + 1] for t in range(first, tokens.shape[1])]
+    for t in range(len(following) + more):
+        if t >= len(following):
+            greedy.append(out.logits[:, -1:].argmax(-1))
+        token = greedy[-1] if greedy else following[t]
+        out = model(token, use_cache=True, **{cached: out[cached]})
+        if not greedy:
+            pieces.append(out.logits)
+    return torch.cat(pieces, 1), torch.cat(greedy, 1)
+
+
+def interpret_triton() -> None:
+    """Runs Triton's kernels in its interpreter, with the first variant of each."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import autotuner
+
+    init = autotuner.Autotuner.__init__
+
+    def first_only(self, fn, arg_names, configs, *args, **kwargs):
+        init(self, fn, arg_names, configs[:1], *args, **kwargs)
+
+    autotuner.Autotuner.__init__ = first_only
+
+
+if __name__ == "__main__":
+    target, *names = sys.argv[1:]
+    if any(MODELS[name][0].startswith("fla") for name in names):
+        interpret_triton()
+    for name in names:
+        make(pathlib.Path(target), name)

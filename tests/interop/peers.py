@@ -1,0 +1,142 @@
+"""Folders of public weights without PyTorch: each family's tensor names and shapes as its own sources have them, random values."""
+
+import json
+import math
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+
+
+def _mamba2(embedding, tied, vocab=264, dim=8, layers=2, heads=4, head_dim=4, groups=2, state=3):
+    inner = heads * head_dim
+    channels = inner + 2 * groups * state
+    shapes = {f"backbone.{embedding}.weight": (vocab, dim), "backbone.norm_f.weight": (dim,)}
+    for n in range(layers):
+        shapes |= {
+            f"backbone.layers.{n}.{name}": shape
+            for name, shape in {
+                "norm.weight": (dim,),
+                "mixer.in_proj.weight": (inner + channels + heads, dim),
+                "mixer.conv1d.weight": (channels, 1, 4),
+                "mixer.conv1d.bias": (channels,),
+                "mixer.dt_bias": (heads,),
+                "mixer.A_log": (heads,),
+                "mixer.D": (heads,),
+                "mixer.norm.weight": (inner,),
+                "mixer.out_proj.weight": (dim, inner),
+            }.items()
+        }
+    return shapes if tied else shapes | {"lm_head.weight": (vocab, dim)}
+
+
+def _fla(attn, tied, vocab=260, dim=12, layers=2, wide=20):
+    shapes = {"model.embeddings.weight": (vocab, dim), "model.norm.weight": (dim,)}
+    for n in range(layers):
+        shapes |= {
+            f"model.layers.{n}.{name}": shape
+            for name, shape in {
+                "attn_norm.weight": (dim,),
+                **{f"attn.{name}": shape for name, shape in attn.items()},
+                "mlp_norm.weight": (dim,),
+                "mlp.gate_proj.weight": (wide, dim),
+                "mlp.up_proj.weight": (wide, dim),
+                "mlp.down_proj.weight": (dim, wide),
+            }.items()
+        }
+    return shapes if tied else shapes | {"lm_head.weight": (vocab, dim)}
+
+
+def _projections(dim, key, value, gate):
+    inputs = {"q_proj.weight": (key, dim), "k_proj.weight": (key, dim), "v_proj.weight": (value, dim)}
+    return inputs | ({"g_proj.weight": (value, dim)} if gate else {}) | {"o_proj.weight": (dim, value)}
+
+
+def _convolutions(key, value):
+    return {"q_conv1d.weight": (key, 1, 4), "k_conv1d.weight": (key, 1, 4), "v_conv1d.weight": (value, 1, 4)}
+
+
+_FLA = {
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_heads": 2,
+    "intermediate_size": 20,
+    "vocab_size": 260,
+    "attn": None,
+}
+_MAMBA2 = {"model_type": "mamba2", "hidden_size": 8, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 4, "state_size": 3,
+           "expand": 2, "n_groups": 2, "time_step_limit": [0.0, {"__float__": "Infinity"}]}  # fmt: skip
+
+# name → (config.json, tensor → shape)
+PEERS = {
+    "mamba2": ({**_MAMBA2, "vocab_size": 264}, _mamba2("embeddings", tied=False)),
+    "mamba2 tied": ({**_MAMBA2, "vocab_size": 264, "tie_word_embeddings": True}, _mamba2("embedding", tied=True)),
+    "mamba2 of mamba_ssm": (
+        {
+            "d_model": 8, "d_intermediate": 0, "n_layer": 2, "vocab_size": 257, "attn_layer_idx": [], "attn_cfg": {},
+            "ssm_cfg": {"layer": "Mamba2", "headdim": 4, "d_state": 3, "ngroups": 2}, "rms_norm": True,
+            "residual_in_fp32": True, "fused_add_norm": True, "pad_vocab_size_multiple": 8, "tie_embeddings": True,
+        },
+        {**_mamba2("embedding", tied=True), "lm_head.weight": (264, 8)},  # the tied head again, as PyTorch saves it
+    ),
+    "gated_deltanet": (
+        {**_FLA, "model_type": "gated_deltanet", "head_dim": 3, "expand_v": 2.0},
+        _fla(
+            _projections(12, 6, 12, True) | _convolutions(6, 12) | {"o_norm.weight": (6,), "A_log": (2,), "dt_bias": (2,)}
+            | {"a_proj.weight": (2, 12), "b_proj.weight": (2, 12)},
+            tied=False,
+        ),
+    ),
+    "delta_net": (
+        {**_FLA, "model_type": "delta_net", "expand_k": 0.5, "expand_v": 1, "tie_word_embeddings": True},
+        _fla(
+            _projections(12, 6, 12, False) | _convolutions(6, 12) | {"o_norm.weight": (6,), "b_proj.weight": (2, 12)},
+            tied=True,
+        ),
+    ),
+    "gla": (
+        {**_FLA, "model_type": "gla", "rms_norm_eps": 1e-5},
+        _fla(
+            _projections(12, 6, 12, True) | {"g_norm_swish_gate.weight": (6,), "gk_proj.0.weight": (16, 12)}
+            | {"gk_proj.1.weight": (6, 16), "gk_proj.1.bias": (6,)},
+            tied=False,
+        ),
+    ),
+}  # fmt: skip
+
+
+def tensors(name, dtype="F32", seed=0):
+    """The family's tensors, every value another one; a copy of the embedding repeats it."""
+    rng = np.random.default_rng(seed)
+    made = {
+        tensor: (0.3 * rng.normal(size=shape)).astype(DTYPES["F32" if tensor.endswith("A_log") else dtype])
+        for tensor, shape in PEERS[name][1].items()
+    }
+    if name == "mamba2 of mamba_ssm":
+        made["lm_head.weight"] = made["backbone.embedding.weight"]
+    return made
+
+
+def write(folder: pathlib.Path, name: str, made=None, *, dtype="F32", files=1, **changes) -> pathlib.Path:
+    """Writes a folder as transformers does: config.json and safetensors, with an index if there are several files."""
+    folder.mkdir(parents=True)
+    config = {**PEERS[name][0], **changes, "dtype": {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[dtype]}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    made = tensors(name, dtype) if made is None else made
+    if files == 1:
+        save_file(made, folder / "model.safetensors", {"format": "pt"})
+        return folder
+    names, index = sorted(made), {}
+    size = math.ceil(len(names) / files)
+    for i in range(files):
+        file = f"model-{i + 1:05}-of-{files:05}.safetensors"
+        part = names[i * size : (i + 1) * size]
+        save_file({x: made[x] for x in part}, folder / file, {"format": "pt"})
+        index |= dict.fromkeys(part, file)
+    total = sum(x.nbytes for x in made.values())
+    described = {"metadata": {"total_size": total}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(described, indent=2))
+    return folder

@@ -1,0 +1,300 @@
+"""Import and export of public weights without PyTorch: exact round trips, refusals, and what a run of them can do."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from atlasjax import cli
+from atlasjax.interop import FAMILIES, convert, export_weights, import_weights, layout
+from atlasjax.nn import HeadNormConfig, ModelConfig, SSMConfig
+from atlasjax.train import Checkpoints
+from atlasjax.train.errors import CheckpointError, ConfigError
+from atlasjax.train.load import load_run
+from tests.interop import peers
+from tests.train.tiny import TEXT
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "count"),
+    [
+        ("mamba2", "F32", 3), ("mamba2 tied", "BF16", 1), ("mamba2 of mamba_ssm", "F16", 1), ("gated_deltanet", "BF16", 2),
+        ("delta_net", "F32", 1), ("gla", "F32", 1),
+    ],
+)  # fmt: skip
+def test_round_trip_is_exact(tmp_path, name, dtype, count):
+    """Every file is the imported one, byte for byte: tensors in the dtype and order that they had, index, config.json."""
+    source = peers.write(tmp_path / "source", name, dtype=dtype, files=count)
+    (source / "generation_config.json").write_text("{}")
+    done = import_weights(source, tmp_path / "run", tokenizer="byte")
+    assert (done.family, done.tensors) == (name.removesuffix(" tied"), len(peers.PEERS[name][1]))
+    loaded = load_run(tmp_path / "run")
+    assert (loaded.step, loaded.config.model.dtype) == (0, "bfloat16" if dtype == "BF16" else "float32")
+    export_weights(tmp_path / "run", tmp_path / "out")
+    assert files(tmp_path / "out") == files(source)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gated_deltanet", "delta_net", "gla"])
+def test_a_run_of_our_own_can_be_exported(tmp_path, name):
+    """Without what was imported beside it a run is like one that was trained here: its form follows from its config."""
+    source = peers.write(tmp_path / "source", name)
+    import_weights(source, tmp_path / "run", tokenizer="byte")
+    for path in (tmp_path / "run/peer").iterdir():
+        path.unlink()
+    export_weights(tmp_path / "run", tmp_path / "out")
+    exported, given = load_file(tmp_path / "out/model.safetensors"), peers.tensors(name)
+    assert exported.keys() == given.keys()
+    assert all(np.array_equal(exported[x], given[x]) for x in given)
+    import_weights(tmp_path / "out", tmp_path / "again", tokenizer="byte")
+    one, other = load_run(tmp_path / "run"), load_run(tmp_path / "again")
+    assert one.config.model == other.config.model
+
+
+def damaged(folder, name, change):
+    made = peers.tensors(name)
+    change(made)
+    return peers.write(folder, name, made)
+
+
+def without(*names):
+    return lambda made: [made.pop(name) for name in names]
+
+
+CONV, HEAD = "backbone.layers.1.mixer.conv1d.weight", "lm_head.weight"
+LAYERS = [f"model.layers.{n}.attn.q_proj.weight" for n in range(2)]
+TENSORS = [
+    ("mamba2", without(CONV), ["mamba2", repr(CONV), "missing"]),
+    ("gated_deltanet", without(*LAYERS, HEAD, "model.norm.weight"), [repr(LAYERS[0]), "and 1 more are missing"]),
+    ("mamba2", lambda x: x.update(extra=x[HEAD]), ["no tensors 'extra'"]),
+    (
+        "mamba2 tied",
+        lambda x: x.update({HEAD: x["backbone.embedding.weight"] + 1}),
+        [HEAD, "should repeat", "embedding"],
+    ),
+    ("delta_net", lambda x: x.update({LAYERS[0]: x[LAYERS[0]].T.copy()}), [LAYERS[0], "(12, 6), should be (6, 12)"]),
+    ("gla", lambda x: x.update({HEAD: x[HEAD].astype(np.int32)}), [HEAD, "is I32", "F32, F16, BF16"]),
+    ("gla", lambda x: x.update({HEAD: x[HEAD].astype(np.float64)}), [HEAD, "is F64"]),
+    (
+        "gla",
+        lambda x: x.update({"model.layers.0.attn.g_norm.weight": x["model.norm.weight"]}),
+        ["no tensors 'model.layers.0.attn.g_norm.weight'"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "words"), TENSORS)
+def test_refuses_tensors(tmp_path, name, change, words):
+    refused(damaged(tmp_path / "source", name, change), tmp_path / "run", words)
+
+
+CONFIGS = [
+    ("mamba2", {"model_type": "llama"}, ["model_type 'llama'", "mamba2", "gated_deltanet", "gla"]),
+    ("mamba2", {"use_bias": True}, ["use_bias is True", "False"]),
+    ("mamba2", {"num_heads": 5}, ["num_heads is 5; it should be 4"]),
+    ("mamba2", {"time_step_limit": [0.0, 0.1]}, ["time_step_limit is [0.0, 0.1]"]),
+    ("mamba2", {"new_gate": 3}, ["'new_gate'", "not known"]),
+    ("mamba2", {"state_size": "3"}, ["state_size is '3'", "an integer ≥ 1"]),
+    ("mamba2", {"hidden_size": None}, ["hidden_size is missing"]),
+    ("mamba2", {"n_groups": 3}, ["ssm.groups=3 must divide the 4 heads"]),
+    ("mamba2", {"layer_norm_epsilon": 0}, ["layer_norm_epsilon is 0", "positive"]),
+    ("mamba2", {"tie_word_embeddings": 1}, ["tie_word_embeddings is 1", "true or false"]),
+    ("mamba2 of mamba_ssm", {"attn_layer_idx": [1]}, ["attn_layer_idx is [1]"]),
+    ("mamba2 of mamba_ssm", {"ssm_cfg": {"layer": "Mamba1"}}, ["model_type None", "mamba2 of mamba_ssm"]),
+    ("gated_deltanet", {"allow_neg_eigval": True}, ["allow_neg_eigval is True"]),
+    ("gated_deltanet", {"num_v_heads": 4}, ["num_v_heads is 4"]),
+    ("gated_deltanet", {"expand_v": 1.5}, ["expand_v gives 1.5", "whole number"]),
+    ("gated_deltanet", {"attn": {"layers": [0], "num_heads": 2}}, ["attn is {'layers': [0]"]),
+    ("delta_net", {"qk_norm": "sum"}, ["qk_norm is 'sum'", "'l2'"]),
+    ("gla", {"expand_k": 0.3}, ["expand_k gives 1.8"]),
+    ("gla", {"clamp_min": -1.0}, ["clamp_min is -1.0"]),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), CONFIGS)
+def test_refuses_forms_that_the_layers_lack(tmp_path, name, changes, words):
+    refused(peers.write(tmp_path / "source", name, **changes), tmp_path / "run", words)
+
+
+def truncate(source):
+    file = source / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def only_pickle(source):
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+
+
+def edit_index(change):
+    def edit(source):
+        file = source / "model.safetensors.index.json"
+        index = json.loads(file.read_bytes())
+        change(index["weight_map"])
+        file.write_text(json.dumps(index))
+
+    return edit
+
+
+FOLDERS = [
+    (1, truncate, ["model.safetensors", "damaged"]),
+    (1, only_pickle, ["neither model.safetensors nor", "'pytorch_model.bin' is a pickle"]),
+    (1, lambda source: (source / "config.json").unlink(), ["has no config.json"]),
+    (1, lambda source: (source / "config.json").write_text("{"), ["config.json", "is not JSON"]),
+    (1, lambda source: (source / "config.json").write_text("[]"), ["is not an object"]),
+    (2, lambda source: (source / "model-00002-of-00002.safetensors").unlink(), ["00002-of-00002", "is missing"]),
+    (2, edit_index(lambda names: names.pop(CONV)), [repr(CONV), "is not in model.safetensors.index.json"]),
+    (2, edit_index(lambda names: names.update(x=names[CONV])), ["tensor 'x' is not in"]),
+    (2, edit_index(lambda names: names.update({CONV: "../model.safetensors"})), ["is not an index"]),
+    (2, lambda source: (source / "model.safetensors.index.json").write_text("{}"), ["is not an index"]),
+]
+
+
+@pytest.mark.parametrize(("count", "change", "words"), FOLDERS)
+def test_refuses_folders(tmp_path, count, change, words):
+    source = peers.write(tmp_path / "source", "mamba2", files=count)
+    change(source)
+    refused(source, tmp_path / "run", words)
+
+
+def refused(source, run_dir, words, **options):
+    """A message of one line with all the words, and nothing written."""
+    with pytest.raises(ConfigError) as error:
+        import_weights(source, run_dir, **{"tokenizer": "byte", **options})
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+    assert [path.name for path in run_dir.parent.iterdir()] == [source.name]
+
+
+def test_refuses_places_and_tokenizers(tmp_path):
+    source, run_dir = peers.write(tmp_path / "source", "mamba2"), tmp_path / "run"
+    refused(source, run_dir, ["neither tokenizer.json nor tokenizer.model", "--tokenizer"], tokenizer=None)
+    refused(source, run_dir, ["'bpe:300'", "trained"], tokenizer="bpe:300")
+    refused(source, run_dir, ["nowhere.json", "does not exist"], tokenizer="bpe:nowhere.json")
+    refused(source, run_dir, ["'float16'", "bfloat16"], dtype="float16")
+    (source / "tokenizer.json").write_text("{}")
+    refused(source, run_dir, ["is not a tokenizers JSON file"], tokenizer=None)
+    run_dir.mkdir()
+    with pytest.raises(ConfigError, match=r"run_dir is .*, which exists"):
+        import_weights(source, run_dir, tokenizer="byte")
+    for path, words in [
+        (source / "model.safetensors", "is a file; give the folder"),
+        (tmp_path / "x", "does not exist"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            import_weights(path, tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"path is .*, which exists"):
+        export_weights(run_dir, source)
+    for call in (
+        lambda: import_weights(source, "gs://bucket/run", tokenizer="byte"),
+        lambda: export_weights(run_dir, "gs://bucket/out"),
+    ):
+        with pytest.raises(ConfigError, match=r"'gs://bucket/\w+' is in a store; it should be on a disk"):
+            call()
+    with pytest.raises(ConfigError, match=r"there is no run in it"):
+        export_weights(run_dir, tmp_path / "out")
+
+
+def test_refuses_a_small_vocabulary(tmp_path):
+    made = peers.tensors("mamba2")
+    cut = {name: x[:200] if name in ("backbone.embeddings.weight", HEAD) else x for name, x in made.items()}
+    source = peers.write(tmp_path / "source", "mamba2", cut, vocab_size=200)
+    refused(source, tmp_path / "run", ["'byte' has 256 tokens; the model has 200"])
+
+
+def test_nothing_is_left_of_a_failed_import(tmp_path, monkeypatch):
+    def fail(*_):
+        raise CheckpointError("the disk is full")
+
+    source = peers.write(tmp_path / "source", "mamba2")
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "save", fail)
+        with pytest.raises(CheckpointError):
+            import_weights(source, tmp_path / "deep/run", tokenizer="byte")
+    assert list((tmp_path / "deep").iterdir()) == []
+    made = peers.tensors("mamba2")
+    made[CONV][0, 0, 0] = np.nan
+    bad = peers.write(tmp_path / "bad", "mamba2", made)
+    with pytest.raises(RuntimeError, match="NaN"):
+        import_weights(bad, tmp_path / "deep/run", tokenizer="byte")
+    assert list((tmp_path / "deep").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (ModelConfig(), "no public family has mixer 'memory'"),
+        (ModelConfig(mixer=("mamba2", "swa")), "no public family has mixer"),
+        (ModelConfig(mixer="gla"), "head_norm is .*shared=False.* it is .*shared=True"),
+        (ModelConfig(mixer="mamba2", ssm=SSMConfig(head_dim=32)), "ffn is 'swiglu'; in this form it is 'none'"),
+        (ModelConfig(mixer="gla", head_norm=HeadNormConfig(shared=True), norm="layer"), "norm is 'layer'"),
+    ],
+)
+def test_refuses_to_export_what_no_form_has(config, words):
+    def check():
+        family = convert._family_of(config)
+        difference = family.difference(config, family.to_peer(config))
+        if difference:
+            raise ConfigError(difference)
+
+    with pytest.raises(ConfigError, match=words):
+        check()
+
+
+def test_layouts_forwards_and_backwards():
+    array = np.arange(2 * 3 * 4).reshape(3, 2, 4)
+    tensor = layout.to_peer("(h k) (1) w -> w h k", array)
+    assert tensor.shape == layout.peer_shape("(h k) (1) w -> w h k", array.shape) == (8, 1, 3)
+    assert tensor[1 * 4 + 3, 0, 2] == array[2, 1, 3]
+    assert np.array_equal(layout.to_ours("(h k) (1) w -> w h k", tensor, array.shape), array)
+
+
+def test_families_have_names_of_their_own():
+    assert len({family.name for family in FAMILIES}) == len(FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ordinary")
+    source = peers.write(folder / "source", "gated_deltanet")
+    assert cli.main(["import", str(source), "--run-dir", str(folder / "run"), "--tokenizer", "byte"]) == 0
+    (folder / "text.txt").write_text(TEXT)
+    return folder / "run"
+
+
+def test_an_imported_model_is_an_ordinary_run(run_dir, capsys):
+    """Evaluated, sampled, trained on any data, resumed and exported by the same commands as any other run."""
+    place, text = ["--run-dir", str(run_dir)], str(run_dir.parent / "text.txt")
+    assert cli.main(["evaluate", *place, "--text", text, "--max-batches", "1"]) == 0
+    assert "step 0" in capsys.readouterr().out
+    assert cli.main(["generate", *place, "--prompt", "the", "--max-tokens", "4", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("the")
+    data = ["--data.source", "text", "--data.paths", text, "--data.sequence-length", "16", "--data.batch-size", "2"]
+    options = [*data, "--optimizer.name", "optax:sgd", "--mesh.data", "1", "--eval-batches", "1", "--no-tensorboard"]
+    assert cli.main(["train", *place, *options, "--steps", "2"]) == 0
+    assert "Starting from the parameters in" in capsys.readouterr().out
+    assert cli.main(["train", *place, "--steps", "3"]) == 0
+    assert "Resuming from step 2" in capsys.readouterr().out
+    out = run_dir.parent / "out"
+    assert cli.main(["export", str(out), *place]) == 0
+    assert "gated_deltanet" in capsys.readouterr().out
+    exported, given = load_file(out / "model.safetensors"), peers.tensors("gated_deltanet")
+    assert {x: (y.shape, y.dtype) for x, y in exported.items()} == {x: (y.shape, y.dtype) for x, y in given.items()}
+    assert all(0 < np.abs(exported[x] - given[x]).max() < 1 for x in given)
+    assert cli.main(["export", str(run_dir.parent / "old"), *place, "--step", "0"]) == 0
+    old = load_file(run_dir.parent / "old/model.safetensors")
+    assert all(np.array_equal(old[x], given[x]) for x in given)
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys):
+    source = peers.write(tmp_path / "source", "mamba2", model_type="gpt2")
+    assert cli.main(["import", str(source), "--run-dir", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("atlasjax: config.json has model_type 'gpt2'")
+    assert said.count("\n") == 1

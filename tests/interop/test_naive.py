@@ -1,0 +1,109 @@
+"""Imported models against flash-linear-attention's layers in plain PyTorch, built around its slow operations, at odd lengths.
+
+Its own models need Triton; `test_peers.py` runs them in Triton's interpreter, which is too slow for long sequences.
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlasjax.interop import import_weights
+from atlasjax.train.load import load_run
+from tests.interop import peers
+
+NEEDS = "needs the extra 'oracle' or 'interop' (torch, einops, fla-core)"
+torch = pytest.importorskip("torch", reason=NEEDS)
+pytest.importorskip("einops", reason=NEEDS)
+F = torch.nn.functional
+try:
+    FLA = importlib.metadata.distribution("fla-core")
+except importlib.metadata.PackageNotFoundError:
+    pytest.skip(NEEDS, allow_module_level=True)
+
+
+@functools.cache
+def naive(operation):
+    """The module fla/ops/<operation>/naive.py, without its package, which needs Triton."""
+    spec = importlib.util.spec_from_file_location(
+        f"naive_{operation}", FLA.locate_file(f"fla/ops/{operation}/naive.py")
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rms(x, weight, eps):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def unit(x):
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
+
+
+def heads(x, count):
+    return x.unflatten(-1, (count, -1))
+
+
+def convolved(x, weight):
+    """SiLU of a depthwise causal convolution over time."""
+    mixed = F.conv1d(x.transpose(1, 2), weight, padding=weight.shape[-1] - 1, groups=len(weight))
+    return F.silu(mixed[..., : x.shape[1]]).transpose(1, 2)
+
+
+def attn(kind, x, w, config):
+    """The token mixer, as `fla/layers/gated_deltanet.py`, `delta_net.py` and `gla.py`."""
+    count, eps = config["num_heads"], config.get("norm_eps", config.get("rms_norm_eps", 1e-6))
+    q, k, v = (x @ w[f"{name}_proj.weight"].T for name in "qkv")
+    if kind == "gla":
+        q, k, v = (heads(y, count) for y in (q, k, v))
+        gk = (x @ w["gk_proj.0.weight"].T) @ w["gk_proj.1.weight"].T + w["gk_proj.1.bias"]
+        y = naive("gla").naive_recurrent_gla(q, k, v, heads(F.logsigmoid(gk) / 16, count))[0]
+        y = rms(y, w["g_norm_swish_gate.weight"], eps)
+    else:
+        q, k, v = (heads(convolved(y, w[f"{name}_conv1d.weight"]), count) for name, y in zip("qkv", (q, k, v)))
+        q, k, beta = unit(q), unit(k), (x @ w["b_proj.weight"].T).sigmoid()
+        if kind == "delta_net":
+            inputs = (y.transpose(1, 2) for y in (q, k, v, beta))
+            y = naive("delta_rule").delta_rule_recurrence(*inputs)[0].transpose(1, 2)
+        else:
+            g = -w["A_log"].exp() * F.softplus(x @ w["a_proj.weight"].T + w["dt_bias"])
+            y = naive("gated_delta_rule").naive_recurrent_gated_delta_rule(q, k, v, beta, g)[0]
+        y = rms(y, w["o_norm.weight"], eps)
+    if "g_proj.weight" in w:
+        y = y * F.silu(heads(x @ w["g_proj.weight"].T, count))
+    return y.flatten(-2) @ w["o_proj.weight"].T
+
+
+def logits(kind, config, w, tokens):
+    """The model, as `fla/models/…/modeling_*.py` without fused kernels."""
+    eps = config.get("norm_eps", config.get("rms_norm_eps", 1e-6))
+    x = w["model.embeddings.weight"][tokens]
+    for n in range(config["num_hidden_layers"]):
+        layer = {name.removeprefix(f"model.layers.{n}."): y for name, y in w.items() if f"layers.{n}." in name}
+        mixer = {name.removeprefix("attn."): y for name, y in layer.items() if name.startswith("attn.")}
+        x = x + attn(kind, rms(x, layer["attn_norm.weight"], eps), mixer, config)
+        y = rms(x, layer["mlp_norm.weight"], eps)
+        gated = F.silu(y @ layer["mlp.gate_proj.weight"].T) * (y @ layer["mlp.up_proj.weight"].T)
+        x = x + gated @ layer["mlp.down_proj.weight"].T
+    x = rms(x, w["model.norm.weight"], eps)
+    return x @ w.get("lm_head.weight", w["model.embeddings.weight"]).T
+
+
+@pytest.mark.parametrize("kind", ["gated_deltanet", "delta_net", "gla"])
+def test_logits_at_odd_lengths(tmp_path, kind):
+    source = peers.write(tmp_path / "source", kind)
+    import_weights(source, tmp_path / "run", tokenizer="byte")
+    model = load_run(tmp_path / "run").model
+    weights = {name: torch.from_numpy(x) for name, x in peers.tensors(kind).items()}
+    config = json.loads((source / "config.json").read_text())
+    for length in (1, 67, 131):
+        tokens = np.random.default_rng(length).integers(0, 256, (2, length))
+        expected = logits(kind, config, weights, torch.from_numpy(tokens)).numpy()
+        found = np.abs(np.asarray(model(jnp.asarray(tokens))) - expected).max() / np.abs(expected).max()
+        print(f"{kind}, {length} tokens: largest difference / largest logit: {found:.1e}")
+        assert found < 1e-5

@@ -1,0 +1,116 @@
+"""Imported models against the peers' own PyTorch models with random weights: logits, decoding, greedy tokens, bfloat16.
+
+`pytest tests/interop/test_peers.py -n 0 -rP` prints the differences, which docs/weights.md has.
+"""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from atlasjax.generate import SamplingConfig, generate
+from atlasjax.interop import export_weights, import_weights
+from atlasjax.train.load import load_run
+from tests.interop.peer_models import MODELS
+
+MODULES = {"transformers": ("torch", "transformers"), "fla.models": ("torch", "transformers", "fla", "triton")}
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_fast():
+    """Nearly all the time of these tests is compilation of tiny models."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def peer(request, tmp_path_factory):
+    """(the imported run, the peer's folder, what the peer computed)."""
+    missing = [x for x in MODULES[MODELS[request.param][0]] if importlib.util.find_spec(x) is None]
+    if missing:
+        pytest.skip(f"needs the extra 'interop' ({', '.join(missing)})")
+    folder = tmp_path_factory.mktemp("peer")
+    command = [sys.executable, "-m", "tests.interop.peer_models", str(folder), request.param]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    source = folder / request.param
+    reference = dict(np.load(source / "reference.npz"))
+    (source / "reference.npz").unlink()
+    import_weights(source, folder / "run", tokenizer="byte")
+    return load_run(folder / "run"), source, reference
+
+
+def difference(got, expected):
+    """The largest difference relative to the largest number."""
+    found = np.abs(np.asarray(got) - expected).max() / np.abs(expected).max()
+    print(f"largest difference / largest logit: {found:.1e}")
+    return found
+
+
+def test_logits_of_whole_sequences(peer):
+    loaded, _, reference = peer
+    assert difference(loaded.model(jnp.asarray(reference["tokens"])), reference["logits"]) < 1e-5
+
+
+def test_logits_of_prefill_and_decoding(peer):
+    """As the peer decodes: the first half at once, then token by token; the peer's own two ways differ by as much."""
+    loaded, _, reference = peer
+    tokens = jnp.asarray(reference["tokens"])
+    first = (tokens.shape[1] + 1) // 2
+    model = loaded.model
+    graphdef, params = nnx.split(model, nnx.Param)
+
+    @jax.jit
+    def decode(params, tokens):
+        model = nnx.merge(graphdef, params)
+        logits, cache = model.extend(tokens[:, :first], model.init_cache(tokens.shape[0]))
+
+        def step(cache, token):
+            logits, cache = model.extend(token[:, None], cache)
+            return cache, logits[:, 0]
+
+        _, after = jax.lax.scan(step, cache, tokens[:, first:].T)
+        return jnp.concatenate([logits, jnp.swapaxes(after, 0, 1)], axis=1)
+
+    got = decode(params, tokens)
+    assert difference(got, reference["decoded"]) < 1e-5
+    assert difference(got, reference["logits"]) < 1e-5
+
+
+def test_greedy_tokens(peer):
+    loaded, _, reference = peer
+    got = generate(
+        loaded.model, reference["tokens"], reference["greedy"].shape[1], config=SamplingConfig(temperature=0)
+    )
+    assert np.array_equal(got, reference["greedy"])
+
+
+def test_bfloat16(peer):
+    """Both round activations to 8 bits, at different places: they differ about as much from each other as from float32."""
+    _, source, reference = peer
+    half_run = source.parent / "half"
+    import_weights(source, half_run, tokenizer="byte", dtype="bfloat16")
+    got = load_run(half_run).model(jnp.asarray(reference["tokens"]))
+    rms = lambda x: np.sqrt(np.mean(np.square(np.asarray(x, np.float64))))
+    ours, theirs = (rms(x - reference["logits"]) / rms(reference["logits"]) for x in (got, reference["bfloat16"]))
+    print(f"root mean square difference from float32 / that of the logits: {ours:.1e}; the peer's own: {theirs:.1e}")
+    assert ours < max(0.02, 1.5 * theirs)
+
+
+def test_export_is_the_peers_folder(peer):
+    loaded, source, _ = peer
+    out = source.parent / "out"
+    export_weights(loaded.config.run_dir, out)
+    assert {x.name: x.read_bytes() for x in out.iterdir()} == {x.name: x.read_bytes() for x in source.iterdir()}
