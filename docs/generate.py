@@ -254,6 +254,53 @@ def bench_zoo() -> str:
     return table(("text", "model", "held-out bits per byte", "state bytes"), lines, right=(2, 3))
 
 
+# Reliability.
+
+PACKING = "experiments/packing/results/packing.jsonl"
+FAILURES = ("wrong", "traceback", "gave up", "hang")
+
+
+def reliability_faults() -> str:
+    """The newest run of each class of the generated attack."""
+    newest = {row["class"]: row for row in rows("experiments/faults/results/faults.jsonl")}
+    kinds = ("right", "fell back", "refused")
+    lines = [
+        (
+            name,
+            f"{row['cases']:,}",
+            *(f"{row['outcomes'].get(kind, 0):,}" for kind in kinds),
+            ", ".join(f"{row['outcomes'][kind]} {kind}" for kind in FAILURES if kind in row["outcomes"]) or 0,
+        )
+        for name, row in newest.items()
+    ]
+    return table(("class", "cases", *kinds, "failures"), lines, right=range(1, 6))
+
+
+def reliability_packing() -> str:
+    """The largest difference of each comparison, over all models, and the model it is of."""
+    found = rows(PACKING)
+    lines = []
+    for kind in found[0]["differences"]:
+        compared = [row for row in found if kind in row["differences"]]
+        worst = max(compared, key=lambda row: row["differences"][kind])
+        lines.append((kind, len(compared), f"{worst['differences'][kind]:.1e}", f"`{worst['model']}`"))
+    return table(("comparison", "models", "largest difference", "of"), lines, right=(1, 2))
+
+
+def packing_models() -> str:
+    """The differences of each model."""
+    found = rows(PACKING)
+    kinds = list(found[0]["differences"])
+    lines = [
+        (
+            f"`{row['model']}`",
+            *(f"{row['differences'][kind]:.1e}" if kind in row["differences"] else "refused" for kind in kinds),
+        )
+        for row in sorted(found, key=lambda row: row["model"])
+    ]
+    return table(("model", *kinds), lines, right=range(1, 1 + len(kinds)))
+
+
 # Status.
 
 
@@ -532,6 +579,7 @@ TABLES: dict[str, Callable[[], str]] = {
         choosing_rules, choosing_sizes,
         bench_memory, bench_blocks, bench_decoding, bench_softmax_memories, bench_caching, bench_zoo,
         weights_tensors,
+        reliability_faults, reliability_packing, packing_models,
         status_devices, status_rules, status_proofs, status_kernels, status_plans, status_experiments, status_systems,
     )
 }  # fmt: skip

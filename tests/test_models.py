@@ -16,18 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from atlasjax import nn
 from atlasjax.distributed import MeshConfig, global_batch, make_mesh
-from atlasjax.nn import ModelConfig, SSMConfig, logical_axes
-from atlasjax.presets import ARCHITECTURES, BACKBONES, get_preset, preset_names
+from atlasjax.nn import ModelConfig, logical_axes
+from atlasjax.presets import ARCHITECTURES, BACKBONES, preset_names
 from atlasjax.train import OptimizerConfig
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.step import accumulated_gradients, jit_train_step
+from experiments.packing.models import VOCAB, small
 from tests.marks import some_slow
 
-VOCAB, BATCH, TIME = 128, 8, 48
+BATCH, TIME = 8, 48
 PIECE = 37  # of a stream; no multiple of a chunk or a window
 STEPS = 30
 LONG = 1024
@@ -85,44 +85,11 @@ def _compile_fast():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-def small(name: str) -> ModelConfig:
-    """The tiny preset with every size cut down, so that 48 tokens are several chunks, windows and segments."""
-    config = get_preset(f"{name}-tiny")
-    memory, takes = config.memory, config.memory.overrides()
-    sizes = {"newton_schulz_every": 4, "newton_schulz_steps": 2, "cache_window": 11, "expansion": 2, "sketch_size": 8}
-    cut = {field: size for field, size in sizes.items() if getattr(memory, field) is not None and field in takes}
-    if memory.build().chunk_size > 1:
-        cut["chunk_size"] = 8
-    if memory.caching is not None:
-        cut["caching"] = dataclasses.replace(memory.caching, segment_size=8)
-    mixers = tuple(dict.fromkeys(config.pattern))  # each once
-    return dataclasses.replace(
-        config,
-        vocab_size=VOCAB,
-        dim=32,
-        mixer=mixers if len(mixers) > 1 else mixers[0],
-        num_layers=max(2, len(mixers)),
-        num_heads=2,
-        mlp_dim=48,
-        memory=dataclasses.replace(memory, **cut),
-        attention=dataclasses.replace(
-            config.attention,
-            window=7,
-            segment_size=8,
-            persistent_tokens=min(2, config.attention.persistent_tokens),
-        ),
-        ssm=SSMConfig(state_dim=8, head_dim=16),
-        elastic=dataclasses.replace(config.elastic, order=6, samples=5, block_size=8, context=48),
-        block_attention=nn.BlockAttentionConfig(8),
-        block_recurrence=nn.BlockRecurrenceConfig(8),
-        memorizing=nn.MemorizingConfig(6, 8),
-        infini=nn.InfiniConfig(8),
-        melodi=nn.MelodiConfig(6, 8),
-        gam=dataclasses.replace(config.gam, slots=16),
-        max_positions=config.max_positions and LONGEST + PIECE,
-        dropout=0.0,  # its own tests are in tests/nn/test_gam.py; here losses are compared with those of the parallel pass
-        remat=False,
-    )
+def smaller(name: str) -> ModelConfig:
+    """`small`, with each mixer of its pattern once."""
+    config = small(f"{name}-tiny")
+    mixers = tuple(dict.fromkeys(config.pattern))
+    return dataclasses.replace(config, mixer=mixers if len(mixers) > 1 else mixers[0], num_layers=max(2, len(mixers)))
 
 
 @functools.cache
@@ -144,7 +111,7 @@ class Model:
     """A small model with its compiled functions."""
 
     def __init__(self, name: str):
-        self.config = small(name)
+        self.config = smaller(name)
         self.graphdef, _ = state_lib.model_shapes(self.config)
         self.params = jax.jit(lambda key: state_lib.init_params(self.config, key))(jax.random.key(0))
         merge = lambda params: state_lib.merge(self.graphdef, params)

@@ -1,0 +1,48 @@
+"""Every architecture as small as it can be."""
+
+import dataclasses
+
+from atlasjax import nn
+from atlasjax.nn import ModelConfig, SSMConfig
+from atlasjax.presets import get_preset
+
+VOCAB = 128
+LONGEST = 4608  # positions of models that learn them
+
+
+def small(preset: str) -> ModelConfig:
+    """A tiny preset with every size cut down, so that 48 tokens are several chunks, windows, blocks and segments."""
+    config = get_preset(preset)
+    memory, takes = config.memory, config.memory.overrides()
+    sizes = {"newton_schulz_every": 4, "newton_schulz_steps": 2, "cache_window": 11, "expansion": 2, "sketch_size": 8}
+    cut = {field: size for field, size in sizes.items() if getattr(memory, field) is not None and field in takes}
+    if memory.build().chunk_size > 1:
+        cut["chunk_size"] = 8
+    if memory.caching is not None:
+        cut["caching"] = dataclasses.replace(memory.caching, segment_size=8)
+    return dataclasses.replace(
+        config,
+        vocab_size=VOCAB,
+        dim=32,
+        num_layers=2 if len(config.pattern) < 3 else len(config.pattern),
+        num_heads=2,
+        mlp_dim=48,
+        memory=dataclasses.replace(memory, **cut),
+        attention=dataclasses.replace(
+            config.attention,
+            window=7,
+            segment_size=8,
+            persistent_tokens=min(2, config.attention.persistent_tokens),
+        ),
+        ssm=SSMConfig(state_dim=8, head_dim=16),
+        elastic=dataclasses.replace(config.elastic, order=6, samples=5, block_size=8, context=48),
+        block_attention=nn.BlockAttentionConfig(8),
+        block_recurrence=nn.BlockRecurrenceConfig(8),
+        memorizing=nn.MemorizingConfig(6, 8),
+        infini=nn.InfiniConfig(8),
+        melodi=nn.MelodiConfig(6, 8),
+        gam=dataclasses.replace(config.gam, slots=16),
+        max_positions=config.max_positions and LONGEST,
+        dropout=0.0,
+        remat=False,
+    )

@@ -1,0 +1,56 @@
+"""experiments/packing: a few models, the hard cases that the batch promises, and the committed rows."""
+
+import numpy as np
+import pytest
+
+from atlasjax import rules
+from atlasjax.nn.mixers import MIXERS
+from atlasjax.presets import get_preset, has_memory, preset_names
+from experiments.packing import batch, run
+from experiments.rows import read_rows
+from tests.marks import some_slow
+
+PRESETS = ("gated-deltanet-h2-tiny", "linear-attention-mag-tiny")
+MORE = ("titans-mac-tiny", "elastic-exp-tiny", "gam-tiny")  # with `-m slow`
+
+
+@pytest.mark.parametrize("preset", some_slow((*PRESETS, *MORE), MORE))
+def test_no_document_reads_another(preset):
+    row = run.measure(preset)
+    assert not run.leaks(row), row["differences"]
+    assert list(row["differences"]) == list(run.KINDS)
+    assert row["unseparated"] > 0.1  # the comparisons see a document that reads another
+
+
+def test_the_batch_has_the_hard_cases():
+    documents = batch.documents()
+    tokens = np.arange(len(documents) * batch.TIME, dtype=np.int32).reshape(len(documents), batch.TIME) + 1
+    rows, ids = batch.packed(tokens, np.zeros((len(batch.ROWS), batch.TIME), np.int32))
+    assert rows.shape == ids.shape == (len(batch.ROWS), batch.TIME)
+    for document in documents:
+        here = slice(document.start, document.start + document.length)
+        np.testing.assert_array_equal(rows[document.row, here], tokens[document.number, : document.length])
+        assert len(set(ids[document.row, here])) == 1
+    lengths = [document.length for document in documents]
+    assert 1 in lengths
+    assert set(range(max(ids[0]))) - set(ids[0])  # ids without a token
+    changes = np.flatnonzero(np.diff(ids[1]))
+    assert len(set(ids[1])) < len(changes) + 1  # an id returns
+    assert [bool(rows[row, 0]) for row in (2, 3, 4, 6)] == [False] * 4  # left padding
+    assert not rows[5, -1]
+
+
+def test_a_difference_is_a_leak():
+    assert run.leaks({"differences": {"packed": 1e-7, "padded": 3e-5, "decoded": float("inf")}}) == [
+        "padded",
+        "decoded",
+    ]
+
+
+def test_no_row_has_a_leak_and_every_mixer_and_rule_has_one():
+    rows = {row["model"]: row for row in read_rows(run.HERE / "results/packing.jsonl")}
+    assert set(rows) <= set(preset_names("tiny"))
+    assert not {name: found for name, row in rows.items() if (found := run.leaks(row))}
+    configs = [get_preset(name) for name in rows]
+    assert {mixer for config in configs for mixer in config.pattern} == set(MIXERS)
+    assert {config.memory.rule for config in configs if has_memory(config)} == set(rules.REGISTRY)
