@@ -293,6 +293,6 @@ def test_what_is_covered_exists():
     decoded = set(MODELS) - set(RULE_ALONE) - set(MIXERS_ELSEWHERE)
     trained = set(MODELS) - set(RULE_ALONE) - set(TRAINED_ELSEWHERE) - set(GRADIENTS_ELSEWHERE)
     assert set(TRAINED_ELSEWHERE.values()) <= trained
-    mixers = lambda names: set().union(*(small(name).pattern for name in names))
+    mixers = lambda names: set().union(*(smaller(name).pattern for name in names))
     assert mixers(MIXERS_ELSEWHERE) <= mixers(decoded)
     assert len(MODELS) >= 30
