@@ -2,8 +2,10 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
 from atlasjax import cli
@@ -54,6 +56,18 @@ def test_a_run_of_our_own_can_be_exported(tmp_path, name):
     import_weights(tmp_path / "out", tmp_path / "again", tokenizer="byte")
     one, other = load_run(tmp_path / "run"), load_run(tmp_path / "again")
     assert one.config.model == other.config.model
+
+
+def test_both_forms_of_mamba2_are_the_same_model(tmp_path):
+    """`test_peers.py` compares that of transformers with PyTorch; mamba_ssm has no forward pass without a GPU."""
+    models = []
+    for name in ("mamba2 tied", "mamba2 of mamba_ssm"):
+        import_weights(peers.write(tmp_path / name, name), tmp_path / f"run {name}", tokenizer="byte")
+        loaded = load_run(tmp_path / f"run {name}")
+        models.append((loaded.config.model, jax.device_get(nnx.to_pure_dict(nnx.state(loaded.model, nnx.Param)))))
+    (config, params), (other_config, other_params) = models
+    assert config == other_config
+    jax.tree.map(np.testing.assert_array_equal, params, other_params)
 
 
 def damaged(folder, name, change):
