@@ -1,7 +1,18 @@
 """Files on a disk or in a store (gs://…), with one way to name, read, write, append and lock them."""
 
 from atlasjax.storage.logs import Log, open_log, read_log
-from atlasjax.storage.paths import AccessError, AnyPath, StoreError, StorePath, local_path, path, write_whole
+from atlasjax.storage.paths import (
+    AccessError,
+    AnyPath,
+    StoreError,
+    StorePath,
+    explained,
+    explaining,
+    is_outage,
+    local_path,
+    path,
+    write_whole,
+)
 
 __all__ = [
     "AccessError",
@@ -9,6 +20,9 @@ __all__ = [
     "Log",
     "StoreError",
     "StorePath",
+    "explained",
+    "explaining",
+    "is_outage",
     "local_path",
     "open_log",
     "path",

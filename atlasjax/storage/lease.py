@@ -40,6 +40,7 @@ def hold(
       ValueError: another job holds it, or the bucket does not exist.
       StoreError: the bucket cannot be reached or written.
     """
+    _check_bucket(folder)
     lease = Lease(_store(folder), str(folder), owner, seconds or SECONDS)
     lease.acquire(say)
     stop = threading.Event()
@@ -143,8 +144,6 @@ class Lease:
         try:
             return self._store.write(_FILE, content, if_equal=generation).result().generation
         except Exception as error:
-            if "NOT_FOUND" in str(error):
-                raise ValueError(f"run_dir is {self._name!r}; there is no such bucket.") from error
             raise explained(self._name, error) from error
 
 
@@ -155,6 +154,23 @@ def _described(value: bytes) -> tuple[float, str]:
         return float(saved["seconds"]), str(saved["owner"])
     except (ValueError, KeyError, TypeError):
         return SECONDS, "an unknown process"
+
+
+def _check_bucket(folder: StorePath) -> None:
+    """Asks for the bucket itself, as Orbax does when it deletes an old checkpoint: a run must not find out then that it may not.
+
+    Raises:
+      ValueError: there is no such bucket.
+      StoreError: it cannot be asked for.
+    """
+    from google.cloud import storage
+
+    try:
+        storage.Client().get_bucket(folder.bucket)
+    except Exception as error:
+        if getattr(error, "code", None) == 404:
+            raise ValueError(f"run_dir is {str(folder)!r}; there is no such bucket.") from error
+        raise explained(str(folder), error) from error
 
 
 def _store(folder: StorePath) -> Any:

@@ -16,8 +16,8 @@ from atlasjax.names import lookup
 _SILENT_SECONDS = 60.0  # a request is tried again when nothing came for so long
 _PACKAGES = {"gs": "atlasjax[gcs]", "gcs": "atlasjax[gcs]", "s3": "s3fs", "az": "adlfs", "hf": "huggingface_hub"}
 _LOGIN = {
-    "gs": "Log in with `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS to a key's file; the account "
-    "needs the role Storage Object Admin on the bucket."
+    "gs": "Log in with `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS to a key's file; on the "
+    "bucket the account needs the roles Storage Object Admin and Storage Legacy Bucket Reader."
 }
 
 
@@ -199,7 +199,6 @@ class StorePath:
     def _opened(self) -> tuple[Any, str]:
         import fsspec
 
-        _configure()
         with self._explained():
             return fsspec.core.url_to_fs(self._url, use_listings_cache=False)
 
@@ -243,6 +242,7 @@ def path(name: "str | os.PathLike[str] | StorePath") -> AnyPath:
         _check_scheme(scheme, text)
         if not rest.strip("/"):
             raise ValueError(f"{text!r} names no bucket; it should be {scheme}://bucket/folder.")
+        _configure()
         return StorePath(text)
     scheme, separator, rest = text.partition(":/")  # as pathlib writes "gs://bucket"
     if separator and scheme in _schemes():
@@ -285,6 +285,30 @@ def write_whole(path: AnyPath, content: bytes) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def explaining(path: AnyPath) -> Iterator[None]:
+    """Turns what other libraries raise about a path in a store into OSErrors of one line; changes nothing on a disk."""
+    with path._explained() if isinstance(path, StorePath) else contextlib.nullcontext():
+        yield
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether an error, or one behind it, is a store that did not answer or refused to; not what was read from it."""
+    libraries = ("aiohttp", "requests", "gcsfs", "google")
+    # What tensorstore says, and gcsfs in an OSError.
+    statuses = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "Forbidden: ")
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        if isinstance(cause, StoreError) or type(cause).__module__.partition(".")[0] in libraries:
+            return True
+        if any(status in str(cause) for status in statuses):
+            return True
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def explained(url: str, error: BaseException) -> StoreError:

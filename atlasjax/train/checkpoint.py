@@ -73,13 +73,14 @@ class Checkpoints:
         self._folders = StepFolders()
         with contextlib.ExitStack() as quiet:
             quiet.enter_context(_quiet("absl"))
-            self._checkpointer = ocp.training.Checkpointer(
-                str(self.directory),
-                context=context,
-                preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-                step_name_format=self._folders,
-                cleanup_tmp_directories=clean,
-            )
+            with storage.explaining(self.directory):
+                self._checkpointer = ocp.training.Checkpointer(
+                    str(self.directory),
+                    context=context,
+                    preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+                    step_name_format=self._folders,
+                    cleanup_tmp_directories=clean,
+                )
             self._exit = quiet.pop_all()
         self._pending: tuple[int, Any] | None = None
         self._failed_step: int | None = None
@@ -107,7 +108,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The complete checkpoints, oldest first, damaged ones included."""
-        return sorted([*self._folders.unreadable, *(found.step for found in self._checkpointer.checkpoints)])
+        with storage.explaining(self.directory):
+            return sorted([*self._folders.unreadable, *(found.step for found in self._checkpointer.checkpoints)])
 
     def path(self, step: int) -> storage.AnyPath:
         """The folder of a step."""
@@ -172,7 +174,8 @@ class Checkpoints:
             from jax.experimental import multihost_utils
 
             multihost_utils.sync_global_devices("damaged checkpoint set aside")
-        self._checkpointer.reload()
+        with storage.explaining(self.directory):
+            self._checkpointer.reload()
         return target
 
     def config(self, step: int) -> dict[str, Any]:
@@ -250,6 +253,8 @@ class Checkpoints:
             try:
                 loaded = self._checkpointer.load_checkpointables(step, {**target, **dict.fromkeys(_JSON)})
             except Exception as error:  # whatever the storage libraries raise on damaged files
+                if storage.is_outage(error):  # of the store: the checkpoint may be sound
+                    raise storage.explained(str(self.path(step)), error) from error
                 cause = _root_cause(error)
         if cause is not None:
             raise CheckpointError(f"cannot be read ({cause})")

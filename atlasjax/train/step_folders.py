@@ -4,6 +4,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from atlasjax import storage
+
 
 class StepFolders:
     """Orbax's standard `NameFormat`, without the folders whose `_CHECKPOINT_METADATA` cannot be interpreted.
@@ -33,6 +35,8 @@ class StepFolders:
             try:
                 _ = folder.commit_timestamp  # reads and interprets the metadata
             except Exception as error:  # whatever is raised by values of other types
+                if storage.is_outage(error):
+                    raise
                 lines = str(error).splitlines() or [type(error).__name__]
                 self.unreadable[folder.step] = f"its metadata cannot be interpreted: {lines[0][:200]}".rstrip(". ")
             else:

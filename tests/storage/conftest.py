@@ -1,6 +1,8 @@
 """A bucket for the tests of this folder, and processes that share nothing else."""
 
+import asyncio
 import os
+import types
 
 import pytest
 
@@ -20,3 +22,11 @@ def server():
     os.environ.clear()
     os.environ.update(before)
     made.close()
+
+
+@pytest.fixture
+def no_pauses(server, monkeypatch):
+    """Requests are repeated at once."""
+    import gcsfs.retry
+
+    monkeypatch.setattr(gcsfs.retry, "asyncio", types.SimpleNamespace(sleep=lambda seconds: asyncio.sleep(0)))

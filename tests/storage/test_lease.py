@@ -116,6 +116,15 @@ def test_an_answer_that_is_lost(server):
 
 
 def test_no_bucket_and_no_access(server):
+    """Of the bucket too: Orbax asks for it at the third checkpoint."""
+    bucket = Fault(lambda method, path: path.partition("?")[0].endswith(f"/b/{BUCKET}"), status=403)
+    with (
+        server.faulty(bucket),
+        pytest.raises(storage.AccessError, match=r"gs://pod/x: access is refused .*Legacy Bucket Reader"),
+        hold(storage.path(f"gs://{BUCKET}/x"), "first"),
+    ):
+        pass
+    assert server.names("x/") == []
     with (
         pytest.raises(ValueError, match="run_dir is 'gs://none/run'; there is no such bucket"),
         hold(storage.path("gs://none/run"), "first"),

@@ -1,8 +1,6 @@
 """Paths on a disk, in memory and in a bucket behave the same; what goes wrong is one line."""
 
-import asyncio
 import pathlib
-import types
 
 import pytest
 
@@ -21,14 +19,6 @@ def folder(request, server):
     yield made
     if made.exists():
         made.rmtree()
-
-
-@pytest.fixture
-def no_pauses(server, monkeypatch):
-    """Requests are repeated at once."""
-    import gcsfs.retry
-
-    monkeypatch.setattr(gcsfs.retry, "asyncio", types.SimpleNamespace(sleep=lambda seconds: asyncio.sleep(0)))
 
 
 def test_local_names_are_paths_of_pathlib(tmp_path):
