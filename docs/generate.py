@@ -242,6 +242,24 @@ def bench_caching() -> str:
     return table(("tokens", "memory", "s", "temporary MB"), lines, right=(0, 2, 3))
 
 
+def _input(command: str) -> dict[str, Any]:
+    return next(row for row in rows(BENCHMARKS / "input_cpu.jsonl") if row["command"] == command)
+
+
+def input_speed() -> str:
+    """Rates of the input pipeline."""
+    lines = [(name, f"{rate / 1e6:,.2f}") for name, rate in _input("speed")["tokens_per_second"].items()]
+    return table(("what", "M tokens per second of one core"), lines, right=(1,))
+
+
+def input_memory() -> str:
+    """Peak resident memory of the input pipeline against the size of a text."""
+    runs = {name: row for name, row in _input("memory").items() if name != "command"}
+    names = dict.fromkeys(name for row in runs.values() for name in row)
+    body = [(run, *(row[name][1] if name in row else "" for name in names)) for run, row in runs.items()]
+    return table(("text, tokenizer", *(f"{name}, MB" for name in names)), body, right=range(1, len(names) + 1))
+
+
 def bench_zoo() -> str:
     """The eight best models on each text, and three others for comparison."""
     lines = []
@@ -580,6 +598,7 @@ TABLES: dict[str, Callable[[], str]] = {
         bench_memory, bench_blocks, bench_decoding, bench_softmax_memories, bench_caching, bench_zoo,
         weights_tensors,
         reliability_faults, reliability_packing, packing_models,
+        input_speed, input_memory,
         status_devices, status_rules, status_proofs, status_kernels, status_plans, status_experiments, status_systems,
     )
 }  # fmt: skip

@@ -27,7 +27,7 @@ class DataConfig:
 
     Packings: `contiguous` tokenizes the whole split in memory (in every process) and cuts one long stream into windows;
     `documents` reads and tokenizes documents on the fly, divides them among the processes, and packs them into rows with segment
-    ids. Use `documents` for a corpus that is larger than memory.
+    ids. For a corpus that is larger than memory use `documents`, or the source `prepared`, of which neither is held in memory.
 
     Raises ValueError if a field has an invalid value or two fields clash.
     """

@@ -2,6 +2,8 @@
 
 import io
 import json
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -204,3 +206,15 @@ def test_a_bpe_with_an_id_beyond_all_memory(tmp_path):
     }  # fmt: skip
     with pytest.raises(ValueError, match="2 tokens and ids up to 3000000000"):
         BpeTokenizer(json.dumps(definition))
+
+
+def test_other_threads_run_while_a_text_is_encoded(bpe):
+    """One call takes long; if it held the interpreter, nothing would be counted until it ends."""
+    text = " ".join(f"{i}{word}" for i, word in enumerate(["antidisestablishmentarianism"] * 60_000))
+    thread = threading.Thread(target=bpe.encode, args=(text,))
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        turns += 1
+        time.sleep(1e-3)
+    assert turns > 20
