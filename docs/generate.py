@@ -242,22 +242,25 @@ def bench_caching() -> str:
     return table(("tokens", "memory", "s", "temporary MB"), lines, right=(0, 2, 3))
 
 
-def _input(command: str) -> dict[str, Any]:
-    return next(row for row in rows(BENCHMARKS / "input_cpu.jsonl") if row["command"] == command)
+def _input(command: str) -> list[dict[str, Any]]:
+    return [row for row in rows(BENCHMARKS / "input_cpu.jsonl") if row["command"] == command]
 
 
 def input_speed() -> str:
     """Rates of the input pipeline."""
-    lines = [(name, f"{rate / 1e6:,.2f}") for name, rate in _input("speed")["tokens_per_second"].items()]
+    lines = [(name, f"{rate / 1e6:,.2f}") for name, rate in _input("speed")[-1]["tokens_per_second"].items()]
     return table(("what", "M tokens per second of one core"), lines, right=(1,))
 
 
 def input_memory() -> str:
     """Peak resident memory of the input pipeline against the size of a text."""
-    runs = {name: row for name, row in _input("memory").items() if name != "command"}
-    names = dict.fromkeys(name for row in runs.values() for name in row)
-    body = [(run, *(row[name][1] if name in row else "" for name in names)) for run, row in runs.items()]
-    return table(("text, tokenizer", *(f"{name}, MB" for name in names)), body, right=range(1, len(names) + 1))
+    runs = sorted(_input("memory"), key=lambda run: (run["tokenizer"], run["megabytes"]))
+    names = dict.fromkeys(name for run in runs for name in run["peak"])
+    body = [
+        (f"{run['megabytes']:,} MB", run["tokenizer"], *(run["peak"].get(name, ("", ""))[1] for name in names))
+        for run in runs
+    ]
+    return table(("text", "tokenizer", *names), body, right=(0, *range(2, len(names) + 2)))
 
 
 def bench_zoo() -> str:

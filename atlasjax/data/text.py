@@ -52,7 +52,7 @@ def open_bytes(path: storage.AnyPath) -> IO[bytes]:
             f"The data file {str(path)!r} is compressed with Zstandard, which needs Python 3.14 or the package zstandard: "
             "pip install 'atlasjax[zstd]'."
         ) from None
-    return zstandard.open(source, "rb")
+    return zstandard.open(source, "rb")  # type: ignore[arg-type]
 
 
 def text_pieces(path: storage.AnyPath, encoding: str = "utf-8", errors: Errors = "strict") -> Iterator[str]:

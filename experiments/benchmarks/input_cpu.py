@@ -4,7 +4,8 @@
     python experiments/benchmarks/input_cpu.py memory --megabytes 10 30 100 1000 # peak resident memory against the size of a text
 
 The text is drawn from the paragraphs of the embedded reference, in documents of about 1,000 tokens (`speed`) or as one file
-(`memory`), in a temporary folder. Each command prints a table and appends one JSON line to `--out`. Rates are tokens per second of
+(`memory`), in a temporary folder. Each command prints a table and appends JSON lines to `--out`: one of rates, or one for each
+text and tokenizer. Rates are tokens per second of
 the process's CPU time, on all its threads, so they are those of one core, and other work on the machine changes them less.
 """
 
@@ -122,7 +123,7 @@ def speed(args, folder):
     seconds = {name: value for name, value in rows.items() if "seconds" in name}
     for name, value in seconds.items():
         print(f"  {name:40s} {value:14.2f}")
-    return {"documents": len(texts), "tokens": tokens, "tokens_per_second": found, "seconds": seconds}
+    append(args, {"documents": len(texts), "tokens": tokens, "tokens_per_second": found, "seconds": seconds})
 
 
 def peak(code, *arguments):
@@ -157,7 +158,6 @@ next(iter(make_pipeline(config, make_tokenizer(config), "train")))
 
 
 def memory(args, folder):
-    result = {}
     bpe = folder / "tokenizer"
     from atlasjax.data import DataConfig, make_tokenizer
 
@@ -176,11 +176,17 @@ def memory(args, folder):
                 rows[f"read all, {packing}"] = peak(_READ, text, out, packing, tokenizer)
             if name == "bpe":
                 rows["on the fly, documents"] = peak(_FLY, text, "", "", tokenizer)
-            result[f"{megabytes} MB, {name}"] = rows
+            append(args, {"megabytes": megabytes, "tokenizer": name, "peak": rows})
             for row, (before, after) in rows.items():
                 print(f"  {megabytes:5d} MB  {name:5s} {row:24s} {after:6d} ({before})", flush=True)
         text.unlink()
-    return result
+
+
+def append(args, row):
+    """Appends a row to `--out`."""
+    if args.out:
+        with open(args.out, "a") as file:
+            file.write(json.dumps({"command": args.command, **row}) + "\n")
 
 
 def main():
@@ -192,10 +198,7 @@ def main():
     parser.add_argument("--out", help="file to which one JSON line is appended")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = {"speed": speed, "memory": memory}[args.command](args, pathlib.Path(folder))
-    if args.out:
-        with open(args.out, "a") as file:
-            file.write(json.dumps({"command": args.command, **result}) + "\n")
+        {"speed": speed, "memory": memory}[args.command](args, pathlib.Path(folder))
 
 
 if __name__ == "__main__":
