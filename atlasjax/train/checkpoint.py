@@ -249,13 +249,16 @@ class Checkpoints:
         cause = self._folders.unreadable.get(step)
         if cause is not None:
             raise CheckpointError(f"cannot be read ({cause})")
+        away: storage.StoreError | None = None
         with _quiet("asyncio", "concurrent.futures"), _no_leftovers():
             try:
                 loaded = self._checkpointer.load_checkpointables(step, {**target, **dict.fromkeys(_JSON)})
             except Exception as error:  # whatever the storage libraries raise on damaged files
                 if storage.is_outage(error):  # of the store: the checkpoint may be sound
-                    raise storage.explained(str(self.path(step)), error) from error
+                    away = storage.explained(str(self.path(step)), error)
                 cause = _root_cause(error)
+        if away is not None:
+            raise away
         if cause is not None:
             raise CheckpointError(f"cannot be read ({cause})")
         saved = loaded["integrity"]
