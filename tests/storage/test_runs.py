@@ -158,6 +158,7 @@ def test_a_damaged_checkpoint_is_set_aside(server, tmp_path, capsys):
     assert server.names("runs/damaged/damaged/4/params/")
 
 
+@pytest.mark.slow  # three runs in processes of their own; the same run in one process is compared above
 def test_processes_that_share_nothing_but_the_bucket(server, tmp_path):
     """Killed after steps 4 and 7, each time continued by another process in another folder: bit for bit the same run."""
     tiny = config(tmp_path, steps=STEPS, eval_every=3)
@@ -178,6 +179,7 @@ def test_processes_that_share_nothing_but_the_bucket(server, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow  # two runs with gloo; tests/distributed has the same on a disk
 def test_two_processes_of_one_job(server, tmp_path):
     """Each writes its part of a checkpoint; one process alone goes on from there, with the numbers of a run on a disk."""
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="constant")
