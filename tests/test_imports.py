@@ -10,9 +10,17 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 # Each room and what it may import of the project besides itself.
-FOUNDATION = {"atlasjax.flops", "atlasjax.names", "atlasjax.check", "atlasjax.mesh_axes", "atlasjax.config_json"}
+FOUNDATION = {
+    "atlasjax.cache",
+    "atlasjax.flops",
+    "atlasjax.names",
+    "atlasjax.check",
+    "atlasjax.mesh_axes",
+    "atlasjax.config_json",
+}
 MAY_IMPORT = {
     "pallas_kernels": set(),
+    "atlasjax.cache": set(),
     "atlasjax.flops": set(),
     "atlasjax.names": set(),
     "atlasjax.check": {"atlasjax.names"},
@@ -56,6 +64,8 @@ MAY_IMPORT = {
         "atlasjax.train",
     }
     | FOUNDATION,
+    "atlasjax.tune": {"atlasjax", "atlasjax.distributed", "atlasjax.memory", "atlasjax.presets", "atlasjax.train"}
+    | FOUNDATION,
     "atlasjax.plan": {"atlasjax", "atlasjax.distributed", "atlasjax.nn", "atlasjax.train"} | FOUNDATION,
 }
 ON_TOP = {"atlasjax", "atlasjax.cli"}  # may import all; nothing below knows the command line
@@ -74,7 +84,8 @@ MEMORY_MAY_IMPORT = {
     "fast_weights": _SHARED,
     "softmax": _SHARED,
     "caching": _SHARED | {"fast_weights", "softmax"},
-    "backends": {"fast_weights", "gates"},  # the types of what kernels are asked
+    "tuned": set(),
+    "backends": {"fast_weights", "gates", "tuned"},  # the types of what kernels are asked
     "suggested": {"gates", "rule"},
     "api": {"backends", "check", "fast_weights", "gates", "meshes", "partition", "rule"},
 }

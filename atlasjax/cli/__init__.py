@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "let a trained model continue a text",
     "import": "make a run of public weights",
     "export": "write the model of a run as public weights",
+    "tune": "choose the fastest kernels of a model's memory on this machine's device",
     "info": "sizes and costs of presets, and memory per device on a TPU",
 }
 _MODULES = {"import": "import_weights", "export": "export_weights"}  # the others have the name of their command

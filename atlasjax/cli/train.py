@@ -10,6 +10,7 @@ import tyro
 from atlasjax import storage
 from atlasjax.cli.parsing import parse, pop_option
 from atlasjax.cli.report import baselines, sample_text
+from atlasjax.cli.tune import offer
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.defaults import default_config
 from atlasjax.train.errors import user_errors
@@ -53,6 +54,7 @@ def run(arguments: Sequence[str]) -> None:
         else:
             print(f"{what}; the first one takes a while to compile.", flush=True)
 
+    offer(config, preset)
     result = train(config, on_start=announce)
     _report(name if saved is None else storage.path(config.run_dir).name, config, result)
 

@@ -98,8 +98,9 @@ def scan(
       max_segments: static bound on the number of segments per row, required under jit. If a row has more segments, its state and
         the outputs that do not fit are NaN.
       implementation: "xla"; "pallas_tpu" or "pallas_gpu" (kernels of `pallas_kernels`, without forward-mode derivatives);
-        "reference" (the definition, slow); or a backend registered with `register_backend`. None takes a kernel if one is recorded
-        as faster (`memory.fastest`) and supports the call, and XLA need not partition it over devices. Otherwise it takes "xla".
+        "reference" (the definition, slow); or a backend registered with `register_backend`. None takes a kernel if `atlasjax tune`
+        measured it as faster on this device, or one is recorded as faster (`memory.fastest`), if it supports the call and XLA need
+        not partition it over devices. Otherwise it takes "xla".
       partition: splits batch elements and heads over the devices of a mesh; for a `MemoryRule` only. Kernels require it if arrays
         are sharded and the call is not inside a `shard_map`. XLA partitions its own code without it.
       check_gates: checks the values of gates: raises an error outside jit, and is a `checkify.check` under jit.

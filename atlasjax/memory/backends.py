@@ -2,13 +2,15 @@
 
 Each backend reports which calls it does not support, and where it is preferred to the XLA engine. `implementation` selects one by
 name or as "package.module:object". None takes, on each platform, the first registered backend that is preferred there and supports
-the call, otherwise "xla". A platform may have several backends.
+the call, otherwise "xla". On the platform of this machine's device, a choice of `atlasjax tune` decides instead (`tuned`). A
+platform may have several backends.
 """
 
 from typing import Any, Protocol
 
 import jax
 
+from atlasjax.memory import tuned
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
@@ -120,7 +122,22 @@ def needs_partition(implementation: str | None, rule: Any, q: jax.Array, v: jax.
     """Whether a call may run a backend that XLA cannot partition over the devices of a mesh. Arguments as in `memory.scan`."""
     if implementation is not None:
         return not backend_of(implementation).is_partitioned
-    return rule.has_kernels and any(not b.is_partitioned and b.is_preferred(rule, q, v) for b in BACKENDS.values())
+    return rule.has_kernels and any(not backend.is_partitioned for backend in _preferred(rule, q, v))
+
+
+def _preferred(rule: Any, q: jax.Array, v: jax.Array) -> list[Backend]:
+    """The backends that a call with `implementation=None` may take in place of "xla", each on its platform.
+
+    What was measured on this machine decides for its platform, where the backends themselves do not.
+    """
+    measured = tuned.implementation(rule, q, v)
+    here = None if measured is None else tuned.platform()
+    return [
+        backend
+        for backend in BACKENDS.values()
+        if backend.platform is not None
+        and (backend.name == measured if backend.platform == here else backend.is_preferred(rule, q, v))
+    ]
 
 
 def run(
@@ -156,12 +173,9 @@ def run(
 
     alone = jax.device_count() == 1 or bool(jax.sharding.get_abstract_mesh().manual_axes)
     best: dict[str, Backend] = {}
-    for backend in BACKENDS.values():
-        platform = backend.platform
-        if not rule.has_kernels or platform is None or platform in best or not (alone or backend.is_partitioned):
-            continue
-        if backend.is_preferred(rule, q, v) and backend.unsupported(rule, params, state, q, packed) is None:
-            best[platform] = backend
+    for backend in _preferred(rule, q, v) if rule.has_kernels else ():
+        if (alone or backend.is_partitioned) and backend.unsupported(rule, params, state, q, packed) is None:
+            best.setdefault(str(backend.platform), backend)
     arrays = (params, state, q, k, v, gates, segment_ids)
     by = lambda backend: lambda *arrays: backend.scan(rule, *arrays, max_segments)
     default = by(BACKENDS["xla"])

@@ -3,7 +3,7 @@
     python docs/figures/rooms.py        # writes rooms.svg beside this file
 
 An arrow points to what is imported. Imports that follow from others are left out: where A imports B and B imports C, no arrow goes
-from A to C. So are the five small modules that anything may import.
+from A to C. So are the six small modules that anything may import.
 """
 
 import ast
@@ -13,12 +13,13 @@ from collections.abc import Iterator
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PACKAGES = ("atlasjax", "pallas_kernels")
-FOUNDATION = {"names", "check", "mesh_axes", "config_json", "flops"}
+FOUNDATION = {"names", "check", "mesh_axes", "config_json", "flops", "cache"}
 # Room → (column, row) of its box; rows from the bottom.
 PLACES = {
     "cli": (3.5, 8),
-    "plan": (1, 7),
-    "interop": (2, 7),
+    "plan": (0.5, 7),
+    "interop": (1.5, 7),
+    "tune": (2.5, 7),
     "train": (1.5, 6),
     "data": (0, 5),
     "distributed": (1, 5),

@@ -59,7 +59,7 @@ def test_a_memory_that_grows_is_reported_before_anything_is_nan(tmp_path, monkey
     with pytest.raises(NonFiniteError) as info:
         train(run)
     reported = [line for line in capsys.readouterr().out.splitlines() if "memories whose norm" in line]
-    records = metrics.read(tmp_path / "run/metrics.jsonl")
+    records = [r for r in metrics.read(tmp_path / "run/metrics.jsonl") if r["kind"] == "train"]
     first = next(record for record in records if record["memory_norm/1"] > run.memory_norm_limit)
     assert reported[0].startswith(f"step {first['step']}: memories whose norm passed 32")
     assert f"layer 1, head 0: {first['memory_norm/1']:.4g}. What helps: --model.memory.bounded" in reported[0]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atlasjax import check
+from atlasjax import cache, check
 from atlasjax.mixers.elastic.hippo import DISCRETIZATIONS, block, build_bytes
 from atlasjax.names import lookup
 
@@ -36,14 +36,6 @@ class Bank(NamedTuple):
 def bank_bytes(order: int, block_size: int, blocks: int) -> int:
     """Bytes of a bank in memory, and approximately on disk."""
     return 4 * blocks * order * (order + block_size)
-
-
-def default_cache_dir() -> pathlib.Path:
-    """$ATLASJAX_CACHE if set, else the folder atlasjax in $XDG_CACHE_HOME or ~/.cache."""
-    chosen = os.environ.get("ATLASJAX_CACHE")
-    if chosen:
-        return pathlib.Path(chosen)
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "atlasjax"
 
 
 def load(
@@ -66,7 +58,7 @@ def load(
       block_size: L ≥ 1 tokens.
       blocks: number of blocks, ≥ 0. A context of T tokens needs ⌈T/L⌉ − 1.
       discretization, legacy_hippo: see `hippo.transition`.
-      cache_dir: cache folder; None means `default_cache_dir()`. A file that cannot be read is rebuilt. If the folder cannot be
+      cache_dir: cache folder; None means `cache.folder()`. A file that cannot be read is rebuilt. If the folder cannot be
         written, a warning is issued and the blocks are built again next time.
       progress: called with one line of text before each block is built.
 
@@ -80,7 +72,7 @@ def load(
     check.integer("hippo", "block_size", block_size, 1, kinds=Integral)
     check.integer("hippo", "blocks", blocks, 0, kinds=Integral)
     lookup("discretization", discretization, DISCRETIZATIONS)
-    folder = pathlib.Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    folder = pathlib.Path(cache_dir) if cache_dir is not None else cache.folder()
     return _load(int(order), int(block_size), int(blocks), discretization, bool(legacy_hippo), folder, progress)
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from atlasjax import cache
 from atlasjax.mixers.elastic import banks, hippo
 
 ORDER, SIZE = 5, 7
@@ -78,10 +79,10 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(folder):
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("ATLASJAX_CACHE", str(tmp_path / "a"))
-    assert banks.default_cache_dir() == tmp_path / "a"
+    assert cache.folder() == tmp_path / "a"
     monkeypatch.delenv("ATLASJAX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert banks.default_cache_dir() == tmp_path / "atlasjax"
+    assert cache.folder() == tmp_path / "atlasjax"
 
 
 def test_sizes_and_bad_input(folder):

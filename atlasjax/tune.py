@@ -1,0 +1,278 @@
+"""Checks and times the backends of a memory on this machine's device, and remembers the fastest that is right.
+
+choice = tune(sizes_of(default_config("titans-340m")))
+"""
+
+import dataclasses
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlasjax import memory
+from atlasjax.distributed.mesh import make_mesh
+from atlasjax.distributed.sharding import batch_shards
+from atlasjax.memory import tuned
+from atlasjax.memory.backends import BACKENDS, Backend
+from atlasjax.memory.fast_weights.fastest import LEAST_RATIO
+from atlasjax.memory.tuned import Choice
+from atlasjax.presets import has_memory
+from atlasjax.train.config import TrainConfig
+
+# The largest error, relative to the largest entry of the exact result, at which a result counts as right. Rounding errors in
+# Newton–Schulz grow by its first coefficient in each step, and bfloat16 would turn them into noise.
+TOLERANCES = {"bfloat16": 5e-2, "float32": 1e-3}
+MUON_TOLERANCE = 1e-2
+_SHORTEST = 0.02  # seconds of one measurement; starting a call takes longer than a small call
+_FEWEST = 3  # rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The calls of one memory layer on one device.
+
+    Attributes:
+      rule: the memory rule.
+      batch_size, time, num_heads, key_dim, value_dim: of a call.
+      dtype: of tokens.
+    """
+
+    rule: Any
+    batch_size: int
+    time: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one backend did.
+
+    Attributes:
+      name: the backend.
+      problem: why it cannot be taken: what it does not support, where it is wrong, or how it failed. "" if it can.
+      seconds: forward and backward, the median over rounds; None if it was not timed.
+      error: the largest error of outputs and gradients in the check, relative to the largest entry; None if it was not checked.
+    """
+
+    name: str
+    problem: str = ""
+    seconds: float | None = None
+    error: float | None = None
+
+
+def sizes_of(config: TrainConfig) -> Sizes:
+    """The calls that a training run makes on each of its devices.
+
+    Raises:
+      ValueError: the model has no memory that kernels could run, or the mesh does not fit the devices.
+    """
+    model = config.model
+    rule = model.memory.build() if has_memory(model) else None
+    if rule is None or not rule.has_kernels:
+        what = "no memory" if rule is None else f"a {type(rule).__name__}, for which there are no kernels"
+        raise ValueError(f"the model has {what}; there is nothing to choose.")
+    mesh = make_mesh(config.mesh)
+    batch = config.data.batch_size // config.accumulation // batch_shards(mesh)
+    return Sizes(
+        rule, max(batch, 1), config.data.sequence_length, max(model.num_heads // mesh.shape["tensor"], 1),
+        model.resolved_head_dim, model.value_dim, model.dtype,
+    )  # fmt: skip
+
+
+def candidates() -> list[Backend]:
+    """The backends for the platform of jax's default device, in the place of the XLA engine."""
+    platform = tuned.platform()
+    return [backend for backend in BACKENDS.values() if backend.platform == platform]
+
+
+def is_open(sizes: Sizes) -> bool:
+    """Whether a backend could run these calls on this device, and nothing was measured for them yet."""
+    key = tuned.key_of(sizes.rule, sizes.key_dim, sizes.value_dim, sizes.dtype)
+    return key not in tuned.read() and any(_unsupported(sizes, backend) is None for backend in candidates())
+
+
+def tune(
+    sizes: Sizes, *, seconds: float = 120.0, say: Callable[[str], None] = print, save: bool = True
+) -> tuple[Choice, list[Result]]:
+    """Measures every backend for the platform of jax's default device, beside the XLA engine, and saves the choice.
+
+    A backend is first compared with the definition, `memory.reference`, on two chunks and a few tokens more, values and
+    gradients. One that is wrong is never chosen. Then all are timed in turn at the full size, forward and backward.
+
+    Args:
+      sizes: the calls to measure.
+      seconds: about how long to time, compilation not counted. Every backend has at least three rounds.
+      say: is told each result, one line each.
+      save: whether the choice is saved in the cache folder, where `memory.scan` finds it. If there is only the XLA engine,
+        nothing is saved.
+
+    Returns:
+      The choice, and the result of each backend, "xla" first.
+    """
+    results = {"xla": Result("xla")} | {backend.name: _checked(sizes, backend) for backend in candidates()}
+    programs: dict[str, Callable[[], Any]] = {}
+    for name, result in results.items():
+        if result.problem:
+            continue
+        try:
+            programs[name] = _compiled(sizes, name)
+        except Exception as error:  # of a compiler or an allocator; the other backends go on
+            results[name] = dataclasses.replace(result, problem=f"failed: {_first_line(error)}")
+    if "xla" not in programs:
+        raise RuntimeError(f"the XLA engine cannot run this size: {results['xla'].problem}")
+    for name, taken in _in_turn(programs, seconds).items():
+        results[name] = dataclasses.replace(results[name], seconds=taken)
+    for result in results.values():
+        say(_line(result, results["xla"].seconds))
+    choice = _choose(sizes, results)
+    if save and len(results) > 1:
+        tuned.write(choice)
+    return choice, list(results.values())
+
+
+def _choose(sizes: Sizes, results: dict[str, Result]) -> Choice:
+    own = results["xla"].seconds
+    assert own is not None
+    ratios = {name: own / result.seconds for name, result in results.items() if result.seconds and name != "xla"}
+    best = max(ratios, key=ratios.__getitem__, default="xla")
+    ratio = ratios.get(best, 0.0)
+    key = tuned.key_of(sizes.rule, sizes.key_dim, sizes.value_dim, sizes.dtype)
+    result: tuple[Any, ...] = best if ratio > LEAST_RATIO else "xla", round(ratio, 3)
+    return Choice(*key, *result)
+
+
+def _line(result: Result, xla: float | None) -> str:
+    if result.problem:
+        return f"{result.name:<12} {result.problem}"
+    assert result.seconds is not None
+    beside = "" if result.name == "xla" or not xla else f", {xla / result.seconds:.2f} times as fast as xla"
+    right = "" if result.error is None else f", largest error {result.error:.1e}"
+    return f"{result.name:<12} {1e3 * result.seconds:.3g} ms forward and backward{beside}{right}"
+
+
+def _checked(sizes: Sizes, backend: Backend) -> Result:
+    """The result of a backend before it is timed: whether it supports the calls and gives the definition's numbers."""
+    reason = _unsupported(sizes, backend)
+    if reason is not None:
+        return Result(backend.name, f"not supported: {reason}")
+    muon = not sizes.rule.optimizer.is_linear
+    small = dataclasses.replace(
+        sizes, batch_size=1, num_heads=2, time=2 * sizes.rule.chunk_size + 4, dtype="float32" if muon else sizes.dtype
+    )
+    try:
+        found = _function(small, backend.name)(*_inputs(small))
+    except Exception as problem:
+        return Result(backend.name, f"failed: {_first_line(problem)}")
+    error = _error(found, _definition(small))
+    most = MUON_TOLERANCE if muon else TOLERANCES[small.dtype]
+    wrong = (
+        "" if error <= most else f"wrong: relative error {error:.1e}, allowed {most:g}; please report it with this line"
+    )
+    return Result(backend.name, wrong, error=error)
+
+
+def _unsupported(sizes: Sizes, backend: Backend) -> str | None:
+    shape = sizes.batch_size, sizes.time, sizes.num_heads, sizes.key_dim
+    params: Any = jax.eval_shape(lambda: _params(sizes))
+    q: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(sizes.dtype))
+    return backend.unsupported(sizes.rule, params, None, q, False)
+
+
+def _error(found: Any, expected: Any) -> float:
+    largest = 0.0
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if a.shape != b.shape:
+            return math.inf
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        error = float(np.abs(a - b).max() / (np.abs(b).max() or 1.0))
+        largest = max(largest, error) if math.isfinite(error) else math.inf
+    return largest
+
+
+def _definition(sizes: Sizes) -> Any:
+    """Outputs and gradients of `memory.reference`, in float32 with exact products."""
+    exact = dataclasses.replace(sizes, dtype="float32")
+    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), _inputs(sizes))
+    with jax.default_matmul_precision("highest"):
+        return _function(exact, "reference")(*arrays)
+
+
+def _params(sizes: Sizes) -> Any:
+    return memory.init_params(
+        sizes.rule, jax.random.key(0), num_heads=sizes.num_heads, key_dim=sizes.key_dim, value_dim=sizes.value_dim
+    )
+
+
+def _inputs(sizes: Sizes) -> tuple[Any, ...]:
+    """(params, q, k, v, gates, cotangent): queries and keys of unit length, gates near those that a model starts with."""
+    rng = np.random.default_rng(0)
+    shape = sizes.batch_size, sizes.time, sizes.num_heads
+    dtype = jnp.dtype(sizes.dtype)
+
+    def normal(width: int) -> np.ndarray:
+        return rng.standard_normal((*shape, width), np.float32)
+
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    q, k = unit(normal(sizes.key_dim)), unit(normal(sizes.key_dim))
+    v, dy = normal(sizes.value_dim), normal(sizes.value_dim)
+    gates = memory.suggested_gates(
+        sizes.rule, batch_size=sizes.batch_size, time=sizes.time, num_heads=sizes.num_heads, key_dim=sizes.key_dim
+    )
+    return _params(sizes), *(jnp.asarray(x, dtype) for x in (q, k, v)), gates, jnp.asarray(dy, dtype)
+
+
+def _function(sizes: Sizes, implementation: str) -> Any:
+    """Returns the jitted (params, q, k, v, gates, cotangent) → (y, gradients of all but the cotangent)."""
+
+    def run(*arguments: Any) -> Any:
+        *inputs, dy = arguments
+        y, pullback = jax.vjp(functools.partial(_scan, sizes.rule, implementation), *inputs)
+        return y, pullback(dy)
+
+    return jax.jit(run)
+
+
+def _scan(rule: Any, implementation: str, params: Any, q: Any, k: Any, v: Any, gates: Any) -> jax.Array:
+    return memory.scan(rule, params, None, q, k, v, gates, implementation=implementation)[0]
+
+
+def _compiled(sizes: Sizes, implementation: str) -> Callable[[], Any]:
+    arrays = jax.tree.map(jnp.asarray, _inputs(sizes))
+    program = _function(sizes, implementation).lower(*arrays).compile()
+    return lambda: program(*arrays)
+
+
+def _in_turn(programs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    """The median time of each program over rounds in which all take turns."""
+    calls = {}
+    for name, program in programs.items():
+        jax.block_until_ready(program())
+        started = time.perf_counter()
+        jax.block_until_ready(program())
+        calls[name] = max(1, min(100, math.ceil(_SHORTEST / (time.perf_counter() - started))))
+    rounds: dict[str, list[float]] = {name: [] for name in programs}
+    deadline = time.perf_counter() + seconds
+    while len(next(iter(rounds.values()))) < _FEWEST or (
+        time.perf_counter() < deadline and len(next(iter(rounds.values()))) < 9 * _FEWEST
+    ):
+        for name, program in programs.items():
+            started = time.perf_counter()
+            for _ in range(calls[name]):
+                out = program()
+            jax.block_until_ready(out)
+            rounds[name].append((time.perf_counter() - started) / calls[name])
+    return {name: statistics.median(taken) for name, taken in rounds.items()}
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
