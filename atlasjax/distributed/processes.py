@@ -1,8 +1,13 @@
 """The processes of a job: joining them, and detecting that one has ended."""
 
+import contextlib
+import ctypes
 import dataclasses
+import os
 import re
-from collections.abc import Mapping
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -150,3 +155,34 @@ def lost_process(error: BaseException) -> str | None:
                 break
         cause = cause.__cause__ or cause.__context__
     return found
+
+
+@contextlib.contextmanager
+def aborts_explained(message: Callable[[], str], code: int) -> Iterator[None]:
+    """Within it, an abort of this process prints a message and exits with a code of ours.
+
+    jax's coordination service aborts a process when another one is lost. jax 0.10.2 has no way to replace that, and Python runs no
+    handler for SIGABRT, since `abort` does not return to it. So the handler is one of C, which calls Python. Not on Windows.
+
+    Args:
+      message: what to print as the last line. It runs while the process is ending, on any thread.
+      code: the exit code.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+
+    def explain(_: int) -> None:
+        try:
+            os.write(2, f"atlasjax: {message()}\n".encode())
+        finally:
+            os._exit(code)
+
+    libc = ctypes.CDLL(None)
+    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(explain)
+    before = libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+    try:
+        yield
+    finally:
+        libc.signal(signal.SIGABRT, before)

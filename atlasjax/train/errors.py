@@ -32,7 +32,9 @@ class CheckpointError(RunError):
 
 
 class ProcessDiedError(RunError):
-    """Another process of the run has ended. The command exits with 75. Starting all processes again resumes the run."""
+    """Another process of the run has ended. The command exits with `code`, 75. Starting all processes again resumes the run."""
+
+    code = 75  # as in sysexits.h: try again
 
 
 class Interrupted(RunError):

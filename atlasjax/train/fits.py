@@ -61,7 +61,8 @@ def check_fits(
     state = 4 * parameters * (2 + moments) // (mesh["fsdp"] * mesh["tensor"])
     shards, tensor = mesh["data"] * mesh["fsdp"], mesh["tensor"]
     itemsize = 2 if model.dtype == "bfloat16" else 4
-    row = data.sequence_length * itemsize * (model.vocab_size // tensor + model.num_layers * model.dim)
+    logits = min(data.sequence_length, config.loss.chunk or data.sequence_length) * (model.vocab_size // tensor)
+    row = itemsize * (logits + data.sequence_length * model.num_layers * model.dim)
     rows = math.ceil(data.batch_size / config.accumulation / shards) if batch else 0
     needed = state + rows * row
     if needed <= available:

@@ -15,7 +15,7 @@ from atlasjax import storage
 from atlasjax.config_json import to_dict
 from atlasjax.data.pipeline import BatchIterator
 from atlasjax.data.windows import Batch
-from atlasjax.distributed.processes import initialize, lost_process
+from atlasjax.distributed.processes import aborts_explained, initialize, lost_process
 from atlasjax.distributed.rendezvous import MissingProcessError
 from atlasjax.distributed.sharding import global_batch
 from atlasjax.evaluate.lm import LanguageModelResult, evaluate
@@ -95,6 +95,12 @@ def train(
     hosts = _join(config)
     main = jax.process_index() == 0
     with StopSignals() as signals, contextlib.ExitStack() as held, _explained(run_dir):
+        if jax.process_count() > 1:
+            held.enter_context(
+                aborts_explained(
+                    lambda: _died(run_dir, "jax's coordination service aborts this one"), ProcessDiedError.code
+                )
+            )
         with user_errors():
             setup, changed, confirm = _prepare(config, run_dir, held)
         if jax.process_count() > 1:
@@ -154,12 +160,15 @@ def _explained(run_dir: storage.AnyPath) -> Iterator[None]:
             ) from error
         if cause is None:
             raise
-        folder = run_dir / "checkpoints"
-        steps = complete_steps(folder)
-        last = f"The last checkpoint is {folder / str(steps[-1])}." if steps else "No checkpoint was saved yet."
-        raise ProcessDiedError(
-            f"Another process of this run has ended ({cause}). {last} Run the same commands for all processes to resume."
-        ) from error
+        raise ProcessDiedError(_died(run_dir, cause)) from error
+
+
+def _died(run_dir: storage.AnyPath, cause: str) -> str:
+    """What to say when another process is lost."""
+    folder = run_dir / "checkpoints"
+    steps = complete_steps(folder)
+    last = f"The last checkpoint is {folder / str(steps[-1])}." if steps else "No checkpoint was saved yet."
+    return f"Another process of this run has ended ({cause}). {last} Run the same commands for all processes to resume."
 
 
 def _prepare(

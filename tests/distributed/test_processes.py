@@ -51,7 +51,8 @@ def test_two_processes(tmp_path):
 def test_a_killed_process_ends_the_other(victim, tmp_path):
     """By the command: it names the last checkpoint, says how to go on, and its exit code lets a restart policy start again.
 
-    Without process 0, which has jax's coordination service, jax may abort the other one before our error is raised.
+    Without process 0, which has jax's coordination service, jax may abort the other one before our error is raised; the abort is
+    explained then.
     """
     address = coordinator()
     (tmp_path / "text.txt").write_text(TEXT)
@@ -69,11 +70,9 @@ def test_a_killed_process_ends_the_other(victim, tmp_path):
     started = time.monotonic()
     runs[victim].kill()
     other = finish(runs[1 - victim])
-    assert other.returncode in ((-signal.SIGABRT, TRY_AGAIN) if victim == 0 else (TRY_AGAIN,)), other.stderr[-2000:]
+    assert other.returncode == TRY_AGAIN, other.stderr[-2000:]
     assert time.monotonic() - started < 30
     finish(runs[victim])
-    if other.returncode != TRY_AGAIN:
-        return
     said = other.stderr.splitlines()[-1]
     assert said.startswith("atlasjax: Another process of this run has ended")
     assert re.search(
