@@ -92,3 +92,14 @@ def _free_compiled_programs():
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # gives what was freed back to the machine
+
+
+@pytest.fixture(scope="module")
+def compile_fast():
+    """For modules whose time is nearly all compilation of tiny models: `pytestmark = pytest.mark.usefixtures("compile_fast")`."""
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

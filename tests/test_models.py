@@ -77,12 +77,7 @@ def _covered(name: str) -> bool:
 MODELS = [name for preset in preset_names("tiny") if _covered(name := preset.removesuffix("-tiny"))]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def smaller(name: str) -> ModelConfig:

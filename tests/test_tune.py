@@ -17,6 +17,19 @@ from atlasjax.train import default_config
 from atlasjax.tune import Sizes, sizes_of, tune
 
 RULE = rules.linear_attention()
+SMALL = (
+    *(
+        "--preset",
+        "linear-attention-tiny",
+        "--model.dim",
+        "16",
+        "--model.num-heads",
+        "2",
+        "--data.sequence-length",
+        "16",
+    ),
+    *("--data.batch-size", "1", "--seconds", "0"),
+)
 
 
 @dataclasses.dataclass
@@ -164,17 +177,7 @@ def test_models_without_kernels(preset, words):
 
 def test_the_command(registry, tmp_path, capsys):
     registry(Fake("pallas_fake", delay=0.01))
-    options = [
-        "--preset",
-        "linear-attention-tiny",
-        "--model.dim",
-        "16",
-        "--model.num-heads",
-        "2",
-        "--data.sequence-length",
-        "16",
-    ]
-    assert main(["tune", *options, "--data.batch-size", "1", "--seconds", "0"]) == 0
+    assert main(["tune", *SMALL]) == 0
     out = capsys.readouterr().out
     assert "batch 1, 16 tokens, 2 heads, keys 8, values 8" in out
     assert "chosen: pallas_fake; saved in" in out
@@ -186,17 +189,7 @@ def test_what_is_shared_fits_the_shipped_table(registry, tmp_path, capsys, monke
     monkeypatch.setattr(tuned, "platform", lambda: "tpu")
     monkeypatch.setitem(backends.BACKENDS, "pallas_tpu", Fake("pallas_tpu", platform="tpu"))
     share = tmp_path / "share.json"
-    options = [
-        "--preset",
-        "linear-attention-tiny",
-        "--model.dim",
-        "16",
-        "--model.num-heads",
-        "2",
-        "--data.sequence-length",
-        "16",
-    ]
-    assert main(["tune", *options, "--data.batch-size", "1", "--seconds", "0", "--share", str(share)]) == 0
+    assert main(["tune", *SMALL, "--share", str(share)]) == 0
     (row,) = fastest.read(share)
     assert (row.platform, row.kernel, row.head_dim, row.implementation) == ("tpu", "chunk_memory", 8, "pallas_tpu")
     assert row.ratio_to_xla > 1

@@ -24,13 +24,7 @@ MODULES = {"transformers": ("torch", "transformers"), "fla.models": ("torch", "t
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-    """Nearly all the time of these tests is compilation of tiny models."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @pytest.fixture(scope="module", params=MODELS)

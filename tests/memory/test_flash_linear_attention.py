@@ -31,13 +31,7 @@ except importlib.metadata.PackageNotFoundError:
 BATCH, TIME, HEADS, KEY, VALUE = 2, 70, 3, 4, 5  # more tokens than a block of the engine
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-    """Nearly all the time of these tests is compilation."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @functools.cache

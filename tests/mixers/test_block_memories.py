@@ -17,12 +17,7 @@ GATE = jnp.array([-0.5, 1.0])
 NAMES = ("memorizing", "infini")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def arrays(time, seed=0):

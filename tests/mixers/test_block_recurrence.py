@@ -15,12 +15,7 @@ from atlasjax.mixers.rotary import rotate
 BATCH, HEADS, KEY, VALUE, THETA, SIZE = 2, 2, 4, 6, 100.0, 5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def arrays(time, seed=0):

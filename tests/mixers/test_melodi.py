@@ -16,12 +16,7 @@ BATCH, DIM, HEADS, KEY, VALUE, THETA, SIZE, SUMMARY = 2, 6, 2, 4, 3, 100.0, 5, 3
 EPS = 1e-6
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def weights(size=SIZE, summary=SUMMARY):

@@ -13,13 +13,7 @@ BATCH, CHANNELS, STATE, HEADS, GROUPS = 2, 5, 3, 4, 2
 IMPLEMENTATIONS = ["sequential", "associative"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-    """Nearly all the time of these tests is compilation."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def mamba_inputs(time, seed=0, dtype=jnp.float32):

@@ -14,13 +14,7 @@ from atlasjax.mixers.rotary import rotate
 BATCH, HEADS, KEY, VALUE, THETA = 2, 2, 4, 6, 100.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-    """Nearly all the time of these tests is compilation of tiny programs."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def arrays(time, persistent=0, seed=0):

@@ -16,12 +16,7 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def test_documents_streams_and_gradients():

@@ -33,13 +33,7 @@ def each_case(*cases, slow=()):
     return pytest.mark.parametrize(("name", "rule"), [pytest.param(*case, marks=marks(case)) for case in cases])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-    """Nearly all the time of these tests is compilation of tiny layers."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def make_config(rule, **changes):

@@ -26,13 +26,7 @@ MEMORIES = {
 VOCAB, BATCH, TIME = 17, 2, 14
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-    """Nearly all the time of these tests is compilation of tiny models."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def make_config(rule, **changes):

@@ -17,12 +17,7 @@ ORDER, SIZE, SAMPLES = 7, 5, 6
 R = sampling.sampled_reconstruction(ORDER, "exponential", SAMPLES, 20.0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @functools.cache
