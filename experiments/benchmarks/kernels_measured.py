@@ -18,7 +18,6 @@ each time.
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -37,7 +36,6 @@ from experiments.benchmarks.measured_cases import ENGINES, OPERATIONS, PLATFORM_
 from experiments.rows import Row, append_row, read_rows
 
 HERE = pathlib.Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 _SHORTEST = 0.02  # seconds per measurement on an accelerator, where starting a call takes longer than the call
 
 
@@ -53,26 +51,23 @@ class Device:
 def find_device() -> Device:
     import jax
 
+    from atlasjax.memory import tuned
+
     device = jax.devices()[0]
-    if device.platform == "gpu":
-        rocm = "rocm" in device.client.platform_version.lower()
-        return Device("rocm" if rocm else "cuda", device.device_kind, jax.__version__)
     name = device.device_kind
     if device.platform == "cpu":
         info = pathlib.Path("/proc/cpuinfo")
         lines = info.read_text().splitlines() if info.exists() else []
         models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         name = f"{models[0] if models else machine.machine()}, {os.cpu_count()} cores"
-    return Device(device.platform, name, jax.__version__)
+    return Device(tuned.platform(), name, jax.__version__)
 
 
 def sources() -> str:
     """A digest of the engines and kernels, to recognize lines of an older version."""
-    digest = hashlib.sha256()
-    for folder in (ROOT / "pallas_kernels", ROOT / "atlasjax" / "memory"):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+    from atlasjax.memory import tuned
+
+    return tuned.sources()
 
 
 @dataclasses.dataclass(frozen=True)
