@@ -89,9 +89,17 @@ def _free_compiled_programs():
     import jax
 
     jax.clear_caches()
+    gc.unfreeze()
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # gives what was freed back to the machine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collect_only_what_is_new():
+    """What other modules left is not looked at again: `Checkpoints` collects after every load, half a second over a whole worker."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
