@@ -316,10 +316,11 @@ def packing_models() -> str:
         (
             f"`{row['model']}`",
             *(f"{row['differences'][kind]:.1e}" if kind in row["differences"] else "refused" for kind in kinds),
+            row.get("ill_conditioned", ""),
         )
         for row in sorted(found, key=lambda row: row["model"])
     ]
-    return table(("model", *kinds), lines, right=range(1, 1 + len(kinds)))
+    return table(("model", *kinds, "left out"), lines, right=range(1, 2 + len(kinds)))
 
 
 # Status.

@@ -13,6 +13,10 @@ Every number is a difference of logits from those of the document alone, read in
     others changed   packed and padded, after all tokens of the neighbouring documents and of the padding have changed
     unseparated      packed without `segment_ids`: what the comparisons would show if nothing were separated
 
+A token whose own logits move by more than `TOLERANCE` when the parameters are rounded differently (by one unit in the last place)
+cannot be compared in float32, whichever way it is read. Where a difference is above `TOLERANCE`, all is compared again without such
+tokens, and the row has their number, `ill_conditioned`.
+
 Rows are lines of results/packing.jsonl. Finished rows are skipped, so the same command resumes a stopped run. The exit code is 1 if
 a difference is above `TOLERANCE`.
 """
@@ -37,6 +41,7 @@ HERE = pathlib.Path(__file__).parent
 KINDS = ("chunked", "decoded", "packed", "padded", "unequal", "others changed")
 PIECES = (17, 1, 17, 1, 17, 17)  # tokens of the pieces of a stream; each other size is compiled
 TOLERANCE = 2e-5
+ROUNDINGS = 8  # other roundings of the parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Model:
         self.recipe = recipe
         self.params = jax.jit(lambda key: state_lib.init_params(config, key))(jax.random.key(recipe.seed))
         self.parallel = jax.jit(lambda params, tokens: merge(params)(tokens))
+        self.rounded = jax.jit(lambda key: _rounded(self.params, key))
         self.separated = jax.jit(lambda params, tokens, ids: merge(params)(tokens, ids, recipe.max_segments))
         self.extend = jax.jit(lambda params, tokens, cache: merge(params).extend(tokens, cache))
         self.start = lambda rows: merge(self.params).init_cache(rows, batch.TIME)
@@ -77,6 +83,12 @@ class Model:
             found.append(logits)
             caches[read] = cache
         return np.concatenate(found, axis=1), caches
+
+    def sensitivity(self, tokens: np.ndarray, alone: np.ndarray) -> np.ndarray:
+        """How far other roundings of the parameters move a token's logits at most, float32 [documents, TIME]."""
+        keys = jax.random.split(jax.random.key(self.recipe.seed), ROUNDINGS)
+        moved = [np.asarray(self.parallel(self.rounded(key), tokens)) - alone for key in keys]
+        return np.max([np.abs(x).max(axis=-1) for x in moved], axis=0)
 
     def unequal(self, tokens: np.ndarray, caches: dict[int, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Logits of tokens after prompts of unequal length, [rows, more, vocabulary], and each row's number of tokens read."""
@@ -94,15 +106,36 @@ class Model:
 
 def measure(preset: str, recipe: Recipe = Recipe()) -> Row:
     """The row of a model: its differences, or {"refused": the reason} if the model refuses packed documents."""
-    model, started, documents = Model(preset, recipe), time.perf_counter(), batch.documents()
-    rng = np.random.default_rng(recipe.seed)
-    tokens, others = rng.integers(0, VOCAB, (2, len(documents), batch.TIME), dtype=np.int32)
-    padding, other_padding = rng.integers(0, VOCAB, (2, len(batch.ROWS), batch.TIME), dtype=np.int32)
-    row = {"model": preset, "recipe": dataclasses.asdict(recipe)}
-
-    alone = np.asarray(model.parallel(model.params, tokens))
+    model, started, batches = Model(preset, recipe), time.perf_counter(), _random(recipe)
+    alone = np.asarray(model.parallel(model.params, batches[0]))
     largest = float(np.abs(alone).max())
-    off = lambda found, expected: _largest(found - expected) / largest
+    row: Row = {"model": preset, "recipe": dataclasses.asdict(recipe), **compared(model, batches, alone, largest)}
+    if leaks(row):
+        ill_conditioned = model.sensitivity(batches[0], alone) > TOLERANCE * largest
+        rest = np.where(ill_conditioned[..., None], np.nan, alone)
+        row |= {"ill_conditioned": int(ill_conditioned.sum()), **compared(model, batches, rest, largest)}
+    return {**row, "largest_logit": largest, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def _random(recipe: Recipe) -> tuple[np.ndarray, ...]:
+    """(documents, what takes the place of neighbours, padding, other padding), int32 [documents or rows, TIME]."""
+    rng = np.random.default_rng(recipe.seed)
+    tokens, others = rng.integers(0, VOCAB, (2, len(batch.documents()), batch.TIME), dtype=np.int32)
+    padding, other_padding = rng.integers(0, VOCAB, (2, len(batch.ROWS), batch.TIME), dtype=np.int32)
+    return tokens, others, padding, other_padding
+
+
+def compared(model: Model, batches: tuple[np.ndarray, ...], alone: np.ndarray, largest: float) -> Row:
+    """The differences of a row, over the largest logit.
+
+    Args:
+      batches: of `_random`.
+      alone: the logits of the documents, [documents, TIME, vocabulary]; NaN where a token is left out.
+      largest: the largest of them.
+    """
+    recipe, documents = model.recipe, batch.documents()
+    tokens, others, padding, other_padding = batches
+    off = lambda found, expected: _largest(found, expected) / largest
     chunked, caches = model.streamed(tokens, PIECES)
     decoded, _ = model.streamed(tokens, (1,) * batch.TIME)
     after, read = model.unequal(tokens, caches)
@@ -113,7 +146,7 @@ def measure(preset: str, recipe: Recipe = Recipe()) -> Row:
     try:
         jax.eval_shape(model.separated, model.params, rows, ids)
     except (TypeError, ValueError) as error:  # before anything is compiled
-        return {**row, "differences": differences, "largest_logit": largest, "refused": str(error)}
+        return {"differences": differences, "refused": str(error)}
     of = lambda found, document: found[document.row, document.start : document.start + document.length]
     worst = lambda found, of_which: max(off(of(found, d), alone[d.number, : d.length]) for d in of_which)
     together = np.asarray(model.separated(model.params, rows, ids))
@@ -128,14 +161,23 @@ def measure(preset: str, recipe: Recipe = Recipe()) -> Row:
         differences["others changed"] = max(differences["others changed"], worst_change)
     whole = np.concatenate([rows, tokens[len(rows) :]])  # as many rows as there are documents: compiled already
     unseparated = worst(np.asarray(model.parallel(model.params, whole)), documents)
-    return {
-        **row, "differences": {kind: differences[kind] for kind in KINDS}, "unseparated": unseparated,
-        "largest_logit": largest, "seconds": round(time.perf_counter() - started, 1),
-    }  # fmt: skip
+    return {"differences": {kind: differences[kind] for kind in KINDS}, "unseparated": unseparated}
 
 
-def _largest(x: np.ndarray) -> float:
-    return float(np.max(np.where(np.isfinite(x), np.abs(x), np.inf)))
+def _largest(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference where something is expected (NaN: a token is left out); infinite if it is not finite."""
+    difference = np.where(np.isnan(expected), 0.0, found - expected)
+    return float(np.max(np.where(np.isfinite(difference), np.abs(difference), np.inf)))
+
+
+def _rounded(params: Any, key: jax.Array) -> Any:
+    """The parameters, each of them one unit in the last place further up or down, at random."""
+    leaves, structure = jax.tree.flatten(params)
+    ends = [
+        jnp.where(jax.random.bernoulli(k, shape=x.shape), jnp.inf, -jnp.inf)
+        for k, x in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
+    ]
+    return structure.unflatten([jnp.nextafter(x, end.astype(x.dtype)) for x, end in zip(leaves, ends, strict=True)])
 
 
 def leaks(row: Row) -> list[str]:
