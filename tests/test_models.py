@@ -3,7 +3,8 @@
 Compilation is what it costs, so each model compiles four functions of fixed shapes, and all tests share them: the parallel pass, a
 piece and a token of a stream, and the sharded training step. Every architecture of one name is here; of the backbones around a rule
 only the combinations in `BACKBONES_COVERED`, one of each, since tests/nn has the backbones themselves; so too of cached memories.
-Every kind of mixer is trained, but for rules, windows and hybrids of the same mixers see `TRAINED_ELSEWHERE`. Gradients of the
+By default the models in `DECODED` and `TRAINED` run, one for each kind of state and of step; every other model runs with `-m slow`.
+Every mixer is in them or in tests/nn (`test_every_mixer_is_decoded_and_trained`), and every rule in tests/memory. Gradients of the
 sharded against the unsharded step are compared for `GRADIENTS_COVERED`, Orbax's files are written for one.
 """
 
@@ -26,6 +27,7 @@ from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.step import accumulated_gradients, jit_train_step
 from experiments.packing.models import VOCAB, small
 from tests.marks import some_slow
+from tests.nn import test_baselines, test_block_memories, test_block_recurrent_baselines, test_hybrids
 
 BATCH, TIME = 8, 48
 PIECE = 37  # of a stream; no multiple of a chunk or a window
@@ -38,31 +40,13 @@ VARIANTS = ("gam-sum", "gam-global", "gam-local", "elastic-uniform", "elastic-un
 CACHED_COVERED = ("linear-attention-residual", "titans-grm", "omeganet-soup", "dla-ssc", "gated-delta-rule-ssc")
 BACKBONES_COVERED = ("titans-mac", "delta-rule-mac", "delta-rule-mag", "atlas-mag", "delta-rule-mal")
 GRADIENTS_COVERED = ("transformer++", "gated-deltanet-h2", "gated-deltanet", "mamba", "delta-rule", "titans", "gam")
-# Models that differ from another by their memory's rule alone: the suite over all rules has it, this one runs with `-m slow`.
-RULE_ALONE = (
-    "polysketch", "longhorn-channel", "rwkv7-one-key", "titans-no-momentum", "moneta", "yaad", "dla", "swla", "atlas++",
-    "log-linear++", "ttt-mlp", "titans-grm", "linear-attention-residual", "memora", "omeganet", "swdt", "dot", "titans-mac",
-    "atlas-mag", "omeganet-soup", "dla-ssc", "retnet", "deltanet",
+# What runs by default.
+DECODED = (
+    "transformer++", "gla", "mamba", "gam", "memorizing", "infini", "elastic-exp", "block-attention", "gated-delta-rule",
+    "linear-attention-residual",
 )  # fmt: skip
-# Models whose every mixer is in another of these models: their decoding, too, runs with `-m slow`.
-MIXERS_ELSEWHERE = ("gated-deltanet", "mamba2", "samba")
-# Models whose every mixer trains, sharded, in another of these models; their own training runs with `-m slow`.
-TRAINED_ELSEWHERE = {
-    "swa": "melodi", "samba": "mamba", "log-linear-mamba2": "log-linear",
-    "gam-transformer": "transformer++", "block-attention": "elastic-exp", "linear-attention": "gated-delta-rule",
-    "delta-rule": "gated-delta-rule", "ttt-linear": "titans", "atlas": "titans", "deep-transformer": "titans",
-}  # fmt: skip
-# The gradients of their mixers are in tests/nn, and they train with `-m slow`.
-GRADIENTS_ELSEWHERE = (
-    "rwkv7",
-    "longhorn",
-    "mamba2",
-    "gated-deltanet-h2",
-    "memorizing",
-    "infini",
-    "delta-rule-mag",
-    "delta-rule-mal",
-)
+TRAINED = ("transformer++", "mamba", "gam", "elastic-exp", "gated-delta-rule")
+GRADIENTS = ("transformer++", "delta-rule", "gam")
 
 
 def _covered(name: str) -> bool:
@@ -151,9 +135,9 @@ def model(name: str) -> Model:
     return Model(name)
 
 
-def each_model(names, slow=(*RULE_ALONE, *MIXERS_ELSEWHERE)):
+def each_model(names, default=DECODED):
     """The tests of one model run one after another, in one worker: `run_together`. Then its compiled functions can be dropped."""
-    return pytest.mark.parametrize("name", some_slow(names, slow), scope="module")
+    return pytest.mark.parametrize("name", some_slow(names, set(names) - set(default)), scope="module")
 
 
 @each_model(MODELS)
@@ -222,7 +206,7 @@ def stays_finite(name, tokens):
 
 
 # Memories of every rule read as many and more tokens in tests/nn/test_gates.py.
-@each_model(MODELS, slow=(*RULE_ALONE, *MIXERS_ELSEWHERE, "atlas", "deep-transformer"))
+@each_model(MODELS)
 def test_finite_after_many_random_tokens(name):
     stays_finite(name, LONG)
 
@@ -233,7 +217,7 @@ def test_finite_after_thousands_of_random_tokens(name):
     stays_finite(name, LONGEST)
 
 
-@each_model(MODELS, slow=(*RULE_ALONE, *TRAINED_ELSEWHERE, *GRADIENTS_ELSEWHERE))
+@each_model(MODELS, TRAINED)
 def test_loss_falls_and_sharded_is_unsharded(name):
     m = model(name)
     state, losses = m.trained
@@ -246,7 +230,7 @@ def test_loss_falls_and_sharded_is_unsharded(name):
     assert np.mean(losses[-5:]) < losses[0] - 1.0
 
 
-@each_model(GRADIENTS_COVERED, slow=("titans", "mamba", "gated-deltanet-h2"))
+@each_model(GRADIENTS_COVERED, GRADIENTS)
 def test_sharded_gradients_are_unsharded(name):
     m = model(name)
     gradients = lambda params, rows: accumulated_gradients(m.graphdef, params, rows, 1)[1]
@@ -258,7 +242,7 @@ def test_sharded_gradients_are_unsharded(name):
         np.testing.assert_allclose(a, b, atol=1e-4 * scale, rtol=0, err_msg=jax.tree_util.keystr(path))
 
 
-@each_model(["gated-deltanet-h2", "gated-delta-rule", "atlas"], slow=("gated-deltanet-h2", "atlas"))
+@each_model(["gated-deltanet-h2", "gated-delta-rule", "atlas"])
 def test_orbax_round_trip(name, tmp_path):
     m = model(name)
     state, _ = m.trained
@@ -275,19 +259,18 @@ def test_orbax_round_trip(name, tmp_path):
     assert float(follow[0]) == float(follow[1])
 
 
-def test_what_is_covered_exists():
-    named = (
-        *BACKBONES_COVERED,
-        *GRADIENTS_COVERED,
-        *RULE_ALONE,
-        *MIXERS_ELSEWHERE,
-        *TRAINED_ELSEWHERE,
-        *GRADIENTS_ELSEWHERE,
-    )
-    assert set(named) <= set(MODELS)
-    decoded = set(MODELS) - set(RULE_ALONE) - set(MIXERS_ELSEWHERE)
-    trained = set(MODELS) - set(RULE_ALONE) - set(TRAINED_ELSEWHERE) - set(GRADIENTS_ELSEWHERE)
-    assert set(TRAINED_ELSEWHERE.values()) <= trained
-    mixers = lambda names: set().union(*(smaller(name).pattern for name in names))
-    assert mixers(MIXERS_ELSEWHERE) <= mixers(decoded)
+def test_every_mixer_is_decoded_and_trained():
+    """By default: here, or as a layer or a model in tests/nn."""
+    assert set((*BACKBONES_COVERED, *DECODED, *TRAINED)) <= set(MODELS)
+    assert set(GRADIENTS) <= set(GRADIENTS_COVERED) <= set(MODELS)
     assert len(MODELS) >= 30
+    patterns = {name: ARCHITECTURES[name]["mixer"] for name in MODELS}
+    mixers = lambda names: {x for name in names for x in np.atleast_1d(patterns[name]).tolist()}
+    in_nn = {
+        *test_baselines.NAMES,
+        *(name for name, _ in test_hybrids.CASES),
+        *test_block_recurrent_baselines.CONFIG.mixer,
+    }
+    assert mixers(MODELS) <= mixers(DECODED) | in_nn
+    # Attention within blocks trains as the part of "elastic" that it is.
+    assert mixers(MODELS) <= mixers(TRAINED) | in_nn | {*test_block_memories.NAMES, "block_attention"}

@@ -101,7 +101,7 @@ def test_logits_at_odd_lengths(tmp_path, kind):
     model = load_run(tmp_path / "run").model
     weights = {name: torch.from_numpy(x) for name, x in peers.tensors(kind).items()}
     config = json.loads((source / "config.json").read_text())
-    for length in (1, 67, 131):
+    for length in (1, 131):
         tokens = np.random.default_rng(length).integers(0, 256, (2, length))
         expected = logits(kind, config, weights, torch.from_numpy(tokens)).numpy()
         found = np.abs(np.asarray(model(jnp.asarray(tokens))) - expected).max() / np.abs(expected).max()

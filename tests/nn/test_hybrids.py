@@ -187,7 +187,8 @@ def test_streamed_is_parallel(name, rule):
     assert all(leaf.shape[0] == BATCH for leaf in jax.tree.leaves(empty))
     states = []
     # For MAC with segments of 4: one by one; from inside a segment over whole ones into another; pieces within two segments.
-    for cuts in (range(TIME + 1), [0, 1, 22], [0, 3, 6, 9, 10, 13, 16, 19, 22]):
+    within = [[0, 3, 6, 9, 10, 13, 16, 19, 22]] if (name, rule) == ("mac", "titans") else []
+    for cuts in (range(TIME + 1), [0, 1, 22], *within):
         y, state = stream(name, rule, inputs(), empty, cuts)
         close(y, expected)
         states.append(state)
@@ -293,7 +294,7 @@ def test_every_rule_fits(name):
 
 
 def test_a_model_of_bounded_and_unbounded_states():
-    config = make_config("titans", vocab_size=17, mlp_dim=16, mixer=("mac", "attention"), memory=MATRIX)
+    config = make_config("titans", vocab_size=17, mlp_dim=16, mixer=("memory", "attention"), memory=MATRIX)
     model = LanguageModel(config, rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(1), (BATCH, 11), 0, 17)
     parallel = jax.jit(lambda x: model(x))

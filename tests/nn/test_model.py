@@ -76,7 +76,7 @@ def test_streamed_is_parallel(rule):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-3), by_piece, by_token)
 
 
-@pytest.mark.parametrize("rule", MEMORIES)
+@pytest.mark.parametrize("rule", some_slow(MEMORIES, ["ttt_mlp", "omeganet"]))
 def test_causal_and_rows_independent(rule):
     _, params, parallel = make(make_config(rule))
     before = np.asarray(parallel(params, tokens()))
@@ -129,9 +129,9 @@ def graphdef_of(config):
 
 
 def test_remat_changes_nothing():
-    graphdef, params, _ = make(make_config("titans"))
+    graphdef, params, _ = make(make_config("delta_rule"))
     loss, gradients = loss_of(graphdef)(params, tokens())
-    kept = graphdef_of(make_config("titans", remat=False))
+    kept = graphdef_of(make_config("delta_rule", remat=False))
     kept_loss, kept_gradients = loss_of(kept)(params, tokens())
     np.testing.assert_allclose(kept_loss, loss, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(kept_gradients), jax.tree.leaves(gradients)):
@@ -163,17 +163,17 @@ def stream(graphdef, params, cuts):
 
 def test_a_pattern_is_its_layers_in_turn():
     """A pattern of twice the same mixer is the model of that mixer, with every second layer in one stack."""
-    _, params, parallel = make(make_config("titans", num_layers=4))
+    _, params, parallel = make(make_config("delta_rule", num_layers=4))
     expected = parallel(params, tokens())
-    pattern = graphdef_of(make_config("titans", num_layers=4, mixer=("memory", "memory")))
+    pattern = graphdef_of(make_config("delta_rule", num_layers=4, mixer=("memory", "memory")))
     whole = nnx.to_pure_dict(params)
     whole["layers"] = {f"layer_{i}": jax.tree.map(lambda x, i=i: x[i::2], whole["layers"]) for i in range(2)}
     split = nnx.State(whole)
     found = jax.jit(lambda p, x: nnx.merge(pattern, p)(x))(split, tokens())
     # Two programs, in which XLA fuses differently: the same numbers up to rounding.
     np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max(), rtol=0)
-    np.testing.assert_allclose(stream(pattern, split, [0, 5, 14]), expected, atol=2e-5, rtol=1e-4)
-    axes = nnx.to_pure_dict(logical_axes(make_config("titans", num_layers=4, mixer=("memory", "memory"))))
+    np.testing.assert_allclose(stream(pattern, split, [0, 7, 14]), expected, atol=2e-5, rtol=1e-4)
+    axes = nnx.to_pure_dict(logical_axes(make_config("delta_rule", num_layers=4, mixer=("memory", "memory"))))
     assert axes["layers"]["layer_1"]["mixer"]["out"]["kernel"] == jax.sharding.PartitionSpec("layers", "heads", "embed")
 
 
@@ -197,15 +197,13 @@ def test_layers_without_feed_forward_norm_or_residual():
         x = nnx.merge(nnx.split(model.layers.mixer, nnx.Param)[0], one)(x)
     expected = model.logits(model.norm(x))
     np.testing.assert_allclose(parallel(params, tokens()), expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(stream(bare, params, [0, 3, 14]), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(stream(bare, params, [0, 7, 14]), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_values_wider_than_keys():
     graphdef, params, parallel = make(make_config("delta_rule", value_expansion=3))
     assert params["layers"]["mixer"]["memory"].weights["W"].get_value().shape == (2, 2, 24, 8)
-    np.testing.assert_allclose(
-        stream(graphdef, params, [0, 4, 5, 14]), parallel(params, tokens()), atol=2e-5, rtol=1e-4
-    )
+    np.testing.assert_allclose(stream(graphdef, params, [0, 13, 14]), parallel(params, tokens()), atol=2e-5, rtol=1e-4)
     _, gradients = loss_of(graphdef)(params, tokens())
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradients["layers"]["mixer"]))
     with pytest.raises(ValueError, match=r"value_expansion=2 .* 'titans'"):
