@@ -57,6 +57,27 @@ def test_what_training_prints(trained):
     assert (folder / "run/loss_curve.png").exists()
 
 
+@pytest.mark.parametrize(
+    ("preset", "options", "size"),
+    [
+        ("linear-attention-tiny", ["--data.tokenizer", "bpe:1000"], 1000),
+        ("linear-attention-tiny", ["--data.tokenizer", "bpe:1000", "--model.vocab-size", "2048"], 2048),
+        ("linear-attention-tiny", [], 256),
+        ("linear-attention-170m", ["--data.tokenizer", "bpe:1000"], 32_000),
+        ("linear-attention-170m", ["--data.tokenizer", "bpe:50000"], 50_000),
+    ],
+)
+def test_a_models_vocabulary_has_room_for_the_tokenizers(preset, options, size, monkeypatch):
+    from atlasjax.cli import train as command
+
+    found = []
+    monkeypatch.setattr(command, "offer", lambda config, preset: found.append(config))
+    monkeypatch.setattr(command, "train", lambda config, on_start: None)
+    monkeypatch.setattr(command, "_report", lambda *_: None)
+    assert cli.main(["train", "--preset", preset, *options]) == 0
+    assert found[0].model.vocab_size == size
+
+
 def test_evaluate(trained, capsys):
     folder, out = trained
     assert cli.main(["evaluate", "--run-dir", str(folder / "run"), "--max-batches", "2"]) == 0

@@ -98,8 +98,6 @@ def _summary(command: PrepareCommand, manifest: Manifest) -> None:
         options += f" --data.separator {shlex.quote(manifest.separator)}"
     if "validation" not in manifest.splits:
         options += " --data.validation-fraction 0"
-    if manifest.vocab_size != 256:
-        options += f" --model.vocab-size {manifest.vocab_size}"
     print(
         f"\ntrain: atlasjax train --data.source prepared --data.paths {shlex.quote(command.out)}{options}", flush=True
     )

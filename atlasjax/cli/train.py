@@ -11,6 +11,7 @@ from atlasjax import storage
 from atlasjax.cli.parsing import parse, pop_option
 from atlasjax.cli.report import baselines, sample_text
 from atlasjax.cli.tune import offer
+from atlasjax.data.tokenizers import vocabulary
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.defaults import default_config
 from atlasjax.train.errors import user_errors
@@ -45,6 +46,8 @@ def run(arguments: Sequence[str]) -> None:
         default = default_config(preset) if saved is None else saved
     command = parse(TrainCommand, "train", _DESCRIPTION, rest, TrainCommand(default, preset))
     config = command.config
+    if saved is None and pop_option(rest, "model.vocab-size")[0] is None:
+        config = _with_vocabulary(config)
     name = preset if saved is None else "the model"
 
     def announce(done: int) -> None:
@@ -57,6 +60,15 @@ def run(arguments: Sequence[str]) -> None:
     offer(config, preset)
     result = train(config, on_start=announce)
     _report(name if saved is None else storage.path(config.run_dir).name, config, result)
+
+
+def _with_vocabulary(config: TrainConfig) -> TrainConfig:
+    """The model with the tokenizer's vocabulary, where that is the larger one."""
+    with user_errors():
+        size = vocabulary(config.data)
+    if size <= config.model.vocab_size:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
 def _report(name: str, config: TrainConfig, result: TrainResult) -> None:

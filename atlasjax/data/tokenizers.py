@@ -153,12 +153,7 @@ class BpeTokenizer:
         Raises:
           ValueError: vocab_size is below 256 (every byte needs a token) or above 2^20.
         """
-        if vocab_size < 256:
-            raise ValueError(f"A byte-level BPE vocabulary has at least 256 tokens, not {vocab_size}.")
-        if vocab_size > _MOST_TOKENS:
-            raise ValueError(
-                f"A BPE vocabulary that is trained here has at most {_MOST_TOKENS:,} tokens, not {vocab_size:,}."
-            )
+        _check_trainable(vocab_size)
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         byte_level = pre_tokenizers.ByteLevel
@@ -269,6 +264,28 @@ def make_tokenizer(config: DataConfig, texts: Iterable[str] | None = None) -> To
             f"tokenizer is {config.tokenizer!r}, but {config.paths[0]!r} was prepared with another one. Leave it out to take that."
         )
     return tokenizer
+
+
+def _check_trainable(vocab_size: int) -> None:
+    if vocab_size < 256:
+        raise ValueError(f"A byte-level BPE vocabulary has at least 256 tokens, not {vocab_size}.")
+    if vocab_size > _MOST_TOKENS:
+        raise ValueError(
+            f"A BPE vocabulary that is trained here has at most {_MOST_TOKENS:,} tokens, not {vocab_size:,}."
+        )
+
+
+def vocabulary(config: DataConfig) -> int:
+    """The vocabulary size of `make_tokenizer(config)`; of a BPE that is yet to be trained, the largest it may have.
+
+    Raises:
+      ValueError, FileNotFoundError: as `make_tokenizer`.
+    """
+    kind, _, argument = config.tokenizer.partition(":")
+    if config.source != "prepared" and kind == "bpe" and argument.isdecimal():
+        _check_trainable(int(argument))
+        return int(argument)
+    return make_tokenizer(config).vocab_size
 
 
 def _new_tokenizer(config: DataConfig, texts: Iterable[str] | None) -> Tokenizer:
