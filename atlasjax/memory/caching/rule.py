@@ -169,44 +169,22 @@ class CachedRule(Rule):
         check_capacity(self, state, where)
         super().check_state(params, state, batch, heads, where)
 
-    def scan(
-        self,
-        params: Any,
-        state: Any,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        gates: Gates,
-        segment_ids: jax.Array | None = None,
-        max_segments: int | None = None,
-        *,
-        lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
+    def scan(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Any]:
         """`memory.scan`. A fresh memory computes the segments in parallel. The state that comes back then has room only for the
         memories of this call, unless the rule has a capacity: to continue a sequence, start with `init_state`."""
-        from atlasjax.memory.caching.parallel import parallel_scan
-        from atlasjax.memory.caching.state import tokens_of
-        from atlasjax.memory.caching.streaming import streamed_scan
+        from atlasjax.memory.caching.scan import xla_scan
 
-        tokens = tokens_of(self, q, k, v, gates)
-        if state is None:
-            return parallel_scan(self, params, tokens, segment_ids, max_segments)
-        if segment_ids is not None:
-            raise ValueError(
-                "memory.scan: segment_ids with a cached rule require state=None, because documents cannot continue from a state."
-            )
-        return streamed_scan(self, params, state, tokens)
+        return xla_scan(self, *arguments, **options)
 
-    def step(self, params: Any, state: Any, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> tuple[Any, Any]:
+    def step(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Any]:
         """`memory.step`: one step of the inner rule and one read of the cache (with "ssc", of top_k memories)."""
-        from atlasjax.memory.caching.state import tokens_of
-        from atlasjax.memory.caching.streaming import step
+        from atlasjax.memory.caching.step import xla_step
 
-        return step(self, params, state, tokens_of(self, q, k, v, gates))
+        return xla_step(self, *arguments, **options)
 
     def read(self, params: Any, state: Any, q: jax.Array, connector: jax.Array | None = None) -> jax.Array:
         """`memory.read`: a read as by the last token. u = q if no connector is given."""
-        from atlasjax.memory.caching.streaming import read_state
+        from atlasjax.memory.caching.read import read_state
 
         return read_state(self, params, state, q, connector)
 

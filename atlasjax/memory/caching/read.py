@@ -1,0 +1,41 @@
+"""Memory Caching read without a write."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.caching import cache, combine
+from atlasjax.memory.caching import gates as gating
+from atlasjax.memory.caching.rule import CachedRule
+from atlasjax.memory.caching.state import CachedState
+from atlasjax.memory.fast_weights.chunk import Soup
+
+
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
+def read_state(
+    rule: CachedRule, params: Any, state: CachedState, q: jax.Array, connector: jax.Array | None
+) -> jax.Array:
+    """Reads a state without writing: q, connector [batch, time, heads, key_dim] → [batch, time, heads, value_dim]."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    up_params = jax.tree.map(lambda x: x.astype(wide), params)
+    up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
+    keys = gating.running_pool(rule, state.key_sum, state.position[:, None])
+    own_keys = jnp.broadcast_to(keys[:, :, None], (*keys.shape[:2], q.shape[1], keys.shape[2]))
+
+    def own_read(soup: Soup | None) -> jax.Array:
+        if soup is None:
+            return up(rule.rule.read(params, state.online, q.astype(wide)))
+        own = rule.rule.cached_weights(state.online)
+        together = {name: jnp.concatenate([w[:, :, None], soup.weights[name]], axis=2) for name, w in own.items()}
+        y = combine.read_mixed(rule.rule, wide, up_params, together, up(q), jnp.swapaxes(soup.gates, 1, 2))
+        skip = combine.residual(rule.rule, up_params, up(q))
+        return y if skip is None else skip + y
+
+    u = None
+    if rule.has_scores:
+        u = up(q if connector is None else connector)
+    y = cache.read_cache(rule, up_params, state, up(q), u, own_keys, own_read, wide)
+    y = jnp.where(cache.overfull(rule, state)[:, None, None, None], jnp.nan, y)
+    return jnp.swapaxes(y, 1, 2).astype(q.dtype)

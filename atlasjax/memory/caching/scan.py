@@ -1,0 +1,88 @@
+"""Memory Caching over a sequence: from a fresh memory in parallel (`parallel`), from a state one segment after another."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import grid, meshes
+from atlasjax.memory.caching import cache
+from atlasjax.memory.caching import gates as gating
+from atlasjax.memory.caching.parallel import parallel_scan
+from atlasjax.memory.caching.rule import CachedRule
+from atlasjax.memory.caching.state import CachedState, Tokens, tokens_of
+from atlasjax.memory.fast_weights.chunk import Soup
+from atlasjax.memory.gates import Gates
+
+
+def xla_scan(
+    rule: CachedRule,
+    params: Any,
+    state: CachedState | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
+) -> tuple[jax.Array, CachedState]:
+    """`CachedRule.scan`."""
+    tokens = tokens_of(rule, q, k, v, gates)
+    if state is None:
+        return parallel_scan(rule, params, tokens, segment_ids, max_segments)
+    if segment_ids is not None:
+        raise ValueError(
+            "memory.scan: segment_ids with a cached rule require state=None, because documents cannot continue from a state."
+        )
+    return _from_state(rule, params, state, tokens)
+
+
+def _from_state(rule: CachedRule, params: Any, state: CachedState, tokens: Tokens) -> tuple[jax.Array, CachedState]:
+    """A call that continues from a state anywhere in a segment, one segment after another."""
+    time = tokens.q.shape[1]
+    size, dtype = rule.segment_size, tokens.q.dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+    count = (time + size - 1) // size + 1
+    begin = state.position
+    place = begin[:, None] + jnp.arange(time)
+    segment = place // size
+    offset = place - jnp.where(segment == 0, begin[:, None], segment * size)
+    width = min(size, time)
+    front = segment * width + offset  # each segment's tokens are at its front
+
+    def one(state: CachedState, xs: Any) -> tuple[CachedState, jax.Array]:
+        row, s = xs
+        start = jnp.where(s == 0, begin, s * size)
+        length = jnp.clip(begin + time - start, 0, jnp.where(s == 0, size - begin, size))
+        state = cache.push(rule, params, state, (length > 0) & (state.position == size))
+        up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
+        q, k = up(row.q), up(row.k)
+        real = jnp.arange(width) < length[:, None]
+        k = jnp.where(real[:, None, :, None], k, 0.0)
+        sums = state.key_sum[:, :, None] + jnp.cumsum(k, axis=2)
+        seen = state.position[:, None, None] + jnp.arange(1, width + 1)
+        own_keys = gating.running_pool(rule, sums, jnp.broadcast_to(seen, sums.shape[:-1]))
+        end = {}
+
+        def own_read(soup: Soup | None) -> jax.Array:
+            options: dict[str, Any] = {} if soup is None else {"soup": soup}
+            y, end["state"] = rule.rule.scan(
+                params, state.online, row.q, row.k, row.v, row.gates, lengths=length, **options
+            )
+            return up(jnp.where(real[..., None, None], y, 0.0))
+
+        u = None if row.connector is None else up(row.connector)
+        y = cache.read_cache(rule, up_params, state, q, u, own_keys, own_read, dtype)
+        y = jnp.where(cache.overfull(rule, state)[:, None, None, None], jnp.nan, y)
+        online = jax.tree.map(lambda x, like: x.astype(like.dtype), end["state"], state.online)
+        state = state._replace(
+            online=online, key_sum=sums[:, :, -1], position=state.position + length.astype(jnp.int32)
+        )
+        return state, jnp.swapaxes(y, 1, 2)
+
+    up_params = jax.tree.map(lambda x: x.astype(wide), params)
+    state = jax.tree.map(lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+    run = jax.checkpoint(one, prevent_cse=False)
+    rows = jax.tree.map(lambda x: grid.lay_chunks(x, count, width, front), tokens)
+    state, y = meshes.scan(run, state, (rows, jnp.arange(count)))
+    return grid.pick_chunks(y, time, front).astype(dtype), state

@@ -1,0 +1,39 @@
+"""Memory Caching for one token."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.caching import cache
+from atlasjax.memory.caching import gates as gating
+from atlasjax.memory.caching.rule import CachedRule
+from atlasjax.memory.caching.state import CachedState, tokens_of
+from atlasjax.memory.fast_weights.chunk import Soup
+from atlasjax.memory.gates import Gates
+
+
+def xla_step(
+    rule: CachedRule, params: Any, state: CachedState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates
+) -> tuple[jax.Array, CachedState]:
+    """`CachedRule.step`."""
+    tokens = tokens_of(rule, q, k, v, gates)
+    dtype = tokens.q.dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+    state = cache.push(rule, params, state, state.position == rule.segment_size)
+    up = lambda x: x.astype(wide)[:, :, None]
+    total = state.key_sum + tokens.k.astype(wide)
+    own_keys = gating.running_pool(rule, total, (state.position + 1)[:, None])
+    end = {}
+
+    def own_read(soup: Soup | None) -> jax.Array:
+        options: dict[str, Any] = {} if soup is None else {"soup": soup._replace(gates=soup.gates[:, 0])}
+        y, end["state"] = rule.rule.step(params, state.online, tokens.q, tokens.k, tokens.v, tokens.gates, **options)
+        return up(y)
+
+    u = None if tokens.connector is None else up(tokens.connector)
+    up_params = jax.tree.map(lambda x: x.astype(wide), params)
+    y = cache.read_cache(rule, up_params, state, up(tokens.q), u, own_keys[:, :, None], own_read, dtype)[:, :, 0]
+    y = jnp.where(cache.overfull(rule, state)[:, None, None], jnp.nan, y)
+    state = state._replace(online=end["state"], key_sum=total, position=state.position + 1)
+    return y.astype(dtype), state
