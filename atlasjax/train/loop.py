@@ -343,7 +343,7 @@ class _Run:
         )
 
     def _save(self, state: TrainState, step: int, writer: MetricsWriter, progress: Progress) -> None:
-        first = jax.process_count() > 1 and self.timing.stop_seconds is None
+        first = self.timing.stop_seconds is None
         with contextlib.ExitStack() as timed:
             if first:
                 timed.enter_context(self.timing.spend("checkpoint written"))
@@ -358,7 +358,7 @@ class _Run:
                     ) from None
             if first:
                 self.checkpoints.wait()  # once, to learn how long one takes
-        if first and (worst := self.timing.stop_seconds) is not None:
+        if first and jax.process_count() > 1 and (worst := self.timing.stop_seconds) is not None:
             progress.print(
                 f"After a preemption notice, this run needs up to {seconds(worst)}: two steps and a checkpoint."
             )

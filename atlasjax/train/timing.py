@@ -84,9 +84,16 @@ class Timing:
             parts.insert(1, f"MFU {rate * self._utilization_per_rate:.1%}")
         for what, name in (("checkpoint", "checkpoints"), ("evaluation", "evaluation")):
             if self._spent[what]:
-                parts.append(f"{name} {self._share(what, total)}")
+                parts.append(f"{name} {self._share(what, total)}{self._until_written(what)}")
         parts.append(f"goodput {self._seconds / total:.0%} of {duration(total)}")
         return "timing: " + " · ".join(parts)
+
+    def _until_written(self, what: str) -> str:
+        """The two times of a checkpoint: how long it holds the steps up, and how long until it is safe."""
+        written = self._spent["checkpoint written"]
+        if what != "checkpoint" or not written:
+            return ""
+        return f" ({seconds(statistics.median(self._spent[what]))} each, written after {seconds(max(written))})"
 
     def _share(self, what: str, whole: float) -> str:
         return f"{sum(self._spent[what]) / whole:.1%}"

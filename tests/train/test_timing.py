@@ -50,6 +50,9 @@ def test_the_time_to_stop():
     with timing.spend("checkpoint written"):
         pass
     assert timing.stop_seconds == pytest.approx(3.0, abs=0.01)
+    with timing.spend("checkpoint"):
+        pass
+    assert re.search(r" · checkpoints \d+\.\d% \(\S+ ms each, written after \S+ ms\) · ", timing.summary())
 
 
 def test_a_process_whose_input_is_late_is_named():
