@@ -29,11 +29,11 @@ ROOT = DOCS.parent
 BENCHMARKS = ROOT / "experiments/benchmarks"
 KERNELS = ("delta_rule", "chunk_memory", "newton_schulz")
 PLATFORMS = {"pallas_tpu": "TPU", "pallas_gpu": "GPU"}
-# Families of public weights, each with the config.json of a size that is published.
-PUBLIC: tuple[tuple[str, interop.Family, dict[str, Any]], ...] = (
+# Families of public weights: title, name, and the config.json of a size that is published.
+PUBLIC: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (
         "Mamba-2 (130m)",
-        interop.FAMILIES[0],
+        "mamba2",
         {
             "hidden_size": 768,
             "num_hidden_layers": 24,
@@ -43,9 +43,10 @@ PUBLIC: tuple[tuple[str, interop.Family, dict[str, Any]], ...] = (
             "tie_word_embeddings": True,
         },
     ),
-    ("Gated DeltaNet", interop.FAMILIES[2], {"hidden_size": 2048, "num_heads": 6, "head_dim": 256}),
-    ("DeltaNet (1.3B)", interop.FAMILIES[3], {"hidden_size": 2048, "num_heads": 16}),
-    ("GLA (1.3B)", interop.FAMILIES[4], {"hidden_size": 2048, "num_heads": 4}),
+    ("Mamba (130m)", "mamba", {"hidden_size": 768, "num_hidden_layers": 24, "vocab_size": 50280}),
+    ("Gated DeltaNet", "gated_deltanet", {"hidden_size": 2048, "num_heads": 6, "head_dim": 256}),
+    ("DeltaNet (1.3B)", "delta_net", {"hidden_size": 2048, "num_heads": 16}),
+    ("GLA (1.3B)", "gla", {"hidden_size": 2048, "num_heads": 4}),
 )
 
 
@@ -433,7 +434,9 @@ def status_proofs() -> str:
 def weights_tensors() -> str:
     """Which tensor of a family is which parameter."""
     lines = []
-    for title, family, config in PUBLIC:
+    families = {family.name: family for family in interop.FAMILIES}
+    for title, name, config in PUBLIC:
+        family = families[name]
         for row in family.rows(family.to_ours(config)):
             names = (row.peer,) if isinstance(row.peer, str) else row.peer
             part = "" if row.rows is None else f"[{row.rows[0]}:{row.rows[1]}]"

@@ -20,7 +20,7 @@ from atlasjax.data.config import DataConfig
 from atlasjax.data.tokenizers import Tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import parameter_shardings
-from atlasjax.interop import fla, mamba2, table, tensors
+from atlasjax.interop import fla, mamba, table, tensors
 from atlasjax.interop.family import Family
 from atlasjax.interop.tensors import listed
 from atlasjax.names import lookup
@@ -32,7 +32,10 @@ from atlasjax.train.config import TrainConfig, run_folder
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.load import load_run
 
-FAMILIES = (mamba2.TRANSFORMERS, mamba2.MAMBA_SSM, fla.GATED_DELTANET, fla.DELTANET, fla.GLA)
+FAMILIES = (
+    mamba.MAMBA2_TRANSFORMERS, mamba.MAMBA2_MAMBA_SSM, mamba.MAMBA_TRANSFORMERS, mamba.MAMBA_MAMBA_SSM,
+    fla.GATED_DELTANET, fla.DELTANET, fla.GLA,
+)  # fmt: skip
 """The families that can be imported and exported. A run that was not imported is exported as the first one of its mixer."""
 
 _PEER = "peer"  # folder in a run's folder: what was imported with the weights

@@ -1,6 +1,7 @@
 """What a family of public models is to the converter, and the reading of its config.json."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -37,6 +38,13 @@ class Fields:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self._wrong(name, value, f"an integer ≥ {least}")
         return value
+
+    def integer_or(self, word: str, name: str) -> int | None:
+        """An integer ≥ 1; None if the field has the value `word` or is missing."""
+        if self._given.get(name) in (None, word):
+            self._given.pop(name, None)
+            return None
+        return self.integer(name)
 
     def number(self, *names: str, default: float | None = None) -> float:
         """A positive number, under the first of several names that is there."""
@@ -104,7 +112,8 @@ class Family:
       to_peer: our config → config.json, for a model that was not imported; None if it is exported in another form. It is checked
         by `to_ours`, which must give our config again.
       rows: our config → the table.
-      matters: the fields and properties of our config that decide what this family computes, besides those of every model.
+      matters: the fields and properties of our config ("ssm.expand" is one inside it) that decide what this family computes,
+        besides those of every model.
     """
 
     name: str
@@ -119,7 +128,8 @@ class Family:
         """Where our config is not what a config.json says, as text; None if it is."""
         theirs = self.to_ours(given)
         for name in (*_ALWAYS, *self.matters):
-            ours, wanted = getattr(config, name), getattr(theirs, name)
+            value = operator.attrgetter(name)
+            ours, wanted = value(config), value(theirs)
             if ours != wanted:
                 return f"{name} is {ours!r}; in this form it is {wanted!r}"
         return None

@@ -229,6 +229,11 @@ class ModelConfig:
         return 4 * self.dim if self.ffn == "gelu" else -(-8 * self.dim // (3 * 128)) * 128
 
     @property
+    def resolved_dt_rank(self) -> int:
+        """Rank of the step-size projection of Mamba and Longhorn."""
+        return -(-self.dim // 16) if self.ssm.dt_rank is None else self.ssm.dt_rank
+
+    @property
     def output_scale(self) -> float:
         """Initial scale, relative to fan-in, of the output projections of branches: 1 / √(number of residual branches)."""
         if self.block == "bare":

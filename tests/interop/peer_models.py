@@ -26,6 +26,17 @@ MODELS = {
          "num_hidden_layers": 2, "vocab_size": 257, "layer_norm_epsilon": 1e-3, "conv_kernel": 3},
         3, 7, 16,
     ),
+    "mamba": (
+        "transformers", "Mamba",
+        {"hidden_size": 32, "state_size": 16, "num_hidden_layers": 3, "vocab_size": 300},
+        2, 131, 16,
+    ),
+    "mamba, untied": (
+        "transformers", "Mamba",
+        {"hidden_size": 24, "state_size": 7, "expand": 3, "num_hidden_layers": 2, "vocab_size": 257, "time_step_rank": 5,
+         "layer_norm_epsilon": 1e-3, "conv_kernel": 3, "tie_word_embeddings": False},
+        3, 7, 16,
+    ),
     "gated_deltanet": (
         "fla.models", "GatedDeltaNet",
         {"hidden_size": 32, "num_heads": 2, "head_dim": 16, "expand_v": 2.0, "num_hidden_layers": 2, "vocab_size": 300,

@@ -11,23 +11,45 @@ from safetensors.numpy import save_file
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 
 
-def _mamba2(embedding, tied, vocab=264, dim=8, layers=2, heads=4, head_dim=4, groups=2, state=3):
+def _mamba2(embedding, tied, dim=8, heads=4, head_dim=4, groups=2, state=3):
     inner = heads * head_dim
     channels = inner + 2 * groups * state
+    mixer = {
+        "in_proj.weight": (inner + channels + heads, dim),
+        "conv1d.weight": (channels, 1, 4),
+        "conv1d.bias": (channels,),
+        "dt_bias": (heads,),
+        "A_log": (heads,),
+        "D": (heads,),
+        "norm.weight": (inner,),
+        "out_proj.weight": (dim, inner),
+    }
+    return _backbone(embedding, tied, mixer, dim)
+
+
+def _mamba(embedding, tied, dim=8, inner=16, rank=3, state=3):
+    mixer = {
+        "in_proj.weight": (2 * inner, dim),
+        "conv1d.weight": (inner, 1, 4),
+        "conv1d.bias": (inner,),
+        "x_proj.weight": (rank + 2 * state, inner),
+        "dt_proj.weight": (inner, rank),
+        "dt_proj.bias": (inner,),
+        "A_log": (inner, state),
+        "D": (inner,),
+        "out_proj.weight": (dim, inner),
+    }
+    return _backbone(embedding, tied, mixer, dim)
+
+
+def _backbone(embedding, tied, mixer, dim, vocab=264, layers=2):
     shapes = {f"backbone.{embedding}.weight": (vocab, dim), "backbone.norm_f.weight": (dim,)}
     for n in range(layers):
         shapes |= {
             f"backbone.layers.{n}.{name}": shape
             for name, shape in {
                 "norm.weight": (dim,),
-                "mixer.in_proj.weight": (inner + channels + heads, dim),
-                "mixer.conv1d.weight": (channels, 1, 4),
-                "mixer.conv1d.bias": (channels,),
-                "mixer.dt_bias": (heads,),
-                "mixer.A_log": (heads,),
-                "mixer.D": (heads,),
-                "mixer.norm.weight": (inner,),
-                "mixer.out_proj.weight": (dim, inner),
+                **{f"mixer.{name}": shape for name, shape in mixer.items()},
             }.items()
         }
     return shapes if tied else shapes | {"lm_head.weight": (vocab, dim)}
@@ -69,6 +91,12 @@ _FLA = {
 }
 _MAMBA2 = {"model_type": "mamba2", "hidden_size": 8, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 4, "state_size": 3,
            "expand": 2, "n_groups": 2, "time_step_limit": [0.0, {"__float__": "Infinity"}]}  # fmt: skip
+_MAMBA = {"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 2, "state_size": 3, "expand": 2,
+          "intermediate_size": 16, "time_step_rank": 3, "time_step_init_scheme": "random"}  # fmt: skip
+_MAMBA_SSM = {
+    "d_model": 8, "n_layer": 2, "vocab_size": 257, "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True,
+    "pad_vocab_size_multiple": 8, "tie_embeddings": True,
+}  # fmt: skip
 
 # name → (config.json, tensor → shape)
 PEERS = {
@@ -76,11 +104,19 @@ PEERS = {
     "mamba2 tied": ({**_MAMBA2, "vocab_size": 264, "tie_word_embeddings": True}, _mamba2("embedding", tied=True)),
     "mamba2 of mamba_ssm": (
         {
-            "d_model": 8, "d_intermediate": 0, "n_layer": 2, "vocab_size": 257, "attn_layer_idx": [], "attn_cfg": {},
-            "ssm_cfg": {"layer": "Mamba2", "headdim": 4, "d_state": 3, "ngroups": 2}, "rms_norm": True,
-            "residual_in_fp32": True, "fused_add_norm": True, "pad_vocab_size_multiple": 8, "tie_embeddings": True,
+            **_MAMBA_SSM, "d_intermediate": 0, "attn_layer_idx": [], "attn_cfg": {},
+            "ssm_cfg": {"layer": "Mamba2", "headdim": 4, "d_state": 3, "ngroups": 2},
         },
         {**_mamba2("embedding", tied=True), "lm_head.weight": (264, 8)},  # the tied head again, as PyTorch saves it
+    ),
+    "mamba": ({**_MAMBA, "vocab_size": 264, "tie_word_embeddings": False}, _mamba("embeddings", tied=False)),
+    "mamba tied": (
+        {**_MAMBA, "vocab_size": 264, "d_model": 8, "n_layer": 2, "d_inner": 16, "ssm_cfg": {}, "rms_norm": True},
+        _mamba("embeddings", tied=True),
+    ),
+    "mamba of mamba_ssm": (
+        {**_MAMBA_SSM, "ssm_cfg": {"d_state": 3, "dt_rank": 3}},
+        {**_mamba("embedding", tied=True), "lm_head.weight": (264, 8)},
     ),
     "gated_deltanet": (
         {**_FLA, "model_type": "gated_deltanet", "head_dim": 3, "expand_v": 2.0},
@@ -115,7 +151,7 @@ def tensors(name, dtype="F32", seed=0):
         tensor: (0.3 * rng.normal(size=shape)).astype(DTYPES["F32" if tensor.endswith("A_log") else dtype])
         for tensor, shape in PEERS[name][1].items()
     }
-    if name == "mamba2 of mamba_ssm":
+    if name.endswith("of mamba_ssm"):
         made["lm_head.weight"] = made["backbone.embedding.weight"]
     return made
 

@@ -26,8 +26,8 @@ def files(folder):
 @pytest.mark.parametrize(
     ("name", "dtype", "count"),
     [
-        ("mamba2", "F32", 3), ("mamba2 tied", "BF16", 1), ("mamba2 of mamba_ssm", "F16", 1), ("gated_deltanet", "BF16", 2),
-        ("delta_net", "F32", 1), ("gla", "F32", 1),
+        ("mamba2", "F32", 3), ("mamba2 tied", "BF16", 1), ("mamba2 of mamba_ssm", "F16", 1), ("mamba", "BF16", 2),
+        ("mamba of mamba_ssm", "F32", 1), ("gated_deltanet", "BF16", 2), ("delta_net", "F32", 1), ("gla", "F32", 1),
     ],
 )  # fmt: skip
 def test_round_trip_is_exact(tmp_path, name, dtype, count):
@@ -43,7 +43,9 @@ def test_round_trip_is_exact(tmp_path, name, dtype, count):
 
 
 # Every family is exported in the test above.
-@pytest.mark.parametrize("name", some_slow(["mamba2", "gated_deltanet", "delta_net", "gla"], ["delta_net", "gla"]))
+@pytest.mark.parametrize(
+    "name", some_slow(["mamba2", "mamba tied", "gated_deltanet", "delta_net", "gla"], ["mamba2", "delta_net", "gla"])
+)
 def test_a_run_of_our_own_can_be_exported(tmp_path, name):
     """Without what was imported beside it a run is like one that was trained here: its form follows from its config."""
     source = peers.write(tmp_path / "source", name)
@@ -58,10 +60,11 @@ def test_a_run_of_our_own_can_be_exported(tmp_path, name):
     assert run_config(tmp_path / "run").model == run_config(tmp_path / "again").model
 
 
-def test_both_forms_of_mamba2_are_the_same_model(tmp_path):
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_both_forms_of_mamba_are_the_same_model(tmp_path, kind):
     """`test_peers.py` compares that of transformers with PyTorch; mamba_ssm has no forward pass without a GPU."""
     models = []
-    for name in ("mamba2 tied", "mamba2 of mamba_ssm"):
+    for name in (f"{kind} tied", f"{kind} of mamba_ssm"):
         import_weights(peers.write(tmp_path / name, name), tmp_path / f"run {name}", tokenizer="byte")
         loaded = load_run(tmp_path / f"run {name}")
         models.append((loaded.config.model, jax.device_get(nnx.to_pure_dict(nnx.state(loaded.model, nnx.Param)))))
@@ -119,7 +122,15 @@ CONFIGS = [
     ("mamba2", {"layer_norm_epsilon": 0}, ["layer_norm_epsilon is 0", "positive"]),
     ("mamba2", {"tie_word_embeddings": 1}, ["tie_word_embeddings is 1", "true or false"]),
     ("mamba2 of mamba_ssm", {"attn_layer_idx": [1]}, ["attn_layer_idx is [1]"]),
-    ("mamba2 of mamba_ssm", {"ssm_cfg": {"layer": "Mamba1"}}, ["model_type None", "mamba2 of mamba_ssm"]),
+    ("mamba2 of mamba_ssm", {"ssm_cfg": {"layer": "Mamba3"}}, ["model_type None", "mamba2 of mamba_ssm"]),
+    ("mamba", {"use_conv_bias": False}, ["use_conv_bias is False", "True"]),
+    ("mamba", {"intermediate_size": 24}, ["intermediate_size is 24; it should be 16"]),
+    ("mamba", {"time_step_rank": "automatic"}, ["time_step_rank is 'automatic'", "an integer ≥ 1"]),
+    ("mamba", {"ssm_cfg": {"d_state": 4}}, ["ssm_cfg is {'d_state': 4}"]),
+    ("mamba", {"mixer_rms_eps": 1e-6}, ["'mixer_rms_eps'", "not known"]),  # of Falcon Mamba
+    ("mamba of mamba_ssm", {"ssm_cfg": {"bias": True}}, ["ssm_cfg: bias is True"]),
+    ("mamba of mamba_ssm", {"ssm_cfg": {"headdim": 4}}, ["'headdim'", "not known"]),
+    ("mamba of mamba_ssm", {"rms_norm": False}, ["rms_norm is False"]),
     ("gated_deltanet", {"allow_neg_eigval": True}, ["allow_neg_eigval is True"]),
     ("gated_deltanet", {"num_v_heads": 4}, ["num_v_heads is 4"]),
     ("gated_deltanet", {"expand_v": 1.5}, ["expand_v gives 1.5", "whole number"]),

@@ -42,7 +42,7 @@ class MambaBlock(RecurrentMixer):
     def __init__(self, config: ModelConfig, bias: jax.Array, *, rngs: nnx.Rngs):
         ssm = config.ssm
         inner = ssm.expand * config.dim
-        rank = -(-config.dim // 16) if ssm.dt_rank is None else ssm.dt_rank
+        rank = config.resolved_dt_rank
         self.dtype = jnp.dtype(config.dtype)
         self.inner, self.state_dim, self.rank = inner, ssm.state_dim, rank
         self.inputs = Linear((config.dim, 2, inner), ("embed", None, "heads"), rngs=rngs)

@@ -1,0 +1,251 @@
+"""Mamba and Mamba-2 as transformers and mamba_ssm write them (state-spaces/mamba-130m … 2.8b, mamba2-130m … 2.7b)."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from atlasjax.interop.family import Family, Fields
+from atlasjax.interop.table import Row
+from atlasjax.nn import ModelConfig, SSMConfig
+
+_LAYER = "backbone.layers.{n}."
+_MIXER = _LAYER + "mixer."
+_PROJECTION, _CONV, _CONV_BIAS = _MIXER + "in_proj.weight", _MIXER + "conv1d.weight", _MIXER + "conv1d.bias"
+_FIRST, _SECOND = (slice(None), 0), (slice(None), 1)  # of the two parts of `inputs.kernel`
+
+
+def mamba_rows(config: ModelConfig) -> list[Row]:
+    """The table of Mamba. The rows of `in_proj` are x, z; those of `x_proj` Δ, B, C, as in our `selection`."""
+    inner = config.ssm.expand * config.dim
+    x, z = (0, inner), (inner, 2 * inner)
+    return [
+        *_around(config),
+        Row(_PROJECTION, "layers.mixer.inputs.kernel", "i d -> d i", x, _FIRST),
+        Row(_PROJECTION, "layers.mixer.inputs.kernel", "i d -> d i", z, _SECOND),
+        Row(_CONV, "layers.mixer.conv.kernel", "i (1) w -> w i"),
+        Row(_CONV_BIAS, "layers.mixer.conv_bias", "i -> i"),
+        Row(_MIXER + "x_proj.weight", "layers.mixer.selection.kernel", "s i -> i s"),
+        Row(_MIXER + "dt_proj.weight", "layers.mixer.step.kernel", "i r -> r i"),
+        Row(_MIXER + "dt_proj.bias", "layers.mixer.step_bias", "i -> i"),
+        Row(_MIXER + "A_log", "layers.mixer.A_log", "i s -> i s"),
+        Row(_MIXER + "D", "layers.mixer.D", "i -> i"),
+    ]
+
+
+def mamba2_rows(config: ModelConfig) -> list[Row]:
+    """The table of Mamba-2. The rows of `in_proj` are z, x, B, C, Δ; the channels of `conv1d` x, B, C."""
+    inner = config.ssm.expand * config.dim
+    selection = 2 * config.ssm.groups * config.ssm.state_dim
+    heads = inner // config.ssm.head_dim
+    ends = (0, inner, 2 * inner, 2 * inner + selection, 2 * inner + selection + heads)
+    z, x, selected, step = itertools.pairwise(ends)
+    mixed, chosen = (0, inner), (inner, inner + selection)
+    same = lambda name: Row(_MIXER + name, f"layers.mixer.{name}", "h -> h")
+    return [
+        *_around(config),
+        Row(_PROJECTION, "layers.mixer.inputs.kernel", "i d -> d i", z, _FIRST),
+        Row(_PROJECTION, "layers.mixer.inputs.kernel", "i d -> d i", x, _SECOND),
+        Row(_PROJECTION, "layers.mixer.selection.kernel", "s d -> d s", selected),
+        Row(_PROJECTION, "layers.mixer.step.kernel", "h d -> d h", step),
+        Row(_CONV, "layers.mixer.conv.kernel", "i (1) w -> w i", mixed),
+        Row(_CONV, "layers.mixer.selection_conv.kernel", "s (1) w -> w s", chosen),
+        Row(_CONV_BIAS, "layers.mixer.conv_bias", "i -> i", mixed),
+        Row(_CONV_BIAS, "layers.mixer.selection_bias", "s -> s", chosen),
+        *map(same, ("dt_bias", "A_log", "D")),
+        Row(_MIXER + "norm.weight", "layers.mixer.norm.scale", "i -> i"),
+    ]
+
+
+def _around(config: ModelConfig) -> list[Row]:
+    """What both have around the recurrence."""
+    return [
+        Row(("backbone.embeddings.weight", "backbone.embedding.weight"), "embedding", "v d -> v d"),
+        Row("backbone.norm_f.weight", "norm.scale", "d -> d"),
+        Row("lm_head.weight", "embedding", "v d -> v d", copy=True)
+        if config.tie_embeddings
+        else Row("lm_head.weight", "head.kernel", "v d -> d v"),
+        Row(_LAYER + "norm.weight", "layers.mixer_norm.scale", "d -> d"),
+        Row(_MIXER + "out_proj.weight", "layers.mixer.out.kernel", "d i -> i d"),
+    ]
+
+
+def _config(mixer: str, fields: Fields, *, tied: bool, **sizes: Any) -> ModelConfig:
+    return ModelConfig(
+        mixer=mixer, num_heads=1, ffn="none", tie_embeddings=tied, dtype=fields.dtype(), **sizes,
+    )  # fmt: skip
+
+
+# transformers
+
+_NEUTRAL = ("rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min")
+
+
+def _read_transformers(fields: Fields, mixer: str, ssm: SSMConfig, *, tied: bool) -> ModelConfig:
+    """What both have in common, with `ssm` and the default of the tied head."""
+    fields.require("use_bias", False)
+    fields.require("use_conv_bias", True)
+    fields.require("rms_norm", True)
+    fields.require("hidden_act", "silu", "swish")
+    return _config(
+        mixer, fields, ssm=ssm, tied=fields.boolean("tie_word_embeddings", tied),
+        vocab_size=fields.integer("vocab_size"), dim=fields.integer("hidden_size"),
+        num_layers=fields.integer("num_hidden_layers"), conv_width=fields.integer("conv_kernel", 4),
+        norm_eps=fields.number("layer_norm_epsilon", default=1e-5),
+    )  # fmt: skip
+
+
+def _mamba_from_transformers(given: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(given, "Mamba")
+    ssm = SSMConfig(
+        state_dim=fields.integer("state_size", 16),
+        expand=fields.integer("expand", 2),
+        dt_rank=fields.integer_or("auto", "time_step_rank"),
+    )
+    config = _read_transformers(fields, "mamba", ssm, tied=True)
+    inner = ssm.expand * config.dim
+    # The names of mamba_ssm stand beside those of transformers in the files of state-spaces/mamba-130m-hf … 2.8b-hf.
+    for name, value in (("intermediate_size", inner), ("d_inner", inner), ("d_model", config.dim), ("ssm_cfg", {}),
+                        ("n_layer", config.num_layers)):  # fmt: skip
+        fields.require(name, value)
+    fields.done((*_NEUTRAL, "pad_vocab_size_multiple", "time_step_init_scheme", "time_step_scale", "use_associative_scan",
+                 "use_mambapy"))  # fmt: skip
+    return config
+
+
+_INFINITY = {"__float__": "Infinity"}
+_UNLIMITED = ([0.0, math.inf], [0.0, _INFINITY])
+
+
+def _mamba2_from_transformers(given: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(given, "Mamba-2")
+    fields.require("time_step_limit", *_UNLIMITED)
+    ssm = SSMConfig(
+        state_dim=fields.integer("state_size", 128),
+        expand=fields.integer("expand", 2),
+        head_dim=fields.integer("head_dim", 64),
+        groups=fields.integer("n_groups", 8),
+    )
+    config = _read_transformers(fields, "mamba2", ssm, tied=False)
+    fields.require("num_heads", ssm.expand * config.dim // ssm.head_dim)
+    fields.done((*_NEUTRAL, "chunk_size", "norm_before_gate", "time_step_rank"))
+    return config
+
+
+def _to_transformers(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "state_size": config.ssm.state_dim,
+        "expand": config.ssm.expand,
+        "conv_kernel": config.conv_width,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "hidden_act": "silu",
+        "layer_norm_epsilon": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+
+
+def _mamba_to_transformers(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+        **_to_transformers(config),
+        "intermediate_size": config.ssm.expand * config.dim,
+        "time_step_rank": config.resolved_dt_rank,
+    }
+
+
+def _mamba2_to_transformers(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        **_to_transformers(config),
+        "head_dim": config.ssm.head_dim,
+        "num_heads": config.ssm.expand * config.dim // config.ssm.head_dim,
+        "n_groups": config.ssm.groups,
+    }
+
+
+# mamba_ssm
+
+_INITIAL = ("dt_init_floor", "dt_max", "dt_min")  # fields of ssm_cfg for initial values
+
+
+def _from_mamba_ssm(
+    given: Mapping[str, Any], mixer: str, name: str, layer: str, read: Callable[[Fields], SSMConfig]
+) -> ModelConfig:
+    """Reads what both have in common; `read` reads the rest of `ssm_cfg`."""
+    fields = Fields(given, name)
+    fields.require("d_intermediate", 0)
+    fields.require("attn_layer_idx", [])
+    fields.require("attn_cfg", {})
+    fields.require("rms_norm", True)
+    inside = Fields(fields.inside("ssm_cfg"), f"{name}, ssm_cfg")
+    for field, value in (("layer", layer), ("bias", False), ("conv_bias", True)):
+        inside.require(field, value)
+    width, ssm = inside.integer("d_conv", 4), read(inside)
+    multiple = fields.integer("pad_vocab_size_multiple", 8)
+    rows = -(-fields.integer("vocab_size") // multiple) * multiple  # of the table; the tokenizer has fewer
+    config = _config(
+        mixer, fields, ssm=ssm, tied=fields.boolean("tie_embeddings", True), vocab_size=rows,
+        dim=fields.integer("d_model"), num_layers=fields.integer("n_layer"), conv_width=width, norm_eps=1e-5,
+    )  # fmt: skip
+    fields.done(())
+    return config
+
+
+def _read_mamba(inside: Fields) -> SSMConfig:
+    ssm = SSMConfig(
+        state_dim=inside.integer("d_state", 16),
+        expand=inside.integer("expand", 2),
+        dt_rank=inside.integer_or("auto", "dt_rank"),
+    )
+    inside.done((*_INITIAL, "dt_init", "dt_scale", "use_fast_path"))
+    return ssm
+
+
+def _read_mamba2(inside: Fields) -> SSMConfig:
+    for name, value in (("rmsnorm", True), ("norm_before_gate", False), ("D_has_hdim", False),
+                        ("dt_limit", [0.0, math.inf])):  # fmt: skip
+        inside.require(name, value)
+    ssm = SSMConfig(
+        state_dim=inside.integer("d_state", 128),
+        expand=inside.integer("expand", 2),
+        head_dim=inside.integer("headdim", 64),
+        groups=inside.integer("ngroups", 1),
+    )
+    inside.done((*_INITIAL, "A_init_range", "chunk_size", "conv_init", "use_mem_eff_path"))
+    return ssm
+
+
+def _is_transformers(kind: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda given: given.get("model_type") == kind
+
+
+def _is_mamba_ssm(layer: str) -> Callable[[Mapping[str, Any]], bool]:
+    def is_mine(given: Mapping[str, Any]) -> bool:
+        inside = given.get("ssm_cfg")
+        return "model_type" not in given and isinstance(inside, dict) and inside.get("layer", "Mamba1") == layer
+
+    return is_mine
+
+
+_MATTERS = ("ssm.state_dim", "ssm.expand", "conv_width")
+_MAMBA, _MAMBA2 = (*_MATTERS, "resolved_dt_rank"), (*_MATTERS, "ssm.head_dim", "ssm.groups")
+MAMBA2_TRANSFORMERS = Family(
+    "mamba2", "mamba2", _is_transformers("mamba2"), _mamba2_from_transformers, _mamba2_to_transformers, mamba2_rows, _MAMBA2
+)  # fmt: skip
+MAMBA2_MAMBA_SSM = Family(
+    "mamba2 of mamba_ssm", "mamba2", _is_mamba_ssm("Mamba2"),
+    lambda given: _from_mamba_ssm(given, "mamba2", "Mamba-2", "Mamba2", _read_mamba2), None, mamba2_rows, _MAMBA2,
+)  # fmt: skip
+MAMBA_TRANSFORMERS = Family(
+    "mamba", "mamba", _is_transformers("mamba"), _mamba_from_transformers, _mamba_to_transformers, mamba_rows, _MAMBA
+)  # fmt: skip
+MAMBA_MAMBA_SSM = Family(
+    "mamba of mamba_ssm", "mamba", _is_mamba_ssm("Mamba1"),
+    lambda given: _from_mamba_ssm(given, "mamba", "Mamba", "Mamba1", _read_mamba), None, mamba_rows, _MAMBA,
+)  # fmt: skip
