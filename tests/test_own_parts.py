@@ -46,18 +46,19 @@ def test_a_language_model_of_own_parts_from_the_command_line(tmp_path, monkeypat
         "--data.sequence-length", "32", "--data.batch-size", "4",
         "--optimizer.name", "tests.own_parts:sgd", "--optimizer.options", '{"momentum": 0.5}',
         "--optimizer.schedule", "tests.own_parts:inverse_square_root", "--optimizer.learning-rate", "0.1",
-        "--eval-batches", "1", "--no-tensorboard",
+        "--mesh.data", "1", "--eval-batches", "1", "--no-tensorboard",
     ]  # fmt: skip
     monkeypatch.chdir(tmp_path)
     assert cli.main([*options, "--steps", "3"]) == 0
-    done = run(tmp_path, *options, "--steps", "5")  # another process finds everything by name
+    assert "step 3/3" in capsys.readouterr().out
+    assert cli.main([*options, "--steps", "5"]) == 0
+    assert "step 5/5" in capsys.readouterr().out
+    place = ["--run-dir", str(tmp_path / "run")]
+    assert cli.main(["generate", *place, "--prompt", "1 2", "--max-tokens", "4"]) == 0
+    assert capsys.readouterr().out.startswith("1 2")
+    done = run(tmp_path, "evaluate", *place, "--max-batches", "1")  # another process finds everything by name
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "step 5/5" in done.stdout
-    done = run(tmp_path, "generate", "--run-dir", str(tmp_path / "run"), "--prompt", "1 2", "--max-tokens", "4")
-    assert done.returncode == 0, done.stderr[-2000:]
-    capsys.readouterr()
-    assert cli.main(["evaluate", "--run-dir", str(tmp_path / "run"), "--max-batches", "1"]) == 0
-    assert "bits per byte" in capsys.readouterr().out
+    assert "bits per byte" in done.stdout
     assert cli.main([*options, "--steps", "7", "--optimizer.options", "{}", "--optimizer.name", "optax:lion"]) == 2
     assert "optimizer.name: 'tests.own_parts:sgd' → 'optax:lion'" in capsys.readouterr().err
 

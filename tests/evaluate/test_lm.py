@@ -20,6 +20,9 @@ CONFIG = ModelConfig(
 BYTES = np.arange(32) % 3
 
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+
 @functools.cache
 def model() -> LanguageModel:
     return LanguageModel(CONFIG, rngs=nnx.Rngs(0))

@@ -28,7 +28,7 @@ CASES = [*((name, "titans") for name in ("attention", "swa", "mag", "mal", "mac"
 
 
 def each_case(*cases, slow=()):
-    """By default a softmax memory is streamed and packed; what it computes is in tests/memory/softmax."""
+    """By default a softmax memory is packed; what it computes is in tests/memory/softmax."""
     marks = lambda case: [pytest.mark.slow] if case in slow else []
     return pytest.mark.parametrize(("name", "rule"), [pytest.param(*case, marks=marks(case)) for case in cases])
 
@@ -179,7 +179,7 @@ def stream(name, rule, x, state, cuts):
     return jnp.concatenate(pieces, axis=1), state
 
 
-@each_case(*CASES)
+@each_case(*CASES, slow=CASES[-1:])
 def test_streamed_is_parallel(name, rule):
     graphdef, params, parallel = make(name, rule)
     expected = parallel(params, inputs())
