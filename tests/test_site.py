@@ -51,7 +51,12 @@ def test_builds_strictly(tmp_path):
         assert not missing, f"docs/api/{page}.md does not have {missing}"
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
+# The longest run with `-m slow`: what they call has tests of its own.
+@pytest.mark.parametrize(
+    "page",
+    some_slow(WITH_PYTHON, [DOCS / f"{stem}.md" for stem in ("streaming", "training", "getting_started")]),
+    ids=lambda page: page.stem,
+)
 def test_python_of_a_page_runs(page, tmp_path, monkeypatch):
     """All blocks of a page, one after another, with the names of those before."""
     monkeypatch.chdir(tmp_path)

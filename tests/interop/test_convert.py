@@ -294,7 +294,7 @@ def run_dir(tmp_path_factory):
 
 
 def test_an_imported_model_is_an_ordinary_run(run_dir, capsys):
-    """Evaluated, sampled, trained on any data, resumed and exported by the same commands as any other run."""
+    """Evaluated, sampled, trained on any data and exported by the same commands as any other run."""
     place, text = ["--run-dir", str(run_dir)], str(run_dir.parent / "text.txt")
     assert cli.main(["evaluate", *place, "--text", text, "--max-batches", "1"]) == 0
     assert "step 0" in capsys.readouterr().out
@@ -304,8 +304,6 @@ def test_an_imported_model_is_an_ordinary_run(run_dir, capsys):
     options = [*data, "--optimizer.name", "optax:sgd", "--mesh.data", "1", "--eval-batches", "1", "--no-tensorboard"]
     assert cli.main(["train", *place, *options, "--steps", "2"]) == 0
     assert "Starting from the parameters in" in capsys.readouterr().out
-    assert cli.main(["train", *place, "--steps", "3"]) == 0
-    assert "Resuming from step 2" in capsys.readouterr().out
     out = run_dir.parent / "out"
     assert cli.main(["export", str(out), *place]) == 0
     assert "gated_deltanet" in capsys.readouterr().out

@@ -106,7 +106,9 @@ def fresh():
 def test_streamed_is_parallel_at_every_split():
     x = arrays(12)
     expected = parallel(*x)
-    for cuts in [range(13), [0, 12], [0, 1, 4, 5, 6, 12], *([0, cut, 12] for cut in range(1, 12))]:
+    # Each length of a piece is a compilation: one of 7 tokens begins at every place in a block.
+    pieces_of_seven = ([*range(cut + 1), *range(cut + 7, 13)] for cut in range(6))
+    for cuts in [range(13), [0, 12], [0, 1, 4, 5, 6, 12], *pieces_of_seven]:
         y, _ = stream(x, fresh(), cuts)
         close(y, expected)
 

@@ -133,7 +133,9 @@ def test_streamed_is_parallel_at_every_split():
     x = tokens(12)
     expected = parallel(x, weights())
     states = []
-    for cuts in [range(13), [0, 12], [0, 1, 4, 5, 6, 12], *([0, cut, 12] for cut in range(1, 12))]:
+    # Each length of a piece is a compilation: one of 7 tokens begins at every place in a block.
+    pieces_of_seven = ([*range(cut + 1), *range(cut + 7, 13)] for cut in range(6))
+    for cuts in [range(13), [0, 12], [0, 1, 4, 5, 6, 12], *pieces_of_seven]:
         y, state = stream(x, fresh(), cuts)
         close(y, expected)
         states.append(state)
