@@ -31,31 +31,40 @@ def bold(rule, dtype=jnp.float64, time=37, spread=0.3, step_size=1.0, **override
 
 @pytest.mark.parametrize("structure", [MATRIX, RELU, structures.MLP(depth=3, expansion=1, activation="relu")], ids=str)
 @pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("spread", [0.0, 0.3, 1e3])
-def test_squared_norms_grow_by_no_more_than_the_steps_times_the_squared_targets(structure, window, spread, x64):
-    """The inequality of SEMANTICS 1.12, for every weight and at every token."""
+def test_squared_norms_grow_by_no_more_than_the_steps_times_the_squared_targets(structure, window, x64):
+    """The inequality of SEMANTICS 1.12, for every weight and at every token; keys that are the same, alike, and large."""
     rule = MemoryRule(
         structure, objectives.L2(), optimizer=GD, retention=retention.Full(), window=window, chunk_size=16,
         bound=Bound(weight_norm=None),
     )  # fmt: skip
-    params, _, k, v, gates = bold(rule, time=48, spread=spread, step_size=5.0)
-    if spread > 1:
-        k = 1e4 * k
     square = lambda weights: {name: jnp.sum(w * w, axis=(-2, -1)) for name, w in weights.items()}
-    residual = k if structure.residual else 0.0
-    target = jnp.sum((v - residual) ** 2, -1) + 1e-4 * jnp.sum(v * v, -1)  # [batch, time, heads]
-    if window > 1:
-        last = jnp.stack([jnp.pad(target, ((0, 0), (j, 0), (0, 0)))[:, : k.shape[1]] for j in range(window)], -1)
-        target = jnp.sum(gates.window * last, -1)
-    allowed = jnp.cumsum(gates.step_size * target, axis=1)
-    state = memory.init_state(rule, params, batch_size=2)
-    start = square(state.memory)
-    step = jax.jit(lambda state, *token: memory.step(rule, params, state, *token)[1])
-    for t in range(k.shape[1]):
-        token = jax.tree.map(lambda x, t=t: x[:, t], (k, k, v, gates))
-        state = step(state, *token)
-        for name, norm in square(state.memory).items():
-            assert (norm <= (start[name] + allowed[:, t]) * (1 + 1e-9)).all(), (name, t)
+
+    @jax.jit
+    def steps(params, k, v, gates):
+        """The squared norms of the weights at the start, and after every token."""
+        state = memory.init_state(rule, params, batch_size=2)
+
+        def step(state, token):
+            _, state = memory.step(rule, params, state, token[0], *token)
+            return state, square(state.memory)
+
+        tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (k, v, gates))
+        return square(state.memory), jax.lax.scan(step, state, tokens)[1]
+
+    for spread in (0.0, 0.3, 1e3):
+        params, _, k, v, gates = bold(rule, time=48, spread=spread, step_size=5.0)
+        if spread > 1:
+            k = 1e4 * k
+        residual = k if structure.residual else 0.0
+        target = jnp.sum((v - residual) ** 2, -1) + 1e-4 * jnp.sum(v * v, -1)  # [batch, time, heads]
+        if window > 1:
+            last = jnp.stack([jnp.pad(target, ((0, 0), (j, 0), (0, 0)))[:, : k.shape[1]] for j in range(window)], -1)
+            target = jnp.sum(gates.window * last, -1)
+        allowed = jnp.moveaxis(jnp.cumsum(gates.step_size * target, axis=1), 1, 0)
+        start, norms = steps(params, k, v, gates)
+        for name, norm in norms.items():
+            assert norm.shape == allowed.shape
+            assert (norm <= (start[name] + allowed) * (1 + 1e-9)).all(), (name, spread)
 
 
 def test_a_memory_that_diverges_without_the_bound_learns_with_it():
@@ -77,7 +86,7 @@ BOLD = {
 
 
 @pytest.mark.parametrize(
-    "name", some_slow(BOLD, ["titans", "moneta", "channel_delta_momentum", "channel_steps_chunk8"])
+    "name", some_slow(BOLD, ["titans", "moneta", "omeganet_window_over_chunk", "channel_steps_chunk8"])
 )
 def test_the_engine_is_the_reference_where_the_bound_acts(name, x64):
     rule = RULES[name]
@@ -103,14 +112,14 @@ def test_streaming_where_the_bound_acts(name, x64):
     params, *rest = bold(rule, time=17)
     expected, _ = memory.scan(rule, params, None, *rest)
     scan = jax.jit(lambda state, *args: memory.scan(rule, params, state, *args))
-    for cut in (1, 16, 8, 9):  # two shapes for each two; in and at the ends of chunks
+    for cut in (1, 16):  # two shapes; in and at the end of a chunk
         first, state = scan(memory.init_state(rule, params, batch_size=2), *slice_time(rest, 0, cut))
         second, _ = scan(state, *slice_time(rest, cut, 17))
         assert_close(jnp.concatenate([first, second], axis=1), expected, 1e-9, what=str(cut))
 
 
 def test_packed_segments_where_the_bound_acts(x64):
-    rule = RULES["titans_at_its_norm"]
+    rule = dataclasses.replace(RULES["titans_at_its_norm"], structure=MATRIX)
     params, *rest = bold(rule, time=30)
     ids = jnp.asarray([[0] * 11 + [1] * 19, [4] * 30])
     packed, _ = memory.scan(rule, params, None, *rest, segment_ids=ids, max_segments=2)
@@ -125,7 +134,7 @@ def test_online_rules_are_the_papers_while_their_steps_are_safe(x64):
     assert_close(memory.scan(rule, params, None, *rest), memory.scan(rule.unbounded(), params, None, *rest), 1e-14)
 
 
-@pytest.mark.parametrize("name", ["atlas", "linear_attention", "gla", "longhorn"])
+@pytest.mark.parametrize("name", ["muon_matrix_channel", "linear_attention", "gla", "longhorn"])
 def test_rules_that_need_no_bound_on_their_steps(name):
     rule = RULES[name]
     assert rule.step_bound is None
@@ -161,11 +170,13 @@ def test_moneta_with_strong_retention_over_many_tokens():
     assert all(jnp.abs(w).max() < 10 for w in state.memory.values())
 
 
-# The others differ from these in one choice.
-@pytest.mark.parametrize(
-    "name",
-    some_slow(rules.REGISTRY, ["titans_no_momentum", "yaad", "dla", "swla", "atlas_plus_plus", "memora", "ttt_mlp"]),
-)
+# Their gates are those of the other rules.
+SUGGESTED_IF_SLOW = {
+    "titans_no_momentum", "dla", "swla", "atlas_plus_plus", "memora", "ttt_mlp", "deep_transformer", "titans", "omeganet",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some_slow(rules.REGISTRY, SUGGESTED_IF_SLOW))
 def test_suggested_gates_are_a_rules_gates(name):
     rule = rules.REGISTRY[name]()
     gates = memory.suggested_gates(rule, batch_size=2, time=5, num_heads=3, key_dim=4)

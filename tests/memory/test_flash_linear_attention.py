@@ -19,6 +19,7 @@ import pytest
 from atlasjax import memory, rules
 from atlasjax.memory import objectives, optimizers, retention, structures
 from atlasjax.memory.fast_weights.rule import MemoryRule
+from tests.marks import some_slow
 
 NEEDS = "needs the extra 'oracle' (torch, fla-core)"
 torch = pytest.importorskip("torch", reason=NEEDS)
@@ -186,7 +187,8 @@ def inputs():
     return {name: x.astype(np.float32) for name, x in arrays.items()}
 
 
-@pytest.mark.parametrize("name", CASES)
+# Each rule once; a polynomial's is in test_closed_forms.py too.
+@pytest.mark.parametrize("name", some_slow(CASES, ["based: a polynomial of degree 2", "retention"]))
 def test_rule_is_their_reference(name):
     case, arrays = CASES[name], inputs()
     given = {key: arrays[key] for key in ("q", "k", "v", *case.given)}

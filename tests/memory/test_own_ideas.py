@@ -12,6 +12,7 @@ import pytest
 from atlasjax import memory, rules
 from atlasjax.memory import MemoryRule, features, objectives, optimizers, retention, structures
 from atlasjax.memory.fast_weights.kernels import unsupported
+from tests.marks import some_slow
 from tests.memory.cases import assert_close, make_inputs
 from tests.memory.own_ideas import IDEAS, Adam, CappedL2, LogCosh, SignMomentum, SoftThreshold
 
@@ -64,7 +65,8 @@ def test_kernels_refuse_what_they_do_not_know(name):
     assert unsupported("pallas_tpu", rules.titans(16), *make_inputs(rules.titans(16))[:1], None, q, False) is None
 
 
-@pytest.mark.parametrize("name", IDEAS)
+# The other classes are in `all_of_them`.
+@pytest.mark.parametrize("name", some_slow(IDEAS, set(IDEAS) - {"own_loss_matrix", "own_sign_momentum", "all_of_them"}))
 def test_suggested_gates(name):
     """Keys of unit length and values of unit length, a few hundred tokens: finite, and it learns more than nothing."""
     rule = IDEAS[name]

@@ -25,7 +25,7 @@ def attention(q, k, v, **kwargs):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("chunk_size", some_slow([1, 5, 64], [1]))
+@pytest.mark.parametrize("chunk_size", some_slow([1, 5, 64], [1, 64]))
 def test_deep_transformer_is_softmax_attention(function, chunk_size):
     rule = SoftmaxRule(MATRIX, retention=FULL, chunk_size=chunk_size)
     params, q, k, v, gates = make_inputs(rule, key_dim=8, value_dim=6, step_size=1.0)
@@ -35,7 +35,10 @@ def test_deep_transformer_is_softmax_attention(function, chunk_size):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(("chunk_size", "cache_window"), [(1, 4), (16, 4), (3, 7), (8, 40)])
+@pytest.mark.parametrize(
+    ("chunk_size", "cache_window"),
+    [pytest.param(1, 4, marks=pytest.mark.slow), (16, 4), (3, 7), pytest.param(8, 40, marks=pytest.mark.slow)],
+)
 def test_swdt_is_sliding_window_attention(function, chunk_size, cache_window):
     rule = SoftmaxRule(MATRIX, retention=FULL, chunk_size=chunk_size, cache_window=cache_window)
     params, q, k, v, gates = make_inputs(rule, key_dim=8, value_dim=8, step_size=1.0)
