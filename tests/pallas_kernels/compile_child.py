@@ -1,6 +1,8 @@
-"""`python compile_child.py TOPOLOGY [wide]`: compiles kernels, forward and backward, for one chip; a line for each that compiled.
+"""`python compile_child.py TOPOLOGIES [some | all | wide]`: compiles kernels, forward and backward, for one chip of each topology,
+a comma between two; a line for each that compiled.
 
-Every kernel, or with `wide` those of heads of 128 and 256 and the memories of the Atlas presets.
+`some`: each kernel for one of the topologies, in turn. `all`: every kernel. `wide`: those of heads of 128 and 256 and the memories
+of the Atlas presets.
 
 A process of its own, because a program that libtpu does not like can end the process.
 """
@@ -101,14 +103,16 @@ def wide_kernels():
         yield f"chunk_memory muon, atlas {dim}", *atlas(dim)
 
 
-def main(topology, which="all"):
-    device = SingleDeviceSharding(topologies.get_topology_desc(topology, platform="tpu").devices[0])
-    for name, function, shapes in {"all": kernels, "wide": wide_kernels}[which]():
+def main(topology_names, which="all"):
+    place_of = lambda name: SingleDeviceSharding(topologies.get_topology_desc(name, platform="tpu").devices[0])
+    devices = [place_of(name) for name in topology_names.split(",")]
+    for index, (name, function, shapes) in enumerate({"wide": wide_kernels}.get(which, kernels)()):
         loss = lambda arguments, function=function: jnp.sum(function(*arguments).astype(jnp.float32) ** 2)
-        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
-        compiled = jax.jit(jax.value_and_grad(loss)).lower(jax.tree.map(place, shapes)).compile()
-        count = compiled.as_text().count('custom_call_target="tpu_custom_call"')
-        print(f"{name}: {count} kernels, {compiled.memory_analysis().temp_size_in_bytes} bytes", flush=True)
+        for device in [devices[index % len(devices)]] if which == "some" else devices:
+            place = lambda x, device=device: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
+            compiled = jax.jit(jax.value_and_grad(loss)).lower(jax.tree.map(place, shapes)).compile()
+            count = compiled.as_text().count('custom_call_target="tpu_custom_call"')
+            print(f"{name}: {count} kernels, {compiled.memory_analysis().temp_size_in_bytes} bytes", flush=True)
 
 
 if __name__ == "__main__":
