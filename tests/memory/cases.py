@@ -26,7 +26,7 @@ RULES: dict[str, MemoryRule] = {
     "longhorn_channel": rules.longhorn_channel(),
     "gated_delta_rule": rules.gated_delta_rule(),
     "gated_delta_momentum": MemoryRule(
-        MATRIX, objectives.L2(), optimizer=optimizers.Momentum(), retention=retention.Channel(decay_first=True),
+        MATRIX, objectives.L2(), features.Powers(2), optimizers.Momentum(), retention.Channel(decay_first=True),
         window=2, chunk_size=1,
     ),
     "rwkv7": rules.rwkv7(),
@@ -35,7 +35,7 @@ RULES: dict[str, MemoryRule] = {
         MATRIX, objectives.L2(), optimizer=optimizers.GradientDescent(per_channel=True), chunk_size=1
     ),
     "channel_steps_chunk8": MemoryRule(
-        MATRIX, objectives.L2(), optimizer=optimizers.GradientDescent(per_channel=True), chunk_size=8
+        MATRIX, objectives.L2(), features.TensorSketch(2, 8), optimizers.GradientDescent(per_channel=True), chunk_size=8
     ),
     "channel_delta_momentum": MemoryRule(
         MATRIX, objectives.L2(), optimizer=optimizers.Momentum(), retention=retention.Channel(), window=3, chunk_size=20
@@ -76,12 +76,13 @@ RULES: dict[str, MemoryRule] = {
     "muon_matrix_channel": MemoryRule(
         MATRIX, objectives.L2(), optimizer=optimizers.Muon(3), retention=retention.Channel(), window=2, chunk_size=6
     ),
-    # Small ones, with which choices are compared by default: a program of a matrix takes a third of the time.
-    "gated_small": MemoryRule(structures.GatedMLP(expansion=1), optimizer=GD, chunk_size=8),
-    "moneta_matrix": rules.moneta(8, structure=MATRIX),
-    "yaad_matrix": rules.yaad(8, structure=MATRIX),
-    "powers_matrix": MemoryRule(MATRIX, features=features.Powers(3), optimizer=GD, window=3, chunk_size=8),
-    "sketch_matrix": MemoryRule(MATRIX, features=features.TensorSketch(2, 8), optimizer=GD, window=3, chunk_size=8),
+    # Small ones, with which choices are compared by default: a program of a matrix, and of no bound, takes a third of the time.
+    "gated_small": MemoryRule(
+        structures.GatedMLP(expansion=1), objectives.Huber(), optimizer=GD, chunk_size=8, bound=None
+    ),
+    "deep_small": MemoryRule(structures.MLP(depth=3, expansion=1), optimizer=GD, chunk_size=8, bound=None),
+    "moneta_matrix": rules.moneta(8, structure=MATRIX).unbounded(),
+    "ttt_mlp_small": rules.ttt_mlp(8, expansion=1).unbounded(),
     **IDEAS,
 }  # fmt: skip
 

@@ -25,10 +25,9 @@ EXACT = 1e-9
 
 # Rules whose every choice is in other rules; gradients if slow.
 RELATIVES = set(RULES) - {
-    "all_of_them", "atlas_every", "channel_steps_chunk8", "delta_rule_decay", "gated_delta_momentum", "gated_delta_rule",
-    "gated_small", "gla", "longhorn", "longhorn_channel", "memora_matrix", "moneta_matrix", "muon_matrix_channel",
-    "own_loss_matrix", "own_sign_momentum", "powers_matrix", "rwkv7", "sketch_matrix", "titans_deep", "ttt_linear", "ttt_mlp",
-    "yaad_matrix",
+    "all_of_them", "atlas_every", "channel_steps_chunk8", "deep_small", "delta_rule_decay", "gated_delta_momentum",
+    "gated_delta_rule", "gated_small", "gla", "longhorn", "longhorn_channel", "memora_matrix", "moneta_matrix",
+    "muon_matrix_channel", "own_loss_matrix", "own_sign_momentum", "rwkv7", "ttt_linear", "ttt_mlp_small",
 }  # fmt: skip
 
 
@@ -38,8 +37,9 @@ def each_rule(names, slow=()):
 
 
 def shared_inputs(rule, **overrides):
-    """Of the one shape for which a rule's functions are compiled; six heads, which `test_lanes_of_heads_change_nothing` needs."""
-    return make_inputs(rule, heads=6, dtype=jnp.float64, **overrides)
+    """Of the one shape for which a rule's functions are compiled: a block and a part of one, and six heads, which
+    `test_lanes_of_heads_change_nothing` needs."""
+    return make_inputs(rule, **{"time": 70, "heads": 6, "dtype": jnp.float64, **overrides})
 
 
 @functools.lru_cache(maxsize=4)
@@ -58,8 +58,8 @@ def both(rule, **kwargs):
 
 # Every structure, objective, optimizer and retention; the other rules' rounding runs if slow.
 ROUNDED = (
-    "all_of_them", "atlas_plus_plus", "linear_attention", "longhorn_channel", "memora", "moneta", "own_loss_matrix",
-    "own_sign_momentum", "rwkv7", "yaad_window",
+    "all_of_them", "atlas_every", "gated_delta_momentum", "gated_small", "gla", "longhorn_channel", "memora_matrix",
+    "moneta_matrix", "own_loss_matrix", "own_sign_momentum", "rwkv7",
 )  # fmt: skip
 
 
@@ -110,14 +110,16 @@ def test_every_choice_is_compared():
 
 
 LENGTHS = 1, 63, 100, 257
-# And the lengths at which values, and gradients, are compared by default: one token, several blocks, a block not full.
+# And the lengths at which values, and gradients, are compared by default: one token, several blocks, a block not full. All are
+# compared at the 70 tokens of `shared_inputs`.
 LENGTHENED = {
-    "omeganet_window_over_chunk": (100,), "atlas_every": (1, 257), "channel_delta_momentum": (63,), "delta_rule_decay": (63,),
-    "gated_delta_rule": (1, 63), "rwkv7": (1, 100), "longhorn_channel": (1, 257), "memora": (257,),
+    "omeganet_window_over_chunk": (100,), "atlas_every": (1,), "channel_delta_momentum": (63,), "delta_rule_decay": (257,),
+    "gated_delta_rule": (1,), "rwkv7": (63,), "longhorn_channel": (257,), "memora": (),
+    "deep_small": (),
 }  # fmt: skip
 GRADED_LENGTHS = {
-    "omeganet_window_over_chunk": (1,), "atlas_every": (), "channel_delta_momentum": (), "delta_rule_decay": (100,),
-    "gated_delta_rule": (257,), "rwkv7": (), "longhorn_channel": (63,), "memora": (),
+    "omeganet_window_over_chunk": (), "atlas_every": (), "channel_delta_momentum": (), "delta_rule_decay": (),
+    "gated_delta_rule": (), "rwkv7": (), "longhorn_channel": (), "memora": (), "deep_small": (1,),
 }  # fmt: skip
 
 
@@ -160,7 +162,7 @@ EDGES = [
 
 EDGED = (
     "titans", "yaad_window", "omeganet", "atlas", "muon_matrix_channel", "gla", "moneta_row", "memora", "delta_rule_decay",
-    "gated_delta_rule", "rwkv7", "longhorn_channel", "yaad_matrix", "memora_matrix", "moneta_matrix",
+    "gated_delta_rule", "rwkv7", "longhorn_channel", "gated_small", "memora_matrix", "moneta_matrix",
 )  # fmt: skip
 
 
@@ -194,9 +196,11 @@ def test_float32_and_bfloat16(name):
     rule = RULES[name]
     # A LayerNorm over four channels can come near a variance of zero, where rounding is all that is left.
     dim = 16 if rule.structure.norm else 4
-    params, q, k, v, gates = make_inputs(rule, time=70, key_dim=dim, value_dim=dim)
+    params, q, k, v, gates = shared_inputs(rule, heads=2, dtype=jnp.float32, key_dim=dim, value_dim=dim)
     engine = jax.jit(lambda params, *rest: memory.scan(rule, params, None, *rest))
-    reference = jax.jit(lambda params, *rest: memory.reference(rule, params, None, *rest)[0])
+    reference, _ = shared(rule)
+    up = lambda x: jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64)
+    thrice = lambda tree, axis: jax.tree.map(lambda x: jnp.concatenate([up(x)] * 3, axis), tree)
     for dtype, tolerance in {jnp.float32: 2e-5, jnp.bfloat16: 4e-2}.items():
         if rule.uses_muon:
             tolerance = {jnp.float32: 2e-3, jnp.bfloat16: 1e-1}[dtype]
@@ -206,14 +210,13 @@ def test_float32_and_bfloat16(name):
         floating = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
         assert all(x.dtype == jnp.float32 for x in floating)
         with jax.enable_x64(True):
-            up = lambda x: jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64)
-            expected = reference(*jax.tree.map(up, (params, q, k, v, gates)))
-            assert_close(y.astype(jnp.float32), expected, tolerance, what=str(dtype))
+            (_, (expected, _)), _ = reference(thrice(params, 0), *thrice((q, k, v, gates), 2))  # six heads are compiled
+            assert_close(y.astype(jnp.float32), expected[:, :, :2], tolerance, what=str(dtype))
 
 
 @each_rule(
     ["titans", "omeganet_window_over_chunk", "atlas_every", "gla", "swla", "ttt_mlp"],
-    slow=["titans", "ttt_mlp", "atlas_every"],
+    slow=["titans", "ttt_mlp", "atlas_every", "gla"],
 )
 def test_causality(name):
     """The Jacobian of outputs with respect to inputs is exactly zero above the diagonal."""
@@ -233,7 +236,7 @@ def test_causality(name):
     assert depends > 15
 
 
-@each_rule(["titans", "omeganet", "atlas", "gla", "linear_attention"], slow=["titans", "atlas"])
+@each_rule(["titans", "omeganet", "atlas", "gla", "linear_attention"], slow=["titans", "atlas", "gla"])
 def test_batch_elements_and_heads_do_not_meet(name):
     rule = RULES[name]
     params, q, k, v, gates = make_inputs(rule, batch=3, heads=3)
@@ -254,7 +257,7 @@ def test_read_looks_without_writing():
     np.testing.assert_allclose(memory.read(rule, params, state, q[:, -1:])[:, 0], y[:, -1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["titans", "delta_rule"])
+@pytest.mark.parametrize("name", ["titans_matrix", "delta_rule"])
 def test_outside_jit_a_call_is_one_program(name):
     """Operation by operation it was hundreds, and the loop over chunks was compiled again in every call."""
     rule = RULES[name]
@@ -284,7 +287,7 @@ def test_outside_jit_a_call_is_one_program(name):
 def test_newton_schulz_steps_change_at_run_time():
     rule = RULES["muon_matrix_channel"]
     params, q, k, v, gates = make_inputs(rule)
-    for steps in (0, 1, 3):
+    for steps in (0, 2):
         other = rule.with_newton_schulz(steps=steps)
         state = memory.init_state(rule, params, batch_size=2)
         y, _ = memory.scan(other, params, state, q, k, v, gates)
@@ -308,10 +311,18 @@ def test_backward_memory_grows_with_boundaries_not_with_tokens():
     assert long < 2048 * weights / 5
 
 
-LANED = ["titans", "titans_matrix", "ttt_linear", "atlas_every", "omeganet_window_over_chunk", "delta_rule"]
+LANED = [
+    "titans",
+    "titans_matrix",
+    "ttt_linear",
+    "atlas_every",
+    "omeganet_window_over_chunk",
+    "delta_rule",
+    "memora_matrix",
+]
 
 
-@each_rule(LANED, slow=set(LANED) - {"ttt_linear", "delta_rule"})
+@each_rule(LANED, slow=set(LANED) - {"memora_matrix"})
 def test_lanes_of_heads_change_nothing(name, x64, monkeypatch):
     """What a CPU does with large products, forced on small ones: groups of heads as separate operations."""
     from atlasjax.memory.fast_weights import slots
@@ -323,14 +334,14 @@ def test_lanes_of_heads_change_nothing(name, x64, monkeypatch):
     assert_close(both(rule)[1](*args), shared(rule)[0](*args), EXACT)
 
 
-@each_rule(LANED, slow=set(LANED) - {"titans_matrix"})
+@each_rule(LANED, slow=set(LANED) - {"delta_rule"})
 def test_lanes_of_heads_with_segments(name, x64, monkeypatch):
     from atlasjax.memory.fast_weights import slots
 
     monkeypatch.setattr(slots, "_LANE_NUMBERS", 1)
     rule = RULES[name]
     args = shared_inputs(rule)
-    reference, engine = both(rule, segment_ids=jnp.asarray([[0] * 9 + [1] * 28, [2] * 37]))
+    reference, engine = both(rule, segment_ids=jnp.asarray([[0] * 9 + [1] * 61, [2] * 70]))
     assert_close(engine(*args)[1][0], reference(*args)[1][0], EXACT)
 
 
@@ -339,7 +350,7 @@ def test_lanes_are_for_cpus_only(monkeypatch):
     from atlasjax.memory.fast_weights import slots
 
     monkeypatch.setattr(slots, "_LANE_NUMBERS", 1)
-    rule = RULES["titans"]
+    rule = RULES["titans_matrix"]
     args = make_inputs(rule, heads=4)
     products = {}
     for platform in ("cpu", "tpu"):
