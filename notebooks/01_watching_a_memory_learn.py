@@ -78,7 +78,7 @@ MEMORIES = {
     ),
     "Atlas": (
         rules.atlas(1, 4, features=features.Polynomial(2)),
-        {"step_size": 0.02, "retention": 1.0, "momentum": 0.5, "window": 1.0},
+        {"step_size": 0.02, "retention": 1.0, "momentum_decay": 0.5, "window_weights": 1.0},
     ),
 }
 

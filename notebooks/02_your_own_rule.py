@@ -90,8 +90,8 @@ class Welsch(objectives.Objective):
 class SignMomentum(optimizers.Optimizer):
     has_momentum = True
 
-    def update(self, state, gradient, step_size, momentum):
-        S = {name: momentum * state[name] + (1.0 - momentum) * g for name, g in gradient.items()}
+    def update(self, state, gradient, step_size, momentum_decay):
+        S = {name: momentum_decay * state[name] + (1.0 - momentum_decay) * g for name, g in gradient.items()}
         return {name: -step_size * jnp.sign(s) for name, s in S.items()}, S
 
 
@@ -133,7 +133,8 @@ RULES = {
 # %%
 def errors(rule, step_size):
     params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=DIM, value_dim=DIM)
-    gates = memory.Gates(retention=1.0, step_size=step_size, momentum=0.8 if rule.optimizer.has_momentum else None)
+    theta = 0.8 if rule.optimizer.has_momentum else None
+    gates = memory.Gates(retention=1.0, step_size=step_size, momentum_decay=theta)
 
     def one(state, pair):
         k, v = (x[None, None] for x in pair)
@@ -176,7 +177,7 @@ fig.tight_layout()
 # %%
 rule = memory.MemoryRule(MLP, Welsch(), optimizer=optimizers.Momentum(), window=3, chunk_size=8)
 params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=DIM, value_dim=DIM)
-gates = memory.Gates(retention=0.99, step_size=0.02, momentum=0.8, window=1.0)
+gates = memory.Gates(retention=0.99, step_size=0.02, momentum_decay=0.8, window_weights=1.0)
 y, state = memory.scan(rule, params, None, k, k, v, gates)
 expected, _ = memory.reference(rule, params, None, k, k, v, gates)
 first, middle = memory.scan(rule, params, None, k[:, :37], k[:, :37], v[:, :37], gates)

@@ -97,17 +97,18 @@ def passes(rule, step_sizes, coefficients=None, **gates):
 matrix, identity, degree2 = structures.Matrix(), features.Identity(), features.Polynomial(2)
 quadratic = rules.omeganet(1, 1, matrix, degree2)
 keep = {"retention": 1.0}
+windowed = {"window_weights": 1.0, **keep}
 RULES = {
     "linear attention": (rules.linear_attention(), (0.02, 0.05, 0.125, 0.5, 1.0), {}),
     "delta rule": (rules.delta_rule(), (0.25, 0.5, 1.0), {}),
-    "Omega rule, window of 8": (rules.omeganet(1, 8, matrix, identity), (0.05, 0.1, 0.2), {"window": 1.0, **keep}),
+    "Omega rule, window of 8": (rules.omeganet(1, 8, matrix, identity), (0.05, 0.1, 0.2), windowed),
     "delta rule, 1 + q·k + (q·k)²/2": (quadratic, (0.1, 0.2, 0.4), keep),
     "delta rule, (q·k)²": (quadratic, (0.25, 0.5, 1.0), {"coefficients": (0.0, 0.0, 1.0), **keep}),
     "deep memory": (rules.titans_no_momentum(1), (0.1, 0.2, 0.4), keep),
     "Atlas": (
         rules.atlas(1, 8, structures.MLP(expansion=1), degree2),
         (0.003, 0.01, 0.03, 0.1),
-        {"momentum": 0.5, "window": 1.0, **keep},
+        {"momentum_decay": 0.5, **windowed},
     ),
 }
 results = {name: passes(rule, steps, **others) for name, (rule, steps, others) in RULES.items()}

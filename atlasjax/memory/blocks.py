@@ -23,14 +23,14 @@ Read = Callable[[Callable[[str, jax.Array], jax.Array]], jax.Array]
 class BlockGates(NamedTuple):
     """Gates of a block of m tokens. E counts the tokens of the block and of the window before it.
 
-    retention: [m], [m, D] or None (α = 1). step_size: [m]. momentum: [m] or None (no momentum state). gamma: Γ [m, E].
+    retention: [m], [m, D] or None (α = 1). step_size: [m]. momentum_decay: [m] or None (no momentum state). gamma: Γ [m, E].
     real: [m], 1 for tokens and 0 for padding. None if the gates of padding (α = 1, θ = 1, η = 0, γ = 0) suffice to make it a no-op.
     They do for Muon and plain gradient descent, but with momentum M_t = α_t M_{t−1} + S_t would add S_t again.
     """
 
     retention: jax.Array | None
     step_size: jax.Array
-    momentum: jax.Array | None
+    momentum_decay: jax.Array | None
     gamma: jax.Array
     real: jax.Array | None
 
@@ -154,8 +154,8 @@ class Decays(NamedTuple):
 def decays(gates: BlockGates) -> Decays:
     m = gates.step_size.shape[0]
     beta = across = a = s = None
-    if gates.momentum is not None:
-        beta, across = decay_products(gates.momentum)
+    if gates.momentum_decay is not None:
+        beta, across = decay_products(gates.momentum_decay)
     if gates.retention is None:
         pairwise = jnp.tril(jnp.ones((m, m), gates.step_size.dtype))
     else:

@@ -272,8 +272,8 @@ def check_segments(segment_ids: Any, max_segments: int | None, q: Any, where: st
 
 _RANGES = {
     "retention": (0.0, 1.0),
-    "momentum": (0.0, 1.0),
-    "window": (0.0, 1.0),
+    "momentum_decay": (0.0, 1.0),
+    "window_weights": (0.0, 1.0),
     "step_size": (0.0, np.inf),
     "threshold": (0.0, np.inf),
     "removal_key": (-np.inf, np.inf),

@@ -15,8 +15,8 @@ class Gates(NamedTuple):
     Attributes:
       retention: α ∈ [0, 1]; [batch, time, heads, D] for per-channel retention.
       step_size: η ≥ 0; [batch, time, heads, value_dim] for one step size per channel.
-      momentum: θ ∈ [0, 1], the decay of the momentum S_t. S_t itself is `MemoryState.momentum`.
-      window: γ ∈ [0, 1], [batch, time, heads, c]; entry j weights the loss of token t − j. The length c is `MemoryRule.window`.
+      momentum_decay: θ ∈ [0, 1], the decay of the momentum S_t, which is `MemoryState.momentum`.
+      window_weights: γ ∈ [0, 1], [batch, time, heads, c]; entry j weights the loss of token t − j. c is `MemoryRule.window`.
       threshold: Huber's δ > 0, the norm of the error at which the loss becomes linear.
       removal_key: RWKV-7's κ̂, [batch, time, heads, D].
       removal: RWKV-7's removal rate a ∈ [0, 1], [batch, time, heads, D].
@@ -25,8 +25,8 @@ class Gates(NamedTuple):
 
     retention: jax.Array | None = None
     step_size: jax.Array | None = None
-    momentum: jax.Array | None = None
-    window: jax.Array | None = None
+    momentum_decay: jax.Array | None = None
+    window_weights: jax.Array | None = None
     threshold: jax.Array | None = None
     removal_key: jax.Array | None = None
     removal: jax.Array | None = None

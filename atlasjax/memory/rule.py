@@ -131,15 +131,15 @@ class Rule(abc.ABC):
         key_dim: int,
         value_dim: int,
         forgetting: np.ndarray,
-        momentum: np.ndarray,
-        window: np.ndarray,
+        momentum_decay: np.ndarray,
+        window_weights: np.ndarray,
         similar_keys: bool,
     ) -> tuple[np.ndarray, float]:
         """Initial step sizes for `suggested_gates`, and their upper bound.
 
         Args:
           key_dim, value_dim: sizes.
-          forgetting, momentum, window: initial 1 − α and θ [heads], and γ [heads, c].
+          forgetting, momentum_decay, window_weights: initial 1 − α and θ [heads], and γ [heads, c].
           similar_keys: whether the keys of a chunk are expected to be nearly equal.
         """
         if "step_size" in self.gate_channels(key_dim, value_dim):

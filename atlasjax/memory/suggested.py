@@ -148,19 +148,19 @@ def initial_gates(
     channels = rule.gate_channels(key_dim, value_dim)
     scales = np.geomspace(*(_SHORT if rule.forgets_fast else _LONG), num_heads)
     forgetting = 1.0 / scales if "retention" in channels else np.full(num_heads, 1.0 / 128)
-    momentum = np.linspace(0.8, 0.9, num_heads)
+    momentum_decay = np.linspace(0.8, 0.9, num_heads)
     # The newest token of the window counts most: γ from about 0.88 to 0.12, Σ γ = c/2.
-    size = channels.get("window") or 1
-    window = 1.0 / (1.0 + np.exp(-np.linspace(2.0, -2.0, size)))
-    window = np.tile(window if size > 1 else 1.0, (num_heads, 1))
-    step, derived = rule.suggested_steps(key_dim, value_dim, forgetting, momentum, window, similar_keys)
+    size = channels.get("window_weights") or 1
+    window_weights = 1.0 / (1.0 + np.exp(-np.linspace(2.0, -2.0, size)))
+    window_weights = np.tile(window_weights if size > 1 else 1.0, (num_heads, 1))
+    step, derived = rule.suggested_steps(key_dim, value_dim, forgetting, momentum_decay, window_weights, similar_keys)
     top = float(derived if max_step is None else max_step)
 
     values = {
         "retention": 1.0 - forgetting,
         "step_size": np.minimum(step, 0.5 * top),
-        "momentum": momentum,
-        "window": window,
+        "momentum_decay": momentum_decay,
+        "window_weights": window_weights,
         "threshold": np.ones(num_heads),
         "removal_key": np.zeros(num_heads),
         "removal": np.full(num_heads, 0.5),

@@ -1,8 +1,8 @@
 """Computes the gates of a memory from the layer input.
 
-Every gate is a function of one float32 logit (or several channels) per token and head: retention α, momentum θ and window γ are
-sigmoids, the step size η is max_step · sigmoid, and the threshold δ is softplus. The initial biases give the values of
-`memory.suggested`. The initial kernel is small, so the gates vary only slightly between tokens.
+Every gate is a function of one float32 logit (or several channels) per token and head: retention α, momentum decay
+θ and window weights γ are sigmoids, the step size η is max_step · sigmoid, and the threshold δ is softplus. The initial biases
+give the values of `memory.suggested`. The initial kernel is small, so the gates vary only slightly between tokens.
 """
 
 from typing import Any
@@ -54,8 +54,8 @@ class GateProjection(nnx.Module):
         initial = initial_gates(one, num_heads, key_dim, value_dim, max_step, similar_keys=similar_keys)
         self.max_step = initial.max_step
         # 1 / (1 − θ) of each head at initialization, if the step size scales with 1 − θ.
-        momentum = initial.values["momentum"][:, 0] if similar_keys and "momentum" in initial.values else None
-        self.shrink = None if momentum is None or muon else tuple((1.0 / (1.0 - momentum)).tolist())
+        theta = initial.values["momentum_decay"][:, 0] if similar_keys and "momentum_decay" in initial.values else None
+        self.shrink = None if theta is None or muon else tuple((1.0 / (1.0 - theta)).tolist())
         self.start_scale = tuple(initial.start_scale.tolist())
         inverse = {
             "step_size": lambda x: _logit(x / initial.max_step),
@@ -89,5 +89,5 @@ class GateProjection(nnx.Module):
                 gate = jax.nn.sigmoid(logit) * (self.max_step if name == "step_size" else 1.0)
             gates[name] = gate if channels else gate[..., 0]
         if self.shrink is not None:
-            gates["step_size"] = gates["step_size"] * (1.0 - gates["momentum"]) * jnp.asarray(self.shrink)
+            gates["step_size"] = gates["step_size"] * (1.0 - gates["momentum_decay"]) * jnp.asarray(self.shrink)
         return Gates(**gates)

@@ -54,7 +54,8 @@ def inputs(rule, length):
     gates = {}
     for name, channels in rule.gate_channels(DIM, DIM).items():
         shape = (1, length, HEADS) if channels is None else (1, length, HEADS, channels)
-        low, high = {"retention": (0.98, 1.0), "momentum": (0.5, 0.9), "connector": (-1.0, 1.0)}.get(name, (1e-4, 1e-3))
+        ranges = {"retention": (0.98, 1.0), "momentum_decay": (0.5, 0.9), "connector": (-1.0, 1.0)}
+        low, high = ranges.get(name, (1e-4, 1e-3))
         gates[name] = rng.uniform(low, high, shape).astype("float32")
     params = memory.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=DIM, value_dim=DIM)
     return jax.tree.map(jnp.asarray, (params, unit(normal()), unit(normal()), normal(), memory.Gates(**gates)))

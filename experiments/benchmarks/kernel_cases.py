@@ -200,7 +200,7 @@ def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
     gates = [_gate()] * (3 if momentum else 2) + ([_gate(WINDOW)] if window > 1 else [])
 
     def named(given: Any) -> dict[str, Any]:
-        names = ["retention", "step_size"] + (["momentum"] if momentum else ["window"])
+        names = ["retention", "step_size"] + (["momentum_decay"] if momentum else ["window_weights"])
         return dict(zip(names, given, strict=True))
 
     if case.engine == "pallas_tpu":

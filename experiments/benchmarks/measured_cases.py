@@ -148,7 +148,7 @@ def inputs(case: Case) -> tuple[Any, ...]:
         unit(normal(*shape, case.dim)), unit(normal(*shape, case.dim)), normal(*shape, case.dim), normal(*shape, case.dim)
     ))  # fmt: skip
     of = rule(case.operation)
-    ranges = {"retention": (0.95, 1.0), "momentum": (0.5, 0.9), "window": (0.2, 1.0)}
+    ranges = {"retention": (0.95, 1.0), "momentum_decay": (0.5, 0.9), "window_weights": (0.2, 1.0)}
     ranges["step_size"] = (0.2, 0.8) if of.is_linear else (0.0, 0.1)
     gates = {}
     for name, channels in of.gate_channels(case.dim, case.dim).items():

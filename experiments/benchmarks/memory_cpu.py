@@ -48,7 +48,7 @@ def ours(length, chunk=CHUNK):
     rule = rules.titans(chunk).unbounded()  # like titans-pytorch
     params = memory.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=DIM, value_dim=DIM)
     q, k, v, (alpha, eta, theta) = inputs(length)
-    gates = memory.Gates(retention=alpha, step_size=eta, momentum=theta)
+    gates = memory.Gates(retention=alpha, step_size=eta, momentum_decay=theta)
     args = jax.tree.map(jax.numpy.asarray, (params, q, k, v, gates))
     loss = lambda params, q, k, v, gates: (memory.scan(rule, params, None, q, k, v, gates)[0] ** 2).sum()
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))), args
@@ -158,7 +158,7 @@ def stream(args):
     rule = rules.omeganet(CHUNK, 4, features=features.Identity())
     params = memory.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=DIM, value_dim=DIM)
     q, k, v, (alpha, eta, _) = jax.tree.map(jax.numpy.asarray, inputs(piece))
-    gates = memory.Gates(alpha, eta, window=jax.numpy.ones((1, piece, HEADS, 4)) * 0.5)
+    gates = memory.Gates(alpha, eta, window_weights=jax.numpy.ones((1, piece, HEADS, 4)) * 0.5)
     run = jax.jit(lambda state, q, k, v, gates: memory.scan(rule, params, state, q, k, v, gates), donate_argnums=0)
     state = memory.init_state(rule, params, batch_size=1)
     rows = []

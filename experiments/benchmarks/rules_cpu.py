@@ -32,7 +32,7 @@ def inputs(rule, length, heads, dim, seed=0):
     rng = np.random.default_rng(seed)
     normal = lambda: rng.standard_normal((1, length, heads, dim)).astype("float32")
     unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
-    ranges = {"retention": (0.98, 1.0), "momentum": (0.5, 0.9), "removal_key": (-1.0, 1.0), "removal": (0.2, 0.8)}
+    ranges = {"retention": (0.98, 1.0), "momentum_decay": (0.5, 0.9), "removal_key": (-1.0, 1.0), "removal": (0.2, 0.8)}
     gates = {}
     for name, channels in rule.gate_channels(dim, dim).items():
         shape = (1, length, heads) if channels is None else (1, length, heads, channels)

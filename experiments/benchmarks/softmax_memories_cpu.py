@@ -44,7 +44,12 @@ def inputs(rule, length):
     rng = np.random.default_rng(0)
     normal = lambda: rng.standard_normal((1, length, HEADS, DIM)).astype("float32")
     unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
-    ranges = {"retention": (0.95, 1.0), "step_size": (0.0, 0.1), "momentum": (0.5, 0.9), "window": (0.0, 1.0)}
+    ranges = {
+        "retention": (0.95, 1.0),
+        "step_size": (0.0, 0.1),
+        "momentum_decay": (0.5, 0.9),
+        "window_weights": (0.0, 1.0),
+    }
     gates = {}
     for name, channels in rule.gate_channels(DIM).items():
         shape = (1, length, HEADS) if channels is None else (1, length, HEADS, channels)

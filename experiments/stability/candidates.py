@@ -47,7 +47,7 @@ def triangular(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any
     keys = list(factors.values())[-1].inputs
     m = gates.step_size.shape[0]
     left = m - jnp.arange(m)
-    theta = jnp.zeros(m) if gates.momentum is None else gates.momentum
+    theta = jnp.zeros(m) if gates.momentum_decay is None else gates.momentum_decay
     carried = jnp.where(theta < 1, (1 - theta**left) / jnp.where(theta < 1, 1 - theta, 1.0), left)
     lower = jnp.tril(8.0 * gates.step_size[:, None] * carried * (keys @ keys.T) ** 2, -1)
     return jax.scipy.linalg.solve_triangular(jnp.eye(m) + lower, gates.step_size, lower=True, unit_diagonal=True)
@@ -60,7 +60,7 @@ def pivot(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, dec
     root = jnp.where(there, jax.lax.rsqrt(jnp.where(there, n, 1.0)), 0.0)
     m = n.shape[0]
     left = m - jnp.arange(m)
-    theta = jnp.zeros(m) if gates.momentum is None else gates.momentum
+    theta = jnp.zeros(m) if gates.momentum_decay is None else gates.momentum_decay
     carried = jnp.sqrt(jnp.where(theta < 1, (1 - theta**left) / jnp.where(theta < 1, 1 - theta, 1.0), left))
     # With momentum, a gradient counts as often as it is added by the chunk's end.
     scale = root * carried
@@ -82,7 +82,7 @@ def pivot(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, dec
 def share(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:
     decrease = gates.gamma @ origin.losses.decrease / gates.step_size.shape[0]
     square = jnp.diagonal(_windowed_gram(factors, gates))
-    return bounds.capped(1.0, gates.step_size, decrease, square, gates.momentum)
+    return bounds.capped(1.0, gates.step_size, decrease, square, gates.momentum_decay)
 
 
 def unchanged(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:
@@ -137,13 +137,13 @@ def _inputs(keys: str, tokens: int, dim: int) -> tuple[Any, Any, Any]:
     return k, k, v / dim**0.5
 
 
-def stream_row(name: str, keys: str, step_size: float, momentum: float) -> dict[str, Any]:
+def stream_row(name: str, keys: str, step_size: float, theta: float) -> dict[str, Any]:
     dim, tokens = 16, 65_536
     with candidate(name) as bounded:
         rule = bounded(rules.titans())
         params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=dim, value_dim=dim)
         full = lambda value: jnp.full((1, tokens, 1), value)
-        gates = memory.Gates(retention=full(1.0), step_size=full(step_size), momentum=full(momentum))
+        gates = memory.Gates(retention=full(1.0), step_size=full(step_size), momentum_decay=full(theta))
         y, state = jax.jit(lambda *x: memory.scan(rule, params, None, *x))(*_inputs(keys, tokens, dim), gates)
         norm = max(float(jnp.linalg.norm(w)) for w in state.memory.values())
         finite = bool(jnp.isfinite(y).all()) and norm < float("inf")
@@ -186,14 +186,14 @@ def capacity_row(name: str, step: float) -> dict[str, Any]:
     dim, pairs = 32, 128
     best = 0.0
     with candidate(name) as bounded:
-        for momentum in (0.0, 0.9):
+        for theta in (0.0, 0.9):
             rule = bounded(rules.titans())
             params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=dim, value_dim=dim)
             _, k, v = _inputs("random", pairs, dim)
             v = v / jnp.linalg.norm(v, axis=-1, keepdims=True)
             twice = lambda x: jnp.concatenate([x, x], axis=1)
             full = lambda value: jnp.full((1, 2 * pairs, 1), value)
-            gates = memory.Gates(retention=full(1.0), step_size=full(step * (1 - momentum)), momentum=full(momentum))
+            gates = memory.Gates(retention=full(1.0), step_size=full(step * (1 - theta)), momentum_decay=full(theta))
             _, state = jax.jit(lambda *x, rule=rule, params=params: memory.scan(rule, params, None, *x))(
                 twice(k), twice(k), twice(v), gates
             )
@@ -207,7 +207,7 @@ def capacity_row(name: str, step: float) -> dict[str, Any]:
 
 def tasks() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
-        {"part": "stream", "candidate": name, "keys": keys, "step_size": eta, "momentum": theta}
+        {"part": "stream", "candidate": name, "keys": keys, "step_size": eta, "momentum_decay": theta}
         for name in CANDIDATES for keys in ("random", "similar", "equal", "huge") for eta in (0.01, 0.4) for theta in (0.9, 0.99)
     ]  # fmt: skip
     rows += [
@@ -228,7 +228,7 @@ def run_task(task: dict[str, Any]) -> dict[str, Any]:
     if task["part"] == "train":
         return train_row(name, task["text"], task["seed"])
     if task["part"] == "stream":
-        return stream_row(name, task["keys"], task["step_size"], task["momentum"])
+        return stream_row(name, task["keys"], task["step_size"], task["momentum_decay"])
     return cost_row() if task["part"] == "cost" else capacity_row(name, task["step_size"])
 
 

@@ -66,7 +66,7 @@ def inputs(rule: Any, case: str, key: Any, keys: Any, time: int) -> tuple[Any, .
         gates = gates._replace(retention=jax.random.uniform(decay, gates.retention.shape, minval=0.9, maxval=1.0))
     if case == "bold":
         full = lambda x, value: None if x is None else jnp.full_like(x, value)
-        gates = gates._replace(step_size=full(gates.step_size, 1.0), momentum=full(gates.momentum, 0.99))
+        gates = gates._replace(step_size=full(gates.step_size, 1.0), momentum_decay=full(gates.momentum_decay, 0.99))
     return q, k, v, gates
 
 

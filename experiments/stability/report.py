@@ -8,7 +8,7 @@ from typing import Any
 from experiments.rows import read_rows
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-GATES = ("retention", "step_size", "momentum")
+GATES = ("retention", "step_size", "momentum_decay")
 
 
 def _table(columns: list[str], lines: list[list[str]]) -> str:
@@ -108,7 +108,7 @@ def candidates_tables(rows: list[dict[str, Any]]) -> str:
         for row in parts["stream"]:
             task = row["task"]
             shown = f"{row['norm']:g}, {row['largest_output']:g}" if row["finite"] else "not finite"
-            cells[task["keys"], task["step_size"], task["momentum"]][task["candidate"]] = shown
+            cells[task["keys"], task["step_size"], task["momentum_decay"]][task["candidate"]] = shown
         lines = [[*map(str, key), *(c.get(name, "–") for name in names)] for key, c in cells.items()]
         text += "\n## Stability\n\n65,536 tokens, titans, one head of 16, α = 1, random values: the largest ‖W‖_F at the end, the "
         text += "largest output at a written key.\n\n" + _table(["keys", "η", "θ", *names], lines)

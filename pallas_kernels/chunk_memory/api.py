@@ -34,8 +34,8 @@ def chunk_memory(
     *,
     step_size: jax.Array,
     retention: jax.Array | None = None,
-    momentum: jax.Array | None = None,
-    window: jax.Array | None = None,
+    momentum_decay: jax.Array | None = None,
+    window_weights: jax.Array | None = None,
     chunk_size: int = 64,
     newton_schulz: tuple[Triple, ...] | None = None,
     every: int = 1,
@@ -55,13 +55,13 @@ def chunk_memory(
       structure, objective: frozen objects with the methods `Structure.apply` and `Objective.loss`, such as those of
         `atlasjax.memory.axes.structures` and `objectives`, static under jit. A residual structure adds k itself.
       weights: M before the first token, name → [batch, heads, out, in].
-      momenta: S in the same form. Required if `momentum` is given.
+      momenta: S in the same form. Required if `momentum_decay` is given.
       q, k: [batch, time, heads, key_dim], float32 or bfloat16.
       v: [batch, time, heads, value_dim], in the same dtype.
       step_size: η, [batch, time, heads].
       retention: α, [batch, time, heads]. None means 1.
-      momentum: θ, [batch, time, heads]. None means no momentum: S_t is the step itself.
-      window: γ, [batch, time, heads, c] with 1 ≤ c ≤ 64. None means c = 1 and γ = 1.
+      momentum_decay: θ, [batch, time, heads]. None means no momentum: S_t is the step itself.
+      window_weights: γ, [batch, time, heads, c] with 1 ≤ c ≤ 64. None means c = 1 and γ = 1.
       chunk_size: a power of two from 8 to 256. It affects the result.
       newton_schulz: triples (a, b, c), one per step, for a memory written by Muon, which needs momenta. None means no Muon.
       every: with Muon, the memory is written only at every `every`-th token of its chunk; a power of two that divides chunk_size.
@@ -80,9 +80,9 @@ def chunk_memory(
       ValueError: wrong shapes or dtypes, an unknown implementation or chunk size, or a memory that the implementation does not
         support.
     """
-    _check(weights, momenta, q, k, v, step_size, retention, momentum, window, floor)
+    _check(weights, momenta, q, k, v, step_size, retention, momentum_decay, window_weights, floor)
     if newton_schulz is not None and momenta is None:
-        raise ValueError("chunk_memory: newton_schulz needs momenta S and the gate momentum θ, but they are None.")
+        raise ValueError("chunk_memory: newton_schulz needs momenta S and momentum_decay θ, but they are None.")
     if newton_schulz is not None and step_bound is not None:
         raise ValueError("chunk_memory: step_bound is for gradient steps and cannot be used with newton_schulz.")
     if implementation not in IMPLEMENTATIONS:
@@ -93,8 +93,8 @@ def chunk_memory(
         gates = {
             "step_size": step_size,
             "retention": ones if retention is None else retention,
-            "momentum": ones if momentum is None else momentum,
-            "window": ones[..., None] if window is None else window,
+            "momentum_decay": ones if momentum_decay is None else momentum_decay,
+            "window_weights": ones[..., None] if window_weights is None else window_weights,
             "floor": 0.0 * ones if floor is None else floor,
         }
         return reference.chunk_memory(
@@ -111,9 +111,9 @@ def chunk_memory(
         )
         if reason is not None:
             raise ValueError(f'chunk_memory: implementation="pallas_gpu" cannot run this call: {reason}.')
-    if window is not None and window.shape[-1] == 1:
-        window = jnp.pad(window, ((0, 0), (0, 0), (0, 0), (0, 1)))
-    size = 1 if window is None else window.shape[-1]
+    if window_weights is not None and window_weights.shape[-1] == 1:
+        window_weights = jnp.pad(window_weights, ((0, 0), (0, 0), (0, 0), (0, 1)))
+    size = 1 if window_weights is None else window_weights.shape[-1]
     names = tuple(sorted(weights))
     fold = lambda w: w.astype(jnp.float32).reshape(-1, *w.shape[2:])
     carry = [fold(weights[name]) for name in names]
@@ -122,16 +122,16 @@ def chunk_memory(
         carry += [jnp.zeros((batch * heads, window_rows(size), n), jnp.float32) for n in (k.shape[-1], v.shape[-1], 1)]
     precision = token_precision(q.dtype)
     chunk = MemoryChunk(
-        structure, objective, names, momentum is not None, retention is not None, size, precision,
+        structure, objective, names, momentum_decay is not None, retention is not None, size, precision,
         step_bound=step_bound, norm_bound=norm_bound,
     )  # fmt: skip
     if implementation == "pallas_gpu":
         chunk = dataclasses.replace(chunk, columns=jnp.transpose)
     tokens = tuple(to_chunks(x, chunk_size) for x in (q, k, v))
-    rows = [(step_size, 0.0), (ones, 0.0), *((x, 1.0) for x in (retention, momentum) if x is not None)]
+    rows = [(step_size, 0.0), (ones, 0.0), *((x, 1.0) for x in (retention, momentum_decay) if x is not None)]
     if step_bound is not None:
-        rows.append((0.0 * ones if floor is None else windowed_floor(floor, window), 0.0))
-    rows += [] if window is None else [(window, 0.0)]
+        rows.append((0.0 * ones if floor is None else windowed_floor(floor, window_weights), 0.0))
+    rows += [] if window_weights is None else [(window_weights, 0.0)]
     if implementation == "pallas_gpu" and newton_schulz is None:
         final, y = gpu.chunk_memory(chunk, tuple(carry), (*tokens, gates_to_chunks(rows, chunk_size)), interpret)
         y = y.astype(q.dtype)
@@ -183,8 +183,8 @@ def _check(
     v: jax.Array,
     step_size: jax.Array,
     retention: jax.Array | None,
-    momentum: jax.Array | None,
-    window: jax.Array | None,
+    momentum_decay: jax.Array | None,
+    window_weights: jax.Array | None,
     floor: jax.Array | None,
 ) -> None:
     if q.ndim != 4 or v.ndim != 4 or not q.shape[1]:
@@ -197,21 +197,24 @@ def _check(
         "v": (v, (*tokens, v.shape[-1])),
         "step_size": (step_size, tokens),
         "retention": (retention, tokens),
-        "momentum": (momentum, tokens),
+        "momentum_decay": (momentum_decay, tokens),
         "floor": (floor, tokens),
-        "window": (window, (*tokens, window.shape[-1] if window is not None and window.ndim == 4 else "c")),
+        "window_weights": (
+            window_weights,
+            (*tokens, window_weights.shape[-1] if window_weights is not None and window_weights.ndim == 4 else "c"),
+        ),
     }
     for name, (x, shape) in wanted.items():
         if x is not None and x.shape != shape:
             raise ValueError(f"chunk_memory: {name} has shape {x.shape}, should be {shape}, with q {q.shape}.")
-    if window is not None and not 1 <= window.shape[-1] <= 64:
-        raise ValueError(f"chunk_memory: window has {window.shape[-1]} weights for each token, should have 1 to 64.")
+    if window_weights is not None and not 1 <= window_weights.shape[-1] <= 64:
+        raise ValueError(f"chunk_memory: window_weights has c={window_weights.shape[-1]}, should be 1 to 64.")
     if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
         raise ValueError(
             f"chunk_memory: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}, should all be float32 or all bfloat16."
         )
-    if (momenta is None) != (momentum is None):
-        raise ValueError("chunk_memory: give both momenta S and the gate momentum θ, or neither; one of them is None.")
+    if (momenta is None) != (momentum_decay is None):
+        raise ValueError("chunk_memory: give both momenta S and momentum_decay θ, or neither; one of them is None.")
     for name, w in weights.items():
         if w.ndim != 4 or w.shape[:2] != (q.shape[0], q.shape[2]):
             expected = f"({q.shape[0]}, {q.shape[2]}, out, in)"

@@ -27,15 +27,15 @@ LEAST = 2.0**-10
 _STRIP = 64  # rows
 
 
-def windowed_floor(floor: jax.Array, window: jax.Array | None) -> jax.Array:
+def windowed_floor(floor: jax.Array, window_weights: jax.Array | None) -> jax.Array:
     """Σ_j γ_{t,j} floor_{t−j}, [batch, time, heads], from floor of the same shape and γ [batch, time, heads, c] (None: c = γ =
     1)."""
     floor = floor.astype(jnp.float32)
-    if window is None:
+    if window_weights is None:
         return floor
-    time, c = window.shape[1], window.shape[-1]
+    time, c = window_weights.shape[1], window_weights.shape[-1]
     line = jnp.pad(floor, ((0, 0), (c - 1, 0), (0, 0)))
-    parts = [window[..., j].astype(jnp.float32) * line[:, c - 1 - j : c - 1 - j + time] for j in range(c)]
+    parts = [window_weights[..., j].astype(jnp.float32) * line[:, c - 1 - j : c - 1 - j + time] for j in range(c)]
     return sum(parts[1:], parts[0])
 
 
@@ -48,7 +48,7 @@ def bounded_steps(
     step_bound: float,
     gates: Gates,
     decays: Decays,
-    window: jax.Array | None,
+    gamma: jax.Array | None,
     falls: jax.Array,
     factors: Factors,
     along: jax.Array | None,
@@ -60,7 +60,7 @@ def bounded_steps(
     Args:
       step_bound: how far a token may step; 1 means onto its target.
       gates, decays: those of the chunk.
-      window: Γ [m, E] over the chunk's tokens and those of the window before it. None means the identity.
+      gamma: Γ [m, E] over the chunk's tokens and those of the window before it. None means the identity.
       falls: `decrease` of the E tokens.
       factors: factors of their gradients.
       along: ⟨∇_i, M_0⟩ [E, 1]. Required with retention.
@@ -69,16 +69,16 @@ def bounded_steps(
     """
     m = gates.step.shape[0]
     row, column = iota(m, 0), iota(m, 1)
-    windowed = lambda x: x if window is None else product(window, x, 1, 0)
+    windowed = lambda x: x if gamma is None else product(gamma, x, 1, 0)
     parts = [dot(left, left, 1, 1) * dot(inputs, inputs, 1, 1) for left, inputs in factors.values()]
     gram = windowed(sum(parts[1:], parts[0]))
-    if window is not None:
-        gram = product(gram, window, 1, 1)
+    if gamma is not None:
+        gram = product(gram, gamma, 1, 1)
     square = jnp.sum(jnp.where(row == column, gram, 0.0), axis=1, keepdims=True)
     falls = windowed(falls)
 
     most = step_bound * falls / jnp.where(square > 0, square, 1.0)
-    left_of_theta = None if gates.momentum is None else jnp.maximum(1.0 - gates.momentum, LEAST)
+    left_of_theta = None if gates.momentum_decay is None else jnp.maximum(1.0 - gates.momentum_decay, LEAST)
     if left_of_theta is not None:
         most = most * left_of_theta
     capped = jnp.where(square > 0, jnp.minimum(gates.step, most), gates.step)
@@ -89,12 +89,12 @@ def bounded_steps(
         moved = (before(decays.start, 1.0) - 1.0) * windowed(along)
     across = before(decays.pairwise, 0.0)
     if left_of_theta is not None:
-        assert gates.momentum is not None
+        assert gates.momentum_decay is not None
         assert decays.momentum is not None
         assert decays.momentum_start is not None
         assert decays.started is not None
         assert along_momenta is not None
-        pending = gates.momentum / left_of_theta
+        pending = gates.momentum_decay / left_of_theta
         share = before(decays.started, 0.0) + pending * before(decays.momentum_start, 1.0)
         moved = moved + share * windowed(along_momenta)
         across = product(across, decays.momentum, 1, 0) + pending * before(decays.momentum, 0.0)

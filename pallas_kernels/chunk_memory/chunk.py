@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.blocks import HIGHEST, columns, entry, last_row, product, row_of
 from pallas_kernels.chunk_memory.bound import bounded_steps, decrease, within_norm
-from pallas_kernels.chunk_memory.gates import Gates, coefficients, decays, window_weights
+from pallas_kernels.chunk_memory.gates import Gates, coefficients, decays, window_matrix
 
 Linear = Callable[[str, jax.Array], jax.Array]
 
@@ -62,7 +62,7 @@ class MemoryChunk:
     Attributes:
       structure, objective: hashable; residual structures add φ(k) = k itself.
       names: names of the weights, in the carry's order.
-      momentum, retention: whether there are such gates.
+      momentum, retention: whether there are S and θ, and whether there is α.
       window: c ≥ 1.
       precision: precision of products with tokens and weights. Products of gates alone are exact.
       columns: conversion of gates [n, m] to columns [m, n]: by a product on a TPU, by a transpose for XLA.
@@ -88,10 +88,10 @@ class MemoryChunk:
         memory, momenta = dict(zip(self.names, begun)), dict(zip(self.names, begun[count:]))
         q, k, v, rows = xs
         gates = self.named(self.columns(rows))
-        window = None
-        if gates.window is not None:
+        gamma = None
+        if gates.window_weights is not None:
             k, v, real, left_over = after_window(carry[-3:], k, v, gates.real)
-            window = window_weights(gates.window, carry[-1].shape[0]) * row_of(real)
+            gamma = window_matrix(gates.window_weights, carry[-1].shape[0]) * row_of(real)
 
         widths = {name: w.matrix.shape[0] for name, w in memory.items()}
         weight = lambda name, h: memory[name].product(h, dot)
@@ -101,13 +101,13 @@ class MemoryChunk:
         if self.step_bound is not None:
             along = lambda products: _total(factors[name][0] * products(name) for name in self.names)
             steps = bounded_steps(
-                self.step_bound, gates, of_gates, window, decrease(gradients.slope, gradients.out, v), factors,
+                self.step_bound, gates, of_gates, gamma, decrease(gradients.slope, gradients.out, v), factors,
                 along(lambda name: gradients.products[name]) if self.retention else None,
                 along(lambda name: momenta[name].product(factors[name][1], dot)) if self.momentum else None,
                 dot,
             )  # fmt: skip
         a, s, beta = of_gates.start, of_gates.started, of_gates.momentum_start
-        memory_gradients, momentum_gradients = coefficients(of_gates, steps, window)
+        memory_gradients, momentum_gradients = coefficients(of_gates, steps, gamma)
 
         def linear(name: str, h: jax.Array) -> jax.Array:
             left, inputs = factors[name]

@@ -9,14 +9,15 @@ from pallas_kernels.blocks import decay_products, from_start, iota, product, row
 
 
 class Gates(NamedTuple):
-    """Columns [m, 1], where retention, momentum and floor may be None (see `MemoryChunk`). window: γ [m, c], None for c = 1."""
+    """Columns [m, 1], where retention, momentum_decay and floor may be None (see `MemoryChunk`).
+    window_weights: γ [m, c], None for c = 1."""
 
     step: jax.Array
     real: jax.Array
     retention: jax.Array | None
-    momentum: jax.Array | None
+    momentum_decay: jax.Array | None
     floor: jax.Array | None
-    window: jax.Array | None
+    window_weights: jax.Array | None
 
 
 class Decays(NamedTuple):
@@ -40,27 +41,27 @@ def decays(gates: Gates) -> Decays:
         pairwise = decay_products(gates.retention)
         a = from_start(gates.retention, pairwise)
     pairwise = pairwise * row_of(gates.real)
-    if gates.momentum is not None:
-        products = decay_products(gates.momentum)
-        beta = from_start(gates.momentum, products)
+    if gates.momentum_decay is not None:
+        products = decay_products(gates.momentum_decay)
+        beta = from_start(gates.momentum_decay, products)
         s = product(pairwise, beta, 1, 0)
     return Decays(a, pairwise, beta, products, s)
 
 
-def coefficients(decays: Decays, step: jax.Array, window: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """C [m, E] and, with momentum, D [m, E], from step sizes [m, 1]. window: Γ [m, E], None for the identity."""
-    if window is None:
+def coefficients(decays: Decays, step: jax.Array, gamma: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """C [m, E] and, with momentum, D [m, E], from step sizes [m, 1]. gamma: Γ [m, E], None for the identity."""
+    if gamma is None:
         m = step.shape[0]
         D = jnp.where(iota(m, 0) == iota(m, 1), -step, 0.0)
     else:
-        D = -step * window
+        D = -step * gamma
     if decays.momentum is None:
         return product(decays.pairwise, D, 1, 0), None
     D = product(decays.momentum, D, 1, 0)
     return product(decays.pairwise, D, 1, 0), D
 
 
-def window_weights(gamma: jax.Array, before: int) -> jax.Array:
+def window_matrix(gamma: jax.Array, before: int) -> jax.Array:
     """Γ [m, before + m] from γ [m, c]. Γ[t, i] weights token i; the first `before` tokens precede the chunk."""
     m, window = gamma.shape
     shape = (m, before + m)

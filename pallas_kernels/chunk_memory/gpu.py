@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from pallas_kernels.blocks import entry, last_row, row_of
 from pallas_kernels.chunk_memory.bound import within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk
-from pallas_kernels.chunk_memory.gates import coefficients, decays, window_weights
+from pallas_kernels.chunk_memory.gates import coefficients, decays, window_matrix
 from pallas_kernels.chunk_memory.gpu_kernels import Layers, block_tokens, state_cotangents, states
 from pallas_kernels.chunk_memory.muon import MuonChunk
 from pallas_kernels.gpu import LEAST, padded
@@ -227,11 +227,11 @@ def _tokens(chunk: MemoryChunk, xs: Arrays, window: Arrays) -> dict[str, Any]:
     def at_end(gates: jax.Array, real: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         m = gates.shape[1]
         columns = chunk.named(chunk.columns(gates))
-        window = None
-        if real is not None and columns.window is not None:
-            window = window_weights(columns.window, real.shape[0]) * row_of(jnp.concatenate([real, columns.real]))
+        gamma = None
+        if real is not None and columns.window_weights is not None:
+            gamma = window_matrix(columns.window_weights, real.shape[0]) * row_of(jnp.concatenate([real, columns.real]))
         of_gates = decays(columns)
-        gradients = coefficients(of_gates, columns.step, window)
+        gradients = coefficients(of_gates, columns.step, gamma)
         weights = [last_row(x)[:, 0] for x in gradients if x is not None]
         one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
         last = lambda x, absent: absent if x is None else entry(x, m - 1)[0, 0]

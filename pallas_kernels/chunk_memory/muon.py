@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.blocks import HIGHEST, decay_products, entry, from_start, iota, product
 from pallas_kernels.chunk_memory.bound import within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, after_window, gradient_factors, window_rows
-from pallas_kernels.chunk_memory.gates import window_weights
+from pallas_kernels.chunk_memory.gates import window_matrix
 from pallas_kernels.newton_schulz import forms
 from pallas_kernels.newton_schulz.reference import Triple
 
@@ -125,7 +125,7 @@ class MuonChunk:
         gamma = (iota(m, 0) == iota(m, 1)).astype(jnp.float32)  # Γᵀ [E, m]
         if window > 1:
             k, v, real, left_over = after_window(carry[-3:], k, v, real)
-            gamma = self.memory.columns(window_weights(gates[:, index + 1 : index + 1 + window], window_rows(window)))
+            gamma = self.memory.columns(window_matrix(gates[:, index + 1 : index + 1 + window], window_rows(window)))
         at_start = lambda name, h: dot(h, start[name], 1, 1)
         widths = {name: w.shape[0] for name, w in start.items()}
         factors = gradient_factors(structure, self.memory.objective, at_start, widths, k, v).factors

@@ -44,7 +44,7 @@ def chunk_memory(
         return jnp.where(over, most / jnp.sqrt(jnp.where(over, square, 1.0)), 1.0) * w
 
     def head(weights: Weights, momenta: Weights | None, q: Any, k: Any, v: Any, gates: Any) -> Any:
-        c = gates["window"].shape[-1]
+        c = gates["window_weights"].shape[-1]
 
         def bounded(size: Any, w: Weights, s: Weights | None, start: Weights, t: Any, g: Weights, fall: Any) -> Any:
             """η' from η, see `bound`. fall: a_t and n_t."""
@@ -54,7 +54,7 @@ def chunk_memory(
             change = jax.tree.map(jnp.subtract, w, start)
             most = step_bound * a
             if s is not None:
-                theta = gates["momentum"][t]
+                theta = gates["momentum_decay"][t]
                 rest = jnp.maximum(1.0 - theta, LEAST)
                 change = jax.tree.map(lambda x, s: x + theta / rest * s, change, s)
                 most = rest * most
@@ -72,7 +72,7 @@ def chunk_memory(
             for j in range(c):
                 seen = t - j >= 0
                 g, fall = gradient(start, k[jnp.maximum(t - j, 0)], v[jnp.maximum(t - j, 0)])
-                scale = jnp.where(seen, gates["window"][t, j], 0.0)
+                scale = jnp.where(seen, gates["window_weights"][t, j], 0.0)
                 total = jax.tree.map(lambda total, g, scale=scale: total + scale * g, total, g)
                 a, n = a + scale * fall, n + scale * (fall + gates["floor"][jnp.maximum(t - j, 0)])
             size = gates["step_size"][t] if triples is None else 1.0
@@ -80,7 +80,7 @@ def chunk_memory(
                 size = bounded(size, w, s, start, t, total, (a, n))
             steps = jax.tree.map(lambda g: -size * g, total)
             if s is not None:
-                steps = s = jax.tree.map(lambda s, x: gates["momentum"][t] * s + x, s, steps)
+                steps = s = jax.tree.map(lambda s, x: gates["momentum_decay"][t] * s + x, s, steps)
             if triples is not None:
                 writes = jnp.where((t % chunk_size + 1) % every == 0, gates["step_size"][t], 0.0)
                 steps = jax.tree.map(lambda x: writes * newton_schulz(x, len(triples), triples), steps)

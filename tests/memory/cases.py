@@ -100,7 +100,12 @@ def make_inputs(rule, *, batch=2, time=37, heads=2, key_dim=4, value_dim=4, dtyp
     normal = lambda dim: rng.standard_normal((batch, time, heads, dim))
     unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
     q, k, v = unit(normal(key_dim)), unit(normal(key_dim)), normal(value_dim)
-    scale = {"retention": (0.7, 1.0), "momentum": (0.2, 0.9), "window": (0.1, 1.0), "threshold": (0.3, 1.0)}
+    scale = {
+        "retention": (0.7, 1.0),
+        "momentum_decay": (0.2, 0.9),
+        "window_weights": (0.1, 1.0),
+        "threshold": (0.3, 1.0),
+    }
     scale["step_size"] = (0.01, 0.05) if not rule.uses_muon else (0.005, 0.02)
     if rule.is_linear:
         scale["step_size"] = (0.1, 1.0)

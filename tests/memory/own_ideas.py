@@ -50,8 +50,8 @@ class SignMomentum(optimizers.Optimizer):
 
     has_momentum = True
 
-    def update(self, state, gradient, step_size, momentum):
-        S = {name: momentum * state[name] + (1.0 - momentum) * g for name, g in gradient.items()}
+    def update(self, state, gradient, step_size, momentum_decay):
+        S = {name: momentum_decay * state[name] + (1.0 - momentum_decay) * g for name, g in gradient.items()}
         return {name: -step_size * jnp.sign(s) for name, s in S.items()}, S
 
 
@@ -67,7 +67,7 @@ class Adam(optimizers.Optimizer):
         zeros = jax.tree.map(jnp.zeros_like, weights)
         return {"mean": zeros, "square": jax.tree.map(jnp.copy, zeros), "count": jnp.zeros_like(weights["W1"][0, 0])}
 
-    def update(self, state, gradient, step_size, momentum):
+    def update(self, state, gradient, step_size, momentum_decay):
         count = state["count"] + 1.0
         mean = {n: self.b1 * state["mean"][n] + (1.0 - self.b1) * g for n, g in gradient.items()}
         square = {n: self.b2 * state["square"][n] + (1.0 - self.b2) * g * g for n, g in gradient.items()}

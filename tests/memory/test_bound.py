@@ -59,7 +59,7 @@ def test_squared_norms_grow_by_no_more_than_the_steps_times_the_squared_targets(
         target = jnp.sum((v - residual) ** 2, -1) + 1e-4 * jnp.sum(v * v, -1)  # [batch, time, heads]
         if window > 1:
             last = jnp.stack([jnp.pad(target, ((0, 0), (j, 0), (0, 0)))[:, : k.shape[1]] for j in range(window)], -1)
-            target = jnp.sum(gates.window * last, -1)
+            target = jnp.sum(gates.window_weights * last, -1)
         allowed = jnp.moveaxis(jnp.cumsum(gates.step_size * target, axis=1), 1, 0)
         start, norms = steps(params, k, v, gates)
         for name, norm in norms.items():

@@ -138,7 +138,7 @@ def call(rule=None, **changes):
         "q": jnp.ones((2, 5, 3, 4)),
         "k": jnp.ones((2, 5, 3, 4)),
         "v": jnp.ones((2, 5, 3, 4)),
-        "gates": memory.Gates(jnp.ones((2, 5, 3)), jnp.ones((2, 5, 3)), window=jnp.ones((2, 5, 3, 3))),
+        "gates": memory.Gates(jnp.ones((2, 5, 3)), jnp.ones((2, 5, 3)), window_weights=jnp.ones((2, 5, 3, 3))),
     }
     options = {key: changes.pop(key) for key in list(changes) if key not in arrays and key != "state"}
     state = changes.pop("state", None)
@@ -147,15 +147,17 @@ def call(rule=None, **changes):
     return memory.scan(rule, params, state, **arrays, **options)
 
 
-GATES = memory.Gates(jnp.ones((2, 5, 3)), jnp.ones((2, 5, 3)), window=jnp.ones((2, 5, 3, 3)))
+GATES = memory.Gates(jnp.ones((2, 5, 3)), jnp.ones((2, 5, 3)), window_weights=jnp.ones((2, 5, 3, 3)))
 BAD_CALLS = {
     r"q has shape \(2, 5, 4\), should be \[batch, time, 3, 4\]": {"q": jnp.ones((2, 5, 4))},
     r"k has shape \(2, 6, 3, 4\), should be \[2, 5, 3, 4\]": {"k": jnp.ones((2, 6, 3, 4))},
     r"v has shape \(2, 5, 2, 4\), should be \[2, 5, 3, 4\]": {"v": jnp.ones((2, 5, 2, 4))},
     r"k must be floating point, got int32": {"k": jnp.ones((2, 5, 3, 4), jnp.int32)},
     r"the same dtype, got q float32 and v bfloat16": {"v": jnp.ones((2, 5, 3, 4), jnp.bfloat16)},
-    r"gates.momentum is given, but this rule has no such gate": {"gates": GATES._replace(momentum=jnp.ones((2, 5, 3)))},
-    r"gates.window is missing; this rule needs it with shape \[2, 5, 3, 3\]": {"gates": GATES._replace(window=None)},
+    r"gates.momentum_decay is given, but this rule has no such gate": {"gates": GATES._replace(momentum_decay=jnp.ones((2, 5, 3)))},
+    r"gates.window_weights is missing; this rule needs it with shape \[2, 5, 3, 3\]": {
+        "gates": GATES._replace(window_weights=None)
+    },
     r"gates.retention has shape \(2, 5\)": {"gates": GATES._replace(retention=jnp.ones((2, 5)))},
     r"gates must be memory.Gates, got dict": {"gates": {}},
     r"Unknown implementation 'xal'. Did you mean 'xla'": {"implementation": "xal"},
@@ -199,9 +201,9 @@ def test_segments_under_jit_need_a_bound():
 def test_gate_checks_under_jit():
     from jax.experimental import checkify
 
-    bad = GATES._replace(window=jnp.full((2, 5, 3, 3), -0.25))
+    bad = GATES._replace(window_weights=jnp.full((2, 5, 3, 3), -0.25))
     error, _ = checkify.checkify(jax.jit(lambda gates: call(gates=gates, check_gates=True)[0]))(bad)
-    with pytest.raises(checkify.JaxRuntimeError, match=r"gates.window must be in \[0, 1\], got -0.25"):
+    with pytest.raises(checkify.JaxRuntimeError, match=r"gates.window_weights must be in \[0, 1\], got -0.25"):
         error.throw()
 
 

@@ -89,14 +89,14 @@ def yaad(W, x, past):
 
 
 def swla(W, x, past):
-    tokens = [x, *past[::-1]][: x.window.size]
-    update = sum(gamma * np.outer(p.v, p.k) for gamma, p in zip(x.window, tokens))
+    tokens = [x, *past[::-1]][: x.window_weights.size]
+    update = sum(gamma * np.outer(p.v, p.k) for gamma, p in zip(x.window_weights, tokens))
     return x.retention * W + x.step_size * update
 
 
 def omega(W, x, past):
-    tokens = [x, *past[::-1]][: x.window.size]
-    gradient = sum(gamma * np.outer(W @ p.k - p.v, p.k) for gamma, p in zip(x.window, tokens))
+    tokens = [x, *past[::-1]][: x.window_weights.size]
+    gradient = sum(gamma * np.outer(W @ p.k - p.v, p.k) for gamma, p in zip(x.window_weights, tokens))
     return x.retention * W - x.step_size * gradient
 
 
@@ -149,7 +149,7 @@ def test_titans_with_momentum(x64):
     args, tokens, W = inputs(rule)
     S, expected = np.zeros_like(W), []
     for x in tokens:
-        S = x.momentum * S - x.step_size * np.outer(W @ x.k - x.v, x.k)
+        S = x.momentum_decay * S - x.step_size * np.outer(W @ x.k - x.v, x.k)
         W = x.retention * W + S
         expected.append(W @ x.q)
     assert_close(memory.scan(rule, *args)[0][0, :, 0], np.stack(expected), 1e-12)

@@ -160,7 +160,7 @@ CASES = {
     ),
     "momentum": Case(
         rules.titans(chunk_size=1, structure=structures.Matrix()).unbounded(),
-        lambda q, alpha, beta, theta: memory.Gates(retention=alpha, step_size=beta, momentum=theta),
+        lambda q, alpha, beta, theta: memory.Gates(retention=alpha, step_size=beta, momentum_decay=theta),
         momentum,
         given=("alpha", "beta", "theta"),
     ),

@@ -35,7 +35,7 @@ def test_one_value_for_each_head():
     assert_close(memory.scan(rule, params, None, q, k, v, gates._replace(retention=by_head)), expected, 0.0)
     state = memory.init_state(rule, params, batch_size=2)
     now = [x[:, 0] for x in (q, k, v)]
-    y, _ = memory.step(rule, params, state, *now, memory.Gates(retention=by_head, step_size=0.01, momentum=0.9))
+    y, _ = memory.step(rule, params, state, *now, memory.Gates(retention=by_head, step_size=0.01, momentum_decay=0.9))
     assert y.shape == (2, 2, 4)
 
 

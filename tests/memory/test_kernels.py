@@ -66,7 +66,7 @@ def alike(rule, **options):
 @pytest.mark.parametrize(
     ("name", "gates"),
     [
-        ("titans", {"momentum": 1.0}),  # 1 − θ has a least size
+        ("titans", {"momentum_decay": 1.0}),  # 1 − θ has a least size
         if_slow("titans_no_momentum", {"retention": 0.0}),
         ("omeganet", {}),  # features: the output's residual is not in the kernel
         if_slow("titans", {}),

@@ -59,7 +59,7 @@ def test_online_rule_equals_titans_pytorch(momentum, x64):
             gates = memory.Gates(
                 retention=1 - gate(theirs.to_decay_factor),
                 step_size=gate(theirs.to_adaptive_step) * 0.1 * 2 / DIM,
-                momentum=gate(theirs.to_momentum) if momentum else None,
+                momentum_decay=gate(theirs.to_momentum) if momentum else None,
             )
             weights = {
                 name: parameter.numpy()

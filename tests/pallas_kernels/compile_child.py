@@ -42,8 +42,8 @@ def memory(structure, dim, window, dtype, bound="steps", **options):
     shapes = structure.weight_shapes(dim, dim).items()
     weights = {name: jax.ShapeDtypeStruct((BATCH, HEADS, *shape), "float32") for name, shape in shapes}
 
-    def call(weights, momenta, q, k, v, step_size, retention, momentum, floor, gamma):
-        given = {"step_size": step_size, "retention": retention, "momentum": momentum, "window": gamma}
+    def call(weights, momenta, q, k, v, step_size, retention, theta, floor, gamma):
+        given = {"step_size": step_size, "retention": retention, "momentum_decay": theta, "window_weights": gamma}
         if bound is not None:
             given["norm_bound"] = 1024.0
         if bound == "steps":
@@ -86,8 +86,8 @@ def atlas(dim):
     sizes = {"num_heads": HEADS, "key_dim": dim, "value_dim": dim}
     params = jax.eval_shape(lambda: memory_lib.init_params(rule, jax.random.key(0), **sizes))
 
-    def call(params, q, k, v, step_size, retention, momentum, window):
-        given = memory_lib.Gates(retention=retention, step_size=step_size, momentum=momentum, window=window)
+    def call(params, q, k, v, step_size, retention, theta, gamma):
+        given = memory_lib.Gates(retention=retention, step_size=step_size, momentum_decay=theta, window_weights=gamma)
         return memory_lib.scan(rule, params, None, q, k, v, given, implementation="pallas_tpu")[0]
 
     return call, [params, *tokens(dim, "bfloat16"), *gates(3), *gates(1, rule.window)]

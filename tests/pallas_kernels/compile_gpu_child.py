@@ -41,8 +41,9 @@ def kernels():
     yield "chunk_memory mlp 64", *omega()
     yield "chunk_memory mlp 64 of bounded norms", *omega(norm_bound=1024.0)
     muon = {"newton_schulz": coefficients(SCHEDULES["standard"], 5), "every": 8}
-    yield "chunk_memory muon 64", *chunk_memories(structures.MLP(), 64, 4, "bfloat16", "retention", "momentum", **muon)
-    yield "chunk_memory matrix 32", *chunk_memories(structures.Matrix(), 32, 1, "float32", "retention", "momentum")
+    both = ("retention", "momentum_decay")
+    yield "chunk_memory muon 64", *chunk_memories(structures.MLP(), 64, 4, "bfloat16", *both, **muon)
+    yield "chunk_memory matrix 32", *chunk_memories(structures.Matrix(), 32, 1, "float32", *both)
     for dim, dtype, gates in ((64, "bfloat16", 1), (128, "bfloat16", 2), (96, "float32", 2)):
         tokens = [jax.ShapeDtypeStruct((2, 256, 4, dim), dtype)] * 3
         tokens += [jax.ShapeDtypeStruct((2, 256, 4), "float32")] * gates
@@ -54,11 +55,11 @@ def chunk_memories(structure, dim, window, dtype, *gates, **options):
     """A chunk memory with some gates, and the shapes of its arguments."""
     array = lambda *shape, dtype="float32": jax.ShapeDtypeStruct((2, *shape), dtype)
     weights = {name: array(4, *shape) for name, shape in structure.weight_shapes(dim, dim).items()}
-    momenta = weights if "momentum" in gates else None
+    momenta = weights if "momentum_decay" in gates else None
     tokens = [array(256, 4, dim, dtype=dtype)] * 3
     values = {name: array(256, 4) for name in ("step_size", *gates)}
     if window > 1:
-        values["window"] = array(256, 4, window)
+        values["window_weights"] = array(256, 4, window)
 
     def call(weights, momenta, q, k, v, gates):
         given = {"chunk_size": 64, "implementation": "pallas_gpu", **gates, **options}

@@ -32,11 +32,11 @@ def inputs(structure, batch, time, heads, dim, *, gates, window=1, dtype="float3
         name: jnp.asarray(scale * rng.standard_normal((batch, heads, *s)) / s[1] ** 0.5, jnp.float32)
         for name, s in shapes.items()
     }
-    weights, momenta = normal(1.0), normal(0.1) if "momentum" in gates else None
-    ranges = {"step_size": (0.01, 0.1), "retention": (0.0, 1.0), "momentum": (0.0, 0.9)}
+    weights, momenta = normal(1.0), normal(0.1) if "momentum_decay" in gates else None
+    ranges = {"step_size": (0.01, 0.1), "retention": (0.0, 1.0), "momentum_decay": (0.0, 0.9)}
     values = {name: rng.uniform(*ranges[name], tokens) for name in ("step_size", *gates)}
     if window > 1:
-        values["window"] = rng.uniform(0, 1, (*tokens, window))
+        values["window_weights"] = rng.uniform(0, 1, (*tokens, window))
     cast = lambda x: jnp.asarray(x, dtype)
     return (weights, momenta, cast(q), cast(k), cast(v)), {n: jnp.asarray(x, jnp.float32) for n, x in values.items()}
 
@@ -61,12 +61,12 @@ def close(found, expected, tolerance):
 @pytest.mark.parametrize(
     ("structure", "objective", "shape", "gates", "window"),
     [
-        (MLP, L2, (2, 37, 2, 4), ("retention", "momentum"), 5),
+        (MLP, L2, (2, 37, 2, 4), ("retention", "momentum_decay"), 5),
         if_slow(MLP, L2, (1, 16, 1, 8), (), 1),
-        if_slow(MLP, L2, (1, 21, 1, 4), ("momentum",), 1),
+        if_slow(MLP, L2, (1, 21, 1, 4), ("momentum_decay",), 1),
         (MLP, L2, (1, 21, 1, 4), ("retention",), 12),  # longer than a chunk
-        (GATED, L2, (1, 19, 1, 4), ("retention", "momentum"), 3),
-        (structures.MLP(depth=3, expansion=1), DOT, (1, 9, 1, 4), ("retention", "momentum"), 1),
+        (GATED, L2, (1, 19, 1, 4), ("retention", "momentum_decay"), 3),
+        (structures.MLP(depth=3, expansion=1), DOT, (1, 9, 1, 4), ("retention", "momentum_decay"), 1),
         (MATRIX, DOT, (1, 21, 1, 4), ("retention",), 4),
         (MATRIX, objectives.Lp(4.0), (1, 11, 1, 4), (), 2),
     ],
@@ -81,9 +81,9 @@ def test_values_and_gradients(structure, objective, shape, gates, window):
 @pytest.mark.parametrize(
     ("structure", "objective", "shape", "gates", "window"),
     [
-        (MLP, L2, (2, 21, 2, 4), ("retention", "momentum"), 5),  # the last chunk is not full
+        (MLP, L2, (2, 21, 2, 4), ("retention", "momentum_decay"), 5),  # the last chunk is not full
         (MATRIX, objectives.Lp(3.0), (1, 19, 1, 8), (), 1),
-        if_slow(GATED, L2, (1, 16, 1, 4), ("momentum",), 12),  # the window is longer than a chunk
+        if_slow(GATED, L2, (1, 16, 1, 4), ("momentum_decay",), 12),  # the window is longer than a chunk
         (structures.MLP(depth=3, expansion=1), L2, (1, 17, 1, 4), ("retention",), 1),
     ],
     ids=str,
@@ -109,7 +109,7 @@ def test_a_bound_that_does_not_act():
 
 
 def test_bfloat16_inputs():
-    arrays, values = inputs(MLP, 1, 20, 2, 16, gates=("retention", "momentum"), dtype="bfloat16")
+    arrays, values = inputs(MLP, 1, 20, 2, 16, gates=("retention", "momentum_decay"), dtype="bfloat16")
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
     expected = run(MLP, L2, wide, values, chunk_size=8, implementation="reference")
     found = run(MLP, L2, arrays, values, chunk_size=8, interpret=True)
@@ -120,7 +120,7 @@ def test_bfloat16_inputs():
 
 def test_chunks_continue():
     """A sequence cut where a chunk ends goes on from the weights and momenta; a window would have to be carried too."""
-    (weights, momenta, *tokens), values = inputs(MLP, 1, 32, 1, 4, gates=("retention", "momentum"))
+    (weights, momenta, *tokens), values = inputs(MLP, 1, 32, 1, 4, gates=("retention", "momentum_decay"))
     scan = functools.partial(chunk_memory, MLP, L2, chunk_size=8, interpret=True)
     y, w, s = scan(weights, momenta, *tokens, **values)
     part = lambda x, which: jax.tree.map(lambda x: x[:, which], x)
@@ -131,7 +131,7 @@ def test_chunks_continue():
 
 
 def test_no_race_and_no_unwritten_memory(capsys):
-    arrays, values = inputs(MLP, 2, 16, 1, 8, gates=("momentum",), window=2)
+    arrays, values = inputs(MLP, 2, 16, 1, 8, gates=("momentum_decay",), window=2)
     expected = run(MLP, L2, arrays, values, chunk_size=8, implementation="reference")
     interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     close(run(MLP, L2, arrays, values, chunk_size=8, interpret=interpret), expected, 2e-5)
@@ -139,13 +139,13 @@ def test_no_race_and_no_unwritten_memory(capsys):
 
 
 def test_bad_input():
-    (weights, momenta, q, k, v), values = inputs(MLP, 1, 8, 2, 4, gates=("momentum",))
+    (weights, momenta, q, k, v), values = inputs(MLP, 1, 8, 2, 4, gates=("momentum_decay",))
     scan = functools.partial(chunk_memory, MLP, L2)
     for message, arguments, options in [
         (r"k has shape \(1, 8, 2, 3\), should be \(1, 8, 2, 4\)", (weights, momenta, q, k[..., :3], v), {}),
-        (r"window has shape \(1, 8, 2\)", (weights, momenta, q, k, v), {"window": values["step_size"]}),
+        (r"window_weights has shape \(1, 8, 2\)", (weights, momenta, q, k, v), {"window_weights": values["step_size"]}),
         ("should all be float32 or all bfloat16", (weights, momenta, q, k.astype(jnp.bfloat16), v), {}),
-        ("give both momenta S and the gate momentum θ", (weights, None, q, k, v), {}),
+        ("give both momenta S and momentum_decay θ", (weights, None, q, k, v), {}),
         (r"momenta\['W1'\] is missing", (weights, {"W2": momenta["W2"]}, q, k, v), {}),
         (r"weights\['W1'\] has shape", (jax.tree.map(lambda w: w[:, :1], weights), momenta, q, k, v), {}),
         (r"floor has shape \(1, 8\), should be", (weights, momenta, q, k, v), {"floor": jnp.zeros((1, 8))}),
@@ -164,9 +164,9 @@ def test_bad_input():
 @pytest.mark.parametrize(
     ("structure", "gates", "window", "chunk_size", "every", "writes"),
     [
-        (MLP, ("retention", "momentum"), 3, 16, 1, 4),
-        (MATRIX, ("momentum",), 1, 8, 4, 8),
-        if_slow(GATED, ("retention", "momentum"), 1, 32, 2, 8),
+        (MLP, ("retention", "momentum_decay"), 3, 16, 1, 4),
+        (MATRIX, ("momentum_decay",), 1, 8, 4, 8),
+        if_slow(GATED, ("retention", "momentum_decay"), 1, 32, 2, 8),
     ],
     ids=str,
 )
@@ -181,7 +181,7 @@ def test_muon(structure, gates, window, chunk_size, every, writes, monkeypatch):
 
 def test_muon_without_race_and_unwritten_memory(capsys):
     """Forward: the backward pass is under a `checkpoint`, which does not take this interpreter's callbacks."""
-    arrays, values = inputs(MATRIX, 1, 8, 1, 4, gates=("momentum",), window=2)
+    arrays, values = inputs(MATRIX, 1, 8, 1, 4, gates=("momentum_decay",), window=2)
     options = {"chunk_size": 8, "every": 2, "newton_schulz": coefficients(SCHEDULES["standard"], 2)}
     scan = functools.partial(chunk_memory, MATRIX, L2, *arrays, **values, **options)
     interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")

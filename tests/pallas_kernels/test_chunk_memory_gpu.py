@@ -19,10 +19,10 @@ GPU = {"chunk_size": 16, "implementation": "pallas_gpu", "interpret": True}
 @pytest.mark.parametrize(
     ("structure", "objective", "shape", "gates", "window"),
     [
-        (NARROW, L2, (1, 37, 2, 16), ("retention", "momentum"), 5),  # two tiles of padding in the last chunk
+        (NARROW, L2, (1, 37, 2, 16), ("retention", "momentum_decay"), 5),  # two tiles of padding in the last chunk
         (MLP, L2, (1, 37, 1, 8), ("retention",), 20),  # the window is longer than a chunk, tokens are padded to 16
-        (GATED, L2, (1, 33, 1, 16), ("momentum",), 1),
-        (MATRIX, objectives.Lp(4.0), (1, 20, 1, 4), ("retention", "momentum"), 2),
+        (GATED, L2, (1, 33, 1, 16), ("momentum_decay",), 1),
+        (MATRIX, objectives.Lp(4.0), (1, 20, 1, 4), ("retention", "momentum_decay"), 2),
         (structures.MLP(depth=1), DOT, (1, 20, 1, 24), (), 1),
     ],
     ids=str,
@@ -36,9 +36,9 @@ def test_values_and_gradients(structure, objective, shape, gates, window):
 @pytest.mark.parametrize(
     ("structure", "shape", "gates", "window"),
     [
-        if_slow(NARROW, (1, 69, 2, 16), ("retention", "momentum"), 5),
+        if_slow(NARROW, (1, 69, 2, 16), ("retention", "momentum_decay"), 5),
         (GATED, (2, 50, 1, 8), (), 1),
-        (MATRIX, (1, 40, 1, 4), ("momentum",), 1),
+        (MATRIX, (1, 40, 1, 4), ("momentum_decay",), 1),
     ],
     ids=str,
 )
@@ -58,7 +58,7 @@ def test_many_blocks_of_tokens(monkeypatch):
 
 
 def test_bfloat16_inputs():
-    arrays, values = inputs(NARROW, 1, 36, 1, 16, gates=("retention", "momentum"), dtype="bfloat16")
+    arrays, values = inputs(NARROW, 1, 36, 1, 16, gates=("retention", "momentum_decay"), dtype="bfloat16")
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
     expected = run(NARROW, L2, wide, values, chunk_size=16, implementation="reference")
     found = run(NARROW, L2, arrays, values, **GPU)
@@ -69,7 +69,7 @@ def test_bfloat16_inputs():
 
 def test_muon():
     """A chunk of two blocks of eight writes, not full; the kernel's rows are writes of all heads."""
-    arrays, values = inputs(NARROW, 1, 21, 2, 8, gates=("retention", "momentum"), window=3)
+    arrays, values = inputs(NARROW, 1, 21, 2, 8, gates=("retention", "momentum_decay"), window=3)
     options = {"chunk_size": 32, "every": 2, "newton_schulz": coefficients(SCHEDULES["standard"], 2)}
     expected = run(NARROW, L2, arrays, values, **options, implementation="reference")
     close(run(NARROW, L2, arrays, values, **{**GPU, **options}), expected, 2e-4)
@@ -88,7 +88,7 @@ def test_rows_in_groups(monkeypatch):
 
 
 def test_what_it_does_not_serve():
-    (weights, momenta, q, k, v), values = inputs(MLP, 1, 16, 1, 8, gates=("momentum",))
+    (weights, momenta, q, k, v), values = inputs(MLP, 1, 16, 1, 8, gates=("momentum_decay",))
     scan = functools.partial(chunk_memory, weights=weights, momenta=momenta, q=q, k=k, v=v, objective=L2, **values)
     for message, structure, options in [
         ("chunk_size=8, should be at least 16", MLP, {"chunk_size": 8}),
@@ -100,7 +100,7 @@ def test_what_it_does_not_serve():
     (weights, momenta, q, k, v), values = inputs(NARROW, 1, 16, 1, 24, gates=())
     with pytest.raises(ValueError, match="the hidden width 24 is not a multiple of 16"):
         chunk_memory(NARROW, L2, weights, momenta, q, k, v, **values, **GPU)
-    arrays, values = jax.eval_shape(lambda: inputs(MLP, 1, 16, 1, 520, gates=("momentum",)))
+    arrays, values = jax.eval_shape(lambda: inputs(MLP, 1, 16, 1, 520, gates=("momentum_decay",)))
     muon = functools.partial(chunk_memory, MLP, L2, newton_schulz=SCHEDULES["standard"], **GPU)
     with pytest.raises(ValueError, match=r"up to 256 × 1,024, weights are \{'W1': \(520, 1040\)"):
         jax.eval_shape(lambda arrays, gates: muon(*arrays, **gates), arrays, values)

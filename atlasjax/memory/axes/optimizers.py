@@ -18,7 +18,7 @@ class Optimizer(Axis):
     Subclasses implement `update`, and override `init` if S_0 is not zeros in the shapes of the weights.
 
     Attributes:
-      has_momentum: whether `update` uses θ, the gate `momentum`.
+      has_momentum: whether `update` uses θ, the gate `momentum_decay`.
       per_channel: whether η has one value for each channel of the value. Only for matrix memories.
       every: the memory is written once every `every` tokens: η is zero for tokens whose position in their chunk, counted from 1, is
         not a multiple of it. Must divide the chunk size.
@@ -43,7 +43,7 @@ class Optimizer(Axis):
         return jax.tree.map(jnp.zeros_like, weights) if self.has_momentum else None
 
     def update(
-        self, state: Any, gradient: dict[str, jax.Array], step_size: jax.Array, momentum: jax.Array | None
+        self, state: Any, gradient: dict[str, jax.Array], step_size: jax.Array, momentum_decay: jax.Array | None
     ) -> tuple[dict[str, jax.Array], Any]:
         """One token of one head.
 
@@ -51,7 +51,7 @@ class Optimizer(Axis):
           state: S_{t−1}.
           gradient: g_t, name → [out, in].
           step_size: η_t, a scalar, or [value_dim, 1] for one per channel.
-          momentum: θ_t, a scalar, or None if it is not used.
+          momentum_decay: θ_t, a scalar, or None if it is not used.
 
         Returns:
           Δ_t, name → [out, in], and S_t.
@@ -74,7 +74,9 @@ class GradientDescent(Optimizer):
     per_channel: bool = False
     is_linear = True
 
-    def update(self, state: Any, gradient: Any, step_size: jax.Array, momentum: jax.Array | None) -> tuple[Any, Any]:
+    def update(
+        self, state: Any, gradient: Any, step_size: jax.Array, momentum_decay: jax.Array | None
+    ) -> tuple[Any, Any]:
         return _scaled(-step_size, gradient), state
 
     def summary(self) -> str:
@@ -107,8 +109,10 @@ class Momentum(Optimizer):
     has_momentum = True
     is_linear = True
 
-    def update(self, state: Any, gradient: Any, step_size: jax.Array, momentum: jax.Array | None) -> tuple[Any, Any]:
-        S = {name: momentum * state[name] - step_size * g for name, g in gradient.items()}
+    def update(
+        self, state: Any, gradient: Any, step_size: jax.Array, momentum_decay: jax.Array | None
+    ) -> tuple[Any, Any]:
+        S = {name: momentum_decay * state[name] - step_size * g for name, g in gradient.items()}
         return S, S
 
     def summary(self) -> str:
@@ -139,8 +143,10 @@ class Muon(Optimizer):
         check.integer("Muon", "every", self.every)
         lookup("Newton–Schulz schedule", self.schedule, SCHEDULES)
 
-    def update(self, state: Any, gradient: Any, step_size: jax.Array, momentum: jax.Array | None) -> tuple[Any, Any]:
-        S = {name: momentum * state[name] - g for name, g in gradient.items()}
+    def update(
+        self, state: Any, gradient: Any, step_size: jax.Array, momentum_decay: jax.Array | None
+    ) -> tuple[Any, Any]:
+        S = {name: momentum_decay * state[name] - g for name, g in gradient.items()}
         return {name: step_size * newton_schulz(s, self.steps, SCHEDULES[self.schedule]) for name, s in S.items()}, S
 
     def summary(self) -> str:

@@ -80,19 +80,19 @@ def softened(decrease: jax.Array, empty: jax.Array) -> jax.Array:
     return decrease + _SOFTENING * empty
 
 
-def pending(momentum: jax.Array) -> jax.Array:
+def pending(momentum_decay: jax.Array) -> jax.Array:
     """θ/(1 − θ): the number of times that momentum will still add S_{t−1} to the memory."""
-    return momentum / jnp.maximum(1.0 - momentum, _LEAST)
+    return momentum_decay / jnp.maximum(1.0 - momentum_decay, _LEAST)
 
 
 def capped(
-    step: float, step_size: jax.Array, decrease: jax.Array, square: jax.Array, momentum: jax.Array | None
+    step: float, step_size: jax.Array, decrease: jax.Array, square: jax.Array, momentum_decay: jax.Array | None
 ) -> jax.Array:
     """η̄ = min(η, step (1 − θ) a/‖g‖²), elementwise, and η where the gradient is zero."""
     there = divisible(square)
     most = step * decrease / jnp.where(there, square, 1.0)
-    if momentum is not None:
-        most = most * jnp.maximum(1.0 - momentum, _LEAST)
+    if momentum_decay is not None:
+        most = most * jnp.maximum(1.0 - momentum_decay, _LEAST)
     return jnp.where(there, jnp.minimum(step_size, most), step_size)
 
 

@@ -84,8 +84,8 @@ class Slot(NamedTuple):
     v: jax.Array
     retention: jax.Array | None
     step_size: jax.Array | None
-    momentum: jax.Array | None
-    gamma: jax.Array
+    momentum_decay: jax.Array | None
+    window_weights: jax.Array
     threshold: jax.Array | None
     removal_key: jax.Array | None
     removal: jax.Array | None
@@ -229,11 +229,11 @@ def run_chunk(
 
     def run_block(memory, momentum, tokens, slot):
         gradients, factors, losses, real = tokens
-        gamma = blocks.window_matrix(slot.gamma)
+        gamma = blocks.window_matrix(slot.window_weights)
         if real is not None:
             gamma = jnp.where(real, gamma, 0.0)
         assert slot.step_size is not None
-        gates = blocks.BlockGates(slot.retention, slot.step_size, slot.momentum, gamma, slot.real)
+        gates = blocks.BlockGates(slot.retention, slot.step_size, slot.momentum_decay, gamma, slot.real)
         x = rule.features.apply(params.coefficients, slot.q)
         skip = rule.features.degree_one(params.coefficients, slot.q) if rule.structure.residual else None
         mixed = lambda linear: linear if soup is None else mix(linear, soup, slot.soup, plan.dtype)

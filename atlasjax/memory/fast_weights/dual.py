@@ -73,8 +73,8 @@ def channel_block(
     a, pairwise = decay_products(gates.retention)  # [m, D], [m, m, D]
     D = -gates.step_size[:, None] * gates.gamma
     if momentum is not None:
-        assert gates.momentum is not None
-        beta, momentum_pairwise = decay_products(gates.momentum)
+        assert gates.momentum_decay is not None
+        beta, momentum_pairwise = decay_products(gates.momentum_decay)
         D = exact(momentum_pairwise, D)
         if gates.real is not None:
             pairwise = pairwise * gates.real[:, None]

@@ -32,12 +32,12 @@ def muon_block(
     its chunk, or is one token long with η masked by the caller.
     """
     assert momentum is not None
-    assert gates.momentum is not None
+    assert gates.momentum_decay is not None
     muon: Any = rule.optimizer
     m = gates.step_size.shape[0]
     every = muon.every if m > 1 else 1
     writers = slice(every - 1, None, every)  # the last token of a block always writes
-    beta, pairwise = decay_products(gates.momentum)
+    beta, pairwise = decay_products(gates.momentum_decay)
     D = -exact(pairwise, gates.gamma)[writers]
     if gates.retention is None:
         a, decay = None, jnp.tril(jnp.ones((m, m), D.dtype))

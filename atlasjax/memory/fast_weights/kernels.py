@@ -248,8 +248,9 @@ def _chunks(
     y, memory, momentum = chunk_memory(
         structure, rule.objective, before.memory, before.momentum,
         query.astype(q.dtype), key.astype(q.dtype), value.astype(q.dtype),
-        step_size=gates.step_size, retention=gates.retention, momentum=gates.momentum, window=gates.window,
-        chunk_size=_FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size, implementation=implementation,
+        step_size=gates.step_size, retention=gates.retention, momentum_decay=gates.momentum_decay,
+        window_weights=gates.window_weights, implementation=implementation,
+        chunk_size=_FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size,
         step_bound=rule.step_bound, floor=floor, norm_bound=rule.norm_bound, **muon,
     )  # fmt: skip
     if apart:

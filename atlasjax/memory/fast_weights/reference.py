@@ -55,8 +55,8 @@ def _bounded(
 ) -> jax.Array:  # fmt: skip
     """η'_t from the step size η_t, see `bounds`. before: M_{t−1} and origin: M_{t'}, both as stored in a state."""
     assert rule.step_bound is not None
-    theta, eta = token["momentum"], token["step_size"]
-    momentum = theta if rule.optimizer.has_momentum else None
+    eta = token["step_size"]
+    theta = token["momentum_decay"] if rule.optimizer.has_momentum else None
     outputs = jax.vmap(lambda k: read_one(rule, params, origin, k))(keys)
     decreases = bounds.toward_target(rule.objective, outputs, values, thresholds)  # [c, value_dim]
     empty = bounds.toward_target(rule.objective, jnp.zeros_like(outputs), values, thresholds)
@@ -70,9 +70,9 @@ def _bounded(
         (gradient,) = g.values()
         eta = bounds.capped(rule.step_bound, eta, decreases[0], jnp.sum(gradient * gradient, axis=-1), None)
     else:
-        eta = bounds.capped(rule.step_bound, eta, decrease, inner(g, mapped(g)), momentum)
+        eta = bounds.capped(rule.step_bound, eta, decrease, inner(g, mapped(g)), theta)
     change = jax.tree.map(jnp.subtract, before, origin)
-    if rule.optimizer.has_momentum:
+    if theta is not None:
         change = jax.tree.map(lambda x, s: x + bounds.pending(theta) * s, change, S)
     return eta * bounds.left_over(inner(g, mapped(change)), scale)
 
@@ -103,7 +103,7 @@ def _token(rule: MemoryRule, params: Any, initial: dict, carry: dict, token: dic
     for name, begun in {"M": rule.begin_chunk(carry["M"]), "S": rule.begin_momentum(carry["S"])}.items():
         carry[name] = jax.tree.map(lambda new, old: jnp.where(starts_chunk, new, old), begun, carry[name])
     at_start = jax.tree.map(lambda m, g: jnp.where(starts_chunk, m, g), carry["M"], carry["chunk_start"])
-    alpha, theta, eta = token["retention"], token["momentum"], token["step_size"]
+    alpha, theta, eta = token["retention"], token["momentum_decay"], token["step_size"]
     decay = lambda weights: {name: rule.retention.decay(w, alpha) for name, w in weights.items()}
     origin = decay(at_start) if rule.retention.decay_first else at_start
 
@@ -113,7 +113,7 @@ def _token(rule: MemoryRule, params: Any, initial: dict, carry: dict, token: dic
     thresholds = jnp.concatenate([token["threshold"][None], carry["thresholds"]])
     real = jnp.arange(rule.window) <= carry["count"]
 
-    gamma = jnp.where(real, token["window"], 0.0)
+    gamma = jnp.where(real, token["window_weights"], 0.0)
     window = (keys, values, thresholds, gamma)
     g = _gradient(rule, params, rule.weights(origin), token, *window)
 
@@ -166,8 +166,8 @@ def reference_scan(
         "v": wide(v),
         "retention": ones if gates.retention is None else wide(gates.retention),
         "step_size": ones if gates.step_size is None else wide(gates.step_size),
-        "momentum": ones if gates.momentum is None else wide(gates.momentum),
-        "window": ones[..., None] if gates.window is None else wide(gates.window),
+        "momentum_decay": ones if gates.momentum_decay is None else wide(gates.momentum_decay),
+        "window_weights": ones[..., None] if gates.window_weights is None else wide(gates.window_weights),
         "threshold": ones if gates.threshold is None else wide(gates.threshold),
     }
     if gates.removal_key is not None and gates.removal is not None:

@@ -154,7 +154,7 @@ class MemoryRule(Rule):
         gradient: dict[str, jax.Array],
         retention: Any,
         step_size: Any,
-        theta: Any,
+        momentum_decay: Any,
     ) -> tuple[dict[str, jax.Array], Any]:
         """One token of one head: (A_t, S_t) from (A_{t−1}, S_{t−1}) and g_t, by the formulas of the optimizer and the retention.
 
@@ -164,10 +164,10 @@ class MemoryRule(Rule):
           gradient: g_t.
           retention: α_t, a scalar or [in]. None means α = 1.
           step_size: η_t, a scalar, or [value_dim] for one per channel.
-          theta: θ_t. None if the optimizer has no momentum.
+          momentum_decay: θ_t. None if the optimizer has no momentum.
         """
         eta = step_size[:, None] if self.optimizer.per_channel else step_size
-        steps, momentum = self.optimizer.update(momentum, gradient, eta, theta)
+        steps, momentum = self.optimizer.update(momentum, gradient, eta, momentum_decay)
         decayed = stored if retention is None else {n: self.retention.decay(w, retention) for n, w in stored.items()}
         return self.start({name: w + steps[name] for name, w in decayed.items()}), momentum
 
@@ -192,9 +192,9 @@ class MemoryRule(Rule):
         else:
             gates["step_size"] = (value_dim or key_dim) if self.optimizer.per_channel else None
         if self.optimizer.has_momentum:
-            gates["momentum"] = None
+            gates["momentum_decay"] = None
         if self.window > 1:
-            gates["window"] = self.window
+            gates["window_weights"] = self.window
         if self.objective.uses_threshold:
             gates["threshold"] = None
         return gates

@@ -47,7 +47,7 @@ def xla_scan(
     def put(x: Any, fill: float) -> Any:
         return None if x is None else to_slots(x.astype(wide), sizes, where, fill)
 
-    gamma = jnp.ones((batch, time, heads, 1), wide) if gates.window is None else gates.window
+    gamma = jnp.ones((batch, time, heads, 1), wide) if gates.window_weights is None else gates.window_weights
     tokens = lambda x: to_slots(x, sizes, where, 0.0)  # in their own dtype; converted chunk by chunk
     slots = Slot(
         q=tokens(q),
@@ -55,8 +55,8 @@ def xla_scan(
         v=tokens(v),
         retention=put(gates.retention, 1.0),
         step_size=put(gates.step_size, 0.0),
-        momentum=put(gates.momentum, 1.0),
-        gamma=put(gamma, 0.0),
+        momentum_decay=put(gates.momentum_decay, 1.0),
+        window_weights=put(gamma, 0.0),
         threshold=put(gates.threshold, 1.0),
         removal_key=put(gates.removal_key, 0.0),
         removal=put(gates.removal, 0.0),

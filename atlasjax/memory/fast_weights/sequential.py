@@ -49,7 +49,7 @@ def sequential_block(
             after = jax.tree.map(lambda new, old: jnp.where(real > 0, new, old), after, carry)
         return after, after[0]
 
-    tokens = (gradients, gates.retention, step_size, gates.momentum, gates.real, decrease, scale)
+    tokens = (gradients, gates.retention, step_size, gates.momentum_decay, gates.real, decrease, scale)
     (memory, momentum), written = meshes.scan(write, (memory, momentum), tokens)
     weights = rule.weights(written)
     y = read(lambda name, h: dot(weights[name], h[:, :, None], dtype)[:, :, 0])

@@ -40,15 +40,15 @@ def xla_step(
         assert step_size is not None
         writes = (state.position + 1) % rule.optimizer.every == 0
         step_size = jnp.where(writes.reshape(-1, *(1,) * (step_size.ndim - 1)), step_size, 0.0)
-    gamma = jnp.ones((batch, heads, 1), wide) if gates.window is None else gates.window
+    gamma = jnp.ones((batch, heads, 1), wide) if gates.window_weights is None else gates.window_weights
     slot = Slot(
         q=up(q),
         k=up(k),
         v=up(v),
         retention=up(gates.retention),
         step_size=up(step_size),
-        momentum=up(gates.momentum),
-        gamma=up(gamma),
+        momentum_decay=up(gates.momentum_decay),
+        window_weights=up(gamma),
         threshold=up(gates.threshold),
         removal_key=up(gates.removal_key),
         removal=up(gates.removal),

@@ -57,7 +57,7 @@ def _before(x: jax.Array, first: float) -> jax.Array:
 def _capped(origin: Origin, gates: BlockGates, decrease: jax.Array, square: jax.Array) -> jax.Array:
     if origin.capped:
         return gates.step_size
-    return bounds.capped(origin.step, gates.step_size, decrease, square, gates.momentum)
+    return bounds.capped(origin.step, gates.step_size, decrease, square, gates.momentum_decay)
 
 
 def _along(gradients: dict[str, Factors], weights: Weights) -> jax.Array:
@@ -105,11 +105,11 @@ def dual_steps(
         moved = moved + (change if a is None else a * change)
     across = _before(decays.pairwise, 0.0)
     if momentum is not None:
-        assert gates.momentum is not None
+        assert gates.momentum_decay is not None
         assert decays.momentum is not None
         assert decays.momentum_start is not None
         assert decays.started is not None
-        pending = bounds.pending(gates.momentum)
+        pending = bounds.pending(gates.momentum_decay)
         share = _before(decays.started, 0.0) + pending * _before(decays.momentum_start, 1.0)
         moved = moved + share * windowed(_along(origin.gradients, momentum))
         across = exact(across, decays.momentum) + pending[:, None] * _before(decays.momentum, 0.0)
@@ -150,9 +150,9 @@ def formed_steps(
         pairwise = pairwise * (gates.real[:, None] if channels else gates.real)
     across, a, share = _before(pairwise, 0.0), _before(start, 1.0), None
     if momentum is not None:
-        assert gates.momentum is not None
-        beta, carried = decay_products(gates.momentum)
-        pending = bounds.pending(gates.momentum)
+        assert gates.momentum_decay is not None
+        beta, carried = decay_products(gates.momentum_decay)
+        pending = bounds.pending(gates.momentum_decay)
         started = jnp.einsum("tj...,j->t...", pairwise, beta, precision=highest)
         rest = pending * _before(beta, 1.0)
         share = _before(started, 0.0) + (rest[:, None] if channels else rest)

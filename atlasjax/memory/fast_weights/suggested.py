@@ -12,10 +12,10 @@ def curvature(rule: MemoryRule, key_dim: int, value_dim: int) -> float:
     return rule.structure.curvature(value_dim) * rule.features.square_norm(key_dim) * rule.retention.slope(value_dim)
 
 
-def gradient_count(rule: MemoryRule, momentum: np.ndarray, window: np.ndarray) -> np.ndarray:
+def gradient_count(rule: MemoryRule, momentum_decay: np.ndarray, window_weights: np.ndarray) -> np.ndarray:
     """The number of times gradients count by the end of a chunk, summed over its tokens: [heads] and [heads, c] → [heads]."""
-    carried = np.cumsum(momentum[:, None] ** np.arange(rule.chunk_size), axis=1)  # (1 − θ^r)/(1 − θ), r = 1 … b
-    return carried.sum(axis=1) * window.sum(axis=1)
+    carried = np.cumsum(momentum_decay[:, None] ** np.arange(rule.chunk_size), axis=1)  # (1 − θ^r)/(1 − θ), r = 1 … b
+    return carried.sum(axis=1) * window_weights.sum(axis=1)
 
 
 def has_steps_of_one_size(rule: MemoryRule) -> bool:
@@ -24,7 +24,7 @@ def has_steps_of_one_size(rule: MemoryRule) -> bool:
 
 
 def suggested_steps(
-    rule: MemoryRule, key_dim: int, value_dim: int, forgetting: np.ndarray, momentum: np.ndarray, window: np.ndarray,
+    rule: MemoryRule, key_dim: int, value_dim: int, forgetting: np.ndarray, momentum_decay: np.ndarray, window_weights: np.ndarray,
     similar_keys: bool,
 ) -> tuple[np.ndarray, float]:  # fmt: skip
     """`Rule.suggested_steps`: initial η of each head, and its upper bound."""
@@ -42,7 +42,7 @@ def suggested_steps(
     if rule.objective.gradient_is_value:
         step = 0.5 * forgetting / (_GELU_SLOPE * rule.features.square_norm(key_dim) ** 0.5)
         return step, 16 * step.max()
-    count = gradient_count(rule, momentum if rule.optimizer.has_momentum else np.zeros(num_heads), window)
+    count = gradient_count(rule, momentum_decay if rule.optimizer.has_momentum else np.zeros(num_heads), window_weights)
     exact = 1.0 / (count * curvature(rule, key_dim, value_dim))
     top = float(np.max(exact * (1.0 if similar_keys else np.clip(np.sqrt(count), 1.0, 4.0))))
     return 0.5 * exact, top

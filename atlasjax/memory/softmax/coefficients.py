@@ -56,8 +56,8 @@ def coefficients(
     rule: SoftmaxRule,
     retention: jax.Array,
     step_size: jax.Array,
-    momentum: jax.Array,
-    window: jax.Array,
+    momentum_decay: jax.Array,
+    window_weights: jax.Array,
     counts: jax.Array,
     real: jax.Array,
     commit: jax.Array,
@@ -66,16 +66,16 @@ def coefficients(
 
     Args:
       rule: the rule.
-      retention, step_size, momentum: gates, [b]; window: [b, c].
+      retention, step_size, momentum_decay: gates, [b]; window_weights: [b, c].
       counts: [b, E], whether a token's window may contain a gradient: it must be real and of the token's segment.
       real: [b], whether the token exists.
       commit: [], whether the chunk changes the memory. An unfinished chunk is read, but not committed.
     """
     b = step_size.shape[0]
-    D = jnp.where(counts, -step_size[:, None] * window_matrix(window), 0.0)
+    D = jnp.where(counts, -step_size[:, None] * window_matrix(window_weights), 0.0)
     beta = s = None
     if rule.optimizer.has_momentum:
-        beta, pairwise = decay_products(momentum)
+        beta, pairwise = decay_products(momentum_decay)
         D = _product(pairwise, D)
     if rule.retention.gate is None:
         A, between = jnp.ones_like(step_size), jnp.tril(jnp.ones((b, b), step_size.dtype))

@@ -64,12 +64,12 @@ def _token(rule: SoftmaxRule, initial: dict, carry: dict, token: dict) -> tuple[
     carry = _forget(carry, initial, new)
     memory, index = dict(carry["memory"]), token["index"]
     start = jax.tree.map(lambda m, g: jnp.where(carry["position"] == 0, m, g), memory, carry["start"])
-    alpha, theta, eta = token["retention"], token["momentum"], token["step_size"]
+    alpha, theta, eta = token["retention"], token["momentum_decay"], token["step_size"]
 
     # Row j of the window holds token t − j.
     keys = jnp.concatenate([token["k"][None], carry["window_keys"]])
     values = jnp.concatenate([token["v"][None], carry["window_values"]])
-    gamma = jnp.where(jnp.arange(rule.window) <= carry["count"], token["window"], 0.0)
+    gamma = jnp.where(jnp.arange(rule.window) <= carry["count"], token["window_weights"], 0.0)
     change = meshes.vary_like(jnp.zeros((rule.window, memory["a"].shape[1]), memory["a"].dtype), keys, values, start)
     gradient = lambda change, k, v: jax.grad(_loss, (2, 3))(rule, start, change, start["weights"], k, v)
     g_a, g_weights = jax.vmap(gradient)(change, keys, values)

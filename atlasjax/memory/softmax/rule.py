@@ -108,9 +108,9 @@ class SoftmaxRule(Rule):
             gates["retention"] = None
         gates["step_size"] = None
         if self.optimizer.has_momentum:
-            gates["momentum"] = None
+            gates["momentum_decay"] = None
         if self.window > 1:
-            gates["window"] = self.window
+            gates["window_weights"] = self.window
         return gates
 
     # Methods of `Rule`, implemented in the modules of this package.
@@ -159,11 +159,12 @@ class SoftmaxRule(Rule):
         return max(1, keys.shape[2]) if getattr(keys, "ndim", 0) == 4 else 1
 
     def suggested_steps(
-        self, key_dim: int, value_dim: int, forgetting: Any, momentum: Any, window: Any, similar_keys: bool
-    ) -> tuple[np.ndarray, float]:
+        self, key_dim: int, value_dim: int, forgetting: Any, momentum_decay: Any, window_weights: Any,
+        similar_keys: bool,
+    ) -> tuple[np.ndarray, float]:  # fmt: skip
         from atlasjax.memory.softmax.suggested import suggested_steps
 
-        return suggested_steps(self, forgetting, momentum, window)
+        return suggested_steps(self, forgetting, momentum_decay, window_weights)
 
     def start_scale(self, step_size: np.ndarray) -> np.ndarray:
         from atlasjax.memory.softmax.suggested import start_scale

@@ -181,11 +181,11 @@ def _run(
 
     def one_head(params_weights, old, weights, weights_momentum, window_k, window_v, tokens, flags):
         """One head of one batch element."""
-        q, k, v, retention, step_size, momentum, window = tokens
+        q, k, v, *gates = tokens
         counts, real_chunk, commits, indices = flags
         by_chunk = lambda x: x.reshape(num_chunks, sizes.chunk, *x.shape[1:])
         coef = jax.vmap(lambda *x: coefficients(rule, *x))(
-            *(by_chunk(x) for x in (retention, step_size, momentum, window)), counts, real_chunk[:, c - 1 :], commits
+            *(by_chunk(x) for x in gates), counts, real_chunk[:, c - 1 :], commits
         )
         by_block = lambda x: x.reshape(sizes.blocks, -1, *x.shape[1:])
         coef = jax.tree.map(by_block, coef)
@@ -221,7 +221,7 @@ def _run(
         )  # fmt: skip
 
     by_block_tokens = lambda x: x.reshape(sizes.blocks, sizes.block, *x.shape[1:])
-    tokens = (tape.q, tape.k, tape.v, tape.retention, tape.step_size, tape.momentum, tape.window)
+    tokens = (tape.q, tape.k, tape.v, tape.retention, tape.step_size, tape.momentum_decay, tape.window_weights)
     flags = (counts, real_chunk, commits, indices)
     over_heads = jax.vmap(one_head, in_axes=(0, 0, 0, 0, 0, 0, 1, None))
     over_batch = jax.vmap(over_heads, in_axes=(None, 0, 0, 0, 0, 0, 0, 0))

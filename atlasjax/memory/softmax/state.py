@@ -40,7 +40,8 @@ class Tail(NamedTuple):
       keys: [batch, heads, c − 1 + p, key_dim].
       values: [batch, heads, c − 1 + p, value_dim].
       preactivations: h_{t'}(k) of those keys, [batch, heads, c − 1 + p, width]. None if gradients do not need it.
-      retention, step_size, momentum: [batch, heads, p]; window: [batch, heads, p, c]. Ones if the rule has no such gate.
+      retention, step_size, momentum_decay: [batch, heads, p]. Ones if the rule has no such gate.
+      window_weights: [batch, heads, p, c]. Ones if the rule has no such gate.
     """
 
     keys: jax.Array
@@ -48,8 +49,8 @@ class Tail(NamedTuple):
     preactivations: jax.Array | None
     retention: jax.Array
     step_size: jax.Array
-    momentum: jax.Array
-    window: jax.Array
+    momentum_decay: jax.Array
+    window_weights: jax.Array
 
 
 class SoftmaxState(NamedTuple):
@@ -161,8 +162,8 @@ def empty_state(
             preactivations=None if rule.has_constant_gradient else full(0.0, tail, width),
             retention=full(1.0, pending),
             step_size=full(0.0, pending),
-            momentum=full(1.0, pending),
-            window=full(0.0, pending, rule.window),
+            momentum_decay=full(1.0, pending),
+            window_weights=full(0.0, pending, rule.window),
         ),
         position=jnp.zeros((batch,), jnp.int32),
         segment=jnp.full((batch,), -1, jnp.int32),

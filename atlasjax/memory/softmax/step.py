@@ -63,7 +63,7 @@ def open_chunk(
     place = jnp.arange(c - 1 + b)
     real = (place >= c - 1 - count) & (place < c - 1 + position)
     coef = coefficients(
-        rule, tail.retention, tail.step_size, tail.momentum, tail.window, jnp.broadcast_to(real, (b, real.shape[0])),
+        rule, tail.retention, tail.step_size, tail.momentum_decay, tail.window_weights, jnp.broadcast_to(real, (b, real.shape[0])),
         real[c - 1 :], commit,
     )  # fmt: skip
     sees = real
@@ -93,12 +93,12 @@ def xla_step(
     gate = lambda x, *shape: jnp.ones((batch, heads, *shape), wide) if x is None else x.astype(wide)
     token = (
         q.astype(wide), k.astype(wide), v.astype(wide), gate(gates.retention), gate(gates.step_size),
-        gate(gates.momentum), gate(gates.window, c),
+        gate(gates.momentum_decay), gate(gates.window_weights, c),
     )  # fmt: skip
 
     def one(cache, weights, weights_momentum, tail, token, held, count, position):
         """One head: y, and the arrays needed for a commit."""
-        q, k, v, retention, step_size, momentum, window = token
+        q, k, v, retention, step_size, momentum_decay, window_weights = token
         x, sees = q[None], seen(rule, entries, held, position)[None]
         if tail.preactivations is not None:
             x, sees = jnp.stack([q, k]), jnp.concatenate([sees, held[None]])
@@ -115,8 +115,8 @@ def xla_step(
             preactivations=None if tail.preactivations is None else h,
             retention=put(tail.retention, retention, position),
             step_size=put(tail.step_size, step_size, position),
-            momentum=put(tail.momentum, momentum, position),
-            window=put(tail.window, window, position),
+            momentum_decay=put(tail.momentum_decay, momentum_decay, position),
+            window_weights=put(tail.window_weights, window_weights, position),
         )
         commit = position + 1 == b
         chunk, coef = open_chunk(rule, tail, h, position + 1, count, commit)

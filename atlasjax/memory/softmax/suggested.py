@@ -22,10 +22,10 @@ def start_scale(rule: SoftmaxRule, step_size: np.ndarray) -> np.ndarray:
 
 
 def suggested_steps(
-    rule: SoftmaxRule, forgetting: np.ndarray, momentum: np.ndarray, window: np.ndarray
+    rule: SoftmaxRule, forgetting: np.ndarray, momentum_decay: np.ndarray, window_weights: np.ndarray
 ) -> tuple[np.ndarray, float]:
     """`Rule.suggested_steps`: initial η of each head, and its upper bound."""
-    gamma = window.sum(axis=1)  # Γ
+    gamma = window_weights.sum(axis=1)  # Γ
     matrix = rule.structure.is_matrix
     if rule.objective.gradient_is_value:
         step = np.ones_like(forgetting) if matrix else 0.5 * np.sqrt(forgetting)
@@ -39,5 +39,5 @@ def suggested_steps(
     if not rule.normalized:
         scale = scale / (np.e * rule.chunk_size)  # without Z a read is a sum of up to e^{1/√d} per token
     if rule.optimizer.has_momentum:
-        scale = scale * (1.0 - momentum)
+        scale = scale * (1.0 - momentum_decay)
     return step * scale, float(np.max(top * scale))

@@ -23,8 +23,8 @@ class Tape(NamedTuple):
     v: jax.Array
     retention: jax.Array
     step_size: jax.Array
-    momentum: jax.Array
-    window: jax.Array
+    momentum_decay: jax.Array
+    window_weights: jax.Array
     real: jax.Array
     segment: jax.Array
 
@@ -83,8 +83,8 @@ def tape_of(
         v=put(tail.values[:, :, c - 1 :], v, 0.0),
         retention=put_gate(tail.retention, gates.retention, 1.0),
         step_size=put_gate(tail.step_size, gates.step_size, 0.0),
-        momentum=put_gate(tail.momentum, gates.momentum, 1.0),
-        window=put_gate(tail.window, gates.window, 0.0, c),
+        momentum_decay=put_gate(tail.momentum_decay, gates.momentum_decay, 1.0),
+        window_weights=put_gate(tail.window_weights, gates.window_weights, 0.0, c),
         real=real,
         segment=put(flat(old_ids), ids[:, :, None].astype(jnp.int32), -2)[:, :, 0],
     )
@@ -150,8 +150,8 @@ def cut_tail(
         preactivations=None,
         retention=gate(tape.retention, 1.0),
         step_size=gate(tape.step_size, 0.0),
-        momentum=gate(tape.momentum, 1.0),
-        window=gate(tape.window, 0.0),
+        momentum_decay=gate(tape.momentum_decay, 1.0),
+        window_weights=gate(tape.window_weights, 0.0),
     )
 
 

@@ -56,12 +56,14 @@ def test_arguments():
     state = memory.init_state(rule, params, batch_size=2, max_length=30)
     other = memory.init_state(RULES["swdt"], params, batch_size=2)
     scan = lambda *args, **kwargs: memory.scan(rule, *args, **kwargs)
-    with pytest.raises(ValueError, match=r"gates.momentum is missing; this rule needs it with shape \[2, 23, 2\]"):
-        scan(params, None, q, k, v, gates._replace(momentum=None))
+    with pytest.raises(
+        ValueError, match=r"gates.momentum_decay is missing; this rule needs it with shape \[2, 23, 2\]"
+    ):
+        scan(params, None, q, k, v, gates._replace(momentum_decay=None))
     with pytest.raises(ValueError, match=r"gates\.threshold is given, but this rule has no such gate"):
-        scan(params, None, q, k, v, gates._replace(threshold=gates.momentum))
-    with pytest.raises(ValueError, match=r"gates.window has shape \(2, 23, 2\), should be \[2, 23, 2, 3\]"):
-        scan(params, None, q, k, v, gates._replace(window=gates.momentum))
+        scan(params, None, q, k, v, gates._replace(threshold=gates.momentum_decay))
+    with pytest.raises(ValueError, match=r"gates.window_weights has shape \(2, 23, 2\), should be \[2, 23, 2, 3\]"):
+        scan(params, None, q, k, v, gates._replace(window_weights=gates.momentum_decay))
     with pytest.raises(ValueError, match="k has shape"):
         scan(params, None, q, k[:, 1:], v, gates)
     with pytest.raises(TypeError, match="q must be floating point"):

@@ -62,11 +62,11 @@ def test_usual_blocks(x64):
 
 EDGES = [
     {"retention": 0.0},
-    {"momentum": 0.0},
-    {"momentum": 1.0, "retention": 0.5},
-    {"window": 0.0},
+    {"momentum_decay": 0.0},
+    {"momentum_decay": 1.0, "retention": 0.5},
+    {"window_weights": 0.0},
     {"step_size": 0.0},
-    {"retention": 0.0, "momentum": 0.0},
+    {"retention": 0.0, "momentum_decay": 0.0},
 ]
 
 

@@ -87,7 +87,7 @@ def test_a_coefficient_is_one_gradient_step(function, x64):
     params, q, k, v, gates = make_inputs(rule, batch=1, heads=1, time=1, dtype=jnp.float64)
     _, state = jax.jit(lambda *x: getattr(memory, function)(rule, params, None, *x))(q, k, v, gates)
     W1 = np.asarray(params.weights["W1"])[0]
-    step = float(gates.step_size[0, 0, 0] * gates.window[0, 0, 0, 0])
+    step = float(gates.step_size[0, 0, 0] * gates.window_weights[0, 0, 0, 0])
     error = np.asarray(k - v)[0, 0, 0]  # h = 0 and σ(0) = 0: the output is the residual, k
     np.testing.assert_allclose(state.coefficients[0, 0, 0], -step * 0.5 * (W1.T @ error), rtol=1e-12)  # σ'(0) = ½
     np.testing.assert_allclose(state.weights["W1"][0, 0], gates.retention[0, 0, 0] * W1, rtol=1e-12)
