@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from atlasjax.generate import SamplingConfig, filtered_logits, generate, prefill, sample, stream
+from atlasjax.generate import SamplingConfig, filtered_logits, generate, sample, stream
+from atlasjax.generate.context import prefill
 from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
 
 CONFIG = ModelConfig(

@@ -1,0 +1,158 @@
+"""What a model holds of the text that it has read, as a value."""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from atlasjax import check
+from atlasjax.nn import LanguageModel
+
+PyTree = Any
+_PREFILL_PIECE = 512  # prompt tokens read at a time; bounds memory and the number of compiled lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """All that generation goes on from after a text was read. A value: what goes on from it leaves it as it is.
+
+    Attributes:
+      cache: as `LanguageModel.extend` returns it, every leaf [repetitions, batch, …].
+      logits: those of the next token, float32 [batch, vocab_size].
+      seen: which tokens the text has, bool [batch, vocab_size] (NumPy).
+      num_tokens: number of tokens read, int32 [batch] (NumPy).
+      max_length: number of tokens for which the cache has room. It matters only if a mixer keeps every token.
+    """
+
+    cache: PyTree
+    logits: jax.Array
+    seen: np.ndarray
+    num_tokens: np.ndarray
+    max_length: int
+
+    def rows(self, index: Any) -> "Context":
+        """Rows of the batch, in this order; a row may be taken several times. index: integers [n]."""
+        index = np.asarray(index)
+        if np.array_equal(index, np.arange(len(self.num_tokens))):
+            return self
+        cache = jax.tree.map(lambda leaf: leaf[:, index], self.cache)
+        return Context(cache, self.logits[index], self.seen[index], self.num_tokens[index], self.max_length)
+
+    def for_batch(self, size: int) -> "Context":
+        """This context for `size` rows: it has as many, or one, which then all of them share.
+
+        Raises:
+          ValueError: it has another number of rows.
+        """
+        have = len(self.num_tokens)
+        if have not in (1, size):
+            raise ValueError(f"context has {have} rows; the prompt has {size}, so it should have 1 or {size}.")
+        return self if have == size else self.rows(np.zeros(size, int))
+
+    def with_room(self, model: LanguageModel, max_length: int) -> "Context":
+        """This context with room for at least `max_length` tokens.
+
+        States that keep every token keep them in order, so what is added is as in an empty cache.
+        """
+        if max_length <= self.max_length:
+            return self
+        batch = len(self.num_tokens)
+        old = jax.tree.leaves(self.cache)
+        shapes = jax.eval_shape(lambda: model.init_cache(batch, max_length))
+        if [x.shape for x in jax.tree.leaves(shapes)] == [x.shape for x in old]:
+            new = old
+        else:
+            corner = lambda empty, x: empty.at[tuple(map(slice, x.shape))].set(x) if empty.shape != x.shape else x
+            new = list(map(corner, jax.tree.leaves(model.init_cache(batch, max_length)), old))
+        cache = jax.tree.unflatten(jax.tree.structure(shapes), new)
+        return dataclasses.replace(self, cache=cache, max_length=max_length)
+
+
+def read(
+    model: LanguageModel, prompt: Any, *, context: Context | None = None, max_length: int | None = None
+) -> Context:
+    """Reads text, after that of a context if one is given.
+
+    Args:
+      model: a `LanguageModel`.
+      prompt: integers [batch, time], time ≥ 1; or a list of rows of unequal length, which are read without padding.
+      context: from an earlier `read`, of as many rows, or of one, which all rows of the prompt go on from.
+      max_length: number of tokens for which to make room, text to be generated included. None: as many as are read.
+
+    Raises:
+      ValueError: a prompt is empty or not of rank 2, the context has another number of rows, or there are more tokens than the
+        model has learned positions.
+    """
+    prompts = rows_of(prompt)
+    context = None if context is None else context.for_batch(len(prompts))
+    before = np.zeros(len(prompts), np.int32) if context is None else context.num_tokens
+    num_tokens = before + np.array([len(row) for row in prompts], np.int32)
+    check.integer("read", "max_length", max_length, optional=True)
+    longest = int(num_tokens.max())
+    model.check_length(longest, "prompt")
+    seen = np.zeros((len(prompts), model.config.vocab_size), bool) if context is None else context.seen.copy()
+    for row, tokens in zip(seen, prompts, strict=True):
+        row[tokens] = True
+    max_length = max(longest, max_length or 0)
+    if context is not None:
+        context = context.with_room(model, max_length)
+        max_length = context.max_length
+    graphdef, params = nnx.split(model, nnx.Param)
+    by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+    done = []
+    for _, same in itertools.groupby(by_length, key=lambda row: len(prompts[row])):
+        rows = list(same)
+        cache = model.init_cache(len(rows), max_length) if context is None else context.rows(rows).cache
+        done.append(prefill(graphdef, params, np.stack([prompts[row] for row in rows]), cache))
+    logits, cache = done[0]
+    if len(done) > 1:
+        order = np.argsort(by_length)
+        logits = jnp.concatenate([logits for logits, _ in done])[order]
+        cache = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1)[:, order], *(cache for _, cache in done))
+    return Context(cache, logits, seen, num_tokens, max_length)
+
+
+def rows_of(prompt: Any) -> list[np.ndarray]:
+    """The rows of a prompt, int32 [time ≥ 1] each.
+
+    Raises:
+      ValueError: it is not an array of integers [batch, time], or a list of such rows.
+    """
+    ragged = isinstance(prompt, list | tuple) and len({np.shape(row) for row in prompt}) > 1
+    arrays = [np.asarray(row)[None] for row in prompt] if ragged else [np.asarray(prompt)]
+    for array in arrays:
+        if array.ndim != 2 or 0 in array.shape or not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(
+                f"prompt is {array.dtype} {list(array.shape)}; it should be an integer array [batch, time] with at least one "
+                "token, or a list of such rows."
+            )
+    return [row.astype(np.int32) for array in arrays for row in array]
+
+
+def prefill(graphdef: nnx.GraphDef, params: PyTree, prompt: np.ndarray, cache: PyTree) -> tuple[jax.Array, PyTree]:
+    """Reads a prompt into the cache, piece by piece.
+
+    Args:
+      graphdef, params: `nnx.split(model, nnx.Param)`.
+      prompt: int32 [batch, time].
+      cache: the cache before the prompt.
+
+    Returns:
+      The logits of the token after the prompt, float32 [batch, vocabulary], and the cache after the prompt.
+    """
+    logits = None
+    for start in range(0, prompt.shape[1], _PREFILL_PIECE):
+        logits, cache = _extend(graphdef, params, jnp.asarray(prompt[:, start : start + _PREFILL_PIECE]), cache)
+    assert logits is not None
+    return logits, cache
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _extend(graphdef: nnx.GraphDef, params: PyTree, tokens: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
+    logits, cache = nnx.merge(graphdef, params).extend(tokens, cache)
+    return logits[:, -1], cache

@@ -1,0 +1,111 @@
+"""How the next token is chosen from the logits."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax import check
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is chosen. The steps are taken in the order repetition penalty, temperature, top-k, top-p, min-p.
+
+    Attributes:
+      temperature: divides the logits. 0 takes the most likely token (greedy).
+      top_k: sample only from the k most likely tokens. None means all.
+      top_p: sample only from the smallest set of most likely tokens that reaches this probability (nucleus). None means all.
+      min_p: sample only from tokens at least this times as likely as the most likely one (arXiv 2407.01082). None means all.
+      repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that the text has already, prompt
+        included (arXiv 1909.05858 §4.1). Above 1 they become less likely; 1 has no effect.
+
+    Raises:
+      ValueError: a number is out of range.
+    """
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        temperature, top_k, penalty = self.temperature, self.top_k, self.repetition_penalty
+        require = check.require
+        require(_is_finite(temperature) and temperature >= 0, "temperature", temperature, "0 (greedy) or more")
+        require(
+            top_k is None or check.is_integer(top_k, 1),
+            "top_k",
+            top_k,
+            "an integer, at least 1, or None for all tokens",
+        )
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            require(
+                value is None or (_is_finite(value) and 0 < value <= 1),
+                name,
+                value,
+                "in (0, 1], or None for all tokens",
+            )
+        require(_is_finite(penalty) and penalty > 0, "repetition_penalty", penalty, "positive (1 has no effect)")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether it matters which tokens the text has already."""
+        return self.repetition_penalty != 1
+
+
+def _is_finite(value: object) -> bool:
+    return check.is_number(value) and math.isfinite(value)
+
+
+def sample(logits: jax.Array, key: jax.Array, config: SamplingConfig, seen: jax.Array | None = None) -> jax.Array:
+    """Draws one token per row.
+
+    Args:
+      logits: [batch, vocabulary].
+      key: PRNG key; unused when greedy.
+      config: how. The most likely token is always among those that can be drawn.
+      seen: tokens that the text has already, bool [batch, vocabulary]; needed by a repetition penalty only.
+
+    Returns:
+      int32 [batch].
+
+    Raises:
+      ValueError: `seen` is None and there is a repetition penalty.
+    """
+    if config.penalizes:
+        if seen is None:
+            raise ValueError("sample: seen is None; a repetition penalty needs the tokens that the text has already.")
+        logits = penalized_logits(logits, seen, config.repetition_penalty)
+    if config.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return jax.random.categorical(key, filtered_logits(logits, config)).astype(jnp.int32)
+
+
+def penalized_logits(logits: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:
+    """Logits with the repetition penalty on the tokens in `seen` (bool, of the logits' shape), float32 [batch, vocabulary]."""
+    logits = logits.astype(jnp.float32)
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def filtered_logits(logits: jax.Array, config: SamplingConfig) -> jax.Array:
+    """Logits after temperature (not 0), top-k, top-p and min-p, float32 [batch, vocabulary]. Excluded tokens have -inf."""
+    logits = logits.astype(jnp.float32) / config.temperature
+    if config.top_k is not None and config.top_k < logits.shape[-1]:
+        logits = _at_least(logits, jax.lax.top_k(logits, config.top_k)[0][..., -1:])
+    if config.top_p is not None and config.top_p < 1:
+        descending = -jnp.sort(-logits, axis=-1)
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        # A token is kept while the more likely ones have not reached top_p, so the first one always is.
+        kept = jnp.cumsum(probabilities, axis=-1) - probabilities < config.top_p
+        logits = _at_least(logits, jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True))
+    if config.min_p is not None:
+        logits = _at_least(logits, jnp.max(logits, axis=-1, keepdims=True) + math.log(config.min_p))
+    return logits
+
+
+def _at_least(logits: jax.Array, smallest: jax.Array) -> jax.Array:
+    return jnp.where(logits < smallest, -jnp.inf, logits)

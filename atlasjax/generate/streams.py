@@ -1,0 +1,117 @@
+"""Continuing a text: tokens as they are sampled, or all at once."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from atlasjax import check
+from atlasjax.generate.context import Context, PyTree, read, rows_of
+from atlasjax.generate.sampling import SamplingConfig, sample
+from atlasjax.nn import LanguageModel
+
+
+def generate(
+    model: LanguageModel, prompt: Any, num_tokens: int, *, config: SamplingConfig = SamplingConfig(), seed: int = 0,
+    vocab_size: int | None = None, context: Context | None = None, num_samples: int = 1,
+) -> jax.Array:  # fmt: skip
+    """Continues a prompt.
+
+    Args:
+      model: a `LanguageModel`.
+      prompt: integers [batch, time], time ≥ 1; or a list of rows of unequal length, which are read without padding. With a
+        context, None continues its text.
+      num_tokens: number of tokens to sample.
+      config: how to sample them.
+      seed: the same seed gives the same tokens, generated at once or streamed. Rows of a batch are sampled independently.
+      vocab_size: tokens of the tokenizer, if it has fewer than the model: others are never sampled.
+      context: text that was read before the prompt (`read`), of as many rows, or of one, which all rows of the prompt go on from.
+      num_samples: continuations of each row, which is read once.
+
+    Returns:
+      int32 [batch · num_samples, num_tokens]; the samples of a row are neighbours.
+
+    Raises:
+      ValueError: a prompt is empty or not of rank 2, a number is not positive, the context has another number of rows, or prompt
+        and tokens together exceed the maximum length of a model with learned positions.
+    """
+    blocks = stream(
+        model, prompt, num_tokens, config=config, seed=seed, block=num_tokens, vocab_size=vocab_size, context=context,
+        num_samples=num_samples,
+    )  # fmt: skip
+    return jnp.concatenate(list(blocks), axis=1)
+
+
+def stream(
+    model: LanguageModel, prompt: Any, num_tokens: int, *, config: SamplingConfig = SamplingConfig(), seed: int = 0,
+    block: int = 16, vocab_size: int | None = None, context: Context | None = None, num_samples: int = 1,
+) -> Iterator[jax.Array]:  # fmt: skip
+    """Yields the tokens of `generate` as they are sampled, int32 [batch · num_samples, n ≤ block] at a time.
+
+    Args:
+      model, prompt, num_tokens, config, seed, vocab_size, context, num_samples: as for `generate`.
+      block: tokens sampled per device call.
+
+    Raises:
+      ValueError: as for `generate`, or `block` is not positive.
+    """
+    prompts = None if prompt is None and context is not None else rows_of(prompt)
+    counts = {"num_tokens": num_tokens, "block": block, "vocab_size": vocab_size, "num_samples": num_samples}
+    for name, value in counts.items():
+        check.require(value is None or value >= 1, name, value, "at least 1")
+    check.require(check.is_integer(seed, 0) and seed < 2**32, "seed", seed, "in [0, 2^32)")
+    if context is not None and prompts is not None:
+        context = context.for_batch(len(prompts))
+    before = 0 if context is None else context.num_tokens
+    lengths = before + np.array([0] if prompts is None else [len(row) for row in prompts])
+    max_length = int(lengths.max()) + num_tokens
+    model.check_length(max_length, "prompt and num_tokens")
+
+    return _blocks(
+        model, prompts, num_tokens, config, jax.random.key(seed), block, vocab_size, context, num_samples, max_length
+    )
+
+
+def _blocks(
+    model: LanguageModel, prompts: list[np.ndarray] | None, num_tokens: int, config: SamplingConfig, key: jax.Array,
+    block: int, vocab_size: int | None, context: Context | None, num_samples: int, max_length: int,
+) -> Iterator[jax.Array]:  # fmt: skip
+    if prompts is not None:
+        context = read(model, prompts, context=context, max_length=max_length)
+    assert context is not None
+    context = context.with_room(model, max_length)
+    context = context.rows(np.repeat(np.arange(len(context.num_tokens)), num_samples))
+    graphdef, params = nnx.split(model, nnx.Param)
+    logits, cache, seen = context.logits, context.cache, jnp.asarray(context.seen) if config.penalizes else None
+    for start in range(0, num_tokens, block):
+        tokens, logits, cache, seen = _decode(
+            graphdef, params, logits, cache, seen, key, start, config=config, length=min(block, num_tokens - start),
+            vocab_size=vocab_size,
+        )  # fmt: skip
+        yield tokens
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("config", "length", "vocab_size"))
+def _decode(
+    graphdef: nnx.GraphDef, params: PyTree, logits: jax.Array, cache: PyTree, seen: jax.Array | None, key: jax.Array,
+    start: jax.Array, *, config: SamplingConfig, length: int, vocab_size: int | None,
+) -> tuple[jax.Array, jax.Array, PyTree, jax.Array | None]:  # fmt: skip
+    model = nnx.merge(graphdef, params)
+    known = jnp.arange(logits.shape[-1]) < (logits.shape[-1] if vocab_size is None else vocab_size)
+
+    def draw(carry: tuple[jax.Array, PyTree, jax.Array | None], i: jax.Array) -> tuple[Any, jax.Array]:
+        logits, cache, seen = carry
+        logits = jnp.where(known, logits, -jnp.inf)
+        # One key per position in the text, so that the tokens do not depend on the block size.
+        token = sample(logits, jax.random.fold_in(key, i), config, seen)
+        if seen is not None:
+            seen = seen.at[jnp.arange(len(token)), token].set(True)
+        logits, cache = model.extend(token[:, None], cache)
+        return (logits[:, -1], cache, seen), token
+
+    (logits, cache, seen), tokens = jax.lax.scan(draw, (logits, cache, seen), start + jnp.arange(length))
+    return tokens.T, logits, cache, seen
