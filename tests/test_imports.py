@@ -26,10 +26,10 @@ MAY_IMPORT = {
     "atlasjax.check": {"atlasjax.names"},
     "atlasjax.mesh_axes": set(),
     "atlasjax.config_json": {"atlasjax.names"},
-    "atlasjax.memory": {"pallas_kernels"} | FOUNDATION,
+    "atlasjax.memory": {"atlasjax.storage", "pallas_kernels"} | FOUNDATION,
     "atlasjax.rules": {"atlasjax.memory"} | FOUNDATION,
     "atlasjax.mixers": {"atlasjax", "atlasjax.memory", "atlasjax.rules"} | FOUNDATION,
-    "atlasjax.storage": {"atlasjax.names"},
+    "atlasjax.storage": {"atlasjax", "atlasjax.names"},
     "atlasjax.data": {"atlasjax", "atlasjax.storage"} | FOUNDATION,
     "atlasjax.nn": {
         "atlasjax",
@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "atlasjax.presets": {"atlasjax", "atlasjax.nn", "atlasjax.rules"} | FOUNDATION,
     "atlasjax.distributed": {"atlasjax", "atlasjax.memory", "atlasjax.mixers"} | FOUNDATION,
     "atlasjax.evaluate": {"atlasjax", "atlasjax.nn"} | FOUNDATION,
-    "atlasjax.generate": {"atlasjax", "atlasjax.nn"} | FOUNDATION,
+    "atlasjax.generate": {"atlasjax", "atlasjax.nn", "atlasjax.storage"} | FOUNDATION,
     "atlasjax.train": {
         "atlasjax",
         "atlasjax.data",
@@ -84,6 +84,7 @@ MEMORY_MAY_IMPORT = {
     "fast_weights": _SHARED,
     "softmax": _SHARED,
     "caching": _SHARED | {"fast_weights", "softmax"},
+    "saved": {"check", "rule"},
     "tuned": set(),
     "backends": {"fast_weights", "gates", "tuned"},  # the types of what kernels are asked
     "suggested": {"gates", "rule"},

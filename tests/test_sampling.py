@@ -58,7 +58,10 @@ def test_probabilities(config):
 
 
 def test_the_penalty_is_also_that_of_greedy_choice():
-    logits, seen = jnp.array([[2.0, 1.9, -1.0], [-0.5, -0.6, -0.7]]), jnp.array([[True, False, False], [True, True, False]])
+    logits, seen = (
+        jnp.array([[2.0, 1.9, -1.0], [-0.5, -0.6, -0.7]]),
+        jnp.array([[True, False, False], [True, True, False]]),
+    )
     config = SamplingConfig(0.0, repetition_penalty=1.5)
     assert sample(logits, jax.random.key(0), config, seen).tolist() == [1, 2]
     with pytest.raises(ValueError, match="seen is None"):

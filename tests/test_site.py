@@ -103,7 +103,7 @@ def _reached(*_, **__):
 
 
 def _run_atlasjax(arguments, monkeypatch):
-    for target in ("train.train", "evaluate.load_run", "generate.load_run", "info.plan_training", "prepare.prepare", "tune.tune",
+    for target in ("train.train", "evaluate.load_run", "generate._checked", "info.plan_training", "prepare.prepare", "tune.tune",
                    "import_weights.import_weights", "export_weights.export_weights"):  # fmt: skip
         monkeypatch.setattr(f"atlasjax.cli.{target}", _reached)
     monkeypatch.setattr("atlasjax.cli.info._sizes", lambda config: {})

@@ -35,6 +35,11 @@ class Context:
     num_tokens: np.ndarray
     max_length: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the cache in bytes."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
+
     def rows(self, index: Any) -> "Context":
         """Rows of the batch, in this order; a row may be taken several times. index: integers [n]."""
         index = np.asarray(index)

@@ -3,19 +3,18 @@
 import contextlib
 import dataclasses
 import json
-import math
 import pathlib
-import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from atlasjax.storage.tensors import DTYPES as ALL_DTYPES
+from atlasjax.storage.tensors import encoded
 from atlasjax.train.errors import ConfigError
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES: dict[str, Any] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": jnp.dtype(jnp.bfloat16)}
+DTYPES = {name: ALL_DTYPES[name] for name in ("F32", "F16", "BF16")}
 _PICKLES = (".bin", ".pth", ".pt", ".ckpt", ".pkl")
 
 
@@ -122,19 +121,9 @@ def write(
       make: name → the array, of that dtype and shape.
       metadata: text that the file carries.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name, (dtype, shape) in tensors.items():
-        start, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
     with open(path, "xb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name, (dtype, shape) in tensors.items():
-            array = make(name)
-            assert (array.shape, array.dtype) == (shape, DTYPES[dtype]), name
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        for part in encoded(tensors, make, metadata):
+            file.write(part)
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:

@@ -15,6 +15,7 @@ from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.partition import Partition
 from atlasjax.memory.rule import Rule
+from atlasjax.memory.saved import load, save
 from atlasjax.memory.softmax import SoftmaxParams, SoftmaxRule, SoftmaxState
 from atlasjax.memory.suggested import suggested_gates
 
@@ -36,12 +37,14 @@ __all__ = [
     "features",
     "init_params",
     "init_state",
+    "load",
     "objectives",
     "optimizers",
     "read",
     "reference",
     "register_backend",
     "retention",
+    "save",
     "scan",
     "step",
     "structures",

@@ -28,7 +28,7 @@ PLACES = {
     "generate": (4, 5),
     "table1": (5, 5),
     "nn": (2.5, 4),
-    "storage": (0, 4),
+    "storage": (0.5, 0),
     "mixers": (2.5, 3),
     "rules": (2.5, 2),
     "memory": (2.5, 1),

@@ -1,0 +1,88 @@
+"""Contexts in files: what a model holds after reading a text."""
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from atlasjax.config_json import from_dict, to_dict
+from atlasjax.generate.context import Context
+from atlasjax.nn import LanguageModel, ModelConfig
+from atlasjax.storage import StorePath, path, tensors
+
+_KIND = "the memory of a language model"
+_TRAINING = {"remat": True, "dropout": 0.0}  # fields of a model that have no effect on what it reads
+
+
+def save_context(model: LanguageModel, context: Context, file: str | os.PathLike[str] | StorePath) -> None:
+    """Writes a context to a safetensors file, with the config of the model, a digest of its parameters and the number of tokens.
+
+    The file has the states of all layers, the logits of the next token and which tokens were read; neither the text nor the
+    parameters. It appears complete or not at all, in the place of one that is there.
+
+    Args:
+      model: the model that read the text.
+      context: from `read`.
+      file: the file, on a disk or in a store ("gs://…").
+
+    Raises:
+      TypeError: a mixer of your own has a state of a dtype that a file cannot hold.
+      OSError: the file cannot be written.
+    """
+    sizes = {"num_tokens": context.num_tokens.tolist(), "max_length": context.max_length}
+    tensors.save(path(file), _KIND, _arrays(context), _about(model) | sizes)
+
+
+def load_context(model: LanguageModel, file: str | os.PathLike[str] | StorePath) -> Context:
+    """Reads a context that `save_context` wrote with the same model.
+
+    Args:
+      model: the model that read the text.
+      file: the file, on a disk or in a store ("gs://…").
+
+    Returns:
+      The context, bit for bit, on the default device.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file is damaged or of another kind, or it was saved with another model, or the same one with other parameters;
+        the message says what differs.
+    """
+    where = repr(str(path(file)))
+    arrays, about = tensors.load(path(file), _KIND)
+    here = _about(model)
+    try:
+        saved = _model(from_dict(ModelConfig, about["model"]))
+    except ValueError as error:  # of a version with other fields
+        raise ValueError(f"{where} was saved with a model that is not known here: {error}") from None
+    for name, value in {"model": saved, "params_sha256": about["params_sha256"]}.items():
+        found = tensors.difference(value, here[name], name)
+        if found is not None:
+            raise ValueError(f"{where} was saved with another model: {found}.")
+    num_tokens, max_length = np.array(about["num_tokens"], np.int32), about["max_length"]
+    batch, vocabulary = len(num_tokens), model.config.vocab_size
+    cache = jax.eval_shape(lambda: model.init_cache(batch, max_length))
+    logits, seen = (jax.ShapeDtypeStruct((batch, vocabulary), dtype) for dtype in (jnp.float32, np.bool_))
+    empty = Context(cache, logits, seen, num_tokens, max_length)  # type: ignore[arg-type]
+    tensors.check_arrays(arrays, _arrays(empty), where)
+    leaves = [jnp.asarray(arrays[name]) for name in tensors.named(cache, "cache")]
+    cache = jax.tree.unflatten(jax.tree.structure(cache), leaves)
+    return Context(cache, jnp.asarray(arrays["logits"]), arrays["seen"], num_tokens, max_length)
+
+
+def _arrays(context: Context) -> dict[str, Any]:
+    return {**tensors.named(context.cache, "cache"), "logits": context.logits, "seen": context.seen}
+
+
+def _about(model: LanguageModel) -> dict[str, Any]:
+    """What a context belongs to, as values of JSON."""
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return {"model": _model(model.config), "params_sha256": tensors.digest(tensors.named(params, "params"))}
+
+
+def _model(config: ModelConfig) -> dict[str, Any]:
+    return to_dict(dataclasses.replace(config, **_TRAINING))  # type: ignore[arg-type]

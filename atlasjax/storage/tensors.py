@@ -1,0 +1,158 @@
+"""Arrays in files of the safetensors format: written one after another, and read with what they must belong to."""
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import atlasjax
+from atlasjax.storage.paths import AnyPath, write_whole
+
+_NUMBERS = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U64": "u8",
+            "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?"}  # fmt: skip
+DTYPES: dict[str, Any] = {name: np.dtype(code) for name, code in _NUMBERS.items()} | {"BF16": jnp.dtype(jnp.bfloat16)}
+"""Name of a dtype in the format → the dtype."""
+_FORMAT = 1  # of what `save` writes
+Described = Mapping[str, Any]  # values of JSON
+
+
+def encoded(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], make: Callable[[str], np.ndarray], metadata: Mapping[str, str]
+) -> Iterator[bytes | memoryview]:
+    """The content of a file, header first, then one tensor after another; only one is in memory.
+
+    Args:
+      tensors: name → dtype (a name of the format) and shape, in the order of the file.
+      make: name → the array, of that dtype and shape.
+      metadata: text that the file carries.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for name, (dtype, shape) in tensors.items():
+        array = make(name)
+        assert (array.shape, array.dtype) == (shape, DTYPES[dtype]), name
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def named(tree: Any, prefix: str) -> dict[str, Any]:
+    """Name → leaf of a pytree: "prefix.memory.W1"."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    path = lambda keys: jax.tree_util.keystr(keys, simple=True, separator=".")
+    return {f"{prefix}.{path(keys)}" if keys else prefix: leaf for keys, leaf in leaves}
+
+
+def digest(arrays: Mapping[str, Any], text: str = "") -> str:
+    """SHA-256 of a text, and of names, dtypes, shapes and values of arrays in any order, in hexadecimal digits."""
+    total = hashlib.sha256(text.encode())
+    for name in sorted(arrays):
+        array = np.asarray(arrays[name])
+        total.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return total.hexdigest()
+
+
+def save(path: AnyPath, kind: str, arrays: Mapping[str, Any], about: Described) -> None:
+    """Writes arrays and what they belong to. The file appears complete or not at all.
+
+    Args:
+      path: the file, replaced if it is there.
+      kind: what it is, in words.
+      arrays: name → array.
+      about: what `load` returns with them, values of JSON.
+
+    Raises:
+      TypeError: an array has a dtype that the format does not have.
+      OSError: the file cannot be written.
+    """
+    kinds = {dtype: name for name, dtype in DTYPES.items()}
+    for name, array in arrays.items():
+        if array.dtype not in kinds:
+            raise TypeError(
+                f"{name} is {array.dtype}, which a file cannot hold; it may be {', '.join(map(str, kinds))}."
+            )
+    whole = {name: np.asarray(array) for name, array in arrays.items()}
+    described = {name: (kinds[array.dtype], array.shape) for name, array in whole.items()}
+    text = json.dumps(about, ensure_ascii=False)
+    metadata = {"kind": kind, "format": str(_FORMAT), "atlasjax": atlasjax.__version__, "about": text}
+    metadata["sha256"] = digest(whole, text)
+    write_whole(path, b"".join(encoded(described, whole.__getitem__, metadata)))
+
+
+def load(path: AnyPath, kind: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Reads what `save` wrote: the arrays, and what they belong to.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is a folder, is damaged, is of another kind, or another version wrote it in a way that this one does not know.
+    """
+    import safetensors
+
+    where = repr(str(path))
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{where} does not exist.") from None
+    except IsADirectoryError:
+        raise ValueError(f"{where} is a folder; it should be a file of {kind}.") from None
+    try:
+        tensors = safetensors.deserialize(content)
+        (size,) = struct.unpack("<Q", content[:8])
+        found = json.loads(content[8 : 8 + size]).get("__metadata__", {})
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise ValueError(f"{where} is damaged or not a file of {kind}: {error}.") from None
+    if found.get("kind") != kind:
+        raise ValueError(f"{where} is a file of {found.get('kind', 'other tensors')}; it should be one of {kind}.")
+    if found.get("format") != str(_FORMAT):
+        raise ValueError(
+            f"{where} was written by atlasjax {found.get('atlasjax')} in format {found.get('format')}; atlasjax "
+            f"{atlasjax.__version__} reads format {_FORMAT}."
+        )
+    arrays = {
+        name: np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+        for name, tensor in tensors
+        if tensor["dtype"] in DTYPES
+    }
+    if digest(arrays, found.get("about", "")) != found.get("sha256"):
+        raise ValueError(f"{where} is damaged: its content is not what was saved.")
+    return arrays, json.loads(found["about"])
+
+
+def difference(saved: Any, here: Any, name: str) -> str | None:
+    """The first difference between two values of JSON, as "name.field is 8 in the file and 16 here"; None if they are equal."""
+    if isinstance(saved, dict) and isinstance(here, dict):
+        for key in {**here, **saved}:
+            found = difference(saved.get(key), here.get(key), f"{name}.{key}")
+            if found is not None:
+                return found
+        return None
+    return None if saved == here else f"{name} is {saved!r} in the file and {here!r} here"
+
+
+def check_arrays(arrays: Mapping[str, np.ndarray], expected: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError unless there are exactly the expected arrays, each of the expected shape and dtype.
+
+    Args:
+      arrays: name → array.
+      expected: name → anything with a shape and a dtype.
+      where: begins the message.
+    """
+    for name in {**expected, **arrays}:
+        if name not in arrays or name not in expected:
+            raise ValueError(f"{where} {'lacks' if name not in arrays else 'has an unknown tensor'} {name!r}.")
+        have, want = arrays[name], expected[name]
+        if (have.shape, have.dtype) != (tuple(want.shape), want.dtype):
+            raise ValueError(
+                f"{where} has {name!r} as {have.dtype} {have.shape}; it should be {want.dtype} {tuple(want.shape)}."
+            )
