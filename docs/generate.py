@@ -584,7 +584,10 @@ SYSTEMS = {
     "data": ("atlasjax/data", ("tests/data",)),
     "training, checkpoints, resume": ("atlasjax/train", ("tests/train",)),
     "several devices and processes": ("atlasjax/distributed", ("tests/distributed",)),
-    "evaluation and generation": ("atlasjax/evaluate", ("tests/evaluate", "tests/test_generate.py", "tests/test_contexts.py")),
+    "evaluation and generation": (
+        "atlasjax/evaluate",
+        ("tests/evaluate", "tests/test_generate.py", "tests/test_contexts.py"),
+    ),
 }
 
 
