@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from atlasjax.mixers import log_linear
+from tests.marks import some_slow
 
 BATCH, HEADS, KEY, VALUE, LEVELS = 2, 2, 4, 3, 9
 attention, step = jax.jit(log_linear.attention), jax.jit(log_linear.step)  # operation by operation takes far longer
@@ -165,7 +166,8 @@ def test_packed_documents_are_alone(plus_plus, x64):
             close(packed[row, start : start + length], whole(*alone)[row, :length], 1e-11)
 
 
-@pytest.mark.parametrize("plus_plus", [False, True])
+# The same pieces of given weights; shorter ones are in tests/nn/test_baselines.py.
+@pytest.mark.parametrize("plus_plus", some_slow([False, True], [False]))
 def test_pieces_of_any_length_are_the_whole(plus_plus, x64):
     """Pieces shorter and longer than what is computed at once, that begin anywhere; values, state and gradients."""
     time = 140

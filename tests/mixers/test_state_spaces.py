@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from atlasjax.mixers import mamba, mamba2
+from tests.marks import some_slow
 
 BATCH, CHANNELS, STATE, HEADS, GROUPS = 2, 5, 3, 4, 2
 IMPLEMENTATIONS = ["sequential", "associative"]
@@ -85,7 +86,7 @@ def loss_and_gradients(function, inputs):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("time", [1, 7, 131])
+@pytest.mark.parametrize("time", some_slow([1, 7, 131], [7]))
 def test_selective_scan_is_its_reference(time, implementation):
     inputs = mamba_inputs(time)
     close(jax.jit(scan(implementation))(*inputs), mamba.reference(*inputs), 1e-5)

@@ -124,7 +124,14 @@ def test_threshold_and_channel_gates():
     np.testing.assert_allclose(gates.threshold, 1.0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("rule", some_slow(rules.REGISTRY, ["deep_transformer", "dot", "omeganet", "atlas_plus_plus"]))
+# Rules that differ from one below in one part.
+LIKE_ANOTHER = (
+    "deep_transformer", "dot", "omeganet", "atlas_plus_plus", "titans_no_momentum", "dla", "rwkv7_one_key", "longhorn_channel",
+    "ttt_linear", "swla",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", some_slow(rules.REGISTRY, LIKE_ANOTHER))
 def test_long_random_input_stays_finite(rule):
     """4,096 random tokens at the initial gates, default chunk: outputs, memory and momentum stay finite, and small."""
     every = {"newton_schulz_every": 8} if isinstance(rules.REGISTRY[rule]().optimizer, optimizers.Muon) else {}

@@ -91,7 +91,7 @@ def test_causal_and_rows_independent(rule):
     assert np.abs(first[1, -1] - before[1, -1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("rule", ["titans", "atlas"])
+@pytest.mark.parametrize("rule", some_slow(["titans", "atlas"], ["titans"]))
 def test_packed_row_is_its_documents(rule):
     graphdef, params, parallel = make(make_config(rule))
     ids = jnp.array(
@@ -114,7 +114,7 @@ def loss_of(graphdef):
     return jax.jit(jax.value_and_grad(loss))
 
 
-@pytest.mark.parametrize("rule", some_slow(MEMORIES, ["titans", "omeganet", "atlas"]))
+@pytest.mark.parametrize("rule", some_slow(MEMORIES, set(MEMORIES) - {"delta_rule"}))
 def test_every_parameter_learns(rule):
     graphdef, params, _ = make(make_config(rule))
     _, gradients = loss_of(graphdef)(params, tokens())
