@@ -83,8 +83,18 @@ def check(shape, steps, **options):
         close(g[i], gradient[i], 10 * tolerance)
 
 
-@pytest.mark.parametrize("steps", some_slow([0, 1, 5], [1]))
-@pytest.mark.parametrize("shape", [(3, 16, 64), (2, 64, 24), (2, 3, 9, 9), (1, 5)])
+# Shape → number of steps by default.
+SHAPES = {(3, 16, 64): 5, (2, 64, 24): 5, (2, 3, 9, 9): 5, (1, 5): 0}
+
+
+@pytest.mark.parametrize(
+    ("shape", "steps"),
+    [
+        pytest.param(shape, steps, marks=[] if SHAPES[shape] == steps else pytest.mark.slow)
+        for shape in SHAPES
+        for steps in (0, 1, 5)
+    ],
+)
 @pytest.mark.parametrize("options", [
     {"form": "gram"},
     {"form": "gram", "implementation": "pallas_tpu", "interpret": True},
@@ -94,9 +104,18 @@ def test_forms_and_kernels(shape, steps, options):
     check(shape, steps, **options)
 
 
-# Tiles of 64, 32 and 16; several along both sides and one; filled up and whole; a program with several matrices.
-@pytest.mark.parametrize(("shape", "steps"), [((70, 130), 5), ((24, 40), 1), ((3, 40, 16), 5), ((1, 5), 0)])
-@pytest.mark.parametrize("form", ["gram", "direct"])
+# Tiles of 64, 32 and 16; several along both sides and one; filled up and whole; a program with several matrices. → form by default.
+TILED = {((70, 130), 5): "gram", ((24, 40), 1): "direct", ((3, 40, 16), 5): "direct", ((1, 5), 0): "gram"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "steps", "form"),
+    [
+        pytest.param(*case, form, marks=[] if TILED[case] == form else pytest.mark.slow)
+        for case in TILED
+        for form in ("gram", "direct")
+    ],
+)
 def test_gpu_kernel(shape, steps, form, monkeypatch):
     monkeypatch.setattr(gpu, "_ALL_WARPS", 4)
     check(shape, steps, form=form, implementation="pallas_gpu", interpret=True)
@@ -182,7 +201,8 @@ def test_gpu_kernel_waits_for_what_it_reads(form, backward):
     close(result.array, expected[backward], 1e-4)
 
 
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
+# Batching is the same function's for both kernels, `rows_folded`.
+@pytest.mark.parametrize("implementation", some_slow(["pallas_tpu", "pallas_gpu"], ["pallas_gpu"]))
 def test_kernel_with_every_batching_and_bfloat16(implementation):
     s = np.random.default_rng(5).standard_normal((2, 3, 8, 16)).astype(np.float32)
     kernel = lambda s: newton_schulz(s, form="gram", implementation=implementation, interpret=True)
