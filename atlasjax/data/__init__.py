@@ -1,4 +1,4 @@
-"""Text for training and evaluation: sources, tokenizers, and Grain pipelines with an exact position; and a synthetic task.
+"""Training and evaluation text: sources, tokenizers, and Grain pipelines with an exact position. Also a synthetic task.
 
 config = DataConfig(source="text", paths=("books/",), sequence_length=1024, batch_size=32)
 tokenizer = make_tokenizer(config)
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from atlasjax.data.sources import load_documents, load_text
     from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 
-# Loaded on first use: Grain takes a while to import.
+# Imported on first use, because Grain is slow to import.
 _HOME = {
     "RecallConfig": "associative_recall",
     "recall_accuracy": "associative_recall",

@@ -1,11 +1,11 @@
-"""Multi-query associative recall (MQAR): sequences that list keys with their values and then ask for each of them.
+"""Multi-query associative recall (MQAR): sequences of key-value pairs, followed by one query per key.
 
 config = RecallConfig(vocab_size=256, length=64, num_pairs=16)
 tokens, labels = recall_sequences(config, 1000, seed=0)
 test_tokens, test_labels = recall_sequences(config, 1000, seed=0, split="test")
 accuracy = recall_accuracy(model(test_tokens), test_labels)
 
-The task of Zoology (Arora et al. 2023, arXiv 2312.04927), as its public generator defines it.
+The task of Zoology (Arora et al. 2023, arXiv 2312.04927), as defined by its public generator.
 """
 
 import dataclasses
@@ -19,30 +19,30 @@ from atlasjax import check
 from atlasjax.names import lookup
 
 IGNORE = -100
-"""The label of a position without a query."""
+"""Label of positions without a query."""
 
 Filler = Literal["zeros", "random"]
 RecallSplit = Literal["train", "test"]
 
-_BLOCK = 2**22  # random numbers drawn at once: memory stays small with large vocabularies and many sequences
+_BLOCK = 2**22  # random numbers drawn at once; bounds memory for large vocabularies and many sequences
 
 
 @dataclasses.dataclass(frozen=True)
 class RecallConfig:
-    """A setting of MQAR. With K pairs and L tokens:
+    """Configuration of MQAR. With K pairs and L tokens, a sequence is
 
         k_1 v_1 k_2 v_2 … k_K v_K, then L − 2K positions, in which each key appears once more
 
     Keys are K distinct tokens from 1 … V/2 − 1 and values are K distinct tokens from V/2 … V − 1, both uniform. Key j is queried at
     position 2K + 2 (g_j − 1), where g_1, g_2, … are drawn without replacement from 1 … (L − 2K) / 2 with weights g^(power − 1). The
-    label v_j is at the query's own position: it is the next token there, so labels need no shift. All other labels are `IGNORE`.
+    label v_j is at the query's own position: it is the next token to predict, so labels are not shifted. Others are `IGNORE`.
 
     Attributes:
       vocab_size: V, greater than the length.
       length: L, even, at least 4K.
       num_pairs: K ≥ 1.
       power: a > 0. 1 gives uniform distances to the query; with the published 0.01 most queries come early.
-      filler: tokens at positions without a query: "zeros", or "random" ones from the whole vocabulary, keys and values included.
+      filler: tokens at positions without a query: "zeros", or "random" tokens from the whole vocabulary (also keys and values).
 
     Raises:
       ValueError: a field is out of range, fields clash, or the filler is unknown.
@@ -66,7 +66,7 @@ class RecallConfig:
         if 4 * self.num_pairs > self.length:
             raise ValueError(
                 f"RecallConfig: num_pairs={self.num_pairs} needs a length of at least 4 · num_pairs = {4 * self.num_pairs}, "
-                f"got {self.length}: 2 tokens a pair, and every other one of the rest for a query."
+                f"got {self.length}: 2 tokens per pair, and a query at every other later position."
             )
         check.literal("filler", self.filler, Filler)
 
@@ -77,10 +77,10 @@ def recall_sequences(
     """Sequences and their labels.
 
     Args:
-      config: the setting.
+      config: the task.
       num_sequences: n ≥ 1.
       seed: ≥ 0. The same seed, split and n give the same sequences.
-      split: "train" or "test", which are independent streams of one seed.
+      split: "train" or "test": independent random streams of the same seed.
 
     Returns:
       tokens and labels, both int32 [n, length]. A label is a token, or `IGNORE` where there is no query.
@@ -116,9 +116,9 @@ def _block(config: RecallConfig, n: int, rng: np.random.Generator) -> tuple[np.n
 
 
 def _without_replacement(rng: np.random.Generator, n: int, k: int, log_weights: np.ndarray) -> np.ndarray:
-    """[n, k] distinct indices into `log_weights`, in the order drawn. Each draw uses these weights over the indices that are left.
+    """[n, k] distinct indices into `log_weights`, in the order drawn. Each draw applies the weights to the remaining indices.
 
-    This is the order of the k largest values of log_weights + Gumbel noise (Yellott 1977), so all rows are drawn at once.
+    These are the k largest values of log_weights + Gumbel noise, in descending order (Yellott 1977). All rows are drawn at once.
     """
     scores = log_weights + rng.gumbel(size=(n, len(log_weights)))
     largest = np.argpartition(-scores, k - 1, axis=1)[:, :k]
@@ -131,10 +131,10 @@ def recall_accuracy(logits: Any, labels: Any) -> Any:
 
     Args:
       logits: [n, length, vocab_size], NumPy or JAX. The answer is the argmax.
-      labels: integers [n, length], from the same library. Each row has at least one that is not `IGNORE`.
+      labels: integers [n, length], from the same library. Each row needs a label other than `IGNORE`.
 
     Returns:
-      A scalar in [0, 1]. It can be traced and vmapped.
+      A scalar in [0, 1]. Works under `jit` and `vmap`.
 
     Raises:
       ValueError: the shapes do not match.

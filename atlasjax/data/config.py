@@ -1,4 +1,4 @@
-"""`DataConfig`: what to read, how to cut it into sequences, and in which order."""
+"""`DataConfig`: what to read, how to cut it into sequences, and in what order."""
 
 import dataclasses
 import math
@@ -21,43 +21,43 @@ class DataConfig:
 
     Sources: `embedded` is the Python language reference that ships with CPython (`pydoc_data.topics`); `text` reads files, one
     document each; `jsonl` reads one string field of each line of JSON; `parquet` reads one string column; `tfds` reads any
-    TensorFlow Datasets data source that is already on disk (TensorFlow is not needed); `prepared` reads what `atlasjax prepare`
-    wrote, in which the tokenizer, the division into training and validation, and the packing are settled. A source of your own is
+    TensorFlow Datasets data source that is already on disk (TensorFlow is not needed); `prepared` reads the output of
+    `atlasjax prepare`, where the tokenizer, the training/validation split and the packing are already fixed. Your own source is
     named "package.module:Class"; see `source_options`.
 
     Packings: `contiguous` tokenizes the whole split in memory (in every process) and cuts one long stream into windows;
     `documents` reads and tokenizes documents on the fly, divides them among the processes, and packs them into rows with segment
-    ids. For a corpus that is larger than memory use `documents`, or the source `prepared`, of which neither is held in memory.
+    ids. For a corpus larger than memory use `documents` or the source `prepared`. Neither holds the corpus in memory.
 
     Raises ValueError if a field has an invalid value or two fields clash.
     """
 
     source: str = "embedded"
-    """Where the text comes from: "embedded", "text", "jsonl", "parquet", "tfds", "prepared", or "package.module:Class" for a
-    class or function of your own that returns documents: a sequence of strings with `len` and indexing. The class or function
-    itself is also accepted, and stored as that name."""
+    """Where the text comes from: "embedded", "text", "jsonl", "parquet", "tfds", "prepared", or "package.module:Class" for your
+    own class or function that returns documents: a sequence of strings with `len` and indexing. The class or function itself is
+    also accepted, and stored by name."""
     source_options: str = "{}"
-    """Keyword arguments of a source of your own, as a JSON object. A dictionary is also accepted, and stored as text. A source with
-    a parameter `split` is called with "train" or "validation", and nothing of what it returns is held out."""
+    """Keyword arguments for your own source, as a JSON object. A dictionary is also accepted, and stored as text. A source with a
+    `split` parameter is called with "train" or "validation", and nothing is held out of what it returns."""
     paths: tuple[str, ...] = ()
-    """Files, folders (searched recursively) or glob patterns of the sources `text`, `jsonl` and `parquet`. Text and JSON lines may
-    be compressed: .gz, .zst. The folders of the source `prepared`."""
+    """Files, folders (searched recursively) or glob patterns for the sources `text`, `jsonl` and `parquet`. Text and JSON lines may
+    be compressed (.gz, .zst). For the source `prepared`: its folders."""
     weights: tuple[float, ...] = ()
-    """For several folders of the source `prepared`: the share of the training tokens that comes from each, in any unit. Not given,
-    they are read as one set."""
+    """With several folders of the source `prepared`: the relative share of training tokens from each. Without weights, they are
+    read as one set."""
     suffixes: tuple[str, ...] = (".txt", ".md")
-    """Which files of a folder the source `text` reads. Files that are named individually are always read."""
+    """Suffixes of the files that the source `text` reads from a folder. Files named individually are always read."""
     column: str = "text"
-    """String column of the source `parquet`; string field of the lines of the source `jsonl`."""
+    """String column (source `parquet`), or string field of each line (source `jsonl`)."""
     encoding: str = "utf-8"
-    """Encoding of the sources `text` and `jsonl`, by Python's name for it, such as "latin-1"."""
+    """Encoding of the sources `text` and `jsonl`, as a Python codec name such as "latin-1"."""
     errors: Errors = "strict"
-    """What to do with bytes that the encoding does not have: `strict` stops with an error, `replace` puts U+FFFD, `skip` leaves
-    them out."""
+    """How to handle bytes that are invalid in the encoding: `strict` raises an error, `replace` substitutes U+FFFD, `skip` drops
+    them."""
     tfds_name: str = ""
-    """Name of the source `tfds`: "name", "name/config" or "name:version"."""
+    """Dataset of the source `tfds`: "name", "name/config" or "name:version"."""
     tfds_data_dir: str | None = None
-    """Folder that holds TensorFlow Datasets. None means TFDS_DATA_DIR or ~/tensorflow_datasets."""
+    """Folder of the TensorFlow Datasets. None means TFDS_DATA_DIR or ~/tensorflow_datasets."""
     tfds_split: str = "train"
     """Split to train on; TFDS slicing such as "train[:90%]" works."""
     tfds_feature: str = "text"
@@ -69,7 +69,7 @@ class DataConfig:
     """Separate validation split for the source `tfds`. If given, nothing is held out of `tfds_split`."""
     held_out: HeldOut = "auto"
     """How to hold out validation text: the `tail` of every file, evenly spaced `blocks` of 4 KiB of the joined text, or every n-th
-    of the `documents`. `auto` uses blocks for the embedded text; for other sources it uses documents if there are enough, and
+    document (`documents`). `auto` uses blocks for the embedded text; for other sources it uses documents if there are enough, and
     otherwise the tail."""
     validation_fraction: float = 0.05
     """Fraction of the text (or of the documents) that is held out, in [0, 0.5]. 0 means no validation split."""
@@ -80,9 +80,9 @@ class DataConfig:
     separator: str = "\n\n"
     """Text between two documents of a contiguous stream."""
     packing: Packing = "contiguous"
-    """One long stream cut into windows, or documents packed in rows with segment ids."""
+    """One long stream cut into windows, or documents packed into rows with segment ids."""
     max_segments: int = 16
-    """Maximum number of segments in a row for packing `documents`; the padding at its end counts as one."""
+    """Maximum number of segments in a row for packing `documents`; padding at the end counts as one."""
     sequence_length: int = 512
     """Tokens per sequence."""
     batch_size: int = 8
@@ -132,11 +132,11 @@ class DataConfig:
         if (self.encoding, self.errors) != ("utf-8", "strict") and self.source not in ("text", "jsonl"):
             raise ValueError(
                 f"encoding is {self.encoding!r} and errors is {self.errors!r}, but source {self.source!r} has no bytes to decode; "
-                "they are for the sources 'text' and 'jsonl'."
+                "these options are for 'text' and 'jsonl'."
             )
         if self.source == "prepared" and (self.validation_paths or self.held_out != "auto"):
             raise ValueError(
-                "source 'prepared' was divided into training and validation when it was prepared; validation_paths and held_out "
+                "source 'prepared' was split into training and validation when it was prepared; validation_paths and held_out "
                 "are options of `atlasjax prepare`."
             )
         if self.weights:
@@ -146,14 +146,14 @@ class DataConfig:
                 fits,
                 "weights",
                 self.weights,
-                f"a positive number for each of the {len(self.paths)} paths of a source 'prepared'",
+                f"a positive number for each of the {len(self.paths)} paths of source 'prepared'",
             )
         if self.source == "tfds" and not self.tfds_name:
             raise ValueError("source 'tfds' needs tfds_name, the name of a prepared dataset.")
         if self.source_options != "{}" and not self.has_own_source:
             raise ValueError(
-                f"source_options is {self.source_options}, but source {self.source!r} takes none: they are for a source of your "
-                "own, named 'package.module:Class'."
+                f"source_options is {self.source_options}, but source {self.source!r} takes none; they are for "
+                "your own source, named 'package.module:Class'."
             )
         if self.held_out in ("tail", "blocks") and self.source not in ("embedded", "text"):
             raise ValueError(
@@ -183,5 +183,5 @@ class DataConfig:
 
     @property
     def held_out_period(self) -> int:
-        """n, where every n-th block or document is held out."""
+        """n such that every n-th block or document is held out."""
         return max(2, round(1 / self.validation_fraction))

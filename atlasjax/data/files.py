@@ -1,4 +1,4 @@
-"""Finds the files that a configuration names, on a disk or in a store."""
+"""Finds the files that a configuration names, on disk or in a store."""
 
 import glob
 import os
@@ -14,13 +14,13 @@ def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[storage.
     """List the files behind `paths`.
 
     Args:
-      paths: files, folders (searched recursively, without hidden files and folders), or glob patterns; also as URLs.
-      suffixes: which files of a folder to take, e.g. (".txt", ".md"), in upper or lower case. Compressed ones are taken too
-        (.txt.gz, .txt.zst).
+      paths: files, folders (searched recursively, skipping hidden files and folders) or glob patterns. May be URLs.
+      suffixes: suffixes of the files to take from folders, e.g. (".txt", ".md"), case-insensitive. Compressed files (.txt.gz,
+        .txt.zst) are included.
 
     Returns:
-      The files, each once, in the order of `paths` and sorted within each folder or pattern; and the set of those that were found
-      in a folder or by a pattern instead of being named.
+      The files without duplicates, in the order of `paths` and sorted within each folder or pattern; and the set of files that
+      were found in a folder or by a pattern, not named.
 
     Raises:
       FileNotFoundError: a path does not exist, a pattern matches nothing, or a folder has no such file.
@@ -37,10 +37,10 @@ def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[storage.
             if not inside:
                 kinds = ", ".join(f"*{suffix}" for suffix in suffixes)
                 raise FileNotFoundError(
-                    f"The data folder {str(path)!r} has no file of the kind {kinds} in it or below it."
+                    f"The data folder {str(path)!r} contains no {kinds} file, not even in subfolders."
                 )
         elif path.exists():
-            if not path.is_file():  # a device such as /dev/zero may have no end, and a pipe can be read once
+            if not path.is_file():  # a device such as /dev/zero may be endless; a pipe can be read only once
                 raise ValueError(f"The data path {name!r} is neither a file nor a folder.")
             files[path] = None
             continue
@@ -56,7 +56,7 @@ def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[storage.
 
 
 def _visible_below(folder: storage.AnyPath) -> Sequence[storage.AnyPath]:
-    """The files below a folder, sorted, without hidden ones and those of hidden folders."""
+    """All files below a folder, sorted, except hidden files and files in hidden folders."""
     if isinstance(folder, storage.StorePath):
         return [file for file in folder.files() if "/." not in str(file).removeprefix(str(folder))]
     return sorted(
@@ -74,13 +74,13 @@ def _matches(pattern: storage.AnyPath) -> Sequence[storage.AnyPath]:
 
 
 def _suffix(file: storage.AnyPath) -> str:
-    """The suffix in lower case, without that of a compression."""
+    """The suffix in lower case, ignoring a compression suffix."""
     suffix = file.suffix.lower()
     return pathlib.PurePath(file.name.removesuffix(file.suffix)).suffix.lower() if suffix in COMPRESSIONS else suffix
 
 
 def machine_memory() -> int:
-    """Bytes of memory of the machine, or of the container that this process runs in."""
+    """Memory in bytes of the machine, or of the container that this process runs in."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in map(pathlib.Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         text = path.read_text().strip() if path.exists() else ""

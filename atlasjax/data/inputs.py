@@ -1,6 +1,6 @@
-"""The documents of a source in parts that can be read independently, each document in pieces: nothing is whole in memory.
+"""Splits a source into parts that can be read independently, with documents read in pieces. Nothing is in memory as a whole.
 
-What `prepare` reads. The documents, and how they are divided into training and validation, are those of `load_documents`.
+Used by `prepare`. The documents and the training/validation split are those of `load_documents`.
 """
 
 import dataclasses
@@ -17,18 +17,18 @@ from atlasjax.data.sources import default_held_out, load_documents, open_documen
 from atlasjax.data.text import json_documents, text_files, text_pieces
 
 Pieces = Iterator[str]
-_PART_BYTES = 64 * 2**20  # of text files that are read as one part
-_PART_DOCUMENTS = 4096  # of a source with random access
+_PART_BYTES = 64 * 2**20  # text files are grouped into parts of this size
+_PART_DOCUMENTS = 4096  # documents per part of a random-access source
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one worker reads at a time.
+    """The unit of work of a worker.
 
     Attributes:
-      name: what it is, in messages.
-      size: its bytes, or its documents; only compared with other parts.
-      documents: gives its documents in order, each as texts to be joined.
+      name: its name in messages.
+      size: its number of bytes or documents, used only to compare parts.
+      documents: returns its documents in order, each as pieces of text to be joined.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The documents of a split: all of an input, or every n-th, or all others.
+    """The documents of a split: all documents of an input, every n-th, or all except every n-th.
 
     Attributes:
-      input: number of the input.
-      period: n, None for all documents.
-      complement: whether to take the others.
+      input: index of the input.
+      period: n, or None for all documents.
+      complement: whether to take all except every n-th.
     """
 
     input: int
@@ -51,14 +51,14 @@ class Selection:
     complement: bool = False
 
     def count(self, num_documents: int) -> int:
-        """How many of the first `num_documents` documents are taken."""
+        """Number of documents taken from the first `num_documents`."""
         if self.period is None:
             return num_documents
         held_out = num_documents // self.period
         return num_documents - held_out if self.complement else held_out
 
     def document(self, index: int) -> int:
-        """The number in the input of document `index` of the split."""
+        """The index in the input of document `index` of the split."""
         if self.period is None:
             return index
         if self.complement:
@@ -71,9 +71,9 @@ class Inputs:
     """The documents of a config.
 
     Attributes:
-      parts: for each input, its parts.
+      parts: the parts of each input.
       splits: the documents of each split.
-      identity: what must be the same when an interrupted preparation goes on.
+      identity: what must not change before an interrupted preparation resumes.
     """
 
     parts: tuple[tuple[Part, ...], ...]
@@ -92,7 +92,7 @@ class Inputs:
 
 
 def open_inputs(config: DataConfig) -> Inputs:
-    """Find the documents of a config; files are listed, not read.
+    """Find the documents of a config. Files are listed, not read.
 
     Raises:
       FileNotFoundError, ValueError: as `load_documents`.
@@ -102,7 +102,7 @@ def open_inputs(config: DataConfig) -> Inputs:
         return _inputs((train, validation), {"train": Selection(0), "validation": Selection(1)})
     if not config.has_validation:
         return _inputs((_input(config, separate=False),), {"train": Selection(0)})
-    # Only the source `text` looks at the number of its documents, which are files.
+    # Only the source `text` needs the number of its documents, which are files.
     files = _text_files(config, config.paths) if config.source == "text" else []
     how = default_held_out(config, len(files)) if config.held_out == "auto" else config.held_out
     if how == "tail" and config.source == "text":
@@ -148,7 +148,7 @@ def _lines(config: DataConfig, file: storage.AnyPath) -> Iterator[Pieces]:
 
 
 def _file_parts(config: DataConfig, files: list[storage.AnyPath], tail_of: Split | None = None) -> tuple[Part, ...]:
-    """Files, a few small ones together. `tail_of` takes what a split has of each if the tails are held out."""
+    """Group files into parts, small files together. If tails are held out, `tail_of` is the split to read from each file."""
     groups: list[list[storage.AnyPath]] = []
     room = 0
     for file in files:
@@ -166,7 +166,7 @@ def _file_parts(config: DataConfig, files: list[storage.AnyPath], tail_of: Split
 
 
 def _full(documents: Iterator[Pieces]) -> Iterator[Pieces]:
-    """Documents that have text."""
+    """The documents that are not empty."""
     for document in documents:
         for first in document:
             yield itertools.chain((first,), document)
@@ -192,7 +192,7 @@ def _between(pieces: Pieces, start: int, stop: int | None) -> Pieces:
 
 
 def _document_parts(documents: Documents) -> tuple[Part, ...]:
-    """Ranges of documents with random access; those that are stored together are read together."""
+    """Ranges of random-access documents. Documents that are stored together stay in one part."""
     offsets = documents.block_offsets
     if offsets is None:
         cuts = [*range(0, len(documents), _PART_DOCUMENTS), len(documents)]

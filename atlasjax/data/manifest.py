@@ -1,4 +1,4 @@
-"""The description of a prepared data set. It is written last: a folder with a manifest is complete."""
+"""The description of a prepared data set. It is written last, so a folder with a manifest is complete."""
 
 import dataclasses
 import json
@@ -17,17 +17,17 @@ _FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a prepared data set holds.
+    """The contents of a prepared data set.
 
     Attributes:
       fingerprint: `fingerprint` of the tokenizer, which is saved beside the manifest in `tokenizer/`.
-      vocab_size: of the tokenizer.
-      dtype: of the token ids in the files.
-      packing: for which packing the documents were tokenized. For `contiguous` every document ends with the separator.
-      separator: this separator; "" for `documents`.
+      vocab_size: vocabulary size of the tokenizer.
+      dtype: dtype of the token ids in the files.
+      packing: the packing that documents were tokenized for. For `contiguous`, every document ends with the separator.
+      separator: this separator, or "" for `documents`.
       splits: for each split, its token files in order.
-      source: the fields of the `DataConfig` that it was prepared with, and how many tokens a file should have.
-      versions: of the packages that made it.
+      source: fields of the `DataConfig` that it was prepared with, and the target number of tokens per file.
+      versions: versions of the packages that made it.
     """
 
     fingerprint: str
@@ -51,7 +51,7 @@ class Manifest:
 
 
 def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
-    """Write the manifest of a folder whose files are finished."""
+    """Write the manifest of a folder whose other files are complete."""
     saved = {
         "format": _FORMAT,
         **{field.name: getattr(manifest, field.name) for field in dataclasses.fields(Manifest)},
@@ -65,8 +65,8 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
     """Read the manifest of a prepared data set.
 
     Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is damaged, or of another version of the format.
+      FileNotFoundError: there is no manifest.
+      ValueError: it is damaged or has another format version.
     """
     path = folder / FILE
     try:
@@ -81,8 +81,8 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
         }
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
-            f"{str(folder)!r} is not prepared data: {FILE} is missing. `atlasjax prepare` writes it when all else is finished; the "
-            "same command goes on where one was stopped."
+            f"{str(folder)!r} is not prepared data: {FILE} is missing. `atlasjax prepare` writes it last. To resume an interrupted "
+            "preparation, run the same command again."
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"The manifest {str(path)!r} is damaged.") from None

@@ -1,24 +1,24 @@
-"""Orders of what is read, known at every place without anything in memory: shuffled in every epoch, mixed by weights."""
+"""Read orders, shuffled in every epoch and mixed by weights. Any position can be computed without storing the order."""
 
 from collections.abc import Sequence
 
 import grain
 
-_UNITS = 2**20  # the sum of the weights, about
+_UNITS = 2**20  # approximate sum of the weights
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Weights in whole numbers, at least 1, with a sum of about a million."""
+    """Scale weights to integers of at least 1 with a sum of about a million."""
     return tuple(max(1, round(_UNITS * weight / sum(weights))) for weight in weights)
 
 
 def pick(index: int, weights: Sequence[int]) -> tuple[int, int]:
-    """Element `index` of a mixture of endless sequences.
+    """Find element `index` of a mixture of endless sequences.
 
-    The first sequence has floor(n w / sum of the weights) of the first n elements, and so on for the others among what is left.
+    Of the first n elements, floor(n w / sum of the weights) are from the first sequence. The others share the rest in the same way.
 
     Returns:
-      The number of the sequence, and the index in it.
+      The index of the sequence, and the index within it.
     """
     rest = sum(weights)
     for number, weight in enumerate(weights):
@@ -26,11 +26,11 @@ def pick(index: int, weights: Sequence[int]) -> tuple[int, int]:
         if (index + 1) * weight // rest > before:
             return number, before
         index, rest = index - before, rest - weight
-    raise ValueError(f"weights is {weights}; it should be positive whole numbers.")
+    raise ValueError(f"weights is {weights}; it should be positive integers.")
 
 
 class Mixed(grain.MapDataset):
-    """Elements of several datasets, each repeated without end, in proportion to whole weights."""
+    """Elements of several endlessly repeated datasets, in proportion to integer weights."""
 
     def __init__(self, parents: Sequence[grain.MapDataset], weights: Sequence[int], length: int):
         super().__init__(parents)
@@ -47,13 +47,13 @@ class Mixed(grain.MapDataset):
 
 
 class Order:
-    """Numbers of documents of several sets, in the order in which they are read.
+    """Document indices of several sets, in reading order.
 
     Args:
-      counts: number of documents of each set. They are numbered through.
-      weights: whole weights of the sets; None reads them as one.
-      seed: of the shuffling, another one in each epoch. None keeps the order.
-      repeat: whether the order goes on after one epoch.
+      counts: number of documents of each set. Indices run through all sets.
+      weights: integer weights of the sets. None reads them as one set.
+      seed: shuffling seed; each epoch is shuffled differently. None keeps the order.
+      repeat: whether to continue after one epoch.
     """
 
     def __init__(self, counts: Sequence[int], weights: Sequence[int] | None, seed: int | None, *, repeat: bool):
@@ -61,7 +61,7 @@ class Order:
         self._weights, self._seed, self._repeat = weights, seed, repeat
 
     def __getitem__(self, index: int) -> int | None:
-        """The number of the document at a place; None after the last."""
+        """The document index at a position, or None after the last."""
         which, place = (0, index) if self._weights is None else pick(index, self._weights)
         count = self._counts[which]
         epoch, place = divmod(place, count)

@@ -12,7 +12,7 @@ from atlasjax.data.pieces import encode_text
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.data.windows import Batch, token_dtype
 
-_LEAST_BINS = 8  # rows filled at the same time; more rows waste less padding, but cost memory and work on resume
+_LEAST_BINS = 8  # rows filled at the same time; more rows need less padding, but cost memory and time on resume
 
 
 class BlockShuffle(grain.MapDataset):
@@ -22,7 +22,7 @@ class BlockShuffle(grain.MapDataset):
 
     Args:
       parent: the documents.
-      block_offsets: int64 [num_blocks + 1], the start of each block, and at the end the number of documents.
+      block_offsets: int64 [num_blocks + 1], the start of each block, followed by the number of documents.
       window: number of blocks in use at a time.
       seed: in [0, 2^32).
     """
@@ -55,7 +55,7 @@ class BlockShuffle(grain.MapDataset):
 
 
 class _Cuts(Sequence[Batch]):
-    """The tokens of a document, cut; each piece is made when it is asked for."""
+    """The pieces of a document, each made on access."""
 
     def __init__(self, tokens: np.ndarray, length: int):
         self._tokens, self._length = tokens, length
@@ -78,7 +78,7 @@ class CutDocument(grain.experimental.FlatMapTransform):
     """Cut the tokens of a document, integers [n], into pieces of at most `sequence_length`.
 
     A piece is {"tokens": int32 [length, 3]} with the columns input, target and weight. Over the pieces of a document, every token
-    is an input once, and every token but the first is a target of weight 1 once. Only the document's last token predicts nothing.
+    is an input once, and every token except the first is a target of weight 1 once. Only the last token has no target.
     """
 
     sequence_length: int
@@ -116,7 +116,7 @@ def packed_rows(
 
     Args:
       documents: what to pack. Empty documents are dropped.
-      batch_size: number of rows that a caller takes at a time. This many rows, but at least 8, are filled at the same time.
+      batch_size: number of rows taken at a time. This many rows, but at least 8, are filled at the same time.
       shuffle_seed: seed of the shuffling. None keeps the order.
       repeat: whether to repeat forever, shuffled differently in every epoch.
       num_threads: number of threads that read and tokenize ahead.

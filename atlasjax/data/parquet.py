@@ -18,8 +18,8 @@ _CACHE_BYTES = 256 * 2**20  # fewer row groups are kept if they are large
 class ParquetDocuments:
     """The rows of one string column of Parquet files, one document each. A missing value is an empty document.
 
-    Only footers are read at the start. A row is read together with its row group, and the most recent row groups stay in memory: 8,
-    or as many as fit in 256 MiB, but at least one.
+    Only footers are read at construction. A row is read with its whole row group. The most recent row groups stay in memory: at
+    most 8 and at most 256 MiB, but at least one.
 
     Raises:
       FileNotFoundError: a path does not exist, or a folder has no *.parquet file.
@@ -69,12 +69,12 @@ class ParquetDocuments:
             start, end = map(int, self.block_offsets[block : block + 2])
             first, last = self._row(block, start), self._row(block, end - 1)
             raise ValueError(
-                f"The data file {str(self._files[file])!r} is damaged in its rows {first} to {last} (column {self._column!r}): "
+                f"The data file {str(self._files[file])!r} is damaged in rows {first} to {last} (column {self._column!r}): "
                 f"{' '.join(str(error).split())}"
             ) from None
 
     def _row(self, block: int, index: int) -> int:
-        """The row of a document in its file, from 0."""
+        """The row of a document in its file, counted from 0."""
         return index - int(self.block_offsets[block - self._groups[block][1]])
 
     def __len__(self) -> int:
@@ -95,7 +95,7 @@ class ParquetDocuments:
 
 @contextlib.contextmanager
 def _opened(file: storage.AnyPath) -> Iterator[Any]:
-    """What pyarrow reads: a path, which it can map, or a stream of a store."""
+    """What to give to pyarrow: a path, which it can memory-map, or a stream from a store."""
     if not isinstance(file, storage.StorePath):
         yield file
         return

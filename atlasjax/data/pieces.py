@@ -1,7 +1,7 @@
-"""Encodes a text of any length in pieces, with the tokens that one call would give.
+"""Encodes text of any length in pieces, into the same tokens as a single call.
 
-A text may be cut between two characters if no token of the whole text spans them, and if neither part's tokens depend on the other.
-A tokenizer knows such places (`Tokenizer.last_cut`); those of byte-pair encodings follow from their pre-tokenizers.
+A text may be cut between two characters if no token of the whole text spans them and the tokens of each side do not depend on the
+other side. A tokenizer finds such positions (`Tokenizer.last_cut`). For byte-pair encodings they follow from the pre-tokenizer.
 """
 
 import re
@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-PIECE = 2**18  # characters; a tokenizer needs about a hundred bytes of memory for each token
+PIECE = 2**18  # characters; a tokenizer needs about 100 bytes of memory per token
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# The expressions of GPT-2; cl100k as Llama 3 has it, and Qwen's; o200k. None of them has a match that goes on from a character
-# other than white space to a space, or from a letter to a line end; none looks back; and they look ahead in white space only.
+# The expressions of GPT-2, of cl100k and its variants in Llama 3 and Qwen, and of o200k. None of their matches continues from a
+# non-whitespace character to a space, or from a letter to a line end. None looks behind, and they look ahead only in white space.
 _EXPRESSIONS = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}",
@@ -39,17 +39,17 @@ class Cuttable(Protocol):
 
 
 def encode_pieces(tokenizer: Cuttable, texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """Encode a text that is given in parts.
+    """Encode a text given in parts.
 
     Args:
-      tokenizer: what encodes.
-      texts: the text, cut anywhere.
+      tokenizer: the tokenizer.
+      texts: the parts of the text, cut anywhere.
 
     Yields:
-      Token ids, int32. Joined, they are the tokens of the whole text. A piece has about `PIECE` characters, or more if there is no
-      place to cut.
+      Token ids, int32. Concatenated, they are the tokens of the whole text. A piece has about `PIECE` characters, or more if there
+      is no possible cut.
     """
-    held: list[str] = []  # since the last cut; only the newest part is searched for the next
+    held: list[str] = []  # text since the last cut; only the newest part is searched for a cut
     size = 0
     for text in texts:
         for start in range(0, len(text), PIECE):
@@ -76,13 +76,13 @@ def encode_text(tokenizer: Cuttable, text: str, dtype: np.dtype) -> np.ndarray:
 
 
 def last_word_cut(text: str) -> int:
-    """The last place between a character that is not white space and a space, or a letter and a line end; 0 if there is none."""
+    """The last position between a non-whitespace character and a space, or between a letter and a line end; 0 if there is none."""
     end, width = len(text), 2**10
     while end > 1:
         start = max(1, end - width)
         for found in reversed(list(_CANDIDATE.finditer(text, start, end))):
             place = found.start()
-            # Letters of Unicode 3.2 are letters to every tokenizer; a later one may be a symbol to an older library.
+            # Letters of Unicode 3.2 are letters in every tokenizer; an older library may treat newer letters as symbols.
             if text[place] == " " or unicodedata.ucd_3_2_0.category(text[place - 1])[0] == "L":
                 return place
         end, width = start, 2 * width
@@ -90,14 +90,14 @@ def last_word_cut(text: str) -> int:
 
 
 def words_are_apart(definition: Mapping[str, Any]) -> bool:
-    """Whether a text may be cut at `last_word_cut` before it is given to a byte-level BPE.
+    """Whether text for a byte-level BPE may be cut at `last_word_cut`.
 
     Args:
-      definition: a parsed JSON file of `tokenizers`.
+      definition: a parsed `tokenizers` JSON file.
 
     Returns:
-      True if the normalizer composes characters at most, no added token has or takes white space, and the pre-tokenizer is one
-      that is known to have a boundary there.
+      True if the normalizer at most composes characters, no added token contains or absorbs white space, and the pre-tokenizer is
+      known to have a boundary there.
     """
     normalizer = definition.get("normalizer") or {"type": "NFC"}
     added = definition.get("added_tokens") or []
@@ -114,6 +114,6 @@ def words_are_apart(definition: Mapping[str, Any]) -> bool:
             return True
         if stage["type"] == "Split" and stage["pattern"].get("Regex") in _EXPRESSIONS:
             return stage["behavior"] == "Isolated" or bool(stage.get("invert"))
-        if stage["type"] not in ("Digits", "Punctuation"):  # these go by single characters
+        if stage["type"] not in ("Digits", "Punctuation"):  # these split at single characters
             return False
     return False

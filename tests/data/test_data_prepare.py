@@ -334,7 +334,7 @@ def test_bad_prepared_data(finished, tmp_path):
         (lambda: pipeline(bpe, split="validation"), ValueError, "without validation data. Give --data.validation-fraction 0"),
         (lambda: pipeline(byte, tokenizer=None, packing="documents"), ValueError, "prepared for packing 'contiguous'"),
         (lambda: pipeline(byte, separator="\n"), ValueError, r"separator is '\\n', but the data in .* with '\\n\\n'"),
-        (lambda: DataConfig(source="prepared", paths=("a",), held_out="tail"), ValueError, "was divided into training"),
+        (lambda: DataConfig(source="prepared", paths=("a",), held_out="tail"), ValueError, "was split into training"),
         (lambda: DataConfig(source="prepared", paths=("a", "b"), weights=(1.0,)), ValueError, "positive number for each of the 2"),
         (lambda: DataConfig(source="prepared", paths=("a",), weights=(0.0,)), ValueError, "a positive number for each of the 1"),
         (lambda: DataConfig(weights=(1.0,)), ValueError, r"weights is \(1.0,\); it should be"),

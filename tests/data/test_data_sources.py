@@ -117,7 +117,7 @@ def test_empty_file_in_a_folder_is_left_out(tmp_path):
     [
         (None, "nowhere", FileNotFoundError, "nowhere' does not exist"),
         (None, "*.txt", FileNotFoundError, r"No file matches .*\*\.txt"),
-        (None, ".", FileNotFoundError, r"has no file of the kind \*\.txt, \*\.md"),
+        (None, ".", FileNotFoundError, r"contains no \*\.txt, \*\.md file"),
         (b"", "empty.txt", ValueError, "empty.txt' is empty"),
         (b"", ".", ValueError, "All 1 data files under .* are empty"),
         (b"caf\xe9 au lait", "latin.txt", ValueError, "latin.txt' is not UTF-8: byte 0xe9 at offset 3"),
@@ -185,7 +185,7 @@ def test_a_damaged_page(tmp_path):
     (tmp_path / "2.parquet").write_bytes(content)
     documents = ParquetDocuments([str(tmp_path)], "text")
     assert documents[3] == "some text"
-    with pytest.raises(ValueError, match=r"2.parquet' is damaged in its rows 2 to 3 \(column 'text'\): "):
+    with pytest.raises(ValueError, match=r"2.parquet' is damaged in rows 2 to 3 \(column 'text'\): "):
         documents[5]
 
 
@@ -207,7 +207,7 @@ def test_bad_parquet(parquet_folder, tmp_path):
         ParquetDocuments([str(parquet_folder)], "txt")
     with pytest.raises(ValueError, match=r"'id' .*int64; it should hold strings"):
         ParquetDocuments([str(parquet_folder)], "id")
-    with pytest.raises(FileNotFoundError, match=r"no file of the kind \*\.parquet"):
+    with pytest.raises(FileNotFoundError, match=r"contains no \*\.parquet file"):
         ParquetDocuments([str(tmp_path)], "text")
     (tmp_path / "no.parquet").write_text("no")
     with pytest.raises(ValueError, match=r"no\.parquet' is not a Parquet file"):
