@@ -1,4 +1,4 @@
-"""From a `DataConfig` to batches, with an exact position that can be saved and restored."""
+"""Makes batches from a `DataConfig`, with an exact position that can be saved and restored."""
 
 import copy
 import dataclasses
@@ -41,7 +41,7 @@ class BatchIterator(Iterator[Batch]):
 
         Raises:
           ValueError: the state belongs to a pipeline with other data or another configuration (the message names the difference),
-            or is no position of it.
+            or is not a valid position.
         """
         if (
             not isinstance(state, dict)
@@ -68,7 +68,7 @@ class BatchIterator(Iterator[Batch]):
 
 
 def _check_position(saved: Any, own: Any, name: str) -> None:
-    """Raises ValueError unless a saved position has the keys of the iterator's own, and numbers ≥ 0 in its places."""
+    """Raises ValueError unless a saved position has the same keys as the iterator's own, with numbers ≥ 0 where it has numbers."""
     if isinstance(own, dict):
         if not isinstance(saved, dict) or saved.keys() != own.keys():
             raise ValueError(f"The saved data {name} is {str(saved)[:60]!r}; it should have the keys {sorted(own)}.")
@@ -119,10 +119,10 @@ def make_pipeline(
     where the target would be in another document.
 
     Contiguous packing makes the same global batches for any number of processes and cuts them into one slice per process, so a
-    saved position can be used with any number of processes. So does packing "documents" of the source "prepared". Of other sources,
-    packing "documents" with `repeat` gives every process its own range of
-    documents, and a position can only be used by the process that saved it. Without `repeat` every process reads all documents and
-    takes its slice of the batches: all processes have the same number of batches, and the last one is padded with rows of weight 0.
+    saved position can be used with any number of processes. The same holds for packing "documents" with the source
+    "prepared". With other sources, packing "documents" with `repeat` gives every process its own range of documents, and a position
+    can only be used by the process that saved it. Without `repeat`, every process reads all documents and takes its slice of the
+    batches: all processes have the same number of batches, and the last batch is padded with rows of weight 0.
 
     Args:
       config: the data.
@@ -170,14 +170,14 @@ def _identity(config: DataConfig, tokenizer: Tokenizer, split: Split, repeat: bo
 def _prepared(config: DataConfig, tokenizer: Tokenizer, split: Split, where: tuple[int, int], repeat: bool) -> Pipeline:
     joined, sets = open_prepared(config, tokenizer, split)
     streams = [each.tokens for each in sets]
-    # Evaluation reads everything once, whatever the weights.
+    # Evaluation reads everything once, regardless of the weights.
     weights = config.weights if config.weights and repeat else None
     identity = _identity(config, tokenizer, split, repeat, **prepared_identity(config, sets))
     if config.packing == "contiguous":
         whole = None if weights is None else whole_weights(weights)
         return _contiguous(config, split, streams if weights else [joined], whole, identity, where, repeat)
     counts = [stream.num_documents for stream in streams]
-    if weights is not None:  # of tokens; a document of a set counts for as many as it has on average
+    if weights is not None:  # from weights of tokens to weights of documents, by the mean length in each set
         weights = whole_weights(
             [weight * count / len(stream) for weight, count, stream in zip(weights, counts, streams)]
         )
@@ -211,7 +211,7 @@ def _contiguous(
         if len(tokens) < needed:
             raise ValueError(
                 f"The {split} split is too short for one sequence: it has {len(tokens)} tokens, and sequence_length "
-                f"{config.sequence_length} needs {needed}. Give more text, a shorter sequence_length, or another "
+                f"{config.sequence_length} needs {needed}. Use more text, a shorter sequence_length, or another "
                 f"validation_fraction (now {config.validation_fraction})."
             )
     multiple = 1 if repeat else config.batch_size
@@ -223,7 +223,7 @@ def _contiguous(
     if repeat and weights is None:
         dataset = dataset.repeat(_FOREVER // len(dataset))
     process_index, process_count = where
-    # The slices of a global batch lie side by side, so a process takes every process_count-th of them.
+    # The slices of a global batch are adjacent, so a process takes every process_count-th of them.
     dataset = dataset.batch(config.batch_size // process_count)[process_index::process_count]
     read = grain.ReadOptions(num_threads=config.num_threads, prefetch_buffer_size=2 * config.num_threads)
     return Pipeline(
@@ -256,9 +256,9 @@ def _documents(
         first, last = (len(documents) * i // process_count for i in (process_index, process_index + 1))
         documents = Shard(documents, first, last)
         rows_at_a_time //= process_count
-    if not any(documents[i] for i in range(len(documents))):  # stops at the first that has text
+    if not any(documents[i] for i in range(len(documents))):  # stops at the first non-empty document
         raise ValueError(
-            f"All {len(documents)} documents that process {process_index} reads of the {split} split are empty."
+            f"All {len(documents)} documents of the {split} split that process {process_index} reads are empty."
         )
     rows = packed_rows(
         documents,

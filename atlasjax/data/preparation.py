@@ -2,10 +2,9 @@
 
     manifest = prepare(DataConfig(source="jsonl", paths=("corpus/",), tokenizer="bpe:32000"), "prepared/corpus", workers=8)
 
-Parts of the source are tokenized in order, each into a file of its own in `parts/`. When all are there, documents are gathered
-from them in a random order into the final files. A file counts as finished when its description (.json) is there, which is written
-after it; so a stopped preparation goes on with what is not finished. The result depends on the config alone, never on the number
-of workers.
+Each part of the source is tokenized into its own file in `parts/`, in document order. Then the documents are gathered from these
+files in random order into the final files. A file is finished when its description (.json) exists, which is written after it, so an
+interrupted preparation resumes with the unfinished files. The result depends only on the config, never on the number of workers.
 """
 
 import contextlib
@@ -34,9 +33,9 @@ from atlasjax.data.workers import run_tasks
 
 SHARD_TOKENS = 2**26
 _REQUEST = "prepare.json"
-_GATHERED = 2**22  # tokens of a long document copied at once
-_TICK = 2.0  # seconds between two reports
-# What only matters when the prepared data is read.
+_GATHERED = 2**22  # tokens copied at once from a long document
+_TICK = 2.0  # seconds between reports
+# Fields that only matter when prepared data is read.
 _OF_TRAINING = ("sequence_length", "batch_size", "max_segments", "num_threads")
 
 
@@ -46,10 +45,10 @@ class Report:
 
     Attributes:
       stage: "tokenizing" or "shuffling".
-      done, total: files of this stage, finished and in all.
-      fraction: how much of this stage is finished, by size, in [0, 1].
-      tokens: tokens written in this stage so far, those of unfinished files included.
-      kept: tokens among them that an earlier start had written.
+      done, total: number of finished files and of all files of this stage.
+      fraction: finished fraction of this stage, by size, in [0, 1].
+      tokens: tokens written in this stage so far, including unfinished files.
+      kept: how many of these tokens an earlier run wrote.
     """
 
     stage: str
@@ -62,7 +61,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class _Gathered:
-    """The final files of a split: `num_files`, filled in order with documents of the token files `files`."""
+    """The final files of a split: `num_files` files, filled in order with documents from the token files `files`."""
 
     files: tuple[TokenFile, ...]
     selection: Selection
@@ -79,26 +78,25 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     on_report: Callable[[Report], None] | None = None,
 ) -> Manifest:
-    """Tokenize, shuffle and write the documents of a config, or go on where an earlier call was stopped.
+    """Tokenize, shuffle and write the documents of a config, or resume an interrupted preparation.
 
     Train with `DataConfig(source="prepared", paths=(directory,))`.
 
     Args:
-      config: the source, the division into training and validation, the tokenizer, the packing it is for, shuffle and seed.
-      directory: where to write; made if it does not exist.
-      workers: number of processes. 0 works in this one.
-      shard_tokens: about as many tokens come into one file of the result.
-      on_report: called a few times a minute.
+      config: the source, the training/validation split, the tokenizer, the packing, shuffle and seed.
+      directory: output folder; created if it does not exist.
+      workers: number of worker processes. 0 works in this process.
+      shard_tokens: approximate number of tokens per output file.
+      on_report: called regularly with the progress.
 
     Returns:
-      The manifest. A finished preparation of the same config is returned as it is.
+      The manifest. If the same config is already prepared, its manifest is returned.
 
     Raises:
-      ValueError: the config is not one to prepare, a document cannot be read, a split is empty, or the directory holds something
-        else.
+      ValueError: the config cannot be prepared, a document cannot be read, a split is empty, or the directory has other content.
       FileNotFoundError: as `load_documents`.
       OSError: a file cannot be written.
-      RuntimeError: a worker was stopped.
+      RuntimeError: a worker failed.
     """
     check.require(check.is_integer(workers, 0), "workers", workers, "an integer of at least 0")
     check.require(check.is_integer(shard_tokens, 1), "shard_tokens", shard_tokens, "an integer of at least 1")
@@ -120,8 +118,8 @@ def prepare(
             _check_same(folder, saved["request"], request)
             if saved["inputs"] != json.loads(json.dumps(inputs.identity)):
                 raise ValueError(
-                    f"The source has changed since its preparation in {str(folder)!r} was begun. Delete that folder, or give "
-                    "another."
+                    f"The source has changed since preparation in {str(folder)!r} began. Delete that folder, or use "
+                    "another one."
                 )
         storage.write_whole(begun, json.dumps(wanted).encode())
         tokenizer = _tokenizer(config, inputs, folder)
@@ -143,14 +141,14 @@ def prepare(
 
 
 def _request(config: DataConfig) -> dict[str, Any]:
-    """The fields that decide what is written. Raises ValueError if others are given, or the data is prepared already."""
+    """The fields that determine the output. Raises ValueError if others are set, or the data is already prepared."""
     if config.source == "prepared":
-        raise ValueError("source 'prepared' is prepared already; prepare takes 'text', 'jsonl', 'parquet', … .")
+        raise ValueError("source 'prepared' is already prepared; prepare takes 'text', 'jsonl', 'parquet', …")
     fields = dataclasses.asdict(config)
     for field in dataclasses.fields(DataConfig):
         if field.name in _OF_TRAINING and fields[field.name] != field.default:
             raise ValueError(
-                f"{field.name} is {fields[field.name]!r}; it is chosen when prepared data is trained on, not before."
+                f"{field.name} is {fields[field.name]!r}; it is set when training on prepared data, not when preparing it."
             )
     return json.loads(
         json.dumps({name: value for name, value in fields.items() if name not in (*_OF_TRAINING, "weights")})
@@ -162,7 +160,7 @@ def _check_folder(folder: pathlib.Path) -> None:
         raise ValueError(f"{str(folder)!r} is a file; prepared data needs a folder.")
     ours = ("lock", _REQUEST, manifest_lib.FILE)
     if folder.exists() and any(folder.iterdir()) and not any((folder / name).exists() for name in ours):
-        raise ValueError(f"The folder {str(folder)!r} holds other files. Give an empty or a new one.")
+        raise ValueError(f"The folder {str(folder)!r} contains other files. Use an empty or new folder.")
 
 
 def _check_same(folder: pathlib.Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -170,7 +168,7 @@ def _check_same(folder: pathlib.Path, saved: dict[str, Any], wanted: dict[str, A
     if names:
         differences = "; ".join(f"{name} was {saved.get(name)!r} and is now {wanted.get(name)!r}" for name in names)
         raise ValueError(
-            f"{str(folder)!r} holds another preparation: {differences}. Give another folder, or delete this one."
+            f"{str(folder)!r} contains another preparation: {differences}. Use another folder, or delete this one."
         )
 
 
@@ -180,12 +178,12 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"Another process prepares data in {str(folder)!r}.") from None
+            raise ValueError(f"Another process is preparing data in {str(folder)!r}.") from None
         yield
 
 
 def _clean(folder: pathlib.Path) -> None:
-    """Remove what only a preparation that goes on would need."""
+    """Remove files that are only needed to resume."""
     shutil.rmtree(folder / "parts", ignore_errors=True)
     for split in ("train", "validation"):
         for path in folder.glob(f"{split}-*.json"):
@@ -203,12 +201,12 @@ def _versions() -> dict[str, str]:
 
 
 def _tokenizer(config: DataConfig, inputs: Inputs, folder: pathlib.Path) -> Tokenizer:
-    """The tokenizer of an earlier start, or a new one, saved."""
+    """Load the tokenizer saved by an earlier run, or make and save one."""
     if (folder / "tokenizer" / "tokenizer.json").exists():
         return load_tokenizer(folder / "tokenizer")
 
     def beginning(pieces: Iterator[str]) -> str:
-        """As much of a document as a tokenizer is trained on."""
+        """The start of a document, as much as a tokenizer trains on."""
         taken: list[str] = []
         for piece in pieces:
             taken.append(piece)
@@ -232,7 +230,7 @@ def _tokenize(
     workers: int,
     report: Callable[[Report], None],
 ) -> list[list[TokenFile]]:
-    """The token files of every input's parts."""
+    """The token files of the parts of every input."""
     names = [[f"{i}-{number:06d}" for number in range(len(parts))] for i, parts in enumerate(inputs.parts)]
     tasks = {names[i][number]: (i, number) for i, parts in enumerate(inputs.parts) for number in range(len(parts))}
     sizes = {name: inputs.parts[i][number].size for name, (i, number) in tasks.items()}
@@ -278,7 +276,7 @@ def _plan(
     if not count or not tokens:
         why = f"every {selection.period}th of {documents} documents" if selection.period else f"{documents} documents"
         raise ValueError(
-            f"The {split} split is empty: it is {why}, with {tokens} tokens in all. Give more text, another "
+            f"The {split} split is empty: it is {why}, with {tokens} tokens in total. Use more text, another "
             f"validation_fraction (now {config.validation_fraction}) or separate validation data."
         )
     num_files = min(count, -(-(tokens * count // documents) // shard_tokens) or 1)
@@ -327,15 +325,15 @@ def _gatherer(folder: pathlib.Path, plans: dict[Split, _Gathered]) -> Callable[[
 
 @dataclasses.dataclass
 class _Stage:
-    """Files that are written independently of one another, by tasks of the same names.
+    """Files that are written independently, each by the task of the same name.
 
     Attributes:
-      name: of the stage.
-      folder: of the files.
-      sizes: for each name, a weight for the fraction that is done.
+      name: name of the stage.
+      folder: folder of the files.
+      sizes: by name, weight in the finished fraction.
       itemsize: bytes per token.
       report: called with the progress.
-      finished: what is finished, by name.
+      finished: finished files, by name.
     """
 
     name: str
@@ -348,7 +346,7 @@ class _Stage:
     def run(
         self, make: Callable[..., Any], arguments: tuple[Any, ...], tasks: dict[str, tuple[Any, int]], workers: int
     ) -> None:
-        """Do what is not finished, the largest first."""
+        """Run the unfinished tasks, largest first."""
         for name in tasks:
             path = self.folder / f"{name}.json"
             if path.exists():

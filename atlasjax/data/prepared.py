@@ -18,8 +18,8 @@ class PreparedSplit:
     """One split of one prepared data set.
 
     Attributes:
-      tokens: its documents.
-      digest: its numbers of documents and tokens and a checksum, which tell it from others.
+      tokens: the tokens of its documents.
+      digest: its number of documents, number of tokens and checksum, which identify it.
     """
 
     tokens: TokenFiles
@@ -27,14 +27,14 @@ class PreparedSplit:
 
 
 def open_prepared(config: DataConfig, tokenizer: Tokenizer, split: Split) -> tuple[TokenFiles, list[PreparedSplit]]:
-    """Open a split of the prepared data sets of a config. Their files are checked for their sizes, and nothing of them is read.
+    """Open a split of the prepared data sets of a config. File sizes are checked; no content is read.
 
     Returns:
-      The documents of all sets in a row, and each of them alone.
+      The documents of all sets as one sequence, and each set separately.
 
     Raises:
-      FileNotFoundError: a folder holds no finished preparation, or a file is missing.
-      ValueError: a set has another tokenizer, is for another packing or separator, has no such split, or a file is damaged.
+      FileNotFoundError: a folder has no finished preparation, or a file is missing.
+      ValueError: a set was prepared with another tokenizer, packing or separator, or lacks the split; or a file is damaged.
     """
     files, sets = [], []
     for name in config.paths:
@@ -54,13 +54,13 @@ def _check(name: str, manifest: Manifest, config: DataConfig, tokenizer: Tokeniz
     if manifest.fingerprint != tokenizer.fingerprint:
         raise ValueError(
             f"The data in {name!r} was prepared with another tokenizer ({manifest.source['tokenizer']!r}, {manifest.vocab_size} "
-            f"tokens, SHA-256 {manifest.fingerprint[:12]}…) than that of the run ({tokenizer.vocab_size} tokens, "
+            f"tokens, SHA-256 {manifest.fingerprint[:12]}…) than the run's ({tokenizer.vocab_size} tokens, "
             f"{tokenizer.fingerprint[:12]}…)."
         )
     if manifest.packing != config.packing:
         raise ValueError(
             f"packing is {config.packing!r}, but the data in {name!r} was prepared for packing {manifest.packing!r}: its "
-            f"documents end with {'the' if manifest.separator else 'no'} separator. Give --data.packing {manifest.packing}."
+            f"documents end with {'the' if manifest.separator else 'no'} separator. Use --data.packing {manifest.packing}."
         )
     if manifest.packing == "contiguous" and manifest.separator != config.separator:
         raise ValueError(
@@ -68,8 +68,8 @@ def _check(name: str, manifest: Manifest, config: DataConfig, tokenizer: Tokeniz
         )
     if split not in manifest.splits:
         raise ValueError(
-            f"The data in {name!r} was prepared without validation data. Give --data.validation-fraction 0 to train without, or "
-            "prepare it with validation data."
+            f"The data in {name!r} was prepared without validation data. Use --data.validation-fraction 0 to train without it, or "
+            "prepare the data with validation data."
         )
 
 

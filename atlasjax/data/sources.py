@@ -16,9 +16,9 @@ BLOCK_SIZE = 4096  # characters
 def embedded_documents() -> TextDocuments:
     """The Python language reference that ships with CPython, one document per topic, sorted by topic.
 
-    English prose with some code and grammar, about 370 to 410 kB depending on the version of Python. Topics repeat whole sections
-    of one another. A paragraph that appeared before, up to white space, is left out; otherwise half of the held-out lines would
-    also be in the training text.
+    English prose with some code and grammar, about 370 to 410 kB depending on the version of Python. Topics share whole
+    sections. A paragraph that appeared before, up to white space, is dropped; otherwise half of the held-out lines would also be
+    in the training text.
     """
     from pydoc_data.topics import topics
 
@@ -82,7 +82,7 @@ def open_documents(config: DataConfig, *, separate: bool) -> Documents:
     if config.has_own_source:
         return _own(config, "validation" if separate else "train")
     if config.source == "prepared":
-        raise ValueError("source 'prepared' has tokens and no text.")
+        raise ValueError("source 'prepared' contains tokens, not text.")
     paths = config.validation_paths if separate else config.paths
     if config.source == "embedded":
         return embedded_documents()
@@ -97,7 +97,7 @@ def open_documents(config: DataConfig, *, separate: bool) -> Documents:
 
 
 class _Sequence:
-    """A sequence of strings from a user's source as `Documents`. Missing attributes get the defaults of texts held in memory."""
+    """A user's sequence of strings as `Documents`. Missing attributes default to those of texts in memory."""
 
     def __init__(self, source: str, texts: Any):
         self._source, self._texts = source, texts
@@ -111,7 +111,7 @@ class _Sequence:
         text = self._texts[index]
         if not isinstance(text, str):
             raise ValueError(
-                f"data source {self._source!r}: document {index} is a {type(text).__name__}, should be a str."
+                f"data source {self._source!r}: document {index} is a {type(text).__name__}; it should be a str."
             )
         return text
 
@@ -122,13 +122,13 @@ def _own(config: DataConfig, split: Split) -> Documents:
     make = resolve(kind, config.source, {})
     texts = call_with(kind, config.source, make, options=config.source_options, **keywords)
     if isinstance(texts, str) or not (hasattr(texts, "__len__") and hasattr(texts, "__getitem__")):
-        raise ValueError(f"{kind} {config.source!r} gave a {type(texts).__name__}, should be a sequence of strings.")
+        raise ValueError(f"{kind} {config.source!r} gave a {type(texts).__name__}; it should be a sequence of strings.")
     return _Sequence(config.source, texts)
 
 
 def default_held_out(config: DataConfig, num_documents: int) -> HeldOut:
     if config.source == "embedded" and config.packing == "contiguous":
-        return "blocks"  # topics are sorted by name, so a tail would be another kind of text
+        return "blocks"  # topics are sorted by name, so the tail would be a different kind of text
     if config.source == "text" and num_documents < 2 * config.held_out_period:
         return "tail"
     return "documents"

@@ -15,11 +15,11 @@ from atlasjax.data.files import COMPRESSIONS, expand, machine_memory
 Errors = Literal["strict", "replace", "skip"]
 _HANDLERS = {"strict": "strict", "replace": "replace", "skip": "ignore"}  # of Python's codecs
 _READ = 2**20  # bytes read at once
-_SMALL = 64  # bytes: a smaller file may hold no text and yet not be empty (a byte-order mark, an empty gzip file)
+_SMALL = 64  # bytes; a file this small may be non-empty and still hold no text (a byte-order mark, an empty gzip file)
 
 
 def is_encoding(name: str) -> bool:
-    """Whether Python has a text encoding of this name that can be decoded in pieces."""
+    """Whether Python has a text encoding of this name with an incremental decoder."""
     try:
         found = codecs.lookup(name)
     except LookupError:
@@ -31,7 +31,7 @@ def open_bytes(path: storage.AnyPath) -> IO[bytes]:
     """Open a file for reading; .gz and .zst are decompressed.
 
     Raises:
-      ValueError: the file is .zst, and neither Python (3.14) nor `zstandard` can read it.
+      ValueError: the file is .zst, and neither Python 3.14 nor `zstandard` is available.
     """
     suffix = path.suffix.lower()
     if suffix not in COMPRESSIONS:
@@ -61,13 +61,13 @@ def text_pieces(path: storage.AnyPath, encoding: str = "utf-8", errors: Errors =
     Args:
       path: the file; .gz and .zst are decompressed.
       encoding: the name of the encoding.
-      errors: what to do with bytes that the encoding does not have: raise, replace them by U+FFFD, or leave them out.
+      errors: how to handle bytes that are invalid in the encoding: raise, replace with U+FFFD, or drop.
 
     Yields:
-      Texts, none of them empty.
+      Non-empty strings.
 
     Raises:
-      ValueError: the file has such bytes; the message gives the offset of the first. Or it cannot be decompressed.
+      ValueError: the file has invalid bytes (the message gives the offset of the first) or cannot be decompressed.
     """
     decoder = codecs.getincrementaldecoder(encoding)(_HANDLERS[errors])
     at_start, read = True, 0
@@ -79,7 +79,7 @@ def text_pieces(path: storage.AnyPath, encoding: str = "utf-8", errors: Errors =
             offset, bad = read - len(error.object) + error.start, error.object[error.start]
             raise ValueError(
                 f"The data file {str(path)!r} is not {encoding.upper()}: byte 0x{bad:02x} at offset {offset} ({error.reason}). "
-                "Give its encoding, as --data.encoding latin-1, or what to do with such bytes, --data.errors replace or skip."
+                "Set its encoding, e.g. --data.encoding latin-1, or use --data.errors replace or skip."
             ) from None
         if at_start and text:
             text, at_start = text.removeprefix("\ufeff"), False
@@ -88,7 +88,7 @@ def text_pieces(path: storage.AnyPath, encoding: str = "utf-8", errors: Errors =
 
 
 def _chunks(path: storage.AnyPath) -> Iterator[bytes]:
-    """The content of a file, decompressed, and at its end b""."""
+    """The decompressed content of a file, followed by b""."""
     data = b"first"
     with open_bytes(path) as file:
         while data:
@@ -97,7 +97,7 @@ def _chunks(path: storage.AnyPath) -> Iterator[bytes]:
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                 raise ValueError(f"The data file {str(path)!r} cannot be decompressed: {error}.") from None
             except Exception as error:
-                if type(error).__name__ != "ZstdError":  # its module depends on who reads the file
+                if type(error).__name__ != "ZstdError":  # its module depends on the library that reads the file
                     raise
                 raise ValueError(f"The data file {str(path)!r} cannot be decompressed: {error}.") from None
             yield data
@@ -106,11 +106,11 @@ def _chunks(path: storage.AnyPath) -> Iterator[bytes]:
 def json_documents(
     path: storage.AnyPath, field: str, encoding: str = "utf-8", errors: Errors = "strict"
 ) -> Iterator[str]:
-    """One string field of each line of a file of JSON objects. A missing value (null) is an empty document; blank lines are none.
+    """One string field of each line of a file of JSON objects. A null value is an empty document; blank lines are skipped.
 
     Raises:
-      ValueError: a line is not a JSON object, or has no such field, or it is not a string; and the errors of `text_pieces`. The
-        message names the file and the line.
+      ValueError: a line is not a JSON object, its field is missing or not a string, or as `text_pieces`. The message names the file
+        and the line.
     """
     for number, line in enumerate(_lines(text_pieces(path, encoding, errors)), 1):
         if not line.strip():
@@ -136,20 +136,20 @@ def json_documents(
 
 
 def _whole(text: str, errors: Errors, where: str) -> str:
-    """A text without halves of surrogate pairs: JSON can escape one alone, and then it is no character."""
+    """A text without lone surrogates. JSON can escape half a surrogate pair, which is not a character."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         if errors == "strict":
             raise ValueError(
-                f"{where} has half a surrogate pair, {text[error.start]!r}; --data.errors replace or skip reads the line."
+                f"{where} has a lone surrogate, {text[error.start]!r}; use --data.errors replace or skip."
             ) from None
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", _HANDLERS[errors])
     return text
 
 
 def _lines(pieces: Iterator[str]) -> Iterator[str]:
-    """Lines without their ends (only "\\n" ends a line of JSON)."""
+    """Lines without line ends (only "\\n" ends a line of JSON)."""
     begun: list[str] = []
     for piece in pieces:
         first, *rest = piece.split("\n")
@@ -168,7 +168,7 @@ def text_files(
 
     Raises:
       FileNotFoundError: as `expand`.
-      ValueError: a named file is empty, or all files are; or a very small one cannot be read, as `text_pieces`.
+      ValueError: a named file is empty, all files are empty, or a very small file cannot be read, as `text_pieces`.
     """
     files, found = expand(paths, suffixes)
     full = []
@@ -200,7 +200,7 @@ def text_documents(
 def jsonl_documents(
     paths: Sequence[str], field: str, encoding: str = "utf-8", errors: Errors = "strict"
 ) -> TextDocuments:
-    """Read files of JSON lines (.jsonl in a folder) into memory, one document for each line.
+    """Read files of JSON lines (.jsonl in a folder) into memory, one document per line.
 
     Raises:
       FileNotFoundError: as `expand`.
@@ -215,7 +215,6 @@ def _check_size(files: Sequence[storage.AnyPath], paths: Sequence[str]) -> None:
     size, memory = sum(file.stat().st_size for file in files), machine_memory()
     if size > memory:
         raise ValueError(
-            f"The data files under {', '.join(map(repr, paths))} hold {size / 2**30:,.1f} GiB, which are read at once; the machine "
-            f"has {memory / 2**30:,.1f} GiB of memory. Give fewer, or read them once with `atlasjax prepare` and train with source "
-            "'prepared'."
+            f"The data files under {', '.join(map(repr, paths))} have {size / 2**30:,.1f} GiB, which are read into memory; the "
+            f"machine has {memory / 2**30:,.1f} GiB. Use fewer files, or run `atlasjax prepare` and train with source 'prepared'."
         )

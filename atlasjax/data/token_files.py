@@ -1,7 +1,7 @@
-"""Tokens of documents in flat files that are read at any place.
+"""Flat files of tokenized documents with random access.
 
-A token file NAME is NAME.tokens, the ids of its documents one after the other as little-endian unsigned integers, and NAME.ends,
-where each document ends, in tokens, as little-endian int64. Nothing is compressed, so that a sequence at any place is one read.
+A token file NAME consists of NAME.tokens, the concatenated ids of its documents as little-endian unsigned integers, and NAME.ends,
+the end of each document in tokens, as little-endian int64. Nothing is compressed, so a sequence at any position is one read.
 """
 
 import bisect
@@ -28,7 +28,7 @@ class TokenFile:
       name: its name without suffix, relative to the folder.
       documents: number of documents.
       tokens: number of tokens.
-      num_bytes: number of bytes of UTF-8 text that the tokens are of.
+      num_bytes: number of bytes of UTF-8 text that the tokens represent.
       crc32: checksum of the ids.
     """
 
@@ -40,16 +40,16 @@ class TokenFile:
 
 
 class TokenWriter:
-    """Writes one token file. A context manager; `finished` describes the file afterwards.
+    """Context manager that writes one token file. Afterwards `finished` describes it.
 
     Args:
-      folder: where.
+      folder: output folder.
       name: name of the file without suffix.
-      dtype: unsigned integers that hold every id.
+      dtype: unsigned integer dtype that holds every id.
       bytes_per_token: int32 [vocab_size], to count bytes.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the file cannot be written.
     """
 
     def __init__(self, folder: pathlib.Path, name: str, dtype: np.dtype, bytes_per_token: np.ndarray):
@@ -64,11 +64,11 @@ class TokenWriter:
     def __exit__(self, *_: object) -> None:
         for file in (self._tokens_file, self._ends_file):
             file.flush()
-            os.fsync(file.fileno())  # a description that is written next must not survive a crash alone
+            os.fsync(file.fileno())  # the description, written next, must not survive a crash alone
             file.close()
 
     def write(self, ids: np.ndarray) -> None:
-        """Append tokens [n] of the document that is being written."""
+        """Append tokens [n] to the current document."""
         content = ids.astype(self._dtype).tobytes()
         self._tokens_file.write(content)
         self._crc32 = zlib.crc32(content, self._crc32)
@@ -76,24 +76,24 @@ class TokenWriter:
         self._num_bytes += int(self._bytes_per_token[ids].sum(dtype=np.int64))
 
     def end_document(self) -> None:
-        """End the document."""
+        """End the current document."""
         self._ends_file.write(np.asarray(self._tokens, _END).tobytes())
         self._documents += 1
 
     @property
     def finished(self) -> TokenFile:
-        """What was written."""
+        """The description of what was written."""
         return TokenFile(self._name, self._documents, self._tokens, self._num_bytes, self._crc32)
 
 
 @functools.lru_cache(maxsize=_OPEN_FILES)
 def _opened(path: str, size: int, modified: int) -> "_Opened":
-    del size, modified  # another file of this name is opened anew
+    del size, modified  # cache keys: a replaced file is opened again
     return _Opened(path)
 
 
 class _Opened:
-    """An open file, closed when nobody uses it any more."""
+    """An open file, closed when no longer used."""
 
     def __init__(self, path: str):
         self.descriptor = os.open(path, os.O_RDONLY)
@@ -103,7 +103,7 @@ class _Opened:
 
 
 class _File:
-    """One file of a fixed size, read at any place."""
+    """A file of a fixed size with random access."""
 
     def __init__(self, path: pathlib.Path, size: int):
         try:
@@ -119,27 +119,27 @@ class _File:
     def read(self, offset: int, size: int) -> bytes:
         file = _opened(*self._key)
         content = os.pread(file.descriptor, size, offset)
-        while len(content) < size:  # a read gives at most 2 GiB
+        while len(content) < size:  # one read returns at most 2 GiB
             more = os.pread(file.descriptor, size - len(content), offset + len(content))
             if not more:
-                raise ValueError(f"The prepared file {self._key[0]!r} is damaged: it was cut off while it was read.")
+                raise ValueError(f"The prepared file {self._key[0]!r} is damaged: it was truncated while being read.")
             content += more
         return content
 
 
 class TokenFiles:
-    """The documents of several token files, in a row, and their tokens as one stream. Only the files' sizes are in memory.
+    """The documents of several token files as one sequence, and their tokens as one stream. Only file sizes are in memory.
 
-    Files are read with `pread`: resident memory does not grow with what was read, and a file that is cut off is an error and not a
-    signal, as it would be with `mmap`.
+    Files are read with `pread`. Unlike with `mmap`, resident memory does not grow with what was read, and a truncated file raises
+    an error instead of a signal.
 
     Args:
-      files: for each its folder and its description.
-      dtype: of the ids.
+      files: folder and description of each file.
+      dtype: dtype of the ids.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: a file does not have its size.
+      ValueError: a file has the wrong size.
     """
 
     def __init__(self, files: Sequence[tuple[pathlib.Path, TokenFile]], dtype: np.dtype):
@@ -164,7 +164,7 @@ class TokenFiles:
         return self._tokens[-1]
 
     def document(self, index: int) -> tuple[int, int]:
-        """Where document `index` begins and ends in the stream of tokens."""
+        """The start and end of document `index` in the token stream."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"Document {index} of {self.num_documents}.")
         which = bisect.bisect_right(self._documents, index) - 1
@@ -176,7 +176,7 @@ class TokenFiles:
         return first + start, first + stop
 
     def __getitem__(self, places: slice) -> np.ndarray:
-        """Tokens of the stream from a start to a stop, [n]."""
+        """A slice of the token stream, [n]."""
         start, stop, _ = places.indices(len(self))
         found = []
         while start < stop:

@@ -1,7 +1,7 @@
-"""Packs tokenized documents into rows with segment ids: every process knows the rows of all, and reads the tokens of its own.
+"""Packs tokenized documents into rows with segment ids. Every process plans all rows, and reads only the tokens of its own.
 
-Which documents share a row follows from their lengths, which are read without their tokens. So the order of rows is one, whatever
-the number of processes, and a position in it is the same for all of them.
+Which documents share a row depends only on their lengths, which are read without the tokens. So the order of rows, and a position
+in it, are the same for any number of processes.
 """
 
 from typing import Any
@@ -13,27 +13,27 @@ from atlasjax.data.mixture import Order
 from atlasjax.data.token_files import TokenFiles
 from atlasjax.data.windows import Batch
 
-_LEAST_ROWS = 8  # filled at the same time; more rows waste less padding
-_Piece = tuple[int, int, int]  # start and stop in the stream of tokens, and the end of the document
+_LEAST_ROWS = 8  # rows filled at the same time; more rows need less padding
+_Piece = tuple[int, int, int]  # start and stop in the token stream, and the end of the document
 
 
 class TokenRows(grain.IterDataset):
-    """Batches of packed rows, of one process.
+    """Batches of packed rows for one process.
 
-    Documents are taken in order and cut into pieces of at most `sequence_length`. A piece goes into the first of a group of rows
-    that has room for it; if none has, the group is finished, and the piece begins the next. A group has as many rows as a batch,
-    or the least multiple of it that is at least 8. With a seed the rows of a group are shuffled.
+    Documents are taken in order and cut into pieces of at most `sequence_length`. A piece goes into the first row of a
+    group that has room for it; if none has, the group is finished and the piece starts the next group. The number of rows in a
+    group is the smallest multiple of the batch size that is at least 8. With a seed, the rows of a group are shuffled.
 
-    A batch is that of `packing.packed_rows`: {"inputs", "targets", "segment_ids": int32 [B, T], "weights": float32 [B, T]}.
+    A batch is the same as in `packing.packed_rows`: {"inputs", "targets", "segment_ids": int32 [B, T], "weights": float32 [B, T]}.
 
     Args:
       tokens: the documents.
-      order: in which they are taken.
+      order: order in which they are taken.
       sequence_length: T.
-      max_segments: bound on the segments in a row, of which the padding counts as one.
-      batch_size: rows in a batch of all processes.
-      rows: which of them are given.
-      seed: of the shuffling of rows. None keeps their order.
+      max_segments: maximum number of segments in a row; padding counts as one.
+      batch_size: rows per batch, over all processes.
+      rows: which of these rows to return.
+      seed: seed for shuffling rows. None keeps their order.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class TokenRows(grain.IterDataset):
         return _TokenRowsIterator(self)
 
     def group(self, place: int, offset: int) -> tuple[list[list[_Piece]], int, int]:
-        """The group of rows that begins with a document at a place of the order, `offset` tokens after its start.
+        """The group of rows that starts with the document at `place` in the order, `offset` tokens after its start.
 
         Returns:
-          The pieces of each row, [] for padding after the last document; and the place and offset at which the next group begins.
+          The pieces of each row, [] for padding after the last document; and the place and offset of the next group.
         """
         size = self._batch_size * -(-_LEAST_ROWS // self._batch_size)
         first = (place, offset)
@@ -86,7 +86,7 @@ class TokenRows(grain.IterDataset):
         return [rows[i] for i in np.random.default_rng((self._seed, *first)).permutation(len(rows))]
 
     def rows(self, group: list[list[_Piece]], index: int) -> Batch:
-        """This process's rows of a batch of a group."""
+        """This process's rows of batch `index` of a group."""
         mine = group[index * self._batch_size : (index + 1) * self._batch_size][self._mine]
         shape = (len(mine), self._length)
         batch = {name: np.zeros(shape, np.int32) for name in ("inputs", "targets", "segment_ids")}
@@ -94,7 +94,7 @@ class TokenRows(grain.IterDataset):
         for i, row in enumerate(mine):
             at = 0
             for segment, (start, stop, end) in enumerate(row, 1):
-                tokens = self._tokens[start : min(stop + 1, end)]  # one more, if the document goes on: the last target
+                tokens = self._tokens[start : min(stop + 1, end)]  # one more if the document continues: the last target
                 length, targets = stop - start, len(tokens) - 1
                 batch["inputs"][i, at : at + length] = tokens[:length]
                 batch["targets"][i, at : at + targets] = tokens[1:]

@@ -17,8 +17,8 @@ from atlasjax.data.sources import load_documents
 from atlasjax.names import lookup
 
 _KIND_FILE = "tokenizer.json"
-_MAX_IDS = 16  # times the number of tokens: tables of the vocabulary have a row for each id
-_MOST_TOKENS = 2**20  # memory is taken for all of them before the first merge
+_MAX_IDS = 16  # times the number of tokens bounds the ids: vocabulary tables have a row per id
+_MOST_TOKENS = 2**20  # memory for all of them is allocated before the first merge
 TRAINING_CHARACTERS = 64 * 2**20  # BPE statistics change little with more text
 
 
@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
       vocab_size: ids are in [0, vocab_size).
       bytes_per_token: int32 [vocab_size], the number of UTF-8 bytes of text that each id represents, 0 for control tokens. Its sum
         over the predicted tokens is the number of bytes in "bits per byte".
-      fingerprint: SHA-256 of the kind and the definition, in hexadecimal digits. Equal ones encode alike.
+      fingerprint: hexadecimal SHA-256 of kind and definition. Tokenizers with equal fingerprints encode alike.
     """
 
     @property
@@ -46,8 +46,8 @@ class Tokenizer(Protocol):
         ...
 
     def last_cut(self, text: str, /) -> int:
-        """Return the last place p > 0 at which `text` may be cut: the tokens of text[:p] and of what follows, in this text and
-        after it, are those of the whole (of a unigram model, up to ties). 0 if there is none, or none is known."""
+        """Return the last position p > 0 at which `text` may be cut, or 0 if none is known. Encoding text[:p] and all that follows
+        separately, including text after `text`, gives the tokens of the whole (up to ties in a unigram model)."""
         ...
 
     def decode(self, ids: Iterable[int], /) -> str:
@@ -70,7 +70,7 @@ def _checked(ids: Iterable[int], vocab_size: int) -> list[int]:
 def _write(
     directory: str | os.PathLike[str] | storage.StorePath, kind: str, name: str = "", content: bytes = b""
 ) -> None:
-    """Write the model, then the file that says which kind it is, and the sum of the model; each appears whole or not at all."""
+    """Write the model, then the file with its kind and checksum. Each write is atomic."""
     folder = storage.path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     described = {"kind": kind, "crc32": zlib.crc32(content)} if name else {"kind": kind}
@@ -106,7 +106,7 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """Byte-level byte-pair encoding (`tokenizers`). Any text can be encoded, and decodes to itself.
+    """Byte-level byte-pair encoding (`tokenizers`). Any text can be encoded, and decoding restores it.
 
     Args:
       definition: the JSON text of a `tokenizers.Tokenizer` with a BPE model and a ByteLevel decoder.
@@ -123,7 +123,7 @@ class BpeTokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"The tokenizer {name!r} is not a tokenizers JSON file: {error}") from None
         parsed = json.loads(definition)
-        self._tokenizer.no_truncation()  # a file may ask for the first 512 tokens of every text
+        self._tokenizer.no_truncation()  # a file may truncate every text to 512 tokens
         self._tokenizer.no_padding()
         self._has_cuts = words_are_apart(parsed)
         self.fingerprint = _fingerprint("bpe", self._tokenizer.to_str().encode())
@@ -139,7 +139,7 @@ class BpeTokenizer:
                 f"The tokenizer {name!r} has {len(ids)} tokens and ids up to {max(ids, default=0)}; ids should be below {_MAX_IDS} "
                 "times the number of tokens."
             )
-        self.vocab_size: int = 1 + max(ids)  # an id may be unused
+        self.vocab_size: int = 1 + max(ids)  # some ids may be unused
         self.bytes_per_token = np.zeros(self.vocab_size, np.int32)
         for token, i in self._tokenizer.get_vocab().items():
             self.bytes_per_token[i] = len(token)  # the byte-level alphabet has one character per byte
@@ -167,7 +167,7 @@ class BpeTokenizer:
         return cls(tokenizer.to_str(), "trained")
 
     def encode(self, text: str, /) -> np.ndarray:
-        # The batch of one lets other threads run meanwhile, and leaves out the places of tokens in the text.
+        # A batch of one: this method lets other threads run, and does not compute the offsets of tokens in the text.
         return np.asarray(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
 
     def last_cut(self, text: str, /) -> int:
@@ -230,7 +230,7 @@ class SentencePieceTokenizer:
 
 
 def _has_cuts(model: bytes) -> bool:
-    """Whether words have pieces of their own: white space is collapsed, begins a piece and a text, and is nowhere else."""
+    """Whether no piece spans words: white space is collapsed, and occurs only where a piece or the text starts."""
     try:
         from sentencepiece import sentencepiece_model_pb2
     except ImportError:  # protobuf is not installed
@@ -247,36 +247,34 @@ def make_tokenizer(config: DataConfig, texts: Iterable[str] | None = None) -> To
 
     Args:
       config: which tokenizer, and the data.
-      texts: the documents of the training split, read as far as needed. None opens them.
+      texts: documents of the training split, read as far as needed. None opens those of `config`.
 
     Raises:
-      ValueError: the kind is unknown or the file is unusable; and the errors of `load_documents` if a BPE is trained. With source
-        `prepared`: another tokenizer was given than the data was prepared with.
+      ValueError: the kind is unknown or the file is unusable. If a BPE is trained, as `load_documents`. With source `prepared`: the
+        tokenizer is not the one that the data was prepared with.
       FileNotFoundError: the tokenizer file does not exist.
     """
     if config.source != "prepared":
         return _new_tokenizer(config, texts)
     folder = storage.local_path(config.paths[0]).expanduser()
-    read_manifest(folder)  # first, since its message says what is missing
+    read_manifest(folder)  # first, because its message says what is missing
     tokenizer = load_tokenizer(folder / "tokenizer")
     if config.tokenizer != DataConfig.tokenizer and _new_tokenizer(config, ()).fingerprint != tokenizer.fingerprint:
         raise ValueError(
-            f"tokenizer is {config.tokenizer!r}, but {config.paths[0]!r} was prepared with another one. Leave it out to take that."
+            f"tokenizer is {config.tokenizer!r}, but {config.paths[0]!r} was prepared with another one. Omit it to use that one."
         )
     return tokenizer
 
 
 def _check_trainable(vocab_size: int) -> None:
     if vocab_size < 256:
-        raise ValueError(f"A byte-level BPE vocabulary has at least 256 tokens, not {vocab_size}.")
+        raise ValueError(f"A byte-level BPE vocabulary needs at least 256 tokens, not {vocab_size}.")
     if vocab_size > _MOST_TOKENS:
-        raise ValueError(
-            f"A BPE vocabulary that is trained here has at most {_MOST_TOKENS:,} tokens, not {vocab_size:,}."
-        )
+        raise ValueError(f"A trained BPE vocabulary can have at most {_MOST_TOKENS:,} tokens, not {vocab_size:,}.")
 
 
 def vocabulary(config: DataConfig) -> int:
-    """The vocabulary size of `make_tokenizer(config)`; of a BPE that is yet to be trained, the largest it may have.
+    """The vocabulary size of `make_tokenizer(config)`; for a BPE that is yet to be trained, its maximum size.
 
     Raises:
       ValueError, FileNotFoundError: as `make_tokenizer`.
@@ -336,18 +334,18 @@ def load_tokenizer(directory: str | os.PathLike[str] | storage.StorePath) -> Tok
     if kind == "byte":
         return ByteTokenizer()
     if kind not in ("bpe", "sentencepiece"):
-        raise ValueError(f"The tokenizer in {str(folder)!r} is of the unknown kind {kind!r}.")
+        raise ValueError(f"The tokenizer in {str(folder)!r} has the unknown kind {kind!r}.")
     file = folder / (BpeTokenizer._FILE if kind == "bpe" else SentencePieceTokenizer._FILE)
     if file.is_dir():
         raise ValueError(f"The tokenizer file {str(file)!r} is damaged: it is a folder.")
     content = file.read_bytes()
-    if described.get("crc32", zlib.crc32(content)) != zlib.crc32(content):  # older folders have no sum
-        raise ValueError(f"The tokenizer file {str(file)!r} is damaged: it is not what was saved.")
+    if described.get("crc32", zlib.crc32(content)) != zlib.crc32(content):  # older folders have no checksum
+        raise ValueError(f"The tokenizer file {str(file)!r} is damaged: its checksum does not match.")
     return _bpe(content, str(folder)) if kind == "bpe" else SentencePieceTokenizer(content, str(folder))
 
 
 def _sample(texts: Iterable[str]) -> Iterator[str]:
-    """Documents in order until there is enough text to learn merges from."""
+    """Documents in order, until there is enough text to learn merges from."""
     remaining = TRAINING_CHARACTERS
     for text in texts:
         text = text[:remaining]

@@ -31,7 +31,7 @@ def token_stream(documents: Documents, tokenizer: Tokenizer, separator: str) -> 
 
 
 class TokenStream(Protocol):
-    """Token ids in a row, an array or files."""
+    """A stream of token ids, from an array or files."""
 
     def __len__(self) -> int: ...
 
@@ -41,8 +41,8 @@ class TokenStream(Protocol):
 class Windows:
     """Windows of a token stream: window i predicts tokens i T + 1 to i T + T, where T = sequence_length.
 
-    Every token but the first is a target exactly once. The last window is padded with tokens and weights 0, and windows with only
-    zero weights are added until their number is a multiple of `multiple`.
+    Every token except the first is a target exactly once. The last window is padded with tokens and weights of 0. Windows of zero
+    weights are added until the number of windows is a multiple of `multiple`.
 
     An item is {"inputs": int32 [T], "targets": int32 [T], "weights": float32 [T]}.
     """

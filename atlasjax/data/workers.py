@@ -1,4 +1,4 @@
-"""Runs independent tasks in several processes, which end with this one however it ends."""
+"""Runs independent tasks in worker processes that never outlive this process."""
 
 import multiprocessing
 import os
@@ -14,17 +14,17 @@ _POLL = 0.2  # seconds
 def run_tasks(
     make: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...], tasks: list[Any], workers: int
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield (task, result) as tasks are finished, and (None, None) a few times a second in between.
+    """Yield (task, result) as tasks finish, and (None, None) a few times a second in between.
 
     Args:
-      make: called with `arguments` in each process; gives the function of one task. A function at the top of a module.
-      arguments: can be pickled, as tasks and results can.
-      tasks: what to do, in order of their start.
-      workers: number of processes. 0 stays in this one.
+      make: module-level function, called with `arguments` in each process. Returns the function that runs a task.
+      arguments: arguments of `make`. They, the tasks and the results must be picklable.
+      tasks: the tasks, in the order in which they start.
+      workers: number of processes. 0 runs the tasks in this process.
 
     Raises:
-      ValueError, OSError: of a task.
-      RuntimeError: a process ended by itself (the system may have stopped it for its memory), or a task raised something else.
+      ValueError, OSError: raised by a task.
+      RuntimeError: a worker died (the system may have killed it for using too much memory), or a task raised another error.
     """
     if not workers or not tasks:
         function = make(*arguments) if tasks else None
@@ -32,7 +32,7 @@ def run_tasks(
             assert function is not None
             yield task, function(task)
         return
-    context = multiprocessing.get_context("spawn")  # a forked copy of a process with threads may hang
+    context = multiprocessing.get_context("spawn")  # forking a process with threads may hang
     waiting, done = context.Queue(), context.Queue()
     for number in range(len(tasks)):
         waiting.put(number)
@@ -51,8 +51,8 @@ def run_tasks(
                 ended = [process for process in processes if process.exitcode is not None]
                 if ended:
                     raise RuntimeError(
-                        f"a worker ended with exit code {ended[0].exitcode} in the middle of its work; the machine's memory may be "
-                        "too small. What is finished is kept: the same command goes on, with fewer workers if need be."
+                        f"a worker died with exit code {ended[0].exitcode}; the machine may be out of memory. Finished work is "
+                        "kept: run the same command again to resume, with fewer workers if necessary."
                     ) from None
                 yield None, None
                 continue
@@ -77,10 +77,10 @@ def _work(make, arguments, tasks, waiting, done) -> None:
             number = waiting.get()
             done.put((number, function(tasks[number]), None))
     except KeyboardInterrupt:
-        pass  # the parent has it too, and ends us
+        pass  # the parent receives it too, and kills this process
     except (ValueError, OSError) as error:
         done.put((None, None, type(error)(str(error)) if isinstance(error, ValueError) else error))
-        time.sleep(60)  # the parent ends us when it has read this
+        time.sleep(60)  # the parent kills this process when it has read this
     except Exception as error:
         done.put((None, None, RuntimeError(f"{type(error).__name__}: {error}")))
         time.sleep(60)

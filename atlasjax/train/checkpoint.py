@@ -3,8 +3,8 @@
     checkpoints/<step>/params, optimizer, progress      arrays (Orbax OCDBT)
     checkpoints/<step>/position, config, integrity      JSON
 
-A step is written beside the others under a temporary name, and renamed when it is complete. A bucket has no rename: there a step
-has its name from the start, and is complete when commit_success.txt is in it, which is written last.
+A step is written next to the others under a temporary name, and renamed when complete. A bucket has no rename: there a step has
+its final name from the start, and is complete once it contains commit_success.txt, which is written last.
 """
 
 import contextlib
@@ -50,12 +50,12 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run. A context manager, which waits at the end for the save in progress.
+    """The checkpoints of one run. A context manager that waits on exit for the save in progress.
 
     Args:
       directory: the folder that holds (or will hold) one folder per step.
       keep: number of checkpoints to keep. The oldest are deleted.
-      clean: delete what a killed save has left behind; False where another process may be saving.
+      clean: delete leftovers of killed saves. Use False where another process may be saving.
 
     Attributes:
       directory: the folder.
@@ -84,15 +84,15 @@ class Checkpoints:
             self._exit = quiet.pop_all()
         self._pending: tuple[int, Any] | None = None
         self._failed_step: int | None = None
-        self._saving = contextlib.ExitStack()  # what holds while a save is in progress
-        self._other_threads: set[threading.Thread] = set()  # those that ran before the save in progress
+        self._saving = contextlib.ExitStack()  # contexts that are active during a save
+        self._other_threads: set[threading.Thread] = set()  # threads that were running before the save
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if error_type is not None and issubclass(error_type, ProcessDiedError):
-            return  # saves wait for all processes
+            return  # a save would wait for all processes
         try:
             self.wait()
         except CheckpointError:
@@ -100,7 +100,7 @@ class Checkpoints:
                 raise
         finally:
             with self._exit:
-                with contextlib.suppress(Exception):  # Orbax raises the error of a failed save once more
+                with contextlib.suppress(Exception):  # Orbax raises the error of a failed save again
                     self._checkpointer.close()
                 if self._failed_step is not None:
                     _join_writers(self._other_threads)
@@ -119,9 +119,9 @@ class Checkpoints:
         """Starts saving a state and returns as soon as its arrays are copied. First waits for the previous save.
 
         Args:
-          state: the state. Its `step` names the folder. A step that is already saved is not saved again. A state without steps
-            may have None as its optimizer's state: a run that goes on from it makes a new one.
-          positions: the data position of each process, which can be stored as JSON.
+          state: the state. Its `step` names the folder. A step that is already saved is not saved again. A state at
+            step 0 may have None as its optimizer state: a run that starts from it makes a new one.
+          positions: the data position of each process, JSON-serializable.
           config: JSON form of the run's TrainConfig.
 
         Raises:
@@ -182,7 +182,7 @@ class Checkpoints:
         """The TrainConfig that a step was saved with, in its JSON form.
 
         Raises:
-          CheckpointError: it cannot be read, or is not what was saved.
+          CheckpointError: it cannot be read, or differs from what was saved.
         """
         try:
             return self._load(step, {})["config"]
@@ -222,7 +222,7 @@ class Checkpoints:
 
         Args:
           abstract: nested dict of the parameters' shapes, dtypes and shardings.
-          step: which checkpoint; None: the newest usable one.
+          step: which checkpoint. None means the newest usable one.
 
         Returns:
           The parameters, their step, and the newer checkpoints that were skipped.
@@ -254,7 +254,7 @@ class Checkpoints:
             try:
                 loaded = self._checkpointer.load_checkpointables(step, {**target, **dict.fromkeys(_JSON)})
             except Exception as error:  # whatever the storage libraries raise on damaged files
-                if storage.is_outage(error):  # of the store: the checkpoint may be sound
+                if storage.is_outage(error):  # of the store; the checkpoint may be intact
                     away = storage.explained(str(self.path(step)), error)
                 cause = _root_cause(error)
         if away is not None:
@@ -263,8 +263,8 @@ class Checkpoints:
             raise CheckpointError(f"cannot be read ({cause})")
         saved = loaded["integrity"]
         if not isinstance(saved, dict):
-            raise CheckpointError(f"damaged: integrity is {str(saved)[:40]!r}; it should be the sums of what was saved")
-        if saved.get(".step") != step:  # the sum of one integer is that integer
+            raise CheckpointError(f"damaged: integrity is {str(saved)[:40]!r}; it should be the saved checksums")
+        if saved.get(".step") != step:  # the checksum of one integer is that integer
             raise CheckpointError(f"it holds step {saved.get('.step')}: it was moved or copied to this folder")
         arrays = {name: loaded[name] for name in target}
         if "progress" in arrays:
@@ -274,18 +274,18 @@ class Checkpoints:
             for name, tree in arrays.items()
             for path, value in integrity.describe(tree)["sums"].items()
         }
-        # Checkpoints of older versions have no sums of their texts.
+        # Checkpoints of older versions have no checksums of position and config.
         sums |= {name: value for name, value in _text_sums(loaded).items() if name in saved}
         saved = {path: value for path, value in saved.items() if path in sums or path.startswith(_prefixes(arrays))}
         wrong = integrity.damaged(saved, sums)
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            raise CheckpointError(f"damaged: {wrong[0]}{more} not as saved")
+            raise CheckpointError(f"damaged: checksum mismatch in {wrong[0]}{more}")
         return loaded
 
     def _check_space(self, step: int, state: TrainState) -> None:
         if isinstance(self.directory, storage.StorePath):
-            return  # a bucket has no end
+            return  # a bucket has no size limit
         needed = sum(
             shard.data.nbytes
             for leaf in jax.tree.leaves((state.params, state.optimizer))
@@ -295,7 +295,9 @@ class Checkpoints:
         free = shutil.disk_usage(self.directory).free
         if free < needed:
             raise CheckpointError(
-                self._failure(step, f"the disk has {free / 2**20:.1f} MiB free and it needs {needed / 2**20:.1f} MiB")
+                self._failure(
+                    step, f"the disk has {free / 2**20:.1f} MiB free; the checkpoint needs {needed / 2**20:.1f} MiB"
+                )
             )
 
     @contextlib.contextmanager
@@ -314,7 +316,7 @@ class Checkpoints:
             return
         if isinstance(self.directory, storage.StorePath):
             left = self.directory / str(self._failed_step)
-            with contextlib.suppress(OSError):  # the store may be what failed; the next job clears it
+            with contextlib.suppress(OSError):  # the store itself may have failed; the next job cleans up
                 if self._failed_step not in complete_steps(self.directory) and left.is_dir():
                     left.rmtree()
         else:
@@ -337,19 +339,19 @@ def complete_steps(directory: storage.AnyPath) -> list[int]:
 
 
 def _join_writers(others: set[threading.Thread], seconds: float = 30.0) -> None:
-    """Waits for the threads that a failed save has left. Orbax does not, and they would raise errors when the interpreter exits.
+    """Waits for threads that a failed save left running. Orbax does not, and they would raise errors when the interpreter exits.
 
-    They are Orbax's own threads and the workers of its event loops, which asyncio names. If a writer ends after the event loop of
-    the failed save is closed, asyncio and concurrent.futures log it.
+    They are Orbax's own threads and the workers of its event loops, recognized by asyncio's names. If a writer ends
+    after the event loop of the failed save is closed, asyncio and concurrent.futures log it.
 
     Args:
       others: threads that do not belong to the save.
-      seconds: how long to wait for all of them together.
+      seconds: total time to wait.
     """
     deadline = time.monotonic() + seconds
     for thread in set(threading.enumerate()) - others - {threading.current_thread()}:
         if type(thread).__module__.startswith("orbax.") or thread.name.startswith("asyncio_"):
-            with contextlib.suppress(Exception):  # Orbax raises again the error that ended the thread
+            with contextlib.suppress(Exception):  # Orbax raises the error of the thread again
                 thread.join(timeout=max(0.0, deadline - time.monotonic()))
     gc.collect()  # tasks of the closed loop log an error when they are collected; do it now, while asyncio's logger is silent
 
@@ -375,7 +377,7 @@ def _root_cause(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _no_leftovers() -> Iterator[None]:
-    """Collects the coroutines that a failed load leaves behind: they would complain when they are collected, at any later time."""
+    """Collects the coroutines that a failed load leaves behind: they would warn when they are collected later."""
     hook = sys.unraisablehook
     sys.unraisablehook = lambda _: None
     try:

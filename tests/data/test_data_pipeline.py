@@ -406,7 +406,7 @@ def test_only_empty_documents(tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table({"text": ["", None, ""]}), tmp_path / "empty.parquet")
     config = DataConfig(source="parquet", paths=(str(tmp_path),), packing="documents", validation_fraction=0)
-    with pytest.raises(ValueError, match="All 3 documents that process 0 reads of the train split are empty"):
+    with pytest.raises(ValueError, match="All 3 documents of the train split that process 0 reads are empty"):
         make_pipeline(config, BYTE, "train")
     with pytest.raises(ValueError, match="has 4 tokens"):  # the separators
         make_pipeline(dataclasses.replace(config, packing="contiguous"), BYTE, "train")

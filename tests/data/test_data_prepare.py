@@ -242,7 +242,7 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"), [("killed", "worker ended with exit code -9"), ("key", "KeyError: .no such")]
+    ("how", "message"), [("killed", "worker died with exit code -9"), ("key", "KeyError: .no such")]
 )
 def test_a_worker_that_fails(tmp_path, how, message):
     config = DataConfig(
@@ -262,7 +262,7 @@ def test_a_bad_byte_is_named_and_the_rest_is_kept(tmp_path, workers, monkeypatch
     with pytest.raises(ValueError, match=r"b.txt' is not UTF-8: byte 0xe9 at offset 3 .*--data.errors replace or skip"):
         prepare(config, tmp_path / "out", workers=workers)
     with pytest.raises(
-        ValueError, match=r"holds another preparation: errors was 'strict' and is now 'skip'. Give another"
+        ValueError, match=r"contains another preparation: errors was 'strict' and is now 'skip'. Use another"
     ):
         prepare(dataclasses.replace(config, errors="skip"), tmp_path / "out")
     manifest = prepare(dataclasses.replace(config, errors="skip"), tmp_path / "other")
@@ -274,14 +274,14 @@ def test_folders_that_hold_something_else(sources, tmp_path):
     (tmp_path / "used").mkdir()
     (tmp_path / "used/thesis.tex").touch()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"holds other files. Give an empty or a new one"):
+    with pytest.raises(ValueError, match=r"contains other files. Use an empty or new folder"):
         prepare(config, tmp_path / "used")
     with pytest.raises(ValueError, match=r"file' is a file; prepared data needs a folder"):
         prepare(config, tmp_path / "file")
     prepare(config, tmp_path / "out")
     with pytest.raises(ValueError, match=r"another preparation: seed was 0 and is now 3"):
         prepare(dataclasses.replace(config, seed=3), tmp_path / "out")
-    with preparation._locked(tmp_path / "out"), pytest.raises(ValueError, match="Another process prepares data in"):
+    with preparation._locked(tmp_path / "out"), pytest.raises(ValueError, match="Another process is preparing data in"):
         prepare(config, tmp_path / "out")
 
 
@@ -293,16 +293,16 @@ def test_a_source_that_changed_meanwhile(tmp_path, monkeypatch):
         with pytest.raises(Stopped):
             prepare(config, tmp_path / "out")
     (tmp_path / "a.txt").write_text("some more text\n" * 50)
-    with pytest.raises(ValueError, match=r"source has changed since its preparation .* was begun. Delete that folder"):
+    with pytest.raises(ValueError, match=r"source has changed since preparation in .* began. Delete that folder"):
         prepare(config, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"batch_size": 4}, "batch_size is 4; it is chosen when prepared data is trained on"),
-        ({"num_threads": 2}, "num_threads is 2; it is chosen when"),
-        ({"source": "prepared", "paths": ("x",)}, "source 'prepared' is prepared already"),
+        ({"batch_size": 4}, "batch_size is 4; it is set when training on prepared data"),
+        ({"num_threads": 2}, "num_threads is 2; it is set when"),
+        ({"source": "prepared", "paths": ("x",)}, "source 'prepared' is already prepared"),
         ({"validation_fraction": 0.005, "held_out": "documents"}, "validation split is empty: it is every 200th of"),
     ],
 )
@@ -330,15 +330,15 @@ def test_bad_prepared_data(finished, tmp_path):
         (lambda: pipeline(tmp_path), FileNotFoundError, "is not prepared data: manifest.json is missing"),
         (lambda: pipeline(tmp_path, tokenizer=BYTE), FileNotFoundError, "is not prepared data: manifest.json is missing"),
         (lambda: pipeline(byte, bpe), ValueError, r"bpe' was prepared with another tokenizer \('bpe:300', 300 tokens, SHA-256 "),
-        (lambda: pipeline(bpe, tokenizer=BYTE), ValueError, "than that of the run .256 tokens"),
-        (lambda: pipeline(bpe, split="validation"), ValueError, "without validation data. Give --data.validation-fraction 0"),
+        (lambda: pipeline(bpe, tokenizer=BYTE), ValueError, "than the run's .256 tokens"),
+        (lambda: pipeline(bpe, split="validation"), ValueError, "without validation data. Use --data.validation-fraction 0"),
         (lambda: pipeline(byte, tokenizer=None, packing="documents"), ValueError, "prepared for packing 'contiguous'"),
         (lambda: pipeline(byte, separator="\n"), ValueError, r"separator is '\\n', but the data in .* with '\\n\\n'"),
         (lambda: DataConfig(source="prepared", paths=("a",), held_out="tail"), ValueError, "was split into training"),
         (lambda: DataConfig(source="prepared", paths=("a", "b"), weights=(1.0,)), ValueError, "positive number for each of the 2"),
         (lambda: DataConfig(source="prepared", paths=("a",), weights=(0.0,)), ValueError, "a positive number for each of the 1"),
         (lambda: DataConfig(weights=(1.0,)), ValueError, r"weights is \(1.0,\); it should be"),
-        (lambda: load_documents(DataConfig(source="prepared", paths=("a",)), "train"), ValueError, "has tokens and no text"),
+        (lambda: load_documents(DataConfig(source="prepared", paths=("a",)), "train"), ValueError, "contains tokens, not text"),
     ]:  # fmt: skip
         with pytest.raises(error, match=message):
             make()
@@ -350,7 +350,7 @@ def test_the_tokenizer_of_the_data_is_taken_and_compared(finished, sources):
     file = str(finished / "bpe/tokenizer/bpe.json")
     assert make_tokenizer(dataclasses.replace(config, tokenizer=f"bpe:{file}")).vocab_size == 300
     other = DataConfig(source="prepared", paths=(str(finished / "byte"),), tokenizer=f"bpe:{file}")
-    with pytest.raises(ValueError, match=r"byte' was prepared with another one. Leave it out to take that"):
+    with pytest.raises(ValueError, match=r"byte' was prepared with another one. Omit it to use that one"):
         make_tokenizer(other)
 
 
@@ -382,5 +382,5 @@ def test_a_file_that_is_cut_off_while_it_is_read(finished, tmp_path):
     batches = iter(pipeline(tmp_path / "copy", shuffle=False))
     next(batches)
     os.truncate(tmp_path / "copy/train-00000.tokens", 10)
-    with pytest.raises(ValueError, match=r"train-00000.tokens' is damaged: it was cut off while it was read"):
+    with pytest.raises(ValueError, match=r"train-00000.tokens' is damaged: it was truncated while being read"):
         next(batches)

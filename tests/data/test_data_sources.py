@@ -198,7 +198,7 @@ def test_what_is_no_file_is_not_read(path):
 def test_text_beyond_the_machines_memory(tmp_path):
     with open(tmp_path / "huge.txt", "wb") as file:
         file.truncate(2**43)  # 8 TiB, none of it on the disk
-    with pytest.raises(ValueError, match=r"hold 8,192.0 GiB, which are read at once; the machine has"):
+    with pytest.raises(ValueError, match=r"have 8,192.0 GiB, which are read into memory; the machine has"):
         load_text(DataConfig(source="text", paths=(str(tmp_path),)), "train")
 
 

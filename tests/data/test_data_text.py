@@ -118,7 +118,7 @@ def test_json_lines_hold_out_documents(tmp_path):
         (b"[1]", r"Line 2 .* is not a JSON object, but a list"),
         (b'{"txt": "a"}', r"Line 2 .* has no field 'text' \(--data.column\). Did you mean 'txt'\? It has: txt"),
         (b'{"text": 3}', r"Line 2 .*: field 'text' is a int; it should be a string"),
-        (b'{"text": "\\ud800"}', r"Line 2 .* has half a surrogate pair, .*--data.errors replace"),
+        (b'{"text": "\\ud800"}', r"Line 2 .* has a lone surrogate, .*--data.errors replace"),
         (b'{"text": "\xff"}', r"a.jsonl' is not UTF-8: byte 0xff at offset 23"),
     ],
 )

@@ -184,7 +184,7 @@ def test_a_saved_bpe_that_is_not_as_saved(tmp_path):
     merges = definition["model"]["merges"]
     merges[0], merges[-1] = merges[-1], merges[0]
     path.write_text(json.dumps(definition))
-    with pytest.raises(ValueError, match=r"bpe.json' is damaged: it is not what was saved"):
+    with pytest.raises(ValueError, match=r"bpe.json' is damaged: its checksum does not match"):
         load_tokenizer(tmp_path)
 
 
