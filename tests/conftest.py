@@ -97,7 +97,7 @@ def _free_compiled_programs():
 
 @pytest.fixture(scope="module", autouse=True)
 def _collect_only_what_is_new():
-    """What other modules left is not looked at again: `Checkpoints` collects after every load, half a second over a whole worker."""
+    """What other modules left is not looked at again: `Checkpoints` collects after every load, which took half a second."""
     gc.collect()
     gc.freeze()
 

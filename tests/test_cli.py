@@ -1,6 +1,8 @@
 """The command `atlasjax`: output, errors of one line, exit codes."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import resource
@@ -15,8 +17,9 @@ import pytest
 
 from atlasjax import cli
 from atlasjax.config_json import to_dict
-from atlasjax.train.errors import Interrupted
-from tests.train.tiny import TEXT, child
+from atlasjax.train.errors import CheckpointError, Interrupted
+from tests.marks import some_slow
+from tests.train.tiny import TEXT
 
 MODEL = [
     *("--model.dim", "16", "--model.num-layers", "1", "--model.num-heads", "2", "--model.mlp-dim", "32"),
@@ -38,12 +41,17 @@ def train_arguments(folder, steps: int) -> list[str]:
     return ["train", *PRESET, *MODEL, *place]
 
 
+def printed_by(arguments: list[str]) -> str:
+    """What a command prints, which succeeds."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert cli.main(arguments) == 0
+    return out.getvalue()
+
+
 @pytest.fixture(scope="module")
 def trained(folder):
-    """A run of four steps, trained by the command in a child process: (folder, what it printed)."""
-    done = child("atlasjax.cli", *train_arguments(folder, 4))
-    assert done.returncode == 0, done.stderr[-2000:]
-    return folder, done.stdout
+    """A run of four steps, trained by the command: (folder, what it printed)."""
+    return folder, printed_by(train_arguments(folder, 4))
 
 
 def test_what_training_prints(trained):
@@ -134,6 +142,7 @@ def test_the_printed_command_goes_on(trained, monkeypatch):
     assert cli.main(["train", "--run-dir", str(folder / "early")]) == 2
 
 
+@pytest.mark.slow  # test_a_failed_run_is_one_line has the line, tests/train/test_checkpoint.py a disk without room
 def test_a_full_disk(trained):
     """The files of the process may not grow past 16 KiB, which only the new checkpoint would."""
     folder, _ = trained
@@ -149,7 +158,7 @@ def test_a_full_disk(trained):
     assert sorted(path.name for path in (folder / "run/checkpoints").iterdir()) == before
 
 
-@pytest.mark.parametrize("arguments", ["", "info"])
+@pytest.mark.parametrize("arguments", some_slow(["", "info"], ["info"]))
 def test_a_pipe_that_ends_early(arguments):
     """`atlasjax info | head -1`: no traceback, and not the exit code of a success. (Rich, which prints tables, exits with 1.)"""
     command = f"{sys.executable} -u -m atlasjax.cli {arguments}; echo code $? >&2"
@@ -237,6 +246,17 @@ def test_a_signal_gives_its_exit_code(monkeypatch, capsys):
     monkeypatch.setattr(command, "run", stop)
     assert cli.main(["train"]) == 143
     assert "Run the same command to resume" in capsys.readouterr().err
+
+
+def test_a_failed_run_is_one_line(monkeypatch, capsys):
+    from atlasjax.cli import train as command
+
+    def fail(arguments):
+        raise CheckpointError("Saving the checkpoint of step 6 failed.")
+
+    monkeypatch.setattr(command, "run", fail)
+    assert cli.main(["train"]) == cli.RUN_ERROR
+    assert capsys.readouterr().err == "atlasjax: Saving the checkpoint of step 6 failed.\n"
 
 
 def test_a_bug_is_one_line_and_not_hidden(monkeypatch, capsys):

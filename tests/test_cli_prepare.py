@@ -6,8 +6,8 @@ import pytest
 
 from atlasjax import cli
 from tests.data.conftest import make_texts
-from tests.test_cli import MODEL, PRESET
-from tests.train.tiny import child, train_losses
+from tests.test_cli import MODEL, PRESET, printed_by
+from tests.train.tiny import train_losses
 
 
 @pytest.fixture(scope="module")
@@ -21,24 +21,21 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def prepared(corpus):
     """Two sets for packing documents: (folder, what the command printed)."""
-    printed = []
-    for name, seed in (("one", "0"), ("two", "5")):
-        done = child(
-            "atlasjax.cli", "prepare", "--out", str(corpus / name), "--workers", "1", "--data.source", "jsonl",
-            "--data.paths", str(corpus), "--data.column", "body", "--data.packing", "documents", "--data.seed", seed,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-2000:]
-        printed.append(done.stdout)
-    return corpus, printed
+    arguments = [
+        *("prepare", "--data.source", "jsonl", "--data.paths", str(corpus), "--data.column", "body"),
+        *("--data.packing", "documents", "--workers", "1"),
+    ]
+    sets = (("one", "0"), ("two", "5"))
+    return corpus, [printed_by([*arguments, "--out", str(corpus / name), "--data.seed", seed]) for name, seed in sets]
 
 
 def train(folder, *sets, steps, run="run", more=()):
     model = [*MODEL]
     model[model.index("text")] = "prepared"
-    return child(
-        "atlasjax.cli", "train", *PRESET, *model, "--data.packing", "documents", "--steps", str(steps), *more,
+    return printed_by([
+        "train", *PRESET, *model, "--data.packing", "documents", "--steps", str(steps), *more,
         "--run-dir", str(folder / run), "--data.paths", *(str(folder / name) for name in sets),
-    )  # fmt: skip
+    ])  # fmt: skip
 
 
 def test_what_prepare_prints(prepared):
@@ -56,9 +53,8 @@ def test_training_on_a_mixture_goes_on_where_it_was(prepared, capsys):
     # Such a schedule does not depend on the number of steps, so that two runs are the same as one.
     more = ("--data.weights", "1", "3", "--optimizer.schedule", "constant", "--optimizer.warmup-steps", "0")
     for steps, run in ((4, "a"), (2, "b"), (4, "b")):
-        done = train(folder, "one", "two", steps=steps, run=run, more=more)
-        assert done.returncode == 0, done.stderr[-2000:]
-    assert "this model, 4 steps" in done.stdout
+        out = train(folder, "one", "two", steps=steps, run=run, more=more)
+    assert "this model, 4 steps" in out
     assert train_losses(folder / "a") == train_losses(folder / "b")
     assert cli.main(["evaluate", "--run-dir", str(folder / "b")]) == 0
     assert cli.main(["evaluate", "--run-dir", str(folder / "b"), "--stream", "--piece", "64"]) == 0

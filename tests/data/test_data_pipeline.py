@@ -16,6 +16,7 @@ from atlasjax.data.mixture import pick
 from atlasjax.data.preparation import prepare
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.data.windows import Windows, token_dtype, token_stream
+from tests.marks import some_slow
 
 BYTE = ByteTokenizer()
 
@@ -185,7 +186,7 @@ def test_heavy_libraries_are_imported_only_where_they_are_used():
 # Position
 
 
-@pytest.mark.parametrize("steps", [0, 1, 7, 40])
+@pytest.mark.parametrize("steps", some_slow([0, 1, 7, 40], [1, 7]))  # the test below tries each of 25
 def test_restored_position_gives_the_same_batches(config, steps):
     """Forty batches are more than two epochs of every configuration here."""
     pipeline = make_pipeline(config, BYTE, "train")

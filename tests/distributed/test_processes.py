@@ -15,6 +15,8 @@ from atlasjax.distributed import MeshConfig, ProcessConfig
 from atlasjax.train import train
 from tests.train.tiny import TEXT, child, config, finish, train_losses
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 
 def coordinator() -> str:
     with socket.socket() as probe:

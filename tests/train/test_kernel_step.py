@@ -16,6 +16,8 @@ from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.setup import prepare
 from atlasjax.train.step import jit_train_step
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 
 def config(implementation):
     memory = MemoryConfig("titans", chunk_size=8, expansion=1, implementation=implementation)

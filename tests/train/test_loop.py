@@ -29,6 +29,9 @@ from tests.marks import some_slow
 from tests.train.test_checkpoint import largest_file, truncate
 from tests.train.tiny import MODEL, config, train_losses
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+NO_EVALUATION = {"validation_fraction": 0.0}  # where none is looked at: one program less to compile
+
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
@@ -103,7 +106,7 @@ def test_load_run(done):
 
 
 def test_a_truncated_checkpoint_is_reported_and_the_one_before_is_used(tmp_path, capsys):
-    run = config(tmp_path)
+    run = config(tmp_path, data_changes=NO_EVALUATION)
     train(run)
     before = train_losses(run.run_dir)
     truncate(largest_file(tmp_path / "run/checkpoints/4/params"))
@@ -120,6 +123,7 @@ def test_a_truncated_checkpoint_is_reported_and_the_one_before_is_used(tmp_path,
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     run = config(
         tmp_path,
+        data_changes=NO_EVALUATION,
         steps=9,
         checkpoint_every=1,
         log_every=3,
@@ -134,7 +138,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
 
 @pytest.mark.parametrize("number", some_slow([signal.SIGINT, signal.SIGTERM], [signal.SIGINT]))
 def test_a_signal_finishes_the_step_and_saves(tmp_path, number):
-    run = config(tmp_path, steps=50, checkpoint_every=0)
+    run = config(tmp_path, steps=50, checkpoint_every=0, data_changes=NO_EVALUATION)
 
     def on_step(step: int) -> None:
         if step == 3:
@@ -228,7 +232,7 @@ def test_a_damaged_tokenizer(done, content, tmp_path):
 def test_nothing_is_written_through_a_link_at_a_temporary_name(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    run = config(tmp_path, steps=1)
+    run = config(tmp_path, steps=1, data_changes=NO_EVALUATION)
     for name in ("config.json.partial", "metrics.partial", "lock", f"tokenizer/.tokenizer.json.{os.getpid()}.partial"):
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).symlink_to(precious)

@@ -6,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+
 from atlasjax.data import DataConfig
 from atlasjax.distributed import MeshConfig
 from atlasjax.nn import MemoryConfig, ModelConfig
@@ -44,9 +46,10 @@ def config(folder: pathlib.Path, *, model: ModelConfig = MODEL, data_changes=Non
 
 
 def child(module: str, *arguments: object, devices: int = 1, wait: bool = True):
-    """Runs `python -m module`; its arguments are passed as JSON where they are not strings."""
-    flags = "--xla_backend_optimization_level=0"  # such a run is mostly compilation
-    environment = {**os.environ, "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}"}
+    """Runs `python -m module`; its arguments are passed as JSON where they are not strings. It compiles as this process does."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"  # the last one counts
+    fast = str(jax.config.read("jax_disable_most_optimizations"))
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": fast}
     command = [sys.executable, "-m", module, *(x if isinstance(x, str) else json.dumps(x) for x in arguments)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return finish(process) if wait else process
