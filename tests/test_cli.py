@@ -28,6 +28,8 @@ MODEL = [
 ]
 PRESET = ["--preset", "linear-attention-tiny"]
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
