@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 NO_EVALUATION = {"validation_fraction": 0.0}  # where none is looked at: one program less to compile
 RUNS = f"gs://{BUCKET}/runs"
 STEPS = 9
-FOUR = {"steps": 4, "checkpoint_every": 1, "keep": 2, "eval_every": 2}
+THREE = {"steps": 3, "checkpoint_every": 1, "keep": 2, "eval_every": 2}
 
 
 def in_bucket(run: TrainConfig, name: str) -> TrainConfig:
@@ -41,25 +41,25 @@ def train_losses(run_dir: str) -> list[tuple[int, float]]:
 
 @pytest.fixture(scope="module")
 def done(server, tmp_path_factory):
-    """A finished run that keeps two of its four checkpoints: (config, result)."""
-    tiny = config(tmp_path_factory.mktemp("done"), **FOUR, tensorboard=True)
+    """A finished run that keeps two of its three checkpoints: (config, result)."""
+    tiny = config(tmp_path_factory.mktemp("done"), **THREE, tensorboard=True)
     run = in_bucket(tiny, "done")
     return run, train(run)
 
 
 def test_what_a_run_leaves(done, server):
     run, result = done
-    assert (result.step, result.resumed_from) == (4, 0)
-    assert result.checkpoint == storage.path(f"{run.run_dir}/checkpoints/4")
+    assert (result.step, result.resumed_from) == (3, 0)
+    assert result.checkpoint == storage.path(f"{run.run_dir}/checkpoints/3")
     names = {name.removeprefix("runs/done/").partition("/")[0] for name in server.names("runs/done/")}
     assert names == {"checkpoints", "config.json", "loss_curve.png", "metrics.jsonl", "tensorboard", "tokenizer"}
     steps = {name.split("/")[3] for name in server.names("runs/done/checkpoints/")}
-    assert steps == {"3", "4"}
+    assert steps == {"2", "3"}
     assert json.loads(server.read("runs/done/config.json")) == to_dict(run)
     assert server.read("runs/done/loss_curve.png").startswith(b"\x89PNG")
     records = metrics.read(f"{run.run_dir}/metrics.jsonl")
-    assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3, 4]
-    assert [record["step"] for record in records if record["kind"] == "evaluation"] == [2, 4]
+    assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3]
+    assert [record["step"] for record in records if record["kind"] == "evaluation"] == [2, 3]
 
 
 def test_event_files_are_whole(done, server):
@@ -78,7 +78,7 @@ def test_event_files_are_whole(done, server):
 
 def test_the_numbers_are_those_of_a_run_on_a_disk(done, tmp_path):
     run, result = done
-    local = config(tmp_path, **FOUR)
+    local = config(tmp_path, **THREE)
     other = train(local)
     assert train_losses(local.run_dir) == train_losses(run.run_dir)
     assert other.evaluation == result.evaluation
@@ -89,8 +89,8 @@ def test_load_run(done):
     run, _ = done
     storage.path(f"{run.run_dir}/checkpoints/9/params/left").write_bytes(b"half")
     loaded = load_run(run.run_dir)
-    assert (loaded.step, loaded.config) == (4, run)
-    assert load_run(run.run_dir, step=3).step == 3
+    assert (loaded.step, loaded.config) == (3, run)
+    assert load_run(run.run_dir, step=2).step == 2
     with pytest.raises(ConfigError, match="no run in it"):
         load_run(run.run_dir + "x")
 
@@ -98,9 +98,9 @@ def test_load_run(done):
 def test_a_finished_run_does_nothing_more(done, server, capsys):
     run, result = done
     again = train(run)
-    assert again.resumed_from == again.step == 4
+    assert again.resumed_from == again.step == 3
     assert again.evaluation == result.evaluation
-    assert "All 4 steps are done" in capsys.readouterr().out
+    assert "All 3 steps are done" in capsys.readouterr().out
     assert not server.names("runs/done/checkpoints/9/")
 
 
@@ -109,9 +109,14 @@ def test_commands(done, capsys):
     assert cli.main(["evaluate", "--run-dir", run.run_dir, "--max-batches", "1"]) == 0
     assert f"{result.evaluation.bits_per_byte:9.4f}" in capsys.readouterr().out
     assert cli.main(["evaluate", "--run-dir", run.run_dir, "--text", f"{RUNS}/text/*.txt", "--stream"]) == 0
+    assert str(plot_loss(run.run_dir, title="again")) == f"{run.run_dir}/loss_curve.png"
+
+
+@pytest.mark.slow  # it loads the run as `evaluate` does, and goes on as in tests/test_cli.py
+def test_generate(done, capsys):
+    run, _ = done
     assert cli.main(["generate", "--run-dir", run.run_dir, "--prompt", "the ", "--max-tokens", "8"]) == 0
     assert "the " in capsys.readouterr().out
-    assert str(plot_loss(run.run_dir, title="again")) == f"{run.run_dir}/loss_curve.png"
 
 
 def test_a_tokenizer_and_parquet_from_the_bucket(server, tmp_path):
@@ -261,7 +266,7 @@ def every(n: int, but: str = "/lease"):
 
 def test_a_run_through_errors_that_pass_and_slow_answers(server, tmp_path, done):
     """Every answer is slow, and some are errors that pass, of which some come after what was asked was done."""
-    run = in_bucket(config(tmp_path, **FOUR), "faulty")
+    run = in_bucket(config(tmp_path, **THREE | {"checkpoint_every": 2}), "faulty")
     faults = [
         Fault(every(60, but="upload_id"), status=503, after=True),
         Fault(every(25), status=500),

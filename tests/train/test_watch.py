@@ -77,7 +77,7 @@ def test_a_memory_that_grows_is_reported_before_anything_is_nan(tmp_path, monkey
 
 
 def test_metrics_hold_one_norm_a_layer(tmp_path):
-    model = dataclasses.replace(DELTA, mixer=("swa", "memory"), attention=HYBRID["attention"])
+    model = dataclasses.replace(TITANS, mixer=("swa", "memory"), attention=HYBRID["attention"])
     run = config(tmp_path, model=model, steps=1, data_changes={"validation_fraction": 0.0})
     train(run)
     (record,) = (r for r in metrics.read(tmp_path / "run/metrics.jsonl") if r["kind"] == "train")
@@ -168,11 +168,12 @@ def stepped(mesh_shape, accumulation, options, model=TITANS):
     return jax.device_get(state.params), norms
 
 
-def test_observation_changes_no_bit_of_what_is_trained(monkeypatch):
-    observed, norms = stepped((1, 1, 1), 1, AS_USERS)
+@pytest.mark.parametrize("model", [DELTA, pytest.param(TITANS, marks=pytest.mark.slow)], ids=["delta_rule", "titans"])
+def test_observation_changes_no_bit_of_what_is_trained(monkeypatch, model):
+    observed, norms = stepped((1, 1, 1), 1, AS_USERS, model)
     with_norms = step_lib._observed_sums
     monkeypatch.setattr(step_lib, "_observed_sums", lambda *arguments: (*with_norms(*arguments)[:2], {}))
-    unobserved, none = stepped((1, 1, 1), 1, AS_USERS)
+    unobserved, none = stepped((1, 1, 1), 1, AS_USERS, model)
     assert all(norms)
     assert none == [{}, {}]
     for one, other in zip(jax.tree.leaves(observed), jax.tree.leaves(unobserved), strict=True):
