@@ -23,7 +23,8 @@ STREAMED = [
 
 # Every choice is in the others.
 STREAMED_IF_SLOW = [
-    "decay_momentum", "deep_unnormalized", "swdt_cache_over_length", "dot", "dot_window_over_chunk", "dot_sliding",
+    "decay_momentum", "matrix_window", "deep_transformer_online", "deep_unnormalized", "swdt_cache_over_length", "dot",
+    "dot_window_over_chunk", "dot_sliding",
 ]  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def test_every_split(name, x64, short_blocks):
     assert_close(looked[:, 0], y[:, -1], EXACT, what="read")
 
 
-SEGMENTS = np.array([[0] * 4 + [1] * 1 + [2] * 9 + [7] * 9, [3] * 23, [0, 1, 2, 3] * 2 + [4] * 15])
+SEGMENTS = np.array([[0] * 4 + [1] * 1 + [2] * 9 + [7] * 10, [3] * 24, [0, 1, 2, 3] * 2 + [4] * 16])
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ SEGMENTS = np.array([[0] * 4 + [1] * 1 + [2] * 9 + [7] * 9, [3] * 23, [0, 1, 2, 
 def test_segments(name, x64, short_blocks):
     """Packed segments equal the reference, which forgets by definition, in one call and in two; and that equals each alone."""
     rule = RULES[name]
-    params, q, k, v, gates = make_inputs(rule, batch=3, dtype=jnp.float64)
+    params, q, k, v, gates = make_inputs(rule, batch=3, time=24, dtype=jnp.float64)
     ids = jnp.asarray(SEGMENTS)
 
     def total(run, *inputs):
@@ -77,22 +78,22 @@ def test_segments(name, x64, short_blocks):
     assert_close(packed(q, k, v, gates), expected, EXACT)
     y, final = expected[0][1] if name == "matrix_window" else expected[1]
 
-    state, outputs = init_state(rule, params, batch_size=3, max_length=23, dtype=jnp.float64), []
-    for start, stop in ((0, 10), (10, 23)):
+    state, outputs = init_state(rule, params, batch_size=3, max_length=24, dtype=jnp.float64), []
+    run = jax.jit(lambda ids, *x: memory.scan(rule, params, *x, segment_ids=ids, max_segments=9))
+    for start, stop in ((0, 12), (12, 24)):  # both of one shape
         piece = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], (q, k, v, gates))
-        run = lambda *x, a=start, b=stop: memory.scan(rule, params, *x, segment_ids=ids[:, a:b], max_segments=9)
-        part, state = jax.jit(run)(state, *piece)
+        part, state = run(ids[:, start:stop], state, *piece)
         outputs.append(part)
     assert_close(jnp.concatenate(outputs, axis=1), y, EXACT, what="stream")
     assert_close(state, final, EXACT, what="state of the stream")
 
     alone = jax.jit(lambda *x: memory.scan(rule, params, None, *x)[0])
-    piece = jax.tree.map(lambda x: x[:1, 14:23], (q, k, v, gates))
-    assert_close(y[:1, 14:23], alone(*piece), EXACT, what="alone")
+    piece = jax.tree.map(lambda x: x[:1, 14:24], (q, k, v, gates))
+    assert_close(y[:1, 14:24], alone(*piece), EXACT, what="alone")
 
 
 def test_too_many_segments_are_loud():
-    rule = RULES["dot"]
+    rule = RULES["deep_transformer"]
     params, q, k, v, gates = make_inputs(rule, batch=1)
     packed = jax.jit(lambda ids: memory.scan(rule, params, None, q, k, v, gates, segment_ids=ids, max_segments=1))
     y, state = packed(jnp.arange(23)[None])
@@ -101,7 +102,7 @@ def test_too_many_segments_are_loud():
 
 
 def test_more_tokens_than_the_cache_holds_are_nan():
-    rule = RULES["deep_transformer"]
+    rule = RULES["dot_delta"]
     params, q, k, v, gates = make_inputs(rule, batch=1)
     state = memory.init_state(rule, params, batch_size=1, max_length=13)
     scan = jax.jit(lambda state: memory.scan(rule, params, state, q, k, v, gates))
@@ -130,7 +131,7 @@ def test_states_are_bounded():
 
 
 def test_state_can_be_donated():
-    rule = RULES["dot"]
+    rule = RULES["deep_transformer_online"]
     params, q, k, v, gates = make_inputs(rule, time=5)
     run = jax.jit(lambda state: memory.scan(rule, params, state, q, k, v, gates)[1], donate_argnums=0)
     state = run(run(memory.init_state(rule, params, batch_size=2, max_length=64)))
