@@ -126,7 +126,6 @@ class BpeTokenizer:
         self._tokenizer.no_truncation()  # a file may truncate every text to 512 tokens
         self._tokenizer.no_padding()
         self._has_cuts = words_are_apart(parsed)
-        self.fingerprint = _fingerprint("bpe", self._tokenizer.to_str().encode())
         decoder = parsed.get("decoder") or {}
         stages = [decoder, *decoder.get("decoders", [])]
         if parsed["model"]["type"] != "BPE" or not any(stage.get("type") == "ByteLevel" for stage in stages):
@@ -139,6 +138,7 @@ class BpeTokenizer:
                 f"The tokenizer {name!r} has {len(ids)} tokens and ids up to {max(ids, default=0)}; ids should be below {_MAX_IDS} "
                 "times the number of tokens."
             )
+        self.fingerprint = _fingerprint("bpe", self._tokenizer.to_str().encode())  # after the check, since it writes every id
         self.vocab_size: int = 1 + max(ids)  # some ids may be unused
         self.bytes_per_token = np.zeros(self.vocab_size, np.int32)
         for token, i in self._tokenizer.get_vocab().items():
