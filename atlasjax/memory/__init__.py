@@ -5,7 +5,7 @@ params = memory.init_params(rule, key, num_heads=4, key_dim=64, value_dim=64)
 y, state = memory.scan(rule, params, None, q, k, v, gates)
 """
 
-from atlasjax.memory.api import init_params, init_state, read, reference, scan, step
+from atlasjax.memory.api import init_params, init_state, read, reference, scan, soup, step
 from atlasjax.memory.axes import features, objectives, optimizers, retention, structures
 from atlasjax.memory.backends import BACKENDS, Backend, register_backend
 from atlasjax.memory.caching import CachedRule, CachedState
@@ -46,6 +46,7 @@ __all__ = [
     "retention",
     "save",
     "scan",
+    "soup",
     "step",
     "structures",
     "suggested_gates",

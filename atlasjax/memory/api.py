@@ -1,14 +1,15 @@
-"""The functional API: `init_params`, `init_state`, `scan`, `step`, `read`, `reference`.
+"""The functional API: `init_params`, `init_state`, `scan`, `step`, `read`, `soup`, `reference`.
 
 Each function checks its arguments once and calls the rule's method of the same name. A rule is a `MemoryRule`, a `SoftmaxRule` (its
 memory is a cache of tokens), a `CachedRule` (it also keeps the memories of earlier segments), or a user-defined `Rule`.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from atlasjax.check import integer
 from atlasjax.memory import backends, check
@@ -201,6 +202,45 @@ def read(rule: Rule, params: Any, state: Any, q: jax.Array, connector: jax.Array
     for x in given:
         check.check_shape("connector", x, tuple(q.shape), where)
     return rule.read(params, state, q, *given)
+
+
+def soup(rule: Rule, params: Any, states: Sequence[Any], weights: Any = None) -> Any:
+    """One memory from several that the same parameters wrote: M = Σ_i w_i M^(i) (state soup, arXiv 2406.08423).
+
+    For a matrix memory its reads are the weighted sums of the reads; for a deep one it is a model soup, as in Memory Caching (MC
+    §3.2). Momenta are summed in the same way. What follows starts a new chunk, with an empty window; the segment is that of the
+    first state.
+
+    Args:
+      rule, params: those that wrote the states.
+      states: n ≥ 1 states of the same batch size.
+      weights: w, [n]. None: 1/n, the mean. They need not sum to one.
+
+    Returns:
+      The state.
+
+    Raises:
+      TypeError, ValueError: a soup has no meaning for the rule (the message says why), a state does not belong to it, or there is
+        not one finite weight for each state.
+    """
+    where = "memory.soup"
+    check_rule(rule, where)
+    rule.check_params(params, where)
+    if rule.soup_limit is not None:
+        raise ValueError(f"{where}: a {type(rule).__name__} has no soup: {rule.soup_limit}.")
+    if not isinstance(states, list | tuple) or hasattr(states, "_fields") or not states:
+        raise TypeError(f"{where}: states must be a list of at least one state, got {type(states).__name__}.")
+    check.check_arrays(where, **{f"states[{i}]": state for i, state in enumerate(states)})
+    batch, heads = check.batch_and_heads(rule, params, states[0], where)
+    for state in states:
+        rule.check_state(params, state, batch, heads, where)
+    if weights is None:
+        weights = jnp.full(len(states), 1 / len(states))
+    weights = jnp.asarray(weights)
+    check.check_shape("weights", weights, (len(states),), where)
+    if not isinstance(weights, jax.core.Tracer) and not bool(jnp.isfinite(weights).all()):
+        raise ValueError(f"{where}: weights are {weights.tolist()}; they should be finite.")
+    return rule.soup(states, weights)
 
 
 def reference(

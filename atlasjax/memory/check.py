@@ -181,6 +181,21 @@ def check_state(rule: Any, params: Any, state: Any, batch: int, heads: int, wher
     check_leaves("state", state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), expected), where)
 
 
+def batch_and_heads(rule: Any, params: Any, state: Any, where: str) -> tuple[int, int]:
+    """Batch size and number of heads of a state, which has not been checked.
+
+    Raises:
+      ValueError: it has no arrays of such axes.
+    """
+    shapes = [x.shape for x in jax.tree.leaves(state) if getattr(x, "ndim", 0)]
+    heads = rule.sizes(params).num_heads
+    if heads is None:
+        heads = next((shape[1] for shape in shapes if len(shape) > 1), None)
+    if not shapes or heads is None:
+        raise ValueError(f"{where}: state has no arrays [batch, heads, …].")
+    return shapes[0][0], heads
+
+
 @functools.lru_cache(maxsize=1024)
 def _fresh_state(rule: Any, structure: Any, shapes: tuple, batch: Any, max_length: Any, _float: Any) -> Any:
     """Shapes and dtypes of a fresh state, which may depend on what a Python float is (`jax.enable_x64`).

@@ -1,7 +1,7 @@
 """`Rule`: the interface that the functions of `atlasjax.memory` require of every rule."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -151,6 +151,15 @@ class Rule(abc.ABC):
     def start_scale(self, step_size: np.ndarray) -> np.ndarray:
         """Initial scale of each head's weights relative to their fan-in scale. step_size: initial η, [heads]."""
         return np.ones_like(step_size)
+
+    @property
+    def soup_limit(self) -> str | None:
+        """Why `memory.soup` has no meaning for this rule. None: it has one, and the rule has `soup`."""
+        return "its state is not a set of weights that a weighted sum may replace"
+
+    def soup(self, states: Sequence[Any], weights: jax.Array) -> Any:
+        """The state of which the memory is Σ_i w_i M^(i). states: n of one shape; weights: [n]."""
+        raise NotImplementedError
 
     @property
     def can_be_cached(self) -> bool:

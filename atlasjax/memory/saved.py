@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.check import integer
-from atlasjax.memory.check import check_arrays
+from atlasjax.memory.check import batch_and_heads, check_arrays
 from atlasjax.memory.rule import Rule, check_rule
 from atlasjax.storage import StorePath, tensors
 from atlasjax.storage import path as path_of
@@ -43,7 +43,7 @@ def save(
     integer(where, "num_tokens", num_tokens, 0, optional=True)
     about = _about(rule, params, where)
     check_arrays(where, state=state)
-    batch, heads = _batch_and_heads(rule, params, state, where)
+    batch, heads = batch_and_heads(rule, params, state, where)
     rule.check_state(params, state, batch, heads, where)
     sizes = {"batch_size": batch, "max_length": rule.max_length(state), "num_tokens": num_tokens}
     tensors.save(path_of(path), _KIND, tensors.named(state, "state"), about | sizes)
@@ -83,21 +83,13 @@ def load(rule: Rule, params: Any, path: str | os.PathLike[str] | StorePath) -> A
     shapes = {name: _with_floats(x, arrays.get(name)) for name, x in expected.items()}
     tensors.check_arrays(arrays, shapes, f"{where}: {str(file)!r}")
     state = jax.tree.unflatten(jax.tree.structure(fresh), [jnp.asarray(arrays[name]) for name in expected])
-    rule.check_state(params, state, *_batch_and_heads(rule, params, state, where), where)
+    rule.check_state(params, state, *batch_and_heads(rule, params, state, where), where)
     return state
 
 
 def _with_floats(expected: Any, have: Any) -> Any:
     floats = have is not None and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (expected, have))
     return jax.ShapeDtypeStruct(expected.shape, have.dtype if floats else expected.dtype)
-
-
-def _batch_and_heads(rule: Rule, params: Any, state: Any, where: str) -> tuple[int, int]:
-    leaves = jax.tree.leaves(state)
-    heads = rule.sizes(params).num_heads
-    if not leaves or (heads is None and max(x.ndim for x in leaves) < 2):
-        raise ValueError(f"{where}: state has no arrays [batch, heads, …].")
-    return leaves[0].shape[0], next(x.shape[1] for x in leaves if x.ndim > 1) if heads is None else heads
 
 
 def _about(rule: Rule, params: Any, where: str) -> dict[str, Any]:

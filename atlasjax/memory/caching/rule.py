@@ -119,6 +119,10 @@ class CachedRule(Rule):
     def has_constant_gradient(self) -> bool:
         return self.rule.has_constant_gradient
 
+    @property
+    def soup_limit(self) -> str | None:
+        return 'it keeps several memories, which its aggregation combines for every token (also as a "soup")'
+
     def gate_channels(self, key_dim: int, value_dim: int | None = None) -> dict[str, int | None]:
         """The rule's gates (`MemoryRule.gate_channels`), and `connector` with key_dim channels where one is used."""
         gates = self.rule.gate_channels(key_dim, value_dim)

@@ -213,7 +213,20 @@ class MemoryRule(Rule):
         )
         return dataclasses.replace(self, optimizer=changed)
 
+    @property
+    def soup_limit(self) -> str | None:
+        if self.retention.has_map:
+            return f"retention={self.retention!r} maps what is stored to the weights, and does not map a sum to the sum"
+        if not (self.optimizer.is_linear or self.optimizer.orthogonalizes or self.optimizer.is_implicit):
+            return f"the state of optimizer={self.optimizer!r} is not known to be a sum of gradients"
+        return None
+
     # Methods of `Rule`, implemented in the modules of this package.
+    def soup(self, states: Any, weights: jax.Array) -> Any:
+        from atlasjax.memory.fast_weights.state import soup
+
+        return soup(states, weights)
+
     def init_params(self, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
         from atlasjax.memory.fast_weights.state import init_params
 

@@ -1,5 +1,6 @@
 """The arrays of a fast-weight memory: learned parameters, and the recurrent state."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -119,6 +120,21 @@ def init_state(
         window_count=count,
         position=None if constant or rule.chunk_size == 1 else jnp.zeros((batch_size,), jnp.int32),
         segment=jnp.full((batch_size,), -1, jnp.int32),
+    )
+
+
+def soup(states: Sequence[MemoryState], weights: jax.Array) -> MemoryState:
+    """The state of `memory.soup`: weighted sums of memories and momenta, at the start of a chunk, with an empty window."""
+    total = lambda *leaves: sum(w.astype(x.dtype) * x for w, x in zip(weights, leaves, strict=True))
+    memory = jax.tree.map(total, *(state.memory for state in states))
+    empty = jax.tree.map(jnp.zeros_like, states[0])
+    return empty._replace(
+        memory=memory,
+        window_thresholds=None if empty.window_thresholds is None else jnp.ones_like(empty.window_thresholds),
+        # A copy, as in a fresh state.
+        chunk_start=None if empty.chunk_start is None else jax.tree.map(jnp.copy, memory),
+        momentum=jax.tree.map(total, *(state.momentum for state in states)),
+        segment=states[0].segment,
     )
 
 

@@ -83,6 +83,10 @@ class SoftmaxRule(Rule):
             raise ValueError(f"SoftmaxRule: {message}")
 
     @property
+    def soup_limit(self) -> str | None:
+        return "its memory is a cache of tokens, and each sum over them is divided by its own Z"
+
+    @property
     def has_constant_gradient(self) -> bool:
         """Whether ∇ℓ does not depend on the memory, so that the chunk size has no effect (SEMANTICS 1.4)."""
         return self.structure.is_matrix and self.objective.gradient_is_value
