@@ -9,7 +9,9 @@ from tests.marks import some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs
 
 
-@pytest.mark.parametrize("name", some_slow(["titans", "gla", "omeganet", "longhorn_channel"], ["omeganet"]))
+@pytest.mark.parametrize(
+    "name", some_slow(["titans", "titans_matrix", "gla", "omeganet", "longhorn_channel"], ["titans", "omeganet"])
+)
 def test_numbers_and_smaller_arrays_are_the_whole_ones(name):
     rule = RULES[name]
     params, q, k, v, _ = make_inputs(rule)

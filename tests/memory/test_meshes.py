@@ -24,8 +24,9 @@ CASES = {
     "deep_transformer": rules.deep_transformer(8),
     "dot": rules.dot(8, 3),
     "dot_matrix": softmax.RULES["dot_matrix"],
+    "dot_delta": softmax.RULES["dot_delta"],
     "cached": memory.CachedRule(RULES["titans"], "grm", segment_size=16),
-    "cached_matrix": memory.CachedRule(RULES["ttt_linear"], "grm", segment_size=16),
+    "cached_linear": memory.CachedRule(RULES["delta_rule"], "grm", segment_size=16),
 }
 TOKENS = PartitionSpec("data", None, "model")
 
@@ -53,7 +54,7 @@ def total(rule, y_and_state):
 
 def each_case(*names):
     """One case for each engine by default: the dual form, the closed form, the general one, softmax memories, cached ones."""
-    default = ("ttt_linear", "delta_rule", "own_loss_matrix", "dot_matrix", "cached_matrix")
+    default = ("ttt_linear", "delta_rule", "own_loss_matrix", "dot_delta", "cached_linear")
     return pytest.mark.parametrize("name", some_slow(names, set(names) - set(default)))
 
 
@@ -83,7 +84,22 @@ def test_under_shard_map(name, x64):
         assert_close(a, b, 1e-9)
 
 
-@each_case("titans", "ttt_linear", "dot", "dot_matrix", "omeganet", "memora_matrix", "atlas_every")
+def each_on_explicit_axes(*names):
+    """The general engine and softmax memories by default."""
+    return pytest.mark.parametrize("name", some_slow(names, set(names) - {"own_loss_matrix", "dot_delta"}))
+
+
+@each_on_explicit_axes(
+    "titans",
+    "ttt_linear",
+    "own_loss_matrix",
+    "dot",
+    "dot_matrix",
+    "dot_delta",
+    "omeganet",
+    "memora_matrix",
+    "atlas_every",
+)
 def test_on_explicit_axes(name, x64):
     rule = CASES[name]
     params, *tokens = inputs(rule)
@@ -99,7 +115,7 @@ def test_on_explicit_axes(name, x64):
     assert_close(have, want, 1e-9)
 
 
-@each_case("titans", "ttt_linear", "own_adam", "own_loss_matrix")
+@each_on_explicit_axes("titans", "ttt_linear", "own_adam", "own_loss_matrix")
 def test_a_step_on_explicit_axes(name, x64):
     rule = CASES[name]
     params, *tokens = inputs(rule)
