@@ -59,19 +59,22 @@ def load_context(model: LanguageModel, file: str | os.PathLike[str] | StorePath)
         saved = _model(from_dict(ModelConfig, about["model"]))
     except ValueError as error:  # of a version with other fields
         raise ValueError(f"{where} was saved with a model that is not known here: {error}") from None
-    for name, value in {"model": saved, "params_sha256": about["params_sha256"]}.items():
-        found = tensors.difference(value, here[name], name)
-        if found is not None:
-            raise ValueError(f"{where} was saved with another model: {found}.")
+    found = tensors.difference(saved, here["model"], "model")
+    if found is not None:
+        raise ValueError(f"{where} was saved with another model: {found}.")
+    if about["params_sha256"] != here["params_sha256"]:
+        raise ValueError(
+            f"{where} was saved with other parameters of this model, such as those of another step of its training."
+        )
     num_tokens, max_length = np.array(about["num_tokens"], np.int32), about["max_length"]
     batch, vocabulary = len(num_tokens), model.config.vocab_size
     cache = jax.eval_shape(lambda: model.init_cache(batch, max_length))
     logits, seen = (jax.ShapeDtypeStruct((batch, vocabulary), dtype) for dtype in (jnp.float32, np.bool_))
     empty = Context(cache, logits, seen, num_tokens, max_length)  # type: ignore[arg-type]
     tensors.check_arrays(arrays, _arrays(empty), where)
-    leaves = [jnp.asarray(arrays[name]) for name in tensors.named(cache, "cache")]
+    leaves = [jnp.array(arrays[name]) for name in tensors.named(cache, "cache")]
     cache = jax.tree.unflatten(jax.tree.structure(cache), leaves)
-    return Context(cache, jnp.asarray(arrays["logits"]), arrays["seen"], num_tokens, max_length)
+    return Context(cache, jnp.array(arrays["logits"]), arrays["seen"], num_tokens, max_length)
 
 
 def _arrays(context: Context) -> dict[str, Any]:

@@ -67,10 +67,14 @@ def load(rule: Rule, params: Any, path: str | os.PathLike[str] | StorePath) -> A
     where = "memory.load"
     here, file = _about(rule, params, where), path_of(path)
     arrays, about = tensors.load(file, _KIND)
-    for name in ("rule", "sizes", "params_sha256"):
+    for name in ("rule", "sizes"):
         found = tensors.difference(about.get(name), here[name], name)
         if found is not None:
             raise ValueError(f"{where}: {str(file)!r} was saved with another memory: {found}.")
+    if about["params_sha256"] != here["params_sha256"]:
+        raise ValueError(
+            f"{where}: {str(file)!r} was saved with other parameters; give those with which it was written."
+        )
     make = lambda p: rule.init_state(p, batch_size=about["batch_size"], max_length=about["max_length"])
     fresh = jax.eval_shape(make, params)
     expected = tensors.named(fresh, "state")
@@ -82,7 +86,7 @@ def load(rule: Rule, params: Any, path: str | os.PathLike[str] | StorePath) -> A
     # The floats of a state may be wider than those of a fresh one.
     shapes = {name: _with_floats(x, arrays.get(name)) for name, x in expected.items()}
     tensors.check_arrays(arrays, shapes, f"{where}: {str(file)!r}")
-    state = jax.tree.unflatten(jax.tree.structure(fresh), [jnp.asarray(arrays[name]) for name in expected])
+    state = jax.tree.unflatten(jax.tree.structure(fresh), [jnp.array(arrays[name]) for name in expected])
     rule.check_state(params, state, *batch_and_heads(rule, params, state, where), where)
     return state
 

@@ -54,7 +54,10 @@ OTHERS: tuple[tuple[str, ...], ...] = (
     ("train", "--mesh.data", "3", "--mesh.fsdp", "-1"), ("evaluate", "--run-dir", "."), ("evaluate", "--max-batches", "-2"),
     ("evaluate", "--piece", "0"), ("evaluate", "--step", "x"), ("generate", "--run-dir", "none"), ("generate", "--prompt", ""),
     ("generate", "--prompt", "\udcff"), ("generate", "--seed", "-1"), ("generate", "--temperature", "nan"),
-    ("generate", "--top-p", "2"), ("generate", "--max-tokens", "0"), ("info", "--preset"), ("info", "--size", "1"),
+    ("generate", "--top-p", "2"), ("generate", "--max-tokens", "0"), ("generate", "--min-p", "0"),
+    ("generate", "--repetition-penalty", "inf"), ("generate", "--samples", "0"), ("generate", "--stop", ""),
+    ("generate", "--prompt-file", "none"), ("generate", "--memory", "none"), ("generate", "--memory", "text.txt"),
+    ("generate", "--save-memory", "."), ("generate", "--save-memory", "none/a"), ("info", "--preset"), ("info", "--size", "1"),
     ("info", "--batch-size", "0"), ("info", "--plan", "v9:1"), ("info", "--plan", ""), ("info", "--mesh.data", "2"),
     ("info", "--sequence-length", "-4"), ("info", "--implementation", "x"),
 )  # fmt: skip
