@@ -13,7 +13,7 @@ from flax import nnx
 from atlasjax import cli, memory
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.generate import SamplingConfig, context, generate, load_context, read, save_context, stream
-from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
+from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig, state_bytes
 from atlasjax.nn.caching import CachingConfig
 from atlasjax.train import TrainConfig
 from atlasjax.train.load import LoadedRun
@@ -203,7 +203,8 @@ def test_command(whole, command, tmp_path):
 
     code, printed, _ = command("--prompt-file", "book.txt", "--save-memory", "book.memory", "--prompt", "")
     book = read(model(), ids(BOOK))
-    keys_and_values = 2 * 2 * len(BOOK) * CONFIG.dim * 4 + 3 * 4  # of two layers; and the positions
+    twin = dataclasses.replace(CONFIG, mixer="attention", positions="none", max_positions=None)
+    keys_and_values = state_bytes(twin, length=len(BOOK)) - 2 * 4  # without each layer's number of tokens
     sizes = (
         f"12 tokens in {book.num_bytes:,} bytes; keys and values of attention of this shape: {keys_and_values:,} bytes"
     )

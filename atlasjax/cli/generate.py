@@ -13,7 +13,7 @@ import tyro
 from atlasjax import storage
 from atlasjax.cli.parsing import parse
 from atlasjax.generate import Context, SamplingConfig, TextStream, load_context, read, save_context, stream
-from atlasjax.nn import ModelConfig, state_bytes
+from atlasjax.nn import ModelConfig
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.load import load_run
 
@@ -133,8 +133,8 @@ def _text(file: storage.AnyPath) -> str:
 def _size_line(config: ModelConfig, context: Context) -> str:
     """What a context takes, beside attention of the same shape."""
     count = int(context.num_tokens.max())
-    twin = dataclasses.replace(config, mixer="attention", mixer_options="{}")
-    attention = state_bytes(twin, length=count)
+    per_token = config.num_layers * config.num_heads * (config.resolved_head_dim + config.value_dim)
+    attention = count * per_token * np.dtype(config.dtype).itemsize
     return f"{count:,} tokens in {context.num_bytes:,} bytes; keys and values of attention of this shape: {attention:,} bytes"
 
 
