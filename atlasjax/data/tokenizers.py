@@ -138,7 +138,8 @@ class BpeTokenizer:
                 f"The tokenizer {name!r} has {len(ids)} tokens and ids up to {max(ids, default=0)}; ids should be below {_MAX_IDS} "
                 "times the number of tokens."
             )
-        self.fingerprint = _fingerprint("bpe", self._tokenizer.to_str().encode())  # after the check, since it writes every id
+        # After the check, because it writes every id out.
+        self.fingerprint = _fingerprint("bpe", self._tokenizer.to_str().encode())
         self.vocab_size: int = 1 + max(ids)  # some ids may be unused
         self.bytes_per_token = np.zeros(self.vocab_size, np.int32)
         for token, i in self._tokenizer.get_vocab().items():
