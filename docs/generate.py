@@ -47,6 +47,7 @@ PUBLIC: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("Gated DeltaNet", "gated_deltanet", {"hidden_size": 2048, "num_heads": 6, "head_dim": 256}),
     ("DeltaNet (1.3B)", "delta_net", {"hidden_size": 2048, "num_heads": 16}),
     ("GLA (1.3B)", "gla", {"hidden_size": 2048, "num_heads": 4}),
+    ("RWKV-7", "rwkv7", {"hidden_size": 2048, "head_dim": 64}),
 )
 
 
@@ -441,6 +442,7 @@ def weights_tensors() -> str:
             names = (row.peer,) if isinstance(row.peer, str) else row.peer
             part = "" if row.rows is None else f"[{row.rows[0]}:{row.rows[1]}]"
             tensor = " or ".join(f"`{name.format(n='N')}{part}`" for name in names)
+            tensor += f", N ≥ {row.first}" if row.first else ""
             index = ", ".join("…" if i is ... else _slice(i) for i in row.part)
             ours = f"`{row.ours}{f'[{index}]' if index else ''}`" + (" again" if row.copy else "")
             lines.append((title, tensor, ours, f"`{row.pattern}`"))

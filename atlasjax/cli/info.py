@@ -96,7 +96,7 @@ def _given(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-_FFNS = {"swiglu": "SwiGLU", "gelu": "GELU"}
+_FFNS = {"swiglu": "SwiGLU", "gelu": "GELU", "channel_mixing": "channel mixing"}
 
 
 def _sizes(config: TrainConfig) -> dict[str, str]:

@@ -20,7 +20,7 @@ from atlasjax.data.config import DataConfig
 from atlasjax.data.tokenizers import Tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import parameter_shardings
-from atlasjax.interop import fla, mamba, table, tensors
+from atlasjax.interop import fla, mamba, rwkv7, table, tensors
 from atlasjax.interop.family import Family
 from atlasjax.interop.tensors import listed
 from atlasjax.names import lookup
@@ -34,7 +34,7 @@ from atlasjax.train.load import load_run
 
 FAMILIES = (
     mamba.MAMBA2_TRANSFORMERS, mamba.MAMBA2_MAMBA_SSM, mamba.MAMBA_TRANSFORMERS, mamba.MAMBA_MAMBA_SSM,
-    fla.GATED_DELTANET, fla.DELTANET, fla.GLA,
+    fla.GATED_DELTANET, fla.DELTANET, fla.GLA, rwkv7.RWKV7,
 )  # fmt: skip
 """The families that can be imported and exported. A run that was not imported is exported as the first one of its mixer."""
 

@@ -28,6 +28,7 @@ class Row:
       rows: start and end of the part of the peer's tensor, on its first axis. None: the whole tensor.
       part: index of the part of our array. Empty: the whole array.
       copy: the tensor repeats a parameter that another row has, and may be missing.
+      first: number of the first layer that has the tensor. Our parameter of the layers before it has no effect and becomes zero.
     """
 
     peer: str | tuple[str, ...]
@@ -36,6 +37,7 @@ class Row:
     rows: tuple[int, int] | None = None
     part: Index = ()
     copy: bool = False
+    first: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,17 +70,18 @@ def pieces(rows: Iterable[Row], config: ModelConfig, shapes: Mapping[str, tuple[
       ValueError: the rows do not cover every parameter exactly once, which is a mistake in the table.
     """
     found = []
+    covered: dict[str, int] = dict.fromkeys(shapes, 0)
     for row in rows:
         names = (row.peer,) if isinstance(row.peer, str) else row.peer
         for path, layer, n in _places(row.ours, config):
             index = (*layer, *row.part)
             shape = np.broadcast_to(np.empty(()), shapes[path])[index].shape
+            covered[path] += 0 if row.copy else math.prod(shape)
+            if n < row.first:
+                continue
             found.append(
                 Piece(tuple(x.format(n=n) for x in names), path, index, shape, row.pattern, row.rows, row.copy)
             )
-    covered: dict[str, int] = dict.fromkeys(shapes, 0)
-    for piece in found:
-        covered[piece.path] += 0 if piece.copy else math.prod(piece.shape)
     wrong = [path for path, size in covered.items() if size != math.prod(shapes[path])]
     if wrong:
         raise ValueError(f"the table does not cover {', '.join(wrong)} exactly.")
@@ -135,7 +138,7 @@ def our_array(shape: tuple[int, ...], own: Iterable[Piece], read: Callable[[Piec
       own: its pieces.
       read: gives the part of the peer's tensor that belongs to a piece.
     """
-    array = np.empty(shape, np.float32)
+    array = np.zeros(shape, np.float32)  # what no layer has stays zero
     for piece in own:
         array[piece.index] = layout.to_ours(piece.pattern, read(piece), piece.shape)
     return array

@@ -14,13 +14,14 @@ from atlasjax.nn.config import (
     MemorizingConfig,
     MemoryConfig,
     ModelConfig,
+    RWKV7Config,
     SSMConfig,
 )
 from atlasjax.nn.elastic import BlockMixer, ElasticMixer
 from atlasjax.nn.gam import GAMMixer
 from atlasjax.nn.gates import GateProjection
 from atlasjax.nn.hybrids import MACMixer, MAGMixer, MALMixer
-from atlasjax.nn.layers import GELU, CausalConv, LayerNorm, Linear, RMSNorm, SwiGLU
+from atlasjax.nn.layers import GELU, CausalConv, ChannelMixing, LayerNorm, Linear, RMSNorm, SwiGLU
 from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixer, MemoryMixerState
 from atlasjax.nn.mixers import MIXERS, Mixer
 from atlasjax.nn.model import LanguageModel, PositionedCache
@@ -37,6 +38,7 @@ __all__ = [
     "BlockMixer",
     "BlockRecurrenceConfig",
     "CausalConv",
+    "ChannelMixing",
     "ElasticConfig",
     "ElasticMixer",
     "GAMConfig",
@@ -60,6 +62,7 @@ __all__ = [
     "ModelConfig",
     "PositionedCache",
     "RMSNorm",
+    "RWKV7Config",
     "SSMConfig",
     "SlidingWindowMixer",
     "SwiGLU",

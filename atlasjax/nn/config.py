@@ -90,6 +90,38 @@ class HeadNormConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RWKV7Config:
+    """RWKV-7's time mixing (mixer "rwkv7").
+
+    Attributes:
+      value_residual: whether each layer mixes its values with those of the first layer, v + σ(x_v A B + b) ⊙ (v_first − v), as
+        published. The first layer of the model must have this mixer; its own A, B and b have no effect.
+      decay_rank, rate_rank, gate_rank, value_rank: ranks of the low-rank products for decay, removal rate, output gate and value
+        residual, ≥ 1. None: 2.5, 2.5, 5 and 1.7 times √dim (all but the gate's also times head_dim / 64), as a multiple of 32.
+      norm_eps: added to the variance in the norm of the heads' outputs, times head_dim; > 0.
+      key_eps: added to the squared length of the removal key, > 0. 1e-24 is max(‖κ‖, 1e-12) in float32.
+
+    Raises:
+      ValueError: a field is out of range.
+    """
+
+    value_residual: bool = False
+    decay_rank: int | None = None
+    rate_rank: int | None = None
+    gate_rank: int | None = None
+    value_rank: int | None = None
+    norm_eps: float = 1e-5
+    key_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check.boolean("RWKV7Config", "value_residual", self.value_residual)
+        ranks = ("decay_rank", "rate_rank", "gate_rank", "value_rank")
+        check.integers(self, dict.fromkeys(ranks, 1), ranks)
+        for name in ("norm_eps", "key_eps"):
+            check.number("RWKV7Config", name, getattr(self, name), above=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only language model: embedding, layers of (mixer, feed-forward network), norm, head.
 
@@ -104,21 +136,25 @@ class ModelConfig:
         layers are Mamba and odd layers are attention. The length of the tuple must divide num_layers. Name a mixer of your own
         "package.module:Class", or pass the class itself, which is stored under that name.
       mixer_options: keyword arguments for your own mixers, a JSON object as text. A dictionary is converted to text.
-      ffn: the feed-forward network after the mixer: "swiglu", without biases; "gelu", two projections with biases; or "none".
+      ffn: the feed-forward network after the mixer: "swiglu", without biases; "gelu", two projections with biases;
+        "channel_mixing", RWKV-7's, with a token shift; or "none".
       block: "pre_norm": x + f(norm(x)); or "bare": f(x), without norm and residual, which requires ffn="none".
       memory: the memory of the mixers that have one ("memory", "mac", "mag", "mal").
       attention: the attention of the mixers that have it.
       ssm: sizes of the state space models.
       head_norm: the norm of the heads' outputs in the recurrent mixers with heads.
+      rwkv7: the mixer of that name.
       block_attention, elastic, memorizing, infini, melodi, block_recurrence, gam: config of the mixer of that name.
       norm: norm of the residual stream, "rms" or "layer" (with a bias). Norms inside mixers follow their papers.
+      embedding_norm: whether such a norm is also applied to the embeddings, as in RWKV.
       positions: "none", or "learned": a table of max_positions entries that is added to the embedding. Longer sequences raise an
         error, and the logits of a stream beyond the table are NaN.
       max_positions: number of learned positions, ≥ 1. None with positions="none".
       dropout: dropout rate in [0, 1) for embeddings and feed-forward outputs. It applies only where dropout keys are given, as in
         training, and never in evaluation or decoding.
       conv_width: taps of the causal convolutions. 1 is a gain per channel.
-      mlp_dim: hidden width of the feed-forward network. None: 8/3 dim, rounded up to a multiple of 128; 4 dim for "gelu".
+      mlp_dim: hidden width of the feed-forward network. None: 8/3 dim, rounded up to a multiple of 128; 4 dim for "gelu" and
+        "channel_mixing".
       tie_embeddings: whether the head is the transposed embedding.
       norm_eps: added to the mean square in every norm.
       dtype: dtype of activations and matmul inputs, "bfloat16" or "float32". Parameters, gates, memories, norm statistics and
@@ -137,12 +173,13 @@ class ModelConfig:
     value_expansion: int = 1
     mixer: str | tuple[str, ...] = "memory"
     mixer_options: str = "{}"
-    ffn: Literal["swiglu", "gelu", "none"] = "swiglu"
+    ffn: Literal["swiglu", "gelu", "channel_mixing", "none"] = "swiglu"
     block: Literal["pre_norm", "bare"] = "pre_norm"
     memory: MemoryConfig = MemoryConfig()
     attention: AttentionConfig = AttentionConfig()
     ssm: SSMConfig = SSMConfig()
     head_norm: HeadNormConfig = HeadNormConfig()
+    rwkv7: RWKV7Config = RWKV7Config()
     block_attention: BlockAttentionConfig = BlockAttentionConfig()
     elastic: ElasticConfig = ElasticConfig()
     memorizing: MemorizingConfig = MemorizingConfig()
@@ -151,6 +188,7 @@ class ModelConfig:
     block_recurrence: BlockRecurrenceConfig = BlockRecurrenceConfig()
     gam: GAMConfig = GAMConfig()
     norm: Literal["rms", "layer"] = "rms"
+    embedding_norm: bool = False
     positions: Literal["none", "learned"] = "none"
     max_positions: int | None = None
     dropout: float = 0.0
@@ -179,7 +217,7 @@ class ModelConfig:
             raise ValueError(
                 f"ModelConfig: positions={self.positions!r} needs max_positions to be {need}, got {self.max_positions!r}."
             )
-        for name in ("tie_embeddings", "remat"):
+        for name in ("tie_embeddings", "embedding_norm", "remat"):
             check.boolean("ModelConfig", name, getattr(self, name))
         for name, kind in _PARTS.items():
             check.instance("ModelConfig", name, getattr(self, name), kind)
@@ -226,12 +264,21 @@ class ModelConfig:
         """Hidden width of the feed-forward network."""
         if self.mlp_dim is not None:
             return self.mlp_dim
-        return 4 * self.dim if self.ffn == "gelu" else -(-8 * self.dim // (3 * 128)) * 128
+        return 4 * self.dim if self.ffn in ("gelu", "channel_mixing") else -(-8 * self.dim // (3 * 128)) * 128
 
     @property
     def resolved_dt_rank(self) -> int:
         """Rank of the step-size projection of Mamba and Longhorn."""
         return -(-self.dim // 16) if self.ssm.dt_rank is None else self.ssm.dt_rank
+
+    @property
+    def resolved_rwkv7(self) -> RWKV7Config:
+        """`rwkv7` with the published ranks in place of None."""
+        size = self.resolved_head_dim / 64
+        factors = {"decay_rank": 2.5 * size, "rate_rank": 2.5 * size, "gate_rank": 5.0, "value_rank": 1.7 * size}
+        ranks = {name: max(32, round(factor * self.dim**0.5 / 32) * 32) for name, factor in factors.items()}
+        given = {name: getattr(self.rwkv7, name) for name in ranks}
+        return dataclasses.replace(self.rwkv7, **{name: given[name] or ranks[name] for name in ranks})
 
     @property
     def output_scale(self) -> float:
@@ -246,6 +293,7 @@ _PARTS = {
     "attention": AttentionConfig,
     "ssm": SSMConfig,
     "head_norm": HeadNormConfig,
+    "rwkv7": RWKV7Config,
     "block_attention": BlockAttentionConfig,
     "elastic": ElasticConfig,
     "memorizing": MemorizingConfig,
@@ -256,7 +304,7 @@ _PARTS = {
 }
 _CHOICES = {
     "dtype": ("bfloat16", "float32"),
-    "ffn": ("swiglu", "gelu", "none"),
+    "ffn": ("swiglu", "gelu", "channel_mixing", "none"),
     "block": ("pre_norm", "bare"),
     "norm": ("rms", "layer"),
     "positions": ("none", "learned"),

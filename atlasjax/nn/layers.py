@@ -130,6 +130,48 @@ class GELU(nnx.Module):
         return self.out(jax.nn.gelu(self.wide(x), approximate=False))
 
 
+class ChannelMixing(nnx.Module):
+    """RWKV-7's feed-forward network (Peng et al. 2025), relu(x' W)² W_out without biases, whose input is shifted:
+
+        x'_t = x_t + μ ⊙ (x_{t−1} − x_t)
+
+    Initially μ is that of the middle layer of the published ones: 1 − (channel / dim)^{1/16}.
+
+    Args:
+      dim: width of input and output.
+      hidden: hidden width.
+      out_scale: initial scale of W_out relative to fan-in.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, dim: int, hidden: int, *, out_scale: float = 1.0, rngs: nnx.Rngs):
+        self.shift = param(1.0 - (jnp.arange(dim) / dim) ** 0.5**4, "embed")
+        self.wide = Linear((dim, hidden), ("embed", "mlp"), rngs=rngs)
+        self.out = Linear((hidden, dim), ("mlp", "embed"), scale=out_scale, rngs=rngs)
+
+    def init_state(self, batch_size: int, dtype: jnp.dtype) -> jax.Array:
+        """The input before the first token: zeros [batch, 1, dim]."""
+        return jnp.zeros((batch_size, 1, self.shift[...].shape[0]), dtype)
+
+    def __call__(
+        self, x: jax.Array, state: jax.Array, segment_ids: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """[batch, time, dim] → [batch, time, dim], dtype of x, and the next state, which is the last token's x."""
+        shifted = x + (previous(x, state, segment_ids) - x) * self.shift[...].astype(x.dtype)
+        return self.out(jnp.square(jax.nn.relu(self.wide(shifted)))), x[:, -1:]
+
+
+def previous(x: jax.Array, first: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """The token before each one: x_{t−1}, and `first` [batch, 1, dim] at the start; zeros where another segment starts."""
+    before = jnp.concatenate([first, x[:, :-1]], axis=1)
+    return before if segment_ids is None else jnp.where(segment_starts(segment_ids)[..., None], 0.0, before)
+
+
+def segment_starts(segment_ids: jax.Array) -> jax.Array:
+    """[batch, time] → boolean: where a segment starts, except the first one of a row, which continues from the state."""
+    return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+
+
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
     """Sets each element to zero with probability `rate` and divides the others by 1 − rate (Srivastava et al. 2014).
 

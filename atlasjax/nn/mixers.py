@@ -60,13 +60,36 @@ class ObservedMixer(Mixer, Protocol):
         [batch, heads], without gradient, or None if this memory has no such size."""
 
 
+@runtime_checkable
+class FirstValuesMixer(Mixer, Protocol):
+    """A mixer that may use the values of the model's first layer: its `__call__` and `extend` also take `first`."""
+
+    def first_values(self, x: jax.Array, state: Any, segment_ids: jax.Array | None) -> jax.Array | None:
+        """The values of the tokens x if this is the first layer, [batch, time, …]; None if no layer uses them.
+
+        Args:
+          x: the layer input.
+          state: as for `extend`. None: that before the first token.
+          segment_ids: as for `__call__`.
+        """
+
+
+def with_first(mixer: Mixer, first: jax.Array | None) -> dict[str, jax.Array]:
+    """The argument `first` for a mixer that takes it."""
+    return {"first": first} if first is not None and isinstance(mixer, FirstValuesMixer) else {}
+
+
 def observe(
-    mixer: Mixer, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None
+    mixer: Mixer,
+    x: jax.Array,
+    segment_ids: jax.Array | None,
+    max_segments: int | None,
+    first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """A mixer's output for whole sequences, and the size of its memory [batch, heads], or None if there is none to monitor."""
     if isinstance(mixer, ObservedMixer):
         return mixer.observe(x, segment_ids, max_segments)
-    return mixer(x, segment_ids, max_segments), None
+    return mixer(x, segment_ids, max_segments, **with_first(mixer, first)), None
 
 
 MIXERS: dict[str, type] = {

@@ -1,6 +1,5 @@
 """The language model: stacked layers run by `lax.scan`, in parallel over the sequence or streaming."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,131 +11,10 @@ from atlasjax.memory.check import ARRAYS, check_ids
 from atlasjax.mesh_axes import HEAD_AXES
 from atlasjax.mixers.attention import segment_positions
 from atlasjax.nn.config import ModelConfig
-from atlasjax.nn.layers import GELU, LayerNorm, Linear, RMSNorm, SwiGLU, dropout
-from atlasjax.nn.mixers import make_mixer, observe
+from atlasjax.nn.layers import Linear, dropout
 from atlasjax.nn.parameters import normal, param
 from atlasjax.nn.partition import read_table, split_batch
-
-Norms = tuple[jax.Array | None, ...]  # each layer's `memory_norm`
-
-_NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
-_FFNS: dict[str, type[SwiGLU | GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
-
-
-def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    return _NORMS[config.norm]((config.dim,), ("embed",), config.norm_eps)
-
-
-class Layer(nnx.Module):
-    """x + mixer(norm(x)), then x + ffn(norm(x)). The config may drop the second part (`ffn`), or norm and residual (`block`).
-
-    Args:
-      config: the model's config.
-      mixer: name of the mixer.
-      rngs: source of the initial values.
-    """
-
-    def __init__(self, config: ModelConfig, mixer: str, *, rngs: nnx.Rngs):
-        self.remat, self.dropout = config.remat, config.dropout
-        self.mixer_norm = None if config.block == "bare" else _norm(config)
-        self.mixer = make_mixer(mixer, config, rngs=rngs)
-        ffn = _FFNS.get(config.ffn)
-        self.mlp_norm = None if ffn is None else _norm(config)
-        scale = config.output_scale
-        self.mlp = None if ffn is None else ffn(config.dim, config.resolved_mlp_dim, out_scale=scale, rngs=rngs)
-
-    def __call__(
-        self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
-    ) -> jax.Array:
-        """[batch, time, dim] → [batch, time, dim]. `dropout_keys`: see `LanguageModel.__call__`."""
-        return self.observe(x, segment_ids, max_segments, dropout_keys)[0]
-
-    def observe(
-        self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
-    ) -> tuple[jax.Array, Norms]:
-        """Like `__call__`, and also returns the memory size from `mixers.observe`, as a tuple of one."""
-        graphdef, params = nnx.split(self, nnx.Param)
-
-        def run(params: Any, x: jax.Array, keys: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-            layer = nnx.merge(graphdef, params)
-            return layer._around(lambda y: observe(layer.mixer, y, segment_ids, max_segments), x, keys)
-
-        # prevent_cse is not needed: the layer is the body of a scan, where XLA cannot merge it with its recomputation.
-        x, norm = (jax.checkpoint(run, prevent_cse=False) if self.remat else run)(params, x, dropout_keys)
-        return x, (norm,)
-
-    def init_state(self, batch_size: int, max_length: int | None) -> Any:
-        """The mixer's state before the first token."""
-        return self.mixer.init_state(batch_size, max_length)
-
-    def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """The output for the next piece of a sequence, and the mixer's next state."""
-        return self._around(lambda y: self.mixer.extend(y, state), x)
-
-    def _around(
-        self, mix: Callable[[jax.Array], tuple[jax.Array, Any]], x: jax.Array, keys: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
-        if self.mixer_norm is None:
-            return mix(x)
-        y, state = mix(self.mixer_norm(x))
-        x = x + y
-        if self.mlp is not None and self.mlp_norm is not None:
-            x = x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, keys)
-        return x, state
-
-
-class Pattern(nnx.Module):
-    """One repetition of a pattern: consecutive layers with different mixers, used in place of a `Layer`."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.size = len(config.pattern)
-        for i, mixer in enumerate(config.pattern):
-            setattr(self, f"layer_{i}", Layer(config, mixer, rngs=rngs))
-
-    def observe(
-        self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
-    ) -> tuple[jax.Array, Norms]:
-        """Like `Layer.observe`, with the memory size of each layer of the pattern."""
-        norms: Norms = ()
-        for i, layer in enumerate(self._layers()):
-            keys = None if dropout_keys is None else jax.vmap(lambda key, i=i: jax.random.fold_in(key, i))(dropout_keys)
-            x, norm = layer.observe(x, segment_ids, max_segments, keys)
-            norms += norm
-        return x, norms
-
-    def init_state(self, batch_size: int, max_length: int | None) -> Any:
-        """A tuple of the mixers' states before the first token."""
-        return tuple(layer.init_state(batch_size, max_length) for layer in self._layers())
-
-    def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """The output for the next piece of a sequence, and the mixers' next states."""
-        states = []
-        for layer, before in zip(self._layers(), state, strict=True):
-            x, after = layer.extend(x, before)
-            states.append(after)
-        return x, tuple(states)
-
-    def _layers(self) -> list[Layer]:
-        return [getattr(self, f"layer_{i}") for i in range(self.size)]
-
-
-def _stack_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer | Pattern:
-    """All layers as one `Layer`, or all repetitions as one `Pattern`. Every parameter gets a leading axis "layers"."""
-
-    def make(key: jax.Array) -> Layer | Pattern:
-        rngs = nnx.Rngs(params=key)
-        return Layer(config, config.pattern[0], rngs=rngs) if len(config.pattern) == 1 else Pattern(config, rngs=rngs)
-
-    one = nnx.eval_shape(lambda: make(jax.random.key(0)))
-    init = lambda key: nnx.split(make(key), nnx.Param)[1]
-    keys = jax.random.split(rngs.params(), config.num_layers // len(config.pattern))
-    # One compilation instead of one per array, even if the model is created outside jit.
-    stacked = jax.jit(lambda keys: jax.lax.map(init, keys))(keys)
-    layers = nnx.merge(nnx.split(one, nnx.Param)[0], stacked)
-    for _, variable in nnx.iter_graph(layers):
-        if isinstance(variable, nnx.Param):
-            variable.set_metadata(logical_axes=("layers", *variable.get_metadata("logical_axes")))
-    return layers
+from atlasjax.nn.stack import Norms, first_values, make_norm, stack_layers
 
 
 class PositionedCache(NamedTuple):
@@ -173,8 +51,9 @@ class LanguageModel(nnx.Module):
         self.embedding = param(normal(rngs, (config.vocab_size, config.dim), scale), "vocab", "embed")
         table = lambda size: param(normal(rngs, (size, config.dim), scale), None, "embed")
         self.positions = None if config.max_positions is None else table(config.max_positions)
-        self.layers = _stack_layers(config, rngs)
-        self.norm = _norm(config)
+        self.embedding_norm = make_norm(config) if config.embedding_norm else None
+        self.layers = stack_layers(config, rngs)
+        self.norm = make_norm(config)
         if config.tie_embeddings:
             self.head = None
         else:
@@ -251,12 +130,14 @@ class LanguageModel(nnx.Module):
         graphdef, params = nnx.split(self.layers, nnx.Param)
         keys, layer_keys = self._dropout_keys(tokens, dropout_keys)
 
+        x = dropout(self._embed(tokens, self._positions(tokens, segment_ids)), self.config.dropout, keys)
+        first = first_values(graphdef, params, x, None, segment_ids)
+
         def layer(x: jax.Array, xs: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Norms]:
             params, keys = xs
-            return nnx.merge(graphdef, params).observe(x, segment_ids, max_segments, keys)
+            return nnx.merge(graphdef, params).observe(x, segment_ids, max_segments, keys, first)
 
-        x = self._embed(tokens, self._positions(tokens, segment_ids))
-        x, norms = jax.lax.scan(layer, dropout(x, self.config.dropout, keys), (params, layer_keys))
+        x, norms = jax.lax.scan(layer, x, (params, layer_keys))
         return self.norm(x), norms
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -304,16 +185,21 @@ class LanguageModel(nnx.Module):
             raise ValueError(f"extend: tokens has shape {tokens.shape}, but the cache has batch size {batch}.")
         graphdef, params = nnx.split(self.layers, nnx.Param)
 
-        def layer(x: jax.Array, xs: tuple[Any, Any]) -> tuple[jax.Array, Any]:
-            params, state = xs
-            return nnx.merge(graphdef, params).extend(x, state)
+        def run(x: jax.Array, states: Any) -> tuple[jax.Array, Any]:
+            first = first_values(graphdef, params, x, states, None)
+
+            def layer(x: jax.Array, xs: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+                params, state = xs
+                return nnx.merge(graphdef, params).extend(x, state, first)
+
+            return jax.lax.scan(layer, x, (params, states))
 
         time = tokens.shape[1]
         if self.positions is None:
-            x, cache = jax.lax.scan(layer, self._embed(tokens, None), (params, cache))
+            x, cache = run(self._embed(tokens, None), cache)
         else:
             position = cache.position[0, :, None] + jnp.arange(time)
-            x, layers = jax.lax.scan(layer, self._embed(tokens, position), (params, cache.layers))
+            x, layers = run(self._embed(tokens, position), cache.layers)
             cache = PositionedCache(layers, cache.position + time)
         return self.logits(self.norm(x)), cache
 
@@ -339,7 +225,8 @@ class LanguageModel(nnx.Module):
         if self.positions is not None:
             table = read_table(self.positions[...])
             x = x + table.at[position].get(mode="fill", fill_value=jnp.nan)  # beyond the table: NaN
-        return split_batch(x.astype(self.dtype))
+        x = x.astype(self.dtype)
+        return split_batch(x if self.embedding_norm is None else self.embedding_norm(x))
 
     def _dropout_keys(
         self, tokens: jax.Array, dropout_keys: jax.Array | None

@@ -66,7 +66,7 @@ def compiled(name: str, length: int, settings: Settings) -> tuple[Any, tuple[Any
     from flax import nnx
 
     from atlasjax.nn import AttentionMixer
-    from atlasjax.nn.model import Layer
+    from atlasjax.nn.stack import Layer
 
     class WholeAttention(AttentionMixer):
         """Attention that keeps all weights, [batch, heads, time, time]."""
@@ -87,7 +87,8 @@ def compiled(name: str, length: int, settings: Settings) -> tuple[Any, tuple[Any
     shape = (settings.batch_size, length, settings.dim)
 
     def loss(params: Any, x: jax.Array, weights: jax.Array) -> jax.Array:
-        return jnp.sum(nnx.merge(graphdef, params)(x, None, None, None).astype(jnp.float32) * weights)
+        y, _ = nnx.merge(graphdef, params).observe(x, None, None, None, None)
+        return jnp.sum(y.astype(jnp.float32) * weights)
 
     shapes = (params, jax.ShapeDtypeStruct(shape, settings.dtype), jax.ShapeDtypeStruct(shape, jnp.float32))
     return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile(), shapes

@@ -71,6 +71,18 @@ MODELS = {
          "norm_eps": 0.01},
         1, 6, 3,
     ),
+    "rwkv7": (
+        "fla.models", "RWKV7",
+        {"hidden_size": 32, "head_dim": 16, "num_hidden_layers": 3, "vocab_size": 300, "decay_low_rank_dim": 8,
+         "a_low_rank_dim": 6, "gate_low_rank_dim": 10, "v_low_rank_dim": 4},
+        2, 13, 4,
+    ),
+    "rwkv7, unfused norms": (
+        "fla.models", "RWKV7",
+        {"hidden_size": 24, "head_dim": 8, "num_hidden_layers": 2, "vocab_size": 257, "decay_low_rank_dim": None,
+         "fuse_norm": False, "norm_eps": 0.01, "intermediate_size": 40, "tie_word_embeddings": True},
+        1, 6, 3,
+    ),
 }  # fmt: skip
 
 

@@ -81,6 +81,30 @@ def _convolutions(key, value):
     return {"q_conv1d.weight": (key, 1, 4), "k_conv1d.weight": (key, 1, 4), "v_conv1d.weight": (value, 1, 4)}
 
 
+def _rwkv7(dim=12, heads=3, vocab=260, layers=2, wide=20, ranks=None):
+    ranks = ranks or {"w": 5, "a": 4, "g": 6, "v": 3}
+    norm = lambda name, size=dim: {f"{name}.weight": (size,), f"{name}.bias": (size,)}
+    shapes = {"model.embeddings.weight": (vocab, dim)} | norm("model.norm") | norm("model.layers.0.pre_norm")
+    for n in range(layers):
+        low = {
+            f"attn.{x}_lora.lora.{part}": shape
+            for x, rank in ranks.items()
+            for part, shape in (("0.weight", (rank, dim)), ("2.weight", (dim, rank)), ("2.bias", (dim,)))
+            if (n > 0 or x != "v") and (x != "g" or part != "2.bias")
+        }
+        shapes |= {
+            f"model.layers.{n}.{name}": shape
+            for name, shape in {
+                **norm("attn_norm"), **norm("ffn_norm"), **norm("attn.g_norm"), **low,
+                **{f"attn.x_{x}": (1, 1, dim) for x in "rwkvag"},
+                **{f"attn.{x}_proj.weight": (dim, dim) for x in "rkvo"},
+                "attn.k_k": (dim,), "attn.k_a": (dim,), "attn.r_k": (heads, dim // heads),
+                "ffn.x_k": (dim,), "ffn.key.weight": (wide, dim), "ffn.value.weight": (dim, wide),
+            }.items()
+        }  # fmt: skip
+    return shapes | {"lm_head.weight": (vocab, dim)}
+
+
 _FLA = {
     "hidden_size": 12,
     "num_hidden_layers": 2,
@@ -140,6 +164,12 @@ PEERS = {
             | {"gk_proj.1.weight": (6, 16), "gk_proj.1.bias": (6,)},
             tied=False,
         ),
+    ),
+    "rwkv7": (
+        {"model_type": "rwkv7", "hidden_size": 12, "num_hidden_layers": 2, "head_dim": 4, "num_heads": 3,
+         "value_dim": [12, 12], "intermediate_size": 20, "vocab_size": 260, "decay_low_rank_dim": 5, "a_low_rank_dim": 4,
+         "gate_low_rank_dim": 6, "v_low_rank_dim": 3, "norm_eps": 1e-5, "norm_first": True, "fuse_norm": True, "attn": None},
+        _rwkv7(),
     ),
 }  # fmt: skip
 

@@ -29,6 +29,7 @@ def files(folder):
         ("mamba2", "F32", 3), pytest.param("mamba2 tied", "BF16", 1, marks=pytest.mark.slow),
         ("mamba2 of mamba_ssm", "F16", 1), ("mamba", "BF16", 2),
         ("mamba of mamba_ssm", "F32", 1), ("gated_deltanet", "BF16", 2), ("delta_net", "F32", 1), ("gla", "F32", 1),
+        ("rwkv7", "BF16", 2),
     ],
 )  # fmt: skip
 def test_round_trip_is_exact(tmp_path, name, dtype, count):
@@ -45,7 +46,8 @@ def test_round_trip_is_exact(tmp_path, name, dtype, count):
 
 # Every family is exported in the test above.
 @pytest.mark.parametrize(
-    "name", some_slow(["mamba2", "mamba tied", "gated_deltanet", "delta_net", "gla"], ["mamba2", "delta_net", "gla"])
+    "name",
+    some_slow(["mamba2", "mamba tied", "gated_deltanet", "delta_net", "gla", "rwkv7"], ["mamba2", "delta_net", "gla"]),
 )
 def test_a_run_of_our_own_can_be_exported(tmp_path, name):
     """Without what was imported beside it a run is like one that was trained here: its form follows from its config."""
@@ -96,6 +98,12 @@ TENSORS = [
         [HEAD, "should repeat", "embedding"],
     ),
     ("delta_net", lambda x: x.update({LAYERS[0]: x[LAYERS[0]].T.copy()}), [LAYERS[0], "(12, 6), should be (6, 12)"]),
+    ("rwkv7", without("model.layers.0.pre_norm.bias"), ["'model.layers.0.pre_norm.bias'", "missing"]),
+    (
+        "rwkv7",
+        lambda x: x.update({"model.layers.0.attn.v_lora.lora.2.bias": x["model.norm.bias"]}),
+        ["no tensors 'model.layers.0.attn.v_lora.lora.2.bias'"],
+    ),
     ("gla", lambda x: x.update({HEAD: x[HEAD].astype(np.int32)}), [HEAD, "is I32", "F32, F16, BF16"]),
     ("gla", lambda x: x.update({HEAD: x[HEAD].astype(np.float64)}), [HEAD, "is F64"]),
     (
@@ -139,6 +147,12 @@ CONFIGS = [
     ("delta_net", {"qk_norm": "sum"}, ["qk_norm is 'sum'", "'l2'"]),
     ("gla", {"expand_k": 0.3}, ["expand_k gives 1.8"]),
     ("gla", {"clamp_min": -1.0}, ["clamp_min is -1.0"]),
+    ("rwkv7", {"norm_bias": False}, ["norm_bias is False"]),
+    ("rwkv7", {"hidden_act": "relu"}, ["hidden_act is 'relu'", "'sqrelu'"]),
+    ("rwkv7", {"value_dim": [12, 24]}, ["value_dim is [12, 24]; it should be 12 or [12, 12]"]),
+    ("rwkv7", {"num_heads": 4}, ["num_heads is 4; it should be 3"]),
+    ("rwkv7", {"head_dim": 5, "num_heads": None}, ["head_dim is 5; it should divide hidden_size, 12"]),
+    ("rwkv7", {"attn": {"layers": [1]}}, ["attn is {'layers': [1]}"]),
 ]
 
 

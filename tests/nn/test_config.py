@@ -122,7 +122,7 @@ def test_overrides_reach_the_rule():
         (lambda: ModelConfig(melodi=InfiniConfig()), ["melodi", "MelodiConfig"]),
         (lambda: ModelConfig(gam={"slots": 3}), ["gam", "GAMConfig"]),
         (lambda: ModelConfig(value_expansion=0), ["value_expansion", "0"]),
-        (lambda: ModelConfig(ffn="relu"), ["ffn", "'swiglu' or 'gelu' or 'none'", "'relu'"]),
+        (lambda: ModelConfig(ffn="relu"), ["ffn", "'swiglu' or 'gelu' or 'channel_mixing' or 'none'", "'relu'"]),
         (lambda: ModelConfig(block="bare"), ["block='bare'", "ffn='none'", "'swiglu'"]),
         (lambda: ModelConfig(mixer=("memory",) * 3), ["pattern of 3", "num_layers=4"]),
         (lambda: ModelConfig(mixer=()), ["pattern of 0", "num_layers=4"]),

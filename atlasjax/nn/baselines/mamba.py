@@ -8,10 +8,10 @@ from flax import nnx
 
 from atlasjax.mixers import mamba
 from atlasjax.nn.attention import output_projection
-from atlasjax.nn.baselines.recurrent import RecurrentMixer, segment_starts
+from atlasjax.nn.baselines.recurrent import RecurrentMixer
 from atlasjax.nn.baselines.step_sizes import step_bias
 from atlasjax.nn.config import ModelConfig
-from atlasjax.nn.layers import CausalConv, Linear
+from atlasjax.nn.layers import CausalConv, Linear, segment_starts
 from atlasjax.nn.parameters import param
 
 

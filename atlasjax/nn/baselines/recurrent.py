@@ -44,7 +44,7 @@ class RecurrentMixer(nnx.Module):
         """The recurrence's state before the first token."""
         raise NotImplementedError
 
-    def project(self, x: jax.Array, inputs: Any, segment_ids: jax.Array | None) -> tuple[Any, Any]:
+    def project(self, x: jax.Array, inputs: Any, segment_ids: jax.Array | None, **more: Any) -> tuple[Any, Any]:
         """[batch, time, dim] → tokens, and the next `inputs`."""
         raise NotImplementedError
 
@@ -63,7 +63,7 @@ class RecurrentMixer(nnx.Module):
         return RecurrentState(self.start_inputs(batch_size, self.dtype), self.start_recurrence(batch_size))
 
     def __call__(
-        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
+        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None, **more: Any
     ) -> jax.Array:
         """Whole sequences from a fresh state: [batch, time, dim] → [batch, time, dim].
 
@@ -71,14 +71,15 @@ class RecurrentMixer(nnx.Module):
           x: the layer input, in the model's dtype.
           segment_ids: integers ≥ 0, [batch, time]. All state is reset where the id changes.
           max_segments: static bound on the number of segments in a row. Required under jit with `segment_ids`.
+          more: further arguments of `project`.
         """
-        tokens, _ = self.project(x, self.start_inputs(x.shape[0], x.dtype), segment_ids)
+        tokens, _ = self.project(x, self.start_inputs(x.shape[0], x.dtype), segment_ids, **more)
         y, _ = self.recur(tokens, None, segment_ids, max_segments)
         return self.output(y, tokens)
 
-    def extend(self, x: jax.Array, state: RecurrentState) -> tuple[jax.Array, RecurrentState]:
+    def extend(self, x: jax.Array, state: RecurrentState, **more: Any) -> tuple[jax.Array, RecurrentState]:
         """The output for the next piece of a sequence (time ≥ 1) and the next state."""
-        tokens, inputs = self.project(x, state.inputs, None)
+        tokens, inputs = self.project(x, state.inputs, None, **more)
         y, recurrence = self.recur(tokens, state.recurrence, None, None)
         return self.output(y, tokens), RecurrentState(inputs, recurrence)
 
@@ -213,8 +214,3 @@ class HeadProjections(nnx.Module):
 def float32_product(x: jax.Array, linear: Linear) -> jax.Array:
     """`linear(x)` in full float32, for gates. A TPU's default bfloat16 product is not accurate enough for a retention near 1."""
     return jnp.tensordot(x.astype(jnp.float32), linear.kernel[...], axes=1, precision=jax.lax.Precision.HIGHEST)
-
-
-def segment_starts(segment_ids: jax.Array) -> jax.Array:
-    """[batch, time] → boolean: where a segment starts, except the first one of a row, which continues from the state."""
-    return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))

@@ -7,8 +7,9 @@ from flax import nnx
 
 from atlasjax import memory, rules
 from atlasjax.mixers.rotary import rotate
-from atlasjax.nn.baselines.recurrent import HeadProjections, HeadsMixer, Tokens, segment_starts
+from atlasjax.nn.baselines.recurrent import HeadProjections, HeadsMixer, Tokens
 from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.layers import segment_starts
 
 
 class RetNetMixer(HeadsMixer):

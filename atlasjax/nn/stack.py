@@ -1,0 +1,211 @@
+"""The layers of a model: norm, mixer and feed-forward network with their residual stream, stacked so that `lax.scan` runs them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.layers import GELU, ChannelMixing, LayerNorm, RMSNorm, SwiGLU, dropout
+from atlasjax.nn.mixers import FirstValuesMixer, make_mixer, observe, with_first
+
+Norms = tuple[jax.Array | None, ...]  # each layer's `memory_norm`
+
+_NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
+_FFNS: dict[str, type[SwiGLU | GELU | ChannelMixing]] = {
+    "swiglu": SwiGLU,
+    "gelu": GELU,
+    "channel_mixing": ChannelMixing,
+}
+
+
+def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """A norm of the residual stream."""
+    return _NORMS[config.norm]((config.dim,), ("embed",), config.norm_eps)
+
+
+class LayerState(NamedTuple):
+    """The state of a layer whose feed-forward network has one; of other layers the mixer's state is the whole state."""
+
+    mixer: Any
+    mlp: jax.Array
+
+
+@runtime_checkable
+class _StatefulFFN(Protocol):
+    """A feed-forward network that sees earlier tokens: `__call__(x, state, segment_ids)` → (y, state)."""
+
+    def init_state(self, batch_size: int, dtype: jnp.dtype) -> jax.Array: ...
+
+
+class Layer(nnx.Module):
+    """x + mixer(norm(x)), then x + ffn(norm(x)). The config may drop the second part (`ffn`), or norm and residual (`block`).
+
+    Args:
+      config: the model's config.
+      mixer: name of the mixer.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, config: ModelConfig, mixer: str, *, rngs: nnx.Rngs):
+        self.remat, self.dropout, self.dtype = config.remat, config.dropout, jnp.dtype(config.dtype)
+        self.mixer_norm = None if config.block == "bare" else make_norm(config)
+        self.mixer = make_mixer(mixer, config, rngs=rngs)
+        ffn = _FFNS.get(config.ffn)
+        self.mlp_norm = None if ffn is None else make_norm(config)
+        scale = config.output_scale
+        self.mlp = None if ffn is None else ffn(config.dim, config.resolved_mlp_dim, out_scale=scale, rngs=rngs)
+
+    def observe(
+        self,
+        x: jax.Array,
+        segment_ids: jax.Array | None,
+        max_segments: int | None,
+        dropout_keys: jax.Array | None,
+        first: jax.Array | None,
+    ) -> tuple[jax.Array, Norms]:
+        """[batch, time, dim] → [batch, time, dim], and the memory size from `mixers.observe`, as a tuple of one.
+
+        `dropout_keys`: see `LanguageModel.__call__`. `first`: from the first layer's `first_values`.
+        """
+        graphdef, params = nnx.split(self, nnx.Param)
+
+        def run(params: Any, x: jax.Array, keys: jax.Array | None, first: jax.Array | None) -> tuple[jax.Array, Any]:
+            layer = nnx.merge(graphdef, params)
+            before = layer.mlp.init_state(x.shape[0], x.dtype) if isinstance(layer.mlp, _StatefulFFN) else None
+            mix = lambda y: observe(layer.mixer, y, segment_ids, max_segments, first)
+            return layer._around(mix, x, before, segment_ids, keys)[:2]
+
+        # prevent_cse is not needed: the layer is the body of a scan, where XLA cannot merge it with its recomputation.
+        x, norm = (jax.checkpoint(run, prevent_cse=False) if self.remat else run)(params, x, dropout_keys, first)
+        return x, (norm,)
+
+    def init_state(self, batch_size: int, max_length: int | None) -> Any:
+        """The state before the first token: the mixer's, or a `LayerState`."""
+        mixer = self.mixer.init_state(batch_size, max_length)
+        if isinstance(self.mlp, _StatefulFFN):
+            return LayerState(mixer, self.mlp.init_state(batch_size, self.dtype))
+        return mixer
+
+    def extend(self, x: jax.Array, state: Any, first: jax.Array | None) -> tuple[jax.Array, Any]:
+        """The output for the next piece of a sequence, and the next state. `first`: as for `observe`."""
+        mixer, before = state if isinstance(state, LayerState) else (state, None)
+        mix = lambda y: self.mixer.extend(y, mixer, **with_first(self.mixer, first))
+        x, mixer, after = self._around(mix, x, before)
+        return x, LayerState(mixer, after) if isinstance(state, LayerState) else mixer
+
+    @property
+    def has_first_values(self) -> bool:
+        """Whether the mixer has `first_values`."""
+        return isinstance(self.mixer, FirstValuesMixer)
+
+    def first_values(self, x: jax.Array, state: Any, segment_ids: jax.Array | None) -> jax.Array | None:
+        """The mixer's `FirstValuesMixer.first_values` of a piece of a sequence."""
+        mixer = state.mixer if isinstance(state, LayerState) else state
+        return self.mixer.first_values(x if self.mixer_norm is None else self.mixer_norm(x), mixer, segment_ids)
+
+    def _around(
+        self,
+        mix: Callable[[jax.Array], tuple[jax.Array, Any]],
+        x: jax.Array,
+        before: jax.Array | None,
+        segment_ids: jax.Array | None = None,
+        keys: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any, jax.Array | None]:
+        """(output, what `mix` returns beside its own, next state of the feed-forward network), from its state `before`."""
+        if self.mixer_norm is None:
+            return *mix(x), None
+        y, state = mix(self.mixer_norm(x))
+        x = x + y
+        if self.mlp is not None and self.mlp_norm is not None:
+            z = self.mlp_norm(x)
+            y, before = (self.mlp(z), None) if before is None else self.mlp(z, before, segment_ids)
+            x = x + dropout(y, self.dropout, keys)
+        return x, state, before
+
+
+class Pattern(nnx.Module):
+    """One repetition of a pattern: consecutive layers with different mixers, used in place of a `Layer`."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.size = len(config.pattern)
+        for i, mixer in enumerate(config.pattern):
+            setattr(self, f"layer_{i}", Layer(config, mixer, rngs=rngs))
+
+    def observe(
+        self,
+        x: jax.Array,
+        segment_ids: jax.Array | None,
+        max_segments: int | None,
+        dropout_keys: jax.Array | None,
+        first: jax.Array | None,
+    ) -> tuple[jax.Array, Norms]:
+        """Like `Layer.observe`, with the memory size of each layer of the pattern."""
+        norms: Norms = ()
+        for i, layer in enumerate(self._layers()):
+            keys = None if dropout_keys is None else jax.vmap(lambda key, i=i: jax.random.fold_in(key, i))(dropout_keys)
+            x, norm = layer.observe(x, segment_ids, max_segments, keys, first)
+            norms += norm
+        return x, norms
+
+    def init_state(self, batch_size: int, max_length: int | None) -> Any:
+        """A tuple of the layers' states before the first token."""
+        return tuple(layer.init_state(batch_size, max_length) for layer in self._layers())
+
+    def extend(self, x: jax.Array, state: Any, first: jax.Array | None) -> tuple[jax.Array, Any]:
+        """The output for the next piece of a sequence, and the layers' next states."""
+        states = []
+        for layer, before in zip(self._layers(), state, strict=True):
+            x, after = layer.extend(x, before, first)
+            states.append(after)
+        return x, tuple(states)
+
+    @property
+    def has_first_values(self) -> bool:
+        """`Layer.has_first_values` of the first layer."""
+        return self._layers()[0].has_first_values
+
+    def first_values(self, x: jax.Array, state: Any, segment_ids: jax.Array | None) -> jax.Array | None:
+        """`Layer.first_values` of the first layer."""
+        return self._layers()[0].first_values(x, None if state is None else state[0], segment_ids)
+
+    def _layers(self) -> list[Layer]:
+        return [getattr(self, f"layer_{i}") for i in range(self.size)]
+
+
+def stack_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer | Pattern:
+    """All layers as one `Layer`, or all repetitions as one `Pattern`. Every parameter gets a leading axis "layers"."""
+
+    def make(key: jax.Array) -> Layer | Pattern:
+        rngs = nnx.Rngs(params=key)
+        return Layer(config, config.pattern[0], rngs=rngs) if len(config.pattern) == 1 else Pattern(config, rngs=rngs)
+
+    one = nnx.eval_shape(lambda: make(jax.random.key(0)))
+    init = lambda key: nnx.split(make(key), nnx.Param)[1]
+    keys = jax.random.split(rngs.params(), config.num_layers // len(config.pattern))
+    # One compilation instead of one per array, even if the model is created outside jit.
+    stacked = jax.jit(lambda keys: jax.lax.map(init, keys))(keys)
+    layers = nnx.merge(nnx.split(one, nnx.Param)[0], stacked)
+    for _, variable in nnx.iter_graph(layers):
+        if isinstance(variable, nnx.Param):
+            variable.set_metadata(logical_axes=("layers", *variable.get_metadata("logical_axes")))
+    return layers
+
+
+def first_values(
+    graphdef: Any, params: Any, x: jax.Array, states: Any, segment_ids: jax.Array | None
+) -> jax.Array | None:
+    """`Layer.first_values` of the first of the stacked layers, which every layer gets; None if no layer uses them.
+
+    Args:
+      graphdef, params: of the stacked layers.
+      x: the input of the first layer.
+      states: the stacked states before it. None: those before the first token.
+      segment_ids: as for `LanguageModel.__call__`.
+    """
+    if not nnx.merge(graphdef, params).has_first_values:
+        return None
+    params, states = jax.tree.map(lambda array: array[0], (params, states))
+    return nnx.merge(graphdef, params).first_values(x, states, segment_ids)
