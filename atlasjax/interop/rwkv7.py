@@ -128,7 +128,7 @@ def _value_expansion(fields: Fields, given: Mapping[str, Any], dim: int, layers:
 
 
 def _to_peer(config: ModelConfig) -> dict[str, Any]:
-    ranks = config.resolved_rwkv7
+    decay_rank, rate_rank, gate_rank, value_rank = config.rwkv7_ranks
     return {
         "architectures": ["RWKV7ForCausalLM"],
         "model_type": "rwkv7",
@@ -139,20 +139,21 @@ def _to_peer(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.resolved_head_dim,
         "value_dim": [config.num_heads * config.value_dim] * config.num_layers,
         "intermediate_size": config.resolved_mlp_dim,
-        "decay_low_rank_dim": ranks.decay_rank,
-        "a_low_rank_dim": ranks.rate_rank,
-        "gate_low_rank_dim": ranks.gate_rank,
-        "v_low_rank_dim": ranks.value_rank,
+        "decay_low_rank_dim": decay_rank,
+        "a_low_rank_dim": rate_rank,
+        "gate_low_rank_dim": gate_rank,
+        "v_low_rank_dim": value_rank,
         "hidden_act": "sqrelu",
         "norm_first": config.embedding_norm,
         "norm_bias": True,
         "norm_eps": config.norm_eps,
-        "fuse_norm": ranks.key_eps != _EPS,
+        "fuse_norm": config.rwkv7.key_eps != _EPS,
         "tie_word_embeddings": config.tie_embeddings,
     }
 
 
 RWKV7 = Family(
     "rwkv7", "rwkv7", lambda given: given.get("model_type") == "rwkv7", _to_ours, _to_peer, rows,
-    ("num_heads", "resolved_head_dim", "value_dim", "resolved_mlp_dim", "embedding_norm", "resolved_rwkv7"),
+    ("num_heads", "resolved_head_dim", "value_dim", "resolved_mlp_dim", "embedding_norm", "rwkv7_ranks", "rwkv7.value_residual",
+     "rwkv7.norm_eps", "rwkv7.key_eps"),
 )  # fmt: skip

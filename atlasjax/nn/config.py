@@ -272,13 +272,16 @@ class ModelConfig:
         return -(-self.dim // 16) if self.ssm.dt_rank is None else self.ssm.dt_rank
 
     @property
-    def resolved_rwkv7(self) -> RWKV7Config:
-        """`rwkv7` with the published ranks in place of None."""
-        size = self.resolved_head_dim / 64
-        factors = {"decay_rank": 2.5 * size, "rate_rank": 2.5 * size, "gate_rank": 5.0, "value_rank": 1.7 * size}
-        ranks = {name: max(32, round(factor * self.dim**0.5 / 32) * 32) for name, factor in factors.items()}
-        given = {name: getattr(self.rwkv7, name) for name in ranks}
-        return dataclasses.replace(self.rwkv7, **{name: given[name] or ranks[name] for name in ranks})
+    def rwkv7_ranks(self) -> tuple[int, int, int, int]:
+        """Ranks of RWKV-7's low-rank products: decay, removal rate, output gate, value residual."""
+        size, given = self.resolved_head_dim / 64, self.rwkv7
+        rank = lambda chosen, factor: chosen or max(32, round(factor * self.dim**0.5 / 32) * 32)
+        return (
+            rank(given.decay_rank, 2.5 * size),
+            rank(given.rate_rank, 2.5 * size),
+            rank(given.gate_rank, 5.0),
+            rank(given.value_rank, 1.7 * size),
+        )
 
     @property
     def output_scale(self) -> float:

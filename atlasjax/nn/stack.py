@@ -30,14 +30,16 @@ class LayerState(NamedTuple):
     """The state of a layer whose feed-forward network has one; of other layers the mixer's state is the whole state."""
 
     mixer: Any
-    mlp: jax.Array
+    mlp: Any
 
 
 @runtime_checkable
 class _StatefulFFN(Protocol):
     """A feed-forward network that sees earlier tokens: `__call__(x, state, segment_ids)` → (y, state)."""
 
-    def init_state(self, batch_size: int, dtype: jnp.dtype) -> jax.Array: ...
+    def init_state(self, batch_size: int, dtype: jnp.dtype) -> Any: ...
+
+    def __call__(self, x: jax.Array, state: Any, segment_ids: jax.Array | None) -> tuple[jax.Array, Any]: ...
 
 
 class Layer(nnx.Module):
@@ -103,6 +105,7 @@ class Layer(nnx.Module):
 
     def first_values(self, x: jax.Array, state: Any, segment_ids: jax.Array | None) -> jax.Array | None:
         """The mixer's `FirstValuesMixer.first_values` of a piece of a sequence."""
+        assert isinstance(self.mixer, FirstValuesMixer)
         mixer = state.mixer if isinstance(state, LayerState) else state
         return self.mixer.first_values(x if self.mixer_norm is None else self.mixer_norm(x), mixer, segment_ids)
 
@@ -110,10 +113,10 @@ class Layer(nnx.Module):
         self,
         mix: Callable[[jax.Array], tuple[jax.Array, Any]],
         x: jax.Array,
-        before: jax.Array | None,
+        before: Any,
         segment_ids: jax.Array | None = None,
         keys: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any, jax.Array | None]:
+    ) -> tuple[jax.Array, Any, Any]:
         """(output, what `mix` returns beside its own, next state of the feed-forward network), from its state `before`."""
         if self.mixer_norm is None:
             return *mix(x), None
@@ -121,7 +124,10 @@ class Layer(nnx.Module):
         x = x + y
         if self.mlp is not None and self.mlp_norm is not None:
             z = self.mlp_norm(x)
-            y, before = (self.mlp(z), None) if before is None else self.mlp(z, before, segment_ids)
+            if isinstance(self.mlp, _StatefulFFN):
+                y, before = self.mlp(z, before, segment_ids)
+            else:
+                y = self.mlp(z)
             x = x + dropout(y, self.dropout, keys)
         return x, state, before
 

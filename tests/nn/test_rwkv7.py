@@ -126,5 +126,4 @@ def test_refuses_what_does_not_fit():
 def test_without_ranks_they_are_the_published_ones():
     """As flash-linear-attention computes them for layers without ranks."""
     for dim, ranks in ((768, (64, 64, 128, 32)), (2048, (128, 128, 224, 64))):
-        found = ModelConfig(dim=dim, num_heads=dim // 64).resolved_rwkv7
-        assert (found.decay_rank, found.rate_rank, found.gate_rank, found.value_rank) == ranks
+        assert ModelConfig(dim=dim, num_heads=dim // 64).rwkv7_ranks == ranks

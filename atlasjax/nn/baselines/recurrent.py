@@ -44,7 +44,7 @@ class RecurrentMixer(nnx.Module):
         """The recurrence's state before the first token."""
         raise NotImplementedError
 
-    def project(self, x: jax.Array, inputs: Any, segment_ids: jax.Array | None, **more: Any) -> tuple[Any, Any]:
+    def project(self, x: jax.Array, inputs: Any, segment_ids: jax.Array | None) -> tuple[Any, Any]:
         """[batch, time, dim] → tokens, and the next `inputs`."""
         raise NotImplementedError
 
@@ -71,7 +71,7 @@ class RecurrentMixer(nnx.Module):
           x: the layer input, in the model's dtype.
           segment_ids: integers ≥ 0, [batch, time]. All state is reset where the id changes.
           max_segments: static bound on the number of segments in a row. Required under jit with `segment_ids`.
-          more: further arguments of `project`.
+          more: further arguments of the subclass's `project`.
         """
         tokens, _ = self.project(x, self.start_inputs(x.shape[0], x.dtype), segment_ids, **more)
         y, _ = self.recur(tokens, None, segment_ids, max_segments)

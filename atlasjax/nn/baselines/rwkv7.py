@@ -76,7 +76,8 @@ class RWKV7Mixer(MatrixMixer):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         dim, heads, key_dim = config.dim, config.num_heads, config.resolved_head_dim
-        value_dim, given = config.value_dim, config.resolved_rwkv7
+        value_dim, given = config.value_dim, config.rwkv7
+        decay_rank, rate_rank, gate_rank, value_rank = config.rwkv7_ranks
         if given.value_residual and config.pattern[0] != "rwkv7":
             raise ValueError(
                 f"mixer 'rwkv7': rwkv7.value_residual needs the first layer to be 'rwkv7'; mixer is {config.mixer!r}."
@@ -99,10 +100,10 @@ class RWKV7Mixer(MatrixMixer):
         within = np.tile(np.linspace(-1.0, 1.0, key_dim), heads)
         zigzag = within * np.abs(within)
         decay = -6.0 + 6.0 * (linear + 0.5) ** (1.0 + _DEPTH**0.3)
-        self.w = LowRank(dim, given.decay_rank, (heads, key_dim), decay + 0.5 + 2.5 * zigzag, rngs=rngs)
+        self.w = LowRank(dim, decay_rank, (heads, key_dim), decay + 0.5 + 2.5 * zigzag, rngs=rngs)
         rate = -0.19 + 0.3 * zigzag + 0.4 * linear
-        self.a = LowRank(dim, given.rate_rank, (heads, key_dim), rate, rngs=rngs)
-        self.g = LowRank(dim, given.gate_rank, (heads, value_dim), rngs=rngs)
+        self.a = LowRank(dim, rate_rank, (heads, key_dim), rate, rngs=rngs)
+        self.g = LowRank(dim, gate_rank, (heads, value_dim), rngs=rngs)
         per_key = lambda x: param(jnp.asarray(x, jnp.float32).reshape(heads, key_dim), "heads", None)
         self.removal_scale = per_key(0.71 - 0.1 * linear)  # ξ
         self.replacement = per_key(np.full(inner, 1.02))  # k_a
@@ -111,7 +112,7 @@ class RWKV7Mixer(MatrixMixer):
         self.norm_bias = param(jnp.zeros((heads, value_dim)), "heads", None)
         self.out = output_projection(config, rngs, inner=heads * value_dim)
         bias = 0.73 - 0.4 * np.linspace(-0.5, 0.5, heads * value_dim)
-        value = lambda: LowRank(dim, given.value_rank, (heads, value_dim), bias, rngs=rngs)
+        value = lambda: LowRank(dim, value_rank, (heads, value_dim), bias, rngs=rngs)
         self.value = value() if given.value_residual else None
 
     def first_values(
