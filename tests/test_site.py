@@ -106,6 +106,7 @@ def _run_atlasjax(arguments, monkeypatch):
     for target in ("train.train", "evaluate.load_run", "generate._checked", "info.plan_training", "prepare.prepare", "tune.tune",
                    "import_weights.import_weights", "export_weights.export_weights"):  # fmt: skip
         monkeypatch.setattr(f"atlasjax.cli.{target}", _reached)
+    monkeypatch.setattr("atlasjax.cli.train._with_vocabulary", lambda config: config)  # it opens tokenizers
     monkeypatch.setattr("atlasjax.cli.info._sizes", lambda config: {})
     monkeypatch.setattr("atlasjax.cli.info.preset_names", lambda size: [f"atlas-{size}"])
     with contextlib.suppress(Reached):
