@@ -74,7 +74,10 @@ def test_training_on_a_mixture_goes_on_where_it_was(prepared, capsys, monkeypatc
         (["prepare", "--out", "x", "--workers", "0"], "workers is 0; it should be at least 1"),
         (["prepare", "--out", "x", "--data.source", "text", "--data.paths", "nowhere"], "'nowhere' does not exist"),
         (["prepare", "--out", "x", "--data.errors", "skip"], "source 'embedded' has no bytes to decode"),
-        (["prepare", "--out", "x", "--data.batch-size", "2"], "batch_size is 2; it is chosen when prepared data is"),
+        (
+            ["prepare", "--out", "x", "--data.batch-size", "2"],
+            "batch_size is 2; it is set when training on prepared data",
+        ),
         (["train", *PRESET, "--data.source", "prepared", "--data.paths", "."], "'.' is not prepared data"),
         (["train", *PRESET, "--data.source", "prepared"], "source 'prepared' needs paths"),
     ],

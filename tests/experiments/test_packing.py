@@ -3,15 +3,13 @@
 import numpy as np
 import pytest
 
-from atlasjax import rules
-from atlasjax.nn.mixers import MIXERS
-from atlasjax.presets import get_preset, has_memory, preset_names
+from atlasjax.presets import preset_names
 from experiments.packing import batch, run
 from experiments.rows import read_rows
 from tests.marks import some_slow
 
-PRESETS = ("gated-deltanet-h2-tiny", "linear-attention-mag-tiny")
-MORE = ("titans-mac-tiny", "elastic-exp-tiny", "gam-tiny")  # with `-m slow`
+PRESETS = ("gated-deltanet-h2-tiny",)
+MORE = ("linear-attention-mag-tiny", "titans-mac-tiny", "elastic-exp-tiny", "gam-tiny")  # with `-m slow`
 
 
 @pytest.mark.parametrize("preset", some_slow((*PRESETS, *MORE), MORE))
@@ -48,7 +46,7 @@ def test_a_difference_is_a_leak():
 
 
 def test_only_tokens_that_float32_cannot_compare_are_left_out():
-    model = run.Model("gated-deltanet-h2-tiny", run.Recipe())
+    model = run.Model("gam-tiny", run.Recipe())
     tokens = run._random(run.Recipe())[0]
     alone = np.asarray(model.parallel(model.params, tokens))
     moved = model.sensitivity(tokens, alone) / np.abs(alone).max()
@@ -59,11 +57,8 @@ def test_only_tokens_that_float32_cannot_compare_are_left_out():
     assert run._largest(np.array([np.nan, 9.0]), expected) == np.inf
 
 
-def test_no_row_has_a_leak_and_every_mixer_and_rule_has_one():
+def test_every_tiny_preset_has_a_row_without_a_leak():
     rows = {row["model"]: row for row in read_rows(run.HERE / "results/packing.jsonl")}
     assert set(rows) == set(preset_names("tiny"))
     assert sum(row.get("ill_conditioned", 0) for row in rows.values()) < 10
     assert not {name: found for name, row in rows.items() if (found := run.leaks(row))}
-    configs = [get_preset(name) for name in rows]
-    assert {mixer for config in configs for mixer in config.pattern} == set(MIXERS)
-    assert {config.memory.rule for config in configs if has_memory(config)} == set(rules.REGISTRY)

@@ -17,10 +17,9 @@ PODS = ("v5e:16x16", "v5p:8x8x8", "v6e:16x16")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 
 
-def run_config(preset, topology, implementation, **choices):
-    """Of a preset's run, with other choices of its memory."""
+def run_config(preset, topology, implementation):
     config = default_config(preset)
-    rule = dataclasses.replace(config.model.memory, implementation=implementation, **choices)
+    rule = dataclasses.replace(config.model.memory, implementation=implementation)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, memory=rule))
     return dataclasses.replace(config, mesh=suggested_mesh(config, topology))
 
@@ -80,23 +79,12 @@ def test_a_gathered_state_is_found():
     assert gathered_states(config, plan) == ["f32[16,16,64,256]", "f32[16,128,256]"]
 
 
-def if_slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @needs_libtpu
-@pytest.mark.parametrize(
-    ("topology", "choices"),
-    [
-        # What takes long is the Newton–Schulz steps that a kernel writes out.
-        (PODS[0], {"newton_schulz_steps": 1, "newton_schulz_every": 8}),
-        *(if_slow(pod, {}) for pod in PODS),
-    ],
-    ids=str,
-)
-def test_atlas_340m_with_kernels(topology, choices):
+@pytest.mark.slow  # the kernels compile in tests/pallas_kernels/test_compile.py, and a copy and a gather are found above
+@pytest.mark.parametrize("topology", PODS)
+def test_atlas_340m_with_kernels(topology):
     """Every layer's memory is four kernels: forward; then forward again (remat), a chunk's blocks again, and backward."""
-    config = run_config("atlas-340m", topology, "pallas_tpu", **choices)
+    config = run_config("atlas-340m", topology, "pallas_tpu")
     plan = plan_training(config, topology)
     check(config, plan)
     assert plan.kernels == 4
