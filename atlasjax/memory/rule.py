@@ -121,6 +121,10 @@ class Rule(abc.ABC):
         """Raises TypeError or ValueError if a state does not belong to this rule, these parameters and these sizes."""
         check.check_state(self, params, state, batch, heads, where)
 
+    def for_unit_keys(self, key_dim: int) -> "Rule":
+        """This rule as models use it, whose keys and queries have unit length."""
+        return self
+
     @property
     def forgets_fast(self) -> bool:
         """Whether `suggested_gates` starts with short time scales of retention, because a write does not depend on earlier ones."""

@@ -130,6 +130,9 @@ class CachedRule(Rule):
             gates["connector"] = key_dim
         return gates
 
+    def for_unit_keys(self, key_dim: int) -> "CachedRule":
+        return dataclasses.replace(self, rule=self.rule.for_unit_keys(key_dim))
+
     # Methods of `Rule`, implemented in the modules of this package.
 
     def sizes(self, params: Any) -> Sizes:

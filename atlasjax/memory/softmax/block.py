@@ -212,7 +212,13 @@ def run_block(
         else:
             sees = visible(rule, jnp.full((E,), first - 1), segment, entry[:old], old_real, old_segment)
             kappa, value, mass = sums.join(
-                rule, key_part, start.decay, start.momentum, sums.scores(k_chunk, k[:old], dtype), rho_old[None], sees
+                rule,
+                key_part,
+                start.decay,
+                start.momentum,
+                sums.scores(rule, k_chunk, k[:old], dtype),
+                rho_old[None],
+                sees,
             )
             h = sums.divide(value + dot(kappa, a_old, dtype), mass)
         left, factors = gradients(rule, weights, h, k_chunk, v_chunk, dtype)
@@ -229,7 +235,7 @@ def run_block(
             axis=1,
         )
         weight = jnp.concatenate([A[:, None] * rho_old, jnp.zeros((b, c - 1), wide), coef.entries], axis=1)
-        raw = sums.scores(q, jnp.concatenate([k[:old], k_chunk]), dtype)
+        raw = sums.scores(rule, q, jnp.concatenate([k[:old], k_chunk]), dtype)
         decay, momentum = A * start.decay, None
         if s is not None:
             momentum = A * start.momentum + s * start.momentum_decay

@@ -22,7 +22,7 @@ class SoftmaxRule(Rule):
     """DeepTransformer, SWDT, DOT and variants (A §4, Eq. 17–31; SEMANTICS 2). Frozen and hashable, static under `jax.jit`.
 
     The recurrence is that of `memory.MemoryRule` with infinitely many features φ*, whose inner products are
-    φ*(k)·φ*(x) = κ(k, x) = exp(k·x / √key_dim). The matrix that reads φ* is a sum over the tokens written,
+    φ*(k)·φ*(x) = κ(k, x) = exp(scale · k·x), scale = 1/√key_dim. The matrix that reads φ* is a sum over the tokens written,
     h_t(x) = Σ_i a_i(t) κ(k_i, x). It is never formed, but stored as a cache of keys k_i and coefficients a_i. With `normalized`,
     the sum is divided by Z_t(x) = Σ_i ρ_i(t) κ(k_i, x), where ρ_i(t) = α_{i+1} … α_t. An empty cache reads 0/0 = 0.
 
@@ -45,6 +45,8 @@ class SoftmaxRule(Rule):
       window: c ≥ 1, the number of tokens on whose loss every step descends; 1 is the online rule.
       cache_window: w ≥ c, the number of most recent tokens that the cache holds (SWDT). None means all. W1 is not windowed.
       normalized: whether to divide by Z.
+      scale: factor > 0 of the scores k·x. None means 1/√key_dim, as in attention. For keys of unit length that is nearly the same
+        weight for every token, e^{±1/√key_dim}; see `for_unit_keys`.
       chunk_size: b ≥ 1, as in `MemoryRule`. No effect for a matrix memory with the dot-product loss.
 
     Raises:
@@ -70,6 +72,7 @@ class SoftmaxRule(Rule):
     cache_window: int | None = None
     normalized: bool = True
     chunk_size: int = 64
+    scale: float | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
@@ -79,6 +82,7 @@ class SoftmaxRule(Rule):
             if name != "cache_window" or value is not None:
                 check.integer("SoftmaxRule", name, value)
         check.boolean("SoftmaxRule", "normalized", self.normalized)
+        check.number("SoftmaxRule", "scale", self.scale, above=0, optional=True)
         for message in _clashes(self):
             raise ValueError(f"SoftmaxRule: {message}")
 
@@ -90,6 +94,19 @@ class SoftmaxRule(Rule):
     def has_constant_gradient(self) -> bool:
         """Whether ∇ℓ does not depend on the memory, so that the chunk size has no effect (SEMANTICS 1.4)."""
         return self.structure.is_matrix and self.objective.gradient_is_value
+
+    def score_scale(self, key_dim: int) -> float:
+        """The factor of k·x in κ."""
+        return key_dim**-0.5 if self.scale is None else self.scale
+
+    def for_unit_keys(self, key_dim: int) -> "SoftmaxRule":
+        """Scores √key_dim · k·x: for keys and queries of unit length, those of attention on keys whose entries are about 1.
+
+        A rule with a scale of its own stays as it is. So does one without Z, whose reads would grow by e^{√key_dim}.
+        """
+        if self.scale is not None or not self.normalized:
+            return self
+        return dataclasses.replace(self, scale=key_dim**0.5)
 
     @property
     def inner(self) -> str:

@@ -46,7 +46,7 @@ def read_open(
 ) -> tuple[jax.Array, jax.Array, dict]:  # fmt: skip
     """y of the queries [r, key_dim] from their sums over the cache and the unfinished chunk, and the chunk's gradients."""
     left, factors = gradients(rule, weights, chunk.h, chunk.k, chunk.v, dtype)
-    raw = sums.scores(q, chunk.k, dtype)
+    raw = sums.scores(rule, q, chunk.k, dtype)
     kappa, value, mass = sums.join(rule, part, chunk.A, chunk.s, raw, chunk.entries[None], chunk.sees[None])
     h = sums.divide(value + dot(kappa * chunk.C, left, dtype), mass)
     rows = lambda x: None if x is None else jnp.broadcast_to(x, q.shape[:1])

@@ -33,9 +33,9 @@ class Partial(NamedTuple):
     momentum: jax.Array | None
 
 
-def scores(x: jax.Array, keys: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """x·k / √key_dim: [r, n]."""
-    return dot(x, keys.T, dtype) * x.shape[-1] ** -0.5
+def scores(rule: SoftmaxRule, x: jax.Array, keys: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """scale · x·k: [r, n]."""
+    return dot(x, keys.T, dtype) * rule.score_scale(x.shape[-1])
 
 
 def _limit(dtype: jnp.dtype) -> float:
@@ -62,7 +62,7 @@ def partial_sums(rule: SoftmaxRule, x: jax.Array, cache: Cache, visible: jax.Arr
         nothing = jnp.zeros((r, cache.coefficients.shape[1]), cache.coefficients.dtype)
         zero = jnp.zeros((r,), cache.decay.dtype)
         return Partial(zero, zero, nothing, None if cache.momentum is None else nothing)
-    raw = scores(x, cache.keys, dtype)
+    raw = scores(rule, x, cache.keys, dtype)
     shift, mass = None, jnp.zeros((r,), raw.dtype)
     if rule.normalized:
         shift = _largest(raw, cache.decay, visible)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from atlasjax import memory
+from atlasjax import memory, rules
 from atlasjax.memory.softmax import SoftmaxRule
 from tests.marks import some_slow
 from tests.memory.cases import assert_close
@@ -63,6 +63,26 @@ def test_large_scores_do_not_overflow(function):
     params, q, k, v, gates = make_inputs(rule, key_dim=8, value_dim=8, step_size=1.0)
     q, k = 60 * q, 60 * k
     assert_close(outputs(function, rule, params, q, k, v, gates), attention(q, k, v, is_causal=True), 1e-4)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_unit_keys_are_scored_like_attention_on_longer_ones(function):
+    """√d k·x for keys of unit length = k·x / √d for the same keys with a length of √d."""
+    rule = SoftmaxRule(MATRIX, retention=FULL)
+    params, q, k, v, gates = make_inputs(rule, key_dim=16, value_dim=16, step_size=1.0)
+    found = outputs(function, rule.for_unit_keys(16), params, q, k, v, gates)
+    assert_close(found, attention(4 * q, 4 * k, v, is_causal=True), 1e-5)
+
+
+def test_who_keeps_its_scale():
+    unnormalized, own = SoftmaxRule(MATRIX, normalized=False), SoftmaxRule(scale=1.0)
+    assert unnormalized.for_unit_keys(64) == unnormalized
+    assert own.for_unit_keys(64) == own
+    assert SoftmaxRule().for_unit_keys(64).score_scale(64) == 8
+    assert memory.CachedRule(SoftmaxRule()).for_unit_keys(64).rule.scale == 8
+    assert rules.titans().for_unit_keys(64) == rules.titans()
+    with pytest.raises(ValueError, match="scale must be a number > 0 or None, got 0"):
+        SoftmaxRule(scale=0.0)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
