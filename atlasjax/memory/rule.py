@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +121,7 @@ class Rule(abc.ABC):
         """Raises TypeError or ValueError if a state does not belong to this rule, these parameters and these sizes."""
         check.check_state(self, params, state, batch, heads, where)
 
-    def for_unit_keys(self, key_dim: int) -> "Rule":
+    def for_unit_keys(self, key_dim: int) -> Self:
         """This rule as models use it, whose keys and queries have unit length."""
         return self
 

@@ -95,7 +95,7 @@ class MemoryHeads(nnx.Module):
         inner = heads * head_dim
         self.heads = heads
         self.dtype = jnp.dtype(config.dtype)
-        self.rule: Any = config.memory.build().for_unit_keys(head_dim)
+        self.rule = config.memory.build().for_unit_keys(head_dim)
         self.implementation = config.memory.implementation
         if self.rule.structure.residual and expansion > 1:
             raise ValueError(

@@ -1,7 +1,7 @@
 """`CachedRule`: a memory rule whose memory is cached at the end of every segment and read together with the current one."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -130,7 +130,7 @@ class CachedRule(Rule):
             gates["connector"] = key_dim
         return gates
 
-    def for_unit_keys(self, key_dim: int) -> "CachedRule":
+    def for_unit_keys(self, key_dim: int) -> Self:
         return dataclasses.replace(self, rule=self.rule.for_unit_keys(key_dim))
 
     # Methods of `Rule`, implemented in the modules of this package.

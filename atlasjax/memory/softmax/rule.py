@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +99,7 @@ class SoftmaxRule(Rule):
         """The factor of k·x in κ."""
         return key_dim**-0.5 if self.scale is None else self.scale
 
-    def for_unit_keys(self, key_dim: int) -> "SoftmaxRule":
+    def for_unit_keys(self, key_dim: int) -> Self:
         """Scores √key_dim · k·x: for keys and queries of unit length, those of attention on keys whose entries are about 1.
 
         A rule with a scale of its own stays as it is. So does one without Z, whose reads would grow by e^{√key_dim}.
