@@ -82,18 +82,19 @@ class Timing:
         ]
         if self._utilization_per_rate is not None:
             parts.insert(1, f"MFU {rate * self._utilization_per_rate:.1%}")
-        for what, name in (("checkpoint", "checkpoints"), ("evaluation", "evaluation")):
-            if self._spent[what]:
-                parts.append(f"{name} {self._share(what, total)}{self._until_written(what)}")
+        if self._spent["checkpoint"]:
+            parts.append(f"checkpoints {self._share('checkpoint', total)}{self._checkpoint_times()}")
+        if self._spent["evaluation"]:
+            parts.append(f"evaluation {self._share('evaluation', total)}")
         parts.append(f"goodput {self._seconds / total:.0%} of {duration(total)}")
         return "timing: " + " · ".join(parts)
 
-    def _until_written(self, what: str) -> str:
+    def _checkpoint_times(self) -> str:
         """The two times of a checkpoint: how long it holds the steps up, and how long until it is safe."""
         written = self._spent["checkpoint written"]
-        if what != "checkpoint" or not written:
+        if not written:
             return ""
-        return f" ({seconds(statistics.median(self._spent[what]))} each, written after {seconds(max(written))})"
+        return f" ({seconds(statistics.median(self._spent['checkpoint']))} each, written after {seconds(max(written))})"
 
     def _share(self, what: str, whole: float) -> str:
         return f"{sum(self._spent[what]) / whole:.1%}"

@@ -18,8 +18,7 @@ from atlasjax.memory.softmax.tape import Cache, cut_tail, ordered_cache, stored_
 
 def memory_sum(rule: SoftmaxRule, memory: dict, x: jax.Array) -> jax.Array:
     """h(x) = Σ_i a_i κ(k_i, x), divided by Z(x) = Σ_i ρ_i κ(k_i, x) if normalized. x: [key_dim], the result [width]."""
-    scale = x.size**-0.5 if rule.scale is None else rule.scale
-    scores = jnp.where(memory["present"], scale * (memory["keys"] @ x), 0.0)
+    scores = jnp.where(memory["present"], rule.score_scale(x.size) * (memory["keys"] @ x), 0.0)
     if not rule.normalized:
         return jnp.where(memory["present"], jnp.exp(scores), 0.0) @ memory["a"]
     # A common factor in both sums cancels; this one keeps them from overflowing.
