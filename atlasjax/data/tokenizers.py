@@ -280,11 +280,17 @@ def vocabulary(config: DataConfig) -> int:
     Raises:
       ValueError, FileNotFoundError: as `make_tokenizer`.
     """
+    size = _size_to_train(config)
+    if config.source == "prepared" or size is None:
+        return make_tokenizer(config).vocab_size
+    _check_trainable(size)
+    return size
+
+
+def _size_to_train(config: DataConfig) -> int | None:
+    """The size of "bpe:<vocabulary size>", None for other tokenizers."""
     kind, _, argument = config.tokenizer.partition(":")
-    if config.source != "prepared" and kind == "bpe" and argument.isdecimal():
-        _check_trainable(int(argument))
-        return int(argument)
-    return make_tokenizer(config).vocab_size
+    return int(argument) if kind == "bpe" and argument.isdecimal() else None
 
 
 def _new_tokenizer(config: DataConfig, texts: Iterable[str] | None) -> Tokenizer:
@@ -297,11 +303,11 @@ def _new_tokenizer(config: DataConfig, texts: Iterable[str] | None) -> Tokenizer
     if not argument:
         what = "bpe:<vocabulary size> or bpe:<path>" if kind == "bpe" else "sentencepiece:<path>"
         raise ValueError(f"tokenizer is {config.tokenizer!r}; it should be {what}.")
-    if kind == "bpe" and argument.isdecimal():
+    if (size := _size_to_train(config)) is not None:
         if texts is None:
             documents = load_documents(config, "train")
             texts = map(documents.__getitem__, range(len(documents)))
-        return BpeTokenizer.train(_sample(texts), int(argument))
+        return BpeTokenizer.train(_sample(texts), size)
     path = storage.path(argument).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"The tokenizer file {argument!r} does not exist.")
