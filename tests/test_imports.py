@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "atlasjax.table1": {"atlasjax", "atlasjax.memory", "atlasjax.rules"} | FOUNDATION,
     "atlasjax.presets": {"atlasjax", "atlasjax.nn", "atlasjax.rules"} | FOUNDATION,
     "atlasjax.distributed": {"atlasjax", "atlasjax.memory", "atlasjax.mixers"} | FOUNDATION,
-    "atlasjax.evaluate": {"atlasjax", "atlasjax.nn"} | FOUNDATION,
+    "atlasjax.evaluate": {"atlasjax", "atlasjax.generate", "atlasjax.nn"} | FOUNDATION,
     "atlasjax.generate": {"atlasjax", "atlasjax.nn", "atlasjax.storage"} | FOUNDATION,
     "atlasjax.train": {
         "atlasjax",

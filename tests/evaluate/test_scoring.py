@@ -1,0 +1,154 @@
+"""Scores and continuations of prompts of unequal length, against the plain forward pass."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from atlasjax.data.tokenizers import ByteTokenizer
+from atlasjax.evaluate import scoring
+from atlasjax.evaluate.scoring import Scorer
+from atlasjax.generate import streams
+from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+# A memory with a convolution; keys and values of all tokens; learned positions.
+CONFIG = ModelConfig(
+    vocab_size=256, dim=16, num_layers=2, num_heads=2, mlp_dim=32, dtype="float32", mixer=("memory", "attention"),
+    memory=MemoryConfig(rule="linear_attention", chunk_size=4), attention=AttentionConfig(), positions="learned",
+    max_positions=64, tie_embeddings=False,
+)  # fmt: skip
+LONGEST = 64
+TEXT = np.random.default_rng(0).integers(32, 127, LONGEST).astype(np.int32)  # whole characters
+
+
+@functools.cache
+def scorer() -> Scorer:
+    return Scorer(LanguageModel(CONFIG, rngs=nnx.Rngs(0)), batch_size=3, pieces=(8, 4))
+
+
+@functools.cache
+def forward():
+    model = scorer().model
+    return jax.jit(lambda tokens: model(tokens))
+
+
+def logits(tokens: np.ndarray) -> np.ndarray:
+    """Of every position, in float64, from one parallel call; what is behind the tokens changes nothing before it."""
+    row = np.zeros((1, LONGEST), np.int32)
+    row[0, : len(tokens)] = tokens
+    return np.asarray(forward()(jnp.asarray(row)), np.float64)[0, : len(tokens)]
+
+
+def expected(context: np.ndarray, continuation: np.ndarray) -> tuple[np.ndarray, bool]:
+    of = logits(np.concatenate([context, continuation]))[len(context) - 1 : -1]
+    likelihoods = of - np.log(np.exp(of).sum(-1, keepdims=True))
+    return likelihoods[np.arange(len(continuation)), continuation], bool((of.argmax(-1) == continuation).all())
+
+
+def greedy(context: np.ndarray, number: int) -> np.ndarray:
+    tokens = context
+    for _ in range(number):
+        tokens = np.append(tokens, logits(tokens)[-1].argmax()).astype(np.int32)
+    return tokens[len(context) :]
+
+
+def test_scores_of_the_plain_forward_pass():
+    """Contexts from one token to more than two pieces; some shared; continuations from one token to several pieces."""
+    rng = np.random.default_rng(1)
+    pairs = [(TEXT[:n], rng.integers(0, 256, m)) for n, m in [(1, 1), (3, 20), (8, 4), (9, 5), (30, 2), (17, 17)]]
+    pairs += [(TEXT[:n], rng.integers(0, 256, m)) for n in (21, 5) for m in (1, 2, 7, 12)]
+    pairs += [(TEXT[:21], greedy(TEXT[:21], 3)), (TEXT[:44], TEXT[44:])]
+    known = {}
+    scores = scorer().score(pairs, on_result=known.__setitem__)
+    for i, (score, (context, continuation)) in enumerate(zip(scores, pairs, strict=True)):
+        likelihoods, is_greedy = expected(context, continuation)
+        np.testing.assert_allclose(score.token_log_likelihoods, likelihoods, rtol=2e-5, atol=2e-5)
+        assert score.log_likelihood == pytest.approx(likelihoods.sum(), rel=1e-5)
+        assert score.is_greedy == is_greedy
+        assert known[i] is score
+    assert scores[-2].is_greedy
+    assert not all(score.is_greedy for score in scores)
+
+
+def test_a_context_is_read_once_for_all_its_continuations(monkeypatch):
+    calls = []
+    for name in ("_read_piece", "_score_piece"):
+        original = getattr(scoring, name)
+        monkeypatch.setattr(
+            scoring, name, lambda *a, name=name, f=original: calls.append((name, a[2].shape[1])) or f(*a)
+        )
+    scorer().score([(TEXT[:30], TEXT[i : i + 3]) for i in range(6)])
+    # 28 tokens once, then six continuations with the last two tokens of the context, in two batches of three rows.
+    assert calls == [("_read_piece", 8)] * 3 + [("_read_piece", 4)] + [("_score_piece", 4)] * 2
+
+
+def num_programs() -> int:
+    return sum(f._cache_size() for f in (scoring._score_piece, scoring._read_piece, scoring._read_rest))
+
+
+def test_new_lengths_compile_nothing():
+    before = num_programs()
+    scorer().score([(TEXT[:n], TEXT[n : n + m]) for n in range(1, 50, 3) for m in (1, 2, 6, 11)])
+    scorer().generate([TEXT[:7], TEXT[:18], TEXT[:30]], 16, ByteTokenizer())
+    programs = num_programs(), streams._decode._cache_size()
+    # Room for 8, 16, 32 and 64 keys and values; two pieces that are scored, two that are read, and what is left.
+    assert programs[0] - before <= 4 * 5
+    scorer().score([(TEXT[:n], TEXT[n : n + m]) for n in range(2, 50, 3) for m in (3, 5, 13)])
+    scorer().generate([TEXT[:n] for n in range(17, 33, 5)], 5, ByteTokenizer())
+    assert (num_programs(), streams._decode._cache_size()) == programs
+
+
+def test_greedy_continuations():
+    prompts = [TEXT[:n] for n in (1, 6, 9, 23, 31)]
+    decode = ByteTokenizer().decode
+    want = [greedy(prompt, 9) for prompt in prompts]
+    numbers = [9, 3, 9, 5, 1]
+    known = {}
+    texts = scorer().generate(prompts, numbers, ByteTokenizer(), on_result=known.__setitem__)
+    assert texts == [decode(tokens[:n]) for tokens, n in zip(want, numbers, strict=True)]
+    assert texts == [known[i] for i in range(len(prompts))]
+    ended = scorer().generate(prompts, 9, ByteTokenizer(), end_tokens=[int(want[0][2]), int(want[3][4])])
+    for text, tokens in zip(ended, want, strict=True):
+        ends = np.flatnonzero(np.isin(tokens, [want[0][2], want[3][4]]))
+        assert text == decode(tokens[: ends[0]] if len(ends) else tokens)
+
+
+def test_stop_strings_end_each_text_for_itself():
+    prompts = [TEXT[:6], TEXT[:9]]
+    whole = scorer().generate(prompts, 20, ByteTokenizer())
+    stops = [[whole[0][5:8]], []]
+    texts = scorer().generate(prompts, 20, ByteTokenizer(), stop=stops)
+    assert texts == [whole[0][: whole[0].index(stops[0][0])], whole[1]]
+
+
+def test_rows_that_fit_only_apart_are_read_apart():
+    """Learned positions: 60 + 4 and 10 + 50 tokens, but not 60 + 50."""
+    prompts, numbers = [TEXT[:60], TEXT[:10]], [4, 50]
+    texts = scorer().generate(prompts, numbers, ByteTokenizer())
+    assert texts[0] == ByteTokenizer().decode(greedy(prompts[0], 4))
+    assert texts[1].startswith(ByteTokenizer().decode(greedy(prompts[1], 4))[:2])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Scorer(scorer().model, pieces=(4, 8)), "pieces must be positive integers in descending order"),
+        (lambda: Scorer(scorer().model, batch_size=0), "batch_size must be an integer ≥ 1"),
+        (lambda: scorer().score([([], [1])]), "context is float64"),
+        (lambda: scorer().score([([1], [])]), "continuation is float64"),
+        (lambda: scorer().score([(TEXT[:60], TEXT[:6])]), "65 tokens, but the model has learned positions"),
+        (lambda: scorer().read([[1]] * 4), "the number of prompts is 4"),
+        (lambda: scorer().generate([TEXT[:60]], 5, ByteTokenizer()), "65 tokens, but the model has learned positions"),
+        (lambda: scorer().generate([[1]], 0, ByteTokenizer()), "num_tokens must be an integer ≥ 1"),
+        (lambda: scorer().generate([[1]], [1, 2], ByteTokenizer()), "the length of num_tokens is 2"),
+        (lambda: scorer().generate([[1]], 1, ByteTokenizer(), stop=[[""]]), "stop is ''"),
+    ],
+)
+def test_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
