@@ -36,6 +36,8 @@ from atlasjax.nn.config import (
     BlockRecurrenceConfig,
     ElasticConfig,
     GAMConfig,
+    GatedDeltaNetConfig,
+    HeadNormConfig,
     InfiniConfig,
     MelodiConfig,
     MemorizingConfig,
@@ -130,6 +132,10 @@ PUBLISHED_SIZES: dict[str, Size] = {
         {"vocab_size": 10_000, "num_layers": 6, "dim": 512, "num_heads": 8, "dtype": "float32"},
         max_positions=256,
     ),
+    "0.8b": Size(
+        None,
+        {"vocab_size": 248_320, "num_layers": 24, "dim": 1024, "num_heads": 16, "head_dim": 128, "mlp_dim": 3584},
+    ),
 }
 _ALL_SIZES = SIZES | PUBLISHED_SIZES
 # The architectures at each of these sizes.
@@ -140,6 +146,7 @@ _ELASTIC_TABLE = (
 _PUBLISHED = {
     **dict.fromkeys(("98m", "205m", "345m"), _ELASTIC_TABLE),
     "22m": ("gam", "gam-sum", "gam-global", "gam-local", "gam-transformer", "gam-mamba"),
+    "0.8b": ("qwen3.5",),
 }
 
 # The rest of the model in GAM's paper, both for GAM and for its Transformer: LayerNorm, GELU, learned positions, dropout.
@@ -169,8 +176,18 @@ BASELINES: dict[str, dict[str, Any]] = {
     "gam-transformer": {"mixer": "attention", "attention": AttentionConfig(rope_theta=None, bias=True), **_GAM_FRAME},
 }
 
-# Only at the size of its paper: as published, its layers have neither a norm nor a residual, and a deeper model would not train.
+# Only at their published sizes. Qwen3.5 is the language model of Qwen/Qwen3.5-0.8B, as `atlasjax import` reads it. The layers of
+# GAM's Mamba have neither a norm nor a residual, as published, and a deeper model would not train.
 _PUBLISHED_ONLY: dict[str, dict[str, Any]] = {
+    "qwen3.5": {
+        "mixer": ("gated_deltanet", "gated_deltanet", "gated_deltanet", "attention"),
+        "norm": "rms_plus_one",
+        "gated_deltanet": GatedDeltaNetConfig(value_heads=16),
+        "head_norm": HeadNormConfig(shared=True, eps=128e-6),
+        "attention": AttentionConfig(
+            rope_theta=1e7, rope_dim=64, qk_norm="head", num_heads=8, kv_heads=2, head_dim=256, value_dim=256, gate=True
+        ),
+    },
     "gam-mamba": {"mixer": "mamba", **_GAM_FRAME, "ffn": "none", "block": "bare", "ssm": SSMConfig(expand=3)},
 }
 

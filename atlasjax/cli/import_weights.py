@@ -29,4 +29,6 @@ def run(arguments: Sequence[str]) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
     command = parse(ImportCommand, "import", "Makes a run of public weights.", arguments)
     done = import_weights(command.path, command.run_dir, tokenizer=command.tokenizer, dtype=command.dtype)
-    print(f"{command.run_dir}: {done.family}, {done.parameters:,} parameters from {done.tensors} tensors")
+    print(f"{command.run_dir}: {done.family}, {done.parameters:,} parameters from {done.tensors - done.kept} tensors")
+    if done.kept:
+        print(f"{done.kept} tensors that are no part of the language model are kept for the export, and not used.")

@@ -20,7 +20,7 @@ from atlasjax.data.config import DataConfig
 from atlasjax.data.tokenizers import Tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import parameter_shardings
-from atlasjax.interop import fla, mamba, rwkv7, table, tensors
+from atlasjax.interop import fla, kept, mamba, qwen3_5, rwkv7, table, tensors
 from atlasjax.interop.family import Family
 from atlasjax.interop.tensors import listed
 from atlasjax.names import lookup
@@ -34,9 +34,9 @@ from atlasjax.train.load import load_run
 
 FAMILIES = (
     mamba.MAMBA2_TRANSFORMERS, mamba.MAMBA2_MAMBA_SSM, mamba.MAMBA_TRANSFORMERS, mamba.MAMBA_MAMBA_SSM,
-    fla.GATED_DELTANET, fla.DELTANET, fla.GLA, rwkv7.RWKV7,
+    fla.GATED_DELTANET, fla.DELTANET, fla.GLA, qwen3_5.QWEN3_5, rwkv7.RWKV7,
 )  # fmt: skip
-"""The families that can be imported and exported. A run that was not imported is exported as the first one of its mixer."""
+"""The families that can be imported and exported. A run that was not imported is exported as the first one that has its layers."""
 
 _PEER = "peer"  # folder in a run's folder: what was imported with the weights
 _MANIFEST = "tensors.json"  # names, dtypes, order and files of the tensors that were imported
@@ -58,11 +58,13 @@ class Converted:
       family: name of the family.
       parameters: number of parameters.
       tensors: number of tensors in the peer's files.
+      kept: how many of them are no part of the language model (`Family.kept`): they are not used, and exported unchanged.
     """
 
     family: str
     parameters: int
     tensors: int
+    kept: int = 0
 
 
 def import_weights(
@@ -96,7 +98,8 @@ def import_weights(
         _, shapes = state_lib.model_shapes(model)
     with tensors.Folder(source) as folder:
         pieces = table.pieces(family.rows(model), model, {p: x.shape for p, x in table.flat(shapes).items()})
-        pieces = _checked(pieces, folder, family.name)
+        extra = kept.names(folder.tensors, family.kept)
+        pieces = _checked(pieces, folder, extra, family.name)
         spec, text = _tokenizer(source, tokenizer)
         if text.vocab_size > model.vocab_size:
             raise ConfigError(f"the tokenizer {spec!r} has {text.vocab_size} tokens; the model has {model.vocab_size}.")
@@ -108,11 +111,12 @@ def import_weights(
             write_whole(partial / "config.json", (json.dumps(to_dict(config), indent=2) + "\n").encode())
             _copy(source, partial / _PEER, _COPIED)
             write_whole(partial / _PEER / _MANIFEST, json.dumps(_manifest(family, folder)).encode())
+            kept.save(partial / _PEER, folder, extra)
             params = _params(model, shapes, pieces, folder)
             state = state_lib.TrainState(params, None, jax.random.key(config.seed), jnp.zeros((), jnp.int32))
             with Checkpoints(partial / "checkpoints", config.keep) as checkpoints:
                 checkpoints.save(state, [None], to_dict(config))
-    return Converted(family.name, sum(x.size for x in jax.tree.leaves(shapes)), len(folder.tensors))
+    return Converted(family.name, sum(x.size for x in jax.tree.leaves(shapes)), len(folder.tensors), len(extra))
 
 
 def export_weights(run_dir: str | AnyPath, path: str | os.PathLike[str], *, step: int | None = None) -> Converted:
@@ -138,11 +142,12 @@ def export_weights(run_dir: str | AnyPath, path: str | os.PathLike[str], *, step
     loaded = load_run(run_dir, step)
     model = loaded.config.model
     manifest = _read_manifest(peer)
-    family = _family_of(model) if manifest is None else next(x for x in FAMILIES if x.name == manifest["family"])
-    given = _peer_config(peer) if manifest is not None else family.to_peer(model) if family.to_peer else {}
-    difference = family.difference(model, given)
-    if difference is not None:
-        raise ConfigError(f"{family.name} cannot have this model: {difference}.")
+    if manifest is None:
+        family, given = _form_of(model)
+    else:
+        family = next(x for x in FAMILIES if x.name == manifest["family"])
+        given = _peer_config(peer)
+        _check_form(family, model, given)
     params = table.flat(state_lib.pure(nnx.state(loaded.model, nnx.Param)))
     pieces = table.pieces(family.rows(model), model, {path: x.shape for path, x in params.items()})
     shapes, own = table.peer_shapes(pieces), _by(pieces, lambda piece: piece.names[0])
@@ -152,12 +157,18 @@ def export_weights(run_dir: str | AnyPath, path: str | os.PathLike[str], *, step
         files = {tensors.FILE: {"metadata": {"format": "pt"}, "tensors": described}}
     else:
         files = manifest["files"]
-    with _appears_whole(target) as partial:
+    extra = kept.names((name for content in files.values() for name in content["tensors"]), family.kept)
+    with _appears_whole(target) as partial, kept.opened(peer, extra) as others:
+        shapes |= {} if others is None else {name: tensor.shape for name, tensor in others.tensors.items()}
         for file, content in files.items():
-            kinds = {name: (kind, shapes[first[name]]) for name, kind in content["tensors"].items()}
-            make = lambda name, kinds=kinds: table.peer_tensor(
-                kinds[name][1], tensors.DTYPES[kinds[name][0]], own[first[name]], params
-            )
+            kinds = {name: (kind, shapes[first.get(name, name)]) for name, kind in content["tensors"].items()}
+
+            def make(name: str, kinds: Mapping[str, Any] = kinds) -> np.ndarray:
+                if others is not None and name in extra:
+                    return others.read(name)
+                kind, shape = kinds[name]
+                return table.peer_tensor(shape, tensors.DTYPES[kind], own[first[name]], params)
+
             tensors.write(partial / file, kinds, make, content["metadata"])
         if manifest is None:
             write_whole(partial / "config.json", (json.dumps(given, indent=2) + "\n").encode())
@@ -165,7 +176,7 @@ def export_weights(run_dir: str | AnyPath, path: str | os.PathLike[str], *, step
         else:
             _copy(peer, partial, _COPIED)
     count = sum(len(content["tensors"]) for content in files.values())
-    return Converted(family.name, sum(x.size for x in params.values()), count)
+    return Converted(family.name, sum(x.size for x in params.values()), count, len(extra))
 
 
 def _peer_config(folder: AnyPath) -> dict[str, Any]:
@@ -192,16 +203,37 @@ def _family(given: Mapping[str, Any]) -> Family:
     raise ConfigError(f"config.json has model_type {given.get('model_type')!r}; the families known here are: {known}.")
 
 
-def _family_of(model: ModelConfig) -> Family:
+def _form_of(model: ModelConfig) -> tuple[Family, dict[str, Any]]:
+    """The family of a model that was not imported, and its config.json.
+
+    Raises:
+      ConfigError: no family has its mixers, or the first one that has them lacks something else.
+    """
+    refused = None
     for family in FAMILIES:
-        if family.mixer == model.mixer and family.to_peer is not None:
-            return family
-    known = ", ".join(sorted({family.mixer for family in FAMILIES}))
+        if family.to_peer is not None and family.has_layers_of(model):
+            given = family.to_peer(model)
+            try:
+                _check_form(family, model, given)
+            except ConfigError as error:
+                refused = refused or error
+            else:
+                return family, given
+    if refused is not None:
+        raise refused
+    known = ", ".join(sorted({" with ".join(family.mixers) for family in FAMILIES}))
     raise ConfigError(f"no public family has mixer {model.mixer!r}; those that can be exported are {known}.")
 
 
-def _checked(pieces: list[table.Piece], folder: tensors.Folder, name: str) -> list[table.Piece]:
-    """The pieces with the names that the files have, those of missing copies left out.
+def _check_form(family: Family, model: ModelConfig, given: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the form that a config.json describes is not that of the model."""
+    difference = family.difference(model, given)
+    if difference is not None:
+        raise ConfigError(f"{family.name} cannot have this model: {difference}.")
+
+
+def _checked(pieces: list[table.Piece], folder: tensors.Folder, extra: frozenset[str], name: str) -> list[table.Piece]:
+    """The pieces with the names that the files have, those of missing copies left out. `extra`: names of tensors without a piece.
 
     Raises:
       ConfigError: tensors are missing, unknown, of another shape or dtype, or a copy is not what it repeats.
@@ -217,7 +249,7 @@ def _checked(pieces: list[table.Piece], folder: tensors.Folder, name: str) -> li
     if missing:
         raise ConfigError(f"{name}: the tensors {listed(dict.fromkeys(missing))} are missing.")
     shapes = table.peer_shapes(found)
-    unknown = [x for x in there if x not in shapes]
+    unknown = [x for x in there if x not in shapes and x not in extra]
     if unknown:
         raise ConfigError(f"{name} has no tensors {listed(unknown)} in the form that config.json describes.")
     for tensor, shape in shapes.items():

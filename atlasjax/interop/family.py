@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from atlasjax.interop.table import Row
@@ -67,6 +67,22 @@ class Fields:
         if value not in allowed:
             raise self._wrong(name, value, " or ".join(map(repr, allowed)) + ", the form that this library's layer has")
 
+    def ratio(self, name: str, of: int, default: int, what: str) -> int:
+        """An integer that is a multiple of `of`, the value of `what`, divided by it."""
+        value = self.integer(name, default)
+        if value % of:
+            raise self._wrong(name, value, f"a multiple of {what}, {of}")
+        return value // of
+
+    def strings(self, name: str, count: int, allowed: Iterable[str]) -> list[str] | None:
+        """A list of `count` strings that are in `allowed`; None if the field is missing."""
+        value, known = self._given.pop(name, None), list(allowed)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != count or any(x not in known for x in value):
+            raise self._wrong(name, value, f"a list of {count} strings, each {' or '.join(map(repr, known))}")
+        return value
+
     def dtype(self) -> Literal["float32", "bfloat16"]:
         """Dtype of activations: that of the weights, or float32 for float16, whose range bfloat16 has not."""
         return (
@@ -100,13 +116,20 @@ class Fields:
         return ConfigError(f"config.json of {self._name}: {name} is {value!r}; it should be {what}.")
 
 
+def mixer_pattern(mixers: Sequence[str]) -> str | tuple[str, ...]:
+    """The mixers of all layers as `ModelConfig.mixer`: the shortest tuple that they repeat, or one name."""
+    count = len(mixers)
+    period = next(n for n in range(1, count + 1) if count % n == 0 and [*mixers] == [*mixers[:n]] * (count // n))
+    return mixers[0] if period == 1 else tuple(mixers[:period])
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A family of public models in one form.
 
     Attributes:
       name: as it is shown and stored.
-      mixer: name of our mixer.
+      mixers: names of our mixers that its layers may have. Some layer has the first one.
       is_mine: whether a config.json is of this family and form.
       to_ours: config.json → our config. Raises ConfigError if our layers cannot have this form.
       to_peer: our config → config.json, for a model that was not imported; None if it is exported in another form. It is checked
@@ -114,15 +137,22 @@ class Family:
       rows: our config → the table.
       matters: the fields and properties of our config ("ssm.expand" is one inside it) that decide what this family computes,
         besides those of every model.
+      kept: beginnings of the names of tensors that are no part of the language model. They are kept with the run, and exported
+        unchanged.
     """
 
     name: str
-    mixer: str
+    mixers: tuple[str, ...]
     is_mine: Callable[[Mapping[str, Any]], bool]
     to_ours: Callable[[Mapping[str, Any]], ModelConfig]
     to_peer: Callable[[ModelConfig], dict[str, Any]] | None
     rows: Callable[[ModelConfig], list[Row]]
     matters: tuple[str, ...]
+    kept: tuple[str, ...] = ()
+
+    def has_layers_of(self, config: ModelConfig) -> bool:
+        """Whether our config has layers with these mixers only."""
+        return self.mixers[0] in config.pattern and set(config.pattern) <= set(self.mixers)
 
     def difference(self, config: ModelConfig, given: Mapping[str, Any]) -> str | None:
         """Where our config is not what a config.json says, as text; None if it is."""

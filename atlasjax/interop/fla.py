@@ -225,10 +225,10 @@ def _is(kind: str) -> Callable[[Mapping[str, Any]], bool]:
 
 _MATTERS = ("num_heads", "resolved_head_dim", "value_dim", "resolved_mlp_dim", "head_norm")
 GATED_DELTANET = Family(
-    "gated_deltanet", "gated_deltanet", _is("gated_deltanet"), _gated_deltanet, _peer_gated_deltanet, _gated_deltanet_rows,
+    "gated_deltanet", ("gated_deltanet",), _is("gated_deltanet"), _gated_deltanet, _peer_gated_deltanet, _gated_deltanet_rows,
     (*_MATTERS, "conv_width"),
 )  # fmt: skip
 DELTANET = Family(
-    "delta_net", "deltanet", _is("delta_net"), _deltanet, _peer_deltanet, _deltanet_rows, (*_MATTERS, "conv_width")
+    "delta_net", ("deltanet",), _is("delta_net"), _deltanet, _peer_deltanet, _deltanet_rows, (*_MATTERS, "conv_width")
 )
-GLA = Family("gla", "gla", _is("gla"), _gla, _peer_gla, _gla_rows, _MATTERS)
+GLA = Family("gla", ("gla",), _is("gla"), _gla, _peer_gla, _gla_rows, _MATTERS)

@@ -236,16 +236,16 @@ def _is_mamba_ssm(layer: str) -> Callable[[Mapping[str, Any]], bool]:
 _MATTERS = ("ssm.state_dim", "ssm.expand", "conv_width")
 _MAMBA, _MAMBA2 = (*_MATTERS, "resolved_dt_rank"), (*_MATTERS, "ssm.head_dim", "ssm.groups")
 MAMBA2_TRANSFORMERS = Family(
-    "mamba2", "mamba2", _is_transformers("mamba2"), _mamba2_from_transformers, _mamba2_to_transformers, mamba2_rows, _MAMBA2
+    "mamba2", ("mamba2",), _is_transformers("mamba2"), _mamba2_from_transformers, _mamba2_to_transformers, mamba2_rows, _MAMBA2
 )  # fmt: skip
 MAMBA2_MAMBA_SSM = Family(
-    "mamba2 of mamba_ssm", "mamba2", _is_mamba_ssm("Mamba2"),
+    "mamba2 of mamba_ssm", ("mamba2",), _is_mamba_ssm("Mamba2"),
     lambda given: _from_mamba_ssm(given, "mamba2", "Mamba-2", "Mamba2", _read_mamba2), None, mamba2_rows, _MAMBA2,
 )  # fmt: skip
 MAMBA_TRANSFORMERS = Family(
-    "mamba", "mamba", _is_transformers("mamba"), _mamba_from_transformers, _mamba_to_transformers, mamba_rows, _MAMBA
+    "mamba", ("mamba",), _is_transformers("mamba"), _mamba_from_transformers, _mamba_to_transformers, mamba_rows, _MAMBA
 )  # fmt: skip
 MAMBA_MAMBA_SSM = Family(
-    "mamba of mamba_ssm", "mamba", _is_mamba_ssm("Mamba1"),
+    "mamba of mamba_ssm", ("mamba",), _is_mamba_ssm("Mamba1"),
     lambda given: _from_mamba_ssm(given, "mamba", "Mamba", "Mamba1", _read_mamba), None, mamba_rows, _MAMBA,
 )  # fmt: skip

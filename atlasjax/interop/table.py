@@ -29,6 +29,7 @@ class Row:
       part: index of the part of our array. Empty: the whole array.
       copy: the tensor repeats a parameter that another row has, and may be missing.
       first: number of the first layer that has the tensor. Our parameter of the layers before it has no effect and becomes zero.
+      mixers: names of the mixers whose layers have the tensor. None: all layers.
     """
 
     peer: str | tuple[str, ...]
@@ -38,6 +39,7 @@ class Row:
     part: Index = ()
     copy: bool = False
     first: int = 0
+    mixers: tuple[str, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,7 @@ def pieces(rows: Iterable[Row], config: ModelConfig, shapes: Mapping[str, tuple[
     covered: dict[str, int] = dict.fromkeys(shapes, 0)
     for row in rows:
         names = (row.peer,) if isinstance(row.peer, str) else row.peer
-        for path, layer, n in _places(row.ours, config):
+        for path, layer, n in _places(row, config):
             index = (*layer, *row.part)
             shape = np.broadcast_to(np.empty(()), shapes[path])[index].shape
             covered[path] += 0 if row.copy else math.prod(shape)
@@ -88,15 +90,17 @@ def pieces(rows: Iterable[Row], config: ModelConfig, shapes: Mapping[str, tuple[
     return found
 
 
-def _places(path: str, config: ModelConfig) -> Iterator[tuple[str, Index, int]]:
-    """(path, index of the layer in the stacked array, number of the layer) for each layer; once for a path outside the layers."""
-    if not path.startswith("layers."):
-        yield path, (), 0
+def _places(row: Row, config: ModelConfig) -> Iterator[tuple[str, Index, int]]:
+    """(path, index of the layer in the stacked array, number of the layer) for each layer that has the row; once for a path outside
+    the layers."""
+    if not row.ours.startswith("layers."):
+        yield row.ours, (), 0
         return
     period = len(config.pattern)
     for n in range(config.num_layers):
-        inside = "layers." if period == 1 else f"layers.layer_{n % period}."
-        yield inside + path.removeprefix("layers."), (n // period,), n
+        if row.mixers is None or config.pattern[n % period] in row.mixers:
+            inside = "layers." if period == 1 else f"layers.layer_{n % period}."
+            yield inside + row.ours.removeprefix("layers."), (n // period,), n
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 q and k are rotated by position (RoPE, Su et al. 2021). Every token sees the persistent keys (Titans §3.3, and the "persistent
 vectors" of Sukhbaatar et al. 2019). They have no position, so the queries that read them are not rotated. Logits and softmax are
-float32.
+float32. Several consecutive heads of queries may share a head of keys and values (grouped-query attention, Ainslie et al. 2023).
 
 Queries are processed block by block, so no [time, time] array is formed. Temporary memory is [block, time], or
 [block, window + block] with a window, where the arithmetic is O(time · (window + block)) as well.
@@ -22,17 +22,17 @@ from atlasjax.mixers.shapes import check_shapes
 
 _AXES = {
     "q": "batch time heads key_dim",
-    "k": "batch time heads key_dim",
-    "v": "batch time heads value_dim",
-    "persistent.keys": "persistent heads key_dim",
-    "persistent.values": "persistent heads value_dim",
+    "k": "batch time kv_heads key_dim",
+    "v": "batch time kv_heads value_dim",
+    "persistent.keys": "persistent kv_heads key_dim",
+    "persistent.values": "persistent kv_heads value_dim",
 }
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 256
 _MASKED = -1e30  # not −∞, which would give NaN derivatives in rows of padding that see no key
 
 
 class Persistent(NamedTuple):
-    """Keys and values that every token sees: [persistent, heads, key_dim] and [persistent, heads, value_dim]."""
+    """Keys and values that every token sees: [persistent, kv_heads, key_dim] and [persistent, kv_heads, value_dim]."""
 
     keys: jax.Array
     values: jax.Array
@@ -43,8 +43,8 @@ class Source(NamedTuple):
 
     Attributes:
       q: [batch, time, heads, key_dim].
-      k: [batch, size, heads, key_dim], or without the batch axis.
-      v: [batch, size, heads, value_dim], or without the batch axis.
+      k: [batch, size, kv_heads, key_dim], or without the batch axis. kv_heads divides heads.
+      v: [batch, size, kv_heads, value_dim], or without the batch axis.
       visible: boolean [batch, time, size], whether the query sees the key. None means always.
     """
 
@@ -59,6 +59,11 @@ def softmax_attention(*sources: Source) -> jax.Array:
 
     A query that sees no key gets the mean of all values.
     """
+    groups = sources[0].q.shape[2] // sources[0].k.shape[-2]
+    if groups > 1:  # the queries of a group are read like further tokens, so that keys and values are not repeated
+        y = softmax_attention(*(_fold(source, groups) for source in sources))
+        y = y.reshape(y.shape[0], groups, -1, *y.shape[2:])  # [batch, group, time, kv_heads, value_dim]
+        return jnp.moveaxis(y, 1, 3).reshape(*sources[0].q.shape[:3], -1)
     logits = []
     for q, k, _, visible in sources:
         keys = "bshd" if k.ndim == 4 else "shd"
@@ -77,6 +82,15 @@ def softmax_attention(*sources: Source) -> jax.Array:
     return (y / jnp.swapaxes(total, 1, 2)).astype(sources[0].v.dtype)
 
 
+def _fold(source: Source, groups: int) -> Source:
+    """The queries [batch, time, kv_heads · groups, key_dim] as [batch, groups · time, kv_heads, key_dim]."""
+    q, k, v, visible = source
+    batch, time, heads, size = q.shape
+    q = jnp.moveaxis(q.reshape(batch, time, heads // groups, groups, size), 3, 1)
+    visible = None if visible is None else jnp.tile(visible, (1, groups, 1))
+    return Source(q.reshape(batch, groups * time, heads // groups, size), k, v, visible)
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -84,16 +98,19 @@ def attention(
     *,
     window: int | None = None,
     rope_theta: float | None = 1e4,
+    rope_dim: int | None = None,
     persistent: Persistent | None = None,
     segment_ids: jax.Array | None = None,
 ) -> jax.Array:
     """Causal self-attention over whole sequences.
 
     Args:
-      q, k: before rotation, [batch, time, heads, key_dim], key_dim even.
-      v: [batch, time, heads, value_dim].
+      q: before rotation, [batch, time, heads, key_dim].
+      k: before rotation, [batch, time, kv_heads, key_dim]. kv_heads divides heads; so many consecutive heads of q share one of k.
+      v: [batch, time, kv_heads, value_dim].
       window: a token sees itself and the window − 1 tokens before it. None means all tokens before it.
       rope_theta: base of the rotary wavelengths. None means no rotation.
+      rope_dim: number of channels of q and k that are rotated, even. None means all.
       persistent: keys and values that every token sees.
       segment_ids: integers [batch, time]. A new segment begins where the id changes. It sees nothing before it, and its
         positions start at 0.
@@ -104,15 +121,15 @@ def attention(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
-    check_attention("attention", q, k, v, window, persistent)
+    check_attention("attention", q, k, v, window, rope_dim, persistent)
     batch, time = q.shape[:2]
     if segment_ids is None:
         position, segment = jnp.broadcast_to(jnp.arange(time), (batch, time)), None
     else:
         check_ids(segment_ids, (batch, time), "attention")
         position, segment = segment_positions(segment_ids)
-    rotated = rotate(q, position, rope_theta)
-    k = rotate(k, position, rope_theta)
+    rotated = rotate(q, position, rope_theta, rope_dim)
+    k = rotate(k, position, rope_theta, rope_dim)
     if window is None:
         return _in_blocks(q, rotated, k, v, position, position, segment, segment, None, persistent)
     # A window longer than the sequence would only add padding.
@@ -189,8 +206,8 @@ class KVCache(NamedTuple):
     """Rotated keys and values of the tokens read, stored by position.
 
     Attributes:
-      keys: [batch, max_length, heads, key_dim].
-      values: [batch, max_length, heads, value_dim].
+      keys: [batch, max_length, kv_heads, key_dim].
+      values: [batch, max_length, kv_heads, value_dim].
       position: number of tokens read, which is the position of the next one, [batch].
     """
 
@@ -203,8 +220,8 @@ class WindowCache(NamedTuple):
     """Rotated keys and values of the last `window` tokens, stored at their position modulo the window.
 
     Attributes:
-      keys: [batch, window, heads, key_dim].
-      values: [batch, window, heads, value_dim].
+      keys: [batch, window, kv_heads, key_dim].
+      values: [batch, window, kv_heads, value_dim].
       position: number of tokens read, which is the position of the next one, [batch].
     """
 
@@ -213,14 +230,14 @@ class WindowCache(NamedTuple):
     position: jax.Array
 
 
-def init_cache(batch_size: int, max_length: int, heads: int, key_dim: int, value_dim: int, dtype: Any) -> KVCache:
+def init_cache(batch_size: int, max_length: int, kv_heads: int, key_dim: int, value_dim: int, dtype: Any) -> KVCache:
     """An empty cache for at most `max_length` tokens."""
-    return KVCache(*_empty(batch_size, max_length, heads, key_dim, value_dim, dtype))
+    return KVCache(*_empty(batch_size, max_length, kv_heads, key_dim, value_dim, dtype))
 
 
-def init_window(batch_size: int, window: int, heads: int, key_dim: int, value_dim: int, dtype: Any) -> WindowCache:
+def init_window(batch_size: int, window: int, kv_heads: int, key_dim: int, value_dim: int, dtype: Any) -> WindowCache:
     """An empty cache for the last `window` tokens."""
-    return WindowCache(*_empty(batch_size, window, heads, key_dim, value_dim, dtype))
+    return WindowCache(*_empty(batch_size, window, kv_heads, key_dim, value_dim, dtype))
 
 
 def _empty(
@@ -237,12 +254,13 @@ def extend(
     cache: KVCache | WindowCache,
     *,
     rope_theta: float | None = 1e4,
+    rope_dim: int | None = None,
     persistent: Persistent | None = None,
 ) -> tuple[jax.Array, KVCache | WindowCache]:
     """`attention` for the next tokens of a stream. A `WindowCache` determines the window.
 
     Args:
-      q, k, v, rope_theta, persistent: as in `attention`, any time ≥ 1.
+      q, k, v, rope_theta, rope_dim, persistent: as in `attention`, any time ≥ 1.
       cache: keys and values of the tokens so far.
 
     Returns:
@@ -251,10 +269,11 @@ def extend(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
-    check_attention("attention.extend", q, k, v, None, persistent)
+    check_attention("attention.extend", q, k, v, None, rope_dim, persistent)
     time = q.shape[1]
     position = cache.position[:, None] + jnp.arange(time)
-    rotated, k = rotate(q, position, rope_theta), rotate(k, position, rope_theta).astype(cache.keys.dtype)
+    rotated = rotate(q, position, rope_theta, rope_dim)
+    k = rotate(k, position, rope_theta, rope_dim).astype(cache.keys.dtype)
     rows, after = jnp.arange(q.shape[0])[:, None], cache.position + time
     size = cache.keys.shape[1]
     places = jnp.broadcast_to(jnp.arange(size), (q.shape[0], size))
@@ -279,13 +298,24 @@ def extend(
 
 
 def check_attention(
-    where: str, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, persistent: Persistent | None
+    where: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    window: int | None,
+    rope_dim: int | None,
+    persistent: Persistent | None,
 ) -> None:
     """Raises TypeError or ValueError for invalid arguments of `attention`."""
     arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
     if persistent is not None:
         arrays |= {"persistent.keys": persistent.keys, "persistent.values": persistent.values}
-    check_shapes(where, _AXES, **arrays)
-    if q.shape[-1] % 2:
-        raise ValueError(f"{where}: key_dim is {q.shape[-1]}, should be even for rotary positions.")
+    sizes = check_shapes(where, _AXES, **arrays)
+    if sizes["heads"] % sizes["kv_heads"]:
+        raise ValueError(f"{where}: k has {sizes['kv_heads']} heads, which should divide the {sizes['heads']} of q.")
+    check.integer(where, "rope_dim", rope_dim, optional=True)
+    if rope_dim is None and sizes["key_dim"] % 2:
+        raise ValueError(f"{where}: key_dim is {sizes['key_dim']}, should be even for rotary positions.")
+    if rope_dim is not None and (rope_dim % 2 or rope_dim > sizes["key_dim"]):
+        raise ValueError(f"{where}: rope_dim is {rope_dim}, should be even and at most key_dim={sizes['key_dim']}.")
     check.integer(where, "window", window, optional=True)

@@ -7,42 +7,64 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax.mixers import attention
-from atlasjax.nn.config import ModelConfig
-from atlasjax.nn.layers import Linear
+from atlasjax.mixers.rotary import rotate
+from atlasjax.nn.config import AttentionConfig, AttentionSizes, ModelConfig
+from atlasjax.nn.layers import Linear, RMSNorm
 from atlasjax.nn.parameters import normal, param
 
 
 class AttentionHeads(nnx.Module):
     """Attention up to the heads' outputs, without the output projection. Used by the mixers below and by hybrids.
 
-        q, k, v = x W (+ b);  y = `mixers.attention.attention`(q, k, v), RoPE on q and k
+        q, k, v, z = x W (+ b);  q, k = RMSNorm(q), RMSNorm(k)      the norms and z only if the config has them
+        y = `mixers.attention.attention`(q, k, v) (⊙ σ(z)),         RoPE on q and k
 
     Args:
-      config: dim, num_heads, head_dim (even), value_expansion, dtype, attention (rope_theta, persistent_tokens, bias).
+      config: dim, dtype, norm_eps, norm (of which only "rms_plus_one" matters), attention (its sizes, rope_theta, rope_dim,
+        persistent_tokens, bias, qk_norm, gate) and, where it has no sizes of its own, num_heads, head_dim and value_expansion.
       window: a token sees itself and the window − 1 tokens before it. None: itself and all tokens before it.
       rngs: source of the initial values.
 
     Raises:
-      ValueError: head_dim is odd.
+      ValueError: sizes that do not fit each other, or that cannot be rotated.
     """
 
     def __init__(self, config: ModelConfig, window: int | None, *, rngs: nnx.Rngs):
-        heads, key_dim, expansion = config.num_heads, config.resolved_head_dim, config.value_expansion
-        if key_dim % 2:
-            raise ValueError(f"ModelConfig: head_dim={key_dim} must be even for rotary positions in attention.")
-        self.heads, self.key_dim, self.value_dim = heads, key_dim, config.value_dim
-        self.window, self.theta = window, config.attention.rope_theta
+        given, sizes = config.attention, config.attention_sizes
+        self.heads, self.kv_heads, self.key_dim, self.value_dim = sizes
+        _check_sizes(given, sizes)
+        self.window, self.theta, self.rope_dim = window, given.rope_theta, given.rope_dim
         self.dtype = jnp.dtype(config.dtype)
-        shape = (config.dim, heads, (2 + expansion) * key_dim)
-        self.inputs = Linear(shape, ("embed", "heads", None), bias=config.attention.bias, rngs=rngs)
-        size = (config.attention.persistent_tokens, heads)
+        self.has_gate = given.gate
+        # For each head of keys: its queries, each followed by its gate, then the keys and the values.
+        self.groups = self.heads // self.kv_heads
+        self.query_dim = self.key_dim + (self.value_dim if given.gate else 0)
+        shape = (config.dim, self.kv_heads, self.groups * self.query_dim + self.key_dim + self.value_dim)
+        self.inputs = Linear(shape, ("embed", "heads", None), bias=given.bias, rngs=rngs)
+        self.q_norm, self.k_norm = (_qk_norm(config, heads) for heads in (self.heads, self.kv_heads))
+        size = (given.persistent_tokens, self.kv_heads)
         learned = lambda dim: param(normal(rngs, (*size, dim), 1.0), None, "heads", None) if size[0] else None
-        self.persistent_keys, self.persistent_values = learned(key_dim), learned(self.value_dim)
+        self.persistent_keys, self.persistent_values = learned(self.key_dim), learned(self.value_dim)
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """[batch, time, dim] → q, k: [batch, time, heads, key_dim] and v: [batch, time, heads, value_dim]."""
-        q, k, v = jnp.split(self.inputs(x), (self.key_dim, 2 * self.key_dim), axis=-1)
-        return q, k, v
+        """[batch, time, dim] → q: [batch, time, heads, key_dim], k: [batch, time, kv_heads, key_dim], v: [batch, time, kv_heads,
+        value_dim]."""
+        return self._project(x)[:3]
+
+    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """`project`, and the gate's logits [batch, time, heads, value_dim], or None without a gate."""
+        queries = self.groups * self.query_dim
+        q, k, v = jnp.split(self.inputs(x), (queries, queries + self.key_dim), axis=-1)
+        q, z = q.reshape(*x.shape[:2], self.heads, self.query_dim), None
+        if self.has_gate:
+            q, z = jnp.split(q, (self.key_dim,), axis=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = _normalized(self.q_norm, q), _normalized(self.k_norm, k)
+        return q, k, v, z
+
+    def rotate(self, x: jax.Array, position: jax.Array) -> jax.Array:
+        """Queries or keys [batch, time, …] rotated by their position [batch, time]."""
+        return rotate(x, position, self.theta, self.rope_dim)
 
     def persistent(self) -> attention.Persistent | None:
         """The learned keys and values that every token sees, or None."""
@@ -52,10 +74,12 @@ class AttentionHeads(nnx.Module):
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
         """Whole sequences: [batch, time, dim] → [batch, time, heads, value_dim]."""
-        return attention.attention(
-            *self.project(x), window=self.window, rope_theta=self.theta, persistent=self.persistent(),
+        q, k, v, z = self._project(x)
+        y = attention.attention(
+            q, k, v, window=self.window, rope_theta=self.theta, rope_dim=self.rope_dim, persistent=self.persistent(),
             segment_ids=segment_ids,
         )  # fmt: skip
+        return _gated(y, z)
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> attention.KVCache | attention.WindowCache:
         """An empty cache for `max_length` tokens, or for the window.
@@ -63,7 +87,7 @@ class AttentionHeads(nnx.Module):
         Raises:
           ValueError: max_length is None and there is no window.
         """
-        sizes = (self.heads, self.key_dim, self.value_dim, self.dtype)
+        sizes = (self.kv_heads, self.key_dim, self.value_dim, self.dtype)
         if self.window is not None:
             return attention.init_window(batch_size, self.window, *sizes)
         if max_length is None:
@@ -75,11 +99,47 @@ class AttentionHeads(nnx.Module):
 
     def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """Like `__call__`, for the next piece of a sequence. Also returns the next cache."""
-        return attention.extend(*self.project(x), state, rope_theta=self.theta, persistent=self.persistent())
+        q, k, v, z = self._project(x)
+        y, state = attention.extend(
+            q, k, v, state, rope_theta=self.theta, rope_dim=self.rope_dim, persistent=self.persistent()
+        )
+        return _gated(y, z), state
+
+
+def _check_sizes(given: AttentionConfig, sizes: AttentionSizes) -> None:
+    if sizes.heads % sizes.kv_heads:
+        raise ValueError(f"AttentionConfig: kv_heads={sizes.kv_heads} must divide the {sizes.heads} heads of queries.")
+    if given.rope_dim is None and sizes.key_dim % 2:
+        raise ValueError(f"ModelConfig: head_dim={sizes.key_dim} must be even for rotary positions in attention.")
+    if given.rope_dim is not None and (given.rope_dim % 2 or given.rope_dim > sizes.key_dim):
+        raise ValueError(
+            f"AttentionConfig: rope_dim={given.rope_dim} must be even and at most head_dim={sizes.key_dim}."
+        )
+
+
+def _qk_norm(config: ModelConfig, heads: int) -> RMSNorm | None:
+    """The norm of queries or keys, whose heads are those of one axis or flattened into it."""
+    key_dim, plus_one = config.attention_sizes.key_dim, config.norm == "rms_plus_one"
+    match config.attention.qk_norm:
+        case "head":
+            return RMSNorm((key_dim,), (None,), config.norm_eps, plus_one=plus_one)
+        case "all":
+            return RMSNorm((heads * key_dim,), ("heads",), config.norm_eps, plus_one=plus_one)
+        case _:
+            return None
+
+
+def _normalized(norm: RMSNorm, x: jax.Array) -> jax.Array:
+    """x [batch, time, heads, key_dim], normalized over as many channels as the norm has."""
+    return norm(x.reshape(*x.shape[:2], -1, *norm.scale[...].shape)).reshape(x.shape)
+
+
+def _gated(y: jax.Array, z: jax.Array | None) -> jax.Array:
+    return y if z is None else y * jax.nn.sigmoid(z)
 
 
 class AttentionMixer(nnx.Module):
-    """Causal softmax attention over all tokens, as in Transformer++ (Touvron et al. 2023): RoPE, no biases.
+    """Causal softmax attention over all tokens: by default that of Transformer++ (Touvron et al. 2023), with RoPE and no biases.
 
         out = attention(x) W_out (+ b)        `AttentionHeads`
 
@@ -92,7 +152,8 @@ class AttentionMixer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.attention = AttentionHeads(config, self._window(config), rngs=rngs)
-        self.out = output_projection(config, rngs, bias=config.attention.bias)
+        inner, bias = self.attention.heads * self.attention.value_dim, config.attention.bias
+        self.out = output_projection(config, rngs, inner=inner, bias=bias and config.attention.output_bias)
 
     @staticmethod
     def _window(config: ModelConfig) -> int | None:
@@ -130,6 +191,17 @@ def required_window(config: ModelConfig, mixer: str) -> int:
     if config.attention.window is None:
         raise ValueError(f"mixer {mixer!r} needs a window: attention.window is None, it should be an integer ≥ 1.")
     return config.attention.window
+
+
+def require_shared_heads(config: ModelConfig, mixer: str) -> None:
+    """Raises ValueError if the attention has a gate, or sizes of its own: that of a hybrid has the heads of the memory."""
+    given, plain = config.attention, AttentionConfig()
+    for name in ("num_heads", "kv_heads", "head_dim", "value_dim", "gate"):
+        if getattr(given, name) != getattr(plain, name):
+            raise ValueError(
+                f"mixer {mixer!r}: attention.{name} is {getattr(given, name)!r}; it should be {getattr(plain, name)}, because the "
+                "attention has the heads of the memory."
+            )
 
 
 def output_projection(config: ModelConfig, rngs: nnx.Rngs, *, inner: int | None = None, bias: bool = False) -> Linear:

@@ -1,7 +1,7 @@
 """Model configs: frozen dataclasses that are validated on construction and can be written as JSON."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from atlasjax import check
 from atlasjax.mixers.block_recurrence import BlockRecurrenceConfig
@@ -21,9 +21,20 @@ class AttentionConfig:
     Attributes:
       window: a token sees itself and the window − 1 tokens before it. Required by "swa", "mag" and "mal".
       rope_theta: base of the rotary wavelengths, > 0. None: no rotary positions.
-      bias: whether the query, key and value projections have biases; in "attention" and "swa" also the output projection.
+      bias: whether the query, key and value projections have biases.
+      output_bias: whether with `bias` the output projection of "attention" and "swa" has one as well.
       persistent_tokens: number of learned keys and values that every token sees, ≥ 0.
       segment_size: tokens per segment in "mac", ≥ 1. A multiple of the memory's chunk size.
+      rope_dim: number of channels of a head that are rotated (partial RoPE), even. None: all.
+      qk_norm: RMS norm of queries and keys before the rotation: "none"; "head", of each head, all with the same scale [head_dim];
+        or "all", of all heads together. It is 1 + scale with the model's norm "rms_plus_one".
+      num_heads: number of heads of the queries, only for "attention" and "swa". None: the model's.
+      kv_heads: number of heads of the keys and values, only for "attention" and "swa". It divides that of the queries: so many
+        consecutive heads share keys and values (grouped-query attention, Ainslie et al. 2023). None: as many as queries.
+      head_dim: size of the queries and keys of a head, only for "attention" and "swa". None: the model's.
+      value_dim: size of the values of a head, only for "attention" and "swa". None: the model's value_expansion times head_dim.
+      gate: whether the heads' outputs are multiplied by σ(x W_g), a gate per channel (Qiu et al. 2025), only for "attention" and
+        "swa".
 
     Raises:
       ValueError: a field is out of range.
@@ -34,11 +45,31 @@ class AttentionConfig:
     persistent_tokens: int = 0
     segment_size: int = 64
     bias: bool = False
+    output_bias: bool = True
+    rope_dim: int | None = None
+    qk_norm: Literal["none", "head", "all"] = "none"
+    num_heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
+    gate: bool = False
 
     def __post_init__(self) -> None:
-        check.integers(self, {"window": 1, "persistent_tokens": 0, "segment_size": 1}, ("window",))
+        optional = ("window", "rope_dim", "num_heads", "kv_heads", "head_dim", "value_dim")
+        check.integers(self, {**dict.fromkeys(optional, 1), "persistent_tokens": 0, "segment_size": 1}, optional)
         check.number("AttentionConfig", "rope_theta", self.rope_theta, above=0, optional=True)
-        check.boolean("AttentionConfig", "bias", self.bias)
+        check.choice("AttentionConfig", "qk_norm", self.qk_norm, ("none", "head", "all"))
+        for name in ("bias", "output_bias", "gate"):
+            check.boolean("AttentionConfig", name, getattr(self, name))
+
+
+class AttentionSizes(NamedTuple):
+    """Sizes of softmax attention: heads of queries, heads of keys and values, size of a head's keys, and of its values."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +118,24 @@ class HeadNormConfig:
     def __post_init__(self) -> None:
         check.boolean("HeadNormConfig", "shared", self.shared)
         check.number("HeadNormConfig", "eps", self.eps, above=0, optional=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaNetConfig:
+    """Gated DeltaNet (mixer "gated_deltanet").
+
+    Attributes:
+      value_heads: number of heads of values, each with its own memory and gates: a multiple of num_heads, the number of heads of
+        queries and keys, which consecutive heads of values share. None: num_heads.
+
+    Raises:
+      ValueError: a field is out of range.
+    """
+
+    value_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        check.integers(self, {"value_heads": 1}, ("value_heads",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,9 +192,10 @@ class ModelConfig:
       attention: the attention of the mixers that have it.
       ssm: sizes of the state space models.
       head_norm: the norm of the heads' outputs in the recurrent mixers with heads.
-      rwkv7: the mixer of that name.
+      gated_deltanet, rwkv7: the mixer of that name.
       block_attention, elastic, memorizing, infini, melodi, block_recurrence, gam: config of the mixer of that name.
-      norm: norm of the residual stream, "rms" or "layer" (with a bias). Norms inside mixers follow their papers.
+      norm: norm of the residual stream: "rms"; "rms_plus_one", with 1 + scale in place of the scale; or "layer", with a bias. Norms
+        inside mixers follow their papers.
       embedding_norm: whether such a norm is also applied to the embeddings, as in RWKV.
       positions: "none", or "learned": a table of max_positions entries that is added to the embedding. Longer sequences raise an
         error, and the logits of a stream beyond the table are NaN.
@@ -179,6 +229,7 @@ class ModelConfig:
     attention: AttentionConfig = AttentionConfig()
     ssm: SSMConfig = SSMConfig()
     head_norm: HeadNormConfig = HeadNormConfig()
+    gated_deltanet: GatedDeltaNetConfig = GatedDeltaNetConfig()
     rwkv7: RWKV7Config = RWKV7Config()
     block_attention: BlockAttentionConfig = BlockAttentionConfig()
     elastic: ElasticConfig = ElasticConfig()
@@ -187,7 +238,7 @@ class ModelConfig:
     melodi: MelodiConfig = MelodiConfig()
     block_recurrence: BlockRecurrenceConfig = BlockRecurrenceConfig()
     gam: GAMConfig = GAMConfig()
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
     embedding_norm: bool = False
     positions: Literal["none", "learned"] = "none"
     max_positions: int | None = None
@@ -260,6 +311,15 @@ class ModelConfig:
         return self.value_expansion * self.resolved_head_dim
 
     @property
+    def attention_sizes(self) -> AttentionSizes:
+        """Sizes of the mixers "attention" and "swa"."""
+        given = self.attention
+        heads = self.num_heads if given.num_heads is None else given.num_heads
+        size = self.resolved_head_dim if given.head_dim is None else given.head_dim
+        value = self.value_expansion * size if given.value_dim is None else given.value_dim
+        return AttentionSizes(heads, heads if given.kv_heads is None else given.kv_heads, size, value)
+
+    @property
     def resolved_mlp_dim(self) -> int:
         """Hidden width of the feed-forward network."""
         if self.mlp_dim is not None:
@@ -296,6 +356,7 @@ _PARTS = {
     "attention": AttentionConfig,
     "ssm": SSMConfig,
     "head_norm": HeadNormConfig,
+    "gated_deltanet": GatedDeltaNetConfig,
     "rwkv7": RWKV7Config,
     "block_attention": BlockAttentionConfig,
     "elastic": ElasticConfig,
@@ -309,6 +370,6 @@ _CHOICES = {
     "dtype": ("bfloat16", "float32"),
     "ffn": ("swiglu", "gelu", "channel_mixing", "none"),
     "block": ("pre_norm", "bare"),
-    "norm": ("rms", "layer"),
+    "norm": ("rms", "rms_plus_one", "layer"),
     "positions": ("none", "learned"),
 }

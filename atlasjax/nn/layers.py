@@ -31,16 +31,20 @@ class RMSNorm(nnx.Module):
       axes: logical names of those axes.
       eps: added to the mean square.
       groups: number of equal parts of the last axis, each with its own mean square.
+      plus_one: whether to multiply by 1 + scale, with an initial scale of zero, as Gemma and Qwen3.5 do.
     """
 
-    def __init__(self, shape: tuple[int, ...], axes: tuple[str | None, ...], eps: float, groups: int = 1):
-        self.scale = param(jnp.ones(shape, jnp.float32), *axes)
-        self.eps, self.groups = eps, groups
+    def __init__(
+        self, shape: tuple[int, ...], axes: tuple[str | None, ...], eps: float, groups: int = 1, plus_one: bool = False
+    ):
+        self.scale = param(jnp.full(shape, 0.0 if plus_one else 1.0, jnp.float32), *axes)
+        self.eps, self.groups, self.plus_one = eps, groups, plus_one
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., *shape] → the same shape and dtype."""
         parts = x if self.groups == 1 else x.reshape(*x.shape[:-1], self.groups, -1)
-        return (rms_normalize(parts, self.eps).reshape(x.shape) * self.scale[...]).astype(x.dtype)
+        scale = 1.0 + self.scale[...] if self.plus_one else self.scale[...]
+        return (rms_normalize(parts, self.eps).reshape(x.shape) * scale).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

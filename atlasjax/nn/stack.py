@@ -1,5 +1,6 @@
 """The layers of a model: norm, mixer and feed-forward network with their residual stream, stacked so that `lax.scan` runs them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -13,7 +14,11 @@ from atlasjax.nn.mixers import FirstValuesMixer, make_mixer, observe, with_first
 
 Norms = tuple[jax.Array | None, ...]  # each layer's `memory_norm`
 
-_NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
+_NORMS: dict[str, Callable[..., RMSNorm | LayerNorm]] = {
+    "rms": RMSNorm,
+    "rms_plus_one": functools.partial(RMSNorm, plus_one=True),
+    "layer": LayerNorm,
+}
 _FFNS: dict[str, type[SwiGLU | GELU | ChannelMixing]] = {
     "swiglu": SwiGLU,
     "gelu": GELU,

@@ -9,7 +9,8 @@ from atlasjax.train.config import OptimizerConfig, TrainConfig
 
 _BATCH_TOKENS = 2**19  # 0.5M tokens a batch
 _SEQUENCE_LENGTH = 4096
-_TOKENS = {"170m": 15e9, "340m": 15e9, "760m": 30e9, "1.3b": 100e9}  # of training, as A Table 7
+# Tokens of training: as A Table 7, and 20 for each parameter of Qwen3.5.
+_TOKENS = {"170m": 15e9, "340m": 15e9, "760m": 30e9, "1.3b": 100e9, "0.8b": 15e9}
 
 
 @dataclasses.dataclass(frozen=True)

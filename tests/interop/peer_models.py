@@ -71,6 +71,33 @@ MODELS = {
          "norm_eps": 0.01},
         1, 6, 3,
     ),
+    "qwen3_5": (
+        "transformers", "Qwen3_5",
+        {"hidden_size": 48, "num_hidden_layers": 4, "vocab_size": 300, "intermediate_size": 64, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+         "linear_key_head_dim": 16, "linear_value_head_dim": 16, "tie_word_embeddings": True,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}},
+        2, 131, 16,
+    ),
+    "qwen3_5, wide values, eps 0.001": (
+        "transformers", "Qwen3_5",
+        {"hidden_size": 24, "num_hidden_layers": 3, "vocab_size": 257, "intermediate_size": 40, "num_attention_heads": 3,
+         "num_key_value_heads": 1, "head_dim": 12, "linear_num_key_heads": 3, "linear_num_value_heads": 3,
+         "linear_key_head_dim": 4, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 3, "rms_norm_eps": 0.001,
+         "layer_types": ["full_attention", "linear_attention", "full_attention"],
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        3, 67, 16,
+    ),
+    "qwen3_5, with its vision tower": (
+        "transformers", "Qwen3_5",
+        {"text_config": {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300, "intermediate_size": 40, "head_dim": 8,
+                         "num_attention_heads": 4, "num_key_value_heads": 4, "linear_num_key_heads": 1,
+                         "linear_num_value_heads": 3, "linear_key_head_dim": 12, "linear_value_head_dim": 12,
+                         "layer_types": ["linear_attention", "full_attention"], "attention_bias": True},
+         "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+                           "num_position_embeddings": 16, "patch_size": 4}},
+        1, 7, 16,
+    ),
     "rwkv7": (
         "fla.models", "RWKV7",
         {"hidden_size": 32, "head_dim": 16, "num_hidden_layers": 3, "vocab_size": 300, "decay_low_rank_dim": 8,
@@ -95,9 +122,10 @@ def make(folder: pathlib.Path, name: str) -> None:
     module, prefix, changes, batch, length, more = MODELS[name]
     classes = importlib.import_module(module)
     torch.manual_seed(0)
-    config = getattr(classes, f"{prefix}Config")(**changes)
-    model = getattr(classes, f"{prefix}ForCausalLM")(config).eval()
-    tokens = torch.randint(0, changes["vocab_size"], (batch, length))
+    text = changes.get("text_config")
+    config = getattr(classes, prefix + ("TextConfig" if prefix == "Qwen3_5" and text is None else "Config"))(**changes)
+    model = getattr(classes, prefix + ("ForCausalLM" if text is None else "ForConditionalGeneration"))(config).eval()
+    tokens = torch.randint(0, (text or changes)["vocab_size"], (batch, length))
     with torch.no_grad():
         for parameter in model.parameters():  # zeros and ones hide mistakes
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -146,5 +174,7 @@ if __name__ == "__main__":
     target, *names = sys.argv[1:]
     if any(MODELS[name][0].startswith("fla") for name in names):
         interpret_triton()
+    else:
+        sys.modules["fla"] = None  # transformers would call its kernels, which need a GPU
     for name in names:
         make(pathlib.Path(target), name)

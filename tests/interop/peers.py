@@ -105,6 +105,39 @@ def _rwkv7(dim=12, heads=3, vocab=260, layers=2, wide=20, ranks=None):
     return shapes | {"lm_head.weight": (vocab, dim)}
 
 
+def _qwen3_5(
+    prefix, tied, layers, dim=12, wide=20, heads=4, kv_heads=2, size=6, key_heads=2, value_heads=4, key=3, value=6
+):
+    """The last layer has attention, with biases."""
+    channels = 2 * key_heads * key + value_heads * value
+    delta = {
+        "in_proj_qkv.weight": (channels, dim), "in_proj_z.weight": (value_heads * value, dim),
+        "in_proj_b.weight": (value_heads, dim), "in_proj_a.weight": (value_heads, dim), "conv1d.weight": (channels, 1, 4),
+        "A_log": (value_heads,), "dt_bias": (value_heads,), "norm.weight": (value,), "out_proj.weight": (dim, value_heads * value),
+    }  # fmt: skip
+    widths = {
+        "q": (2 * heads * size, dim),
+        "k": (kv_heads * size, dim),
+        "v": (kv_heads * size, dim),
+        "o": (dim, heads * size),
+    }
+    attention = {f"{x}_proj.weight": shape for x, shape in widths.items()}
+    attention |= {f"{x}_proj.bias": shape[:1] for x, shape in widths.items()}
+    attention |= {"q_norm.weight": (size,), "k_norm.weight": (size,)}
+    shapes = {f"{prefix}embed_tokens.weight": (260, dim), f"{prefix}norm.weight": (dim,)}
+    for n in range(layers):
+        mixer, inside = ("self_attn", attention) if n == layers - 1 else ("linear_attn", delta)
+        shapes |= {
+            f"{prefix}layers.{n}.{name}": shape
+            for name, shape in {
+                "input_layernorm.weight": (dim,), "post_attention_layernorm.weight": (dim,),
+                "mlp.gate_proj.weight": (wide, dim), "mlp.up_proj.weight": (wide, dim), "mlp.down_proj.weight": (dim, wide),
+                **{f"{mixer}.{name}": shape for name, shape in inside.items()},
+            }.items()
+        }  # fmt: skip
+    return shapes if tied else shapes | {"lm_head.weight": (260, dim)}
+
+
 _FLA = {
     "hidden_size": 12,
     "num_hidden_layers": 2,
@@ -120,6 +153,14 @@ _MAMBA = {"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 2, "stat
 _MAMBA_SSM = {
     "d_model": 8, "n_layer": 2, "vocab_size": 257, "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True,
     "pad_vocab_size_multiple": 8, "tie_embeddings": True,
+}  # fmt: skip
+
+_QWEN3_5 = {
+    "hidden_size": 12, "num_hidden_layers": 4, "vocab_size": 260, "intermediate_size": 20, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 6, "attention_bias": True, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3, "linear_value_head_dim": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.34,
+                        "mrope_section": [11, 11, 10], "mrope_interleaved": True},
 }  # fmt: skip
 
 # name → (config.json, tensor → shape)
@@ -164,6 +205,17 @@ PEERS = {
             | {"gk_proj.1.weight": (6, 16), "gk_proj.1.bias": (6,)},
             tied=False,
         ),
+    ),
+    "qwen3_5": ({"model_type": "qwen3_5_text", **_QWEN3_5}, _qwen3_5("model.", tied=False, layers=4)),
+    "qwen3_5 with images": (
+        {"model_type": "qwen3_5", "text_config": {**_QWEN3_5, "model_type": "qwen3_5_text", "num_hidden_layers": 2,
+         "layer_types": ["linear_attention", "full_attention"], "mtp_num_hidden_layers": 1,
+         "mamba_ssm_dtype": "float32", "attn_output_gate": True, "full_attention_interval": 4, "mlp_only_layers": []},
+         "vision_config": {"depth": 1}, "image_token_id": 250, "tie_word_embeddings": True},
+        {
+            **_qwen3_5("model.language_model.", tied=True, layers=2), "model.visual.patch_embed.proj.weight": (4, 3, 2, 2, 2),
+            "model.visual.blocks.0.attn.qkv.bias": (12,), "mtp.fc.weight": (12, 24), "mtp.norm.weight": (12,),
+        },
     ),
     "rwkv7": (
         {"model_type": "rwkv7", "hidden_size": 12, "num_hidden_layers": 2, "head_dim": 4, "num_heads": 3,

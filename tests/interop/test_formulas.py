@@ -88,12 +88,71 @@ def rwkv7(tokens, w, config):
     return norm(x, "model.norm") @ w["lm_head.weight"].T
 
 
+def qwen3_5_delta(x, w, config):
+    """transformers' `Qwen3_5GatedDeltaNet`."""
+    heads, more = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    size = heads * config["linear_key_head_dim"]
+    taps = w["conv1d.weight"][:, 0].T
+    mixed = x @ w["in_proj_qkv.weight"].T
+    padded = np.concatenate([np.zeros((len(taps) - 1, mixed.shape[1])), mixed])
+    mixed = silu(np.array([(taps * padded[t : t + len(taps)]).sum(0) for t in range(len(x))]))
+    q, k, v = np.split(mixed, [size, 2 * size], axis=-1)
+    split = lambda a, count: a.reshape(len(x), count, -1)
+    q, k = (np.repeat(unit(split(a, heads)), more, axis=1) for a in (q, k))
+    q, v, z = q / np.sqrt(q.shape[-1]), split(v, heads * more), split(x @ w["in_proj_z.weight"].T, heads * more)
+    beta, a = sigmoid(x @ w["in_proj_b.weight"].T), x @ w["in_proj_a.weight"].T
+    alpha = np.exp(-np.exp(w["A_log"]) * softplus(a + w["dt_bias"]))
+    S, ys = np.zeros((heads * more, k.shape[-1], v.shape[-1])), []
+    for t in range(len(x)):
+        S = alpha[t, :, None, None] * S
+        S = S + beta[t, :, None, None] * k[t, :, :, None] * (v[t] - np.einsum("hk,hkv->hv", k[t], S))[:, None]
+        ys.append(np.einsum("hk,hkv->hv", q[t], S))
+    y = rms(np.array(ys), config["rms_norm_eps"]) * w["norm.weight"] * silu(z)
+    return y.reshape(len(x), -1) @ w["out_proj.weight"].T
+
+
+def qwen3_5_attention(x, w, config):
+    """transformers' `Qwen3_5Attention`."""
+    heads, shared, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    positions = config["rope_parameters"]
+    rotary = int(size * positions["partial_rotary_factor"])
+    angle = np.arange(len(x))[:, None, None] * positions["rope_theta"] ** (-np.arange(0, rotary, 2) / rotary)
+    project = lambda name, count: (x @ w[f"{name}_proj.weight"].T + w[f"{name}_proj.bias"]).reshape(len(x), count, -1)
+    norm = lambda a, name: rms(a, config["rms_norm_eps"]) * (1 + w[f"{name}_norm.weight"])
+
+    def rotate(a):  # pairs as complex numbers
+        pairs = (a[..., : rotary // 2] + 1j * a[..., rotary // 2 : rotary]) * np.exp(1j * angle)
+        return np.concatenate([pairs.real, pairs.imag, a[..., rotary:]], -1)
+
+    q, gate = np.split(project("q", heads), 2, axis=-1)
+    q, k, v = rotate(norm(q, "q")), rotate(norm(project("k", shared), "k")), project("v", shared)
+    k, v = (np.repeat(a, heads // shared, axis=1) for a in (k, v))
+    logits = np.einsum("thk,shk->hts", q, k) / np.sqrt(size)
+    weights = np.exp(logits - logits.max(-1, keepdims=True)) * np.tri(len(x))
+    y = np.einsum("hts,shv->thv", weights / weights.sum(-1, keepdims=True), v) * sigmoid(gate)
+    return y.reshape(len(x), -1) @ w["o_proj.weight"].T + w["o_proj.bias"]
+
+
+def qwen3_5(tokens, w, config):
+    config = {"rms_norm_eps": 1e-6, **config["text_config"]}
+    w = inside(w, "model.language_model.")
+    norm = lambda x, scale: rms(x, config["rms_norm_eps"]) * (1 + scale)
+    x = w["embed_tokens.weight"][tokens]
+    for n in range(config["num_hidden_layers"]):
+        layer = inside(w, f"layers.{n}.")
+        mixer, mix = ("linear_attn.", qwen3_5_delta) if n == 0 else ("self_attn.", qwen3_5_attention)
+        x = x + mix(norm(x, layer["input_layernorm.weight"]), inside(layer, mixer), config)
+        y, mlp = norm(x, layer["post_attention_layernorm.weight"]), inside(layer, "mlp.")
+        x = x + (silu(y @ mlp["gate_proj.weight"].T) * (y @ mlp["up_proj.weight"].T)) @ mlp["down_proj.weight"].T
+    return norm(x, w["norm.weight"]) @ w["embed_tokens.weight"].T
+
+
 def inside(w, prefix):
     """The tensors whose names start with the prefix, without it."""
     return {name.removeprefix(prefix): x for name, x in w.items() if name.startswith(prefix)}
 
 
-FORMULAS = {"mamba": mamba, "rwkv7": rwkv7}
+FORMULAS = {"mamba": mamba, "qwen3_5 with images": qwen3_5, "rwkv7": rwkv7}
 
 
 @pytest.mark.parametrize("kind", FORMULAS)
@@ -105,7 +164,17 @@ def test_logits(tmp_path, kind):
     config = json.loads((source / "config.json").read_text())
     tokens = np.random.default_rng(0).integers(0, 256, (2, 131))
     expected = np.array([FORMULAS[kind](row, w, config) for row in tokens])
-    got = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens)), np.float64)
-    difference = np.abs(got - expected).max() / np.abs(expected).max()
-    print(f"{kind}: largest difference / largest logit: {difference:.1e}")
-    assert difference < 1e-5
+
+    @nnx.jit
+    def both(model, tokens):
+        """At once, and as a prefill of 60 tokens and two more pieces."""
+        cache, pieces = model.init_cache(*tokens.shape), []
+        for start, stop in ((0, 60), (60, 61), (61, 131)):
+            y, cache = model.extend(tokens[:, start:stop], cache)
+            pieces.append(y)
+        return model(tokens), jnp.concatenate(pieces, axis=1)
+
+    for name, got in zip(("at once", "streamed"), both(model, jnp.asarray(tokens)), strict=True):
+        difference = np.abs(np.asarray(got, np.float64) - expected).max() / np.abs(expected).max()
+        print(f"{kind} {name}: largest difference / largest logit: {difference:.1e}")
+        assert difference < 1e-5

@@ -69,7 +69,7 @@ def test_logits_of_prefill_and_decoding(peer):
     @jax.jit
     def decode(params, tokens):
         model = nnx.merge(graphdef, params)
-        logits, cache = model.extend(tokens[:, :first], model.init_cache(tokens.shape[0]))
+        logits, cache = model.extend(tokens[:, :first], model.init_cache(*tokens.shape))
 
         def step(cache, token):
             logits, cache = model.extend(token[:, None], cache)

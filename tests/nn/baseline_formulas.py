@@ -53,11 +53,17 @@ def run(step, start, *tokens):
 
 def split(p, x, config, convolved):
     dk, dv = config.resolved_head_dim, config.value_expansion * config.resolved_head_dim
+    groups = (
+        config.gated_deltanet.value_heads or config.num_heads
+    ) // config.num_heads  # heads of values of a head of keys
+    dv *= groups
     inputs = linear(p["inputs"]["linear"], x)
     if convolved:
         mixed = silu(conv(p["inputs"]["conv"], inputs[..., : 2 * dk + dv]))
         inputs = np.concatenate([mixed, inputs[..., 2 * dk + dv :]], -1)
-    return np.split(inputs, [dk, 2 * dk, 2 * dk + dv], axis=-1)
+    q, k, v, z = np.split(inputs, [dk, 2 * dk, 2 * dk + dv], axis=-1)
+    heads = lambda a: a.reshape(len(x), config.num_heads * groups, -1)
+    return np.repeat(q, groups, 1), np.repeat(k, groups, 1), heads(v), heads(z)
 
 
 def gated_output(p, y, config, z=None):

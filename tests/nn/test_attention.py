@@ -134,6 +134,46 @@ def test_streamed_is_parallel(window, persistent):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), cache, caches[0])
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_heads_share_keys_and_values_and_rotate_in_part(window):
+    """Six heads of queries on two of keys, of which two channels are rotated: as if the keys of a group were repeated."""
+    x, time = arrays(17, 2), 17
+    x["q"] = 2 * jax.random.normal(jax.random.key(5), (BATCH, time, 3 * HEADS, KEY))
+    weights = jax.random.normal(jax.random.key(6), (BATCH, time, 3 * HEADS, VALUE))
+
+    def repeated(q, k, v, persistent):
+        position = jnp.tile(jnp.arange(time), (BATCH, 1))
+        turn = lambda a: jnp.concatenate([rotate(a[..., :2], position, THETA), a[..., 2:]], axis=-1)
+        again = lambda a: jnp.repeat(a, 3, axis=-2)
+        keys = jnp.arange(time)[None] <= jnp.arange(time)[:, None]
+        if window is not None:
+            keys &= jnp.arange(time)[None] > jnp.arange(time)[:, None] - window
+        logits = jnp.einsum("bthd,bshd->bhts", turn(q), turn(again(k)))
+        logits = jnp.where(keys, logits, -jnp.inf)
+        logits = jnp.concatenate([jnp.einsum("bthd,phd->bhtp", q, again(persistent.keys)), logits], axis=-1)
+        values = jnp.concatenate([jnp.tile(again(persistent.values), (BATCH, 1, 1, 1)), again(v)], axis=1)
+        return jnp.einsum("bhts,bshv->bthv", jax.nn.softmax(logits / KEY**0.5, axis=-1), values)
+
+    options = {"rope_theta": THETA, "rope_dim": 2}
+    run = lambda f, **options: jax.value_and_grad(
+        lambda x: (lambda y: (jnp.sum(weights * y), y))(f(**x, **options)), has_aux=True
+    )(x)
+
+    @jax.jit
+    def everything(x, cache):
+        pieces = []
+        for start, stop in ((0, 6), (6, 7), (7, time)):
+            piece = (x[name][:, start:stop] for name in "qkv")
+            y, cache = A.extend(*piece, cache, persistent=x["persistent"], **options)
+            pieces.append(y)
+        return run(repeated), run(A.attention, window=window, **options), jnp.concatenate(pieces, axis=1)
+
+    ((_, expected), expected_gradients), ((_, y), gradients), streamed = everything(x, init_cache(window, time))
+    close(y, expected)
+    close(streamed, expected)
+    jax.tree.map(lambda a, b: close(a, b, 2e-5), gradients, expected_gradients)
+
+
 def test_a_long_piece_of_a_stream_goes_through_blocks():
     x = arrays(400)
     for window in (None, 30):
@@ -189,6 +229,9 @@ def test_bfloat16_has_a_float32_softmax():
     [
         ({"k": jnp.zeros((BATCH, 6, HEADS, KEY))}, r"k has shape \(2, 6, 2, 4\), should be .*time=5"),
         ({"q": jnp.zeros((BATCH, 5, HEADS, 3)), "k": jnp.zeros((BATCH, 5, HEADS, 3))}, "key_dim is 3, should be even"),
+        ({"q": jnp.zeros((BATCH, 5, 3, KEY))}, "k has 2 heads, which should divide the 3 of q"),
+        ({"rope_dim": 3}, "rope_dim is 3, should be even and at most key_dim=4"),
+        ({"rope_dim": 6}, "rope_dim is 6, should be even and at most key_dim=4"),
         ({"window": 0}, "window must be an integer ≥ 1 or None, got 0"),
         ({"segment_ids": jnp.zeros((BATCH, 4), jnp.int32)}, r"segment_ids has shape \(2, 4\), should be \[2, 5\]"),
         (

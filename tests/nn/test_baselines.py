@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from atlasjax.nn import HeadNormConfig, ModelConfig, SSMConfig, logical_axes
+from atlasjax.nn import GatedDeltaNetConfig, HeadNormConfig, ModelConfig, SSMConfig, logical_axes
 from atlasjax.nn.mixers import MIXERS
 from atlasjax.train.optimizer import decay_mask
 from tests.marks import some_slow
@@ -24,6 +24,7 @@ FORMS = {
     "log_linear_mamba2, three groups": ("log_linear_mamba2", {"ssm": SSMConfig(state_dim=3, head_dim=4, groups=3)}),
     "deltanet, one norm": ("deltanet", {"head_norm": HeadNormConfig(shared=True)}),
     "gated_deltanet, one norm": ("gated_deltanet", {"head_norm": HeadNormConfig(shared=True, eps=0.3)}),
+    "gated_deltanet, three heads of values": ("gated_deltanet", {"gated_deltanet": GatedDeltaNetConfig(value_heads=6)}),
     "gla, one norm": ("gla", {"head_norm": HeadNormConfig(shared=True, eps=0.3)}),
 }
 
@@ -68,8 +69,10 @@ def close(got, expected, tolerance=2e-5):
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
-# One norm is one code in the three mixers.
-@pytest.mark.parametrize("name", some_slow([*NAMES, *FORMS], ["deltanet, one norm", "gla, one norm"]))
+# One norm for all heads is one code in the three mixers; test_convert.py and test_formulas.py have models with it.
+@pytest.mark.parametrize(
+    "name", some_slow([*NAMES, *FORMS], ["deltanet, one norm", "gated_deltanet, one norm", "gla, one norm"])
+)
 def test_layer_is_the_published_formula(name):
     _, params, parallel = make(name)
     got = parallel(params, inputs())

@@ -11,6 +11,7 @@ from atlasjax.memory import features, structures
 from atlasjax.nn import (
     AttentionConfig,
     GAMConfig,
+    GatedDeltaNetConfig,
     HeadNormConfig,
     InfiniConfig,
     MelodiConfig,
@@ -51,6 +52,22 @@ CONFIGS = [
         dropout=0.1,
         gam=GAMConfig(slots=64, fusion="sum", conv_width=2),
         attention=AttentionConfig(rope_theta=None, bias=True),
+    ),
+    ModelConfig(
+        mixer=("gated_deltanet", "attention"),
+        norm="rms_plus_one",
+        gated_deltanet=GatedDeltaNetConfig(value_heads=8),
+        attention=AttentionConfig(
+            num_heads=6,
+            kv_heads=2,
+            head_dim=16,
+            value_dim=8,
+            rope_dim=4,
+            qk_norm="all",
+            gate=True,
+            bias=True,
+            output_bias=False,
+        ),
     ),
 ]
 
@@ -111,7 +128,11 @@ def test_overrides_reach_the_rule():
         (lambda: GAMConfig(slots=0), ["GAMConfig", "slots", "0"]),
         (lambda: GAMConfig(fusion="gatd"), ["fusion", "Did you mean 'gated'"]),
         (lambda: GAMConfig(conv_width=2.0), ["GAMConfig", "conv_width", "2.0"]),
-        (lambda: ModelConfig(norm="batch"), ["norm", "'rms' or 'layer'", "'batch'"]),
+        (lambda: AttentionConfig(kv_heads=0), ["AttentionConfig", "kv_heads", "0"]),
+        (lambda: AttentionConfig(qk_norm="heads"), ["qk_norm", "'none' or 'head' or 'all'", "'heads'"]),
+        (lambda: AttentionConfig(gate=1), ["AttentionConfig", "gate", "1"]),
+        (lambda: GatedDeltaNetConfig(value_heads=0), ["GatedDeltaNetConfig", "value_heads", "0"]),
+        (lambda: ModelConfig(norm="batch"), ["norm", "'rms' or 'rms_plus_one' or 'layer'", "'batch'"]),
         (lambda: ModelConfig(positions="learned"), ["positions='learned'", "max_positions", "None"]),
         (lambda: ModelConfig(max_positions=8), ["positions='none'", "max_positions to be None", "8"]),
         (lambda: ModelConfig(positions="learned", max_positions=0), ["max_positions", "≥ 1", "0"]),

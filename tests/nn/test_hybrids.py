@@ -327,6 +327,11 @@ def test_a_model_of_bounded_and_unbounded_states():
             {"value_expansion": 2},
             "value_expansion=2 needs a memory without a residual",
         ),
+        ("mac", {"attention": AttentionConfig(gate=True)}, "mixer 'mac': attention.gate is True; it should be False"),
+        ("mag", {"attention": AttentionConfig(window=5, kv_heads=1)}, "attention.kv_heads is 1; it should be None"),
+        ("mal", {"attention": AttentionConfig(window=5, head_dim=2)}, "attention.head_dim is 2; it should be None"),
+        ("swa", {"attention": AttentionConfig(window=5, kv_heads=4)}, "kv_heads=4 must divide the 2 heads of queries"),
+        ("attention", {"attention": AttentionConfig(rope_dim=6)}, "rope_dim=6 must be even and at most head_dim=4"),
     ],
 )
 def test_bad_configs_are_named(name, changes, words):

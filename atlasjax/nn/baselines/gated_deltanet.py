@@ -20,17 +20,28 @@ class GatedDeltaNetMixer(HeadsMixer):
         S_t = α_t S_{t−1} + β_t (v_t − α_t S_{t−1} k_t) k_tᵀ        y_t = S_t q_t
         out = (RMSNorm(y) ⊙ SiLU(z)) W_out                          one norm per head
 
-    In the paper values are twice as wide as keys (`value_expansion=2`). Initial rates exp(A_log) are uniform in [0, 16].
+    In the paper values are twice as wide as keys (`value_expansion=2`). Initial rates exp(A_log) are uniform in [0, 16]. Several
+    heads of values may share queries and keys (`gated_deltanet.value_heads`); each has its own S, β and α.
 
     Args:
-      config: as for `HeadsMixer`, and conv_width.
+      config: as for `HeadsMixer`, conv_width, and gated_deltanet.
       rngs: source of the initial values.
+
+    Raises:
+      ValueError: num_heads does not divide the number of heads of values.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        super().__init__(config, rules.gated_delta_rule(), rngs=rngs)
-        sizes = (self.key_dim, self.key_dim, self.value_dim, self.value_dim)
-        self.inputs = HeadProjections(config.dim, self.num_heads, sizes, config.conv_width, rngs=rngs)
+        key_heads, value_heads = config.num_heads, config.gated_deltanet.value_heads or config.num_heads
+        if value_heads % key_heads:
+            raise ValueError(
+                f"GatedDeltaNetConfig: value_heads={value_heads} must be a multiple of num_heads={key_heads}."
+            )
+        super().__init__(config, rules.gated_delta_rule(), num_heads=value_heads, rngs=rngs)
+        self.groups = value_heads // key_heads
+        values = self.groups * self.value_dim  # of one head of keys
+        sizes = (self.key_dim, self.key_dim, values, values)
+        self.inputs = HeadProjections(config.dim, key_heads, sizes, config.conv_width, rngs=rngs)
         self.gates = Linear((config.dim, 2, self.num_heads), ("embed", None, "heads"), rngs=rngs)  # β, decay
         self.A_log = param(log_rates(rngs, self.num_heads, 1e-3, 16.0), "heads")  # log 0 could not be learned
         self.dt_bias = param(step_bias(rngs, self.num_heads), "heads")
@@ -40,7 +51,9 @@ class GatedDeltaNetMixer(HeadsMixer):
 
     def project(self, x, inputs, segment_ids):
         (q, k, v, z), inputs = self.inputs(x, inputs, segment_ids)
-        q, k = l2_normalize(q).astype(x.dtype), l2_normalize(k).astype(x.dtype)
+        shared = lambda a: jnp.repeat(l2_normalize(a).astype(x.dtype), self.groups, axis=2)
+        split = lambda a: a.reshape(*a.shape[:2], self.num_heads, self.value_dim)
+        q, k, v, z = shared(q), shared(k), split(v), split(z)
         logits = float32_product(x, self.gates)
         beta = jax.nn.sigmoid(logits[:, :, 0])
         decay = jnp.exp(self.A_log[...]) * jax.nn.softplus(logits[:, :, 1] + self.dt_bias[...])

@@ -151,12 +151,13 @@ class HeadsMixer(MatrixMixer):
       config: dim, num_heads, head_dim (of keys), value_expansion (value_dim = value_expansion · head_dim), head_norm, norm_eps,
         num_layers (for W_out's initial scale), dtype.
       rule: the memory rule.
+      num_heads: number of memories and of their outputs. None: config.num_heads.
       rngs: source of the initial values.
     """
 
-    def __init__(self, config: ModelConfig, rule: memory.MemoryRule, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rule: memory.MemoryRule, *, num_heads: int | None = None, rngs: nnx.Rngs):
         self.rule = rule
-        self.num_heads = config.num_heads
+        self.num_heads = config.num_heads if num_heads is None else num_heads
         self.key_dim = config.resolved_head_dim
         self.value_dim = config.value_dim
         self.dtype = jnp.dtype(config.dtype)

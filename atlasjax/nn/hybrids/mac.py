@@ -12,8 +12,7 @@ from atlasjax.memory import grid
 from atlasjax.memory.backends import backend_of
 from atlasjax.memory.check import check_segments
 from atlasjax.mixers.attention import KVCache, Source, init_cache, softmax_attention
-from atlasjax.mixers.rotary import rotate
-from atlasjax.nn.attention import AttentionHeads
+from atlasjax.nn.attention import AttentionHeads, require_shared_heads
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.hybrids.mag import GatedHeads
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, l2_normalize
@@ -62,10 +61,11 @@ class MACMixer(nnx.Module):
 
     Raises:
       ValueError: the memory's chunk size does not divide the segment size, head_dim is odd, values are wider than keys but the
-        memory has a residual, or `memory.implementation` is a kernel.
+        memory has a residual, `memory.implementation` is a kernel, or the attention has a gate or sizes of its own.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        require_shared_heads(config, "mac")
         heads, inner = config.num_heads, config.num_heads * config.resolved_head_dim
         self.segment_size, self.dtype = config.attention.segment_size, jnp.dtype(config.dtype)
         rule = config.memory.build()
@@ -244,10 +244,9 @@ class MACMixer(nnx.Module):
         """Retrieval and projections: q, rotated q, and (rotated keys, values) of the tokens and of the retrieved tokens."""
         h = memory.read(self.memory.rule, values(self.memory.memory), start, queries)
         r = self.retrieved(self.retrieved_norm(h).reshape(*x.shape[:2], -1))
-        theta = self.attention.theta
         q, k, v = self.attention.project(x)
         _, rk, rv = self.attention.project(r)
-        turn = lambda z: rotate(z, position, theta)
+        turn = lambda z: self.attention.rotate(z, position)
         return q, turn(q), (turn(k), v), (turn(rk), rv)
 
     def _attend(self, q: jax.Array, rotated: jax.Array, tokens: Any, retrieved: Any, visible: jax.Array) -> jax.Array:

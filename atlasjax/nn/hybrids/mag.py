@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from atlasjax.mixers.attention import KVCache, WindowCache
-from atlasjax.nn.attention import AttentionHeads, output_projection, required_window
+from atlasjax.nn.attention import AttentionHeads, output_projection, require_shared_heads, required_window
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import RMSNorm
 from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState
@@ -59,10 +59,12 @@ class MAGMixer(nnx.Module):
       rngs: source of the initial values.
 
     Raises:
-      ValueError: there is no window, head_dim is odd, or values are wider than keys but the memory has a residual.
+      ValueError: there is no window, head_dim is odd, values are wider than keys but the memory has a residual, or the attention
+        has a gate or sizes of its own.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        require_shared_heads(config, "mag")
         self.attention = AttentionHeads(config, required_window(config, "mag"), rngs=rngs)
         self.memory = MemoryHeads(config, similar_keys=True, rngs=rngs)  # inputs are attention averages
         self.join = GatedHeads(config, rngs=rngs)

@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from atlasjax.nn.attention import AttentionHeads, output_projection, required_window
+from atlasjax.nn.attention import AttentionHeads, output_projection, require_shared_heads, required_window
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.hybrids.mag import HybridState
 from atlasjax.nn.layers import RMSNorm
@@ -23,10 +23,12 @@ class MALMixer(nnx.Module):
       rngs: source of the initial values.
 
     Raises:
-      ValueError: there is no window, head_dim is odd, or values are wider than keys but the memory has a residual.
+      ValueError: there is no window, head_dim is odd, values are wider than keys but the memory has a residual, or the attention
+        has a gate or sizes of its own.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        require_shared_heads(config, "mal")
         self.memory = MemoryMixer(config, similar_keys=True, rngs=rngs)  # inputs are attention averages
         self.norm = RMSNorm((config.dim,), ("embed",), config.norm_eps)
         self.attention = AttentionHeads(config, required_window(config, "mal"), rngs=rngs)
