@@ -1,7 +1,6 @@
 """`atlasjax prepare`."""
 
 import dataclasses
-import os
 import shlex
 import sys
 import time
@@ -9,6 +8,7 @@ from collections.abc import Sequence
 
 from atlasjax.cli.parsing import parse
 from atlasjax.data.config import DataConfig
+from atlasjax.data.files import usable_cores
 from atlasjax.data.manifest import Manifest
 from atlasjax.data.preparation import SHARD_TOKENS, Report, prepare
 from atlasjax.train.errors import ConfigError, RunError, user_errors
@@ -36,7 +36,7 @@ class PrepareCommand:
 def run(arguments: Sequence[str]) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
     command = parse(PrepareCommand, "prepare", _DESCRIPTION, arguments)
-    workers = len(os.sched_getaffinity(0)) if command.workers is None else command.workers
+    workers = usable_cores() if command.workers is None else command.workers
     if workers < 1:
         raise ConfigError(f"workers is {workers}; it should be at least 1.")
     shown = _Shown()

@@ -13,6 +13,7 @@ from atlasjax.cli.report import baselines, sample_text
 from atlasjax.cli.tune import offer
 from atlasjax.data.tokenizers import vocabulary
 from atlasjax.train.config import TrainConfig
+from atlasjax.train.cores import use_cores
 from atlasjax.train.defaults import default_config
 from atlasjax.train.errors import user_errors
 from atlasjax.train.load import run_config
@@ -57,6 +58,7 @@ def run(arguments: Sequence[str]) -> None:
         else:
             print(f"{what}; the first one takes a while to compile.", flush=True)
 
+    use_cores(config)
     offer(config, preset)
     result = train(config, on_start=announce)
     _report(name if saved is None else storage.path(config.run_dir).name, config, result)

@@ -87,3 +87,10 @@ def machine_memory() -> int:
         if text.isdecimal():
             limits.append(int(text))
     return min(limits)
+
+
+def usable_cores() -> int:
+    """The number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS

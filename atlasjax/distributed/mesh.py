@@ -16,7 +16,8 @@ class MeshConfig:
     """Number of devices on each mesh axis. -1 on one axis means all remaining devices.
 
     Attributes:
-      data: number of copies of the parameters; each processes its own part of the batch.
+      data: number of copies of the parameters; each processes its own part of the batch. 0 is for models too small for several
+        accelerators: one device, and in training on a CPU a device for each core (`train.cores`).
       fsdp: devices over which parameters, optimizer state and the batch are split (fully sharded data parallelism).
       tensor: devices over which heads, MLP width and vocabulary are split.
     """
@@ -26,12 +27,13 @@ class MeshConfig:
     tensor: int = 1
 
     def resolve(self, num_devices: int) -> tuple[int, int, int]:
-        """Returns (data, fsdp, tensor) with -1 filled in.
+        """Returns (data, fsdp, tensor) with -1 filled in, and 1 for a `data` of 0.
 
         Raises:
-          ValueError: a size is neither positive nor -1, more than one is -1, or the sizes do not fit `num_devices`.
+          ValueError: a size is neither positive nor -1 (nor 0 for `data`), more than one is -1, or they do not fit `num_devices`.
         """
         sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        sizes["data"] = 1 if self.data == 0 else self.data
         wrong = {axis: size for axis, size in sizes.items() if size != -1 and size < 1}
         if wrong:
             raise ValueError(f"mesh sizes must be positive, or -1 for all the remaining devices; got {wrong}.")

@@ -51,7 +51,7 @@ def default_config(preset: str) -> TrainConfig:
             model=model,
             data=DataConfig(sequence_length=256, batch_size=4),
             optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=30, weight_decay=0.1),
-            mesh=MeshConfig(data=1),  # too small to be worth more than one device
+            mesh=MeshConfig(data=0),  # too small for several accelerators
             steps=300,
             run_dir=f"runs/{preset}",
             eval_every=100,

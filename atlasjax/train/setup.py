@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from atlasjax import storage
 from atlasjax.config_json import to_dict
+from atlasjax.data.files import machine_memory
 from atlasjax.data.pipeline import BatchIterator, Pipeline, make_pipeline
 from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import make_mesh
@@ -24,6 +25,7 @@ from atlasjax.train import fits
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints, complete_steps
 from atlasjax.train.config import TrainConfig, changes_on_resume, run_folder, saved_config
+from atlasjax.train.cores import mesh_of, usable_cpu_devices
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.state import TrainState
 
@@ -88,7 +90,7 @@ def prepare(config: TrainConfig) -> Setup:
       ValueError: something in the config does not fit something else, or the data; the message names both.
       FileNotFoundError: the data or the tokenizer is not there.
     """
-    mesh = make_mesh(config.mesh)
+    mesh = make_mesh(mesh_of(config, usable_cpu_devices(), machine_memory()))
     memory = fits.available_bytes()
     packs = config.data.packing == "documents"  # rows of any length; contiguous ones are as long as the text at most
     fits.check_fits(config, mesh.shape, fits.parameters_at_least(config.model), memory, batch=packs)
