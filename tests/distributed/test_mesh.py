@@ -27,7 +27,8 @@ def test_sizes(config, shape):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (MeshConfig(0), "must be positive"),
+        (MeshConfig(1, 0), "must be positive"),
+        (MeshConfig(-2), "must be positive"),
         (MeshConfig(-1, -1), "at most one mesh axis may be -1; got -1 for data and fsdp"),
         (MeshConfig(-1, 3), "multiple of 3 devices; there are 8"),
         (MeshConfig(4, 4), "needs 16 devices; there are 8"),
