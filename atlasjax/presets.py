@@ -251,7 +251,7 @@ def _memory(rule: str, size: Size) -> MemoryConfig:
         return MemoryConfig(rule)  # a user-defined rule, unchanged
     parameters = inspect.signature(rules.REGISTRY[rule]).parameters
     config = MemoryConfig(rule=rule)
-    if "features" in parameters:
+    if "features" in parameters and not parameters["features"].default.is_identity:
         features = "sketch" if rule == "polysketch" else "elementwise"
         config = dataclasses.replace(config, features=features, degree=2)
     takes = set(config.overrides())

@@ -157,15 +157,21 @@ def rwkv7_one_key() -> MemoryRule:
 
 
 @register("M_t = α M_{t−1} + S_t, S_t = θ S_{t−1} − η ∇")
-def titans(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
+def titans(
+    chunk_size: int = 64, structure: structures.Structure = structures.MLP(),
+    features: features_lib.Features = features_lib.Identity(),
+) -> MemoryRule:  # fmt: skip
     """Titans (Behrouz et al. 2024): deep memory, ℓ2, momentum and weight decay, online (A Table 1)."""
-    return MemoryRule(structure, objectives.L2(), optimizer=optimizers.Momentum(), chunk_size=chunk_size)
+    return MemoryRule(structure, objectives.L2(), features, optimizers.Momentum(), chunk_size=chunk_size)
 
 
 @register("M_t = α M_{t−1} − η ∇")
-def titans_no_momentum(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
+def titans_no_momentum(
+    chunk_size: int = 64, structure: structures.Structure = structures.MLP(),
+    features: features_lib.Features = features_lib.Identity(),
+) -> MemoryRule:  # fmt: skip
     """Titans without momentum: gradient descent with weight decay."""
-    return MemoryRule(structure, objectives.L2(), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size)
+    return MemoryRule(structure, objectives.L2(), features, optimizers.GradientDescent(), chunk_size=chunk_size)
 
 
 @register("A_t = α A_{t−1} − η ∇, M_t = sign(A_t) |A_t|^{q−1} / ‖A_t‖_q^{q−2}")
@@ -184,9 +190,12 @@ def moneta(
 
 
 @register("M_t = α M_{t−1} − η ∇")
-def yaad(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
+def yaad(
+    chunk_size: int = 64, structure: structures.Structure = structures.MLP(),
+    features: features_lib.Features = features_lib.Identity(),
+) -> MemoryRule:  # fmt: skip
     """Yaad (Behrouz et al. 2025): the Huber loss with a threshold per token, gradient descent with weight decay."""
-    return MemoryRule(structure, objectives.Huber(), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size)
+    return MemoryRule(structure, objectives.Huber(), features, optimizers.GradientDescent(), chunk_size=chunk_size)
 
 
 @register("M_t = softmax(α log M_{t−1} − η ∇)")
@@ -199,16 +208,28 @@ def memora(chunk_size: int = 64, structure: structures.Structure = structures.ML
 
 
 @register("M_t = α M_{t−1} − η ∇")
-def dla(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
-    """Deep linear attention: a deep memory under the dot-product loss (A §4; A Table 1's DLA)."""
-    return MemoryRule(structure, objectives.DotProduct(), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size)
+def dla(
+    chunk_size: int = 64, structure: structures.Structure = structures.MLP(),
+    features: features_lib.Features = features_lib.Identity(),
+) -> MemoryRule:  # fmt: skip
+    """Deep linear attention: a deep memory under the dot-product loss (A §4; A Table 1's DLA).
+
+    A Eq. 19 and Table 1 read φ(k), App. D.1 reads k. The default is k; `features` is φ.
+    """
+    return MemoryRule(structure, objectives.DotProduct(), features, optimizers.GradientDescent(), chunk_size=chunk_size)
 
 
 @register("W_t = α W_{t−1} + η Σ_{j<c} γ_j v_{t−j} k_{t−j}ᵀ")
-def swla(chunk_size: int = 64, window: int = 4, structure: structures.Structure = structures.Matrix()) -> MemoryRule:
-    """Sliding-window linear attention: the dot-product loss over the last `window` tokens (A §4.1, Eq. 20, App. D.2)."""
+def swla(
+    chunk_size: int = 64, window: int = 4, structure: structures.Structure = structures.Matrix(),
+    features: features_lib.Features = features_lib.Identity(),
+) -> MemoryRule:  # fmt: skip
+    """Sliding-window linear attention: the dot-product loss over the last `window` tokens (A §4.1, Eq. 20, App. D.2).
+
+    A Eq. 20 and Table 1 read φ(k), App. D.2 reads k. The default is k; `features` is φ.
+    """
     return MemoryRule(
-        structure, objectives.DotProduct(), optimizer=optimizers.GradientDescent(), window=window, chunk_size=chunk_size
+        structure, objectives.DotProduct(), features, optimizers.GradientDescent(), window=window, chunk_size=chunk_size
     )
 
 
@@ -257,10 +278,10 @@ def atlas_plus_plus(
 
 @register("M_t = α M_{t−1} − η ∇, first layer Σ_i a_i κ(k_i, ·)")
 def deep_transformer(
-    chunk_size: int = 64, structure: structures.Matrix | structures.MLP = structures.MLP()
+    chunk_size: int = 64, structure: structures.Matrix | structures.MLP = structures.MLP(), normalized: bool = True
 ) -> SoftmaxRule:
     """DeepTransformer (A §4): a deep memory on the infinite features of softmax attention, dot-product loss, all tokens cached."""
-    return SoftmaxRule(structure, objectives.DotProduct(), chunk_size=chunk_size)
+    return SoftmaxRule(structure, objectives.DotProduct(), normalized=normalized, chunk_size=chunk_size)
 
 
 @register("M_t = α M_{t−1} − η ∇, first layer Σ_{i>t−w} a_i κ(k_i, ·)")
@@ -269,11 +290,13 @@ def swdt(
     window: int = 1,
     cache_window: int = 256,
     structure: structures.Matrix | structures.MLP = structures.MLP(),
+    normalized: bool = True,
 ) -> SoftmaxRule:
     """Sliding-window DeepTransformer (A §4): the same over the last `cache_window` tokens."""
     return SoftmaxRule(
-        structure, objectives.DotProduct(), window=window, cache_window=cache_window, chunk_size=chunk_size
-    )
+        structure, objectives.DotProduct(), normalized=normalized, window=window, cache_window=cache_window,
+        chunk_size=chunk_size,
+    )  # fmt: skip
 
 
 @register("M_t = α M_{t−1} − η Σ_{j<c} γ_j ∇_{t−j}, first layer Σ_i a_i κ(k_i, ·)")
@@ -282,6 +305,14 @@ def dot(
     window: int = 4,
     structure: structures.Matrix | structures.MLP = structures.MLP(),
     cache_window: int | None = None,
+    normalized: bool = True,
 ) -> SoftmaxRule:
     """DOT, the deep Omega transformer (A §4.3, Eq. 27–31): ℓ2 and the Omega rule on the infinite features."""
-    return SoftmaxRule(structure, objectives.L2(), window=window, cache_window=cache_window, chunk_size=chunk_size)
+    return SoftmaxRule(
+        structure,
+        objectives.L2(),
+        normalized=normalized,
+        window=window,
+        cache_window=cache_window,
+        chunk_size=chunk_size,
+    )

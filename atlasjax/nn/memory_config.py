@@ -31,6 +31,7 @@ _RULE_FIELDS = {
     "chunk_size": "chunk_size",
     "window": "window",
     "cache_window": "cache_window",
+    "normalized": "normalized",
     "newton_schulz_steps": "newton_schulz_steps",
     "newton_schulz_every": "newton_schulz_every",
     "newton_schulz_schedule": "schedule",
@@ -60,6 +61,7 @@ class MemoryConfig:
         coordinate) or "sketch" (a TensorSketch of the polynomial).
       degree: degree of the feature map, ≥ 1.
       sketch_size: features per degree above one in a "sketch", ≥ 1.
+      normalized: whether a softmax memory divides by the sum of its weights, as softmax attention does.
       newton_schulz_steps: Newton–Schulz steps of a Muon rule, ≥ 0.
       newton_schulz_every: write the memory once every this many tokens (Muon rules). Must divide the chunk size.
       newton_schulz_schedule: a name in `pallas_kernels.newton_schulz.SCHEDULES`.
@@ -85,6 +87,7 @@ class MemoryConfig:
     features: str | None = None
     degree: int | None = None
     sketch_size: int | None = None
+    normalized: bool | None = None
     newton_schulz_steps: int | None = None
     newton_schulz_every: int | None = None
     newton_schulz_schedule: str | None = None

@@ -92,6 +92,9 @@ def test_overrides_reach_the_rule():
     assert MemoryConfig("omeganet", degree=3).build() == rules.omeganet(features=features.Polynomial(3))
     assert MemoryConfig("titans", depth=3).build() == rules.titans(structure=structures.MLP(3))
     assert MemoryConfig("titans", structure="matrix").build() == rules.titans(structure=structures.Matrix())
+    assert MemoryConfig("dla", features="elementwise", degree=3).build() == rules.dla(features=features.Powers(3))
+    assert MemoryConfig("titans", features="polynomial").build() == rules.titans(features=features.Polynomial(2))
+    assert MemoryConfig("dot", normalized=False).build() == dataclasses.replace(rules.dot(), normalized=False)
     assert MemoryConfig("ttt_mlp", expansion=2).build() == rules.ttt_mlp(expansion=2)
 
 
@@ -102,6 +105,8 @@ def test_overrides_reach_the_rule():
         (lambda: MemoryConfig("titans", window=4), ["titans", "window=4", "chunk_size"]),
         (lambda: MemoryConfig("delta_rule", features="polynomial"), ["delta_rule", "features='polynomial'"]),
         (lambda: MemoryConfig("ttt_linear", expansion=2), ["ttt_linear", "expansion=2"]),
+        (lambda: MemoryConfig("titans", normalized=False), ["titans", "normalized=False"]),
+        (lambda: MemoryConfig("titans", degree=2), ["titans", "degree=2", "identity"]),
         (lambda: MemoryConfig("titans", newton_schulz_steps=5), ["titans", "newton_schulz_steps=5"]),
         (lambda: MemoryConfig("swla", depth=3), ["swla", "depth=3", "matrix"]),
         (lambda: MemoryConfig("atlas", features="identity", degree=3), ["degree=3", "identity"]),
