@@ -320,3 +320,19 @@ def test_the_default_run_is_what_the_readme_says():
     config = default_config("atlas-tiny")
     assert (config.run_dir, config.data.source) == ("runs/atlas-tiny", "embedded")
     assert dataclasses.replace(config, steps=config.steps) == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tasks", "lambada"], "--tasks needs lm-eval: pip install 'atlasjax[eval]'."),
+        (["--tasks", "lambada", "--limit", "1.5"], "limit is 1.5; it should be a whole number of documents, or a share below 1."),
+        (["--tasks", "lambada", "--batch-size", "0"], "batch_size is 0; it should be at least 1."),
+        (["--tasks", "lambada", "--stream", "--window", "8"], "--stream reads whole documents, so it takes no --window."),
+        (["--tasks", "lambada", "--text", "book.txt"], "--text does not go with --tasks."),
+    ],
+)  # fmt: skip
+def test_refused_tasks(monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["evaluate", *arguments]) == 2
+    assert capsys.readouterr().err == f"atlasjax: {words}\n"

@@ -101,6 +101,7 @@ HEAVY = [
     "rich",
     "sentencepiece",
     "safetensors",
+    "lm_eval",
     "flax",
     "optax",
 ]

@@ -103,8 +103,8 @@ def _reached(*_, **__):
 
 
 def _run_atlasjax(arguments, monkeypatch):
-    for target in ("train.train", "evaluate.load_run", "generate._checked", "info.plan_training", "prepare.prepare", "tune.tune",
-                   "import_weights.import_weights", "export_weights.export_weights"):  # fmt: skip
+    targets = "train.train evaluate.load_run evaluate.run_tasks generate._checked info.plan_training prepare.prepare tune.tune"
+    for target in (*targets.split(), "import_weights.import_weights", "export_weights.export_weights"):
         monkeypatch.setattr(f"atlasjax.cli.{target}", _reached)
     monkeypatch.setattr("atlasjax.cli.train._with_vocabulary", lambda config: config)  # it opens tokenizers
     monkeypatch.setattr("atlasjax.cli.info._sizes", lambda config: {})

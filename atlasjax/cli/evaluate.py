@@ -4,13 +4,16 @@ import dataclasses
 import math
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import jax
 import numpy as np
+import tyro
 from flax import nnx
 
 from atlasjax.cli.parsing import parse
 from atlasjax.cli.report import baselines
+from atlasjax.cli.tasks import TaskOptions, run_tasks
 from atlasjax.data.config import DataConfig
 from atlasjax.data.pipeline import make_pipeline
 from atlasjax.data.prepared import load_tokens
@@ -37,15 +40,21 @@ class EvaluateCommand:
     """Read the text as one long stream through the constant-size cache instead of in sequences of the training length."""
     piece: int = 512
     """Tokens read at a time with --stream."""
+    harness: Annotated[TaskOptions, tyro.conf.arg(name="")] = dataclasses.field(default_factory=TaskOptions)
 
 
 def run(arguments: Sequence[str]) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
-    command = parse(EvaluateCommand, "evaluate", "Measures a trained model on held-out text.", arguments)
+    command = parse(
+        EvaluateCommand, "evaluate", "Measures a trained model on held-out text, or on tasks of lm-eval.", arguments
+    )
     for name in ("max_batches", "piece"):
         value = getattr(command, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it should be at least 1.")
+    if command.harness.tasks:
+        _run_tasks(command)
+        return
     loaded = load_run(command.run_dir, command.step)
     for step, reason in loaded.skipped:
         print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)
@@ -70,6 +79,14 @@ def run(arguments: Sequence[str]) -> None:
         **{f"bits per byte, {name}": value for name, value in references.items()},
     }.items():  # fmt: skip
         print(f"  {name:<36}{value:9.4f}")
+
+
+def _run_tasks(command: EvaluateCommand) -> None:
+    """Runs the tasks. Options that say which text is read do not go with them."""
+    for name in ("text", "max_batches"):
+        if getattr(command, name) != getattr(EvaluateCommand, name):
+            raise ConfigError(f"--{name.replace('_', '-')} does not go with --tasks.")
+    run_tasks(command.run_dir, command.step, command.harness, stream=command.stream)
 
 
 def _parallel(command: EvaluateCommand, loaded: LoadedRun, data: DataConfig) -> LanguageModelResult:

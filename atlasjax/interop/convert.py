@@ -38,7 +38,7 @@ FAMILIES = (
 )  # fmt: skip
 """The families that can be imported and exported. A run that was not imported is exported as the first one that has its layers."""
 
-_PEER = "peer"  # folder in a run's folder: what was imported with the weights
+PEER = "peer"  # folder in a run's folder: what was imported with the weights
 _MANIFEST = "tensors.json"  # names, dtypes, order and files of the tensors that were imported
 _COPIED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
@@ -109,9 +109,9 @@ def import_weights(
         with _appears_whole(target) as partial:
             text.save(partial / "tokenizer")
             write_whole(partial / "config.json", (json.dumps(to_dict(config), indent=2) + "\n").encode())
-            _copy(source, partial / _PEER, _COPIED)
-            write_whole(partial / _PEER / _MANIFEST, json.dumps(_manifest(family, folder)).encode())
-            kept.save(partial / _PEER, folder, extra)
+            _copy(source, partial / PEER, _COPIED)
+            write_whole(partial / PEER / _MANIFEST, json.dumps(_manifest(family, folder)).encode())
+            kept.save(partial / PEER, folder, extra)
             params = _params(model, shapes, pieces, folder)
             state = state_lib.TrainState(params, None, jax.random.key(config.seed), jnp.zeros((), jnp.int32))
             with Checkpoints(partial / "checkpoints", config.keep) as checkpoints:
@@ -136,7 +136,7 @@ def export_weights(run_dir: str | AnyPath, path: str | os.PathLike[str], *, step
     """
     with user_errors():
         target, run = local_path(path), run_folder(run_dir)
-    peer = run / _PEER
+    peer = run / PEER
     if os.path.lexists(target):
         raise ConfigError(f"path is {str(target)!r}, which exists; give a new folder.")
     loaded = load_run(run_dir, step)

@@ -1,0 +1,184 @@
+"""`atlasjax evaluate --tasks`: tasks of EleutherAI's lm-eval on the model of a run."""
+
+import dataclasses
+import datetime
+import importlib.util
+import json
+import pathlib
+import sys
+from typing import Any
+
+from atlasjax import storage
+from atlasjax.check import is_integer
+from atlasjax.data.tokenizers import Tokenizer
+from atlasjax.interop.text_ends import TextEnds, text_ends
+from atlasjax.names import lookup
+from atlasjax.nn import count_parameters
+from atlasjax.train.config import run_folder
+from atlasjax.train.errors import ConfigError, user_errors
+from atlasjax.train.load import LoadedRun, load_run
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskOptions:
+    """Options of `atlasjax evaluate --tasks`."""
+
+    tasks: tuple[str, ...] = ()
+    """Tasks, groups or tags of lm-eval, or YAML files of tasks. Results go to the run's folder."""
+    include_path: tuple[str, ...] = ()
+    """Folders with YAML files of your own tasks."""
+    limit: float | None = None
+    """Documents of each task: a number, or a share below 1. None: all."""
+    num_fewshot: int | None = None
+    """Examples in the context. None: as the task says."""
+    batch_size: int = 8
+    """Rows read together."""
+    window: int | None = None
+    """Tokens of a window of rolling perplexity. None: the training length; with --stream, the whole document."""
+    prefix_token: int | None = None
+    """Token before documents and empty contexts. None: that of imported weights for the beginning of texts; else a line end."""
+    log_samples: bool = False
+    """Saves every document with what the model answered."""
+
+    def check(self) -> None:
+        """Raises ConfigError for a number out of range."""
+        for name in ("batch_size", "window", "num_fewshot"):
+            value, least = getattr(self, name), 0 if name == "num_fewshot" else 1
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it should be at least {least}.")
+        if self.limit is not None and not (0 < self.limit < 1 or (self.limit >= 1 and self.limit == int(self.limit))):
+            raise ConfigError(f"limit is {self.limit}; it should be a whole number of documents, or a share below 1.")
+
+
+def run_tasks(run_dir: str, step: int | None, options: TaskOptions, *, stream: bool) -> None:
+    """Runs tasks, prints their table and saves the results.
+
+    Raises:
+      ConfigError: lm-eval is not installed, a task is unknown or cannot be loaded, an option is out of range, or there is no run.
+    """
+    options.check()
+    if stream and options.window is not None:
+        raise ConfigError("--stream reads whole documents, so it takes no --window.")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("--tasks needs lm-eval: pip install 'atlasjax[eval]'.")
+    with user_errors():
+        folder = run_folder(run_dir) / "evaluations"
+    tasks = _load_tasks(options)
+    loaded = load_run(run_dir, step)
+    for unusable, reason in loaded.skipped:
+        print(f"atlasjax: the checkpoint of step {unusable} is unusable: {reason}", file=sys.stderr)
+    results = _evaluate(run_dir, loaded, tasks, options, stream)
+    _print(results)
+    for file in _save(folder, results):
+        print(f"results: {file}")
+
+
+def _load_tasks(options: TaskOptions) -> list[Any]:
+    """The tasks with their data, before a model is loaded."""
+    for path in options.include_path:
+        if not pathlib.Path(path).is_dir():
+            raise ConfigError(f"include_path is {path!r}, which is not a folder.")
+    for name in options.tasks:
+        if _is_file(name) and not pathlib.Path(name).is_file():
+            raise ConfigError(f"tasks has {name!r}, which is not a file.")
+    manager = _manager(options)
+    names: list[str] = []
+    for name in options.tasks:
+        matches = [] if _is_file(name) else manager.match_tasks([name])  # "*" and "?" stand for any characters
+        if not matches and not _is_file(name):
+            with user_errors():
+                lookup("task", name, dict.fromkeys(manager.all_tasks))
+        names += matches or [name]
+    found: list[Any] = []
+    for name in dict.fromkeys(names):
+        try:
+            one = manager.load([name])
+        except Exception as error:  # data sets that cannot be reached, or YAML that is wrong: of any class
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ConfigError(f"the task {name!r} cannot be loaded: {said[:300]}") from error
+        groups = one.get("groups", {})
+        found += [groups[name]] if name in groups else list(one["tasks"].values())
+    return found
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
+
+
+def _manager(options: TaskOptions) -> Any:
+    """Knows the tasks of the given folders, and those of lm-eval where they are asked for: reading all of them takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    folders = list(options.include_path)
+    own = TaskManager(include_path=folders, include_defaults=False)
+    return own if set(options.tasks) <= set(own.all_subtasks) else TaskManager(include_path=folders)
+
+
+def _evaluate(run_dir: str, loaded: LoadedRun, tasks: list[Any], options: TaskOptions, stream: bool) -> dict[str, Any]:
+    import lm_eval
+
+    from atlasjax.evaluate.harness import HarnessModel
+
+    with user_errors():
+        ends = text_ends(run_dir)
+        prefix = _prefix(loaded.tokenizer, ends, options.prefix_token)
+        window = None if stream else options.window or loaded.config.data.sequence_length
+        model = HarnessModel(
+            loaded.model, loaded.tokenizer, prefix_token=prefix, begins_text=prefix in (ends.begin, *ends.ends),
+            end_tokens=ends.ends, window=window, batch_size=options.batch_size,
+            about={"model_num_parameters": count_parameters(loaded.config.model), "model_dtype": loaded.config.model.dtype},
+        )  # fmt: skip
+        limit = options.limit if options.limit is None or options.limit < 1 else int(options.limit)
+        results = lm_eval.simple_evaluate(
+            model, tasks=tasks, num_fewshot=options.num_fewshot, limit=limit, batch_size=options.batch_size,
+            log_samples=options.log_samples,
+        )  # fmt: skip
+    assert results is not None  # it is None in the other processes of a job
+    results["config"] |= {"model": "atlasjax", "model_args": {"run_dir": run_dir, "step": loaded.step}}
+    return results
+
+
+def _prefix(tokenizer: Tokenizer, ends: TextEnds, given: int | None) -> int:
+    """The token before documents. Texts of a run that was not imported have no token for their beginning."""
+    if given is not None:
+        if not is_integer(given, 0) or given >= tokenizer.vocab_size:
+            raise ConfigError(f"prefix_token is {given}; it should be in [0, {tokenizer.vocab_size}).")
+        return given
+    own = [token for token in (ends.begin, *ends.ends) if token is not None]
+    if own:
+        return own[0]
+    line_end = tokenizer.encode("\n")
+    if not len(line_end):
+        raise ConfigError("the tokenizer has no token for a line end; give --prefix-token.")
+    return int(line_end[-1])
+
+
+def _print(results: dict[str, Any]) -> None:
+    from lm_eval.utils import make_table
+
+    config = results["config"]
+    arguments = config["model_args"]
+    print(
+        f"{arguments['run_dir']}, step {arguments['step']}; limit: {config['limit']}, window: {config['window']}, "
+        f"prefix_token: {config['prefix_token']}, batch_size: {config['batch_size']}"
+    )
+    if config["truncated_contexts"]:
+        print(f"contexts that lost their beginning: {config['truncated_contexts']}")
+    print(make_table(results))
+    if results.get("groups"):
+        print(make_table(results, "groups"))
+
+
+def _save(folder: storage.AnyPath, results: dict[str, Any]) -> list[storage.AnyPath]:
+    """Writes results_<time>.json, and samples_<task>_<time>.jsonl if there are samples, as lm-eval names and writes them."""
+    from lm_eval.utils import handle_non_serializable
+
+    dump = lambda value, indent: json.dumps(value, indent=indent, default=handle_non_serializable, ensure_ascii=False)
+    time = datetime.datetime.now().isoformat().replace(":", "-")
+    files = {f"results_{time}.json": dump({k: v for k, v in results.items() if k != "samples"}, 2)}
+    for task, samples in results.get("samples", {}).items():
+        files[f"samples_{task}_{time}.jsonl"] = "".join(dump(sample, None) + "\n" for sample in samples)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        storage.write_whole(folder / name, text.encode())
+    return [folder / name for name in files]

@@ -1,0 +1,239 @@
+"""A model as EleutherAI's lm-eval asks it: log-likelihoods, rolling log-likelihoods, and generation until a stop string.
+
+    lm = HarnessModel(model, tokenizer, prefix_token=10)
+    results = lm_eval.simple_evaluate(lm, tasks=["my_task"])
+
+Needs the extra `eval`.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from atlasjax import check
+from atlasjax.evaluate.scoring import Score, Scorer
+from atlasjax.generate import SamplingConfig
+from atlasjax.nn import LanguageModel
+
+_log = logging.getLogger(__name__)
+_SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class Text(Protocol):
+    """What is needed of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, /) -> np.ndarray:
+        """Return the token ids of `text`, integers [num_tokens]."""
+        ...
+
+    def decode(self, ids: Iterable[int], /) -> str:
+        """Return the text of `ids`, in which incomplete UTF-8 is U+FFFD."""
+        ...
+
+
+class HarnessModel(TemplateLM):
+    """A model of lm-eval's interface.
+
+    A context that several continuations share is read once, and a context may have any length. Only a model with learned positions
+    has a longest one: then the beginning of a longer context is left out, as lm-eval does with other models, with a warning, and
+    `truncated` counts it.
+
+    Args:
+      model: a `LanguageModel`.
+      tokenizer: its tokenizer.
+      prefix_token: stands before a document, and is the context where a task gives none.
+      begins_text: whether `prefix_token` is a token of its own for the beginning of texts. Then it is not repeated before a text
+        that begins with it.
+      end_tokens: tokens that end a generated text.
+      window: most tokens of a window of a rolling log-likelihood, as lm-eval cuts them: each token of a document is predicted once,
+        from those before it in its window. None: the whole document is read as one stream, whatever its length.
+      batch_size, pieces: as for `Scorer`.
+      seed: of generation with sampling.
+      about: what `get_model_info` adds to the results.
+
+    Raises:
+      ValueError: a token is not in the vocabulary, or a number is not positive.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Text,
+        *,
+        prefix_token: int,
+        begins_text: bool = False,
+        end_tokens: Sequence[int] = (),
+        window: int | None = 1024,
+        batch_size: int = 8,
+        pieces: Sequence[int] = (256, 32),
+        seed: int = 0,
+        about: dict[str, Any] | None = None,
+    ):
+        super().__init__()
+        check.integer("HarnessModel", "window", window, optional=True)
+        for token in (prefix_token, *end_tokens):
+            inside = check.is_integer(token, 0) and token < model.config.vocab_size
+            check.require(inside, "token", token, f"in the vocabulary, [0, {model.config.vocab_size})")
+        self.truncated = 0
+        self._scorer = Scorer(model, batch_size=batch_size, pieces=pieces)
+        self._text, self._prefix, self._begins, self._ends = tokenizer, prefix_token, begins_text, tuple(end_tokens)
+        self._seed, self._about = seed, about or {}
+        self._longest = model.config.max_positions
+        if self._longest is not None:
+            window = self._longest if window is None else min(window, self._longest)
+        self._window = window
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text; `prefix_token` if there is none."""
+        return self._ends[0] if self._ends else self._prefix
+
+    @property
+    def prefix_token_id(self) -> int:
+        """`prefix_token`."""
+        return self._prefix
+
+    @property
+    def batch_size(self) -> int:
+        """Rows read together."""
+        return self._scorer.batch_size
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval adds to the config in its results: `about`, and what was counted."""
+        window = "whole documents" if self._window is None else self._window
+        return {**self._about, "prefix_token": self._prefix, "window": window, "truncated_contexts": self.truncated}
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids of a text. Nothing is added to it."""
+        return self._text.encode(string).tolist()
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(ln p, whether greedy decoding gives it) of each continuation; without a context, given `prefix_token`."""
+        encoded = []
+        for request in requests:
+            context, text = request.args
+            if context.strip():
+                encoded.append((request.args, *self._encode_pair(context, text)))
+            else:  # spaces belong to the continuation, as everywhere in lm-eval
+                encoded.append((request.args, [self._prefix], self._without_prefix(self.tok_encode(context + text))))
+        return self._loglikelihood_tokens(encoded, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """ln p of each document, of all its tokens, given `prefix_token`."""
+        pairs, owners = [], []
+        for owner, request in enumerate(requests):
+            (text,) = request.args
+            for pair in self._windows(self.tok_encode(text)):
+                pairs.append(pair)
+                owners.append(owner)
+        sums = [0.0] * len(requests)
+        for owner, score in zip(owners, self._score(pairs, "rolling log-likelihoods", disable_tqdm), strict=True):
+            sums[owner] += score.log_likelihood
+        for request, total in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The text after each context, up to a stop string, an end token or the number of tokens asked for (256 by default)."""
+        before_them = self.truncated
+        groups: dict[SamplingConfig, list[tuple[int, list[int], int, list[str]]]] = {}
+        for i, request in enumerate(requests):
+            text, options = request.args
+            config, number, stop = _generation(options)
+            context = self._kept(self.tok_encode(text) or [self._prefix], number, text)
+            groups.setdefault(config, []).append((i, context, number, stop))
+        self._warn(before_them, len(requests))
+        texts: dict[int, str] = {}
+        with tqdm(total=len(requests), desc="Generating", disable=disable_tqdm) as bar:
+            for config, members in groups.items():
+                places, contexts, numbers, stops = zip(*members)
+
+                def known(index: int, text: str, places: Sequence[int] = places) -> None:
+                    texts[places[index]] = text
+                    self.cache_hook.add_partial("generate_until", requests[places[index]].args, text)
+                    bar.update()
+
+                self._scorer.generate(
+                    contexts, numbers, self._text, stop=stops, end_tokens=self._ends, config=config, seed=self._seed,
+                    vocab_size=self._text.vocab_size, on_result=known,
+                )  # fmt: skip
+        return [texts[i] for i in range(len(requests))]
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        pairs, before_them = [], self.truncated
+        for (before, text), context, continuation in requests:
+            if not continuation:
+                raise ValueError(
+                    f"the continuation {text!r} has no token of its own after {before[-40:]!r}, so it has no log-likelihood."
+                )
+            pairs.append((self._kept(context, len(continuation) - 1, text), continuation))
+        self._warn(before_them, len(requests))
+        known = lambda index, score: self.cache_hook.add_partial(
+            "loglikelihood", requests[index][0], (score.log_likelihood, score.is_greedy)
+        )
+        scores = self._score(pairs, "log-likelihoods", disable_tqdm, known)
+        return [(score.log_likelihood, score.is_greedy) for score in scores]
+
+    def _without_prefix(self, tokens: list[int]) -> list[int]:
+        return tokens[1:] if self._begins and tokens[:1] == [self._prefix] else tokens
+
+    def _windows(self, tokens: list[int]) -> Iterable[tuple[list[int], list[int]]]:
+        tokens = self._without_prefix(tokens)
+        if self._window is None:
+            return [([self._prefix], tokens)] if tokens else []
+        return map(make_disjoint_window, get_rolling_token_windows(tokens, self._prefix, self._window, 1))
+
+    def _score(
+        self, pairs: Sequence[tuple[list[int], list[int]]], what: str, disable_tqdm: bool,
+        known: Callable[[int, Score], None] = lambda index, score: None,
+    ) -> list[Score]:  # fmt: skip
+        with tqdm(total=len(pairs), desc=f"Computing {what}", disable=disable_tqdm) as bar:
+
+            def on_result(index: int, score: Score) -> None:
+                known(index, score)
+                bar.update()
+
+            return self._scorer.score(pairs, on_result=on_result)
+
+    def _kept(self, context: list[int], after: int, text: str) -> list[int]:
+        """The end of a context that fits before `after` tokens."""
+        if self._longest is None or len(context) + after <= self._longest:
+            return context
+        room = self._longest - after
+        if room < 1:
+            raise ValueError(
+                f"{after + 1} tokens after a context do not fit a model with max_positions={self._longest}: {text[:40]!r} …"
+            )
+        self.truncated += 1
+        return context[-room:]
+
+    def _warn(self, before: int, requests: int) -> None:
+        if self.truncated > before:
+            _log.warning(
+                "%d of %d contexts were longer than the model's %d positions allow and lost their beginning.",
+                self.truncated - before, requests, self._longest,
+            )  # fmt: skip
+
+
+def _generation(options: dict[str, Any]) -> tuple[SamplingConfig, int, list[str]]:
+    """(how to sample, most tokens, stop strings) of lm-eval's generation arguments."""
+    given = dict(normalize_gen_kwargs(options))
+    stop, number, sample = given.pop("until"), given.pop("max_gen_toks"), given.pop("do_sample")
+    temperature = given.pop("temperature", 1.0)
+    settings = {name: value for name in _SAMPLING if (value := given.pop(name, None)) is not None}
+    if given:
+        known = ("until", "max_gen_toks", "do_sample", "temperature", *_SAMPLING)
+        raise ValueError(f"generation_kwargs has {', '.join(given)}; known are {', '.join(known)}.")
+    return SamplingConfig(float(temperature) if sample else 0.0, **settings), number, stop
