@@ -44,7 +44,16 @@ PUBLIC: tuple[tuple[str, str, dict[str, Any]], ...] = (
         },
     ),
     ("Mamba (130m)", "mamba", {"hidden_size": 768, "num_hidden_layers": 24, "vocab_size": 50280}),
-    ("Gated DeltaNet", "gated_deltanet", {"hidden_size": 2048, "num_heads": 6, "head_dim": 256}),
+    (
+        "Gated DeltaNet, attention in some layers",
+        "gated_deltanet",
+        {
+            "hidden_size": 2048,
+            "num_heads": 6,
+            "head_dim": 256,
+            "attn": {"layers": [6, 13, 20], "num_heads": 16, "num_kv_heads": 4},
+        },
+    ),
     ("DeltaNet (1.3B)", "delta_net", {"hidden_size": 2048, "num_heads": 16}),
     ("GLA (1.3B)", "gla", {"hidden_size": 2048, "num_heads": 4}),
     (

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from atlasjax.check import is_integer
 from atlasjax.interop.table import Row
 from atlasjax.interop.tensors import listed
 from atlasjax.nn import ModelConfig
@@ -66,6 +67,30 @@ class Fields:
         value = self._given.pop(name, allowed[0])
         if value not in allowed:
             raise self._wrong(name, value, " or ".join(map(repr, allowed)) + ", the form that this library's layer has")
+
+    def optional_integer(self, name: str) -> int | None:
+        """An integer ≥ 1; None if the field is null or missing."""
+        return None if self._given.get(name) is None else self.integer(name)
+
+    def integers(self, name: str, below: int) -> list[int]:
+        """A list of different integers ≥ 0 and below `below`."""
+        value = self._take(name, None)
+        fits = (
+            isinstance(value, list)
+            and all(is_integer(n, 0) and n < below for n in value)
+            and len({*value}) == len(value)
+        )
+        if not fits:
+            raise self._wrong(name, value, f"a list of different integers from 0 to {below - 1}")
+        return value
+
+    def objects(self, name: str) -> list[dict[str, Any]]:
+        """An object or a list of objects, as a list. Empty if the field is null or missing."""
+        value = self._given.pop(name, None)
+        value = [] if value is None else [value] if isinstance(value, dict) else value
+        if not isinstance(value, list) or not all(isinstance(x, dict) for x in value):
+            raise self._wrong(name, value, "an object, a list of objects or null")
+        return value
 
     def ratio(self, name: str, of: int, default: int, what: str) -> int:
         """An integer that is a multiple of `of`, the value of `what`, divided by it."""
@@ -156,13 +181,31 @@ class Family:
 
     def difference(self, config: ModelConfig, given: Mapping[str, Any]) -> str | None:
         """Where our config is not what a config.json says, as text; None if it is."""
-        theirs = self.to_ours(given)
-        for name in (*_ALWAYS, *self.matters):
-            value = operator.attrgetter(name)
-            ours, wanted = value(config), value(theirs)
-            if ours != wanted:
-                return f"{name} is {ours!r}; in this form it is {wanted!r}"
+        wanted = self._what_matters(self.to_ours(given))
+        for name, ours in self._what_matters(config).items():
+            if name not in wanted or ours != wanted[name]:
+                return f"{name} is {ours!r}; in this form it is {wanted.get(name)!r}"
         return None
+
+    def _what_matters(self, config: ModelConfig) -> dict[str, Any]:
+        """What decides which function our config computes, by name."""
+        found = {name: operator.attrgetter(name)(config) for name in (*_ALWAYS, *self.matters)}
+        return found | _attention(config)
+
+
+def _attention(config: ModelConfig) -> dict[str, Any]:
+    """What decides the function of layers with attention. Nothing if there are none."""
+    given = config.attention
+    if not {"attention", "swa"} & set(config.pattern):
+        return {}
+    names = ("rope_theta", "qk_norm", "gate", "bias", "persistent_tokens")
+    found = {f"attention.{name}": getattr(given, name) for name in names}
+    if given.bias:
+        found["attention.output_bias"] = given.output_bias
+    if "swa" in config.pattern:
+        found["attention.window"] = given.window
+    sizes = config.attention_sizes
+    return found | {"attention_sizes": sizes, "attention.rope_dim": given.rope_dim or sizes.key_dim}
 
 
 _ALWAYS = (

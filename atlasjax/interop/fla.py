@@ -1,16 +1,18 @@
-"""Gated DeltaNet, DeltaNet and GLA as flash-linear-attention writes them (fla-hub/…)."""
+"""Gated DeltaNet, DeltaNet and GLA as flash-linear-attention writes them (fla-hub/…), also with attention in some layers."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from atlasjax.interop.family import Family, Fields
+from atlasjax.interop.family import Family, Fields, mixer_pattern
 from atlasjax.interop.table import Row
-from atlasjax.nn import HeadNormConfig, ModelConfig
+from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 from atlasjax.train.errors import ConfigError
 
 _LAYER = "model.layers.{n}."
 _ATTN = _LAYER + "attn."
 _ALL = slice(None)
+_SOFTMAX = ("attention", "swa")
 # Fields of these families' config.json that say how, and not what, their layers compute.
 _NEUTRAL = ("attn_mode", "chunk_size", "mode", "use_output_norm", "use_gk")
 
@@ -31,64 +33,122 @@ def _frame(config: ModelConfig) -> list[Row]:
     return [*rows, Row("lm_head.weight", "head.kernel", "v d -> d v")]
 
 
-def _heads(config: ModelConfig, names: str, norm: str | tuple[str, ...], *, convolved: bool) -> list[Row]:
-    """The inputs `names` ("qkv" or "qkvg") of the heads, their convolutions, the norm and the output."""
-    key, value = config.resolved_head_dim, config.value_dim
+def _attention_rows(config: ModelConfig) -> list[Row]:
+    """Layers of `config.attn`. Consecutive heads of queries share keys and values, in our `inputs` too."""
+    sizes, rows, start = config.attention_sizes, [], 0
+    for name, size in (
+        ("q", sizes.heads // sizes.kv_heads * sizes.key_dim),
+        ("k", sizes.key_dim),
+        ("v", sizes.value_dim),
+    ):
+        more: dict[str, Any] = {"part": (..., slice(start, start + size)), "mixers": _SOFTMAX}
+        ours = "layers.mixer.attention.inputs"
+        rows.append(Row(f"{_ATTN}{name}_proj.weight", f"{ours}.kernel", "(h k) d -> d h k", **more))
+        if config.attention.bias:
+            rows.append(Row(f"{_ATTN}{name}_proj.bias", f"{ours}.bias", "(h k) -> h k", **more))
+        start += size
+    return [*rows, Row(_ATTN + "o_proj.weight", "layers.mixer.out.kernel", "d i -> i d", mixers=_SOFTMAX)]
+
+
+def _recurrent(
+    mixer: str,
+    config: ModelConfig,
+    names: str,
+    norm: str | tuple[str, ...],
+    *more: Row,
+    convolved: bool = True,
+    groups: int = 1,
+) -> list[Row]:
+    """The whole table of a model whose recurrent layers have `mixer`: inputs `names` ("qkv" or "qkvg") of the heads of keys, their
+    convolutions, the norm and the output, and `more`. groups: heads of values of a head of keys."""
+    key, value = config.resolved_head_dim, groups * config.value_dim
     sizes = {"q": key, "k": key, "v": value, "g": value}
     rows, start = [], 0
     for name in names:
-        end = start + sizes[name]
-        part = (..., slice(start, end))
-        rows.append(
-            Row(f"{_ATTN}{name}_proj.weight", "layers.mixer.inputs.linear.kernel", "(h k) d -> d h k", part=part)
-        )
+        part = (..., slice(start, start + sizes[name]))
+        ours = "layers.mixer.inputs"
+        rows.append(Row(f"{_ATTN}{name}_proj.weight", f"{ours}.linear.kernel", "(h k) d -> d h k", part=part))
         if convolved and name != "g":
-            rows.append(
-                Row(
-                    f"{_ATTN}{name}_conv1d.weight", "layers.mixer.inputs.conv.kernel", "(h k) (1) w -> w h k", part=part
-                )
-            )
-        start = end
-    return [
-        *rows,
+            rows.append(Row(f"{_ATTN}{name}_conv1d.weight", f"{ours}.conv.kernel", "(h k) (1) w -> w h k", part=part))
+        start += sizes[name]
+    rows += [
         Row(norm, "layers.mixer.norm.scale", "k -> k"),
         Row(_ATTN + "o_proj.weight", "layers.mixer.out.kernel", "d i -> i d"),
+        *more,
     ]
+    if len(config.pattern) == 1:
+        return [*_frame(config), *rows]
+    return [*_frame(config), *(dataclasses.replace(row, mixers=(mixer,)) for row in rows), *_attention_rows(config)]
 
 
 def _gated_deltanet_rows(config: ModelConfig) -> list[Row]:
-    return [
-        *_frame(config),
-        *_heads(config, "qkvg", _ATTN + "o_norm.weight", convolved=True),
+    return _recurrent(
+        "gated_deltanet",
+        config,
+        "qkvg",
+        _ATTN + "o_norm.weight",
         Row(_ATTN + "b_proj.weight", "layers.mixer.gates.kernel", "h d -> d h", part=(_ALL, 0)),
         Row(_ATTN + "a_proj.weight", "layers.mixer.gates.kernel", "h d -> d h", part=(_ALL, 1)),
         Row(_ATTN + "A_log", "layers.mixer.A_log", "h -> h"),
         Row(_ATTN + "dt_bias", "layers.mixer.dt_bias", "h -> h"),
-    ]
+        groups=config.value_heads // config.num_heads,
+    )
 
 
 def _deltanet_rows(config: ModelConfig) -> list[Row]:
-    return [
-        *_frame(config),
-        *_heads(config, "qkv", _ATTN + "o_norm.weight", convolved=True),
-        Row(_ATTN + "b_proj.weight", "layers.mixer.write.kernel", "h d -> d h"),
-    ]
+    write = Row(_ATTN + "b_proj.weight", "layers.mixer.write.kernel", "h d -> d h")
+    return _recurrent("deltanet", config, "qkv", _ATTN + "o_norm.weight", write)
 
 
 def _gla_rows(config: ModelConfig) -> list[Row]:
-    return [
-        *_frame(config),
-        *_heads(config, "qkvg", (_ATTN + "g_norm_swish_gate.weight", _ATTN + "g_norm.weight"), convolved=False),
+    return _recurrent(
+        "gla",
+        config,
+        "qkvg",
+        (_ATTN + "g_norm_swish_gate.weight", _ATTN + "g_norm.weight"),
         Row(_ATTN + "gk_proj.0.weight", "layers.mixer.decay_in.kernel", "r d -> d r"),
         Row(_ATTN + "gk_proj.1.weight", "layers.mixer.decay_out.kernel", "(h k) r -> r h k"),
         Row(_ATTN + "gk_proj.1.bias", "layers.mixer.decay_bias", "(h k) -> h k"),
-    ]
+        convolved=False,
+    )
+
+
+def _layers(fields: Fields, name: str, mixer: str, dim: int, layers: int) -> dict[str, Any]:
+    """Our fields for the mixers of all layers, of which `attn` lists those with attention.
+
+    Several specifications in `attn` may differ in whether they have the window.
+    """
+    found, configs = [mixer] * layers, []
+    for given in fields.objects("attn"):
+        one = Fields(given, f"{name}, attn")
+        window = one.optional_integer("window_size")
+        for n in one.integers("layers", below=layers):
+            if found[n] != mixer:
+                raise ConfigError(f"config.json of {name}: attn has layer {n} twice.")
+            found[n] = "attention" if window is None else "swa"
+        heads = one.integer("num_heads")
+        size = _whole(name, "attn.num_heads", dim / heads, "channels of a head")
+        configs.append(
+            AttentionConfig(
+                window=window, num_heads=heads, kv_heads=one.optional_integer("num_kv_heads") or heads, head_dim=size,
+                value_dim=size, bias=one.boolean("qkv_bias", False), output_bias=False,
+                rope_theta=one.number("rope_theta", default=1e4),
+            )
+        )  # fmt: skip
+        one.done(())
+    windows = [config.window for config in configs if config.window is not None]
+    same = {dataclasses.replace(config, window=None) for config in configs}
+    if len(same) > 1 or len(set(windows)) > 1:
+        raise ConfigError(
+            f"config.json of {name}: the specifications in attn may only differ in their layers and in having a window."
+        )
+    attention = {"attention": dataclasses.replace(*same, window=max(windows, default=None))} if same else {}
+    return {"mixer": mixer_pattern(found), "num_layers": layers, **attention}
 
 
 def _shared(fields: Fields, dim: int) -> dict[str, Any]:
     """Our fields that the three families have in common, by name."""
     fields.require("hidden_act", "swish", "silu")
-    fields.require("attn", None)
     fields.require("attnres_block_size", None)
     ratio = fields.integer("hidden_ratio", 4)
     rounded = -(-int(dim * ratio * 2 / 3) // 256) * 256  # as GatedMLP of flash-linear-attention
@@ -125,15 +185,14 @@ def _gated_deltanet(given: Mapping[str, Any]) -> ModelConfig:
     fields.require("allow_neg_eigval", False)
     fields.require("output_gate_activation", "swish", "silu")
     heads, head_dim = fields.integer("num_heads", 6), fields.integer("head_dim", 256)
-    fields.require("num_v_heads", None, heads)
     fields.require("expand_k", None)  # of old versions; with it their keys had another size
     shared = _shared(fields, fields.integer("hidden_size", 2048))
     config = ModelConfig(
-        mixer="gated_deltanet",
-        num_layers=fields.integer("num_hidden_layers", 21),
+        **_layers(fields, name, "gated_deltanet", shared["dim"], fields.integer("num_hidden_layers", 21)),
         num_heads=heads,
         head_dim=head_dim,
         value_expansion=_whole(name, "expand_v", fields.number("expand_v", default=2.0), "times the size of the keys"),
+        gated_deltanet=GatedDeltaNetConfig(value_heads=fields.optional_integer("num_v_heads")),
         conv_width=fields.integer("conv_size", 4),
         head_norm=HeadNormConfig(shared=True, eps=shared["norm_eps"] * head_dim),  # q is scaled by head_dim^{−1/2}
         **shared,
@@ -152,8 +211,7 @@ def _deltanet(given: Mapping[str, Any]) -> ModelConfig:
     sizes = _sizes(fields, name, dim, heads, 1.0, 1.0)
     shared = _shared(fields, dim)
     config = ModelConfig(
-        mixer="deltanet",
-        num_layers=fields.integer("num_hidden_layers", 24),
+        **_layers(fields, name, "deltanet", dim, fields.integer("num_hidden_layers", 24)),
         conv_width=fields.integer("conv_size", 4),
         head_norm=HeadNormConfig(
             shared=True, eps=shared["norm_eps"] * sizes["head_dim"]
@@ -173,8 +231,7 @@ def _gla(given: Mapping[str, Any]) -> ModelConfig:
     dim, heads = fields.integer("hidden_size", 2048), fields.integer("num_heads", 4)
     fields.require("num_kv_heads", None, heads)
     config = ModelConfig(
-        mixer="gla",
-        num_layers=fields.integer("num_hidden_layers", 24),
+        **_layers(fields, "GLA", "gla", dim, fields.integer("num_hidden_layers", 24)),
         head_norm=HeadNormConfig(shared=True),
         **_sizes(fields, "GLA", dim, heads, 0.5, 1.0),
         **_shared(fields, dim),
@@ -194,13 +251,29 @@ def _peer_frame(config: ModelConfig, kind: str, architecture: str) -> dict[str, 
         "intermediate_size": config.resolved_mlp_dim,
         "norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
+        "attn": _peer_attention(config),
     }
+
+
+def _peer_attention(config: ModelConfig) -> list[dict[str, Any]] | dict[str, Any] | None:
+    """The specifications of the layers with attention."""
+    sizes, given, period = config.attention_sizes, config.attention, len(config.pattern)
+    specifications = []
+    for mixer, window in (("attention", None), ("swa", given.window)):
+        layers = [n for n in range(config.num_layers) if config.pattern[n % period] == mixer]
+        if layers:
+            specifications.append({
+                "layers": layers, "num_heads": sizes.heads, "num_kv_heads": sizes.kv_heads, "qkv_bias": given.bias,
+                "window_size": window, "rope_theta": given.rope_theta,
+            })  # fmt: skip
+    return specifications if len(specifications) > 1 else specifications[0] if specifications else None
 
 
 def _peer_gated_deltanet(config: ModelConfig) -> dict[str, Any]:
     return _peer_frame(config, "gated_deltanet", "GatedDeltaNetForCausalLM") | {
         "head_dim": config.resolved_head_dim,
         "expand_v": config.value_expansion,
+        "num_v_heads": config.gated_deltanet.value_heads,
         "conv_size": config.conv_width,
     }
 
@@ -225,10 +298,16 @@ def _is(kind: str) -> Callable[[Mapping[str, Any]], bool]:
 
 _MATTERS = ("num_heads", "resolved_head_dim", "value_dim", "resolved_mlp_dim", "head_norm")
 GATED_DELTANET = Family(
-    "gated_deltanet", ("gated_deltanet",), _is("gated_deltanet"), _gated_deltanet, _peer_gated_deltanet, _gated_deltanet_rows,
-    (*_MATTERS, "conv_width"),
+    "gated_deltanet", ("gated_deltanet", *_SOFTMAX), _is("gated_deltanet"), _gated_deltanet, _peer_gated_deltanet,
+    _gated_deltanet_rows, (*_MATTERS, "value_heads", "conv_width"),
 )  # fmt: skip
 DELTANET = Family(
-    "delta_net", ("deltanet",), _is("delta_net"), _deltanet, _peer_deltanet, _deltanet_rows, (*_MATTERS, "conv_width")
+    "delta_net",
+    ("deltanet", *_SOFTMAX),
+    _is("delta_net"),
+    _deltanet,
+    _peer_deltanet,
+    _deltanet_rows,
+    (*_MATTERS, "conv_width"),
 )
-GLA = Family("gla", ("gla",), _is("gla"), _gla, _peer_gla, _gla_rows, _MATTERS)
+GLA = Family("gla", ("gla", *_SOFTMAX), _is("gla"), _gla, _peer_gla, _gla_rows, _MATTERS)

@@ -55,7 +55,7 @@ def _delta_rows(config: ModelConfig) -> list[Row]:
         return _in_layer(f"linear_attn.{name}", f"mixer.{ours}", pattern, mixers=_DELTA, **more)
 
     key = config.resolved_head_dim
-    values = (config.gated_deltanet.value_heads or config.num_heads) // config.num_heads * config.value_dim
+    values = config.value_heads // config.num_heads * config.value_dim
     found, start = [], 0
     for size in (key, key, values):
         end = start + size
@@ -203,7 +203,7 @@ def _to_peer(config: ModelConfig) -> dict[str, Any]:
         "head_dim": sizes.key_dim,
         "attention_bias": config.attention.bias,
         "linear_num_key_heads": config.num_heads,
-        "linear_num_value_heads": config.gated_deltanet.value_heads or config.num_heads,
+        "linear_num_value_heads": config.value_heads,
         "linear_key_head_dim": config.resolved_head_dim,
         "linear_value_head_dim": config.value_dim,
         "linear_conv_kernel_dim": config.conv_width,
@@ -221,7 +221,6 @@ def _to_peer(config: ModelConfig) -> dict[str, Any]:
 QWEN3_5 = Family(
     "qwen3_5", ("gated_deltanet", "attention"), lambda given: given.get("model_type") in ("qwen3_5", "qwen3_5_text"), _to_ours,
     _to_peer, rows,
-    ("num_heads", "resolved_head_dim", "value_dim", "gated_deltanet.value_heads", "resolved_mlp_dim", "head_norm", "conv_width",
-     "attention_sizes", "attention.rope_theta", "attention.rope_dim", "attention.qk_norm", "attention.gate", "attention.bias"),
+    ("num_heads", "resolved_head_dim", "value_dim", "value_heads", "resolved_mlp_dim", "head_norm", "conv_width"),
     kept=KEPT,
 )  # fmt: skip

@@ -311,6 +311,11 @@ class ModelConfig:
         return self.value_expansion * self.resolved_head_dim
 
     @property
+    def value_heads(self) -> int:
+        """Number of heads of values of the mixer "gated_deltanet"."""
+        return self.gated_deltanet.value_heads or self.num_heads
+
+    @property
     def attention_sizes(self) -> AttentionSizes:
         """Sizes of the mixers "attention" and "swa"."""
         given = self.attention

@@ -71,6 +71,25 @@ MODELS = {
          "norm_eps": 0.01},
         1, 6, 3,
     ),
+    "gated_deltanet, attention in a layer": (
+        "fla.models", "GatedDeltaNet",
+        {"hidden_size": 32, "num_heads": 2, "num_v_heads": 4, "head_dim": 8, "expand_v": 1.0, "num_hidden_layers": 2,
+         "vocab_size": 300, "intermediate_size": 48,
+         "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "rope_theta": 100.0}},
+        2, 13, 4,
+    ),
+    "delta_net, attention with a window and without": (
+        "fla.models", "DeltaNet",
+        {"hidden_size": 32, "num_heads": 2, "num_hidden_layers": 3, "vocab_size": 257, "intermediate_size": 48, "norm_eps": 0.001,
+         "attn": [{"layers": [0], "num_heads": 2}, {"layers": [2], "num_heads": 2, "window_size": 5}]},
+        1, 13, 3,
+    ),
+    "gla, attention with a window": (
+        "fla.models", "GLA",
+        {"hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 300, "intermediate_size": 48,
+         "attn": {"layers": [0], "num_heads": 2, "num_kv_heads": 1, "window_size": 3}},
+        2, 11, 4,
+    ),
     "qwen3_5": (
         "transformers", "Qwen3_5",
         {"hidden_size": 48, "num_hidden_layers": 4, "vocab_size": 300, "intermediate_size": 64, "num_attention_heads": 4,
@@ -157,6 +176,23 @@ def decode(model, tokens, more):
     return torch.cat(pieces, 1), torch.cat(greedy, 1)
 
 
+def replace_flash_attention() -> None:
+    """Puts the function of the package flash_attn that is called, as it is documented, in its place: the package needs a GPU."""
+    import torch
+    from fla.layers import attn
+
+    def flash_attn_func(q, k, v, causal, window_size):
+        assert causal
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2).transpose(1, 2) for x in (k, v))
+        t = torch.arange(q.shape[1])[:, None] + k.shape[2] - q.shape[1]  # the last query is at the last key
+        s = torch.arange(k.shape[2])
+        visible = (s <= t) & ((window_size[0] < 0) | (s >= t - window_size[0]))
+        y = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=visible)
+        return y.transpose(1, 2)
+
+    attn.flash_attn_func = flash_attn_func
+
+
 def interpret_triton() -> None:
     """Runs Triton's kernels in its interpreter, with the first variant of each."""
     os.environ["TRITON_INTERPRET"] = "1"
@@ -174,6 +210,7 @@ if __name__ == "__main__":
     target, *names = sys.argv[1:]
     if any(MODELS[name][0].startswith("fla") for name in names):
         interpret_triton()
+        replace_flash_attention()
     else:
         sys.modules["fla"] = None  # transformers would call its kernels, which need a GPU
     for name in names:

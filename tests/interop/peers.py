@@ -55,14 +55,15 @@ def _backbone(embedding, tied, mixer, dim, vocab=264, layers=2):
     return shapes if tied else shapes | {"lm_head.weight": (vocab, dim)}
 
 
-def _fla(attn, tied, vocab=260, dim=12, layers=2, wide=20):
+def _fla(attn, tied, vocab=260, dim=12, layers=2, wide=20, last=None):
+    """attn: tensors of the mixer; last: those of the last layer, if they differ."""
     shapes = {"model.embeddings.weight": (vocab, dim), "model.norm.weight": (dim,)}
     for n in range(layers):
         shapes |= {
             f"model.layers.{n}.{name}": shape
             for name, shape in {
                 "attn_norm.weight": (dim,),
-                **{f"attn.{name}": shape for name, shape in attn.items()},
+                **{f"attn.{name}": shape for name, shape in (last if last and n == layers - 1 else attn).items()},
                 "mlp_norm.weight": (dim,),
                 "mlp.gate_proj.weight": (wide, dim),
                 "mlp.up_proj.weight": (wide, dim),
@@ -189,6 +190,19 @@ PEERS = {
             _projections(12, 6, 12, True) | _convolutions(6, 12) | {"o_norm.weight": (6,), "A_log": (2,), "dt_bias": (2,)}
             | {"a_proj.weight": (2, 12), "b_proj.weight": (2, 12)},
             tied=False,
+        ),
+    ),
+    "gated_deltanet with attention": (
+        {**_FLA, "model_type": "gated_deltanet", "head_dim": 3, "expand_v": 2.0, "num_v_heads": 4,
+         "attn": {"layers": [1], "num_heads": 3, "num_kv_heads": 1, "qkv_bias": True, "window_size": 40, "rope_theta": 100.0}},
+        _fla(
+            _projections(12, 6, 24, True) | _convolutions(6, 24) | {"o_norm.weight": (6,), "A_log": (4,), "dt_bias": (4,)}
+            | {"a_proj.weight": (4, 12), "b_proj.weight": (4, 12)},
+            tied=False,
+            last={
+                "q_proj.weight": (12, 12), "k_proj.weight": (4, 12), "v_proj.weight": (4, 12), "o_proj.weight": (12, 12),
+                "q_proj.bias": (12,), "k_proj.bias": (4,), "v_proj.bias": (4,),
+            },
         ),
     ),
     "delta_net": (

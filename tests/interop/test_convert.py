@@ -30,6 +30,7 @@ def files(folder):
         ("mamba2", "F32", 3), pytest.param("mamba2 tied", "BF16", 1, marks=pytest.mark.slow),
         ("mamba2 of mamba_ssm", "F16", 1), ("mamba", "BF16", 2),
         ("mamba of mamba_ssm", "F32", 1), ("gated_deltanet", "BF16", 2), ("delta_net", "F32", 1), ("gla", "F32", 1),
+        ("gated_deltanet with attention", "F32", 1),
         ("qwen3_5 with images", "BF16", 2), pytest.param("qwen3_5", "F32", 1, marks=pytest.mark.slow), ("rwkv7", "BF16", 2),
     ],
 )  # fmt: skip
@@ -39,7 +40,7 @@ def test_round_trip_is_exact(tmp_path, name, dtype, count):
     (source / "generation_config.json").write_text("{}")
     done = import_weights(source, tmp_path / "run", tokenizer="byte")
     assert (done.family, done.tensors) == (
-        name.removesuffix(" tied").removesuffix(" with images"),
+        name.removesuffix(" tied").partition(" with ")[0],
         len(peers.PEERS[name][1]),
     )
     assert done.kept == (4 if "images" in name else 0)
@@ -53,8 +54,17 @@ def test_round_trip_is_exact(tmp_path, name, dtype, count):
 @pytest.mark.parametrize(
     "name",
     some_slow(
-        ["mamba2", "mamba tied", "gated_deltanet", "delta_net", "gla", "qwen3_5", "rwkv7"],
-        ["mamba2", "delta_net", "gla"],
+        [
+            "mamba2",
+            "mamba tied",
+            "gated_deltanet",
+            "delta_net",
+            "gla",
+            "gated_deltanet with attention",
+            "qwen3_5",
+            "rwkv7",
+        ],
+        ["mamba2", "gated_deltanet", "delta_net", "gla"],
     ),
 )
 def test_a_run_of_our_own_can_be_exported(tmp_path, name):
@@ -162,9 +172,20 @@ CONFIGS = [
     ("mamba of mamba_ssm", {"ssm_cfg": {"headdim": 4}}, ["'headdim'", "not known"]),
     ("mamba of mamba_ssm", {"rms_norm": False}, ["rms_norm is False"]),
     ("gated_deltanet", {"allow_neg_eigval": True}, ["allow_neg_eigval is True"]),
-    ("gated_deltanet", {"num_v_heads": 4}, ["num_v_heads is 4"]),
+    ("gated_deltanet", {"num_v_heads": 3}, ["value_heads=3 must be a multiple of num_heads=2"]),
     ("gated_deltanet", {"expand_v": 1.5}, ["expand_v gives 1.5", "whole number"]),
-    ("gated_deltanet", {"attn": {"layers": [0], "num_heads": 2}}, ["attn is {'layers': [0]"]),
+    ("gated_deltanet", {"attn": 3}, ["attn is 3; it should be an object, a list of objects or null"]),
+    ("gated_deltanet", {"attn": {"layers": [2], "num_heads": 2}}, ["attn: layers is [2]", "from 0 to 1"]),
+    ("gated_deltanet", {"attn": {"layers": [0, 0], "num_heads": 2}}, ["attn: layers is [0, 0]", "different"]),
+    ("gated_deltanet", {"attn": {"layers": [0]}}, ["attn: num_heads is missing"]),
+    ("gated_deltanet", {"attn": {"layers": [0], "num_heads": 5}}, ["attn.num_heads gives 2.4 channels of a head"]),
+    ("gated_deltanet", {"attn": {"layers": [0], "num_heads": 2, "sinks": 1}}, ["attn: the meaning of 'sinks'"]),
+    ("delta_net", {"attn": [{"layers": [0], "num_heads": 2}] * 2}, ["attn has layer 0 twice"]),
+    (
+        "gla",
+        {"attn": [{"layers": [0], "num_heads": 2}, {"layers": [1], "num_heads": 3}]},
+        ["may only differ in their layers"],
+    ),
     ("delta_net", {"qk_norm": "sum"}, ["qk_norm is 'sum'", "'l2'"]),
     ("gla", {"expand_k": 0.3}, ["expand_k gives 1.8"]),
     ("gla", {"clamp_min": -1.0}, ["clamp_min is -1.0"]),

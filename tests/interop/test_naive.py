@@ -57,6 +57,7 @@ def convolved(x, weight):
 
 def attn(kind, x, w, config):
     """The token mixer, as `fla/layers/gated_deltanet.py`, `delta_net.py` and `gla.py`."""
+    more = config.get("num_v_heads", config["num_heads"]) // config["num_heads"]  # heads of values for one of keys
     count, eps = config["num_heads"], config.get("norm_eps", config.get("rms_norm_eps", 1e-6))
     q, k, v = (x @ w[f"{name}_proj.weight"].T for name in "qkv")
     if kind == "gla":
@@ -65,7 +66,11 @@ def attn(kind, x, w, config):
         y = naive("gla").naive_recurrent_gla(q, k, v, heads(F.logsigmoid(gk) / 16, count))[0]
         y = rms(y, w["g_norm_swish_gate.weight"], eps)
     else:
-        q, k, v = (heads(convolved(y, w[f"{name}_conv1d.weight"]), count) for name, y in zip("qkv", (q, k, v)))
+        q, k, v = (
+            heads(convolved(y, w[f"{name}_conv1d.weight"]), n)
+            for name, y, n in zip("qkv", (q, k, v), (count, count, count * more))
+        )
+        q, k = (y.repeat_interleave(more, dim=2) for y in (q, k))
         q, k, beta = unit(q), unit(k), (x @ w["b_proj.weight"].T).sigmoid()
         if kind == "delta_net":
             inputs = (y.transpose(1, 2) for y in (q, k, v, beta))
@@ -75,18 +80,37 @@ def attn(kind, x, w, config):
             y = naive("gated_delta_rule").naive_recurrent_gated_delta_rule(q, k, v, beta, g)[0]
         y = rms(y, w["o_norm.weight"], eps)
     if "g_proj.weight" in w:
-        y = y * F.silu(heads(x @ w["g_proj.weight"].T, count))
+        y = y * F.silu(heads(x @ w["g_proj.weight"].T, count * more))
     return y.flatten(-2) @ w["o_proj.weight"].T
+
+
+def attention(x, w, given):
+    """The layer `fla/layers/attn.py`, with PyTorch's attention."""
+    q, k, v = (heads(F.linear(x, w[f"{name}_proj.weight"], w[f"{name}_proj.bias"]), count)
+               for name, count in zip("qkv", (given["num_heads"], *[given["num_kv_heads"]] * 2)))  # fmt: skip
+    position, half = torch.arange(x.shape[1]), q.shape[-1] // 2
+    angle = position[:, None, None] * given["rope_theta"] ** (-torch.arange(half) / half)
+
+    def rotate(y):  # pairs as complex numbers
+        turned = torch.complex(*y.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    k, v = (y.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for y in (rotate(k), v))
+    distance = position[:, None] - position
+    visible = (distance >= 0) & (distance < given["window_size"])
+    y = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (rotate(q), k, v)), attn_mask=visible)
+    return y.transpose(1, 2).flatten(-2) @ w["o_proj.weight"].T
 
 
 def logits(kind, config, w, tokens):
     """The model, as `fla/models/…/modeling_*.py` without fused kernels."""
     eps = config.get("norm_eps", config.get("rms_norm_eps", 1e-6))
-    x = w["model.embeddings.weight"][tokens]
+    x, softmax = w["model.embeddings.weight"][tokens], config["attn"] or {"layers": []}
     for n in range(config["num_hidden_layers"]):
         layer = {name.removeprefix(f"model.layers.{n}."): y for name, y in w.items() if f"layers.{n}." in name}
         mixer = {name.removeprefix("attn."): y for name, y in layer.items() if name.startswith("attn.")}
-        x = x + attn(kind, rms(x, layer["attn_norm.weight"], eps), mixer, config)
+        y = rms(x, layer["attn_norm.weight"], eps)
+        x = x + (attention(y, mixer, softmax) if n in softmax["layers"] else attn(kind, y, mixer, config))
         y = rms(x, layer["mlp_norm.weight"], eps)
         gated = F.silu(y @ layer["mlp.gate_proj.weight"].T) * (y @ layer["mlp.up_proj.weight"].T)
         x = x + gated @ layer["mlp.down_proj.weight"].T
@@ -94,16 +118,16 @@ def logits(kind, config, w, tokens):
     return x @ w.get("lm_head.weight", w["model.embeddings.weight"]).T
 
 
-@pytest.mark.parametrize("kind", ["gated_deltanet", "delta_net", "gla"])
-def test_logits_at_odd_lengths(tmp_path, kind):
-    source = peers.write(tmp_path / "source", kind)
+@pytest.mark.parametrize("name", ["gated_deltanet", "gated_deltanet with attention", "delta_net", "gla"])
+def test_logits_at_odd_lengths(tmp_path, name):
+    kind, source = name.partition(" ")[0], peers.write(tmp_path / "source", name)
     import_weights(source, tmp_path / "run", tokenizer="byte")
     model = load_run(tmp_path / "run").model
-    weights = {name: torch.from_numpy(x) for name, x in peers.tensors(kind).items()}
+    weights = {name: torch.from_numpy(x) for name, x in peers.tensors(name).items()}
     config = json.loads((source / "config.json").read_text())
     for length in (1, 131):
         tokens = np.random.default_rng(length).integers(0, 256, (2, length))
         expected = logits(kind, config, weights, torch.from_numpy(tokens)).numpy()
         found = np.abs(np.asarray(model(jnp.asarray(tokens))) - expected).max() / np.abs(expected).max()
-        print(f"{kind}, {length} tokens: largest difference / largest logit: {found:.1e}")
+        print(f"{name}, {length} tokens: largest difference / largest logit: {found:.1e}")
         assert found < 1e-5

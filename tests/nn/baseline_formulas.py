@@ -53,9 +53,7 @@ def run(step, start, *tokens):
 
 def split(p, x, config, convolved):
     dk, dv = config.resolved_head_dim, config.value_expansion * config.resolved_head_dim
-    groups = (
-        config.gated_deltanet.value_heads or config.num_heads
-    ) // config.num_heads  # heads of values of a head of keys
+    groups = config.value_heads // config.num_heads  # heads of values of a head of keys
     dv *= groups
     inputs = linear(p["inputs"]["linear"], x)
     if convolved:

@@ -32,7 +32,7 @@ class GatedDeltaNetMixer(HeadsMixer):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        key_heads, value_heads = config.num_heads, config.gated_deltanet.value_heads or config.num_heads
+        key_heads, value_heads = config.num_heads, config.value_heads
         if value_heads % key_heads:
             raise ValueError(
                 f"GatedDeltaNetConfig: value_heads={value_heads} must be a multiple of num_heads={key_heads}."
