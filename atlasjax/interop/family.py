@@ -213,6 +213,7 @@ _ALWAYS = (
     "dim",
     "num_layers",
     "pattern",
+    "caching",
     "ffn",
     "block",
     "norm",

@@ -178,13 +178,21 @@ def step(
     return _on_any_mesh(rule, rule.step, 1)(params, state, q, k, v, gates)
 
 
-def read(rule: Rule, params: Any, state: Any, q: jax.Array, connector: jax.Array | None = None) -> jax.Array:
+def read(
+    rule: Rule,
+    params: Any,
+    state: Any,
+    q: jax.Array,
+    connector: jax.Array | None = None,
+    blend: jax.Array | None = None,
+) -> jax.Array:
     """Reads without writing: M_t(φ(q)) for any number of queries.
 
     Args:
       rule, params, state: as in `scan`. The state is required.
       q: [batch, time, heads, key_dim], floating point.
       connector: u of a cached rule, like q. None means the queries.
+      blend: λ of a cached rule with `blended`, [batch, time, heads]. None means 1.
 
     Returns:
       [batch, time, heads, value_dim], in q's dtype.
@@ -197,11 +205,15 @@ def read(rule: Rule, params: Any, state: Any, q: jax.Array, connector: jax.Array
     if connector is not None and not rule.has_connector:
         raise ValueError(f"{where}: connector is given, but a {type(rule).__name__} does not use it.")
     check.check_read(rule, params, state, q, where)
-    check.check_arrays(where, params=params, state=state, q=q, connector=connector)
-    given = () if connector is None else (connector,)
-    for x in given:
-        check.check_shape("connector", x, tuple(q.shape), where)
-    return rule.read(params, state, q, *given)
+    if blend is not None and not getattr(rule, "blended", False):
+        raise ValueError(f"{where}: blend is given, but only a CachedRule with blended=True uses it.")
+    check.check_arrays(where, params=params, state=state, q=q, connector=connector, blend=blend)
+    if connector is not None:
+        check.check_shape("connector", connector, tuple(q.shape), where)
+    if blend is not None:
+        check.check_shape("blend", blend, tuple(q.shape[:-1]), where)
+    given = {name: x for name, x in (("connector", connector), ("blend", blend)) if x is not None}
+    return rule.read(params, state, q, **given)
 
 
 def soup(rule: Rule, params: Any, states: Sequence[Any], weights: Any = None) -> Any:

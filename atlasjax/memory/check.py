@@ -294,6 +294,7 @@ _RANGES = {
     "removal_key": (-np.inf, np.inf),
     "removal": (0.0, 1.0),
     "connector": (-np.inf, np.inf),
+    "blend": (-np.inf, np.inf),
 }
 
 

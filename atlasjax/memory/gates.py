@@ -21,6 +21,7 @@ class Gates(NamedTuple):
       removal_key: RWKV-7's κ̂, [batch, time, heads, D].
       removal: RWKV-7's removal rate a ∈ [0, 1], [batch, time, heads, D].
       connector: u of a `CachedRule`, [batch, time, heads, key_dim].
+      blend: λ of a `CachedRule` with `blended`: 0 reads only the current memory, 1 is the rule without `blended`.
     """
 
     retention: jax.Array | None = None
@@ -31,3 +32,4 @@ class Gates(NamedTuple):
     removal_key: jax.Array | None = None
     removal: jax.Array | None = None
     connector: jax.Array | None = None
+    blend: jax.Array | None = None

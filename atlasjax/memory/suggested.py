@@ -87,7 +87,7 @@ def suggested_gates(
 
     Returns:
       float32 gates [batch, time, heads(, channels)], only those that the rule uses. RWKV-7's removal keys are random, and a cached
-      rule's connector is zero, which weights all memories equally. In a model both are functions of the input.
+      rule's connector is zero, which weights all memories equally; in a model both are functions of the input. Its blend is 1.
 
     Raises:
       ValueError: a size is less than one.
@@ -165,6 +165,7 @@ def initial_gates(
         "removal_key": np.zeros(num_heads),
         "removal": np.full(num_heads, 0.5),
         "connector": np.zeros(num_heads),
+        "blend": np.ones(num_heads),
     }
     shapes = {name: (num_heads, channels[name] or 1) for name in channels}
     return InitialGates(

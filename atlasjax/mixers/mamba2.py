@@ -8,6 +8,8 @@ retention exp(Δ A). The heads of a group share B and C, which are repeated for 
 instead saved 10 to 30 % of the time on a CPU when measured, which does not justify a second engine.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -43,7 +45,9 @@ def ssd(
     segment_ids: jax.Array | None = None,
     max_segments: int | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, memory.MemoryState]:
+    rule: memory.Rule = RULE,
+    gates: memory.Gates = memory.Gates(),
+) -> tuple[jax.Array, Any]:
     """The recurrence over a sequence. Splitting a sequence into several calls does not change the result.
 
     Args:
@@ -55,9 +59,11 @@ def ssd(
       D: the skip connection, [heads], or None.
       state: the state before the first token. None means zeros.
       segment_ids, max_segments, implementation: as in `memory.scan`.
+      rule: `RULE`, or a `memory.CachedRule` around it.
+      gates: those that a `memory.CachedRule` adds.
 
     Returns:
-      y: like x, in x's dtype, and the final state, float32 (float64 for float64 inputs).
+      y: like x, in x's dtype, and the final state of the rule, float32 (float64 for float64 inputs).
 
     Raises:
       TypeError, ValueError: invalid arguments, before anything is traced.
@@ -69,15 +75,15 @@ def ssd(
     wide = jnp.promote_types(x.dtype, jnp.float32)
     delta, A = delta.astype(wide), A.astype(wide)
     k, q = (jnp.repeat(z, heads // groups, axis=2).astype(x.dtype) for z in (B, C))
-    gates = memory.Gates(retention=jnp.exp(delta * A), step_size=delta)
+    gates = gates._replace(retention=jnp.exp(delta * A), step_size=delta)
     params = _params(heads, sizes["head_dim"], sizes["state"])
     if x.shape[1] == 1 and state is not None and segment_ids is None and implementation is None:
         q, k, v, gates = jax.tree.map(lambda z: z[:, 0], (q, k, x, gates))
-        y, state = memory.step(RULE, params, state, q, k, v, gates)
+        y, state = memory.step(rule, params, state, q, k, v, gates)
         y = y[:, None]
     else:
         y, state = memory.scan(
-            RULE, params, state, q, k, x, gates, segment_ids=segment_ids, max_segments=max_segments,
+            rule, params, state, q, k, x, gates, segment_ids=segment_ids, max_segments=max_segments,
             implementation=implementation,
         )  # fmt: skip
     if D is not None:

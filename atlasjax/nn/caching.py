@@ -1,14 +1,22 @@
-"""Memory Caching in a config: the options of `memory.CachedRule`."""
+"""Memory Caching in a config: the options of `memory.CachedRule`, and its gates in a layer."""
 
 import dataclasses
 from typing import Literal
 
-from atlasjax import memory
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from atlasjax import check, memory
+from atlasjax.nn.layers import Linear
+from atlasjax.nn.parameters import param
 
 
 @dataclasses.dataclass(frozen=True)
 class CachingConfig:
-    """Memory Caching (arXiv 2602.24281) around the rule of a `MemoryConfig`. The fields are those of `memory.CachedRule`.
+    """Memory Caching (arXiv 2602.24281) around the rule of a `MemoryConfig` or the recurrence of a mixer (`ModelConfig.caching`).
+
+    The fields are those of `memory.CachedRule`.
 
     Attributes:
       aggregation: how the reads of cached memories are combined: "residual", "grm", "soup" or "ssc".
@@ -20,9 +28,11 @@ class CachingConfig:
       start: the memory at the start of a segment: "fresh", or "carry" over from the segment before.
       capacity: maximum number of cached memories, ≥ 1, which bounds the state in decoding. None: unlimited.
       stop_gradient: whether to stop gradients into cached memories.
+      blended: whether each head has a learned λ, initially 0, and reads (1 − λ) M_t(q) + λ y instead of y. For `ModelConfig.caching`
+        only: with start="carry" a trained model to which it is added starts with the same outputs.
 
     Raises:
-      ValueError: raised by `MemoryConfig`, which knows the rule. See `memory.CachedRule`.
+      ValueError: `blended` is not a bool. Everything else is checked where the rule is known. See `memory.CachedRule`.
     """
 
     aggregation: Literal["residual", "grm", "soup", "ssc"] = "grm"
@@ -34,6 +44,10 @@ class CachingConfig:
     start: Literal["fresh", "carry"] = "fresh"
     capacity: int | None = None
     stop_gradient: bool = False
+    blended: bool = False
+
+    def __post_init__(self) -> None:
+        check.boolean("CachingConfig", "blended", self.blended)
 
     def around(self, rule: memory.Rule) -> memory.CachedRule:
         """`rule` with Memory Caching.
@@ -43,3 +57,25 @@ class CachingConfig:
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return memory.CachedRule(rule, **fields)  # type: ignore[arg-type]
+
+
+class CacheGates(nnx.Module):
+    """The gates of Memory Caching around a layer's recurrence: u_t = x_t W_u, and one λ per head, initially 0, if `blended`.
+
+    Args:
+      rule: the cached rule, which says what it needs.
+      dim: width of the layer input.
+      num_heads, key_dim: sizes of the memory.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, rule: memory.CachedRule, dim: int, num_heads: int, key_dim: int, *, rngs: nnx.Rngs):
+        gates = rule.gate_channels(key_dim)
+        projected = "connector" in gates
+        self.connector = Linear((dim, num_heads, key_dim), ("embed", "heads", None), rngs=rngs) if projected else None
+        self.blend = param(jnp.zeros(num_heads), "heads") if "blend" in gates else None
+
+    def __call__(self, x: jax.Array, gates: memory.Gates) -> memory.Gates:
+        """The recurrence's gates and those of Memory Caching, for the layer input x [batch, time, dim]."""
+        blend = None if self.blend is None else jnp.broadcast_to(self.blend[...], (*x.shape[:2], self.blend.shape[0]))
+        return gates._replace(connector=None if self.connector is None else self.connector(x), blend=blend)

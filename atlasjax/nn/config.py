@@ -11,6 +11,7 @@ from atlasjax.mixers.infini import InfiniConfig
 from atlasjax.mixers.melodi import MelodiConfig
 from atlasjax.mixers.memorizing import MemorizingConfig
 from atlasjax.names import name_of, options_text, resolve
+from atlasjax.nn.caching import CachingConfig
 from atlasjax.nn.memory_config import MemoryConfig
 
 
@@ -189,6 +190,8 @@ class ModelConfig:
         "channel_mixing", RWKV-7's, with a token shift; or "none".
       block: "pre_norm": x + f(norm(x)); or "bare": f(x), without norm and residual, which requires ffn="none".
       memory: the memory of the mixers that have one ("memory", "mac", "mag", "mal").
+      caching: Memory Caching around the recurrence of the mixers whose state is a matrix ("retnet", "gla", "deltanet",
+        "gated_deltanet", "rwkv7", "mamba2"). None: no Memory Caching. That of the mixers with a memory is `memory.caching`.
       attention: the attention of the mixers that have it.
       ssm: sizes of the state space models.
       head_norm: the norm of the heads' outputs in the recurrent mixers with heads.
@@ -226,6 +229,7 @@ class ModelConfig:
     ffn: Literal["swiglu", "gelu", "channel_mixing", "none"] = "swiglu"
     block: Literal["pre_norm", "bare"] = "pre_norm"
     memory: MemoryConfig = MemoryConfig()
+    caching: CachingConfig | None = None
     attention: AttentionConfig = AttentionConfig()
     ssm: SSMConfig = SSMConfig()
     head_norm: HeadNormConfig = HeadNormConfig()
@@ -272,6 +276,7 @@ class ModelConfig:
             check.boolean("ModelConfig", name, getattr(self, name))
         for name, kind in _PARTS.items():
             check.instance("ModelConfig", name, getattr(self, name), kind)
+        check.instance("ModelConfig", "caching", self.caching, CachingConfig, optional=True)
         alone = not isinstance(self.mixer, tuple)
         names_ = tuple(
             name_of("ModelConfig: mixer, or each one of a tuple of names,", mixer)

@@ -100,6 +100,10 @@ class MemoryConfig:
         object.__setattr__(self, "rule", name_of("MemoryConfig: rule", self.rule))
         object.__setattr__(self, "rule_options", options_text("MemoryConfig", "rule_options", self.rule_options))
         check.instance("MemoryConfig", "caching", self.caching, CachingConfig, optional=True)
+        if self.caching is not None and self.caching.blended:
+            raise ValueError(
+                "MemoryConfig: caching has blended=True, which is for ModelConfig.caching: a memory's own gates have no λ that starts at 0."
+            )
         check.boolean("MemoryConfig", "bounded", self.bounded)
         check.number("MemoryConfig", "max_step", self.max_step, above=0, optional=True)
         if self.implementation is not None:

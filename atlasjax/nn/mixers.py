@@ -92,6 +92,17 @@ def observe(
     return mixer(x, segment_ids, max_segments, **with_first(mixer, first)), None
 
 
+def check_caching(config: ModelConfig) -> None:
+    """Raises ValueError if the config has Memory Caching and none of its mixers takes it (class attribute `takes_caching`)."""
+    takes = lambda name: getattr(resolve("mixer", name, MIXERS), "takes_caching", False)
+    if config.caching is not None and not any(map(takes, config.pattern)):
+        able = ", ".join(name for name in MIXERS if takes(name))
+        raise ValueError(
+            f"ModelConfig: caching is given, but mixer is {config.mixer!r}. Memory Caching is for recurrences whose state is a "
+            f"matrix: {able}. Mixers with a memory have memory.caching."
+        )
+
+
 MIXERS: dict[str, type] = {
     "memory": MemoryMixer,
     "mac": MACMixer,

@@ -10,7 +10,7 @@ from flax import nnx
 
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import GELU, ChannelMixing, LayerNorm, RMSNorm, SwiGLU, dropout
-from atlasjax.nn.mixers import FirstValuesMixer, make_mixer, observe, with_first
+from atlasjax.nn.mixers import FirstValuesMixer, check_caching, make_mixer, observe, with_first
 
 Norms = tuple[jax.Array | None, ...]  # each layer's `memory_norm`
 
@@ -188,6 +188,8 @@ class Pattern(nnx.Module):
 
 def stack_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer | Pattern:
     """All layers as one `Layer`, or all repetitions as one `Pattern`. Every parameter gets a leading axis "layers"."""
+
+    check_caching(config)
 
     def make(key: jax.Array) -> Layer | Pattern:
         rngs = nnx.Rngs(params=key)

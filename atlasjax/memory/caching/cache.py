@@ -50,13 +50,14 @@ def _by_age(state: CachedState) -> tuple[jax.Array, jax.Array]:
 
 
 def read_cache(
-    rule: CachedRule, params: Any, state: CachedState, q: jax.Array, u: jax.Array | None, own_keys: jax.Array,
-    own_read: Any, dtype: Any,
+    rule: CachedRule, params: Any, state: CachedState, q: jax.Array, u: jax.Array | None, blend: jax.Array | None,
+    own_keys: jax.Array, own_read: Any, dtype: Any,
 ) -> jax.Array:  # fmt: skip
     """The tokens' reads of the cache and of their own memory.
 
     Args:
       q, u: [batch, heads, tokens, key_dim].
+      blend: λ, [batch, heads, tokens].
       own_keys: p of the current segment for each token, like q.
       own_read: function that reads their own memory, given the soup to mix in or None: [batch, heads, tokens, value_dim].
     """
@@ -73,7 +74,7 @@ def read_cache(
     if rule.aggregation == "ssc":
         chosen = gating.select(rule, scores, seen)
         pick = lambda x: jnp.take_along_axis(x, chosen, axis=-1)
-        gamma, mine = gating.gamma(rule, pick(scores), own, pick(seen))
+        gamma, mine = gating.gamma(rule, pick(scores), own, pick(seen), blend)
         place = jnp.take_along_axis(jnp.broadcast_to(order[:, None, None], scores.shape), chosen, axis=-1)
         index = jnp.where(pick(seen), place, keys.shape[1])
         by_memory = jax.tree.map(lambda w: jnp.moveaxis(w, 2, 0), state.cached)
@@ -87,7 +88,7 @@ def read_cache(
         else:
             others = combine.read_selected(rule.rule, dtype, params, by_memory, q, index, gamma)
         return combine.join(rule.rule, params, q, own_read(None), mine, others)
-    gamma, mine = gating.gamma(rule, scores, own, seen)
+    gamma, mine = gating.gamma(rule, scores, own, seen, blend)
     # Back to the order of the slots.
     back = jnp.argsort(order, axis=-1)
     gamma = jnp.take_along_axis(gamma, jnp.broadcast_to(back[:, None, None], gamma.shape), axis=-1)

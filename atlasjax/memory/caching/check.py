@@ -12,8 +12,8 @@ def check_call(
     rule: CachedRule, params: Any, state: Any, q: Any, k: Any, v: Any, gates: Any, *, time: bool, where: str
 ) -> None:
     """Raises TypeError or ValueError for an invalid argument of a call."""
-    connector = gates.connector if isinstance(gates, Gates) else None
-    plain = gates._replace(connector=None) if isinstance(gates, Gates) else gates
+    connector, blend = (gates.connector, gates.blend) if isinstance(gates, Gates) else (None, None)
+    plain = gates._replace(connector=None, blend=None) if isinstance(gates, Gates) else gates
     rule.rule.check_call(params, None, q, k, v, plain, time=time, where=where)
     needed = "connector" in rule.gate_channels(q.shape[-1])
     if needed and connector is None:
@@ -29,6 +29,15 @@ def check_call(
     if needed:
         check.check_shape("gates.connector", connector, tuple(q.shape), where)
         check.check_floating("gates.connector", connector, where)
+    if rule.blended != (blend is not None):
+        raise ValueError(
+            f"{where}: gates.blend is missing; this rule has blended=True and needs it with shape {list(q.shape[:-1])}."
+            if rule.blended
+            else f"{where}: gates.blend is given, but only a CachedRule with blended=True uses it."
+        )
+    if rule.blended:
+        check.check_shape("gates.blend", blend, tuple(q.shape[:-1]), where)
+        check.check_floating("gates.blend", blend, where)
     if state is not None:
         rule.check_state(params, state, q.shape[0], q.shape[-2], where)
 

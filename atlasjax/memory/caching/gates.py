@@ -21,7 +21,9 @@ def score(connector: jax.Array, keys: jax.Array) -> jax.Array:
     return jnp.einsum("...d,...d->...", connector, keys, precision=jax.lax.Precision.HIGHEST)
 
 
-def gamma(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gamma(
+    rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array, blend: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """γ of the cached memories (zero for those not visible) and γ of the token's own memory.
 
     Args:
@@ -29,7 +31,15 @@ def gamma(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Arra
       scores: ⟨u_t, p^(i)⟩, [..., n].
       own: ⟨u_t, p⟩ of the token's own segment, [...].
       visible: [..., n].
+      blend: λ, [...], which takes the place of γ_i by λ γ_i and of γ by 1 + λ (γ − 1). None: γ itself.
     """
+    cached, mine = _gamma(rule, scores, own, visible)
+    if blend is None:
+        return cached, mine
+    return blend[..., None] * cached, 1 + blend * (mine - 1)
+
+
+def _gamma(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
     if not rule.has_scores:
         return jnp.where(visible, jnp.ones_like(scores), 0.0), jnp.ones_like(own)
     if rule.gate == "raw":

@@ -94,7 +94,7 @@ def _write(
     if rule.start == "fresh":
         flat = lambda x: x.reshape(-1, *x.shape[2:])
         apart = lambda x: x.reshape(count, batch, *x.shape[1:])
-        q, k, v, gates, _ = jax.tree.map(flat, rows)
+        q, k, v, gates, *_ = jax.tree.map(flat, rows)
         short = None if lengths is None else lengths.reshape(-1)
         y, ends = rule.rule.scan(params, None, q, k, v, gates, lengths=short)
         y, ends = apart(y), jax.tree.map(apart, ends)
@@ -102,7 +102,7 @@ def _write(
         fresh = fresh_memory(rule, params, batch)
 
         def segment(state: Any, xs: Any) -> tuple[Any, Any]:
-            (q, k, v, gates, _), lengths, reset = xs
+            (q, k, v, gates, *_), lengths, reset = xs
             if reset is not None:
                 state = choose(reset, fresh, state)
             y, after = rule.rule.scan(params, state, q, k, v, gates, lengths=lengths)
@@ -137,6 +137,7 @@ def _read(
     if count == 1 and (rule.gate == "softmax" or not rule.has_scores):
         return own_read
     params = jax.tree.map(lambda x: x.astype(wide), params)
+    blend = None if rows.blend is None else up(rows.blend)
     if rows.connector is None:
         scores, own = jnp.zeros((*q.shape[:4], count), wide), jnp.zeros(q.shape[:4], wide)
     else:
@@ -146,8 +147,8 @@ def _read(
         own = gating.score(u, gating.running_pool(rule, jnp.cumsum(k, axis=3), jnp.arange(1, size + 1)))
     seen = jnp.broadcast_to(visible[:, :, None, None, :], scores.shape)
     if rule.aggregation == "ssc":
-        return _read_selected(rule, params, weights, q, own_read, scores, own, seen, dtype)
-    gamma, mine = gating.gamma(rule, scores, own, seen)
+        return _read_selected(rule, params, weights, q, own_read, scores, own, seen, blend, dtype)
+    gamma, mine = gating.gamma(rule, scores, own, seen, blend)
     if rule.mixes_weights:
         return _read_soup(rule, params, rows, weights, gamma, mine, starts)
     reach = count if rule.capacity is None else rule.capacity
@@ -157,13 +158,13 @@ def _read(
 
 def _read_selected(
     rule: CachedRule, params: Any, weights: Any, q: jax.Array, own_read: jax.Array, scores: jax.Array,
-    own: jax.Array, seen: jax.Array, dtype: Any,
+    own: jax.Array, seen: jax.Array, blend: jax.Array | None, dtype: Any,
 ) -> jax.Array:  # fmt: skip
     count, batch, heads, size = q.shape[:4]
     chosen = gating.select(rule, scores, seen)
     pick = lambda x: jnp.take_along_axis(x, chosen, axis=-1)
     there = pick(seen)
-    gamma, mine = gating.gamma(rule, pick(scores), own, there)
+    gamma, mine = gating.gamma(rule, pick(scores), own, there, blend)
     index = jnp.where(there, chosen, count)
     line = lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, count * size, *x.shape[4:])
     others = combine.read_selected(rule.rule, dtype, params, weights, line(q), line(index), line(gamma))
@@ -185,7 +186,7 @@ def _read_soup(
     inner: Any = rule.rule  # one that mixes weights
 
     def segment(row: Tokens, shares: jax.Array, start: Any) -> jax.Array:
-        q, k, v, gates, _ = row
+        q, k, v, gates, *_ = row
         soup = Soup(mixed, jnp.swapaxes(shares, 1, 2))
         return inner.scan(params, start, q, k, v, gates, soup=soup)[0]
 

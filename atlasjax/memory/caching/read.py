@@ -15,7 +15,7 @@ from atlasjax.memory.fast_weights.chunk import Soup
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def read_state(
-    rule: CachedRule, params: Any, state: CachedState, q: jax.Array, connector: jax.Array | None
+    rule: CachedRule, params: Any, state: CachedState, q: jax.Array, connector: jax.Array | None, blend: jax.Array | None
 ) -> jax.Array:
     """Reads a state without writing: q, connector [batch, time, heads, key_dim] → [batch, time, heads, value_dim]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -36,6 +36,9 @@ def read_state(
     u = None
     if rule.has_scores:
         u = up(q if connector is None else connector)
-    y = cache.read_cache(rule, up_params, state, up(q), u, own_keys, own_read, wide)
+    if rule.blended:
+        blend = jnp.ones(q.shape[:-1], wide) if blend is None else blend.astype(wide)
+    blend = None if blend is None else jnp.swapaxes(blend, 1, 2)
+    y = cache.read_cache(rule, up_params, state, up(q), u, blend, own_keys, own_read, wide)
     y = jnp.where(cache.overfull(rule, state)[:, None, None, None], jnp.nan, y)
     return jnp.swapaxes(y, 1, 2).astype(q.dtype)

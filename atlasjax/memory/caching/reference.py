@@ -10,8 +10,18 @@ from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import Tokens, fresh_memory
 
 
-def _gates(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array) -> jax.Array:
+def _gates(
+    rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array, blend: jax.Array | None
+) -> jax.Array:
     """γ of one token and head, [1 + n], with the token's own memory first."""
+    gates = _unblended(rule, scores, own, visible)
+    if blend is None:
+        return gates
+    alone = jnp.zeros_like(gates).at[0].set(1.0)
+    return (1 - blend) * alone + blend * gates
+
+
+def _unblended(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array) -> jax.Array:
     every = jnp.concatenate([own[None], scores])
     read = jnp.concatenate([jnp.ones(1, bool), visible])
     if rule.aggregation == "residual":
@@ -70,7 +80,7 @@ def reference_cached(rule: CachedRule, params: Any, tokens: Tokens, segment_ids:
         c["position"] = jnp.where(begins | full, 0, c["position"]) + 1
         c["document"] = document
 
-        q, k, v, gates, _ = jax.tree.map(lambda x: x[None, None], token)
+        q, k, v, gates, *_ = jax.tree.map(lambda x: x[None, None], token)
         own_read, c["online"] = rule.rule.reference(params, c["online"], q, k, v, gates)
         c["key_sum"] = c["key_sum"] + token.k
         number = jnp.arange(most)
@@ -82,14 +92,15 @@ def reference_cached(rule: CachedRule, params: Any, tokens: Tokens, segment_ids:
         pooled = jnp.concatenate([_pool(rule, c["key_sum"], c["position"])[None], c["keys"]])
 
         def head(
-            params: Any, memories: dict, pooled: jax.Array, q: jax.Array, u: jax.Array | None, own_read: jax.Array
-        ) -> jax.Array:
+            params: Any, memories: dict, pooled: jax.Array, q: jax.Array, u: jax.Array | None, blend: jax.Array | None,
+            own_read: jax.Array,
+        ) -> jax.Array:  # fmt: skip
             scores = jnp.zeros(1 + most, dtype) if u is None else pooled @ u
-            gamma = _gates(rule, scores[1:], scores[0], visible)
+            gamma = _gates(rule, scores[1:], scores[0], visible, blend)
             return _read(rule, params, memories, gamma, q, own_read)
 
-        y = jax.vmap(head, in_axes=(0, 1, 1, 0, 0, 0))(
-            params, together, pooled, token.q, token.connector, own_read[0, 0]
+        y = jax.vmap(head, in_axes=(0, 1, 1, 0, 0, 0, 0))(
+            params, together, pooled, token.q, token.connector, token.blend, own_read[0, 0]
         )
         return c, y
 

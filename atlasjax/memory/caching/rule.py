@@ -50,6 +50,9 @@ class CachedRule(Rule):
         "carry" continues from the previous segment.
       capacity: maximum number of memories kept, with the oldest evicted first, so that the state is bounded. None keeps all.
       stop_gradient: whether to stop gradients into cached memories.
+      blended: whether to read (1 − λ) M_t(q) + λ y instead of y, with λ from the gate `Gates.blend`: γ_i becomes λ γ_i, and γ_t
+        becomes 1 + λ (γ_t − 1). With "carry" and λ = 0 the outputs are those of the rule without Memory Caching, so that a
+        trained memory can be given a cache without a change. Not in the paper.
 
     Raises:
       ValueError: an unknown name, a number out of range, a segment size that is not a multiple of the chunk size, or a choice
@@ -68,6 +71,7 @@ class CachedRule(Rule):
     start: str = "fresh"
     capacity: int | None = None
     stop_gradient: bool = False
+    blended: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.rule, Rule) or not self.rule.can_be_cached:
@@ -95,6 +99,7 @@ class CachedRule(Rule):
             if choice in self.rule.caching_limits:
                 raise ValueError(f"CachedRule: {choice} {self.rule.caching_limits[choice]}")
         check.boolean("CachedRule", "stop_gradient", self.stop_gradient)
+        check.boolean("CachedRule", "blended", self.blended)
 
     @property
     def mixes_weights(self) -> bool:
@@ -124,10 +129,12 @@ class CachedRule(Rule):
         return 'it keeps several memories, which its aggregation combines for every token (also as a "soup")'
 
     def gate_channels(self, key_dim: int, value_dim: int | None = None) -> dict[str, int | None]:
-        """The rule's gates (`MemoryRule.gate_channels`), and `connector` with key_dim channels where one is used."""
+        """The rule's gates (`MemoryRule.gate_channels`), `connector` with key_dim channels where one is used, and `blend`."""
         gates = self.rule.gate_channels(key_dim, value_dim)
         if self.has_scores and self.connector == "input":
             gates["connector"] = key_dim
+        if self.blended:
+            gates["blend"] = None
         return gates
 
     def for_unit_keys(self, key_dim: int) -> Self:
@@ -189,11 +196,13 @@ class CachedRule(Rule):
 
         return xla_step(self, *arguments, **options)
 
-    def read(self, params: Any, state: Any, q: jax.Array, connector: jax.Array | None = None) -> jax.Array:
-        """`memory.read`: a read as by the last token. u = q if no connector is given."""
+    def read(
+        self, params: Any, state: Any, q: jax.Array, connector: jax.Array | None = None, blend: jax.Array | None = None
+    ) -> jax.Array:
+        """`memory.read`: a read as by the last token. u = q if no connector is given, and λ = 1 if no blend is."""
         from atlasjax.memory.caching.read import read_state
 
-        return read_state(self, params, state, q, connector)
+        return read_state(self, params, state, q, connector, blend)
 
     def reference(
         self,

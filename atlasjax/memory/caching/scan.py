@@ -72,7 +72,8 @@ def _from_state(rule: CachedRule, params: Any, state: CachedState, tokens: Token
             return up(jnp.where(real[..., None, None], y, 0.0))
 
         u = None if row.connector is None else up(row.connector)
-        y = cache.read_cache(rule, up_params, state, q, u, own_keys, own_read, dtype)
+        blend = None if row.blend is None else up(row.blend)
+        y = cache.read_cache(rule, up_params, state, q, u, blend, own_keys, own_read, dtype)
         y = jnp.where(cache.overfull(rule, state)[:, None, None, None], jnp.nan, y)
         online = jax.tree.map(lambda x, like: x.astype(like.dtype), end["state"], state.online)
         state = state._replace(

@@ -11,21 +11,23 @@ from atlasjax.memory.gates import Gates, Weights
 
 
 class Tokens(NamedTuple):
-    """The tokens of a call: q, k, v as in `memory.scan`, the rule's gates, and u (None for "residual"), [batch, time, heads, …]."""
+    """The tokens of a call: q, k, v as in `memory.scan`, the rule's gates, u (None for "residual") and λ (None if not `blended`),
+    [batch, time, heads, …]."""
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
     gates: Gates
     connector: jax.Array | None
+    blend: jax.Array | None
 
 
 def tokens_of(rule: CachedRule, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> Tokens:
-    """Separates the connector from the gates of `rule.rule`."""
+    """Separates the connector and the blend from the gates of `rule.rule`."""
     connector = None
     if rule.has_scores:
         connector = q if rule.connector == "query" else gates.connector
-    return Tokens(q, k, v, gates._replace(connector=None), connector)
+    return Tokens(q, k, v, gates._replace(connector=None, blend=None), connector, gates.blend)
 
 
 class CachedState(NamedTuple):

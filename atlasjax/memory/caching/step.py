@@ -32,8 +32,9 @@ def xla_step(
         return up(y)
 
     u = None if tokens.connector is None else up(tokens.connector)
+    blend = None if tokens.blend is None else up(tokens.blend)
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
-    y = cache.read_cache(rule, up_params, state, up(tokens.q), u, own_keys[:, :, None], own_read, dtype)[:, :, 0]
+    y = cache.read_cache(rule, up_params, state, up(tokens.q), u, blend, own_keys[:, :, None], own_read, dtype)[:, :, 0]
     y = jnp.where(cache.overfull(rule, state)[:, None, None], jnp.nan, y)
     state = state._replace(online=end["state"], key_sum=total, position=state.position + 1)
     return y.astype(dtype), state

@@ -107,6 +107,8 @@ class LogLinearMamba2Mixer(Mamba2Mixer):
       ValueError: as for `Mamba2Mixer`.
     """
 
+    takes_caching = False  # it keeps states of its own for earlier tokens
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         self.levels = LevelWeights(config.dim, self.num_heads, rngs=rngs)

@@ -1,14 +1,21 @@
 """Mamba-2 (Dao & Gu 2024): state space duality (SSD) in a gated block."""
 
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from atlasjax import memory
 from atlasjax.mixers import mamba2
 from atlasjax.nn.attention import output_projection
-from atlasjax.nn.baselines.recurrent import RecurrentMixer, float32_product
+from atlasjax.nn.baselines.recurrent import (
+    RecurrentMixer,
+    RecurrentState,
+    float32_product,
+    start_memory,
+    with_caching,
+)
 from atlasjax.nn.baselines.step_sizes import log_rates, step_bias
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm
@@ -17,13 +24,14 @@ from atlasjax.nn.parameters import param
 
 class Mamba2Tokens(NamedTuple):
     """x: [batch, time, heads, head_dim]; z: [batch, time, inner]; step Δ: [batch, time, heads], float32; B, C:
-    [batch, time, groups, state]."""
+    [batch, time, groups, state]; gates: those of Memory Caching."""
 
     x: jax.Array
     z: jax.Array
     step: jax.Array
     B: jax.Array
     C: jax.Array
+    gates: memory.Gates = memory.Gates()
 
 
 class Mamba2Mixer(RecurrentMixer):
@@ -38,12 +46,15 @@ class Mamba2Mixer(RecurrentMixer):
     initial rates exp(A_log) are uniform in [1, 16], initial Δ is log-uniform in [0.001, 0.1], and there is no feed-forward network.
 
     Args:
-      config: dim, conv_width, ssm (expand, state_dim, head_dim, groups), norm_eps, num_layers (for W_out's initial scale), dtype.
+      config: dim, conv_width, ssm (expand, state_dim, head_dim, groups), norm_eps, num_layers (for W_out's initial scale),
+        caching, dtype.
       rngs: source of the initial values.
 
     Raises:
       ValueError: ssm.head_dim does not divide ssm.expand · dim, or ssm.groups does not divide the number of heads.
     """
+
+    takes_caching: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         ssm = config.ssm
@@ -70,12 +81,18 @@ class Mamba2Mixer(RecurrentMixer):
         self.D = param(jnp.ones(self.num_heads), "heads")
         self.norm = RMSNorm((inner,), ("heads",), config.norm_eps, ssm.groups)
         self.out = output_projection(config, rngs, inner=inner)
+        own: Any = type(self)
+        self.rule: memory.Rule = mamba2.RULE
+        if own.takes_caching:
+            self.rule, self.cache = with_caching(config, mamba2.RULE, self.num_heads, self.state_dim, rngs)
 
     def start_inputs(self, batch_size, dtype):
         return self.conv.init_state(batch_size, dtype), self.selection_conv.init_state(batch_size, dtype)
 
-    def start_recurrence(self, batch_size):
-        return mamba2.init_state(batch_size, self.num_heads, self.head_dim, self.state_dim)
+    def init_state(self, batch_size: int, max_length: int | None = None) -> RecurrentState:
+        """The state before the first token. `max_length`: see `memory.init_state`."""
+        recurrence = start_memory(self.rule, batch_size, self.num_heads, self.state_dim, self.head_dim, max_length)
+        return RecurrentState(self.start_inputs(batch_size, self.dtype), recurrence)
 
     def project(self, x, inputs, segment_ids):
         projected = self.inputs(x)
@@ -89,11 +106,12 @@ class Mamba2Mixer(RecurrentMixer):
         return Mamba2Tokens(mixed, projected[:, :, 0], step, B, C), (conv, selection_conv)
 
     def recur(self, tokens, state, segment_ids, max_segments):
-        x, _, step, B, C = tokens
+        x, _, step, B, C, gates = tokens
         A = -jnp.exp(self.A_log[...])
         return mamba2.ssd(
-            x, step, A, B, C, self.D[...], state=state, segment_ids=segment_ids, max_segments=max_segments
-        )
+            x, step, A, B, C, self.D[...], state=state, segment_ids=segment_ids, max_segments=max_segments,
+            rule=self.rule, gates=gates,
+        )  # fmt: skip
 
     def output(self, y, tokens):
         return self.out(self.norm(y.reshape(tokens.z.shape) * jax.nn.silu(tokens.z)))

@@ -1,6 +1,6 @@
 """Base classes of the recurrent baselines: project the tokens, run a recurrence over them, project the output."""
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,13 @@ from flax import nnx
 
 from atlasjax import memory
 from atlasjax.nn.attention import output_projection
+from atlasjax.nn.caching import CacheGates
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm
 
 
 class RecurrentState(NamedTuple):
-    """The streaming state of a baseline. Its size does not depend on the number of tokens read.
+    """The streaming state of a baseline. Its size does not depend on the number of tokens read, unless memories are cached.
 
     Attributes:
       inputs: state of the projections (a convolution's last inputs, or a position).
@@ -32,9 +33,13 @@ class RecurrentMixer(nnx.Module):
         out            = output(y, tokens)
 
     `tokens` is any pytree that the three agree on. The other methods implement the `Mixer` protocol.
+
+    With Memory Caching (`takes_caching`), `cache` is not None and the tokens have a field `gates`, to which its gates are added.
     """
 
+    takes_caching: ClassVar[bool] = False  # whether `ModelConfig.caching` applies to this mixer
     dtype: jnp.dtype
+    cache: CacheGates | None = None
 
     def start_inputs(self, batch_size: int, dtype: Any) -> Any:
         """The state of `project` before the first token."""
@@ -73,15 +78,32 @@ class RecurrentMixer(nnx.Module):
           max_segments: static bound on the number of segments in a row. Required under jit with `segment_ids`.
           more: further arguments of the subclass's `project`.
         """
-        tokens, _ = self.project(x, self.start_inputs(x.shape[0], x.dtype), segment_ids, **more)
+        tokens, _ = self._tokens(x, self.start_inputs(x.shape[0], x.dtype), segment_ids, **more)
         y, _ = self.recur(tokens, None, segment_ids, max_segments)
         return self.output(y, tokens)
 
     def extend(self, x: jax.Array, state: RecurrentState, **more: Any) -> tuple[jax.Array, RecurrentState]:
         """The output for the next piece of a sequence (time ≥ 1) and the next state."""
-        tokens, inputs = self.project(x, state.inputs, None, **more)
+        tokens, inputs = self._tokens(x, state.inputs, None, **more)
         y, recurrence = self.recur(tokens, state.recurrence, None, None)
         return self.output(y, tokens), RecurrentState(inputs, recurrence)
+
+    def _tokens(self, x: jax.Array, inputs: Any, segment_ids: jax.Array | None, **more: Any) -> tuple[Any, Any]:
+        """`project`, with the gates of Memory Caching."""
+        tokens, inputs = self.project(x, inputs, segment_ids, **more)
+        if self.cache is not None:
+            tokens = tokens._replace(gates=self.cache(x, tokens.gates))
+        return tokens, inputs
+
+
+def with_caching(
+    config: ModelConfig, rule: memory.MemoryRule, num_heads: int, key_dim: int, rngs: nnx.Rngs
+) -> tuple[memory.Rule, CacheGates | None]:
+    """The rule of a recurrence with the config's Memory Caching and its gates; the rule itself and None without."""
+    if config.caching is None:
+        return rule, None
+    cached = config.caching.around(rule)
+    return cached, CacheGates(cached, config.dim, num_heads, key_dim, rngs=rngs)
 
 
 class Tokens(NamedTuple):
@@ -97,20 +119,23 @@ class Tokens(NamedTuple):
 class MatrixMixer(RecurrentMixer):
     """A `RecurrentMixer` whose recurrence is a memory rule with one matrix per head, initially zero and not learned.
 
-    Subclasses set `rule`, `num_heads`, `key_dim` and `value_dim`.
+    Subclasses set `num_heads`, `key_dim`, `value_dim`, and `rule` and `cache` by `with_caching`.
     """
 
-    rule: memory.MemoryRule
+    takes_caching = True
+    rule: memory.Rule
     num_heads: int
     key_dim: int
     value_dim: int
 
-    def start_recurrence(self, batch_size: int) -> memory.MemoryState:
-        return start_memory(self.rule, batch_size, self.num_heads, self.key_dim, self.value_dim)
+    def init_state(self, batch_size: int, max_length: int | None = None) -> RecurrentState:
+        """The state before the first token. `max_length`: see `memory.init_state`."""
+        recurrence = start_memory(self.rule, batch_size, self.num_heads, self.key_dim, self.value_dim, max_length)
+        return RecurrentState(self.start_inputs(batch_size, self.dtype), recurrence)
 
     def recur(
         self, tokens: Tokens, state: Any, segment_ids: jax.Array | None, max_segments: int | None
-    ) -> tuple[jax.Array, memory.MemoryState]:
+    ) -> tuple[jax.Array, Any]:
         return run_memory(self.rule, tokens, state, segment_ids, max_segments)
 
 
@@ -119,19 +144,20 @@ def _zero(num_heads: int, key_dim: int, value_dim: int) -> memory.MemoryParams:
 
 
 def start_memory(
-    rule: memory.MemoryRule, batch_size: int, num_heads: int, key_dim: int, value_dim: int
-) -> memory.MemoryState:
-    """The state of a matrix memory that starts at zero."""
-    return memory.init_state(rule, _zero(num_heads, key_dim, value_dim), batch_size=batch_size)
+    rule: memory.Rule, batch_size: int, num_heads: int, key_dim: int, value_dim: int, max_length: int | None = None
+) -> Any:
+    """The state of a matrix memory that starts at zero. `max_length`: see `memory.init_state`."""
+    params = _zero(num_heads, key_dim, value_dim)
+    return memory.init_state(rule, params, batch_size=batch_size, max_length=max_length)
 
 
 def run_memory(
-    rule: memory.MemoryRule,
+    rule: memory.Rule,
     tokens: Tokens,
-    state: memory.MemoryState | None,
+    state: Any,
     segment_ids: jax.Array | None,
     max_segments: int | None,
-) -> tuple[jax.Array, memory.MemoryState]:
+) -> tuple[jax.Array, Any]:
     """`memory.scan` of a matrix memory that starts at zero; `memory.step` for one token of a stream."""
     q, k, v, gates, _ = tokens
     params = _zero(q.shape[2], q.shape[3], v.shape[3])
@@ -149,14 +175,13 @@ class HeadsMixer(MatrixMixer):
 
     Args:
       config: dim, num_heads, head_dim (of keys), value_expansion (value_dim = value_expansion · head_dim), head_norm, norm_eps,
-        num_layers (for W_out's initial scale), dtype.
-      rule: the memory rule.
+        num_layers (for W_out's initial scale), caching, dtype.
+      rule: the memory rule, without Memory Caching.
       num_heads: number of memories and of their outputs. None: config.num_heads.
       rngs: source of the initial values.
     """
 
     def __init__(self, config: ModelConfig, rule: memory.MemoryRule, *, num_heads: int | None = None, rngs: nnx.Rngs):
-        self.rule = rule
         self.num_heads = config.num_heads if num_heads is None else num_heads
         self.key_dim = config.resolved_head_dim
         self.value_dim = config.value_dim
@@ -167,6 +192,7 @@ class HeadsMixer(MatrixMixer):
         else:
             self.norm = RMSNorm((self.num_heads, self.value_dim), ("heads", None), eps)
         self.out = output_projection(config, rngs, inner=self.num_heads * self.value_dim)
+        self.rule, self.cache = with_caching(config, rule, self.num_heads, self.key_dim, rngs)
 
     def output(self, y: jax.Array, tokens: Tokens) -> jax.Array:
         y = self.norm(y)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from atlasjax import memory, rules
 from atlasjax.nn.attention import output_projection
-from atlasjax.nn.baselines.recurrent import MatrixMixer, RecurrentState, Tokens, float32_product
+from atlasjax.nn.baselines.recurrent import MatrixMixer, RecurrentState, Tokens, float32_product, with_caching
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, l2_normalize, previous
 from atlasjax.nn.parameters import param
@@ -67,7 +67,8 @@ class RWKV7Mixer(MatrixMixer):
     `ffn="channel_mixing"`, `norm="layer"` and `embedding_norm` of the config.
 
     Args:
-      config: dim, num_heads, head_dim (of keys), value_expansion, rwkv7, num_layers (for W_out's initial scale), dtype.
+      config: dim, num_heads, head_dim (of keys), value_expansion, rwkv7, num_layers (for W_out's initial scale), caching,
+        dtype.
       rngs: source of the initial values.
 
     Raises:
@@ -84,7 +85,6 @@ class RWKV7Mixer(MatrixMixer):
             )
         self.norm_eps, self.key_eps = given.norm_eps * key_dim, given.key_eps
         self.dtype = jnp.dtype(config.dtype)
-        self.rule = rules.rwkv7()
         self.num_heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
 
         channel = np.arange(dim) / dim
@@ -114,6 +114,7 @@ class RWKV7Mixer(MatrixMixer):
         bias = 0.73 - 0.4 * np.linspace(-0.5, 0.5, heads * value_dim)
         value = lambda: LowRank(dim, value_rank, (heads, value_dim), bias, rngs=rngs)
         self.value = value() if given.value_residual else None
+        self.rule, self.cache = with_caching(config, rules.rwkv7(), heads, key_dim, rngs)
 
     def first_values(
         self, x: jax.Array, state: RecurrentState | None, segment_ids: jax.Array | None

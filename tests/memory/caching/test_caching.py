@@ -35,12 +35,13 @@ CASES = {
         "soup",
         SIZE,
         stop_gradient=True,
+        blended=True,
     ),
     "soup_carry": CachedRule(OMEGA, "soup", SIZE, gate="sigmoid", start="carry", capacity=2),
     "soup_matrix": CachedRule(rules.gated_delta_rule(), "soup", 5, gate="raw"),
     "soup_norm": CachedRule(rules.ttt_mlp(2, expansion=1), "soup", SIZE, stop_gradient=True),
     "ssc": CachedRule(TITANS, "ssc", 2),
-    "ssc_one": CachedRule(rules.retnet(), "ssc", 3, top_k=1, capacity=2, start="carry"),
+    "ssc_one": CachedRule(rules.retnet(), "ssc", 3, top_k=1, capacity=2, start="carry", blended=True),
     "ssc_atlas": CachedRule(ATLAS, "ssc", SIZE, gate="sigmoid"),
     "grm_own_optimizer": CachedRule(dataclasses.replace(IDEAS["own_adam"], chunk_size=2), "grm", SIZE),
     "grm_map": CachedRule(rules.memora(2, structures.MLP(expansion=1)), "grm", SIZE),
@@ -76,6 +77,9 @@ def make_inputs(rule, *, time=TIME, batch=2, heads=2, dim=4, dtype=jnp.float64, 
     if "connector" in rule.gate_channels(dim):
         u = np.random.default_rng(seed + 1).standard_normal(q.shape)
         gates = gates._replace(connector=jnp.asarray(3 * u, jnp.promote_types(dtype, jnp.float32)))
+    if rule.blended:
+        blend = np.random.default_rng(seed + 2).uniform(-0.5, 1.5, q.shape[:-1])
+        gates = gates._replace(blend=jnp.asarray(blend, jnp.promote_types(dtype, jnp.float32)))
     return params, q, k, v, gates
 
 
@@ -99,7 +103,7 @@ def each_case(cases, default):
 
 def choices(rule):
     """Every choice by itself, and the kind of the memory with the aggregation's."""
-    fields = "aggregation", "gate", "connector", "pooling", "start"
+    fields = "aggregation", "gate", "connector", "pooling", "start", "blended"
     chosen = {(field, getattr(rule, field)) for field in fields} | {("capacity", rule.capacity is None)}
     return chosen | {("mixes", rule.aggregation, rule.mixes_weights), ("softmax", isinstance(rule.rule, SoftmaxRule))}
 
@@ -139,7 +143,8 @@ def test_packed_documents(name, x64):
     own = lambda s: (online(s.online), s.key_sum, s.position, s.cached_count)
     assert_close(jax.tree.map(lambda x: x[1:], own(state)), own(alone), EXACT)
     connector = None if args[4].connector is None else args[4].connector[:, -1:]
-    read = memory.read(rule, args[0], state, args[1][:, -1:], connector)
+    blend = None if args[4].blend is None else args[4].blend[:, -1:]
+    read = memory.read(rule, args[0], state, args[1][:, -1:], connector, blend)
     assert_close(read, y[:, -1:], EXACT, "read of the state")
 
 
@@ -212,6 +217,31 @@ def test_one_segment_is_the_base_rule(aggregation, x64):
     plain = args[4]._replace(connector=None)
     want = memory.scan(TITANS, args[0], None, *args[1:4], plain)[0]
     assert_close(run(memory.scan, rule, *args), want, EXACT)
+
+
+def test_a_blend_of_zero_is_the_base_rule(x64):
+    """Whatever the aggregation, λ = 0 with memories that carry over is the memory alone, and λ gets a gradient there."""
+    one = rules.gated_delta_rule()
+    cached = [CachedRule(one, name, SIZE, start="carry", blended=True) for name in ("residual", "grm", "soup", "ssc")]
+    all_args = [make_inputs(rule) for rule in cached]
+
+    @jax.jit
+    def run_all(args):
+        want = memory.scan(one, args[0][0], None, *args[0][1:4], args[0][4]._replace(connector=None, blend=None))[0]
+        weights = jnp.cos(jnp.arange(want.size)).reshape(want.shape)
+
+        def read(blend, rule, args):
+            y = outputs(memory.scan, rule, *args[:4], args[4]._replace(blend=blend))
+            return jnp.sum(weights * y), y
+
+        zero = jnp.zeros((2, TIME, 2))
+        return want, [jax.grad(read, has_aux=True)(zero, *each) for each in zip(cached, args)]
+
+    want, found = run_all(all_args)
+    for slope, y in found:
+        assert_close(y, want, EXACT)
+        later = np.abs(slope[:, SIZE:])
+        assert later.min() > 0
 
 
 def test_residual_of_linear_attention_is_linear_attention(x64):
@@ -354,3 +384,12 @@ def test_refused_calls():
         memory.scan(dataclasses.replace(rule, capacity=7), params, state, q, k, v, gates)
     with pytest.raises(ValueError, match="does not use it"):
         memory.read(TITANS, params, state.online, q, q)
+    with pytest.raises(ValueError, match="gates.blend is given, but only a CachedRule with blended=True uses it"):
+        memory.scan(rule, params, None, q, k, v, gates._replace(blend=gates.retention))
+    with pytest.raises(ValueError, match="blend is given, but only a CachedRule with blended=True uses it"):
+        memory.read(rule, params, state, q, blend=gates.retention)
+    blended = dataclasses.replace(rule, blended=True)
+    with pytest.raises(ValueError, match=r"gates.blend is missing; .* shape \[2, 15, 2\]"):
+        memory.scan(blended, params, None, q, k, v, gates)
+    with pytest.raises(ValueError, match=r"gates.blend has shape \(2, 15, 3\)"):
+        memory.scan(blended, params, None, q, k, v, gates._replace(blend=jnp.zeros((2, 15, 3))))
