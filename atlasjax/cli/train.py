@@ -3,7 +3,7 @@
 import dataclasses
 import shlex
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -12,20 +12,23 @@ from atlasjax.cli.parsing import parse, pop_option
 from atlasjax.cli.report import baselines, sample_text
 from atlasjax.cli.tune import offer
 from atlasjax.data.tokenizers import vocabulary
+from atlasjax.nn import CachingConfig
+from atlasjax.nn.mixers import check_caching
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.cores import use_cores
 from atlasjax.train.defaults import default_config
-from atlasjax.train.errors import user_errors
-from atlasjax.train.load import run_config
+from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.loop import TrainResult, train
 from atlasjax.train.plot import plot_loss
+from atlasjax.train.runs import run_config
 from atlasjax.train.state import merge
 
 _DESCRIPTION = """Trains a language model, or continues training the one in --run-dir.
 
 Without arguments: preset atlas-tiny, on the Python language reference that comes with Python, a few minutes on a CPU. --preset
 chooses the model and the defaults of all other options; --help after it shows them. Without --preset, a --run-dir that holds a run
-gives the defaults: what that run was saved with."""
+gives the defaults: what that run was saved with. --init-from RUN starts a new run from the parameters of another one, which then
+gives the defaults."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,10 @@ class TrainCommand:
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
     preset: str = "atlas-tiny"
     """Model and training defaults, "<rule>-<size>"."""
+    add_caching: Literal["residual", "grm", "soup", "ssc"] | None = None
+    """Adds Memory Caching with this aggregation to the model of --init-from, which starts with the same outputs."""
+    segment_size: int = 256
+    """Tokens after which --add-caching caches a memory."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -42,11 +49,14 @@ def run(arguments: Sequence[str]) -> None:
     given, rest = pop_option(arguments, "preset")
     run_dir, _ = pop_option(arguments, "run-dir")
     saved = run_config(run_dir) if run_dir is not None and given is None else None
+    init_from, _ = pop_option(arguments, "init-from")
+    if saved is None and init_from is not None:
+        saved = _base(init_from, run_dir, given)
     preset = given or TrainCommand.preset
     with user_errors():
         default = default_config(preset) if saved is None else saved
     command = parse(TrainCommand, "train", _DESCRIPTION, rest, TrainCommand(default, preset))
-    config = command.config
+    config = _with_caching(command)
     if saved is None and pop_option(rest, "model.vocab-size")[0] is None:
         config = _with_vocabulary(config)
     name = preset if saved is None else "the model"
@@ -62,6 +72,38 @@ def run(arguments: Sequence[str]) -> None:
     offer(config, preset)
     result = train(config, on_start=announce)
     _report(name if saved is None else storage.path(config.run_dir).name, config, result)
+
+
+def _base(init_from: str, run_dir: str | None, preset: str | None) -> TrainConfig:
+    """The defaults of a new run that starts from the parameters of another."""
+    if preset is not None:
+        raise ConfigError(f"--preset {preset} and --init-from {init_from} both give the model; leave --preset out.")
+    if run_dir is None:
+        raise ConfigError(f"--init-from {init_from} needs --run-dir, the folder of the new run.")
+    base = run_config(init_from)
+    if base is None:
+        raise ConfigError(f"init_from is {init_from!r}; there is no run in it.")
+    return dataclasses.replace(base, run_dir=run_dir, init_from=None)
+
+
+def _with_caching(command: TrainCommand) -> TrainConfig:
+    """The config with the Memory Caching of --add-caching."""
+    config = command.config
+    if command.add_caching is None:
+        return config
+    if config.init_from is None:
+        raise ConfigError(
+            "--add-caching is for a trained model: give --init-from, the folder of its run. A new model takes model.caching."
+        )
+    added = CachingConfig.added(command.add_caching, command.segment_size)
+    if config.model.caching not in (None, added):
+        raise ConfigError(
+            f"--add-caching {command.add_caching}: the model has Memory Caching already ({config.model.caching})."
+        )
+    with user_errors():
+        model = dataclasses.replace(config.model, caching=added)
+        check_caching(model)
+    return dataclasses.replace(config, model=model)
 
 
 def _with_vocabulary(config: TrainConfig) -> TrainConfig:

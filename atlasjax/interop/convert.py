@@ -31,6 +31,7 @@ from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.config import TrainConfig, run_folder
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.load import load_run
+from atlasjax.train.trainable import flat, nested
 
 FAMILIES = (
     mamba.MAMBA2_TRANSFORMERS, mamba.MAMBA2_MAMBA_SSM, mamba.MAMBA_TRANSFORMERS, mamba.MAMBA_MAMBA_SSM,
@@ -97,7 +98,7 @@ def import_weights(
         model = model if dtype is None else dataclasses.replace(model, dtype=dtype)
         _, shapes = state_lib.model_shapes(model)
     with tensors.Folder(source) as folder:
-        pieces = table.pieces(family.rows(model), model, {p: x.shape for p, x in table.flat(shapes).items()})
+        pieces = table.pieces(family.rows(model), model, {p: x.shape for p, x in flat(shapes).items()})
         extra = kept.names(folder.tensors, family.kept)
         pieces = _checked(pieces, folder, extra, family.name)
         spec, text = _tokenizer(source, tokenizer)
@@ -148,7 +149,7 @@ def export_weights(run_dir: str | AnyPath, path: str | os.PathLike[str], *, step
         family = next(x for x in FAMILIES if x.name == manifest["family"])
         given = _peer_config(peer)
         _check_form(family, model, given)
-    params = table.flat(state_lib.pure(nnx.state(loaded.model, nnx.Param)))
+    params = flat(state_lib.pure(nnx.state(loaded.model, nnx.Param)))
     pieces = table.pieces(family.rows(model), model, {path: x.shape for path, x in params.items()})
     shapes, own = table.peer_shapes(pieces), _by(pieces, lambda piece: piece.names[0])
     first = {name: piece.names[0] for piece in pieces for name in piece.names}
@@ -284,12 +285,12 @@ def _params(model: ModelConfig, shapes: Any, pieces: list[table.Piece], folder: 
     mesh = make_mesh(MeshConfig(data=1, fsdp=-1))
     shardings, _ = parameter_shardings(state_lib.pure(logical_axes(model)), shapes, mesh)
     own = _by((piece for piece in pieces if not piece.copy), lambda piece: piece.path)
-    places = table.flat(shardings)
+    places = flat(shardings)
     read = lambda piece: folder.read(piece.names[0], piece.rows)
-    return table.nested(
+    return nested(
         {
             path: jax.device_put(table.our_array(shape.shape, own[path], read), places[path])
-            for path, shape in table.flat(shapes).items()
+            for path, shape in flat(shapes).items()
         }
     )
 

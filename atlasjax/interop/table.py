@@ -103,26 +103,6 @@ def _places(row: Row, config: ModelConfig) -> Iterator[tuple[str, Index, int]]:
             yield inside + row.ours.removeprefix("layers."), (n // period,), n
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dict as a dict of dotted paths."""
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return leaves
-
-
-def nested(leaves: Mapping[str, Any]) -> PyTree:
-    """The inverse of `flat`."""
-    tree: dict[str, Any] = {}
-    for path, value in leaves.items():
-        *folders, name = path.split(".")
-        node = tree
-        for folder in folders:
-            node = node.setdefault(folder, {})
-        node[name] = value
-    return tree
-
-
 def peer_shapes(found: Iterable[Piece]) -> dict[str, tuple[int, ...]]:
     """First name of each of the peer's tensors → its shape."""
     shapes: dict[str, tuple[int, ...]] = {}

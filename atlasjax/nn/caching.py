@@ -28,8 +28,8 @@ class CachingConfig:
       start: the memory at the start of a segment: "fresh", or "carry" over from the segment before.
       capacity: maximum number of cached memories, ≥ 1, which bounds the state in decoding. None: unlimited.
       stop_gradient: whether to stop gradients into cached memories.
-      blended: whether each head has a learned λ, initially 0, and reads (1 − λ) M_t(q) + λ y instead of y. For `ModelConfig.caching`
-        only: with start="carry" a trained model to which it is added starts with the same outputs.
+      blended: whether each head has a learned λ, initially 0, and reads (1 − λ) M_t(q) + λ y instead of y. With start="carry" a
+        trained model to which it is added starts with the same outputs. For `ModelConfig.caching` only.
 
     Raises:
       ValueError: `blended` is not a bool. Everything else is checked where the rule is known. See `memory.CachedRule`.
@@ -48,6 +48,13 @@ class CachingConfig:
 
     def __post_init__(self) -> None:
         check.boolean("CachingConfig", "blended", self.blended)
+
+    @classmethod
+    def added(
+        cls, aggregation: Literal["residual", "grm", "soup", "ssc"] = "grm", segment_size: int = 256
+    ) -> "CachingConfig":
+        """What a trained model can be given: memories carry over as before, and the weight of the cached ones starts at 0."""
+        return cls(aggregation, segment_size, start="carry", blended=True)
 
     def around(self, rule: memory.Rule) -> memory.CachedRule:
         """`rule` with Memory Caching.

@@ -102,7 +102,8 @@ class MemoryConfig:
         check.instance("MemoryConfig", "caching", self.caching, CachingConfig, optional=True)
         if self.caching is not None and self.caching.blended:
             raise ValueError(
-                "MemoryConfig: caching has blended=True, which is for ModelConfig.caching: a memory's own gates have no λ that starts at 0."
+                "MemoryConfig: caching has blended=True, which is for ModelConfig.caching: the gates of a memory have no λ that "
+                "starts at 0."
             )
         check.boolean("MemoryConfig", "bounded", self.bounded)
         check.number("MemoryConfig", "max_step", self.max_step, above=0, optional=True)

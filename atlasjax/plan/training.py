@@ -18,6 +18,7 @@ from atlasjax.train import state as state_lib
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.step import jit_train_step, train_step
+from atlasjax.train.trainable import select, trainable_mask
 from atlasjax.train.utilization import PEAK_FLOPS, forward_flops_per_token
 
 UTILIZATION = 0.4  # of the devices' peak, where a plan has to assume one
@@ -81,16 +82,18 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
             f"data.batch_size / accumulation is {config.data.batch_size // config.accumulation}; it should be divisible by the "
             f"{batch_shards(mesh)} parts of mesh data × fsdp."
         )
-    graphdef, _ = state_lib.model_shapes(config.model)
-    mask = decay_mask(state_lib.pure(logical_axes(config.model)))
+    graphdef, shapes = state_lib.model_shapes(config.model)
+    trainable = trainable_mask(config.optimizer.trainable, shapes)
+    mask = select(decay_mask(state_lib.pure(logical_axes(config.model))), trainable)
     optimizer = make_optimizer(config.optimizer, config.steps, mask)
     schedule = learning_rate(config.optimizer, config.steps)
-    shardings, _ = state_lib.state_shardings(config.model, optimizer, mesh)
-    state = state_lib.abstract_state(config.model, optimizer, shardings)
+    shardings, _ = state_lib.state_shardings(config.model, optimizer, mesh, trainable)
+    state = state_lib.abstract_state(config.model, optimizer, shardings, trainable)
     batch = abstract_batch(config, mesh)
     step = jit_train_step(
-        graphdef, optimizer, schedule, shardings, mesh, microbatches=config.accumulation, loss=config.loss
-    )
+        graphdef, optimizer, schedule, shardings, mesh, microbatches=config.accumulation, loss=config.loss,
+        trainable=trainable,
+    )  # fmt: skip
     started = time.perf_counter()
     program = step.lower(state, batch).compile(compiler_options=libtpu.low_effort())
     seconds = time.perf_counter() - started
@@ -103,6 +106,7 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
             schedule=schedule,
             microbatches=config.accumulation,
             loss=config.loss,
+            trainable=trainable,
         ),
         state,
         batch,

@@ -37,6 +37,8 @@ class OptimizerConfig:
       b1, b2, eps: AdamW's decay rates of the two moments, and the term that prevents a division by zero.
       weight_decay: decoupled decay, applied to matrices only (see `optimizer.decay_mask`).
       clip_norm: gradients with a larger global norm are scaled down to this norm. None means no clipping.
+      trainable: a regular expression that is searched for in the dotted paths of the parameters, such as
+        "layers.mixer.cache.connector.kernel"; only those in which it is found train, and the others stay as they are. None: all.
     """
 
     name: str = "adamw"
@@ -51,6 +53,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
+    trainable: str | None = None
 
     def __post_init__(self) -> None:
         for field in ("name", "schedule"):
@@ -69,6 +72,13 @@ class OptimizerConfig:
                 continue
             inside = check.is_number(value) and math.isfinite(value) and holds(value)
             check.require(inside, f"optimizer.{name}", value, what)
+        if self.trainable is not None:
+            try:
+                re.compile(self.trainable)
+            except (re.error, TypeError) as error:
+                raise ValueError(
+                    f"optimizer.trainable is {self.trainable!r}, should be a regular expression ({error})."
+                ) from None
         inside = check.is_integer(self.warmup_steps, 0) and self.warmup_steps < _MOST_STEPS
         check.require(inside, "optimizer.warmup_steps", self.warmup_steps, "0 or more, and below 2^31")
 
@@ -101,6 +111,8 @@ class TrainConfig:
       accumulation: number n of microbatches per step. Gradients are summed over them, so activations need 1/n of the memory.
       seed: seed of the parameters and of everything random in a run, except the order of the data (`data.seed`).
       run_dir: folder of checkpoints, metrics and plots; a path, or a URL on gs://.
+      init_from: folder of another run, whose newest parameters and tokenizer a new run starts from. The model is that of the other
+        run; Memory Caching may be added (`CachingConfig.added`). No effect once the run has checkpoints.
       eval_every: number of steps between evaluations on held-out text. 0 evaluates only at the end, where every run does.
       eval_batches: number of held-out batches per evaluation. None means all.
       checkpoint_every: number of steps between checkpoints. 0 saves only at the end, where every run does.
@@ -121,6 +133,7 @@ class TrainConfig:
     accumulation: int = 1
     seed: int = 0
     run_dir: str = "runs/default"
+    init_from: str | None = None
     eval_every: int = 100
     eval_batches: int | None = 8
     checkpoint_every: int = 100
@@ -147,6 +160,10 @@ class TrainConfig:
             found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile)
             inside = found is not None and 1 <= int(found[1]) <= int(found[2]) <= self.steps
             check.require(inside, "profile", self.profile, f'"first:last", steps from 1 to {self.steps}')
+        if self.init_from is not None and run_folder(self.init_from, "init_from") == run_folder(self.run_dir):
+            raise ValueError(
+                f"init_from is {self.init_from!r}, the run's own folder; give another run_dir for the new run."
+            )
         run_folder(self.run_dir)
         if self.data.batch_size % self.accumulation:
             raise ValueError(
@@ -154,20 +171,20 @@ class TrainConfig:
             )
 
 
-def run_folder(run_dir: "str | storage.AnyPath") -> storage.AnyPath:
-    """The folder that a run_dir names. Touches neither disk nor bucket.
+def run_folder(run_dir: "str | storage.AnyPath", field: str = "run_dir") -> storage.AnyPath:
+    """The folder that a run_dir names. Touches neither disk nor bucket. `field` is its name in messages.
 
     Raises:
       ValueError: it is empty, or a URL that a run cannot be in.
     """
-    check.require(bool(run_dir), "run_dir", run_dir, "the path of a folder")
+    check.require(bool(run_dir), field, run_dir, "the path of a folder")
     try:
         folder = storage.path(run_dir)
     except ValueError as error:
-        raise ValueError(f"run_dir: {error}") from None
+        raise ValueError(f"{field}: {error}") from None
     if isinstance(folder, storage.StorePath) and folder.scheme != "gs":
         raise ValueError(
-            f"run_dir is {run_dir!r}; checkpoints are written to gs:// or to a folder of this machine, as which "
+            f"{field} is {run_dir!r}; checkpoints are written to gs:// or to a folder of this machine, as which "
             "other stores can be mounted."
         )
     return folder
@@ -205,8 +222,11 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 # the meaning of the saved state (architecture) or of the saved position (data). Bounds on a memory's steps do not change the
 # meaning of its state, and may have to be lowered after its memories have grown.
 _FREE = ("steps", "optimizer.", "loss.", "mesh.", "processes.", "run_dir", "eval_every", "eval_batches", "checkpoint_every", "keep",
-         "log_every", "tensorboard", "accumulation", "data.num_threads", "model.remat", "model.dtype",
+         "log_every", "tensorboard", "accumulation", "init_from", "data.num_threads", "model.remat", "model.dtype",
          "profile", "memory_norm_limit", "model.memory.bounded", "model.memory.max_step")  # fmt: skip
+
+
+_STATE = ("optimizer.name", "optimizer.trainable")  # with another one the optimizer's state is another tree
 
 
 def changes_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:
@@ -219,7 +239,7 @@ def changes_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[l
     architecture, fixed, free = [], [], []
     for name, before, after in differences(old, new):
         line = f"{name}: {before!r} → {after!r}"
-        if name.startswith(_FREE) and name != "optimizer.name":  # another optimizer has another state
+        if name.startswith(_FREE) and name not in _STATE:
             free.append(line)
         elif name.startswith("model"):
             architecture.append(line)

@@ -43,7 +43,13 @@ def parameters_at_least(model: ModelConfig) -> int:
 
 
 def check_fits(
-    config: TrainConfig, mesh: Mapping[str, int], parameters: int, available: int | None, *, batch: bool = True
+    config: TrainConfig,
+    mesh: Mapping[str, int],
+    parameters: int,
+    available: int | None,
+    *,
+    trainable: int | None = None,
+    batch: bool = True,
 ) -> None:
     """Raises ValueError if a run needs more memory than is available. The message says how much, and how to make it fit.
 
@@ -51,6 +57,7 @@ def check_fits(
       config: the run.
       mesh: axis → size.
       parameters: number of the model's parameters, or a lower bound of it.
+      trainable: number of those that train. None: all.
       batch: whether to count the batch too.
       available: bytes of memory of a device. None means unknown, and nothing is checked.
     """
@@ -58,7 +65,8 @@ def check_fits(
         return
     model, data = config.model, config.data
     moments = 2 if config.optimizer.name == "adamw" else 0  # the state of other optimizers is unknown
-    state = 4 * parameters * (2 + moments) // (mesh["fsdp"] * mesh["tensor"])
+    trainable = parameters if trainable is None else trainable
+    state = 4 * (parameters + trainable * (1 + moments)) // (mesh["fsdp"] * mesh["tensor"])
     shards, tensor = mesh["data"] * mesh["fsdp"], mesh["tensor"]
     itemsize = 2 if model.dtype == "bfloat16" else 4
     logits = min(data.sequence_length, config.loss.chunk or data.sequence_length) * (model.vocab_size // tensor)

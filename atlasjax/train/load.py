@@ -1,14 +1,12 @@
 """Loads a trained model from the folder of its run."""
 
 import dataclasses
-import json
 
 import jax
 
 from atlasjax import storage
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
-from atlasjax.distributed.processes import ProcessConfig
 from atlasjax.distributed.sharding import parameter_shardings
 from atlasjax.nn import LanguageModel, logical_axes
 from atlasjax.train import state as state_lib
@@ -35,32 +33,6 @@ class LoadedRun:
     config: TrainConfig
     step: int
     skipped: list[tuple[int, str]]
-
-
-def run_config(run_dir: str | storage.AnyPath) -> TrainConfig | None:
-    """The config of the run in a folder, from its newest checkpoint, or else its config.json; None if there is no run in it.
-
-    Raises:
-      ConfigError: there is a run, and its config cannot be used.
-    """
-    saved = None
-    with user_errors():
-        folder, file = run_folder(run_dir) / "checkpoints", run_folder(run_dir) / "config.json"
-        there = folder.is_dir()
-    if there:
-        with Checkpoints(folder, clean=False) as checkpoints:
-            saved = checkpoints.newest_config()
-    if saved is None:
-        if not file.is_file():
-            return None
-        try:
-            saved = json.loads(file.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{file} is not JSON ({error}); give --preset and the run's options instead.") from None
-    with user_errors():
-        config = saved_config(saved)
-    # Its processes are those of a job that has ended.
-    return dataclasses.replace(config, run_dir=str(run_dir), processes=ProcessConfig())
 
 
 def load_run(run_dir: str | storage.AnyPath, step: int | None = None) -> LoadedRun:

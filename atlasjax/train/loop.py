@@ -24,6 +24,7 @@ from atlasjax.train import setup as setup_lib
 from atlasjax.train.checkpoint import Checkpoints, complete_steps
 from atlasjax.train.config import TrainConfig, run_folder
 from atlasjax.train.errors import Interrupted, NonFiniteError, ProcessDiedError, RunError, user_errors
+from atlasjax.train.initial import base_params
 from atlasjax.train.metrics import MetricsWriter
 from atlasjax.train.plot import plot_loss
 from atlasjax.train.progress import Progress
@@ -33,6 +34,7 @@ from atlasjax.train.state import TrainState
 from atlasjax.train.step import Metrics, jit_eval_step, jit_train_step
 from atlasjax.train.timing import Timing, seconds, slow_input
 from atlasjax.train.trace import Trace
+from atlasjax.train.trainable import counted
 from atlasjax.train.utilization import utilization_per_rate
 from atlasjax.train.watch import MemoryWatch
 
@@ -116,6 +118,9 @@ def train(
             setup_lib.write_run_files(setup)
             if hosts:
                 print(preflight.summary(hosts, setup.mesh), flush=True)
+            if setup.trainable is not None:
+                some, every = counted(state.params, setup.trainable)
+                notes.append(f"{some:,} of {every:,} parameters train; the others are frozen.")
             for line in [*notes, *(f"changed: {line}" for line in changed if resumed_from), *setup.skipped]:
                 print(line, flush=True)
         run = _Run(setup, checkpoints, data, hosts, confirm)
@@ -193,7 +198,10 @@ def _prepare(
 def _first_state(setup: Setup, checkpoints: Checkpoints, data: BatchIterator) -> tuple[TrainState, int, list[str]]:
     """Returns (state, steps done, lines for the user), from the newest usable checkpoint or afresh."""
     if not checkpoints.steps():
-        return setup.init_state(), 0, []
+        if setup.config.init_from is None:
+            return setup.init_state(), 0, []
+        params, lines = base_params(setup.config, setup.shardings.params)
+        return setup.state_from(params), 0, lines
     if checkpoints.steps() == [0]:  # given parameters, such as imported ones, and nothing else
         params, _, _ = checkpoints.restore_params(setup.abstract_state().params)
         return setup.state_from(params), 0, [f"Starting from the parameters in {checkpoints.path(0)}."]
@@ -230,6 +238,7 @@ class _Run:
         self._train_step = jit_train_step(
             setup.graphdef, setup.optimizer, setup.schedule, setup.shardings, setup.mesh,
             microbatches=self.config.accumulation, max_segments=setup.train_data.max_segments, loss=self.config.loss,
+            trainable=setup.trainable,
         )  # fmt: skip
         self._put = functools.partial(global_batch, mesh=setup.mesh)
         if setup.validation_data is not None:
@@ -247,6 +256,8 @@ class _Run:
         if first >= config.steps:
             progress.print(f"All {config.steps} steps are done. Set a larger number of steps to continue.")
             self._evaluate(state)
+        if not first and config.init_from is not None and self._evaluate(state):
+            self._record_evaluation(0, writer, progress)  # what the other run's model can do here
         for step in range(first + 1, config.steps + 1):
             self.trace.begin(step, state)
             with self.timing.spend("input"):

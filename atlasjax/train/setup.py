@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +25,10 @@ from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints, complete_steps
 from atlasjax.train.config import TrainConfig, changes_on_resume, run_folder, saved_config
 from atlasjax.train.cores import mesh_of, usable_cpu_devices
+from atlasjax.train.initial import check_base
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.state import TrainState
+from atlasjax.train.trainable import counted, select, trainable_mask
 
 PyTree = Any
 
@@ -43,6 +44,7 @@ class Setup:
       train_data, validation_data: the batches of this process. validation_data is None if nothing is held out.
       graphdef: the model's definition.
       optimizer: clipping and AdamW.
+      trainable: which parameters train (`trainable_mask`). None: all.
       schedule: step → learning rate.
       shardings: the shardings of the TrainState.
       skipped: one line for each mesh axis that a parameter could not be split over.
@@ -55,25 +57,27 @@ class Setup:
     validation_data: Pipeline | None
     graphdef: nnx.GraphDef
     optimizer: optax.GradientTransformation
+    trainable: PyTree | None
     schedule: Callable[[jax.Array | int], jax.Array]
     shardings: TrainState
     skipped: list[str]
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the TrainState."""
-        return state_lib.abstract_state(self.config.model, self.optimizer, self.shardings)
+        return state_lib.abstract_state(self.config.model, self.optimizer, self.shardings, self.trainable)
 
     def init_state(self) -> TrainState:
         """The initial TrainState from the config's seed. Every array is made on the devices that hold it."""
         init = jax.jit(
-            lambda key: state_lib.init_state(self.config.model, self.optimizer, key), out_shardings=self.shardings
+            lambda key: state_lib.init_state(self.config.model, self.optimizer, key, self.trainable),
+            out_shardings=self.shardings,
         )
         return init(jax.random.key(self.config.seed))
 
     def state_from(self, params: PyTree) -> TrainState:
         """The initial TrainState with given parameters, which are donated."""
         init = jax.jit(
-            lambda params, key: state_lib.state_from(params, self.optimizer, key),
+            lambda params, key: state_lib.state_from(params, self.optimizer, key, self.trainable),
             out_shardings=self.shardings,
             donate_argnums=0,
         )
@@ -91,9 +95,12 @@ def prepare(config: TrainConfig) -> Setup:
       FileNotFoundError: the data or the tokenizer is not there.
     """
     mesh = make_mesh(mesh_of(config, usable_cpu_devices(), machine_memory()))
+    check_base(config)
+    mesh = make_mesh(config.mesh)
     memory = fits.available_bytes()
     packs = config.data.packing == "documents"  # rows of any length; contiguous ones are as long as the text at most
-    fits.check_fits(config, mesh.shape, fits.parameters_at_least(config.model), memory, batch=packs)
+    some = None if config.optimizer.trainable is None else 0
+    fits.check_fits(config, mesh.shape, fits.parameters_at_least(config.model), memory, trainable=some, batch=packs)
     platform = mesh.devices.flat[0].platform
     implementation = config.model.memory.implementation
     wanted = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}.get(implementation or "", platform)
@@ -125,18 +132,22 @@ def prepare(config: TrainConfig) -> Setup:
         make_pipeline(config.data, tokenizer, "validation", *where) if config.data.has_validation else None
     )
     graphdef, shapes = state_lib.model_shapes(config.model)
-    fits.check_fits(config, mesh.shape, sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)), memory)
-    mask = decay_mask(state_lib.pure(logical_axes(config.model)))
+    trainable = trainable_mask(config.optimizer.trainable, shapes)
+    some, every = counted(shapes, trainable)
+    fits.check_fits(config, mesh.shape, every, memory, trainable=some)
+    mask = select(decay_mask(state_lib.pure(logical_axes(config.model))), trainable)
     optimizer = make_optimizer(config.optimizer, config.steps, mask)
-    shardings, skipped = state_lib.state_shardings(config.model, optimizer, mesh)
+    shardings, skipped = state_lib.state_shardings(config.model, optimizer, mesh, trainable)
     return Setup(
-        config, mesh, tokenizer, train_data, validation_data, graphdef, optimizer,
+        config, mesh, tokenizer, train_data, validation_data, graphdef, optimizer, trainable,
         learning_rate(config.optimizer, config.steps), shardings, skipped,
     )  # fmt: skip
 
 
 def run_tokenizer(config: TrainConfig) -> Tokenizer:
-    """The tokenizer of a run: that of its folder, else a new one (see `data.make_tokenizer` for the errors).
+    """The tokenizer of a run: that of its folder, else that of the run it starts from, else a new one.
+
+    Errors of a new one are those of `data.make_tokenizer`.
 
     Raises:
       FileNotFoundError: the folder has checkpoints and no tokenizer; one that is trained again may be another one.
@@ -144,6 +155,8 @@ def run_tokenizer(config: TrainConfig) -> Tokenizer:
     run_dir = run_folder(config.run_dir)
     folder = run_dir / "tokenizer"
     there = lexists(folder) or bool(complete_steps(run_dir / "checkpoints"))
+    if not there and config.init_from is not None:
+        folder, there = run_folder(config.init_from) / "tokenizer", True
     return load_tokenizer(folder) if there else make_tokenizer(config.data)
 
 
@@ -187,7 +200,7 @@ def check_resumable(config: TrainConfig) -> list[str]:
         what = "a checkpoint of another architecture" if architecture else "a run on other data or with another seed"
         raise ValueError(
             f"{config.run_dir} holds {what} ({', '.join(architecture + fixed)}). Use another run_dir for a new run, or the "
-            "same settings to resume."
+            f"same settings to resume; init_from={config.run_dir} starts a new run from its parameters."
         )
     return free
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from atlasjax.distributed import sharding
 from atlasjax.nn import LanguageModel, ModelConfig, abstract_model, logical_axes
+from atlasjax.train.trainable import select
 
 PyTree = Any
 
@@ -22,7 +23,7 @@ class TrainState:
 
     Attributes:
       params: nested dict of float32 parameters, as `nnx.to_pure_dict` gives them.
-      optimizer: the state of the outer optimizer.
+      optimizer: the state of the outer optimizer, which has only the parameters that train.
       key: typed PRNG key. Random numbers of step n use `jax.random.fold_in(key, n)`.
       step: int32 scalar, number of optimizer steps done.
     """
@@ -57,36 +58,58 @@ def init_params(config: ModelConfig, key: jax.Array) -> PyTree:
     return pure(nnx.state(model, nnx.Param))
 
 
-def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
-    """The initial state. Use `jax.jit(..., out_shardings=...)`, so that every array is made on the devices that hold it."""
-    return state_from(init_params(config, jax.random.split(key)[0]), optimizer, key)
+def init_state(
+    config: ModelConfig, optimizer: optax.GradientTransformation, key: jax.Array, trainable: PyTree | None = None
+) -> TrainState:
+    """The initial state. Use `jax.jit(..., out_shardings=...)`, so that every array is made on the devices that hold it.
+
+    Args:
+      config: the model.
+      optimizer: the outer optimizer.
+      key: typed PRNG key.
+      trainable: which parameters train (`trainable_mask`). None: all.
+    """
+    return state_from(init_params(config, initial_key(key)), optimizer, key, trainable)
 
 
-def state_from(params: PyTree, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+def initial_key(key: jax.Array) -> jax.Array:
+    """The key of the initial parameters of `init_state`."""
+    return jax.random.split(key)[0]
+
+
+def state_from(
+    params: PyTree, optimizer: optax.GradientTransformation, key: jax.Array, trainable: PyTree | None = None
+) -> TrainState:
     """The initial state with given parameters; everything else is that of `init_state` with the same key."""
-    return TrainState(params, optimizer.init(params), jax.random.split(key)[1], jnp.zeros((), jnp.int32))
+    moments = optimizer.init(select(params, trainable))
+    return TrainState(params, moments, jax.random.split(key)[1], jnp.zeros((), jnp.int32))
 
 
 def state_shardings(
-    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh
+    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, trainable: PyTree | None = None
 ) -> tuple[TrainState, list[str]]:
     """The shardings of a TrainState as the same tree, and a line for each mesh axis that a parameter could not be split over."""
     _, shapes = model_shapes(config)
     param_shardings, skipped = sharding.parameter_shardings(pure(logical_axes(config)), shapes, mesh)
-    optimizer_state = jax.eval_shape(optimizer.init, shapes)
+    optimizer_state = jax.eval_shape(optimizer.init, select(shapes, trainable))
     whole = sharding.replicated(mesh)
     shardings = TrainState(
         params=param_shardings,
-        optimizer=sharding.optimizer_shardings(optimizer, optimizer_state, param_shardings, mesh),
+        optimizer=sharding.optimizer_shardings(optimizer, optimizer_state, select(param_shardings, trainable), mesh),
         key=whole,
         step=whole,
     )
     return shardings, skipped
 
 
-def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation, shardings: TrainState) -> TrainState:
+def abstract_state(
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    shardings: TrainState,
+    trainable: PyTree | None = None,
+) -> TrainState:
     """Shapes, dtypes and shardings of a TrainState, without its arrays."""
-    shapes = jax.eval_shape(lambda key: init_state(config, optimizer, key), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: init_state(config, optimizer, key, trainable), jax.random.key(0))
     return jax.tree.map(
         lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where), shapes, shardings
     )

@@ -14,6 +14,7 @@ from atlasjax.distributed.sharding import batch_sharding, replicated
 from atlasjax.mesh_axes import BATCH_AXES
 from atlasjax.train.loss import LossConfig, cross_entropy_sum
 from atlasjax.train.state import TrainState, merge
+from atlasjax.train.trainable import replaced, select
 
 PyTree = Any
 Batch = dict[str, jax.Array]
@@ -74,12 +75,12 @@ def accumulated_gradients(
 
 def _observed_gradients(
     graphdef: nnx.GraphDef, params: PyTree, batch: Batch, microbatches: int, max_segments: int | None,
-    constrain: Callable[[Batch], Batch], loss_config: LossConfig,
+    constrain: Callable[[Batch], Batch], loss_config: LossConfig, whole: Callable[[PyTree], PyTree] = lambda params: params,
 ) -> tuple[jax.Array, PyTree, jax.Array, MemoryNorms]:  # fmt: skip
-    """`accumulated_gradients`, and the largest memory norms of the batch."""
+    """`accumulated_gradients`, and the largest memory norms of the batch. `whole` makes all parameters of those that train."""
 
     def sums(params: PyTree, batch: Batch) -> tuple[jax.Array, tuple[jax.Array, MemoryNorms]]:
-        loss, weight, norms = _observed_sums(graphdef, params, batch, max_segments, loss_config)
+        loss, weight, norms = _observed_sums(graphdef, whole(params), batch, max_segments, loss_config)
         return loss, (weight, norms)
 
     gradient = jax.value_and_grad(sums, has_aux=True)
@@ -105,6 +106,7 @@ def train_step(
     state: TrainState, batch: Batch, *, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation,
     schedule: Callable[[jax.Array], jax.Array], microbatches: int = 1, max_segments: int | None = None,
     constrain: Callable[[Batch], Batch] = lambda batch: batch, loss: LossConfig = LossConfig(),
+    trainable: PyTree | None = None,
 ) -> tuple[TrainState, Metrics]:  # fmt: skip
     """One optimizer step.
 
@@ -121,6 +123,7 @@ def train_step(
       max_segments: bound on the number of segments per row.
       constrain: sets the sharding of a microbatch.
       loss: how the cross entropies are computed.
+      trainable: which parameters train (`trainable_mask`); there is a gradient of these alone. None: all.
 
     Returns:
       (state after the step, float32 scalars: loss in nats per token, gradient_norm before clipping, learning_rate, tokens; and
@@ -129,11 +132,13 @@ def train_step(
     if merge(graphdef, state.params).config.dropout:
         keys = jax.random.split(jax.random.fold_in(state.key, state.step), batch["inputs"].shape[0])
         batch = {**batch, "dropout_keys": keys}
+    params = select(state.params, trainable)
+    whole = lambda params: replaced(state.params, params)
     value, grads, tokens, norms = _observed_gradients(
-        graphdef, state.params, batch, microbatches, max_segments, constrain, loss
+        graphdef, params, batch, microbatches, max_segments, constrain, loss, whole
     )
-    updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-    params = optax.apply_updates(state.params, updates)
+    updates, optimizer_state = optimizer.update(grads, state.optimizer, params)
+    params = whole(optax.apply_updates(params, updates))
     metrics = {
         "loss": value,
         "gradient_norm": optax.tree.norm(grads),
@@ -147,7 +152,7 @@ def train_step(
 def jit_train_step(
     graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, schedule: Callable[[jax.Array], jax.Array],
     shardings: TrainState, mesh: Mesh, *, microbatches: int = 1, max_segments: int | None = None,
-    loss: LossConfig = LossConfig(),
+    loss: LossConfig = LossConfig(), trainable: PyTree | None = None,
 ) -> Any:  # fmt: skip
     """Returns the jitted (state, batch) → (state, metrics) on a mesh. The input state is donated.
 
@@ -161,7 +166,7 @@ def jit_train_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return train_step(
             state, batch, graphdef=graphdef, optimizer=optimizer, schedule=schedule, microbatches=microbatches,
-            max_segments=max_segments, constrain=constrain, loss=loss,
+            max_segments=max_segments, constrain=constrain, loss=loss, trainable=trainable,
         )  # fmt: skip
 
     return jax.jit(

@@ -14,7 +14,8 @@ from atlasjax.nn import HeadNormConfig, ModelConfig, SSMConfig
 from atlasjax.presets import get_preset
 from atlasjax.train import Checkpoints
 from atlasjax.train.errors import CheckpointError, ConfigError
-from atlasjax.train.load import load_run, run_config
+from atlasjax.train.load import load_run
+from atlasjax.train.runs import run_config
 from tests.interop import peers
 from tests.marks import some_slow
 from tests.train.tiny import TEXT

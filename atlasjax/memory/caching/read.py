@@ -15,7 +15,12 @@ from atlasjax.memory.fast_weights.chunk import Soup
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def read_state(
-    rule: CachedRule, params: Any, state: CachedState, q: jax.Array, connector: jax.Array | None, blend: jax.Array | None
+    rule: CachedRule,
+    params: Any,
+    state: CachedState,
+    q: jax.Array,
+    connector: jax.Array | None,
+    blend: jax.Array | None,
 ) -> jax.Array:
     """Reads a state without writing: q, connector [batch, time, heads, key_dim] → [batch, time, heads, value_dim]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)

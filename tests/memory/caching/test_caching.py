@@ -384,7 +384,7 @@ def test_refused_calls():
         memory.scan(dataclasses.replace(rule, capacity=7), params, state, q, k, v, gates)
     with pytest.raises(ValueError, match="does not use it"):
         memory.read(TITANS, params, state.online, q, q)
-    with pytest.raises(ValueError, match="gates.blend is given, but only a CachedRule with blended=True uses it"):
+    with pytest.raises(ValueError, match=r"gates\.blend is given, but only a CachedRule with blended=True uses it"):
         memory.scan(rule, params, None, q, k, v, gates._replace(blend=gates.retention))
     with pytest.raises(ValueError, match="blend is given, but only a CachedRule with blended=True uses it"):
         memory.read(rule, params, state, q, blend=gates.retention)

@@ -1,0 +1,36 @@
+"""The config of a run, from its folder."""
+
+import dataclasses
+import json
+
+from atlasjax import storage
+from atlasjax.distributed.processes import ProcessConfig
+from atlasjax.train.checkpoint import Checkpoints
+from atlasjax.train.config import TrainConfig, run_folder, saved_config
+from atlasjax.train.errors import ConfigError, user_errors
+
+
+def run_config(run_dir: str | storage.AnyPath) -> TrainConfig | None:
+    """The config of the run in a folder, from its newest checkpoint, or else its config.json; None if there is no run in it.
+
+    Raises:
+      ConfigError: there is a run, and its config cannot be used.
+    """
+    saved = None
+    with user_errors():
+        folder, file = run_folder(run_dir) / "checkpoints", run_folder(run_dir) / "config.json"
+        there = folder.is_dir()
+    if there:
+        with Checkpoints(folder, clean=False) as checkpoints:
+            saved = checkpoints.newest_config()
+    if saved is None:
+        if not file.is_file():
+            return None
+        try:
+            saved = json.loads(file.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{file} is not JSON ({error}); give --preset and the run's options instead.") from None
+    with user_errors():
+        config = saved_config(saved)
+    # Its processes are those of a job that has ended.
+    return dataclasses.replace(config, run_dir=str(run_dir), processes=ProcessConfig())
