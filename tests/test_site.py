@@ -13,6 +13,7 @@ import tomllib
 import pytest
 
 from atlasjax import cli, rules
+from atlasjax.train import default_config
 from tests.marks import some_slow
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -107,6 +108,7 @@ def _run_atlasjax(arguments, monkeypatch):
     for target in (*targets.split(), "import_weights.import_weights", "export_weights.export_weights"):
         monkeypatch.setattr(f"atlasjax.cli.{target}", _reached)
     monkeypatch.setattr("atlasjax.cli.train._with_vocabulary", lambda config: config)  # it opens tokenizers
+    monkeypatch.setattr("atlasjax.cli.train._base", lambda *_: default_config("gated-deltanet-tiny"))  # it opens a run
     monkeypatch.setattr("atlasjax.cli.info._sizes", lambda config: {})
     monkeypatch.setattr("atlasjax.cli.info.preset_names", lambda size: [f"atlas-{size}"])
     with contextlib.suppress(Reached):
