@@ -20,6 +20,7 @@ import optax
 from flax import nnx
 
 from atlasjax import check
+from atlasjax.evaluate.beginnings import shared_beginnings
 from atlasjax.generate import Context, SamplingConfig, TextStream, stream
 from atlasjax.generate.text import Decodes
 from atlasjax.nn import LanguageModel
@@ -50,9 +51,9 @@ class Score:
 class Scorer:
     """Reads prompts with a model, a batch at a time.
 
-    Every call on the device has `batch_size` rows and one of the lengths in `pieces`, so the number of compiled programs does not
-    depend on the lengths of the prompts. If a mixer keeps every token, room is made for a power of two of them, and there are
-    programs for each. Rows of unequal length do not change each other's numbers.
+    Every call on the device has `batch_size` rows (with fewer prompts, a power of two) and one of the lengths in `pieces`, so the
+    number of compiled programs does not depend on the lengths of the prompts. If a mixer keeps every token, room is made for a power
+    of two of them, and there are programs for each. Rows of unequal length do not change each other's numbers.
 
     Args:
       model: a `LanguageModel`.
@@ -71,6 +72,7 @@ class Scorer:
         self.model, self.batch_size, self.pieces = model, batch_size, tuple(pieces)
         self._graphdef, self._params = nnx.split(model, nnx.Param)
         self._empty: tuple[int, PyTree] | None = None
+        self._smaller: dict[int, Scorer] = {}
 
     def score(
         self,
@@ -78,7 +80,8 @@ class Scorer:
         *,
         on_result: Callable[[int, Score], None] = lambda index, score: None,
     ) -> list[Score]:
-        """Scores continuations, each given its context. A context that several of them share is read once.
+        """Scores continuations, each given its context. What contexts have in common is read once: a context with several
+        continuations, and a beginning that more contexts than `batch_size` share (instructions, examples).
 
         Args:
           pairs: (context, continuation), integers [time ≥ 1] each.
@@ -93,33 +96,24 @@ class Scorer:
         rows = [(_row("context", context), _row("continuation", continuation)) for context, continuation in pairs]
         for context, continuation in rows:
             self.model.check_length(len(context) + len(continuation) - 1, "context and continuation")
-        groups: dict[bytes, list[int]] = {}
+        reader = self._for(len(rows))
+        pairs_of: dict[bytes, list[int]] = {}
         for index, (context, _) in enumerate(rows):
-            groups.setdefault(context.tobytes(), []).append(index)
-        # What is read of a context before its continuations: whole pieces, and not its last token, whose logits are needed.
-        heads = []
-        for members in groups.values():
-            piece = self.pieces[0 if len(members) == 1 else -1]
-            heads.append((rows[members[0]][0][: (len(rows[members[0]][0]) - 1) // piece * piece], members))
-        heads.sort(key=lambda head: -len(head[0]))
+            pairs_of.setdefault(context.tobytes(), []).append(index)
+        groups = sorted(pairs_of.values(), key=lambda group: -len(rows[group[0]][0]))
         scores: dict[int, Score] = {}
-        for some in _batches(heads, self.batch_size):
-            texts = [head for head, _ in some]
-            tails = [
-                (slot, index, np.concatenate(rows[index])[len(texts[slot]) :])
-                for slot, (_, members) in enumerate(some)
-                for index in members
-            ]
-            room = self._room(max(len(texts[slot]) + self._padded(len(tail) - 1) for slot, _, tail in tails))
-            cache = self._read(texts, room)[1] if any(map(len, texts)) else self._cache(room)
-            tails.sort(key=lambda tail: -len(tail[2]))
-            for batch in _batches(tails, self.batch_size):
-                slots = _filled([slot for slot, _, _ in batch], self.batch_size)
-                likelihoods, greedy = self._score([tail for _, _, tail in batch], _take(cache, slots))
-                for row, (_, index, tail) in enumerate(batch):
-                    part = slice(len(tail) - 1 - len(rows[index][1]), len(tail) - 1)
-                    scores[index] = Score(likelihoods[row, part], bool(greedy[row, part].all()))
-                    on_result(index, scores[index])
+        # A beginning is read by itself if otherwise more than one batch would read it.
+        contexts = [rows[group[0]][0] for group in groups]
+        for length, members in shared_beginnings(contexts, reader.pieces[0], reader.batch_size + 1):
+            alike, start = [groups[i] for i in members], None
+            if length:
+                longest = max(len(rows[index][0]) + len(rows[index][1]) for group in alike for index in group)
+                start = reader._cache(reader._room(longest + reader.pieces[-1]))
+                start = reader._read([contexts[members[0]][:length]], start)[1]
+            for some in _batches(alike, reader.batch_size):
+                for index, score in reader._scores(rows, some, length, start):
+                    scores[index] = score
+                    on_result(index, score)
         return [scores[index] for index in range(len(rows))]
 
     def read(self, prompts: Sequence[Any], *, num_tokens: int = 0) -> Context:
@@ -143,7 +137,7 @@ class Scorer:
         longest = max(map(len, rows)) + num_tokens
         self.model.check_length(longest, "prompt and num_tokens")
         room = self._room(longest)
-        logits, cache = self._read(rows, room)
+        logits, cache = self._read(rows, self._cache(room))
         rows = _filled(rows, self.batch_size)
         seen = np.zeros((self.batch_size, self.model.config.vocab_size), bool)
         for known, row in zip(seen, rows, strict=True):
@@ -195,14 +189,22 @@ class Scorer:
         texts: dict[int, str] = {}
         # Prompts that ask for equally many tokens are neighbours, so that short answers do not wait for long ones.
         order = sorted(range(len(rows)), key=lambda index: (-most[index], -len(rows[index])))
-        for batch in self._fitting(order, rows, most):
+        reader = self._for(len(rows))
+        for batch in reader._fitting(order, rows, most):
             streams = [TextStream(tokenizer, rows[index], stops[index]) for index in batch]
-            pieces = self._generated([rows[index] for index in batch], [most[index] for index in batch], streams,
+            pieces = reader._generated([rows[index] for index in batch], [most[index] for index in batch], streams,
                                      end_tokens, config, seed, vocab_size)  # fmt: skip
             for index, text in zip(batch, pieces, strict=True):
                 texts[index] = text
                 on_result(index, text)
         return [texts[index] for index in range(len(rows))]
+
+    def _for(self, rows: int) -> "Scorer":
+        """One whose batches are not larger than a power of two that holds all rows."""
+        size = 1 << max(rows - 1, 0).bit_length()
+        if size >= self.batch_size:
+            return self
+        return self._smaller.setdefault(size, Scorer(self.model, batch_size=size, pieces=self.pieces))
 
     def _fitting(self, order: list[int], rows: list[np.ndarray], most: list[int]) -> Iterator[list[int]]:
         """Batches in which the longest prompt and most tokens together fit a model with learned positions."""
@@ -243,6 +245,31 @@ class Scorer:
                 break
         return [text + rest.finish() for text, rest in zip(texts, streams, strict=True)]
 
+    def _scores(
+        self, rows: list[tuple[np.ndarray, np.ndarray]], groups: Sequence[list[int]], length: int, start: PyTree | None
+    ) -> Iterator[tuple[int, Score]]:
+        """(index, score) of pairs, given in up to `batch_size` groups with one context each.
+
+        `start` is the cache after `length` tokens that all contexts begin with, or None for 0.
+        """
+        # What is read of a context before its continuations: whole pieces, and not its last token, whose logits are needed.
+        ends, tails = [], []
+        for slot, group in enumerate(groups):
+            piece = self.pieces[0 if len(group) == 1 else -1]
+            ends.append(max(length, (len(rows[group[0]][0]) - 1) // piece * piece))
+            tails += [(slot, index, np.concatenate(rows[index])[ends[slot] :]) for index in group]
+        if start is None:
+            start = self._cache(self._room(max(ends[slot] + self._padded(len(tail) - 1) for slot, _, tail in tails)))
+        heads = [rows[group[0]][0][length:end] for group, end in zip(groups, ends, strict=True)]
+        cache = self._read(heads, start)[1]
+        tails.sort(key=lambda tail: -len(tail[2]))
+        for batch in _batches(tails, self.batch_size):
+            slots = _filled([slot for slot, _, _ in batch], self.batch_size)
+            likelihoods, greedy = self._score([tail for _, _, tail in batch], _take(cache, slots))
+            for row, (_, index, tail) in enumerate(batch):
+                part = slice(len(tail) - 1 - len(rows[index][1]), len(tail) - 1)
+                yield index, Score(likelihoods[row, part], bool(greedy[row, part].all()))
+
     def _score(self, tails: list[np.ndarray], cache: PyTree) -> tuple[np.ndarray, np.ndarray]:
         """ln p and whether it is the most likely token, [batch_size, time]: of every token but the first, padding included."""
         length = self._padded(max(map(len, tails)) - 1)
@@ -262,11 +289,11 @@ class Scorer:
         likelihoods, greedy = (np.concatenate([np.asarray(part) for part in parts], axis=1) for parts in zip(*results))
         return likelihoods, greedy
 
-    def _read(self, rows: list[np.ndarray], room: int) -> tuple[jax.Array, PyTree]:
+    def _read(self, rows: list[np.ndarray], cache: PyTree) -> tuple[jax.Array, PyTree]:
         """(logits of the next token [batch_size, vocabulary], cache) after rows of unequal length, each read exactly to its end."""
         rows = _filled(rows, self.batch_size)
         lengths, read = np.array([len(row) for row in rows]), np.zeros(self.batch_size, int)
-        logits, cache = jnp.zeros((self.batch_size, self.model.config.vocab_size), jnp.float32), self._cache(room)
+        logits = jnp.zeros((self.batch_size, self.model.config.vocab_size), jnp.float32)
         for piece in self.pieces:
             while (active := lengths - read >= piece).any():
                 tokens = np.zeros((self.batch_size, piece), np.int32)

@@ -10,6 +10,7 @@ from flax import nnx
 
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.evaluate import scoring
+from atlasjax.evaluate.beginnings import shared_beginnings
 from atlasjax.evaluate.scoring import Scorer
 from atlasjax.generate import streams
 from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
@@ -75,16 +76,45 @@ def test_scores_of_the_plain_forward_pass():
     assert not all(score.is_greedy for score in scores)
 
 
-def test_a_context_is_read_once_for_all_its_continuations(monkeypatch):
+@pytest.fixture
+def calls(monkeypatch):
+    """What is called on the device, with its numbers of rows and tokens."""
     calls = []
     for name in ("_read_piece", "_score_piece"):
         original = getattr(scoring, name)
-        monkeypatch.setattr(
-            scoring, name, lambda *a, name=name, f=original: calls.append((name, a[2].shape[1])) or f(*a)
-        )
+        monkeypatch.setattr(scoring, name, lambda *a, name=name, f=original: calls.append((name, *a[2].shape)) or f(*a))
+    return calls
+
+
+def test_a_context_is_read_once_for_all_its_continuations(calls):
     scorer().score([(TEXT[:30], TEXT[i : i + 3]) for i in range(6)])
     # 28 tokens once, then six continuations with the last two tokens of the context, in two batches of three rows.
-    assert calls == [("_read_piece", 8)] * 3 + [("_read_piece", 4)] + [("_score_piece", 4)] * 2
+    assert calls == [("_read_piece", 3, 8)] * 3 + [("_read_piece", 3, 4)] + [("_score_piece", 3, 4)] * 2
+
+
+def test_a_single_pair_is_read_alone(calls):
+    (score,) = scorer().score([(TEXT[:3], TEXT[:2])])
+    assert calls == [("_score_piece", 1, 4)]
+    np.testing.assert_allclose(score.token_log_likelihoods, expected(TEXT[:3], TEXT[:2])[0], rtol=2e-5, atol=2e-5)
+
+
+def test_a_beginning_of_many_contexts_is_read_once(calls):
+    pairs = [(np.concatenate([TEXT[:19], TEXT[i : i + 5]]), TEXT[:2]) for i in range(20, 27)]
+    scores = scorer().score(pairs)
+    # 16 tokens once, then what is left of seven contexts, eight tokens with their continuations, in three batches.
+    assert calls == [("_read_piece", 3, 8)] * 2 + [("_score_piece", 3, 8), ("_score_piece", 3, 4)] * 3
+    for score, pair in zip(scores, pairs, strict=True):
+        np.testing.assert_allclose(score.token_log_likelihoods, expected(*pair)[0], rtol=2e-5, atol=2e-5)
+
+
+def test_shared_beginnings():
+    rows = [
+        np.array(row) for row in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4], [9, 2, 3, 4, 5], [1, 2], [1, 2, 7])
+    ]
+    groups = {length: members for length, members in shared_beginnings(rows, 2, 2)}
+    assert groups == {4: [0, 1], 2: [2, 5], 0: [3, 4]}
+    assert shared_beginnings(rows, 2, 3) == [(2, [0, 1, 2, 5]), (0, [3, 4])]
+    assert shared_beginnings(rows, 2, 5) == [(0, [0, 1, 2, 3, 4, 5])]
 
 
 def num_programs() -> int:
@@ -119,16 +149,16 @@ def test_greedy_continuations():
 
 
 def test_stop_strings_end_each_text_for_itself():
-    prompts = [TEXT[:6], TEXT[:9]]
+    prompts = [TEXT[:6], TEXT[:9], TEXT[:4]]
     whole = scorer().generate(prompts, 20, ByteTokenizer())
-    stops = [[whole[0][5:8]], []]
+    stops = [[whole[0][5:8]], [], []]
     texts = scorer().generate(prompts, 20, ByteTokenizer(), stop=stops)
-    assert texts == [whole[0][: whole[0].index(stops[0][0])], whole[1]]
+    assert texts == [whole[0][: whole[0].index(stops[0][0])], *whole[1:]]
 
 
 def test_rows_that_fit_only_apart_are_read_apart():
     """Learned positions: 60 + 4 and 10 + 50 tokens, but not 60 + 50."""
-    prompts, numbers = [TEXT[:60], TEXT[:10]], [4, 50]
+    prompts, numbers = [TEXT[:60], TEXT[:10], TEXT[:5]], [4, 50, 50]
     texts = scorer().generate(prompts, numbers, ByteTokenizer())
     assert texts[0] == ByteTokenizer().decode(greedy(prompts[0], 4))
     assert texts[1].startswith(ByteTokenizer().decode(greedy(prompts[1], 4))[:2])
