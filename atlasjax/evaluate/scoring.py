@@ -52,8 +52,8 @@ class Scorer:
     """Reads prompts with a model, a batch at a time.
 
     Every call on the device has `batch_size` rows (with fewer prompts, a power of two) and one of the lengths in `pieces`, so the
-    number of compiled programs does not depend on the lengths of the prompts. If a mixer keeps every token, room is made for a power
-    of two of them, and there are programs for each. Rows of unequal length do not change each other's numbers.
+    number of compiled programs does not depend on the lengths of the prompts. If a mixer keeps every token, room is made for a
+    power of two of them, and there are programs for each. Rows of unequal length do not change each other's numbers.
 
     Args:
       model: a `LanguageModel`.
