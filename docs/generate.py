@@ -71,6 +71,7 @@ PUBLIC: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "dtype": "bfloat16",
         },
     ),
+    ("OLMo-Hybrid (7B)", "olmo_hybrid", {}),
     ("RWKV-7", "rwkv7", {"hidden_size": 2048, "head_dim": 64}),
 )
 

@@ -20,7 +20,7 @@ from atlasjax.data.config import DataConfig
 from atlasjax.data.tokenizers import Tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import parameter_shardings
-from atlasjax.interop import fla, kept, mamba, qwen3_5, rwkv7, table, tensors
+from atlasjax.interop import fla, kept, mamba, olmo_hybrid, qwen3_5, rwkv7, table, tensors
 from atlasjax.interop.family import Family
 from atlasjax.interop.tensors import listed
 from atlasjax.names import lookup
@@ -35,7 +35,7 @@ from atlasjax.train.trainable import flat, nested
 
 FAMILIES = (
     mamba.MAMBA2_TRANSFORMERS, mamba.MAMBA2_MAMBA_SSM, mamba.MAMBA_TRANSFORMERS, mamba.MAMBA_MAMBA_SSM,
-    fla.GATED_DELTANET, fla.DELTANET, fla.GLA, qwen3_5.QWEN3_5, rwkv7.RWKV7,
+    fla.GATED_DELTANET, fla.DELTANET, fla.GLA, qwen3_5.QWEN3_5, olmo_hybrid.OLMO_HYBRID, rwkv7.RWKV7,
 )  # fmt: skip
 """The families that can be imported and exported. A run that was not imported is exported as the first one that has its layers."""
 

@@ -55,6 +55,16 @@ class Fields:
             raise self._wrong(name, value, "a positive number")
         return float(value)
 
+    def optional_number(self, name: str) -> float | None:
+        """A positive number; None if the field is null or missing."""
+        return None if self._given.get(name) is None else self.number(name)
+
+    def quotient(self, name: str, value: int, by_name: str, by: int) -> int:
+        """value / by, which must be an integer: a size of which the config has the factors `name` and `by_name`."""
+        if value % by:
+            raise self._wrong(by_name, by, f"a divisor of {name}, {value}")
+        return value // by
+
     def boolean(self, name: str, default: bool) -> bool:
         """True or False."""
         value = self._take(name, default)
@@ -215,7 +225,7 @@ _ALWAYS = (
     "pattern",
     "caching",
     "ffn",
-    "block",
+    "blocks",
     "norm",
     "positions",
     "tie_embeddings",

@@ -182,7 +182,6 @@ def _gated_deltanet(given: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(given, name)
     fields.require("use_gate", True)
     fields.require("use_short_conv", True)
-    fields.require("allow_neg_eigval", False)
     fields.require("output_gate_activation", "swish", "silu")
     heads, head_dim = fields.integer("num_heads", 6), fields.integer("head_dim", 256)
     fields.require("expand_k", None)  # of old versions; with it their keys had another size
@@ -192,7 +191,10 @@ def _gated_deltanet(given: Mapping[str, Any]) -> ModelConfig:
         num_heads=heads,
         head_dim=head_dim,
         value_expansion=_whole(name, "expand_v", fields.number("expand_v", default=2.0), "times the size of the keys"),
-        gated_deltanet=GatedDeltaNetConfig(value_heads=fields.optional_integer("num_v_heads")),
+        gated_deltanet=GatedDeltaNetConfig(
+            value_heads=fields.optional_integer("num_v_heads"),
+            negative_eigenvalues=fields.boolean("allow_neg_eigval", False),
+        ),
         conv_width=fields.integer("conv_size", 4),
         head_norm=HeadNormConfig(shared=True, eps=shared["norm_eps"] * head_dim),  # q is scaled by head_dim^{−1/2}
         **shared,
@@ -274,6 +276,7 @@ def _peer_gated_deltanet(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.resolved_head_dim,
         "expand_v": config.value_expansion,
         "num_v_heads": config.gated_deltanet.value_heads,
+        "allow_neg_eigval": config.gated_deltanet.negative_eigenvalues,
         "conv_size": config.conv_width,
     }
 
@@ -299,7 +302,7 @@ def _is(kind: str) -> Callable[[Mapping[str, Any]], bool]:
 _MATTERS = ("num_heads", "resolved_head_dim", "value_dim", "resolved_mlp_dim", "head_norm")
 GATED_DELTANET = Family(
     "gated_deltanet", ("gated_deltanet", *_SOFTMAX), _is("gated_deltanet"), _gated_deltanet, _peer_gated_deltanet,
-    _gated_deltanet_rows, (*_MATTERS, "value_heads", "conv_width"),
+    _gated_deltanet_rows, (*_MATTERS, "value_heads", "gated_deltanet.negative_eigenvalues", "conv_width"),
 )  # fmt: skip
 DELTANET = Family(
     "delta_net",

@@ -221,6 +221,7 @@ def _to_peer(config: ModelConfig) -> dict[str, Any]:
 QWEN3_5 = Family(
     "qwen3_5", ("gated_deltanet", "attention"), lambda given: given.get("model_type") in ("qwen3_5", "qwen3_5_text"), _to_ours,
     _to_peer, rows,
-    ("num_heads", "resolved_head_dim", "value_dim", "value_heads", "resolved_mlp_dim", "head_norm", "conv_width"),
+    ("num_heads", "resolved_head_dim", "value_dim", "value_heads", "gated_deltanet.negative_eigenvalues", "resolved_mlp_dim",
+     "head_norm", "conv_width"),
     kept=KEPT,
 )  # fmt: skip

@@ -126,6 +126,8 @@ class GatedDeltaNetConfig:
     """Gated DeltaNet (mixer "gated_deltanet").
 
     Attributes:
+      negative_eigenvalues: whether β is 2 σ(x W_β) instead of σ(x W_β), so that a write may reverse what is stored under a key
+        (Grazzi et al. 2025).
       value_heads: number of heads of values, each with its own memory and gates: a multiple of num_heads, the number of heads of
         queries and keys, which consecutive heads of values share. None: num_heads.
 
@@ -134,9 +136,11 @@ class GatedDeltaNetConfig:
     """
 
     value_heads: int | None = None
+    negative_eigenvalues: bool = False
 
     def __post_init__(self) -> None:
         check.integers(self, {"value_heads": 1}, ("value_heads",))
+        check.boolean("GatedDeltaNetConfig", "negative_eigenvalues", self.negative_eigenvalues)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +192,9 @@ class ModelConfig:
       mixer_options: keyword arguments for your own mixers, a JSON object as text. A dictionary is converted to text.
       ffn: the feed-forward network after the mixer: "swiglu", without biases; "gelu", two projections with biases;
         "channel_mixing", RWKV-7's, with a token shift; or "none".
-      block: "pre_norm": x + f(norm(x)); or "bare": f(x), without norm and residual, which requires ffn="none".
+      block: what surrounds f, the mixer or the feed-forward network: "pre_norm", x + f(norm(x)); "post_norm", x + norm(f(x)); or
+        "bare", f(x), without norm and residual, which requires ffn="none". A tuple of the first two is one for each layer of the
+        pattern of mixers.
       memory: the memory of the mixers that have one ("memory", "mac", "mag", "mal").
       caching: Memory Caching around the recurrence of the mixers whose state is a matrix ("retnet", "gla", "deltanet",
         "gated_deltanet", "rwkv7", "mamba2"). None: no Memory Caching. That of the mixers with a memory is `memory.caching`.
@@ -227,7 +233,7 @@ class ModelConfig:
     mixer: str | tuple[str, ...] = "memory"
     mixer_options: str = "{}"
     ffn: Literal["swiglu", "gelu", "channel_mixing", "none"] = "swiglu"
-    block: Literal["pre_norm", "bare"] = "pre_norm"
+    block: str | tuple[str, ...] = "pre_norm"
     memory: MemoryConfig = MemoryConfig()
     caching: CachingConfig | None = None
     attention: AttentionConfig = AttentionConfig()
@@ -297,6 +303,16 @@ class ModelConfig:
                 f"ModelConfig: mixer={self.mixer!r} is a pattern of {len(self.pattern)} layers, which must divide "
                 f"num_layers={self.num_layers}."
             )
+        if isinstance(self.block, tuple):
+            if len(self.block) != len(self.pattern):
+                raise ValueError(
+                    f"ModelConfig: block={self.block!r} is for {len(self.block)} layers, should be for the {len(self.pattern)} of "
+                    "the pattern of mixers."
+                )
+            for block in self.block:
+                check.choice("ModelConfig", "each one of block", block, ("pre_norm", "post_norm"))
+        else:
+            check.choice("ModelConfig", "block", self.block, ("pre_norm", "post_norm", "bare"))
         if self.block == "bare" and self.ffn != "none":
             raise ValueError(f"ModelConfig: block='bare' needs ffn='none', got ffn={self.ffn!r}.")
 
@@ -304,6 +320,11 @@ class ModelConfig:
     def pattern(self) -> tuple[str, ...]:
         """The mixers of one repetition of the pattern. A single one if all layers have the same mixer."""
         return (self.mixer,) if isinstance(self.mixer, str) else self.mixer
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The kind of block of each layer of the pattern."""
+        return self.block if isinstance(self.block, tuple) else (self.block,) * len(self.pattern)
 
     @property
     def resolved_head_dim(self) -> int:
@@ -379,7 +400,6 @@ _PARTS = {
 _CHOICES = {
     "dtype": ("bfloat16", "float32"),
     "ffn": ("swiglu", "gelu", "channel_mixing", "none"),
-    "block": ("pre_norm", "bare"),
     "norm": ("rms", "rms_plus_one", "layer"),
     "positions": ("none", "learned"),
 }

@@ -48,18 +48,21 @@ class _StatefulFFN(Protocol):
 
 
 class Layer(nnx.Module):
-    """x + mixer(norm(x)), then x + ffn(norm(x)). The config may drop the second part (`ffn`), or norm and residual (`block`).
+    """x + mixer(norm(x)), then x + ffn(norm(x)). The config may drop the second part (`ffn`), and move the norms to
+    the outputs of mixer and ffn, or drop norm and residual (`block`).
 
     Args:
       config: the model's config.
-      mixer: name of the mixer.
+      index: number of the layer in the pattern.
       rngs: source of the initial values.
     """
 
-    def __init__(self, config: ModelConfig, mixer: str, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, index: int, *, rngs: nnx.Rngs):
         self.remat, self.dropout, self.dtype = config.remat, config.dropout, jnp.dtype(config.dtype)
-        self.mixer_norm = None if config.block == "bare" else make_norm(config)
-        self.mixer = make_mixer(mixer, config, rngs=rngs)
+        block = config.blocks[index]
+        self.has_post_norm = block == "post_norm"
+        self.mixer_norm = None if block == "bare" else make_norm(config)
+        self.mixer = make_mixer(config.pattern[index], config, rngs=rngs)
         ffn = _FFNS.get(config.ffn)
         self.mlp_norm = None if ffn is None else make_norm(config)
         scale = config.output_scale
@@ -112,7 +115,15 @@ class Layer(nnx.Module):
         """The mixer's `FirstValuesMixer.first_values` of a piece of a sequence."""
         assert isinstance(self.mixer, FirstValuesMixer)
         mixer = state.mixer if isinstance(state, LayerState) else state
-        return self.mixer.first_values(x if self.mixer_norm is None else self.mixer_norm(x), mixer, segment_ids)
+        return self.mixer.first_values(self._before(self.mixer_norm, x), mixer, segment_ids)
+
+    def _before(self, norm: RMSNorm | LayerNorm | None, x: jax.Array) -> jax.Array:
+        """The input of the mixer or of the feed-forward network, whose norm is `norm`."""
+        return x if norm is None or self.has_post_norm else norm(x)
+
+    def _after(self, norm: RMSNorm | LayerNorm, y: jax.Array) -> jax.Array:
+        """What is added to the residual stream, from the output y."""
+        return norm(y) if self.has_post_norm else y
 
     def _around(
         self,
@@ -125,15 +136,15 @@ class Layer(nnx.Module):
         """(output, what `mix` returns beside its own, next state of the feed-forward network), from its state `before`."""
         if self.mixer_norm is None:
             return *mix(x), None
-        y, state = mix(self.mixer_norm(x))
-        x = x + y
+        y, state = mix(self._before(self.mixer_norm, x))
+        x = x + self._after(self.mixer_norm, y)
         if self.mlp is not None and self.mlp_norm is not None:
-            z = self.mlp_norm(x)
+            z = self._before(self.mlp_norm, x)
             if isinstance(self.mlp, _StatefulFFN):
                 y, before = self.mlp(z, before, segment_ids)
             else:
                 y = self.mlp(z)
-            x = x + dropout(y, self.dropout, keys)
+            x = x + dropout(self._after(self.mlp_norm, y), self.dropout, keys)
         return x, state, before
 
 
@@ -142,8 +153,8 @@ class Pattern(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.size = len(config.pattern)
-        for i, mixer in enumerate(config.pattern):
-            setattr(self, f"layer_{i}", Layer(config, mixer, rngs=rngs))
+        for i in range(self.size):
+            setattr(self, f"layer_{i}", Layer(config, i, rngs=rngs))
 
     def observe(
         self,
@@ -193,7 +204,7 @@ def stack_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer | Pattern:
 
     def make(key: jax.Array) -> Layer | Pattern:
         rngs = nnx.Rngs(params=key)
-        return Layer(config, config.pattern[0], rngs=rngs) if len(config.pattern) == 1 else Pattern(config, rngs=rngs)
+        return Layer(config, 0, rngs=rngs) if len(config.pattern) == 1 else Pattern(config, rngs=rngs)
 
     one = nnx.eval_shape(lambda: make(jax.random.key(0)))
     init = lambda key: nnx.split(make(key), nnx.Param)[1]

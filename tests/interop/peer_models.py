@@ -74,6 +74,7 @@ MODELS = {
     "gated_deltanet, attention in a layer": (
         "fla.models", "GatedDeltaNet",
         {"hidden_size": 32, "num_heads": 2, "num_v_heads": 4, "head_dim": 8, "expand_v": 1.0, "num_hidden_layers": 2,
+         "allow_neg_eigval": True,
          "vocab_size": 300, "intermediate_size": 48,
          "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "rope_theta": 100.0}},
         2, 13, 4,
@@ -117,6 +118,21 @@ MODELS = {
                            "num_position_embeddings": 16, "patch_size": 4}},
         1, 7, 16,
     ),
+    "olmo_hybrid": (
+        "transformers", "OlmoHybrid",
+        {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 300, "intermediate_size": 48, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "pad_token_id": 0},
+        2, 131, 16,
+    ),
+    "olmo_hybrid, rotated, other heads": (
+        "transformers", "OlmoHybrid",
+        {"hidden_size": 36, "num_hidden_layers": 3, "vocab_size": 257, "intermediate_size": 40, "num_attention_heads": 3,
+         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 6,
+         "linear_allow_neg_eigval": False, "attention_bias": True, "rms_norm_eps": 0.001, "pad_token_id": 0,
+         "layer_types": ["full_attention", "linear_attention", "full_attention"],
+         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+        3, 7, 16,
+    ),
     "rwkv7": (
         "fla.models", "RWKV7",
         {"hidden_size": 32, "head_dim": 16, "num_hidden_layers": 3, "vocab_size": 300, "decay_low_rank_dim": 8,
@@ -148,13 +164,35 @@ def make(folder: pathlib.Path, name: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():  # zeros and ones hide mistakes
             parameter.add_(0.1 * torch.randn_like(parameter))
-        model.save_pretrained(folder / name, max_shard_size="60KB" if batch == 2 else "1GB")
+        if prefix == "OlmoHybrid":
+            save_olmo(model, folder / name)
+        else:
+            model.save_pretrained(folder / name, max_shard_size="60KB" if batch == 2 else "1GB")
         logits = model(tokens, use_cache=False).logits
         decoded, greedy = decode(model, tokens, more)
         half = model.to(torch.bfloat16)(tokens, use_cache=False).logits.float()
     np.savez(
         folder / name / "reference.npz", tokens=tokens, logits=logits, decoded=decoded, greedy=greedy, bfloat16=half
     )
+
+
+def save_olmo(model, folder: pathlib.Path) -> None:
+    """Saves with the names of the public weights. `save_pretrained` splits convolutions wrongly where keys and values differ."""
+    from safetensors.torch import save_file
+
+    saved, config = {}, model.config
+    key, value = (
+        getattr(config, f"linear_num_{x}_heads") * getattr(config, f"linear_{x}_head_dim") for x in ("key", "value")
+    )
+    for tensor, x in model.state_dict().items():
+        if tensor.endswith("linear_attn.conv1d.weight"):
+            parts = x.split((key, key, value))
+            saved |= {tensor.replace("conv1d", f"{y}_conv1d"): part.contiguous() for y, part in zip("qkv", parts)}
+        else:
+            saved[tensor] = x
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    save_file(saved, folder / "model.safetensors", {"format": "pt"})
 
 
 def decode(model, tokens, more):

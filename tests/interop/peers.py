@@ -139,6 +139,30 @@ def _qwen3_5(
     return shapes if tied else shapes | {"lm_head.weight": (260, dim)}
 
 
+def _olmo_hybrid(dim=12, vocab=260, wide=20, heads=3, kv_heads=1, key_heads=2, value_heads=4, key=3, value=6):
+    """A layer of Gated DeltaNet and one of attention."""
+    size, inner = dim // heads, value_heads * value
+    first = {
+        "attention_layer_norm.weight": (dim,), "feedforward_layer_norm.weight": (dim,),
+        **{f"linear_attn.{x}": shape for x, shape in _projections(dim, key_heads * key, inner, True).items()},
+        **{f"linear_attn.{x}": shape for x, shape in _convolutions(key_heads * key, inner).items()},
+        **{f"linear_attn.{x}_proj.weight": (value_heads, dim) for x in "ab"},
+        "linear_attn.A_log": (value_heads,), "linear_attn.dt_bias": (value_heads,), "linear_attn.o_norm.weight": (value,),
+    }  # fmt: skip
+    second = {
+        "post_attention_layernorm.weight": (dim,), "post_feedforward_layernorm.weight": (dim,),
+        **{f"self_attn.{x}_proj.weight": (dim, dim) for x in "qo"},
+        **{f"self_attn.{x}_proj.weight": (kv_heads * size, dim) for x in "kv"},
+        "self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (kv_heads * size,),
+    }  # fmt: skip
+    mlp = {"mlp.gate_proj.weight": (wide, dim), "mlp.up_proj.weight": (wide, dim), "mlp.down_proj.weight": (dim, wide)}
+    layers = {
+        f"model.layers.{n}.{x}": shape for n, y in enumerate((first, second)) for x, shape in {**y, **mlp}.items()
+    }
+    ends = {"model.embed_tokens.weight": (vocab, dim), "model.norm.weight": (dim,), "lm_head.weight": (vocab, dim)}
+    return layers | ends
+
+
 _FLA = {
     "hidden_size": 12,
     "num_hidden_layers": 2,
@@ -230,6 +254,12 @@ PEERS = {
             **_qwen3_5("model.language_model.", tied=True, layers=2), "model.visual.patch_embed.proj.weight": (4, 3, 2, 2, 2),
             "model.visual.blocks.0.attn.qkv.bias": (12,), "mtp.fc.weight": (12, 24), "mtp.norm.weight": (12,),
         },
+    ),
+    "olmo_hybrid": (
+        {"model_type": "olmo_hybrid", "hidden_size": 12, "num_hidden_layers": 2, "vocab_size": 260, "intermediate_size": 20,
+         "num_attention_heads": 3, "num_key_value_heads": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 3, "linear_value_head_dim": 6, "rope_parameters": None},
+        _olmo_hybrid(),
     ),
     "rwkv7": (
         {"model_type": "rwkv7", "hidden_size": 12, "num_hidden_layers": 2, "head_dim": 4, "num_heads": 3,

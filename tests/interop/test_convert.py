@@ -32,6 +32,7 @@ def files(folder):
         ("mamba2 of mamba_ssm", "F16", 1), ("mamba", "BF16", 2),
         ("mamba of mamba_ssm", "F32", 1), ("gated_deltanet", "BF16", 2), ("delta_net", "F32", 1), ("gla", "F32", 1),
         ("gated_deltanet with attention", "F32", 1),
+        ("olmo_hybrid", "F16", 1),
         ("qwen3_5 with images", "BF16", 2), pytest.param("qwen3_5", "F32", 1, marks=pytest.mark.slow), ("rwkv7", "BF16", 2),
     ],
 )  # fmt: skip
@@ -63,9 +64,10 @@ def test_round_trip_is_exact(tmp_path, name, dtype, count):
             "gla",
             "gated_deltanet with attention",
             "qwen3_5",
+            "olmo_hybrid",
             "rwkv7",
         ],
-        ["mamba2", "gated_deltanet", "delta_net", "gla"],
+        ["mamba2", "gated_deltanet", "delta_net", "gla", "qwen3_5"],
     ),
 )
 def test_a_run_of_our_own_can_be_exported(tmp_path, name):
@@ -136,6 +138,12 @@ TENSORS = [
         lambda x: x.update({f"{QWEN}0.linear_attn.conv1d.weight": x[f"{QWEN}0.linear_attn.conv1d.weight"][:-1].copy()}),
         ["linear_attn.conv1d.weight", "(35, 1, 4), should be (36, 1, 4)"],
     ),
+    ("olmo_hybrid", without("model.layers.1.self_attn.q_norm.weight"), ["self_attn.q_norm.weight'", "missing"]),
+    (
+        "olmo_hybrid",
+        lambda x: x.update({"model.layers.0.linear_attn.conv1d.weight": x["model.norm.weight"]}),
+        ["no tensors 'model.layers.0.linear_attn.conv1d.weight'"],
+    ),
     ("gla", lambda x: x.update({HEAD: x[HEAD].astype(np.int32)}), [HEAD, "is I32", "F32, F16, BF16"]),
     ("gla", lambda x: x.update({HEAD: x[HEAD].astype(np.float64)}), [HEAD, "is F64"]),
     (
@@ -172,7 +180,7 @@ CONFIGS = [
     ("mamba of mamba_ssm", {"ssm_cfg": {"bias": True}}, ["ssm_cfg: bias is True"]),
     ("mamba of mamba_ssm", {"ssm_cfg": {"headdim": 4}}, ["'headdim'", "not known"]),
     ("mamba of mamba_ssm", {"rms_norm": False}, ["rms_norm is False"]),
-    ("gated_deltanet", {"allow_neg_eigval": True}, ["allow_neg_eigval is True"]),
+    ("gated_deltanet", {"allow_neg_eigval": 1}, ["allow_neg_eigval is 1", "true or false"]),
     ("gated_deltanet", {"num_v_heads": 3}, ["value_heads=3 must be a multiple of num_heads=2"]),
     ("gated_deltanet", {"expand_v": 1.5}, ["expand_v gives 1.5", "whole number"]),
     ("gated_deltanet", {"attn": 3}, ["attn is 3; it should be an object, a list of objects or null"]),
@@ -206,6 +214,10 @@ CONFIGS = [
     ("qwen3_5", {"rope_parameters": {"partial_rotary_factor": 1.5}}, ["partial_rotary_factor is 1.5", "at most 1"]),
     ("qwen3_5", {"num_experts": 8}, ["'num_experts'", "not known"]),
     ("qwen3_5 with images", {"text_config": 3}, ["text_config is 3", "an object"]),
+    ("olmo_hybrid", {"hidden_act": "gelu"}, ["hidden_act is 'gelu'"]),
+    ("olmo_hybrid", {"num_attention_heads": 5}, ["num_attention_heads is 5", "a divisor of hidden_size, 12"]),
+    ("olmo_hybrid", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["rope_type is 'yarn'"]),
+    ("olmo_hybrid", {"sliding_window": 8}, ["'sliding_window'", "not known"]),
     ("rwkv7", {"norm_bias": False}, ["norm_bias is False"]),
     ("rwkv7", {"hidden_act": "relu"}, ["hidden_act is 'relu'", "'sqrelu'"]),
     ("rwkv7", {"value_dim": [12, 24]}, ["value_dim is [12, 24]; it should be 12 or [12, 12]"]),

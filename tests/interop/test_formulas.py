@@ -88,8 +88,8 @@ def rwkv7(tokens, w, config):
     return norm(x, "model.norm") @ w["lm_head.weight"].T
 
 
-def qwen3_5_delta(x, w, config):
-    """transformers' `Qwen3_5GatedDeltaNet`."""
+def qwen3_5_delta(x, w, config, largest=1):
+    """transformers' `Qwen3_5GatedDeltaNet`. largest: that β may be."""
     heads, more = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
     size = heads * config["linear_key_head_dim"]
     taps = w["conv1d.weight"][:, 0].T
@@ -100,7 +100,7 @@ def qwen3_5_delta(x, w, config):
     split = lambda a, count: a.reshape(len(x), count, -1)
     q, k = (np.repeat(unit(split(a, heads)), more, axis=1) for a in (q, k))
     q, v, z = q / np.sqrt(q.shape[-1]), split(v, heads * more), split(x @ w["in_proj_z.weight"].T, heads * more)
-    beta, a = sigmoid(x @ w["in_proj_b.weight"].T), x @ w["in_proj_a.weight"].T
+    beta, a = largest * sigmoid(x @ w["in_proj_b.weight"].T), x @ w["in_proj_a.weight"].T
     alpha = np.exp(-np.exp(w["A_log"]) * softplus(a + w["dt_bias"]))
     S, ys = np.zeros((heads * more, k.shape[-1], v.shape[-1])), []
     for t in range(len(x)):
@@ -147,12 +147,42 @@ def qwen3_5(tokens, w, config):
     return norm(x, w["norm.weight"]) @ w["embed_tokens.weight"].T
 
 
+def olmo_hybrid(tokens, w, config):
+    """transformers' `OlmoHybridForCausalLM`: a layer of Gated DeltaNet with β up to 2, and one of attention with post-norms."""
+    norm = lambda x, scale: rms(x, 1e-6) * scale
+    mlp = lambda y, w: (silu(y @ w["gate_proj.weight"].T) * (y @ w["up_proj.weight"].T)) @ w["down_proj.weight"].T
+    x = w["model.embed_tokens.weight"][tokens]
+    layer = inside(w, "model.layers.0.")
+    delta = inside(layer, "linear_attn.")
+    joined = {
+        "in_proj_qkv.weight": np.concatenate([delta[f"{x}_proj.weight"] for x in "qkv"]),
+        "conv1d.weight": np.concatenate([delta[f"{x}_conv1d.weight"] for x in "qkv"]),
+        "in_proj_z.weight": delta["g_proj.weight"], "in_proj_b.weight": delta["b_proj.weight"],
+        "in_proj_a.weight": delta["a_proj.weight"], "norm.weight": delta["o_norm.weight"],
+        "out_proj.weight": delta["o_proj.weight"], "A_log": delta["A_log"], "dt_bias": delta["dt_bias"],
+    }  # fmt: skip
+    y = norm(x, layer["attention_layer_norm.weight"])
+    x = x + qwen3_5_delta(y, joined, {**config, "rms_norm_eps": 1e-5}, largest=2)
+    x = x + mlp(norm(x, layer["feedforward_layer_norm.weight"]), inside(layer, "mlp."))
+    layer = inside(w, "model.layers.1.")
+    own, heads = inside(layer, "self_attn."), config["num_attention_heads"]
+    q, k = (norm(x @ own[f"{name}_proj.weight"].T, own[f"{name}_norm.weight"]) for name in "qk")
+    split = lambda a: a.reshape(len(x), -1, config["hidden_size"] // heads)
+    q, k, v = split(q), split(k), split(x @ own["v_proj.weight"].T)
+    k, v = (np.repeat(a, heads // config["num_key_value_heads"], axis=1) for a in (k, v))
+    weights = np.exp(np.einsum("thk,shk->hts", q, k) / np.sqrt(q.shape[-1])) * np.tri(len(x))
+    y = np.einsum("hts,shv->thv", weights / weights.sum(-1, keepdims=True), v).reshape(len(x), -1)
+    x = x + norm(y @ own["o_proj.weight"].T, layer["post_attention_layernorm.weight"])
+    x = x + norm(mlp(x, inside(layer, "mlp.")), layer["post_feedforward_layernorm.weight"])
+    return norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+
+
 def inside(w, prefix):
     """The tensors whose names start with the prefix, without it."""
     return {name.removeprefix(prefix): x for name, x in w.items() if name.startswith(prefix)}
 
 
-FORMULAS = {"mamba": mamba, "qwen3_5 with images": qwen3_5, "rwkv7": rwkv7}
+FORMULAS = {"mamba": mamba, "qwen3_5 with images": qwen3_5, "olmo_hybrid": olmo_hybrid, "rwkv7": rwkv7}
 
 
 @pytest.mark.parametrize("kind", FORMULAS)

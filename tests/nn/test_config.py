@@ -56,7 +56,8 @@ CONFIGS = [
     ModelConfig(
         mixer=("gated_deltanet", "attention"),
         norm="rms_plus_one",
-        gated_deltanet=GatedDeltaNetConfig(value_heads=8),
+        block=("pre_norm", "post_norm"),
+        gated_deltanet=GatedDeltaNetConfig(value_heads=8, negative_eigenvalues=True),
         attention=AttentionConfig(
             num_heads=6,
             kv_heads=2,
@@ -150,6 +151,9 @@ def test_overrides_reach_the_rule():
         (lambda: ModelConfig(value_expansion=0), ["value_expansion", "0"]),
         (lambda: ModelConfig(ffn="relu"), ["ffn", "'swiglu' or 'gelu' or 'channel_mixing' or 'none'", "'relu'"]),
         (lambda: ModelConfig(block="bare"), ["block='bare'", "ffn='none'", "'swiglu'"]),
+        (lambda: ModelConfig(block="norm"), ["block", "'pre_norm' or 'post_norm' or 'bare'", "'norm'"]),
+        (lambda: ModelConfig(block=("pre_norm",) * 2), ["block", "for 2 layers", "the 1 of the pattern"]),
+        (lambda: ModelConfig(block=("bare",)), ["each one of block", "'pre_norm' or 'post_norm'", "'bare'"]),
         (lambda: ModelConfig(mixer=("memory",) * 3), ["pattern of 3", "num_layers=4"]),
         (lambda: ModelConfig(mixer=()), ["pattern of 0", "num_layers=4"]),
         (lambda: ModelConfig(mixer=["memory"]), ["tuple of names", "['memory']"]),

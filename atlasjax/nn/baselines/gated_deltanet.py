@@ -21,7 +21,8 @@ class GatedDeltaNetMixer(HeadsMixer):
         out = (RMSNorm(y) ⊙ SiLU(z)) W_out                          one norm per head
 
     In the paper values are twice as wide as keys (`value_expansion=2`). Initial rates exp(A_log) are uniform in [0, 16]. Several
-    heads of values may share queries and keys (`gated_deltanet.value_heads`); each has its own S, β and α.
+    heads of values may share queries and keys (`gated_deltanet.value_heads`); each has its own S, β and α. β is twice as large with
+    `gated_deltanet.negative_eigenvalues`.
 
     Args:
       config: as for `HeadsMixer`, conv_width, and gated_deltanet.
@@ -38,7 +39,10 @@ class GatedDeltaNetMixer(HeadsMixer):
                 f"GatedDeltaNetConfig: value_heads={value_heads} must be a multiple of num_heads={key_heads}."
             )
         super().__init__(config, rules.gated_delta_rule(), num_heads=value_heads, rngs=rngs)
-        self.groups = value_heads // key_heads
+        self.groups, self.largest_step = (
+            value_heads // key_heads,
+            2.0 if config.gated_deltanet.negative_eigenvalues else 1.0,
+        )
         values = self.groups * self.value_dim  # of one head of keys
         sizes = (self.key_dim, self.key_dim, values, values)
         self.inputs = HeadProjections(config.dim, key_heads, sizes, config.conv_width, rngs=rngs)
@@ -55,6 +59,6 @@ class GatedDeltaNetMixer(HeadsMixer):
         split = lambda a: a.reshape(*a.shape[:2], self.num_heads, self.value_dim)
         q, k, v, z = shared(q), shared(k), split(v), split(z)
         logits = float32_product(x, self.gates)
-        beta = jax.nn.sigmoid(logits[:, :, 0])
+        beta = self.largest_step * jax.nn.sigmoid(logits[:, :, 0])
         decay = jnp.exp(self.A_log[...]) * jax.nn.softplus(logits[:, :, 1] + self.dt_bias[...])
         return Tokens(q, k, v, memory.Gates(retention=jnp.exp(-decay), step_size=beta), z), inputs
