@@ -50,8 +50,12 @@ from atlasjax.nn.mixers import MIXERS
 _PAPER_VOCABULARY = 32_000
 
 
-def _blocks(elastic: ElasticConfig) -> dict[str, Any]:
-    """The configs of the mixers that attend within blocks, with blocks and memories of the same size as Elastic Memory (E §3.1)."""
+def _blocks(elastic: ElasticConfig, layers: int) -> dict[str, Any]:
+    """The configs of the mixers that attend within blocks, with blocks of the same size as Elastic Memory.
+
+    The memories of a model have as many numbers as Elastic Memory's, which is in one layer and keeps a key and a value for each of
+    its `order` coefficients. Melodi is in every layer and keeps only values (E §3.1, Table 1).
+    """
     size, length = elastic.block_size, elastic.order
     return {
         "elastic": elastic,
@@ -59,7 +63,7 @@ def _blocks(elastic: ElasticConfig) -> dict[str, Any]:
         "block_recurrence": BlockRecurrenceConfig(size),
         "memorizing": MemorizingConfig(length, size),
         "infini": InfiniConfig(size),
-        "melodi": MelodiConfig(length, size),
+        "melodi": MelodiConfig(max(1, 2 * length // layers), size),
     }
 
 
@@ -87,7 +91,9 @@ class Size:
     mamba2_state: int = 128
     cached_segment: int = 256
     max_positions: int = 4096
-    blocks: Mapping[str, Any] = dataclasses.field(default_factory=lambda: _blocks(ElasticConfig(540, block_size=1024)))
+    blocks: Mapping[str, Any] = dataclasses.field(
+        default_factory=lambda: _blocks(ElasticConfig(540, block_size=1024), layers=12)
+    )
 
 
 def _paper(parameters: float, layers: int, dim: int, heads: int, *, tied: bool) -> Size:
@@ -106,7 +112,7 @@ SIZES: dict[str, Size] = {
         memory={"newton_schulz_every": 32, "expansion": 2, "cache_window": 64},
         mamba2_state=64,
         cached_segment=64,
-        blocks=_blocks(ElasticConfig(64, block_size=64, context=512)),
+        blocks=_blocks(ElasticConfig(64, block_size=64, context=512), layers=4),
         max_positions=512,
     ),
     "170m": _paper(170e6, 12, 768, 16, tied=False),
@@ -117,9 +123,12 @@ SIZES: dict[str, Size] = {
 
 
 def _elastic(dim: int, heads: int) -> Size:
-    """The sizes of E: 12 layers and heads of 90. The paper does not state the vocabulary."""
+    """The sizes of E: 12 layers, heads of 90, blocks of 2,048 and contexts of 32,768. The paper does not state the vocabulary."""
     fields = {"num_layers": 12, "dim": dim, "num_heads": heads, "head_dim": 90}
-    return Size(None, {"vocab_size": _PAPER_VOCABULARY, **fields}, attention=AttentionConfig(window=1024))
+    blocks = _blocks(ElasticConfig(540, block_size=2048, context=32_768), layers=12)
+    return Size(
+        None, {"vocab_size": _PAPER_VOCABULARY, **fields}, attention=AttentionConfig(window=2048), blocks=blocks
+    )
 
 
 # Sizes of other papers, only for their own architectures. Their number of parameters is not adjusted.
@@ -192,7 +201,7 @@ _PUBLISHED_ONLY: dict[str, dict[str, Any]] = {
 }
 
 # Mixers that are used in one layer only, at three quarters of the depth (E §3.1). The other layers are sliding-window attention.
-ONE_LAYER: tuple[str, ...] = ("elastic", "memorizing", "infini", "melodi")
+ONE_LAYER: tuple[str, ...] = ("elastic", "memorizing")
 BASELINES |= {name: {"mixer": name} for name in ("memorizing", "infini", "melodi")}
 
 # Samplings of Elastic Memory (E §2.3) → suffix of the preset.

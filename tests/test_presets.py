@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from atlasjax import presets, rules
-from atlasjax.nn import LanguageModel, count_parameters
+from atlasjax.nn import LanguageModel, MelodiConfig, MemorizingConfig, count_parameters
 from atlasjax.nn.mixers import MIXERS
 from atlasjax.train import default_config
 from tests.marks import some_slow
@@ -86,18 +86,23 @@ def test_sizes_of_other_papers(sizes):
         config = presets.get_preset(f"elastic-exp-{size}")
         assert count_parameters(config) == count
         assert (config.num_layers, config.head_dim, config.mixer.index("elastic")) == (12, 90, 8)
-        for name in ("memorizing", "infini"):  # a gate for each head more
-            baseline = presets.get_preset(f"{name}-{size}")
-            assert count_parameters(baseline) == count + config.num_heads
-            assert baseline.mixer.index(name) == 8
-            assert getattr(baseline, name).block_size == 1024
-            assert name == "infini" or baseline.memorizing.queue_length == 540
-        melodi = presets.get_preset(f"melodi-{size}")  # 540 summary tokens, their mixing with 1,024 others, three norms
-        assert count_parameters(melodi) == count + 540 * (config.dim + 1024 + 540 + 1) + 3 * config.dim
-        assert melodi.mixer.index("melodi") == 8
+        assert (config.elastic.order, config.elastic.block_size, config.elastic.context) == (540, 2048, 32_768)
+        memorizing = presets.get_preset(f"memorizing-{size}")  # a gate for each head more
+        assert count_parameters(memorizing) == count + config.num_heads
+        assert memorizing.mixer.index("memorizing") == 8
+        assert memorizing.memorizing == MemorizingConfig(540, 2048)
+        infini = presets.get_preset(f"infini-{size}")
+        assert count_parameters(infini) == count + 12 * config.num_heads
+        assert (infini.pattern, infini.infini.block_size) == (("infini",), 2048)
+        melodi = presets.get_preset(f"melodi-{size}")  # 90 summary tokens, their mixing with 2,048 others, three norms
+        assert count_parameters(melodi) == count + 12 * (90 * (config.dim + 2048 + 90 + 1) + 3 * config.dim)
+        assert (melodi.pattern, melodi.melodi) == (("melodi",), MelodiConfig(90, 2048))
+        # Numbers in the memories of a sequence (E Table 1): all models have the same.
+        heads = config.num_heads
+        assert 540 * (90 + 90) * heads == 12 * 90 * 90 * heads == 12 * melodi.melodi.summary_tokens * 90 * heads
         recurrent = presets.get_preset(f"transformer-block-recurrence-{size}")
         assert count_parameters(recurrent) == count
-        assert (recurrent.pattern, recurrent.block_recurrence.block_size) == (("block_recurrence",), 1024)
+        assert (recurrent.pattern, recurrent.block_recurrence.block_size) == (("block_recurrence",), 2048)
     counts = {name: count_parameters(presets.get_preset(f"{name}-22m")) for name in presets._PUBLISHED["22m"]}
     assert counts == {
         "gam": 22_599_680, "gam-sum": 19_447_808, "gam-global": 19_435_520, "gam-local": 17_874_944,

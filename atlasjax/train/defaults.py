@@ -8,7 +8,6 @@ from atlasjax.presets import get_preset
 from atlasjax.train.config import OptimizerConfig, TrainConfig
 
 _BATCH_TOKENS = 2**19  # 0.5M tokens a batch
-_SEQUENCE_LENGTH = 4096
 # Tokens of training: as A Table 7, and 20 for each parameter of Qwen3.5.
 _TOKENS = {"170m": 15e9, "340m": 15e9, "760m": 30e9, "1.3b": 100e9, "0.8b": 15e9}
 
@@ -23,10 +22,17 @@ class _Recipe:
     warmup_steps: int | None = 2000
     warmup_fraction: float = 0.01  # of the steps, where warmup_steps is None
     accumulation: int = 2
+    sequence_length: int = 4096
 
 
-# E Table 9.
-_ELASTIC = _Recipe(OptimizerConfig(learning_rate=2e-3, eps=1e-7), tokens=40e9, warmup_steps=None)
+# E Table 9: 16 samples of 32,768 tokens.
+_ELASTIC = _Recipe(
+    OptimizerConfig(learning_rate=2e-3, eps=1e-7),
+    tokens=40e9,
+    warmup_steps=None,
+    accumulation=1,
+    sequence_length=32_768,
+)
 # G §4.3: batches of 32 sequences of its 256 tokens, 20 tokens for each parameter here (5 epochs there).
 _GAM = _Recipe(OptimizerConfig(learning_rate=3e-4), batch_size=32, warmup_steps=100, accumulation=1)
 _RECIPES = {"98m": _ELASTIC, "205m": _ELASTIC, "345m": _ELASTIC, "22m": _GAM}
@@ -37,9 +43,10 @@ def default_config(preset: str) -> TrainConfig:
 
     Tiny presets train on the embedded text in a few minutes on two CPU cores. The sizes of A and M (170m to 1.3b) use sequences of
     4,096 tokens, batches of 0.5M tokens, and AdamW at 4e-4 with cosine decay and weight decay 0.1, on as many tokens as the papers.
-    Those of E (98m to 345m) use E Table 9's learning rate of 2e-3, ε of 1e-7, warm-up of 1% and 40B tokens; those of G (22m) the
-    batches of 32 and the 3e-4 of G §4.3. Sizes whose tokens no paper gives take 20 for each parameter of the name. The user gives
-    the text (`data.*`) and a mesh that fits the machine. docs/deviations.md lists what differs from the papers.
+    Those of E (98m to 345m) use E Table 9: sequences of 32,768 tokens, a learning rate of 2e-3, ε of 1e-7, warm-up of 1% and 40B
+    tokens; those of G (22m) the batches of 32 and the 3e-4 of G §4.3. Sizes whose tokens no paper gives take 20 for each parameter
+    of the name. The user gives the text (`data.*`) and a mesh that fits the machine. docs/deviations.md lists what differs from the
+    papers.
 
     Raises:
       ValueError: there is no such preset. The message suggests the nearest name.
@@ -59,8 +66,8 @@ def default_config(preset: str) -> TrainConfig:
             checkpoint_every=100,
             log_every=10,
         )
-    length = min(_SEQUENCE_LENGTH, model.max_positions or _SEQUENCE_LENGTH)
     recipe = _RECIPES.get(size, _Recipe())
+    length = min(recipe.sequence_length, model.max_positions or recipe.sequence_length)
     batch_size = recipe.batch_size or _BATCH_TOKENS // length
     steps = round((recipe.tokens or _TOKENS.get(size) or 20e6 * int(size.removesuffix("m"))) / (batch_size * length))
     optimizer = dataclasses.replace(

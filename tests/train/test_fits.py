@@ -58,4 +58,5 @@ def test_every_published_preset_can_be_trained():
         config = default_config(name)
         tokens = config.data.sequence_length * config.data.batch_size
         assert tokens == (32 * 256 if name.endswith("-22m") else 2**19), name  # G §4.3; all others half a million
-        assert config.data.sequence_length <= (config.model.max_positions or 4096)
+        length = 32_768 if name.endswith(("-98m", "-205m", "-345m")) else 4096  # E Table 9; A App. E
+        assert config.data.sequence_length == min(length, config.model.max_positions or length), name
