@@ -147,7 +147,7 @@ _KINDS = {
     "own": ("a mixer of your own", "tab:gray"),
 }
 
-_ATTEND = {"attention", "swa", "mac", "mag", "mal", "block_attention", "block_recurrence"}
+_ATTEND = {"attention", "swa", "mac", "mag", "mal", "block_attention", "block_recurrence", "infini", "melodi"}
 
 
 def _color(name: str) -> str:
