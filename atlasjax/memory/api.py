@@ -191,7 +191,7 @@ def read(
     Args:
       rule, params, state: as in `scan`. The state is required.
       q: [batch, time, heads, key_dim], floating point.
-      connector: u of a cached rule, like q. None means the queries.
+      connector: u of a cached rule, like q. None means the queries. With connector="age" it has 1 + capacity channels and is required.
       blend: λ of a cached rule with `blended`, [batch, time, heads]. None means 1.
 
     Returns:
@@ -209,7 +209,8 @@ def read(
         raise ValueError(f"{where}: blend is given, but only a CachedRule with blended=True uses it.")
     check.check_arrays(where, params=params, state=state, q=q, connector=connector, blend=blend)
     if connector is not None:
-        check.check_shape("connector", connector, tuple(q.shape), where)
+        channels = rule.connector_channels(q.shape[-1]) or q.shape[-1]
+        check.check_shape("connector", connector, (*q.shape[:-1], channels), where)
     if blend is not None:
         check.check_shape("blend", blend, tuple(q.shape[:-1]), where)
     given = {name: x for name, x in (("connector", connector), ("blend", blend)) if x is not None}

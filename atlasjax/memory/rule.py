@@ -77,6 +77,10 @@ class Rule(abc.ABC):
     def step(self, params: Any, state: Any, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> tuple[Any, Any]:
         """One token: arrays without the time axis."""
 
+    def connector_channels(self, key_dim: int) -> int | None:
+        """Channels of `connector`; None if there is none."""
+        return key_dim if self.has_connector else None
+
     @abc.abstractmethod
     def read(self, params: Any, state: Any, q: jax.Array) -> jax.Array:
         """Reads without writing. With `has_connector` there is a further argument `connector`."""

@@ -22,8 +22,9 @@ class CachingConfig:
       aggregation: how the reads of cached memories are combined: "residual", "grm", "soup" or "ssc".
       segment_size: C ≥ 1, number of tokens after which a memory is cached. A multiple of the rule's chunk size.
       top_k: number of cached memories that "ssc" reads, ≥ 1.
-      gate: "softmax", "sigmoid" or "raw".
-      connector: u_t is a projection of the layer's input ("input") or the query ("query").
+      gate: "softmax", "sigmoid", "raw" or "ones".
+      connector: u_t is a projection of the layer's input ("input") or the query ("query"). "age": scores that are a projection of
+        the input alone, one for each age of a memory, with a capacity.
       pooling: "mean" or "sum" of a segment's keys.
       start: the memory at the start of a segment: "fresh", or "carry" over from the segment before.
       capacity: maximum number of cached memories, ≥ 1, which bounds the state in decoding. None: unlimited.
@@ -38,8 +39,8 @@ class CachingConfig:
     aggregation: Literal["residual", "grm", "soup", "ssc"] = "grm"
     segment_size: int = 256
     top_k: int = 2
-    gate: Literal["softmax", "sigmoid", "raw"] = "softmax"
-    connector: Literal["input", "query"] = "input"
+    gate: Literal["softmax", "sigmoid", "raw", "ones"] = "softmax"
+    connector: Literal["input", "query", "age"] = "input"
     pooling: Literal["mean", "sum"] = "mean"
     start: Literal["fresh", "carry"] = "fresh"
     capacity: int | None = None
@@ -78,8 +79,10 @@ class CacheGates(nnx.Module):
 
     def __init__(self, rule: memory.CachedRule, dim: int, num_heads: int, key_dim: int, *, rngs: nnx.Rngs):
         gates = rule.gate_channels(key_dim)
-        projected = "connector" in gates
-        self.connector = Linear((dim, num_heads, key_dim), ("embed", "heads", None), rngs=rngs) if projected else None
+        channels = gates.get("connector")
+        self.connector = None
+        if channels is not None:
+            self.connector = Linear((dim, num_heads, channels), ("embed", "heads", None), rngs=rngs)
         self.blend = param(jnp.zeros(num_heads), "heads") if "blend" in gates else None
 
     def __call__(self, x: jax.Array, gates: memory.Gates) -> memory.Gates:

@@ -63,7 +63,7 @@ class GateProjection(nnx.Module):
             "removal_key": lambda x: x,
             "connector": lambda x: x,
         }
-        values = initial.values | {"connector": np.zeros((num_heads, key_dim))}
+        values = initial.values | {"connector": np.zeros((num_heads, dict(self.channels).get("connector") or 0))}
         biases = [inverse.get(name, _logit)(values[name]) for name, _ in self.channels]
         bias = jnp.asarray(np.concatenate(biases, axis=1), jnp.float32)
         self.kernel = param(normal(rngs, (dim, *bias.shape), _KERNEL_SCALE), "embed", "heads", None)

@@ -56,7 +56,8 @@ def read_cache(
     """The tokens' reads of the cache and of their own memory.
 
     Args:
-      q, u: [batch, heads, tokens, key_dim].
+      q: [batch, heads, tokens, key_dim].
+      u: like q, or [batch, heads, tokens, 1 + capacity] with connector="age".
       blend: λ, [batch, heads, tokens].
       own_keys: p of the current segment for each token, like q.
       own_read: function that reads their own memory, given the soup to mix in or None: [batch, heads, tokens, value_dim].
@@ -65,7 +66,10 @@ def read_cache(
     order, there = _by_age(state)
     row = jnp.arange(batch)[:, None]
     keys = jnp.moveaxis(state.keys, 2, 1)[row, order]  # [batch, N, heads, key_dim]
-    if u is None:
+    if u is not None and rule.connector == "age":
+        age = jnp.sum(there, axis=-1, keepdims=True) - jnp.arange(keys.shape[1])
+        scores, own = gating.by_age(u, jnp.broadcast_to(age[:, None, None], (*u.shape[:3], keys.shape[1]))), u[..., 0]
+    elif u is None:
         scores, own = jnp.zeros((batch, heads, tokens, keys.shape[1]), q.dtype), jnp.zeros(q.shape[:3], q.dtype)
     else:
         scores = jnp.einsum("bhtd,bnhd->bhtn", u, keys, precision=jax.lax.Precision.HIGHEST)

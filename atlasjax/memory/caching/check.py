@@ -15,19 +15,21 @@ def check_call(
     connector, blend = (gates.connector, gates.blend) if isinstance(gates, Gates) else (None, None)
     plain = gates._replace(connector=None, blend=None) if isinstance(gates, Gates) else gates
     rule.rule.check_call(params, None, q, k, v, plain, time=time, where=where)
-    needed = "connector" in rule.gate_channels(q.shape[-1])
+    channels = rule.connector_channels(q.shape[-1])
+    needed = channels is not None
+    shape = (*q.shape[:-1], channels)
     if needed and connector is None:
         raise ValueError(
-            f"{where}: gates.connector is missing; this rule needs it with shape {list(q.shape)} "
+            f"{where}: gates.connector is missing; this rule needs it with shape {list(shape)} "
             '(or CachedRule(connector="query")).'
         )
     if not needed and connector is not None:
         raise ValueError(
-            f"{where}: gates.connector is given, but aggregation={rule.aggregation!r} with connector={rule.connector!r} "
-            "does not use it."
+            f"{where}: gates.connector is given, but aggregation={rule.aggregation!r} with connector={rule.connector!r} and "
+            f"gate={rule.gate!r} does not use it."
         )
     if needed:
-        check.check_shape("gates.connector", connector, tuple(q.shape), where)
+        check.check_shape("gates.connector", connector, shape, where)
         check.check_floating("gates.connector", connector, where)
     if rule.blended != (blend is not None):
         raise ValueError(

@@ -21,6 +21,11 @@ def score(connector: jax.Array, keys: jax.Array) -> jax.Array:
     return jnp.einsum("...d,...d->...", connector, keys, precision=jax.lax.Precision.HIGHEST)
 
 
+def by_age(connector: jax.Array, age: jax.Array) -> jax.Array:
+    """Scores of memories that were cached `age` segments ago: [..., 1 + capacity] and integers [..., n] → [..., n]."""
+    return jnp.take_along_axis(connector, jnp.clip(age, 0, connector.shape[-1] - 1), axis=-1)
+
+
 def gamma(
     rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array, blend: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -40,7 +45,7 @@ def gamma(
 
 
 def _gamma(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
-    if not rule.has_scores:
+    if not rule.has_scores or rule.gate == "ones":
         return jnp.where(visible, jnp.ones_like(scores), 0.0), jnp.ones_like(own)
     if rule.gate == "raw":
         return jnp.where(visible, scores, 0.0), own

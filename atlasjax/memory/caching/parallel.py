@@ -134,12 +134,17 @@ def _read(
     up = lambda x: jnp.swapaxes(x.astype(wide), 2, 3)  # [segments, batch, heads, C, …]
     q, k, own_read = up(rows.q), up(rows.k), up(y)
     count, size = q.shape[0], q.shape[3]
-    if count == 1 and (rule.gate == "softmax" or not rule.has_scores):
+    if count == 1 and (rule.gate in ("softmax", "ones") or not rule.has_scores):
         return own_read
     params = jax.tree.map(lambda x: x.astype(wide), params)
     blend = None if rows.blend is None else up(rows.blend)
     if rows.connector is None:
         scores, own = jnp.zeros((*q.shape[:4], count), wide), jnp.zeros(q.shape[:4], wide)
+    elif rule.connector == "age":
+        u = up(rows.connector)
+        age = jnp.arange(count)[:, None] - jnp.arange(count)
+        scores = gating.by_age(u, jnp.broadcast_to(age[:, None, None, None], (*q.shape[:4], count)))
+        own = u[..., 0]
     else:
         u = up(rows.connector)
         keys = gating.pool(rule, k, axis=3)

@@ -30,6 +30,8 @@ def _unblended(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax
         order = jnp.argsort(jnp.where(visible, -scores, jnp.inf), stable=True)
         rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
         read = jnp.concatenate([jnp.ones(1, bool), visible & (rank < rule.top_k)])
+    if rule.gate == "ones":
+        return jnp.where(read, 1.0, 0.0)
     if rule.gate == "softmax":
         return jax.nn.softmax(jnp.where(read, every, -jnp.inf))
     return jnp.where(read, jax.nn.sigmoid(every) if rule.gate == "sigmoid" else every, 0.0)
@@ -95,7 +97,13 @@ def reference_cached(rule: CachedRule, params: Any, tokens: Tokens, segment_ids:
             params: Any, memories: dict, pooled: jax.Array, q: jax.Array, u: jax.Array | None, blend: jax.Array | None,
             own_read: jax.Array,
         ) -> jax.Array:  # fmt: skip
-            scores = jnp.zeros(1 + most, dtype) if u is None else pooled @ u
+            if u is None:
+                scores = jnp.zeros(1 + most, dtype)
+            elif rule.connector == "age":
+                age = jnp.concatenate([jnp.zeros(1, int), jnp.clip(c["last"] - number, 0, u.size - 1)])
+                scores = u[age]
+            else:
+                scores = pooled @ u
             gamma = _gates(rule, scores[1:], scores[0], visible, blend)
             return _read(rule, params, memories, gamma, q, own_read)
 

@@ -17,8 +17,17 @@ AGGREGATIONS = {
     "soup": "memory soup: one memory with the parameters γ_t θ_t + Σ_i γ_i θ^(i) (MC §3.2)",
     "ssc": "sparse selective caching: grm over the top_k cached memories and M_t (MC §3.3)",
 }
-GATES = {"softmax": "over all memories read", "sigmoid": "of each score", "raw": "the score itself"}
-CONNECTORS = {"input": "u_t is the gate `connector`", "query": "u_t = q_t"}
+GATES = {
+    "softmax": "over all memories read",
+    "sigmoid": "of each score",
+    "raw": "the score itself",
+    "ones": "1 for every memory read; scores only select (an ablation, MC Fig. 5)",
+}
+CONNECTORS = {
+    "input": "u_t is the gate `connector`",
+    "query": "u_t = q_t",
+    "age": "the scores themselves are the gate `connector`, one for each age of a memory (an ablation, MC Fig. 5)",
+}
 POOLINGS = {"mean": "p = mean of a segment's keys", "sum": "p = their sum"}
 STARTS = {"fresh": "each segment starts from M_0", "carry": "each continues from the end of the previous one"}
 
@@ -44,7 +53,8 @@ class CachedRule(Rule):
       segment_size: C ≥ 1 tokens per segment, a multiple of the rule's chunk size.
       top_k: number k ≥ 1 of cached memories that "ssc" reads.
       gate: how γ is computed from the scores, a name in `GATES`. No effect for "residual".
-      connector: source of u_t: "input", the gate `Gates.connector`, or "query", the query itself.
+      connector: source of u_t: "input", the gate `Gates.connector`, or "query", the query itself. "age": no pooled keys; the score
+        of M_t is channel 0 of `Gates.connector`, and that of the memory cached j segments ago channel j. Needs a capacity.
       pooling: "mean" or "sum" of the keys.
       start: "fresh" starts each segment from M_0 with momentum and window reset, so that segments are computed in parallel;
         "carry" continues from the previous segment.
@@ -93,6 +103,10 @@ class CachedRule(Rule):
                 f"CachedRule: segment_size={self.segment_size} must be a multiple of the rule's "
                 f"chunk_size={self.rule.chunk_size}."
             )
+        if self.connector == "age" and self.capacity is None:
+            raise ValueError(
+                'CachedRule: connector="age" has a score for each of capacity memories; capacity is None and should be a number.'
+            )
         if self.aggregation == "ssc" and self.capacity is not None and self.top_k > self.capacity:
             raise ValueError(f"CachedRule: top_k={self.top_k} must be at most capacity={self.capacity}.")
         for choice in (f'start="{self.start}"', f'aggregation="{self.aggregation}"'):
@@ -108,8 +122,14 @@ class CachedRule(Rule):
 
     @property
     def has_scores(self) -> bool:
-        """Whether gates depend on u_t and the pooled keys."""
-        return self.aggregation != "residual"
+        """Whether gates depend on scores, or select by them."""
+        return self.aggregation == "ssc" or (self.aggregation != "residual" and self.gate != "ones")
+
+    def connector_channels(self, key_dim: int) -> int | None:
+        """Channels of the gate `connector`; None if the rule has no such gate."""
+        if not self.has_scores or self.connector == "query":
+            return None
+        return key_dim if self.capacity is None or self.connector == "input" else 1 + self.capacity
 
     @property
     def structure(self) -> Any:
@@ -129,10 +149,11 @@ class CachedRule(Rule):
         return 'it keeps several memories, which its aggregation combines for every token (also as a "soup")'
 
     def gate_channels(self, key_dim: int, value_dim: int | None = None) -> dict[str, int | None]:
-        """The rule's gates (`MemoryRule.gate_channels`), `connector` with key_dim channels where one is used, and `blend`."""
+        """The rule's gates (`MemoryRule.gate_channels`), `connector` where one is used, and `blend`."""
         gates = self.rule.gate_channels(key_dim, value_dim)
-        if self.has_scores and self.connector == "input":
-            gates["connector"] = key_dim
+        channels = self.connector_channels(key_dim)
+        if channels is not None:
+            gates["connector"] = channels
         if self.blended:
             gates["blend"] = None
         return gates
@@ -202,6 +223,8 @@ class CachedRule(Rule):
         """`memory.read`: a read as by the last token. u = q if no connector is given, and λ = 1 if no blend is."""
         from atlasjax.memory.caching.read import read_state
 
+        if connector is None and self.connector == "age" and self.has_scores:
+            raise ValueError('memory.read: connector is missing; this rule has connector="age" and needs it.')
         return read_state(self, params, state, q, connector, blend)
 
     def reference(

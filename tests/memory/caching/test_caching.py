@@ -42,6 +42,9 @@ CASES = {
     "soup_norm": CachedRule(rules.ttt_mlp(2, expansion=1), "soup", SIZE, stop_gradient=True),
     "ssc": CachedRule(TITANS, "ssc", 2),
     "ssc_one": CachedRule(rules.retnet(), "ssc", 3, top_k=1, capacity=2, start="carry", blended=True),
+    "ssc_ones_age": CachedRule(rules.retnet(), "ssc", 3, top_k=1, capacity=2, gate="ones", connector="age"),
+    "grm_age": CachedRule(TITANS, "grm", SIZE, capacity=2, connector="age"),
+    "grm_ones": CachedRule(TITANS, "grm", SIZE, gate="ones"),
     "ssc_atlas": CachedRule(ATLAS, "ssc", SIZE, gate="sigmoid"),
     "grm_own_optimizer": CachedRule(dataclasses.replace(IDEAS["own_adam"], chunk_size=2), "grm", SIZE),
     "grm_map": CachedRule(rules.memora(2, structures.MLP(expansion=1)), "grm", SIZE),
@@ -74,8 +77,9 @@ def make_inputs(rule, *, time=TIME, batch=2, heads=2, dim=4, dtype=jnp.float64, 
     params, q, k, v, gates = inputs(
         rule.rule, batch=batch, time=time, heads=heads, key_dim=dim, value_dim=dim, dtype=dtype, seed=seed
     )
-    if "connector" in rule.gate_channels(dim):
-        u = np.random.default_rng(seed + 1).standard_normal(q.shape)
+    channels = rule.connector_channels(dim)
+    if channels is not None:
+        u = np.random.default_rng(seed + 1).standard_normal((*q.shape[:-1], channels))
         gates = gates._replace(connector=jnp.asarray(3 * u, jnp.promote_types(dtype, jnp.float32)))
     if rule.blended:
         blend = np.random.default_rng(seed + 2).uniform(-0.5, 1.5, q.shape[:-1])
@@ -92,8 +96,8 @@ def run(fn, rule, *args):
 
 
 # What runs by default; `test_every_choice_is_compared` says what of it is in each list.
-GRADED = {"grm_sigmoid_sum", "soup_small", "soup_matrix", "ssc_one", "residual_attention"}
-PACKED = {"residual", "grm_sigmoid_sum", "soup_small", "soup_matrix", "ssc_one", "grm_delta_kernel"}
+GRADED = {"grm_sigmoid_sum", "soup_small", "soup_matrix", "ssc_one", "ssc_ones_age", "residual_attention"}
+PACKED = {"residual", "grm_sigmoid_sum", "soup_small", "soup_matrix", "ssc_one", "ssc_ones_age", "grm_delta_kernel"}
 SPLIT = PACKED
 
 
@@ -352,6 +356,7 @@ def test_bounded_by_a_capacity():
         ({"start": "new"}, "start"),
         ({"top_k": 0}, "top_k must be an integer ≥ 1, got 0"),
         ({"aggregation": "ssc", "top_k": 3, "capacity": 2}, "top_k=3 must be at most capacity=2"),
+        ({"connector": "age"}, 'connector="age" .* capacity is None and should be a number'),
         ({"capacity": -1}, "capacity must be an integer ≥ 1, got -1"),
         ({"rule": "swdt"}, "rule must be a MemoryRule or a SoftmaxRule, got str"),
         ({"rule": ATTENTION, "aggregation": "soup"}, "soup.* is not supported for a softmax memory"),
@@ -388,6 +393,11 @@ def test_refused_calls():
         memory.scan(rule, params, None, q, k, v, gates._replace(blend=gates.retention))
     with pytest.raises(ValueError, match="blend is given, but only a CachedRule with blended=True uses it"):
         memory.read(rule, params, state, q, blend=gates.retention)
+    aged = dataclasses.replace(rule, connector="age", capacity=7)
+    with pytest.raises(ValueError, match=r"gates.connector has shape \(2, 15, 2, 4\), should be \[2, 15, 2, 8\]"):
+        memory.scan(aged, params, None, q, k, v, gates)
+    with pytest.raises(ValueError, match=r'connector is missing; this rule has connector="age"'):
+        memory.read(aged, params, memory.init_state(aged, params, batch_size=2), q)
     blended = dataclasses.replace(rule, blended=True)
     with pytest.raises(ValueError, match=r"gates.blend is missing; .* shape \[2, 15, 2\]"):
         memory.scan(blended, params, None, q, k, v, gates)
