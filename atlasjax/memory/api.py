@@ -191,7 +191,8 @@ def read(
     Args:
       rule, params, state: as in `scan`. The state is required.
       q: [batch, time, heads, key_dim], floating point.
-      connector: u of a cached rule, like q. None means the queries. With connector="age" it has 1 + capacity channels and is required.
+      connector: u of a cached rule, like q. None means the queries. With connector="age" it is required, and has 1 + capacity
+        channels.
       blend: λ of a cached rule with `blended`, [batch, time, heads]. None means 1.
 
     Returns:
