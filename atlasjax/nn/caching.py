@@ -80,9 +80,9 @@ class CacheGates(nnx.Module):
     def __init__(self, rule: memory.CachedRule, dim: int, num_heads: int, key_dim: int, *, rngs: nnx.Rngs):
         gates = rule.gate_channels(key_dim)
         channels = gates.get("connector")
-        self.connector = None
-        if channels is not None:
-            self.connector = Linear((dim, num_heads, channels), ("embed", "heads", None), rngs=rngs)
+        self.connector = (
+            None if channels is None else Linear((dim, num_heads, channels), ("embed", "heads", None), rngs=rngs)
+        )
         self.blend = param(jnp.zeros(num_heads), "heads") if "blend" in gates else None
 
     def __call__(self, x: jax.Array, gates: memory.Gates) -> memory.Gates:
