@@ -78,7 +78,7 @@ def compiled(name: str, length: int, settings: Settings) -> tuple[Any, tuple[Any
     config = block_config(name, settings)
 
     def make() -> Layer:
-        layer = Layer(config, config.mixer, rngs=nnx.Rngs(0))
+        layer = Layer(config, 0, rngs=nnx.Rngs(0))
         if name == "attention-whole":
             layer.mixer = WholeAttention(config, rngs=nnx.Rngs(0))
         return layer
