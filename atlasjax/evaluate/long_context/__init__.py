@@ -3,29 +3,35 @@
 prompt = TASKS["niah_1"].make(Setting(seed=0, length=4096, tokenizer=tokenizer, haystack=Haystack(text), depth=0.5))
 """
 
-from atlasjax.evaluate.long_context import babilong, needles, recall, ruler
+from atlasjax.evaluate.long_context import babilong, needles, perplexity, recall, ruler
 from atlasjax.evaluate.long_context.haystack import Haystack
-from atlasjax.evaluate.long_context.run import Plan, Reading, Sample, check_fit, mean_scores, model_answers, run_task
-from atlasjax.evaluate.long_context.task import TASKS, Prompt, Setting, Task, find, fitted, register
+from atlasjax.evaluate.long_context.setting import Plan, Prompt, Setting, Tokenizer
+from atlasjax.evaluate.long_context.task import (
+    TASKS, PromptTask, Reader, Result, Run, Sample, Task, TextTask, Value, add, find, fitted, prompts,
+)  # fmt: skip
 
 __all__ = [
     "TASKS",
     "Haystack",
     "Plan",
     "Prompt",
-    "Reading",
+    "PromptTask",
+    "Reader",
+    "Result",
+    "Run",
     "Sample",
     "Setting",
     "Task",
+    "TextTask",
+    "Tokenizer",
+    "Value",
+    "add",
     "babilong",
-    "check_fit",
     "find",
     "fitted",
-    "mean_scores",
-    "model_answers",
     "needles",
+    "perplexity",
+    "prompts",
     "recall",
-    "register",
     "ruler",
-    "run_task",
 ]

@@ -10,7 +10,8 @@ import dataclasses
 import numpy as np
 
 from atlasjax.evaluate.long_context.scoring import one_label
-from atlasjax.evaluate.long_context.task import Prompt, Setting, fitted, register
+from atlasjax.evaluate.long_context.setting import Prompt, Setting
+from atlasjax.evaluate.long_context.task import fitted, prompts
 
 PEOPLE = ("Daniel", "John", "Mary", "Sandra")
 PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
@@ -19,13 +20,14 @@ _MOVES = ("moved to", "went to", "journeyed to", "travelled to", "went back to")
 _TAKES = ("took", "got", "grabbed", "picked up")
 _DROPS = ("dropped", "left", "discarded", "put down")
 _GENERATED = 20
+_STORY = "John moved to the office. John took the milk. John went to the garden."
 _PROMPT = (
-    "Facts are hidden in a text. Answer the question with one word, from the facts alone.\n\nExample: {example}\n\n<context>\n{context}"
-    "\n</context>\nQuestion: {question}\nAnswer:"
+    "Facts are hidden in a text. Answer the question with one word, from the facts alone.\n\nExample: {example}\n\n<context>\n"
+    "{context}\n</context>\nQuestion: {question}\nAnswer:"
 )
 
 
-@register(_GENERATED, one_label, has_depth=False, about="where a person is: one fact in a text (BABILong qa1)")
+@prompts(_GENERATED, one_label, has_depth=False, about="where a person is: one fact in a text (BABILong qa1)")
 def babilong_1(setting: Setting) -> Prompt:
     """Where is a person? 2 to 10 facts: people move."""
     rng = setting.rng("babilong_1")
@@ -38,7 +40,7 @@ def babilong_1(setting: Setting) -> Prompt:
         return _prompt(setting, "babilong_1", rng, world, f"Where is {person}?", world.places[person], example)
 
 
-@register(_GENERATED, one_label, has_depth=False, about="where a thing is: two facts in a text (BABILong qa2)")
+@prompts(_GENERATED, one_label, has_depth=False, about="where a thing is: two facts in a text (BABILong qa2)")
 def babilong_2(setting: Setting) -> Prompt:
     """Where is a thing? 4 to 16 facts: people move, take things and drop them."""
     rng = setting.rng("babilong_2")
@@ -49,13 +51,11 @@ def babilong_2(setting: Setting) -> Prompt:
         if not world.been:
             continue
         thing = _one(rng, tuple(world.been))
-        example = "John moved to the office. John took the milk. John went to the garden. Question: Where is the milk? Answer: garden."
+        example = f"{_STORY} Question: Where is the milk? Answer: garden."
         return _prompt(setting, "babilong_2", rng, world, f"Where is the {thing}?", world.been[thing][-1], example)
 
 
-@register(
-    _GENERATED, one_label, has_depth=False, about="where a thing was before: three facts in a text (BABILong qa3)"
-)
+@prompts(_GENERATED, one_label, has_depth=False, about="where a thing was before: three facts in a text (BABILong qa3)")
 def babilong_3(setting: Setting) -> Prompt:
     """Where was a thing before it was in its last place? 8 to 24 facts: people move, take things and drop them."""
     rng = setting.rng("babilong_3")
@@ -70,10 +70,7 @@ def babilong_3(setting: Setting) -> Prompt:
         thing = _one(rng, tuple(known))
         before, last = known[thing][-2:]
         question = f"Where was the {thing} before the {last}?"
-        example = (
-            "John moved to the office. John took the milk. John went to the garden. Question: Where was the milk before the garden? "
-            "Answer: office."
-        )
+        example = f"{_STORY} Question: Where was the milk before the garden? Answer: office."
         return _prompt(setting, "babilong_3", rng, world, question, before, example)
 
 

@@ -59,7 +59,7 @@ class Haystack:
         """Words of the text with needles between its sentences.
 
         Args:
-          needles: (depth, sentence). Depth 0 is before all words, 1 after them; what is between goes to the nearest end of a sentence.
+          needles: (depth, sentence). Depth 0 is before all words, 1 after them; others are at the nearest end of a sentence.
           start: the first word.
           num_words: number of words.
 

@@ -2,8 +2,8 @@
 
     prompt = niah_1(Setting(seed=0, length=4096, tokenizer=tokenizer, haystack=Haystack(text), depth=0.5))
 
-Where RULER takes essays from the web, the haystack is the text of the setting, from a random sentence on. Depths that a setting does
-not give are drawn from RULER's 40.
+Where RULER takes essays from the web, the haystack is the text of the setting, from a random sentence on. Depths that a setting
+does not give are drawn from RULER's 40.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,8 @@ import numpy as np
 from atlasjax.evaluate.long_context import words
 from atlasjax.evaluate.long_context.haystack import NOISE, among
 from atlasjax.evaluate.long_context.scoring import all_answers
-from atlasjax.evaluate.long_context.task import Prompt, Setting, fitted, register
+from atlasjax.evaluate.long_context.setting import Prompt, Setting
+from atlasjax.evaluate.long_context.task import fitted, prompts
 
 Draw = Callable[[np.random.Generator], str]
 
@@ -32,50 +33,50 @@ _SEVERAL = (
 )
 
 
-@register(_GENERATED, all_answers, about="pass key: a number in a repeated sentence (RULER)")
+@prompts(_GENERATED, all_answers, about="pass key: a number in a repeated sentence (RULER)")
 def niah_1(setting: Setting) -> Prompt:
     """S-NIAH-1: a word's number among repetitions of one sentence."""
     needles = _Needles(setting, "niah_1")
     return needles.prompt(lambda n: "\n".join(among([NOISE] * n, needles.placed)))
 
 
-@register(_GENERATED, all_answers, about="a number in a text (RULER)")
+@prompts(_GENERATED, all_answers, about="a number in a text (RULER)")
 def niah_2(setting: Setting) -> Prompt:
     """S-NIAH-2: a word's number in a text."""
     return _Needles(setting, "niah_2").in_text()
 
 
-@register(_GENERATED, all_answers, about="a UUID in a text (RULER)")
+@prompts(_GENERATED, all_answers, about="a UUID in a text (RULER)")
 def niah_3(setting: Setting) -> Prompt:
     """S-NIAH-3: a word's UUID in a text."""
     return _Needles(setting, "niah_3", value=words.uuid4).in_text()
 
 
-@register(_GENERATED, all_answers, about="one of four needles in a text (RULER)")
+@prompts(_GENERATED, all_answers, about="one of four needles in a text (RULER)")
 def niah_multi_key_1(setting: Setting) -> Prompt:
     """MK-NIAH-1: the number of one of four words, in a text. The depth is that of the needle asked for."""
     return _Needles(setting, "niah_multi_key_1", keys=4).in_text()
 
 
-@register(_GENERATED, all_answers, about="a haystack of needles (RULER)")
+@prompts(_GENERATED, all_answers, about="a haystack of needles (RULER)")
 def niah_multi_key_2(setting: Setting) -> Prompt:
     """MK-NIAH-2: the number of one word among the numbers of as many other words as the length allows."""
     return _Needles(setting, "niah_multi_key_2").in_needles()
 
 
-@register(_GENERATED, all_answers, about="a haystack of needles, UUIDs for UUIDs (RULER)")
+@prompts(_GENERATED, all_answers, about="a haystack of needles, UUIDs for UUIDs (RULER)")
 def niah_multi_key_3(setting: Setting) -> Prompt:
     """MK-NIAH-3: the UUID of a UUID among as many other pairs as the length allows."""
     return _Needles(setting, "niah_multi_key_3", key=words.uuid4, value=words.uuid4).in_needles()
 
 
-@register(_GENERATED, all_answers, has_depth=False, about="four numbers of one word, in a text (RULER)")
+@prompts(_GENERATED, all_answers, has_depth=False, about="four numbers of one word, in a text (RULER)")
 def niah_multi_value(setting: Setting) -> Prompt:
     """MV-NIAH: all four numbers of one word, at random depths of a text."""
     return _Needles(setting, "niah_multi_value", values=4).in_text()
 
 
-@register(_GENERATED, all_answers, has_depth=False, about="the numbers of four words, in a text (RULER)")
+@prompts(_GENERATED, all_answers, has_depth=False, about="the numbers of four words, in a text (RULER)")
 def niah_multi_query(setting: Setting) -> Prompt:
     """MQ-NIAH: the numbers of four words, at random depths of a text."""
     return _Needles(setting, "niah_multi_query", keys=4, queries=4).in_text()

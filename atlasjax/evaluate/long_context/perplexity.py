@@ -1,127 +1,72 @@
 """How well a model predicts a text, by the position in its context and by the size of a sliding window."""
 
-import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from atlasjax import check
-from atlasjax.evaluate.scoring import Scorer
+from atlasjax.evaluate.long_context.task import Run, TextTask, Value, add, standard_error
+
+_FIRST = 64  # positions before the first boundary
 
 
-@dataclasses.dataclass(frozen=True)
-class TextLoss:
-    """The loss of some tokens of a text.
-
-    Attributes:
-      task: name of the measurement.
-      length: tokens of the context at most.
-      start, end: positions in the context of the tokens, end excluded; position 1 is the first token that is predicted.
-      tokens: number of tokens.
-      nats: their cross entropy in all.
-      num_bytes: bytes of text that they encode.
-      standard_error: of the loss, over windows; NaN of a single one.
-    """
-
-    task: str
-    length: int
-    start: int
-    end: int
-    tokens: int
-    nats: float
-    num_bytes: int
-    standard_error: float
-
-    @property
-    def loss(self) -> float:
-        """Mean cross entropy, nats per token."""
-        return self.nats / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        """exp(loss), per token."""
-        return math.exp(min(self.loss, 700.0))
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Cross entropy in bits per byte of text."""
-        return self.nats / (math.log(2) * self.num_bytes)
-
-
-def by_position(
-    scorer: Scorer, tokens: np.ndarray, bytes_per_token: np.ndarray, length: int, *, windows: int = 10
-) -> list[TextLoss]:
+def by_position(run: Run, length: int) -> list[Value]:
     """The loss by position: does it fall as the context grows?
 
-    The text is cut into windows of `length` tokens, evenly spaced and without overlap. Each is read from an empty state.
-
-    Args:
-      scorer: reads the windows.
-      tokens: of the text, integers [time].
-      bytes_per_token: int [vocabulary], from the tokenizer.
-      length: tokens of a window.
-      windows: number of windows; fewer if the text is shorter.
+    `plan.samples` windows of `length` tokens, evenly spaced over the text and without overlap (fewer if the text is shorter), are read
+    from an empty state.
 
     Returns:
-      The losses at positions [1, 64), [64, 128), [128, 256), … up to the length.
-
-    Raises:
-      ValueError: the text is shorter than a window.
+      loss (nats per token), perplexity and bits_per_byte of all tokens, and of those at positions [1, 64), [64, 128), [128, 256), …
+      of a window. Standard errors are over windows.
     """
-    name = "perplexity_by_position"
-    check.integer(name, "windows", windows)
-    _check(name, tokens, length)
-    count = min(windows, len(tokens) // length)
-    starts = np.linspace(0, len(tokens) - length, count).astype(int)
-    rows = [tokens[start : start + length] for start in starts]
-    nats = -np.stack([score.token_log_likelihoods for score in scorer.score([(row[:1], row[1:]) for row in rows])])
-    sizes = np.asarray(bytes_per_token, np.int64)[np.stack(rows)[:, 1:]]
-    edges = [1, *(64 << i for i in range(length.bit_length()) if 64 << i < length), length]
-    return [
-        _loss(name, length, a, b, nats[:, a - 1 : b - 1], int(sizes[:, a - 1 : b - 1].sum()))
-        for a, b in zip(edges, edges[1:])
+    count = min(run.plan.samples, len(run.tokens) // length)
+    starts = np.linspace(0, len(run.tokens) - length, count).astype(int)
+    rows = np.stack([run.tokens[start : start + length] for start in starts])
+    scores = run.reader.score([(row[:1], row[1:]) for row in rows])
+    nats = -np.stack([score.token_log_likelihoods for score in scores]).astype(np.float64)
+    sizes = _sizes(run.tokenizer)[rows[:, 1:]]
+    edges = [1, *(_FIRST << i for i in range(length.bit_length()) if _FIRST << i < length), length]
+    return [_value(nats, sizes)] + [
+        _value(nats[:, a - 1 : b - 1], sizes[:, a - 1 : b - 1], (a, b)) for a, b in itertools.pairwise(edges)
     ]
 
 
-def sliding_window(
-    scorer: Scorer, tokens: np.ndarray, bytes_per_token: np.ndarray, length: int, *, most: int | None = None
-) -> TextLoss:
+def sliding_window(run: Run, length: int) -> list[Value]:
     """The loss of a text where each token is predicted from a window of at most `length` tokens, read from an empty state.
 
     Windows begin every length/2 tokens. The first one predicts all its tokens but the first, each other one its second half. So the
-    same tokens are predicted at all lengths.
+    same tokens are predicted at all lengths: the first plan.samples · max(plan.lengths) of the text.
 
-    Args:
-      scorer: reads the windows.
-      tokens: of the text, integers [time].
-      bytes_per_token: int [vocabulary], from the tokenizer.
-      length: tokens of a window.
-      most: how much of the text is read, in tokens. None: all.
-
-    Raises:
-      ValueError: the text, or its part, is shorter than a window.
+    Returns:
+      loss (nats per token), perplexity and bits_per_byte of all tokens. The standard error is over windows.
     """
-    name = "sliding_window_perplexity"
-    tokens = tokens[:most]
-    _check(name, tokens, length)
-    stride = max(1, length // 2)
-    pairs = [(tokens[:1], tokens[1:length])]
-    for begin in range(length, len(tokens), stride):
-        end = min(begin + stride, len(tokens))
-        pairs.append((tokens[begin + stride - length : begin], tokens[begin:end]))
-    nats = -np.concatenate([score.token_log_likelihoods for score in scorer.score(pairs)]).astype(np.float64)
-    return _loss(name, length, 1, length, nats[None], int(np.asarray(bytes_per_token, np.int64)[tokens[1:]].sum()))
+    tokens = run.tokens[: run.plan.samples * max(run.plan.lengths)]
+    stride = length // 2
+    pairs = [(tokens[:1], tokens[1:length])] + [
+        (tokens[begin + stride - length : begin], tokens[begin : begin + stride])
+        for begin in range(length, len(tokens), stride)
+    ]
+    nats = [-score.token_log_likelihoods.astype(np.float64) for score in run.reader.score(pairs)]
+    whole = _value(np.concatenate(nats)[None], _sizes(run.tokenizer)[tokens[1:]])
+    return [Value(whole.metrics, standard_error([part.mean() for part in nats]), whole.count)]
 
 
-def _check(name: str, tokens: Sequence[int] | np.ndarray, length: int) -> None:
-    check.integer(name, "length", length, 2)
-    if len(tokens) < length:
-        raise ValueError(f"{name}: the text has {len(tokens):,} tokens; a window has {length:,}. Give more text.")
+add(TextTask("perplexity_by_position", by_position, "the loss of a text by the position in its context"))
+add(TextTask("sliding_window_perplexity", sliding_window, "the loss of a text with a sliding window of each length"))
 
 
-def _loss(name: str, length: int, start: int, end: int, nats: np.ndarray, num_bytes: int) -> TextLoss:
-    """Of the cross entropy of tokens [windows, time]."""
-    means = nats.mean(axis=1, dtype=np.float64)
-    error = float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
-    return TextLoss(name, length, start, end, nats.size, float(nats.sum(dtype=np.float64)), num_bytes, error)
+def _sizes(tokenizer: Any) -> np.ndarray:
+    return np.asarray(tokenizer.bytes_per_token, np.int64)
+
+
+def _value(nats: np.ndarray, sizes: np.ndarray, positions: tuple[int, int] | None = None) -> Value:
+    """Of the cross entropy of tokens, and their bytes, [windows, time]."""
+    loss = float(nats.mean())
+    metrics = {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),  # an untrained model must not overflow a float
+        "bits_per_byte": float(nats.sum() / (math.log(2) * sizes.sum())),
+    }
+    return Value(metrics, standard_error(nats.mean(axis=1)), nats.size, positions=positions)

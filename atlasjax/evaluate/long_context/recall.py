@@ -6,16 +6,19 @@ import numpy as np
 
 from atlasjax.evaluate.long_context import words
 from atlasjax.evaluate.long_context.scoring import any_answer
-from atlasjax.evaluate.long_context.task import Prompt, Setting, fitted, register
+from atlasjax.evaluate.long_context.setting import Prompt, Setting
+from atlasjax.evaluate.long_context.task import fitted, prompts
 
-_FIELDS = """Author Publisher Editor Director Producer Composer Architect Owner Founder Chairman Manager Sponsor Address Street Region
-Capital Currency Language Colour Material Model Version Code Catalogue Shelf Album Studio Label Venue Team Coach Club Award Genre
-Series Episode Format Weight Width Height Price Stock Supplier Warranty Battery Engine Airport Station Harbour School Major
-Mascot Motto Budget Revenue Rating Runtime Deadline Contact""".split()
+_FIELDS = """
+Author Publisher Editor Director Producer Composer Architect Owner Founder Chairman Manager Sponsor Address Street
+Region Capital Currency Language Colour Material Model Version Code Catalogue Shelf Album Studio Label Venue Team
+Coach Club Award Genre Series Episode Format Weight Width Height Price Stock Supplier Warranty Battery Engine Airport
+Station Harbour School Major Mascot Motto Budget Revenue Rating Runtime Deadline Contact
+""".split()  # noqa: SIM905
 _NUM_FIELDS = 12
 
 
-@register(32, any_answer, stop=("\n",), about="the number of a name in a phone book (arXiv 2402.01032)")
+@prompts(32, any_answer, stop=("\n",), about="the number of a name in a phone book (arXiv 2402.01032)")
 def phonebook(setting: Setting) -> Prompt:
     """A phone book as long as the length allows, two of its entries again as examples, and a name (Jelassi et al. 2024, §4)."""
     rng = setting.rng("phonebook")
@@ -39,7 +42,7 @@ def phonebook(setting: Setting) -> Prompt:
     return Prompt(*fitted(setting, "phonebook", 32, text, least=4, most=most), (target[1],))
 
 
-@register(48, any_answer, stop=("\n",), about="a field of a page, in the form of a cloze (as SWDE in arXiv 2402.18668)")
+@prompts(48, any_answer, stop=("\n",), about="a field of a page, in the form of a cloze (as SWDE in arXiv 2402.18668)")
 def in_context_recall(setting: Setting) -> Prompt:
     """Twelve fields of a page between the sentences of a text; the prompt ends with the name of one. Stops at a line end.
 

@@ -1,5 +1,6 @@
-"""The tasks of RULER (arXiv 2404.06654, Appendix B) that trace and count, with its prompts: variables, common and frequent words."""
+"""Tracing and counting, as in RULER (arXiv 2404.06654, Appendix B), with its prompts: variables, common and frequent words."""
 
+import itertools
 import math
 import string
 
@@ -8,12 +9,13 @@ import numpy as np
 from atlasjax.evaluate.long_context import words
 from atlasjax.evaluate.long_context.haystack import NOISE
 from atlasjax.evaluate.long_context.scoring import all_answers
-from atlasjax.evaluate.long_context.task import Prompt, Setting, fitted, register
+from atlasjax.evaluate.long_context.setting import Prompt, Setting
+from atlasjax.evaluate.long_context.task import fitted, prompts
 
 _HOPS = 4
 _TRACKING = (
-    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find all variables "
-    "that are assigned the value {value} in the text above. Answer: According to the chain(s) of variable assignment in the text "
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find all "
+    "variables that are assigned the value {value} in the text above. Answer: According to the chain(s) of variable assignment in the text "
     "above, {count} variables are assigned the value {value}, they are: "
 )
 _COMMON = (
@@ -23,18 +25,16 @@ _COMMON = (
 )
 _NUM_COMMON = 10
 _FREQUENT = (
-    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded words. "
-    "{context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently appeared "
-    "words in the above coded text? Answer: According to the coded text above, the three most frequently appeared words are:"
+    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded "
+    "words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
+    "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently appeared words are:"
 )
 _LETTERS = 6
 _LEAST_FREQUENT = 53  # from here on the fourth word always occurs more often than the fifth
 _ZETA_2 = math.pi**2 / 6
 
 
-@register(
-    30, all_answers, has_depth=False, about="variables that have one value through a chain of assignments (RULER)"
-)
+@prompts(30, all_answers, has_depth=False, about="variables that have one value through a chain of assignments (RULER)")
 def variable_tracking(setting: Setting) -> Prompt:
     """VT: a chain of five variables among repetitions of one sentence, after one solved example."""
     rng = setting.rng("variable_tracking")
@@ -59,11 +59,11 @@ def _chain(rng: np.random.Generator, num_letters: int) -> tuple[str, list[str], 
     """A value, the variables that have it, and their assignments."""
     names = words.different(rng, lambda rng: words.letters(rng, num_letters, string.ascii_uppercase), _HOPS + 1)
     value = str(rng.integers(10000, 100000))
-    assignments = [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a}" for a, b in zip(names, names[1:]))]
+    assignments = [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a}" for a, b in itertools.pairwise(names))]
     return value, names, assignments
 
 
-@register(120, all_answers, has_depth=False, about="the ten most common words of a list (RULER)")
+@prompts(120, all_answers, has_depth=False, about="the ten most common words of a list (RULER)")
 def common_words(setting: Setting) -> Prompt:
     """CWE: ten words occur 30 times, the others three times (below 4,096 tokens 6 times and once), after one solved example.
 
@@ -93,7 +93,7 @@ def _list(vocabulary: list[str], common: int, others: int, seed: int) -> tuple[s
     return " ".join(f"{i}. {found[j]}" for i, j in enumerate(order, 1)), vocabulary[:_NUM_COMMON]
 
 
-@register(50, all_answers, has_depth=False, about="the three most frequent words of a coded text (RULER)")
+@prompts(50, all_answers, has_depth=False, about="the three most frequent words of a coded text (RULER)")
 def frequent_words(setting: Setting) -> Prompt:
     """FWE: coded words whose frequencies fall with the square of their rank; the first rank is dots, which do not count."""
     rng = setting.rng("frequent_words")

@@ -2,7 +2,7 @@
 
 import re
 
-from atlasjax.evaluate.long_context.task import Prompt
+from atlasjax.evaluate.long_context.setting import Prompt
 
 
 def all_answers(prompt: Prompt, text: str) -> float:

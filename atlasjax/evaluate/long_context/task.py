@@ -2,81 +2,143 @@
 
 import dataclasses
 import math
-import zlib
-from collections.abc import Callable, Iterable, Mapping
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from atlasjax import check
 from atlasjax.evaluate.long_context.haystack import Haystack
+from atlasjax.evaluate.long_context.setting import Plan, Prompt, Setting, Tokenizer
+from atlasjax.evaluate.scoring import Score
 from atlasjax.names import resolve
 
 
-class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
+class Reader(Protocol):
+    """A model that reads rows of unequal length, such as `evaluate.scoring.Scorer`."""
 
-    def encode(self, text: str, /) -> np.ndarray:
-        """Return the tokens of `text`, int32 [time]."""
+    @property
+    def batch_size(self) -> int:
+        """Rows read together."""
         ...
 
-    def decode(self, ids: Iterable[int], /) -> str:
-        """Return the text of `ids`."""
+    def score(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]], /) -> list[Score]:
+        """What the model says of continuations, each given its context."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], num_tokens: int, tokenizer: Tokenizer, *, stop: Sequence[Sequence[str]],
+        vocab_size: int | None,
+    ) -> list[str]:  # fmt: skip
+        """The texts that follow prompts."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """What one prompt is made from. Equal settings give equal prompts.
+class Run:
+    """What tasks are run on.
 
     Attributes:
-      seed: chooses all that is random. The same seed asks the same question at every length and depth.
-      length: tokens that prompt and generated tokens may have together.
-      tokenizer: counts the tokens.
+      plan: lengths, depths, samples and seed.
+      reader: reads prompts.
+      tokenizer: of the model.
       haystack: the text in which tasks hide what they ask for.
-      depth: where in the prompt the answer is, from 0 (its beginning) to 1. None: at random.
-
-    Raises:
-      ValueError: a number is out of range.
+      tokens: of the text whose loss is measured, integers [time] (NumPy).
     """
 
-    seed: int
-    length: int
+    plan: Plan
+    reader: Reader
     tokenizer: Tokenizer
     haystack: Haystack
-    depth: float | None = None
-
-    def __post_init__(self) -> None:
-        check.integer("Setting", "seed", self.seed, 0)
-        check.integer("Setting", "length", self.length)
-        check.number("Setting", "depth", self.depth, least=0, most=1, optional=True)
-
-    def rng(self, name: str) -> np.random.Generator:
-        """The random numbers of a task. They do not depend on length and depth."""
-        return np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+    tokens: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
-    """One question.
+class Sample:
+    """One answer: the setting of its prompt, the tokens of the prompt, expected and given answer, and a score in [0, 1]."""
+
+    task: str
+    length: int
+    depth: float | None
+    seed: int
+    prompt_tokens: int
+    answers: tuple[str, ...]
+    output: str
+    score: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """One number of a result.
 
     Attributes:
-      text: the text that a model continues.
-      tokens: of this text, int32 [time] (NumPy).
-      answers: what the continuation should have.
-      labels: answers that the task could have had, if a continuation may name only the right one.
-      question: the question at the end of the text, if `labels` are given.
+      metrics: name → value, e.g. "score", "loss".
+      standard_error: of the first metric; NaN of a single sample.
+      count: number of samples, or of predicted tokens.
+      depth: where the answers are, from 0 to 1. None: at all depths of the plan.
+      positions: in the context, of the tokens that are predicted; the end excluded. None: all.
     """
 
-    text: str
-    tokens: np.ndarray
-    answers: tuple[str, ...]
-    labels: tuple[str, ...] = ()
-    question: str = ""
+    metrics: dict[str, float]
+    standard_error: float
+    count: int
+    depth: float | None = None
+    positions: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class Result:
+    """A task at one length.
+
+    Attributes:
+      task: name of the task.
+      length: tokens of prompt and answer together, or of a window of text.
+      values: the one of all samples first, then those of the depths or positions.
+      tokens: tokens read.
+      seconds: for reading and answering, compilation included.
+      peak_memory: largest resident memory of this process so far, in bytes.
+      samples: the answers, if the task has any.
+    """
+
+    task: str
+    length: int
+    values: list[Value]
+    tokens: int
+    seconds: float
+    peak_memory: int
+    samples: list[Sample] = dataclasses.field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens read per second."""
+        return self.tokens / self.seconds
+
+
+class Task(Protocol):
+    """What runs under a name. `PromptTask` and `TextTask` are of this kind."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def about(self) -> str:
+        """One line for lists of tasks."""
+        ...
+
+    def check(self, plan: Plan, tokenizer: Tokenizer, haystack: Haystack, tokens: np.ndarray) -> None:
+        """Raises ValueError if a length is too short for the task or the text, before a model reads anything."""
+        ...
+
+    def result(self, run: Run, length: int) -> Result:
+        """Runs the task at one of the plan's lengths."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptTask:
     """A task whose answer a model writes.
 
     Attributes:
@@ -97,11 +159,94 @@ class Task:
     has_depth: bool = True
     about: str = ""
 
+    def check(self, plan: Plan, tokenizer: Tokenizer, haystack: Haystack, tokens: np.ndarray) -> None:
+        """Makes every prompt once: nothing is ever cut off one, so ValueError if it does not fit into its length."""
+        for length in plan.lengths:
+            for setting in plan.settings(length, self.has_depth, tokenizer, haystack):
+                self.make(setting)
+
+    def result(self, run: Run, length: int) -> Result:
+        """Asks the model all prompts of a length, of which as many are in memory as the reader reads together."""
+        settings = list(run.plan.settings(length, self.has_depth, run.tokenizer, run.haystack))
+        vocab_size = getattr(run.tokenizer, "vocab_size", None)
+        samples: list[Sample] = []
+        seconds = 0.0
+        for start in range(0, len(settings), run.reader.batch_size):
+            some = settings[start : start + run.reader.batch_size]
+            prompts = [self.make(setting) for setting in some]
+            begun = time.perf_counter()
+            outputs = run.reader.generate(
+                [prompt.tokens for prompt in prompts], self.num_tokens, run.tokenizer, stop=[self.stop] * len(prompts),
+                vocab_size=vocab_size,
+            )  # fmt: skip
+            seconds += time.perf_counter() - begun
+            samples += [
+                Sample(self.name, length, setting.depth, setting.seed, len(prompt.tokens), prompt.answers, output,
+                       self.score(prompt, output))
+                for setting, prompt, output in zip(some, prompts, outputs, strict=True)
+            ]  # fmt: skip
+        values = [_mean([sample.score for sample in samples])]
+        for depth in run.plan.depths if self.has_depth else ():
+            values.append(_mean([sample.score for sample in samples if sample.depth == depth], depth))
+        tokens = sum(sample.prompt_tokens for sample in samples)
+        return Result(self.name, length, values, tokens, seconds, peak_memory(), samples)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextTask:
+    """A measurement of how well a model predicts a text.
+
+    Attributes:
+      name: its name.
+      measure: (run, length) → values; the one of all tokens first.
+      about: one line for lists of tasks.
+    """
+
+    name: str
+    measure: Callable[[Run, int], list[Value]]
+    about: str = ""
+
+    def check(self, plan: Plan, tokenizer: Tokenizer, haystack: Haystack, tokens: np.ndarray) -> None:
+        """ValueError if the text is shorter than a length."""
+        for length in plan.lengths:
+            check.integer(self.name, "length", length, 2)
+            if len(tokens) < length:
+                raise ValueError(
+                    f"task {self.name!r}: the text has {len(tokens):,} tokens; a window has {length:,}. Give more text."
+                )
+
+    def result(self, run: Run, length: int) -> Result:
+        """Measures windows of one length."""
+        begun = time.perf_counter()
+        values = self.measure(run, length)
+        return Result(self.name, length, values, values[0].count, time.perf_counter() - begun, peak_memory())
+
+
+def peak_memory() -> int:
+    """The largest resident memory of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def standard_error(values: Sequence[float] | np.ndarray) -> float:
+    """Of the mean; NaN of a single value."""
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+
+
+def _mean(scores: list[float], depth: float | None = None) -> Value:
+    return Value({"score": float(np.mean(scores))}, standard_error(scores), len(scores), depth)
+
 
 TASKS: dict[str, Task] = {}
 
 
-def register(
+def add(task: Task) -> Task:
+    """Puts a task into `TASKS` under its name."""
+    TASKS[task.name] = task
+    return task
+
+
+def prompts(
     num_tokens: int,
     score: Callable[[Prompt, str], float],
     *,
@@ -109,23 +254,27 @@ def register(
     has_depth: bool = True,
     about: str = "",
 ) -> Callable[[Callable[[Setting], Prompt]], Callable[[Setting], Prompt]]:
-    """Decorates a function Setting → Prompt, and puts it into `TASKS` under its name. Arguments: the fields of `Task`."""
+    """Decorates a function Setting → Prompt: adds the `PromptTask` of its name. Arguments: the fields of `PromptTask`."""
 
-    def add(make: Callable[[Setting], Prompt]) -> Callable[[Setting], Prompt]:
-        TASKS[make.__name__] = Task(make.__name__, make, num_tokens, score, stop, has_depth, about)
+    def decorate(make: Callable[[Setting], Prompt]) -> Callable[[Setting], Prompt]:
+        add(PromptTask(make.__name__, make, num_tokens, score, stop, has_depth, about))
         return make
 
-    return add
+    return decorate
 
 
-def find(name: str, table: Mapping[str, Task] = TASKS) -> Task:
-    """The task of a name, or your own `Task` by "package.module:object".
+def find(name: str) -> Task:
+    """The task of a name, or your own by "package.module:object".
 
     Raises:
       ValueError: there is no such task, with a suggestion.
     """
-    found = resolve("task", name, table)
-    check.instance(f"task {name!r}", "the object", found, Task)
+    found = resolve("task", name, TASKS)
+    for method in ("check", "result"):
+        if not callable(getattr(found, method, None)):
+            raise ValueError(
+                f"task {name!r} is {found!r}, which has no {method}(); it should be a PromptTask or the like."
+            )
     return found
 
 
