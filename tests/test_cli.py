@@ -325,11 +325,19 @@ def test_the_default_run_is_what_the_readme_says():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tasks", "lambada"], "--tasks needs lm-eval: pip install 'atlasjax[eval]'."),
+        (["--tasks", "lambada"], "--tasks lambada needs lm-eval: pip install 'atlasjax[eval]'."),
+        (["--tasks", "niah1"], "--tasks niah1 needs lm-eval: pip install 'atlasjax[eval]'. Did you mean 'niah_1'?"),
         (["--tasks", "lambada", "--limit", "1.5"], "limit is 1.5; it should be a whole number of documents, or a share below 1."),
         (["--tasks", "lambada", "--batch-size", "0"], "batch_size is 0; it should be at least 1."),
         (["--tasks", "lambada", "--stream", "--window", "8"], "--stream reads whole documents, so it takes no --window."),
-        (["--tasks", "lambada", "--text", "book.txt"], "--text does not go with --tasks."),
+        (["--tasks", "lambada", "--text", "book.txt"], "--text does not go with --tasks lambada."),
+        (["--tasks", "lambada", "niah_1", "--stream"], "--stream does not go with --tasks niah_1."),
+        (["--tasks", "niah_1", "--lengths", "4kb"], "lengths has '4kb'; it should be a number of tokens such as 4096 or 4k."),
+        (["--tasks", "niah_1", "--depths", "120"], "depths has 120; it should be in [0, 100]."),
+        (["--tasks", "niah_1", "--samples", "0"], "samples is 0; it should be at least 1."),
+        (["--tasks", "json:task"], "task 'json:task': 'json' has no 'task'."),
+        (["--tasks", "niah_1", "--limit", "3"], "--limit does not go with --tasks niah_1."),
+        (["--tasks", "lambada", "--lengths", "2k"], "--lengths does not go with --tasks lambada."),
     ],
 )  # fmt: skip
 def test_refused_tasks(monkeypatch, capsys, arguments, words):

@@ -14,7 +14,7 @@ from atlasjax.names import lookup
 COMMANDS = {
     "train": "train a language model, or continue training one",
     "prepare": "tokenize and shuffle a corpus once, for training",
-    "evaluate": "measure a trained model on held-out text, or on tasks of lm-eval",
+    "evaluate": "measure a trained model on held-out text, on long-context tasks, or on tasks of lm-eval",
     "generate": "let a trained model continue a text",
     "import": "make a run of public weights",
     "export": "write the model of a run as public weights",

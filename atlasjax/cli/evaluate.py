@@ -11,8 +11,9 @@ import numpy as np
 import tyro
 from flax import nnx
 
+from atlasjax.cli.long_context import LongContextOptions, checked, is_long_context, run_long_context
 from atlasjax.cli.parsing import parse
-from atlasjax.cli.report import baselines
+from atlasjax.cli.report import baselines, text_data
 from atlasjax.cli.tasks import TaskOptions, run_tasks
 from atlasjax.data.config import DataConfig
 from atlasjax.data.pipeline import make_pipeline
@@ -41,12 +42,18 @@ class EvaluateCommand:
     piece: int = 512
     """Tokens read at a time with --stream."""
     harness: Annotated[TaskOptions, tyro.conf.arg(name="")] = dataclasses.field(default_factory=TaskOptions)
+    long_context: Annotated[LongContextOptions, tyro.conf.arg(name="")] = dataclasses.field(
+        default_factory=LongContextOptions
+    )
 
 
 def run(arguments: Sequence[str]) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
     command = parse(
-        EvaluateCommand, "evaluate", "Measures a trained model on held-out text, or on tasks of lm-eval.", arguments
+        EvaluateCommand,
+        "evaluate",
+        "Measures a trained model on held-out text, on long-context tasks, or on tasks of lm-eval.",
+        arguments,
     )
     for name in ("max_batches", "piece"):
         value = getattr(command, name)
@@ -60,14 +67,7 @@ def run(arguments: Sequence[str]) -> None:
         print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)
     data = loaded.config.data
     if command.text:
-        data = dataclasses.replace(
-            data,
-            source="text",
-            paths=command.text,
-            validation_paths=command.text,
-            packing="contiguous",
-            held_out="auto",
-        )
+        data = text_data(data, command.text)
     try:
         result = _streamed(command, loaded, data) if command.stream else _parallel(command, loaded, data)
         references = {} if command.text else baselines(data)
@@ -82,11 +82,34 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _run_tasks(command: EvaluateCommand) -> None:
-    """Runs the tasks. Options that say which text is read do not go with them."""
-    for name in ("text", "max_batches"):
-        if getattr(command, name) != getattr(EvaluateCommand, name):
-            raise ConfigError(f"--{name.replace('_', '-')} does not go with --tasks.")
-    run_tasks(command.run_dir, command.step, command.harness, stream=command.stream)
+    """Runs the tasks: those of lm-eval, then those that are generated here."""
+    options = command.harness
+    ours = [name for name in options.tasks if is_long_context(name)]
+    others = tuple(name for name in options.tasks if not is_long_context(name))
+    # Options that do not go with a task are refused before anything runs.
+    both = {"tasks", "batch_size", "log_samples"}
+    refused: list[tuple[object, str, Sequence[str]]] = [
+        (command, "max_batches", options.tasks),
+        (command, "text", others),
+        (command, "stream", ours),
+    ]
+    if not others:
+        refused += [(options, field.name, ours) for field in dataclasses.fields(options) if field.name not in both]
+    if not ours:
+        refused += [(command.long_context, field.name, others) for field in dataclasses.fields(command.long_context)]
+    for given, name, tasks in refused:
+        if tasks and getattr(given, name) != getattr(type(given), name):
+            raise ConfigError(f"--{name.replace('_', '-')} does not go with --tasks {tasks[0]}.")
+    options.check()
+    if ours:
+        checked(ours, command.long_context)
+    if others:
+        run_tasks(command.run_dir, command.step, dataclasses.replace(options, tasks=others), stream=command.stream)
+    if ours:
+        run_long_context(
+            command.run_dir, command.step, ours, command.long_context, text=command.text, batch_size=options.batch_size,
+            log_samples=options.log_samples,
+        )  # fmt: skip
 
 
 def _parallel(command: EvaluateCommand, loaded: LoadedRun, data: DataConfig) -> LanguageModelResult:

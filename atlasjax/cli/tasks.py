@@ -1,7 +1,8 @@
-"""`atlasjax evaluate --tasks`: tasks of EleutherAI's lm-eval on the model of a run."""
+"""`atlasjax evaluate --tasks` with tasks of EleutherAI's lm-eval."""
 
 import dataclasses
 import datetime
+import difflib
 import importlib.util
 import json
 import pathlib
@@ -11,6 +12,7 @@ from typing import Any
 from atlasjax import storage
 from atlasjax.check import is_integer
 from atlasjax.data.tokenizers import Tokenizer
+from atlasjax.evaluate.long_context import TASKS
 from atlasjax.interop.text_ends import TextEnds, text_ends
 from atlasjax.names import lookup
 from atlasjax.nn import count_parameters
@@ -24,7 +26,7 @@ class TaskOptions:
     """Options of `atlasjax evaluate --tasks`."""
 
     tasks: tuple[str, ...] = ()
-    """Tasks, groups or tags of lm-eval, or YAML files of tasks. Results go to the run's folder."""
+    """Long-context tasks; tasks, groups or tags of lm-eval, or YAML files of tasks. Results go to the run's folder."""
     include_path: tuple[str, ...] = ()
     """Folders with YAML files of your own tasks."""
     limit: float | None = None
@@ -60,7 +62,9 @@ def run_tasks(run_dir: str, step: int | None, options: TaskOptions, *, stream: b
     if stream and options.window is not None:
         raise ConfigError("--stream reads whole documents, so it takes no --window.")
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("--tasks needs lm-eval: pip install 'atlasjax[eval]'.")
+        close = difflib.get_close_matches(options.tasks[0], TASKS, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"--tasks {options.tasks[0]} needs lm-eval: pip install 'atlasjax[eval]'.{hint}")
     with user_errors():
         folder = run_folder(run_dir) / "evaluations"
     tasks = _load_tasks(options)
@@ -87,7 +91,7 @@ def _load_tasks(options: TaskOptions) -> list[Any]:
         matches = [] if _is_file(name) else manager.match_tasks([name])  # "*" and "?" stand for any characters
         if not matches and not _is_file(name):
             with user_errors():
-                lookup("task", name, dict.fromkeys(manager.all_tasks))
+                lookup("task", name, dict.fromkeys([*TASKS, *manager.all_tasks]))
         names += matches or [name]
     found: list[Any] = []
     for name in dict.fromkeys(names):

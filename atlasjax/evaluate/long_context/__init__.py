@@ -3,12 +3,24 @@
 prompt = TASKS["niah_1"].make(Setting(seed=0, length=4096, tokenizer=tokenizer, haystack=Haystack(text), depth=0.5))
 """
 
-from atlasjax.evaluate.long_context import babilong, needles, perplexity, recall, ruler
+from atlasjax.evaluate.long_context import babilong, figures, needles, perplexity, recall, report, ruler
 from atlasjax.evaluate.long_context.haystack import Haystack
 from atlasjax.evaluate.long_context.setting import Plan, Prompt, Setting, Tokenizer
 from atlasjax.evaluate.long_context.task import (
-    TASKS, PromptTask, Reader, Result, Run, Sample, Task, TextTask, Value, add, find, fitted, prompts,
-)  # fmt: skip
+    TASKS,
+    PromptTask,
+    Reader,
+    Result,
+    Run,
+    Sample,
+    Task,
+    TextTask,
+    Value,
+    add,
+    find,
+    fitted,
+    prompts,
+)
 
 __all__ = [
     "TASKS",
@@ -27,11 +39,13 @@ __all__ = [
     "Value",
     "add",
     "babilong",
+    "figures",
     "find",
     "fitted",
     "needles",
     "perplexity",
     "prompts",
     "recall",
+    "report",
     "ruler",
 ]

@@ -14,8 +14,8 @@ _FIRST = 64  # positions before the first boundary
 def by_position(run: Run, length: int) -> list[Value]:
     """The loss by position: does it fall as the context grows?
 
-    `plan.samples` windows of `length` tokens, evenly spaced over the text and without overlap (fewer if the text is shorter), are read
-    from an empty state.
+    `plan.samples` windows of `length` tokens (fewer if the text is shorter), evenly spaced over the text and without overlap, are
+    read from an empty state.
 
     Returns:
       loss (nats per token), perplexity and bits_per_byte of all tokens, and of those at positions [1, 64), [64, 128), [128, 256), …

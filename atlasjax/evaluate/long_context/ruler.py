@@ -14,9 +14,10 @@ from atlasjax.evaluate.long_context.task import fitted, prompts
 
 _HOPS = 4
 _TRACKING = (
-    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find all "
-    "variables that are assigned the value {value} in the text above. Answer: According to the chain(s) of variable assignment in the text "
-    "above, {count} variables are assigned the value {value}, they are: "
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
+    "Question: Find all variables that are assigned the value {value} in the text above. "
+    "Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the value {value}, "
+    "they are: "
 )
 _COMMON = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear most "
@@ -25,9 +26,11 @@ _COMMON = (
 )
 _NUM_COMMON = 10
 _FREQUENT = (
-    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded "
-    "words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
-    "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently appeared words are:"
+    "Read the following coded text and track the frequency of each coded word. "
+    "Find the three most frequently appeared coded words. {context}\n"
+    "Question: Do not provide any explanation. Please ignore the dots '....'. "
+    "What are the three most frequently appeared words in the above coded text? "
+    "Answer: According to the coded text above, the three most frequently appeared words are:"
 )
 _LETTERS = 6
 _LEAST_FREQUENT = 53  # from here on the fourth word always occurs more often than the fifth

@@ -5,8 +5,8 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class Reader(Protocol):
 
     def generate(
         self, prompts: Sequence[np.ndarray], num_tokens: int, tokenizer: Tokenizer, *, stop: Sequence[Sequence[str]],
-        vocab_size: int | None,
+        end_tokens: Sequence[int], vocab_size: int | None,
     ) -> list[str]:  # fmt: skip
         """The texts that follow prompts."""
         ...
@@ -46,7 +46,8 @@ class Run:
       reader: reads prompts.
       tokenizer: of the model.
       haystack: the text in which tasks hide what they ask for.
-      tokens: of the text whose loss is measured, integers [time] (NumPy).
+      tokens: of the text whose loss is measured, integers [time] (NumPy). May be empty if no task reads it.
+      end_tokens: tokens that end a generated text.
     """
 
     plan: Plan
@@ -54,6 +55,7 @@ class Run:
     tokenizer: Tokenizer
     haystack: Haystack
     tokens: np.ndarray
+    end_tokens: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +130,11 @@ class Task(Protocol):
         """One line for lists of tasks."""
         ...
 
+    @property
+    def needs_text(self) -> bool:
+        """Whether it measures the loss of `Run.tokens`."""
+        ...
+
     def check(self, plan: Plan, tokenizer: Tokenizer, haystack: Haystack, tokens: np.ndarray) -> None:
         """Raises ValueError if a length is too short for the task or the text, before a model reads anything."""
         ...
@@ -151,6 +158,7 @@ class PromptTask:
       about: one line for lists of tasks.
     """
 
+    needs_text: ClassVar[bool] = False
     name: str
     make: Callable[[Setting], Prompt]
     num_tokens: int
@@ -177,7 +185,7 @@ class PromptTask:
             begun = time.perf_counter()
             outputs = run.reader.generate(
                 [prompt.tokens for prompt in prompts], self.num_tokens, run.tokenizer, stop=[self.stop] * len(prompts),
-                vocab_size=vocab_size,
+                end_tokens=run.end_tokens, vocab_size=vocab_size,
             )  # fmt: skip
             seconds += time.perf_counter() - begun
             samples += [
@@ -202,6 +210,7 @@ class TextTask:
       about: one line for lists of tasks.
     """
 
+    needs_text: ClassVar[bool] = True
     name: str
     measure: Callable[[Run, int], list[Value]]
     about: str = ""

@@ -1,6 +1,7 @@
 """Random keys and values."""
 
 import uuid
+from collections.abc import Callable
 
 import numpy as np
 
@@ -86,7 +87,7 @@ def name(index: int) -> str:
     return f"{_FIRST[first]} {chr(ord('A') + middle)}. {_LAST[last]}"
 
 
-def different(rng: np.random.Generator, draw, count: int) -> list[str]:
+def different(rng: np.random.Generator, draw: Callable[[np.random.Generator], str], count: int) -> list[str]:
     """`count` different results of draw(rng)."""
     found: dict[str, None] = {}
     while len(found) < count:

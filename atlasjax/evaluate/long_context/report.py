@@ -1,0 +1,62 @@
+"""Results as tables and as JSON."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from atlasjax.evaluate.long_context.task import Result, Value
+
+
+def line(result: Result) -> str:
+    """One line: what was measured at a length, and how fast the tokens were read."""
+    value = result.values[0]
+    measured = ", ".join(f"{name} {number:.3f}" for name, number in value.metrics.items())
+    return (
+        f"{result.length:,} tokens: {measured}; {result.tokens:,} tokens read in {result.seconds:.1f} s "
+        f"({result.tokens_per_second:,.0f} tokens/s), peak memory {result.peak_memory / 2**20:,.0f} MiB"
+    )
+
+
+def table(results: Sequence[Result]) -> str:
+    """The first metric of each task by length, with its standard error, and by depth or position; in Markdown."""
+    lengths = sorted({result.length for result in results})
+    rows = [["task", "metric", "where", *(f"{length:,}" for length in lengths)]]
+    for task in dict.fromkeys(result.task for result in results):
+        cells: dict[str, dict[int, str]] = {}
+        for result in results:
+            if result.task == task:
+                metric = next(iter(result.values[0].metrics))
+                for value in result.values:
+                    cells.setdefault(_where(value), {})[result.length] = _number(value, metric)
+        for i, (where, row) in enumerate(cells.items()):
+            first = [task, metric] if i == 0 else ["", ""]
+            rows.append([*first, where, *(row.get(length, "") for length in lengths)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rows.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    )
+
+
+def as_json(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """The results without their samples, for `json.dumps`. A standard error that is not known is null."""
+    found = []
+    for result in results:
+        fields = dataclasses.asdict(dataclasses.replace(result, samples=[]))
+        del fields["samples"]
+        for value in fields["values"]:
+            value["standard_error"] = None if math.isnan(value["standard_error"]) else value["standard_error"]
+        found.append({**fields, "tokens_per_second": result.tokens_per_second})
+    return found
+
+
+def _where(value: Value) -> str:
+    if value.positions is not None:
+        return f"positions {value.positions[0]:,} to {value.positions[1]:,}"
+    return "all" if value.depth is None else f"depth {value.depth:.0%}"
+
+
+def _number(value: Value, metric: str) -> str:
+    error = "" if math.isnan(value.standard_error) else f" ± {value.standard_error:.3f}"
+    return f"{value.metrics[metric]:.3f}{error}"
