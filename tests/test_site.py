@@ -105,7 +105,12 @@ def _reached(*_, **__):
 
 def _run_atlasjax(arguments, monkeypatch):
     targets = "train.train evaluate.load_run evaluate.run_tasks generate._checked info.plan_training prepare.prepare tune.tune"
-    for target in (*targets.split(), "import_weights.import_weights", "export_weights.export_weights"):
+    for target in (
+        *targets.split(),
+        "import_weights.import_weights",
+        "export_weights.export_weights",
+        "evaluate.run_long_context",
+    ):
         monkeypatch.setattr(f"atlasjax.cli.{target}", _reached)
     monkeypatch.setattr("atlasjax.cli.train._with_vocabulary", lambda config: config)  # it opens tokenizers
     monkeypatch.setattr("atlasjax.cli.train._base", lambda *_: default_config("gated-deltanet-tiny"))  # it opens a run
