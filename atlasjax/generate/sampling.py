@@ -2,9 +2,12 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from atlasjax import check
 
@@ -85,7 +88,7 @@ def sample(logits: jax.Array, key: jax.Array, config: SamplingConfig, seen: jax.
     return jax.random.categorical(key, filtered_logits(logits, config)).astype(jnp.int32)
 
 
-def penalized_logits(logits: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:
+def penalized_logits(logits: jax.Array, seen: jax.Array, penalty: float | jax.Array) -> jax.Array:
     """Logits with the repetition penalty on the tokens in `seen` (bool, of the logits' shape), float32 [batch, vocabulary]."""
     logits = logits.astype(jnp.float32)
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
@@ -105,6 +108,71 @@ def filtered_logits(logits: jax.Array, config: SamplingConfig) -> jax.Array:
     if config.min_p is not None:
         logits = _at_least(logits, jnp.max(logits, axis=-1, keepdims=True) + math.log(config.min_p))
     return logits
+
+
+class RowSampling(NamedTuple):
+    """A `SamplingConfig` for each row of a batch, as arrays [batch], so that one program serves all of them.
+
+    Attributes:
+      temperature: float32; 0 is greedy.
+      top_k: int32; the size of the vocabulary means all tokens.
+      top_p: float32; 1 or more means all tokens.
+      min_p: float32; 0 means all tokens.
+      repetition_penalty: float32; 1 has no effect.
+    """
+
+    temperature: jax.Array | np.ndarray
+    top_k: jax.Array | np.ndarray
+    top_p: jax.Array | np.ndarray
+    min_p: jax.Array | np.ndarray
+    repetition_penalty: jax.Array | np.ndarray
+
+    @classmethod
+    def of(cls, configs: Sequence[SamplingConfig], vocab_size: int) -> "RowSampling":
+        """The arrays (NumPy) of one config per row. vocab_size: that of the logits."""
+        rows = [
+            (c.temperature, min(c.top_k or vocab_size, vocab_size), c.top_p or 1.0, c.min_p or 0.0, c.repetition_penalty)
+            for c in configs
+        ]
+        return cls(*(np.array(x, np.int32 if i == 1 else np.float32) for i, x in enumerate(zip(*rows, strict=True))))
+
+
+def sample_rows(logits: jax.Array, keys: jax.Array, how: RowSampling, seen: jax.Array) -> jax.Array:
+    """Draws one token per row, each as `sample` draws that row alone with its own key and config.
+
+    Args:
+      logits: [batch, vocabulary].
+      keys: PRNG keys [batch].
+      how: the configs of the rows.
+      seen: tokens that each text has already, bool [batch, vocabulary].
+
+    Returns:
+      int32 [batch].
+    """
+    logits = penalized_logits(logits, seen, how.repetition_penalty[:, None])
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def drawn() -> jax.Array:
+        scaled = logits / jnp.where(how.temperature > 0, how.temperature, 1.0)[:, None]
+        by_rank = jnp.any((how.top_k < logits.shape[-1]) | (how.top_p < 1))
+        scaled = jax.lax.cond(by_rank, lambda: _ranked(scaled, how), lambda: scaled)
+        scaled = _at_least(scaled, jnp.max(scaled, axis=-1, keepdims=True) + jnp.log(how.min_p)[:, None])
+        # As in a batch of one row.
+        tokens = jax.vmap(lambda key, row: jax.random.categorical(key, row[None])[0])(keys, scaled)
+        return jnp.where(how.temperature > 0, tokens.astype(jnp.int32), greedy)
+
+    return jax.lax.cond(jnp.any(how.temperature > 0), drawn, lambda: greedy)
+
+
+def _ranked(logits: jax.Array, how: RowSampling) -> jax.Array:
+    """Top-k and top-p of each row, with one sort for both."""
+    descending = -jnp.sort(-logits, axis=-1)
+    last = jnp.take_along_axis(descending, how.top_k[:, None] - 1, axis=-1)
+    descending = jnp.where(descending < last, -jnp.inf, descending)
+    probabilities = jax.nn.softmax(descending, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    kept = (descending >= last) & ((before < how.top_p[:, None]) | (how.top_p[:, None] >= 1))
+    return _at_least(logits, jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True))
 
 
 def _at_least(logits: jax.Array, smallest: jax.Array) -> jax.Array:

@@ -33,8 +33,7 @@ def save_context(model: LanguageModel, context: Context, file: str | os.PathLike
       TypeError: a mixer of your own has a state of a dtype that a file cannot hold.
       OSError: the file cannot be written.
     """
-    sizes = {"num_tokens": context.num_tokens.tolist(), "max_length": context.max_length}
-    tensors.save(path(file), _KIND, _arrays(context), _about(model) | sizes)
+    ContextFiles(model).save(context, file)
 
 
 def load_context(model: LanguageModel, file: str | os.PathLike[str] | StorePath) -> Context:
@@ -52,29 +51,48 @@ def load_context(model: LanguageModel, file: str | os.PathLike[str] | StorePath)
       ValueError: the file is damaged or of another kind, or it was saved with another model, or the same one with other parameters;
         the message says what differs.
     """
-    where = repr(str(path(file)))
-    arrays, about = tensors.load(path(file), _KIND)
-    here = _about(model)
-    try:
-        saved = _model(from_dict(ModelConfig, about["model"]))
-    except ValueError as error:  # of a version with other fields
-        raise ValueError(f"{where} was saved with a model that is not known here: {error}") from None
-    found = tensors.difference(saved, here["model"], "model")
-    if found is not None:
-        raise ValueError(f"{where} was saved with another model: {found}.")
-    if about["params_sha256"] != here["params_sha256"]:
-        raise ValueError(
-            f"{where} was saved with other parameters of this model, such as those of another step of its training."
-        )
-    num_tokens, max_length = np.array(about["num_tokens"], np.int32), about["max_length"]
-    batch, vocabulary = len(num_tokens), model.config.vocab_size
-    cache = jax.eval_shape(lambda: model.init_cache(batch, max_length))
-    logits, seen = (jax.ShapeDtypeStruct((batch, vocabulary), dtype) for dtype in (jnp.float32, np.bool_))
-    empty = Context(cache, logits, seen, num_tokens, max_length)  # type: ignore[arg-type]
-    tensors.check_arrays(arrays, _arrays(empty), where)
-    leaves = [jnp.array(arrays[name]) for name in tensors.named(cache, "cache")]
-    cache = jax.tree.unflatten(jax.tree.structure(cache), leaves)
-    return Context(cache, jnp.array(arrays["logits"]), arrays["seen"], num_tokens, max_length)
+    return ContextFiles(model).load(file)
+
+
+class ContextFiles:
+    """Files of the contexts of one model. The digest of its parameters is computed once, so they must not change.
+
+    Args:
+      model: the model that reads the texts.
+    """
+
+    def __init__(self, model: LanguageModel):
+        self._model, self._about = model, _about(model)
+
+    def save(self, context: Context, file: str | os.PathLike[str] | StorePath) -> None:
+        """As `save_context`."""
+        sizes = {"num_tokens": context.num_tokens.tolist(), "max_length": context.max_length}
+        tensors.save(path(file), _KIND, _arrays(context), self._about | sizes)
+
+    def load(self, file: str | os.PathLike[str] | StorePath) -> Context:
+        """As `load_context`."""
+        where = repr(str(path(file)))
+        arrays, about = tensors.load(path(file), _KIND)
+        try:
+            saved = _model(from_dict(ModelConfig, about["model"]))
+        except ValueError as error:  # of a version with other fields
+            raise ValueError(f"{where} was saved with a model that is not known here: {error}") from None
+        found = tensors.difference(saved, self._about["model"], "model")
+        if found is not None:
+            raise ValueError(f"{where} was saved with another model: {found}.")
+        if about["params_sha256"] != self._about["params_sha256"]:
+            raise ValueError(
+                f"{where} was saved with other parameters of this model, such as those of another step of its training."
+            )
+        num_tokens, max_length = np.array(about["num_tokens"], np.int32), about["max_length"]
+        batch, vocabulary = len(num_tokens), self._model.config.vocab_size
+        cache = jax.eval_shape(lambda: self._model.init_cache(batch, max_length))
+        logits, seen = (jax.ShapeDtypeStruct((batch, vocabulary), dtype) for dtype in (jnp.float32, np.bool_))
+        empty = Context(cache, logits, seen, num_tokens, max_length)  # type: ignore[arg-type]
+        tensors.check_arrays(arrays, _arrays(empty), where)
+        leaves = [jnp.array(arrays[name]) for name in tensors.named(cache, "cache")]
+        cache = jax.tree.unflatten(jax.tree.structure(cache), leaves)
+        return Context(cache, jnp.array(arrays["logits"]), arrays["seen"], num_tokens, max_length)
 
 
 def _arrays(context: Context) -> dict[str, Any]:

@@ -43,7 +43,7 @@ PEER = "peer"  # folder in a run's folder: what was imported with the weights
 _MANIFEST = "tensors.json"  # names, dtypes, order and files of the tensors that were imported
 _COPIED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", tensors.INDEX,
+    "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", tensors.INDEX,
 )  # fmt: skip
 _OWN_TOKENIZERS = {
     "bpe.json": "tokenizer.json",

@@ -1,0 +1,15 @@
+"""Serving a language model: continuous batching, memories under names, and OpenAI's HTTP interface."""
+
+from atlasjax.serve.batching import (
+    BatchConfig,
+    Batcher,
+    Done,
+    Failed,
+    Piece,
+    QueueFullError,
+    Request,
+    Ticket,
+    Worker,
+)
+
+__all__ = ["BatchConfig", "Batcher", "Done", "Failed", "Piece", "QueueFullError", "Request", "Ticket", "Worker"]

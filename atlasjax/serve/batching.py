@@ -1,0 +1,441 @@
+"""Continuous batching: texts of many requests share the steps of a model whose states have a constant size.
+
+    batcher = Batcher(model, tokenizer, BatchConfig(slots=8))
+    ticket = batcher.submit(Request(tokens, max_tokens=100), print)
+    while batcher.step():
+        pass
+
+A request waits for a free slot. Its prompt is read in pieces of a few fixed lengths, one piece between two steps of the other texts, so
+that a long prompt does not stop them. What is left of the prompt, fewer tokens than the smallest piece, is read by the steps that all
+texts take together. No program depends on the length of a text or on how it is sampled.
+"""
+
+import collections
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from atlasjax import check
+from atlasjax.generate import Context, RowSampling, SamplingConfig, TextStream
+from atlasjax.generate.text import Decodes
+from atlasjax.nn import LanguageModel
+from atlasjax.serve.slots import Slots, key_data, step_inputs
+
+_IDLE = SamplingConfig(temperature=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchConfig:
+    """Sizes of a `Batcher`.
+
+    Attributes:
+      slots: number of texts that are generated at the same time.
+      queue: most requests that wait for a slot.
+      room: most tokens of a text, if a mixer of the model keeps every token. It has no effect on states of constant size.
+      pieces: numbers of prompt tokens that are read at a time, in descending order.
+
+    Raises:
+      ValueError: a number is out of range, or the pieces are not in descending order.
+    """
+
+    slots: int = 8
+    queue: int = 64
+    room: int = 4096
+    pieces: tuple[int, ...] = (256, 32, 4)
+
+    def __post_init__(self) -> None:
+        for name, least in {"slots": 1, "queue": 0, "room": 1}.items():
+            value = getattr(self, name)
+            check.require(check.is_integer(value, least), name, value, f"an integer, at least {least}")
+        right = bool(self.pieces) and all(check.is_integer(piece, 1) for piece in self.pieces)
+        right = right and all(a > b for a, b in itertools.pairwise(self.pieces))
+        check.require(right, "pieces", self.pieces, "positive integers in descending order")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A text to continue.
+
+    Attributes:
+      tokens: the prompt, integers [time]. It may be empty after a context.
+      max_tokens: most tokens to generate.
+      sampling: how to sample them.
+      seed: the same prompt and seed give the tokens of `generate`, whatever else is generated at the same time.
+      stop: strings that end the text; they are not part of it.
+      context: text that was read before the prompt.
+      keep: whether the result has the context after the text. It has the prompt and the tokens of the text: of a stop string that
+        ended the text, nothing.
+      seconds: the text ends after this time, waiting included. None: no limit.
+    """
+
+    tokens: np.ndarray
+    max_tokens: int
+    sampling: SamplingConfig = SamplingConfig()
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    context: Context | None = None
+    keep: bool = False
+    seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """New text of a request."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """The last event of a request that was served.
+
+    Attributes:
+      reason: "stop" after a stop string or an end token, "length" after most tokens or all its time.
+      tokens: the generated tokens, end token and stop string included.
+      context: after the text, if it was to be kept.
+    """
+
+    reason: str
+    tokens: tuple[int, ...]
+    context: Context | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """The last event of a request that was not served.
+
+    Attributes:
+      timed_out: whether its time was over before the first token.
+      message: what happened.
+    """
+
+    timed_out: bool
+    message: str
+
+
+Event = Piece | Done | Failed
+
+
+class QueueFullError(RuntimeError):
+    """So many requests wait that another one is refused."""
+
+
+class Ticket:
+    """A request that was submitted."""
+
+    def __init__(self, request: Request, on_event: Callable[[Event], None], stream: TextStream, start: Context):
+        self.request, self.on_event, self._stream = request, on_event, stream
+        self._cancelled = False
+        self._ends = float("inf") if request.seconds is None else time.monotonic() + request.seconds
+        self._key = key_data(request.seed)
+        self._slot: int | None = None
+        self._context = start  # before the tokens in `_left`; while the text is in the slot, at its last copy
+        self._left: list[int] = []
+        self._fed = False  # whether the text is in the slot
+        self._tokens: list[int] = []  # generated
+        self._text_length = 0
+        self._prompt_end: Context | None = None  # where the context goes on from if a stop string ends the text
+        self._done: Done | None = None  # what is said when the text has been read again without the stop string
+
+    def cancel(self) -> None:
+        """Gives the slot back before the next step. No event follows. May be called from any thread, and more than once."""
+        self._cancelled = True
+
+
+class Batcher:
+    """Serves requests with one model. `submit` may be called from any thread, `step` from one.
+
+    Args:
+      model: a `LanguageModel`.
+      tokenizer: has `decode` and `vocab_size`.
+      config: sizes.
+      end_tokens: tokens that end a text. They are not part of its text.
+    """
+
+    def __init__(
+        self, model: LanguageModel, tokenizer: Any, config: BatchConfig = BatchConfig(), *,
+        end_tokens: tuple[int, ...] = (),
+    ):  # fmt: skip
+        self.model, self.config = model, config
+        self._tokenizer: Decodes = tokenizer
+        self._end_tokens = frozenset(end_tokens)
+        self.slots = Slots(model, config.slots, config.room, tokenizer.vocab_size)
+        self._waiting: collections.deque[Ticket] = collections.deque()
+        self._reading: collections.deque[Ticket] = collections.deque()
+        self._in_slot: list[Ticket | None] = [None] * config.slots
+        self._changed = threading.Condition()
+        self._idle_key = key_data(0)
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of a text, those of its context included; None if there is no limit."""
+        limits = [self.config.room if self.slots.keeps_tokens else None, self.model.config.max_positions]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def num_active(self) -> int:
+        """Number of requests that have a slot."""
+        return sum(ticket is not None for ticket in self._in_slot)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for one."""
+        return len(self._waiting)
+
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> Ticket:
+        """Queues a request.
+
+        Args:
+          request: what to generate.
+          on_event: called by `step` with each `Piece` of text, and at last with `Done` or `Failed`. It should return quickly.
+
+        Raises:
+          ValueError: the request has nothing to read, a number is out of range, or the text would be too long.
+          QueueFullError: too many requests are waiting.
+        """
+        prompt, context = np.asarray(request.tokens), request.context
+        check.integer("Request", "max_tokens", request.max_tokens)
+        check.require(
+            check.is_integer(request.seed, 0) and request.seed < 2**32, "seed", request.seed, "an integer in [0, 2^32)"
+        )
+        if prompt.ndim != 1 or (prompt.size and not np.issubdtype(prompt.dtype, np.integer)):
+            raise ValueError(f"tokens is {prompt.dtype} {list(prompt.shape)}; it should be integers [time].")
+        if not prompt.size and context is None:
+            raise ValueError("the prompt is empty; it should have at least one token.")
+        start = self.slots.no_text if context is None else self.slots.fitted(context)
+        length = int(start.num_tokens[0]) + len(prompt) + request.max_tokens
+        if self.longest is not None and length > self.longest:
+            raise ValueError(
+                f"the text has {length} tokens, {request.max_tokens} of them to be generated; "
+                f"it should have at most {self.longest}."
+            )
+        seen = start.seen.copy()
+        seen[0, prompt.astype(int)] = True
+        ticket = Ticket(
+            request, on_event, TextStream(self._tokenizer, prompt.tolist(), request.stop),
+            dataclasses.replace(start, seen=seen),
+        )  # fmt: skip
+        ticket._left = prompt.tolist()
+        with self._changed:
+            if self.num_active + len(self._waiting) >= self.config.slots + self.config.queue:
+                raise QueueFullError(f"{len(self._waiting)} requests are waiting; try again later.")
+            self._waiting.append(ticket)
+            self._changed.notify()
+        return ticket
+
+    def wait(self, seconds: float) -> None:
+        """Returns when there is something to do, or after this time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self.num_active, seconds)
+
+    def wake(self) -> None:
+        """Ends a `wait` of another thread."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def step(self) -> bool:
+        """Reads one piece of a prompt, and takes one step of all texts. Returns whether there is more to do."""
+        self._leave()
+        self._admit()
+        if self._reading:
+            ticket = self._reading.popleft()
+            self._read_piece(ticket)
+            if not ticket._fed:
+                self._reading.append(ticket)
+        if any(ticket is not None and ticket._fed for ticket in self._in_slot):
+            self._step()
+        return bool(self._waiting) or self.num_active > 0
+
+    def fail(self, message: str) -> None:
+        """Ends all requests, after an error."""
+        with self._changed:
+            tickets = [ticket for ticket in self._in_slot if ticket is not None] + list(self._waiting)
+            self._waiting.clear()
+        self._reading.clear()
+        self._in_slot = [None] * self.config.slots
+        for ticket in tickets:
+            ticket.on_event(Failed(False, message))
+
+    def warm_up(self) -> None:
+        """Compiles all programs."""
+        stop = "never found"
+        request = Request(np.zeros(sum(self.config.pieces) + 1, np.int32), 1, stop=(stop,), keep=True)
+        if self.longest is not None and len(request.tokens) + 1 > self.longest:
+            request = dataclasses.replace(request, tokens=request.tokens[: self.longest - 1])
+        self.submit(request, lambda event: None)
+        while self.step():
+            pass
+
+    def _leave(self) -> None:
+        """Takes out requests that were cancelled, and those whose time is over."""
+        now = time.monotonic()
+        with self._changed:
+            over = [ticket for ticket in self._waiting if ticket._cancelled or ticket._ends <= now]
+            for ticket in over:
+                self._waiting.remove(ticket)
+        for ticket in self._in_slot:
+            if ticket is not None and (ticket._cancelled or (ticket._ends <= now and ticket._done is None)):
+                over.append(ticket)
+        for ticket in over:
+            if ticket._tokens and not ticket._cancelled:
+                self._end(ticket, "length")
+                continue
+            self._free(ticket)
+            if not ticket._cancelled:
+                ticket.on_event(Failed(True, f"the time of {ticket.request.seconds:g} s ended before the first token."))
+
+    def _free(self, ticket: Ticket) -> None:
+        if ticket._slot is not None:
+            self._in_slot[ticket._slot] = None
+            if ticket in self._reading:
+                self._reading.remove(ticket)
+
+    def _admit(self) -> None:
+        for slot, ticket in enumerate(self._in_slot):
+            if ticket is None:
+                with self._changed:
+                    if not self._waiting:
+                        return
+                    ticket = self._waiting.popleft()
+                    ticket._slot, self._in_slot[slot] = slot, ticket
+                self._reading.append(ticket)
+
+    def _read_piece(self, ticket: Ticket) -> None:
+        """Reads the next piece; if fewer tokens are left than the smallest one, puts the text into its slot."""
+        left, context = ticket._left, ticket._context
+        piece = next((piece for piece in self.config.pieces if piece <= len(left)), None)
+        if piece is not None:
+            logits, cache = self.slots.read(np.array(left[:piece], np.int32), context.cache)
+            ticket._left = left[piece:]
+            ticket._context = dataclasses.replace(
+                context, logits=logits, cache=cache, num_tokens=context.num_tokens + np.int32(piece)
+            )
+        if len(ticket._left) < self.config.pieces[-1]:
+            assert ticket._slot is not None
+            self.slots.put(ticket._slot, ticket._context)
+            ticket._fed = True
+            if not ticket._left:
+                self._all_read(ticket)
+
+    def _all_read(self, ticket: Ticket) -> None:
+        """After the last token of a prompt, or of a text that is read again."""
+        if ticket._done is not None:
+            self._say_done(ticket, ticket._done)
+        elif ticket.request.keep and ticket.request.stop:
+            ticket._prompt_end = self._context(ticket)
+
+    def _step(self) -> None:
+        active = [ticket if ticket is not None and ticket._fed else None for ticket in self._in_slot]
+        width = self.model.config.vocab_size
+        rows = []
+        for ticket in active:
+            config = _IDLE if ticket is None or ticket._left else ticket.request.sampling
+            forced = ticket._left[0] if ticket is not None and ticket._left else -1
+            index = 0 if ticket is None else len(ticket._tokens)
+            key = self._idle_key if ticket is None else ticket._key
+            rows.append((ticket is not None, forced, index, key, RowSampling.of([config], width)))
+        tokens = self.slots.step(step_inputs(rows))
+        for ticket, token in zip(active, tokens.tolist(), strict=True):
+            if ticket is None:
+                continue
+            if ticket._left:
+                ticket._left = ticket._left[1:]
+                ticket._context = dataclasses.replace(
+                    ticket._context, num_tokens=ticket._context.num_tokens + np.int32(1)
+                )
+                if not ticket._left:
+                    self._all_read(ticket)
+            else:
+                self._sampled(ticket, token)
+
+    def _sampled(self, ticket: Ticket, token: int) -> None:
+        ticket._tokens.append(token)
+        if token in self._end_tokens:
+            self._end(ticket, "stop")
+            return
+        self._say(ticket, ticket._stream.feed([token]))
+        if ticket._stream.stopped:
+            self._end(ticket, "stop")
+        elif len(ticket._tokens) >= ticket.request.max_tokens:
+            self._end(ticket, "length")
+
+    def _say(self, ticket: Ticket, text: str) -> None:
+        ticket._text_length += len(text)
+        if text:
+            ticket.on_event(Piece(text))
+
+    def _end(self, ticket: Ticket, reason: str) -> None:
+        stopped = ticket._stream.stopped
+        if not stopped:
+            self._say(ticket, ticket._stream.finish())
+            stopped = ticket._stream.stopped
+        done = Done("stop" if stopped else reason, tuple(ticket._tokens))
+        if not (ticket.request.keep and stopped):
+            self._say_done(ticket, done)
+            return
+        # The state has the stop string already: the tokens of the text are read again, after the prompt.
+        assert ticket._prompt_end is not None
+        kept = self._tokens_of_text(ticket)
+        seen = ticket._prompt_end.seen.copy()
+        seen[0, kept] = True
+        ticket._context, ticket._left = dataclasses.replace(ticket._prompt_end, seen=seen), kept
+        ticket._done, ticket._fed = done, False
+        self._reading.append(ticket)
+
+    def _tokens_of_text(self, ticket: Ticket) -> list[int]:
+        """The generated tokens that are wholly before the stop string."""
+        before = ticket.request.tokens.tolist()
+        text, length = TextStream(self._tokenizer, before), 0
+        for number, token in enumerate(ticket._tokens):
+            length += len(text.feed([token]))
+            if length > ticket._text_length:
+                return ticket._tokens[:number]
+        return ticket._tokens
+
+    def _say_done(self, ticket: Ticket, done: Done) -> None:
+        context = self._context(ticket) if ticket.request.keep else None
+        self._free(ticket)
+        ticket.on_event(dataclasses.replace(done, context=context))
+
+    def _context(self, ticket: Ticket) -> Context:
+        """The context of a text in its slot."""
+        assert ticket._slot is not None
+        sampled = 0 if ticket._done is not None else len(ticket._tokens)
+        return self.slots.take(ticket._slot, int(ticket._context.num_tokens[0]) + sampled)
+
+
+class Worker:
+    """A thread that serves the requests of a `Batcher`, until it is closed.
+
+    Attributes:
+      error: what ended it before, or None. All requests have failed then.
+    """
+
+    def __init__(self, batcher: Batcher):
+        self.batcher = batcher
+        self.error: str | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="atlasjax-serve", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after its step. Requests that are left fail."""
+        self._closed.set()
+        self.batcher.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._closed.is_set():
+                if not self.batcher.step():
+                    self.batcher.wait(1.0)
+            self.batcher.fail("the server was stopped.")
+        except Exception as error:  # whatever it is, nobody may wait for an answer
+            self.error = f"{type(error).__name__}: {error}"
+            self.batcher.fail("the server failed; its log says why.")
+            raise

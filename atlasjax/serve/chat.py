@@ -1,0 +1,142 @@
+"""The text of a conversation: by the template of the tokenizer's folder, or in a plain form."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+_ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
+_PLACES = ("peer", "tokenizer")  # folders of a run that may have a template
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """A message of a conversation.
+
+    Attributes:
+      role: "system", "developer", "user" or "assistant".
+      content: its text.
+    """
+
+    role: str
+    content: str
+
+
+class PlainChat:
+    """The form for models without a template.
+
+        System: Answer in one word.
+
+        User: Who came home?
+
+        Assistant:
+
+    The answer ends before the next "User:" at the beginning of a paragraph.
+    """
+
+    stop: tuple[str, ...] = ("\n\nUser:",)
+
+    def text(self, messages: Sequence[Message], goes_on: bool) -> str:
+        """The prompt for the next answer. goes_on: whether it comes after a memory."""
+        parts = [f"{_ROLES[message.role]}: {message.content}" for message in messages] + ["Assistant:"]
+        return ("\n\n" if goes_on else "") + "\n\n".join(parts)
+
+
+class TemplateChat:
+    """The form of a Jinja template, as `transformers` has them, rendered in a sandbox.
+
+    Args:
+      template: its source.
+      special: names of special tokens and their texts, such as bos_token.
+
+    Raises:
+      ImportError: jinja2 is not installed.
+      ValueError: the source is not a template.
+    """
+
+    stop: tuple[str, ...] = ()
+
+    def __init__(self, template: str, special: dict[str, str]):
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = refuse
+        self._error, self._special = jinja2.TemplateError, special
+        try:
+            self._template = environment.from_string(template)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template is not one ({error}).") from None
+
+    def text(self, messages: Sequence[Message], goes_on: bool) -> str:
+        """The prompt for the next answer. goes_on: whether it comes after a memory: then the text's first token is not repeated.
+
+        Raises:
+          ValueError: the template refuses the messages.
+        """
+        try:
+            text = self._template.render(
+                messages=[dataclasses.asdict(message) for message in messages],
+                add_generation_prompt=True,
+                **self._special,
+            )
+        except (self._error, TypeError) as error:
+            raise ValueError(f"the chat template refuses the messages: {error}.") from None
+        return text.removeprefix(self._special.get("bos_token", "")) if goes_on else text
+
+
+Chat = PlainChat | TemplateChat
+
+
+def chat_of(run_dir: pathlib.Path) -> Chat:
+    """The form of conversations of a run: the template that was imported with its weights, or the plain form.
+
+    Raises:
+      ImportError: there is a template, and jinja2 is not installed.
+      ValueError: a file is damaged.
+    """
+    for place in _PLACES:
+        config = _json(run_dir / place / "tokenizer_config.json")
+        file = run_dir / place / "chat_template.jinja"
+        template = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+        if isinstance(template, list):  # several, each with a name
+            template = {one["name"]: one["template"] for one in template}.get("default")
+        if template is not None:
+            special = {name: _token(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+            return TemplateChat(template, {name: text for name, text in special.items() if text is not None})
+    return PlainChat()
+
+
+def end_tokens_of(run_dir: pathlib.Path) -> tuple[int, ...]:
+    """The tokens that end a text, of imported weights: `eos_token_id` of generation_config.json, or else of config.json.
+
+    Raises:
+      ValueError: a file is damaged.
+    """
+    for name in ("generation_config.json", "config.json"):
+        for config in (found := _json(run_dir / "peer" / name), found.get("text_config", {})):
+            ids = config.get("eos_token_id")
+            if ids is not None:
+                return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()
+
+
+def _json(file: pathlib.Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r} is not JSON ({error}).") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _token(value: Any) -> str | None:
+    """The text of a special token, which may be written with its properties."""
+    return value.get("content") if isinstance(value, dict) else value

@@ -1,0 +1,161 @@
+"""The device programs of a server: a fixed number of slots, one text in each, and one step that serves all of them."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from atlasjax.generate import Context, RowSampling, prefill, sample_rows
+from atlasjax.nn import LanguageModel
+
+PyTree = Any
+
+
+class SlotState(NamedTuple):
+    """What the slots hold.
+
+    Attributes:
+      logits: those of each slot's next token, float32 [slots, vocabulary].
+      cache: as `LanguageModel.extend` returns it, every leaf [repetitions, slots, …].
+      seen: tokens that each text has, bool [slots, vocabulary].
+    """
+
+    logits: jax.Array
+    cache: PyTree
+    seen: jax.Array
+
+
+class StepInputs(NamedTuple):
+    """One step of all slots.
+
+    Attributes:
+      active: slots that take a step; the others stay as they are. bool [slots].
+      forced: the token to read, or -1 to sample one. int32 [slots].
+      index: number of tokens that were sampled before, int32 [slots]. With the key it decides what is drawn, as in `generate`.
+      keys: data of each slot's PRNG key, uint32 [slots, …].
+      sampling: how each slot samples.
+    """
+
+    active: np.ndarray
+    forced: np.ndarray
+    index: np.ndarray
+    keys: np.ndarray
+    sampling: RowSampling
+
+
+class Slots:
+    """The slots of a model. Every method runs programs whose number does not depend on the texts.
+
+    Args:
+      model: a `LanguageModel`.
+      number: number of slots.
+      max_length: number of tokens for which a slot has room. It matters only if a mixer keeps every token.
+      vocab_size: tokens of the tokenizer; others are never sampled.
+    """
+
+    def __init__(self, model: LanguageModel, number: int, max_length: int, vocab_size: int):
+        self.model, self.number, self.max_length, self._vocab_size = model, number, max_length, vocab_size
+        self._graphdef, self._params = nnx.split(model, nnx.Param)
+        width = model.config.vocab_size
+        shapes = lambda length: jax.eval_shape(lambda: model.init_cache(1, length))
+        self.keeps_tokens = shapes(max_length) != shapes(2 * max_length)
+        self._row = shapes(max_length)
+        self._no_text = Context(
+            model.init_cache(1, max_length), jnp.zeros((1, width), jnp.float32), np.zeros((1, width), bool),
+            np.zeros(1, np.int32), max_length,
+        )  # fmt: skip
+        self._state = SlotState(
+            jnp.zeros((number, width), jnp.float32),
+            model.init_cache(number, max_length),
+            jnp.zeros((number, width), bool),
+        )
+
+    @property
+    def no_text(self) -> Context:
+        """The context before the first token."""
+        return self._no_text
+
+    def fitted(self, context: Context) -> Context:
+        """A context with the room of a slot.
+
+        Raises:
+          ValueError: it has several rows, or more room than a slot.
+        """
+        if len(context.num_tokens) != 1:
+            raise ValueError(f"the memory has {len(context.num_tokens)} texts; it should have one.")
+        context = context.with_room(self.model, self.max_length)
+        if [x.shape for x in jax.tree.leaves(context.cache)] != [x.shape for x in jax.tree.leaves(self._row)]:
+            raise ValueError(
+                f"the memory has room for {context.max_length} tokens; the server's texts have {self.max_length}."
+            )
+        return context
+
+    def read(self, tokens: np.ndarray, cache: PyTree) -> tuple[jax.Array, PyTree]:
+        """Reads a piece of one text, int32 [time]. Returns the logits of the next token [1, vocabulary], and the cache."""
+        return prefill(self._graphdef, self._params, tokens[None], cache)
+
+    def put(self, slot: int, context: Context) -> None:
+        """Puts a text into a slot."""
+        self._state = _put(self._state, slot, context.logits, context.cache, context.seen)
+
+    def take(self, slot: int, num_tokens: int) -> Context:
+        """The text of a slot. num_tokens: how many tokens it has."""
+        row = _take(self._state, slot)
+        return Context(row.cache, row.logits, np.array(row.seen), np.array([num_tokens], np.int32), self.max_length)
+
+    def step(self, inputs: StepInputs) -> np.ndarray:
+        """Samples a token in each active slot, or takes the forced one, and reads it. Returns them, int32 [slots]."""
+        tokens, self._state = _step(self._graphdef, self._params, self._state, inputs, vocab_size=self._vocab_size)
+        return np.asarray(tokens)
+
+
+def key_data(seed: int) -> np.ndarray:
+    """Data of the PRNG key that `generate` uses for this seed."""
+    return np.asarray(jax.random.key_data(jax.random.key(seed)))
+
+
+def step_inputs(rows: Sequence[Any]) -> StepInputs:
+    """Stacks (active, forced, index, key, sampling row) of all slots."""
+    active, forced, index, keys, sampling = zip(*rows, strict=True)
+    return StepInputs(
+        np.array(active), np.array(forced, np.int32), np.array(index, np.int32), np.stack(keys),
+        RowSampling(*(np.concatenate(x) for x in zip(*sampling, strict=True))),
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(state: SlotState, slot: jax.Array, logits: jax.Array, cache: PyTree, seen: jax.Array) -> SlotState:
+    set_row = lambda axis: lambda all_, one: jax.lax.dynamic_update_slice_in_dim(all_, one, slot, axis)
+    return SlotState(
+        set_row(0)(state.logits, logits), jax.tree.map(set_row(1), state.cache, cache), set_row(0)(state.seen, seen)
+    )
+
+
+@jax.jit
+def _take(state: SlotState, slot: jax.Array) -> SlotState:
+    row = lambda axis: lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis)
+    return SlotState(row(0)(state.logits), jax.tree.map(row(1), state.cache), row(0)(state.seen))
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="vocab_size", donate_argnums=2)
+def _step(
+    graphdef: nnx.GraphDef, params: PyTree, state: SlotState, inputs: StepInputs, *, vocab_size: int
+) -> tuple[jax.Array, SlotState]:
+    known = jnp.arange(state.logits.shape[-1]) < vocab_size
+    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(inputs.keys), inputs.index)
+    drawn = sample_rows(jnp.where(known, state.logits, -jnp.inf), keys, inputs.sampling, state.seen)
+    tokens = jnp.where(inputs.forced >= 0, inputs.forced, drawn)
+    seen = state.seen.at[jnp.arange(len(tokens)), tokens].set(True)
+    logits, cache = nnx.merge(graphdef, params).extend(tokens[:, None], state.cache)
+    new = SlotState(logits[:, -1].astype(jnp.float32), cache, seen)
+
+    def chosen(axis: int) -> Any:
+        shape = lambda x: inputs.active.reshape((1,) * axis + (-1,) + (1,) * (x.ndim - axis - 1))
+        return lambda new, old: jnp.where(shape(new), new, old)
+
+    cache = jax.tree.map(chosen(1), new.cache, state.cache)
+    return tokens, SlotState(chosen(0)(new.logits, state.logits), cache, chosen(0)(new.seen, state.seen))

@@ -1,0 +1,217 @@
+"""Continuous batching: each text is what `generate` makes of it alone, whatever else is in the slots."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from atlasjax.data.tokenizers import ByteTokenizer
+from atlasjax.generate import SamplingConfig, generate, read
+from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
+from atlasjax.serve import BatchConfig, Batcher, Done, Failed, Piece, QueueFullError, Request
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+# Memories, keys and values of all tokens, and learned positions.
+CONFIG = ModelConfig(
+    vocab_size=256, dim=16, num_layers=2, num_heads=2, mlp_dim=32, dtype="float32", mixer=("memory", "attention"),
+    memory=MemoryConfig(rule="linear_attention", chunk_size=4), attention=AttentionConfig(), positions="learned",
+    max_positions=64, tie_embeddings=False,
+)  # fmt: skip
+SIZES = BatchConfig(slots=3, queue=4, room=64, pieces=(8, 3))
+LENGTH = 8
+
+
+class Ascii(ByteTokenizer):
+    """Every token is a character, so that a text has stop strings."""
+
+    def decode(self, ids):
+        return "".join(chr(32 + int(i) % 95) for i in ids)
+
+
+@functools.cache
+def model() -> LanguageModel:
+    return LanguageModel(CONFIG, rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def batcher() -> Batcher:
+    return Batcher(model(), Ascii(), SIZES, end_tokens=())
+
+
+def ids(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+
+def serve(*requests, each_step=lambda number: None):
+    """The events of requests that are submitted at once."""
+    events = [[] for _ in requests]
+    for request, said in zip(requests, events, strict=True):
+        batcher().submit(request, said.append)
+    number = 0
+    while batcher().step():
+        number += 1
+        each_step(number)
+    return events
+
+
+def done(events) -> Done:
+    assert all(isinstance(event, Piece) for event in events[:-1])
+    assert isinstance(events[-1], Done), events[-1]
+    return events[-1]
+
+
+def text_of(events) -> str:
+    return "".join(event.text for event in events[:-1])
+
+
+CASES = [  # prompts shorter than a piece, of whole pieces, and longer; every option of sampling
+    ("a", SamplingConfig(0.0), 0),
+    ("the book", SamplingConfig(1.0), 1),
+    ("the book a question?", SamplingConfig(1.0, min_p=0.01, repetition_penalty=1.3), 2**32 - 1),
+    ("who", SamplingConfig(0.7, top_k=5), 4),
+    ("who came home", SamplingConfig(1.2, top_p=0.8, top_k=100), 5),
+]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    """What `generate` makes of each case."""
+    return [
+        np.asarray(generate(model(), ids(text)[None], LENGTH, config=config, seed=seed))[0].tolist()
+        for text, config, seed in CASES
+    ]
+
+
+def test_tokens_are_those_of_generate(alone):
+    """Five texts in three slots, among them the same one with different neighbours."""
+    requests = [Request(ids(text), LENGTH, config, seed) for text, config, seed in CASES]
+    for order in (range(5), (4, 2, 0, 3, 1)):
+        for index, events in zip(order, serve(*(requests[i] for i in order)), strict=True):
+            result = done(events)
+            assert (list(result.tokens), result.reason, result.context) == (alone[index], "length", None)
+            assert text_of(events) == Ascii().decode(alone[index])
+
+
+def test_contexts_are_those_of_reading(alone):
+    """A text that goes on from a kept one is as if it had been one text; what is kept is a value."""
+    text, config, seed = CASES[2]
+    first, rest = text[:12], text[12:]
+    (events,) = serve(Request(ids(first), 4, keep=True, sampling=config))
+    kept = done(events)
+    everything = np.concatenate([ids(first), kept.tokens])
+    want = read(model(), everything[None], max_length=SIZES.room)
+    assert kept.context.num_tokens.tolist() == [16]
+    np.testing.assert_array_equal(kept.context.seen, want.seen)
+    np.testing.assert_allclose(kept.context.logits, want.logits, atol=1e-5 * np.abs(want.logits).max())
+    after = np.asarray(generate(model(), ids(rest)[None], LENGTH, config=config, seed=seed, context=want))[0]
+    request = Request(ids(rest), LENGTH, config, seed, context=kept.context)
+    for events in serve(request, request):
+        assert list(done(events).tokens) == after.tolist()
+    nothing = np.asarray(generate(model(), None, LENGTH, config=config, seed=seed, context=want))[0]
+    (events,) = serve(Request(ids(""), LENGTH, config, seed, context=kept.context))
+    assert list(done(events).tokens) == nothing.tolist()
+
+
+def test_a_stop_string_is_not_kept(alone):
+    text, config, seed = CASES[1]
+    whole = Ascii().decode(alone[1])
+    stop = whole[5:7]
+    assert whole.index(stop) == 5
+    (events,) = serve(Request(ids(text), LENGTH, config, seed, stop=(stop,), keep=True))
+    result = done(events)
+    assert (text_of(events), result.reason, list(result.tokens)) == (whole[:5], "stop", alone[1][:7])
+    want = read(model(), np.concatenate([ids(text), alone[1][:5]])[None], max_length=SIZES.room)
+    assert result.context.num_tokens.tolist() == want.num_tokens.tolist()
+    np.testing.assert_array_equal(result.context.seen, want.seen)
+    for have, want_leaf in zip(jax.tree.leaves(result.context.cache), jax.tree.leaves(want.cache), strict=True):
+        scale = max(1.0, np.abs(np.asarray(want_leaf)).max())
+        np.testing.assert_allclose(have, want_leaf, atol=1e-5 * scale)
+
+
+def test_an_end_token_ends_a_text(alone, monkeypatch):
+    text, config, seed = CASES[1]
+    monkeypatch.setattr(batcher(), "_end_tokens", frozenset([alone[1][3]]))
+    first = alone[1].index(alone[1][3])
+    (events,) = serve(Request(ids(text), LENGTH, config, seed))
+    assert (done(events).reason, text_of(events)) == ("stop", Ascii().decode(alone[1][:first]))
+
+
+def test_a_long_prompt_does_not_stop_the_others():
+    """Between two pieces of the long prompt the short text gets a token."""
+    short, long = [], []
+    batcher().submit(Request(ids("a"), 6, SamplingConfig(0.0)), short.append)
+    batcher().submit(Request(ids("x" * 48), 1), long.append)
+    for step in range(6):  # the first token of each text is of its prompt
+        batcher().step()
+        assert (len(short), long) == (step, [])
+    while batcher().step():
+        pass
+    done(long)
+
+
+def test_a_cancelled_request_frees_its_slot_at_once():
+    requests = [Request(ids(text), 30) for text in "abcd"]
+    events = [[] for _ in requests]
+    tickets = [batcher().submit(*pair) for pair in zip(requests, [e.append for e in events], strict=True)]
+    for _ in range(6):
+        batcher().step()
+    assert (batcher().num_active, batcher().num_waiting) == (3, 1)
+    before = len(events[0])
+    assert before
+    tickets[0].cancel()
+    batcher().step()
+    assert (batcher().num_active, batcher().num_waiting) == (3, 0)
+    tickets[2].cancel()
+    while batcher().step():
+        pass
+    assert len(events[0]) == before
+    assert [isinstance(e[-1], Done) for e in events] == [False, True, False, True]
+
+
+def test_time_is_limited(monkeypatch):
+    """A text ends when its time is over; without a token it fails."""
+    now = [0.0]
+    monkeypatch.setattr("atlasjax.serve.batching.time.monotonic", lambda: now[0])
+
+    def later(number):
+        now[0] += 10.0 * (number == 8)
+
+    requests = [Request(ids(text), 30, seconds=5.0) for text in ("a", "b", "c", "waits")]
+    *served, failed = serve(*requests, each_step=later)
+    for events in served:
+        assert done(events).reason == "length"
+        assert 0 < len(done(events).tokens) < 30
+    assert failed == [Failed(True, "the time of 5 s ended before the first token.")]
+
+
+def test_refused():
+    submit = lambda **fields: batcher().submit(Request(**{"tokens": ids("a"), "max_tokens": 1} | fields), print)
+    for fields, words in [
+        ({"tokens": ids("")}, "the prompt is empty"),
+        ({"tokens": np.zeros(2)}, r"tokens is float64 \[2\]"),
+        ({"max_tokens": 0}, "max_tokens must be an integer ≥ 1, got 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"max_tokens": 64}, "the text has 65 tokens, 64 of them to be generated; it should have at most 64"),
+        ({"context": read_twice()}, "the memory has 2 texts"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            submit(**fields)
+    for fields, words in [
+        ({"slots": 0}, "slots is 0"),
+        ({"pieces": (3, 8)}, r"pieces is \(3, 8\)"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            BatchConfig(**fields)
+    tickets = [submit() for _ in range(SIZES.slots + SIZES.queue)]
+    with pytest.raises(QueueFullError, match="7 requests are waiting"):
+        submit()
+    for ticket in tickets:
+        ticket.cancel()
+    assert not batcher().step()
+
+
+def read_twice():
+    return batcher().slots.no_text.rows([0, 0])
