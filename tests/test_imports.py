@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "atlasjax.distributed": {"atlasjax", "atlasjax.memory", "atlasjax.mixers"} | FOUNDATION,
     "atlasjax.evaluate": {"atlasjax", "atlasjax.generate", "atlasjax.nn"} | FOUNDATION,
     "atlasjax.generate": {"atlasjax", "atlasjax.nn", "atlasjax.storage"} | FOUNDATION,
+    "atlasjax.serve": {"atlasjax", "atlasjax.generate", "atlasjax.nn", "atlasjax.storage"} | FOUNDATION,
     "atlasjax.train": {
         "atlasjax",
         "atlasjax.data",

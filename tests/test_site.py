@@ -110,6 +110,7 @@ def _run_atlasjax(arguments, monkeypatch):
         "import_weights.import_weights",
         "export_weights.export_weights",
         "evaluate.run_long_context",
+        "serve._checked",
     ):
         monkeypatch.setattr(f"atlasjax.cli.{target}", _reached)
     monkeypatch.setattr("atlasjax.cli.train._with_vocabulary", lambda config: config)  # it opens tokenizers

@@ -1,4 +1,4 @@
-"""The command `atlasjax`: train, prepare, evaluate, generate, import, export, info."""
+"""The command `atlasjax`: train, prepare, evaluate, generate, serve, import, export, tune, info."""
 
 import importlib
 import os
@@ -16,6 +16,7 @@ COMMANDS = {
     "prepare": "tokenize and shuffle a corpus once, for training",
     "evaluate": "measure a trained model on held-out text, on long-context tasks, or on tasks of lm-eval",
     "generate": "let a trained model continue a text",
+    "serve": "serve a trained model over HTTP, in the form of OpenAI's API",
     "import": "make a run of public weights",
     "export": "write the model of a run as public weights",
     "tune": "choose the fastest kernels of a model's memory on this machine's device",

@@ -1,6 +1,6 @@
 """Sampling text from a language model through its streaming cache."""
 
-from atlasjax.generate.context import Context, prefill, read
+from atlasjax.generate.context import Context, read
 from atlasjax.generate.sampling import (
     RowSampling,
     SamplingConfig,
@@ -23,7 +23,6 @@ __all__ = [
     "generate",
     "load_context",
     "penalized_logits",
-    "prefill",
     "read",
     "sample",
     "sample_rows",

@@ -88,7 +88,7 @@ def sample(logits: jax.Array, key: jax.Array, config: SamplingConfig, seen: jax.
     return jax.random.categorical(key, filtered_logits(logits, config)).astype(jnp.int32)
 
 
-def penalized_logits(logits: jax.Array, seen: jax.Array, penalty: float | jax.Array) -> jax.Array:
+def penalized_logits(logits: jax.Array, seen: jax.Array, penalty: float | jax.Array | np.ndarray) -> jax.Array:
     """Logits with the repetition penalty on the tokens in `seen` (bool, of the logits' shape), float32 [batch, vocabulary]."""
     logits = logits.astype(jnp.float32)
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
@@ -131,7 +131,13 @@ class RowSampling(NamedTuple):
     def of(cls, configs: Sequence[SamplingConfig], vocab_size: int) -> "RowSampling":
         """The arrays (NumPy) of one config per row. vocab_size: that of the logits."""
         rows = [
-            (c.temperature, min(c.top_k or vocab_size, vocab_size), c.top_p or 1.0, c.min_p or 0.0, c.repetition_penalty)
+            (
+                c.temperature,
+                min(c.top_k or vocab_size, vocab_size),
+                c.top_p or 1.0,
+                c.min_p or 0.0,
+                c.repetition_penalty,
+            )
             for c in configs
         ]
         return cls(*(np.array(x, np.int32 if i == 1 else np.float32) for i, x in enumerate(zip(*rows, strict=True))))

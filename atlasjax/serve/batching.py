@@ -5,9 +5,9 @@
     while batcher.step():
         pass
 
-A request waits for a free slot. Its prompt is read in pieces of a few fixed lengths, one piece between two steps of the other texts, so
-that a long prompt does not stop them. What is left of the prompt, fewer tokens than the smallest piece, is read by the steps that all
-texts take together. No program depends on the length of a text or on how it is sampled.
+A request waits for a free slot. Its prompt is read in pieces of a few fixed lengths, one piece between two steps of the other
+texts, so that a long prompt does not stop them. What is left of the prompt, fewer tokens than the smallest piece, is read by the
+steps that all texts take together. No program depends on the length of a text or on how it is sampled.
 """
 
 import collections
@@ -63,7 +63,7 @@ class Request:
 
     Attributes:
       tokens: the prompt, integers [time]. It may be empty after a context.
-      max_tokens: most tokens to generate.
+      max_tokens: most tokens to generate. 0 only reads the prompt.
       sampling: how to sample them.
       seed: the same prompt and seed give the tokens of `generate`, whatever else is generated at the same time.
       stop: strings that end the text; they are not part of it.
@@ -199,7 +199,7 @@ class Batcher:
           QueueFullError: too many requests are waiting.
         """
         prompt, context = np.asarray(request.tokens), request.context
-        check.integer("Request", "max_tokens", request.max_tokens)
+        check.integer("Request", "max_tokens", request.max_tokens, 0)
         check.require(
             check.is_integer(request.seed, 0) and request.seed < 2**32, "seed", request.seed, "an integer in [0, 2^32)"
         )
@@ -278,9 +278,9 @@ class Batcher:
             over = [ticket for ticket in self._waiting if ticket._cancelled or ticket._ends <= now]
             for ticket in over:
                 self._waiting.remove(ticket)
-        for ticket in self._in_slot:
-            if ticket is not None and (ticket._cancelled or (ticket._ends <= now and ticket._done is None)):
-                over.append(ticket)
+        for there in self._in_slot:
+            if there is not None and (there._cancelled or (there._ends <= now and there._done is None)):
+                over.append(there)
         for ticket in over:
             if ticket._tokens and not ticket._cancelled:
                 self._end(ticket, "length")
@@ -296,8 +296,8 @@ class Batcher:
                 self._reading.remove(ticket)
 
     def _admit(self) -> None:
-        for slot, ticket in enumerate(self._in_slot):
-            if ticket is None:
+        for slot, there in enumerate(self._in_slot):
+            if there is None:
                 with self._changed:
                     if not self._waiting:
                         return
@@ -326,6 +326,8 @@ class Batcher:
         """After the last token of a prompt, or of a text that is read again."""
         if ticket._done is not None:
             self._say_done(ticket, ticket._done)
+        elif not ticket.request.max_tokens:
+            self._end(ticket, "length")
         elif ticket.request.keep and ticket.request.stop:
             ticket._prompt_end = self._context(ticket)
 

@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
-import pathlib
 from collections.abc import Sequence
 from typing import Any
+
+from atlasjax.storage import AnyPath
 
 _ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 _PLACES = ("peer", "tokenizer")  # folders of a run that may have a template
@@ -94,7 +95,7 @@ class TemplateChat:
 Chat = PlainChat | TemplateChat
 
 
-def chat_of(run_dir: pathlib.Path) -> Chat:
+def chat_of(run_dir: AnyPath) -> Chat:
     """The form of conversations of a run: the template that was imported with its weights, or the plain form.
 
     Raises:
@@ -104,7 +105,7 @@ def chat_of(run_dir: pathlib.Path) -> Chat:
     for place in _PLACES:
         config = _json(run_dir / place / "tokenizer_config.json")
         file = run_dir / place / "chat_template.jinja"
-        template = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+        template = file.read_bytes().decode("utf-8") if file.is_file() else config.get("chat_template")
         if isinstance(template, list):  # several, each with a name
             template = {one["name"]: one["template"] for one in template}.get("default")
         if template is not None:
@@ -113,7 +114,7 @@ def chat_of(run_dir: pathlib.Path) -> Chat:
     return PlainChat()
 
 
-def end_tokens_of(run_dir: pathlib.Path) -> tuple[int, ...]:
+def end_tokens_of(run_dir: AnyPath) -> tuple[int, ...]:
     """The tokens that end a text, of imported weights: `eos_token_id` of generation_config.json, or else of config.json.
 
     Raises:
@@ -127,7 +128,7 @@ def end_tokens_of(run_dir: pathlib.Path) -> tuple[int, ...]:
     return ()
 
 
-def _json(file: pathlib.Path) -> dict[str, Any]:
+def _json(file: AnyPath) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:

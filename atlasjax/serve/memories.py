@@ -53,11 +53,13 @@ class Entry:
 
 
 class Memories:
-    """A folder of memories. The files are all that there is of them, so they outlive the process. For several threads of one process.
+    """A folder of memories. The files are all that there is of them, so they outlive the process.
+
+    Several threads may use it, but no other process.
 
     Args:
       files: reads and writes contexts of the model.
-      folder: it is created if it does not exist. No other process may use it.
+      folder: it is created if it does not exist.
       limits: what is kept.
       clock: seconds since 1970.
     """
@@ -102,9 +104,11 @@ class Memories:
             self.sweep()
             if not file.exists():
                 return None
-            now = self._clock()
-            os.utime(file, (now, now))
+            self._touch(file)
+        try:
             return self._files.load(file)
+        except FileNotFoundError:  # removed in between, which a name in use never is
+            return None
 
     def save(self, name: str, context: Context) -> None:
         """Saves a context in the place of what had the name. Others are removed if they are too many now.
@@ -114,10 +118,9 @@ class Memories:
           OSError: the file cannot be written; what was there is still there.
         """
         file = self._file(name)
+        self._files.save(context, file)
         with self._lock:
-            self._files.save(context, file)
-            now = self._clock()
-            os.utime(file, (now, now))
+            self._touch(file)
             self.sweep(name)
 
     def delete(self, name: str) -> bool:
@@ -157,6 +160,10 @@ class Memories:
                 about = file.stat()
                 found.append(Entry(file.name.removesuffix(_END), about.st_size, about.st_mtime))
         return sorted(found, key=lambda entry: -entry.used)
+
+    def _touch(self, file: pathlib.Path) -> None:
+        now = self._clock()
+        os.utime(file, (now, now))
 
     def _file(self, name: str) -> pathlib.Path:
         if not isinstance(name, str) or not _NAME.fullmatch(name):

@@ -24,6 +24,14 @@ _ONLY = {
     "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,), "presence_penalty": (0,),
     "frequency_penalty": (0,), "logit_bias": ({},), "tools": ([],), "suffix": ("",), "response_format": ({"type": "text"},),
 }  # fmt: skip
+_WORDS = {
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
 
 
 class RequestError(Exception):
@@ -105,8 +113,8 @@ def parse(body: bytes, *, chat: bool, model: str, most_tokens: int) -> Parsed:
         raise _wrong("seed", seed, "in [0, 2^32)")
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in fields]
     limit = fields[names[0]] if names else most_tokens if chat else min(_COMPLETION_TOKENS, most_tokens)
-    if not 1 <= limit <= most_tokens:
-        raise _wrong((names or ["max_tokens"])[0], limit, f"in [1, {most_tokens}]")
+    if not 0 <= limit <= most_tokens:
+        raise _wrong((names or ["max_tokens"])[0], limit, f"in [0, {most_tokens}]")
     prompt = _messages(fields.get("messages")) if chat else _prompt(fields.get("prompt", ""))
     try:
         sampling = SamplingConfig(

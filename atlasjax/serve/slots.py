@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from atlasjax.generate import Context, RowSampling, prefill, sample_rows
+from atlasjax.generate import Context, RowSampling, sample_rows
+from atlasjax.generate.context import prefill
 from atlasjax.nn import LanguageModel
 
 PyTree = Any
@@ -35,14 +36,14 @@ class StepInputs(NamedTuple):
     Attributes:
       active: slots that take a step; the others stay as they are. bool [slots].
       forced: the token to read, or -1 to sample one. int32 [slots].
-      index: number of tokens that were sampled before, int32 [slots]. With the key it decides what is drawn, as in `generate`.
+      position: number of tokens that were sampled before, int32 [slots]. With the key it decides what is drawn, as in `generate`.
       keys: data of each slot's PRNG key, uint32 [slots, …].
       sampling: how each slot samples.
     """
 
     active: np.ndarray
     forced: np.ndarray
-    index: np.ndarray
+    position: np.ndarray
     keys: np.ndarray
     sampling: RowSampling
 
@@ -119,10 +120,10 @@ def key_data(seed: int) -> np.ndarray:
 
 
 def step_inputs(rows: Sequence[Any]) -> StepInputs:
-    """Stacks (active, forced, index, key, sampling row) of all slots."""
-    active, forced, index, keys, sampling = zip(*rows, strict=True)
+    """Stacks (active, forced, position, key, sampling row) of all slots."""
+    active, forced, position, keys, sampling = zip(*rows, strict=True)
     return StepInputs(
-        np.array(active), np.array(forced, np.int32), np.array(index, np.int32), np.stack(keys),
+        np.array(active), np.array(forced, np.int32), np.array(position, np.int32), np.stack(keys),
         RowSampling(*(np.concatenate(x) for x in zip(*sampling, strict=True))),
     )  # fmt: skip
 
@@ -146,7 +147,7 @@ def _step(
     graphdef: nnx.GraphDef, params: PyTree, state: SlotState, inputs: StepInputs, *, vocab_size: int
 ) -> tuple[jax.Array, SlotState]:
     known = jnp.arange(state.logits.shape[-1]) < vocab_size
-    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(inputs.keys), inputs.index)
+    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(inputs.keys)), inputs.position)
     drawn = sample_rows(jnp.where(known, state.logits, -jnp.inf), keys, inputs.sampling, state.seen)
     tokens = jnp.where(inputs.forced >= 0, inputs.forced, drawn)
     seen = state.seen.at[jnp.arange(len(tokens)), tokens].set(True)

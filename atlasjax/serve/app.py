@@ -1,0 +1,331 @@
+"""The HTTP interface: OpenAI's completions and chat, models, memories, and health."""
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from atlasjax.generate import Context
+from atlasjax.serve import batching, protocol
+from atlasjax.serve.chat import Chat
+from atlasjax.serve.limits import Limits
+from atlasjax.serve.memories import InUseError, Memories
+from atlasjax.serve.protocol import Parsed, RequestError, Responses
+
+_SWEEP_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Service:
+    """What is served.
+
+    Attributes:
+      worker: serves the requests.
+      tokenizer: has `encode`, `decode` and `vocab_size`.
+      name: the name of the model.
+      chat: the form of conversations.
+      memories: those of the conversations.
+      limits: of a request.
+      token: what clients have to send. None: nothing.
+      hosts: names under which the server may be reached. None: all. A page of another site that a browser shows cannot use a server
+        on this machine then, even if its own name leads here.
+    """
+
+    worker: batching.Worker
+    tokenizer: Any
+    name: str
+    chat: Chat
+    memories: Memories
+    limits: Limits = Limits()
+    token: str | None = None
+    hosts: frozenset[str] | None = None
+
+
+class _GoneError(Exception):
+    """The client has closed the connection."""
+
+
+def make_app(service: Service) -> Starlette:
+    """The ASGI application."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async def sweep() -> None:
+            while True:
+                await asyncio.sleep(_SWEEP_SECONDS)
+                await asyncio.to_thread(service.memories.sweep)
+
+        task = asyncio.create_task(sweep())
+        yield
+        task.cancel()
+
+    created = int(time.time())
+    model = {"id": service.name, "object": "model", "created": created, "owned_by": "atlasjax"}
+
+    async def health(request: Request) -> JSONResponse:
+        batcher, error = service.worker.batcher, service.worker.error
+        said = {
+            "status": "ok" if error is None else "failed",
+            "active": batcher.num_active,
+            "waiting": batcher.num_waiting,
+        }
+        return JSONResponse(said, 200 if error is None else 503)
+
+    async def models(request: Request) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def one_model(request: Request) -> JSONResponse:
+        if request.path_params["name"] != service.name:
+            raise RequestError(404, f"this server has {service.name!r} only.", param="model", code="model_not_found")
+        return JSONResponse(model)
+
+    async def memories(request: Request) -> JSONResponse:
+        entries = await asyncio.to_thread(service.memories.entries)
+        data = [{"id": x.name, "object": "memory", "bytes": x.num_bytes, "last_used": int(x.used)} for x in entries]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def delete_memory(request: Request) -> JSONResponse:
+        name = request.path_params["name"]
+        with _memory_errors():
+            found = await asyncio.to_thread(service.memories.delete, name)
+        if not found:
+            raise RequestError(404, f"there is no memory {name!r}.", code="memory_not_found")
+        return JSONResponse({"id": name, "object": "memory", "deleted": True})
+
+    def route(path: str, function: Callable[[Request], Awaitable[JSONResponse]], *methods: str) -> Route:
+        async def guarded(request: Request) -> JSONResponse:
+            _check_caller(service, request)
+            return await function(request)
+
+        return Route(path, guarded, methods=methods or ("GET",))
+
+    async def refused(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestError)
+        return _error(error)
+
+    async def no_route(request: Request, error: Exception) -> JSONResponse:
+        status = getattr(error, "status_code", 404)
+        return _error(RequestError(status, f"{request.method} {request.url.path} is not served."))
+
+    async def bug(request: Request, error: Exception) -> JSONResponse:
+        return _error(RequestError(500, f"unexpected error ({type(error).__name__})."))
+
+    routes = [
+        route("/health", health),
+        route("/v1/models", models),
+        route("/v1/models/{name:path}", one_model),
+        route("/v1/memories", memories),
+        route("/v1/memories/{name}", delete_memory, "DELETE"),
+        Route("/v1/completions", _Generation(service, chat=False), methods=["POST"]),
+        Route("/v1/chat/completions", _Generation(service, chat=True), methods=["POST"]),
+    ]
+    handlers: Any = {RequestError: refused, 404: no_route, 405: no_route, 500: bug}
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+
+
+def _error(error: RequestError) -> JSONResponse:
+    headers = {"www-authenticate": "Bearer"} if error.status == 401 else {}
+    headers |= {"retry-after": "1"} if error.status in (409, 429) else {}
+    return JSONResponse(error.body, error.status, headers)
+
+
+def _check_caller(service: Service, request: Request) -> None:
+    """Raises RequestError if the request is not for this server, or has not its token."""
+    if service.hosts is not None and (request.url.hostname or "") not in service.hosts:
+        raise RequestError(421, f"this server is not {request.url.hostname!r:.200}.")
+    if service.token is None or request.url.path == "/health":
+        return
+    kind, _, given = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), service.token.encode()):
+        raise RequestError(401, "the token is missing or wrong.", code="invalid_api_key")
+
+
+async def _body(request: Request, limits: Limits) -> bytes:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a form of another site's page, which a browser sends without asking, is none
+        raise RequestError(415, f"content-type is {kind!r:.200}; it should be 'application/json'.")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.seconds):
+            async for part in request.stream():
+                body += part
+                if len(body) > limits.body_bytes:
+                    raise RequestError(413, f"the body has more than {limits.body_bytes} bytes.")
+    except TimeoutError:
+        raise RequestError(408, f"the body was not complete after {limits.seconds:g} s.") from None
+    return bytes(body)
+
+
+@contextlib.contextmanager
+def _memory_errors(param: str = "memory") -> Any:
+    try:
+        yield
+    except InUseError as error:
+        raise RequestError(409, str(error), param=param, code="memory_in_use") from None
+    except ValueError as error:
+        raise RequestError(400, str(error), param=param) from None
+    except OSError as error:
+        raise RequestError(
+            500, f"the memory cannot be read or written: {error.strerror or error}.", param=param
+        ) from None
+
+
+class _Generation:
+    """The endpoint of one kind of generation, as an ASGI application: a client that goes away is noticed at any time."""
+
+    def __init__(self, service: Service, chat: bool):
+        self._service, self._chat = service, chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        service = self._service
+        with contextlib.suppress(_GoneError, ClientDisconnect):
+            _check_caller(service, request)
+            body = await _body(request, service.limits)
+            parsed = protocol.parse(body, chat=self._chat, model=service.name, most_tokens=service.limits.max_tokens)
+            gone = asyncio.ensure_future(_gone(receive))
+            try:
+                with contextlib.ExitStack() as stack:
+                    if parsed.memory is not None:
+                        with _memory_errors():
+                            stack.enter_context(service.memories.use(parsed.memory))
+                    await self._answer(parsed, gone, scope, receive, send)
+            finally:
+                gone.cancel()
+
+    async def _answer(
+        self, parsed: Parsed, gone: "asyncio.Future[None]", scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        service = self._service
+        context = await self._context(parsed)
+        tokens = await asyncio.to_thread(self._tokens, parsed, context is not None)
+        events: asyncio.Queue[batching.Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        stop = parsed.stop + (service.chat.stop if self._chat else ())
+        asked = batching.Request(
+            tokens, parsed.max_tokens, parsed.sampling, parsed.seed, stop, context,
+            keep=parsed.memory is not None, seconds=service.limits.seconds,
+        )  # fmt: skip
+        if service.worker.error is not None:
+            raise RequestError(503, "the server failed; its log says why.")
+
+        def on_event(event: batching.Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        try:
+            ticket = await asyncio.to_thread(service.worker.batcher.submit, asked, on_event)
+        except batching.QueueFullError as error:
+            raise RequestError(429, str(error), code="queue_full") from None
+        except ValueError as error:
+            raise RequestError(400, str(error)) from None
+        responses = Responses(service.name, self._chat)
+        numbers = lambda done: protocol.usage(len(tokens), len(done.tokens))
+        try:
+            if parsed.stream:
+                await self._stream(parsed, events, responses, numbers, gone, send)
+                return
+            text = ""
+            while isinstance(event := await _next(events, gone), batching.Piece):
+                text += event.text
+            done = await self._finished(parsed, event)
+            await JSONResponse(responses.whole(text, done.reason, numbers(done)))(scope, receive, send)
+        finally:
+            ticket.cancel()
+
+    async def _stream(
+        self, parsed: Parsed, events: "asyncio.Queue[batching.Event]", responses: Responses,
+        numbers: Callable[[batching.Done], dict[str, int]], gone: "asyncio.Future[None]", send: Send,
+    ) -> None:  # fmt: skip
+        async def say(body: dict[str, Any] | None, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": protocol.event(body), "more_body": more})
+
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if (first := responses.first()) is not None:
+            await say(first)
+        try:
+            while isinstance(event := await _next(events, gone), batching.Piece):
+                await say(responses.piece(event.text))
+            done = await self._finished(parsed, event)
+            await say(responses.last(done.reason))
+            if parsed.include_usage:
+                await say(responses.usage(numbers(done)))
+        except RequestError as error:  # too late for a status
+            await say(error.body)
+        await say(None, more=False)
+
+    async def _finished(self, parsed: Parsed, event: batching.Event) -> batching.Done:
+        """The last event, after its context was saved."""
+        if isinstance(event, batching.Failed):
+            raise RequestError(503, event.message, code="timeout" if event.timed_out else None)
+        assert isinstance(event, batching.Done)
+        if event.context is not None and parsed.memory is not None:
+            with _memory_errors():
+                await asyncio.to_thread(self._service.memories.save, parsed.memory, event.context)
+        return event
+
+    async def _context(self, parsed: Parsed) -> Context | None:
+        """What the text goes on from."""
+        memories = self._service.memories
+        if parsed.memory_from is not None:
+            with _memory_errors("memory_from"):
+                context = await asyncio.to_thread(memories.load, parsed.memory_from)
+            if context is None:
+                message = f"there is no memory {parsed.memory_from!r}."
+                raise RequestError(404, message, param="memory_from", code="memory_not_found")
+            return context
+        if parsed.memory is None:
+            return None
+        with _memory_errors():
+            return await asyncio.to_thread(memories.load, parsed.memory)
+
+    def _tokens(self, parsed: Parsed, goes_on: bool) -> np.ndarray:
+        service, prompt = self._service, parsed.prompt
+        if self._chat:
+            try:
+                text = service.chat.text(prompt, goes_on)  # type: ignore[arg-type]
+            except ValueError as error:
+                raise RequestError(400, str(error), param="messages") from None
+            return np.asarray(service.tokenizer.encode(text), np.int32)
+        if isinstance(prompt, str):
+            return np.asarray(service.tokenizer.encode(prompt) if prompt else [], np.int32)
+        most = service.tokenizer.vocab_size
+        wrong = next((i for i in prompt if isinstance(i, int) and not 0 <= i < most), None)
+        if wrong is not None:
+            raise RequestError(400, f"prompt has the token {wrong}; it should be in [0, {most}).", param="prompt")
+        return np.asarray(prompt, np.int32)
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
+    message: Message = {"type": ""}
+    while message["type"] != "http.disconnect":
+        message = await receive()
+
+
+async def _next(events: "asyncio.Queue[batching.Event]", gone: "asyncio.Future[None]") -> batching.Event:
+    """The next event.
+
+    Raises:
+      _GoneError: the client has closed the connection.
+    """
+    waiting = asyncio.ensure_future(events.get())
+    try:
+        await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not waiting.done():
+            waiting.cancel()
+    if not waiting.done() or waiting.cancelled() or gone.done():
+        raise _GoneError
+    return waiting.result()

@@ -1,0 +1,83 @@
+"""Runs the HTTP server of a model, until a signal stops it."""
+
+import dataclasses
+import ipaddress
+import socket
+import sys
+from collections.abc import Callable
+
+import uvicorn
+
+from atlasjax.serve.app import Service, make_app
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches it."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
+    def url(self) -> str:
+        """As a client writes it."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+
+def listen(address: Address) -> tuple[socket.socket, Address]:
+    """A socket at an address, and the address with the port that it got if 0 was asked for.
+
+    Raises:
+      OSError: the address cannot be used; the message names it.
+    """
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        family, kind, number, _, place = found[0]
+        opened = socket.socket(family, kind, number)
+        try:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened.bind(place)
+        except OSError:
+            opened.close()
+            raise
+    except OSError as error:
+        raise OSError(f"cannot listen at {address.url}: {error.strerror or error}.") from None
+    return opened, dataclasses.replace(address, port=opened.getsockname()[1])
+
+
+class Server(uvicorn.Server):
+    """Serves until SIGINT or SIGTERM: then nothing new is accepted, and running requests have `grace_seconds` to end.
+
+    Memories are saved when a request ends, so those of all requests that were answered are on the disk.
+    """
+
+    def __init__(self, service: Service, *, grace_seconds: float, ready: Callable[[], None] = lambda: None):
+        self._service, self._ready = service, ready
+        config = uvicorn.Config(
+            make_app(service), log_level="warning", access_log=False, ws="none", http="h11", lifespan="on",
+            timeout_graceful_shutdown=max(1, round(grace_seconds)), server_header=False,
+        )  # fmt: skip
+        super().__init__(config)
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves at sockets of `listen`, until the server is stopped."""
+        try:
+            super().run(sockets)
+        except KeyboardInterrupt:  # uvicorn raises the signal again when it has ended
+            print("atlasjax: stopped; the memories of all answered requests are saved.", file=sys.stderr)
+        finally:
+            self._service.worker.close()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by `run`."""
+        await super().startup(sockets)
+        if self.started:
+            self._ready()

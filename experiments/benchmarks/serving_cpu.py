@@ -1,0 +1,137 @@
+"""Speed of `atlasjax serve` on this machine: tokens per second and latency against the number of conversations.
+
+    python -m experiments.benchmarks.serving_cpu                     # the rows of serving_cpu.jsonl that are missing
+    python -m experiments.benchmarks.serving_cpu --table             # prints the table
+
+A server with parameters as they are initialized runs in a process of its own. OpenAI's client streams from it: each conversation
+sends two requests, one after the other, of 64 prompt tokens and 96 generated ones, all conversations at once. A round of one
+request per conversation before that is not measured. Only ratios between rows of one run are meaningful; the rows of a run have its
+number. A stopped command goes on with the row where it was, in the same run.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import pathlib
+import statistics
+import tempfile
+import time
+
+from experiments.rows import append_row, read_rows
+
+ROWS = pathlib.Path(__file__).with_suffix(".jsonl")
+PROMPT, TOKENS, TURNS = 64, 96, 2
+SLOTS = CONVERSATIONS = (1, 8, 32)
+
+
+def serve(preset, slots, pipe):
+    """The server's process: sends the address of the server, and serves until it is killed."""
+    from flax import nnx
+
+    from atlasjax.data.tokenizers import ByteTokenizer
+    from atlasjax.generate import ContextFiles
+    from atlasjax.nn import LanguageModel
+    from atlasjax.presets import get_preset
+    from atlasjax.serve import BatchConfig, Batcher, Worker
+    from atlasjax.serve.app import Service
+    from atlasjax.serve.chat import PlainChat
+    from atlasjax.serve.memories import Memories
+    from atlasjax.serve.server import Address, Server, listen
+
+    model = LanguageModel(get_preset(preset), rngs=nnx.Rngs(0))
+    batcher = Batcher(model, ByteTokenizer(), BatchConfig(slots=slots))
+    batcher.warm_up()
+    with tempfile.TemporaryDirectory() as folder:
+        memories = Memories(ContextFiles(model), folder)
+        service = Service(Worker(batcher), ByteTokenizer(), preset, PlainChat(), memories)
+        opened, address = listen(Address("127.0.0.1", 0))
+        about = {"state_bytes": batcher.slots.no_text.num_bytes}
+        Server(service, grace_seconds=1, ready=lambda: pipe.send((address.url, about))).run([opened])
+
+
+async def conversation(client, preset, number, turns):
+    """(seconds to the first text, seconds per token after it, tokens) of each turn."""
+    measured = []
+    for turn in range(turns):
+        start, first, usage = time.perf_counter(), None, None
+        stream = await client.completions.create(
+            model=preset, prompt=[(7 * number + i) % 96 + 32 for i in range(PROMPT)], max_tokens=TOKENS, seed=turn,
+            stream=True, stream_options={"include_usage": True},
+        )  # fmt: skip
+        async for part in stream:
+            if part.choices and part.choices[0].text and first is None:
+                first = time.perf_counter() - start
+            usage = part.usage or usage
+        seconds = time.perf_counter() - start
+        measured.append((first, (seconds - first) / max(1, usage.completion_tokens - 1), usage.completion_tokens))
+    return measured
+
+
+async def load(url, preset, count):
+    """Tokens per second of `count` conversations, and their latencies."""
+    import openai
+
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=3600) as client:
+        await asyncio.gather(*(conversation(client, preset, i, 1) for i in range(count)))
+        start = time.perf_counter()
+        found = await asyncio.gather(*(conversation(client, preset, i, TURNS) for i in range(count)))
+        seconds = time.perf_counter() - start
+    turns = [turn for one in found for turn in one]
+    first = sorted(turn[0] for turn in turns)
+    return {
+        "tokens_per_second": sum(turn[2] for turn in turns) / seconds,
+        "first_seconds": statistics.median(first),
+        "first_seconds_longest": first[-1],
+        "token_seconds": statistics.median(turn[1] for turn in turns),
+    }
+
+
+def table(rows):
+    """The rows of the newest run, as lines of Markdown."""
+    newest = max(row["run"] for row in rows)
+    names = ["slots", "conversations", "tokens/s", "first text, median", "longest", "each further token"]
+    lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
+    for row in rows:
+        if row["run"] == newest:
+            times = [f"{row[name]:.2f} s" for name in ("first_seconds", "first_seconds_longest")]
+            times.append(f"{1000 * row['token_seconds']:.0f} ms")
+            lines.append(
+                f"| {row['slots']} | {row['conversations']} | {row['tokens_per_second']:.0f} | {' | '.join(times)} |"
+            )
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="atlas-tiny")
+    parser.add_argument("--out", type=pathlib.Path, default=ROWS)
+    parser.add_argument("--again", action="store_true", help="a new run, instead of going on with the last one")
+    parser.add_argument("--table", action="store_true", help="only print the table")
+    args = parser.parse_args()
+    rows = read_rows(args.out)
+    last = max((row["run"] for row in rows), default=0)
+    run = last + 1 if args.again else max(last, 1)
+    done = {(row["preset"], row["slots"], row["conversations"]) for row in rows if row["run"] == run}
+    for slots in () if args.table else SLOTS:
+        missing = [count for count in CONVERSATIONS if (args.preset, slots, count) not in done]
+        if not missing:
+            continue
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        server = context.Process(target=serve, args=(args.preset, slots, there), daemon=True)
+        server.start()
+        url, about = here.recv()
+        try:
+            for count in missing:
+                row = {"run": run, "preset": args.preset, "slots": slots, "conversations": count, **about}
+                row |= asyncio.run(load(url, args.preset, count))
+                append_row(args.out, row)
+                print(row, flush=True)
+        finally:
+            server.kill()
+            server.join()
+    print(table(read_rows(args.out)))
+
+
+if __name__ == "__main__":
+    main()

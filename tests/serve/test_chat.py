@@ -1,0 +1,61 @@
+"""The text of a conversation: the plain form, and templates beside imported weights."""
+
+import json
+
+import pytest
+
+from atlasjax.serve.chat import Message, PlainChat, chat_of, end_tokens_of
+
+MESSAGES = [
+    Message("system", "Be brief."),
+    Message("user", "Who?"),
+    Message("assistant", "She."),
+    Message("user", "Why?"),
+]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_the_plain_form(tmp_path):
+    chat = chat_of(tmp_path)
+    assert isinstance(chat, PlainChat)
+    assert (
+        chat.text(MESSAGES, False) == "System: Be brief.\n\nUser: Who?\n\nAssistant: She.\n\nUser: Why?\n\nAssistant:"
+    )
+    assert chat.text(MESSAGES[-1:], True) == "\n\nUser: Why?\n\nAssistant:"
+    assert end_tokens_of(tmp_path) == ()
+
+
+@pytest.mark.parametrize("where", ["file", "config", "named"])
+def test_templates(tmp_path, where):
+    pytest.importorskip("jinja2", reason="needs the extra 'serve' (jinja2)")
+    folder = tmp_path / "peer"
+    folder.mkdir()
+    config = {"bos_token": {"content": "[B]"}, "eos_token": "[E]"}
+    if where == "file":
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": TEMPLATE}]
+    config |= {"chat_template": {"file": "not this", "config": TEMPLATE, "named": named}[where]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    chat = chat_of(tmp_path)
+    assert chat.text(MESSAGES[1:2], False) == "[B]<user>Who?[E]\n<assistant>"
+    assert chat.text(MESSAGES[1:2], True) == "<user>Who?[E]\n<assistant>"
+    with pytest.raises(ValueError, match="the chat template refuses the messages: no system"):
+        chat.text(MESSAGES, False)
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ValueError, match="the chat template is not one"):
+        chat_of(tmp_path)
+
+
+def test_end_tokens(tmp_path):
+    folder = tmp_path / "peer"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"eos_token_id": null, "text_config": {"eos_token_id": 7}}')
+    assert end_tokens_of(tmp_path) == (7,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert end_tokens_of(tmp_path) == (5, 6)
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"generation_config\.json' is not JSON"):
+        end_tokens_of(tmp_path)

@@ -1,0 +1,304 @@
+"""The HTTP server, with OpenAI's client over localhost."""
+
+import concurrent.futures
+import contextlib
+import functools
+import http.client
+import importlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from atlasjax.data.tokenizers import ByteTokenizer
+from atlasjax.generate import ContextFiles, SamplingConfig, generate
+from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
+from atlasjax.serve import BatchConfig, Batcher, Worker
+from atlasjax.serve.chat import PlainChat
+from atlasjax.serve.limits import Limits
+from atlasjax.serve.memories import Memories
+
+NEEDS = "needs the extra 'serve' (starlette, uvicorn) and OpenAI's client"
+openai = pytest.importorskip("openai", reason=NEEDS)
+for name in ("starlette", "uvicorn"):
+    pytest.importorskip(name, reason=NEEDS)
+app, web = (importlib.import_module(f"atlasjax.serve.{name}") for name in ("app", "server"))
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+CONFIG = ModelConfig(
+    vocab_size=256, dim=16, num_layers=1, num_heads=2, mlp_dim=32, dtype="float32", mixer="memory",
+    memory=MemoryConfig(rule="linear_attention", chunk_size=4), tie_embeddings=False,
+)  # fmt: skip
+SIZES = BatchConfig(slots=4, queue=60, pieces=(16,))
+TOKEN = "a-secret"
+
+
+class Ascii(ByteTokenizer):
+    """Every token is a character."""
+
+    def decode(self, ids):
+        return "".join(chr(32 + int(i) % 95) for i in ids)
+
+
+@functools.cache
+def model() -> LanguageModel:
+    return LanguageModel(CONFIG, rngs=nnx.Rngs(0))
+
+
+@contextlib.contextmanager
+def serving(folder: pathlib.Path, config=SIZES, **limits):
+    """A server in a thread: (address, its batcher)."""
+    batcher = Batcher(model(), Ascii(), config)
+    memories = Memories(ContextFiles(model()), folder)
+    limits = Limits(**{"max_tokens": 2000, "body_bytes": 4000} | limits)
+    service = app.Service(
+        Worker(batcher), Ascii(), "tiny", PlainChat(), memories, limits, TOKEN, frozenset({"127.0.0.1"})
+    )
+    opened, address = web.listen(web.Address("127.0.0.1", 0))
+    ready = threading.Event()
+    server = web.Server(service, grace_seconds=1, ready=ready.set)
+    thread = threading.Thread(target=server.run, args=([opened],))
+    thread.start()
+    try:
+        assert ready.wait(60)
+        yield address, batcher
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def client_of(address, **options) -> "openai.OpenAI":
+    return openai.OpenAI(base_url=f"{address.url}/v1", api_key=TOKEN, **{"max_retries": 0, "timeout": 120} | options)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("memories")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return client_of(server[0])
+
+
+def until(condition, seconds=60.0):
+    """Waits for a condition."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "this never happened"
+        time.sleep(0.01)
+
+
+OPTIONS = {"model": "tiny", "max_tokens": 12, "temperature": 0.9, "seed": 5}
+
+
+def raw(address, method, path, body=b"", **headers):
+    """The status and the body of a response, without a client's help."""
+    connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=60)
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(
+        method, path, body, {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"} | names
+    )
+    response = connection.getresponse()
+    found = json.loads(response.read())
+    connection.close()
+    return response.status, found
+
+
+def test_completions_chats_and_memories(server, client):
+    tokens = generate(model(), Ascii().encode("the book")[None], 12, config=SamplingConfig(0.9), seed=5)
+    text = Ascii().decode(np.asarray(tokens)[0])
+    whole = client.completions.create(prompt="the book", **OPTIONS)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason, whole.model) == (text, "length", "tiny")
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (8, 12, 20)
+    parts = list(client.completions.create(
+        prompt=list(b"the book"), stream=True, stream_options={"include_usage": True}, stop=text[6:8], **OPTIONS
+    ))  # fmt: skip
+    assert "".join(part.choices[0].text for part in parts[:-1]) == text[: text.index(text[6:8])]
+    assert parts[-2].choices[0].finish_reason == "stop"
+    assert parts[-1].usage.prompt_tokens == 8
+
+    # A text in two requests, with a memory between them; and from the same memory again, under another name.
+    client.completions.create(**OPTIONS | {"prompt": "the ", "max_tokens": 0}, extra_body={"memory": "a.book"})
+    for names in ({"memory": "copy", "memory_from": "a.book"}, {"memory": "a.book"}):
+        assert client.completions.create(prompt="book", **OPTIONS, extra_body=names).choices[0].text == text
+    kept = client.get("/memories", cast_to=object)["data"]
+    assert sorted(x["id"] for x in kept) == ["a.book", "copy"]
+    assert client.delete("/memories/copy", cast_to=object)["deleted"]
+
+    # A conversation: each request has the new messages only.
+    chat = functools.partial(client.chat.completions.create, **OPTIONS)
+    first, second = ({"role": "user", "content": content} for content in ("Who came home?", "When?"))
+    answer = chat(messages=[first], extra_body={"memory": "talk"}).choices[0].message
+    asked = list(b"User: Who came home?\n\nAssistant:")
+    tokens = np.asarray(generate(model(), np.array([asked]), 12, config=SamplingConfig(0.9), seed=5))[0].tolist()
+    assert (answer.role, answer.content) == ("assistant", Ascii().decode(tokens))
+    asked += [*tokens, *b"\n\nUser: When?\n\nAssistant:"]
+    expected = client.completions.create(prompt=asked, **OPTIONS).choices[0].text
+    stream = chat(messages=[second], extra_body={"memory": "talk"}, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in stream) == expected
+
+    assert [x.id for x in client.models.list()] == ["tiny"]
+    with pytest.raises(openai.AuthenticationError, match="the token is missing or wrong"):
+        client.with_options(api_key="no").models.list()
+    assert raw(server[0], "GET", "/health", authorization="") == (200, {"status": "ok", "active": 0, "waiting": 0})
+
+
+def test_bad_requests(server, client):
+    create = lambda **fields: client.completions.create(**OPTIONS | {"prompt": "a"} | fields)
+    extra = lambda **fields: create(extra_body=fields)
+    for call, words, param in [
+        (lambda: create(temperature=-1), "temperature is -1; it should be 0", "temperature"),
+        (lambda: create(top_p=2), "top_p is 2; it should be in", "top_p"),
+        (lambda: create(max_tokens=2001), r"max_tokens is 2001; it should be in \[0, 2000\]", "max_tokens"),
+        (lambda: create(n=2), "n is 2; this server does not have it", "n"),
+        (lambda: create(stop=[""]), "stop is .* none of them empty", "stop"),
+        (lambda: create(seed=-1), "seed is -1", "seed"),
+        (lambda: create(prompt=""), "the prompt is empty", None),
+        (lambda: create(prompt=[256]), r"prompt has the token 256; it should be in \[0, 256\)", "prompt"),
+        (lambda: create(prompt=["a", "b"]), "it should be one text or one list of token ids", "prompt"),
+        (lambda: extra(temprature=1), "Unknown field 'temprature'. Did you mean 'temperature'", "temprature"),
+        (lambda: extra(stream="yes"), "stream is 'yes'; it should be true or false", "stream"),
+        (lambda: extra(memory="../a"), "memory is '../a'; it should be 1 to 100 letters", "memory"),
+        (lambda: client.chat.completions.create(model="tiny", messages=[]), "messages is \\[\\]", "messages"),
+        (lambda: client.chat.completions.create(model="tiny", messages=[{"role": "tool", "content": ""}]),
+         r"messages\[0\].role is 'tool'", "messages[0].role"),
+    ]:  # fmt: skip
+        with pytest.raises(openai.BadRequestError, match=words) as caught:
+            call()
+        assert caught.value.param == param
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+        create(model="gpt")
+    with pytest.raises(openai.NotFoundError, match="there is no memory 'none'"):
+        extra(memory_from="none")
+    for status, request in {
+        400: dict(body=b"{"),
+        413: dict(body=b" " * 4001),
+        415: dict(body=b"{}", content_type="text/plain"),
+        421: dict(body=b"{}", host="elsewhere.example"),
+    }.items():
+        have, body = raw(server[0], "POST", "/v1/completions", **request)
+        assert (have, body["error"]["type"]) == (status, "invalid_request_error")
+    assert raw(server[0], "GET", "/v1/nothing")[0] == 404
+    assert raw(server[0], "GET", "/v1/completions")[0] == 405
+    assert server[1].num_active == 0
+
+
+@pytest.mark.slow
+def test_fifty_conversations_at_once(server, client):
+    """Each has three turns in its own memory; all are as if they had been alone."""
+
+    def talk(i: int) -> list[str]:
+        turns = []
+        for turn in range(3):
+            parts = client.completions.create(
+                prompt=f"{i} and {turn}", stream=bool(i % 2), **OPTIONS, extra_body={"memory": f"talk-{i}"}
+            )
+            texts = [part.choices[0].text for part in parts] if i % 2 else [parts.choices[0].text]
+            turns.append("".join(texts))
+        return turns
+
+    with concurrent.futures.ThreadPoolExecutor(50) as pool:
+        talks = list(pool.map(talk, range(50)))
+    for i in (0, 7, 49):
+        text = b""
+        for turn in range(3):
+            text += f"{i} and {turn}".encode()
+            tokens = np.asarray(generate(model(), np.array([list(text)]), 12, config=SamplingConfig(0.9), seed=5))[0]
+            assert talks[i][turn] == Ascii().decode(tokens)
+            text += bytes(tokens.tolist())
+    assert server[1].num_active == server[1].num_waiting == 0
+
+
+@pytest.mark.slow
+def test_disconnects_conflicts_and_the_queue(tmp_path):
+    with serving(tmp_path, BatchConfig(slots=1, queue=1, pieces=(16,)), max_tokens=10**6) as (address, batcher):
+        client = client_of(address)
+        long = functools.partial(client.completions.create, model="tiny", prompt="a", max_tokens=10**6)
+        stream = long(stream=True, extra_body={"memory": "book"})
+        next(iter(stream))
+        with pytest.raises(openai.ConflictError, match="memory 'book' is in use by another request"):
+            long(extra_body={"memory": "book"})
+        waiting = long(stream=True)
+        until(lambda: batcher.num_waiting == 1)
+        with pytest.raises(openai.RateLimitError, match="1 requests are waiting"):
+            long()
+        waiting.close()
+        until(lambda: batcher.num_waiting == 0)  # noticed though nothing was to be sent
+        assert batcher.num_active == 1
+        stream.close()
+        until(lambda: batcher.num_active == 0)
+        with pytest.raises(openai.APITimeoutError):
+            long(timeout=0.5)
+        until(lambda: batcher.num_active == 0)
+        # A text that was cut off leaves the memory as it was, and free.
+        assert client.get("/memories", cast_to=object)["data"] == []
+        assert long(max_tokens=2, extra_body={"memory": "book"}).usage.completion_tokens == 2
+    with serving(tmp_path, seconds=1.0, max_tokens=10**6) as (address, _):
+        text = client_of(address).completions.create(model="tiny", prompt="a", max_tokens=10**6)
+        assert text.choices[0].finish_reason == "length"
+        assert 0 < text.usage.completion_tokens < 10**6
+
+
+PROGRAM = """
+import sys
+from atlasjax import cli
+from atlasjax.train import TrainConfig
+from atlasjax.train.load import LoadedRun
+from tests.serve.test_server import CONFIG, Ascii, model
+
+import atlasjax.cli.serve
+atlasjax.cli.serve.load_run = lambda *_: LoadedRun(model(), Ascii(), TrainConfig(model=CONFIG), 0, [])
+sys.exit(cli.main(["serve", "--port", "0", "--slots", "2", "--pieces", "16", "--max-tokens", "1000000", *sys.argv[1:]]))
+"""
+
+
+@contextlib.contextmanager
+def process(folder: pathlib.Path):
+    """`atlasjax serve` in another process: (the process, a client)."""
+    environment = dict(os.environ, ATLASJAX_SERVE_TOKEN=TOKEN)
+    command = [sys.executable, "-c", PROGRAM, "--run-dir", str(folder / "tiny"), "--grace-seconds", "1"]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        try:
+            said = running.stdout.readline()
+            assert said.startswith("serving tiny at http://127.0.0.1:"), (said, running.stderr.read())
+            yield running, client_of(web.Address("127.0.0.1", int(said.split(":")[2].split("/")[0])))
+        finally:
+            running.kill()
+
+
+@pytest.mark.slow
+def test_killed_and_restarted(tmp_path):
+    """Memories of answered requests outlive SIGKILL and SIGTERM; SIGTERM ends what still runs, and exits with 0."""
+    tell = lambda client: client.completions.create(prompt="the book", **OPTIONS, extra_body={"memory": "book"})
+    texts = []
+    with process(tmp_path) as (running, client):
+        texts.append(tell(client).choices[0].text)
+        running.kill()
+        running.wait(60)
+    with process(tmp_path) as (running, client):
+        texts.append(tell(client).choices[0].text)
+        stream = client.completions.create(model="tiny", prompt="a", max_tokens=10**6, stream=True)
+        next(iter(stream))
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 0
+        stream.close()
+    with process(tmp_path) as (_, client):
+        texts.append(tell(client).choices[0].text)
+    text = b""
+    for said in texts:
+        text += b"the book"
+        tokens = np.asarray(generate(model(), np.array([list(text)]), 12, config=SamplingConfig(0.9), seed=5))[0]
+        assert said == Ascii().decode(tokens)
+        text += bytes(tokens.tolist())
