@@ -72,7 +72,7 @@ def run(arguments: Sequence[str]) -> None:
         memories = Memories(ContextFiles(loaded.model), folder, command.keep)
     opened, address = listen(address)
     batcher.warm_up()
-    name = command.name or pathlib.PurePath(command.run_dir).name
+    name = command.name or pathlib.Path(command.run_dir).absolute().name
     hosts = frozenset({"localhost", "127.0.0.1", "::1", command.host}) if address.is_local else None
     service = Service(Worker(batcher), loaded.tokenizer, name, chat, memories, command.limits, token, hosts)
     said = f"serving {name} at {address.url}/v1: {command.batch.slots} texts at a time, {num_bytes:,} bytes each"

@@ -3,6 +3,7 @@
 from atlasjax.serve.batching import (
     BatchConfig,
     Batcher,
+    ClosedError,
     Done,
     Failed,
     Piece,
@@ -12,4 +13,15 @@ from atlasjax.serve.batching import (
     Worker,
 )
 
-__all__ = ["BatchConfig", "Batcher", "Done", "Failed", "Piece", "QueueFullError", "Request", "Ticket", "Worker"]
+__all__ = [
+    "BatchConfig",
+    "Batcher",
+    "ClosedError",
+    "Done",
+    "Failed",
+    "Piece",
+    "QueueFullError",
+    "Request",
+    "Ticket",
+    "Worker",
+]

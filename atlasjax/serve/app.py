@@ -211,13 +211,15 @@ class _Generation:
         tokens = await asyncio.to_thread(self._tokens, parsed, context is not None)
         events: asyncio.Queue[batching.Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
+        before = len(tokens) + (0 if context is None else int(context.num_tokens[0]))
+        most, longest = parsed.max_tokens, service.worker.batcher.longest
+        if not parsed.has_max_tokens and longest is not None:
+            most = max(1, min(most, longest - before))
         stop = parsed.stop + (service.chat.stop if self._chat else ())
         asked = batching.Request(
-            tokens, parsed.max_tokens, parsed.sampling, parsed.seed, stop, context,
+            tokens, most, parsed.sampling, parsed.seed, stop, context,
             keep=parsed.memory is not None, seconds=service.limits.seconds,
         )  # fmt: skip
-        if service.worker.error is not None:
-            raise RequestError(503, "the server failed; its log says why.")
 
         def on_event(event: batching.Event) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
@@ -227,6 +229,8 @@ class _Generation:
             ticket = await asyncio.to_thread(service.worker.batcher.submit, asked, on_event)
         except batching.QueueFullError as error:
             raise RequestError(429, str(error), code="queue_full") from None
+        except batching.ClosedError as error:
+            raise RequestError(503, str(error)) from None
         except ValueError as error:
             raise RequestError(400, str(error)) from None
         responses = Responses(service.name, self._chat)

@@ -125,6 +125,10 @@ class QueueFullError(RuntimeError):
     """So many requests wait that another one is refused."""
 
 
+class ClosedError(RuntimeError):
+    """The batcher has stopped, and serves no more requests."""
+
+
 class Ticket:
     """A request that was submitted."""
 
@@ -170,6 +174,7 @@ class Batcher:
         self._in_slot: list[Ticket | None] = [None] * config.slots
         self._changed = threading.Condition()
         self._idle_key = key_data(0)
+        self._closed: str | None = None
 
     @property
     def longest(self) -> int | None:
@@ -197,6 +202,7 @@ class Batcher:
         Raises:
           ValueError: the request has nothing to read, a number is out of range, or the text would be too long.
           QueueFullError: too many requests are waiting.
+          ClosedError: the batcher has stopped.
         """
         prompt, context = np.asarray(request.tokens), request.context
         check.integer("Request", "max_tokens", request.max_tokens, 0)
@@ -222,6 +228,8 @@ class Batcher:
         )  # fmt: skip
         ticket._left = prompt.tolist()
         with self._changed:
+            if self._closed is not None:
+                raise ClosedError(self._closed)
             if self.num_active + len(self._waiting) >= self.config.slots + self.config.queue:
                 raise QueueFullError(f"{len(self._waiting)} requests are waiting; try again later.")
             self._waiting.append(ticket)
@@ -251,9 +259,10 @@ class Batcher:
             self._step()
         return bool(self._waiting) or self.num_active > 0
 
-    def fail(self, message: str) -> None:
-        """Ends all requests, after an error."""
+    def close(self, message: str) -> None:
+        """Ends all requests, as failed, and takes no more. Called by the thread that calls `step`."""
         with self._changed:
+            self._closed = message
             tickets = [ticket for ticket in self._in_slot if ticket is not None] + list(self._waiting)
             self._waiting.clear()
         self._reading.clear()
@@ -392,12 +401,15 @@ class Batcher:
     def _tokens_of_text(self, ticket: Ticket) -> list[int]:
         """The generated tokens that are wholly before the stop string."""
         before = ticket.request.tokens.tolist()
-        text, length = TextStream(self._tokenizer, before), 0
+        text, length, kept = TextStream(self._tokenizer, before), 0, 0
         for number, token in enumerate(ticket._tokens):
-            length += len(text.feed([token]))
+            new = len(text.feed([token]))
+            length += new
             if length > ticket._text_length:
-                return ticket._tokens[:number]
-        return ticket._tokens
+                break
+            if new:  # not the first bytes of a character of the stop string
+                kept = number + 1
+        return ticket._tokens[:kept]
 
     def _say_done(self, ticket: Ticket, done: Done) -> None:
         context = self._context(ticket) if ticket.request.keep else None
@@ -436,8 +448,8 @@ class Worker:
             while not self._closed.is_set():
                 if not self.batcher.step():
                     self.batcher.wait(1.0)
-            self.batcher.fail("the server was stopped.")
+            self.batcher.close("the server was stopped.")
         except Exception as error:  # whatever it is, nobody may wait for an answer
             self.error = f"{type(error).__name__}: {error}"
-            self.batcher.fail("the server failed; its log says why.")
+            self.batcher.close("the server failed; its log says why.")
             raise

@@ -63,6 +63,7 @@ class Parsed:
     Attributes:
       prompt: a text, token ids, or the messages of a conversation.
       max_tokens: most tokens to generate.
+      has_max_tokens: whether the request says so; if not, fewer will do where the text has no room for more.
       memory: the name under which the text goes on and is kept.
       memory_from: the name whose text goes on instead.
       include_usage: whether a stream ends with the numbers of tokens.
@@ -70,6 +71,7 @@ class Parsed:
 
     prompt: str | list[int] | list[Message]
     max_tokens: int
+    has_max_tokens: bool
     sampling: SamplingConfig
     seed: int
     stop: tuple[str, ...]
@@ -125,7 +127,7 @@ def parse(body: bytes, *, chat: bool, model: str, most_tokens: int) -> Parsed:
         raise RequestError(400, str(error), param=str(error).partition(" ")[0]) from None
     options = fields.get("stream_options", {})
     return Parsed(
-        prompt, limit, sampling, seed, tuple(stop), fields.get("memory"), fields.get("memory_from"),
+        prompt, limit, bool(names), sampling, seed, tuple(stop), fields.get("memory"), fields.get("memory_from"),
         fields.get("stream", False), options.get("include_usage") is True,
     )  # fmt: skip
 

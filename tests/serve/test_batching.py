@@ -1,5 +1,7 @@
 """Continuous batching: each text is what `generate` makes of it alone, whatever else is in the slots."""
 
+import collections
+import copy
 import functools
 
 import jax
@@ -10,7 +12,7 @@ from flax import nnx
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.generate import SamplingConfig, context, generate
 from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
-from atlasjax.serve import BatchConfig, Batcher, Done, Failed, Piece, QueueFullError, Request
+from atlasjax.serve import BatchConfig, Batcher, ClosedError, Done, Failed, Piece, QueueFullError, Request
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -209,6 +211,21 @@ def test_refused():
     for ticket in tickets:
         ticket.cancel()
     assert not batcher().step()
+
+
+def test_closed():
+    """Whoever waits is told, and nobody waits any more."""
+    other = copy.copy(batcher())  # its slots are those of the other tests
+    other._in_slot, other._waiting, other._reading = [None] * 3, collections.deque(), collections.deque()
+    events = [[] for _ in range(4)]
+    for said in events:
+        other.submit(Request(ids("a"), 9), said.append)
+    other.step()
+    other.close("the server was stopped.")
+    assert [said[-1] for said in events] == [Failed(False, "the server was stopped.")] * 4
+    assert not other.step()
+    with pytest.raises(ClosedError, match="the server was stopped"):
+        other.submit(Request(ids("a"), 9), print)
 
 
 def read_twice():
