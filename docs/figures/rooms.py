@@ -20,6 +20,7 @@ PLACES = {
     "plan": (0.5, 7),
     "interop": (1.5, 7),
     "tune": (2.5, 7),
+    "serve": (4, 7),
     "train": (1.5, 6),
     "data": (0, 5),
     "distributed": (1, 5),
