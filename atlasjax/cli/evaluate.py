@@ -13,14 +13,16 @@ from flax import nnx
 
 from atlasjax.cli.long_context import LongContextOptions, checked, is_long_context, run_long_context
 from atlasjax.cli.parsing import parse
-from atlasjax.cli.report import baselines, text_data
+from atlasjax.cli.report import baselines
 from atlasjax.cli.tasks import TaskOptions, run_tasks
 from atlasjax.data.config import DataConfig
 from atlasjax.data.pipeline import make_pipeline
 from atlasjax.data.prepared import load_tokens
-from atlasjax.evaluate.lm import LanguageModelResult, evaluate, evaluate_stream
+from atlasjax.evaluate.lm import LanguageModelResult, evaluate_stream
 from atlasjax.train import state as state_lib
+from atlasjax.train.config import HELD_OUT, TrainConfig, parse_sets
 from atlasjax.train.errors import ConfigError
+from atlasjax.train.evaluations import Evaluations, text_data
 from atlasjax.train.load import LoadedRun, load_run
 from atlasjax.train.step import eval_sums
 
@@ -33,8 +35,10 @@ class EvaluateCommand:
     """Folder of the run."""
     step: int | None = None
     """Step of the checkpoint. None: the newest usable one."""
+    ema: bool = False
+    """Take the moving average of the parameters (optimizer.ema_decay) instead of the parameters."""
     text: tuple[str, ...] = ()
-    """Text files or folders to evaluate on. None given: the run's own held-out text."""
+    """Text files or folders to evaluate on. None given: the run's own held-out text and its evaluation sets."""
     max_batches: int | None = None
     """Maximum number of batches. None: the whole text."""
     stream: bool = False
@@ -62,23 +66,23 @@ def run(arguments: Sequence[str]) -> None:
     if command.harness.tasks:
         _run_tasks(command)
         return
-    loaded = load_run(command.run_dir, command.step)
+    loaded = load_run(command.run_dir, command.step, ema=command.ema)
     for step, reason in loaded.skipped:
         print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)
-    data = loaded.config.data
-    if command.text:
-        data = text_data(data, command.text)
     try:
-        result = _streamed(command, loaded, data) if command.stream else _parallel(command, loaded, data)
-        references = {} if command.text else baselines(data)
+        texts = _texts(command, loaded.config)
+        results = (_streamed if command.stream else _parallel)(command, loaded, texts)
+        references = baselines(texts[HELD_OUT]) if HELD_OUT in texts else {}
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from error
-    print(f"{command.run_dir}, step {loaded.step}: {result.tokens:,} tokens, {result.num_bytes:,} bytes")
-    for name, value in {
-        "loss (nats per token)": result.loss, "perplexity per token": result.perplexity, "bits per byte": result.bits_per_byte,
-        **{f"bits per byte, {name}": value for name, value in references.items()},
-    }.items():  # fmt: skip
-        print(f"  {name:<36}{value:9.4f}")
+    for text, result in results.items():
+        what = text if text not in ("", HELD_OUT) else f"{command.run_dir}, step {loaded.step}"
+        print(f"{what}: {result.tokens:,} tokens, {result.num_bytes:,} bytes")
+        for name, value in {
+            "loss (nats per token)": result.loss, "perplexity per token": result.perplexity, "bits per byte": result.bits_per_byte,
+            **{f"bits per byte, {name}": value for name, value in (references if text == HELD_OUT else {}).items()},
+        }.items():  # fmt: skip
+            print(f"  {name:<36}{value:9.4f}")
 
 
 def _run_tasks(command: EvaluateCommand) -> None:
@@ -104,28 +108,52 @@ def _run_tasks(command: EvaluateCommand) -> None:
     if ours:
         checked(ours, command.long_context)
     if others:
-        run_tasks(command.run_dir, command.step, dataclasses.replace(options, tasks=others), stream=command.stream)
+        run_tasks(
+            command.run_dir,
+            command.step,
+            dataclasses.replace(options, tasks=others),
+            stream=command.stream,
+            ema=command.ema,
+        )
     if ours:
         run_long_context(
             command.run_dir, command.step, ours, command.long_context, text=command.text, batch_size=options.batch_size,
-            log_samples=options.log_samples,
+            log_samples=options.log_samples, ema=command.ema,
         )  # fmt: skip
 
 
-def _parallel(command: EvaluateCommand, loaded: LoadedRun, data: DataConfig) -> LanguageModelResult:
-    pipeline = make_pipeline(data, loaded.tokenizer, "validation")
+def _texts(command: EvaluateCommand, config: TrainConfig) -> dict[str, DataConfig]:
+    """The texts to evaluate on, by name: that of --text, or the run's held-out text and its evaluation sets."""
+    if command.text:
+        return {"": text_data(config.data, command.text)}
+    sets = {name: text_data(config.data, paths) for name, paths in parse_sets(config.evaluation_sets).items()}
+    return ({} if sets and not config.data.has_validation else {HELD_OUT: config.data}) | sets
+
+
+def _parallel(
+    command: EvaluateCommand, loaded: LoadedRun, texts: dict[str, DataConfig]
+) -> dict[str, LanguageModelResult]:
     graphdef, params = nnx.split(loaded.model, nnx.Param)
-    step = jax.jit(eval_sums(graphdef, loaded.tokenizer.bytes_per_token, max_segments=pipeline.max_segments))
-    return evaluate(step, state_lib.pure(params), pipeline, max_batches=command.max_batches)
+    step = lambda max_segments: jax.jit(
+        eval_sums(graphdef, loaded.tokenizer.bytes_per_token, max_segments=max_segments)
+    )
+    data = {name: make_pipeline(text, loaded.tokenizer, "validation") for name, text in texts.items()}
+    return Evaluations(data, step, command.max_batches, jax.device_put)(state_lib.pure(params))
 
 
-def _streamed(command: EvaluateCommand, loaded: LoadedRun, data: DataConfig) -> LanguageModelResult:
+def _streamed(
+    command: EvaluateCommand, loaded: LoadedRun, texts: dict[str, DataConfig]
+) -> dict[str, LanguageModelResult]:
+    return {name: _stream(command, loaded, text, name) for name, text in texts.items()}
+
+
+def _stream(command: EvaluateCommand, loaded: LoadedRun, data: DataConfig, name: str) -> LanguageModelResult:
     tokens = load_tokens(data, loaded.tokenizer, "validation")
     if command.max_batches is not None:
         tokens = tokens[: command.max_batches * data.batch_size * data.sequence_length + 1]
     table = loaded.tokenizer.bytes_per_token
     result, losses = evaluate_stream(loaded.model, tokens, table, piece=command.piece)
-    print("bits per byte by position in the stream")
+    print("bits per byte by position in the stream" + (f" of {name}" if name not in ("", HELD_OUT) else ""))
     start = 0
     while start < losses.shape[1]:
         end = min(losses.shape[1], max(1024, 4 * start))

@@ -19,10 +19,12 @@ class ExportCommand:
     """Folder of the run."""
     step: int | None = None
     """Step of the checkpoint. None: the newest usable one."""
+    ema: bool = False
+    """Take the moving average of the parameters (optimizer.ema_decay) instead of the parameters."""
 
 
 def run(arguments: Sequence[str]) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
     command = parse(ExportCommand, "export", "Writes the model of a run as public weights.", arguments)
-    done = export_weights(command.run_dir, command.path, step=command.step)
+    done = export_weights(command.run_dir, command.path, step=command.step, ema=command.ema)
     print(f"{command.path}: {done.family}, {done.parameters:,} parameters in {done.tensors} tensors")

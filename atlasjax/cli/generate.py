@@ -43,13 +43,15 @@ class GenerateCommand:
     """The same seed gives the same text."""
     step: int | None = None
     """Step of the checkpoint. None: the newest usable one."""
+    ema: bool = False
+    """Take the moving average of the parameters (optimizer.ema_decay) instead of the parameters."""
 
 
 def run(arguments: Sequence[str]) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
     command = parse(GenerateCommand, "generate", "Lets a trained model continue a text.", arguments)
     prompt, text = _checked(command)
-    loaded = load_run(command.run_dir, command.step)
+    loaded = load_run(command.run_dir, command.step, ema=command.ema)
     for step, reason in loaded.skipped:
         print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)
     model, tokenizer = loaded.model, loaded.tokenizer

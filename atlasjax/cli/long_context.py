@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from atlasjax import storage
-from atlasjax.cli.report import text_data
 from atlasjax.data.config import DataConfig
 from atlasjax.data.prepared import load_tokens
 from atlasjax.data.sources import embedded_documents, load_text
@@ -20,6 +19,7 @@ from atlasjax.evaluate.scoring import Scorer
 from atlasjax.interop.text_ends import text_ends
 from atlasjax.train.config import run_folder
 from atlasjax.train.errors import ConfigError, user_errors
+from atlasjax.train.evaluations import text_data
 from atlasjax.train.load import LoadedRun, load_run
 
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
@@ -73,7 +73,7 @@ def checked(names: Sequence[str], options: LongContextOptions) -> tuple[dict[str
 
 def run_long_context(
     run_dir: str, step: int | None, names: Sequence[str], options: LongContextOptions, *, text: tuple[str, ...], batch_size: int,
-    log_samples: bool,
+    log_samples: bool, ema: bool = False,
 ) -> None:  # fmt: skip
     """Runs tasks, prints their tables and saves the results.
 
@@ -92,7 +92,7 @@ def run_long_context(
     tasks, plan = checked(names, options)
     with user_errors():
         folder = run_folder(run_dir) / "evaluations"
-    loaded = load_run(run_dir, step)
+    loaded = load_run(run_dir, step, ema=ema)
     for unusable, reason in loaded.skipped:
         print(f"atlasjax: the checkpoint of step {unusable} is unusable: {reason}", file=sys.stderr)
     results: list[Result] = []

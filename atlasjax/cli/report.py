@@ -1,7 +1,5 @@
 """Output shared by several commands: baselines and samples."""
 
-import dataclasses
-
 from atlasjax.data.config import DataConfig
 from atlasjax.data.sources import load_text
 from atlasjax.data.tokenizers import Tokenizer
@@ -24,13 +22,6 @@ def baselines(config: DataConfig) -> dict[str, float]:
         return {}
     scores = ngram_baselines(train, load_text(config, "validation"))
     return {"unigram of bytes": scores["unigram"], "interpolated trigram": scores["trigram"]}
-
-
-def text_data(config: DataConfig, paths: tuple[str, ...]) -> DataConfig:
-    """The config of text files or folders, all of which are held-out text."""
-    return dataclasses.replace(
-        config, source="text", paths=paths, validation_paths=paths, packing="contiguous", held_out="auto"
-    )
 
 
 def sample_text(

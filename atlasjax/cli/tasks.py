@@ -52,7 +52,7 @@ class TaskOptions:
             raise ConfigError(f"limit is {self.limit}; it should be a whole number of documents, or a share below 1.")
 
 
-def run_tasks(run_dir: str, step: int | None, options: TaskOptions, *, stream: bool) -> None:
+def run_tasks(run_dir: str, step: int | None, options: TaskOptions, *, stream: bool, ema: bool = False) -> None:
     """Runs tasks, prints their table and saves the results.
 
     Raises:
@@ -68,7 +68,7 @@ def run_tasks(run_dir: str, step: int | None, options: TaskOptions, *, stream: b
     with user_errors():
         folder = run_folder(run_dir) / "evaluations"
     tasks = _load_tasks(options)
-    loaded = load_run(run_dir, step)
+    loaded = load_run(run_dir, step, ema=ema)
     for unusable, reason in loaded.skipped:
         print(f"atlasjax: the checkpoint of step {unusable} is unusable: {reason}", file=sys.stderr)
     results = _evaluate(run_dir, loaded, tasks, options, stream)

@@ -14,7 +14,7 @@ from atlasjax.cli.tune import offer
 from atlasjax.data.tokenizers import vocabulary
 from atlasjax.nn import CachingConfig
 from atlasjax.nn.mixers import check_caching
-from atlasjax.train.config import TrainConfig
+from atlasjax.train.config import HELD_OUT, TrainConfig
 from atlasjax.train.cores import use_cores
 from atlasjax.train.defaults import default_config
 from atlasjax.train.errors import ConfigError, user_errors
@@ -121,6 +121,8 @@ def _report(name: str, config: TrainConfig, result: TrainResult) -> None:
     if result.evaluation is not None:
         print("held-out bits per byte")
         rows = {f"this model, {result.step} steps": result.evaluation.bits_per_byte, **references}
+        if HELD_OUT in result.ema_evaluations:
+            rows["its moving average"] = result.ema_evaluations[HELD_OUT].bits_per_byte
         for name, value in rows.items():
             print(f"  {name:<28}{value:6.3f}")
     if references and result.step > result.resumed_from:

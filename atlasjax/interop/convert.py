@@ -120,7 +120,9 @@ def import_weights(
     return Converted(family.name, sum(x.size for x in jax.tree.leaves(shapes)), len(folder.tensors), len(extra))
 
 
-def export_weights(run_dir: str | AnyPath, path: str | os.PathLike[str], *, step: int | None = None) -> Converted:
+def export_weights(
+    run_dir: str | AnyPath, path: str | os.PathLike[str], *, step: int | None = None, ema: bool = False
+) -> Converted:
     """Writes the model of a run as public weights.
 
     A run that was imported is written in the form that it had: the same files, tensor names and dtypes, config.json and tokenizer;
@@ -130,6 +132,7 @@ def export_weights(run_dir: str | AnyPath, path: str | os.PathLike[str], *, step
       run_dir: the run's folder.
       path: the folder to write, a local one that must not exist.
       step: step of the checkpoint. None: the newest usable one.
+      ema: whether to write the moving average of the parameters.
 
     Raises:
       ConfigError: there is no run; no family has its mixer, or the family's form does not have its layers; or path exists.
@@ -140,7 +143,7 @@ def export_weights(run_dir: str | AnyPath, path: str | os.PathLike[str], *, step
     peer = run / PEER
     if os.path.lexists(target):
         raise ConfigError(f"path is {str(target)!r}, which exists; give a new folder.")
-    loaded = load_run(run_dir, step)
+    loaded = load_run(run_dir, step, ema=ema)
     model = loaded.config.model
     manifest = _read_manifest(peer)
     if manifest is None:

@@ -87,12 +87,14 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
     mask = select(decay_mask(state_lib.pure(logical_axes(config.model))), trainable)
     optimizer = make_optimizer(config.optimizer, config.steps, mask)
     schedule = learning_rate(config.optimizer, config.steps)
-    shardings, _ = state_lib.state_shardings(config.model, optimizer, mesh, trainable)
-    state = state_lib.abstract_state(config.model, optimizer, shardings, trainable)
+    ema_decay = config.optimizer.ema_decay
+    ema = ema_decay is not None
+    shardings, _ = state_lib.state_shardings(config.model, optimizer, mesh, trainable, ema=ema)
+    state = state_lib.abstract_state(config.model, optimizer, shardings, trainable, ema=ema)
     batch = abstract_batch(config, mesh)
     step = jit_train_step(
         graphdef, optimizer, schedule, shardings, mesh, microbatches=config.accumulation, loss=config.loss,
-        trainable=trainable,
+        trainable=trainable, ema_decay=ema_decay,
     )  # fmt: skip
     started = time.perf_counter()
     program = step.lower(state, batch).compile(compiler_options=libtpu.low_effort())
@@ -107,6 +109,7 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
             microbatches=config.accumulation,
             loss=config.loss,
             trainable=trainable,
+            ema_decay=ema_decay,
         ),
         state,
         batch,

@@ -1,6 +1,6 @@
 """Checkpoints: one folder per step with model, optimizer, PRNG key, step, data position and configuration (Orbax v1).
 
-    checkpoints/<step>/params, optimizer, progress      arrays (Orbax OCDBT)
+    checkpoints/<step>/params, optimizer, progress      arrays (Orbax OCDBT); ema, if there is a moving average
     checkpoints/<step>/position, config, integrity      JSON
 
 A step is written next to the others under a temporary name, and renamed when complete. A bucket has no rename: there a step has
@@ -26,6 +26,7 @@ from atlasjax.train import integrity
 from atlasjax.train.errors import CheckpointError, NonFiniteError, ProcessDiedError
 from atlasjax.train.state import TrainState
 from atlasjax.train.step_folders import StepFolders
+from atlasjax.train.trainable import replaced
 
 PyTree = Any
 _JSON = ("position", "config", "integrity")
@@ -138,7 +139,7 @@ class Checkpoints:
         self._check_space(step, state)
         content = {
             "params": state.params,
-            **({} if state.optimizer is None else {"optimizer": state.optimizer}),
+            **{name: tree for name, tree in (("optimizer", state.optimizer), ("ema", state.ema)) if tree is not None},
             "progress": {"key": state.key, "step": state.step},
             "position": list(positions),
             "config": config,
@@ -212,23 +213,27 @@ class Checkpoints:
             "params": abstract.params,
             "optimizer": abstract.optimizer,
             "progress": {"key": abstract.key, "step": abstract.step},
+            **({} if abstract.ema is None else {"ema": abstract.ema}),
         }
         loaded, used, skipped = self._load_newest(target, step)
-        state = TrainState(loaded["params"], loaded["optimizer"], **loaded["progress"])
+        state = TrainState(loaded["params"], loaded["optimizer"], **loaded["progress"], ema=loaded.get("ema"))
         return Restored(state, loaded["position"], used, skipped)
 
-    def restore_params(self, abstract: PyTree, step: int | None = None) -> tuple[PyTree, int, list[tuple[int, str]]]:
+    def restore_params(
+        self, abstract: PyTree, step: int | None = None, *, ema: PyTree | None = None
+    ) -> tuple[PyTree, int, list[tuple[int, str]]]:
         """Like `restore`, but reads only the model's parameters, for evaluation and generation.
 
         Args:
           abstract: nested dict of the parameters' shapes, dtypes and shardings.
           step: which checkpoint. None means the newest usable one.
+          ema: the part of `abstract` that trains, to get its moving average. None: the parameters themselves.
 
         Returns:
           The parameters, their step, and the newer checkpoints that were skipped.
         """
-        loaded, used, skipped = self._load_newest({"params": abstract}, step)
-        return loaded["params"], used, skipped
+        loaded, used, skipped = self._load_newest({"params": abstract, **({} if ema is None else {"ema": ema})}, step)
+        return replaced(loaded["params"], loaded.get("ema", {})), used, skipped
 
     def _load_newest(
         self, target: dict[str, Any], step: int | None
@@ -268,7 +273,7 @@ class Checkpoints:
             raise CheckpointError(f"it holds step {saved.get('.step')}: it was moved or copied to this folder")
         arrays = {name: loaded[name] for name in target}
         if "progress" in arrays:
-            arrays = {**{n: arrays[n] for n in ("params", "optimizer")}, **arrays["progress"]}
+            arrays = {**{n: x for n, x in arrays.items() if n != "progress"}, **arrays["progress"]}
         sums = {
             f".{name}{path}": value
             for name, tree in arrays.items()
@@ -288,7 +293,7 @@ class Checkpoints:
             return  # a bucket has no size limit
         needed = sum(
             shard.data.nbytes
-            for leaf in jax.tree.leaves((state.params, state.optimizer))
+            for leaf in jax.tree.leaves((state.params, state.optimizer, state.ema))
             for shard in leaf.addressable_shards
             if shard.replica_id == 0
         )

@@ -16,6 +16,7 @@ from atlasjax.nn.config import ModelConfig
 from atlasjax.train.loss import LossConfig
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
+HELD_OUT = "held-out"  # the name of the evaluation on the held-out text of the data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,8 @@ class OptimizerConfig:
       clip_norm: gradients with a larger global norm are scaled down to this norm. None means no clipping.
       trainable: a regular expression that is searched for in the dotted paths of the parameters, such as
         "layers.mixer.cache.connector.kernel"; only those in which it is found train, and the others stay as they are. None: all.
+      ema_decay: decay in (0, 1) of an exponential moving average of the parameters, which is kept and evaluated beside them. In
+        step n ≥ 0 it is min(ema_decay, (1 + n) / (10 + n)), so that the first steps are soon forgotten. None: no average.
     """
 
     name: str = "adamw"
@@ -54,6 +57,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
     trainable: str | None = None
+    ema_decay: float | None = None
 
     def __post_init__(self) -> None:
         for field in ("name", "schedule"):
@@ -68,7 +72,7 @@ class OptimizerConfig:
             )
         for name, (holds, what) in _NUMBERS.items():
             value = getattr(self, name)
-            if name == "clip_norm" and value is None:
+            if name in ("clip_norm", "ema_decay") and value is None:
                 continue
             inside = check.is_number(value) and math.isfinite(value) and holds(value)
             check.require(inside, f"optimizer.{name}", value, what)
@@ -92,6 +96,7 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "eps": (lambda value: value > 0, "positive and finite"),
     "weight_decay": (lambda value: value >= 0, "0 or more, and finite"),
     "clip_norm": (lambda value: value > 0, "positive and finite, or None"),
+    "ema_decay": (lambda value: 0 < value < 1, "in (0, 1), or None"),
 }
 _MOST_STEPS = 2**31  # they are counted in int32
 
@@ -114,7 +119,9 @@ class TrainConfig:
       init_from: folder of another run, whose newest parameters and tokenizer a new run starts from. The model is that of the other
         run; Memory Caching may be added (`CachingConfig.added`). No effect once the run has checkpoints.
       eval_every: number of steps between evaluations on held-out text. 0 evaluates only at the end, where every run does.
-      eval_batches: number of held-out batches per evaluation. None means all.
+      eval_batches: number of batches per evaluation of a text. None means all.
+      evaluation_sets: further texts of each evaluation, "name=path" or "name=path,path": files (text, .jsonl, .parquet), folders
+        or URLs, as in `DataConfig.paths`. Results are recorded and printed under the name.
       checkpoint_every: number of steps between checkpoints. 0 saves only at the end, where every run does.
       keep: number of checkpoints to keep, at least 2, so that one remains if the newest is damaged. The oldest are deleted.
       log_every: number of steps between two lines of progress and metrics.
@@ -136,6 +143,7 @@ class TrainConfig:
     init_from: str | None = None
     eval_every: int = 100
     eval_batches: int | None = 8
+    evaluation_sets: tuple[str, ...] = ()
     checkpoint_every: int = 100
     keep: int = 3
     log_every: int = 10
@@ -154,6 +162,10 @@ class TrainConfig:
         check.require(check.is_integer(self.seed, 0) and self.seed < 2**32, "seed", self.seed, "in [0, 2^32)")
         inside = self.eval_batches is None or check.is_integer(self.eval_batches, 1)
         check.require(inside, "eval_batches", self.eval_batches, "at least 1, or None for all")
+        if isinstance(self.evaluation_sets, str):
+            raise ValueError(f"evaluation_sets is {self.evaluation_sets!r}; it should be a tuple of strings.")
+        object.__setattr__(self, "evaluation_sets", tuple(self.evaluation_sets))  # JSON has lists
+        parse_sets(self.evaluation_sets)
         inside = check.is_number(self.memory_norm_limit) and self.memory_norm_limit > 0
         check.require(inside, "memory_norm_limit", self.memory_norm_limit, "positive")
         if self.profile is not None:
@@ -169,6 +181,26 @@ class TrainConfig:
             raise ValueError(
                 f"accumulation is {self.accumulation}; it should divide data.batch_size, which is {self.data.batch_size}."
             )
+
+
+def parse_sets(sets: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """ "name=path" or "name=path,path,…" for each set, as name → paths.
+
+    Raises:
+      ValueError: one has another form, or two have the same name.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for one in sets:
+        name, _, paths = one.partition("=") if isinstance(one, str) else ("", "", "")
+        listed = tuple(path for path in paths.split(",") if path)
+        if not name.replace("-", "").replace("_", "").isalnum() or not listed:
+            raise ValueError(
+                f'evaluation_sets has {one!r}, should be "name=path" or "name=path,path"; names have letters, digits, - and _.'
+            )
+        if name in found or name == HELD_OUT:
+            raise ValueError(f"evaluation_sets has two sets named {name!r}; each needs a name of its own.")
+        found[name] = listed
+    return found
 
 
 def run_folder(run_dir: "str | storage.AnyPath", field: str = "run_dir") -> storage.AnyPath:
@@ -221,9 +253,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 # Fields that may change when a run is resumed: how long, how fast and where it trains, and what it writes. All others determine
 # the meaning of the saved state (architecture) or of the saved position (data). Bounds on a memory's steps do not change the
 # meaning of its state, and may have to be lowered after its memories have grown.
-_FREE = ("steps", "optimizer.", "loss.", "mesh.", "processes.", "run_dir", "eval_every", "eval_batches", "checkpoint_every", "keep",
-         "log_every", "tensorboard", "accumulation", "init_from", "data.num_threads", "model.remat", "model.dtype",
-         "profile", "memory_norm_limit", "model.memory.bounded", "model.memory.max_step")  # fmt: skip
+_FREE = ("steps", "optimizer.", "loss.", "mesh.", "processes.", "run_dir", "eval_every", "eval_batches", "evaluation_sets",
+         "checkpoint_every", "keep", "log_every", "tensorboard", "accumulation", "init_from", "data.num_threads",
+         "model.remat", "model.dtype", "profile", "memory_norm_limit", "model.memory.bounded", "model.memory.max_step")  # fmt: skip
 
 
 _STATE = ("optimizer.name", "optimizer.trainable")  # with another one the optimizer's state is another tree
@@ -239,7 +271,8 @@ def changes_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[l
     architecture, fixed, free = [], [], []
     for name, before, after in differences(old, new):
         line = f"{name}: {before!r} → {after!r}"
-        if name.startswith(_FREE) and name not in _STATE:
+        begins = name == "optimizer.ema_decay" and before is None  # the saved state has no average
+        if name.startswith(_FREE) and name not in _STATE and not begins:
             free.append(line)
         elif name.startswith("model"):
             architecture.append(line)

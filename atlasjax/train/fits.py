@@ -66,7 +66,8 @@ def check_fits(
     model, data = config.model, config.data
     moments = 2 if config.optimizer.name == "adamw" else 0  # the state of other optimizers is unknown
     trainable = parameters if trainable is None else trainable
-    state = 4 * (parameters + trainable * (1 + moments)) // (mesh["fsdp"] * mesh["tensor"])
+    average = config.optimizer.ema_decay is not None
+    state = 4 * (parameters + trainable * (1 + moments + average)) // (mesh["fsdp"] * mesh["tensor"])
     shards, tensor = mesh["data"] * mesh["fsdp"], mesh["tensor"]
     itemsize = 2 if model.dtype == "bfloat16" else 4
     logits = min(data.sequence_length, config.loss.chunk or data.sequence_length) * (model.vocab_size // tensor)

@@ -14,6 +14,7 @@ from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.config import TrainConfig, run_folder, saved_config
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.setup import run_tokenizer
+from atlasjax.train.trainable import select, trainable_mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +36,16 @@ class LoadedRun:
     skipped: list[tuple[int, str]]
 
 
-def load_run(run_dir: str | storage.AnyPath, step: int | None = None) -> LoadedRun:
+def load_run(run_dir: str | storage.AnyPath, step: int | None = None, *, ema: bool = False) -> LoadedRun:
     """Loads the newest usable checkpoint of a run, or the checkpoint of `step`.
 
+    Args:
+      run_dir: the run's folder.
+      step: step of the checkpoint. None: the newest usable one.
+      ema: whether to take the moving average of the parameters instead of the parameters.
+
     Raises:
-      ConfigError: there is no run in the folder, or its tokenizer or config cannot be used.
+      ConfigError: there is no run in the folder, its tokenizer or config cannot be used, or there is no moving average.
       CheckpointError: no checkpoint is usable, or `step` is not there.
     """
     with user_errors():
@@ -60,5 +66,12 @@ def load_run(run_dir: str | storage.AnyPath, step: int | None = None) -> LoadedR
         abstract = jax.tree.map(
             lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where), shapes, shardings
         )
-        params, used, skipped = checkpoints.restore_params(abstract, step)
+        average = None
+        if ema:
+            if config.optimizer.ema_decay is None:
+                raise ConfigError(
+                    f"run_dir is {str(run_dir)!r}; the run in it has no moving average of its parameters (optimizer.ema_decay)."
+                )
+            average = select(abstract, trainable_mask(config.optimizer.trainable, shapes))
+        params, used, skipped = checkpoints.restore_params(abstract, step, ema=average)
     return LoadedRun(state_lib.merge(graphdef, params), tokenizer, config, used, skipped)

@@ -18,12 +18,13 @@ from atlasjax.data.windows import Batch
 from atlasjax.distributed.processes import aborts_explained, initialize, lost_process
 from atlasjax.distributed.rendezvous import MissingProcessError
 from atlasjax.distributed.sharding import global_batch
-from atlasjax.evaluate.lm import LanguageModelResult, evaluate
+from atlasjax.evaluate.lm import LanguageModelResult
 from atlasjax.train import lock, preflight
 from atlasjax.train import setup as setup_lib
 from atlasjax.train.checkpoint import Checkpoints, complete_steps
-from atlasjax.train.config import TrainConfig, run_folder
+from atlasjax.train.config import HELD_OUT, TrainConfig, run_folder
 from atlasjax.train.errors import Interrupted, NonFiniteError, ProcessDiedError, RunError, user_errors
+from atlasjax.train.evaluations import Evaluations
 from atlasjax.train.initial import base_params
 from atlasjax.train.metrics import MetricsWriter
 from atlasjax.train.plot import plot_loss
@@ -50,6 +51,8 @@ class TrainResult:
       setup: the parts of the run.
       resumed_from: the step that this call resumed from, 0 for a new run.
       evaluation: the last evaluation on held-out text. None if nothing is held out.
+      evaluations: the last evaluation of each text, "held-out" and `evaluation_sets`, by name.
+      ema_evaluations: those of the moving average of the parameters; empty if there is none.
       checkpoint: folder of the last checkpoint.
       seconds: wall time of this call.
     """
@@ -58,6 +61,8 @@ class TrainResult:
     setup: Setup
     resumed_from: int
     evaluation: LanguageModelResult | None
+    evaluations: dict[str, LanguageModelResult]
+    ema_evaluations: dict[str, LanguageModelResult]
     checkpoint: storage.AnyPath
     seconds: float
 
@@ -136,8 +141,9 @@ def train(
     if main and run.recorded:
         plot_loss(run_dir, title=run_dir.name)
     return TrainResult(
-        state, setup, resumed_from, run.evaluation, checkpoints.path(int(state.step)), time.perf_counter() - started
-    )
+        state, setup, resumed_from, run.results.get(HELD_OUT), run.results, run.ema_results,
+        checkpoints.path(int(state.step)), time.perf_counter() - started,
+    )  # fmt: skip
 
 
 def _join(config: TrainConfig) -> list[str]:
@@ -231,21 +237,21 @@ class _Run:
             _tokens_per_step(self.config), utilization_per_rate(self.config, list(setup.mesh.devices.flat))
         )
         self.trace = Trace(self.config.profile, run_folder(self.config.run_dir) / "profile")
-        self.evaluation: LanguageModelResult | None = None
+        self.results: dict[str, LanguageModelResult] = {}
+        self.ema_results: dict[str, LanguageModelResult] = {}
         self.recorded = False
         self._pending: list[tuple[int, Metrics]] = []
         self._watch = MemoryWatch(self.config.model, self.config.memory_norm_limit)
         self._train_step = jit_train_step(
             setup.graphdef, setup.optimizer, setup.schedule, setup.shardings, setup.mesh,
             microbatches=self.config.accumulation, max_segments=setup.train_data.max_segments, loss=self.config.loss,
-            trainable=setup.trainable,
+            trainable=setup.trainable, ema_decay=self.config.optimizer.ema_decay,
         )  # fmt: skip
         self._put = functools.partial(global_batch, mesh=setup.mesh)
-        if setup.validation_data is not None:
-            self._eval_step = jit_eval_step(
-                setup.graphdef, setup.shardings.params, setup.mesh, setup.tokenizer.bytes_per_token,
-                max_segments=setup.validation_data.max_segments,
-            )  # fmt: skip
+        eval_step = lambda max_segments: jit_eval_step(
+            setup.graphdef, setup.shardings.params, setup.mesh, setup.tokenizer.bytes_per_token, max_segments=max_segments
+        )  # fmt: skip
+        self._evaluations = Evaluations(setup.evaluation_data, eval_step, self.config.eval_batches, self._put)
 
     def steps(
         self, state: TrainState, first: int, signals: StopSignals, writer: MetricsWriter, progress: Progress,
@@ -331,27 +337,27 @@ class _Run:
                 progress.print(f"step {step}: {line}")
 
     def _evaluate(self, state: TrainState) -> bool:
-        if self.setup.validation_data is None:
+        if not self.setup.evaluation_data:
             return False
         with self.timing.spend("evaluation"):
-            self.evaluation = evaluate(
-                self._eval_step,
-                state.params,
-                self.setup.validation_data,
-                max_batches=self.config.eval_batches,
-                put=self._put,
-            )
+            self.results = self._evaluations(state.params)
+            if state.ema is not None:
+                self.ema_results = self._evaluations(state.averaged)
         return True
 
     def _record_evaluation(self, step: int, writer: MetricsWriter, progress: Progress) -> None:
-        result = self.evaluation
-        assert result is not None
         seen = step * _tokens_per_step(self.config)
-        writer.write(step, "evaluation", {**result.as_dict(), "tokens_seen": seen})
-        progress.print(
-            f"step {step}/{self.config.steps} · held-out: {result.bits_per_byte:.4f} bits per byte, perplexity "
-            f"{result.perplexity:.2f}"
-        )
+        for kind, suffix, results in (
+            ("evaluation", "", self.results),
+            ("evaluation_ema", ", moving average", self.ema_results),
+        ):
+            for name, result in results.items():
+                own = kind if name == HELD_OUT else f"{kind}/{name}"
+                writer.write(step, own, {**result.as_dict(), "tokens_seen": seen})
+                progress.print(
+                    f"step {step}/{self.config.steps} · {name}{suffix}: {result.bits_per_byte:.4f} bits per byte, perplexity "
+                    f"{result.perplexity:.2f}"
+                )
 
     def _save(self, state: TrainState, step: int, writer: MetricsWriter, progress: Progress) -> None:
         first = self.timing.stop_seconds is None

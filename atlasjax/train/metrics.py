@@ -53,8 +53,10 @@ def _record(line: bytes) -> dict[str, Any] | None:
 class MetricsWriter:
     """Appends records to metrics.jsonl, and to TensorBoard event files. A context manager.
 
-    A record is one JSON object: {"step": n, "kind": "train" | "timing" | "evaluation", name: number, …}. The file only grows: a
-    resumed run appends {"step": n, "kind": "resumed"}, and earlier records of later steps no longer count (`read`).
+    A record is one JSON object: {"step": n, "kind": "train" | "timing" | "evaluation" | …, name: number, …}. The kind of the
+    held-out text is "evaluation", that of a named text "evaluation/<name>", and those of the moving average begin with
+    "evaluation_ema". The file only grows: a resumed run appends {"step": n, "kind": "resumed"}, and earlier records of later steps
+    no longer count (`read`).
 
     Args:
       run_dir: the run's folder.

@@ -23,8 +23,9 @@ from atlasjax.nn import logical_axes
 from atlasjax.train import fits
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints, complete_steps
-from atlasjax.train.config import TrainConfig, changes_on_resume, run_folder, saved_config
+from atlasjax.train.config import HELD_OUT, TrainConfig, changes_on_resume, run_folder, saved_config
 from atlasjax.train.cores import mesh_of, usable_cpu_devices
+from atlasjax.train.evaluations import evaluation_data
 from atlasjax.train.initial import check_base
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.state import TrainState
@@ -41,7 +42,8 @@ class Setup:
       config: the run's configuration.
       mesh: the devices.
       tokenizer: text ↔ tokens.
-      train_data, validation_data: the batches of this process. validation_data is None if nothing is held out.
+      train_data: the batches of this process.
+      evaluation_data: those of each evaluation, by name (`evaluations.evaluation_data`).
       graphdef: the model's definition.
       optimizer: clipping and AdamW.
       trainable: which parameters train (`trainable_mask`). None: all.
@@ -54,7 +56,7 @@ class Setup:
     mesh: Mesh
     tokenizer: Tokenizer
     train_data: Pipeline
-    validation_data: Pipeline | None
+    evaluation_data: dict[str, Pipeline]
     graphdef: nnx.GraphDef
     optimizer: optax.GradientTransformation
     trainable: PyTree | None
@@ -64,12 +66,24 @@ class Setup:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the TrainState."""
-        return state_lib.abstract_state(self.config.model, self.optimizer, self.shardings, self.trainable)
+        return state_lib.abstract_state(
+            self.config.model, self.optimizer, self.shardings, self.trainable, ema=self.has_ema
+        )
+
+    @property
+    def validation_data(self) -> Pipeline | None:
+        """The batches of the held-out text. None if nothing is held out."""
+        return self.evaluation_data.get(HELD_OUT)
+
+    @property
+    def has_ema(self) -> bool:
+        """Whether the state has a moving average of the parameters."""
+        return self.config.optimizer.ema_decay is not None
 
     def init_state(self) -> TrainState:
         """The initial TrainState from the config's seed. Every array is made on the devices that hold it."""
         init = jax.jit(
-            lambda key: state_lib.init_state(self.config.model, self.optimizer, key, self.trainable),
+            lambda key: state_lib.init_state(self.config.model, self.optimizer, key, self.trainable, ema=self.has_ema),
             out_shardings=self.shardings,
         )
         return init(jax.random.key(self.config.seed))
@@ -77,7 +91,7 @@ class Setup:
     def state_from(self, params: PyTree) -> TrainState:
         """The initial TrainState with given parameters, which are donated."""
         init = jax.jit(
-            lambda params, key: state_lib.state_from(params, self.optimizer, key, self.trainable),
+            lambda params, key: state_lib.state_from(params, self.optimizer, key, self.trainable, ema=self.has_ema),
             out_shardings=self.shardings,
             donate_argnums=0,
         )
@@ -128,18 +142,17 @@ def prepare(config: TrainConfig) -> Setup:
         )
     where = (jax.process_index(), jax.process_count())
     train_data = make_pipeline(config.data, tokenizer, "train", *where)
-    validation_data = (
-        make_pipeline(config.data, tokenizer, "validation", *where) if config.data.has_validation else None
-    )
+    validation = evaluation_data(config.data, config.evaluation_sets, tokenizer, *where)
     graphdef, shapes = state_lib.model_shapes(config.model)
     trainable = trainable_mask(config.optimizer.trainable, shapes)
     some, every = counted(shapes, trainable)
     fits.check_fits(config, mesh.shape, every, memory, trainable=some)
     mask = select(decay_mask(state_lib.pure(logical_axes(config.model))), trainable)
     optimizer = make_optimizer(config.optimizer, config.steps, mask)
-    shardings, skipped = state_lib.state_shardings(config.model, optimizer, mesh, trainable)
+    ema = config.optimizer.ema_decay is not None
+    shardings, skipped = state_lib.state_shardings(config.model, optimizer, mesh, trainable, ema=ema)
     return Setup(
-        config, mesh, tokenizer, train_data, validation_data, graphdef, optimizer, trainable,
+        config, mesh, tokenizer, train_data, validation, graphdef, optimizer, trainable,
         learning_rate(config.optimizer, config.steps), shardings, skipped,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from atlasjax.distributed import sharding
 from atlasjax.nn import LanguageModel, ModelConfig, abstract_model, logical_axes
-from atlasjax.train.trainable import select
+from atlasjax.train.trainable import replaced, select
 
 PyTree = Any
 
@@ -26,12 +26,19 @@ class TrainState:
       optimizer: the state of the outer optimizer, which has only the parameters that train.
       key: typed PRNG key. Random numbers of step n use `jax.random.fold_in(key, n)`.
       step: int32 scalar, number of optimizer steps done.
+      ema: the moving average of the parameters that train, float32. None: there is none.
     """
 
     params: PyTree
     optimizer: PyTree
     key: Any
     step: Any
+    ema: PyTree = None
+
+    @property
+    def averaged(self) -> PyTree:
+        """All parameters, those that train being their moving average."""
+        return replaced(self.params, self.ema)
 
 
 def model_shapes(config: ModelConfig) -> tuple[nnx.GraphDef, PyTree]:
@@ -59,7 +66,12 @@ def init_params(config: ModelConfig, key: jax.Array) -> PyTree:
 
 
 def init_state(
-    config: ModelConfig, optimizer: optax.GradientTransformation, key: jax.Array, trainable: PyTree | None = None
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    trainable: PyTree | None = None,
+    *,
+    ema: bool = False,
 ) -> TrainState:
     """The initial state. Use `jax.jit(..., out_shardings=...)`, so that every array is made on the devices that hold it.
 
@@ -68,8 +80,9 @@ def init_state(
       optimizer: the outer optimizer.
       key: typed PRNG key.
       trainable: which parameters train (`trainable_mask`). None: all.
+      ema: whether there is a moving average, which starts as the parameters.
     """
-    return state_from(init_params(config, initial_key(key)), optimizer, key, trainable)
+    return state_from(init_params(config, initial_key(key)), optimizer, key, trainable, ema=ema)
 
 
 def initial_key(key: jax.Array) -> jax.Array:
@@ -78,15 +91,26 @@ def initial_key(key: jax.Array) -> jax.Array:
 
 
 def state_from(
-    params: PyTree, optimizer: optax.GradientTransformation, key: jax.Array, trainable: PyTree | None = None
+    params: PyTree,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    trainable: PyTree | None = None,
+    *,
+    ema: bool = False,
 ) -> TrainState:
     """The initial state with given parameters; everything else is that of `init_state` with the same key."""
-    moments = optimizer.init(select(params, trainable))
-    return TrainState(params, moments, jax.random.split(key)[1], jnp.zeros((), jnp.int32))
+    part = select(params, trainable)
+    average = jax.tree.map(jnp.copy, part) if ema else None
+    return TrainState(params, optimizer.init(part), jax.random.split(key)[1], jnp.zeros((), jnp.int32), average)
 
 
 def state_shardings(
-    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, trainable: PyTree | None = None
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    trainable: PyTree | None = None,
+    *,
+    ema: bool = False,
 ) -> tuple[TrainState, list[str]]:
     """The shardings of a TrainState as the same tree, and a line for each mesh axis that a parameter could not be split over."""
     _, shapes = model_shapes(config)
@@ -98,6 +122,7 @@ def state_shardings(
         optimizer=sharding.optimizer_shardings(optimizer, optimizer_state, select(param_shardings, trainable), mesh),
         key=whole,
         step=whole,
+        ema=select(param_shardings, trainable) if ema else None,
     )
     return shardings, skipped
 
@@ -107,9 +132,11 @@ def abstract_state(
     optimizer: optax.GradientTransformation,
     shardings: TrainState,
     trainable: PyTree | None = None,
+    *,
+    ema: bool = False,
 ) -> TrainState:
     """Shapes, dtypes and shardings of a TrainState, without its arrays."""
-    shapes = jax.eval_shape(lambda key: init_state(config, optimizer, key, trainable), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: init_state(config, optimizer, key, trainable, ema=ema), jax.random.key(0))
     return jax.tree.map(
         lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where), shapes, shardings
     )

@@ -106,7 +106,7 @@ def train_step(
     state: TrainState, batch: Batch, *, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation,
     schedule: Callable[[jax.Array], jax.Array], microbatches: int = 1, max_segments: int | None = None,
     constrain: Callable[[Batch], Batch] = lambda batch: batch, loss: LossConfig = LossConfig(),
-    trainable: PyTree | None = None,
+    trainable: PyTree | None = None, ema_decay: float | None = None,
 ) -> tuple[TrainState, Metrics]:  # fmt: skip
     """One optimizer step.
 
@@ -124,6 +124,7 @@ def train_step(
       constrain: sets the sharding of a microbatch.
       loss: how the cross entropies are computed.
       trainable: which parameters train (`trainable_mask`); there is a gradient of these alone. None: all.
+      ema_decay: decay of the moving average `state.ema` (`OptimizerConfig.ema_decay`). None: there is none.
 
     Returns:
       (state after the step, float32 scalars: loss in nats per token, gradient_norm before clipping, learning_rate, tokens; and
@@ -138,7 +139,8 @@ def train_step(
         graphdef, params, batch, microbatches, max_segments, constrain, loss, whole
     )
     updates, optimizer_state = optimizer.update(grads, state.optimizer, params)
-    params = whole(optax.apply_updates(params, updates))
+    params = optax.apply_updates(params, updates)
+    ema = None if ema_decay is None else averaged(state.ema, params, ema_decay, state.step)
     metrics = {
         "loss": value,
         "gradient_norm": optax.tree.norm(grads),
@@ -146,13 +148,19 @@ def train_step(
         "tokens": tokens,
         "memory_norm": norms,
     }
-    return TrainState(params, optimizer_state, state.key, state.step + 1), metrics
+    return TrainState(whole(params), optimizer_state, state.key, state.step + 1, ema), metrics
+
+
+def averaged(ema: PyTree, params: PyTree, decay: float, step: jax.Array) -> PyTree:
+    """The moving average d ema + (1 − d) params after step n ≥ 0, which gave `params`, with d = min(decay, (1 + n) / (10 + n))."""
+    d = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
+    return jax.tree.map(lambda average, new: average + (1 - d) * (new - average), ema, params)
 
 
 def jit_train_step(
     graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, schedule: Callable[[jax.Array], jax.Array],
     shardings: TrainState, mesh: Mesh, *, microbatches: int = 1, max_segments: int | None = None,
-    loss: LossConfig = LossConfig(), trainable: PyTree | None = None,
+    loss: LossConfig = LossConfig(), trainable: PyTree | None = None, ema_decay: float | None = None,
 ) -> Any:  # fmt: skip
     """Returns the jitted (state, batch) → (state, metrics) on a mesh. The input state is donated.
 
@@ -167,6 +175,7 @@ def jit_train_step(
         return train_step(
             state, batch, graphdef=graphdef, optimizer=optimizer, schedule=schedule, microbatches=microbatches,
             max_segments=max_segments, constrain=constrain, loss=loss, trainable=trainable,
+            ema_decay=ema_decay,
         )  # fmt: skip
 
     return jax.jit(

@@ -1,0 +1,81 @@
+"""The evaluations of a run: its own held-out text and its named texts, for the parameters and for their moving average."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from atlasjax.data.config import DataConfig
+from atlasjax.data.pipeline import Pipeline, make_pipeline
+from atlasjax.data.tokenizers import Tokenizer
+from atlasjax.evaluate.lm import LanguageModelResult, evaluate
+from atlasjax.train.config import HELD_OUT, parse_sets
+
+PyTree = Any
+
+_SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",)}  # source → of its files
+
+
+def text_data(data: DataConfig, paths: tuple[str, ...]) -> DataConfig:
+    """The data of a run with other files as validation text, all of which is read: text, or JSON lines or Parquet by the suffix."""
+    ends = lambda suffixes: all(path.endswith(suffixes) for path in paths)
+    source = next((name for name, suffixes in _SUFFIXES.items() if ends(suffixes)), "text")
+    if source == "parquet":  # which has no bytes to decode
+        data = dataclasses.replace(data, encoding="utf-8", errors="strict")
+    return dataclasses.replace(
+        data, source=source, source_options="{}", paths=paths, validation_paths=paths, weights=(), tfds_validation_split="",
+        packing="contiguous", held_out="auto",
+    )  # fmt: skip
+
+
+def evaluation_data(
+    data: DataConfig, sets: tuple[str, ...], tokenizer: Tokenizer, process_index: int = 0, process_count: int = 1
+) -> dict[str, Pipeline]:
+    """The batches of each evaluation of a run: "held-out", if something is held out, and the named sets.
+
+    Raises:
+      ValueError, FileNotFoundError: as `make_pipeline`; the message begins with the name of the set.
+    """
+    where = (process_index, process_count)
+    found = {HELD_OUT: make_pipeline(data, tokenizer, "validation", *where)} if data.has_validation else {}
+    for name, paths in parse_sets(sets).items():
+        try:
+            found[name] = make_pipeline(text_data(data, paths), tokenizer, "validation", *where)
+        except (ValueError, FileNotFoundError) as error:
+            raise type(error)(f"evaluation set {name!r}: {error}") from error
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluations:
+    """What is evaluated, and how.
+
+    Attributes:
+      data: name → batches (`evaluation_data`).
+      make_step: bound on the segments per row → evaluation step (`step.eval_sums`).
+      max_batches: number of batches of each. None: all.
+      put: places a host batch on the devices.
+    """
+
+    data: dict[str, Pipeline]
+    make_step: Callable[[int | None], Any]
+    max_batches: int | None
+    put: Callable[..., Any]
+
+    def __call__(self, params: PyTree) -> dict[str, LanguageModelResult]:
+        """Name → result, in the order of the names."""
+        return dict(self._results(params))
+
+    def _results(self, params: PyTree) -> Iterator[tuple[str, LanguageModelResult]]:
+        for name, pipeline in self.data.items():
+            step = self._step(pipeline.max_segments)
+            yield name, evaluate(step, params, pipeline, max_batches=self.max_batches, put=self.put)
+
+    @functools.cached_property
+    def _steps(self) -> dict[int | None, Any]:
+        return {}
+
+    def _step(self, max_segments: int | None) -> Any:
+        if max_segments not in self._steps:
+            self._steps[max_segments] = self.make_step(max_segments)
+        return self._steps[max_segments]
