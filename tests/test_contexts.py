@@ -183,7 +183,7 @@ def command(tmp_path, monkeypatch, capsys):
     """Runs `atlasjax generate` with the model: its exit code, and what it printed."""
     monkeypatch.chdir(tmp_path)
     run = LoadedRun(model(), ByteTokenizer(), TrainConfig(model=CONFIG), 0, [])
-    monkeypatch.setattr("atlasjax.cli.generate.load_run", lambda *_: run)
+    monkeypatch.setattr("atlasjax.cli.generate.load_run", lambda *_, **__: run)
 
     def run_command(*arguments: str) -> tuple[int, str, str]:
         code = cli.main(["generate", *arguments])

@@ -128,7 +128,7 @@ def command(place, monkeypatch, tmp_path):
     """Runs the command on the tasks: (results, samples by task, what it printed)."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True, raising=False)
     loaded = LoadedRun(model(), ByteTokenizer(), TrainConfig(model=CONFIG), 7, [])
-    monkeypatch.setattr("atlasjax.cli.tasks.load_run", lambda run_dir, step: loaded)
+    monkeypatch.setattr("atlasjax.cli.tasks.load_run", lambda run_dir, step, **_: loaded)
 
     def run(*arguments: str, names: tuple[str, ...] = tuple(TASKS)):
         place_of = ("--run-dir", str(tmp_path), "--include-path", str(place), "--log-samples")
@@ -265,7 +265,7 @@ def test_unknown_tasks_before_the_model_loads(place, tmp_path, monkeypatch, caps
         "task": "broken", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "/no/such/file"}},
         "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "a", "doc_to_target": "b",
     }))  # fmt: skip
-    monkeypatch.setattr("atlasjax.cli.tasks.load_run", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("atlasjax.cli.tasks.load_run", lambda *_, **__: pytest.fail("the model was loaded"))
     code = cli.main(["evaluate", "--include-path", str(place), str(tmp_path), *arguments])
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert code == 2

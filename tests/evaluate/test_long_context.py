@@ -362,7 +362,7 @@ OWN = long_context.PromptTask("own", lambda setting: Prompt("a", BYTES.encode("a
 def test_the_command(tmp_path, monkeypatch, capsys):
     """Table, JSON, picture and samples of a task; the model reads the prompts themselves."""
     loaded = LoadedRun(model(), BYTES, TrainConfig(model=CONFIG), 7, [])
-    monkeypatch.setattr("atlasjax.cli.long_context.load_run", lambda *_: loaded)
+    monkeypatch.setattr("atlasjax.cli.long_context.load_run", lambda *_, **__: loaded)
     (tmp_path / "book.txt").write_text(TEXT)
     arguments = [
         "--run-dir",

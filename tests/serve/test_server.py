@@ -257,7 +257,7 @@ from atlasjax.train.load import LoadedRun
 from tests.serve.test_server import CONFIG, Ascii, model
 
 import atlasjax.cli.serve
-atlasjax.cli.serve.load_run = lambda *_: LoadedRun(model(), Ascii(), TrainConfig(model=CONFIG), 0, [])
+atlasjax.cli.serve.load_run = lambda *_, **__: LoadedRun(model(), Ascii(), TrainConfig(model=CONFIG), 0, [])
 sys.exit(cli.main(["serve", "--port", "0", "--slots", "2", "--pieces", "16", "--max-tokens", "1000000", *sys.argv[1:]]))
 """
 
