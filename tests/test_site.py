@@ -104,12 +104,11 @@ def _reached(*_, **__):
 
 
 def _run_atlasjax(arguments, monkeypatch):
-    targets = "train.train evaluate.load_run evaluate.run_tasks generate._checked info.plan_training prepare.prepare tune.tune"
+    targets = "train.train evaluate.load_run evaluate.load_tasks generate._checked info.plan_training prepare.prepare tune.tune"
     for target in (
         *targets.split(),
         "import_weights.import_weights",
         "export_weights.export_weights",
-        "evaluate.run_long_context",
         "serve._checked",
     ):
         monkeypatch.setattr(f"atlasjax.cli.{target}", _reached)

@@ -11,10 +11,16 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from atlasjax.cli.long_context import LongContextOptions, checked, is_long_context, run_long_context
+from atlasjax.cli.long_context import (
+    LongContextOptions,
+    checked,
+    is_long_context,
+    prepare_long_context,
+    run_long_context,
+)
 from atlasjax.cli.parsing import parse
 from atlasjax.cli.report import baselines
-from atlasjax.cli.tasks import TaskOptions, run_tasks
+from atlasjax.cli.tasks import TaskOptions, chat_template, load_tasks, run_tasks
 from atlasjax.data.config import DataConfig
 from atlasjax.data.pipeline import make_pipeline
 from atlasjax.data.prepared import load_tokens
@@ -66,9 +72,7 @@ def run(arguments: Sequence[str]) -> None:
     if command.harness.tasks:
         _run_tasks(command)
         return
-    loaded = load_run(command.run_dir, command.step, ema=command.ema)
-    for step, reason in loaded.skipped:
-        print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)
+    loaded = _loaded(command)
     try:
         texts = _texts(command, loaded.config)
         results = (_streamed if command.stream else _parallel)(command, loaded, texts)
@@ -107,19 +111,26 @@ def _run_tasks(command: EvaluateCommand) -> None:
     options.check()
     if ours:
         checked(ours, command.long_context)
-    if others:
-        run_tasks(
-            command.run_dir,
-            command.step,
-            dataclasses.replace(options, tasks=others),
-            stream=command.stream,
+    tasks = load_tasks(dataclasses.replace(options, tasks=others), stream=command.stream) if others else []
+    chat = chat_template(command.run_dir) if options.apply_chat_template else None
+    loaded = _loaded(command)
+    ready = None
+    if ours:  # what is wrong with these tasks is said before the others run
+        ready = prepare_long_context(
+            command.run_dir, loaded, ours, command.long_context, text=command.text, batch_size=options.batch_size,
             ema=command.ema,
-        )
-    if ours:
-        run_long_context(
-            command.run_dir, command.step, ours, command.long_context, text=command.text, batch_size=options.batch_size,
-            log_samples=options.log_samples, ema=command.ema,
         )  # fmt: skip
+    if others:
+        run_tasks(command.run_dir, loaded, tasks, options, stream=command.stream, chat=chat)
+    if ready is not None:
+        run_long_context(ready, log_samples=options.log_samples)
+
+
+def _loaded(command: EvaluateCommand) -> LoadedRun:
+    loaded = load_run(command.run_dir, command.step, ema=command.ema)
+    for step, reason in loaded.skipped:
+        print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)
+    return loaded
 
 
 def _texts(command: EvaluateCommand, config: TrainConfig) -> dict[str, DataConfig]:

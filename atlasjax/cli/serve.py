@@ -31,6 +31,8 @@ class ServeCommand:
     """Folder of the run."""
     step: int | None = None
     """Step of the checkpoint. None: the newest usable one."""
+    ema: bool = False
+    """Take the moving average of the parameters (optimizer.ema_decay) instead of the parameters."""
     host: str = "127.0.0.1"
     """Address to listen at. Other than this machine's own only with a token."""
     port: int = 8000
@@ -60,7 +62,7 @@ def run(arguments: Sequence[str]) -> None:
         raise ConfigError(
             f"host is {command.host!r}, which others reach; give a token with --token-file or {_TOKEN}, or leave the host."
         )
-    loaded = load_run(command.run_dir, command.step)
+    loaded = load_run(command.run_dir, command.step, ema=command.ema)
     for step, reason in loaded.skipped:
         print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)
     chat, end_tokens = _conversation(command)

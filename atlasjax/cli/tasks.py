@@ -6,7 +6,6 @@ import difflib
 import importlib.util
 import json
 import pathlib
-import sys
 from typing import Any
 
 from atlasjax import storage
@@ -16,9 +15,10 @@ from atlasjax.evaluate.long_context import TASKS
 from atlasjax.interop.text_ends import TextEnds, text_ends
 from atlasjax.names import lookup
 from atlasjax.nn import count_parameters
+from atlasjax.serve.chat import PlainChat, TemplateChat, chat_of
 from atlasjax.train.config import run_folder
 from atlasjax.train.errors import ConfigError, user_errors
-from atlasjax.train.load import LoadedRun, load_run
+from atlasjax.train.load import LoadedRun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,8 @@ class TaskOptions:
     """Tokens of a window of rolling perplexity. None: the training length; with --stream, the whole document."""
     prefix_token: int | None = None
     """Token before documents and empty contexts. None: that of imported weights for the beginning of texts; else a line end."""
+    apply_chat_template: bool = False
+    """Asks in the form of a conversation, by the chat template that was imported with the weights."""
     log_samples: bool = False
     """Saves every document with what the model answered."""
 
@@ -52,11 +54,11 @@ class TaskOptions:
             raise ConfigError(f"limit is {self.limit}; it should be a whole number of documents, or a share below 1.")
 
 
-def run_tasks(run_dir: str, step: int | None, options: TaskOptions, *, stream: bool, ema: bool = False) -> None:
-    """Runs tasks, prints their table and saves the results.
+def load_tasks(options: TaskOptions, *, stream: bool) -> list[Any]:
+    """The tasks with their data, for which no model is needed.
 
     Raises:
-      ConfigError: lm-eval is not installed, a task is unknown or cannot be loaded, an option is out of range, or there is no run.
+      ConfigError: lm-eval is not installed, a task is unknown or cannot be loaded, or an option is out of range.
     """
     options.check()
     if stream and options.window is not None:
@@ -65,20 +67,6 @@ def run_tasks(run_dir: str, step: int | None, options: TaskOptions, *, stream: b
         close = difflib.get_close_matches(options.tasks[0], TASKS, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ConfigError(f"--tasks {options.tasks[0]} needs lm-eval: pip install 'atlasjax[eval]'.{hint}")
-    with user_errors():
-        folder = run_folder(run_dir) / "evaluations"
-    tasks = _load_tasks(options)
-    loaded = load_run(run_dir, step, ema=ema)
-    for unusable, reason in loaded.skipped:
-        print(f"atlasjax: the checkpoint of step {unusable} is unusable: {reason}", file=sys.stderr)
-    results = _evaluate(run_dir, loaded, tasks, options, stream)
-    _print(results)
-    for file in _save(folder, results):
-        print(f"results: {file}")
-
-
-def _load_tasks(options: TaskOptions) -> list[Any]:
-    """The tasks with their data, before a model is loaded."""
     for path in options.include_path:
         if not pathlib.Path(path).is_dir():
             raise ConfigError(f"include_path is {path!r}, which is not a folder.")
@@ -105,6 +93,44 @@ def _load_tasks(options: TaskOptions) -> list[Any]:
     return found
 
 
+def run_tasks(
+    run_dir: str, loaded: LoadedRun, tasks: list[Any], options: TaskOptions, *, stream: bool, chat: TemplateChat | None = None
+) -> None:  # fmt: skip
+    """Runs tasks, prints their table and saves the results.
+
+    Args:
+      run_dir, loaded: the run.
+      tasks: from `load_tasks`.
+      options: as given to `load_tasks`.
+      stream: reads each document of rolling perplexity as one stream.
+      chat: the template that puts contexts into the form of a conversation. None: they stay as they are.
+
+    Raises:
+      ConfigError: an option is out of range for the model.
+    """
+    with user_errors():
+        folder = run_folder(run_dir) / "evaluations"
+    results = _evaluate(run_dir, loaded, tasks, options, stream, chat)
+    _print(results)
+    for file in _save(folder, results):
+        print(f"results: {file}")
+
+
+def chat_template(run_dir: str) -> TemplateChat:
+    """The chat template of a run. Raises ConfigError if it has none."""
+    with user_errors():
+        try:
+            chat = chat_of(run_folder(run_dir))
+        except ImportError as error:
+            raise ConfigError(f"--apply-chat-template: pip install 'atlasjax[eval]' ({error}).") from None
+    if isinstance(chat, PlainChat):
+        raise ConfigError(
+            f"--apply-chat-template: {run_dir!r} has no chat template. It comes with the tokenizer of imported weights "
+            "(chat_template.jinja, or chat_template in tokenizer_config.json)."
+        )
+    return chat
+
+
 def _is_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
@@ -118,7 +144,9 @@ def _manager(options: TaskOptions) -> Any:
     return own if set(options.tasks) <= set(own.all_subtasks) else TaskManager(include_path=folders)
 
 
-def _evaluate(run_dir: str, loaded: LoadedRun, tasks: list[Any], options: TaskOptions, stream: bool) -> dict[str, Any]:
+def _evaluate(
+    run_dir: str, loaded: LoadedRun, tasks: list[Any], options: TaskOptions, stream: bool, chat: TemplateChat | None
+) -> dict[str, Any]:
     import lm_eval
 
     from atlasjax.evaluate.harness import HarnessModel
@@ -129,16 +157,20 @@ def _evaluate(run_dir: str, loaded: LoadedRun, tasks: list[Any], options: TaskOp
         window = None if stream else options.window or loaded.config.data.sequence_length
         model = HarnessModel(
             loaded.model, loaded.tokenizer, prefix_token=prefix, begins_text=prefix in (ends.begin, *ends.ends),
-            end_tokens=ends.ends, window=window, batch_size=options.batch_size,
+            end_tokens=ends.ends, window=window, batch_size=options.batch_size, chat=None if chat is None else chat.rendered,
             about={"model_num_parameters": count_parameters(loaded.config.model), "model_dtype": loaded.config.model.dtype},
         )  # fmt: skip
         limit = options.limit if options.limit is None or options.limit < 1 else int(options.limit)
         results = lm_eval.simple_evaluate(
             model, tasks=tasks, num_fewshot=options.num_fewshot, limit=limit, batch_size=options.batch_size,
-            log_samples=options.log_samples,
+            log_samples=options.log_samples, apply_chat_template=chat is not None,
         )  # fmt: skip
     assert results is not None  # it is None in the other processes of a job
-    results["config"] |= {"model": "atlasjax", "model_args": {"run_dir": run_dir, "step": loaded.step}}
+    results["config"] |= {
+        "model": "atlasjax",
+        "model_args": {"run_dir": run_dir, "step": loaded.step},
+        "apply_chat_template": chat is not None,
+    }
     return results
 
 

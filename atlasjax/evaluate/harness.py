@@ -7,7 +7,7 @@ Needs the extra `eval`.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,6 +57,8 @@ class HarnessModel(TemplateLM):
       end_tokens: tokens that end a generated text.
       window: most tokens of a window of a rolling log-likelihood, as lm-eval cuts them: each token of a document is predicted once,
         from those before it in its window. None: the whole document is read as one stream, whatever its length.
+      chat: (messages, whether the model's answer begins after them) → text, for `apply_chat_template` of lm-eval. A message is
+        {"role": …, "content": …}. Without such an answer the last message is the beginning of one, which the text ends with.
       batch_size, pieces: as for `Scorer`.
       seed: of generation with sampling.
       about: what `get_model_info` adds to the results.
@@ -74,6 +76,7 @@ class HarnessModel(TemplateLM):
         begins_text: bool = False,
         end_tokens: Sequence[int] = (),
         window: int | None = 1024,
+        chat: Callable[[Sequence[Mapping[str, str]], bool], str] | None = None,
         batch_size: int = 8,
         pieces: Sequence[int] = (256, 32),
         seed: int = 0,
@@ -87,7 +90,7 @@ class HarnessModel(TemplateLM):
         self.truncated = 0
         self._scorer = Scorer(model, batch_size=batch_size, pieces=pieces)
         self._text, self._prefix, self._begins, self._ends = tokenizer, prefix_token, begins_text, tuple(end_tokens)
-        self._seed, self._about = seed, about or {}
+        self._seed, self._about, self._chat = seed, about or {}, chat
         self._longest = model.config.max_positions
         if self._longest is not None:
             window = self._longest if window is None else min(window, self._longest)
@@ -116,6 +119,21 @@ class HarnessModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids of a text. Nothing is added to it."""
         return self._text.encode(string).tolist()
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What lm-eval keeps texts of conversations apart by; nothing is kept here."""
+        return "atlasjax"
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation.
+
+        Raises:
+          ValueError: there is no `chat`, or it refuses the messages.
+        """
+        if self._chat is None:
+            raise ValueError("apply_chat_template needs a model with chat=….")
+        return self._chat(chat_history, add_generation_prompt)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(ln p, whether greedy decoding gives it) of each continuation; without a context, given `prefix_token`."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atlasjax.storage import AnyPath
@@ -81,15 +81,30 @@ class TemplateChat:
         Raises:
           ValueError: the template refuses the messages.
         """
+        text = self.rendered([dataclasses.asdict(message) for message in messages])
+        return text.removeprefix(self._special.get("bos_token", "")) if goes_on else text
+
+    def rendered(self, messages: Sequence[Mapping[str, str]], answer_begins: bool = True) -> str:
+        """The text of messages {"role": …, "content": …}.
+
+        answer_begins: whether an answer begins after them. If not, the last message is the beginning of an answer: the text ends
+        with it.
+
+        Raises:
+          ValueError: the template refuses the messages, or leaves out the beginning of the answer.
+        """
         try:
-            text = self._template.render(
-                messages=[dataclasses.asdict(message) for message in messages],
-                add_generation_prompt=True,
-                **self._special,
-            )
+            text = self._template.render(messages=messages, add_generation_prompt=answer_begins, **self._special)
         except (self._error, TypeError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}.") from None
-        return text.removeprefix(self._special.get("bos_token", "")) if goes_on else text
+        if answer_begins:
+            return text
+        last = messages[-1]["content"]
+        kept = last if last in text else last.strip()  # many templates strip messages
+        before, found, _ = text.rpartition(kept)
+        if not found:
+            raise ValueError(f"the chat template leaves out the beginning of the answer, {last!r}.")
+        return before + found
 
 
 Chat = PlainChat | TemplateChat

@@ -178,6 +178,11 @@ class StorePath:
             self._fs.copy(self._path, target, recursive=True)
             self._fs.rm(self._path, recursive=True)
 
+    def unlink(self) -> None:
+        """Deletes the file."""
+        with self._explained():
+            self._fs.rm_file(self._path)
+
     def rmtree(self) -> None:
         """Deletes all files below the folder."""
         with self._explained():

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import io
 import json
 import math
@@ -15,6 +16,7 @@ from flax import nnx
 from atlasjax import cli
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
+from atlasjax.serve.chat import TemplateChat
 from atlasjax.train import TrainConfig
 from atlasjax.train.load import LoadedRun
 
@@ -128,7 +130,7 @@ def command(place, monkeypatch, tmp_path):
     """Runs the command on the tasks: (results, samples by task, what it printed)."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True, raising=False)
     loaded = LoadedRun(model(), ByteTokenizer(), TrainConfig(model=CONFIG), 7, [])
-    monkeypatch.setattr("atlasjax.cli.tasks.load_run", lambda run_dir, step, **_: loaded)
+    monkeypatch.setattr("atlasjax.cli.evaluate.load_run", lambda run_dir, step, **_: loaded)
 
     def run(*arguments: str, names: tuple[str, ...] = tuple(TASKS)):
         place_of = ("--run-dir", str(tmp_path), "--include-path", str(place), "--log-samples")
@@ -200,6 +202,55 @@ def test_limit_and_examples(command):
             assert float(answer[0][0]) == pytest.approx(expected, rel=1e-5)
 
 
+def test_both_kinds_of_tasks_with_one_model(command, monkeypatch, tmp_path):
+    """The model is loaded once, and what is wrong with a long-context task is said before lm-eval runs."""
+    loaded, load = [], importlib.import_module("atlasjax.cli.evaluate").load_run
+    monkeypatch.setattr("atlasjax.cli.evaluate.load_run", lambda *given, **_: loaded.append(given) or load(*given))
+    ours = ("--lengths", "700", "--depths", "50", "--samples", "1")
+    _, samples, out = command(*ours, names=("local_choice", "niah_1"))
+    assert len(loaded) == 1
+    assert len(samples["local_choice"]) == 3
+    assert "|local_choice" in out
+    assert "niah_1: pass key" in out
+    (file,) = (tmp_path / "evaluations").glob("long_context_*.json")
+    assert [one["task"] for one in json.loads(file.read_text())["results"]] == ["niah_1"]
+    monkeypatch.setattr("atlasjax.cli.evaluate.run_tasks", lambda *_, **__: pytest.fail("lm-eval ran"))
+    with pytest.raises(AssertionError):  # the code is 2
+        command("--lengths", "100", names=("local_choice", "niah_1"))
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_chat_templates(command, tmp_path, capsys):
+    """Examples are earlier turns of a conversation, and the beginning of an answer is not closed."""
+    with pytest.raises(AssertionError):  # the code is 2
+        command("--apply-chat-template", names=("local_choice",))
+    assert "has no chat template. It comes with the tokenizer of imported weights" in capsys.readouterr().err
+    peer = tmp_path / "peer"
+    peer.mkdir()
+    (peer / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "bos_token": "^"}))
+    results, samples, _ = command("--apply-chat-template", "--num-fewshot", "1", names=("local_choice",))
+    assert results["config"]["apply_chat_template"]
+    for sample, row in zip(samples["local_choice"], QUESTIONS, strict=True):
+        for (context, continuation), choice, answer in zip(
+            sample["arguments"], row["choices"], sample["resps"], strict=True
+        ):
+            example = next(x for x in QUESTIONS if context.startswith(f"^<user>{x['question']}\n"))
+            turns = f"^<user>{example['question']}\n<assistant>{example['choices'][example['answer']]}\n"
+            assert context == f"{turns}<user>{row['question']}\n<assistant>"
+            assert continuation == choice
+            expected = log_likelihood(list(context.encode()), list(choice.encode()))
+            assert float(answer[0][0]) == pytest.approx(expected, rel=1e-5)
+    chat = TemplateChat(TEMPLATE, {"bos_token": "^"})
+    lm = HarnessModel(model(), ByteTokenizer(), prefix_token=LINE_END, chat=chat.rendered)
+    begun = [{"role": "user", "content": "Two and two"}, {"role": "assistant", "content": "It is "}]
+    assert lm.apply_chat_template(begun, add_generation_prompt=False) == "^<user>Two and two\n<assistant>It is"
+
+
 def requests(kind: str, *arguments: tuple) -> list[Instance]:
     return [Instance(kind, {}, one, i) for i, one in enumerate(arguments)]
 
@@ -265,7 +316,7 @@ def test_unknown_tasks_before_the_model_loads(place, tmp_path, monkeypatch, caps
         "task": "broken", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "/no/such/file"}},
         "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "a", "doc_to_target": "b",
     }))  # fmt: skip
-    monkeypatch.setattr("atlasjax.cli.tasks.load_run", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("atlasjax.cli.evaluate.load_run", lambda *_, **__: pytest.fail("the model was loaded"))
     code = cli.main(["evaluate", "--include-path", str(place), str(tmp_path), *arguments])
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert code == 2

@@ -14,7 +14,7 @@ from flax import nnx
 from atlasjax import cli
 from atlasjax.data.tokenizers import BpeTokenizer, ByteTokenizer
 from atlasjax.evaluate import long_context
-from atlasjax.evaluate.long_context import TASKS, Haystack, Plan, Prompt, Run, Setting, figures, scoring
+from atlasjax.evaluate.long_context import TASKS, Haystack, Plan, Prompt, Result, Run, Setting, figures, joined, scoring
 from atlasjax.evaluate.long_context.babilong import PLACES
 from atlasjax.evaluate.scoring import Score, Scorer
 from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
@@ -245,11 +245,16 @@ def _run(lengths: tuple[int, ...], **options) -> Run:
     return Run(plan, Copier(), BYTES, HAYSTACK, BYTES.encode(TEXT), end_tokens=(7,))
 
 
+def asked(task: str, run: Run, length: int) -> Result:
+    """The result of all depths."""
+    return joined([TASKS[task].result(run, length, depth) for depth in TASKS[task].depths(run.plan)])
+
+
 @pytest.mark.parametrize(("task", "score"), [("phonebook", 1.0), ("in_context_recall", 1.0), ("niah_1", 0.0)])
 def test_a_reader_that_copies(task, score):
     """It finds what follows a name; the sentence of a needle is not that of its question."""
     run = _run((1024, 2048))
-    results = [TASKS[task].result(run, length) for length in run.plan.lengths]
+    results = [asked(task, run, length) for length in run.plan.lengths]
     for result, length in zip(results, run.plan.lengths, strict=True):
         assert [value.depth for value in result.values] == [None, 0, 1]
         assert [value.count for value in result.values] == [4, 2, 2]
@@ -262,9 +267,9 @@ def test_a_reader_that_copies(task, score):
 def test_partial_scores():
     """The score of a task is the mean of its samples."""
     run = _run((1024,), samples=3)
-    outputs = iter([True, True, False, True, False, False])
+    outputs = iter([True, False, False, True, True, False])
     run.reader.generate = lambda prompts, *_, **__: [BYTES.decode(p) if next(outputs) else "" for p in prompts]
-    result = TASKS["niah_2"].result(run, 1024)
+    result = asked("niah_2", run, 1024)
     whole, first, last = result.values
     assert (whole.metrics["score"], first.metrics["score"], last.metrics["score"]) == (0.5, 1 / 3, 2 / 3)
     assert whole.standard_error == pytest.approx(np.std([1, 1, 0, 1, 0, 0], ddof=1) / math.sqrt(6))
@@ -302,7 +307,7 @@ def test_perplexity_by_position(scorer):
     """Of a model that reads in pieces, as in one parallel call."""
     length, run = 200, _run((200,), samples=3)
     run = Run(run.plan, scorer, BYTES, HAYSTACK, run.tokens)
-    whole, *parts = TASKS["perplexity_by_position"].result(run, length).values
+    whole, *parts = asked("perplexity_by_position", run, length).values
     starts = [0, (len(run.tokens) - length) // 2, len(run.tokens) - length]
     expected = np.asarray(losses(length)(jnp.stack([run.tokens[a : a + length] for a in starts])), np.float64)
     assert [part.positions for part in parts] == [(1, 64), (64, 128), (128, 200)]
@@ -320,7 +325,7 @@ def test_sliding_window(scorer, length):
     """Each token once, in windows that begin every half length."""
     text = BYTES.encode(TEXT)[:151]
     run = Run(Plan((length,), samples=10), scorer, BYTES, HAYSTACK, text)
-    (value,) = TASKS["sliding_window_perplexity"].result(run, length).values
+    (value,) = asked("sliding_window_perplexity", run, length).values
     stride, nats, position = length // 2, [], 1
     for begin in range(0, len(text), stride):
         window = text[begin : begin + length]
@@ -337,7 +342,7 @@ def test_sliding_window(scorer, length):
 def test_the_window_changes_which_context_is_seen():
     """A reader whose loss falls with the context: longer windows, smaller loss, of the same tokens."""
     run = _run((32, 64, 128))
-    values = [TASKS["sliding_window_perplexity"].result(run, length).values[0] for length in run.plan.lengths]
+    values = [asked("sliding_window_perplexity", run, length).values[0] for length in run.plan.lengths]
     assert {value.count for value in values} == {2 * 128 - 1}
     assert values[0].metrics["loss"] > values[1].metrics["loss"] > values[2].metrics["loss"]
 
@@ -362,7 +367,7 @@ OWN = long_context.PromptTask("own", lambda setting: Prompt("a", BYTES.encode("a
 def test_the_command(tmp_path, monkeypatch, capsys):
     """Table, JSON, picture and samples of a task; the model reads the prompts themselves."""
     loaded = LoadedRun(model(), BYTES, TrainConfig(model=CONFIG), 7, [])
-    monkeypatch.setattr("atlasjax.cli.long_context.load_run", lambda *_, **__: loaded)
+    monkeypatch.setattr("atlasjax.cli.evaluate.load_run", lambda *_, **__: loaded)
     (tmp_path / "book.txt").write_text(TEXT)
     arguments = [
         "--run-dir",
@@ -394,3 +399,58 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert [tuple(row["answers"]) for row in rows] == [prompt.answers for prompt in expected]
     assert cli.main(["evaluate", *arguments, "--tasks", "niah_2", "--lengths", "200"]) == 2
     assert "task 'niah_2': a length of 200 tokens is too short" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_goes_on(tmp_path, monkeypatch, capsys):
+    """Every cell is in a file as soon as it is finished; the same command asks only for the others, and gives the same results."""
+    monkeypatch.setattr("atlasjax.cli.evaluate.load_run", lambda *_, **__: LoadedRun(model(), BYTES, config, 7, []))
+    config, cells, stop_at = TrainConfig(model=CONFIG), [], 4
+
+    class Stopping(Copier):
+        def __init__(self, model, *, batch_size):
+            self.batch_size = batch_size
+
+        def generate(self, prompts, num_tokens, tokenizer, *, stop, end_tokens, vocab_size):
+            cells.append(len(prompts))
+            if len(cells) == stop_at:
+                raise RuntimeError("the machine went away")
+            return super().generate(prompts, num_tokens, tokenizer, stop=stop, end_tokens=(7,), vocab_size=vocab_size)
+
+    monkeypatch.setattr("atlasjax.cli.long_context.Scorer", Stopping)
+    arguments = ["evaluate", "--tasks", "phonebook", "babilong_1", "--lengths", "1k", "2k", "--depths", "0", "100"]
+    arguments += ["--samples", "3", "--batch-size", "2", "--log-samples", "--run-dir"]
+    folder = tmp_path / "stopped/evaluations"
+    assert cli.main([*arguments, str(folder.parent)]) == 70
+    (file,) = folder.iterdir()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert rows[0]["tasks"] == ["phonebook", "babilong_1"]
+    assert [(name, depth, result["length"]) for name, depth, result in rows[1:]] == [("phonebook", 0.0, 1024)]
+    assert rows[1][2]["values"][0]["metrics"] == {"score": 1.0}
+    # Other questions do not go on from it.
+    stop_at = 0
+    assert cli.main([*arguments, str(folder.parent), "--seed", "1"]) == 0
+    assert "going on" not in capsys.readouterr().out
+    assert file.exists()
+    cells.clear()
+    assert cli.main([*arguments, str(folder.parent)]) == 0
+    printed = capsys.readouterr().out
+    assert f"going on after 1 cells of an interrupted command, in {file}" in printed
+    assert cells == [2, 1] * 5  # 3 cells of phonebook are left, and 2 of babilong_1, which has no depths
+    assert not file.exists()
+    assert cli.main([*arguments, str(tmp_path / "whole")]) == 0
+    found = [
+        max(place.glob(f"{what}_*"), key=lambda path: path.stat().st_mtime_ns).read_text()
+        for what in ("long_context", "samples_phonebook", "samples_babilong_1")
+        for place in (folder, tmp_path / "whole/evaluations")
+    ]
+    timing = ("seconds", "tokens_per_second", "peak_memory")
+    results = [
+        [{key: value for key, value in result.items() if key not in timing} for result in json.loads(text)["results"]]
+        for text in found[:2]
+    ]
+    assert results[0] == results[1]
+    assert found[2] == found[3]
+    assert found[4] == found[5]
+    file.write_text("{}\n[")
+    assert cli.main([*arguments, str(folder.parent)]) == 2
+    assert f"{str(file)!r} is damaged; remove it to begin anew" in capsys.readouterr().err

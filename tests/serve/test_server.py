@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from atlasjax import cli
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.generate import ContextFiles, SamplingConfig, generate
 from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
@@ -25,6 +26,7 @@ from atlasjax.serve import BatchConfig, Batcher, Worker
 from atlasjax.serve.chat import PlainChat
 from atlasjax.serve.limits import Limits
 from atlasjax.serve.memories import Memories
+from atlasjax.train import ConfigError
 
 NEEDS = "needs the extra 'serve' (starlette, uvicorn) and OpenAI's client"
 openai = pytest.importorskip("openai", reason=NEEDS)
@@ -247,6 +249,20 @@ def test_disconnects_conflicts_and_the_queue(tmp_path):
         text = client_of(address).completions.create(model="tiny", prompt="a", max_tokens=10**6)
         assert text.choices[0].finish_reason == "length"
         assert 0 < text.usage.completion_tokens < 10**6
+
+
+def test_the_moving_average_is_asked_for(tmp_path, monkeypatch, capsys):
+    given = []
+
+    def load(run_dir, step, *, ema):
+        given.append((run_dir, step, ema))
+        raise ConfigError("this is enough")
+
+    monkeypatch.setattr("atlasjax.cli.serve.load_run", load)
+    for options in ([], ["--ema"], ["--ema", "--step", "3"]):
+        assert cli.main(["serve", "--run-dir", str(tmp_path), *options]) == 2
+        assert capsys.readouterr().err == "atlasjax: this is enough\n"
+    assert given == [(str(tmp_path), None, False), (str(tmp_path), None, True), (str(tmp_path), 3, True)]
 
 
 PROGRAM = """

@@ -19,6 +19,7 @@ from atlasjax.evaluate.long_context.task import (
     add,
     find,
     fitted,
+    joined,
     prompts,
 )
 
@@ -42,6 +43,7 @@ __all__ = [
     "figures",
     "find",
     "fitted",
+    "joined",
     "needles",
     "perplexity",
     "prompts",

@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atlasjax.evaluate.long_context.task import Result, Value
+from atlasjax.evaluate.long_context.task import Result, Sample, Value
 
 
 def line(result: Result) -> str:
@@ -39,16 +39,42 @@ def table(results: Sequence[Result]) -> str:
     )
 
 
-def as_json(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """The results without their samples, for `json.dumps`. A standard error that is not known is null."""
-    found = []
-    for result in results:
-        fields = dataclasses.asdict(dataclasses.replace(result, samples=[]))
+def as_json(result: Result, *, samples: bool = False) -> dict[str, Any]:
+    """A result for `json.dumps`, with its samples if asked for. A standard error that is not known is null."""
+    fields = dataclasses.asdict(result if samples else dataclasses.replace(result, samples=[]))
+    if not samples:
         del fields["samples"]
-        for value in fields["values"]:
-            value["standard_error"] = None if math.isnan(value["standard_error"]) else value["standard_error"]
-        found.append({**fields, "tokens_per_second": result.tokens_per_second})
-    return found
+    for value in fields["values"]:
+        value["standard_error"] = None if math.isnan(value["standard_error"]) else value["standard_error"]
+    return {**fields, "tokens_per_second": result.tokens_per_second}
+
+
+def of_json(fields: Mapping[str, Any]) -> Result:
+    """The inverse of `as_json`.
+
+    Raises:
+      KeyError, TypeError: `fields` are those of something else.
+    """
+    values = [
+        Value(
+            value["metrics"],
+            math.nan if value["standard_error"] is None else value["standard_error"],
+            value["count"],
+            value["depth"],
+            None if value["positions"] is None else tuple(value["positions"]),
+        )
+        for value in fields["values"]
+    ]
+    samples = [Sample(**{**sample, "answers": tuple(sample["answers"])}) for sample in fields.get("samples", ())]
+    return Result(
+        fields["task"],
+        fields["length"],
+        values,
+        fields["tokens"],
+        fields["seconds"],
+        fields["peak_memory"],
+        samples,
+    )
 
 
 def _where(value: Value) -> str:

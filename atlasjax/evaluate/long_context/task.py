@@ -93,12 +93,13 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A task at one length.
+    """A task at one length, at one depth or at all of them.
 
     Attributes:
       task: name of the task.
       length: tokens of prompt and answer together, or of a window of text.
-      values: the one of all samples first, then those of the depths or positions.
+      values: of a task with depths, the one of all samples first, then those of the depths; of one depth, only its value. Of a
+        text, the one of all tokens first, then those of the positions.
       tokens: tokens read.
       seconds: for reading and answering, compilation included.
       peak_memory: largest resident memory of this process so far, in bytes.
@@ -139,8 +140,12 @@ class Task(Protocol):
         """Raises ValueError if a length is too short for the task or the text, before a model reads anything."""
         ...
 
-    def result(self, run: Run, length: int) -> Result:
-        """Runs the task at one of the plan's lengths."""
+    def depths(self, plan: Plan) -> Sequence[float | None]:
+        """The depths that are measured one by one; (None,) if the task has none."""
+        ...
+
+    def result(self, run: Run, length: int, depth: float | None) -> Result:
+        """Runs the task at one of the plan's lengths and one of the depths."""
         ...
 
 
@@ -173,9 +178,17 @@ class PromptTask:
             for setting in plan.settings(length, self.has_depth, tokenizer, haystack):
                 self.make(setting)
 
-    def result(self, run: Run, length: int) -> Result:
-        """Asks the model all prompts of a length, of which as many are in memory as the reader reads together."""
-        settings = list(run.plan.settings(length, self.has_depth, run.tokenizer, run.haystack))
+    def depths(self, plan: Plan) -> Sequence[float | None]:
+        """Those of the plan, if `has_depth`."""
+        return plan.depths if self.has_depth else (None,)
+
+    def result(self, run: Run, length: int, depth: float | None) -> Result:
+        """Asks the model the prompts of a length and depth, of which as many are in memory as the reader reads together."""
+        settings = [
+            setting
+            for setting in run.plan.settings(length, self.has_depth, run.tokenizer, run.haystack)
+            if setting.depth == depth
+        ]
         vocab_size = getattr(run.tokenizer, "vocab_size", None)
         samples: list[Sample] = []
         seconds = 0.0
@@ -193,11 +206,8 @@ class PromptTask:
                        self.score(prompt, output))
                 for setting, prompt, output in zip(some, prompts, outputs, strict=True)
             ]  # fmt: skip
-        values = [_mean([sample.score for sample in samples])]
-        for depth in run.plan.depths if self.has_depth else ():
-            values.append(_mean([sample.score for sample in samples if sample.depth == depth], depth))
         tokens = sum(sample.prompt_tokens for sample in samples)
-        return Result(self.name, length, values, tokens, seconds, peak_memory(), samples)
+        return Result(self.name, length, [_mean(samples, depth)], tokens, seconds, peak_memory(), samples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +234,11 @@ class TextTask:
                     f"task {self.name!r}: the text has {len(tokens):,} tokens; a window has {length:,}. Give more text."
                 )
 
-    def result(self, run: Run, length: int) -> Result:
+    def depths(self, plan: Plan) -> Sequence[float | None]:
+        """None."""
+        return (None,)
+
+    def result(self, run: Run, length: int, depth: float | None = None) -> Result:
         """Measures windows of one length."""
         begun = time.perf_counter()
         values = self.measure(run, length)
@@ -242,7 +256,25 @@ def standard_error(values: Sequence[float] | np.ndarray) -> float:
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
-def _mean(scores: list[float], depth: float | None = None) -> Value:
+def joined(parts: Sequence[Result]) -> Result:
+    """The result of a task at one length, from those of all its depths: the value of all samples, then theirs."""
+    first = parts[0]
+    if first.values[0].depth is None:
+        return first
+    samples = [sample for part in parts for sample in part.samples]
+    return Result(
+        first.task,
+        first.length,
+        [_mean(samples), *(value for part in parts for value in part.values)],
+        sum(part.tokens for part in parts),
+        sum(part.seconds for part in parts),
+        max(part.peak_memory for part in parts),
+        samples,
+    )
+
+
+def _mean(samples: Sequence[Sample], depth: float | None = None) -> Value:
+    scores = [sample.score for sample in samples]
     return Value({"score": float(np.mean(scores))}, standard_error(scores), len(scores), depth)
 
 
@@ -279,7 +311,7 @@ def find(name: str) -> Task:
       ValueError: there is no such task, with a suggestion.
     """
     found = resolve("task", name, TASKS)
-    for method in ("check", "result"):
+    for method in ("check", "depths", "result"):
         if not callable(getattr(found, method, None)):
             raise ValueError(
                 f"task {name!r} is {found!r}, which has no {method}(); it should be a PromptTask or the like."
