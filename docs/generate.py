@@ -251,6 +251,52 @@ def bench_decoding() -> str:
     return table(head, map(line, run["rows"]), right=(1, 2, 3))
 
 
+def bench_decoding_models() -> str:
+    """Decoding of tiny models compared with the same models with softmax attention."""
+    found = {(row["model"], row["prompt"], row["batch"]): row for row in rows(BENCHMARKS / "decoding_cpu.jsonl")}
+    lines = []
+    for model, prompt in dict.fromkeys((model, prompt) for model, prompt, _ in found):
+        one, many = (found.get((model, prompt, batch)) for batch in (1, 32))
+        if one is None or many is None:
+            continue
+        cells = [
+            f"`{model}`",
+            f"{prompt:,}",
+            f"{one['state_bytes'] / 1000:,.0f}",
+            f"{one['twin_state_bytes'] / 1000:,.0f}",
+        ]
+        for row in (one, many):
+            speed = row["tokens_per_second"]
+            cells += [
+                f"{speed:,.0f}",
+                f"{speed / row['twin_tokens_per_second']:.2f}",
+                f"{100 * speed / row['bound_tokens_per_second']:.0f} %",
+            ]
+        lines.append(cells)
+    head = ["architecture", "prompt", "state, KB", "twin's, KB"]
+    head += [f"{name}{batch}" for batch in (", 1", ", 32") for name in ("tokens/s", "÷ twin", "of the bound")]
+    return table(head, lines, right=range(1, 10))
+
+
+def serving_load() -> str:
+    """Load figures of the server: the newest run."""
+    found = rows(BENCHMARKS / "serving_cpu.jsonl")
+    newest = [row for row in found if row["run"] == found[-1]["run"]]
+    lines = [
+        (
+            row["slots"],
+            row["conversations"],
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['first_seconds']:.2f} s",
+            f"{row['first_seconds_longest']:.2f} s",
+            f"{1000 * row['token_seconds']:.0f} ms",
+        )
+        for row in newest
+    ]
+    head = ("slots", "conversations", "tokens/s", "first text, median", "longest", "each further token")
+    return table(head, lines, right=range(6))
+
+
 def bench_softmax_memories() -> str:
     """Softmax memories compared with softmax attention."""
     (run,) = rows(BENCHMARKS / "softmax_memories_cpu.jsonl")
@@ -634,7 +680,8 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         choosing_rules, choosing_sizes,
-        bench_memory, bench_blocks, bench_decoding, bench_softmax_memories, bench_caching, bench_zoo,
+        bench_memory, bench_blocks, bench_decoding, bench_decoding_models, bench_softmax_memories, bench_caching, bench_zoo,
+        serving_load,
         weights_tensors,
         reliability_faults, reliability_packing, packing_models,
         input_speed, input_memory,

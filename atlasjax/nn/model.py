@@ -188,11 +188,16 @@ class LanguageModel(nnx.Module):
         def run(x: jax.Array, states: Any) -> tuple[jax.Array, Any]:
             first = first_values(graphdef, params, x, states, None)
 
-            def layer(x: jax.Array, xs: tuple[Any, Any]) -> tuple[jax.Array, Any]:
-                params, state = xs
-                return nnx.merge(graphdef, params).extend(x, state, first)
+            def layer(carry: tuple[jax.Array, Any], xs: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
+                (x, states), (params, i) = carry, xs
+                state = jax.tree.map(lambda s: jax.lax.dynamic_index_in_dim(s, i, keepdims=False), states)
+                x, state = nnx.merge(graphdef, params).extend(x, state, first)
+                put = lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, i, 0)
+                return (x, jax.tree.map(put, states, state)), None
 
-            return jax.lax.scan(layer, x, (params, states))
+            # The states are carried, and not an input and an output of each layer, so that XLA writes them in place.
+            number = jnp.arange(jax.tree.leaves(params)[0].shape[0])
+            return jax.lax.scan(layer, (x, states), (params, number))[0]
 
         time = tokens.shape[1]
         if self.positions is None:

@@ -279,6 +279,7 @@ class Batcher:
         self.submit(request, lambda event: None)
         while self.step():
             pass
+        self.slots.compile(step_inputs([self._row(None)] * self.config.slots))
 
     def _leave(self) -> None:
         """Takes out requests that were cancelled, and those whose time is over."""
@@ -342,14 +343,7 @@ class Batcher:
 
     def _step(self) -> None:
         active = [ticket if ticket is not None and ticket._fed else None for ticket in self._in_slot]
-        width = self.model.config.vocab_size
-        rows = []
-        for ticket in active:
-            config = _IDLE if ticket is None or ticket._left else ticket.request.sampling
-            forced = ticket._left[0] if ticket is not None and ticket._left else -1
-            index = 0 if ticket is None else len(ticket._tokens)
-            key = self._idle_key if ticket is None else ticket._key
-            rows.append((ticket is not None, forced, index, key, RowSampling.of([config], width)))
+        rows = [self._row(ticket) for ticket in active]
         tokens = self.slots.step(step_inputs(rows))
         for ticket, token in zip(active, tokens.tolist(), strict=True):
             if ticket is None:
@@ -363,6 +357,14 @@ class Batcher:
                     self._all_read(ticket)
             else:
                 self._sampled(ticket, token)
+
+    def _row(self, ticket: Ticket | None) -> tuple[Any, ...]:
+        """What a slot gets for a step, see `step_inputs`. None: it takes none."""
+        width = self.model.config.vocab_size
+        if ticket is None:
+            return False, -1, 0, self._idle_key, RowSampling.of([_IDLE], width)
+        config, forced = (_IDLE, ticket._left[0]) if ticket._left else (ticket.request.sampling, -1)
+        return True, forced, len(ticket._tokens), ticket._key, RowSampling.of([config], width)
 
     def _sampled(self, ticket: Ticket, token: int) -> None:
         ticket._tokens.append(token)

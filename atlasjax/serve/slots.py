@@ -1,4 +1,4 @@
-"""The device programs of a server: a fixed number of slots, one text in each, and one step that serves all of them."""
+"""The device programs of a server: a fixed number of slots, one text in each, and one step for those that are in use."""
 
 import functools
 from collections.abc import Sequence
@@ -61,6 +61,8 @@ class Slots:
     def __init__(self, model: LanguageModel, number: int, max_length: int, vocab_size: int):
         self.model, self.number, self.max_length, self._vocab_size = model, number, max_length, vocab_size
         self._graphdef, self._params = nnx.split(model, nnx.Param)
+        # A step takes 1, 4, 16, … rows or all, so that few slots in use cost less, with few programs.
+        self._sizes = [*(size for size in (4**i for i in range(16)) if size < number), number]
         width = model.config.vocab_size
         shapes = lambda length: jax.eval_shape(lambda: model.init_cache(1, length))
         self.keeps_tokens = shapes(max_length) != shapes(2 * max_length)
@@ -109,9 +111,29 @@ class Slots:
         return Context(row.cache, row.logits, np.array(row.seen), np.array([num_tokens], np.int32), self.max_length)
 
     def step(self, inputs: StepInputs) -> np.ndarray:
-        """Samples a token in each active slot, or takes the forced one, and reads it. Returns them, int32 [slots]."""
-        tokens, self._state = _step(self._graphdef, self._params, self._state, inputs, vocab_size=self._vocab_size)
-        return np.asarray(tokens)
+        """Samples a token in each active slot, or takes the forced one, and reads it.
+
+        Returns the tokens, int32 [slots]; those of slots that are not active have no meaning.
+        """
+        size = next(size for size in self._sizes if size >= inputs.active.sum())
+        return self._step(inputs, size)
+
+    def compile(self, inputs: StepInputs) -> None:
+        """Compiles the steps of all sizes. inputs: no slot is active."""
+        for size in self._sizes:
+            self._step(inputs, size)
+
+    def _step(self, inputs: StepInputs, size: int) -> np.ndarray:
+        """A step of `size` slots: the active ones, and others up to this number."""
+        rows = None if size == self.number else np.sort(np.argsort(~inputs.active, kind="stable")[:size])
+        if rows is not None:
+            inputs = jax.tree.map(lambda x: x[rows], inputs)
+        found, self._state = _step(
+            self._graphdef, self._params, self._state, rows, inputs, vocab_size=self._vocab_size
+        )  # fmt: skip
+        tokens = np.zeros(self.number, np.int32)
+        tokens[slice(None) if rows is None else rows] = found
+        return tokens
 
 
 def key_data(seed: int) -> np.ndarray:
@@ -144,19 +166,32 @@ def _take(state: SlotState, slot: jax.Array) -> SlotState:
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="vocab_size", donate_argnums=2)
 def _step(
-    graphdef: nnx.GraphDef, params: PyTree, state: SlotState, inputs: StepInputs, *, vocab_size: int
-) -> tuple[jax.Array, SlotState]:
+    graphdef: nnx.GraphDef, params: PyTree, everything: SlotState, rows: jax.Array | None, inputs: StepInputs, *, vocab_size: int
+) -> tuple[jax.Array, SlotState]:  # fmt: skip
+    """A step of the slots `rows`, of which `inputs` has the inputs; None: of all."""
+    state = everything
+    if rows is not None:
+        cache = jax.tree.map(lambda x: x[:, rows], everything.cache)
+        state = SlotState(everything.logits[rows], cache, everything.seen[rows])
     known = jnp.arange(state.logits.shape[-1]) < vocab_size
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(inputs.keys)), inputs.position)
     drawn = sample_rows(jnp.where(known, state.logits, -jnp.inf), keys, inputs.sampling, state.seen)
     tokens = jnp.where(inputs.forced >= 0, inputs.forced, drawn)
     seen = state.seen.at[jnp.arange(len(tokens)), tokens].set(True)
     logits, cache = nnx.merge(graphdef, params).extend(tokens[:, None], state.cache)
-    new = SlotState(logits[:, -1].astype(jnp.float32), cache, seen)
 
-    def chosen(axis: int) -> Any:
+    def put(axis: int) -> Any:
+        """The new rows where they are active, among all."""
         shape = lambda x: inputs.active.reshape((1,) * axis + (-1,) + (1,) * (x.ndim - axis - 1))
-        return lambda new, old: jnp.where(shape(new), new, old)
+        chosen = lambda new, old: jnp.where(shape(new), new, old)
+        if rows is None:
+            return lambda new, old, _: chosen(new, old)
+        return lambda new, old, all_: all_.at[(slice(None),) * axis + (rows,)].set(
+            chosen(new, old), unique_indices=True
+        )
 
-    cache = jax.tree.map(chosen(1), new.cache, state.cache)
-    return tokens, SlotState(chosen(0)(new.logits, state.logits), cache, chosen(0)(new.seen, state.seen))
+    return tokens, SlotState(
+        put(0)(logits[:, -1].astype(jnp.float32), state.logits, everything.logits),
+        jax.tree.map(put(1), cache, state.cache, everything.cache),
+        put(0)(seen, state.seen, everything.seen),
+    )

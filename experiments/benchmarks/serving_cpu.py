@@ -1,7 +1,6 @@
 """Speed of `atlasjax serve` on this machine: tokens per second and latency against the number of conversations.
 
     python -m experiments.benchmarks.serving_cpu                     # the rows of serving_cpu.jsonl that are missing
-    python -m experiments.benchmarks.serving_cpu --table             # prints the table
 
 A server with parameters as they are initialized runs in a process of its own. OpenAI's client streams from it: each conversation
 sends two requests, one after the other, of 64 prompt tokens and 96 generated ones, all conversations at once. A round of one
@@ -86,33 +85,17 @@ async def load(url, preset, count):
     }
 
 
-def table(rows):
-    """The rows of the newest run, as lines of Markdown."""
-    newest = max(row["run"] for row in rows)
-    names = ["slots", "conversations", "tokens/s", "first text, median", "longest", "each further token"]
-    lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
-    for row in rows:
-        if row["run"] == newest:
-            times = [f"{row[name]:.2f} s" for name in ("first_seconds", "first_seconds_longest")]
-            times.append(f"{1000 * row['token_seconds']:.0f} ms")
-            lines.append(
-                f"| {row['slots']} | {row['conversations']} | {row['tokens_per_second']:.0f} | {' | '.join(times)} |"
-            )
-    return "\n".join(lines)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="atlas-tiny")
     parser.add_argument("--out", type=pathlib.Path, default=ROWS)
     parser.add_argument("--again", action="store_true", help="a new run, instead of going on with the last one")
-    parser.add_argument("--table", action="store_true", help="only print the table")
     args = parser.parse_args()
     rows = read_rows(args.out)
     last = max((row["run"] for row in rows), default=0)
     run = last + 1 if args.again else max(last, 1)
     done = {(row["preset"], row["slots"], row["conversations"]) for row in rows if row["run"] == run}
-    for slots in () if args.table else SLOTS:
+    for slots in SLOTS:
         missing = [count for count in CONVERSATIONS if (args.preset, slots, count) not in done]
         if not missing:
             continue
@@ -130,7 +113,6 @@ def main():
         finally:
             server.kill()
             server.join()
-    print(table(read_rows(args.out)))
 
 
 if __name__ == "__main__":

@@ -52,6 +52,22 @@ def test_every_split(name, x64):
     )
 
 
+@pytest.mark.parametrize("name", ["titans_at_its_norm", "atlas_every"])
+def test_a_step_of_rows_at_different_places(name, x64):
+    """A step takes a shorter program if no row begins or ends a chunk or writes with Muon; rows never share more than that."""
+    rule = RULES[name]
+    params, q, k, v, gates = make_inputs(rule, batch=1, time=TIME, dtype=jnp.float64)
+    state = memory.init_state(rule, jax.tree.map(lambda x: x.astype(jnp.float64), params), batch_size=1)
+    expected, _, before = jax.jit(lambda: steps(rule, params, state, q, k, v, gates))()
+    step = jax.jit(lambda state, *token: memory.step(rule, params, state, *token))
+    for rows in (np.arange(TIME - 1).reshape(5, 5), np.arange(1, TIME - 1).reshape(-1, 3).T[:, [0, 2, 4, 6, 7]]):
+        for places in rows:  # neighbours, and tokens that are farther apart
+            states, after = (jax.tree.map(lambda x, at=at: x[at, 0], before) for at in (places, places + 1))
+            y, new = step(states, *jax.tree.map(lambda x, at=places: x[0, at], (q, k, v, gates)))
+            assert_close(y, expected[0, places], EXACT)
+            assert_close(new, after, EXACT)
+
+
 @each_name(
     ["titans", "omeganet_window_over_chunk", "atlas_every", "swla", "delta_rule", "deep_small"],
     slow=["titans", "omeganet_window_over_chunk", "atlas_every"],

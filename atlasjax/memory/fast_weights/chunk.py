@@ -26,12 +26,16 @@ _FORMED_NUMBERS = 2**20
 
 
 class Plan(NamedTuple):
-    """Static sizes of a call: tokens per chunk, block and slot (a chunk padded to whole blocks), and the dtype of products."""
+    """Static sizes of a call: tokens per chunk, block and slot (a chunk padded to whole blocks), and the dtype of products.
+
+    `writes` is False for slots of one token at which `Muon` does not write.
+    """
 
     chunk: int
     block: int
     width: int
     dtype: Any
+    writes: bool = True
 
 
 def plan(rule: MemoryRule, params: MemoryParams, dtype: Any, time: int | None = None) -> Plan:
@@ -221,7 +225,7 @@ def run_chunk(
     if rule.is_sequential:
         block_fn = sequential.sequential_block
     elif rule.uses_muon:
-        block_fn = formed.muon_block
+        block_fn = formed.muon_block if plan.writes else formed.unwritten_block
     elif rule.retention.has_map:
         block_fn = formed.mapped_block
     elif rule.retention.gate == "channel":

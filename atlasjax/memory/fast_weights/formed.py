@@ -31,28 +31,18 @@ def muon_block(
     Newton–Schulz is not linear, so there is no dual form. The block starts at a multiple of `Muon.every` tokens from the start of
     its chunk, or is one token long with η masked by the caller.
     """
-    assert momentum is not None
-    assert gates.momentum_decay is not None
     muon: Any = rule.optimizer
     m = gates.step_size.shape[0]
     every = muon.every if m > 1 else 1
     writers = slice(every - 1, None, every)  # the last token of a block always writes
-    beta, pairwise = decay_products(gates.momentum_decay)
-    D = -exact(pairwise, gates.gamma)[writers]
     if gates.retention is None:
-        a, decay = None, jnp.tril(jnp.ones((m, m), D.dtype))
+        a, decay = None, jnp.tril(jnp.ones((m, m), gates.step_size.dtype))
     else:
         a, decay = decay_products(gates.retention)
     step_size = gates.step_size[writers]
     decay = decay[:, writers] * step_size.reshape(1, -1, *(1,) * (decay.ndim - 2))  # [m, writers] or [m, writers, D]
-
-    updates: Weights = {}
-    new_momentum: Weights = {}
-    for name, (left, inputs) in factors.items():
-        gradients = jnp.einsum("je,eo,ei->joi", D, left, inputs, precision=jax.lax.Precision.HIGHEST)
-        S = beta[writers, None, None] * momentum[name] + gradients
-        new_momentum[name] = S[-1]
-        updates[name] = newton_schulz(S, muon.steps, SCHEDULES[muon.schedule])
+    momenta = _momenta(momentum, factors, gates, writers)
+    updates = {name: newton_schulz(S, muon.steps, SCHEDULES[muon.schedule]) for name, S in momenta.items()}
 
     def linear(name: str, h: jax.Array) -> jax.Array:
         started = h if a is None else h * (a[:, None] if a.ndim == 1 else a)
@@ -70,7 +60,40 @@ def muon_block(
             new_memory[name] = started + jnp.einsum("j,joi->oi", decay[-1], update)
         else:
             new_memory[name] = started + jnp.einsum("ji,joi->oi", decay[-1], update)
-    return new_memory, new_momentum, y
+    return new_memory, {name: S[-1] for name, S in momenta.items()}, y
+
+
+def unwritten_block(
+    rule: MemoryRule,
+    memory: Weights,
+    momentum: Weights | None,
+    factors: dict[str, Factors],
+    gates: BlockGates,
+    origin: step_sizes.Origin | None,
+    read: Read,
+    dtype: jnp.dtype,
+) -> tuple[Weights, Weights | None, jax.Array]:
+    """`muon_block` of one token that does not write: the momentum takes its gradient, and nothing is orthogonalized."""
+    decay = None if gates.retention is None else gates.retention[0]
+    decayed = lambda x: x if decay is None else decay * x
+    y = read(lambda name, h: dot(decayed(h), memory[name].T, dtype))
+    momenta = _momenta(momentum, factors, gates, slice(None))
+    return jax.tree.map(decayed, memory), {name: S[-1] for name, S in momenta.items()}, y
+
+
+def _momenta(
+    momentum: Weights | None, factors: dict[str, Factors], gates: BlockGates, tokens: slice
+) -> dict[str, jax.Array]:
+    """S_t of some of the block's tokens, name → [tokens, out, in]."""
+    assert momentum is not None
+    assert gates.momentum_decay is not None
+    beta, pairwise = decay_products(gates.momentum_decay)
+    D = -exact(pairwise, gates.gamma)[tokens]
+    momenta = {}
+    for name, (left, inputs) in factors.items():
+        gradients = jnp.einsum("je,eo,ei->joi", D, left, inputs, precision=jax.lax.Precision.HIGHEST)
+        momenta[name] = beta[tokens, None, None] * momentum[name] + gradients
+    return momenta
 
 
 def mapped_block(

@@ -6,13 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.fast_weights.chunk import Plan, Slot, Soup, run_chunk
+from atlasjax.memory.fast_weights.chunk import Plan, Slot, Soup, Window, run_chunk
 from atlasjax.memory.fast_weights.linear import linear_scan
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.scan import window_count_of, window_of
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
-from atlasjax.memory.gates import Gates
+from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.grid import choose
+
+_Updated = tuple[Weights, Any, Weights | None, Window | None, jax.Array]
 
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
@@ -61,24 +63,26 @@ def xla_step(
         one = jax.tree.map(lambda x: x[None], slot)
         y, memory = linear_scan(rule, q.dtype, up_params, state.memory, one, None)
         return y[0, :, :, 0], state._replace(memory=memory)
-    before, start = (rule.begin_chunk(state.memory), rule.begin_momentum(state.momentum)), None
-    if state.chunk_start is not None:
-        assert state.position is not None
-        before = choose(state.position == 0, before, (state.memory, state.momentum))
-        start = choose(state.position == 0, before[0], state.chunk_start)
-
-    def chunk(params, start, memory, momentum, window, slot, count, mixed):
-        return run_chunk(rule, sizes, params, start, memory, momentum, window, slot, None, count, mixed)
-
-    by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None, 0))
-    by_batch = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0))
-    up_params = jax.tree.map(lambda x: x.astype(wide), params)
-    mixed = None if soup is None else soup.weights
-    memory, momentum, window, y = by_batch(up_params, start, *before, window_of(state), slot, count, mixed)
+    arguments = (
+        jax.tree.map(lambda x: x.astype(wide), params), state, slot, None if soup is None else soup.weights,
+    )  # fmt: skip
+    if state.position is None:
+        memory, momentum, chunk_start, window, y = _token(rule, sizes, *arguments)
+    else:
+        # One program for the few tokens that begin or end a chunk, or at which Muon writes, and a shorter one for all others. Not
+        # on GPUs, where the host waits for the condition.
+        special = (state.position == 0) | ((state.position + 1) % rule.chunk_size == 0)
+        if rule.optimizer.every > 1:
+            special |= (state.position + 1) % rule.optimizer.every == 0
+        every, inner = (functools.partial(token, rule, sizes) for token in (_token, _inner_token))
+        chosen = lambda *arguments: jax.lax.cond(jnp.any(special), every, inner, *arguments)
+        memory, momentum, chunk_start, window, y = jax.lax.platform_dependent(
+            *arguments, cpu=chosen, tpu=chosen, default=every
+        )  # fmt: skip
     position = None if state.position is None else (state.position + 1) % rule.chunk_size
     return y[:, :, 0].astype(q.dtype), MemoryState(
         memory=memory,
-        chunk_start=None if position is None else choose(position == 0, memory, start),
+        chunk_start=chunk_start,
         momentum=momentum,
         window_keys=None if window is None else window.keys,
         window_values=None if window is None else window.values,
@@ -87,3 +91,44 @@ def xla_step(
         position=position,
         segment=state.segment,
     )
+
+
+def _token(
+    rule: MemoryRule, sizes: Plan, params: MemoryParams, state: MemoryState, slot: Slot, soup: Weights | None
+) -> _Updated:
+    """(M, S, chunk start, window, y) after one token."""
+    before, start = (rule.begin_chunk(state.memory), rule.begin_momentum(state.momentum)), None
+    if state.chunk_start is not None:
+        assert state.position is not None
+        before = choose(state.position == 0, before, (state.memory, state.momentum))
+        start = choose(state.position == 0, before[0], state.chunk_start)
+    memory, momentum, window, y = _run(rule, sizes, params, state, start, *before, slot, soup)
+    if start is not None:
+        assert state.position is not None
+        start = choose((state.position + 1) % rule.chunk_size == 0, memory, start)
+    return memory, momentum, start, window, y
+
+
+def _inner_token(
+    rule: MemoryRule, sizes: Plan, params: MemoryParams, state: MemoryState, slot: Slot, soup: Weights | None
+) -> _Updated:
+    """`_token` where no chunk begins or ends, and Muon does not write if it does not write at every token."""
+    sizes = sizes._replace(writes=rule.optimizer.every == 1)
+    memory, momentum, window, y = _run(
+        rule, sizes, params, state, state.chunk_start, state.memory, state.momentum, slot, soup
+    )
+    return memory, momentum, state.chunk_start, window, y
+
+
+def _run(
+    rule: MemoryRule, sizes: Plan, params: MemoryParams, state: MemoryState, start: Weights | None, memory: Weights, momentum: Any,
+    slot: Slot, soup: Weights | None,
+) -> tuple[Weights, Any, Window | None, jax.Array]:  # fmt: skip
+    """`run_chunk` of every batch element and head."""
+
+    def chunk(params, start, memory, momentum, window, slot, count, mixed):
+        return run_chunk(rule, sizes, params, start, memory, momentum, window, slot, None, count, mixed)
+
+    by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None, 0))
+    by_batch = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0))
+    return by_batch(params, start, memory, momentum, window_of(state), slot, window_count_of(state), soup)
