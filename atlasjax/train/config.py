@@ -128,6 +128,9 @@ class TrainConfig:
       tensorboard: whether to write TensorBoard event files too.
       profile: "first:last", the steps of which a profiler trace is written to `profile` in the run's folder. None writes none.
       memory_norm_limit: a memory is reported when the root mean square of its rows' norms exceeds this.
+      compilation_cache: whether compiled programs are kept in `compiled` in the run's folder, so that a second start does not
+        compile them again. None: if the run has several processes or is in a bucket, unless JAX has a cache already
+        (JAX_COMPILATION_CACHE_DIR).
     """
 
     model: ModelConfig
@@ -150,6 +153,7 @@ class TrainConfig:
     tensorboard: bool = True
     profile: str | None = None
     memory_norm_limit: float = 32.0
+    compilation_cache: bool | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -255,7 +259,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 # meaning of its state, and may have to be lowered after its memories have grown.
 _FREE = ("steps", "optimizer.", "loss.", "mesh.", "processes.", "run_dir", "eval_every", "eval_batches", "evaluation_sets",
          "checkpoint_every", "keep", "log_every", "tensorboard", "accumulation", "init_from", "data.num_threads",
-         "model.remat", "model.dtype", "profile", "memory_norm_limit", "model.memory.bounded", "model.memory.max_step")  # fmt: skip
+         "model.remat", "model.dtype", "profile", "memory_norm_limit", "compilation_cache",
+         "model.memory.bounded", "model.memory.max_step")  # fmt: skip
 
 
 _STATE = ("optimizer.name", "optimizer.trainable")  # with another one the optimizer's state is another tree

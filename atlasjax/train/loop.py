@@ -19,9 +19,10 @@ from atlasjax.distributed.processes import aborts_explained, initialize, lost_pr
 from atlasjax.distributed.rendezvous import MissingProcessError
 from atlasjax.distributed.sharding import global_batch
 from atlasjax.evaluate.lm import LanguageModelResult
-from atlasjax.train import lock, preflight
+from atlasjax.train import compiled_programs, lock, preflight
 from atlasjax.train import setup as setup_lib
 from atlasjax.train.checkpoint import Checkpoints, complete_steps
+from atlasjax.train.compiled_programs import CompiledPrograms
 from atlasjax.train.config import HELD_OUT, TrainConfig, run_folder
 from atlasjax.train.errors import Interrupted, NonFiniteError, ProcessDiedError, RunError, user_errors
 from atlasjax.train.evaluations import Evaluations
@@ -110,6 +111,7 @@ def train(
             )
         with user_errors():
             setup, changed, confirm = _prepare(config, run_dir, held)
+        programs = held.enter_context(compiled_programs.kept(config, functools.partial(print, flush=True)))
         if jax.process_count() > 1:
             # A process that is late must not find the folder of checkpoints that an early one makes below: opening it is a
             # collective of all, once for each.
@@ -128,7 +130,7 @@ def train(
                 notes.append(f"{some:,} of {every:,} parameters train; the others are frozen.")
             for line in [*notes, *(f"changed: {line}" for line in changed if resumed_from), *setup.skipped]:
                 print(line, flush=True)
-        run = _Run(setup, checkpoints, data, hosts, confirm)
+        run = _Run(setup, checkpoints, data, hosts, confirm, programs)
         signals.remember()
         with (
             run.trace,
@@ -228,10 +230,11 @@ class _Run:
     """The mutable part of a run, and what happens between steps."""
 
     def __init__(
-        self, setup: Setup, checkpoints: Checkpoints, data: BatchIterator, hosts: list[str], confirm: Callable[[], None]
-    ):
+        self, setup: Setup, checkpoints: Checkpoints, data: BatchIterator, hosts: list[str], confirm: Callable[[], None],
+        programs: CompiledPrograms | None,
+    ):  # fmt: skip
         self.setup, self.checkpoints, self.data, self.hosts = setup, checkpoints, data, hosts
-        self.confirm = confirm
+        self.confirm, self.programs = confirm, programs
         self.config = setup.config
         self.timing = Timing(
             _tokens_per_step(self.config), utilization_per_rate(self.config, list(setup.mesh.devices.flat))
@@ -284,6 +287,8 @@ class _Run:
                 self._record_evaluation(step, writer, progress)
             if saving:
                 self._save(state, step, writer, progress)
+            if self.programs is not None and (saving or step == first + 1):
+                self.programs.save()
             if on_step is not None:
                 on_step(step)
             if stop and not last:

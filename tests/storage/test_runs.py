@@ -14,10 +14,11 @@ from atlasjax.config_json import to_dict
 from atlasjax.data import DataConfig
 from atlasjax.distributed import MeshConfig, ProcessConfig
 from atlasjax.storage import lease
-from atlasjax.train import ConfigError, OptimizerConfig, TrainConfig, load_run, metrics, train
+from atlasjax.train import ConfigError, OptimizerConfig, TrainConfig, compiled_programs, load_run, metrics, train
 from atlasjax.train.plot import plot_loss
 from tests.distributed.test_processes import coordinator
 from tests.storage.server import BUCKET, Fault
+from tests.train.test_compiled_programs import STEP, compilations, keep_all  # noqa: F401
 from tests.train.tiny import TEXT, child, config, finish
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -208,6 +209,27 @@ def test_two_processes_of_one_job(server, tmp_path):
     expected, found = train_losses(tiny.run_dir), train_losses(run.run_dir)
     assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6]
     np.testing.assert_allclose([loss for _, loss in found], [loss for _, loss in expected], rtol=1e-5)
+
+
+def test_compiled_programs(server, tmp_path, keep_all, caplog, capsys):  # noqa: F811
+    """A second start finds its programs in the bucket; a bucket that refuses them does not stop it."""
+    run = in_bucket(config(tmp_path, data_changes=NO_EVALUATION, compilation_cache=True), "compiled")
+    train(dataclasses.replace(run, steps=2))
+    folder = f"runs/compiled/compiled/{compiled_programs.environment()}/"
+    assert [name for name in server.names(folder) if STEP in name]
+    with compilations(caplog) as (compiled, found):
+        train(run)
+    assert STEP in found
+    assert STEP not in compiled
+    capsys.readouterr()
+    refused = Fault(
+        lambda method, path: "/compiled/" in path and f"{compiled_programs.environment()}" in path, status=403
+    )
+    with server.faulty(refused), compilations(caplog) as (compiled, found):
+        train(dataclasses.replace(run, steps=5))
+    out = capsys.readouterr().out
+    assert "The compiled programs of the run cannot be read (gs://pod/runs/compiled/" in out
+    assert STEP in compiled
 
 
 def test_one_job_at_a_time(server, tmp_path, monkeypatch):
