@@ -96,14 +96,12 @@ def _run_tasks(command: EvaluateCommand) -> None:
     others = tuple(name for name in options.tasks if not is_long_context(name))
     # Options that do not go with a task are refused before anything runs.
     both = {"tasks", "batch_size", "log_samples"}
-    refused: list[tuple[object, str, Sequence[str]]] = [
-        (command, "max_batches", options.tasks),
-        (command, "text", others),
-        (command, "stream", ours),
-    ]
+    refused: list[tuple[object, str, Sequence[str]]] = [(command, "max_batches", options.tasks)]
     if not others:
+        refused += [(command, "stream", ours)]
         refused += [(options, field.name, ours) for field in dataclasses.fields(options) if field.name not in both]
     if not ours:
+        refused += [(command, "text", others)]
         refused += [(command.long_context, field.name, others) for field in dataclasses.fields(command.long_context)]
     for given, name, tasks in refused:
         if tasks and getattr(given, name) != getattr(type(given), name):

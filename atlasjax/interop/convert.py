@@ -135,7 +135,8 @@ def export_weights(
       ema: whether to write the moving average of the parameters.
 
     Raises:
-      ConfigError: there is no run; no family has its mixer, or the family's form does not have its layers; or path exists.
+      ConfigError: there is no run; no family has its mixer, the family's form does not have its layers, or it has Memory Caching;
+        or path exists.
       CheckpointError: no checkpoint is usable.
     """
     with user_errors():
@@ -145,6 +146,11 @@ def export_weights(
         raise ConfigError(f"path is {str(target)!r}, which exists; give a new folder.")
     loaded = load_run(run_dir, step, ema=ema)
     model = loaded.config.model
+    if model.caching is not None:
+        raise ConfigError(
+            f"the model in {str(run_dir)!r} has Memory Caching ({model.caching.aggregation}), which no public family has, so it "
+            "cannot be exported."
+        )
     manifest = _read_manifest(peer)
     if manifest is None:
         family, given = _form_of(model)

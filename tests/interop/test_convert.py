@@ -9,6 +9,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from atlasjax import cli
+from atlasjax.distributed import make_mesh
 from atlasjax.interop import FAMILIES, convert, export_weights, import_weights, layout
 from atlasjax.nn import HeadNormConfig, ModelConfig, SSMConfig
 from atlasjax.presets import get_preset
@@ -402,6 +403,26 @@ def test_an_imported_model_is_an_ordinary_run(run_dir, capsys):
     assert cli.main(["export", str(run_dir.parent / "old"), *place, "--step", "0"]) == 0
     old = load_file(run_dir.parent / "old/model.safetensors")
     assert all(np.array_equal(old[x], given[x]) for x in given)
+
+
+@pytest.mark.parametrize(("name", "devices"), [("mamba2", 8), ("qwen3_5", 2)])  # what divides sizes of the model
+def test_several_devices_give_the_logits_of_one(tmp_path, monkeypatch, name, devices):
+    """An import reads each parameter into its place on the mesh; a run of one device loads the same numbers."""
+    source, tokens = peers.write(tmp_path / "source", name), jax.random.randint(jax.random.key(0), (2, 9), 0, 200)
+    logits, params = [], []
+    for count in (devices, 1):
+        made = lambda config, count=count: make_mesh(config, jax.devices()[:count])
+        monkeypatch.setattr("atlasjax.interop.convert.make_mesh", made)
+        monkeypatch.setattr("atlasjax.train.load.make_mesh", made)
+        import_weights(source, tmp_path / f"run {count}", tokenizer="byte")
+        model = load_run(tmp_path / f"run {count}").model
+        leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        assert {len(leaf.sharding.device_set) for leaf in leaves} == {count}
+        assert any(not leaf.is_fully_replicated for leaf in leaves) == (count > 1)
+        params.append([np.asarray(leaf) for leaf in leaves])
+        logits.append(np.asarray(model(tokens)))
+    assert all(np.array_equal(a, b) for a, b in zip(*params, strict=True))
+    np.testing.assert_allclose(logits[0], logits[1], atol=1e-5 * np.abs(logits[1]).max())
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):

@@ -141,6 +141,15 @@ def test_what_cannot_be_started(runs, tmp_path, change, message):
     assert not (tmp_path / "new").exists()
 
 
+def test_added_caching_is_not_exported(runs, tmp_path, capsys):
+    """No public family has it."""
+    added = runs[2]
+    assert cli.main(["export", str(tmp_path / "out"), "--run-dir", added.run_dir]) == 2
+    said = "has Memory Caching (grm), which no public family has, so it cannot be exported."
+    assert capsys.readouterr().err == f"atlasjax: the model in {added.run_dir!r} {said}\n"
+    assert not (tmp_path / "out").exists()
+
+
 def test_from_the_command_line(runs, tmp_path, monkeypatch, capsys):
     base, _, added, _, _ = runs
     asked = []
