@@ -278,6 +278,19 @@ def bench_decoding_models() -> str:
     return table(head, lines, right=range(1, 10))
 
 
+def devices_sequence() -> str:
+    """Bytes of a linear memory whose tokens are divided over devices."""
+    lines = [
+        (
+            row["devices"],
+            f"{row['tokens']:,}",
+            *(f"{row[name] / 1e6:,.1f}" for name in ("temporary_bytes", "exchanged_bytes")),
+        )
+        for row in rows(BENCHMARKS / "sequence_parallel.jsonl")
+    ]
+    return table(("devices", "tokens", "temporary MB of each", "MB that each receives"), lines, right=range(4))
+
+
 def serving_load() -> str:
     """Load figures of the server: the newest run."""
     found = rows(BENCHMARKS / "serving_cpu.jsonl")
@@ -681,7 +694,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         choosing_rules, choosing_sizes,
         bench_memory, bench_blocks, bench_decoding, bench_decoding_models, bench_softmax_memories, bench_caching, bench_zoo,
-        serving_load,
+        serving_load, devices_sequence,
         weights_tensors,
         reliability_faults, reliability_packing, packing_models,
         input_speed, input_memory,

@@ -1,28 +1,33 @@
-"""Explicit partitioning of a call over the devices of a mesh, each with its own batch elements and heads, which are independent.
+"""Explicit partitioning of a call over the devices of a mesh: batch elements and heads, which are independent, and tokens.
 
-XLA partitions the code that it compiles, but not kernels, which are opaque to it.
+XLA partitions the code that it compiles, but not kernels, which are opaque to it, and not the tokens of a recurrence.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from atlasjax.memory.fast_weights import sequence_parallel
+from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import Rule
 
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The mesh axes that split the batch and the heads. Hashable, static under jit.
+    """The mesh axes that split the batch, the heads and the sequence. Hashable, static under jit.
 
     Attributes:
       mesh: the mesh of the arrays. The call is replicated over axes that are not named.
       batch: mesh axes over which the batch is split.
       heads: mesh axes over which the heads are split.
+      time: mesh axes over which the tokens are split, in parts of equal length; the last ones may be padded. For rules whose state
+        passes linearly from token to token: linear attention and delta rules, without segments.
 
     Raises:
       ValueError: an axis is not in the mesh, or is named twice.
@@ -31,14 +36,15 @@ class Partition:
     mesh: Mesh | AbstractMesh
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
+    time: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        named = (*self.batch, *self.heads)
+        named = (*self.batch, *self.heads, *self.time)
         unknown = sorted(set(named) - set(self.mesh.axis_names))
         if unknown or len(set(named)) < len(named):
             raise ValueError(
-                f"Partition: batch={self.batch} and heads={self.heads} should name different axes of the mesh, which has "
-                f"{tuple(self.mesh.axis_names)}."
+                f"Partition: batch={self.batch}, heads={self.heads} and time={self.time} should name different axes of the mesh, "
+                f"which has {tuple(self.mesh.axis_names)}."
             )
 
     def check(self, batch: int, heads: int) -> None:
@@ -52,13 +58,21 @@ class Partition:
 
 
 def partitioned(partition: Partition, rule: Rule, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `run(params, state, q, k, v, gates, segment_ids)` → (y, state): each device runs its own batch elements and heads."""
-    batch, heads = partition.batch or None, partition.heads or None
-    tokens = PartitionSpec(batch, None, heads)
+    """Wraps `run(params, state, q, k, v, gates, segment_ids)` → (y, state): each device runs its own part of the call.
+
+    Raises (by the call):
+      ValueError: sizes are not divisible, or the tokens of the rule or of the call cannot be divided.
+    """
+    batch, time, heads = (axes or None for axes in (partition.batch, partition.time, partition.heads))
+    tokens = PartitionSpec(batch, time, heads)
     of_state = lambda x: PartitionSpec(batch) if x.ndim == 1 else PartitionSpec(batch, heads)
 
     def call(params: Any, state: Any, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, ids: Any) -> Any:
         partition.check(q.shape[0], q.shape[2])
+        part, length = run, q.shape[1]
+        if time is not None:
+            part = _part_of_time(rule, time, run, ids)
+            q, k, v, gates = _padded(q, k, v, gates, math.prod(partition.mesh.shape[axis] for axis in time))
         arguments = (params, state, q, k, v, gates, ids)
         specs = (
             jax.tree.map(lambda _: PartitionSpec(heads), params),
@@ -69,6 +83,26 @@ def partitioned(partition: Partition, rule: Rule, run: Callable[..., Any]) -> Ca
             lambda params: rule.init_state(params, batch_size=q.shape[0], max_length=q.shape[1]), params
         )
         outputs = (tokens, jax.tree.map(of_state, after))
-        return jax.shard_map(run, mesh=partition.mesh, in_specs=specs, out_specs=outputs, check_vma=False)(*arguments)
+        mapped = jax.shard_map(part, mesh=partition.mesh, in_specs=specs, out_specs=outputs, check_vma=False)
+        y, state = mapped(*arguments)
+        return y[:, :length], state
 
     return call
+
+
+def _part_of_time(rule: Rule, axes: tuple[str, ...], run: Callable[..., Any], ids: Any) -> Callable[..., Any]:
+    """`run` for a part of the tokens."""
+    reason = "segment_ids are given" if ids is not None else sequence_parallel.unsupported(cast(MemoryRule, rule))
+    if reason is not None:
+        raise ValueError(f"Partition: time={axes} cannot divide the tokens of this call of {rule!r}: {reason}.")
+    return lambda *arguments: sequence_parallel.scan_part(cast(MemoryRule, rule), axes, run, *arguments[:-1])
+
+
+def _padded(
+    q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, parts: int
+) -> tuple[jax.Array, jax.Array, jax.Array, Gates]:
+    """The tokens with others after them that change nothing, so that `parts` divides their number."""
+    missing = -q.shape[1] % parts
+    pad = lambda x, value=0.0: jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)), constant_values=value)
+    retention = None if gates.retention is None else pad(gates.retention, 1.0)
+    return pad(q), pad(k), pad(v), jax.tree.map(pad, gates)._replace(retention=retention)

@@ -71,10 +71,15 @@ def inputs(rule: Any, case: str, key: Any, keys: Any, time: int) -> tuple[Any, .
 
 
 def sizes(rule: Any, state: Any) -> Any:
-    """The largest ‖W‖_F / √rows of the weights that are read."""
+    """The largest ‖W‖_F / √rows of the weights that are read; of a softmax memory also the largest coefficient ‖a_i‖."""
     import jax.numpy as jnp
 
-    weights = rule.weights(state.memory) if hasattr(rule, "weights") else dict(state.memory)
+    from atlasjax import memory
+
+    softmax = isinstance(rule, memory.SoftmaxRule)
+    weights = dict(state.weights) if softmax else rule.weights(state.memory)
+    if softmax:
+        weights["coefficients"] = jnp.linalg.norm(state.coefficients, axis=-1)[..., None, None]
     norms = [jnp.linalg.norm(w, axis=(-2, -1)).max() / w.shape[-2] ** 0.5 for w in weights.values()]
     return jnp.stack(norms).max()
 

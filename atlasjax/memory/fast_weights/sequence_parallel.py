@@ -1,0 +1,70 @@
+"""A scan whose tokens are divided over devices, each with a part of the sequence, for rules whose state passes linearly.
+
+A row w of a linear memory (`MemoryRule.is_linear`) becomes w P + b over any number of tokens, with the same P [D, D] for all rows.
+Each device runs its tokens once, from a memory that has the value's rows, which start at zero, and D more rows, which start at the
+identity and whose values are zero. At the end the first are B, the others P; and the outputs of the others, z_t, are what the
+outputs y_t lack: M z_t, where M is the memory before the part. So the devices exchange only P and B, once, and
+
+    M_1 = M_0 P_0 + B_0,  M_2 = M_1 P_1 + B_1, …        y_t + M_i z_t
+
+are the memory before each part and its outputs. The cost of a part is that of D more channels of the values.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.state import MemoryState, init_state
+from atlasjax.memory.gates import Gates
+
+_PRECISION = jax.lax.Precision.HIGHEST
+
+
+def unsupported(rule: MemoryRule) -> str | None:
+    """Why the tokens of a rule cannot be divided over devices, or None if they can."""
+    if not rule.is_linear:
+        return "its memory after a part of the sequence is not a linear function of the memory before it"
+    if rule.optimizer.per_channel:
+        return "its step sizes per channel give each row of the memory another transition"
+    if rule.structure.residual or rule.structure.norm:
+        return "its reads are not linear in the memory"
+    return None
+
+
+def scan_part(
+    rule: MemoryRule, axes: tuple[str, ...], run: Callable[..., Any],
+    params: Any, state: MemoryState | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
+) -> tuple[jax.Array, MemoryState]:  # fmt: skip
+    """The part of one device, inside a `shard_map` that divides the tokens over `axes`.
+
+    Args:
+      rule: one that is not `unsupported`.
+      axes: mesh axes; their devices, in order, have the parts of the sequence in order.
+      run: (params, state, q, k, v, gates, segment_ids) → (y, state) for the tokens of one device.
+      params, state, q, k, v, gates: as in `memory.scan`, with this device's tokens. The state is that before the whole sequence.
+
+    Returns:
+      y of this device's tokens, and the state after the whole sequence.
+    """
+    before = init_state(rule, params, batch_size=q.shape[0]) if state is None else state
+    ((name, M),) = before.memory.items()
+    out, channels = M.shape[-2:]
+    identity = jnp.broadcast_to(jnp.eye(channels, dtype=M.dtype), (*M.shape[:2], channels, channels))
+    start = before._replace(memory={name: jnp.concatenate([jnp.zeros_like(M), identity], axis=2)})
+    heads = params.weights[name].shape[0]
+    wide = params._replace(weights={name: jnp.zeros((heads, out + channels, channels), params.weights[name].dtype)})
+    no_values = jnp.zeros((*v.shape[:-1], channels), v.dtype)
+    y, after = run(wide, start, q, k, jnp.concatenate([v, no_values], axis=-1), gates, None)
+
+    ends = jax.lax.all_gather(after.memory[name], axes)  # [devices, batch, heads, out + channels, channels]
+
+    def over_a_part(M: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.matmul(M, end[:, :, out:], precision=_PRECISION) + end[:, :, :out], M
+
+    last, starts = jax.lax.scan(over_a_part, M.astype(ends.dtype), ends)
+    mine = starts[jax.lax.axis_index(axes)]
+    rest = jnp.einsum("bhoi,bthi->btho", mine, y[..., out:].astype(mine.dtype), precision=_PRECISION)
+    return (y[..., :out] + rest).astype(q.dtype), before._replace(memory={name: last})
