@@ -27,6 +27,7 @@ class Context:
       seen: which tokens the text has, bool [batch, vocab_size] (NumPy).
       num_tokens: number of tokens read, int32 [batch] (NumPy).
       max_length: number of tokens for which the cache has room. It matters only if a mixer keeps every token.
+      note: what those who keep it want to know again. It has no effect here; files keep it.
     """
 
     cache: PyTree
@@ -34,6 +35,7 @@ class Context:
     seen: np.ndarray
     num_tokens: np.ndarray
     max_length: int
+    note: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -46,7 +48,7 @@ class Context:
         if np.array_equal(index, np.arange(len(self.num_tokens))):
             return self
         cache = jax.tree.map(lambda leaf: leaf[:, index], self.cache)
-        return Context(cache, self.logits[index], self.seen[index], self.num_tokens[index], self.max_length)
+        return Context(cache, self.logits[index], self.seen[index], self.num_tokens[index], self.max_length, self.note)
 
     def for_batch(self, size: int) -> "Context":
         """This context for `size` rows: it has as many, or one, which then all of them share.

@@ -66,8 +66,8 @@ class ContextFiles:
 
     def save(self, context: Context, file: str | os.PathLike[str] | StorePath) -> None:
         """As `save_context`."""
-        sizes = {"num_tokens": context.num_tokens.tolist(), "max_length": context.max_length}
-        tensors.save(path(file), _KIND, _arrays(context), self._about | sizes)
+        own = {"num_tokens": context.num_tokens.tolist(), "max_length": context.max_length, "note": context.note}
+        tensors.save(path(file), _KIND, _arrays(context), self._about | own)
 
     def load(self, file: str | os.PathLike[str] | StorePath) -> Context:
         """As `load_context`."""
@@ -92,7 +92,8 @@ class ContextFiles:
         tensors.check_arrays(arrays, _arrays(empty), where)
         leaves = [jnp.array(arrays[name]) for name in tensors.named(cache, "cache")]
         cache = jax.tree.unflatten(jax.tree.structure(cache), leaves)
-        return Context(cache, jnp.array(arrays["logits"]), arrays["seen"], num_tokens, max_length)
+        note = about.get("note", "")
+        return Context(cache, jnp.array(arrays["logits"]), arrays["seen"], num_tokens, max_length, note)
 
 
 def _arrays(context: Context) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from atlasjax.generate import Context
 from atlasjax.serve import batching, protocol
-from atlasjax.serve.chat import Chat
+from atlasjax.serve.chat import Before, Chat
 from atlasjax.serve.limits import Limits
 from atlasjax.serve.memories import InUseError, Memories
 from atlasjax.serve.protocol import Parsed, RequestError, Responses
 
 _SWEEP_SECONDS = 60.0
+_ANSWER = "answer"  # the note of memories that end with one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +209,7 @@ class _Generation:
     ) -> None:
         service = self._service
         context = await self._context(parsed)
-        tokens = await asyncio.to_thread(self._tokens, parsed, context is not None)
+        tokens = await asyncio.to_thread(self._tokens, parsed, context)
         events: asyncio.Queue[batching.Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         before = len(tokens) + (0 if context is None else int(context.num_tokens[0]))
@@ -275,8 +276,10 @@ class _Generation:
             raise RequestError(503, event.message, code="timeout" if event.timed_out else None)
         assert isinstance(event, batching.Done)
         if event.context is not None and parsed.memory is not None:
+            note = _note(event.tokens, self._service.worker.batcher.end_tokens) if self._chat else ""
             with _memory_errors():
-                await asyncio.to_thread(self._service.memories.save, parsed.memory, event.context)
+                context = dataclasses.replace(event.context, note=note)
+                await asyncio.to_thread(self._service.memories.save, parsed.memory, context)
         return event
 
     async def _context(self, parsed: Parsed) -> Context | None:
@@ -294,14 +297,18 @@ class _Generation:
         with _memory_errors():
             return await asyncio.to_thread(memories.load, parsed.memory)
 
-    def _tokens(self, parsed: Parsed, goes_on: bool) -> np.ndarray:
+    def _tokens(self, parsed: Parsed, context: Context | None) -> np.ndarray:
         service, prompt = self._service, parsed.prompt
         if self._chat:
+            note = "" if context is None else context.note
+            before: Before = "nothing" if context is None else "answer" if note.startswith(_ANSWER) else "text"
             try:
-                text = service.chat.text(prompt, goes_on)  # type: ignore[arg-type]
+                text = service.chat.text(prompt, before)  # type: ignore[arg-type]
             except ValueError as error:
                 raise RequestError(400, str(error), param="messages") from None
-            return np.asarray(service.tokenizer.encode(text), np.int32)
+            tokens = np.asarray(service.tokenizer.encode(text), np.int32)
+            # The memory has the token that ended its answer.
+            return tokens[1:] if len(tokens) > 1 and note == f"{_ANSWER} {tokens[0]}" else tokens
         if isinstance(prompt, str):
             return np.asarray(service.tokenizer.encode(prompt) if prompt else [], np.int32)
         most = service.tokenizer.vocab_size
@@ -309,6 +316,11 @@ class _Generation:
         if wrong is not None:
             raise RequestError(400, f"prompt has the token {wrong}; it should be in [0, {most}).", param="prompt")
         return np.asarray(prompt, np.int32)
+
+
+def _note(tokens: Sequence[int], end_tokens: Collection[int]) -> str:
+    """What a memory that ends with an answer is marked with: that, and the token that ended the answer, if one did."""
+    return f"{_ANSWER} {tokens[-1]}" if tokens and tokens[-1] in end_tokens else _ANSWER
 
 
 async def _gone(receive: Receive) -> None:

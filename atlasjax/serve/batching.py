@@ -167,7 +167,7 @@ class Batcher:
     ):  # fmt: skip
         self.model, self.config = model, config
         self._tokenizer: Decodes = tokenizer
-        self._end_tokens = frozenset(end_tokens)
+        self.end_tokens = frozenset(end_tokens)
         self.slots = Slots(model, config.slots, config.room, tokenizer.vocab_size)
         self._waiting: collections.deque[Ticket] = collections.deque()
         self._reading: collections.deque[Ticket] = collections.deque()
@@ -368,7 +368,7 @@ class Batcher:
 
     def _sampled(self, ticket: Ticket, token: int) -> None:
         ticket._tokens.append(token)
-        if token in self._end_tokens:
+        if token in self.end_tokens:
             self._end(ticket, "stop")
             return
         self._say(ticket, ticket._stream.feed([token]))

@@ -3,11 +3,12 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from atlasjax.storage import AnyPath
 
 _ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
+_ANSWER = "\ue000"  # of an answer that a memory holds, in the template's text
 _PLACES = ("peer", "tokenizer")  # folders of a run that may have a template
 
 
@@ -24,6 +25,10 @@ class Message:
     content: str
 
 
+Before = Literal["nothing", "text", "answer"]
+"""What a memory ends with, after which messages come."""
+
+
 class PlainChat:
     """The form for models without a template.
 
@@ -38,10 +43,10 @@ class PlainChat:
 
     stop: tuple[str, ...] = ("\n\nUser:",)
 
-    def text(self, messages: Sequence[Message], goes_on: bool) -> str:
-        """The prompt for the next answer. goes_on: whether it comes after a memory."""
+    def text(self, messages: Sequence[Message], before: Before = "nothing") -> str:
+        """The prompt for the next answer. before: what comes before it."""
         parts = [f"{_ROLES[message.role]}: {message.content}" for message in messages] + ["Assistant:"]
-        return ("\n\n" if goes_on else "") + "\n\n".join(parts)
+        return ("" if before == "nothing" else "\n\n") + "\n\n".join(parts)
 
 
 class TemplateChat:
@@ -75,14 +80,26 @@ class TemplateChat:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template is not one ({error}).") from None
 
-    def text(self, messages: Sequence[Message], goes_on: bool) -> str:
-        """The prompt for the next answer. goes_on: whether it comes after a memory: then the text's first token is not repeated.
+    def text(self, messages: Sequence[Message], before: Before = "nothing") -> str:
+        """The prompt for the next answer.
+
+        before: what comes before it. The text's first token is not repeated, and an answer is ended as the template ends it.
 
         Raises:
           ValueError: the template refuses the messages.
         """
-        text = self.rendered([dataclasses.asdict(message) for message in messages])
-        return text.removeprefix(self._special.get("bos_token", "")) if goes_on else text
+        new = [dataclasses.asdict(message) for message in messages]
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        if before == "answer" and messages[0].role == "user":
+            _, found, text = self.rendered(turn + new).partition(_ANSWER)
+            if found:
+                return text
+        text = self.rendered(new)
+        if before == "nothing":
+            return text
+        # Templates want system messages first.
+        end = self._rendered(turn, False).partition(_ANSWER)[2] if before == "answer" else ""
+        return end + text.removeprefix(self._special.get("bos_token", ""))
 
     def rendered(self, messages: Sequence[Mapping[str, str]], answer_begins: bool = True) -> str:
         """The text of messages {"role": …, "content": …}.
@@ -93,10 +110,7 @@ class TemplateChat:
         Raises:
           ValueError: the template refuses the messages, or leaves out the beginning of the answer.
         """
-        try:
-            text = self._template.render(messages=messages, add_generation_prompt=answer_begins, **self._special)
-        except (self._error, TypeError) as error:
-            raise ValueError(f"the chat template refuses the messages: {error}.") from None
+        text = self._rendered(messages, answer_begins)
         if answer_begins:
             return text
         last = messages[-1]["content"]
@@ -105,6 +119,12 @@ class TemplateChat:
         if not found:
             raise ValueError(f"the chat template leaves out the beginning of the answer, {last!r}.")
         return before + found
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]], answer_begins: bool) -> str:
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=answer_begins, **self._special)
+        except (self._error, TypeError) as error:
+            raise ValueError(f"the chat template refuses the messages: {error}.") from None
 
 
 Chat = PlainChat | TemplateChat

@@ -109,6 +109,8 @@ class Memories:
             return self._files.load(file)
         except FileNotFoundError:  # removed in between, which a name in use never is
             return None
+        except ValueError as error:  # for clients, who know the name and not the place
+            raise ValueError(str(error).replace(repr(str(file)), f"memory {name!r}")) from None
 
     def save(self, name: str, context: Context) -> None:
         """Saves a context in the place of what had the name. Others are removed if they are too many now.

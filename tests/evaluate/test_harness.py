@@ -206,14 +206,15 @@ def test_both_kinds_of_tasks_with_one_model(command, monkeypatch, tmp_path):
     """The model is loaded once, and what is wrong with a long-context task is said before lm-eval runs."""
     loaded, load = [], importlib.import_module("atlasjax.cli.evaluate").load_run
     monkeypatch.setattr("atlasjax.cli.evaluate.load_run", lambda *given, **_: loaded.append(given) or load(*given))
-    ours = ("--lengths", "700", "--depths", "50", "--samples", "1")
-    _, samples, out = command(*ours, names=("local_choice", "niah_1"))
+    (tmp_path / "book.txt").write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 9)
+    ours = ("--lengths", "700", "--depths", "50", "--samples", "1", "--text", str(tmp_path / "book.txt"))
+    _, samples, out = command(*ours, "--stream", names=("local_choice", "niah_2"))
     assert len(loaded) == 1
     assert len(samples["local_choice"]) == 3
     assert "|local_choice" in out
-    assert "niah_1: pass key" in out
+    assert "niah_2: a number in a text" in out
     (file,) = (tmp_path / "evaluations").glob("long_context_*.json")
-    assert [one["task"] for one in json.loads(file.read_text())["results"]] == ["niah_1"]
+    assert [one["task"] for one in json.loads(file.read_text())["results"]] == ["niah_2"]
     monkeypatch.setattr("atlasjax.cli.evaluate.run_tasks", lambda *_, **__: pytest.fail("lm-eval ran"))
     with pytest.raises(AssertionError):  # the code is 2
         command("--lengths", "100", names=("local_choice", "niah_1"))

@@ -133,7 +133,7 @@ def test_a_stop_string_is_not_kept(alone):
 
 def test_an_end_token_ends_a_text(alone, monkeypatch):
     text, config, seed = CASES[1]
-    monkeypatch.setattr(batcher(), "_end_tokens", frozenset([alone[1][3]]))
+    monkeypatch.setattr(batcher(), "end_tokens", frozenset([alone[1][3]]))
     first = alone[1].index(alone[1][3])
     (events,) = serve(Request(ids(text), LENGTH, config, seed))
     assert (done(events).reason, text_of(events)) == ("stop", Ascii().decode(alone[1][:first]))

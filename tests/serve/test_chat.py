@@ -17,14 +17,17 @@ TEMPLATE = (
     "<{{ m.role }}>{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
+SYSTEM_FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+)
+
 
 def test_the_plain_form(tmp_path):
     chat = chat_of(tmp_path)
     assert isinstance(chat, PlainChat)
-    assert (
-        chat.text(MESSAGES, False) == "System: Be brief.\n\nUser: Who?\n\nAssistant: She.\n\nUser: Why?\n\nAssistant:"
-    )
-    assert chat.text(MESSAGES[-1:], True) == "\n\nUser: Why?\n\nAssistant:"
+    assert chat.text(MESSAGES) == "System: Be brief.\n\nUser: Who?\n\nAssistant: She.\n\nUser: Why?\n\nAssistant:"
+    assert chat.text(MESSAGES[-1:], "text") == "\n\nUser: Why?\n\nAssistant:"
     assert end_tokens_of(tmp_path) == ()
 
 
@@ -40,10 +43,16 @@ def test_templates(tmp_path, where):
     config |= {"chat_template": {"file": "not this", "config": TEMPLATE, "named": named}[where]}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     chat = chat_of(tmp_path)
-    assert chat.text(MESSAGES[1:2], False) == "[B]<user>Who?[E]\n<assistant>"
-    assert chat.text(MESSAGES[1:2], True) == "<user>Who?[E]\n<assistant>"
+    assert chat.text(MESSAGES[1:2]) == "[B]<user>Who?[E]\n<assistant>"
+    assert chat.text(MESSAGES[1:2], "text") == "<user>Who?[E]\n<assistant>"
     with pytest.raises(ValueError, match="the chat template refuses the messages: no system"):
-        chat.text(MESSAGES, False)
+        chat.text(MESSAGES)
+    assert chat.text(MESSAGES[1:2], "answer") == "[E]\n<user>Who?[E]\n<assistant>"
+    assert chat.text(MESSAGES[1:], "answer") == "[E]\n<user>Who?[E]\n<assistant>She.[E]\n<user>Why?[E]\n<assistant>"
+    (folder / "chat_template.jinja").write_text(SYSTEM_FIRST)
+    chat = chat_of(tmp_path)
+    assert chat.text(MESSAGES[:2], "answer") == "[E]<system>Be brief.[E]<user>Who?[E]"
+    assert chat.text(MESSAGES[:2], "text") == "<system>Be brief.[E]<user>Who?[E]"
     (folder / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ValueError, match="the chat template is not one"):
         chat_of(tmp_path)

@@ -109,7 +109,7 @@ def test_refused(tmp_path):
         pass
     memories.save("a", text(1))
     (tmp_path / "a.memory").write_bytes(b"no")
-    with pytest.raises(ValueError, match=r"a\.memory' is damaged or not a file of"):
+    with pytest.raises(ValueError, match=r"^memory 'a' is damaged or not a file of"):
         memories.load("a")
     for fields in ({"hours": 0}, {"count": 0}, {"gigabytes": float("nan")}):
         with pytest.raises(ValueError, match=f"memories: {next(iter(fields))} must be"):

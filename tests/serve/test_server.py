@@ -23,7 +23,7 @@ from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.generate import ContextFiles, SamplingConfig, generate
 from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
 from atlasjax.serve import BatchConfig, Batcher, Worker
-from atlasjax.serve.chat import PlainChat
+from atlasjax.serve.chat import PlainChat, TemplateChat
 from atlasjax.serve.limits import Limits
 from atlasjax.serve.memories import Memories
 from atlasjax.train import ConfigError
@@ -56,14 +56,12 @@ def model() -> LanguageModel:
 
 
 @contextlib.contextmanager
-def serving(folder: pathlib.Path, config=SIZES, **limits):
+def serving(folder: pathlib.Path, config=SIZES, chat=PlainChat(), end_tokens=(), **limits):
     """A server in a thread: (address, its batcher)."""
-    batcher = Batcher(model(), Ascii(), config)
+    batcher = Batcher(model(), Ascii(), config, end_tokens=end_tokens)
     memories = Memories(ContextFiles(model()), folder)
     limits = Limits(**{"max_tokens": 2000, "body_bytes": 4000} | limits)
-    service = app.Service(
-        Worker(batcher), Ascii(), "tiny", PlainChat(), memories, limits, TOKEN, frozenset({"127.0.0.1"})
-    )
+    service = app.Service(Worker(batcher), Ascii(), "tiny", chat, memories, limits, TOKEN, frozenset({"127.0.0.1"}))
     opened, address = web.listen(web.Address("127.0.0.1", 0))
     ready = threading.Event()
     server = web.Server(service, grace_seconds=1, ready=ready.set)
@@ -153,6 +151,37 @@ def test_completions_chats_and_memories(server, client):
     with pytest.raises(openai.AuthenticationError, match="the token is missing or wrong"):
         client.with_options(api_key="no").models.list()
     assert raw(server[0], "GET", "/health", authorization="") == (200, {"status": "ok", "active": 0, "waiting": 0})
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_conversation_in_a_memory_is_that_of_its_template(tmp_path, ended):
+    """The next message comes after the end of the answer, which the memory has if the model wrote it, and has only once."""
+    pytest.importorskip("jinja2", reason=NEEDS)
+    text = lambda tokens: Ascii().decode(tokens)
+    tokens_of = lambda so_far: np.asarray(
+        generate(model(), np.array([so_far]), 12, config=SamplingConfig(0.9), seed=5)
+    )[0].tolist()
+    start = lambda end: list(f"<user>Who?{end}\n<assistant>".encode())
+    end = "~"
+    if ended:  # a character that this model writes after a text with it
+        end = next(chr(i) for i in range(33, 127) if i in tokens_of(start(chr(i)))[1:])
+    template = f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{end}\n{{% endfor %}}<assistant>"
+    first = tokens_of(start(end))
+    if ended:
+        first = first[: first.index(ord(end)) + 1]
+    whole = [*start(end), *first, *f"{'' if ended else end}\n<user>Why?{end}\n<assistant>".encode()]
+    second = tokens_of(whole)
+    second = second[: second.index(ord(end))] if ended and ord(end) in second else second
+    end_tokens = (ord(end),) if ended else ()
+    with serving(tmp_path, chat=TemplateChat(template, {}), end_tokens=end_tokens) as (address, _):
+        said = [
+            client_of(address).chat.completions.create(
+                messages=[{"role": "user", "content": question}], **OPTIONS, extra_body={"memory": "talk"}
+            )
+            for question in ("Who?", "Why?")
+        ]
+    assert [one.choices[0].message.content for one in said] == [text(first[:-1] if ended else first), text(second)]
+    assert ContextFiles(model()).load(tmp_path / "talk.memory").num_tokens[0] >= len(whole)
 
 
 def test_bad_requests(server, client):
