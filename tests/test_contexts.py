@@ -87,12 +87,12 @@ def test_a_prompt_after_a_context(whole):
 
 def test_saved_and_loaded(whole, tmp_path):
     book = read(model(), ids(BOOK))
-    save_context(model(), book, tmp_path / "book.memory")
+    save_context(model(), dataclasses.replace(book, note="chapter 1"), tmp_path / "book.memory")
     loaded = load_context(model(), str(tmp_path / "book.memory"))
     for have, want in zip(jax.tree.leaves(loaded.cache), jax.tree.leaves(book.cache), strict=True):
         assert have.dtype == want.dtype
         np.testing.assert_array_equal(have, want)
-    assert (loaded.num_tokens.tolist(), loaded.max_length) == ([len(BOOK)], len(BOOK))
+    assert (loaded.num_tokens.tolist(), loaded.max_length, loaded.note) == ([len(BOOK)], len(BOOK), "chapter 1")
     found = generate(model(), ids(QUESTION), LENGTH, config=SAMPLING, seed=3, context=loaded, num_samples=2)
     np.testing.assert_array_equal(found, whole)
     save_context(model(), loaded, "memory://bucket/book.memory")
