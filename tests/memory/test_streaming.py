@@ -54,18 +54,25 @@ def test_every_split(name, x64):
 
 @pytest.mark.parametrize("name", ["titans_at_its_norm", "atlas_every"])
 def test_a_step_of_rows_at_different_places(name, x64):
-    """A step takes a shorter program if no row begins or ends a chunk or writes with Muon; rows never share more than that."""
+    """A step takes a shorter program for rows that neither begin nor end a chunk, nor write with Muon: for all, most or none."""
     rule = RULES[name]
     params, q, k, v, gates = make_inputs(rule, batch=1, time=TIME, dtype=jnp.float64)
     state = memory.init_state(rule, jax.tree.map(lambda x: x.astype(jnp.float64), params), batch_size=1)
     expected, _, before = jax.jit(lambda: steps(rule, params, state, q, k, v, gates))()
     step = jax.jit(lambda state, *token: memory.step(rule, params, state, *token))
-    for rows in (np.arange(TIME - 1).reshape(5, 5), np.arange(1, TIME - 1).reshape(-1, 3).T[:, [0, 2, 4, 6, 7]]):
-        for places in rows:  # neighbours, and tokens that are farther apart
-            states, after = (jax.tree.map(lambda x, at=at: x[at, 0], before) for at in (places, places + 1))
-            y, new = step(states, *jax.tree.map(lambda x, at=places: x[0, at], (q, k, v, gates)))
-            assert_close(y, expected[0, places], EXACT)
-            assert_close(new, after, EXACT)
+    places = np.arange(TIME - 1)
+    position = places % rule.chunk_size + 1
+    special = (
+        (position == 1) | (position == rule.chunk_size) | ((position % rule.optimizer.every == 0) & rule.uses_muon)
+    )
+    shorter, longer = places[~special], places[special]
+    assert len(shorter) > 8
+    assert len(longer) > 4
+    for rows in (shorter[:9], np.concatenate([longer[:1], shorter[:8]]), np.concatenate([shorter[:5], longer[-4:]])):
+        states, after = (jax.tree.map(lambda x, at=at: x[at, 0], before) for at in (rows, rows + 1))
+        y, new = step(states, *jax.tree.map(lambda x, at=rows: x[0, at], (q, k, v, gates)))
+        assert_close(y, expected[0, rows], EXACT)
+        assert_close(new, after, EXACT)
 
 
 @each_name(

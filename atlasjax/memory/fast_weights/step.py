@@ -1,6 +1,7 @@
 """`MemoryRule.step`: one token, as a slot of one token."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.grid import choose
 
 _Updated = tuple[Weights, Any, Weights | None, Window | None, jax.Array]
+_Token = Callable[..., _Updated]
 
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
@@ -63,22 +65,12 @@ def xla_step(
         one = jax.tree.map(lambda x: x[None], slot)
         y, memory = linear_scan(rule, q.dtype, up_params, state.memory, one, None)
         return y[0, :, :, 0], state._replace(memory=memory)
-    arguments = (
-        jax.tree.map(lambda x: x.astype(wide), params), state, slot, None if soup is None else soup.weights,
-    )  # fmt: skip
+    up_state = jax.tree.map(lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+    arguments = (jax.tree.map(lambda x: x.astype(wide), params), up_state, slot, None if soup is None else soup.weights)
     if state.position is None:
         memory, momentum, chunk_start, window, y = _token(rule, sizes, *arguments)
     else:
-        # One program for the few tokens that begin or end a chunk, or at which Muon writes, and a shorter one for all others. Not
-        # on GPUs, where the host waits for the condition.
-        special = (state.position == 0) | ((state.position + 1) % rule.chunk_size == 0)
-        if rule.optimizer.every > 1:
-            special |= (state.position + 1) % rule.optimizer.every == 0
-        every, inner = (functools.partial(token, rule, sizes) for token in (_token, _inner_token))
-        chosen = lambda *arguments: jax.lax.cond(jnp.any(special), every, inner, *arguments)
-        memory, momentum, chunk_start, window, y = jax.lax.platform_dependent(
-            *arguments, cpu=chosen, tpu=chosen, default=every
-        )  # fmt: skip
+        memory, momentum, chunk_start, window, y = _token_of_rows(rule, sizes, *arguments)
     position = None if state.position is None else (state.position + 1) % rule.chunk_size
     return y[:, :, 0].astype(q.dtype), MemoryState(
         memory=memory,
@@ -91,6 +83,44 @@ def xla_step(
         position=position,
         segment=state.segment,
     )
+
+
+def _token_of_rows(
+    rule: MemoryRule, sizes: Plan, params: MemoryParams, state: MemoryState, slot: Slot, soup: Weights | None
+) -> _Updated:
+    """`_token`, by the shorter `_inner_token` for rows that neither begin nor end a chunk, nor write with Muon."""
+    assert state.position is not None
+    special = (state.position == 0) | ((state.position + 1) % rule.chunk_size == 0)
+    if rule.optimizer.every > 1:
+        special |= (state.position + 1) % rule.optimizer.every == 0
+    every, inner = (functools.partial(token, rule, sizes) for token in (_token, _inner_token))
+    some = functools.partial(_some_special, every, inner, special)
+
+    def together(*arguments: Any) -> _Updated:
+        return jax.lax.cond(jnp.any(special), every, inner, *arguments)
+
+    # On GPUs the host waits for a condition, which is worth it only for an orthogonalization. On a CPU it pays to take out the rows
+    # that need more; on other platforms the rows may be on several devices.
+    default = together if rule.optimizer.every > 1 else every
+    return jax.lax.platform_dependent(params, state, slot, soup, cpu=some, tpu=together, default=default)
+
+
+def _some_special(
+    every: _Token, inner: _Token, special: jax.Array, params: MemoryParams, state: MemoryState, slot: Slot, soup: Weights | None
+) -> _Updated:  # fmt: skip
+    """`inner` for all rows, then `every` for the few special ones; or `every` for all."""
+    few = len(special) // 8
+
+    def some(params: MemoryParams, state: MemoryState, slot: Slot, soup: Weights | None) -> _Updated:
+        rows = jnp.argsort(~special, stable=True)[:few]
+        part = every(params, *jax.tree.map(lambda x: x[rows], (state, slot, soup)))
+        put = lambda all_, these: all_.at[rows].set(these, unique_indices=True)
+        return jax.tree.map(put, inner(params, state, slot, soup), part)
+
+    number = jnp.sum(special)
+    branches = [inner, some, every] if few else [inner, every]
+    which = jnp.where(number == 0, 0, jnp.where(number <= few, 1, len(branches) - 1))
+    return jax.lax.switch(which, branches, params, state, slot, soup)
 
 
 def _token(
