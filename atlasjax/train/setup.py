@@ -173,8 +173,14 @@ def run_tokenizer(config: TrainConfig) -> Tokenizer:
     return load_tokenizer(folder) if there else make_tokenizer(config.data)
 
 
+# Read by `interop.text_ends` and `serve.chat`.
+_TEXT_ENDS = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja")
+
+
 def write_run_files(setup: Setup) -> None:
-    """Makes the run's folder with config.json and the tokenizer.
+    """Makes the run's folder with config.json, the tokenizer, and what says how texts and conversations begin and end.
+
+    The last are files that came with imported weights, of the run that this one starts from.
 
     Raises:
       OSError: the folder cannot be made or written.
@@ -183,6 +189,13 @@ def write_run_files(setup: Setup) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     storage.write_whole(run_dir / "config.json", (json.dumps(to_dict(setup.config), indent=2) + "\n").encode())
     setup.tokenizer.save(run_dir / "tokenizer")
+    if setup.config.init_from is None:
+        return
+    for name in _TEXT_ENDS:
+        given, own = run_folder(setup.config.init_from) / "peer" / name, run_dir / "peer" / name
+        if given.is_file() and not own.is_file():
+            own.parent.mkdir(exist_ok=True)
+            storage.write_whole(own, given.read_bytes())
 
 
 def check_resumable(config: TrainConfig) -> list[str]:

@@ -1,10 +1,16 @@
 """The tokens for the beginning and the end of texts, as the files beside public weights name them."""
 
 import json
+import types
 
 import pytest
 
+from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.interop.text_ends import text_ends
+from atlasjax.nn import ModelConfig
+from atlasjax.serve.chat import end_tokens_of
+from atlasjax.train import TrainConfig
+from atlasjax.train.setup import write_run_files
 
 ADDED = {"added_tokens": [{"id": 0, "content": "<|endoftext|>"}, {"id": 5, "content": "<s>"}]}
 NAMED = {"bos_token": "<s>", "eos_token": {"content": "<|endoftext|>"}}
@@ -28,3 +34,23 @@ def test_text_ends(tmp_path, files, expected):
     for name, content in files.items():
         (tmp_path / "peer" / name).write_text(json.dumps(content))
     assert text_ends(tmp_path) == expected
+
+
+def test_a_run_that_starts_from_an_imported_one_has_them_too(tmp_path):
+    """With its chat template; what belongs to the imported weights themselves stays with them."""
+    peer = tmp_path / "imported/peer"
+    peer.mkdir(parents=True)
+    (peer / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    (peer / "chat_template.jinja").write_text("{{ messages }}")
+    (peer / "manifest.json").write_text("{}")
+    config = TrainConfig(ModelConfig(), run_dir=str(tmp_path / "new"), init_from=str(tmp_path / "imported"))
+    write_run_files(types.SimpleNamespace(config=config, tokenizer=ByteTokenizer()))
+    assert text_ends(tmp_path / "new") == (None, (5, 6))
+    assert end_tokens_of(tmp_path / "new") == (5, 6)
+    assert {path.name for path in (tmp_path / "new/peer").iterdir()} == {
+        "generation_config.json",
+        "chat_template.jinja",
+    }
+    (peer / "chat_template.jinja").unlink()
+    write_run_files(types.SimpleNamespace(config=config, tokenizer=ByteTokenizer()))  # resumed
+    assert (tmp_path / "new/peer/chat_template.jinja").read_text() == "{{ messages }}"
