@@ -63,21 +63,3 @@ class EveryNth:
             raise IndexError(f"Document {index} of {self._length}.")
         original = index + index // (self._n - 1) if self._complement else index * self._n + self._n - 1
         return self._documents[original]
-
-
-class Shard:
-    """Documents `start` to `stop` of another collection."""
-
-    def __init__(self, documents: Documents, start: int, stop: int):
-        self._documents, self._start, self._stop = documents, start, stop
-        self.blocks_in_memory = documents.blocks_in_memory
-        offsets = documents.block_offsets
-        self.block_offsets = None if offsets is None else np.unique(np.clip(offsets, start, stop) - start)
-
-    def __len__(self) -> int:
-        return self._stop - self._start
-
-    def __getitem__(self, index: int, /) -> str:
-        if not 0 <= index < len(self):
-            raise IndexError(f"Document {index} of {len(self)}.")
-        return self._documents[self._start + index]

@@ -1,144 +1,243 @@
-"""Document packing: shuffles and tokenizes documents, cuts long ones, and packs them into rows with segment ids."""
+"""Packs documents that are read and tokenized on the fly, in an order that does not depend on the number of processes.
 
-import dataclasses
+Packing needs the length of every document in tokens, so whoever packs must tokenize. To share that work out, the documents in
+reading order are dealt to a fixed number of readers, each of which packs its own rows of every batch. A process runs the readers
+of its rows. The position of a reader is where its current group of rows begins, whoever runs it.
+"""
+
+import concurrent.futures
 import functools
-from collections.abc import Sequence
+from typing import Any, Protocol
 
 import grain
 import numpy as np
 
 from atlasjax.data.documents import Documents
+from atlasjax.data.mixture import Order
 from atlasjax.data.pieces import encode_text
+from atlasjax.data.token_rows import TokenRows
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.data.windows import Batch, token_dtype
 
-_LEAST_BINS = 8  # rows filled at the same time; more rows need less padding, but cost memory and time on resume
+_MOST_READERS = 32
+_LEAST_DOCUMENTS = 16  # of a reader in an epoch
+_LEAST_BLOCKS = 4
+_LEAST_ROWS = 32  # that a reader fills at the same time: rows of 4,096 tokens, with documents of 800, are 98% full
+_AHEAD = 16  # documents of a process that each thread reads ahead
+_NOTHING = np.zeros(0, np.uint8)
 
 
-class BlockShuffle(grain.MapDataset):
-    """Shuffles documents that are stored in blocks, so that only a few blocks are in use at a time.
+def num_readers(documents: Documents, batch_size: int) -> int:
+    """The number of readers: a divisor of the batch size, at most 32, such that each has several documents or blocks in an epoch
+    and all their blocks fit in memory."""
+    most = min(_MOST_READERS, len(documents) // _LEAST_DOCUMENTS)
+    if documents.block_offsets is not None:
+        most = min(most, documents.blocks_in_memory, (len(documents.block_offsets) - 1) // _LEAST_BLOCKS)
+    return max((n for n in range(1, most + 1) if batch_size % n == 0), default=1)
 
-    Every epoch takes the blocks in a new random order, and shuffles the documents within each group of `window` consecutive blocks.
+
+class ReadingOrder(Protocol):
+    """The document index at each place: -1 if there is no document at this place, None after the last one."""
+
+    def __getitem__(self, place: int, /) -> int | None: ...
+
+
+class Dealt:
+    """Every `count`-th place of an order, from `number` on."""
+
+    def __init__(self, order: Order, number: int, count: int):
+        self._order, self._number, self._count = order, number, count
+
+    def __getitem__(self, place: int, /) -> int | None:
+        return self._order[self._number + place * self._count]
+
+
+class DealtBlocks:
+    """A reading order of documents that are stored in blocks, so that only `window` blocks are in use at a time.
+
+    Every epoch takes the blocks in a new random order, in groups of `window` consecutive blocks, in which the documents are
+    shuffled. A reader takes every `count`-th group, from `number` on. A group has as many places as the largest possible one.
 
     Args:
-      parent: the documents.
       block_offsets: int64 [num_blocks + 1], the start of each block, followed by the number of documents.
-      window: number of blocks in use at a time.
-      seed: in [0, 2^32).
+      window: number of blocks in a group.
+      seed: in [0, 2^32). None keeps the order.
+      repeat: whether to continue after one epoch.
+      number: the reader, in [0, count).
+      count: number of readers.
     """
 
-    def __init__(self, parent: grain.MapDataset, block_offsets: np.ndarray, window: int, seed: int):
-        super().__init__(parent)
-        self._offsets, self._window, self._seed = block_offsets, window, seed
-        self._order = functools.lru_cache(maxsize=2)(self._epoch_order)
+    def __init__(
+        self, block_offsets: np.ndarray, window: int, seed: int | None, *, repeat: bool, number: int, count: int
+    ):
+        self._offsets, self._window, self._seed, self._repeat = block_offsets, window, seed, repeat
+        self._number, self._count = number, count
+        blocks = len(block_offsets) - 1
+        self._groups = -(-blocks // window)
+        self._places = int(np.diff(block_offsets).max()) * window
+        self._group = functools.lru_cache(maxsize=2)(self._make_group)
+        self._order = functools.lru_cache(maxsize=2)(self._make_order)
 
-    def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The order of the blocks in an epoch, and the offsets of the blocks in that order."""
-        order = np.random.default_rng((self._seed, epoch)).permutation(len(self._offsets) - 1)
-        return order, np.concatenate([[0], np.cumsum(np.diff(self._offsets)[order])])
+    def _make_order(self, epoch: int) -> np.ndarray:
+        blocks = len(self._offsets) - 1
+        return (
+            np.arange(blocks) if self._seed is None else np.random.default_rng((self._seed, epoch)).permutation(blocks)
+        )
 
-    def __len__(self) -> int:
-        return int(self._offsets[-1])
+    def _make_group(self, group: int) -> np.ndarray:
+        """The documents of a group."""
+        epoch, group = divmod(group, self._groups)
+        blocks = self._order(epoch)[group * self._window : (group + 1) * self._window]
+        documents = np.concatenate([np.arange(*self._offsets[block : block + 2]) for block in blocks])
+        if self._seed is not None:
+            np.random.default_rng((self._seed, epoch, group)).shuffle(documents)
+        return documents
 
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return self.slice(index)
-        epoch, position = divmod(index, len(self))
-        order, offsets = self._order(epoch)
-        first = (int(np.searchsorted(offsets, position, side="right")) - 1) // self._window * self._window
-        start, stop = int(offsets[first]), int(offsets[min(first + self._window, len(order))])
-        seed = int(np.random.SeedSequence((self._seed, epoch, first)).generate_state(1)[0])
-        shuffle = grain.experimental.index_shuffle
-        position = start + shuffle(position - start, max_index=stop - start - 1, seed=seed, rounds=4)
-        place = int(np.searchsorted(offsets, position, side="right")) - 1
-        return self._parent[int(self._offsets[order[place]] + position - offsets[place])]
-
-
-class _Cuts(Sequence[Batch]):
-    """The pieces of a document, each made on access."""
-
-    def __init__(self, tokens: np.ndarray, length: int):
-        self._tokens, self._length = tokens, length
-
-    def __len__(self) -> int:
-        return -(-len(self._tokens) // self._length)
-
-    def __getitem__(self, index):
-        start = index * self._length
-        tokens = self._tokens[start : start + self._length + 1]
-        columns = np.zeros((min(self._length, len(tokens)), 3), np.int32)
-        columns[:, 0] = tokens[: len(columns)]
-        columns[: len(tokens) - 1, 1] = tokens[1:]
-        columns[: len(tokens) - 1, 2] = 1
-        return {"tokens": columns}
+    def __getitem__(self, place: int, /) -> int | None:
+        turn, place = divmod(place, self._places)
+        group = self._number + turn * self._count
+        if not self._repeat and group >= self._groups:
+            return None
+        documents = self._group(group)
+        return int(documents[place]) if place < len(documents) else -1
 
 
-@dataclasses.dataclass(frozen=True)
-class CutDocument(grain.experimental.FlatMapTransform):
-    """Cut the tokens of a document, integers [n], into pieces of at most `sequence_length`.
+class TextTokens:
+    """Documents of a reader, read and tokenized when they are asked for, or ahead of that in threads.
 
-    A piece is {"tokens": int32 [length, 3]} with the columns input, target and weight. Over the pieces of a document, every token
-    is an input once, and every token except the first is a target of weight 1 once. Only the last token has no target.
+    Args:
+      documents: the documents.
+      order: their order.
+      tokenizer: the tokenizer.
+      threads: what reads ahead, if anything does.
+      ahead: number of documents that are read ahead.
     """
 
-    sequence_length: int
+    def __init__(
+        self,
+        documents: Documents,
+        order: ReadingOrder,
+        tokenizer: Tokenizer,
+        threads: concurrent.futures.Executor | None = None,
+        ahead: int = 0,
+    ):
+        self._documents, self._order, self._tokenizer = documents, order, tokenizer
+        self._threads, self._ahead = threads, ahead
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._coming: dict[int, concurrent.futures.Future[np.ndarray | None]] = {}
+        self._empty = 0  # empty documents one after another
+        self._last: tuple[int, np.ndarray | None] = (-1, None)  # a group may begin within a document
 
-    def flat_map(self, element: np.ndarray) -> Sequence[Batch]:
-        return _Cuts(element, self.sequence_length)
+    def document(self, place: int, /) -> tuple[np.ndarray, int] | None:
+        if place != self._last[0]:
+            self._last = place, self._next(place)
+        tokens = self._last[1]
+        return None if tokens is None else (tokens, len(tokens))
+
+    def tokens(self, document: np.ndarray, start: int, stop: int, /) -> np.ndarray:
+        return document[start:stop]
+
+    def _next(self, place: int) -> np.ndarray | None:
+        if self._threads is None:
+            return self._encode(place)
+        for coming in [coming for coming in self._coming if not place <= coming <= place + self._ahead]:
+            self._coming.pop(coming).cancel()  # after a jump to another position
+        for coming in range(place, place + self._ahead + 1):
+            if coming not in self._coming:
+                self._coming[coming] = self._threads.submit(self._encode, coming)
+        return self._coming.pop(place).result()
+
+    def _encode(self, place: int) -> np.ndarray | None:
+        index = self._order[place]
+        if index is None:
+            return None
+        if index < 0:
+            return _NOTHING
+        tokens = encode_text(self._tokenizer, self._documents[index], self._dtype)
+        self._empty = 0 if len(tokens) else self._empty + 1
+        if self._empty > 2 * len(self._documents):
+            raise ValueError(
+                "All documents that a reader is dealt are empty. Shuffle them, or leave the empty ones out."
+            )
+        return tokens
 
 
-def _as_sequence(packed: Batch) -> Batch:
-    tokens = packed["tokens"]
-    return {
-        "inputs": np.ascontiguousarray(tokens[:, 0]),
-        "targets": np.ascontiguousarray(tokens[:, 1]),
-        "weights": tokens[:, 2].astype(np.float32),
-        "segment_ids": packed["tokens_segment_ids"],
-    }
+class Readers(grain.IterDataset):
+    """Batches whose rows are those of several readers, one after another. The position has one entry for each."""
+
+    def __init__(self, readers: dict[int, TokenRows]):
+        super().__init__()
+        self.readers = readers
+
+    def __iter__(self) -> "_ReadersIterator":
+        return _ReadersIterator(self.readers)
 
 
-def packed_rows(
+class _ReadersIterator(grain.DatasetIterator):
+    def __init__(self, readers: dict[int, TokenRows]):
+        super().__init__()
+        self._readers = {str(number): iter(rows) for number, rows in readers.items()}
+
+    def __next__(self) -> Batch:
+        parts = [next(reader) for reader in self._readers.values()]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def get_state(self) -> dict[str, Any]:
+        return {"readers": {number: reader.get_state() for number, reader in self._readers.items()}}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        for number, reader in self._readers.items():
+            reader.set_state(state["readers"][number])
+
+
+def packed_documents(
     documents: Documents,
     tokenizer: Tokenizer,
     *,
     sequence_length: int,
     max_segments: int,
     batch_size: int,
+    rows: slice,
     shuffle_seed: int | None,
     repeat: bool,
     num_threads: int,
 ) -> grain.IterDataset:
-    """Pack documents into rows by first fit.
+    """Some rows of batches of packed documents, as in `TokenRows`.
 
-    A row holds at most `max_segments` - 1 documents (or pieces of documents), with segment ids 1, 2, … Padding at its end has
-    segment id 0, token ids 0 and weights 0. An element is {"inputs", "targets", "segment_ids": int32 [T], "weights":
-    float32 [T]}, T = sequence_length.
+    With `repeat`, documents are dealt to `num_readers` readers. One pass has one reader, so that the number of batches is the same
+    in every process.
 
     Args:
       documents: what to pack. Empty documents are dropped.
-      batch_size: number of rows taken at a time. This many rows, but at least 8, are filled at the same time.
+      batch_size: number of rows per batch, over all processes.
+      rows: which of these rows to return.
       shuffle_seed: seed of the shuffling. None keeps the order.
       repeat: whether to repeat forever, shuffled differently in every epoch.
       num_threads: number of threads that read and tokenize ahead.
     """
-    dataset = grain.MapDataset.source(documents)
-    if shuffle_seed is not None:
-        offsets = documents.block_offsets
-        if offsets is None:
-            dataset = dataset.shuffle(seed=shuffle_seed)
+    count = num_readers(documents, batch_size) if repeat else 1
+    size = batch_size // count
+    first, last, _ = rows.indices(batch_size)
+    mine = [number for number in range(count) if number * size < last and (number + 1) * size > first]
+    threads = concurrent.futures.ThreadPoolExecutor(num_threads) if num_threads else None
+    found = {}
+    for number in mine:
+        order: ReadingOrder
+        if documents.block_offsets is None:
+            order = Dealt(Order((len(documents),), None, shuffle_seed, repeat=repeat), number, count)
         else:
-            dataset = BlockShuffle(dataset, offsets, documents.blocks_in_memory, shuffle_seed)
-    if repeat:
-        dataset = dataset.repeat()
-    read = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=16 * num_threads)
-    dtype = token_dtype(tokenizer.vocab_size)
-    tokens = dataset.map(lambda text: encode_text(tokenizer, text, dtype)).to_iter_dataset(read)
-    pieces = grain.experimental.FlatMapIterDataset(tokens, CutDocument(sequence_length))
-    return grain.experimental.FirstFitPackIterDataset(
-        pieces,
-        length_struct={"tokens": sequence_length},
-        num_packing_bins=max(batch_size, _LEAST_BINS),
-        max_sequences_per_bin=max_segments - 1,
-        seed=shuffle_seed or 0,
-        shuffle_bins=shuffle_seed is not None,
-    ).map(_as_sequence)
+            window = max(1, documents.blocks_in_memory // count)
+            order = DealtBlocks(
+                documents.block_offsets, window, shuffle_seed, repeat=repeat, number=number, count=count
+            )
+        ahead = max(1, _AHEAD * num_threads // len(mine))
+        found[number] = TokenRows(
+            TextTokens(documents, order, tokenizer, threads, ahead),
+            sequence_length=sequence_length,
+            max_segments=max_segments,
+            batch_size=size,
+            rows=slice(max(0, first - number * size), min(size, last - number * size)),
+            seed=shuffle_seed,
+            least_rows=_LEAST_ROWS,
+        )
+    return Readers(found)

@@ -11,15 +11,15 @@ import numpy as np
 from atlasjax import storage
 from atlasjax.data.files import expand
 
-_MAX_BLOCKS = 8  # row groups kept in memory and shuffled together
-_CACHE_BYTES = 256 * 2**20  # fewer row groups are kept if they are large
+_MAX_BLOCKS = 16  # row groups kept in memory and shuffled together
+_CACHE_BYTES = 512 * 2**20  # fewer row groups are kept if they are large
 
 
 class ParquetDocuments:
     """The rows of one string column of Parquet files, one document each. A missing value is an empty document.
 
     Only footers are read at construction. A row is read with its whole row group. The most recent row groups stay in memory: at
-    most 8 and at most 256 MiB, but at least one.
+    most 16 and at most 512 MiB, but at least one.
 
     Raises:
       FileNotFoundError: a path does not exist, or a folder has no *.parquet file.

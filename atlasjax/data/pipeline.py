@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,13 +9,13 @@ import grain
 
 from atlasjax import check
 from atlasjax.data.config import DataConfig, Split
-from atlasjax.data.documents import Documents, Shard
+from atlasjax.data.documents import Documents
 from atlasjax.data.mixture import Mixed, Order, whole_weights
-from atlasjax.data.packing import packed_rows
+from atlasjax.data.packing import num_readers, packed_documents
 from atlasjax.data.prepared import identity as prepared_identity
 from atlasjax.data.prepared import open_prepared
 from atlasjax.data.sources import load_documents
-from atlasjax.data.token_rows import TokenRows
+from atlasjax.data.token_rows import PreparedDocuments, TokenRows
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.data.windows import Batch, TokenStream, Windows, token_stream
 
@@ -60,11 +59,38 @@ class BatchIterator(Iterator[Batch]):
         ]
         if differences:
             raise ValueError(f"The saved data position belongs to another pipeline: {'; '.join(differences)}.")
-        _check_position(state["position"], self._iterator.get_state(), "position")
+        position, own = state["position"], self._iterator.get_state()
+        if isinstance(position, dict) and isinstance(position.get("readers"), dict) and "readers" in own:
+            # Those of other processes are left out.
+            readers = {name: reader for name, reader in position["readers"].items() if name in own["readers"]}
+            position = {**position, "readers": readers}
+        _check_position(position, own, "position")
         try:
-            self._iterator.set_state(copy.deepcopy(state["position"]))
+            self._iterator.set_state(copy.deepcopy(position))
         except IndexError as error:
             raise ValueError(f"The saved data position is out of range: {error}") from None
+
+
+def merge_positions(positions: Sequence[Any]) -> Any:
+    """The position of a whole job, from those of its processes (`BatchIterator.get_state`), for any number of processes.
+
+    Raises:
+      ValueError: they are not positions of the processes of one job.
+    """
+    first = positions[0]
+    if all(position == first for position in positions):
+        return first
+    readers: dict[str, Any] = {}
+    for position in positions:
+        try:
+            same = position["pipeline"] == first["pipeline"]
+            own = dict(position["position"]["readers"])
+        except (TypeError, KeyError, ValueError):
+            raise ValueError("The saved data positions of the processes do not belong together.") from None
+        if not same or any(readers.get(name, reader) != reader for name, reader in own.items()):
+            raise ValueError("The saved data positions of the processes do not belong together.")
+        readers |= own
+    return {**first, "position": {"readers": readers}}
 
 
 def _check_position(saved: Any, own: Any, name: str) -> None:
@@ -118,11 +144,10 @@ def make_pipeline(
     "segment_ids": int32 [B, T], with B = batch_size / process_count and T = sequence_length. Weights are 0 at padding and
     where the target would be in another document.
 
-    Contiguous packing makes the same global batches for any number of processes and cuts them into one slice per process, so a
-    saved position can be used with any number of processes. The same holds for packing "documents" with the source
-    "prepared". With other sources, packing "documents" with `repeat` gives every process its own range of documents, and a position
-    can only be used by the process that saved it. Without `repeat`, every process reads all documents and takes its slice of the
-    batches: all processes have the same number of batches, and the last batch is padded with rows of weight 0.
+    The global batches are the same for any number of processes, and each process has its slice of them. A saved position can be
+    used with any number of processes; with packing "documents" of sources other than "prepared", it is that of all processes
+    together (`merge_positions`), since each one reads and tokenizes only the documents of its own rows. Without `repeat`, every
+    process reads all documents: all processes have the same number of batches, and the last batch is padded with rows of weight 0.
 
     Args:
       config: the data.
@@ -184,8 +209,7 @@ def _prepared(config: DataConfig, tokenizer: Tokenizer, split: Split, where: tup
     index, count = where
     local, seed = config.batch_size // count, identity["shuffle_seed"]
     dataset: grain.IterDataset = TokenRows(
-        joined,
-        Order(counts, weights, seed, repeat=repeat),
+        PreparedDocuments(joined, Order(counts, weights, seed, repeat=repeat)),
         sequence_length=config.sequence_length,
         max_segments=config.max_segments,
         batch_size=config.batch_size,
@@ -245,37 +269,25 @@ def _documents(
     process_count: int,
     repeat: bool,
 ) -> Pipeline:
-    if len(documents) < process_count:
-        raise ValueError(f"The {split} split has {len(documents)} documents, too few for {process_count} processes.")
     identity = _identity(
         config, tokenizer, split, repeat, num_documents=len(documents), max_segments=config.max_segments
     )
-    rows_at_a_time = config.batch_size
     if repeat:
-        identity |= {"process_index": process_index, "process_count": process_count}
-        first, last = (len(documents) * i // process_count for i in (process_index, process_index + 1))
-        documents = Shard(documents, first, last)
-        rows_at_a_time //= process_count
+        identity["readers"] = num_readers(documents, config.batch_size)
     if not any(documents[i] for i in range(len(documents))):  # stops at the first non-empty document
-        raise ValueError(
-            f"All {len(documents)} documents of the {split} split that process {process_index} reads are empty."
-        )
-    rows = packed_rows(
+        raise ValueError(f"All {len(documents)} documents of the {split} split are empty.")
+    local = config.batch_size // process_count
+    dataset = packed_documents(
         documents,
         tokenizer,
         sequence_length=config.sequence_length,
         max_segments=config.max_segments,
-        batch_size=rows_at_a_time,
+        batch_size=config.batch_size,
+        rows=slice(process_index * local, (process_index + 1) * local),
         shuffle_seed=identity["shuffle_seed"],
         repeat=repeat,
         num_threads=config.num_threads,
     )
-    pad = functools.partial(grain.experimental.batch_and_pad, batch_size=rows_at_a_time)
-    dataset = rows.batch(rows_at_a_time, batch_fn=pad)
-    if not repeat:
-        local = config.batch_size // process_count
-        mine = slice(process_index * local, (process_index + 1) * local)
-        dataset = dataset.map(lambda batch: {name: array[mine] for name, array in batch.items()})
     return Pipeline(
         split=split,
         max_segments=config.max_segments,

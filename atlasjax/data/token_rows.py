@@ -1,10 +1,10 @@
-"""Packs tokenized documents into rows with segment ids. Every process plans all rows, and reads only the tokens of its own.
+"""Packs tokenized documents into rows with segment ids.
 
-Which documents share a row depends only on their lengths, which are read without the tokens. So the order of rows, and a position
-in it, are the same for any number of processes.
+Which documents share a row depends only on their order and their lengths. So the order of rows, and a position in it, are the same
+for any number of processes that share out the rows.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import grain
 import numpy as np
@@ -13,8 +13,38 @@ from atlasjax.data.mixture import Order
 from atlasjax.data.token_files import TokenFiles
 from atlasjax.data.windows import Batch
 
-_LEAST_ROWS = 8  # rows filled at the same time; more rows need less padding
-_Piece = tuple[int, int, int]  # start and stop in the token stream, and the end of the document
+LEAST_ROWS = 8  # filled at the same time; more rows need less padding
+_Piece = tuple[Any, int, int, int]  # a document, start and stop in it, and its length
+
+
+class TokenDocuments(Protocol):
+    """Documents of tokens in reading order."""
+
+    def document(self, place: int, /) -> tuple[Any, int] | None:
+        """The document at a place in the order, with its number of tokens, or None after the last. Places are asked for in order,
+        or from the one where a group of rows begins."""
+        ...
+
+    def tokens(self, document: Any, start: int, stop: int, /) -> np.ndarray:
+        """Tokens [stop - start] of a document."""
+        ...
+
+
+class PreparedDocuments:
+    """The documents of token files. Their tokens are not read until they are asked for."""
+
+    def __init__(self, files: TokenFiles, order: Order):
+        self._files, self._order = files, order
+
+    def document(self, place: int, /) -> tuple[int, int] | None:
+        index = self._order[place]
+        if index is None:
+            return None
+        start, end = self._files.document(index)
+        return start, end - start
+
+    def tokens(self, document: int, start: int, stop: int, /) -> np.ndarray:
+        return self._files[document + start : document + stop]
 
 
 class TokenRows(grain.IterDataset):
@@ -22,33 +52,36 @@ class TokenRows(grain.IterDataset):
 
     Documents are taken in order and cut into pieces of at most `sequence_length`. A piece goes into the first row of a
     group that has room for it; if none has, the group is finished and the piece starts the next group. The number of rows in a
-    group is the smallest multiple of the batch size that is at least 8. With a seed, the rows of a group are shuffled.
+    group is the smallest multiple of the batch size that is at least `least_rows`. With a seed, the rows of a group are shuffled.
 
-    A batch is the same as in `packing.packed_rows`: {"inputs", "targets", "segment_ids": int32 [B, T], "weights": float32 [B, T]}.
+    A row holds at most `max_segments` - 1 documents (or pieces of documents), with segment ids 1, 2, … Padding at its end has
+    segment id 0, token ids 0 and weights 0. A batch is {"inputs", "targets", "segment_ids": int32 [B, T], "weights": float32
+    [B, T]}. Every token is an input once, and every token but the first of its document a target of weight 1 once.
 
     Args:
-      tokens: the documents.
-      order: order in which they are taken.
+      documents: the documents in the order in which they are taken.
       sequence_length: T.
       max_segments: maximum number of segments in a row; padding counts as one.
       batch_size: rows per batch, over all processes.
       rows: which of these rows to return.
+      least_rows: rows that are filled at the same time, at least.
       seed: seed for shuffling rows. None keeps their order.
     """
 
     def __init__(
         self,
-        tokens: TokenFiles,
-        order: Order,
+        documents: TokenDocuments,
         *,
         sequence_length: int,
         max_segments: int,
         batch_size: int,
         rows: slice,
         seed: int | None,
+        least_rows: int = LEAST_ROWS,
     ):
         super().__init__()
-        self._tokens, self._order, self._length, self._batch_size = tokens, order, sequence_length, batch_size
+        self._documents, self._length, self._batch_size = documents, sequence_length, batch_size
+        self._group_size = batch_size * -(-least_rows // batch_size)
         self._most, self._mine, self._seed = max_segments - 1, rows, seed
 
     def __iter__(self) -> "_TokenRowsIterator":
@@ -60,21 +93,20 @@ class TokenRows(grain.IterDataset):
         Returns:
           The pieces of each row, [] for padding after the last document; and the place and offset of the next group.
         """
-        size = self._batch_size * -(-_LEAST_ROWS // self._batch_size)
+        size = self._group_size
         first = (place, offset)
         rows: list[list[_Piece]] = [[] for _ in range(size)]
         room = np.full(size, self._length)
-        while (document := self._order[place]) is not None:
-            start, end = self._tokens.document(document)
-            start += offset
-            while start < end:
-                length = min(self._length, end - start)
+        while (found := self._documents.document(place)) is not None:
+            document, end = found
+            while offset < end:
+                length = min(self._length, end - offset)
                 row = int((room >= length).argmax())
                 if room[row] < length:
                     return self._shuffled(rows, first), place, offset
-                rows[row].append((start, start + length, end))
+                rows[row].append((document, offset, offset + length, end))
                 room[row] = room[row] - length if len(rows[row]) < self._most else 0
-                start, offset = start + length, offset + length
+                offset += length
             place, offset = place + 1, 0
         rows = [row for row in rows if row]
         rows = self._shuffled(rows, first)
@@ -93,8 +125,10 @@ class TokenRows(grain.IterDataset):
         weights = np.zeros(shape, np.float32)
         for i, row in enumerate(mine):
             at = 0
-            for segment, (start, stop, end) in enumerate(row, 1):
-                tokens = self._tokens[start : min(stop + 1, end)]  # one more if the document continues: the last target
+            for segment, (document, start, stop, end) in enumerate(row, 1):
+                tokens = self._documents.tokens(
+                    document, start, min(stop + 1, end)
+                )  # one more if the document continues: the last target
                 length, targets = stop - start, len(tokens) - 1
                 batch["inputs"][i, at : at + length] = tokens[:length]
                 batch["targets"][i, at : at + targets] = tokens[1:]

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from atlasjax import storage
 from atlasjax.config_json import to_dict
 from atlasjax.data.files import machine_memory
-from atlasjax.data.pipeline import BatchIterator, Pipeline, make_pipeline
+from atlasjax.data.pipeline import BatchIterator, Pipeline, make_pipeline, merge_positions
 from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import make_mesh
 from atlasjax.distributed.sharding import batch_shards
@@ -237,17 +237,12 @@ def lexists(path: storage.AnyPath) -> bool:
 
 
 def set_position(iterator: BatchIterator, positions: list[Any]) -> None:
-    """Puts this process's iterator where the checkpoint left it.
+    """Puts this process's iterator where the checkpoint of any number of processes left it.
 
     Raises:
-      ValueError: the positions are of another number of processes and differ, or of other data.
+      ValueError: the positions do not belong together, or are of other data.
     """
-    if len(positions) != jax.process_count() and any(position != positions[0] for position in positions):
-        raise ValueError(
-            f"the checkpoint has the data positions of {len(positions)} processes and there are {jax.process_count()} now; "
-            "with packed documents, a run can only be resumed with the same number."
-        )
-    iterator.set_state(positions[jax.process_index() if len(positions) == jax.process_count() else 0])
+    iterator.set_state(merge_positions(positions))
 
 
 def all_positions(iterator: BatchIterator) -> list[Any]:

@@ -3,7 +3,6 @@
 import collections
 import itertools
 
-import grain
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +10,8 @@ from hypothesis import strategies as st
 
 from atlasjax.data import DataConfig, load_documents, make_pipeline
 from atlasjax.data.documents import TextDocuments
-from atlasjax.data.packing import BlockShuffle, packed_rows
+from atlasjax.data.mixture import Order
+from atlasjax.data.packing import Dealt, DealtBlocks, packed_documents
 from atlasjax.data.preparation import prepare
 from atlasjax.data.tokenizers import ByteTokenizer
 
@@ -56,11 +56,10 @@ def check_packing(texts, batches, length, max_segments):
 
 
 def pack(texts, length, max_segments, batch_size, seed=None):
-    rows = packed_rows(
+    return list(packed_documents(
         TextDocuments(texts), BYTE, sequence_length=length, max_segments=max_segments, batch_size=batch_size,
-        shuffle_seed=seed, repeat=False, num_threads=0,
-    )  # fmt: skip
-    return list(rows.batch(1))
+        rows=slice(batch_size), shuffle_seed=seed, repeat=False, num_threads=0,
+    ))  # fmt: skip
 
 
 @settings(max_examples=40, deadline=None)
@@ -125,7 +124,8 @@ def test_prepared_documents_come_once_an_epoch_in_another_order(texts, text_fold
 
 def test_rows_are_well_filled(texts):
     rows = joined(pack(texts, 400, 20, batch_size=8))
-    assert (rows["segment_ids"] > 0).mean() > 0.8
+    filled = rows["segment_ids"] > 0
+    assert filled[filled.any(axis=1)].mean() > 0.8
 
 
 def first_words(batches) -> list[int]:
@@ -135,53 +135,71 @@ def first_words(batches) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["text", "parquet"])
-def test_processes_share_out_the_documents(kind, text_folder, parquet_folder):
-    """Every process goes through its own documents over and over, and no document belongs to two."""
+def test_readers_share_out_each_epoch(kind, text_folder, parquet_folder, monkeypatch):
+    """Readers with short documents do not repeat theirs more often."""
+    monkeypatch.setattr("atlasjax.data.packing._LEAST_DOCUMENTS", 8)
+    monkeypatch.setattr("atlasjax.data.packing._LEAST_BLOCKS", 2)
     folder = {"text": text_folder, "parquet": parquet_folder}[kind]
     config = DataConfig(
         source=kind, paths=(str(folder),), packing="documents", validation_fraction=0,
-        sequence_length=400, batch_size=3,
+        sequence_length=400, batch_size=4,
     )  # fmt: skip
-    seen = []
-    for i in range(3):
-        batches = itertools.islice(make_pipeline(config, BYTE, "train", i, 3), 120)
-        numbers = first_words(list(batches))
-        count = collections.Counter(numbers)
-        assert len(numbers) > 60
-        # Documents of the last epoch may be still to come, and a few rows are filled at the same time.
-        assert max(count.values()) - min(count.values()) <= 2
-        seen.append(set(count))
-    assert set.union(*seen) == set(range(90))
-    assert sum(map(len, seen)) == 90
+    numbers = first_words(list(itertools.islice(make_pipeline(config, BYTE, "train"), 150)))
+    count = collections.Counter(numbers)
+    assert set(count) == set(range(90))
+    epochs = len(numbers) / 90
+    assert epochs > 4
+    assert max(abs(n - epochs) for n in count.values()) < 0.5 * epochs
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 50])
-def test_block_shuffle_uses_few_blocks_at_a_time(window):
+def test_documents_are_dealt_once_an_epoch():
+    order = Order((20,), None, 3, repeat=True)
+    dealt = [Dealt(order, number, 4) for number in range(4)]
+    assert [dealt[i % 4][i // 4] for i in range(60)] == [order[i] for i in range(60)]
+    assert sorted(order[i] for i in range(20, 40)) == list(range(20))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("window", [1, 2, 50])
+def test_dealt_blocks_use_few_blocks_at_a_time(window, count):
+    """Every epoch deals each block to one reader, in groups of `window` blocks."""
     offsets = np.array([0, 4, 4, 9, 10, 16, 23])
-    parent = grain.MapDataset.range(23)
-    shuffled = BlockShuffle(parent, offsets, window, seed=5).repeat(3)
-    epochs = [[shuffled[e * 23 + i] for i in range(23)] for e in range(3)]
-    for epoch in epochs:
-        assert sorted(epoch) == list(range(23))
-        blocks = np.searchsorted(offsets, epoch, side="right") - 1
-        spans = [np.flatnonzero(blocks == b) for b in np.unique(blocks)]
-        open_at_once = max(sum(s[0] <= i <= s[-1] for s in spans) for i in range(23))
-        assert open_at_once <= window
+
+    def dealt(seed):
+        orders = [DealtBlocks(offsets, window, seed, repeat=True, number=i, count=count) for i in range(count)]
+        places = 7 * window  # the largest block has 7 documents
+        return [
+            [document for i in range(places) if (document := orders[n % count][n // count * places + i]) >= 0]
+            for n in range(3 * -(-6 // window))
+        ]
+
+    groups = dealt(5)
+    assert all(len(set(np.searchsorted(offsets, group, side="right"))) <= window for group in groups)
+    size = len(groups) // 3
+    epochs = [list(itertools.chain(*groups[e * size : (e + 1) * size])) for e in range(3)]
+    assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    again = BlockShuffle(parent, offsets, window, seed=5)
-    assert [again[i] for i in range(23)] == epochs[0]
-    other = BlockShuffle(parent, offsets, window, seed=6)
-    assert [other[i] for i in range(23)] != epochs[0]
+    assert dealt(5) == groups
+    assert dealt(6) != groups
 
 
-def test_shuffled_parquet_reads_every_row_group_once_per_epoch(parquet_folder, monkeypatch):
+def test_one_pass_over_blocks_in_their_order():
+    offsets = np.array([0, 4, 4, 9])
+    order = DealtBlocks(offsets, 2, None, repeat=False, number=0, count=1)
+    places = list(itertools.takewhile(lambda place: place is not None, (order[i] for i in itertools.count())))
+    assert [place for place in places if place >= 0] == list(range(9))
+
+
+def test_parquet_reads_every_row_group_once_per_epoch(parquet_folder, monkeypatch):
     from atlasjax.data.parquet import ParquetDocuments
 
     monkeypatch.setattr("atlasjax.data.parquet._MAX_BLOCKS", 3)
     documents = ParquetDocuments([str(parquet_folder)], "text")
-    shuffled = BlockShuffle(grain.MapDataset.source(documents), documents.block_offsets, documents.blocks_in_memory, 0)
-    order = [shuffled[i] for i in range(len(shuffled))]
-    assert sorted(order) == sorted(documents[i] for i in range(len(documents)))
-    documents._read.cache_clear()
-    assert [shuffled[i] for i in range(len(shuffled))] == order
+    read = list(
+        packed_documents(
+            documents, BYTE, sequence_length=400, max_segments=4, batch_size=3, rows=slice(3), shuffle_seed=0,
+            repeat=False, num_threads=0,
+        )
+    )  # fmt: skip
+    assert sorted(first_words(read)) == list(range(90))
     assert documents._read.cache_info().misses == 14

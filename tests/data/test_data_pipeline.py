@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from atlasjax.data import DataConfig, load_text, make_pipeline, make_tokenizer
 from atlasjax.data.mixture import pick
+from atlasjax.data.pipeline import merge_positions
 from atlasjax.data.preparation import prepare
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.data.windows import Windows, token_dtype, token_stream
@@ -359,17 +360,74 @@ def test_one_pass_has_the_same_number_of_batches_in_every_process(config):
         assert_same({n: np.concatenate([s[n] for s in slices]) for n in wanted}, wanted)
 
 
-def test_document_position_fits_only_its_own_process(text_folder):
+@pytest.mark.parametrize(
+    ("kind", "num_threads", "shuffle"),
+    [("text", 0, True), ("text", 2, False), ("parquet", 2, True), ("parquet", 0, False)],
+)
+def test_batches_on_the_fly_and_positions_fit_any_number_of_processes(
+    kind, num_threads, shuffle, text_folder, parquet_folder, monkeypatch
+):
+    """The same global batches from 1, 2, 4 and 8 processes, over several epochs, and from any position on."""
+    monkeypatch.setattr("atlasjax.data.packing._LEAST_DOCUMENTS", 8)
+    monkeypatch.setattr("atlasjax.data.packing._LEAST_BLOCKS", 2)
+    folder = {"text": text_folder, "parquet": parquet_folder}[kind]
+    config = DataConfig(
+        source=kind, paths=(str(folder),), packing="documents", sequence_length=400, batch_size=8, max_segments=4,
+        validation_fraction=0, num_threads=num_threads, shuffle=shuffle,
+    )  # fmt: skip
+    whole, count = iter(make_pipeline(config, BYTE, "train")), 1
+    parts = [whole]
+    assert len(whole.get_state()["position"]["readers"]) == {"text": 8, "parquet": 4}[kind]
+    whole = iter(make_pipeline(config, BYTE, "train"))
+    for step in range(48):
+        if step % 6 == 5:  # the position of these processes, for another number of them
+            position = merge_positions([json.loads(json.dumps(part.get_state())) for part in parts])
+            count = (2, 4, 8, 1)[step // 6 % 4]
+            parts = [iter(make_pipeline(config, BYTE, "train", i, count)) for i in range(count)]
+            for part in parts:
+                part.set_state(position)
+        wanted, slices = next(whole), [next(part) for part in parts]
+        assert_same({n: np.concatenate([s[n] for s in slices]) for n in wanted}, wanted)
+    places = [reader["place"] for reader in whole.get_state()["position"]["readers"].values()]
+    if kind == "text":
+        assert sum(places) > 2 * 90  # the third epoch
+
+
+def test_each_process_tokenizes_its_own_documents(text_folder, monkeypatch):
+    monkeypatch.setattr("atlasjax.data.packing._LEAST_DOCUMENTS", 20)
+    config = DataConfig(
+        source="text", paths=(str(text_folder),), packing="documents", sequence_length=200, batch_size=8,
+        validation_fraction=0,
+    )  # fmt: skip
+    encoded = []
+
+    class Counting(ByteTokenizer):
+        def encode(self, text):
+            encoded.append(text)
+            return super().encode(text)
+
+    counts = []
+    for processes in (1, 4):
+        encoded.clear()
+        parts = [iter(make_pipeline(config, Counting(), "train", i, processes)) for i in range(processes)]
+        for part in parts:
+            next(part)
+        counts.append(len(encoded))
+    assert counts[0] == counts[1]
+
+
+def test_positions_that_do_not_belong_together(text_folder, monkeypatch):
+    monkeypatch.setattr("atlasjax.data.packing._LEAST_DOCUMENTS", 8)
     config = DataConfig(
         source="text", paths=(str(text_folder),), packing="documents", batch_size=4, validation_fraction=0.2
     )
-    state = iter(make_pipeline(config, BYTE, "train", 0, 2)).get_state()
-    for index, count, message in [
-        (1, 2, "process_index was 0 and is now 1"),
-        (0, 4, "process_count was 2 and is now 4"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            iter(make_pipeline(config, BYTE, "train", index, count)).set_state(state)
+    first, second = (iter(make_pipeline(config, BYTE, "train", i, 2)).get_state() for i in range(2))
+    other = {**second, "pipeline": {**second["pipeline"], "vocab_size": 7}}
+    for bad in (other, {**second, "position": 3}, None, {**second, "position": {"readers": {"0": {}}}}):
+        with pytest.raises(ValueError, match="do not belong together"):
+            merge_positions([first, bad])
+    with pytest.raises(ValueError, match="it should have the keys"):  # a process is missing
+        iter(make_pipeline(config, BYTE, "train")).set_state(first)
 
 
 # Errors
@@ -396,18 +454,28 @@ def test_text_too_short_for_one_sequence(tmp_path):
 
 
 def test_fewer_documents_than_processes(tmp_path):
+    """They read the same ones, and have their own rows."""
     for name in "abc":
-        (tmp_path / f"{name}.txt").write_text(name * 10)
-    config = DataConfig(source="text", paths=(str(tmp_path),), packing="documents", validation_fraction=0, batch_size=4)
-    with pytest.raises(ValueError, match="train split has 3 documents, too few for 4 processes"):
-        make_pipeline(config, BYTE, "train", 0, 4)
+        (tmp_path / f"{name}.txt").write_text(name * 1000)
+    config = DataConfig(
+        source="text",
+        paths=(str(tmp_path),),
+        packing="documents",
+        validation_fraction=0,
+        batch_size=4,
+        sequence_length=64,
+    )
+    whole, parts = (
+        [next(iter(make_pipeline(config, BYTE, "train", i, count))) for i in range(count)] for count in (1, 4)
+    )
+    assert_same({n: np.concatenate([part[n] for part in parts]) for n in whole[0]}, whole[0])
 
 
 def test_only_empty_documents(tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table({"text": ["", None, ""]}), tmp_path / "empty.parquet")
     config = DataConfig(source="parquet", paths=(str(tmp_path),), packing="documents", validation_fraction=0)
-    with pytest.raises(ValueError, match="All 3 documents of the train split that process 0 reads are empty"):
+    with pytest.raises(ValueError, match="All 3 documents of the train split are empty"):
         make_pipeline(config, BYTE, "train")
     with pytest.raises(ValueError, match="has 4 tokens"):  # the separators
         make_pipeline(dataclasses.replace(config, packing="contiguous"), BYTE, "train")

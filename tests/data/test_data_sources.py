@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from atlasjax.data import DataConfig, load_documents, load_text
-from atlasjax.data.documents import EveryNth, Shard, TextDocuments
+from atlasjax.data.documents import EveryNth, TextDocuments
 from atlasjax.data.parquet import ParquetDocuments
 from atlasjax.data.sources import embedded_documents
 
@@ -328,7 +328,6 @@ def test_views_select_what_they_say(n):
     for view, wanted in [
         (EveryNth(documents, n), [i for i in range(23) if i % n == n - 1]),
         (EveryNth(documents, n, complement=True), [i for i in range(23) if i % n != n - 1]),
-        (Shard(documents, 4, 12), list(range(4, 12))),
     ]:
         assert everything(view) == [str(i) for i in wanted]
         with pytest.raises(IndexError):
