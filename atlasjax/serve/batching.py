@@ -341,7 +341,20 @@ class Batcher:
         elif ticket.request.keep and ticket.request.stop:
             ticket._prompt_end = self._context(ticket)
 
+    def _close_ranks(self) -> None:
+        """Moves texts to the first slots if a step then takes fewer."""
+        used = [slot for slot, ticket in enumerate(self._in_slot) if ticket is not None]
+        while self.slots.size_for(len(used)) < self.slots.size_for(used[-1] + 1):
+            last, free = used.pop(), self._in_slot.index(None)
+            ticket = self._in_slot[last]
+            assert ticket is not None
+            if ticket._fed:
+                self.slots.move(last, free)
+            ticket._slot, self._in_slot[free], self._in_slot[last] = free, ticket, None
+            used = sorted([*used, free])
+
     def _step(self) -> None:
+        self._close_ranks()
         active = [ticket if ticket is not None and ticket._fed else None for ticket in self._in_slot]
         rows = [self._row(ticket) for ticket in active]
         tokens = self.slots.step(step_inputs(rows))

@@ -61,7 +61,7 @@ class Slots:
     def __init__(self, model: LanguageModel, number: int, max_length: int, vocab_size: int):
         self.model, self.number, self.max_length, self._vocab_size = model, number, max_length, vocab_size
         self._graphdef, self._params = nnx.split(model, nnx.Param)
-        # A step takes 1, 4, 16, … rows or all, so that few slots in use cost less, with few programs.
+        # A step takes the first 1, 4, 16, … slots or all, so that few texts cost less, with few programs.
         self._sizes = [*(size for size in (4**i for i in range(16)) if size < number), number]
         width = model.config.vocab_size
         shapes = lambda length: jax.eval_shape(lambda: model.init_cache(1, length))
@@ -115,8 +115,16 @@ class Slots:
 
         Returns the tokens, int32 [slots]; those of slots that are not active have no meaning.
         """
-        size = next(size for size in self._sizes if size >= inputs.active.sum())
-        return self._step(inputs, size)
+        return self._step(inputs, self.size_for(int(np.flatnonzero(inputs.active).max(initial=0)) + 1))
+
+    def size_for(self, number: int) -> int:
+        """Number of slots, the first ones, that a step takes if only the first `number` are active."""
+        return next(size for size in self._sizes if size >= number)
+
+    def move(self, slot: int, to: int) -> None:
+        """Puts the text of a slot into another one."""
+        row = _take(self._state, slot)
+        self._state = _put(self._state, to, row.logits, row.cache, row.seen)
 
     def compile(self, inputs: StepInputs) -> None:
         """Compiles the steps of all sizes. inputs: no slot is active."""
@@ -124,15 +132,11 @@ class Slots:
             self._step(inputs, size)
 
     def _step(self, inputs: StepInputs, size: int) -> np.ndarray:
-        """A step of `size` slots: the active ones, and others up to this number."""
-        rows = None if size == self.number else np.sort(np.argsort(~inputs.active, kind="stable")[:size])
-        if rows is not None:
-            inputs = jax.tree.map(lambda x: x[rows], inputs)
-        found, self._state = _step(
-            self._graphdef, self._params, self._state, rows, inputs, vocab_size=self._vocab_size
-        )  # fmt: skip
+        """A step of the first `size` slots."""
+        first = jax.tree.map(lambda x: x[:size], inputs)
+        found, self._state = _step(self._graphdef, self._params, self._state, first, vocab_size=self._vocab_size)
         tokens = np.zeros(self.number, np.int32)
-        tokens[slice(None) if rows is None else rows] = found
+        tokens[:size] = found
         return tokens
 
 
@@ -166,28 +170,24 @@ def _take(state: SlotState, slot: jax.Array) -> SlotState:
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="vocab_size", donate_argnums=2)
 def _step(
-    graphdef: nnx.GraphDef, params: PyTree, everything: SlotState, rows: jax.Array | None, inputs: StepInputs, *, vocab_size: int
-) -> tuple[jax.Array, SlotState]:  # fmt: skip
-    """A step of the slots `rows`, of which `inputs` has the inputs; None: of all."""
-    state = everything
-    if rows is not None:
-        cache = jax.tree.map(lambda x: x[:, rows], everything.cache)
-        state = SlotState(everything.logits[rows], cache, everything.seen[rows])
+    graphdef: nnx.GraphDef, params: PyTree, everything: SlotState, inputs: StepInputs, *, vocab_size: int
+) -> tuple[jax.Array, SlotState]:
+    """A step of the first slots: as many as `inputs` has."""
+    size = len(inputs.active)
+    cache = jax.tree.map(lambda x: x[:, :size], everything.cache)
+    state = SlotState(everything.logits[:size], cache, everything.seen[:size])
     known = jnp.arange(state.logits.shape[-1]) < vocab_size
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(inputs.keys)), inputs.position)
     drawn = sample_rows(jnp.where(known, state.logits, -jnp.inf), keys, inputs.sampling, state.seen)
     tokens = jnp.where(inputs.forced >= 0, inputs.forced, drawn)
-    seen = state.seen.at[jnp.arange(len(tokens)), tokens].set(True)
+    seen = state.seen.at[jnp.arange(size), tokens].set(True)
     logits, cache = nnx.merge(graphdef, params).extend(tokens[:, None], state.cache)
 
     def put(axis: int) -> Any:
-        """The new rows where they are active, among all."""
+        """The new rows where they are active, before the other slots."""
         shape = lambda x: inputs.active.reshape((1,) * axis + (-1,) + (1,) * (x.ndim - axis - 1))
-        chosen = lambda new, old: jnp.where(shape(new), new, old)
-        if rows is None:
-            return lambda new, old, _: chosen(new, old)
-        return lambda new, old, all_: all_.at[(slice(None),) * axis + (rows,)].set(
-            chosen(new, old), unique_indices=True
+        return lambda new, old, all_: jax.lax.dynamic_update_slice_in_dim(
+            all_, jnp.where(shape(new), new, old), 0, axis
         )
 
     return tokens, SlotState(

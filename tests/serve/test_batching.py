@@ -97,6 +97,16 @@ def test_tokens_are_those_of_generate(alone):
             assert text_of(events) == Ascii().decode(alone[index])
 
 
+def test_texts_move_to_the_first_slots(alone):
+    """When the first text ends, the second one takes its slot, and steps of one slot follow; its tokens are the same."""
+    second, slots = CASES[1], []
+    look = lambda _: slots.append([ticket and len(ticket.request.tokens) for ticket in batcher()._in_slot])
+    requests = Request(ids("a"), 2), Request(ids(second[0]), LENGTH, *second[1:])
+    assert list(done(serve(*requests, each_step=look)[1]).tokens) == alone[1]
+    assert [1, 8, None] in slots
+    assert slots[-2] == [8, None, None]
+
+
 def test_contexts_are_those_of_reading(alone):
     """A text that goes on from a kept one is as if it had been one text; what is kept is a value."""
     text, config, seed = CASES[2]
