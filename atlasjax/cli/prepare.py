@@ -25,7 +25,7 @@ class PrepareCommand:
     """Options of `atlasjax prepare`."""
 
     out: str = "prepared"
-    """Folder to write to, new or empty, or one in which the same preparation was stopped."""
+    """Folder to write to, new or empty, or one in which the same preparation was stopped. May be a URL on gs://."""
     workers: int | None = None
     """Processes that tokenize. None: one for each core that this process may use."""
     shard_tokens: int = SHARD_TOKENS

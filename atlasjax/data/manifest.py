@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-import pathlib
 from typing import Any
 
 import numpy as np
 
 from atlasjax.data.config import Packing, Split
 from atlasjax.data.token_files import TokenFile
-from atlasjax.storage import write_whole
+from atlasjax.storage import AnyPath, write_whole
 
 FILE = "manifest.json"
 _FORMAT = 1
@@ -50,7 +49,7 @@ class Manifest:
         return {name: sum(getattr(file, name) for file in self.splits[split]) for name in names}
 
 
-def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
+def write_manifest(folder: AnyPath, manifest: Manifest) -> None:
     """Write the manifest of a folder whose other files are complete."""
     saved = {
         "format": _FORMAT,
@@ -61,7 +60,7 @@ def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
     write_whole(folder / FILE, (json.dumps(saved, indent=1) + "\n").encode())
 
 
-def read_manifest(folder: pathlib.Path) -> Manifest:
+def read_manifest(folder: AnyPath) -> Manifest:
     """Read the manifest of a prepared data set.
 
     Raises:

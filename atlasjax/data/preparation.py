@@ -10,6 +10,7 @@ interrupted preparation resumes with the unfinished files. The result depends on
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import importlib.metadata
 import itertools
 import json
@@ -20,12 +21,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from atlasjax import check, storage
+from atlasjax import cache, check, storage
 from atlasjax.data import manifest as manifest_lib
 from atlasjax.data.config import DataConfig, Split
 from atlasjax.data.inputs import Inputs, Selection, open_inputs
 from atlasjax.data.manifest import Manifest, read_manifest, write_manifest
 from atlasjax.data.pieces import encode_pieces
+from atlasjax.data.prepared_copies import upload
 from atlasjax.data.token_files import TokenFile, TokenFiles, TokenWriter
 from atlasjax.data.tokenizers import TRAINING_CHARACTERS, Tokenizer, load_tokenizer, make_tokenizer
 from atlasjax.data.windows import token_dtype
@@ -72,7 +74,7 @@ class _Gathered:
 
 def prepare(
     config: DataConfig,
-    directory: str | pathlib.Path,
+    directory: str | storage.AnyPath,
     *,
     workers: int = 0,
     shard_tokens: int = SHARD_TOKENS,
@@ -84,7 +86,8 @@ def prepare(
 
     Args:
       config: the source, the training/validation split, the tokenizer, the packing, shuffle and seed.
-      directory: output folder; created if it does not exist.
+      directory: output folder; created if it does not exist. If it is in a bucket, the data is prepared on the disk of this machine
+        (in `cache.folder()`) and then uploaded.
       workers: number of worker processes. 0 works in this process.
       shard_tokens: approximate number of tokens per output file.
       on_report: called regularly with the progress.
@@ -101,8 +104,10 @@ def prepare(
     check.require(check.is_integer(workers, 0), "workers", workers, "an integer of at least 0")
     check.require(check.is_integer(shard_tokens, 1), "shard_tokens", shard_tokens, "an integer of at least 1")
     request = _request(config) | {"shard_tokens": shard_tokens}
-    inputs = open_inputs(config)
-    folder = storage.local_path(directory).expanduser()
+    target = storage.path(directory).expanduser()
+    if isinstance(target, storage.StorePath):
+        return _prepare_in_store(config, target, request, workers, shard_tokens, on_report)
+    inputs, folder = open_inputs(config), target
     _check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
@@ -140,6 +145,34 @@ def prepare(
     return result
 
 
+def _prepare_in_store(
+    config: DataConfig,
+    folder: storage.StorePath,
+    request: dict[str, Any],
+    workers: int,
+    shard_tokens: int,
+    on_report: Callable[[Report], None] | None,
+) -> Manifest:
+    """`prepare` on the disk of this machine, and the upload. Both resume; on another machine, the same command begins anew."""
+    begun = folder / _REQUEST
+    if (folder / manifest_lib.FILE).exists():
+        found = read_manifest(folder)
+        _check_same(folder, found.source, request)
+        return found
+    if begun.exists():
+        _check_same(folder, json.loads(begun.read_bytes()), request)
+    elif folder.exists():
+        raise ValueError(f"The folder {str(folder)!r} contains other files. Use an empty or new folder.")
+    storage.write_whole(begun, json.dumps(request).encode())  # also shows that the bucket can be written
+    wanted = hashlib.sha256(json.dumps([str(folder), request]).encode()).hexdigest()[:24]
+    local = cache.folder() / "preparing" / wanted
+    manifest = prepare(config, local, workers=workers, shard_tokens=shard_tokens, on_report=on_report)
+    upload(local, folder, manifest)
+    begun.unlink()
+    shutil.rmtree(local)
+    return manifest
+
+
 def _request(config: DataConfig) -> dict[str, Any]:
     """The fields that determine the output. Raises ValueError if others are set, or the data is already prepared."""
     if config.source == "prepared":
@@ -163,7 +196,7 @@ def _check_folder(folder: pathlib.Path) -> None:
         raise ValueError(f"The folder {str(folder)!r} contains other files. Use an empty or new folder.")
 
 
-def _check_same(folder: pathlib.Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _check_same(folder: storage.AnyPath, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
     names = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
     if names:
         differences = "; ".join(f"{name} was {saved.get(name)!r} and is now {wanted.get(name)!r}" for name in names)

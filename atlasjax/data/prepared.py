@@ -8,6 +8,7 @@ import numpy as np
 from atlasjax import storage
 from atlasjax.data.config import DataConfig, Split
 from atlasjax.data.manifest import Manifest, read_manifest
+from atlasjax.data.prepared_copies import local_copy
 from atlasjax.data.sources import load_text
 from atlasjax.data.token_files import TokenFiles
 from atlasjax.data.tokenizers import Tokenizer
@@ -27,7 +28,8 @@ class PreparedSplit:
 
 
 def open_prepared(config: DataConfig, tokenizer: Tokenizer, split: Split) -> tuple[TokenFiles, list[PreparedSplit]]:
-    """Open a split of the prepared data sets of a config. File sizes are checked; no content is read.
+    """Open a split of the prepared data sets of a config. File sizes are checked; no content is read. Sets in a bucket are copied
+    to the disk first (`local_copy`, whose errors are raised too).
 
     Returns:
       The documents of all sets as one sequence, and each set separately.
@@ -38,9 +40,11 @@ def open_prepared(config: DataConfig, tokenizer: Tokenizer, split: Split) -> tup
     """
     files, sets = [], []
     for name in config.paths:
-        folder = storage.local_path(name).expanduser()
+        folder = storage.path(name).expanduser()
         manifest = read_manifest(folder)
         _check(name, manifest, config, tokenizer, split)
+        if isinstance(folder, storage.StorePath):
+            folder = local_copy(folder)
         mine = [(folder, file) for file in manifest.splits[split]]
         files += mine
         totals = manifest.totals(split)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_END = np.dtype("<i8")
+END = np.dtype("<i8")
 _OPEN_FILES = 256  # per process
 _BUFFER = 2**20  # bytes
 
@@ -77,7 +77,7 @@ class TokenWriter:
 
     def end_document(self) -> None:
         """End the current document."""
-        self._ends_file.write(np.asarray(self._tokens, _END).tobytes())
+        self._ends_file.write(np.asarray(self._tokens, END).tobytes())
         self._documents += 1
 
     @property
@@ -147,7 +147,7 @@ class TokenFiles:
         self._files = [
             (
                 _File(folder / f"{file.name}.tokens", file.tokens * dtype.itemsize),
-                _File(folder / f"{file.name}.ends", file.documents * _END.itemsize),
+                _File(folder / f"{file.name}.ends", file.documents * END.itemsize),
             )
             for folder, file in files
         ]
@@ -171,8 +171,8 @@ class TokenFiles:
         place, first = index - self._documents[which], self._tokens[which]
         ends = self._files[which][1]
         if not place:
-            return first, first + int(np.frombuffer(ends.read(0, 8), _END)[0])
-        start, stop = np.frombuffer(ends.read(8 * place - 8, 16), _END).tolist()
+            return first, first + int(np.frombuffer(ends.read(0, 8), END)[0])
+        start, stop = np.frombuffer(ends.read(8 * place - 8, 16), END).tolist()
         return first + start, first + stop
 
     def __getitem__(self, places: slice) -> np.ndarray:

@@ -257,7 +257,7 @@ def make_tokenizer(config: DataConfig, texts: Iterable[str] | None = None) -> To
     """
     if config.source != "prepared":
         return _new_tokenizer(config, texts)
-    folder = storage.local_path(config.paths[0]).expanduser()
+    folder = storage.path(config.paths[0]).expanduser()
     read_manifest(folder)  # first, because its message says what is missing
     tokenizer = load_tokenizer(folder / "tokenizer")
     if config.tokenizer != DataConfig.tokenizer and _new_tokenizer(config, ()).fingerprint != tokenizer.fingerprint:
