@@ -6,14 +6,12 @@ XLA partitions the code that it compiles, but not kernels, which are opaque to i
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from atlasjax.memory.fast_weights import sequence_parallel
-from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import Rule
 
@@ -92,10 +90,10 @@ def partitioned(partition: Partition, rule: Rule, run: Callable[..., Any]) -> Ca
 
 def _part_of_time(rule: Rule, axes: tuple[str, ...], run: Callable[..., Any], ids: Any) -> Callable[..., Any]:
     """`run` for a part of the tokens."""
-    reason = "segment_ids are given" if ids is not None else sequence_parallel.unsupported(cast(MemoryRule, rule))
+    reason = "segment_ids are given" if ids is not None else rule.undivided
     if reason is not None:
         raise ValueError(f"Partition: time={axes} cannot divide the tokens of this call of {rule!r}: {reason}.")
-    return lambda *arguments: sequence_parallel.scan_part(cast(MemoryRule, rule), axes, run, *arguments[:-1])
+    return lambda *arguments: rule.scan_part(axes, run, *arguments[:-1])
 
 
 def _padded(

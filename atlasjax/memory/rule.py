@@ -1,7 +1,7 @@
 """`Rule`: the interface that the functions of `atlasjax.memory` require of every rule."""
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -107,6 +107,25 @@ class Rule(abc.ABC):
     def has_constant_gradient(self) -> bool:
         """Whether the chunk size has no effect."""
         return self.chunk_size == 1
+
+    @property
+    def undivided(self) -> str | None:
+        """Why the tokens of a sequence cannot be divided over devices (`Partition.time`). None if they can, by `scan_part`."""
+        return "the rule has no form for a part of the sequence"
+
+    def scan_part(
+        self,
+        axes: tuple[str, ...],
+        run: Callable[..., Any],
+        params: Any,
+        state: Any,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        gates: Gates,
+    ) -> tuple[jax.Array, Any]:
+        """The part of one device, inside a `shard_map` that divides the tokens over `axes`; see `sequence_parallel.scan_part`."""
+        raise NotImplementedError
 
     def check_params(self, params: Any, where: str) -> None:  # noqa: B027  (there may be nothing to check)
         """Raises TypeError or ValueError if `params` does not belong to this rule."""

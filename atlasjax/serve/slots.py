@@ -127,9 +127,10 @@ class Slots:
         self._state = _put(self._state, to, row.logits, row.cache, row.seen)
 
     def compile(self, inputs: StepInputs) -> None:
-        """Compiles the steps of all sizes. inputs: no slot is active."""
+        """Compiles the steps of all sizes. No slot may be in use, for each reads a few tokens."""
+        # Slots that never had a text would otherwise stay at the start of a chunk, where a step costs more.
         for size in self._sizes:
-            self._step(inputs, size)
+            self._step(inputs._replace(active=np.ones(self.number, bool)), size)
 
     def _step(self, inputs: StepInputs, size: int) -> np.ndarray:
         """A step of the first `size` slots."""

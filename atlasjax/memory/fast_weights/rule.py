@@ -130,6 +130,14 @@ class MemoryRule(Rule):
         delta = (self.objective.gradient_is_error or self.objective.removes) and self.chunk_size == 1
         return delta or self.objective.gradient_is_value
 
+    @property
+    def undivided(self) -> str | None:
+        if not self.is_linear:
+            return "its memory after a part of the sequence is not a linear function of the memory before it"
+        if self.optimizer.per_channel:
+            return "its step sizes per channel give each row of the memory another transition"
+        return "its reads are not linear in the memory" if self.structure.residual or self.structure.norm else None
+
     def start(self, weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The stored form of the learned initial `weights`: M_0, or its accumulator if the retention has a map."""
         return jax.tree.map(self.retention.start, weights) if self.retention.has_map else weights
@@ -246,6 +254,11 @@ class MemoryRule(Rule):
         from atlasjax.memory.fast_weights.scan import xla_scan
 
         return xla_scan(self, *arguments, **options)
+
+    def scan_part(self, *arguments: Any) -> tuple[jax.Array, Any]:
+        from atlasjax.memory.fast_weights.sequence_parallel import scan_part
+
+        return scan_part(self, *arguments)
 
     def step(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Any]:
         from atlasjax.memory.fast_weights.step import xla_step

@@ -23,17 +23,6 @@ from atlasjax.memory.gates import Gates
 _PRECISION = jax.lax.Precision.HIGHEST
 
 
-def unsupported(rule: MemoryRule) -> str | None:
-    """Why the tokens of a rule cannot be divided over devices, or None if they can."""
-    if not rule.is_linear:
-        return "its memory after a part of the sequence is not a linear function of the memory before it"
-    if rule.optimizer.per_channel:
-        return "its step sizes per channel give each row of the memory another transition"
-    if rule.structure.residual or rule.structure.norm:
-        return "its reads are not linear in the memory"
-    return None
-
-
 def scan_part(
     rule: MemoryRule, axes: tuple[str, ...], run: Callable[..., Any],
     params: Any, state: MemoryState | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
@@ -41,7 +30,7 @@ def scan_part(
     """The part of one device, inside a `shard_map` that divides the tokens over `axes`.
 
     Args:
-      rule: one that is not `unsupported`.
+      rule: one that is not `undivided`.
       axes: mesh axes; their devices, in order, have the parts of the sequence in order.
       run: (params, state, q, k, v, gates, segment_ids) → (y, state) for the tokens of one device.
       params, state, q, k, v, gates: as in `memory.scan`, with this device's tokens. The state is that before the whole sequence.
