@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax.check import integer
 from atlasjax.memory import backends, check
@@ -17,13 +18,15 @@ from atlasjax.memory.fast_weights.kernels import PALLAS
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.meshes import on_any_mesh
 from atlasjax.memory.partition import Partition, partitioned
-from atlasjax.memory.rule import Rule, check_rule
+from atlasjax.memory.rule import Params, Rule, State, check_rule
 
 for _backend in PALLAS:
     backends.register_backend(_backend)
 
 
-def init_params(rule: Rule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
+def init_params(
+    rule: Rule[Params, State], key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int
+) -> Params:
     """Initial learned parameters of a rule, `MemoryParams` or `SoftmaxParams`. The first axis of every leaf is heads.
 
     Args:
@@ -42,7 +45,7 @@ def init_params(rule: Rule, key: jax.Array, *, num_heads: int, key_dim: int, val
     return rule.init_params(key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
 
 
-def init_state(rule: Rule, params: Any, *, batch_size: int, max_length: int | None = None) -> Any:
+def init_state(rule: Rule[Params, State], params: Params, *, batch_size: int, max_length: int | None = None) -> State:
     """A fresh memory for every batch element: a `MemoryState`, `SoftmaxState` or `CachedState`.
 
     Args:
@@ -65,20 +68,20 @@ def init_state(rule: Rule, params: Any, *, batch_size: int, max_length: int | No
 
 
 def scan(
-    rule: Rule,
-    params: Any,
-    state: Any,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    rule: Rule[Params, State],
+    params: Params,
+    state: State | None,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
     gates: Gates,
     *,
-    segment_ids: jax.Array | None = None,
+    segment_ids: Int[Array, "batch time"] | None = None,
     max_segments: int | None = None,
     implementation: str | None = None,
     partition: Partition | None = None,
     check_gates: bool = False,
-) -> tuple[jax.Array, Any]:
+) -> tuple[Float[Array, "batch time heads value_dim"], State]:
     """Writes and reads a sequence: for every token, one step of the rule, then y_t = M_t(φ(q_t)).
 
     A sequence may be split into calls at any token: the outputs and the final state are those of a single call. Batch elements and
@@ -139,16 +142,16 @@ def _on_any_mesh(rule: Rule, call: Callable[..., Any], time: int) -> Callable[..
 
 
 def step(
-    rule: Rule,
-    params: Any,
-    state: Any,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    rule: Rule[Params, State],
+    params: Params,
+    state: State,
+    q: Float[Array, "batch heads key_dim"],
+    k: Float[Array, "batch heads key_dim"],
+    v: Float[Array, "batch heads value_dim"],
     gates: Gates,
     *,
     check_gates: bool = False,
-) -> tuple[jax.Array, Any]:
+) -> tuple[Float[Array, "batch heads value_dim"], State]:
     """Writes and reads one token, for decoding: `scan` without the time axis.
 
     The cost does not depend on the number of tokens read. A softmax memory reads its cache once, and a cached rule reads its
@@ -179,13 +182,13 @@ def step(
 
 
 def read(
-    rule: Rule,
-    params: Any,
-    state: Any,
-    q: jax.Array,
-    connector: jax.Array | None = None,
-    blend: jax.Array | None = None,
-) -> jax.Array:
+    rule: Rule[Params, State],
+    params: Params,
+    state: State,
+    q: Float[Array, "batch time heads key_dim"],
+    connector: Float[Array, "batch time heads connector_dim"] | None = None,
+    blend: Float[Array, "batch time heads"] | None = None,
+) -> Float[Array, "batch time heads value_dim"]:
     """Reads without writing: M_t(φ(q)) for any number of queries.
 
     Args:
@@ -218,7 +221,12 @@ def read(
     return rule.read(params, state, q, **given)
 
 
-def soup(rule: Rule, params: Any, states: Sequence[Any], weights: Any = None) -> Any:
+def soup(
+    rule: Rule[Params, State],
+    params: Params,
+    states: Sequence[State],
+    weights: Float[Array, " states"] | Sequence[float] | None = None,
+) -> State:
     """One memory from several that the same parameters wrote: M = Σ_i w_i M^(i) (state soup, arXiv 2406.08423).
 
     For a matrix memory its reads are the weighted sums of the reads; for a deep one it is a model soup, as in Memory Caching (MC
@@ -228,7 +236,7 @@ def soup(rule: Rule, params: Any, states: Sequence[Any], weights: Any = None) ->
     Args:
       rule, params: those that wrote the states.
       states: n ≥ 1 states of the same batch size.
-      weights: w, [n]. None: 1/n, the mean. They need not sum to one.
+      weights: w, [states]. None: 1/n, the mean. They need not sum to one.
 
     Returns:
       The state.
@@ -258,16 +266,16 @@ def soup(rule: Rule, params: Any, states: Sequence[Any], weights: Any = None) ->
 
 
 def reference(
-    rule: Rule,
-    params: Any,
-    state: Any,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    rule: Rule[Params, State],
+    params: Params,
+    state: State | None,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
     gates: Gates,
     *,
-    segment_ids: jax.Array | None = None,
-) -> tuple[jax.Array, Any]:
+    segment_ids: Int[Array, "batch time"] | None = None,
+) -> tuple[Float[Array, "batch time heads value_dim"], State]:
     """The definition: token by token, with inner gradients from `jax.grad`. Slow. Arguments and results as in `scan`."""
     where = "memory.reference"
     check_rule(rule, where)

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-import jax
+from jaxtyping import Array, Float
 
-Weights = dict[str, jax.Array]  # matrices of a memory by name
+Weights = dict[str, Float[Array, "... _out _in"]]  # matrices of a memory by name
 
 
 class Gates(NamedTuple):
@@ -13,23 +13,23 @@ class Gates(NamedTuple):
     float32 or float64. Numbers, and arrays that broadcast to these shapes, such as [heads], are accepted.
 
     Attributes:
-      retention: α ∈ [0, 1]; [batch, time, heads, D] for per-channel retention.
+      retention: α ∈ [0, 1]; [batch, time, heads, feature_dim] for per-channel retention.
       step_size: η ≥ 0; [batch, time, heads, value_dim] for one step size per channel.
       momentum_decay: θ ∈ [0, 1], the decay of the momentum S_t, which is `MemoryState.momentum`.
-      window_weights: γ ∈ [0, 1], [batch, time, heads, c]; entry j weights the loss of token t − j. c is `MemoryRule.window`.
+      window_weights: γ ∈ [0, 1], [batch, time, heads, window]; entry j weights the loss of token t − j.
       threshold: Huber's δ > 0, the norm of the error at which the loss becomes linear.
-      removal_key: RWKV-7's κ̂, [batch, time, heads, D].
-      removal: RWKV-7's removal rate a ∈ [0, 1], [batch, time, heads, D].
-      connector: u of a `CachedRule`, [batch, time, heads, key_dim].
+      removal_key: RWKV-7's κ̂, [batch, time, heads, feature_dim].
+      removal: RWKV-7's removal rate a ∈ [0, 1], [batch, time, heads, feature_dim].
+      connector: u of a `CachedRule`, [batch, time, heads, connector_dim]: key_dim, or 1 + capacity with connector="age".
       blend: λ of a `CachedRule` with `blended`: 0 reads only the current memory, 1 is the rule without `blended`.
     """
 
-    retention: jax.Array | None = None
-    step_size: jax.Array | None = None
-    momentum_decay: jax.Array | None = None
-    window_weights: jax.Array | None = None
-    threshold: jax.Array | None = None
-    removal_key: jax.Array | None = None
-    removal: jax.Array | None = None
-    connector: jax.Array | None = None
-    blend: jax.Array | None = None
+    retention: Float[Array, "*tokens heads"] | Float[Array, "*tokens heads feature_dim"] | None = None
+    step_size: Float[Array, "*tokens heads"] | Float[Array, "*tokens heads value_dim"] | None = None
+    momentum_decay: Float[Array, "*tokens heads"] | None = None
+    window_weights: Float[Array, "*tokens heads window"] | None = None
+    threshold: Float[Array, "*tokens heads"] | None = None
+    removal_key: Float[Array, "*tokens heads feature_dim"] | None = None
+    removal: Float[Array, "*tokens heads feature_dim"] | None = None
+    connector: Float[Array, "*tokens heads connector_dim"] | None = None
+    blend: Float[Array, "*tokens heads"] | None = None

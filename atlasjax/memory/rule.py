@@ -2,14 +2,17 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax.memory import check
 from atlasjax.memory.gates import Gates, Weights
+
+Params = TypeVar("Params")  # a rule's learned parameters
+State = TypeVar("State")  # its recurrent state
 
 
 class Sizes(NamedTuple):
@@ -20,12 +23,14 @@ class Sizes(NamedTuple):
     value_dim: int
 
 
-class Rule(abc.ABC):
+class Rule(abc.ABC, Generic[Params, State]):
     """A memory, and how it is written and read. Frozen and hashable, static under `jax.jit`.
 
     The library has `MemoryRule`, `SoftmaxRule` and `CachedRule`. A user-defined rule with another kind of memory inherits from this
     class and runs in `memory.scan`, `step`, `read` and `reference`, which check the arguments and call its methods. Arguments and
     results are those of the functions of the same names. Leaves of a state are [batch] or [batch, heads, …].
+
+    `Rule[MyParams, MyState]` names the types of the parameters and of the state for a type checker; both are pytrees.
 
     `CachedRule` accepts a rule that has `cached_weights` and `read_cached`.
     """
@@ -42,31 +47,31 @@ class Rule(abc.ABC):
         """The gates of this rule: name → number of channels (an axis after heads), or None for one scalar per token and head."""
 
     @abc.abstractmethod
-    def sizes(self, params: Any) -> Sizes:
+    def sizes(self, params: Params) -> Sizes:
         """The sizes for which `params` were initialized."""
 
     @abc.abstractmethod
-    def init_params(self, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
+    def init_params(self, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> Params:
         """Initial learned parameters: a pytree in which the first axis of every leaf is heads."""
 
     @abc.abstractmethod
-    def init_state(self, params: Any, *, batch_size: int, max_length: int | None = None) -> Any:
+    def init_state(self, params: Params, *, batch_size: int, max_length: int | None = None) -> State:
         """A fresh memory for every batch element."""
 
     @abc.abstractmethod
     def scan(
         self,
-        params: Any,
-        state: Any,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        params: Params,
+        state: State | None,
+        q: Float[Array, "batch time heads key_dim"],
+        k: Float[Array, "batch time heads key_dim"],
+        v: Float[Array, "batch time heads value_dim"],
         gates: Gates,
-        segment_ids: jax.Array | None = None,
+        segment_ids: Int[Array, "batch time"] | None = None,
         max_segments: int | None = None,
         *,
-        lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
+        lengths: Int[Array, " batch"] | None = None,
+    ) -> tuple[Float[Array, "batch time heads value_dim"], State]:
         """The recurrence over a sequence, compiled by XLA.
 
         lengths: [batch], number of tokens in each row; given only by a `CachedRule`. The other tokens are not written, and their
@@ -74,7 +79,15 @@ class Rule(abc.ABC):
         """
 
     @abc.abstractmethod
-    def step(self, params: Any, state: Any, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> tuple[Any, Any]:
+    def step(
+        self,
+        params: Params,
+        state: State,
+        q: Float[Array, "batch heads key_dim"],
+        k: Float[Array, "batch heads key_dim"],
+        v: Float[Array, "batch heads value_dim"],
+        gates: Gates,
+    ) -> tuple[Float[Array, "batch heads value_dim"], State]:
         """One token: arrays without the time axis."""
 
     def connector_channels(self, key_dim: int) -> int | None:
@@ -82,20 +95,22 @@ class Rule(abc.ABC):
         return key_dim if self.has_connector else None
 
     @abc.abstractmethod
-    def read(self, params: Any, state: Any, q: jax.Array) -> jax.Array:
+    def read(
+        self, params: Params, state: State, q: Float[Array, "batch time heads key_dim"]
+    ) -> Float[Array, "batch time heads value_dim"]:
         """Reads without writing. With `has_connector` there is a further argument `connector`."""
 
     @abc.abstractmethod
     def reference(
         self,
-        params: Any,
-        state: Any,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        params: Params,
+        state: State | None,
+        q: Float[Array, "batch time heads key_dim"],
+        k: Float[Array, "batch time heads key_dim"],
+        v: Float[Array, "batch time heads value_dim"],
         gates: Gates,
-        segment_ids: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
+        segment_ids: Int[Array, "batch time"] | None = None,
+    ) -> tuple[Float[Array, "batch time heads value_dim"], State]:
         """The definition, token by token."""
 
     @property
@@ -117,30 +132,39 @@ class Rule(abc.ABC):
         self,
         axes: tuple[str, ...],
         run: Callable[..., Any],
-        params: Any,
-        state: Any,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        params: Params,
+        state: State | None,
+        q: Float[Array, "batch time heads key_dim"],
+        k: Float[Array, "batch time heads key_dim"],
+        v: Float[Array, "batch time heads value_dim"],
         gates: Gates,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[Float[Array, "batch time heads value_dim"], State]:
         """The part of one device, inside a `shard_map` that divides the tokens over `axes`; see `sequence_parallel.scan_part`."""
         raise NotImplementedError
 
-    def check_params(self, params: Any, where: str) -> None:  # noqa: B027  (there may be nothing to check)
+    def check_params(self, params: Params, where: str) -> None:
         """Raises TypeError or ValueError if `params` does not belong to this rule."""
 
-    def max_length(self, state: Any) -> int | None:
+    def max_length(self, state: object) -> int | None:
         """The `max_length` with which a state was created, None if it has no effect. `state` has not been checked."""
         return None
 
     def check_call(
-        self, params: Any, state: Any, q: Any, k: Any, v: Any, gates: Any, *, time: bool, where: str
+        self,
+        params: Params,
+        state: State | None,
+        q: object,
+        k: object,
+        v: object,
+        gates: object,
+        *,
+        time: bool,
+        where: str,
     ) -> None:
         """Raises TypeError or ValueError for an invalid argument."""
         check.check_call(self, params, state, q, k, v, gates, time=time, where=where)
 
-    def check_state(self, params: Any, state: Any, batch: int, heads: int, where: str) -> None:
+    def check_state(self, params: Params, state: State, batch: int, heads: int, where: str) -> None:
         """Raises TypeError or ValueError if a state does not belong to this rule, these parameters and these sizes."""
         check.check_state(self, params, state, batch, heads, where)
 
@@ -184,8 +208,8 @@ class Rule(abc.ABC):
         """Why `memory.soup` has no meaning for this rule. None: it has one, and the rule has `soup`."""
         return "its state is not a set of weights that a weighted sum may replace"
 
-    def soup(self, states: Sequence[Any], weights: jax.Array) -> Any:
-        """The state of which the memory is Σ_i w_i M^(i). states: n of one shape; weights: [n]."""
+    def soup(self, states: Sequence[State], weights: Float[Array, " states"]) -> State:
+        """The state of which the memory is Σ_i w_i M^(i). The states have one shape."""
         raise NotImplementedError
 
     @property
@@ -193,29 +217,33 @@ class Rule(abc.ABC):
         """Whether `CachedRule` accepts this rule."""
         return type(self).cached_weights is not Rule.cached_weights
 
-    def cached_weights(self, state: Any) -> Weights:
+    def cached_weights(self, state: State) -> Weights:
         """The part of a segment's last state that a `CachedRule` keeps for reads: name → [batch, heads, …]."""
         raise NotImplementedError
 
-    def read_cached(self, dtype: jnp.dtype, params: Any, weights: Weights, q: jax.Array) -> jax.Array:
-        """The read of one cached memory of one head, without the residual: q [n, key_dim] → [n, value_dim].
+    def read_cached(
+        self, dtype: jnp.dtype, params: Params, weights: Weights, q: Float[Array, "time key_dim"]
+    ) -> Float[Array, "time value_dim"]:
+        """The read of one cached memory of one head, without the residual.
 
         params, weights: of one head. dtype: dtype of the inputs of products.
         """
         raise NotImplementedError
 
-    def reference_read(self, params: Any, weights: Weights, x: jax.Array) -> jax.Array:
-        """The definition of a read of one cached memory of one head with its residual: x [key_dim] → [value_dim]."""
+    def reference_read(
+        self, params: Params, weights: Weights, x: Float[Array, " key_dim"]
+    ) -> Float[Array, " value_dim"]:
+        """The definition of a read of one cached memory of one head with its residual."""
         y = self.read_cached(x.dtype, params, weights, x[None])[0]
         skip = self.residual(params, x[None])
         return y if skip is None else y + skip[0]
 
-    def residual(self, params: Any, q: jax.Array) -> jax.Array | None:
-        """The part of a read of one head that is independent of the memory, q [..., key_dim] → [..., value_dim], or None."""
+    def residual(self, params: Params, q: Float[Array, "... key_dim"]) -> Float[Array, "... value_dim"] | None:
+        """The part of a read of one head that is independent of the memory, or None."""
         return None
 
 
-def check_rule(rule: Any, where: str) -> None:
+def check_rule(rule: object, where: str) -> None:
     """Raises TypeError if `rule` is not a `Rule`."""
     if not isinstance(rule, Rule):
         hint = f" Give an instance, {rule.__name__}(...), not the class." if isinstance(rule, type) else ""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from atlasjax.check import integer
 from atlasjax.memory.check import batch_and_heads, check_arrays
-from atlasjax.memory.rule import Rule, check_rule
+from atlasjax.memory.rule import Params, Rule, State, check_rule
 from atlasjax.storage import StorePath, tensors
 from atlasjax.storage import path as path_of
 
@@ -17,9 +17,9 @@ _KIND = "the state of a memory"
 
 
 def save(
-    rule: Rule,
-    params: Any,
-    state: Any,
+    rule: Rule[Params, State],
+    params: Params,
+    state: State,
     path: str | os.PathLike[str] | StorePath,
     *,
     num_tokens: int | None = None,
@@ -49,7 +49,7 @@ def save(
     tensors.save(path_of(path), _KIND, tensors.named(state, "state"), about | sizes)
 
 
-def load(rule: Rule, params: Any, path: str | os.PathLike[str] | StorePath) -> Any:
+def load(rule: Rule[Params, State], params: Params, path: str | os.PathLike[str] | StorePath) -> State:
     """Reads a state that `save` wrote, for the same rule and parameters.
 
     Args:

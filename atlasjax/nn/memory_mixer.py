@@ -95,12 +95,13 @@ class MemoryHeads(nnx.Module):
         inner = heads * head_dim
         self.heads = heads
         self.dtype = jnp.dtype(config.dtype)
-        self.rule = config.memory.build().for_unit_keys(head_dim)
+        rule = config.memory.build().for_unit_keys(head_dim)
+        self.rule: memory.Rule = rule
         self.implementation = config.memory.implementation
-        if self.rule.structure.residual and expansion > 1:
+        if rule.structure.residual and expansion > 1:
             raise ValueError(
                 f"ModelConfig: value_expansion={expansion} needs a memory without a residual; rule {config.memory.rule!r} has "
-                f"{self.rule.structure!r}, which adds its input to its output."
+                f"{rule.structure!r}, which adds its input to its output."
             )
         # q, k, v and output gate in one matmul; v and the gate are `expansion` times as wide as q and k.
         scales = [1.0, 1.0] + [config.value_dim**-0.5] * expansion + [1.0] * (expansion if output_gate else 0)

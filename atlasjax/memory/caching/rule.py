@@ -3,12 +3,14 @@
 import dataclasses
 from typing import Any, ClassVar, Self
 
-import jax
 import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax import check
+from atlasjax.memory.caching import state as states_lib
+from atlasjax.memory.caching.state import CachedState
 from atlasjax.memory.gates import Gates
-from atlasjax.memory.rule import Rule, Sizes
+from atlasjax.memory.rule import Params, Rule, Sizes
 from atlasjax.names import lookup
 
 AGGREGATIONS = {
@@ -33,7 +35,7 @@ STARTS = {"fresh": "each segment starts from M_0", "carry": "each continues from
 
 
 @dataclasses.dataclass(frozen=True)
-class CachedRule(Rule):
+class CachedRule(Rule[Params, CachedState]):
     """Memory Caching (arXiv 2602.24281, §3; SEMANTICS 4) around any rule. Frozen and hashable, static under `jax.jit`.
 
     A sequence is split into segments of C tokens. At the end of a segment the memory's parameters θ^(i) and a pooled key p^(i) are
@@ -71,7 +73,7 @@ class CachedRule(Rule):
 
     has_connector: ClassVar[bool] = True
 
-    rule: Rule
+    rule: Rule[Params, Any]
     aggregation: str = "grm"
     segment_size: int = 256
     top_k: int = 2
@@ -163,63 +165,105 @@ class CachedRule(Rule):
 
     # Methods of `Rule`, implemented in the modules of this package.
 
-    def sizes(self, params: Any) -> Sizes:
+    def sizes(self, params: Params) -> Sizes:
         return self.rule.sizes(params)
 
-    def init_params(self, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
+    def init_params(self, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> Params:
         return self.rule.init_params(key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
 
-    def init_state(self, params: Any, *, batch_size: int, max_length: int | None = None) -> Any:
-        from atlasjax.memory.caching.state import init_state
-
-        return init_state(self, params, batch_size=batch_size, max_length=max_length)
+    def init_state(self, params: Params, *, batch_size: int, max_length: int | None = None) -> CachedState:
+        return states_lib.init_state(self, params, batch_size=batch_size, max_length=max_length)
 
     @property
     def forgets_fast(self) -> bool:
         return self.rule.forgets_fast
 
-    def suggested_steps(self, *arguments: Any) -> tuple[np.ndarray, float]:
-        return self.rule.suggested_steps(*arguments)
+    def suggested_steps(
+        self,
+        key_dim: int,
+        value_dim: int,
+        forgetting: np.ndarray,
+        momentum_decay: np.ndarray,
+        window_weights: np.ndarray,
+        similar_keys: bool,
+    ) -> tuple[np.ndarray, float]:
+        return self.rule.suggested_steps(key_dim, value_dim, forgetting, momentum_decay, window_weights, similar_keys)
 
     def start_scale(self, step_size: np.ndarray) -> np.ndarray:
         return self.rule.start_scale(step_size)
 
-    def check_params(self, params: Any, where: str) -> None:
+    def check_params(self, params: Params, where: str) -> None:
         self.rule.check_params(params, where)
 
-    def max_length(self, state: Any) -> int | None:
+    def max_length(self, state: object) -> int | None:
         keys: Any = getattr(state, "keys", None)
         return keys.shape[2] * self.segment_size + 1 if getattr(keys, "ndim", 0) == 4 else 1
 
     def check_call(
-        self, params: Any, state: Any, q: Any, k: Any, v: Any, gates: Any, *, time: bool, where: str
+        self,
+        params: Params,
+        state: CachedState | None,
+        q: object,
+        k: object,
+        v: object,
+        gates: object,
+        *,
+        time: bool,
+        where: str,
     ) -> None:
         from atlasjax.memory.caching.check import check_call
 
         check_call(self, params, state, q, k, v, gates, time=time, where=where)
 
-    def check_state(self, params: Any, state: Any, batch: int, heads: int, where: str) -> None:
+    def check_state(self, params: Params, state: CachedState, batch: int, heads: int, where: str) -> None:
         from atlasjax.memory.caching.check import check_capacity
 
         check_capacity(self, state, where)
         super().check_state(params, state, batch, heads, where)
 
-    def scan(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Any]:
+    def scan(
+        self,
+        params: Params,
+        state: CachedState | None,
+        q: Float[Array, "batch time heads key_dim"],
+        k: Float[Array, "batch time heads key_dim"],
+        v: Float[Array, "batch time heads value_dim"],
+        gates: Gates,
+        segment_ids: Int[Array, "batch time"] | None = None,
+        max_segments: int | None = None,
+        *,
+        lengths: Int[Array, " batch"] | None = None,
+    ) -> tuple[Float[Array, "batch time heads value_dim"], CachedState]:
         """`memory.scan`. A fresh memory computes the segments in parallel. The state that comes back then has room only for the
         memories of this call, unless the rule has a capacity: to continue a sequence, start with `init_state`."""
         from atlasjax.memory.caching.scan import xla_scan
 
-        return xla_scan(self, *arguments, **options)
+        if lengths is not None:
+            raise TypeError("CachedRule.scan: lengths is only for the rule inside a CachedRule.")
+        return xla_scan(self, params, state, q, k, v, gates, segment_ids, max_segments)
 
-    def step(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Any]:
+    def step(
+        self,
+        params: Params,
+        state: CachedState,
+        q: Float[Array, "batch heads key_dim"],
+        k: Float[Array, "batch heads key_dim"],
+        v: Float[Array, "batch heads value_dim"],
+        gates: Gates,
+    ) -> tuple[Float[Array, "batch heads value_dim"], CachedState]:
         """`memory.step`: one step of the inner rule and one read of the cache (with "ssc", of top_k memories)."""
         from atlasjax.memory.caching.step import xla_step
 
-        return xla_step(self, *arguments, **options)
+        return xla_step(self, params, state, q, k, v, gates)
 
     def read(
-        self, params: Any, state: Any, q: jax.Array, connector: jax.Array | None = None, blend: jax.Array | None = None
-    ) -> jax.Array:
+        self,
+        params: Params,
+        state: CachedState,
+        q: Float[Array, "batch time heads key_dim"],
+        connector: Float[Array, "batch time heads connector_dim"] | None = None,
+        blend: Float[Array, "batch time heads"] | None = None,
+    ) -> Float[Array, "batch time heads value_dim"]:
         """`memory.read`: a read as by the last token. u = q if no connector is given, and λ = 1 if no blend is."""
         from atlasjax.memory.caching.read import read_state
 
@@ -229,19 +273,20 @@ class CachedRule(Rule):
 
     def reference(
         self,
-        params: Any,
-        state: Any,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        params: Params,
+        state: CachedState | None,
+        q: Float[Array, "batch time heads key_dim"],
+        k: Float[Array, "batch time heads key_dim"],
+        v: Float[Array, "batch time heads value_dim"],
         gates: Gates,
-        segment_ids: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
+        segment_ids: Int[Array, "batch time"] | None = None,
+    ) -> tuple[Float[Array, "batch time heads value_dim"], CachedState]:
         """`memory.reference`: y from the definition, with explicit memories and soups; the state from the engine. Very slow."""
         from atlasjax.memory.caching.reference import reference_cached
-        from atlasjax.memory.caching.state import tokens_of
 
         if state is not None:
             raise ValueError("memory.reference: state is given, but a cached rule requires state=None.")
         _, after = self.scan(params, None, q, k, v, gates, segment_ids, None if segment_ids is None else q.shape[1])
-        return reference_cached(self, params, tokens_of(self, q, k, v, gates), segment_ids).astype(q.dtype), after
+        return reference_cached(self, params, states_lib.tokens_of(self, q, k, v, gates), segment_ids).astype(
+            q.dtype
+        ), after

@@ -1,28 +1,37 @@
 """The state of a cached memory."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from atlasjax import check
-from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.gates import Gates, Weights
+from atlasjax.memory.gates import Gates
+from atlasjax.memory.rule import Params
+
+if TYPE_CHECKING:
+    from atlasjax.memory.caching.rule import CachedRule
 
 
 class Tokens(NamedTuple):
     """The tokens of a call: q, k, v as in `memory.scan`, the rule's gates, u (None for "residual") and λ (None if not `blended`),
     [batch, time, heads, …]."""
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
+    q: Float[Array, "batch time heads key_dim"]
+    k: Float[Array, "batch time heads key_dim"]
+    v: Float[Array, "batch time heads value_dim"]
     gates: Gates
-    connector: jax.Array | None
-    blend: jax.Array | None
+    connector: Float[Array, "batch time heads connector_dim"] | None
+    blend: Float[Array, "batch time heads"] | None
 
 
-def tokens_of(rule: CachedRule, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> Tokens:
+def tokens_of(
+    rule: "CachedRule",
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    gates: Gates,
+) -> Tokens:
     """Separates the connector and the blend from the gates of `rule.rule`."""
     connector = None
     if rule.has_scores:
@@ -37,23 +46,26 @@ class CachedState(NamedTuple):
 
     Attributes:
       online: state of the current segment's memory.
-      cached: θ^(i), name → [batch, heads, N, out, in]. Memory number i is stored at i mod N. For a softmax memory of n entries:
-        keys [batch, heads, N, n, key_dim], coefficients, decay [batch, heads, N, n, 1], and W1 if there is one.
-      keys: p^(i), [batch, heads, N, key_dim].
+      cached: θ^(i), name → [batch, heads, memories, out, in]. Memory number i is stored at i mod memories. For a softmax memory:
+        keys [batch, heads, memories, entries, key_dim], coefficients, decay [batch, heads, memories, entries, 1], and W1 if there
+        is one.
+      keys: p^(i), [batch, heads, memories, key_dim].
       key_sum: sum of the current segment's keys, [batch, heads, key_dim].
       position: number of tokens of the current segment read so far, in [0, segment_size], [batch].
       cached_count: number of memories cached so far, including evicted ones, [batch].
     """
 
     online: Any
-    cached: Weights
-    keys: jax.Array
-    key_sum: jax.Array
-    position: jax.Array
-    cached_count: jax.Array
+    cached: dict[str, Float[Array, "batch heads memories _ _"]]
+    keys: Float[Array, "batch heads memories key_dim"]
+    key_sum: Float[Array, "batch heads key_dim"]
+    position: Int[Array, " batch"]
+    cached_count: Int[Array, " batch"]
 
 
-def init_state(rule: CachedRule, params: Any, *, batch_size: int, max_length: int | None = None) -> CachedState:
+def init_state(
+    rule: "CachedRule[Params]", params: Params, *, batch_size: int, max_length: int | None = None
+) -> CachedState:
     """A fresh memory and an empty cache.
 
     Args:
@@ -78,17 +90,17 @@ def init_state(rule: CachedRule, params: Any, *, batch_size: int, max_length: in
     return empty_cache(rule, params, fresh_memory(rule, params, batch_size), places)
 
 
-def fresh_memory(rule: CachedRule, params: Any, batch_size: int) -> Any:
+def fresh_memory(rule: "CachedRule[Params]", params: Params, batch_size: int) -> Any:
     """A fresh state of the inner rule, with room for the tokens of one segment."""
     return rule.rule.init_state(params, batch_size=batch_size, max_length=rule.segment_size)
 
 
-def in_segment(state: Any, segment: jax.Array | None) -> Any:
+def in_segment(state: Any, segment: Int[Array, " batch"] | None) -> Any:
     """A state of the inner rule with the segment id of its last token, [batch], where it keeps one."""
     return state._replace(segment=segment) if hasattr(state, "segment") else state
 
 
-def empty_cache(rule: CachedRule, params: Any, online: Any, places: int) -> CachedState:
+def empty_cache(rule: "CachedRule[Params]", params: Params, online: Any, places: int) -> CachedState:
     """A fresh state whose empty cache has `places` slots, with `online` as the current memory."""
     weights = rule.rule.cached_weights(online)
     any_weight = next(iter(weights.values()))

@@ -1,11 +1,13 @@
 """`MemoryRule`: a point in the design space of fast-weight memories."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax import check
 from atlasjax.memory.axes import features as features_lib
@@ -13,12 +15,18 @@ from atlasjax.memory.axes import objectives, optimizers, structures
 from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import check_choice
 from atlasjax.memory.check import check_range
+from atlasjax.memory.fast_weights import state as states_lib
 from atlasjax.memory.fast_weights.bounds import Bound, within_norm
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
+from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.rule import Rule, Sizes
+
+if TYPE_CHECKING:
+    from atlasjax.memory.fast_weights.chunk import Soup
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryRule(Rule):
+class MemoryRule(Rule[MemoryParams, MemoryState]):
     """A memory, its inner objective and how it is optimized. Frozen and hashable, static under `jax.jit`.
 
     For every token t (SEMANTICS 1; A §3.2–3.3, §5):
@@ -138,11 +146,11 @@ class MemoryRule(Rule):
             return "its step sizes per channel give each row of the memory another transition"
         return "its reads are not linear in the memory" if self.structure.residual or self.structure.norm else None
 
-    def start(self, weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def start(self, weights: Weights) -> Weights:
         """The stored form of the learned initial `weights`: M_0, or its accumulator if the retention has a map."""
         return jax.tree.map(self.retention.start, weights) if self.retention.has_map else weights
 
-    def begin_chunk(self, stored: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def begin_chunk(self, stored: Weights) -> Weights:
         """The stored memory at the start of a chunk, scaled to within `norm_bound`."""
         return stored if self.norm_bound is None else within_norm(self.norm_bound, stored)
 
@@ -151,19 +159,19 @@ class MemoryRule(Rule):
         summed = momentum is not None and (self.optimizer.is_linear or self.optimizer.orthogonalizes)
         return within_norm(self.norm_bound, momentum) if summed and self.norm_bound is not None else momentum
 
-    def start_momentum(self, stored: dict[str, jax.Array]) -> Any:
+    def start_momentum(self, stored: Weights) -> Any:
         """S_0 from stored memories, name → [batch, heads, out, in]. None if the optimizer has no state."""
         return jax.vmap(jax.vmap(self.optimizer.init))(stored)
 
     def write(
         self,
-        stored: dict[str, jax.Array],
+        stored: Weights,
         momentum: Any,
-        gradient: dict[str, jax.Array],
+        gradient: Weights,
         retention: Any,
         step_size: Any,
         momentum_decay: Any,
-    ) -> tuple[dict[str, jax.Array], Any]:
+    ) -> tuple[Weights, Any]:
         """One token of one head: (A_t, S_t) from (A_{t−1}, S_{t−1}) and g_t, by the formulas of the optimizer and the retention.
 
         Args:
@@ -179,7 +187,7 @@ class MemoryRule(Rule):
         decayed = stored if retention is None else {n: self.retention.decay(w, retention) for n, w in stored.items()}
         return self.start({name: w + steps[name] for name, w in decayed.items()}), momentum
 
-    def weights(self, stored: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def weights(self, stored: Weights) -> Weights:
         """The memory M_t from its stored form, through the retention's map if there is one; name → [..., out, in]."""
         return jax.tree.map(self.retention.map, stored) if self.retention.has_map else stored
 
@@ -230,57 +238,90 @@ class MemoryRule(Rule):
         return None
 
     # Methods of `Rule`, implemented in the modules of this package.
-    def soup(self, states: Any, weights: jax.Array) -> Any:
-        from atlasjax.memory.fast_weights.state import soup
+    def soup(self, states: Sequence[MemoryState], weights: Float[Array, " states"]) -> MemoryState:
+        return states_lib.soup(states, weights)
 
-        return soup(states, weights)
+    def init_params(self, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> MemoryParams:
+        return states_lib.init_params(self, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
 
-    def init_params(self, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
-        from atlasjax.memory.fast_weights.state import init_params
+    def init_state(self, params: MemoryParams, *, batch_size: int, max_length: int | None = None) -> MemoryState:
+        return states_lib.init_state(self, params, batch_size=batch_size, max_length=max_length)
 
-        return init_params(self, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
+    def check_params(self, params: MemoryParams, where: str) -> None:
+        states_lib.check_params(self, params, where)
 
-    def init_state(self, params: Any, *, batch_size: int, max_length: int | None = None) -> Any:
-        from atlasjax.memory.fast_weights.state import init_state
-
-        return init_state(self, params, batch_size=batch_size, max_length=max_length)
-
-    def check_params(self, params: Any, where: str) -> None:
-        from atlasjax.memory.fast_weights.state import check_params
-
-        check_params(self, params, where)
-
-    def scan(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Any]:
+    def scan(
+        self,
+        params: MemoryParams,
+        state: MemoryState | None,
+        q: Float[Array, "batch time heads key_dim"],
+        k: Float[Array, "batch time heads key_dim"],
+        v: Float[Array, "batch time heads value_dim"],
+        gates: Gates,
+        segment_ids: Int[Array, "batch time"] | None = None,
+        max_segments: int | None = None,
+        *,
+        lengths: Int[Array, " batch"] | None = None,
+        soup: "Soup | None" = None,
+    ) -> tuple[Float[Array, "batch time heads value_dim"], MemoryState]:
         from atlasjax.memory.fast_weights.scan import xla_scan
 
-        return xla_scan(self, *arguments, **options)
+        return xla_scan(self, params, state, q, k, v, gates, segment_ids, max_segments, lengths=lengths, soup=soup)
 
-    def scan_part(self, *arguments: Any) -> tuple[jax.Array, Any]:
+    def scan_part(
+        self,
+        axes: tuple[str, ...],
+        run: Callable[..., Any],
+        params: MemoryParams,
+        state: MemoryState | None,
+        q: Float[Array, "batch time heads key_dim"],
+        k: Float[Array, "batch time heads key_dim"],
+        v: Float[Array, "batch time heads value_dim"],
+        gates: Gates,
+    ) -> tuple[Float[Array, "batch time heads value_dim"], MemoryState]:
         from atlasjax.memory.fast_weights.sequence_parallel import scan_part
 
-        return scan_part(self, *arguments)
+        return scan_part(self, axes, run, params, state, q, k, v, gates)
 
-    def step(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Any]:
+    def step(
+        self,
+        params: MemoryParams,
+        state: MemoryState,
+        q: Float[Array, "batch heads key_dim"],
+        k: Float[Array, "batch heads key_dim"],
+        v: Float[Array, "batch heads value_dim"],
+        gates: Gates,
+        soup: "Soup | None" = None,
+    ) -> tuple[Float[Array, "batch heads value_dim"], MemoryState]:
         from atlasjax.memory.fast_weights.step import xla_step
 
-        return xla_step(self, *arguments, **options)
+        return xla_step(self, params, state, q, k, v, gates, soup=soup)
 
-    def read(self, params: Any, state: Any, q: jax.Array) -> jax.Array:
+    def read(
+        self, params: MemoryParams, state: MemoryState, q: Float[Array, "batch time heads key_dim"]
+    ) -> Float[Array, "batch time heads value_dim"]:
         from atlasjax.memory.fast_weights.read import read_state
 
         return read_state(self, params, state, q)
 
-    def reference(self, *arguments: Any) -> tuple[jax.Array, Any]:
+    def reference(
+        self,
+        params: MemoryParams,
+        state: MemoryState | None,
+        q: Float[Array, "batch time heads key_dim"],
+        k: Float[Array, "batch time heads key_dim"],
+        v: Float[Array, "batch time heads value_dim"],
+        gates: Gates,
+        segment_ids: Int[Array, "batch time"] | None = None,
+    ) -> tuple[Float[Array, "batch time heads value_dim"], MemoryState]:
         from atlasjax.memory.fast_weights.reference import reference_scan
 
-        return reference_scan(self, *arguments)
+        return reference_scan(self, params, state, q, k, v, gates, segment_ids)
 
-    def sizes(self, params: Any) -> Sizes:
-        from atlasjax.memory.fast_weights.state import infer_key_dim
-
+    def sizes(self, params: MemoryParams) -> Sizes:
         outermost = next(iter(self.structure.weight_shapes(1, 1)))
         num_heads, value_dim, _ = params.weights[outermost].shape
-        return Sizes(num_heads, infer_key_dim(self, params), value_dim)
+        return Sizes(num_heads, states_lib.infer_key_dim(self, params), value_dim)
 
     @property
     def forgets_fast(self) -> bool:
@@ -289,40 +330,57 @@ class MemoryRule(Rule):
         # Steps of fixed size and writes to a matrix do not need a gradient that scales with the memory.
         return (has_steps_of_one_size(self) or self.structure.is_matrix) and not self.retention.has_map
 
-    def suggested_steps(self, *arguments: Any) -> tuple[np.ndarray, float]:
+    def suggested_steps(
+        self,
+        key_dim: int,
+        value_dim: int,
+        forgetting: np.ndarray,
+        momentum_decay: np.ndarray,
+        window_weights: np.ndarray,
+        similar_keys: bool,
+    ) -> tuple[np.ndarray, float]:
         from atlasjax.memory.fast_weights.suggested import suggested_steps
 
-        return suggested_steps(self, *arguments)
+        return suggested_steps(self, key_dim, value_dim, forgetting, momentum_decay, window_weights, similar_keys)
 
-    def check_state(self, params: Any, state: Any, batch: int, heads: int, where: str) -> None:
+    def check_state(self, params: MemoryParams, state: MemoryState, batch: int, heads: int, where: str) -> None:
         super().check_state(params, state, batch, heads, where)
         if state.position is not None:  # a state of a rule with longer chunks may be out of range
             check_range("state.position", state.position, 0, self.chunk_size - 1, where)
         if state.window_count is not None:
             check_range("state.window_count", state.window_count, 0, self.window - 1, where)
 
-    def cached_weights(self, state: Any) -> dict[str, jax.Array]:
+    def cached_weights(self, state: MemoryState) -> Weights:
         return self.weights(state.memory)
 
-    def read_cached(self, dtype: Any, params: Any, weights: dict[str, jax.Array], q: jax.Array) -> jax.Array:
+    def read_cached(
+        self, dtype: jnp.dtype, params: MemoryParams, weights: Weights, q: Float[Array, "time key_dim"]
+    ) -> Float[Array, "time value_dim"]:
         from atlasjax.memory.fast_weights.read import read_cached
 
         return read_cached(self, dtype, params, weights, q)
 
     def read_mixed(
-        self, dtype: Any, params: Any, weights: dict[str, jax.Array], q: jax.Array, gamma: jax.Array
-    ) -> jax.Array:
-        """`read_cached` for a soup of n memories of one head: weights [n, out, in], q [tokens, key_dim], gamma [tokens, n]."""
+        self,
+        dtype: jnp.dtype,
+        params: MemoryParams,
+        weights: Weights,
+        q: Float[Array, "time key_dim"],
+        gamma: Float[Array, "time memories"],
+    ) -> Float[Array, "time value_dim"]:
+        """`read_cached` for a soup of several memories of one head: weights [memories, out, in]."""
         from atlasjax.memory.fast_weights.read import read_mixed
 
         return read_mixed(self, dtype, params, weights, q, gamma)
 
-    def reference_read(self, params: Any, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    def reference_read(
+        self, params: MemoryParams, weights: Weights, x: Float[Array, " key_dim"]
+    ) -> Float[Array, " value_dim"]:
         from atlasjax.memory.fast_weights.reference import read_weights
 
         return read_weights(self, params, weights, x)
 
-    def residual(self, params: Any, q: jax.Array) -> jax.Array | None:
+    def residual(self, params: MemoryParams, q: Float[Array, "... key_dim"]) -> Float[Array, "... value_dim"] | None:
         from atlasjax.memory.fast_weights.read import residual
 
         return residual(self, params, q)

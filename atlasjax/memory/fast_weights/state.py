@@ -1,14 +1,16 @@
 """The arrays of a fast-weight memory: learned parameters, and the recurrent state."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax.memory.check import check_floating, check_residual, check_shape
-from atlasjax.memory.fast_weights.rule import MemoryRule
-from atlasjax.memory.gates import Weights
+
+if TYPE_CHECKING:
+    from atlasjax.memory.fast_weights.rule import MemoryRule
 
 
 class MemoryParams(NamedTuple):
@@ -20,9 +22,9 @@ class MemoryParams(NamedTuple):
       norm: LayerNorm inside the memory, {"scale", "bias"}: [heads, value_dim], float32. None without one.
     """
 
-    weights: Weights
-    coefficients: jax.Array | None
-    norm: dict[str, jax.Array] | None
+    weights: dict[str, Float[Array, "heads _out _in"]]
+    coefficients: Float[Array, "heads ..."] | None
+    norm: dict[str, Float[Array, "heads value_dim"]] | None
 
 
 class MemoryState(NamedTuple):
@@ -35,26 +37,26 @@ class MemoryState(NamedTuple):
       chunk_start: M_{t'}, the memory at the start of the current chunk, at which gradients are taken.
       momentum: S_t, like `memory`. For a user-defined optimizer, the pytree of its `init`, leaves [batch, heads, …]. None if the
         optimizer has no state.
-      window_keys: the last c − 1 keys, [batch, heads, c − 1, key_dim], oldest first.
-      window_values: their values, [batch, heads, c − 1, value_dim].
-      window_thresholds: their Huber thresholds, [batch, heads, c − 1].
+      window_keys: the last past = window − 1 keys, [batch, heads, past, key_dim], oldest first.
+      window_values: their values, [batch, heads, past, value_dim].
+      window_thresholds: their Huber thresholds, [batch, heads, past].
       window_count: number of real tokens among them, [batch]. A zero key may be a real one.
       position: number of tokens of the current chunk read so far, in [0, chunk_size), [batch].
       segment: segment id of the last token, [batch], −1 before the first.
     """
 
-    memory: Weights
-    chunk_start: Weights | None
+    memory: dict[str, Float[Array, "batch heads _out _in"]]
+    chunk_start: dict[str, Float[Array, "batch heads _out _in"]] | None
     momentum: Any
-    window_keys: jax.Array | None
-    window_values: jax.Array | None
-    window_thresholds: jax.Array | None
-    window_count: jax.Array | None
-    position: jax.Array | None
-    segment: jax.Array
+    window_keys: Float[Array, "batch heads past key_dim"] | None
+    window_values: Float[Array, "batch heads past value_dim"] | None
+    window_thresholds: Float[Array, "batch heads past"] | None
+    window_count: Int[Array, " batch"] | None
+    position: Int[Array, " batch"] | None
+    segment: Int[Array, " batch"]
 
 
-def init_params(rule: MemoryRule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> MemoryParams:
+def init_params(rule: "MemoryRule", key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> MemoryParams:
     """Initial learned parameters: M_0 of each head, coefficients of the feature map, and the norm inside the memory.
 
     A matrix memory starts at zero. The weights of an MLP are normal with variance 1 / fan-in.
@@ -81,7 +83,7 @@ def init_params(rule: MemoryRule, key: jax.Array, *, num_heads: int, key_dim: in
 
 
 def init_state(
-    rule: MemoryRule, params: MemoryParams, *, batch_size: int, max_length: int | None = None
+    rule: "MemoryRule", params: MemoryParams, *, batch_size: int, max_length: int | None = None
 ) -> MemoryState:
     """A fresh memory for every batch element: M = M_0, S = 0, an empty window.
 
@@ -123,7 +125,7 @@ def init_state(
     )
 
 
-def soup(states: Sequence[MemoryState], weights: jax.Array) -> MemoryState:
+def soup(states: Sequence[MemoryState], weights: Float[Array, " states"]) -> MemoryState:
     """The state of `memory.soup`: weighted sums of memories and momenta, at the start of a chunk, with an empty window."""
     total = lambda *leaves: sum(w.astype(x.dtype) * x for w, x in zip(weights, leaves, strict=True))
     memory = jax.tree.map(total, *(state.memory for state in states))
@@ -138,7 +140,7 @@ def soup(states: Sequence[MemoryState], weights: jax.Array) -> MemoryState:
     )
 
 
-def infer_key_dim(rule: MemoryRule, params: MemoryParams) -> int:
+def infer_key_dim(rule: "MemoryRule", params: MemoryParams) -> int:
     """The key size, from the input size of the parameters' innermost matrix."""
     innermost = list(rule.structure.weight_shapes(1, 1))[-1]
     try:
@@ -147,7 +149,7 @@ def infer_key_dim(rule: MemoryRule, params: MemoryParams) -> int:
         raise ValueError(f"params.weights[{innermost!r}]: {error}") from None
 
 
-def check_params(rule: MemoryRule, params: MemoryParams, where: str = "memory.init_state") -> None:
+def check_params(rule: "MemoryRule", params: MemoryParams, where: str = "memory.init_state") -> None:
     """Raises TypeError or ValueError if `params` does not belong to this rule. The message names the leaf."""
     if not isinstance(params, MemoryParams) or not isinstance(params.weights, dict):
         raise TypeError(
@@ -178,6 +180,6 @@ def check_params(rule: MemoryRule, params: MemoryParams, where: str = "memory.in
         _check_leaf(f"params.norm[{name!r}]", leaf, (heads, value_dim), where)
 
 
-def _check_leaf(name: str, x: Any, shape: tuple[int, ...], where: str) -> None:
+def _check_leaf(name: str, x: object, shape: tuple[int, ...], where: str) -> None:
     check_shape(name, x, shape, where)
     check_floating(name, x, where)

@@ -7,18 +7,21 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax import check
 from atlasjax.memory.axes import objectives, optimizers, structures
 from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import Axis, check_choice
 from atlasjax.memory.check import check_range
-from atlasjax.memory.gates import Weights
+from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.rule import Rule, Sizes
+from atlasjax.memory.softmax import state as states_lib
+from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState
 
 
 @dataclasses.dataclass(frozen=True)
-class SoftmaxRule(Rule):
+class SoftmaxRule(Rule[SoftmaxParams, SoftmaxState]):
     """DeepTransformer, SWDT, DOT and variants (A §4, Eq. 17–31; SEMANTICS 2). Frozen and hashable, static under `jax.jit`.
 
     The recurrence is that of `memory.MemoryRule` with infinitely many features φ*, whose inner products are
@@ -135,52 +138,77 @@ class SoftmaxRule(Rule):
         return gates
 
     # Methods of `Rule`, implemented in the modules of this package.
-    def init_params(self, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> Any:
-        from atlasjax.memory.softmax.state import init_params
+    def init_params(self, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> SoftmaxParams:
+        return states_lib.init_params(self, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
 
-        return init_params(self, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
+    def init_state(self, params: SoftmaxParams, *, batch_size: int, max_length: int | None = None) -> SoftmaxState:
+        return states_lib.init_state(self, params, batch_size=batch_size, max_length=max_length)
 
-    def init_state(self, params: Any, *, batch_size: int, max_length: int | None = None) -> Any:
-        from atlasjax.memory.softmax.state import init_state
+    def check_params(self, params: SoftmaxParams, where: str) -> None:
+        states_lib.check_params(self, params, where)
 
-        return init_state(self, params, batch_size=batch_size, max_length=max_length)
-
-    def check_params(self, params: Any, where: str) -> None:
-        from atlasjax.memory.softmax.state import check_params
-
-        check_params(self, params, where)
-
-    def scan(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Any]:
+    def scan(
+        self,
+        params: SoftmaxParams,
+        state: SoftmaxState | None,
+        q: Float[Array, "batch time heads key_dim"],
+        k: Float[Array, "batch time heads key_dim"],
+        v: Float[Array, "batch time heads value_dim"],
+        gates: Gates,
+        segment_ids: Int[Array, "batch time"] | None = None,
+        max_segments: int | None = None,
+        *,
+        lengths: Int[Array, " batch"] | None = None,
+    ) -> tuple[Float[Array, "batch time heads value_dim"], SoftmaxState]:
         from atlasjax.memory.softmax.scan import xla_scan
 
-        return xla_scan(self, *arguments, **options)
+        return xla_scan(self, params, state, q, k, v, gates, segment_ids, max_segments, lengths)
 
-    def step(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Any]:
+    def step(
+        self,
+        params: SoftmaxParams,
+        state: SoftmaxState,
+        q: Float[Array, "batch heads key_dim"],
+        k: Float[Array, "batch heads key_dim"],
+        v: Float[Array, "batch heads value_dim"],
+        gates: Gates,
+    ) -> tuple[Float[Array, "batch heads value_dim"], SoftmaxState]:
         from atlasjax.memory.softmax.step import xla_step
 
-        return xla_step(self, *arguments, **options)
+        return xla_step(self, params, state, q, k, v, gates)
 
-    def read(self, params: Any, state: Any, q: jax.Array) -> jax.Array:
+    def read(
+        self, params: SoftmaxParams, state: SoftmaxState, q: Float[Array, "batch time heads key_dim"]
+    ) -> Float[Array, "batch time heads value_dim"]:
         from atlasjax.memory.softmax.read import read_state
 
         return read_state(self, params, state, q)
 
-    def reference(self, *arguments: Any) -> tuple[jax.Array, Any]:
+    def reference(
+        self,
+        params: SoftmaxParams,
+        state: SoftmaxState | None,
+        q: Float[Array, "batch time heads key_dim"],
+        k: Float[Array, "batch time heads key_dim"],
+        v: Float[Array, "batch time heads value_dim"],
+        gates: Gates,
+        segment_ids: Int[Array, "batch time"] | None = None,
+    ) -> tuple[Float[Array, "batch time heads value_dim"], SoftmaxState]:
         from atlasjax.memory.softmax.reference import reference_scan
 
-        return reference_scan(self, *arguments)
+        return reference_scan(self, params, state, q, k, v, gates, segment_ids)
 
-    def sizes(self, params: Any) -> Sizes:
+    def sizes(self, params: SoftmaxParams) -> Sizes:
         # A matrix memory has no parameters per head, so any number of heads fits.
         num_heads = next(iter(params.weights.values())).shape[0] if params.weights else None
         return Sizes(num_heads, params.key_dim, params.value_dim)
 
-    def max_length(self, state: Any) -> int | None:
+    def max_length(self, state: object) -> int | None:
         keys: Any = getattr(state, "keys", None)
         return max(1, keys.shape[2]) if getattr(keys, "ndim", 0) == 4 else 1
 
     def suggested_steps(
-        self, key_dim: int, value_dim: int, forgetting: Any, momentum_decay: Any, window_weights: Any,
+        self, key_dim: int, value_dim: int, forgetting: np.ndarray, momentum_decay: np.ndarray, window_weights: np.ndarray,
         similar_keys: bool,
     ) -> tuple[np.ndarray, float]:  # fmt: skip
         from atlasjax.memory.softmax.suggested import suggested_steps
@@ -192,26 +220,30 @@ class SoftmaxRule(Rule):
 
         return start_scale(self, step_size)
 
-    def check_state(self, params: Any, state: Any, batch: int, heads: int, where: str) -> None:
+    def check_state(self, params: SoftmaxParams, state: SoftmaxState, batch: int, heads: int, where: str) -> None:
         super().check_state(params, state, batch, heads, where)
         check_range("state.position", state.position, 0, max(0, self.chunk_size - 1), where)
 
-    def cached_weights(self, state: Any) -> Weights:
+    def cached_weights(self, state: SoftmaxState) -> Weights:
         from atlasjax.memory.softmax.read import cached_weights
 
         return cached_weights(state)
 
-    def read_cached(self, dtype: Any, params: Any, weights: Weights, q: jax.Array) -> jax.Array:
+    def read_cached(
+        self, dtype: jnp.dtype, params: SoftmaxParams, weights: Weights, q: Float[Array, "time key_dim"]
+    ) -> Float[Array, "time value_dim"]:
         from atlasjax.memory.softmax.read import read_cached
 
         return read_cached(self, dtype, weights, q)
 
-    def reference_read(self, params: Any, weights: Weights, x: jax.Array) -> jax.Array:
+    def reference_read(
+        self, params: SoftmaxParams, weights: Weights, x: Float[Array, " key_dim"]
+    ) -> Float[Array, " value_dim"]:
         from atlasjax.memory.softmax.read import reference_read
 
         return reference_read(self, weights, x)
 
-    def residual(self, params: Any, q: jax.Array) -> jax.Array | None:
+    def residual(self, params: SoftmaxParams, q: Float[Array, "... key_dim"]) -> Float[Array, "... value_dim"] | None:
         return q if self.structure.residual else None
 
 

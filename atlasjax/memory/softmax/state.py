@@ -2,15 +2,17 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax import check
 from atlasjax.memory.check import check_floating, check_residual, check_shape
-from atlasjax.memory.gates import Weights
-from atlasjax.memory.softmax.rule import SoftmaxRule
+
+if TYPE_CHECKING:
+    from atlasjax.memory.softmax.rule import SoftmaxRule
 
 
 @functools.partial(
@@ -25,48 +27,48 @@ class SoftmaxParams:
       num_heads, key_dim, value_dim: sizes.
     """
 
-    weights: Weights
+    weights: dict[str, Float[Array, "heads value_dim width"]]
     num_heads: int
     key_dim: int
     value_dim: int
 
 
 class Tail(NamedTuple):
-    """The c − 1 tokens up to t', oldest first, then the tokens after t' (p = b − 1 slots); [batch, heads, c − 1 + p, …].
+    """The window − 1 tokens up to t', oldest first, then the tokens after t' (pending = b − 1 slots): tail = window − 1 + pending.
 
-    Empty slots hold zeros and gates without effect. Gates exist only for the tokens after t', [batch, heads, p, …].
+    Empty slots hold zeros and gates without effect. Gates exist only for the tokens after t'.
 
     Attributes:
-      keys: [batch, heads, c − 1 + p, key_dim].
-      values: [batch, heads, c − 1 + p, value_dim].
-      preactivations: h_{t'}(k) of those keys, [batch, heads, c − 1 + p, width]. None if gradients do not need it.
-      retention, step_size, momentum_decay: [batch, heads, p]. Ones if the rule has no such gate.
-      window_weights: [batch, heads, p, c]. Ones if the rule has no such gate.
+      keys: [batch, heads, tail, key_dim].
+      values: [batch, heads, tail, value_dim].
+      preactivations: h_{t'}(k) of those keys, [batch, heads, tail, width]. None if gradients do not need it.
+      retention, step_size, momentum_decay: [batch, heads, pending]. Ones if the rule has no such gate.
+      window_weights: [batch, heads, pending, window]. Ones if the rule has no such gate.
     """
 
-    keys: jax.Array
-    values: jax.Array
-    preactivations: jax.Array | None
-    retention: jax.Array
-    step_size: jax.Array
-    momentum_decay: jax.Array
-    window_weights: jax.Array
+    keys: Float[Array, "batch heads tail key_dim"]
+    values: Float[Array, "batch heads tail value_dim"]
+    preactivations: Float[Array, "batch heads tail width"] | None
+    retention: Float[Array, "batch heads pending"]
+    step_size: Float[Array, "batch heads pending"]
+    momentum_decay: Float[Array, "batch heads pending"]
+    window_weights: Float[Array, "batch heads pending window"]
 
 
 class SoftmaxState(NamedTuple):
     """The state of a softmax memory. t' is the last token before the current chunk.
 
-    float32 (float64 for float64 inputs) and int32; every leaf has the batch axis first. The number of entries N is `cache_window`,
-    or max_length for a full cache. Entries are in order of time: with a cache window they end at slot N − 1, in a full cache they
-    begin at slot 0.
+    float32 (float64 for float64 inputs) and int32; every leaf has the batch axis first. The number of entries is `cache_window`,
+    or max_length for a full cache. Entries are in order of time: with a cache window they end at the last slot, in a
+    full cache they begin at slot 0.
 
     Attributes:
-      keys: k_i, [batch, heads, N, key_dim].
-      coefficients: a_i(t'), [batch, heads, N, width].
+      keys: k_i, [batch, heads, entries, key_dim].
+      coefficients: a_i(t'), [batch, heads, entries, width].
       momentum: s_i(t'), like coefficients, None without momentum.
-      decay: ρ_i(t'), [batch, heads, N].
-      num_tokens: number of tokens up to t', [batch], at most N with a cache window. If it exceeds N in a full cache, further
-        outputs are NaN.
+      decay: ρ_i(t'), [batch, heads, entries].
+      num_tokens: number of tokens up to t', [batch], at most `entries` with a cache window. If it exceeds them in a full
+        cache, further outputs are NaN.
       weights: W1 at t', {"W1": [batch, heads, value_dim, width]}; {} for a matrix memory.
       weights_momentum: momentum of W1, None without momentum.
       tail: the tokens that steps still write to, and those of the unfinished chunk.
@@ -74,19 +76,21 @@ class SoftmaxState(NamedTuple):
       segment: segment id of the last token, [batch], −1 before the first.
     """
 
-    keys: jax.Array
-    coefficients: jax.Array
-    momentum: jax.Array | None
-    decay: jax.Array
-    num_tokens: jax.Array
-    weights: Weights
-    weights_momentum: Weights | None
+    keys: Float[Array, "batch heads entries key_dim"]
+    coefficients: Float[Array, "batch heads entries width"]
+    momentum: Float[Array, "batch heads entries width"] | None
+    decay: Float[Array, "batch heads entries"]
+    num_tokens: Int[Array, " batch"]
+    weights: dict[str, Float[Array, "batch heads value_dim width"]]
+    weights_momentum: dict[str, Float[Array, "batch heads value_dim width"]] | None
     tail: Tail
-    position: jax.Array
-    segment: jax.Array
+    position: Int[Array, " batch"]
+    segment: Int[Array, " batch"]
 
 
-def init_params(rule: SoftmaxRule, key: jax.Array, *, num_heads: int, key_dim: int, value_dim: int) -> SoftmaxParams:
+def init_params(
+    rule: "SoftmaxRule", key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int
+) -> SoftmaxParams:
     """Initial learned parameters. W1 of an MLP is normal with variance 1 / fan-in, because at zero its gradients would vanish.
 
     Args:
@@ -106,7 +110,7 @@ def init_params(rule: SoftmaxRule, key: jax.Array, *, num_heads: int, key_dim: i
 
 
 def init_state(
-    rule: SoftmaxRule,
+    rule: "SoftmaxRule",
     params: SoftmaxParams,
     *,
     batch_size: int,
@@ -140,7 +144,7 @@ def init_state(
 
 
 def empty_state(
-    rule: SoftmaxRule, params: SoftmaxParams, batch: int, heads: int, length: int, dtype: Any
+    rule: "SoftmaxRule", params: SoftmaxParams, batch: int, heads: int, length: int, dtype: Any
 ) -> SoftmaxState:
     """`init_state` without checks. `length`: entries of a full cache, 0 for a call from a fresh memory."""
     entries = length if rule.cache_window is None else rule.cache_window
@@ -170,12 +174,12 @@ def empty_state(
     )
 
 
-def has_scaling(rule: SoftmaxRule) -> bool:
+def has_scaling(rule: "SoftmaxRule") -> bool:
     """Whether the coefficients of old entries change: decay or momentum."""
     return rule.retention.gate is not None or rule.optimizer.has_momentum
 
 
-def check_params(rule: SoftmaxRule, params: SoftmaxParams, where: str = "memory.init_state") -> None:
+def check_params(rule: "SoftmaxRule", params: SoftmaxParams, where: str = "memory.init_state") -> None:
     """Raises an error that names the leaf if `params` does not belong to this rule."""
     if not isinstance(params, SoftmaxParams):
         raise TypeError(f"params must be a SoftmaxParams, got {type(params).__name__}.")
