@@ -1,7 +1,6 @@
 """Matrix operations on one block of tokens, shared by the kernels of several memories and restricted to what Mosaic compiles."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ def iota(size: int, axis: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, (size, size), axis)
 
 
-def product(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, precision: Any = HIGHEST) -> jax.Array:
+def product(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, precision: jax.lax.Precision = HIGHEST) -> jax.Array:
     axes = (((x_axis,), (y_axis,)), ((), ()))
     return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
 

@@ -10,25 +10,27 @@ inside the kernel) and keeps the cotangent of the carry in scratch.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.arguments import Arrays, Index, Interpret
 from pallas_kernels.batching import rows_folded
 
-Arrays = tuple[jax.Array, ...]
 # (carry, inputs) → (carry, outputs), all float32 matrices. Hashable, and restricted to operations that Mosaic compiles.
-Chunk = Callable[..., Any]
+Chunk = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
+
+Item = TypeVar("Item")
 
 _VMEM = 64 * 2**20  # scoped limit; the smallest supported generation has 64 MiB
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def chunk_scan(
-    chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Any = False, dtype: jax.typing.DTypeLike = jnp.float32
+    chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Interpret = False, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> tuple[Arrays, Arrays]:
     """Scans a chunk function over the chunks of many rows.
 
@@ -47,14 +49,18 @@ def chunk_scan(
 
 
 def _chunk_scan_forward(
-    chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Any, dtype: jax.typing.DTypeLike
-) -> tuple[Any, Any]:
+    chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Interpret, dtype: jax.typing.DTypeLike
+) -> tuple[tuple[Arrays, Arrays], tuple[Arrays, Arrays]]:
     final, ys, before = _forward(chunk, carry, xs, interpret, dtype, keep=True)
     return (final, ys), (before, xs)
 
 
 def _chunk_scan_backward(
-    chunk: Chunk, interpret: Any, dtype: jax.typing.DTypeLike, kept: Any, cotangents: Any
+    chunk: Chunk,
+    interpret: Interpret,
+    dtype: jax.typing.DTypeLike,
+    kept: tuple[Arrays, Arrays],
+    cotangents: tuple[Arrays, Arrays],
 ) -> tuple[Arrays, Arrays]:
     before, xs = kept
     dcarry, dys = cotangents
@@ -64,16 +70,18 @@ def _chunk_scan_backward(
 chunk_scan.defvjp(_chunk_scan_forward, _chunk_scan_backward)
 
 
-def _wide(refs: Sequence[Any]) -> Arrays:
+def _wide(refs: Sequence[jax.Ref]) -> Arrays:
     return tuple(ref[...].astype(jnp.float32) for ref in refs)
 
 
-def _store(refs: Sequence[Any], values: Sequence[jax.Array]) -> None:
+def _store(refs: Sequence[jax.Ref], values: Sequence[jax.Array]) -> None:
     for ref, value in zip(refs, values, strict=True):
         ref[...] = value.astype(ref.dtype)
 
 
-def _specs(arrays: Sequence[Any], index: Callable[[Any], Any] | None) -> list[pl.BlockSpec]:
+def _specs(
+    arrays: Sequence[jax.Array | jax.ShapeDtypeStruct], index: Callable[[Index], Index] | None
+) -> list[pl.BlockSpec]:
     """Block specs of arrays with one matrix per chunk (`index`: grid step → chunk), or per row."""
     if index is None:
         return [pl.BlockSpec((None, *x.shape[1:]), lambda row, i: (row, 0, 0)) for x in arrays]
@@ -88,7 +96,7 @@ def _outputs(chunk: Chunk, carry: Arrays, xs: Arrays) -> list[jax.ShapeDtypeStru
 
 
 def _forward(
-    chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Any, dtype: jax.typing.DTypeLike, *, keep: bool
+    chunk: Chunk, carry: Arrays, xs: Arrays, interpret: Interpret, dtype: jax.typing.DTypeLike, *, keep: bool
 ) -> tuple[Arrays, Arrays, Arrays]:
     """The final carry, the outputs and, with `keep`, the carry before each chunk."""
     sizes = len(carry), len(xs)
@@ -102,7 +110,7 @@ def _forward(
         final = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in carry]
         ys, before = of_chunks(outputs, dtype), of_chunks(carry, jnp.float32) if keep else []
 
-        def kernel(*refs: Any) -> None:
+        def kernel(*refs: jax.Ref) -> None:
             groups = _groups(refs, (sizes[0], sizes[1], len(final), len(ys), len(before), len(carry)))
             first_refs, x_refs, final_refs, y_refs, before_refs, scratch = groups
 
@@ -137,7 +145,7 @@ def _forward(
 
 
 def _backward(
-    chunk: Chunk, before: Arrays, xs: Arrays, dcarry: Arrays, dys: Arrays, interpret: Any
+    chunk: Chunk, before: Arrays, xs: Arrays, dcarry: Arrays, dys: Arrays, interpret: Interpret
 ) -> tuple[Arrays, Arrays]:
     """The cotangents of the first carry and of the inputs."""
     sizes = len(before), len(xs), len(dcarry), len(dys)
@@ -149,7 +157,7 @@ def _backward(
         dfirst = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in dcarry]
         dxs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs]
 
-        def kernel(*refs: Any) -> None:
+        def kernel(*refs: jax.Ref) -> None:
             groups = _groups(refs, (*sizes, len(dfirst), len(dxs), len(dcarry)))
             before_refs, x_refs, dfinal_refs, dy_refs, dfirst_refs, dx_refs, scratch = groups
 
@@ -157,7 +165,7 @@ def _backward(
             def _() -> None:
                 _store(scratch, _wide(dfinal_refs))
 
-            _, pullback = jax.vjp(chunk, _wide(before_refs), _wide(x_refs))
+            pullback = jax.vjp(chunk, _wide(before_refs), _wide(x_refs))[1]
             dstate, dx = pullback((_wide(scratch), _wide(dy_refs)))
             _store(scratch, dstate)
             _store(dx_refs, dx)
@@ -181,10 +189,10 @@ def _backward(
 
 
 def _call(
-    kernel: Any,
+    kernel: Callable[..., None],
     grid: tuple[int, int],
     name: str,
-    interpret: Any,
+    interpret: Interpret,
     arrays: Sequence[jax.Array],
     in_specs: Sequence[pl.BlockSpec],
     out_shape: Sequence[jax.ShapeDtypeStruct],
@@ -204,7 +212,7 @@ def _call(
     )(*arrays)
 
 
-def _groups(items: Sequence[Any], sizes: Sequence[int]) -> list[tuple[Any, ...]]:
+def _groups(items: Sequence[Item], sizes: Sequence[int]) -> list[tuple[Item, ...]]:
     """Consecutive groups of items with the given sizes."""
     parts, start = [], 0
     for size in sizes:

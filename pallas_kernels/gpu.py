@@ -12,9 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-# product(x, y, x_axis, y_axis) contracts two matrices and accumulates in float32.
-Product = Callable[[jax.Array, jax.Array, int, int], jax.Array]
-
+from pallas_kernels.arguments import Interpret, Product
 
 LEAST = 16  # smallest number of rows and columns of a product on tensor cores
 
@@ -24,7 +22,7 @@ def padded(size: int) -> int:
     return max(LEAST, 1 << (size - 1).bit_length())
 
 
-def products(dtype: jax.typing.DTypeLike, interpret: Any) -> Product:
+def products(dtype: jax.typing.DTypeLike, interpret: Interpret) -> Product:
     """The matrix product for inputs of a dtype: one pass of bfloat16, or three of TF32 for float32.
 
     Plain TF32 gives noise for nearly singular matrices, and IEEE products use no tensor cores and spill registers. The interpreter
@@ -42,7 +40,9 @@ def products(dtype: jax.typing.DTypeLike, interpret: Any) -> Product:
     return product
 
 
-def call(kernel: Any, *, warps: int, interpret: Any, stages: int = 1, **options: Any) -> Callable[..., Any]:
+def call(
+    kernel: Callable[..., None], *, warps: int, interpret: Interpret, stages: int = 1, **options: Any
+) -> Callable[..., list[jax.Array]]:
     """`pallas_call` with the Triton backend, whatever this jax version's default is.
 
     With more than one stage a loop prefetches the operands of later iterations. This is only for kernels that do not read what they

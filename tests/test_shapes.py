@@ -24,6 +24,7 @@ PUBLIC = [
     "atlasjax/memory/rule.py",
     "atlasjax/memory/*/rule.py",
     "atlasjax/memory/*/state.py",
+    "pallas_kernels/*/api.py",
 ]
 
 

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import Arrays, Interpret
 from pallas_kernels.blocks import token_precision
 from pallas_kernels.chunk_memory import gpu, reference
 from pallas_kernels.chunk_memory.bound import windowed_floor
@@ -20,7 +21,7 @@ from pallas_kernels.newton_schulz.reference import Triple
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
 CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
 _DTYPES = (jnp.float32, jnp.bfloat16)
-Weights = dict[str, jax.Array]
+Weights = dict[str, Float[Array, "batch heads _out _in"]]
 
 
 def chunk_memory(
@@ -28,23 +29,23 @@ def chunk_memory(
     objective: Objective,
     weights: Weights,
     momenta: Weights | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
     *,
-    step_size: jax.Array,
-    retention: jax.Array | None = None,
-    momentum_decay: jax.Array | None = None,
-    window_weights: jax.Array | None = None,
+    step_size: Float[Array, "batch time heads"],
+    retention: Float[Array, "batch time heads"] | None = None,
+    momentum_decay: Float[Array, "batch time heads"] | None = None,
+    window_weights: Float[Array, "batch time heads window"] | None = None,
     chunk_size: int = 64,
     newton_schulz: tuple[Triple, ...] | None = None,
     every: int = 1,
     step_bound: float | None = None,
-    floor: jax.Array | None = None,
+    floor: Float[Array, "batch time heads"] | None = None,
     norm_bound: float | None = None,
     implementation: str = "pallas_tpu",
-    interpret: Any = False,
-) -> tuple[jax.Array, Weights, Weights | None]:
+    interpret: Interpret = False,
+) -> tuple[Float[Array, "batch time heads value_dim"], Weights, Weights | None]:
     """M_t = α_t M_{t−1} + S_t, S_t = θ_t S_{t−1} − η_t Σ_j γ_{t,j} ∇ℓ(M_{t'}; k_{t−j}, v_{t−j}), y_t = M_t(q_t).
 
     This is A Eq. 12–13 with the window of Eq. 9 and the chunks of §3.3. M_{t'} is the memory at the start of the token's chunk. The
@@ -142,7 +143,9 @@ def chunk_memory(
         begins = jnp.broadcast_to((jnp.arange(time) % chunk_size < block)[:, None], ones.shape)
         xs = (*tokens, gates_to_chunks([*rows, (begins, 0.0)], chunk_size))
         muon = MuonChunk(chunk, newton_schulz, every)
-        scan: Callable[..., Any] = lambda carry, xs: chunk_scan(muon, carry, xs, interpret, q.dtype)
+        scan: Callable[[Arrays, Arrays], tuple[Arrays, Arrays]] = lambda carry, xs: chunk_scan(
+            muon, carry, xs, interpret, q.dtype
+        )
         if implementation == "pallas_gpu":
             scan = functools.partial(gpu.scan_muon, muon, interpret)
         final, y = _scan_blocks(scan, (*carry[: len(names)], *carry), xs, block)
@@ -154,8 +157,8 @@ def chunk_memory(
 
 
 def _scan_blocks(
-    scan: Callable[..., Any], carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...], block: int
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    scan: Callable[[Arrays, Arrays], tuple[Arrays, Arrays]], carry: Arrays, xs: Arrays, block: int
+) -> tuple[Arrays, jax.Array]:
     """Runs `scan` (`chunk_scan` without its chunk argument) over blocks. The backward pass stores the carry before each chunk, and
     the carries of the blocks of one chunk at a time.
 
@@ -167,7 +170,7 @@ def _scan_blocks(
     lanes = jnp.moveaxis(gates.reshape(rows, count, -1, size // block, block), (1, 3), (0, 2))
 
     @jax.checkpoint
-    def body(carry: tuple[jax.Array, ...], xs: Any) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    def body(carry: Arrays, xs: Arrays) -> tuple[Arrays, jax.Array]:
         carry, (y,) = scan(carry, xs)
         return carry, y
 

@@ -11,11 +11,12 @@ This is one unit lower-triangular system, and ⟨∇_i, ∇_j⟩ = (left_i · le
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import Product
 from pallas_kernels.blocks import before, iota, product, row_of, unit_lower_inverse
 from pallas_kernels.chunk_memory.gates import Decays, Gates
 
@@ -53,7 +54,7 @@ def bounded_steps(
     factors: Factors,
     along: jax.Array | None,
     along_momenta: jax.Array | None,
-    dot: Any,
+    dot: Product,
 ) -> jax.Array:
     """The bounded step sizes η', [m, 1].
 
@@ -138,6 +139,6 @@ def _within_backward(norm_bound: float, kept: tuple[jax.Array, ...], d: jax.Arra
 within_norm.defvjp(_within_forward, _within_backward)
 
 
-def _all(reduce: Any, x: jax.Array) -> jax.Array:
+def _all(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
     """Reduces a matrix to [1, 1]."""
     return reduce(reduce(x, axis=1, keepdims=True), axis=0, keepdims=True)

@@ -14,11 +14,12 @@ carried from chunk to chunk with the memory, in whole tiles of eight rows. `boun
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import Arrays, Product
 from pallas_kernels.blocks import HIGHEST, columns, entry, last_row, product, row_of
 from pallas_kernels.chunk_memory.bound import bounded_steps, decrease, within_norm
 from pallas_kernels.chunk_memory.gates import Gates, coefficients, decays, window_matrix
@@ -70,8 +71,8 @@ class MemoryChunk:
       norm_bound: maximum of ‖W‖_F / √rows of a weight or momentum at the chunk's start. None means no limit.
     """
 
-    structure: Any
-    objective: Any
+    structure: Structure
+    objective: Objective
     names: tuple[str, ...]
     momentum: bool
     retention: bool
@@ -81,7 +82,7 @@ class MemoryChunk:
     step_bound: float | None = None
     norm_bound: float | None = None
 
-    def __call__(self, carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+    def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         dot = functools.partial(product, precision=self.precision)
         count = len(self.names)
         begun = [_Scaled.within(self.norm_bound, w) for w in carry[: count * (1 + self.momentum)]]
@@ -162,7 +163,7 @@ class _Scaled(NamedTuple):
     def within(cls, norm_bound: float | None, w: jax.Array) -> "_Scaled":
         return cls(w, None if norm_bound is None else within_norm(norm_bound, w))
 
-    def product(self, h: jax.Array, dot: Any) -> jax.Array:
+    def product(self, h: jax.Array, dot: Product) -> jax.Array:
         out = dot(h, self.matrix, 1, 1)
         return out if self.factor is None else self.factor * out
 
@@ -215,7 +216,7 @@ def _total(products: Iterable[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.add, (jnp.sum(x, axis=1, keepdims=True) for x in products))
 
 
-def _outer(weights: jax.Array, left: jax.Array, inputs: jax.Array, dot: Any) -> jax.Array:
+def _outer(weights: jax.Array, left: jax.Array, inputs: jax.Array, dot: Product) -> jax.Array:
     """Σ_i weights[i] left_i ⊗ input_i, [out, in]. The narrower factor is multiplied by the weights."""
     if left.shape[1] <= inputs.shape[1]:
         return dot(left * weights, inputs, 0, 0)

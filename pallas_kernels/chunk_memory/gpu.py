@@ -17,29 +17,31 @@ Per-token Muon has a separate implementation (`scan_muon`). Its time goes into N
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import Arrays, Interpret
 from pallas_kernels.blocks import entry, last_row, row_of
 from pallas_kernels.chunk_memory.bound import within_norm
-from pallas_kernels.chunk_memory.chunk import MemoryChunk
+from pallas_kernels.chunk_memory.chunk import MemoryChunk, Structure
 from pallas_kernels.chunk_memory.gates import coefficients, decays, window_matrix
-from pallas_kernels.chunk_memory.gpu_kernels import Layers, block_tokens, state_cotangents, states
+from pallas_kernels.chunk_memory.gpu_kernels import Layers, Tokens, block_tokens, state_cotangents, states
 from pallas_kernels.chunk_memory.muon import MuonChunk
 from pallas_kernels.gpu import LEAST, padded
 from pallas_kernels.newton_schulz import MOST_COLUMNS, MOST_ROWS, newton_schulz
 
-Arrays = tuple[jax.Array, ...]
+Y = TypeVar("Y")  # a tree of arrays
 Limits = tuple[float, ...] | None
+_Kept = tuple[Arrays, jax.Array | None, Arrays, Arrays]  # carry before each chunk, scales, xs, window
 
 _MOST_CHANNELS = 256  # of keys (with their features) and values; a step holds all channels of its tokens
 _TOGETHER = 2**28  # bytes of one hidden array [rows, chunks, tokens, hidden] of the parallel parts
 
 
 def unsupported_by_gpu(
-    structure: Any,
+    structure: Structure,
     weights: dict[str, jax.Array],
     chunk_size: int,
     dtype: jax.typing.DTypeLike,
@@ -80,7 +82,7 @@ def _unsupported_muon(weights: dict[str, jax.Array]) -> str | None:
     )
 
 
-def scan_muon(chunk: MuonChunk, interpret: Any, carry: Arrays, xs: Arrays) -> tuple[Arrays, tuple[jax.Array]]:
+def scan_muon(chunk: MuonChunk, interpret: Interpret, carry: Arrays, xs: Arrays) -> tuple[Arrays, tuple[jax.Array]]:
     """`chunk_scan` over blocks [rows, blocks, …]. Newton–Schulz of all rows is one kernel, the rest is compiled by XLA."""
     orthogonalize = functools.partial(
         newton_schulz,
@@ -96,7 +98,7 @@ def scan_muon(chunk: MuonChunk, interpret: Any, carry: Arrays, xs: Arrays) -> tu
     return carry, (jnp.moveaxis(y, 0, 1),)
 
 
-def chunk_memory(chunk: MemoryChunk, carry: Arrays, xs: Arrays, interpret: Any) -> tuple[Arrays, jax.Array]:
+def chunk_memory(chunk: MemoryChunk, carry: Arrays, xs: Arrays, interpret: Interpret) -> tuple[Arrays, jax.Array]:
     """`memory_scan` with the window's tokens before each chunk, and with token dimensions padded for the kernels.
 
     carry: weights by name, then momenta in the same form, [rows, out, in]. xs: q, k, v [rows, chunks, m, dim] and gates
@@ -145,7 +147,7 @@ def _before(x: jax.Array, size: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def memory_scan(
-    chunk: MemoryChunk, limits: Limits, interpret: Any, carry: Arrays, xs: Arrays, window: Arrays
+    chunk: MemoryChunk, limits: Limits, interpret: Interpret, carry: Arrays, xs: Arrays, window: Arrays
 ) -> tuple[Arrays, jax.Array]:
     """Scans a memory over the chunks of many rows.
 
@@ -166,8 +168,8 @@ def memory_scan(
 
 
 def _forward(
-    chunk: MemoryChunk, limits: Limits, interpret: Any, carry: Arrays, xs: Arrays, window: Arrays
-) -> tuple[tuple[Arrays, jax.Array], Any]:
+    chunk: MemoryChunk, limits: Limits, interpret: Interpret, carry: Arrays, xs: Arrays, window: Arrays
+) -> tuple[tuple[Arrays, jax.Array], _Kept]:
     tokens = _tokens(chunk, xs, window)
     before, last, scales = states(chunk, limits, interpret, carry, tokens, xs[0].dtype)
     read = lambda state, xs, window: chunk((*state, *window), _wide(xs))[1][0]
@@ -176,13 +178,15 @@ def _forward(
 
 
 def _backward(
-    chunk: MemoryChunk, limits: Limits, interpret: Any, kept: Any, cotangents: Any
+    chunk: MemoryChunk, limits: Limits, interpret: Interpret, kept: _Kept, cotangents: tuple[Arrays, jax.Array]
 ) -> tuple[Arrays, Arrays, Arrays]:
     before, scales, xs, window = kept
     dfinal, dy = cotangents
     count = len(before)
 
-    def pullback(state: Arrays, xs: Arrays, window: Arrays, dstate: Arrays | None, dy: jax.Array | None) -> Any:
+    def pullback(
+        state: Arrays, xs: Arrays, window: Arrays, dstate: Arrays | None, dy: jax.Array | None
+    ) -> tuple[Arrays, Arrays, Arrays]:
         """For one chunk: cotangents of its state, tokens and window from those of the next state, or of y."""
 
         def outputs(state: Arrays, xs: Arrays, window: Arrays) -> tuple[Arrays, jax.Array]:
@@ -206,7 +210,7 @@ def _backward(
 memory_scan.defvjp(_forward, _backward)
 
 
-def _all_chunks(f: Callable[..., Any], *arrays: Any) -> Any:
+def _all_chunks(f: Callable[..., Y], *arrays: Arrays | jax.Array) -> Y:
     """Applies f to every chunk of every row, with the number of rows at a time limited by memory. Arrays: [rows, chunks, …]."""
     state, xs = arrays[:2]
     numbers = xs[0].shape[1] * xs[0].shape[2] * max(max(x.shape[-2:]) for x in state)
@@ -221,7 +225,7 @@ def _wide(xs: Arrays) -> Arrays:
     return tuple(x.astype(jnp.float32) for x in xs)
 
 
-def _tokens(chunk: MemoryChunk, xs: Arrays, window: Arrays) -> dict[str, Any]:
+def _tokens(chunk: MemoryChunk, xs: Arrays, window: Arrays) -> Tokens:
     """Inputs of a state's step for each chunk: `blocks` of (k, v, C_end [1 or 2, E]), and a, s, β at its end, [rows, chunks, 3]."""
 
     def at_end(gates: jax.Array, real: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,29 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels import gpu
+from pallas_kernels.arguments import Arrays, Index, Interpret, Slice
 from pallas_kernels.batching import rows_folded
-from pallas_kernels.chunk_memory.chunk import MemoryChunk
+from pallas_kernels.chunk_memory.chunk import MemoryChunk, Objective, Structure
 
-Arrays = tuple[jax.Array, ...]
+Refs = dict[str, jax.Ref]  # of the weights, or of the momenta, by name
+Matrices = dict[str, jax.Array]
+X = TypeVar("X")
+Y = TypeVar("Y")
+B = TypeVar("B", bound="_Block")
+
+
+class Tokens(TypedDict):
+    """Inputs of the kernels for each chunk.
+
+    Attributes:
+      blocks: for each block of E tokens, k and v [rows, chunks, E, dim], and the weights of their gradients in the next W and S,
+        [rows, chunks, 1 or 2, E].
+      scales: a chunk's coefficients of W in W, of S in W and of S in S, [rows, chunks, 3].
+    """
+
+    blocks: list[tuple[jax.Array, jax.Array, jax.Array]]
+    scales: jax.Array
+
 
 _TOGETHER = 80 * 64  # numbers in the sums of one loop over tiles, which are held in registers
 _TILE = 16  # of the hidden width: with bfloat16 products at d = 64 hardly a register spills; wider tiles spill hundreds of bytes
@@ -27,12 +46,12 @@ class Layers:
     Determined by calling `structure.apply`. `hidden` acts on each hidden channel separately.
     """
 
-    structure: Any
+    structure: Structure
     outer: str
     inner: tuple[str, ...]
 
     @classmethod
-    def of(cls, structure: Any) -> "Layers | None":
+    def of(cls, structure: Structure) -> "Layers | None":
         """The layers of a structure, or None if there are more."""
         calls = []
         x = jnp.zeros((1, 1), jnp.float32)
@@ -47,7 +66,7 @@ class Layers:
             return None
         return cls(structure, outer, tuple(name for name, _ in inner))
 
-    def hidden(self, z: dict[str, jax.Array]) -> jax.Array:
+    def hidden(self, z: Matrices) -> jax.Array:
         found = []
 
         def linear(name: str, h: jax.Array) -> jax.Array:
@@ -64,12 +83,12 @@ class Layers:
         return self.structure.apply(lambda name, h: out if name == self.outer else h, x, x, None)
 
 
-def _rows(kernel: Any, inputs: Any, outputs: Any, *, warps: int, interpret: Any) -> Any:
+def _rows(kernel: Callable[[Any, Any], None], inputs: Any, outputs: Any, *, warps: int, interpret: Interpret) -> Any:
     """A kernel with one program per row. inputs: a tree of [rows, …]; outputs: the tree of shapes of one row."""
     leaves, tree = jax.tree.flatten(inputs)
     shapes, out_tree = jax.tree.flatten(outputs)
 
-    def body(*refs: Any) -> None:
+    def body(*refs: jax.Ref) -> None:
         kernel(jax.tree.unflatten(tree, refs[: len(leaves)]), jax.tree.unflatten(out_tree, refs[len(leaves) :]))
 
     def spec(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -99,33 +118,33 @@ class _Step:
     """Operations of both kernels on a chunk's tokens."""
 
     layers: Layers
-    objective: Any
+    objective: Objective
     dot: gpu.Product
     count: int  # tiles
     limits: dict[str, float] | None  # limits on ‖W‖_F of each weight and momentum before a chunk
 
-    def part(self, ref: Any, i: Any, name: str, j: Any) -> Any:
+    def part(self, ref: jax.Ref, i: Index, name: str, j: Index) -> jax.Ref:
         """Index of tile j of a weight [chunks, out, in] before chunk i in its reference."""
         columns = pl.ds(j * _TILE, _TILE)
         return ref.at[(i, slice(None), columns) if name == self.layers.outer else (i, columns, slice(None))]
 
-    def load(self, refs: dict[str, Any], i: Any, j: Any) -> dict[str, jax.Array]:
+    def load(self, refs: Refs, i: Index, j: Index) -> Matrices:
         return {name: self.part(ref, i, name, j)[...] for name, ref in refs.items()}
 
-    def store_all(self, refs: list[dict[str, Any]], i: Any, j: Any, values: list[dict[str, jax.Array]]) -> None:
+    def store_all(self, refs: list[Refs], i: Index, j: Index, values: list[Matrices]) -> None:
         for part, of_part in zip(refs, values):
             for name, x in of_part.items():
                 self.part(part[name], i, name, j)[...] = x
 
-    def tiles(self, body: Callable[..., Any], init: Any) -> Any:
+    def tiles(self, body: Callable[[Index, Y], Y], init: Y) -> Y:
         return jax.lax.fori_loop(0, self.count, body, init)
 
-    def inner(self, x: list[dict[str, Any]], at: Any, y: list[dict[str, Any]], to: Any) -> list[dict[str, jax.Array]]:
+    def inner(self, x: list[Refs], at: Index, y: list[Refs], to: Index) -> list[Matrices]:
         """⟨x, y⟩ for each weight and momentum at slots `at` and `to`, divided by the squares of their limits."""
         assert self.limits is not None
         limits = self.limits
 
-        def add(j: Any, sums: list[dict[str, jax.Array]]) -> list[dict[str, jax.Array]]:
+        def add(j: Index, sums: list[Matrices]) -> list[Matrices]:
             tiles = [(self.load(a, at, j), self.load(b, to, j)) for a, b in zip(x, y)]
             inner = lambda a, b, most: jnp.sum(jnp.sum((a / most) * (b / most), axis=1), axis=0)
             return [
@@ -135,44 +154,44 @@ class _Step:
 
         return self.tiles(add, [{name: jnp.zeros((), jnp.float32) for name in part} for part in x])
 
-    def change(self, refs: list[dict[str, Any]], i: Any, new: Callable[[int, str, jax.Array, Any], jax.Array]) -> None:
+    def change(self, refs: list[Refs], i: Index, new: Callable[[int, str, jax.Array, Index], jax.Array]) -> None:
         """Replaces each tile x of each weight and momentum at slot i by new(part, name, x, j)."""
 
-        def tile(j: Any, _: None) -> None:
+        def tile(j: Index, _: None) -> None:
             old = [self.load(part, i, j) for part in refs]
             self.store_all(refs, i, j, [{k: new(n, k, x, j) for k, x in part.items()} for n, part in enumerate(old)])
 
         self.tiles(tile, None)
 
-    def projections(self, block: "_Block", w: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def projections(self, block: "_Block", w: Matrices) -> Matrices:
         return {name: self.dot(block.k, w[name], 1, 1) for name in self.layers.inner}
 
-    def hidden(self, block: "_Block", z: dict[str, jax.Array], j: Any) -> jax.Array:
+    def hidden(self, block: "_Block", z: Matrices, j: Index) -> jax.Array:
         if z:
             return self.layers.hidden(z)
         return block.key_tile(pl.ds(j * _TILE, _TILE))
 
-    def factors(self, z: dict[str, jax.Array], u: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def factors(self, z: Matrices, u: jax.Array) -> tuple[jax.Array, Matrices]:
         """h, and the gradient of each projection from u, the gradient of h."""
         h, pullback = jax.vjp(self.layers.hidden, z)
         return h, pullback(u)[0]
 
-    def sums(self, blocks: list["_Block"], term: Callable[["_Block", Any], jax.Array]) -> list[jax.Array]:
+    def sums(self, blocks: Sequence[B], term: Callable[[B, Index], jax.Array]) -> list[jax.Array]:
         """Σ_j term(block, j) [E, value_dim] over tiles j for each block, in one loop, or one per block if there are many."""
         zeros = [jnp.zeros(block.refs[1].shape[1:], jnp.float32) for block in blocks]
         groups = (
             [list(range(len(blocks)))] if sum(x.size for x in zeros) <= _TOGETHER else [[n] for n in range(len(blocks))]
         )
-        totals = []
+        totals: list[jax.Array] = []
         for group in groups:
             add = lambda j, sums, group=group: tuple(x + term(blocks[n], j) for n, x in zip(group, sums))
             totals += self.tiles(add, tuple(zeros[n] for n in group))
         return totals
 
-    def outs(self, blocks: list["_Block"], weights: dict[str, Any], i: Any) -> list[jax.Array]:
+    def outs(self, blocks: Sequence["_Block"], weights: Refs, i: Index) -> list[jax.Array]:
         """W_outer h of each block."""
 
-        def term(block: "_Block", j: Any) -> jax.Array:
+        def term(block: "_Block", j: Index) -> jax.Array:
             w = self.load(weights, i, j)
             return self.dot(self.hidden(block, self.projections(block, w), j), w[self.layers.outer], 1, 1)
 
@@ -193,13 +212,10 @@ class _Block:
     Attributes:
       refs: k, v [chunks, E, dim] and the weights of their gradients in the next W and S [chunks, 1 or 2, E].
       i: the chunk.
-      g, d: [E, value_dim], scratch for the kernel's results on these tokens.
     """
 
-    refs: tuple[Any, Any, Any]
-    i: Any
-    g: Any = None
-    d: Any = None
+    refs: tuple[jax.Ref, jax.Ref, jax.Ref]
+    i: Index
 
     @property
     def k(self) -> jax.Array:
@@ -209,7 +225,7 @@ class _Block:
     def v(self) -> jax.Array:
         return self.refs[1][self.i].astype(jnp.float32)
 
-    def key_tile(self, which: Any) -> jax.Array:
+    def key_tile(self, which: Slice) -> jax.Array:
         return self.refs[0][self.i, :, which].astype(jnp.float32)
 
     @property
@@ -218,12 +234,20 @@ class _Block:
         return tuple(self.refs[2][self.i, place, :][:, None] for place in range(self.refs[2].shape[1]))
 
 
+@dataclasses.dataclass(frozen=True)
+class _ScratchBlock(_Block):
+    """g, d: [E, value_dim], scratch for the kernel's results on these tokens."""
+
+    g: jax.Ref
+    d: jax.Ref
+
+
 def block_tokens(channels: int, dtype: jax.typing.DTypeLike) -> int:
     """Tokens per block, chosen so that a step spills almost nothing at d = 64 and 128 with bfloat16 products."""
     return 64 if _narrow(channels, dtype) else 32
 
 
-def _warps(tokens: dict[str, Any]) -> int:
+def _warps(tokens: Tokens) -> int:
     """Number of warps: four, so that a multiprocessor can hold two programs, unless eight spill less."""
     k, v, _ = tokens["blocks"][0]
     return 4 if _narrow(max(k.shape[-1], v.shape[-1]), k.dtype) else 8
@@ -238,8 +262,8 @@ def _settings(
     limits: tuple[float, ...] | None,
     carry: Arrays,
     dtype: jax.typing.DTypeLike,
-    interpret: Any,
-) -> tuple[_Step, Callable[[Sequence[Any]], list[dict[str, Any]]]]:
+    interpret: Interpret,
+) -> tuple[_Step, Callable[[Sequence[X]], list[dict[str, X]]]]:
     layers = Layers.of(chunk.structure)
     assert layers is not None
     width = carry[chunk.names.index(layers.outer)].shape[-1]
@@ -250,14 +274,14 @@ def _settings(
     return step, named
 
 
-def _copy(step: _Step, source: dict[str, Any], at: Any, target: dict[str, Any], to: Any) -> None:
-    def tile(j: Any, _: None) -> None:
+def _copy(step: _Step, source: Refs, at: Index, target: Refs, to: Index) -> None:
+    def tile(j: Index, _: None) -> None:
         step.store_all([target], to, j, [step.load(source, at, j)])
 
     step.tiles(tile, None)
 
 
-def _barrier(interpret: Any) -> None:
+def _barrier(interpret: Interpret) -> None:
     """Waits until all threads of a program have written their part of a state, before others read it."""
     if not interpret:
         triton.debug_barrier()
@@ -266,9 +290,9 @@ def _barrier(interpret: Any) -> None:
 def states(
     chunk: MemoryChunk,
     limits: tuple[float, ...] | None,
-    interpret: Any,
+    interpret: Interpret,
     carry: Arrays,
-    tokens: dict[str, Any],
+    tokens: Tokens,
     dtype: jax.typing.DTypeLike,
 ) -> tuple[Arrays, Arrays, jax.Array | None]:
     """The carry before each chunk, [rows, chunks, out, in] each, and after the last, [rows, out, in]. With limits, also the factors
@@ -276,15 +300,14 @@ def states(
 
     Args:
       chunk, limits, interpret, carry: as in `gpu.memory_scan`.
-      tokens: `blocks` of (k, v [rows, chunks, E, dim], weights of their gradients in the next W and S [rows, chunks, 1 or 2, E]),
-        and `scales`, a chunk's coefficients of W in W, of S in W and of S in S, [rows, chunks, 3].
+      tokens: the tokens of all chunks.
       dtype: dtype of the tokens, which determines the precision of products.
     """
     step, named = _settings(chunk, limits, carry, dtype, interpret)
     outer, inner, dot = step.layers.outer, step.layers.inner, step.dot
     chunks = tokens["scales"].shape[1]
 
-    def limit(before: list[dict[str, Any]], at: Any, kept: Any, i: Any) -> None:
+    def limit(before: list[Refs], at: Index, kept: jax.Ref, i: Index) -> None:
         """Scales the state at slot `at` to its limits, and stores the factors of chunk i."""
         # A square that overflows exceeds any limit.
         scale = lambda x: jnp.where(x > 1.0, jax.lax.rsqrt(jnp.clip(x, 1.0, 3e38)), 1.0)
@@ -302,13 +325,13 @@ def states(
             _copy(step, source, 0, target, 0)
         _barrier(interpret)
 
-        def advance(i: Any, _: None) -> None:
+        def advance(i: Index, _: None) -> None:
             blocks = [_Block(refs, i) for refs in tokens["blocks"]]
             a, s, beta = (tokens["scales"][i, place] for place in range(3))
             outs = step.outs(blocks, before[0], i)
             gradients = [step.gradient(block, out) for block, out in zip(blocks, outs)]
 
-            def write(j: Any, _: None) -> None:
+            def write(j: Index, _: None) -> None:
                 old = [step.load(part, i, j) for part in before]
                 w = old[0]
                 new = [{name: a * x for name, x in w.items()}]
@@ -349,10 +372,10 @@ def states(
 def state_cotangents(
     chunk: MemoryChunk,
     limits: tuple[float, ...] | None,
-    interpret: Any,
+    interpret: Interpret,
     before: Arrays,
     kept: jax.Array | None,
-    tokens: dict[str, Any],
+    tokens: Tokens,
     ext: Arrays,
     last: Arrays,
     dtype: jax.typing.DTypeLike,
@@ -369,7 +392,7 @@ def state_cotangents(
     outer, inner, dot = step.layers.outer, step.layers.inner, step.dot
     chunks = tokens["scales"].shape[1]
 
-    def through_limit(states: list[dict[str, Any]], i: Any, after: list[dict[str, Any]], at: Any, kept: Any) -> None:
+    def through_limit(states: list[Refs], i: Index, after: list[Refs], at: Index, kept: jax.Ref) -> None:
         """The transpose of `limit`: removes the cotangent's component along a state that was scaled to its limit."""
         flat = [kept[at, place] for place in range(len(states) * len(chunk.names))]
         scales = [dict(zip(chunk.names, flat[start:])) for start in range(0, len(flat), len(chunk.names))]
@@ -377,7 +400,7 @@ def state_cotangents(
         def project() -> None:
             along = step.inner(states, i, after, at)
 
-            def new(n: int, name: str, x: jax.Array, j: Any) -> jax.Array:
+            def new(n: int, name: str, x: jax.Array, j: Index) -> jax.Array:
                 state = step.part(states[n][name], i, name, j)[...]
                 return jnp.where(scales[n][name] < 1.0, scales[n][name] * (x - along[n][name] * state), x)
 
@@ -393,30 +416,30 @@ def state_cotangents(
             _copy(step, source, 0, target, chunks - 1)
         _barrier(interpret)
 
-        def advance(t: Any, _: None) -> None:
+        def advance(t: Index, _: None) -> None:
             i = chunks - 1 - t
             # g = ∇ℓ of W_outer h and d = ∂g/∂out ᵀ dg pass through memory, because they would spill if held in registers.
-            blocks = [_Block(refs, i, *kept) for refs, kept in zip(tokens["blocks"], scratch)]
+            blocks = [_ScratchBlock(refs, i, *kept) for refs, kept in zip(tokens["blocks"], scratch)]
             a, s, beta = (tokens["scales"][i, place] for place in range(3))
             outs = step.outs(blocks, weights, i)
             for block, out in zip(blocks, outs):
                 block.g[...] = step.gradient(block, out)
             _barrier(interpret)
 
-            def load(j: Any) -> tuple[dict[str, jax.Array], list[dict[str, jax.Array]]]:
+            def load(j: Index) -> tuple[Matrices, list[Matrices]]:
                 return step.load(weights, i, j), [step.load(part, i, j) for part in after]
 
-            def weighted(block: _Block, later: list[dict[str, jax.Array]], name: str, x: jax.Array, axis: int) -> Any:
+            def weighted(block: _Block, later: list[Matrices], name: str, x: jax.Array, axis: int) -> jax.Array:
                 """Applies the cotangents of the next W and S to one factor x of a weight's gradients."""
                 parts = [weight * dot(x, part[name], 1, axis) for part, weight in zip(later, block.weights)]
                 return functools.reduce(jnp.add, parts)
 
-            def through(block: _Block, w: Any, later: Any) -> Any:
+            def through(block: _ScratchBlock, w: Matrices, later: list[Matrices]) -> tuple[Any, Matrices]:
                 """(h, gradients of the projections) with their transpose, and the cotangents of these gradients."""
                 primal = jax.vjp(step.factors, step.projections(block, w), dot(block.g[...], w[outer], 1, 0))
                 return primal, {name: weighted(block, later, name, block.k, 1) for name in inner}
 
-            def term(block: _Block, j: Any) -> jax.Array:
+            def term(block: _ScratchBlock, j: Index) -> jax.Array:
                 w, later = load(j)
                 if not inner:
                     return weighted(block, later, outer, step.hidden(block, {}, j), 1)
@@ -429,7 +452,7 @@ def state_cotangents(
                 block.d[...] = jax.vjp(functools.partial(step.gradient, block), out)[1](x)[0]
             _barrier(interpret)
 
-            def write(names: tuple[str, ...], j: Any, _: None) -> None:
+            def write(names: tuple[str, ...], j: Index, _: None) -> None:
                 w, later = load(j)
                 new = [{name: step.part(part[name], i, name, j)[...] for name in names} for part in ext]
                 for name in names:
@@ -437,7 +460,7 @@ def state_cotangents(
                     if len(later) > 1:
                         new[1][name] += s * later[0][name] + beta * later[1][name]
                 for block in blocks:
-                    left: dict[str, jax.Array] = {}
+                    left: Matrices = {}
                     if inner:
                         ((h, _), pullback), dleft = through(block, w, later)
                         dh = weighted(block, later, outer, block.g[...], 0) + dot(block.d[...], w[outer], 1, 0)

@@ -10,14 +10,14 @@ matrices at a time, so that their products do not wait for each other. A read do
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.arguments import Arrays
 from pallas_kernels.blocks import HIGHEST, decay_products, entry, from_start, iota, product
 from pallas_kernels.chunk_memory.bound import within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, after_window, gradient_factors, window_rows
@@ -56,13 +56,13 @@ def _orthogonalized_backward(triples: tuple[Triple, ...], matrices: Matrices, co
 orthogonalized.defvjp(_orthogonalized_forward, _orthogonalized_backward)
 
 
-def _in_groups(run: Callable[..., Any], together: int, *lists: Matrices) -> Matrices:
+def _in_groups(run: Callable[..., Sequence[jax.Array]], together: int, *lists: Matrices) -> Matrices:
     """Applies run(matrices[, …]) → matrices to groups of `together` matrices. The loop's arrays are scratch."""
     count = len(lists[0])
     if count <= together:
         return tuple(run(*lists))
 
-    def loop(*refs: Any) -> Matrices:
+    def loop(*refs: jax.Ref) -> Matrices:
         for ref, matrices in zip(refs, lists):
             for i, x in enumerate(matrices):
                 ref[i] = x
@@ -103,7 +103,7 @@ class MuonChunk:
     every: int
     newton_schulz: Callable[[jax.Array], jax.Array] | None = None
 
-    def __call__(self, carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+    def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         names, window, structure = self.memory.names, self.memory.window, self.memory.structure
         dot = functools.partial(product, precision=self.memory.precision)
         count = len(names)

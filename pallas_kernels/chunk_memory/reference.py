@@ -1,19 +1,18 @@
 """The definition of a memory's chunkwise recurrence: token by token, with explicit gradients of its weights."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chunk_memory.bound import LEAST
+from pallas_kernels.chunk_memory.chunk import Objective, Structure
 from pallas_kernels.newton_schulz.reference import Triple, newton_schulz
 
 Weights = dict[str, jax.Array]
 
 
 def chunk_memory(
-    structure: Any,
-    objective: Any,
+    structure: Structure,
+    objective: Objective,
     weights: Weights,
     momenta: Weights | None,
     q: jax.Array,
@@ -43,10 +42,25 @@ def chunk_memory(
         over = square > most**2
         return jnp.where(over, most / jnp.sqrt(jnp.where(over, square, 1.0)), 1.0) * w
 
-    def head(weights: Weights, momenta: Weights | None, q: Any, k: Any, v: Any, gates: Any) -> Any:
+    def head(
+        weights: Weights,
+        momenta: Weights | None,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        gates: dict[str, jax.Array],
+    ) -> tuple[jax.Array, Weights, Weights | None]:
         c = gates["window_weights"].shape[-1]
 
-        def bounded(size: Any, w: Weights, s: Weights | None, start: Weights, t: Any, g: Weights, fall: Any) -> Any:
+        def bounded(
+            size: jax.Array | float,
+            w: Weights,
+            s: Weights | None,
+            start: Weights,
+            t: jax.Array,
+            g: Weights,
+            fall: tuple[jax.Array, jax.Array],
+        ) -> jax.Array:
             """η' from η, see `bound`. fall: a_t and n_t."""
             assert step_bound is not None
             a, n = fall
@@ -62,7 +76,9 @@ def chunk_memory(
             size = jnp.where(square > 0, jnp.minimum(size, most / jnp.where(square > 0, square, 1.0)), size)
             return size * jnp.where(n > 0, 1.0 + inner(g, change) / jnp.where(n > 0, n, 1.0), 1.0)
 
-        def token(state: Any, t: Any) -> Any:
+        def token(
+            state: tuple[Weights, Weights | None, Weights], t: jax.Array
+        ) -> tuple[tuple[Weights, Weights | None, Weights], jax.Array]:
             w, s, start = state
             begins = t % chunk_size == 0
             w, s = jax.tree.map(lambda x: jnp.where(begins, within(x), x), (w, s))

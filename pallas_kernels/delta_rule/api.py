@@ -1,10 +1,9 @@
 """The delta rule over whole sequences: checks, layout, and choice of the implementation."""
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import Interpret
 from pallas_kernels.blocks import token_precision
 from pallas_kernels.chunk_scan import chunk_scan
 from pallas_kernels.delta_rule import gpu, reference
@@ -17,17 +16,17 @@ _DTYPES = (jnp.float32, jnp.bfloat16)
 
 
 def delta_rule(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    beta: jax.Array,
-    decay: jax.Array | None = None,
-    initial: jax.Array | None = None,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    beta: Float[Array, "batch time heads"],
+    decay: Float[Array, "batch time heads"] | None = None,
+    initial: Float[Array, "batch heads value_dim key_dim"] | None = None,
     *,
     chunk_size: int = 64,
     implementation: str = "pallas_tpu",
-    interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
+    interpret: Interpret = False,
+) -> tuple[Float[Array, "batch time heads value_dim"], Float[Array, "batch heads value_dim key_dim"]]:
     """W_t = α_t W_{t−1} + β_t (v_t − α_t W_{t−1} k_t) k_tᵀ and y_t = W_t q_t (Yang et al. 2024; gated: 2412.06464), block-parallel.
 
     Args:

@@ -12,11 +12,11 @@ Decays are products, not quotients, so they are exact at α = 0. The system is i
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import Arrays
 from pallas_kernels.blocks import (
     HIGHEST,
     columns,
@@ -41,7 +41,7 @@ class DeltaRuleChunk:
     gated: bool
     precision: jax.lax.Precision = HIGHEST
 
-    def __call__(self, carry: tuple[jax.Array, ...], xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+    def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         (w,), (q, k, v, gates) = carry, xs
         dot = functools.partial(product, precision=self.precision)
         size = q.shape[0]

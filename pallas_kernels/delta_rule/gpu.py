@@ -14,11 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import Interpret
 from pallas_kernels.delta_rule.prepare import prepare, prepare_backward
 from pallas_kernels.delta_rule.read import read, read_backward
 from pallas_kernels.delta_rule.state_pass import state_pass
 from pallas_kernels.delta_rule.tiles import Chunks
 from pallas_kernels.gpu import padded
+
+_Kept = tuple[Any, ...]  # what the backward pass needs, in the order of `_forward`
 
 # Tokens per chunk, limited by the kernels' registers.
 _MOST_TOKENS = {"bfloat16": 64, "float32": 32}
@@ -26,7 +29,7 @@ _MOST_TOKENS = {"bfloat16": 64, "float32": 32}
 
 def delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, decay: jax.Array | None, initial: jax.Array,
-    chunk_size: int, interpret: Any,
+    chunk_size: int, interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`api.delta_rule` for checked arguments."""
     (batch, time, heads, key_dim), value_dim = q.shape, v.shape[-1]
@@ -47,22 +50,24 @@ def delta_rule(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, decay: jax.Array | None, first: jax.Array,
-    chunks: Chunks, interpret: Any,
+    chunks: Chunks, interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     return _forward(q, k, v, beta, decay, first, chunks, interpret)[0]
 
 
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, decay: jax.Array | None, first: jax.Array,
-    chunks: Chunks, interpret: Any,
-) -> tuple[Any, Any]:  # fmt: skip
+    chunks: Chunks, interpret: Interpret,
+) -> tuple[tuple[jax.Array, jax.Array], _Kept]:  # fmt: skip
     value, removed, written, t, end = prepare(chunks, k, v, beta, decay, interpret)
     x, u, last = state_pass(chunks, value, removed, written, None, end, first, interpret)
     y = read(chunks, q, k, u, decay, x, interpret)
     return (y, last), (q, k, v, beta, decay, removed, written, t, end, x, u)
 
 
-def _backward(chunks: Chunks, interpret: Any, kept: Any, cotangents: Any) -> tuple[Any, ...]:
+def _backward(
+    chunks: Chunks, interpret: Interpret, kept: _Kept, cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array | None, ...]:
     q, k, v, beta, decay, removed, written, t, end, x, u = kept
     dy, dlast = cotangents
     dq, dk, du, dx, dread = read_backward(chunks, q, k, u, decay, x, dy, interpret)

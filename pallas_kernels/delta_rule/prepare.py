@@ -6,14 +6,13 @@ in the notation of `chunk.py`. Without decay C is K and γ is 1. T is computed i
 and as T_ij = −T_ii Σ_k L_ik T_kj between blocks.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels import gpu
+from pallas_kernels.arguments import Interpret, Slice
 from pallas_kernels.blocks import iota
 from pallas_kernels.delta_rule.tiles import Chunks, decays, from_ends, from_products, given, last, parts, wide
 
@@ -21,14 +20,14 @@ _BLOCK = 16  # smallest size of a product
 
 
 def prepare(
-    chunks: Chunks, k: jax.Array, v: jax.Array, beta: jax.Array, decay: jax.Array | None, interpret: Any
+    chunks: Chunks, k: jax.Array, v: jax.Array, beta: jax.Array, decay: jax.Array | None, interpret: Interpret
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """V̂, K̂ and C [batch, time, heads, …], T and γ [batch · heads, chunks, …], from k, v and gates. γ is None without decay."""
     dtype, m, keys, values = k.dtype, chunks.size, parts(k.shape[-1], k.dtype), parts(v.shape[-1], k.dtype)
     product, exact = gpu.products(dtype, interpret), gpu.products(jnp.float32, interpret)
     gated = decay is not None
 
-    def kernel(k_ref: Any, v_ref: Any, beta_ref: Any, *refs: Any) -> None:
+    def kernel(k_ref: jax.Ref, v_ref: jax.Ref, beta_ref: jax.Ref, *refs: jax.Ref) -> None:
         outputs = refs[1:] if gated else refs
         value_ref, removed_ref, t_ref = outputs[0], outputs[1], outputs[3 if gated else 2]
         beta, p = beta_ref[...], None
@@ -39,7 +38,7 @@ def prepare(
             written_ref, end_ref = outputs[2], outputs[4]
             end_ref[...] = last(d.start)
 
-            def write(part: Any, _: None) -> None:
+            def write(part: Slice, _: None) -> None:
                 written_ref[:, part] = (d.end[:, None] * wide(k_ref[:, part])).astype(dtype)
 
             keys.each(write)
@@ -47,10 +46,10 @@ def prepare(
         _invert(t_ref, exact, interpret)
         t = t_ref[...]
 
-        def of_values(part: Any, _: None) -> None:
+        def of_values(part: Slice, _: None) -> None:
             value_ref[:, part] = product(t, beta[:, None] * wide(v_ref[:, part]), 1, 0).astype(dtype)
 
-        def of_keys(part: Any, _: None) -> None:
+        def of_keys(part: Slice, _: None) -> None:
             removed_ref[:, part] = product(t, scale[:, None] * wide(k_ref[:, part]), 1, 0).astype(dtype)
 
         values.each(of_values)
@@ -71,7 +70,7 @@ def prepare(
 
 def prepare_backward(
     chunks: Chunks, k: jax.Array, v: jax.Array, beta: jax.Array, decay: jax.Array | None, t: jax.Array,
-    u: jax.Array, du: jax.Array, x: jax.Array, dx: jax.Array, dk: jax.Array, interpret: Any,
+    u: jax.Array, du: jax.Array, x: jax.Array, dx: jax.Array, dk: jax.Array, interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
     """Cotangents of k, v, β and α.
 
@@ -86,7 +85,15 @@ def prepare_backward(
     keys, values = (parts(x.shape[-1], dtype, narrow=gated) for x in (k, v))
     product, exact = gpu.products(dtype, interpret), gpu.products(jnp.float32, interpret)
 
-    def kernel(k_ref: Any, v_ref: Any, beta_ref: Any, u_ref: Any, du_ref: Any, more_ref: Any, *refs: Any) -> None:
+    def kernel(
+        k_ref: jax.Ref,
+        v_ref: jax.Ref,
+        beta_ref: jax.Ref,
+        u_ref: jax.Ref,
+        du_ref: jax.Ref,
+        more_ref: jax.Ref,
+        *refs: jax.Ref,
+    ) -> None:
         row, column = iota(m, 0), iota(m, 1)
         alpha_refs, refs = refs[:gated], refs[gated:]
         t_ref, x_ref, dx_ref, dk_ref, dv_ref, dbeta_ref, *dalpha_refs = refs
@@ -100,7 +107,7 @@ def prepare_backward(
         removed = lambda part: values.total(lambda c: product(du_ref[:, c], x_ref[c, part], 1, 0), m, width)
         written = lambda part: values.total(lambda c: product(u_ref[:, c], dx_ref[c, part], 1, 0), m, width)
 
-        def of_values(part: Any, dbeta: jax.Array) -> jax.Array:
+        def of_values(part: Slice, dbeta: jax.Array) -> jax.Array:
             solved = product(t_ref[...], du_ref[:, part], 0, 0)
             dv_ref[:, part] = (beta[:, None] * solved).astype(dtype)
             return dbeta + jnp.sum(solved * wide(v_ref[:, part]), axis=1)
@@ -118,7 +125,7 @@ def prepare_backward(
         dbeta += jnp.sum(dlower * similarity, axis=1)
         dsimilarity = beta[:, None] * dlower
 
-        def of_keys(part: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def of_keys(part: Slice, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             dscale, dend = sums
             key, solved, dwritten = wide(k_ref[:, part]), product(t_ref[...], removed(part), 0, 0), written(part)
             dscale -= jnp.sum(solved * key, axis=1)
@@ -156,7 +163,7 @@ def _lower(beta: jax.Array, similarity: jax.Array, p: jax.Array | None) -> jax.A
     return jnp.where(iota(m, 0) > iota(m, 1), system if p is None else system * p, 0.0)
 
 
-def _invert(ref: Any, exact: gpu.Product, interpret: Any) -> None:
+def _invert(ref: jax.Ref, exact: gpu.Product, interpret: Interpret) -> None:
     """Replaces L in memory by T. Blocks are read from memory, because values cannot be sliced."""
     # All warps of the program must see what one wrote before they read or overwrite it.
     barrier = (lambda: None) if interpret else triton.debug_barrier

@@ -10,20 +10,19 @@ and the cotangents of the inputs are products within single chunks: dA = dZ, dB 
 program processes all chunks of a head with a block of X's rows in registers, and does not need the other rows.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import gpu
+from pallas_kernels.arguments import Interpret
 from pallas_kernels.batching import rows_folded
 from pallas_kernels.delta_rule.tiles import Chunks, given, wide
 
 
 def state_pass(
     chunks: Chunks, a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array | None, decay: jax.Array | None, first: jax.Array,
-    interpret: Any, *, reverse: bool = False,
+    interpret: Interpret, *, reverse: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """X before each step, Z of each chunk and the last X.
 
@@ -54,7 +53,7 @@ def state_pass(
         block, columns, warps = _block(key_dim, value_dim, dtype)
         parts = [pl.ds(start, columns) for start in range(0, key_dim, columns)]
 
-        def kernel(a_ref: Any, b_ref: Any, c_ref: Any, first_ref: Any, *refs: Any) -> None:
+        def kernel(a_ref: jax.Ref, b_ref: jax.Ref, c_ref: jax.Ref, first_ref: jax.Ref, *refs: jax.Ref) -> None:
             *inputs, x_ref, z_ref, last_ref = refs
             d_ref = None if d is None else inputs[0]
             decay_ref = None if decay is None else inputs[-1]
@@ -101,7 +100,7 @@ def state_pass(
     return x, z, last
 
 
-def _block(key_dim: int, value_dim: int, dtype: Any) -> tuple[int, int, int]:
+def _block(key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike) -> tuple[int, int, int]:
     """Rows of X per program, its columns per product, and warps per program, chosen so that no register spills on sm_90a."""
     rows, columns = (32, 64) if dtype == jnp.bfloat16 else (16, 32)
     return min(value_dim, rows), min(key_dim, columns), 4

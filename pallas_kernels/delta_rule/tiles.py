@@ -2,15 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import gpu
+from pallas_kernels.arguments import Interpret, Slice
 from pallas_kernels.batching import rows_folded
 from pallas_kernels.blocks import iota
+
+Carry = TypeVar("Carry")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +44,11 @@ class Chunks:
         kernel: Callable[..., None],
         tokens: Sequence[jax.Array],
         states: Sequence[jax.Array],
-        token_outputs: Sequence[tuple[int | None, Any]],
-        state_outputs: Sequence[tuple[tuple[int, ...], Any]],
+        token_outputs: Sequence[tuple[int | None, jax.typing.DTypeLike]],
+        state_outputs: Sequence[tuple[tuple[int, ...], jax.typing.DTypeLike]],
         *,
         warps: int,
-        interpret: Any,
+        interpret: Interpret,
         name: str,
     ) -> tuple[jax.Array, ...]:
         """Runs a kernel whose arguments are references to one chunk of the tokens, the states and the outputs, in this order.
@@ -86,19 +89,25 @@ class Parts:
     channels: int
     size: int
 
-    def each(self, step: Callable[[Any, Any], Any], carry: Any = None) -> Any:
+    @overload
+    def each(self, step: Callable[[Slice, None], None]) -> None: ...
+
+    @overload
+    def each(self, step: Callable[[Slice, Carry], Carry], carry: Carry) -> Carry: ...
+
+    def each(self, step: Callable[[Slice, Any], Any], carry: Any = None) -> Any:
         """The carry after `step(slice, carry)` for every part."""
         if self.channels <= self.size:
             return step(pl.ds(0, self.channels), carry)
         part = lambda i: pl.ds(pl.multiple_of(i * self.size, self.size), self.size)
         return jax.lax.fori_loop(0, self.channels // self.size, lambda i, carry: step(part(i), carry), carry)
 
-    def total(self, function: Callable[[Any], jax.Array], *shape: int) -> jax.Array:
+    def total(self, function: Callable[[Slice], jax.Array], *shape: int) -> jax.Array:
         """Σ function(slice), of the given shape."""
         return self.each(lambda part, sum: sum + function(part), jnp.zeros(shape, jnp.float32))
 
 
-def parts(channels: int, dtype: Any, *, narrow: bool = False) -> Parts:
+def parts(channels: int, dtype: jax.typing.DTypeLike, *, narrow: bool = False) -> Parts:
     """Parts as wide as registers allow, or half as wide if `narrow`. A loop over two parts uses fewer registers than no loop."""
     widest = 64 if dtype == jnp.bfloat16 else 32
     return Parts(channels, 16 if channels <= 32 else widest // 2 if narrow else widest)

@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import Interpret
 from pallas_kernels.batching import rows_folded
 from pallas_kernels.newton_schulz import forms, gpu, gram, tpu
 from pallas_kernels.newton_schulz.forms import FORMS, GRAM_STEPS
@@ -20,15 +22,15 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def newton_schulz(
-    s: jax.Array,
+    s: Float[Array, "*matrices rows columns"],
     steps: int = 5,
     schedule: Sequence[Triple] = SCHEDULES["standard"],
     *,
     form: str | None = "direct",
     implementation: str = "xla",
     precision: jax.lax.Precision = _HIGHEST,
-    interpret: Any = False,
-) -> jax.Array:
+    interpret: Interpret = False,
+) -> Float[Array, "*matrices rows columns"]:
     """Newton–Schulz of each matrix in a batch: X ← a X + (b A + c A²) X with A = X Xᵀ from X = S / (‖S‖_F + ε) (Muon; A §5).
 
     Args:
@@ -100,7 +102,7 @@ def _kernel(
     form: str,
     precision: jax.lax.Precision,
     implementation: str,
-    interpret: Any,
+    interpret: Interpret,
 ) -> jax.Array:
     options = {"triples": triples, "form": form, "precision": precision, "interpret": interpret}
     return rows_folded(functools.partial(_KERNELS[implementation].forward, **options))(s)
@@ -115,7 +117,7 @@ def _kernel_backward(
     form: str,
     precision: jax.lax.Precision,
     implementation: str,
-    interpret: Any,
+    interpret: Interpret,
     s: jax.Array,
     dy: jax.Array,
 ) -> tuple[jax.Array]:

@@ -9,13 +9,13 @@ values. The steps are a loop whose coefficients are data, so that compile time d
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import gpu
+from pallas_kernels.arguments import Interpret
 from pallas_kernels.newton_schulz.reference import EPSILON, Triple
 from pallas_kernels.newton_schulz.tiles import Arithmetic, Index, Matrix, divide, identity, repeat
 
@@ -35,16 +35,17 @@ class _Call:
     """The context of a program: arithmetic, the steps' coefficients as a reference [steps, 3], and its workspace."""
 
     on: Arithmetic
-    triples: Any
+    triples: jax.Ref
     steps: int
     tile: int
-    square: Any  # [matrices, rows, rows]
-    wide: Any  # [matrices, rows, columns], or None
+    square: jax.Ref  # [matrices, rows, rows]
+    wide: jax.Ref | None  # [matrices, rows, columns], or None
 
     def small(self, place: Index) -> Matrix:
         return Matrix(self.square, place, self.tile)
 
     def large(self, place: Index) -> Matrix:
+        assert self.wide is not None
         return Matrix(self.wide, place, self.tile)
 
     def triple(self, step: Index) -> tuple[jax.Array, ...]:
@@ -197,7 +198,9 @@ def _gram_backward(call: _Call, s: Matrix, dy: Matrix, ds: Matrix) -> None:
     on.each_tile(s.shape, write)
 
 
-def _direct_steps(call: _Call, s: Matrix, x: Callable[[Index], Matrix], a_and_p: Callable[[Index], Any]) -> jax.Array:
+def _direct_steps(
+    call: _Call, s: Matrix, x: Callable[[Index], Matrix], a_and_p: Callable[[Index], tuple[Matrix, Matrix]]
+) -> jax.Array:
     """Writes X_0, …, X_steps, and A and the polynomial of each step. Returns ‖S‖²."""
     on, first = call.on, x(0)
     square = on.total(s.shape, lambda i, j: s[i, j] * s[i, j])
@@ -295,23 +298,23 @@ def _places(form: str, steps: int, *, backward: bool) -> tuple[int, int]:
     return (2 * steps + 3, steps + 3) if backward else (2, 2)
 
 
-_KERNELS = {
+_KERNELS: dict[tuple[str, bool], Callable[..., None]] = {
     ("gram", False): _gram_forward, ("gram", True): _gram_backward,
     ("direct", False): _direct_forward, ("direct", True): _direct_backward,
 }  # fmt: skip
 
 
 def _kernel(
-    ones: Any,
-    triples: Any,
-    *refs: Any,
+    ones: jax.Ref,
+    triples: jax.Ref,
+    *refs: jax.Ref,
     arrays: int,
     programs: int,
     steps: int,
     tile: int,
-    body: Any,
+    body: Callable[..., None],
     exact: bool,
-    interpret: Any,
+    interpret: Interpret,
 ) -> None:
     """The other references are S, dY if any, and the result, each with all matrices, and the workspaces of this program."""
     arguments, (square, *wide) = refs[:arrays], refs[arrays:]
@@ -329,7 +332,7 @@ def _run(
     triples: tuple[Triple, ...],
     form: str,
     precision: jax.lax.Precision,
-    interpret: Any,
+    interpret: Interpret,
     *,
     backward: bool,
 ) -> jax.Array:
@@ -362,7 +365,7 @@ def _run(
 
 
 def forward(
-    s: jax.Array, *, triples: tuple[Triple, ...], form: str, precision: jax.lax.Precision, interpret: Any = False
+    s: jax.Array, *, triples: tuple[Triple, ...], form: str, precision: jax.lax.Precision, interpret: Interpret = False
 ) -> jax.Array:
     """NS of matrices [number, rows ≤ columns, columns], float32."""
     return _run([s], triples, form, precision, interpret, backward=False)
@@ -375,7 +378,7 @@ def backward(
     triples: tuple[Triple, ...],
     form: str,
     precision: jax.lax.Precision,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> jax.Array:
     """The cotangent of S from that of NS(S), float32 [number, rows, columns]."""
     return _run([s, dy], triples, form, precision, interpret, backward=True)

@@ -9,7 +9,7 @@ products involve S. Functions here act on one matrix [d, d]; `dot(x, y)` is a pr
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ class Step(NamedTuple):
 
     a: jax.Array
     p: jax.Array
-    t: Any
+    t: jax.Array | None
     q: jax.Array
 
 
@@ -86,7 +86,8 @@ def backward(
         if das is None:
             carried = None
         else:
-            right, left = [dot(da, s.t) for da, s in zip(das, these)], [dot(s.t, da) for da, s in zip(das, these)]
+            ts = [s.t for s in these if s.t is not None]  # all, because only the last step has none
+            right, left = [dot(da, t) for da, t in zip(das, ts)], [dot(t, da) for da, t in zip(das, ts)]
             dps = [dp + r + x for dp, r, x in zip(dps, right, left)]
             outer = [dot(s.p, da) for da, s in zip(das, these)]
             carried = [dot(x, s.p) for x, s in zip(outer, these)]

@@ -9,26 +9,24 @@ threads of the program see the results.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from pallas_kernels.arguments import Index, Interpret
 from pallas_kernels.blocks import iota
 from pallas_kernels.gpu import Product, products
 
 _DEPTH = 32  # terms that a product sums at a time
-
-Index = Any  # a Python integer or a traced one
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
     """The matrix ref[place] in tiles. `x[i, j]` reads a tile in float32, `x[i, j] = …` writes it."""
 
-    ref: Any
+    ref: jax.Ref
     place: Index
     tile: int
 
@@ -75,7 +73,7 @@ class Arithmetic:
     one: jax.Array
 
     @classmethod
-    def of(cls, exact: bool, interpret: Any, one: jax.Array) -> "Arithmetic":
+    def of(cls, exact: bool, interpret: Interpret, one: jax.Array) -> "Arithmetic":
         barrier = (lambda: None) if interpret else triton.debug_barrier
         return cls(products(jnp.float32 if exact else jnp.bfloat16, interpret), barrier, one)
 

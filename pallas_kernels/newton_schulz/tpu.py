@@ -6,14 +6,14 @@ long latency, can always start the product of another matrix.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.arguments import Interpret
 from pallas_kernels.newton_schulz import forms
 from pallas_kernels.newton_schulz.reference import Triple
 
@@ -25,7 +25,7 @@ _BUDGET = 24 * 2**20  # bytes of float32 blocks and intermediates, which limit t
 
 
 def _forward_kernel(
-    s_ref: Any, y_ref: Any, *, triples: Sequence[Triple], form: str, precision: jax.lax.Precision
+    s_ref: jax.Ref, y_ref: jax.Ref, *, triples: Sequence[Triple], form: str, precision: jax.lax.Precision
 ) -> None:
     matrices = [s_ref[i].astype(jnp.float32) for i in range(s_ref.shape[0])]
     for i, y in enumerate(forms.forward(matrices, triples, form, precision)):
@@ -33,7 +33,13 @@ def _forward_kernel(
 
 
 def _backward_kernel(
-    s_ref: Any, dy_ref: Any, ds_ref: Any, *, triples: Sequence[Triple], form: str, precision: jax.lax.Precision
+    s_ref: jax.Ref,
+    dy_ref: jax.Ref,
+    ds_ref: jax.Ref,
+    *,
+    triples: Sequence[Triple],
+    form: str,
+    precision: jax.lax.Precision,
 ) -> None:
     load = lambda ref: [ref[i].astype(jnp.float32) for i in range(ref.shape[0])]
     for i, d in enumerate(forms.backward(load(s_ref), load(dy_ref), triples, form, precision)):
@@ -55,7 +61,9 @@ def together(rows: int, columns: int, steps: int, form: str, precision: jax.lax.
     return count
 
 
-def _call(kernel: Any, inputs: Sequence[jax.Array], cost: pl.CostEstimate, count: int, interpret: Any) -> jax.Array:
+def _call(
+    kernel: Callable[..., None], inputs: Sequence[jax.Array], cost: pl.CostEstimate, count: int, interpret: Interpret
+) -> jax.Array:
     number, rows, columns = inputs[0].shape
     padded = -(-number // count) * count
     block = pl.BlockSpec((count, rows, columns), lambda i: (i, 0, 0))
@@ -74,7 +82,7 @@ def _call(kernel: Any, inputs: Sequence[jax.Array], cost: pl.CostEstimate, count
 
 
 def forward(
-    s: jax.Array, *, triples: tuple[Triple, ...], form: str, precision: jax.lax.Precision, interpret: Any = False
+    s: jax.Array, *, triples: tuple[Triple, ...], form: str, precision: jax.lax.Precision, interpret: Interpret = False
 ) -> jax.Array:
     """NS of matrices [number, rows ≤ columns, columns], float32."""
     number, rows, columns = s.shape
@@ -94,7 +102,7 @@ def backward(
     triples: tuple[Triple, ...],
     form: str,
     precision: jax.lax.Precision,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> jax.Array:
     """The cotangent of S from that of NS(S), float32 [number, rows, columns]."""
     number, rows, columns = s.shape
