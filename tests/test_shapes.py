@@ -14,6 +14,21 @@ import pytest
 from jaxtyping import Array, Float, jaxtyped
 
 from atlasjax import memory, rules
+from atlasjax.mixers import (
+    attention,
+    block_recurrence,
+    convolution,
+    elastic,
+    gam,
+    infini,
+    mamba,
+    mamba2,
+    melodi,
+    memorizing,
+    rotary,
+)
+from atlasjax.mixers.elastic import banks, hippo, sampling
+from atlasjax.mixers.log_linear import parallel
 
 ROOT = pathlib.Path(__file__).parent.parent
 LEGEND = ROOT / "docs/api/shapes.md"
@@ -24,6 +39,7 @@ PUBLIC = [
     "atlasjax/memory/rule.py",
     "atlasjax/memory/*/rule.py",
     "atlasjax/memory/*/state.py",
+    "atlasjax/mixers/**/*.py",
     "pallas_kernels/*/api.py",
 ]
 
@@ -59,7 +75,7 @@ def _arrays_of(node):
 def is_shape(node):
     return (
         isinstance(node.slice, ast.Tuple)
-        and ast.unparse(node.slice.elts[0]) == "Array"
+        and ast.unparse(node.slice.elts[0]) in ("Array", "np.ndarray")
         and isinstance(node.slice.elts[-1], ast.Constant)
     )
 
@@ -116,10 +132,12 @@ def holds(value, annotation):
         return value is None or annotation is typing.Any or fields_hold(value)
     if annotation in (None, type(None)):
         return value is None
-    if hasattr(annotation, "_fields"):
-        return isinstance(value, annotation) and fields_hold(value)
-    # An array, or an object whose class is not checked here.
-    return isinstance(value, annotation) if hasattr(annotation, "dim_str") else True
+    if hasattr(annotation, "dim_str"):
+        return isinstance(value, annotation)
+    kind = origin or annotation
+    if hasattr(kind, "_fields") or (dataclasses.is_dataclass(kind) and "State" in kind.__name__):
+        return isinstance(value, kind) and fields_hold(value)
+    return True  # an object without arrays
 
 
 def fields_hold(value):
@@ -170,6 +188,53 @@ def test_shapes_are_true(name):
         return y
 
     jax.eval_shape(run, jax.random.key(0))
+
+
+def _mixers():
+    """Name → a call with annotated arguments and results."""
+    q, k, v = (jnp.ones((3, 8, 2, d)) for d in (4, 4, 6))
+    x, ids, per_head, per_token = jnp.ones((3, 8, 4)), jnp.zeros((3, 8), jnp.int32), jnp.ones(2), jnp.ones((3, 8, 2))
+    documents = {"segment_ids": ids, "max_segments": 1}
+    bank = banks.load(3, block_size=4, blocks=2)
+    R = sampling.sampled_reconstruction(3, "uniform", 5, length=8)
+    gam_params = gam.Params(jnp.ones((3, 4)), jnp.ones(4), jnp.ones((5, 4)), jnp.ones((4, 2, 4)), jnp.ones((2, 4)))
+    weights = melodi.Weights(
+        jnp.ones((4, 2, 12)), jnp.ones((8, 4)), jnp.ones((3, 4)), jnp.ones((7, 3)), jnp.ones(3), *[jnp.ones(4)] * 3
+    )
+
+    def elastic_stream():
+        state = call(elastic.attention.init_state, 3, 8, 4, R, 2, 4, 6, jnp.float32)
+        call(elastic.attention.extend, q, k, v, state, bank, R)
+
+    def infini_stream():
+        state = call(infini.init_state, 3, 4, 2, 4, 6, jnp.float32)
+        call(infini.extend, q, k, v, per_head, state)
+
+    return {
+        "attention": lambda: call(attention.attention, q, k, v, segment_ids=ids),
+        "rotary": lambda: call(rotary.rotate, q, ids),
+        "gam": lambda: call(gam.mix, gam_params, x, call(gam.init_state, 3, 3, 4, jnp.float32), segment_ids=ids),
+        "gam read": lambda: call(gam.associative_read, x, jnp.ones((5, 4))),
+        "convolution": lambda: call(
+            convolution.causal_convolution, q, jnp.ones((3, 2, 4)), q[:, :2], jnp.ones((2, 4)), segment_ids=ids
+        ),
+        "mamba": lambda: call(mamba.selective_scan, x, x, -jnp.ones((4, 5)), *[jnp.ones((3, 8, 5))] * 2, jnp.ones(4)),
+        "mamba2": lambda: call(mamba2.ssd, q, per_token, -per_head, *[jnp.ones((3, 8, 1, 5))] * 2, per_head),
+        "elastic": lambda: call(elastic.attention.attention, q, k, v, bank, R, **documents),
+        "elastic stream": elastic_stream,
+        "hippo": lambda: call(hippo.reconstruct, call(hippo.compress, x, 3), [0.5, 1.0]),
+        "infini": lambda: call(infini.attention, q, k, v, per_head, block_size=4, **documents),
+        "infini stream": infini_stream,
+        "memorizing": lambda: call(memorizing.attention, q, k, v, per_head, block_size=4, queue_length=4, **documents),
+        "block recurrence": lambda: call(block_recurrence.attention, q, k, v, block_size=4, **documents),
+        "melodi": lambda: call(melodi.attention, x, weights, **documents),
+        "log-linear": lambda: call(parallel.attention, q, k, v, jnp.ones((3, 8, 2, 5)), per_token, ids),
+    }
+
+
+def test_shapes_of_mixers_are_true():
+    for run in _mixers().values():
+        jax.eval_shape(run)
 
 
 def test_a_wrong_shape_is_seen():

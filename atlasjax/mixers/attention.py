@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from atlasjax import check
 from atlasjax.memory.check import check_ids
@@ -34,8 +35,8 @@ _MASKED = -1e30  # not −∞, which would give NaN derivatives in rows of paddi
 class Persistent(NamedTuple):
     """Keys and values that every token sees: [persistent, kv_heads, key_dim] and [persistent, kv_heads, value_dim]."""
 
-    keys: jax.Array
-    values: jax.Array
+    keys: Float[Array, "persistent kv_heads key_dim"]
+    values: Float[Array, "persistent kv_heads value_dim"]
 
 
 class Source(NamedTuple):
@@ -48,13 +49,13 @@ class Source(NamedTuple):
       visible: boolean [batch, time, size], whether the query sees the key. None means always.
     """
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    visible: jax.Array | None = None
+    q: Float[Array, "batch time heads key_dim"]
+    k: Float[Array, "*batch size kv_heads key_dim"]
+    v: Float[Array, "*batch size kv_heads value_dim"]
+    visible: Bool[Array, "batch time size"] | None = None
 
 
-def softmax_attention(*sources: Source) -> jax.Array:
+def softmax_attention(*sources: Source) -> Float[Array, "batch time heads value_dim"]:
     """Attention with one softmax over the keys of all sources: [batch, time, heads, value_dim], in v's dtype.
 
     A query that sees no key gets the mean of all values.
@@ -92,16 +93,16 @@ def _fold(source: Source, groups: int) -> Source:
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time kv_heads key_dim"],
+    v: Float[Array, "batch time kv_heads value_dim"],
     *,
     window: int | None = None,
     rope_theta: float | None = 1e4,
     rope_dim: int | None = None,
     persistent: Persistent | None = None,
-    segment_ids: jax.Array | None = None,
-) -> jax.Array:
+    segment_ids: Int[Array, "batch time"] | None = None,
+) -> Float[Array, "batch time heads value_dim"]:
     """Causal self-attention over whole sequences.
 
     Args:
@@ -141,7 +142,9 @@ def attention(
     )
 
 
-def segment_positions(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def segment_positions(
+    segment_ids: Int[Array, "batch time"],
+) -> tuple[Int[Array, "batch time"], Int[Array, "batch time"]]:
     """[batch, time] → each token's position in its segment, and its segment's index in the row. An id may occur again later."""
     starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     t = jnp.arange(segment_ids.shape[1])
@@ -173,7 +176,7 @@ def _in_blocks(
     time = q.shape[1]
     block = min(time, _LARGEST_BLOCK if window is None else max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, window)))
 
-    def run(start: Any) -> jax.Array:
+    def run(start: jax.Array | int) -> jax.Array:
         cut = lambda x, first, size: jax.lax.dynamic_slice_in_dim(x, first, size, axis=1)
         queries = lambda x: cut(x, start, block)
         keys = (lambda x: x) if window is None else (lambda x: cut(x, start, block + window))
@@ -211,9 +214,9 @@ class KVCache(NamedTuple):
       position: number of tokens read, which is the position of the next one, [batch].
     """
 
-    keys: jax.Array
-    values: jax.Array
-    position: jax.Array
+    keys: Float[Array, "batch max_length kv_heads key_dim"]
+    values: Float[Array, "batch max_length kv_heads value_dim"]
+    position: Int[Array, " batch"]
 
 
 class WindowCache(NamedTuple):
@@ -225,38 +228,42 @@ class WindowCache(NamedTuple):
       position: number of tokens read, which is the position of the next one, [batch].
     """
 
-    keys: jax.Array
-    values: jax.Array
-    position: jax.Array
+    keys: Float[Array, "batch window kv_heads key_dim"]
+    values: Float[Array, "batch window kv_heads value_dim"]
+    position: Int[Array, " batch"]
 
 
-def init_cache(batch_size: int, max_length: int, kv_heads: int, key_dim: int, value_dim: int, dtype: Any) -> KVCache:
+def init_cache(
+    batch_size: int, max_length: int, kv_heads: int, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike
+) -> KVCache:
     """An empty cache for at most `max_length` tokens."""
     return KVCache(*_empty(batch_size, max_length, kv_heads, key_dim, value_dim, dtype))
 
 
-def init_window(batch_size: int, window: int, kv_heads: int, key_dim: int, value_dim: int, dtype: Any) -> WindowCache:
+def init_window(
+    batch_size: int, window: int, kv_heads: int, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike
+) -> WindowCache:
     """An empty cache for the last `window` tokens."""
     return WindowCache(*_empty(batch_size, window, kv_heads, key_dim, value_dim, dtype))
 
 
 def _empty(
-    batch: int, size: int, heads: int, key_dim: int, value_dim: int, dtype: Any
+    batch: int, size: int, heads: int, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     zeros = lambda dim: jnp.zeros((batch, size, heads, dim), dtype)
     return zeros(key_dim), zeros(value_dim), jnp.zeros(batch, jnp.int32)
 
 
 def extend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time kv_heads key_dim"],
+    v: Float[Array, "batch time kv_heads value_dim"],
     cache: KVCache | WindowCache,
     *,
     rope_theta: float | None = 1e4,
     rope_dim: int | None = None,
     persistent: Persistent | None = None,
-) -> tuple[jax.Array, KVCache | WindowCache]:
+) -> tuple[Float[Array, "batch time heads value_dim"], KVCache | WindowCache]:
     """`attention` for the next tokens of a stream. A `WindowCache` determines the window.
 
     Args:
@@ -299,9 +306,9 @@ def extend(
 
 def check_attention(
     where: str,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time kv_heads key_dim"],
+    v: Float[Array, "batch time kv_heads value_dim"],
     window: int | None,
     rope_dim: int | None,
     persistent: Persistent | None,

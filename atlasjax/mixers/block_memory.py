@@ -12,10 +12,11 @@ Both take queries and keys without rotation, as in the two papers.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.memory.grid import choose
@@ -30,8 +31,9 @@ _AXES = {
     "gate": "heads",
 }
 
-Read = Callable[[Any, jax.Array, jax.Array], jax.Array]
-Write = Callable[[Any, jax.Array, jax.Array], Any]
+Memory = TypeVar("Memory")
+Read = Callable[[Memory, jax.Array, jax.Array], jax.Array]
+Write = Callable[[Memory, jax.Array, jax.Array], Memory]
 
 
 class CurrentBlock(NamedTuple):
@@ -44,12 +46,12 @@ class CurrentBlock(NamedTuple):
       position: number of tokens read, [batch].
     """
 
-    keys: jax.Array
-    values: jax.Array
-    position: jax.Array
+    keys: Float[Array, "batch block_size heads key_dim"]
+    values: Float[Array, "batch block_size heads value_dim"]
+    position: Int[Array, " batch"]
 
 
-class BlockMemoryState(NamedTuple):
+class BlockMemoryState(NamedTuple, Generic[Memory]):
     """The streaming state. Its size does not depend on the number of tokens read.
 
     Attributes:
@@ -57,14 +59,25 @@ class BlockMemoryState(NamedTuple):
       block: the current block.
     """
 
-    memory: Any
+    memory: Memory
     block: CurrentBlock
 
 
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, gate: jax.Array, empty: Any, read: Read, write: Write, *,
-    where: str, block_size: int, rope_theta: float | None, segment_ids: jax.Array | None, max_segments: int | None,
-) -> jax.Array:  # fmt: skip
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    gate: Float[Array, " heads"],
+    empty: Memory,
+    read: Read[Memory],
+    write: Write[Memory],
+    *,
+    where: str,
+    block_size: int,
+    rope_theta: float | None,
+    segment_ids: Int[Array, "batch time"] | None,
+    max_segments: int | None,
+) -> Float[Array, "batch time heads value_dim"]:
     """Attention over whole sequences, see `memorizing.attention`. `empty` is the memory before the first block."""
     batch, time = q.shape[:2]
     if segment_ids is None:
@@ -80,17 +93,30 @@ def attention(
 
 
 def init_state(
-    memory: Any, batch_size: int, block_size: int, heads: int, key_dim: int, value_dim: int, dtype: Any
-) -> BlockMemoryState:
+    memory: Memory,
+    batch_size: int,
+    block_size: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: jax.typing.DTypeLike,
+) -> BlockMemoryState[Memory]:
     """The state before the first token, with an empty memory."""
     zeros = lambda dim: jnp.zeros((batch_size, block_size, heads, dim), dtype)
     return BlockMemoryState(memory, CurrentBlock(zeros(key_dim), zeros(value_dim), jnp.zeros(batch_size, jnp.int32)))
 
 
 def extend(
-    q: jax.Array, k: jax.Array, v: jax.Array, gate: jax.Array, state: BlockMemoryState, read: Read, write: Write, *,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    gate: Float[Array, " heads"],
+    state: BlockMemoryState[Memory],
+    read: Read[Memory],
+    write: Write[Memory],
+    *,
     rope_theta: float | None,
-) -> tuple[jax.Array, BlockMemoryState]:  # fmt: skip
+) -> tuple[Float[Array, "batch time heads value_dim"], BlockMemoryState[Memory]]:
     """Attention for the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens."""
     memory, (keys, values, position) = state
     size, (batch, time) = keys.shape[1], q.shape[:2]
@@ -112,8 +138,13 @@ def extend(
 
 
 def _read_blocks(
-    blocks: tuple[Any, ...], gate: jax.Array, memory: Any, read: Read, write: Write, rope_theta: float | None
-) -> tuple[jax.Array, Any]:
+    blocks: tuple[Any, ...],
+    gate: jax.Array,
+    memory: Memory,
+    read: Read[Memory],
+    write: Write[Memory],
+    rope_theta: float | None,
+) -> tuple[jax.Array, Memory]:
     """Reads the blocks one after another.
 
     blocks: q, k, v [blocks, batch, size, …]; the index of each block in its document, [blocks, batch]; and which blocks are full
@@ -123,7 +154,7 @@ def _read_blocks(
     batch, size = blocks[0].shape[1:3]
     place = jnp.broadcast_to(jnp.arange(size), (batch, size))
 
-    def block(memory: Any, xs: tuple[Any, ...]) -> tuple[Any, jax.Array]:
+    def block(memory: Memory, xs: tuple[Any, ...]) -> tuple[Memory, jax.Array]:
         q, k, v, index, full = xs
         memory = choose(index > 0, memory, jax.tree.map(jnp.zeros_like, memory))
         y = _mix(q, place, k, v, memory, index, gate, read, rope_theta)
@@ -135,9 +166,16 @@ def _read_blocks(
 
 
 def _mix(
-    q: jax.Array, place: jax.Array, k: jax.Array, v: jax.Array, memory: Any, index: jax.Array, gate: jax.Array, read: Read,
+    q: jax.Array,
+    place: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    memory: Memory,
+    index: jax.Array,
+    gate: jax.Array,
+    read: Read[Memory],
     rope_theta: float | None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Attention of queries at positions `place` [batch, queries] of one block with keys and values k, v [batch, size, …]."""
     local = softmax_attention(block_source(q, place, k, v, rope_theta)).astype(jnp.float32)
     past = read(memory, q, index).astype(jnp.float32)
@@ -145,7 +183,7 @@ def _mix(
     return (local + share * (past - local)).astype(v.dtype)
 
 
-def check_call(where: str, q: Any, k: Any, v: Any, gate: Any, block_size: int) -> None:
+def check_call(where: str, q: object, k: object, v: object, gate: object, block_size: int) -> None:
     """Raises TypeError or ValueError for invalid arguments of an attention."""
     sizes = check_shapes(where, _AXES, q=q, k=k, v=v, gate=gate)
     if sizes["key_dim"] % 2:
@@ -153,13 +191,13 @@ def check_call(where: str, q: Any, k: Any, v: Any, gate: Any, block_size: int) -
     check.integer(where, "block_size", block_size)
 
 
-def check_state_type(where: str, state: Any, memory: type) -> None:
+def check_state_type(where: str, state: object, memory: type) -> None:
     """Raises TypeError unless `state` is a BlockMemoryState whose memory has this type."""
     if not isinstance(state, BlockMemoryState) or not isinstance(state.memory, memory):
         raise TypeError(f"{where}: state must be the result of its own init_state or extend, got {state!r:.200}.")
 
 
-def check_state(where: str, state: BlockMemoryState, expected: Callable[[], BlockMemoryState]) -> None:
+def check_state(where: str, state: BlockMemoryState[Memory], expected: Callable[[], BlockMemoryState]) -> None:
     """Raises ValueError unless `state` has the shapes of `expected()`."""
     wanted = jax.tree_util.tree_leaves_with_path(jax.eval_shape(expected))
     for (path, want), have in zip(wanted, jax.tree.leaves(state), strict=True):

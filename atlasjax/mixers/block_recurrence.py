@@ -16,10 +16,11 @@ Logits and softmax are float32. State size and time per token do not depend on t
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.mixers.attention import Source, softmax_attention
@@ -56,22 +57,22 @@ class BlockRecurrenceState(NamedTuple):
       position: number of tokens read, which is the position of the next one, [batch].
     """
 
-    keys: jax.Array
-    values: jax.Array
-    position: jax.Array
+    keys: Float[Array, "batch 2 block_size heads key_dim"]
+    values: Float[Array, "batch 2 block_size heads value_dim"]
+    position: Int[Array, " batch"]
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
     *,
     block_size: int,
     rope_theta: float | None = 1e4,
     stop_gradient: bool = False,
-    segment_ids: jax.Array | None = None,
+    segment_ids: Int[Array, "batch time"] | None = None,
     max_segments: int | None = None,
-) -> jax.Array:
+) -> Float[Array, "batch time heads value_dim"]:
     """Attention to the current and the previous block, over whole sequences.
 
     Args:
@@ -109,7 +110,7 @@ def attention(
 
 
 def init_state(
-    batch_size: int, block_size: int, heads: int, key_dim: int, value_dim: int, dtype: Any
+    batch_size: int, block_size: int, heads: int, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike
 ) -> BlockRecurrenceState:
     """The state before the first token."""
     check.integer("block_recurrence.init_state", "block_size", block_size)
@@ -118,8 +119,13 @@ def init_state(
 
 
 def extend(
-    q: jax.Array, k: jax.Array, v: jax.Array, state: BlockRecurrenceState, *, rope_theta: float | None = 1e4
-) -> tuple[jax.Array, BlockRecurrenceState]:
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    state: BlockRecurrenceState,
+    *,
+    rope_theta: float | None = 1e4,
+) -> tuple[Float[Array, "batch time heads value_dim"], BlockRecurrenceState]:
     """`attention` for the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
 
     Args:
@@ -196,7 +202,8 @@ def _attend_blocks(
     return jax.lax.map(functools.partial(jax.checkpoint, prevent_cse=False)(block), xs)
 
 
-def _check(where: str, q: Any, k: Any, v: Any, block_size: Any) -> None:
+def _check(where: str, q: object, k: object, v: object, block_size: int) -> None:
     check.integer(where, "block_size", block_size)
-    if check_shapes(where, _AXES, q=q, k=k, v=v)["key_dim"] % 2:
-        raise ValueError(f"{where}: key_dim is {q.shape[-1]}, should be even for rotary positions.")
+    key_dim = check_shapes(where, _AXES, q=q, k=k, v=v)["key_dim"]
+    if key_dim % 2:
+        raise ValueError(f"{where}: key_dim is {key_dim}, should be even for rotary positions.")

@@ -6,8 +6,8 @@ block) and pieces of a stream are all laid out on one grid of blocks, which is t
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from atlasjax.memory import grid
 from atlasjax.memory.check import check_segments
@@ -28,19 +28,21 @@ class Grid:
     """
 
     size: int
-    index: jax.Array
+    index: Int[Array, "blocks batch"]
     time: int
-    place: jax.Array | None = None
+    place: Int[Array, "batch time"] | None = None
     touched: int = dataclasses.field(kw_only=True)
 
-    def lay(self, x: jax.Array, held: jax.Array | None = None) -> jax.Array:
+    def lay(
+        self, x: Float[Array, "batch time ..."], held: Float[Array, "batch size ..."] | None = None
+    ) -> Float[Array, "blocks batch size ..."]:
         """[batch, time, …] → [blocks, batch, size, …], zero in empty slots.
 
         held: [batch, size, …], the previous content of the first block in a stream, which the tokens overwrite.
         """
         return grid.lay_chunks(x, self.index.shape[0], self.size, self.place, held=held)
 
-    def pick(self, y: jax.Array) -> jax.Array:
+    def pick(self, y: Float[Array, "_blocks batch size ..."]) -> Float[Array, "batch time ..."]:
         """The inverse of `lay`: [blocks, batch, size, …], for all blocks or only those touched → [batch, time, …].
 
         NaN for a token without a slot.
@@ -55,7 +57,13 @@ def whole(batch: int, time: int, size: int) -> Grid:
     return Grid(size, index, time, touched=count)
 
 
-def documents(segment_ids: jax.Array, max_segments: int | None, x: jax.Array, size: int, where: str) -> Grid:
+def documents(
+    segment_ids: Int[Array, "batch time"],
+    max_segments: int | None,
+    x: Float[Array, "batch time ..."],
+    size: int,
+    where: str,
+) -> Grid:
     """The grid of packed documents. A new document, and with it a new block, begins where the id changes.
 
     Args:
@@ -80,7 +88,7 @@ def documents(segment_ids: jax.Array, max_segments: int | None, x: jax.Array, si
     return Grid(size, index, time, slot * size + position % size, touched=count)
 
 
-def continued(position: jax.Array, time: int, size: int) -> Grid:
+def continued(position: Int[Array, " batch"], time: int, size: int) -> Grid:
     """The grid of the next `time` tokens of a stream after `position` [batch] tokens, starting inside the current block.
 
     It has one block for each block that may be full afterwards, and one more: see `unfinished`.
@@ -91,12 +99,18 @@ def continued(position: jax.Array, time: int, size: int) -> Grid:
     return Grid(size, index, time, place, touched=(2 * size - 2 + time) // size)
 
 
-def unfinished(position: jax.Array, time: int, size: int) -> jax.Array:
+def unfinished(position: Int[Array, " batch"], time: int, size: int) -> Int[Array, " batch"]:
     """[batch], the block of `continued` that is current after its tokens. All blocks before it are full."""
     return (position % size + time) // size
 
 
-def block_source(q: jax.Array, place: jax.Array, k: jax.Array, v: jax.Array, rope_theta: float | None) -> Source:
+def block_source(
+    q: Float[Array, "batch queries heads key_dim"],
+    place: Int[Array, "batch queries"],
+    k: Float[Array, "batch size heads key_dim"],
+    v: Float[Array, "batch size heads value_dim"],
+    rope_theta: float | None,
+) -> Source:
     """The source of causal attention within a block. Rotary positions are local to the block.
 
     Args:

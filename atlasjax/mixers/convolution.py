@@ -1,16 +1,16 @@
 """Depthwise causal convolution as a pure function: y_t = bias + Σ_j kernel[j] ⊙ x_{t − (width − 1) + j}."""
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 
 def causal_convolution(
-    x: jax.Array,
-    kernel: jax.Array,
-    state: jax.Array,
-    bias: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    x: Float[Array, "batch time *channels"],
+    kernel: Float[Array, " width *channels"],
+    state: Float[Array, "batch past *channels"],
+    bias: Float[Array, "*channels"] | None = None,
+    segment_ids: Int[Array, "batch time"] | None = None,
+) -> tuple[Float[Array, "batch time *channels"], Float[Array, "batch past *channels"]]:
     """Convolves a sequence, or a piece of one.
 
     Args:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.memory.check import ARRAYS, check_floating, check_ids, check_shape
@@ -73,11 +74,11 @@ class Params(NamedTuple):
       gate_bias: bias of both gates, [2, dim].
     """
 
-    kernel: jax.Array | None = None
-    bias: jax.Array | None = None
-    memory: jax.Array | None = None
-    gate_kernel: jax.Array | None = None
-    gate_bias: jax.Array | None = None
+    kernel: Float[Array, "width dim"] | None = None
+    bias: Float[Array, " dim"] | None = None
+    memory: Float[Array, "slots dim"] | None = None
+    gate_kernel: Float[Array, "dim 2 dim"] | None = None
+    gate_bias: Float[Array, "2 dim"] | None = None
 
 
 _AXES = {
@@ -107,7 +108,7 @@ def receptive_field(num_layers: int, width: int, fusion: str = "gated") -> int:
     return num_layers * (width - 1) + 1 if has_convolution else 1
 
 
-def associative_read(x: jax.Array, memory: jax.Array) -> jax.Array:
+def associative_read(x: Float[Array, "*tokens dim"], memory: Float[Array, "slots dim"]) -> Float[Array, "*tokens dim"]:
     """softmax(x Mᵀ) M (G Eq. 1–3), independently for each token and without a scale.
 
     Args:
@@ -130,7 +131,7 @@ def associative_read(x: jax.Array, memory: jax.Array) -> jax.Array:
     return jnp.einsum("...s,sd->...d", weights, memory, preferred_element_type=jnp.float32)
 
 
-def init_state(batch_size: int, width: int, dim: int, dtype: jnp.dtype) -> jax.Array:
+def init_state(batch_size: int, width: int, dim: int, dtype: jnp.dtype) -> Float[Array, "batch past dim"]:
     """The state before the first token: zeros [batch, width − 1, dim] of the given dtype. For the fusion "global", width is 1."""
     for name, size in (("batch_size", batch_size), ("width", width), ("dim", dim)):
         check.integer("gam.init_state", name, size)
@@ -139,12 +140,12 @@ def init_state(batch_size: int, width: int, dim: int, dtype: jnp.dtype) -> jax.A
 
 def mix(
     params: Params,
-    x: jax.Array,
-    state: jax.Array | None = None,
+    x: Float[Array, "batch time dim"],
+    state: Float[Array, "batch past dim"] | None = None,
     *,
     fusion: str = "gated",
-    segment_ids: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    segment_ids: Int[Array, "batch time"] | None = None,
+) -> tuple[Float[Array, "batch time dim"], Float[Array, "batch past dim"]]:
     """Applies one GAM layer to a sequence, or to the next piece of one. The result does not depend on how the sequence is split.
 
     Args:

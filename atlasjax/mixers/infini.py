@@ -16,10 +16,11 @@ value, storing it again leaves M unchanged and doubles z, so A is halved.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.mixers import block_memory
@@ -51,22 +52,22 @@ class Associative(NamedTuple):
       normalizer: z, [batch, heads, key_dim].
     """
 
-    matrix: jax.Array
-    normalizer: jax.Array
+    matrix: Float[Array, "batch heads key_dim value_dim"]
+    normalizer: Float[Array, "batch heads key_dim"]
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gate: jax.Array,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    gate: Float[Array, " heads"],
     *,
     block_size: int,
     rope_theta: float | None = 1e4,
     norm_eps: float = 1e-6,
-    segment_ids: jax.Array | None = None,
+    segment_ids: Int[Array, "batch time"] | None = None,
     max_segments: int | None = None,
-) -> jax.Array:
+) -> Float[Array, "batch time heads value_dim"]:
     """Infini-attention over whole sequences.
 
     Args:
@@ -102,8 +103,8 @@ def init_memory(batch_size: int, heads: int, key_dim: int, value_dim: int) -> As
 
 
 def init_state(
-    batch_size: int, block_size: int, heads: int, key_dim: int, value_dim: int, dtype: Any
-) -> BlockMemoryState:
+    batch_size: int, block_size: int, heads: int, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike
+) -> BlockMemoryState[Associative]:
     """The state before the first token. Sizes as in `attention`; `dtype` is that of the current block's keys and values.
 
     Raises:
@@ -115,15 +116,15 @@ def init_state(
 
 
 def extend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gate: jax.Array,
-    state: BlockMemoryState,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    gate: Float[Array, " heads"],
+    state: BlockMemoryState[Associative],
     *,
     rope_theta: float | None = 1e4,
     norm_eps: float = 1e-6,
-) -> tuple[jax.Array, BlockMemoryState]:
+) -> tuple[Float[Array, "batch time heads value_dim"], BlockMemoryState[Associative]]:
     """`attention` for the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
 
     Args:
@@ -148,19 +149,23 @@ def extend(
     )  # fmt: skip
 
 
-def feature_map(x: jax.Array) -> jax.Array:
+def feature_map(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """φ = elu + 1, float32: x + 1 for x > 0 and eˣ otherwise, which stays positive where elu(x) + 1 would round to zero."""
     x = x.astype(jnp.float32)
     positive = x > 0
     return jnp.where(positive, x + 1, jnp.exp(jnp.where(positive, 0, x)))
 
 
-def read(memory: Associative, x: jax.Array) -> jax.Array:
+def read(
+    memory: Associative, x: Float[Array, "batch time heads key_dim"]
+) -> Float[Array, "batch time heads value_dim"]:
     """A(x) = φ(x) M / (φ(x) · z), zero for an empty memory: [batch, time, heads, key_dim] → [.., value_dim], float32."""
     return _divide(feature_map(x), memory)
 
 
-def write(memory: Associative, k: jax.Array, v: jax.Array) -> Associative:
+def write(
+    memory: Associative, k: Float[Array, "batch time heads key_dim"], v: Float[Array, "batch time heads value_dim"]
+) -> Associative:
     """The memory after the tokens k, v [batch, time, heads, dim] are written at once by the delta rule."""
     phi = feature_map(k)
     error = v.astype(jnp.float32) - _divide(phi, memory)

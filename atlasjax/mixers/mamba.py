@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from atlasjax.mixers.shapes import check_shapes
 from atlasjax.names import lookup
@@ -35,23 +36,23 @@ _AXES = {
 _Chunk = Callable[..., tuple[jax.Array, jax.Array]]
 
 
-def init_state(batch_size: int, channels: int, state_dim: int) -> jax.Array:
+def init_state(batch_size: int, channels: int, state_dim: int) -> Float[Array, "batch state channels"]:
     """The state before the first token: zeros [batch, state, channels], float32."""
     return jnp.zeros((batch_size, state_dim, channels), jnp.float32)
 
 
 def selective_scan(
-    x: jax.Array,
-    delta: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None = None,
+    x: Float[Array, "batch time channels"],
+    delta: Float[Array, "batch time channels"],
+    A: Float[Array, "channels state"],
+    B: Float[Array, "batch time state"],
+    C: Float[Array, "batch time state"],
+    D: Float[Array, " channels"] | None = None,
     *,
-    state: jax.Array | None = None,
-    resets: jax.Array | None = None,
+    state: Float[Array, "batch state channels"] | None = None,
+    resets: Bool[Array, "batch time"] | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "batch time channels"], Float[Array, "batch state channels"]]:
     """The recurrence over a sequence. The backward pass stores one state per 64 tokens and recomputes the others.
 
     Splitting a sequence into several calls gives the outputs and final state of one call. Computes in float32 (float64 for float64
@@ -145,16 +146,16 @@ _IMPLEMENTATIONS: dict[str, _Chunk] = {"sequential": _sequential, "associative":
 
 
 def reference(
-    x: jax.Array,
-    delta: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None = None,
+    x: Float[Array, "batch time channels"],
+    delta: Float[Array, "batch time channels"],
+    A: Float[Array, "channels state"],
+    B: Float[Array, "batch time state"],
+    C: Float[Array, "batch time state"],
+    D: Float[Array, " channels"] | None = None,
     *,
-    state: jax.Array | None = None,
-    resets: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    state: Float[Array, "batch state channels"] | None = None,
+    resets: Bool[Array, "batch time"] | None = None,
+) -> tuple[Float[Array, "batch time channels"], Float[Array, "batch state channels"]]:
     """The definition, token by token; arguments and results as in `selective_scan`."""
     sizes = check_shapes(
         "mamba.reference", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D, state=state, optional=("D", "state")

@@ -8,10 +8,9 @@ retention exp(Δ A). The heads of a group share B and C, which are repeated for 
 instead saved 10 to 30 % of the time on a CPU when measured, which does not justify a second engine.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from atlasjax import memory, rules
 from atlasjax.mixers.shapes import check_shapes
@@ -34,20 +33,20 @@ def init_state(batch_size: int, heads: int, head_dim: int, state_dim: int) -> me
 
 
 def ssd(
-    x: jax.Array,
-    delta: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None = None,
+    x: Float[Array, "batch time heads head_dim"],
+    delta: Float[Array, "batch time heads"],
+    A: Float[Array, " heads"],
+    B: Float[Array, "batch time groups state"],
+    C: Float[Array, "batch time groups state"],
+    D: Float[Array, " heads"] | None = None,
     *,
-    state: memory.MemoryState | None = None,
-    segment_ids: jax.Array | None = None,
+    state: memory.MemoryState | memory.CachedState | None = None,
+    segment_ids: Int[Array, "batch time"] | None = None,
     max_segments: int | None = None,
     implementation: str | None = None,
     rule: memory.Rule = RULE,
     gates: memory.Gates = memory.Gates(),
-) -> tuple[jax.Array, Any]:
+) -> tuple[Float[Array, "batch time heads head_dim"], memory.MemoryState | memory.CachedState]:
     """The recurrence over a sequence. Splitting a sequence into several calls does not change the result.
 
     Args:
@@ -79,21 +78,26 @@ def ssd(
     params = _params(heads, sizes["head_dim"], sizes["state"])
     if x.shape[1] == 1 and state is not None and segment_ids is None and implementation is None:
         q, k, v, gates = jax.tree.map(lambda z: z[:, 0], (q, k, x, gates))
-        y, state = memory.step(rule, params, state, q, k, v, gates)
+        y, after = memory.step(rule, params, state, q, k, v, gates)
         y = y[:, None]
     else:
-        y, state = memory.scan(
+        y, after = memory.scan(
             rule, params, state, q, k, x, gates, segment_ids=segment_ids, max_segments=max_segments,
             implementation=implementation,
         )  # fmt: skip
     if D is not None:
         y = (y.astype(wide) + D.astype(wide)[:, None] * x.astype(wide)).astype(x.dtype)
-    return y, state
+    return y, after
 
 
 def reference(
-    x: jax.Array, delta: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+    x: Float[Array, "batch time heads head_dim"],
+    delta: Float[Array, "batch time heads"],
+    A: Float[Array, " heads"],
+    B: Float[Array, "batch time groups state"],
+    C: Float[Array, "batch time groups state"],
+    D: Float[Array, " heads"] | None = None,
+) -> tuple[Float[Array, "batch time heads head_dim"], Float[Array, "batch heads head_dim state"]]:
     """The definition, token by token, from a zero state; arguments as in `ssd`.
 
     Returns:

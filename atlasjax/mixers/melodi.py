@@ -23,10 +23,11 @@ Logits, softmax, norms, the sums of the mixing and the memory are float32. Keys 
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.mixers.attention import Source, softmax_attention
@@ -39,7 +40,7 @@ _AXES = {
     "weights.inputs": "dim heads 2·key_dim+value_dim",
     "weights.out": "heads·value_dim dim",
     "weights.summary": "summary dim",
-    "weights.mixing": "block_size+summary summary",
+    "weights.mixing": "_size summary",
     "weights.mixing_bias": "summary",
     "weights.context_norm": "dim",
     "weights.summary_norm": "dim",
@@ -78,21 +79,21 @@ class Weights(NamedTuple):
       context_norm, summary_norm, memory_norm: scales of the norms n_x, n_U, n_z, [dim].
     """
 
-    inputs: jax.Array
-    out: jax.Array
-    summary: jax.Array
-    mixing: jax.Array
-    mixing_bias: jax.Array
-    context_norm: jax.Array
-    summary_norm: jax.Array
-    memory_norm: jax.Array
+    inputs: Float[Array, "dim heads _channels"]
+    out: Float[Array, "_channels dim"]
+    summary: Float[Array, "summary dim"]
+    mixing: Float[Array, "_size summary"]
+    mixing_bias: Float[Array, " summary"]
+    context_norm: Float[Array, " dim"]
+    summary_norm: Float[Array, " dim"]
+    memory_norm: Float[Array, " dim"]
 
 
 class KeysAndValues(NamedTuple):
     """Rotated keys [batch, size, heads, key_dim], and values [batch, size, heads, value_dim]."""
 
-    keys: jax.Array
-    values: jax.Array
+    keys: Float[Array, "batch size heads key_dim"]
+    values: Float[Array, "batch size heads value_dim"]
 
 
 class MelodiState(NamedTuple):
@@ -107,19 +108,19 @@ class MelodiState(NamedTuple):
 
     memory: KeysAndValues
     block: KeysAndValues
-    mixed: jax.Array
-    position: jax.Array
+    mixed: Float[Array, "batch summary dim"]
+    position: Int[Array, " batch"]
 
 
 def attention(
-    x: jax.Array,
+    x: Float[Array, "batch time dim"],
     weights: Weights,
     *,
     rope_theta: float | None = 1e4,
     norm_eps: float = 1e-6,
-    segment_ids: jax.Array | None = None,
+    segment_ids: Int[Array, "batch time"] | None = None,
     max_segments: int | None = None,
-) -> jax.Array:
+) -> Float[Array, "batch time dim"]:
     """The layer over whole sequences.
 
     Args:
@@ -154,7 +155,7 @@ def attention(
     return grid.pick(_read_blocks(layer, q, k, v, x, grid, start)[0])
 
 
-def init_state(batch_size: int, weights: Weights, dtype: Any) -> MelodiState:
+def init_state(batch_size: int, weights: Weights, dtype: jax.typing.DTypeLike) -> MelodiState:
     """The state before the first token. `dtype` is that of later inputs x.
 
     Raises:
@@ -167,8 +168,13 @@ def init_state(batch_size: int, weights: Weights, dtype: Any) -> MelodiState:
 
 
 def extend(
-    x: jax.Array, weights: Weights, state: MelodiState, *, rope_theta: float | None = 1e4, norm_eps: float = 1e-6
-) -> tuple[jax.Array, MelodiState]:
+    x: Float[Array, "batch time dim"],
+    weights: Weights,
+    state: MelodiState,
+    *,
+    rope_theta: float | None = 1e4,
+    norm_eps: float = 1e-6,
+) -> tuple[Float[Array, "batch time dim"], MelodiState]:
     """`attention` for the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
 
     Args:
@@ -247,7 +253,9 @@ def _read_blocks(
     lies = grid.lay(jnp.ones(x.shape[:2], bool))
     place = layer.places(batch)
 
-    def block(carry: tuple[KeysAndValues, jax.Array], xs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+    def block(
+        carry: tuple[KeysAndValues, jax.Array], xs: tuple[jax.Array, ...]
+    ) -> tuple[tuple[KeysAndValues, jax.Array], tuple[jax.Array, tuple[KeysAndValues, jax.Array]]]:
         memory, mixed = carry
         q, k, v, x, lies, m = xs
         source = (*memory, _visible(m))
@@ -283,7 +291,7 @@ class _Layer:
     def places(self, batch: int) -> jax.Array:
         return jnp.broadcast_to(jnp.arange(self.block_size), (batch, self.block_size))
 
-    def empty(self, batch: int, size: int, dtype: Any) -> KeysAndValues:
+    def empty(self, batch: int, size: int, dtype: jax.typing.DTypeLike) -> KeysAndValues:
         zeros = lambda dim: jnp.zeros((batch, size, self.heads, dim), dtype)
         return KeysAndValues(zeros(self.key_dim), zeros(self.value_dim))
 
@@ -296,7 +304,7 @@ class _Layer:
         q, k, v = jnp.split(y, (self.key_dim, 2 * self.key_dim), axis=-1)
         return rotate(q, place, self.theta), rotate(k, place, self.theta), v
 
-    def normed(self, x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    def normed(self, x: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """RMSNorm of x [..., dim], computed in float32."""
         return (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * scale).astype(dtype)
 
@@ -336,7 +344,7 @@ class _Layer:
         return KeysAndValues(keys, values)
 
 
-def _make(where: str, x: Any, weights: Weights, theta: float | None, eps: float) -> _Layer:
+def _make(where: str, x: object, weights: Weights, theta: float | None, eps: float) -> _Layer:
     check_shapes(where, _AXES, x=x, **{f"weights.{name}": getattr(weights, name) for name in Weights._fields})
     heads, width = weights.inputs.shape[1:]
     value_dim, rest = divmod(weights.out.shape[0], heads)

@@ -13,10 +13,11 @@ gradients flow across blocks.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.mixers import block_memory
@@ -51,22 +52,22 @@ class Queue(NamedTuple):
       values: [batch, queue_length, heads, value_dim].
     """
 
-    keys: jax.Array
-    values: jax.Array
+    keys: Float[Array, "batch queue_length heads key_dim"]
+    values: Float[Array, "batch queue_length heads value_dim"]
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gate: jax.Array,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    gate: Float[Array, " heads"],
     *,
     queue_length: int,
     block_size: int,
     rope_theta: float | None = 1e4,
-    segment_ids: jax.Array | None = None,
+    segment_ids: Int[Array, "batch time"] | None = None,
     max_segments: int | None = None,
-) -> jax.Array:
+) -> Float[Array, "batch time heads value_dim"]:
     """Block attention with a queue, over whole sequences.
 
     Args:
@@ -96,8 +97,14 @@ def attention(
 
 
 def init_state(
-    batch_size: int, queue_length: int, block_size: int, heads: int, key_dim: int, value_dim: int, dtype: Any
-) -> BlockMemoryState:
+    batch_size: int,
+    queue_length: int,
+    block_size: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: jax.typing.DTypeLike,
+) -> BlockMemoryState[Queue]:
     """The state before the first token. Sizes as in `attention`; `dtype` is that of keys and values.
 
     Raises:
@@ -111,14 +118,14 @@ def init_state(
 
 
 def extend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gate: jax.Array,
-    state: BlockMemoryState,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    gate: Float[Array, " heads"],
+    state: BlockMemoryState[Queue],
     *,
     rope_theta: float | None = 1e4,
-) -> tuple[jax.Array, BlockMemoryState]:
+) -> tuple[Float[Array, "batch time heads value_dim"], BlockMemoryState[Queue]]:
     """`attention` for the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens.
 
     Args:

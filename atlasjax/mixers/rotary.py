@@ -3,9 +3,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 
-def rotate(x: jax.Array, position: jax.Array, theta: float | None = 1e4, channels: int | None = None) -> jax.Array:
+def rotate(
+    x: Float[Array, "batch time heads key_dim"],
+    position: Int[Array, "batch time"],
+    theta: float | None = 1e4,
+    channels: int | None = None,
+) -> Float[Array, "batch time heads key_dim"]:
     """Rotates pairs of channels by their position, so that q·k depends only on the distance of two tokens.
 
     The pairs are (x_i, x_{i + n/2}) of the first n channels, and the angles position · θ^{−2i/n}.

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from atlasjax.mixers.attention import Source, softmax_attention
 from atlasjax.mixers.blocks import block_source, continued, documents, unfinished, whole
@@ -55,12 +56,12 @@ class ElasticState:
       max_length: maximum number of tokens that will be read. Static, because it determines the size of the bank.
     """
 
-    coefficients: jax.Array
-    memory_keys: jax.Array
-    memory_values: jax.Array
-    keys: jax.Array
-    values: jax.Array
-    position: jax.Array
+    coefficients: Float[Array, "batch order heads _channels"]
+    memory_keys: Float[Array, "batch samples heads key_dim"]
+    memory_values: Float[Array, "batch samples heads value_dim"]
+    keys: Float[Array, "batch block_size heads key_dim"]
+    values: Float[Array, "batch block_size heads value_dim"]
+    position: Int[Array, " batch"]
     max_length: int
 
 
@@ -75,17 +76,17 @@ def no_bank(blocks: int, block_size: int) -> Bank:
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
     bank: Bank,
-    reconstruction: Any,
+    reconstruction: Float[np.ndarray, "samples order"] | Float[Array, "samples order"] | None,
     *,
     rope_theta: float | None = 1e4,
     rotate_memory_queries: bool = True,
-    segment_ids: jax.Array | None = None,
+    segment_ids: Int[Array, "batch time"] | None = None,
     max_segments: int | None = None,
-) -> jax.Array:
+) -> Float[Array, "batch time heads value_dim"]:
     """Elastic block attention over whole sequences.
 
     Args:
@@ -124,8 +125,15 @@ def attention(
 
 
 def init_state(
-    batch_size: int, max_length: int, block_size: int, reconstruction: Any, heads: int, key_dim: int, value_dim: int, dtype: Any
-) -> ElasticState:  # fmt: skip
+    batch_size: int,
+    max_length: int,
+    block_size: int,
+    reconstruction: Float[np.ndarray, "samples order"] | Float[Array, "samples order"] | None,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: jax.typing.DTypeLike,
+) -> ElasticState:
     """The state before the first token. Outputs of tokens beyond `max_length` are NaN."""
     samples, order = (0, 0) if reconstruction is None else reconstruction.shape
     zeros = lambda size, dim: jnp.zeros((batch_size, size, heads, dim), dtype)
@@ -141,16 +149,16 @@ def init_state(
 
 
 def extend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
     state: ElasticState,
     bank: Bank,
-    reconstruction: Any,
+    reconstruction: Float[np.ndarray, "samples order"] | Float[Array, "samples order"] | None,
     *,
     rope_theta: float | None = 1e4,
     rotate_memory_queries: bool = True,
-) -> tuple[jax.Array, ElasticState]:
+) -> tuple[Float[Array, "batch time heads value_dim"], ElasticState]:
     """`attention` for the next tokens of a stream, with any time ≥ 1. Rows may have read different numbers of tokens.
 
     Args:
@@ -220,7 +228,7 @@ def _piece(
 class _Matrices:
     """Bank and reconstruction matrix as float32 arrays on the device, and the operations that use them."""
 
-    def __init__(self, bank: Bank, reconstruction: Any):
+    def __init__(self, bank: Bank, reconstruction: Float[np.ndarray, "samples order"] | Float[Array, "samples order"]):
         constant = lambda x: jnp.asarray(x, jnp.float32)
         self.transitions, self.kernels = constant(bank.transitions), constant(bank.kernels)
         self.reconstruction = constant(reconstruction)
@@ -319,14 +327,22 @@ def _empty_coefficients(batch: int, matrices: _Matrices, k: jax.Array, v: jax.Ar
     return jnp.zeros((batch, matrices.order, k.shape[-2], k.shape[-1] + v.shape[-1]), jnp.float32)
 
 
-def _check(where: str, q: Any, k: Any, v: Any, bank: Bank, reconstruction: Any, time: int) -> _Matrices:
+def _check(
+    where: str,
+    q: object,
+    k: object,
+    v: object,
+    bank: Bank,
+    reconstruction: Float[np.ndarray, "samples order"] | Float[Array, "samples order"] | None,
+    time: int,
+) -> _Matrices:
     sizes = check_shapes(where, _AXES, q=q, k=k, v=v)
     if sizes["key_dim"] % 2:
         raise ValueError(f"{where}: key_dim is {sizes['key_dim']}, should be even for rotary positions.")
-    named = {"bank.transitions": bank.transitions, "bank.kernels": bank.kernels, "reconstruction": reconstruction}
     known: dict[str, int] = {}
     if reconstruction is None:
-        named["reconstruction"] = reconstruction = np.zeros((0, 0), np.float32)
+        reconstruction = np.zeros((0, 0), np.float32)
+    named = {"bank.transitions": bank.transitions, "bank.kernels": bank.kernels, "reconstruction": reconstruction}
     for name, x in named.items():
         names, shape = _BANK_AXES[name].split(), np.shape(x)
         own = dict(zip(names, shape))

@@ -15,6 +15,7 @@ from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from atlasjax import cache, check
 from atlasjax.mixers.elastic.hippo import DISCRETIZATIONS, block, build_bytes
@@ -29,8 +30,8 @@ Progress = Callable[[str], None]
 class Bank(NamedTuple):
     """P_m and K_m of the first blocks: float32 [blocks, order, order] and [blocks, order, block_size]."""
 
-    transitions: np.ndarray
-    kernels: np.ndarray
+    transitions: Float[np.ndarray, "blocks order order"]
+    kernels: Float[np.ndarray, "blocks order block_size"]
 
 
 def bank_bytes(order: int, block_size: int, blocks: int) -> int:

@@ -16,13 +16,13 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from atlasjax import check
 from atlasjax.memory.check import ARRAYS, check_floating
@@ -83,7 +83,11 @@ def block(
     return p, np.diff(_antiderivatives(order, np.arange(first, last + 1) / last), axis=1)
 
 
-def reconstruction(order: int, positions: Any, length: float = 1.0) -> np.ndarray:
+def reconstruction(
+    order: int,
+    positions: Float[np.ndarray, " samples"] | Float[Array, " samples"] | Sequence[float],
+    length: float = 1.0,
+) -> Float[np.ndarray, "samples order"]:
     """R_jn = g_n(x_j / t), which evaluates the signal at positions x_j in [0, t] from its coefficients.
 
     R depends only on x_j / t, so the same R serves a growing history.
@@ -105,14 +109,14 @@ def reconstruction(order: int, positions: Any, length: float = 1.0) -> np.ndarra
 
 
 def compress(
-    signal: jax.Array,
+    signal: Float[Array, "... time channels"],
     order: int,
     *,
-    coefficients: jax.Array | None = None,
+    coefficients: Float[Array, "... order channels"] | None = None,
     start: int = 0,
     discretization: str = "zoh",
     legacy_hippo: bool = False,
-) -> jax.Array:
+) -> Float[Array, "... order channels"]:
     """The coefficients after start + time tokens.
 
     Args:
@@ -147,7 +151,11 @@ def compress(
     return apply(jnp.asarray(p, dtype), coefficients.astype(dtype)) + state
 
 
-def reconstruct(coefficients: jax.Array, positions: Any, length: float = 1.0) -> jax.Array:
+def reconstruct(
+    coefficients: Float[Array, "... order channels"],
+    positions: Float[np.ndarray, " samples"] | Float[Array, " samples"] | Sequence[float],
+    length: float = 1.0,
+) -> Float[Array, "... samples channels"]:
     """The signal at positions in [0, length], from coefficients [..., order, channels]: [..., samples, channels].
 
     Raises:
@@ -158,12 +166,12 @@ def reconstruct(coefficients: jax.Array, positions: Any, length: float = 1.0) ->
     return apply(jnp.asarray(matrix, jnp.promote_types(coefficients.dtype, jnp.float32)), coefficients)
 
 
-def apply(matrix: jax.Array, x: jax.Array) -> jax.Array:
+def apply(matrix: Float[Array, "rows n"], x: Float[Array, "... n channels"]) -> Float[Array, "... rows channels"]:
     """matrix [rows, n] times x [..., n, channels], in full float32 on every device. bfloat16 products are not accurate enough."""
     return jnp.matmul(matrix, x, precision=jax.lax.Precision.HIGHEST)
 
 
-def _check_series(where: str, name: str, x: Any, axes: str) -> None:
+def _check_series(where: str, name: str, x: object, axes: str) -> None:
     if not isinstance(x, ARRAYS):
         raise TypeError(f"{where}: {name} must be an array {axes}, got {type(x).__name__}.")
     check_floating(name, x, where)
@@ -171,7 +179,9 @@ def _check_series(where: str, name: str, x: Any, axes: str) -> None:
         raise ValueError(f"{where}: {name} has shape {x.shape}, should be {axes}, with no empty axis.")
 
 
-def check_positions(name: str, positions: Any, length: float) -> np.ndarray:
+def check_positions(
+    name: str, positions: Float[np.ndarray, " samples"] | Float[Array, " samples"] | Sequence[float], length: float
+) -> Float[np.ndarray, " samples"]:
     """Positions as float64 [samples ≥ 1]. Raises ValueError if one is outside [0, length]."""
     try:
         positive = math.isfinite(length) and length > 0

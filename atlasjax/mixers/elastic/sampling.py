@@ -6,28 +6,28 @@ learned parameters, so a model may be trained with one sampling and run with ano
 
 from collections.abc import Callable
 from numbers import Integral
-from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from atlasjax import check
 from atlasjax.mixers.elastic.hippo import check_positions, reconstruction
 from atlasjax.names import lookup
 
-Sampling = Callable[[int, float], Any]
+Sampling = Callable[[int, float], np.ndarray]
 
 
-def uniform(count: int, length: float) -> np.ndarray:
+def uniform(count: int, length: float) -> Float[np.ndarray, " samples"]:
     """x_j = j t / count. The newest sample is one spacing before the end."""
     return np.arange(count) * (length / count)
 
 
-def uniform_mid(count: int, length: float) -> np.ndarray:
+def uniform_mid(count: int, length: float) -> Float[np.ndarray, " samples"]:
     """x_j = (j + ½) t / count: the middle of each of `count` equal parts."""
     return (np.arange(count) + 0.5) * (length / count)
 
 
-def exponential(count: int, length: float, alpha: float | None = None) -> np.ndarray:
+def exponential(count: int, length: float, alpha: float | None = None) -> Float[np.ndarray, " samples"]:
     """x_m = t (1 − α^m), dense near the end, where the latest tokens are (App. E.4 lists the same positions in reverse order).
 
     With α None the newest sample is half a token before the end, α^(count−1) = 1 / (2t).
@@ -46,7 +46,7 @@ SAMPLINGS: dict[str, Sampling] = {"uniform": uniform, "uniform_mid": uniform_mid
 """Samplings by name, for configs. Add your own here to use it by name."""
 
 
-def positions(sampling: str | Sampling, count: int, length: float) -> np.ndarray:
+def positions(sampling: str | Sampling, count: int, length: float) -> Float[np.ndarray, " samples"]:
     """The positions of a sampling, validated.
 
     Args:
@@ -73,7 +73,7 @@ def positions(sampling: str | Sampling, count: int, length: float) -> np.ndarray
 
 def sampled_reconstruction(
     order: int, sampling: str | Sampling, samples: int | None = None, length: float = 1.0
-) -> np.ndarray:
+) -> Float[np.ndarray, "samples order"]:
     """R of `hippo.reconstruction` at a sampling's positions, float32 [samples, order]. `samples` defaults to `order`.
 
     Raises:

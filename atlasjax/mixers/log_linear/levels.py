@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from atlasjax import check
 
@@ -16,18 +17,18 @@ def num_levels(length: int) -> int:
     return (length - 1).bit_length() + 1
 
 
-def level_of(t: jax.Array, s: jax.Array) -> jax.Array:
+def level_of(t: Int[Array, "..."], s: Int[Array, "..."]) -> Int[Array, "..."]:
     """level(t, s) = bit_length(t xor s) for integers ≥ 0."""
     different = jnp.bitwise_xor(t, s)
     return 32 - jax.lax.clz(different.astype(jnp.int32))
 
 
-def has_level(level: jax.Array, t: jax.Array) -> jax.Array:
+def has_level(level: Int[Array, "..."], t: Int[Array, "..."]) -> Bool[Array, "..."]:
     """Whether token t has the level: always level 0, and level ℓ ≥ 1 if bit ℓ − 1 of t is set."""
     return (level == 0) | (jnp.right_shift(t, jnp.maximum(level - 1, 0)) & 1 == 1)
 
 
-def softmax(scores: jax.Array, t: jax.Array) -> jax.Array:
+def softmax(scores: Float[Array, "*tokens levels"], t: Int[Array, "*tokens 1"]) -> Float[Array, "*tokens levels"]:
     """Softmax of scores [..., levels] over the levels that token t [..., 1] has."""
     has = has_level(jnp.arange(scores.shape[-1]), t)
     return jax.nn.softmax(jnp.where(has, scores, -jnp.inf), axis=-1)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from atlasjax.memory import grid
 from atlasjax.memory.blocks import decay_products, dot, exact, neighbours
@@ -71,13 +72,13 @@ def _layout(segment_ids: jax.Array) -> _Layout:
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    weights: jax.Array,
-    retention: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-) -> jax.Array:
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    weights: Float[Array, "batch time heads levels"],
+    retention: Float[Array, "batch time heads"] | None = None,
+    segment_ids: Int[Array, "batch time"] | None = None,
+) -> Float[Array, "batch time heads value_dim"]:
     """Log-linear attention over whole sequences.
 
     Args:
@@ -142,7 +143,11 @@ def attention(
     return y.astype(q.dtype)
 
 
-def segment_weights(connector: jax.Array, keys: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+def segment_weights(
+    connector: Float[Array, "batch time heads key_dim"],
+    keys: Float[Array, "batch time heads key_dim"],
+    segment_ids: Int[Array, "batch time"] | None = None,
+) -> Float[Array, "batch time heads levels"]:
     """λ of Log-Linear++: softmax of ⟨u_t, mean of the segment's keys⟩ over a token's levels, without 1/√d.
 
     Args:

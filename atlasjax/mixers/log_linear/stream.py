@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from atlasjax.memory.blocks import decay_products
 from atlasjax.mixers.log_linear.levels import level_of, num_levels, softmax
@@ -21,9 +22,9 @@ class LogLinearState(NamedTuple):
       position: number of tokens read, [batch], int32.
     """
 
-    states: jax.Array
-    key_sums: jax.Array
-    position: jax.Array
+    states: Float[Array, "batch heads levels value_dim key_dim"]
+    key_sums: Float[Array, "batch heads levels key_dim"]
+    position: Int[Array, " batch"]
 
 
 def init_state(batch_size: int, heads: int, key_dim: int, value_dim: int, max_length: int) -> LogLinearState:
@@ -50,13 +51,13 @@ def _check_stream(where: str, state: LogLinearState, weights: jax.Array | None, 
 
 def step(
     state: LogLinearState,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    weights: jax.Array | None = None,
-    retention: jax.Array | None = None,
-    connector: jax.Array | None = None,
-) -> tuple[jax.Array, LogLinearState]:
+    q: Float[Array, "batch heads key_dim"],
+    k: Float[Array, "batch heads key_dim"],
+    v: Float[Array, "batch heads value_dim"],
+    weights: Float[Array, "batch heads levels"] | None = None,
+    retention: Float[Array, "batch heads"] | None = None,
+    connector: Float[Array, "batch heads key_dim"] | None = None,
+) -> tuple[Float[Array, "batch heads value_dim"], LogLinearState]:
     """One token of a stream.
 
     Args:
@@ -108,13 +109,13 @@ def step(
 
 def extend(
     state: LogLinearState,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    weights: jax.Array | None = None,
-    retention: jax.Array | None = None,
-    connector: jax.Array | None = None,
-) -> tuple[jax.Array, LogLinearState]:
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    weights: Float[Array, "batch time heads levels"] | None = None,
+    retention: Float[Array, "batch time heads"] | None = None,
+    connector: Float[Array, "batch time heads key_dim"] | None = None,
+) -> tuple[Float[Array, "batch time heads value_dim"], LogLinearState]:
     """The next piece of a stream, any time ≥ 1. Equals that many `step`s, but computes 64 tokens at once.
 
     Args:
