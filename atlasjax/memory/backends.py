@@ -14,6 +14,7 @@ from atlasjax.memory import tuned
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
+from atlasjax.memory.rule import Rule
 from atlasjax.names import resolve
 
 
@@ -69,24 +70,24 @@ class _Everywhere:
     platform: str | None = None
     is_partitioned = True
 
-    def unsupported(self, rule: Any, params: Any, state: Any, q: Any, packed: bool) -> str | None:
+    def unsupported(self, rule: object, params: object, state: object, q: object, packed: bool) -> str | None:
         return None
 
-    def is_preferred(self, rule: Any, q: Any, v: Any) -> bool:
+    def is_preferred(self, rule: object, q: object, v: object) -> bool:
         return False
 
 
 class _XLA(_Everywhere):
     name = "xla"
 
-    def scan(self, rule: Any, *arguments: Any) -> tuple[jax.Array, Any]:
+    def scan(self, rule: Rule, *arguments: Any) -> tuple[jax.Array, Any]:
         return rule.scan(*arguments)
 
 
 class _Reference(_Everywhere):
     name = "reference"
 
-    def scan(self, rule: Any, *arguments: Any) -> tuple[jax.Array, Any]:
+    def scan(self, rule: Rule, *arguments: Any) -> tuple[jax.Array, Any]:
         *rest, _ = arguments
         return rule.reference(*rest)
 

@@ -5,10 +5,12 @@ A call may begin in the middle of a chunk, and packed segments restart the grid,
 `aligned_layout`, `streamed_layout` and `segmented_layout` assign the places; `lay` moves tokens there, and `pick` moves them back.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+Tree = TypeVar("Tree")  # of arrays
 
 
 class Layout(NamedTuple):
@@ -134,7 +136,11 @@ def segmented_layout(
 
 
 def lay(
-    x: jax.Array, places: int, place: jax.Array | None = None, fill: Any = 0.0, held: jax.Array | None = None
+    x: jax.Array,
+    places: int,
+    place: jax.Array | None = None,
+    fill: jax.typing.ArrayLike = 0.0,
+    held: jax.Array | None = None,
 ) -> jax.Array:
     """Puts tokens in their places: [batch, time, …] → [batch, places, …].
 
@@ -164,7 +170,12 @@ def pick(y: jax.Array, time: int, place: jax.Array | None = None) -> jax.Array:
 
 
 def lay_chunks(
-    x: jax.Array, count: int, size: int, place: jax.Array | None = None, fill: Any = 0.0, held: jax.Array | None = None
+    x: jax.Array,
+    count: int,
+    size: int,
+    place: jax.Array | None = None,
+    fill: jax.typing.ArrayLike = 0.0,
+    held: jax.Array | None = None,
 ) -> jax.Array:
     """`lay` for `count` chunks of `size` places: [batch, time, …] → [count, batch, size, …]."""
     y = lay(x, count * size, place, fill, held)
@@ -177,7 +188,7 @@ def pick_chunks(y: jax.Array, time: int, place: jax.Array | None = None) -> jax.
     return pick(y.reshape(y.shape[0], -1, *y.shape[3:]), time, place)
 
 
-def choose(condition: jax.Array, a: Any, b: Any) -> Any:
+def choose(condition: jax.Array, a: Tree, b: Tree) -> Tree:
     """For each batch element, the leaves of `a` where the condition [batch] holds, otherwise those of `b`."""
     expand = lambda x: condition.reshape(-1, *(1,) * (x.ndim - 1))
     return jax.tree.map(lambda x, y: jnp.where(expand(y), x, y), a, b)

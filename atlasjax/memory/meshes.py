@@ -6,18 +6,23 @@ known; the engines leave it to the compiler, as on a mesh with automatic axes.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
+Tree = TypeVar("Tree")
+Carry = TypeVar("Carry")
+X = TypeVar("X")
+Y = TypeVar("Y")
 
-def _varying(x: Any) -> frozenset[str]:
+
+def _varying(x: jax.Array) -> frozenset[str]:
     """The manual mesh axes over which an array varies."""
     return jax.typeof(x).manual_axis_type.varying
 
 
-def vary_like(tree: Any, *others: Any) -> Any:
+def vary_like(tree: Tree, *others: Any) -> Tree:
     """Casts `tree` to vary over every manual mesh axis over which it or `others` vary. No effect outside shard_map."""
     axes: set[str] = set()
     for leaf in jax.tree.leaves((tree, others)):
@@ -25,14 +30,14 @@ def vary_like(tree: Any, *others: Any) -> Any:
     if not axes:
         return tree
 
-    def vary(x: Any) -> Any:
+    def vary(x: jax.Array) -> jax.Array:
         missing = tuple(sorted(axes - _varying(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, tree)
 
 
-def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, **options: Any) -> tuple[Any, Any]:
+def scan(body: Callable[[Carry, X], tuple[Carry, Y]], init: Carry, xs: X, **options: Any) -> tuple[Carry, Y]:
     """`jax.lax.scan` with a carry that varies over the same mesh axes as the inputs."""
     return jax.lax.scan(body, vary_like(init, xs), xs, **options)
 
@@ -50,7 +55,7 @@ def on_any_mesh(call: Callable[..., Any], fresh_state: Callable[[Any], Any]) -> 
     """
 
     def run(params: Any, state: Any, q: jax.Array, *rest: Any) -> Any:
-        params, state, q, *rest = vary_like((params, state, q, *rest))
+        params, state, q, rest = vary_like((params, state, q, rest))
         sharding: Any = jax.typeof(q).sharding
         kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
         explicit = tuple(name for name, kind in kinds.items() if kind == AxisType.Explicit)

@@ -64,7 +64,7 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def key_of(rule: Any, key_dim: int, value_dim: int, dtype: Any) -> tuple[Any, ...]:
+def key_of(rule: object, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike) -> tuple[Any, ...]:
     """The key of a choice for a rule on jax's default device."""
     kind = jax.devices()[0].device_kind
     return kind, jax.__version__, sources(), repr(rule), key_dim, value_dim, jnp.dtype(dtype).name
@@ -108,7 +108,7 @@ def write(choice: Choice, folder: pathlib.Path | None = None) -> pathlib.Path:
     return path
 
 
-def implementation(rule: Any, q: jax.Array, v: jax.Array) -> str | None:
+def implementation(rule: object, q: jax.Array, v: jax.Array) -> str | None:
     """The backend chosen for a call on jax's default device; None if nothing was measured for it. Arguments as in `memory.scan`."""
     choices = read()
     if not choices:

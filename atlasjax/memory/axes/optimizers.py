@@ -75,8 +75,8 @@ class GradientDescent(Optimizer):
     is_linear = True
 
     def update(
-        self, state: Any, gradient: Any, step_size: jax.Array, momentum_decay: jax.Array | None
-    ) -> tuple[Any, Any]:
+        self, state: Any, gradient: dict[str, jax.Array], step_size: jax.Array, momentum_decay: jax.Array | None
+    ) -> tuple[dict[str, jax.Array], Any]:
         return _scaled(-step_size, gradient), state
 
     def summary(self) -> str:
@@ -110,8 +110,8 @@ class Momentum(Optimizer):
     is_linear = True
 
     def update(
-        self, state: Any, gradient: Any, step_size: jax.Array, momentum_decay: jax.Array | None
-    ) -> tuple[Any, Any]:
+        self, state: Any, gradient: dict[str, jax.Array], step_size: jax.Array, momentum_decay: jax.Array | None
+    ) -> tuple[dict[str, jax.Array], Any]:
         S = {name: momentum_decay * state[name] - step_size * g for name, g in gradient.items()}
         return S, S
 
@@ -144,8 +144,8 @@ class Muon(Optimizer):
         lookup("Newton–Schulz schedule", self.schedule, SCHEDULES)
 
     def update(
-        self, state: Any, gradient: Any, step_size: jax.Array, momentum_decay: jax.Array | None
-    ) -> tuple[Any, Any]:
+        self, state: Any, gradient: dict[str, jax.Array], step_size: jax.Array, momentum_decay: jax.Array | None
+    ) -> tuple[dict[str, jax.Array], Any]:
         S = {name: momentum_decay * state[name] - g for name, g in gradient.items()}
         return {name: step_size * newton_schulz(s, self.steps, SCHEDULES[self.schedule]) for name, s in S.items()}, S
 

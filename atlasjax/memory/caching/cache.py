@@ -11,9 +11,10 @@ from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import CachedState, fresh_memory, in_segment
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.grid import choose
+from atlasjax.memory.rule import Params
 
 
-def push(rule: CachedRule, params: Any, state: CachedState, full: jax.Array) -> CachedState:
+def push(rule: CachedRule[Params], params: Params, state: CachedState, full: jax.Array) -> CachedState:
     """Where `full` [batch] is True, moves the segment's memory to the cache and begins a new segment."""
     places = state.keys.shape[2]
     row, place = jnp.arange(full.shape[0]), state.cached_count % places
@@ -50,8 +51,8 @@ def _by_age(state: CachedState) -> tuple[jax.Array, jax.Array]:
 
 
 def read_cache(
-    rule: CachedRule, params: Any, state: CachedState, q: jax.Array, u: jax.Array | None, blend: jax.Array | None,
-    own_keys: jax.Array, own_read: Any, dtype: Any,
+    rule: CachedRule[Params], params: Params, state: CachedState, q: jax.Array, u: jax.Array | None, blend: jax.Array | None,
+    own_keys: jax.Array, own_read: Any, dtype: jnp.dtype,
 ) -> jax.Array:  # fmt: skip
     """The tokens' reads of the cache and of their own memory.
 
@@ -104,7 +105,7 @@ def read_cache(
     )
 
 
-def overfull(rule: CachedRule, state: CachedState) -> jax.Array:
+def overfull(rule: CachedRule[Params], state: CachedState) -> jax.Array:
     """Whether more memories were cached than the cache has slots although none may be evicted."""
     if rule.capacity is not None:
         return jnp.zeros(state.cached_count.shape, bool)

@@ -14,19 +14,19 @@ import numpy as np
 
 from atlasjax.memory import meshes
 from atlasjax.memory.gates import Weights
-from atlasjax.memory.rule import Rule
+from atlasjax.memory.rule import Params, Rule
 
 _BLOCK = 128  # tokens that read one memory together in `read_selected`
 
 
-def residual(rule: Rule, params: Any, q: jax.Array) -> jax.Array | None:
+def residual(rule: Rule[Params, Any], params: Params, q: jax.Array) -> jax.Array | None:
     """`Rule.residual` for [..., heads, tokens, …]."""
     return jax.vmap(rule.residual, in_axes=(0, -3), out_axes=-3)(params, q)
 
 
 def join(
     rule: Rule,
-    params: Any,
+    params: Params,
     q: jax.Array,
     own_read: jax.Array,
     mine: jax.Array,
@@ -48,7 +48,7 @@ def _over_heads(rule: Rule, dtype: jnp.dtype) -> Callable[..., jax.Array]:
 def read_earlier(
     rule: Rule,
     dtype: jnp.dtype,
-    params: Any,
+    params: Params,
     memories: Weights,
     q: jax.Array,
     gamma: jax.Array,
@@ -90,7 +90,7 @@ def read_earlier(
 def read_all(
     rule: Rule,
     dtype: jnp.dtype,
-    params: Any,
+    params: Params,
     memories: Weights,
     q: jax.Array,
     gamma: jax.Array,
@@ -113,7 +113,7 @@ def read_all(
 def read_selected(
     rule: Rule,
     dtype: jnp.dtype,
-    params: Any,
+    params: Params,
     memories: Weights,
     q: jax.Array,
     index: jax.Array,
@@ -174,7 +174,7 @@ def read_selected(
 
 
 def read_mixed(
-    rule: Any, dtype: jnp.dtype, params: Any, memories: Weights, q: jax.Array, gamma: jax.Array
+    rule: Any, dtype: jnp.dtype, params: Params, memories: Weights, q: jax.Array, gamma: jax.Array
 ) -> jax.Array:
     """Reads of a memory soup, with layers mixed for each token. Arguments as in `read_all`; the rule has `read_mixed`."""
     one = functools.partial(rule.read_mixed, dtype)

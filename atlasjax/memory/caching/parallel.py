@@ -13,12 +13,13 @@ from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import CachedState, Tokens, empty_cache, fresh_memory, in_segment
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.grid import choose
+from atlasjax.memory.rule import Params
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "max_segments"), inline=True)
 def parallel_scan(
-    rule: CachedRule,
-    params: Any,
+    rule: CachedRule[Params],
+    params: Params,
     tokens: Tokens,
     segment_ids: jax.Array | None,
     max_segments: int | None,
@@ -59,7 +60,7 @@ class _Layout(NamedTuple):
 
 
 def _layout(
-    rule: CachedRule, batch: int, time: int, segment_ids: jax.Array | None, max_segments: int | None
+    rule: CachedRule[Params], batch: int, time: int, segment_ids: jax.Array | None, max_segments: int | None
 ) -> _Layout:
     size = rule.segment_size
     reach = lambda count: count if rule.capacity is None else rule.capacity
@@ -85,7 +86,7 @@ def _layout(
 
 
 def _write(
-    rule: CachedRule, params: Any, rows: Tokens, lengths: jax.Array | None, resets: jax.Array | None
+    rule: CachedRule[Params], params: Params, rows: Tokens, lengths: jax.Array | None, resets: jax.Array | None
 ) -> tuple[jax.Array, Any, Any]:
     """Reads M_t(q_t) of the segments' own memories, [segments, batch, C, heads, value_dim], the states at the segments' ends, and
     those at their starts (None if all are fresh)."""
@@ -119,7 +120,7 @@ def _write(
 
 
 def _read(
-    rule: CachedRule, params: Any, rows: Tokens, y: jax.Array, weights: Any, visible: jax.Array,
+    rule: CachedRule[Params], params: Params, rows: Tokens, y: jax.Array, weights: Any, visible: jax.Array,
     starts: Any,
 ) -> jax.Array:  # fmt: skip
     """The tokens' reads of all memories: [segments, batch, heads, C, value_dim].
@@ -162,8 +163,8 @@ def _read(
 
 
 def _read_selected(
-    rule: CachedRule, params: Any, weights: Any, q: jax.Array, own_read: jax.Array, scores: jax.Array,
-    own: jax.Array, seen: jax.Array, blend: jax.Array | None, dtype: Any,
+    rule: CachedRule[Params], params: Params, weights: Any, q: jax.Array, own_read: jax.Array, scores: jax.Array,
+    own: jax.Array, seen: jax.Array, blend: jax.Array | None, dtype: jnp.dtype,
 ) -> jax.Array:  # fmt: skip
     count, batch, heads, size = q.shape[:4]
     chosen = gating.select(rule, scores, seen)
@@ -178,7 +179,7 @@ def _read_selected(
 
 
 def _read_soup(
-    rule: CachedRule, params: Any, rows: Tokens, weights: Any, gamma: jax.Array, mine: jax.Array,
+    rule: CachedRule[Params], params: Params, rows: Tokens, weights: Any, gamma: jax.Array, mine: jax.Array,
     starts: Any,
 ) -> jax.Array:  # fmt: skip
     """Runs the segments again, with the cached layers mixed into every read.
@@ -200,7 +201,7 @@ def _read_soup(
 
 
 def _last_state(
-    rule: CachedRule, params: Any, where: _Layout, rows: Tokens, ends: Any, weights: Any, time: int,
+    rule: CachedRule[Params], params: Params, where: _Layout, rows: Tokens, ends: Any, weights: Any, time: int,
     segment_ids: jax.Array | None,
 ) -> CachedState:  # fmt: skip
     """The state after the call: the last segment's memory, and the earlier ones of its document."""

@@ -1,7 +1,6 @@
 """Memory Caching read without a write."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,13 @@ from atlasjax.memory.caching import gates as gating
 from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import CachedState
 from atlasjax.memory.fast_weights.chunk import Soup
+from atlasjax.memory.rule import Params
 
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def read_state(
-    rule: CachedRule,
-    params: Any,
+    rule: CachedRule[Params],
+    params: Params,
     state: CachedState,
     q: jax.Array,
     connector: jax.Array | None,

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from atlasjax.memory import meshes
 from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import Tokens, fresh_memory
+from atlasjax.memory.rule import Params
 
 
 def _gates(
-    rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array, blend: jax.Array | None
+    rule: CachedRule[Params], scores: jax.Array, own: jax.Array, visible: jax.Array, blend: jax.Array | None
 ) -> jax.Array:
     """γ of one token and head, [1 + n], with the token's own memory first."""
     gates = _unblended(rule, scores, own, visible)
@@ -21,7 +22,7 @@ def _gates(
     return (1 - blend) * alone + blend * gates
 
 
-def _unblended(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array) -> jax.Array:
+def _unblended(rule: CachedRule[Params], scores: jax.Array, own: jax.Array, visible: jax.Array) -> jax.Array:
     every = jnp.concatenate([own[None], scores])
     read = jnp.concatenate([jnp.ones(1, bool), visible])
     if rule.aggregation == "residual":
@@ -38,7 +39,7 @@ def _unblended(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax
 
 
 def _read(
-    rule: CachedRule, params: Any, memories: dict, gamma: jax.Array, x: jax.Array, own_read: jax.Array
+    rule: CachedRule[Params], params: Params, memories: dict, gamma: jax.Array, x: jax.Array, own_read: jax.Array
 ) -> jax.Array:
     """One token of one head: memories [1 + n, …], the token's own first; gamma [1 + n], x [key_dim], own_read M_t(x)."""
     one = rule.rule
@@ -51,7 +52,9 @@ def _read(
     return skip + gamma[0] * (own_read - skip) + jnp.tensordot(gamma[1:], others, 1)
 
 
-def reference_cached(rule: CachedRule, params: Any, tokens: Tokens, segment_ids: jax.Array | None = None) -> jax.Array:
+def reference_cached(
+    rule: CachedRule[Params], params: Params, tokens: Tokens, segment_ids: jax.Array | None = None
+) -> jax.Array:
     """y of a call from a fresh memory, [batch, time, heads, value_dim]. Tokens as in `parallel_scan`."""
     dtype = jnp.promote_types(tokens.q.dtype, jnp.float32)
     wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -94,7 +97,7 @@ def reference_cached(rule: CachedRule, params: Any, tokens: Tokens, segment_ids:
         pooled = jnp.concatenate([_pool(rule, c["key_sum"], c["position"])[None], c["keys"]])
 
         def head(
-            params: Any, memories: dict, pooled: jax.Array, q: jax.Array, u: jax.Array | None, blend: jax.Array | None,
+            params: Params, memories: dict, pooled: jax.Array, q: jax.Array, u: jax.Array | None, blend: jax.Array | None,
             own_read: jax.Array,
         ) -> jax.Array:  # fmt: skip
             if u is None:
@@ -125,5 +128,5 @@ def reference_cached(rule: CachedRule, params: Any, tokens: Tokens, segment_ids:
     return jax.vmap(lambda tokens, ids: meshes.scan(token, carry, (tokens, ids))[1])(tokens, ids)
 
 
-def _pool(rule: CachedRule, total: jax.Array, count: jax.Array) -> jax.Array:
+def _pool(rule: CachedRule[Params], total: jax.Array, count: jax.Array) -> jax.Array:
     return total / jnp.maximum(count, 1) if rule.pooling == "mean" else total

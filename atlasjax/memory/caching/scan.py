@@ -13,11 +13,12 @@ from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import CachedState, Tokens, tokens_of
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.gates import Gates
+from atlasjax.memory.rule import Params
 
 
 def xla_scan(
-    rule: CachedRule,
-    params: Any,
+    rule: CachedRule[Params],
+    params: Params,
     state: CachedState | None,
     q: jax.Array,
     k: jax.Array,
@@ -37,7 +38,9 @@ def xla_scan(
     return _from_state(rule, params, state, tokens)
 
 
-def _from_state(rule: CachedRule, params: Any, state: CachedState, tokens: Tokens) -> tuple[jax.Array, CachedState]:
+def _from_state(
+    rule: CachedRule[Params], params: Params, state: CachedState, tokens: Tokens
+) -> tuple[jax.Array, CachedState]:
     """A call that continues from a state anywhere in a segment, one segment after another."""
     time = tokens.q.shape[1]
     size, dtype = rule.segment_size, tokens.q.dtype

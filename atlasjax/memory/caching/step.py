@@ -11,10 +11,11 @@ from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import CachedState, tokens_of
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.gates import Gates
+from atlasjax.memory.rule import Params
 
 
 def xla_step(
-    rule: CachedRule, params: Any, state: CachedState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates
+    rule: CachedRule[Params], params: Params, state: CachedState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates
 ) -> tuple[jax.Array, CachedState]:
     """`CachedRule.step`."""
     tokens = tokens_of(rule, q, k, v, gates)

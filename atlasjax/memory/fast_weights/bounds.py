@@ -31,13 +31,13 @@ It is far above the weights of a memory in use. A deep memory under the dot-prod
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from atlasjax import check
 from atlasjax.memory import meshes
+from atlasjax.memory.axes.objectives import Objective
 from atlasjax.memory.blocks import divisible, exact, unit_lower_inverse
 
 _LEAST = 2.0**-10  # lower bound of 1 − θ: slower momentum is treated as if it ended after 1,024 tokens
@@ -68,7 +68,7 @@ class Bound:
             check.number("Bound", name, getattr(self, name), above=0, optional=True)
 
 
-def toward_target(objective: Any, out: jax.Array, v: jax.Array, threshold: jax.Array | None) -> jax.Array:
+def toward_target(objective: Objective, out: jax.Array, v: jax.Array, threshold: jax.Array | None) -> jax.Array:
     """⟨∂ℓ/∂out, out − v⟩ by channel, [..., value_dim], from out and v [..., value_dim]. Its sum is ≥ 0 for a convex loss whose
     minimum is v."""
     slope = jax.grad(lambda o: jnp.sum(objective.loss(o, v, threshold)))(meshes.vary_like(out, v))

@@ -34,11 +34,11 @@ class Plan(NamedTuple):
     chunk: int
     block: int
     width: int
-    dtype: Any
+    dtype: jnp.dtype
     writes: bool = True
 
 
-def plan(rule: MemoryRule, params: MemoryParams, dtype: Any, time: int | None = None) -> Plan:
+def plan(rule: MemoryRule, params: MemoryParams, dtype: jnp.dtype, time: int | None = None) -> Plan:
     """Sizes of a call of `time` tokens (None: many). Short calls use shorter chunks where the chunk size has no effect."""
     few = _FREE_BLOCK if time is None else 1 << (time - 1).bit_length()
     if rule.is_linear:
@@ -99,12 +99,12 @@ class Slot(NamedTuple):
 
 def gradient_factors(
     rule: MemoryRule,
-    params: Any,
+    params: MemoryParams,
     weights: Weights,
     k: jax.Array,
     v: jax.Array,
     threshold: jax.Array | None,
-    dtype: Any,
+    dtype: jnp.dtype,
 ) -> tuple[dict[str, blocks.Factors], jax.Array, jax.Array]:
     """For E tokens of one head: ∇ℓ at `weights` as factors of outer products, one pair per weight; M(φ(k)); and ⟨∇ℓ, weights⟩ [E].
 
@@ -138,7 +138,7 @@ def gradient_factors(
     )
 
 
-def mix(linear: structures.Linear, soup: Weights, gates: jax.Array, dtype: Any) -> structures.Linear:
+def mix(linear: structures.Linear, soup: Weights, gates: jax.Array, dtype: jnp.dtype) -> structures.Linear:
     """γ_0 W_t h + Σ_i γ_i W^(i) h for every token: the soup's layers, without forming a matrix for each token."""
 
     def mixed(name: str, h: jax.Array) -> jax.Array:
@@ -153,7 +153,7 @@ def mix(linear: structures.Linear, soup: Weights, gates: jax.Array, dtype: Any) 
 def run_chunk(
     rule: MemoryRule,
     plan: Plan,
-    params: Any,
+    params: MemoryParams,
     chunk_start: Weights | None,
     memory: Weights,
     momentum: Any,

@@ -158,7 +158,9 @@ class _Pallas:
     def platform(self) -> str | None:
         return PLATFORMS[self.name]
 
-    def unsupported(self, rule: MemoryRule, params: Any, state: Any, q: jax.Array, packed: bool) -> str | None:
+    def unsupported(
+        self, rule: MemoryRule, params: MemoryParams, state: MemoryState | None, q: jax.Array, packed: bool
+    ) -> str | None:
         return unsupported(self.name, rule, params, state, q, packed)
 
     def is_preferred(self, rule: MemoryRule, q: jax.Array, v: jax.Array) -> bool:

@@ -104,7 +104,7 @@ def tokens_of(
     return Tokens(query, decay, Removal(key, key, step_size, v), None)
 
 
-def prepare(rule: MemoryRule, dtype: Any, tokens: Tokens) -> Prepared:
+def prepare(rule: MemoryRule, dtype: jnp.dtype, tokens: Tokens) -> Prepared:
     """The parts of a block that do not depend on W_0. dtype: dtype of the inputs of products if there is no system to solve."""
     (start, end), (_, _, removal, pair) = _from_start_and_to_end(tokens.decay), tokens
     last = None if start is None else start[-1]
@@ -149,7 +149,7 @@ def advance(W: jax.Array, block: Prepared) -> tuple[jax.Array, jax.Array | None]
     return after, u
 
 
-def read(dtype: Any, tokens: Tokens, W: jax.Array, u: jax.Array | None) -> jax.Array:
+def read(dtype: jnp.dtype, tokens: Tokens, W: jax.Array, u: jax.Array | None) -> jax.Array:
     """y of the block's queries, [m, value_dim], from W before the block."""
     h = tokens.query
     score = functools.partial(_scores, h, decay=tokens.decay, strict=False, shift=False)
@@ -247,7 +247,7 @@ def _substitute(lower: jax.Array, rate: jax.Array, right: jax.Array) -> jax.Arra
     return jnp.stack(rows)
 
 
-def _slot_tokens(rule: MemoryRule, params: Any, slot: Slot) -> Tokens:
+def _slot_tokens(rule: MemoryRule, params: MemoryParams, slot: Slot) -> Tokens:
     """The tokens of a slot of one head."""
     wide = jnp.promote_types(slot.q.dtype, jnp.float32)
     query, key = (rule.features.apply(params.coefficients, x.astype(wide)) for x in (slot.q, slot.k))
@@ -257,7 +257,7 @@ def _slot_tokens(rule: MemoryRule, params: Any, slot: Slot) -> Tokens:
 
 
 def linear_scan(
-    rule: MemoryRule, dtype: Any, params: MemoryParams, memory: Weights, slots: Slot, resets: jax.Array | None
+    rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, memory: Weights, slots: Slot, resets: jax.Array | None
 ) -> tuple[jax.Array, Weights]:
     """All slots of a call of a rule with `is_linear`.
 
@@ -275,10 +275,10 @@ def linear_scan(
     start = rule.start(params.weights)["W"]
     over_heads = lambda function: jax.vmap(jax.vmap(jax.vmap(function), in_axes=(None, 0)), in_axes=(None, 0))
 
-    def prepare_slot(params: Any, slot: Slot) -> Prepared:
+    def prepare_slot(params: MemoryParams, slot: Slot) -> Prepared:
         return prepare(rule, dtype, _slot_tokens(rule, params, slot))
 
-    def read_slot(params: Any, inputs: Any) -> jax.Array:
+    def read_slot(params: MemoryParams, inputs: Any) -> jax.Array:
         slot, W, u = inputs
         return read(dtype, _slot_tokens(rule, params, slot), W, u).astype(dtype)
 

@@ -4,7 +4,6 @@ Slow and simple on purpose. Every engine, kernel, cache and sharded run is teste
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +15,12 @@ from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_s
 from atlasjax.memory.gates import Gates
 
 
-def read_one(rule: MemoryRule, params: Any, stored: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def read_one(rule: MemoryRule, params: MemoryParams, stored: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     """M(φ(x)) of one head: x [key_dim] → [value_dim]. `stored` is the memory as stored in a state."""
     return read_weights(rule, params, rule.weights(stored), x)
 
 
-def read_weights(rule: MemoryRule, params: Any, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def read_weights(rule: MemoryRule, params: MemoryParams, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     """M(φ(x)) of one head, from the memory's weights."""
     features = rule.features.apply(params.coefficients, x)
     skip = rule.features.degree_one(params.coefficients, x) if rule.structure.residual else None
@@ -29,7 +28,7 @@ def read_weights(rule: MemoryRule, params: Any, weights: dict[str, jax.Array], x
 
 
 def _gradient(
-    rule: MemoryRule, params: Any, weights: dict, token: dict, keys: jax.Array, values: jax.Array,
+    rule: MemoryRule, params: MemoryParams, weights: dict, token: dict, keys: jax.Array, values: jax.Array,
     thresholds: jax.Array, gamma: jax.Array,
 ) -> dict:  # fmt: skip
     """g_t: the gradient of the window's losses, weighted by γ, at the memory `weights`."""
@@ -50,7 +49,7 @@ def _gradient(
 
 
 def _bounded(
-    rule: MemoryRule, params: Any, before: dict, S: dict, origin: dict, g: dict, token: dict, keys: jax.Array,
+    rule: MemoryRule, params: MemoryParams, before: dict, S: dict, origin: dict, g: dict, token: dict, keys: jax.Array,
     values: jax.Array, thresholds: jax.Array, gamma: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """η'_t from the step size η_t, see `bounds`. before: M_{t−1} and origin: M_{t'}, both as stored in a state."""
@@ -77,7 +76,7 @@ def _bounded(
     return eta * bounds.left_over(inner(g, mapped(change)), scale)
 
 
-def _minimizer(rule: MemoryRule, params: Any, W: jax.Array, token: dict) -> jax.Array:
+def _minimizer(rule: MemoryRule, params: MemoryParams, W: jax.Array, token: dict) -> jax.Array:
     """argmin_M ½‖M − W‖² + ½ Σ_c β_c (M φ(k) − v)_c², from one linear system with the matrix I + β_c k kᵀ for each row c."""
     k, beta = rule.features.apply(params.coefficients, token["k"]), token["step_size"]
 
@@ -87,7 +86,7 @@ def _minimizer(rule: MemoryRule, params: Any, W: jax.Array, token: dict) -> jax.
     return jax.vmap(row)(W, token["v"], jnp.broadcast_to(beta, W.shape[:1]))
 
 
-def _token(rule: MemoryRule, params: Any, initial: dict, carry: dict, token: dict) -> tuple[dict, jax.Array]:
+def _token(rule: MemoryRule, params: MemoryParams, initial: dict, carry: dict, token: dict) -> tuple[dict, jax.Array]:
     """One token of one head of one batch element."""
     carry = dict(carry)
     if "segment" in token:

@@ -78,7 +78,7 @@ def xla_scan(
     return y, _final_state(rule, state, carry, where, k, v, gates, segment_ids, lengths)
 
 
-def _run_slots(rule: MemoryRule, sizes: Plan, dtype: Any, operands: Any) -> tuple[jax.Array, Carry]:
+def _run_slots(rule: MemoryRule, sizes: Plan, dtype: jnp.dtype, operands: Any) -> tuple[jax.Array, Carry]:
     """All slots of a call, in the form that the rule allows. Operands as in `slots.scan_slots`."""
     params, carry, inputs, _, _ = operands
     if rule.is_linear:

@@ -65,7 +65,7 @@ def cpu_lanes(sizes: Plan, params: MemoryParams) -> int:
 def scan_slots(
     rule: MemoryRule,
     sizes: Plan,
-    dtype: Any,
+    dtype: jnp.dtype,
     lanes: int,
     params: MemoryParams,
     carry: Carry,

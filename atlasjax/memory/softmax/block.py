@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
     chunk: int
     chunks: int
     blocks: int
-    dtype: Any
+    dtype: jnp.dtype
 
     @property
     def block(self) -> int:
@@ -107,7 +107,7 @@ def _by_chunk(rule: SoftmaxRule, sizes: Sizes, part: Partial) -> tuple[Partial |
 
 
 def gradients(
-    rule: SoftmaxRule, weights: Weights, h: jax.Array, k: jax.Array, v: jax.Array, dtype: Any
+    rule: SoftmaxRule, weights: Weights, h: jax.Array, k: jax.Array, v: jax.Array, dtype: jnp.dtype
 ) -> tuple[jax.Array, dict[str, Factors]]:
     """From h(k) [n, width]: ∂ℓ/∂h of each token, [n, width], and ∇ℓ of every other weight as outer products."""
 
@@ -134,7 +134,7 @@ def moved(x: jax.Array, s: jax.Array | None, by: Transition) -> jax.Array:
 
 
 def write_weights(
-    weights: Weights, momentum: Weights | None, factors: dict[str, Factors], c: Coefficients, dtype: Any
+    weights: Weights, momentum: Weights | None, factors: dict[str, Factors], c: Coefficients, dtype: jnp.dtype
 ) -> tuple[Weights, Weights | None]:
     """The ordinary weights and their momentum after a chunk."""
     outer = lambda f, by: dot((f.left * by[:, None]).T, f.inputs, dtype)
@@ -151,7 +151,7 @@ def write_weights(
 
 def read_out(
     rule: SoftmaxRule, h: jax.Array, q: jax.Array, weights: Weights, momentum: Weights | None,
-    factors: dict[str, Factors], A: jax.Array, s: jax.Array | None, C: jax.Array, dtype: Any,
+    factors: dict[str, Factors], A: jax.Array, s: jax.Array | None, C: jax.Array, dtype: jnp.dtype,
 ) -> jax.Array:  # fmt: skip
     """y from h(q) [r, width]. The other weights of each read, A W + s S + Σ_i C[:, i] ∇_i with A, s: [r], are never formed."""
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +115,7 @@ def init_state(
     *,
     batch_size: int,
     max_length: int | None = None,
-    dtype: Any = None,
+    dtype: jnp.dtype | None = None,
 ) -> SoftmaxState:
     """A fresh memory for every batch element: an empty cache, W1 at its learned start.
 
@@ -144,7 +144,7 @@ def init_state(
 
 
 def empty_state(
-    rule: "SoftmaxRule", params: SoftmaxParams, batch: int, heads: int, length: int, dtype: Any
+    rule: "SoftmaxRule", params: SoftmaxParams, batch: int, heads: int, length: int, dtype: jnp.dtype
 ) -> SoftmaxState:
     """`init_state` without checks. `length`: entries of a full cache, 0 for a call from a fresh memory."""
     entries = length if rule.cache_window is None else rule.cache_window

@@ -4,7 +4,7 @@ On the tape of a call every token has a slot: first the tokens of the unfinished
 entries are indexed so that the state's N entries end where the tape begins.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ def tape_of(
     if keep is not None:
         pending = pending & keep[:, None]
 
-    def put(old: jax.Array | None, new: jax.Array, fill: Any) -> jax.Array:
+    def put(old: jax.Array | None, new: jax.Array, fill: float | jax.Array) -> jax.Array:
         """old: [batch, heads, p, …]; new: [batch, time, heads, …]."""
         held = None
         if place is not None and old is not None and rule.pending:
