@@ -135,7 +135,9 @@ def test_import_direction(package):
         for name in imports(path):
             if name.split(".")[0] not in ("atlasjax", "pallas_kernels"):
                 if room(module) == "pallas_kernels":
-                    assert name.split(".")[0] in {"jax", "jaxtyping", *sys.stdlib_module_names}, f"{path} imports {name}"
+                    assert name.split(".")[0] in {"jax", "jaxtyping", *sys.stdlib_module_names}, (
+                        f"{path} imports {name}"
+                    )
                 continue
             if room(name) != room(module):
                 assert room(name) in allowed, f"{path} imports {name}; {room(module)} may import {sorted(allowed)}"

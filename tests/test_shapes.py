@@ -40,6 +40,9 @@ PUBLIC = [
     "atlasjax/memory/*/rule.py",
     "atlasjax/memory/*/state.py",
     "atlasjax/mixers/**/*.py",
+    "atlasjax/nn/model.py",
+    "atlasjax/nn/mixers.py",
+    "atlasjax/generate/sampling.py",
     "pallas_kernels/*/api.py",
 ]
 

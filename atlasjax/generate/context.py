@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
 
 from atlasjax import check
 from atlasjax.nn import LanguageModel
@@ -31,9 +32,9 @@ class Context:
     """
 
     cache: PyTree
-    logits: jax.Array
-    seen: np.ndarray
-    num_tokens: np.ndarray
+    logits: Float[Array, "batch vocab"]
+    seen: Bool[np.ndarray, "batch vocab"]
+    num_tokens: Int[np.ndarray, " batch"]
     max_length: int
     note: str = ""
 

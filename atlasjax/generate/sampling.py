@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from atlasjax import check
 
@@ -64,7 +65,12 @@ def _is_finite(value: object) -> bool:
     return check.is_number(value) and math.isfinite(value)
 
 
-def sample(logits: jax.Array, key: jax.Array, config: SamplingConfig, seen: jax.Array | None = None) -> jax.Array:
+def sample(
+    logits: Float[Array, "batch vocab"],
+    key: PRNGKeyArray,
+    config: SamplingConfig,
+    seen: Bool[Array, "batch vocab"] | None = None,
+) -> Int[Array, " batch"]:
     """Draws one token per row.
 
     Args:
@@ -88,13 +94,17 @@ def sample(logits: jax.Array, key: jax.Array, config: SamplingConfig, seen: jax.
     return jax.random.categorical(key, filtered_logits(logits, config)).astype(jnp.int32)
 
 
-def penalized_logits(logits: jax.Array, seen: jax.Array, penalty: float | jax.Array | np.ndarray) -> jax.Array:
+def penalized_logits(
+    logits: Float[Array, "batch vocab"],
+    seen: Bool[Array, "batch vocab"],
+    penalty: float | Float[Array, "batch 1"] | Float[np.ndarray, "batch 1"],
+) -> Float[Array, "batch vocab"]:
     """Logits with the repetition penalty on the tokens in `seen` (bool, of the logits' shape), float32 [batch, vocabulary]."""
     logits = logits.astype(jnp.float32)
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def filtered_logits(logits: jax.Array, config: SamplingConfig) -> jax.Array:
+def filtered_logits(logits: Float[Array, "batch vocab"], config: SamplingConfig) -> Float[Array, "batch vocab"]:
     """Logits after temperature (not 0), top-k, top-p and min-p, float32 [batch, vocabulary]. Excluded tokens have -inf."""
     logits = logits.astype(jnp.float32) / config.temperature
     if config.top_k is not None and config.top_k < logits.shape[-1]:
@@ -121,11 +131,11 @@ class RowSampling(NamedTuple):
       repetition_penalty: float32; 1 has no effect.
     """
 
-    temperature: jax.Array | np.ndarray
-    top_k: jax.Array | np.ndarray
-    top_p: jax.Array | np.ndarray
-    min_p: jax.Array | np.ndarray
-    repetition_penalty: jax.Array | np.ndarray
+    temperature: Float[Array, " batch"] | Float[np.ndarray, " batch"]
+    top_k: Int[Array, " batch"] | Int[np.ndarray, " batch"]
+    top_p: Float[Array, " batch"] | Float[np.ndarray, " batch"]
+    min_p: Float[Array, " batch"] | Float[np.ndarray, " batch"]
+    repetition_penalty: Float[Array, " batch"] | Float[np.ndarray, " batch"]
 
     @classmethod
     def of(cls, configs: Sequence[SamplingConfig], vocab_size: int) -> "RowSampling":
@@ -143,7 +153,9 @@ class RowSampling(NamedTuple):
         return cls(*(np.array(x, np.int32 if i == 1 else np.float32) for i, x in enumerate(zip(*rows, strict=True))))
 
 
-def sample_rows(logits: jax.Array, keys: jax.Array, how: RowSampling, seen: jax.Array) -> jax.Array:
+def sample_rows(
+    logits: Float[Array, "batch vocab"], keys: Key[Array, " batch"], how: RowSampling, seen: Bool[Array, "batch vocab"]
+) -> Int[Array, " batch"]:
     """Draws one token per row, each as `sample` draws that row alone with its own key and config.
 
     Args:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Int
 
 from atlasjax import check
 from atlasjax.generate.context import Context, PyTree, read, rows_of
@@ -16,9 +17,16 @@ from atlasjax.nn import LanguageModel
 
 
 def generate(
-    model: LanguageModel, prompt: Any, num_tokens: int, *, config: SamplingConfig = SamplingConfig(), seed: int = 0,
-    vocab_size: int | None = None, context: Context | None = None, num_samples: int = 1,
-) -> jax.Array:  # fmt: skip
+    model: LanguageModel,
+    prompt: Any,
+    num_tokens: int,
+    *,
+    config: SamplingConfig = SamplingConfig(),
+    seed: int = 0,
+    vocab_size: int | None = None,
+    context: Context | None = None,
+    num_samples: int = 1,
+) -> Int[Array, "rows num_tokens"]:
     """Continues a prompt.
 
     Args:

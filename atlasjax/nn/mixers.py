@@ -6,8 +6,8 @@ A mixer is a class with three methods, and a fourth, `observe`, if its memory is
 
 from typing import Any, Protocol, cast, runtime_checkable
 
-import jax
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from atlasjax.names import call_with, resolve
 from atlasjax.nn import baselines
@@ -26,8 +26,11 @@ class Mixer(Protocol):
     """
 
     def __call__(
-        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
-    ) -> jax.Array:
+        self,
+        x: Float[Array, "batch time dim"],
+        segment_ids: Int[Array, "batch time"] | None = None,
+        max_segments: int | None = None,
+    ) -> Float[Array, "batch time dim"]:
         """Whole sequences: [batch, time, dim] → [batch, time, dim]. Token t sees only tokens ≤ t of its own segment."""
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> Any:
@@ -42,7 +45,7 @@ class Mixer(Protocol):
           ValueError: max_length is None and the state keeps every token.
         """
 
-    def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def extend(self, x: Float[Array, "batch time dim"], state: Any) -> tuple[Float[Array, "batch time dim"], Any]:
         """The output for the next piece [batch, time ≥ 1, dim], and the next state.
 
         However a sequence is split into pieces, the outputs are those of `__call__` on the whole sequence, up to rounding.
@@ -54,8 +57,11 @@ class ObservedMixer(Mixer, Protocol):
     """A mixer with a memory that may grow without bound, so that training monitors its size."""
 
     def observe(
-        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
-    ) -> tuple[jax.Array, jax.Array | None]:
+        self,
+        x: Float[Array, "batch time dim"],
+        segment_ids: Int[Array, "batch time"] | None = None,
+        max_segments: int | None = None,
+    ) -> tuple[Float[Array, "batch time dim"], Float[Array, "batch heads"] | None]:
         """Like `__call__`, and also returns the size of the memory after the last token (`memory_mixer.memory_norm`): float32
         [batch, heads], without gradient, or None if this memory has no such size."""
 
@@ -64,7 +70,9 @@ class ObservedMixer(Mixer, Protocol):
 class FirstValuesMixer(Mixer, Protocol):
     """A mixer that may use the values of the model's first layer: its `__call__` and `extend` also take `first`."""
 
-    def first_values(self, x: jax.Array, state: Any, segment_ids: jax.Array | None) -> jax.Array | None:
+    def first_values(
+        self, x: Float[Array, "batch time dim"], state: Any, segment_ids: Int[Array, "batch time"] | None
+    ) -> Float[Array, "batch time ..."] | None:
         """The values of the tokens x if this is the first layer, [batch, time, …]; None if no layer uses them.
 
         Args:
@@ -74,18 +82,18 @@ class FirstValuesMixer(Mixer, Protocol):
         """
 
 
-def with_first(mixer: Mixer, first: jax.Array | None) -> dict[str, jax.Array]:
+def with_first(mixer: Mixer, first: Float[Array, "batch time ..."] | None) -> dict[str, Float[Array, "batch time ..."]]:
     """The argument `first` for a mixer that takes it."""
     return {"first": first} if first is not None and isinstance(mixer, FirstValuesMixer) else {}
 
 
 def observe(
     mixer: Mixer,
-    x: jax.Array,
-    segment_ids: jax.Array | None,
+    x: Float[Array, "batch time dim"],
+    segment_ids: Int[Array, "batch time"] | None,
     max_segments: int | None,
-    first: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    first: Float[Array, "batch time ..."] | None = None,
+) -> tuple[Float[Array, "batch time dim"], Float[Array, "batch heads"] | None]:
     """A mixer's output for whole sequences, and the size of its memory [batch, heads], or None if there is none to monitor."""
     if isinstance(mixer, ObservedMixer):
         return mixer.observe(x, segment_ids, max_segments)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int, Key
 
 from atlasjax import check
 from atlasjax.memory.check import ARRAYS, check_ids
@@ -26,7 +27,7 @@ class PositionedCache(NamedTuple):
     """
 
     layers: Any
-    position: jax.Array
+    position: Int[Array, "1 batch"]
 
 
 class LanguageModel(nnx.Module):
@@ -61,12 +62,12 @@ class LanguageModel(nnx.Module):
 
     def __call__(
         self,
-        tokens: jax.Array,
-        segment_ids: jax.Array | None = None,
+        tokens: Int[Array, "batch time"],
+        segment_ids: Int[Array, "batch time"] | None = None,
         max_segments: int | None = None,
         *,
-        dropout_keys: jax.Array | None = None,
-    ) -> jax.Array:
+        dropout_keys: Key[Array, " batch"] | None = None,
+    ) -> Float[Array, "batch time vocab"]:
         """Next-token logits at every position, in parallel.
 
         Args:
@@ -85,12 +86,12 @@ class LanguageModel(nnx.Module):
 
     def observe(
         self,
-        tokens: jax.Array,
-        segment_ids: jax.Array | None = None,
+        tokens: Int[Array, "batch time"],
+        segment_ids: Int[Array, "batch time"] | None = None,
         max_segments: int | None = None,
         *,
-        dropout_keys: jax.Array | None = None,
-    ) -> tuple[jax.Array, dict[int, jax.Array]]:
+        dropout_keys: Key[Array, " batch"] | None = None,
+    ) -> tuple[Float[Array, "batch time dim"], dict[int, Float[Array, " heads"]]]:
         """Like `hidden`, and also returns the size of the memories at the end of the sequences.
 
         Returns:
@@ -111,12 +112,12 @@ class LanguageModel(nnx.Module):
 
     def hidden(
         self,
-        tokens: jax.Array,
-        segment_ids: jax.Array | None = None,
+        tokens: Int[Array, "batch time"],
+        segment_ids: Int[Array, "batch time"] | None = None,
         max_segments: int | None = None,
         *,
-        dropout_keys: jax.Array | None = None,
-    ) -> jax.Array:
+        dropout_keys: Key[Array, " batch"] | None = None,
+    ) -> Float[Array, "batch time dim"]:
         """The input of the head, after the final norm: [batch, time, dim] in the model's dtype. Arguments as in `__call__`."""
         return self._run(tokens, segment_ids, max_segments, dropout_keys)[0]
 
@@ -140,7 +141,7 @@ class LanguageModel(nnx.Module):
         x, norms = jax.lax.scan(layer, x, (params, layer_keys))
         return self.norm(x), norms
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: Float[Array, "*tokens dim"]) -> Float[Array, "*tokens vocab"]:
         """The head: [..., dim] → float32 [..., vocab_size]."""
         kernel = self.embedding[...].T if self.head is None else self.head.kernel[...]
         return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
@@ -164,7 +165,7 @@ class LanguageModel(nnx.Module):
         cache = jax.vmap(lambda p: nnx.merge(graphdef, p).init_state(batch_size, max_length))(params)
         return cache if self.positions is None else PositionedCache(cache, jnp.zeros((1, batch_size), jnp.int32))
 
-    def extend(self, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    def extend(self, tokens: Int[Array, "batch time"], cache: Any) -> tuple[Float[Array, "batch time vocab"], Any]:
         """Reads the next tokens of a stream: any number of tokens for prefill, one for decoding.
 
         However a sequence is split into calls, the logits are those of `__call__` on the whole sequence, up to rounding.

@@ -168,9 +168,9 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
         stored: Weights,
         momentum: Any,
         gradient: Weights,
-        retention: jax.Array | None,
-        step_size: jax.Array,
-        momentum_decay: jax.Array | None,
+        retention: Float[Array, ""] | Float[Array, " feature_dim"] | None,
+        step_size: Float[Array, ""] | Float[Array, " value_dim"],
+        momentum_decay: Float[Array, ""] | None,
     ) -> tuple[Weights, Any]:
         """One token of one head: (A_t, S_t) from (A_{t−1}, S_{t−1}) and g_t, by the formulas of the optimizer and the retention.
 
