@@ -12,11 +12,10 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from atlasjax.mesh_axes import BATCH_AXES
 from atlasjax.names import lookup
-
-PyTree = Any
 
 # Parameters are split twice: over `tensor` along an axis that the computation treats independently (heads, MLP width,
 # vocabulary), and over `fsdp` along the model width, which is gathered layer by layer. The memory's own axes are small

@@ -5,17 +5,15 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jaxtyping import PyTree
 
 from atlasjax.nn import LanguageModel
-
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jaxtyping import PyTree
 
 from atlasjax import check
 from atlasjax.evaluate.beginnings import shared_beginnings
@@ -25,7 +26,6 @@ from atlasjax.generate import Context, SamplingConfig, TextStream, stream
 from atlasjax.generate.text import Decodes
 from atlasjax.nn import LanguageModel
 
-PyTree = Any
 _BLOCK = 16  # tokens sampled per device call
 _GREEDY = SamplingConfig(temperature=0.0)
 

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from atlasjax import check
 from atlasjax.nn import LanguageModel
 
-PyTree = Any
 _PREFILL_PIECE = 512  # prompt tokens read at a time; bounds memory and the number of compiled lengths
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from atlasjax.interop import layout
 from atlasjax.nn import ModelConfig
 
-PyTree = Any
 Index = tuple[int | slice | EllipsisType, ...]
 
 

@@ -4,10 +4,10 @@ A mixer is a class with three methods, and a fourth, `observe`, if its memory is
 `MIXERS`. A mixer of your own is passed to `ModelConfig` as a class or as "package.module:Class".
 """
 
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from atlasjax.names import call_with, resolve
 from atlasjax.nn import baselines
@@ -33,7 +33,7 @@ class Mixer(Protocol):
     ) -> Float[Array, "batch time dim"]:
         """Whole sequences: [batch, time, dim] → [batch, time, dim]. Token t sees only tokens ≤ t of its own segment."""
 
-    def init_state(self, batch_size: int, max_length: int | None = None) -> Any:
+    def init_state(self, batch_size: int, max_length: int | None = None) -> PyTree:
         """The state before the first token: a pytree of arrays with the batch axis first.
 
         Args:
@@ -45,7 +45,7 @@ class Mixer(Protocol):
           ValueError: max_length is None and the state keeps every token.
         """
 
-    def extend(self, x: Float[Array, "batch time dim"], state: Any) -> tuple[Float[Array, "batch time dim"], Any]:
+    def extend(self, x: Float[Array, "batch time dim"], state: PyTree) -> tuple[Float[Array, "batch time dim"], PyTree]:
         """The output for the next piece [batch, time ≥ 1, dim], and the next state.
 
         However a sequence is split into pieces, the outputs are those of `__call__` on the whole sequence, up to rounding.
@@ -71,7 +71,7 @@ class FirstValuesMixer(Mixer, Protocol):
     """A mixer that may use the values of the model's first layer: its `__call__` and `extend` also take `first`."""
 
     def first_values(
-        self, x: Float[Array, "batch time dim"], state: Any, segment_ids: Int[Array, "batch time"] | None
+        self, x: Float[Array, "batch time dim"], state: PyTree, segment_ids: Int[Array, "batch time"] | None
     ) -> Float[Array, "batch time ..."] | None:
         """The values of the tokens x if this is the first layer, [batch, time, …]; None if no layer uses them.
 

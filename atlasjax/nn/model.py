@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from atlasjax import check
 from atlasjax.memory.check import ARRAYS, check_ids
@@ -26,7 +26,7 @@ class PositionedCache(NamedTuple):
       position: number of tokens read, which is the position of the next token, int32 [1, batch].
     """
 
-    layers: Any
+    layers: PyTree
     position: Int[Array, "1 batch"]
 
 
@@ -146,7 +146,7 @@ class LanguageModel(nnx.Module):
         kernel = self.embedding[...].T if self.head is None else self.head.kernel[...]
         return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
-    def init_cache(self, batch_size: int, max_length: int | None = None) -> Any:
+    def init_cache(self, batch_size: int, max_length: int | None = None) -> PyTree:
         """The cache before the first token: the mixers' states, every leaf [repetitions, batch, …].
 
         With learned positions the states are wrapped in a `PositionedCache`.
@@ -165,7 +165,9 @@ class LanguageModel(nnx.Module):
         cache = jax.vmap(lambda p: nnx.merge(graphdef, p).init_state(batch_size, max_length))(params)
         return cache if self.positions is None else PositionedCache(cache, jnp.zeros((1, batch_size), jnp.int32))
 
-    def extend(self, tokens: Int[Array, "batch time"], cache: Any) -> tuple[Float[Array, "batch time vocab"], Any]:
+    def extend(
+        self, tokens: Int[Array, "batch time"], cache: PyTree
+    ) -> tuple[Float[Array, "batch time vocab"], PyTree]:
         """Reads the next tokens of a stream: any number of tokens for prefill, one for decoding.
 
         However a sequence is split into calls, the logits are those of `__call__` on the whole sequence, up to rounding.
@@ -186,7 +188,7 @@ class LanguageModel(nnx.Module):
             raise ValueError(f"extend: tokens has shape {tokens.shape}, but the cache has batch size {batch}.")
         graphdef, params = nnx.split(self.layers, nnx.Param)
 
-        def run(x: jax.Array, states: Any) -> tuple[jax.Array, Any]:
+        def run(x: jax.Array, states: PyTree) -> tuple[jax.Array, PyTree]:
             first = first_values(graphdef, params, x, states, None)
 
             def layer(carry: tuple[jax.Array, Any], xs: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:

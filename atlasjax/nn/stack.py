@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import PyTree
 
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import GELU, ChannelMixing, LayerNorm, RMSNorm, SwiGLU, dropout
@@ -42,9 +43,9 @@ class LayerState(NamedTuple):
 class _StatefulFFN(Protocol):
     """A feed-forward network that sees earlier tokens: `__call__(x, state, segment_ids)` → (y, state)."""
 
-    def init_state(self, batch_size: int, dtype: jnp.dtype) -> Any: ...
+    def init_state(self, batch_size: int, dtype: jnp.dtype) -> PyTree: ...
 
-    def __call__(self, x: jax.Array, state: Any, segment_ids: jax.Array | None) -> tuple[jax.Array, Any]: ...
+    def __call__(self, x: jax.Array, state: PyTree, segment_ids: jax.Array | None) -> tuple[jax.Array, PyTree]: ...
 
 
 class Layer(nnx.Module):
@@ -82,7 +83,9 @@ class Layer(nnx.Module):
         """
         graphdef, params = nnx.split(self, nnx.Param)
 
-        def run(params: Any, x: jax.Array, keys: jax.Array | None, first: jax.Array | None) -> tuple[jax.Array, Any]:
+        def run(
+            params: PyTree, x: jax.Array, keys: jax.Array | None, first: jax.Array | None
+        ) -> tuple[jax.Array, PyTree]:
             layer = nnx.merge(graphdef, params)
             before = layer.mlp.init_state(x.shape[0], x.dtype) if isinstance(layer.mlp, _StatefulFFN) else None
             mix = lambda y: observe(layer.mixer, y, segment_ids, max_segments, first)
@@ -92,14 +95,14 @@ class Layer(nnx.Module):
         x, norm = (jax.checkpoint(run, prevent_cse=False) if self.remat else run)(params, x, dropout_keys, first)
         return x, (norm,)
 
-    def init_state(self, batch_size: int, max_length: int | None) -> Any:
+    def init_state(self, batch_size: int, max_length: int | None) -> PyTree:
         """The state before the first token: the mixer's, or a `LayerState`."""
         mixer = self.mixer.init_state(batch_size, max_length)
         if isinstance(self.mlp, _StatefulFFN):
             return LayerState(mixer, self.mlp.init_state(batch_size, self.dtype))
         return mixer
 
-    def extend(self, x: jax.Array, state: Any, first: jax.Array | None) -> tuple[jax.Array, Any]:
+    def extend(self, x: jax.Array, state: PyTree, first: jax.Array | None) -> tuple[jax.Array, PyTree]:
         """The output for the next piece of a sequence, and the next state. `first`: as for `observe`."""
         mixer, before = state if isinstance(state, LayerState) else (state, None)
         mix = lambda y: self.mixer.extend(y, mixer, **with_first(self.mixer, first))
@@ -111,7 +114,7 @@ class Layer(nnx.Module):
         """Whether the mixer has `first_values`."""
         return isinstance(self.mixer, FirstValuesMixer)
 
-    def first_values(self, x: jax.Array, state: Any, segment_ids: jax.Array | None) -> jax.Array | None:
+    def first_values(self, x: jax.Array, state: PyTree, segment_ids: jax.Array | None) -> jax.Array | None:
         """The mixer's `FirstValuesMixer.first_values` of a piece of a sequence."""
         assert isinstance(self.mixer, FirstValuesMixer)
         mixer = state.mixer if isinstance(state, LayerState) else state
@@ -129,10 +132,10 @@ class Layer(nnx.Module):
         self,
         mix: Callable[[jax.Array], tuple[jax.Array, Any]],
         x: jax.Array,
-        before: Any,
+        before: PyTree,
         segment_ids: jax.Array | None = None,
         keys: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any, Any]:
+    ) -> tuple[jax.Array, Any, PyTree]:
         """(output, what `mix` returns beside its own, next state of the feed-forward network), from its state `before`."""
         if self.mixer_norm is None:
             return *mix(x), None
@@ -172,11 +175,11 @@ class Pattern(nnx.Module):
             norms += norm
         return x, norms
 
-    def init_state(self, batch_size: int, max_length: int | None) -> Any:
+    def init_state(self, batch_size: int, max_length: int | None) -> PyTree:
         """A tuple of the layers' states before the first token."""
         return tuple(layer.init_state(batch_size, max_length) for layer in self._layers())
 
-    def extend(self, x: jax.Array, state: Any, first: jax.Array | None) -> tuple[jax.Array, Any]:
+    def extend(self, x: jax.Array, state: PyTree, first: jax.Array | None) -> tuple[jax.Array, PyTree]:
         """The output for the next piece of a sequence, and the layers' next states."""
         states = []
         for layer, before in zip(self._layers(), state, strict=True):
@@ -189,7 +192,7 @@ class Pattern(nnx.Module):
         """`Layer.has_first_values` of the first layer."""
         return self._layers()[0].has_first_values
 
-    def first_values(self, x: jax.Array, state: Any, segment_ids: jax.Array | None) -> jax.Array | None:
+    def first_values(self, x: jax.Array, state: PyTree, segment_ids: jax.Array | None) -> jax.Array | None:
         """`Layer.first_values` of the first layer."""
         return self._layers()[0].first_values(x, None if state is None else state[0], segment_ids)
 
@@ -219,7 +222,7 @@ def stack_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer | Pattern:
 
 
 def first_values(
-    graphdef: Any, params: Any, x: jax.Array, states: Any, segment_ids: jax.Array | None
+    graphdef: Any, params: PyTree, x: jax.Array, states: PyTree, segment_ids: jax.Array | None
 ) -> jax.Array | None:
     """`Layer.first_values` of the first of the stacked layers, which every layer gets; None if no layer uses them.
 

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import PyTree
 
 from atlasjax.generate import Context, RowSampling, sample_rows
 from atlasjax.generate.context import prefill
 from atlasjax.nn import LanguageModel
-
-PyTree = Any
 
 
 class SlotState(NamedTuple):

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from atlasjax import storage
 from atlasjax.train import integrity
@@ -28,7 +29,6 @@ from atlasjax.train.state import TrainState
 from atlasjax.train.step_folders import StepFolders
 from atlasjax.train.trainable import replaced
 
-PyTree = Any
 _JSON = ("position", "config", "integrity")
 _COMMITTED = "commit_success.txt"  # Orbax's marker in a bucket
 

@@ -5,13 +5,13 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxtyping import PyTree
+
 from atlasjax.data.config import DataConfig
 from atlasjax.data.pipeline import Pipeline, make_pipeline
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.evaluate.lm import LanguageModelResult, evaluate
 from atlasjax.train.config import HELD_OUT, parse_sets
-
-PyTree = Any
 
 _SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",)}  # source → of its files
 

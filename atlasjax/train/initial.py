@@ -1,9 +1,9 @@
 """Starts a run from the parameters of another run, to whose model Memory Caching may be added."""
 
 import dataclasses
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from atlasjax.config_json import to_dict
 from atlasjax.nn import ModelConfig
@@ -12,8 +12,6 @@ from atlasjax.train.checkpoint import Checkpoints, complete_steps
 from atlasjax.train.config import TrainConfig, changes_on_resume, run_folder
 from atlasjax.train.runs import run_config
 from atlasjax.train.trainable import flat, marked, replaced, select
-
-PyTree = Any
 
 
 def check_base(config: TrainConfig) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-PyTree = Any
+from jaxtyping import PyTree
 
 
 def describe(state: PyTree) -> dict[str, Any]:

@@ -2,17 +2,15 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 from atlasjax.names import call_with, resolve, takes
 from atlasjax.train.config import OptimizerConfig
-
-PyTree = Any
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array | int], jax.Array]:

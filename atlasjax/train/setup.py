@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from atlasjax import storage
 from atlasjax.config_json import to_dict
@@ -30,8 +31,6 @@ from atlasjax.train.initial import check_base
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.state import TrainState
 from atlasjax.train.trainable import counted, select, trainable_mask
-
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from atlasjax.distributed import sharding
 from atlasjax.nn import LanguageModel, ModelConfig, abstract_model, logical_axes
 from atlasjax.train.trainable import replaced, select
-
-PyTree = Any
 
 
 @jax.tree_util.register_dataclass

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from atlasjax.distributed.sharding import batch_sharding, replicated
 from atlasjax.mesh_axes import BATCH_AXES
@@ -16,7 +17,6 @@ from atlasjax.train.loss import LossConfig, cross_entropy_sum
 from atlasjax.train.state import TrainState, merge
 from atlasjax.train.trainable import replaced, select
 
-PyTree = Any
 Batch = dict[str, jax.Array]
 Metrics = dict[str, Any]
 MemoryNorms = dict[int, jax.Array]  # layer → float32 [heads]

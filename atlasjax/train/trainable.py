@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-
-PyTree = Any
+from jaxtyping import PyTree
 
 _MOST_PATHS = 60  # a message lists at most this many
 

@@ -1,6 +1,6 @@
 """Mamba (Gu & Dao 2023): a selective state space model in a gated block."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ class MambaBlock(RecurrentMixer):
         """Δ from its logits."""
         raise NotImplementedError
 
-    def start_inputs(self, batch_size: int, dtype: Any) -> jax.Array:
+    def start_inputs(self, batch_size: int, dtype: jnp.dtype) -> jax.Array:
         return self.conv.init_state(batch_size, dtype)
 
     def project(self, x, inputs, segment_ids):

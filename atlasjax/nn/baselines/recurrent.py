@@ -41,7 +41,7 @@ class RecurrentMixer(nnx.Module):
     dtype: jnp.dtype
     cache: CacheGates | None = None
 
-    def start_inputs(self, batch_size: int, dtype: Any) -> Any:
+    def start_inputs(self, batch_size: int, dtype: jnp.dtype) -> Any:
         """The state of `project` before the first token."""
         raise NotImplementedError
 
@@ -68,7 +68,11 @@ class RecurrentMixer(nnx.Module):
         return RecurrentState(self.start_inputs(batch_size, self.dtype), self.start_recurrence(batch_size))
 
     def __call__(
-        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None, **more: Any
+        self,
+        x: jax.Array,
+        segment_ids: jax.Array | None = None,
+        max_segments: int | None = None,
+        **more: jax.Array | None,
     ) -> jax.Array:
         """Whole sequences from a fresh state: [batch, time, dim] → [batch, time, dim].
 
@@ -82,13 +86,15 @@ class RecurrentMixer(nnx.Module):
         y, _ = self.recur(tokens, None, segment_ids, max_segments)
         return self.output(y, tokens)
 
-    def extend(self, x: jax.Array, state: RecurrentState, **more: Any) -> tuple[jax.Array, RecurrentState]:
+    def extend(self, x: jax.Array, state: RecurrentState, **more: jax.Array | None) -> tuple[jax.Array, RecurrentState]:
         """The output for the next piece of a sequence (time ≥ 1) and the next state."""
         tokens, inputs = self._tokens(x, state.inputs, None, **more)
         y, recurrence = self.recur(tokens, state.recurrence, None, None)
         return self.output(y, tokens), RecurrentState(inputs, recurrence)
 
-    def _tokens(self, x: jax.Array, inputs: Any, segment_ids: jax.Array | None, **more: Any) -> tuple[Any, Any]:
+    def _tokens(
+        self, x: jax.Array, inputs: Any, segment_ids: jax.Array | None, **more: jax.Array | None
+    ) -> tuple[Any, Any]:
         """`project`, with the gates of Memory Caching."""
         tokens, inputs = self.project(x, inputs, segment_ids, **more)
         if self.cache is not None:
@@ -222,7 +228,7 @@ class HeadProjections(nnx.Module):
         else:
             self.conv = CausalConv(conv_width, (num_heads, self.ends[2]), ("heads", None), rngs=rngs)
 
-    def start(self, batch_size: int, dtype: Any) -> jax.Array | None:
+    def start(self, batch_size: int, dtype: jnp.dtype) -> jax.Array | None:
         """The convolution's state before the first token. None without a convolution."""
         return None if self.conv is None else self.conv.init_state(batch_size, dtype)
 
