@@ -87,7 +87,7 @@ MEMORY_MAY_IMPORT = {
     "caching": _SHARED | {"fast_weights", "softmax"},
     "saved": {"check", "rule"},
     "tuned": set(),
-    "backends": {"fast_weights", "gates", "tuned"},  # the types of what kernels are asked
+    "backends": {"fast_weights", "gates", "rule", "tuned"},  # the types of what kernels are asked
     "suggested": {"gates", "rule"},
     "api": {"backends", "check", "fast_weights", "gates", "meshes", "partition", "rule"},
 }
