@@ -1,0 +1,211 @@
+"""The memories of the capacity experiment, each at the size that fills a budget of floats. A line of `MEMORIES` adds one."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax import memory
+from atlasjax.memory import features, objectives, optimizers, retention, structures
+from atlasjax.memory.fast_weights.rule import MemoryRule
+
+VALUE_DIM = 16
+SAME_KEYS = 16  # size of the keys where the budget is None
+KEY_DIMS = (16, 32, 64)  # tried where the rest of the memory, and not the key, fills the budget
+DEEP_FEATURE_KEYS = (4, 8, 16)  # the same for a deep memory on polynomial features
+
+
+@dataclasses.dataclass(frozen=True)
+class Deep(structures.Structure):
+    """M(x) = W1 σ(W2 … σ(W_depth x)) with a hidden width of its own and no residual, so a key may have any size.
+
+    M_0 reads zero, as a fresh `Matrix` does: W1 starts at zero and the others at their fan-in scale.
+    """
+
+    depth: int = 2
+    hidden: int = 16
+
+    def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
+        widths = [value_dim, *[self.hidden] * (self.depth - 1), feature_dim]
+        return {f"W{i + 1}": (widths[i], widths[i + 1]) for i in range(self.depth)}
+
+    def init(self, key: jax.Array, feature_dim: int, value_dim: int) -> dict[str, jax.Array]:
+        weights = super().init(key, feature_dim, value_dim)
+        return weights | {"W1": jnp.zeros_like(weights["W1"])}
+
+    def apply(self, linear: structures.Linear, x: jax.Array, skip: jax.Array | None, norm: object) -> jax.Array:
+        for i in range(self.depth, 1, -1):
+            x = structures.gelu(linear(f"W{i}", x))
+        return linear("W1", x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What a memory is, without its size.
+
+    Attributes:
+      depth: matrices; 1 is a matrix memory.
+      features: the feature map.
+      degree: its degree.
+      objective: the inner loss.
+      window: c, the pairs on which a step descends.
+      optimizer: "descent" (no momentum), "momentum" or "muon".
+      steps: Newton–Schulz steps of Muon.
+      free: whether the budget counts the memory's weights only, as the paper does, and not the window's pairs and the momentum.
+    """
+
+    depth: int = 1
+    features: Literal["identity", "powers", "polynomial", "sketch"] = "identity"
+    degree: int = 1
+    objective: Literal["l2", "dot"] = "l2"
+    window: int = 1
+    optimizer: Literal["descent", "momentum", "muon"] = "descent"
+    steps: int = 5
+    free: bool = False
+
+
+_WINDOWS = (2, 4, 8, 16)
+MEMORIES: dict[str, Memory] = {
+    "linear": Memory(),
+    "deep 2": Memory(depth=2),
+    "powers 2": Memory(features="powers", degree=2),
+    "polynomial 2": Memory(features="polynomial", degree=2),
+    **{f"linear, c={c}": Memory(window=c) for c in _WINDOWS},
+    **{f"linear, c={c}, buffers free": Memory(window=c, free=True) for c in _WINDOWS},
+    "deep 3": Memory(depth=3),
+    "polynomial 3": Memory(features="polynomial", degree=3),
+    "powers 3": Memory(features="powers", degree=3),
+    "sketch 2": Memory(features="sketch", degree=2),
+    "sketch 3": Memory(features="sketch", degree=3),
+    "linear, dot product": Memory(objective="dot"),
+    "linear, momentum": Memory(optimizer="momentum"),
+    "linear, momentum, buffers free": Memory(optimizer="momentum", free=True),
+    "linear, Muon": Memory(optimizer="muon"),
+    "linear, Muon, buffers free": Memory(optimizer="muon", free=True),
+    "linear, Muon, c=4, buffers free": Memory(optimizer="muon", window=4, free=True),
+    "deep 2, c=4": Memory(depth=2, window=4),
+    "deep 2, c=4, buffers free": Memory(depth=2, window=4, free=True),
+    "deep 2, c=16, buffers free": Memory(depth=2, window=16, free=True),
+    "deep 2, momentum, buffers free": Memory(depth=2, optimizer="momentum", free=True),
+    **{
+        f"deep 2, Muon {steps}, buffers free": Memory(depth=2, optimizer="muon", steps=steps, free=True)
+        for steps in (1, 3, 5)
+    },
+    "deep 2, Muon 5, c=4, buffers free": Memory(depth=2, optimizer="muon", window=4, free=True),
+    "deep 2, polynomial 2": Memory(depth=2, features="polynomial", degree=2),
+    "deep 2, polynomial 2, Muon 5, c=4, buffers free": Memory(
+        depth=2, features="polynomial", degree=2, optimizer="muon", window=4, free=True
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A memory with its sizes: the rule and the size of a key."""
+
+    rule: MemoryRule
+    key_dim: int
+
+    @property
+    def label(self) -> str:
+        hidden = getattr(self.rule.structure, "hidden", None)
+        size = getattr(self.rule.features, "size", None)
+        return f"keys {self.key_dim}" + (f", hidden {hidden}" if hidden else "") + (f", sketch {size}" if size else "")
+
+
+def floats(shape: Shape, free: bool = False) -> int:
+    """Numbers that the memory carries from token to token. free: of its weights alone."""
+
+    def state() -> memory.MemoryState:
+        sizes = {"num_heads": 1, "key_dim": shape.key_dim, "value_dim": VALUE_DIM}
+        params = memory.init_params(shape.rule, jax.random.key(0), **sizes)
+        return memory.init_state(shape.rule, params, batch_size=1)
+
+    found = jax.eval_shape(state)
+    leaves = jax.tree.leaves(found.memory if free else found)
+    return sum(math.prod(x.shape) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def _rule(memory: Memory, hidden: int, size: int) -> MemoryRule:
+    """The paper's recurrence: no bound, chunks of one token, and no decay, because every pair is to be kept."""
+    maps: dict[str, Callable[[], features.Features]] = {
+        "identity": features.Identity,
+        "powers": lambda: features.Powers(memory.degree),
+        "polynomial": lambda: features.Polynomial(memory.degree),
+        "sketch": lambda: features.TensorSketch(memory.degree, size),
+    }
+    inner: dict[str, optimizers.Optimizer] = {
+        "descent": optimizers.GradientDescent(),
+        "momentum": optimizers.Momentum(),
+        "muon": optimizers.Muon(memory.steps),
+    }
+    return MemoryRule(
+        structures.Matrix() if memory.depth == 1 else Deep(memory.depth, hidden),
+        objectives.L2() if memory.objective == "l2" else objectives.DotProduct(),
+        maps[memory.features](), inner[memory.optimizer], retention.Full(), window=memory.window, chunk_size=1, bound=None,
+    )  # fmt: skip
+
+
+def _largest(make: Callable[[int], Shape], budget: int, free: bool) -> Shape | None:
+    """`make` of the largest size whose floats are at most the budget; None if there is none."""
+    fits = lambda size: floats(make(size), free) <= budget
+    if not fits(1):
+        return None
+    low = 1  # fits; doubled, then halved to the last that fits
+    while fits(2 * low):
+        low *= 2
+    step = low
+    while step := step // 2:
+        low += step if fits(low + step) else 0
+    return make(low)
+
+
+@functools.cache
+def shapes(name: str, budget: int | None) -> tuple[Shape, ...]:
+    """The sizes of a memory that are tried within a budget of floats. None: keys of `SAME_KEYS` numbers, and any memory.
+
+    Raises:
+      ValueError: nothing fits.
+    """
+    spec = MEMORIES[name]
+    found = tuple(shape for shape in _tried(spec, budget) if shape is not None)
+    if not found:
+        raise ValueError(f"capacity: memory {name!r} has no size within {budget} floats.")
+    return found
+
+
+def _tried(spec: Memory, budget: int | None) -> Iterator[Shape | None]:
+    if budget is None:
+        yield Shape(_rule(spec, 4 * VALUE_DIM, 4 * SAME_KEYS), SAME_KEYS)
+    elif spec.features == "sketch":
+        for key_dim in KEY_DIMS:
+            yield _largest(lambda size, d=key_dim: Shape(_rule(spec, 0, size), d), budget, spec.free)
+    elif spec.depth == 1:
+        yield _largest(lambda size: Shape(_rule(spec, 0, 0), size), budget, spec.free)
+    else:
+        for key_dim in KEY_DIMS if spec.features == "identity" else DEEP_FEATURE_KEYS:
+            yield _largest(lambda size, d=key_dim: Shape(_rule(spec, size, 0), d), budget, spec.free)
+
+
+def rates(spec: Memory, shape: Shape) -> list[dict[str, float]]:
+    """The gates that are tried: step size, decay of the momentum, and γ_j = decay^j of the window.
+
+    Without Muon, a step size is given as a multiple of 1/(‖φ‖² Σ γ), where one step of a matrix memory lands on its target.
+    """
+    momenta = (0.0,) if spec.optimizer == "descent" else (0.0, 0.9) if spec.optimizer == "muon" else (0.5, 0.9)
+    decays = (1.0,) if spec.window == 1 else (0.5, 1.0)
+    found = []
+    for theta, decay in itertools.product(momenta, decays):
+        total = sum(decay**j for j in range(spec.window))
+        if spec.optimizer == "muon":
+            sizes = [0.003, 0.01, 0.03, 0.1, 0.3]
+        else:
+            unit = (1 - theta) / (shape.rule.features.square_norm(shape.key_dim) * total)
+            sizes = [unit * m for m in (0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 4.0)]
+        found += [{"step_size": s, "momentum_decay": theta, "window_decay": decay} for s in sizes]
+    return found
