@@ -6,6 +6,7 @@ found.effect, found.bootstrap, found.student, found.verdict
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np

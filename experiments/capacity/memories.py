@@ -167,16 +167,11 @@ def _largest(make: Callable[[int], Shape], budget: int, free: bool) -> Shape | N
 
 @functools.cache
 def shapes(name: str, budget: int | None) -> tuple[Shape, ...]:
-    """The sizes of a memory that are tried within a budget of floats. None: keys of `SAME_KEYS` numbers, and any memory.
+    """The sizes of a memory that are tried within a budget of floats; () if none fits.
 
-    Raises:
-      ValueError: nothing fits.
+    A budget of None means keys of `SAME_KEYS` numbers, and a memory as large as that makes it.
     """
-    spec = MEMORIES[name]
-    found = tuple(shape for shape in _tried(spec, budget) if shape is not None)
-    if not found:
-        raise ValueError(f"capacity: memory {name!r} has no size within {budget} floats.")
-    return found
+    return tuple(shape for shape in _tried(MEMORIES[name], budget) if shape is not None)
 
 
 def _tried(spec: Memory, budget: int | None) -> Iterator[Shape | None]:

@@ -88,8 +88,10 @@ def main(argv: list[str] | None = None) -> None:
         wanted = itertools.product(options.keys, options.budgets, options.passes, options.memories)
         # A memory's keys come one after another, because they share their compiled programs.
         wanted = sorted(wanted, key=lambda k: (_order(k), options.budgets.index(k[1]), options.memories.index(k[3])))
-        for _, budget, _, name in wanted:
-            shapes(name, budget or None)
+        for budget, name in itertools.product(options.budgets, options.memories):
+            if not shapes(name, budget or None):
+                print(f"Left out: memory {name!r} has no size within {budget} floats.")
+        wanted = [key for key in wanted if shapes(key[3], key[1] or None)]
     except ValueError as error:
         parser.error(str(error))
     path = options.out / "capacity.jsonl"
