@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from atlasjax.train import state as state_lib
 from atlasjax.train.optimizer import decay_mask
 
 PIECE = 50  # steps per call of the compiled program
+Sequences = tuple[np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +46,29 @@ class Recipe:
     def task(self) -> RecallConfig:
         return RecallConfig(vocab_size=self.vocab_size, length=self.length, num_pairs=self.num_pairs)
 
+    def training(self, seed: int) -> Sequences:
+        """All sequences of a seed in the order of training, tokens and labels."""
+        return recall_sequences(self.task(), self.steps * self.batch_size, seed)
+
+    def tests(self, seed: int) -> dict[int, Sequences]:
+        """Test sequences by number of pairs."""
+        return {self.num_pairs: recall_sequences(self.task(), self.test_sequences, seed, split="test")}
+
+
+class Trainable(Protocol):
+    """What `train` needs of a recipe; `Recipe` has it."""
+
+    length: int
+    steps: int
+    batch_size: int
+
+    def training(self, seed: int) -> Sequences: ...
+
+    def tests(self, seed: int) -> dict[int, Sequences]: ...
+
 
 def train(
-    config: ModelConfig, recipe: Recipe, runs: Sequence[tuple[int, float]], say: Callable[[int, float], None]
+    config: ModelConfig, recipe: Trainable, runs: Sequence[tuple[int, float]], say: Callable[[int, float], None]
 ) -> list[dict[str, Any]]:
     """Trains `config` once for each of `runs`, all in parallel, and measures each.
 
@@ -62,9 +83,9 @@ def train(
       say: called with the step and the lowest loss of the runs, every `PIECE` steps.
 
     Returns:
-      For each run: accuracy on test sequences from a separate stream of its seed; loss of its last steps in nats per query, None
-        if it
-      is not finite; seconds_of_all, the time of all runs together.
+      For each run: accuracy on test sequences from a separate stream of its seed, the mean over the numbers of pairs if there are
+      several, then also by_pairs; loss of its last steps in nats per query, None if it is not finite; seconds_of_all, the time of
+      all runs together.
     """
     graphdef, _ = state_lib.model_shapes(config)
     mask = decay_mask(state_lib.pure(logical_axes(config)))
@@ -99,7 +120,7 @@ def train(
 
     seeds, rates = zip(*runs, strict=True)
     shape = (recipe.steps, recipe.batch_size, recipe.length)
-    sequences = {seed: recall_sequences(recipe.task(), shape[0] * shape[1], seed) for seed in set(seeds)}
+    sequences = {seed: recipe.training(seed) for seed in set(seeds)}
     tokens, labels = (
         np.stack([sequences[seed][part].reshape(shape) for seed in seeds]) for part in (0, 1)
     )  # [runs, steps, batch, length]
@@ -112,17 +133,21 @@ def train(
         carry, found = compiled(carry, peaks, tokens[:, steps], labels[:, steps])
         losses.append(np.asarray(found))
         say(min(begin + PIECE, recipe.steps), float(np.min(found.mean(1))))
-    tests = [recall_sequences(recipe.task(), recipe.test_sequences, seed, split="test") for seed in seeds]
-    test_tokens, test_labels = (np.stack(part) for part in zip(*tests, strict=True))
     # One run after another, because the logits of all runs at once are large.
-    found = jax.jit(lambda *xs: jax.lax.map(lambda x: accuracy(*x), xs))(carry[0], test_tokens, test_labels)
+    measure = jax.jit(lambda *xs: jax.lax.map(lambda x: accuracy(*x), xs))
+    tests = {seed: recipe.tests(seed) for seed in set(seeds)}
+    found = {}  # number of pairs → accuracy of each run
+    for pairs in tests[seeds[0]]:
+        test_tokens, test_labels = (np.stack([tests[seed][pairs][part] for seed in seeds]) for part in (0, 1))
+        found[pairs] = np.asarray(measure(carry[0], test_tokens, test_labels), float)
     last = np.concatenate(losses, axis=1)[:, -PIECE:].mean(1)
     seconds = round(time.perf_counter() - started, 1)
     return [
         {
-            "accuracy": round(float(a), 4),
-            "loss": round(float(value), 4) if np.isfinite(value) else None,
+            "accuracy": round(float(np.mean([values[i] for values in found.values()])), 4),
+            **({"by_pairs": {str(n): round(float(v[i]), 4) for n, v in found.items()}} if len(found) > 1 else {}),
+            "loss": round(float(last[i]), 4) if np.isfinite(last[i]) else None,
             "seconds_of_all": seconds,
         }
-        for a, value in zip(found, last, strict=True)
+        for i in range(len(runs))
     ]
