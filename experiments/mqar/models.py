@@ -9,9 +9,9 @@ from atlasjax.nn.caching import CachingConfig
 from atlasjax.nn.config import AttentionConfig, GAMConfig, MemoryConfig, SSMConfig
 
 CONVOLUTION = "gam"  # with fusion "local" it is just a causal depthwise convolution
-CHUNK = 4  # tokens of a chunk of the memories that need chunks: two pairs
+CHUNK = 8  # tokens of a chunk of the memories that need chunks: four pairs
 WIDE, NARROW = 32, 16  # heads of matrices, and of deep memories or powers, so that both have 32 floats per channel
-WINDOW = 8  # tokens that local attention sees
+WINDOW = 16  # tokens that local attention sees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ MODELS: dict[str, Model] = {
     "swa": _mixer("swa", attention=AttentionConfig(window=WINDOW)),
     **{
         f"titans-{aggregation}-{segment}": _cached(_TITANS, aggregation, segment)  # type: ignore[arg-type]
-        for segment in (4, 16)
+        for segment in (16, 32)
         for aggregation in ("grm", "soup", "ssc", "residual")
     },
     "gam": Model(("gam", "gam"), fields={"gam": GAMConfig(slots=64)}),

@@ -1,7 +1,7 @@
 """MQAR as Zoology defines it: accuracy against floats of state and against the number of pairs, for every family.
 
-    JAX_PLATFORMS=cpu python -m experiments.mqar.run                                     # every model at width 32
-    JAX_PLATFORMS=cpu python -m experiments.mqar.run --models attention titans --widths 16 64
+    JAX_PLATFORMS=cpu python -m experiments.mqar.run                                     # every model at width 16
+    JAX_PLATFORMS=cpu python -m experiments.mqar.run --models attention titans --widths 32 64
     JAX_PLATFORMS=cpu python -m experiments.mqar.run --report                            # only the table and the plots
     python -m experiments.mqar.run --size paper                                          # prints the plan; --go runs it
 
@@ -41,9 +41,9 @@ class Recipe:
       test_sequences: for each number of pairs.
     """
 
-    vocab_size: int = 64
-    length: int = 32
-    pairs: list[int] = dataclasses.field(default_factory=lambda: [2, 4, 8])
+    vocab_size: int = 128
+    length: int = 64
+    pairs: list[int] = dataclasses.field(default_factory=lambda: [4, 8, 16])
     steps: int = 600
     batch_size: int = 32
     sequences: int | None = None
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--size", choices=list(SIZES), default="small")
     parser.add_argument("--go", action="store_true", help="with --size paper: run it, do not only print the plan")
     parser.add_argument("--models", nargs="+", metavar="MODEL", default=list(MODELS))
-    parser.add_argument("--widths", nargs="+", type=int, metavar="WIDTH", help="default: 32; paper: 16 32 64")
+    parser.add_argument("--widths", nargs="+", type=int, metavar="WIDTH", help="default: 16; paper: 16 32 64")
     parser.add_argument("--rates", nargs="+", type=float, metavar="RATE", default=list(RATES))
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds, counted from 0")
     parser.add_argument("--steps", type=int)
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
     parser.add_argument("--report", action="store_true", help="train nothing, only write the table and the plots")
     options = parser.parse_args(argv)
-    widths = options.widths or ([16, 32, 64] if options.size == "paper" else [32])
+    widths = options.widths or ([16, 32, 64] if options.size == "paper" else [16])
     changed = {n: getattr(options, n) for n in ("steps", "batch_size", "test_sequences") if getattr(options, n)}
     try:
         if options.seeds < 1:
