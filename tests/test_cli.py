@@ -331,7 +331,7 @@ def test_the_default_run_is_what_the_readme_says():
         (["--tasks", "lambada", "--batch-size", "0"], "batch_size is 0; it should be at least 1."),
         (["--tasks", "lambada", "--stream", "--window", "8"], "--stream reads whole documents, so it takes no --window."),
         (["--tasks", "lambada", "--text", "book.txt"], "--text does not go with --tasks lambada."),
-        (["--tasks", "lambada", "niah_1", "--stream"], "--stream does not go with --tasks niah_1."),
+        (["--tasks", "niah_1", "--stream"], "--stream does not go with --tasks niah_1."),
         (["--tasks", "niah_1", "--lengths", "4kb"], "lengths has '4kb'; it should be a number of tokens such as 4096 or 4k."),
         (["--tasks", "niah_1", "--depths", "120"], "depths has 120; it should be in [0, 100]."),
         (["--tasks", "niah_1", "--samples", "0"], "samples is 0; it should be at least 1."),

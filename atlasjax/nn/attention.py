@@ -11,6 +11,7 @@ from atlasjax.mixers.rotary import rotate
 from atlasjax.nn.config import AttentionConfig, AttentionSizes, ModelConfig
 from atlasjax.nn.layers import Linear, RMSNorm
 from atlasjax.nn.parameters import normal, param
+from atlasjax.nn.partition import mesh_partition
 
 
 class AttentionHeads(nnx.Module):
@@ -35,7 +36,7 @@ class AttentionHeads(nnx.Module):
         _check_sizes(given, sizes)
         self.window, self.theta, self.rope_dim = window, given.rope_theta, given.rope_dim
         self.dtype = jnp.dtype(config.dtype)
-        self.has_gate = given.gate
+        self.has_gate, self.fused = given.gate, given.fused
         # For each head of keys: its queries, each followed by its gate, then the keys and the values.
         self.groups = self.heads // self.kv_heads
         self.query_dim = self.key_dim + (self.value_dim if given.gate else 0)
@@ -77,7 +78,7 @@ class AttentionHeads(nnx.Module):
         q, k, v, z = self._project(x)
         y = attention.attention(
             q, k, v, window=self.window, rope_theta=self.theta, rope_dim=self.rope_dim, persistent=self.persistent(),
-            segment_ids=segment_ids,
+            segment_ids=segment_ids, fused=self.fused, partition=mesh_partition(x.shape[0], self.kv_heads),
         )  # fmt: skip
         return _gated(y, z)
 

@@ -27,6 +27,8 @@ class AttentionConfig:
       value_dim: size of the values of a head, only for "attention" and "swa". None: the model's value_expansion times head_dim.
       gate: whether the heads' outputs are multiplied by σ(x W_g), a gate per channel (Qiu et al. 2025), only for "attention" and
         "swa".
+      fused: whether attention may run in a kernel of the platform, where that serves it: splash attention on TPUs, cuDNN on GPUs.
+        None: without a window, since with one XLA's form needs less memory.
 
     Raises:
       ValueError: a field is out of range.
@@ -45,6 +47,7 @@ class AttentionConfig:
     head_dim: int | None = None
     value_dim: int | None = None
     gate: bool = False
+    fused: bool | None = None
 
     def __post_init__(self) -> None:
         optional = ("window", "rope_dim", "num_heads", "kv_heads", "head_dim", "value_dim")
@@ -53,6 +56,8 @@ class AttentionConfig:
         check.choice("AttentionConfig", "qk_norm", self.qk_norm, ("none", "head", "all"))
         for name in ("bias", "output_bias", "gate"):
             check.boolean("AttentionConfig", name, getattr(self, name))
+        if self.fused is not None:
+            check.boolean("AttentionConfig", "fused", self.fused)
 
 
 class AttentionSizes(NamedTuple):

@@ -143,6 +143,7 @@ def test_parquet_column(parquet_folder, texts):
 
 
 def test_parquet_keeps_few_row_groups_in_memory(parquet_folder, monkeypatch):
+    monkeypatch.setattr("atlasjax.data.parquet._MAX_BLOCKS", 8)
     documents = ParquetDocuments([str(parquet_folder)], "text")
     everything(documents)
     info = documents._read.cache_info()
