@@ -7,8 +7,8 @@ vectors" of Sukhbaatar et al. 2019). They have no position, so the queries that 
 float32. Several consecutive heads of queries may share a head of keys and values (grouped-query attention, Ainslie et al. 2023).
 
 Queries are processed block by block, so no [time, time] array is formed. Temporary memory is [block, time], or
-[block, window + block] with a window, where the arithmetic is O(time · (window + block)) as well. On TPUs and GPUs a fused
-kernel of the platform is used instead where it serves the call (`fused_attention`).
+[block, window + block] with a window, where the arithmetic is O(time · (window + block)) as well. On request a fused
+kernel of the platform is used instead, on TPUs and GPUs, where it serves the call (`fused_attention`).
 """
 
 from typing import Any, NamedTuple
@@ -105,7 +105,7 @@ def attention(
     rope_dim: int | None = None,
     persistent: Persistent | None = None,
     segment_ids: Int[Array, "batch time"] | None = None,
-    fused: bool | None = None,
+    fused: bool = False,
     partition: Partition | None = None,
 ) -> Float[Array, "batch time heads value_dim"]:
     """Causal self-attention over whole sequences.
@@ -120,8 +120,7 @@ def attention(
       persistent: keys and values that every token sees.
       segment_ids: integers [batch, time]. A new segment begins where the id changes. It sees nothing before it, and its
         positions start at 0.
-      fused: whether a kernel of the platform may be used (`fused_attention`), where it serves the call. None: without a window, as
-        XLA's form needs less memory with one. No kernel has persistent keys.
+      fused: whether a kernel of the platform may be used (`fused_attention`), where it serves the call. None has persistent keys.
       partition: the mesh and its axes that split batch and kv_heads, for a kernel. XLA splits its own operations without it.
 
     Returns:
@@ -141,7 +140,6 @@ def attention(
     k = rotate(k, position, rope_theta, rope_dim)
     blocks = lambda heads: _whole(q, heads.q, heads.k, heads.v, position, heads.segment, window, persistent)
     heads = fused_attention.Heads(rotated, k, v, segment)
-    fused = fused if fused is not None else window is None
     if persistent is not None or not fused:
         return blocks(heads)
     return fused_attention.attend(heads, window, blocks, partition)

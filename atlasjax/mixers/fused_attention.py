@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from atlasjax.memory import Partition
 
@@ -24,21 +25,24 @@ class Heads(NamedTuple):
     """The arrays of one call.
 
     Attributes:
-      q: rotated queries, [batch, time, heads, dim].
-      k, v: rotated keys and values, [batch, time, kv_heads, dim]. kv_heads divides heads.
+      q: rotated queries, [batch, time, heads, key_dim].
+      k, v: rotated keys and values, [batch, time, kv_heads, key_dim] and [batch, time, kv_heads, value_dim]. kv_heads divides heads.
       segment: each token's segment index in the row, [batch, time], which never returns. None for one segment.
     """
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    segment: jax.Array | None
+    q: Float[Array, "batch time heads key_dim"]
+    k: Float[Array, "batch time kv_heads key_dim"]
+    v: Float[Array, "batch time kv_heads value_dim"]
+    segment: Int[Array, "batch time"] | None
+
+
+Attended = Float[Array, "batch time heads value_dim"]
 
 
 def attend(
-    heads: Heads, window: int | None, otherwise: Callable[[Heads], jax.Array], partition: Partition | None = None
-) -> jax.Array:
-    """Causal attention [batch, time, heads, dim], in a kernel where the platform has one that serves the call.
+    heads: Heads, window: int | None, otherwise: Callable[[Heads], Attended], partition: Partition | None = None
+) -> Attended:
+    """Causal attention, in a kernel where the platform has one that serves the call.
 
     Args:
       heads: the arrays.
@@ -73,7 +77,7 @@ def _is(dtype: jnp.dtype, heads: Heads) -> bool:
     return all(x.dtype == dtype for x in heads[:3])
 
 
-def dot_product(heads: Heads, window: int | None, implementation: Literal["xla", "cudnn"]) -> jax.Array:
+def dot_product(heads: Heads, window: int | None, implementation: Literal["xla", "cudnn"]) -> Attended:
     """`jax.nn.dot_product_attention` of a call without segments."""
     local = None if window is None else (window - 1, 0)
     q, k, v, _ = heads
@@ -82,7 +86,7 @@ def dot_product(heads: Heads, window: int | None, implementation: Literal["xla",
 
 def partitioned_splash(
     heads: Heads, window: int | None, partition: Partition | None, *, interpret: bool = False
-) -> jax.Array:
+) -> Attended:
     """`splash` on each device's part of the batch and the heads."""
     run = functools.partial(splash, window=window, interpret=interpret)
     if partition is None:
@@ -94,7 +98,7 @@ def partitioned_splash(
     return jax.shard_map(mapped, mesh=partition.mesh, in_specs=specs, out_specs=split, check_vma=False)(*heads)
 
 
-def splash(heads: Heads, window: int | None, *, interpret: bool = False) -> jax.Array:
+def splash(heads: Heads, window: int | None, *, interpret: bool = False) -> Attended:
     """Pallas splash attention. Sequences are padded to a multiple of a block; no token sees the padding behind it.
 
     Args:
