@@ -12,6 +12,7 @@ import itertools
 import json
 import pathlib
 import re
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,6 +28,7 @@ from atlasjax.train.defaults import default_config
 DOCS = pathlib.Path(__file__).resolve().parent
 ROOT = DOCS.parent
 BENCHMARKS = ROOT / "experiments/benchmarks"
+sys.path.insert(0, str(ROOT))  # for the tables that `experiments` makes
 KERNELS = ("delta_rule", "chunk_memory", "newton_schulz")
 PLATFORMS = {"pallas_tpu": "TPU", "pallas_gpu": "GPU"}
 # Families of public weights: title, name, and the config.json of a size that is published.
@@ -689,6 +691,20 @@ def status_systems() -> str:
     return table(("system", "code", "tests, on a CPU"), lines)
 
 
+def evidence_summary() -> str:
+    """The directions that the papers claim, with their verdicts."""
+    from experiments.evidence import page
+
+    return page.summary()
+
+
+def evidence_details() -> str:
+    """The comparisons of each direction."""
+    from experiments.evidence import page
+
+    return page.details()
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
@@ -698,6 +714,7 @@ TABLES: dict[str, Callable[[], str]] = {
         weights_tensors,
         reliability_faults, reliability_packing, packing_models,
         input_speed, input_memory,
+        evidence_summary, evidence_details,
         status_devices, status_rules, status_proofs, status_kernels, status_plans, status_experiments, status_systems,
     )
 }  # fmt: skip

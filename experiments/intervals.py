@@ -15,6 +15,7 @@ import scipy.stats
 LEVEL = 0.95
 LEAST_SEEDS = 3
 POWER = 0.8
+RESAMPLES = 2000
 MOST_RUNS = 10_000  # a power calculation ends here
 Interval = tuple[float, float]
 
@@ -47,7 +48,13 @@ def bootstrap_of(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> I
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", scipy.stats.DegenerateDataWarning)  # raised below, with what it is about
         found = scipy.stats.bootstrap(
-            (whole,), apply, confidence_level=LEVEL, method=method, vectorized=True, rng=np.random.default_rng(0)
+            (whole,),
+            apply,
+            n_resamples=RESAMPLES,
+            confidence_level=LEVEL,
+            method=method,
+            vectorized=True,
+            rng=np.random.default_rng(0),
         ).confidence_interval
     low, high = float(found.low), float(found.high)
     if math.isnan(low) or math.isnan(high):

@@ -1,0 +1,197 @@
+"""The 16 directions that the four papers claim, and the comparisons that decide them."""
+
+import dataclasses
+from collections.abc import Callable
+
+from experiments.evidence.sources import (
+    Line,
+    ablation,
+    capacity,
+    function_muon,
+    function_order,
+    gam_scaling,
+    mqar,
+    recall,
+    zoo,
+)
+
+# Experiment → its command and its plot, or its table.
+EXPERIMENTS = {
+    "capacity": ("python -m experiments.capacity.run", "../experiments/capacity/results/capacity_1024.png"),
+    "mqar": ("python -m experiments.mqar.run", "../experiments/mqar/results/small.png"),
+    "recall": ("python -m experiments.recall.run", "../experiments/recall/results/recall.png"),
+    "zoo": ("python -m experiments.zoo.run", "../experiments/zoo/results/embedded.png"),
+    "ablation": ("python -m experiments.ablation.run", "../experiments/ablation/results/ablation.png"),
+    "function_learning": (
+        "python experiments/function_learning/run.py",
+        "../experiments/function_learning/loss_d256.png",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Direction:
+    """What a paper claims.
+
+    Attributes:
+      name: the claim.
+      paper: where it is.
+      lines: its comparisons, from the rows that exist.
+      experiments: keys of `EXPERIMENTS` that have, or would have, its rows.
+      command: the command if no experiment of the repository has such rows yet.
+      note: what a reader must know.
+    """
+
+    name: str
+    paper: str
+    lines: Callable[[], list[Line]]
+    experiments: tuple[str, ...] = ()
+    command: str = ""
+    note: Callable[[], str] = lambda: ""
+
+
+_WINDOWS = (2, 4, 8, 16)
+_CACHES = ("residual", "ssc", "soup", "grm")
+
+
+def _omega() -> list[Line]:
+    pairs = [("linear, c=4", "linear"), ("linear, c=16", "linear"), ("linear, c=4, buffers free", "linear")]
+    pairs += [("deep 2, c=4", "deep 2"), ("deep 2, c=16, buffers free", "deep 2")]
+    language = zoo([("omeganet", "titans-no-momentum")]) + ablation([("base", "c=1")])
+    return capacity(pairs) + mqar([("omega", "omega-online")]) + language
+
+
+def _polynomial() -> list[Line]:
+    names = ("powers 2", "polynomial 2", "powers 3", "polynomial 3", "sketch 2")
+    found = capacity([(name, "linear") for name in names], budgets=(256, 1024))
+    found += capacity([(name, "linear") for name in names], budgets=(0,))
+    pairs = [("omega-powers", "omega"), ("omega-matrix-powers", "omega-matrix")]
+    return found + mqar(pairs) + ablation([("base", "without polynomial features")])
+
+
+def _deep() -> list[Line]:
+    found = capacity([("deep 2", "linear"), ("deep 3", "linear")], budgets=(0, 256, 1024))
+    language = zoo([("dla", "linear-attention")]) + ablation([("base", "linear memory")])
+    return found + mqar([("omega", "omega-matrix")]) + language
+
+
+def _gated() -> list[Line]:
+    found = mqar([("omega-gated", "omega"), ("atlas-gated", "atlas")])
+    return found + zoo([("atlas++", "atlas")]) + ablation([("gated memory", "base")])
+
+
+def _windows() -> list[Line]:
+    names = ["linear", *(f"linear, c={c}" for c in _WINDOWS)]
+    free = ["linear", *(f"linear, c={c}, buffers free" for c in _WINDOWS)]
+    found = capacity(zip(names[1:], names)) + capacity(zip(free[1:], free))
+    models = ["omega-online", "omega-2", "omega", "omega-8", "omega-16"]
+    variants = ["c=1", "c=2", "base", "c=8", "c=16"]
+    return found + mqar(zip(models[1:], models)) + ablation(zip(variants[1:], variants))
+
+
+def _muon() -> list[Line]:
+    found = capacity(
+        [
+            ("linear, Muon, buffers free", "linear, momentum, buffers free"),
+            ("deep 2, Muon 5, buffers free", "deep 2, momentum, buffers free"),
+            ("deep 2, Muon 5, buffers free", "deep 2, Muon 1, buffers free"),
+        ]
+    )
+    found += function_muon() + mqar([("atlas", "omega-powers")])
+    return found + zoo([("atlas", "omeganet")]) + ablation([("base", "without Muon")])
+
+
+def _dot() -> list[Line]:
+    found = mqar([("dot", "deep_transformer"), ("deep_transformer", "attention"), ("dot", "attention")])
+    return found + zoo([("dot", "deep-transformer"), ("deep-transformer", "transformer++"), ("dot", "transformer++")])
+
+
+def _caching() -> list[Line]:
+    pairs = [("titans-grm-8", "titans-soup-8"), ("titans-soup-8", "titans-ssc-8"), ("titans-ssc-8", "titans")]
+    pairs += [("titans-grm-8", "titans"), ("titans-residual-8", "titans"), ("linear-grm-8", "linear-ssc-8")]
+    pairs += [(f"linear-{name}-8", "linear") for name in ("grm", "ssc", "residual")]
+    texts = [("titans-grm", "titans-soup"), ("titans-soup", "titans-ssc")]
+    texts += [(f"titans-{name}", "titans") for name in ("grm", "soup", "ssc", "residual")]
+    return mqar(pairs) + recall([("linear-4-grm", "linear-4")]) + zoo(texts)
+
+
+def _gap() -> list[Line]:
+    pairs = [
+        ("attention", "titans"),
+        ("attention", "titans-grm-8"),
+        ("attention", "linear"),
+        ("attention", "linear-grm-8"),
+    ]
+    return mqar(pairs) + recall([("attention", "linear-4"), ("attention", "linear-4-grm")])
+
+
+def _gam() -> list[Line]:
+    return zoo([("gam", "gam-global"), ("gam-global", "gam-sum"), ("gam-sum", "gam-local")])
+
+
+DIRECTIONS = (
+    Direction(
+        "The Omega rule is better than the online rule", "A §3.2, Table 6", _omega, ("capacity", "mqar", "zoo", "ablation"),
+        note=lambda: "A window's pairs are part of the state. Unless a line says that buffers are free, they are counted.",
+    ),
+    Direction(
+        "Polynomial features are better than none", "A Prop. 2, Table 6", _polynomial, ("capacity", "mqar", "ablation"),
+        note=lambda: "Lines with equal floats give the linear memory keys as wide as the features. Lines with keys of 16 numbers "
+        "are those of Proposition 2: the features may then have any number of floats.",
+    ),
+    Direction(
+        "A deep memory is better than a matrix", "A Theorem 1, Table 6", _deep, ("capacity", "mqar", "zoo", "ablation"),
+        note=lambda: "n floats cannot store more than n/16 independent random values of 16 numbers exactly, whatever the depth. "
+        "A matrix with wide enough independent keys reaches that limit.",
+    ),
+    Direction("A gated memory is better than an MLP", "A Table 6, Atlas++", _gated, ("mqar", "zoo", "ablation")),
+    Direction(
+        "A wider window is better", "A Fig. 5", _windows, ("capacity", "mqar", "ablation"),
+        note=lambda: "Each line compares a window with the next smaller one.",
+    ),
+    Direction(
+        "Muon is the better inner optimizer", "A §5", _muon, ("capacity", "function_learning", "mqar", "zoo", "ablation"),
+        note=lambda: "The paper's own Table 6 has a lower perplexity without Muon (19.65 against 19.97).",
+    ),
+    Direction("DOT is better than DeepTransformer, and that better than Transformer++", "A §4, Table 2", _dot, ("mqar", "zoo")),
+    Direction(
+        "Function learning: 1 is easiest, 4 easier than 2, 3 and 5 hardest, 3 easier than 5", "A §6.4, Fig. 6",
+        lambda: function_order(
+            [("low_rank", "attention_as_input"), ("low_rank", "mlp"), ("attention_as_input", "mlp"), ("mlp", "attention_mlp"),
+             ("mlp", "window_attention_mlp"), ("attention_mlp", "window_attention_mlp")]
+        ),
+        ("function_learning",),
+    ),
+    Direction(
+        "Memory caching: GRM is better than Soup, that than SSC, and that than the memory alone", "M §4, Tables 1–4", _caching,
+        ("mqar", "recall", "zoo"),
+        note=lambda: "For a linear memory GRM and Soup are the same function. M's text puts SSC second.",
+    ),
+    Direction(
+        "The gate of caching should see the context", "M Fig. 5", lambda: mqar([("titans-grm-8", "titans-grm-8-age")]), ("mqar",)
+    ),
+    Direction(
+        "Attention is still ahead in recall", "M §4.4, Fig. 3", _gap, ("mqar", "recall"),
+        note=lambda: "Whether caching narrows the gap is in the direction on caching.",
+    ),
+    Direction(
+        "Elastic Memory: exponential sampling is better than uniform", "E Tables 2, 3",
+        lambda: zoo([("elastic-exp", "elastic-uniform")]), ("zoo",),
+    ),
+    Direction(
+        "Elastic Memory: trained uniform and tested exponential is better than uniform", "E §3.5", list,
+        command="python -m experiments.elastic.probe",
+    ),
+    Direction(
+        "Elastic Memory: a larger memory is better", "E Tables 4, 13", list,
+        command="atlasjax train --preset elastic-exp-98m --model.elastic.order 8640",
+    ),
+    Direction(
+        "Elastic Memory is robust to corruption of the local context", "E Table 7", list,
+        command="python -m experiments.elastic.probe",
+    ),
+    Direction(
+        "GAM: both pathways are better than the global one, that than their sum, that than the local one; linear scaling",
+        "G Tables 2, 3", _gam, ("zoo",), note=gam_scaling,
+    ),
+)  # fmt: skip

@@ -1,0 +1,113 @@
+"""The tables of docs/evidence.md, which `python docs/generate.py` writes."""
+
+import math
+from collections import Counter
+
+from experiments.evidence.directions import DIRECTIONS, EXPERIMENTS, Direction
+from experiments.evidence.sources import Line, language_spread
+from experiments.intervals import LEAST_SEEDS, Interval, runs_needed
+
+LANGUAGE = "bits per byte"
+
+
+def verdict(lines: list[Line]) -> str:
+    """Of a direction: that of its decided lines if they agree."""
+    if not lines:
+        return "not run"
+    decided = {line.comparison.verdict for line in lines} - {"undecided"}
+    if not decided:
+        return "undecided"
+    return decided.pop() if len(decided) == 1 else "depends on the setting"
+
+
+def summary() -> str:
+    """One line for each direction."""
+    text = [
+        "| | direction | paper | verdict | comparisons: reproduced, refuted here, undecided | seeds | plots |",
+        "| ---: | --- | --- | --- | --- | ---: | --- |",
+    ]
+    for number, direction in enumerate(DIRECTIONS, 1):
+        lines = direction.lines()
+        counts = Counter(line.comparison.verdict for line in lines)
+        told = ", ".join(str(counts[name]) for name in ("reproduced", "refuted here", "undecided")) if lines else ""
+        seeds = sorted({line.comparison.seeds for line in lines})
+        spread = "" if not seeds else str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]}–{seeds[-1]}"
+        used = [name for name in direction.experiments if any(line.source == name for line in lines)]
+        plots = ", ".join(f"[{name.replace('_', ' ')}]({EXPERIMENTS[name][1]})" for name in used)
+        text.append(
+            f"| [{number}](#{number}) | {direction.name} | {direction.paper} | **{verdict(lines)}** | {told} | {spread} | {plots} |"
+        )
+    return "\n".join(text) + "\n"
+
+
+def details() -> str:
+    """Each direction with its comparisons, its power calculation and its commands."""
+    return "\n".join(_section(number, direction) for number, direction in enumerate(DIRECTIONS, 1))
+
+
+def _section(number: int, direction: Direction) -> str:
+    lines = direction.lines()
+    text = [
+        f"### {number}. {direction.name} {{ #{number} }}\n",
+        f"{direction.paper}. **{verdict(lines).capitalize()}.**",
+    ]
+    if note := direction.note():
+        text[-1] += f" {note}." if not note.endswith(".") else f" {note}"
+    text.append("")
+    if lines:
+        text += [
+            "| comparison | effect | 95%, bootstrap | 95%, t | seeds | tokens per run | verdict |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+            *(_row(line) for line in lines),
+            "",
+        ]
+        if power := _power(lines):
+            text += [power, ""]
+    commands = [EXPERIMENTS[name][0] for name in direction.experiments] or [direction.command]
+    text += ["```sh", *commands, "```", ""]
+    return "\n".join(text)
+
+
+def _row(line: Line) -> str:
+    found = line.comparison
+    alone = found.seeds < 2
+    cells = (
+        line.setting,
+        f"{found.effect:+.3f} {line.unit}",
+        "" if alone else _interval(found.bootstrap),
+        "" if alone else _interval(found.student),
+        found.seeds,
+        f"{line.tokens:,}",
+        found.verdict,
+    )
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval[0]:+.3f} to {interval[1]:+.3f}"
+
+
+def _power(lines: list[Line]) -> str:
+    """What would decide the undecided lines: the seeds for their own spread, or for a borrowed one."""
+    own, alone = [], []
+    for line in lines:
+        found = line.comparison
+        if found.verdict != "undecided":
+            continue
+        if found.spread is not None:
+            own.append((line, found.spread, found.runs_needed))
+        elif line.unit == LANGUAGE:
+            spread = math.sqrt(2) * language_spread()
+            alone.append((line, spread, runs_needed(spread, found.effect)))
+    said = []
+    for group, whence in ((own, "their spread between seeds"), (alone, "the spread of titans-tiny between seeds")):
+        if group:
+            needed = [_runs(line, spread, runs) for line, spread, runs in sorted(group, key=lambda g: g[2] or math.inf)]
+            shown = needed[:6] + ([f"{len(needed) - 6} more need as many or more seeds"] if len(needed) > 6 else [])
+            said.append(f"**Power**, by {whence} (80% at 5%, paired t test): " + "; ".join(shown) + ".")
+    return "\n\n".join(said)
+
+
+def _runs(line: Line, spread: float, runs: int | None) -> str:
+    many = "no number of seeds up to 10,000" if runs is None else f"{max(runs, LEAST_SEEDS):,} seeds"
+    return f"{line.setting}: {many} (spread {spread:.3f}, effect {line.comparison.effect:+.3f})"

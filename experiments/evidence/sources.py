@@ -1,0 +1,232 @@
+"""Comparisons over seeds, from the rows of the experiments.
+
+Each function returns `Line`s: one for each setting in which rows of both sides exist, with the seeds that both have.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.capacity.report import TITLES, area
+from experiments.intervals import Comparison, compare
+from experiments.mqar.report import best
+from experiments.rows import Row, read_rows
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One comparison in one setting.
+
+    Attributes:
+      setting: what is compared, and where.
+      comparison: the paired differences; positive is what the paper says.
+      unit: of the differences.
+      tokens: tokens that each run read.
+      source: the folder of the experiment.
+    """
+
+    setting: str
+    comparison: Comparison
+    unit: str
+    tokens: int
+    source: str
+
+
+@functools.cache
+def rows(path: str) -> tuple[Row, ...]:
+    return tuple(read_rows(ROOT / "experiments" / path))
+
+
+def paired(better: dict[Any, float], worse: dict[Any, float]) -> Comparison | None:
+    """The comparison over the seeds that both have, None without any."""
+    seeds = sorted(better.keys() & worse.keys())
+    return compare([better[seed] for seed in seeds], [worse[seed] for seed in seeds]) if seeds else None
+
+
+# Capacity.
+
+
+def capacity(
+    pairs: Iterable[tuple[str, str]], budgets: Sequence[int] = (256, 1024), criterion: str = "recalled"
+) -> list[Line]:
+    """(better, worse) memories: the mean distance of their curves, in doublings of the number of pairs."""
+    table = {(r["budget"], r["passes"], r["keys"], r["memory"]): r for r in rows("capacity/results/capacity.jsonl")}
+    settings = sorted({key[:3] for key in table}, key=lambda k: (k[0], k[1], list(TITLES).index(k[2])))
+    found = []
+    for (better, worse), setting in itertools.product(pairs, settings):
+        a, b = (table.get((*setting, name)) for name in (better, worse))
+        if a is None or b is None or setting[0] not in budgets:
+            continue
+        _, passes, keys = setting
+        comparison = paired(*({i: x for i, x in enumerate(area(row, criterion))} for row in (a, b)))
+        assert comparison is not None
+        size = f"{a['floats']:,} and {b['floats']:,} floats"
+        times = "one pass" if passes == 1 else f"{passes} passes"
+        told = f"{better} against {worse}: {TITLES[keys]}, {times}, {size}"
+        found.append(Line(told, comparison, "doublings of pairs", passes * a["recipe"]["pairs"][-1], "capacity"))
+    return found
+
+
+# Recall.
+
+
+def mqar(pairs: Iterable[tuple[str, str]]) -> list[Line]:
+    """(better, worse) models of MQAR: accuracy, each at its best learning rate."""
+    chosen = best(list(rows("mqar/results/small.jsonl")))
+    found = []
+    for better, worse in pairs:
+        for width in sorted({width for _, width in chosen}):
+            a, b = chosen.get((better, width)), chosen.get((worse, width))
+            if a is None or b is None:
+                continue
+            comparison = paired(*({row["seed"]: row["accuracy"] for row in group} for group in (a, b)))
+            if comparison is None:
+                continue
+            size = f"{a[0]['state_floats']:,} and {b[0]['state_floats']:,} floats of state"
+            recipe = a[0]["recipe"]
+            tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
+            found.append(
+                Line(f"{better} against {worse}, width {width}, {size}", comparison, "accuracy", tokens, "mqar")
+            )
+    return found
+
+
+def recall(pairs: Iterable[tuple[str, str]]) -> list[Line]:
+    """(better, worse) models of `experiments.recall`: accuracy, each at its best learning rate."""
+    groups = best([{**row, "width": 64} for row in rows("recall/results/recall.jsonl")])
+    found = []
+    for better, worse in pairs:
+        a, b = groups.get((better, 64)), groups.get((worse, 64))
+        if a is None or b is None:
+            continue
+        comparison = paired(*({row["seed"]: row["accuracy"] for row in group} for group in (a, b)))
+        if comparison is not None:
+            size = f"{a[0]['state_floats']:,} and {b[0]['state_floats']:,} floats of state"
+            recipe = a[0]["recipe"]
+            tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
+            found.append(Line(f"{better} against {worse}, width 64, {size}", comparison, "accuracy", tokens, "recall"))
+    return found
+
+
+# Language.
+
+
+def zoo(pairs: Iterable[tuple[str, str]]) -> list[Line]:
+    """(better, worse) tiny models: held-out bits per byte."""
+    found = []
+    for text in ("embedded", "tinyshakespeare"):
+        found += _language(pairs, f"zoo/results/{text}.jsonl", f"{text}, tiny models", "zoo")
+    return found
+
+
+def ablation(pairs: Iterable[tuple[str, str]]) -> list[Line]:
+    """(better, worse) variants of atlas-tiny: held-out bits per byte."""
+    return _language(pairs, "ablation/results/ablation.jsonl", "embedded, atlas-tiny", "ablation")
+
+
+def _language(pairs: Iterable[tuple[str, str]], path: str, where: str, source: str) -> list[Line]:
+    losses: dict[str, dict[int, float]] = {}
+    tokens = 0
+    for row in rows(path):
+        losses.setdefault(row["model"], {})[row["recipe"]["seed"]] = row["bits_per_byte"]
+        tokens = row["tokens"]
+    found = []
+    for better, worse in pairs:
+        comparison = paired(losses.get(worse, {}), losses.get(better, {}))  # a lower loss is better
+        if comparison is not None:
+            found.append(Line(f"{better} against {worse}: {where}", comparison, "bits per byte", tokens, source))
+    return found
+
+
+def language_spread() -> float:
+    """Standard deviation between seeds of a tiny model's bits per byte: `titans-tiny`, 300 steps, pooled over texts.
+
+    Seeds are not paired there, so a difference of two models has √2 times this.
+    """
+    groups: dict[str, list[float]] = {}
+    for row in rows("stability/results/train.jsonl"):
+        if row["preset"] == "titans" and row["bounded"] and row["bits_per_byte"] is not None:
+            groups.setdefault(row["text"], []).append(row["bits_per_byte"])
+    variances = [(np.var(values, ddof=1), len(values) - 1) for values in groups.values() if len(values) > 1]
+    return math.sqrt(sum(v * n for v, n in variances) / sum(n for _, n in variances))
+
+
+# Function learning.
+
+MAPPINGS = {
+    "low_rank": "1, low rank", "mlp": "2, MLP", "attention_mlp": "3, attention then MLP",
+    "attention_as_input": "4, attention as input", "window_attention_mlp": "5, window attention then MLP",
+}  # fmt: skip
+
+
+def _function_rows() -> dict[tuple[Any, ...], dict[int, float]]:
+    """(width, hidden layers, expansion, optimizer, mapping) → seed → log2 of the last loss; diverged runs are left out."""
+    found: dict[tuple[Any, ...], dict[int, float]] = {}
+    for row in rows("function_learning/results.jsonl"):
+        if row["kind"] == "run" and row["last"] is not None:
+            key = (row["dim"], row["hidden_layers"], row["expansion"], row["optimizer"], row["setting"])
+            found.setdefault(key, {})[row["seed"]] = math.log2(row["last"])
+    return found
+
+
+def function_order(pairs: Iterable[tuple[str, str]], dim: int = 256) -> list[Line]:
+    """(easier, harder) mappings at one width, for every shape and optimizer: halvings of the last loss."""
+    table, found = _function_rows(), []
+    for easier, harder in pairs:
+        for width, hidden, expansion, optimizer, setting in sorted(table):
+            if width != dim or setting != easier:
+                continue
+            a, b = (table.get((width, hidden, expansion, optimizer, name), {}) for name in (easier, harder))
+            comparison = paired(b, a)
+            if comparison is not None:
+                memory = f"{hidden} hidden layers, {expansion}x, {optimizer}, d = {width}"
+                told = f"{MAPPINGS[easier]}, against {MAPPINGS[harder]}: {memory}"
+                found.append(Line(told, comparison, "halvings of the loss", 4096, "function_learning"))
+    return found
+
+
+def function_muon() -> list[Line]:
+    """Muon against the best of the paper's three optimizers, for every mapping and shape: halvings of the last loss."""
+    table, found = _function_rows(), []
+    for dim, hidden, expansion, optimizer, setting in sorted(table):
+        if optimizer != "muon":
+            continue
+        others = {o: table.get((dim, hidden, expansion, o, setting), {}) for o in ("sgd", "rmsprop", "adam")}
+        best_name = min((o for o in others if others[o]), key=lambda o: float(np.mean(list(others[o].values()))))
+        comparison = paired(others[best_name], table[dim, hidden, expansion, "muon", setting])
+        if comparison is not None:
+            told = f"Muon against {best_name}: mapping {MAPPINGS[setting]}; {hidden} hidden layers, {expansion}x, d = {dim}"
+            found.append(Line(told, comparison, "halvings of the loss", 4096, "function_learning"))
+    return found
+
+
+# Scaling.
+
+
+def gam_scaling() -> str:
+    """How time and memory of GAM's block and of attention's grow from the shortest to the longest text."""
+    said = []
+    for name, field, what in (
+        ("scaling-cpu", "seconds", "time"),
+        ("bytes-cpu", "temporary_bytes", "temporary memory"),
+    ):
+        found = sorted(rows(f"gam/results/{name}.jsonl"), key=lambda row: row["length"])
+        if not found:
+            continue
+        exponents = []
+        for block in ("gam", "attention"):
+            ends = [(row["length"], row["blocks"][block][field]) for row in (found[0], found[-1])]
+            exponents.append(math.log(ends[1][1] / ends[0][1]) / math.log(ends[1][0] / ends[0][0]))
+        said.append(
+            f"{what} from {found[0]['length']:,} to {found[-1]['length']:,} tokens grows like the length to the power of "
+            f"{exponents[0]:.2f} (GAM) and {exponents[1]:.2f} (attention)"
+        )
+    return "; ".join(said)

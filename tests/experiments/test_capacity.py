@@ -1,0 +1,122 @@
+"""experiments/capacity: memories fill their budget, pairs are shared by seed, and what is recalled is what the rule has written."""
+
+import json
+
+import numpy as np
+import pytest
+
+from experiments.capacity import run
+from experiments.capacity.measure import KEYS, Recipe, draw, read_back
+from experiments.capacity.memories import MEMORIES, VALUE_DIM, Memory, floats, shapes
+from experiments.capacity.report import area, capacity
+
+GATES = [{"step_size": 1.0, "momentum_decay": 0.0, "window_decay": 1.0}]
+
+
+@pytest.mark.parametrize(
+    "name", ["linear", "linear, c=4", "polynomial 2", "sketch 2", "deep 2", "deep 3", "linear, Muon"]
+)
+def test_memories_fill_their_budget(name):
+    free = MEMORIES[name].free
+    for shape in shapes(name, 1024):
+        assert 800 <= floats(shape, free) <= 1024
+    assert floats(shapes("linear", 1024)[0]) == 1024
+    (one,) = shapes("linear, c=4", 1024)
+    assert floats(one) == VALUE_DIM * one.key_dim + 3 * (
+        one.key_dim + VALUE_DIM
+    )  # the three earlier pairs of the window
+    (free_one,) = shapes("linear, c=4, buffers free", 1024)
+    assert floats(free_one, free=True) == 1024 < floats(free_one)
+
+
+def test_what_does_not_fit_has_no_shape():
+    assert shapes("linear, c=16", 256) == ()
+    assert shapes("polynomial 2", None)[0].key_dim == 16
+
+
+@pytest.mark.parametrize("kind", list(KEYS))
+def test_pairs(kind):
+    dim, cosine = KEYS[kind]
+    keys, values = draw(kind, 32, 200, seed=3)
+    for drawn in (keys, values):
+        np.testing.assert_allclose(np.linalg.norm(drawn, axis=-1), 1, atol=1e-5)
+    assert np.linalg.matrix_rank(keys) == min(dim, 32)
+    between = (keys @ keys.T)[~np.eye(200, dtype=bool)]
+    assert abs(between.mean() - cosine) < 0.15
+    np.testing.assert_array_equal(values, draw(kind, 8, 200, seed=3)[1])  # a seed has the same pairs for every memory
+    assert not np.array_equal(values, draw(kind, 32, 200, seed=4)[1])
+
+
+def test_a_matrix_holds_as_many_pairs_as_its_keys_have_dimensions():
+    """With many passes at η = 1 the delta rule (Kaczmarz) solves W k_i = v_i exactly for fewer pairs than dimensions."""
+    (shape,) = shapes("linear", 256)
+    assert shape.key_dim == 16
+    recalled, stored = read_back(shape, "independent", 100, GATES, [0, 1], [4, 8, 64])
+    assert recalled.shape == stored.shape == (1, 2, 3)
+    np.testing.assert_array_equal(stored[0, :, :2], 1)
+    assert stored[0, :, 2].max() < 0.3
+    assert recalled[0, :, 2].max() < 0.7
+
+
+def test_capacity_is_where_the_curve_falls_below_for_good():
+    pairs = [2, 4, 8, 16]
+    assert capacity(np.array([1, 1, 1, 1.0]), pairs) == 16
+    assert capacity(np.array([0.5, 0.4, 0.3, 0.2]), pairs) == 1
+    assert capacity(np.array([0.8, 1, 1, 0.8]), pairs) == pytest.approx(8 * 2**0.5)
+    np.testing.assert_allclose(capacity(np.array([[1, 1, 1, 0.8], [1, 0.9, 0.1, 0]]), pairs), [8 * 2**0.5, 4])
+
+
+def test_one_more_area_is_twice_as_many_pairs():
+    row = lambda fractions: {"recalled": [fractions], "recipe": {"pairs": [2, 4, 8, 16, 32]}}
+    (small,), (large,) = area(row([1, 1, 0.5, 0, 0])), area(row([1, 1, 1, 0.5, 0]))
+    assert large - small == pytest.approx(1)
+
+
+def test_rows_are_kept_and_resumed(tmp_path, monkeypatch, capsys):
+    options = [
+        "--budgets",
+        "128",
+        "--seeds",
+        "3",
+        "--tuning-seeds",
+        "2",
+        "--pairs",
+        "2",
+        "8",
+        "32",
+        "--out",
+        str(tmp_path),
+    ]
+    run.main([*options, "--memories", "linear", "--passes", "1", "--keys", "independent"])
+    (line,) = (tmp_path / "capacity.jsonl").read_text().splitlines()
+    row = json.loads(line)
+    assert (row["memory"], row["budget"], row["floats"], row["keys"]) == ("linear", 128, 128, "independent")
+    assert np.shape(row["recalled"]) == np.shape(row["stored"]) == (3, 3)
+    assert np.mean(row["recalled"], 0)[0] > np.mean(row["recalled"], 0)[2]
+    assert (tmp_path / "capacity_128.png").stat().st_size > 5_000
+    assert "| linear | 128 | 128 |" in capsys.readouterr().out
+    monkeypatch.setattr(run, "read_back", lambda *_: pytest.fail("measured again"))
+    run.main([*options, "--memories", "linear", "--passes", "1", "--keys", "independent"])
+    with pytest.raises(ValueError, match="rows of another recipe"):
+        run.main(["--seeds", "4", *options[4:]])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--memories", "linaer"], "Did you mean 'linear'"),
+        (["--keys", "narow"], "Did you mean 'narrow'"),
+        (["--passes", "0"], "--passes must be at least 1"),
+        (["--pairs", "8", "4"], "rising numbers"),
+        (["--seeds", "0"], "seeds must be at least 1"),
+    ],
+)
+def test_bad_options_are_refused(options, words, capsys):
+    with pytest.raises(SystemExit):
+        run.main(options)
+    assert words in capsys.readouterr().err
+
+
+def test_recipe_and_memories():
+    assert Recipe().seeds >= 5
+    assert all(isinstance(memory, Memory) for memory in MEMORIES.values())
