@@ -26,7 +26,8 @@ class Heads(NamedTuple):
 
     Attributes:
       q: rotated queries, [batch, time, heads, key_dim].
-      k, v: rotated keys and values, [batch, time, kv_heads, key_dim] and [batch, time, kv_heads, value_dim]. kv_heads divides heads.
+      k: rotated keys, [batch, time, kv_heads, key_dim]. kv_heads divides heads.
+      v: values, [batch, time, kv_heads, value_dim].
       segment: each token's segment index in the row, [batch, time], which never returns. None for one segment.
     """
 

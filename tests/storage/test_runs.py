@@ -279,18 +279,22 @@ def test_a_save_that_fails_leaves_the_checkpoints_before_it(server, tmp_path):
     assert train(run).resumed_from == 2
 
 
-def every(n: int, but: str = "/lease"):
-    """Matches every n-th request, except those of the lease, which a thread makes at any time, and those with `but`: the emulator
-    forgets an upload in parts when it is complete, where Google's service answers as before."""
+def every(n: int, but: tuple[str, ...] = ()):
+    """Matches every n-th request, except those of the lease, which a thread makes at any time, and those with one of `but`."""
     count = itertools.count(1)
-    return lambda method, path: "/lease" not in path and but not in path and next(count) % n == 0
+    return lambda method, path: not any(part in path for part in ("/lease", *but)) and next(count) % n == 0
+
+
+# Requests whose answer must not be lost. The emulator forgets an upload in parts when it is complete, where Google answers
+# as before. A manifest is written on condition that nobody else wrote it: see `test_a_lost_answer_about_a_manifest`.
+NOT_LOST = ("upload_id", "manifest.ocdbt")
 
 
 def test_a_run_through_errors_that_pass_and_slow_answers(server, tmp_path, done):
     """Every answer is slow, and some are errors that pass, of which some come after what was asked was done."""
     run = in_bucket(config(tmp_path, **THREE | {"checkpoint_every": 2}), "faulty")
     faults = [
-        Fault(every(60, but="upload_id"), status=503, after=True),
+        Fault(every(60, but=NOT_LOST), status=503, after=True),
         Fault(every(25), status=500),
         Fault(lambda method, path: True, seconds=0.02),
     ]
@@ -298,6 +302,27 @@ def test_a_run_through_errors_that_pass_and_slow_answers(server, tmp_path, done)
         train(run)
     assert all(fault.seen for fault in faults)
     assert train_losses(run.run_dir) == train_losses(done[0].run_dir)
+
+
+def test_a_lost_answer_about_a_manifest(server, tmp_path):
+    """Tensorstore asks again, and takes its own manifest for another process's: the save fails. The same command goes on."""
+    from atlasjax.train import CheckpointError
+
+    run = in_bucket(config(tmp_path, data_changes=NO_EVALUATION), "lost")
+    lost = Fault(
+        lambda method, path: method == "POST" and "checkpoints/4/" in path and "manifest.ocdbt" in path,
+        status=503,
+        after=True,
+        times=1,
+    )
+    with (
+        server.faulty(lost),
+        pytest.raises(CheckpointError, match=f"the newest is {run.run_dir}/checkpoints/2") as caught,
+    ):
+        train(run)
+    assert lost.seen == 1
+    assert "\n" not in str(caught.value)
+    assert train(run).resumed_from == 2
 
 
 @pytest.mark.parametrize(
