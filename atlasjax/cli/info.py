@@ -132,12 +132,13 @@ def _against_attention(config: TrainConfig) -> dict[str, str]:
 
 
 def _mixer(model: ModelConfig) -> str:
+    added = "" if model.branch is None else f"; beside each: {_mixer(model.branch.alone(model))}"
     pattern = ", ".join(model.pattern)
     if not has_memory(model):
-        return pattern
+        return pattern + added
     caching = model.memory.caching
     cached = "" if caching is None else f", {caching.aggregation} every {caching.segment_size}"
-    return f"{pattern} of {model.memory.rule}{cached}"
+    return f"{pattern} of {model.memory.rule}{cached}{added}"
 
 
 def _plan_rows(plan: Plan | None, config: TrainConfig) -> dict[str, str]:

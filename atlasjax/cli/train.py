@@ -12,7 +12,7 @@ from atlasjax.cli.parsing import parse, pop_option
 from atlasjax.cli.report import baselines, sample_text
 from atlasjax.cli.tune import offer
 from atlasjax.data.tokenizers import vocabulary
-from atlasjax.nn import CachingConfig
+from atlasjax.nn import AttentionConfig, BranchConfig, CachingConfig, MemoryConfig
 from atlasjax.nn.mixers import check_caching
 from atlasjax.train.config import HELD_OUT, TrainConfig
 from atlasjax.train.cores import use_cores
@@ -42,6 +42,11 @@ class TrainCommand:
     """Adds Memory Caching with this aggregation to the model of --init-from, which starts with the same outputs."""
     segment_size: int = 256
     """Tokens after which --add-caching caches a memory."""
+    add_memory: str | None = None
+    """Adds a memory with this rule ("titans", "atlas", …) beside the mixer of every layer to the model of --init-from, which starts with
+    the same outputs."""
+    add_window: int | None = None
+    """Adds softmax attention over a window of this many tokens in the same way."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -56,7 +61,7 @@ def run(arguments: Sequence[str]) -> None:
     with user_errors():
         default = default_config(preset) if saved is None else saved
     command = parse(TrainCommand, "train", _DESCRIPTION, rest, TrainCommand(default, preset))
-    config = _with_caching(command)
+    config = _with_branch(command, _with_caching(command))
     if saved is None and pop_option(rest, "model.vocab-size")[0] is None:
         config = _with_vocabulary(config)
     name = preset if saved is None else "the model"
@@ -104,6 +109,28 @@ def _with_caching(command: TrainCommand) -> TrainConfig:
         model = dataclasses.replace(config.model, caching=added)
         check_caching(model)
     return dataclasses.replace(config, model=model)
+
+
+def _with_branch(command: TrainCommand, config: TrainConfig) -> TrainConfig:
+    """The config with the branch of --add-memory or --add-window."""
+    given = {"--add-memory": command.add_memory, "--add-window": command.add_window}
+    options = [f"{option} {value}" for option, value in given.items() if value is not None]
+    if not options:
+        return config
+    if len(options) > 1:
+        raise ConfigError(f"{' and '.join(options)}: a layer has one branch; leave one of them out.")
+    if config.init_from is None:
+        raise ConfigError(
+            f"{options[0]} is for a trained model: give --init-from, the folder of its run. A new model takes model.branch."
+        )
+    with user_errors():
+        if command.add_memory is not None:
+            branch = BranchConfig("memory", memory=MemoryConfig(command.add_memory))
+        else:
+            branch = BranchConfig("swa", attention=AttentionConfig(command.add_window))
+        if config.model.branch not in (None, branch):
+            raise ConfigError(f"{options[0]}: the model has a branch already ({config.model.branch.mixer}).")
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, branch=branch))
 
 
 def _with_vocabulary(config: TrainConfig) -> TrainConfig:

@@ -151,6 +151,11 @@ def export_weights(
             f"the model in {str(run_dir)!r} has Memory Caching ({model.caching.aggregation}), which no public family has, so it "
             "cannot be exported."
         )
+    if model.branch is not None:
+        raise ConfigError(
+            f"the model in {str(run_dir)!r} has a branch ({model.branch.mixer}), which no public family has, so it cannot be "
+            "exported."
+        )
     manifest = _read_manifest(peer)
     if manifest is None:
         family, given = _form_of(model)

@@ -2,6 +2,7 @@
 
 from atlasjax.nn.abstract import abstract_model, count_parameters, logical_axes, state_bytes
 from atlasjax.nn.attention import AttentionHeads, AttentionMixer, SlidingWindowMixer
+from atlasjax.nn.branch import BranchConfig
 from atlasjax.nn.caching import CachingConfig
 from atlasjax.nn.config import (
     AttentionConfig,
@@ -39,6 +40,7 @@ __all__ = [
     "BlockAttentionConfig",
     "BlockMixer",
     "BlockRecurrenceConfig",
+    "BranchConfig",
     "CachingConfig",
     "CausalConv",
     "ChannelMixing",

@@ -12,6 +12,7 @@ from atlasjax.mixers.melodi import MelodiConfig
 from atlasjax.mixers.memorizing import MemorizingConfig
 from atlasjax.names import name_of, options_text, resolve
 from atlasjax.nn.attention_config import AttentionConfig, AttentionSizes
+from atlasjax.nn.branch import BranchConfig
 from atlasjax.nn.caching import CachingConfig
 from atlasjax.nn.memory_config import MemoryConfig
 
@@ -141,6 +142,7 @@ class ModelConfig:
       memory: the memory of the mixers that have one ("memory", "mac", "mag", "mal").
       caching: Memory Caching around the recurrence of the mixers whose state is a matrix ("retnet", "gla", "deltanet",
         "gated_deltanet", "rwkv7", "mamba2"). None: no Memory Caching. That of the mixers with a memory is `memory.caching`.
+      branch: a second mixer in every layer, beside the first one. None: none.
       attention: the attention of the mixers that have it.
       ssm: sizes of the state space models.
       head_norm: the norm of the heads' outputs in the recurrent mixers with heads.
@@ -179,6 +181,7 @@ class ModelConfig:
     block: str | tuple[str, ...] = "pre_norm"
     memory: MemoryConfig = MemoryConfig()
     caching: CachingConfig | None = None
+    branch: BranchConfig | None = None
     attention: AttentionConfig = AttentionConfig()
     ssm: SSMConfig = SSMConfig()
     head_norm: HeadNormConfig = HeadNormConfig()
@@ -226,6 +229,7 @@ class ModelConfig:
         for name, kind in _PARTS.items():
             check.instance("ModelConfig", name, getattr(self, name), kind)
         check.instance("ModelConfig", "caching", self.caching, CachingConfig, optional=True)
+        check.instance("ModelConfig", "branch", self.branch, BranchConfig, optional=True)
         alone = not isinstance(self.mixer, tuple)
         names_ = tuple(
             name_of("ModelConfig: mixer, or each one of a tuple of names,", mixer)

@@ -100,6 +100,11 @@ def observe(
     return mixer(x, segment_ids, max_segments, **with_first(mixer, first)), None
 
 
+def is_observed(config: ModelConfig) -> bool:
+    """Whether a mixer of the model has a memory to monitor (`ObservedMixer`). The branch does not count."""
+    return any(callable(getattr(resolve("mixer", name, MIXERS), "observe", None)) for name in config.pattern)
+
+
 def check_caching(config: ModelConfig) -> None:
     """Raises ValueError if the config has Memory Caching and none of its mixers takes it (class attribute `takes_caching`)."""
     takes = lambda name: getattr(resolve("mixer", name, MIXERS), "takes_caching", False)

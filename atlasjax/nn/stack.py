@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import GELU, ChannelMixing, LayerNorm, RMSNorm, SwiGLU, dropout
 from atlasjax.nn.mixers import FirstValuesMixer, check_caching, make_mixer, observe, with_first
+from atlasjax.nn.parameters import param
 
 Norms = tuple[jax.Array | None, ...]  # each layer's `memory_norm`
 
@@ -33,10 +34,12 @@ def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
 
 
 class LayerState(NamedTuple):
-    """The state of a layer whose feed-forward network has one; of other layers the mixer's state is the whole state."""
+    """The state of a layer whose feed-forward network has one (`mlp`), or that has a branch. For other layers the mixer's state is
+    the whole state."""
 
     mixer: Any
     mlp: Any
+    branch: Any = None
 
 
 @runtime_checkable
@@ -48,9 +51,36 @@ class _StatefulFFN(Protocol):
     def __call__(self, x: jax.Array, state: PyTree, segment_ids: jax.Array | None) -> tuple[jax.Array, PyTree]: ...
 
 
+class Branch(nnx.Module):
+    """λ ⊙ mixer(x): what a `BranchConfig` adds to a layer's mixer. λ [dim] is initially 0.
+
+    Args:
+      config: the model's config, with a branch.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        assert config.branch is not None
+        alone = config.branch.alone(config)
+        self.mixer = make_mixer(alone.pattern[0], alone, rngs=rngs)
+        self.scale = param(jnp.zeros(config.dim), "embed")
+
+    def observe(
+        self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Like `mixers.observe`."""
+        y, norm = observe(self.mixer, x, segment_ids, max_segments)
+        return y * self.scale[...].astype(y.dtype), norm
+
+    def extend(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
+        """Like `Mixer.extend`."""
+        y, state = self.mixer.extend(x, state)
+        return y * self.scale[...].astype(y.dtype), state
+
+
 class Layer(nnx.Module):
-    """x + mixer(norm(x)), then x + ffn(norm(x)). The config may drop the second part (`ffn`), and move the norms to
-    the outputs of mixer and ffn, or drop norm and residual (`block`).
+    """x + mixer(norm(x)), then x + ffn(norm(x)). The config may drop the second part (`ffn`), move the norms to the outputs of
+    mixer and ffn, drop norm and residual (`block`), and add a second mixer to the first one (`branch`).
 
     Args:
       config: the model's config.
@@ -64,6 +94,7 @@ class Layer(nnx.Module):
         self.has_post_norm = block == "post_norm"
         self.mixer_norm = None if block == "bare" else make_norm(config)
         self.mixer = make_mixer(config.pattern[index], config, rngs=rngs)
+        self.branch = None if config.branch is None else Branch(config, rngs=rngs)
         ffn = _FFNS.get(config.ffn)
         self.mlp_norm = None if ffn is None else make_norm(config)
         scale = config.output_scale
@@ -88,7 +119,7 @@ class Layer(nnx.Module):
         ) -> tuple[jax.Array, PyTree]:
             layer = nnx.merge(graphdef, params)
             before = layer.mlp.init_state(x.shape[0], x.dtype) if isinstance(layer.mlp, _StatefulFFN) else None
-            mix = lambda y: observe(layer.mixer, y, segment_ids, max_segments, first)
+            mix = lambda y: layer._observe(y, segment_ids, max_segments, first)
             return layer._around(mix, x, before, segment_ids, keys)[:2]
 
         # prevent_cse is not needed: the layer is the body of a scan, where XLA cannot merge it with its recomputation.
@@ -98,16 +129,34 @@ class Layer(nnx.Module):
     def init_state(self, batch_size: int, max_length: int | None) -> PyTree:
         """The state before the first token: the mixer's, or a `LayerState`."""
         mixer = self.mixer.init_state(batch_size, max_length)
-        if isinstance(self.mlp, _StatefulFFN):
-            return LayerState(mixer, self.mlp.init_state(batch_size, self.dtype))
-        return mixer
+        mlp = self.mlp.init_state(batch_size, self.dtype) if isinstance(self.mlp, _StatefulFFN) else None
+        branch = None if self.branch is None else self.branch.mixer.init_state(batch_size, max_length)
+        return mixer if mlp is None and branch is None else LayerState(mixer, mlp, branch)
 
     def extend(self, x: jax.Array, state: PyTree, first: jax.Array | None) -> tuple[jax.Array, PyTree]:
         """The output for the next piece of a sequence, and the next state. `first`: as for `observe`."""
-        mixer, before = state if isinstance(state, LayerState) else (state, None)
-        mix = lambda y: self.mixer.extend(y, mixer, **with_first(self.mixer, first))
-        x, mixer, after = self._around(mix, x, before)
-        return x, LayerState(mixer, after) if isinstance(state, LayerState) else mixer
+        before = state if isinstance(state, LayerState) else LayerState(state, None)
+
+        def mix(x: jax.Array) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
+            y, mixer = self.mixer.extend(x, before.mixer, **with_first(self.mixer, first))
+            if self.branch is None:
+                return y, (mixer, None)
+            more, branch = self.branch.extend(x, before.branch)
+            return y + more, (mixer, branch)
+
+        x, (mixer, branch), mlp = self._around(mix, x, before.mlp)
+        return x, LayerState(mixer, mlp, branch) if isinstance(state, LayerState) else mixer
+
+    def _observe(
+        self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, first: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """`mixers.observe` of the mixer and the branch together. The heads of a branch's memory come after those of the mixer's."""
+        y, norm = observe(self.mixer, x, segment_ids, max_segments, first)
+        if self.branch is None:
+            return y, norm
+        more, of_branch = self.branch.observe(x, segment_ids, max_segments)
+        norms = [one for one in (norm, of_branch) if one is not None]
+        return y + more, jnp.concatenate(norms, axis=1) if norms else None
 
     @property
     def has_first_values(self) -> bool:

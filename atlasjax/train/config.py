@@ -260,7 +260,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 _FREE = ("steps", "optimizer.", "loss.", "mesh.", "processes.", "run_dir", "eval_every", "eval_batches", "evaluation_sets",
          "checkpoint_every", "keep", "log_every", "tensorboard", "accumulation", "init_from", "data.num_threads",
          "model.remat", "model.dtype", "profile", "memory_norm_limit", "compilation_cache",
-         "model.memory.bounded", "model.memory.max_step", "model.attention.fused")  # fmt: skip
+         "model.memory.bounded", "model.memory.max_step", "model.branch.memory.bounded",
+         "model.branch.memory.max_step", "model.branch.attention.fused", "model.attention.fused")  # fmt: skip
 
 
 _STATE = ("optimizer.name", "optimizer.trainable")  # with another one the optimizer's state is another tree

@@ -1,4 +1,4 @@
-"""Starts a run from the parameters of another run, to whose model Memory Caching may be added."""
+"""Starts a run from the parameters of another run, to whose model Memory Caching and a branch may be added."""
 
 import dataclasses
 
@@ -33,11 +33,13 @@ def check_base(config: TrainConfig) -> None:
     if base.model.caching is None and config.model.caching is not None:
         _check_added(config.model)
         kept = dataclasses.replace(kept, caching=None)
+    if base.model.branch is None:
+        kept = dataclasses.replace(kept, branch=None)
     architecture, _, _ = changes_on_resume({"model": to_dict(base.model)}, {"model": to_dict(kept)})
     if architecture:
         raise ValueError(
             f"The run in init_from={config.init_from!r} has another architecture ({', '.join(architecture)}). A run starts from "
-            "the parameters of the same model; Memory Caching may be added, and the dropout may change."
+            "the parameters of the same model; Memory Caching and a branch may be added, and the dropout may change."
         )
 
 

@@ -115,11 +115,15 @@ def prepare(config: TrainConfig) -> Setup:
     some = None if config.optimizer.trainable is None else 0
     fits.check_fits(config, mesh.shape, fits.parameters_at_least(config.model), memory, trainable=some, batch=packs)
     platform = mesh.devices.flat[0].platform
-    implementation = config.model.memory.implementation
-    wanted = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}.get(implementation or "", platform)
-    if platform != wanted:
+    model = config.model
+    memories = {"memory": model.memory} | ({} if model.branch is None else {"branch.memory": model.branch.memory})
+    for field, memory_config in memories.items():
+        implementation = memory_config.implementation
+        wanted = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}.get(implementation or "", platform)
+        if platform == wanted:
+            continue
         raise ValueError(
-            f'model.memory.implementation is "{implementation}", whose kernels run on {wanted.upper()}s; the devices here are '
+            f'model.{field}.implementation is "{implementation}", whose kernels run on {wanted.upper()}s; the devices here are '
             f'{platform}. Give "xla" or None: the numbers are the same, and so are the parameters.'
         )
     microbatch, shards = config.data.batch_size // config.accumulation, batch_shards(mesh)

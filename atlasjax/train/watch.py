@@ -10,6 +10,7 @@ from flax import nnx
 
 from atlasjax import memory
 from atlasjax.nn import GateProjection, ModelConfig, abstract_model
+from atlasjax.nn.mixers import is_observed
 
 _AGAIN = 4.0  # a head is reported again when its norm has grown by this factor
 _NAMED = 8  # heads named in one line; a model may have hundreds
@@ -42,7 +43,7 @@ class MemoryWatch:
 
     def __init__(self, model: ModelConfig, limit: float):
         self._model = model
-        self._limit = math.inf if only_adds(model) else limit
+        self._limit = math.inf if all(only_adds(part) for part in _watched(model).values()) else limit
         self.suspected = False
         self._told: dict[tuple[int, int], float] = {}  # layer and head → the norm that was reported
         self._largest: _Seen | None = None  # of the finite ones
@@ -103,7 +104,7 @@ class MemoryWatch:
     @functools.cached_property
     def helps(self) -> str:
         """What keeps the memories small, for a user."""
-        return what_helps(self._model)
+        return " and ".join(dict.fromkeys(what_helps(part, option) for option, part in _watched(self._model).items()))
 
     def _next(self, one: _Seen) -> float:
         told = self._told.get((one.layer, one.head))
@@ -115,16 +116,24 @@ def only_adds(model: ModelConfig) -> bool:
     return model.memory.build().has_constant_gradient
 
 
-def what_helps(model: ModelConfig) -> str:
-    """The options that keep the memories of such a model small, as a user gives them."""
+def _watched(model: ModelConfig) -> dict[str, ModelConfig]:
+    """Prefix of its options → a model whose mixers have the memories that are followed: the model, and that of its branch."""
+    if model.branch is None:
+        return {"--model": model}
+    parts = {"--model": dataclasses.replace(model, branch=None), "--model.branch": model.branch.alone(model)}
+    return {option: part for option, part in parts.items() if is_observed(part)}
+
+
+def what_helps(model: ModelConfig, option: str = "--model") -> str:
+    """The options that keep the memories of such a model small, as a user gives them. They begin with `option`."""
     config = model.memory
     built = dataclasses.replace(config, bounded=True).build()
     rule = built.rule if isinstance(built, memory.CachedRule) else built
     bounds = isinstance(rule, memory.MemoryRule) and not (rule.step_bound is None and rule.norm_bound is None)
     if not config.bounded and bounds:
-        return "--model.memory.bounded, which keeps memories from diverging"
+        return f"{option}.memory.bounded, which keeps memories from diverging"
     if "step_size" not in rule.gate_channels(model.resolved_head_dim, model.value_dim):
         return "a lower --optimizer.learning-rate"
     modules = (module for _, module in nnx.iter_graph(abstract_model(model)))
     now = max((module.max_step for module in modules if isinstance(module, GateProjection)), default=config.max_step)
-    return "a lower --model.memory.max-step" + ("" if now is None else f" (it is {now:.3g})")
+    return f"a lower {option}.memory.max-step" + ("" if now is None else f" (it is {now:.3g})")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from atlasjax import cli
-from atlasjax.nn import CachingConfig
+from atlasjax.nn import AttentionConfig, BranchConfig, CachingConfig, MemoryConfig
 from atlasjax.train import ConfigError, OptimizerConfig, metrics, train
 from atlasjax.train.setup import prepare
 from atlasjax.train.trainable import counted, flat, marked, replaced, select, trainable_mask
@@ -148,6 +148,49 @@ def test_added_caching_is_not_exported(runs, tmp_path, capsys):
     said = "has Memory Caching (grm), which no public family has, so it cannot be exported."
     assert capsys.readouterr().err == f"atlasjax: the model in {added.run_dir!r} {said}\n"
     assert not (tmp_path / "out").exists()
+
+
+def test_a_branch_is_added(runs, tmp_path, capsys):
+    """The run starts with the outputs of the other one, moves only the branch, and is not exported."""
+    base, first, *_ = runs
+    model = dataclasses.replace(base.model, branch=BranchConfig("swa", attention=AttentionConfig(4)))
+    optimizer = dataclasses.replace(base.optimizer, trainable=r"\.branch\.")
+    added = dataclasses.replace(
+        base, model=model, optimizer=optimizer, run_dir=str(tmp_path / "added"), init_from=base.run_dir
+    )
+    second = train(added)
+    old, new = flat(first.state.params), flat(second.state.params)
+    assert all(path.startswith("layers.branch.") for path in new if path not in old)
+    for path, value in old.items():
+        np.testing.assert_array_equal(value, new[path], err_msg=path)
+    assert np.abs(new["layers.branch.scale"]).min() > 0
+    evaluations = [x for x in metrics.read(pathlib.Path(added.run_dir) / "metrics.jsonl") if x["kind"] == "evaluation"]
+    assert evaluations[0]["bits_per_byte"] == pytest.approx(first.evaluation.bits_per_byte, rel=1e-6)
+    assert evaluations[1]["bits_per_byte"] != evaluations[0]["bits_per_byte"]
+    capsys.readouterr()
+    assert cli.main(["export", str(tmp_path / "out"), "--run-dir", added.run_dir]) == 2
+    assert "has a branch (swa), which no public family has, so it cannot be exported." in capsys.readouterr().err
+
+
+def test_branches_from_the_command_line(runs, tmp_path, monkeypatch, capsys):
+    base = runs[0]
+    asked = []
+    monkeypatch.setattr("atlasjax.cli.train.offer", lambda config, preset: asked.append(config) or 1 / 0)
+    start = ["train", "--init-from", base.run_dir, "--run-dir", str(tmp_path / "new")]
+    cli.main([*start, "--add-window", "8"])
+    cli.main([*start, "--add-memory", "titans"])
+    assert [config.model.branch for config in asked] == [
+        BranchConfig("swa", attention=AttentionConfig(8)), BranchConfig("memory", memory=MemoryConfig("titans")),
+    ]  # fmt: skip
+    capsys.readouterr()
+    for arguments, message in (
+        ([*start, "--add-window", "8", "--add-memory", "titans"], "a layer has one branch; leave one of them out"),
+        (["train", "--add-window", "8"], "--add-window 8 is for a trained model: give --init-from"),
+        ([*start, "--add-memory", "titan"], "Unknown memory rule 'titan'. Did you mean 'titans'?"),
+        ([*start, "--add-window", "0"], "window"),
+    ):
+        assert cli.main(arguments) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_from_the_command_line(runs, tmp_path, monkeypatch, capsys):
