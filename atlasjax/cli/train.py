@@ -43,8 +43,8 @@ class TrainCommand:
     segment_size: int = 256
     """Tokens after which --add-caching caches a memory."""
     add_memory: str | None = None
-    """Adds a memory with this rule ("titans", "atlas", …) beside the mixer of every layer to the model of --init-from, which starts with
-    the same outputs."""
+    """Adds a memory with this rule ("titans", "atlas", …), beside the mixer of every layer, to the model of --init-from. The new
+    model starts with the same outputs."""
     add_window: int | None = None
     """Adds softmax attention over a window of this many tokens in the same way."""
 
