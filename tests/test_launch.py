@@ -71,7 +71,7 @@ def test_the_arguments_of_the_manifest():
     config = config_of(container["args"])
     assert config.run_dir.startswith("gs://")
     assert config.processes.distributed
-    assert config.mesh.resolve(256) == (4, 16, 4)
+    assert config.mesh.resolve(256) == {"data": 4, "fsdp": 16, "tensor": 4}
 
 
 STUB = """#!/usr/bin/env {python}
@@ -123,7 +123,7 @@ def test_one_machine_with_gpus(stubs):
     assert program == "atlasjax"
     config = config_of(arguments)
     assert config.steps == 7
-    assert config.mesh.resolve(8) == (8, 1, 1)
+    assert config.mesh.resolve(8) == {"data": 8, "fsdp": 1, "tensor": 1}
     assert not config.processes.distributed
 
 

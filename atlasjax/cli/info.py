@@ -152,7 +152,9 @@ def _plan_rows(plan: Plan | None, config: TrainConfig) -> dict[str, str]:
         "per device: temporary": _size(plan.temp_bytes),
         "per device: output": _size(plan.output_bytes),
         "per device: total": f"{_size(plan.total_bytes)} of {_size(plan.available_bytes)}",
-        "fits": "yes" if plan.fits else "no: try more --accumulation, --mesh.tensor or a shorter --sequence-length",
+        "fits": "yes"
+        if plan.fits
+        else "no: try more --accumulation, --mesh.tensor, --mesh.sequence or a shorter --sequence-length",
         "training FLOPs per step": f"{plan.flops:.3g}",
         f"device-hours at an MFU of {UTILIZATION:.0%}": f"{device_hours(config, plan.topology):,.0f} for {tokens:.3g} tokens",
         "collectives in the program": ", ".join(f"{kind} {n}" for kind, n in plan.collectives.items() if n),

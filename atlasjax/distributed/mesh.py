@@ -1,14 +1,15 @@
-"""The device mesh: data, fsdp, tensor."""
+"""The device mesh: data, fsdp, tensor and, where it is used, sequence."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from atlasjax.mesh_axes import MESH_AXES
+from atlasjax.mesh_axes import BATCH_AXES, MESH_AXES, TIME_AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +21,16 @@ class MeshConfig:
         accelerators: one device, and in training on a CPU a device for each core (`train.cores`).
       fsdp: devices over which parameters, optimizer state and the batch are split (fully sharded data parallelism).
       tensor: devices over which heads, MLP width and vocabulary are split.
+      sequence: devices over which the tokens of each sequence are split, for mixers that allow it (`nn.check_divided`).
     """
 
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    sequence: int = 1
 
-    def resolve(self, num_devices: int) -> tuple[int, int, int]:
-        """Returns (data, fsdp, tensor) with -1 filled in, and 1 for a `data` of 0.
+    def resolve(self, num_devices: int) -> dict[str, int]:
+        """Returns axis → size in the order of the mesh, with -1 filled in, and 1 for a `data` of 0. Without `sequence` if it is 1.
 
         Raises:
           ValueError: a size is neither positive nor -1 (nor 0 for `data`), more than one is -1, or they do not fit `num_devices`.
@@ -52,7 +55,7 @@ class MeshConfig:
             sizes[free[0]] = num_devices // fixed
         elif fixed > num_devices:
             raise ValueError(f"mesh {sizes} needs {fixed} devices; there are {num_devices}.")
-        return sizes["data"], sizes["fsdp"], sizes["tensor"]
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis not in TIME_AXES}
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -67,13 +70,13 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = config.resolve(len(devices))
-    needed = shape[0] * shape[1] * shape[2]
+    needed = math.prod(shape.values())
     if needed < len(devices) and jax.process_count() > 1:
         raise ValueError(
-            f"mesh {dict(zip(MESH_AXES, shape))} uses {needed} of {len(devices)} devices; with several processes it must "
+            f"mesh {shape} uses {needed} of {len(devices)} devices; with several processes it must "
             "use all of them. Set one size to -1."
         )
-    return Mesh(_arranged(shape, devices[:needed]), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return Mesh(_arranged(shape, devices[:needed]), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def num_slices(devices: Sequence[jax.Device]) -> int:
@@ -81,19 +84,18 @@ def num_slices(devices: Sequence[jax.Device]) -> int:
     return len({getattr(device, "slice_index", 0) for device in devices})
 
 
-def _arranged(shape: tuple[int, int, int], devices: Sequence[jax.Device]) -> np.ndarray:
+def _arranged(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
     """The devices as an array of the mesh's shape, neighbours on the mesh being neighbours on the machine."""
     # A mesh axis may be shorter than every axis of the pod's torus (4 on 16 × 16), so a torus axis may have to be split.
-    slices = num_slices(devices)
+    slices, sizes = num_slices(devices), tuple(shape.values())
     if slices == 1:
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    data, fsdp, tensor = shape
-    if data % slices == 0:
-        inside, across = (data // slices, fsdp, tensor), (slices, 1, 1)
-    elif fsdp % slices == 0:
-        inside, across = (data, fsdp // slices, tensor), (1, slices, 1)
-    else:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    crossing = next((axis for axis in BATCH_AXES if shape[axis] % slices == 0), None)
+    if crossing is None:
         raise ValueError(
-            f"mesh.data is {data} and mesh.fsdp is {fsdp}; one of them should be a multiple of {slices}, the number of slices."
+            f"mesh.data is {shape['data']} and mesh.fsdp is {shape['fsdp']}; one of them should be a multiple of {slices}, the "
+            "number of slices."
         )
+    across = tuple(slices if axis == crossing else 1 for axis in shape)
+    inside = tuple(size // parts for size, parts in zip(sizes, across))
     return mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)

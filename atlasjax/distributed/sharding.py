@@ -4,6 +4,7 @@ Every parameter names its axes (`logical_axes` metadata of `nnx.Param`). `LOGICA
 which it is split. A mesh axis that does not divide a dimension is skipped for that dimension and reported.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from atlasjax.mesh_axes import BATCH_AXES
+from atlasjax.mesh_axes import BATCH_AXES, TIME_AXES
 from atlasjax.names import lookup
 
 # Parameters are split twice: over `tensor` along an axis that the computation treats independently (heads, MLP width,
@@ -44,7 +45,7 @@ def partition_spec(
     Args:
       logical_axes: for each dimension, a name in `rules` or None.
       shape: the array's shape.
-      mesh: the mesh with axes data, fsdp, tensor.
+      mesh: the mesh with axes data, fsdp, tensor and, if it is split, sequence.
       rules: logical axis → mesh axis, or None (not split).
 
     Raises:
@@ -126,8 +127,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of every array of a batch, [batch, ...]: the batch axis is split over data and fsdp."""
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    """The sharding of every array of a batch, [batch, time]: the rows over data and fsdp, the tokens over sequence."""
+    time = tuple(axis for axis in TIME_AXES if axis in mesh.shape)
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES, time) if time else PartitionSpec(BATCH_AXES))
 
 
 def batch_shards(mesh: Mesh) -> int:
@@ -169,15 +171,55 @@ def cache_shardings(cache: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(node_shardings, cache, is_leaf=lambda node: type(node) in heads_axis)
 
 
+def row_reader(mesh: Mesh) -> tuple[int, int]:
+    """Which part of a batch's rows this process reads, and the number of parts.
+
+    Processes whose devices hold the same rows, because the axis `sequence` or `tensor` crosses them, read the same part.
+
+    Raises:
+      ValueError: the devices of two processes hold some rows in common, and others not.
+    """
+    parts = sorted(set(_held_rows(mesh).values()))
+    if sum(map(len, parts)) != batch_shards(mesh):
+        raise ValueError(
+            f"mesh {dict(mesh.shape)}: the devices of two processes have some rows of the batch in common and others not. Choose "
+            "data × fsdp so that it is a multiple of the number of processes, or divides it."
+        )
+    return parts.index(_held_rows(mesh)[jax.process_index()]), len(parts)
+
+
+@functools.lru_cache
+def _held_rows(mesh: Mesh) -> dict[int, tuple[int, ...]]:
+    """Process → which of the `batch_shards` its devices hold."""
+    held: dict[int, set[int]] = {}
+    for shard, devices in enumerate(mesh.devices.reshape(batch_shards(mesh), -1)):
+        for device in devices:
+            held.setdefault(device.process_index, set()).add(shard)
+    return {process: tuple(sorted(shards)) for process, shards in held.items()}
+
+
 def global_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """Assembles the global arrays of a batch from the rows of each process.
 
     Args:
-      batch: host arrays [batch / processes, ...], the rows read by this process.
-      mesh: the mesh. Its data and fsdp axes split the global batch.
+      batch: host arrays [batch / parts, time], the rows read by this process (`row_reader`).
+      mesh: the mesh.
 
     Returns:
-      The arrays [batch, ...], sharded by `batch_sharding`.
+      The arrays [batch, time], sharded by `batch_sharding`.
     """
-    sharding = batch_sharding(mesh)
-    return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in batch.items()}
+    sharding, (_, parts) = batch_sharding(mesh), row_reader(mesh)
+    held = _held_rows(mesh)[jax.process_index()]
+
+    def assembled(array: np.ndarray) -> jax.Array:
+        size = len(array) // len(held)  # rows of a shard
+        whole = (parts * len(array), *array.shape[1:])
+
+        def of_device(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(whole[0])
+            first = held.index(start // size) * size
+            return array[(slice(first, first + stop - start), *index[1:])]
+
+        return jax.make_array_from_callback(whole, sharding, of_device)
+
+    return {name: assembled(array) for name, array in batch.items()}

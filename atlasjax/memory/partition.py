@@ -4,6 +4,7 @@ XLA partitions the code that it compiles, but not kernels, which are opaque to i
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ class Partition:
       batch: mesh axes over which the batch is split.
       heads: mesh axes over which the heads are split.
       time: mesh axes over which the tokens are split, in parts of equal length; the last ones may be padded. For rules whose state
-        passes linearly from token to token: linear attention and delta rules, without segments.
+        passes linearly from token to token: linear attention and delta rules.
 
     Raises:
       ValueError: an axis is not in the mesh, or is named twice.
@@ -69,13 +70,14 @@ def partitioned(partition: Partition, rule: Rule, run: Callable[..., Any]) -> Ca
         partition.check(q.shape[0], q.shape[2])
         part, length = run, q.shape[1]
         if time is not None:
-            part = _part_of_time(rule, time, run, ids)
-            q, k, v, gates = _padded(q, k, v, gates, math.prod(partition.mesh.shape[axis] for axis in time))
+            part = _part_of_time(rule, time, run)
+            parts = math.prod(partition.mesh.shape[axis] for axis in time)
+            q, k, v, gates, ids = _padded(q, k, v, gates, ids, parts)
         arguments = (params, state, q, k, v, gates, ids)
         specs = (
             jax.tree.map(lambda _: PartitionSpec(heads), params),
             jax.tree.map(of_state, state),
-            tokens, tokens, tokens, jax.tree.map(lambda _: tokens, gates), None if ids is None else PartitionSpec(batch),
+            tokens, tokens, tokens, jax.tree.map(lambda _: tokens, gates), None if ids is None else PartitionSpec(batch, time),
         )  # fmt: skip
         after = jax.eval_shape(
             lambda params: rule.init_state(params, batch_size=q.shape[0], max_length=q.shape[1]), params
@@ -88,19 +90,19 @@ def partitioned(partition: Partition, rule: Rule, run: Callable[..., Any]) -> Ca
     return call
 
 
-def _part_of_time(rule: Rule, axes: tuple[str, ...], run: Callable[..., Any], ids: Any) -> Callable[..., Any]:
+def _part_of_time(rule: Rule, axes: tuple[str, ...], run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` for a part of the tokens."""
-    reason = "segment_ids are given" if ids is not None else rule.undivided
-    if reason is not None:
-        raise ValueError(f"Partition: time={axes} cannot divide the tokens of this call of {rule!r}: {reason}.")
-    return lambda *arguments: rule.scan_part(axes, run, *arguments[:-1])
+    if rule.undivided is not None:
+        raise ValueError(f"Partition: time={axes} cannot divide the tokens of {rule!r}: {rule.undivided}.")
+    return functools.partial(rule.scan_part, axes, run)
 
 
 def _padded(
-    q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, parts: int
-) -> tuple[jax.Array, jax.Array, jax.Array, Gates]:
+    q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, ids: jax.Array | None, parts: int
+) -> tuple[jax.Array, jax.Array, jax.Array, Gates, jax.Array | None]:
     """The tokens with others after them that change nothing, so that `parts` divides their number."""
     missing = -q.shape[1] % parts
     pad = lambda x, value=0.0: jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)), constant_values=value)
     retention = None if gates.retention is None else pad(gates.retention, 1.0)
-    return pad(q), pad(k), pad(v), jax.tree.map(pad, gates)._replace(retention=retention)
+    ids = None if ids is None else jnp.pad(ids, ((0, 0), (0, missing)), mode="edge")  # no new segment
+    return pad(q), pad(k), pad(v), jax.tree.map(pad, gates)._replace(retention=retention), ids

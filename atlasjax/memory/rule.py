@@ -138,6 +138,7 @@ class Rule(abc.ABC, Generic[Params, State]):
         k: Float[Array, "batch time heads key_dim"],
         v: Float[Array, "batch time heads value_dim"],
         gates: Gates,
+        segment_ids: Int[Array, "batch time"] | None,
     ) -> tuple[Float[Array, "batch time heads value_dim"], State]:
         """The part of one device, inside a `shard_map` that divides the tokens over `axes`; see `sequence_parallel.scan_part`."""
         raise NotImplementedError

@@ -21,6 +21,7 @@ from atlasjax import check
 from atlasjax.memory import Partition
 from atlasjax.memory.check import check_ids
 from atlasjax.mixers import fused_attention
+from atlasjax.mixers.divided_attention import divided
 from atlasjax.mixers.rotary import rotate
 from atlasjax.mixers.shapes import check_shapes
 
@@ -121,7 +122,8 @@ def attention(
       segment_ids: integers [batch, time]. A new segment begins where the id changes. It sees nothing before it, and its
         positions start at 0.
       fused: whether a kernel of the platform may be used (`fused_attention`), where it serves the call. None has persistent keys.
-      partition: the mesh and its axes that split batch and kv_heads, for a kernel. XLA splits its own operations without it.
+      partition: the mesh and its axes that split batch and kv_heads, for a kernel. XLA splits its own operations without it, unless
+        its axes split time too: then no kernel is used.
 
     Returns:
       [batch, time, heads, value_dim], in v's dtype.
@@ -138,6 +140,8 @@ def attention(
         position, segment = segment_positions(segment_ids)
     rotated = rotate(q, position, rope_theta, rope_dim)
     k = rotate(k, position, rope_theta, rope_dim)
+    if partition is not None and partition.time:
+        return divided(_in_blocks, partition, q, rotated, k, v, position, segment, window, persistent)
     blocks = lambda heads: _whole(q, heads.q, heads.k, heads.v, position, heads.segment, window, persistent)
     heads = fused_attention.Heads(rotated, k, v, segment)
     if persistent is not None or not fused:

@@ -46,6 +46,7 @@ def ssd(
     implementation: str | None = None,
     rule: memory.Rule = RULE,
     gates: memory.Gates = memory.Gates(),
+    partition: memory.Partition | None = None,
 ) -> tuple[Float[Array, "batch time heads head_dim"], memory.MemoryState | memory.CachedState]:
     """The recurrence over a sequence. Splitting a sequence into several calls does not change the result.
 
@@ -60,6 +61,7 @@ def ssd(
       segment_ids, max_segments, implementation: as in `memory.scan`.
       rule: `RULE`, or a `memory.CachedRule` around it.
       gates: those that a `memory.CachedRule` adds.
+      partition: as in `memory.scan`.
 
     Returns:
       y: like x, in x's dtype, and the final state of the rule, float32 (float64 for float64 inputs).
@@ -83,7 +85,7 @@ def ssd(
     else:
         y, after = memory.scan(
             rule, params, state, q, k, x, gates, segment_ids=segment_ids, max_segments=max_segments,
-            implementation=implementation,
+            implementation=implementation, partition=partition,
         )  # fmt: skip
     if D is not None:
         y = (y.astype(wide) + D.astype(wide)[:, None] * x.astype(wide)).astype(x.dtype)

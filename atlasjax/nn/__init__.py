@@ -26,7 +26,7 @@ from atlasjax.nn.gates import GateProjection
 from atlasjax.nn.hybrids import MACMixer, MAGMixer, MALMixer
 from atlasjax.nn.layers import GELU, CausalConv, ChannelMixing, LayerNorm, Linear, RMSNorm, SwiGLU
 from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixer, MemoryMixerState
-from atlasjax.nn.mixers import MIXERS, Mixer
+from atlasjax.nn.mixers import MIXERS, Mixer, check_divided
 from atlasjax.nn.model import LanguageModel, PositionedCache
 from atlasjax.nn.parameters import AXES, param
 
@@ -73,6 +73,7 @@ __all__ = [
     "SlidingWindowMixer",
     "SwiGLU",
     "abstract_model",
+    "check_divided",
     "count_parameters",
     "logical_axes",
     "param",

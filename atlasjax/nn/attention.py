@@ -1,6 +1,6 @@
 """Softmax attention as a layer: over all tokens (Transformer++) or over a sliding window."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ class AttentionHeads(nnx.Module):
         q, k, v, z = self._project(x)
         y = attention.attention(
             q, k, v, window=self.window, rope_theta=self.theta, rope_dim=self.rope_dim, persistent=self.persistent(),
-            segment_ids=segment_ids, fused=self.fused, partition=mesh_partition(x.shape[0], self.kv_heads),
+            segment_ids=segment_ids, fused=self.fused, partition=mesh_partition(x.shape[0], self.kv_heads, x.shape[1]),
         )  # fmt: skip
         return _gated(y, z)
 
@@ -150,6 +150,8 @@ class AttentionMixer(nnx.Module):
       config: as for `AttentionHeads`, and output_scale.
       rngs: source of the initial values.
     """
+
+    undivided: ClassVar[str | None] = None  # see `mixers.check_divided`
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.attention = AttentionHeads(config, self._window(config), rngs=rngs)

@@ -167,7 +167,9 @@ class ChannelMixing(nnx.Module):
 
 def previous(x: jax.Array, first: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
     """The token before each one: x_{t−1}, and `first` [batch, 1, dim] at the start; zeros where another segment starts."""
-    before = jnp.concatenate([first, x[:, :-1]], axis=1)
+    # A pad, not a concatenation, of which XLA would exchange whole parts of tokens that are divided over devices.
+    before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+    before = jnp.where((jnp.arange(x.shape[1]) == 0)[:, None], first, before)
     return before if segment_ids is None else jnp.where(segment_starts(segment_ids)[..., None], 0.0, before)
 
 

@@ -16,7 +16,7 @@ from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.gates import GateProjection
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, l2_normalize
 from atlasjax.nn.parameters import param, values
-from atlasjax.nn.partition import mesh_partition
+from atlasjax.nn.partition import mesh_partition, time_partition
 
 
 class MemoryMixerState(NamedTuple):
@@ -112,6 +112,7 @@ class MemoryHeads(nnx.Module):
             self.rule, dim=dim, num_heads=heads, key_dim=head_dim, value_dim=config.value_dim,
             max_step=config.memory.max_step, similar_keys=similar_keys, rngs=rngs,
         )  # fmt: skip
+        self.undivided = rule.undivided  # see `mixers.check_divided`
         self.memory = nnx.data(
             memory_params(self.rule, rngs.params(), heads, head_dim, config.value_dim, self.gates.start_scale)
         )
@@ -136,10 +137,13 @@ class MemoryHeads(nnx.Module):
           `memory_norm` after the last token.
         """
         q, k, v, gate, _ = self._project(x, self.conv.init_state(x.shape[0], x.dtype), segment_ids)
+        sizes = (x.shape[0], self.heads, x.shape[1])
+        partition = (
+            mesh_partition(*sizes) if needs_partition(self.implementation, self.rule, q, v) else time_partition(*sizes)
+        )
         y, after = memory.scan(
             self.rule, values(self.memory), None, q, k, v, self.gates(x), segment_ids=segment_ids,
-            max_segments=max_segments, implementation=self.implementation,
-            partition=mesh_partition(x.shape[0], self.heads) if needs_partition(self.implementation, self.rule, q, v) else None,
+            max_segments=max_segments, implementation=self.implementation, partition=partition,
         )  # fmt: skip
         return y, gate, memory_norm(self.rule, after)
 

@@ -17,6 +17,7 @@ from atlasjax.nn.elastic import BlockMixer, ElasticMixer
 from atlasjax.nn.gam import GAMMixer
 from atlasjax.nn.hybrids import MACMixer, MAGMixer, MALMixer
 from atlasjax.nn.memory_mixer import MemoryMixer
+from atlasjax.nn.partition import NOT_DIVIDED
 
 
 class Mixer(Protocol):
@@ -103,6 +104,34 @@ def observe(
 def is_observed(config: ModelConfig) -> bool:
     """Whether a mixer of the model has a memory to monitor (`ObservedMixer`). The branch does not count."""
     return any(callable(getattr(resolve("mixer", name, MIXERS), "observe", None)) for name in config.pattern)
+
+
+def check_divided(config: ModelConfig, parts: int) -> None:
+    """Checks that the tokens of a sequence can be divided over devices (`mesh.sequence`) in all mixers of a model.
+
+    A mixer says so by an attribute `undivided` that is None; if it is text, it is the reason why not. Mixers without it are
+    refused: every device would run them on the whole sequence, whose memory and work the axis is to divide.
+
+    Args:
+      config: the model.
+      parts: number of parts of a sequence.
+
+    Raises:
+      ValueError: a mixer cannot be divided. The message names it and the reason.
+    """
+    if parts == 1:
+        return
+    for name in dict.fromkeys(config.pattern):
+        mixer = nnx.eval_shape(lambda name=name: make_mixer(name, config, rngs=nnx.Rngs(0)))
+        reason = getattr(mixer, "undivided", NOT_DIVIDED)
+        if reason is None:
+            continue
+        rule = f" with rule {config.memory.rule!r}" if hasattr(mixer, "memory") else ""
+        raise ValueError(
+            f"mesh.sequence is {parts}, but the tokens of mixer {name!r}{rule} cannot be divided over devices: {reason}. Give "
+            "mesh.sequence 1 and a larger mesh.data, fsdp or tensor; or a mixer whose state passes linearly (gated_deltanet, gla, "
+            "rwkv7, mamba2, retnet, …) or attention."
+        )
 
 
 def check_caching(config: ModelConfig) -> None:

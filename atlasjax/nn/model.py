@@ -14,7 +14,7 @@ from atlasjax.mixers.attention import segment_positions
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, dropout
 from atlasjax.nn.parameters import normal, param
-from atlasjax.nn.partition import read_table, split_batch
+from atlasjax.nn.partition import read_table, split_tokens
 from atlasjax.nn.stack import Norms, first_values, make_norm, stack_layers
 
 
@@ -234,7 +234,7 @@ class LanguageModel(nnx.Module):
             table = read_table(self.positions[...])
             x = x + table.at[position].get(mode="fill", fill_value=jnp.nan)  # beyond the table: NaN
         x = x.astype(self.dtype)
-        return split_batch(x if self.embedding_norm is None else self.embedding_norm(x))
+        return split_tokens(x if self.embedding_norm is None else self.embedding_norm(x))
 
     def _dropout_keys(
         self, tokens: jax.Array, dropout_keys: jax.Array | None

@@ -9,13 +9,14 @@ from jax.sharding import Mesh
 
 from atlasjax.config_json import from_dict, to_dict
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
-from atlasjax.distributed.sharding import batch_sharding, batch_shards
+from atlasjax.distributed.sharding import batch_sharding
 from atlasjax.flops import count_flops
 from atlasjax.nn import logical_axes
 from atlasjax.plan import child, compiled, libtpu
 from atlasjax.plan.compiled import Plan
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import TrainConfig
+from atlasjax.train.fits import check_divisible
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.step import jit_train_step, train_step
 from atlasjax.train.trainable import select, trainable_mask
@@ -77,11 +78,7 @@ def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
 def compile_training(config: TrainConfig, topology: str) -> Plan:
     """Like `plan_training`, but in this process."""
     mesh = make_mesh(config.mesh, libtpu.topology_devices(topology))
-    if (config.data.batch_size // config.accumulation) % batch_shards(mesh):
-        raise ValueError(
-            f"data.batch_size / accumulation is {config.data.batch_size // config.accumulation}; it should be divisible by the "
-            f"{batch_shards(mesh)} parts of mesh data × fsdp."
-        )
+    check_divisible(config, mesh.shape)
     graphdef, shapes = state_lib.model_shapes(config.model)
     trainable = trainable_mask(config.optimizer.trainable, shapes)
     mask = select(decay_mask(state_lib.pure(logical_axes(config.model))), trainable)

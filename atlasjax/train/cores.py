@@ -7,7 +7,6 @@ import jax
 
 from atlasjax.data.files import machine_memory, usable_cores
 from atlasjax.distributed.mesh import MeshConfig
-from atlasjax.mesh_axes import MESH_AXES
 from atlasjax.train import fits
 from atlasjax.train.config import TrainConfig
 
@@ -40,7 +39,7 @@ def mesh_of(config: TrainConfig, cpu_devices: int, memory: int) -> MeshConfig:
       memory: bytes that they share. Each has a copy of the parameters, so a large model uses fewer.
     """
     mesh, rows = config.mesh, config.data.batch_size // config.accumulation
-    if (mesh.data, mesh.fsdp, mesh.tensor) != (0, 1, 1):
+    if mesh != MeshConfig(data=0):
         return mesh
     parameters = fits.parameters_at_least(config.model)
 
@@ -48,7 +47,7 @@ def mesh_of(config: TrainConfig, cpu_devices: int, memory: int) -> MeshConfig:
         if rows % devices:
             return False
         try:
-            fits.check_fits(config, dict(zip(MESH_AXES, (devices, 1, 1))), parameters, memory // devices)
+            fits.check_fits(config, MeshConfig(data=devices).resolve(devices), parameters, memory // devices)
         except ValueError:
             return False
         return True

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax
 
 from atlasjax.data.files import machine_memory
-from atlasjax.nn import ModelConfig
+from atlasjax.nn import ModelConfig, check_divided
 from atlasjax.train.config import TrainConfig
 
 _GIB = 2**30
@@ -42,6 +42,22 @@ def parameters_at_least(model: ModelConfig) -> int:
     return model.vocab_size * model.dim * (1 if model.tie_embeddings else 2) + mixers + network
 
 
+def check_divisible(config: TrainConfig, mesh: Mapping[str, int]) -> None:
+    """Raises ValueError if the batch or its sequences cannot be divided over a mesh (axis → size). The message says why."""
+    microbatch, shards = config.data.batch_size // config.accumulation, mesh["data"] * mesh["fsdp"]
+    if microbatch % shards:
+        raise ValueError(
+            f"data.batch_size / accumulation is {config.data.batch_size} / {config.accumulation} = {microbatch} sequences; it "
+            f"should be divisible by mesh data × fsdp = {mesh['data']} × {mesh['fsdp']} = {shards}."
+        )
+    parts = mesh.get("sequence", 1)
+    if config.data.sequence_length % parts:
+        raise ValueError(
+            f"data.sequence_length is {config.data.sequence_length}; it should be divisible by mesh.sequence, which is {parts}."
+        )
+    check_divided(config.model, parts)
+
+
 def check_fits(
     config: TrainConfig,
     mesh: Mapping[str, int],
@@ -68,10 +84,11 @@ def check_fits(
     trainable = parameters if trainable is None else trainable
     average = config.optimizer.ema_decay is not None
     state = 4 * (parameters + trainable * (1 + moments + average)) // (mesh["fsdp"] * mesh["tensor"])
-    shards, tensor = mesh["data"] * mesh["fsdp"], mesh["tensor"]
+    shards, tensor, sequence = mesh["data"] * mesh["fsdp"], mesh["tensor"], mesh.get("sequence", 1)
+    length = data.sequence_length // sequence  # on each device
     itemsize = 2 if model.dtype == "bfloat16" else 4
-    logits = min(data.sequence_length, config.loss.chunk or data.sequence_length) * (model.vocab_size // tensor)
-    row = itemsize * (logits + data.sequence_length * model.num_layers * model.dim)
+    logits = min(length, config.loss.chunk or length) * (model.vocab_size // tensor)
+    row = itemsize * (logits + length * model.num_layers * model.dim)
     rows = math.ceil(data.batch_size / config.accumulation / shards) if batch else 0
     needed = state + rows * row
     if needed <= available:
@@ -90,7 +107,11 @@ def _what_it_takes(config: TrainConfig, shards: int, state: int, row: int, avail
     rows, size = (available - state) // row, config.data.batch_size
     if not rows:
         length = config.data.sequence_length * (available - state) // row
-        return f"Use a data.sequence_length of at most {length:,}, with an accumulation of {max(1, size // shards):,}."
+        accumulation = max(1, size // shards)
+        return (
+            f"Use a data.sequence_length of at most {length:,}, with an accumulation of {accumulation:,}; or a larger "
+            "mesh.sequence."
+        )
     if size > 10**6:
         return f"Use a data.batch_size of at most {rows * shards * config.accumulation:,}."
     for accumulation in range(config.accumulation, size + 1):

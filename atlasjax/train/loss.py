@@ -32,7 +32,7 @@ class LossConfig:
 
 def cross_entropy_sum(
     head: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array, weights: jax.Array, *,
-    chunk: int | None = None, z_loss: float = 0.0,
+    chunk: int | None = None, z_loss: float = 0.0, parts: int = 1,
 ) -> jax.Array:  # fmt: skip
     """Returns the weighted sum of the cross entropies of all tokens, in nats, a float32 scalar.
 
@@ -40,13 +40,15 @@ def cross_entropy_sum(
     differs from that of all tokens at once only by the order of a sum.
 
     Args:
-      head: hidden [batch, n, dim] → logits [batch, n, vocabulary].
+      head: hidden [..., dim] → logits [..., vocabulary].
       hidden: [batch, time, dim].
       targets: int32 [batch, time].
       weights: [batch, time].
       chunk: tokens of each sequence. None: all.
       z_loss: adds this times the square of the log of the softmax's normalizer to every token's loss, which keeps it near 0 (PaLM,
         arXiv:2204.02311, §5: 1e-4).
+      parts: number of devices over which the tokens of a sequence are divided, which divides time. Each has chunks of its own part,
+        so that none needs another's tokens.
     """
 
     def total(hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
@@ -56,15 +58,18 @@ def cross_entropy_sum(
             losses += z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))
         return jnp.sum(losses * weights.astype(jnp.float32))
 
-    time = targets.shape[1]
+    time = targets.shape[1] // parts
     if chunk is None or chunk >= time:
         return total(hidden, targets, weights)
     chunks = -(-time // chunk)
 
     def split(x: jax.Array) -> jax.Array:
-        """[batch, time, ...] → [chunks, batch, chunk, ...], filled up with tokens of weight 0."""
-        x = jnp.pad(x, [(0, 0), (0, chunks * chunk - time)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], chunks, chunk, *x.shape[2:]), 1, 0)
+        """[batch, parts · time, ...] → [chunks, batch (, parts), chunk, ...], filled up with tokens of weight 0."""
+        rows = x.shape[:1] if parts == 1 else (x.shape[0], parts)
+        x = x.reshape(*rows, time, *x.shape[2:])
+        pad = ((0, chunks * chunk - time), *((0, 0),) * (x.ndim - len(rows) - 1))
+        x = jnp.pad(x, (*((0, 0),) * len(rows), *pad))
+        return jnp.moveaxis(x.reshape(*rows, chunks, chunk, *x.shape[len(rows) + 1 :]), len(rows), 0)
 
     @jax.checkpoint
     def add(carry: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:

@@ -19,7 +19,7 @@ from atlasjax.data.files import machine_memory
 from atlasjax.data.pipeline import BatchIterator, Pipeline, make_pipeline, merge_positions
 from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import make_mesh
-from atlasjax.distributed.sharding import batch_shards
+from atlasjax.distributed.sharding import row_reader
 from atlasjax.nn import logical_axes
 from atlasjax.train import fits
 from atlasjax.train import state as state_lib
@@ -126,12 +126,7 @@ def prepare(config: TrainConfig) -> Setup:
             f'model.{field}.implementation is "{implementation}", whose kernels run on {wanted.upper()}s; the devices here are '
             f'{platform}. Give "xla" or None: the numbers are the same, and so are the parameters.'
         )
-    microbatch, shards = config.data.batch_size // config.accumulation, batch_shards(mesh)
-    if microbatch % shards:
-        raise ValueError(
-            f"data.batch_size / accumulation is {config.data.batch_size} / {config.accumulation} = {microbatch} sequences; it "
-            f"should be divisible by mesh data × fsdp = {mesh.shape['data']} × {mesh.shape['fsdp']} = {shards}."
-        )
+    fits.check_divisible(config, mesh.shape)
     longest = config.model.max_positions
     if longest is not None and config.data.sequence_length > longest:
         raise ValueError(
@@ -143,7 +138,7 @@ def prepare(config: TrainConfig) -> Setup:
             f"model.vocab_size is {config.model.vocab_size}; it should be at least {tokenizer.vocab_size}, the vocabulary of "
             f"the tokenizer {config.data.tokenizer!r}."
         )
-    where = (jax.process_index(), jax.process_count())
+    where = row_reader(mesh)
     train_data = make_pipeline(config.data, tokenizer, "train", *where)
     validation = evaluation_data(config.data, config.evaluation_sets, tokenizer, *where)
     graphdef, shapes = state_lib.model_shapes(config.model)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from atlasjax.distributed.sharding import batch_sharding, replicated
-from atlasjax.mesh_axes import BATCH_AXES
+from atlasjax.nn.partition import time_parts
 from atlasjax.train.loss import LossConfig, cross_entropy_sum
 from atlasjax.train.state import TrainState, merge
 from atlasjax.train.trainable import replaced, select
@@ -51,7 +51,10 @@ def _observed_sums(
         batch["inputs"], batch.get("segment_ids"), max_segments, dropout_keys=batch.get("dropout_keys")
     )
     weights = batch["weights"].astype(jnp.float32)
-    total = cross_entropy_sum(model.logits, hidden, batch["targets"], weights, chunk=loss.chunk, z_loss=loss.z_loss)
+    total = cross_entropy_sum(
+        model.logits, hidden, batch["targets"], weights, chunk=loss.chunk, z_loss=loss.z_loss,
+        parts=time_parts(weights.shape[1]),
+    )  # fmt: skip
     return total, jnp.sum(weights), norms
 
 
@@ -164,12 +167,13 @@ def jit_train_step(
 ) -> Any:  # fmt: skip
     """Returns the jitted (state, batch) → (state, metrics) on a mesh. The input state is donated.
 
-    The batch is split over data and fsdp, parameters and moments according to `shardings`. Metrics are on every device.
+    The batch is split over data, fsdp and sequence, parameters and moments according to `shardings`. Metrics are on every device.
     """
-    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    whole = batch_sharding(mesh).spec
 
     def constrain(batch: Batch) -> Batch:
-        return jax.lax.with_sharding_constraint(batch, jax.tree.map(lambda _: rows, batch))
+        split = lambda x: NamedSharding(mesh, PartitionSpec(*whole[: x.ndim]))  # dropout keys are [batch]
+        return jax.lax.with_sharding_constraint(batch, jax.tree.map(split, batch))
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return train_step(

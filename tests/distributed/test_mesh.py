@@ -15,12 +15,16 @@ from atlasjax.distributed.mesh import _arranged
         (MeshConfig(2, -1, 2), (2, 2, 2)),
         (MeshConfig(1, 2, -1), (1, 2, 4)),
         (MeshConfig(2, 1, 1), (2, 1, 1)),
+        (MeshConfig(2, sequence=4), (2, 1, 4, 1)),
+        (MeshConfig(1, 1, 2, -1), (1, 1, 4, 2)),
     ],
 )
 def test_sizes(config, shape):
     mesh = make_mesh(config)
     assert tuple(mesh.shape.values()) == shape
-    assert mesh.axis_names == ("data", "fsdp", "tensor")
+    assert mesh.axis_names == (
+        ("data", "fsdp", "tensor") if len(shape) == 3 else ("data", "fsdp", "sequence", "tensor")
+    )
     assert mesh.devices.ravel()[0] == jax.devices()[0]
 
 

@@ -24,11 +24,27 @@ def coordinator() -> str:
         return f"localhost:{probe.getsockname()[1]}"
 
 
-def test_two_processes(tmp_path):
-    """One of them is late."""
+# The others train three more runs each.
+@pytest.mark.parametrize(
+    ("mesh", "words", "packing"),
+    [
+        (MeshConfig(1, 2), "fsdp 2 × tensor 1", "contiguous"),
+        *(
+            pytest.param(mesh, words, packing, marks=pytest.mark.slow)
+            for mesh, words in (
+                (MeshConfig(1, sequence=2), "fsdp 1 × sequence 2 × tensor 1"),
+                (MeshConfig(1, 1, 2), "fsdp 1 × tensor 2"),
+            )
+            for packing in ("contiguous", "documents")
+        ),
+    ],
+)
+def test_two_processes(mesh, words, packing, tmp_path):
+    """One of them is late. The last axes are over both processes, which read the same rows."""
     address = coordinator()
-    alone = config(tmp_path, run_dir=str(tmp_path / "alone"), mesh=MeshConfig(1, 2), steps=6, eval_batches=2)
-    together = dataclasses.replace(alone, run_dir=str(tmp_path / "together"), steps=4)
+    changes = {"data_changes": {"packing": packing}, "steps": 6, "eval_batches": 2}
+    alone = config(tmp_path, run_dir=str(tmp_path / "alone"), mesh=MeshConfig(1, 2), **changes)
+    together = dataclasses.replace(alone, run_dir=str(tmp_path / "together"), mesh=mesh, steps=4)
     runs = []
     for index in range(2):
         run = dataclasses.replace(together, processes=ProcessConfig(True, address, 2, index))
@@ -38,7 +54,7 @@ def test_two_processes(tmp_path):
     results = [finish(run) for run in runs]
     assert [result.returncode for result in results] == [0, 0], results[0].stderr[-3000:]
     assert "step" in results[0].stdout
-    assert "2 processes on 1 host, 2 devices (cpu) in 1 slice; mesh data 1 × fsdp 2 × tensor 1" in results[0].stdout
+    assert f"2 processes on 1 host, 2 devices (cpu) in 1 slice; mesh data 1 × {words}" in results[0].stdout
     assert "step" not in results[1].stdout  # one of the processes speaks
     resumed = train(dataclasses.replace(alone, run_dir=together.run_dir))
     assert (resumed.resumed_from, resumed.step) == (4, 6)

@@ -89,12 +89,23 @@ def test_refused(name, message):
         memory.scan(rule, params, None, *inputs, partition=Partition(mesh_of(sequence=2), time=("sequence",)))
 
 
-def test_segments_are_refused():
-    rule = GATED
-    params, *inputs = make_inputs(rule, time=8)
-    ids = jnp.zeros(inputs[0].shape[:2], jnp.int32)
-    with pytest.raises(ValueError, match=r"time=\('sequence',\) cannot divide the tokens .*: segment_ids are given"):
-        memory.scan(
-            rule, params, None, *inputs, segment_ids=ids, max_segments=1,
-            partition=Partition(mesh_of(sequence=2), time=("sequence",)),
-        )  # fmt: skip
+@pytest.mark.parametrize("name", some_slow(DEFAULT, DEFAULT[1:]))
+@pytest.mark.parametrize("continued", [False, True])
+def test_segments(name, continued, x64):
+    """Some are longer than a device's part, some start with it, and some parts have several. The learned start is not zero."""
+    rule = CASES[name]
+    params, *inputs = make_inputs(rule, time=37, dtype=jnp.float64)
+    state = None if not continued else state_of(rule, params, inputs)._replace(segment=jnp.asarray([0, 9], jnp.int32))
+    starts = [[3, 4, 5, 20, 36], [10, 15]]
+    ids = jnp.stack([jnp.zeros(37, jnp.int32).at[jnp.asarray(at)].set(1).cumsum() for at in starts])
+    partition = Partition(mesh_of(sequence=8), time=("sequence",))
+
+    def summed(partition):
+        def run(params, *arguments):
+            segments = {"segment_ids": ids, "max_segments": 6}
+            found = memory.scan(rule, params, state, *arguments, **segments, partition=partition)
+            return total(rule, found), found
+
+        return run
+
+    assert_close(graded(summed(partition), params, *inputs), graded(summed(None), params, *inputs), 1e-9)

@@ -66,7 +66,7 @@ def test_splash_on_a_mesh():
     mesh = make_mesh(MeshConfig(data=2, tensor=2), jax.devices()[:4])
     x = heads(128, number=4, kv_heads=2, segments=True)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        partition = mesh_partition(2, 2)
+        partition = mesh_partition(2, 2, 128)
     assert (partition.batch, partition.heads) == (("data", "fsdp"), ("tensor",))
     partition = dataclasses.replace(partition, mesh=mesh)
     found = with_gradients(lambda x: F.partitioned_splash(x, None, partition, interpret=True), x)

@@ -278,10 +278,11 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
         k: Float[Array, "batch time heads key_dim"],
         v: Float[Array, "batch time heads value_dim"],
         gates: Gates,
+        segment_ids: Int[Array, "batch time"] | None,
     ) -> tuple[Float[Array, "batch time heads value_dim"], MemoryState]:
         from atlasjax.memory.fast_weights.sequence_parallel import scan_part
 
-        return scan_part(self, axes, run, params, state, q, k, v, gates)
+        return scan_part(self, axes, run, params, state, q, k, v, gates, segment_ids)
 
     def step(
         self,

@@ -8,6 +8,9 @@ outputs y_t lack: M z_t, where M is the memory before the part. So the devices e
     M_1 = M_0 P_0 + B_0,  M_2 = M_1 P_1 + B_1, …        y_t + M_i z_t
 
 are the memory before each part and its outputs. The cost of a part is that of D more channels of the values.
+
+Where a segment starts, the first rows start again at M_0, the learned start, and the others at zero: what comes before the part has
+no effect on what follows. Whether the first token of a part starts one depends on the last token of the part before it.
 """
 
 from collections.abc import Callable
@@ -25,7 +28,7 @@ _PRECISION = jax.lax.Precision.HIGHEST
 
 def scan_part(
     rule: MemoryRule, axes: tuple[str, ...], run: Callable[..., Any],
-    params: Any, state: MemoryState | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
+    params: Any, state: MemoryState | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, segment_ids: jax.Array | None,
 ) -> tuple[jax.Array, MemoryState]:  # fmt: skip
     """The part of one device, inside a `shard_map` that divides the tokens over `axes`.
 
@@ -33,7 +36,8 @@ def scan_part(
       rule: one that is not `undivided`.
       axes: mesh axes; their devices, in order, have the parts of the sequence in order.
       run: (params, state, q, k, v, gates, segment_ids) → (y, state) for the tokens of one device.
-      params, state, q, k, v, gates: as in `memory.scan`, with this device's tokens. The state is that before the whole sequence.
+      params, state, q, k, v, gates, segment_ids: as in `memory.scan`, with this device's tokens. The state is that before the whole
+        sequence.
 
     Returns:
       y of this device's tokens, and the state after the whole sequence.
@@ -43,10 +47,17 @@ def scan_part(
     out, channels = M.shape[-2:]
     identity = jnp.broadcast_to(jnp.eye(channels, dtype=M.dtype), (*M.shape[:2], channels, channels))
     start = before._replace(memory={name: jnp.concatenate([jnp.zeros_like(M), identity], axis=2)})
-    heads = params.weights[name].shape[0]
-    wide = params._replace(weights={name: jnp.zeros((heads, out + channels, channels), params.weights[name].dtype)})
+    fresh = params.weights[name]
+    wide = params._replace(
+        weights={name: jnp.concatenate([fresh, jnp.zeros((len(fresh), channels, channels), fresh.dtype)], 1)}
+    )
+    me, last_segment = jax.lax.axis_index(axes), before.segment
+    if segment_ids is not None:
+        last_ids = jax.lax.all_gather(segment_ids[:, -1].astype(before.segment.dtype), axes)  # [devices, batch]
+        start = start._replace(segment=jnp.where(me == 0, before.segment, last_ids[me - 1]))
+        last_segment = last_ids[-1]
     no_values = jnp.zeros((*v.shape[:-1], channels), v.dtype)
-    y, after = run(wide, start, q, k, jnp.concatenate([v, no_values], axis=-1), gates, None)
+    y, after = run(wide, start, q, k, jnp.concatenate([v, no_values], axis=-1), gates, segment_ids)
 
     ends = jax.lax.all_gather(after.memory[name], axes)  # [devices, batch, heads, out + channels, channels]
 
@@ -54,6 +65,6 @@ def scan_part(
         return jnp.matmul(M, end[:, :, out:], precision=_PRECISION) + end[:, :, :out], M
 
     last, starts = jax.lax.scan(over_a_part, M.astype(ends.dtype), ends)
-    mine = starts[jax.lax.axis_index(axes)]
+    mine = starts[me]
     rest = jnp.einsum("bhoi,bthi->btho", mine, y[..., out:].astype(mine.dtype), precision=_PRECISION)
-    return (y[..., :out] + rest).astype(q.dtype), before._replace(memory={name: last})
+    return (y[..., :out] + rest).astype(q.dtype), before._replace(memory={name: last}, segment=last_segment)

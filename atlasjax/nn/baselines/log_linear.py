@@ -19,6 +19,7 @@ from atlasjax.nn.baselines.recurrent import (
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, RMSNorm, l2_normalize
 from atlasjax.nn.parameters import param
+from atlasjax.nn.partition import NOT_DIVIDED
 
 LEVELS = 15  # levels with a λ of their own, as published: 16,384 tokens
 _LONGEST = 1 << 30  # tokens that a state without max_length has levels for
@@ -108,6 +109,7 @@ class LogLinearMamba2Mixer(Mamba2Mixer):
     """
 
     takes_caching = False  # it keeps states of its own for earlier tokens
+    undivided = NOT_DIVIDED
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)

@@ -27,6 +27,8 @@ class LonghornMixer(MambaBlock):
       rngs: source of the initial values.
     """
 
+    undivided = _RULE.undivided  # see `mixers.check_divided`
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, jnp.zeros(config.ssm.expand * config.dim), rngs=rngs)
 

@@ -20,6 +20,7 @@ from atlasjax.nn.baselines.step_sizes import log_rates, step_bias
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm
 from atlasjax.nn.parameters import param
+from atlasjax.nn.partition import time_partition
 
 
 class Mamba2Tokens(NamedTuple):
@@ -86,6 +87,11 @@ class Mamba2Mixer(RecurrentMixer):
         if own.takes_caching:
             self.rule, self.cache = with_caching(config, mamba2.RULE, self.num_heads, self.state_dim, rngs)
 
+    @property
+    def undivided(self) -> str | None:
+        """See `mixers.check_divided`."""
+        return self.rule.undivided
+
     def start_inputs(self, batch_size, dtype):
         return self.conv.init_state(batch_size, dtype), self.selection_conv.init_state(batch_size, dtype)
 
@@ -110,7 +116,7 @@ class Mamba2Mixer(RecurrentMixer):
         A = -jnp.exp(self.A_log[...])
         return mamba2.ssd(
             x, step, A, B, C, self.D[...], state=state, segment_ids=segment_ids, max_segments=max_segments,
-            rule=self.rule, gates=gates,
+            rule=self.rule, gates=gates, partition=time_partition(x.shape[0], x.shape[2], x.shape[1]),
         )  # fmt: skip
 
     def output(self, y, tokens):

@@ -11,6 +11,7 @@ from atlasjax.nn.attention import output_projection
 from atlasjax.nn.caching import CacheGates
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm
+from atlasjax.nn.partition import time_partition
 
 
 class RecurrentState(NamedTuple):
@@ -134,6 +135,11 @@ class MatrixMixer(RecurrentMixer):
     key_dim: int
     value_dim: int
 
+    @property
+    def undivided(self) -> str | None:
+        """See `mixers.check_divided`."""
+        return self.rule.undivided
+
     def init_state(self, batch_size: int, max_length: int | None = None) -> RecurrentState:
         """The state before the first token. `max_length`: see `memory.init_state`."""
         recurrence = start_memory(self.rule, batch_size, self.num_heads, self.key_dim, self.value_dim, max_length)
@@ -171,7 +177,10 @@ def run_memory(
         q, k, v, gates = jax.tree.map(lambda a: a[:, 0], (q, k, v, gates))
         y, state = memory.step(rule, params, state, q, k, v, gates)
         return y[:, None], state
-    return memory.scan(rule, params, state, q, k, v, gates, segment_ids=segment_ids, max_segments=max_segments)
+    return memory.scan(
+        rule, params, state, q, k, v, gates, segment_ids=segment_ids, max_segments=max_segments,
+        partition=time_partition(q.shape[0], q.shape[2], q.shape[1]),
+    )  # fmt: skip
 
 
 class HeadsMixer(MatrixMixer):

@@ -67,6 +67,7 @@ class MAGMixer(nnx.Module):
         require_shared_heads(config, "mag")
         self.attention = AttentionHeads(config, required_window(config, "mag"), rngs=rngs)
         self.memory = MemoryHeads(config, similar_keys=True, rngs=rngs)  # inputs are attention averages
+        self.undivided = self.memory.undivided
         self.join = GatedHeads(config, rngs=rngs)
 
     def __call__(

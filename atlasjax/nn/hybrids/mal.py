@@ -30,6 +30,7 @@ class MALMixer(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         require_shared_heads(config, "mal")
         self.memory = MemoryMixer(config, similar_keys=True, rngs=rngs)  # inputs are attention averages
+        self.undivided = self.memory.undivided
         self.norm = RMSNorm((config.dim,), ("embed",), config.norm_eps)
         self.attention = AttentionHeads(config, required_window(config, "mal"), rngs=rngs)
         self.out = output_projection(config, rngs)
