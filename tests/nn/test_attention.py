@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from atlasjax.memory import Partition
 from atlasjax.mixers import attention as A
 from atlasjax.mixers.rotary import rotate
 
@@ -50,6 +51,25 @@ def close(got, expected, tolerance=1e-5):
     """Relative to the largest expected number."""
     expected = np.asarray(expected, np.float64)
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 13, 100])
+def test_tokens_divided_over_devices(window):
+    """Four parts of 6 tokens: windows within a part, over two and three of them, and longer than the sequence."""
+    sizes = {"data": 2, "sequence": 4}
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    x = arrays(24, persistent=2)
+    segments = jnp.asarray([[0] * 4 + [1] * 9 + [2] * 11, [0] * 12 + [1] * 12])
+
+    def run(x, ids, **options):
+        y = A.attention(**x, rope_theta=THETA, window=window, segment_ids=ids, **options)
+        return jnp.sum(jnp.sin(y)), y
+
+    graded = jax.jit(jax.value_and_grad(run, has_aux=True), static_argnames=("partition",))
+    for ids in (segments, None):
+        expected = graded(x, ids)
+        found = graded(x, ids, partition=Partition(mesh, ("data",), time=("sequence",)))
+        jax.tree.map(close, found, expected)
 
 
 # One block, several, and a last one that is not full; windows of one token, odd ones, longer than a block, than the sequence.
