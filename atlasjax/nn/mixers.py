@@ -107,7 +107,7 @@ def is_observed(config: ModelConfig) -> bool:
 
 
 def check_divided(config: ModelConfig, parts: int) -> None:
-    """Checks that the tokens of a sequence can be divided over devices (`mesh.sequence`) in all mixers of a model.
+    """Checks that the tokens of a sequence can be divided over devices (`mesh.sequence`) in all mixers of a model and its branch.
 
     A mixer says so by an attribute `undivided` that is None; if it is text, it is the reason why not. Mixers without it are
     refused: every device would run them on the whole sequence, whose memory and work the axis is to divide.
@@ -121,6 +121,8 @@ def check_divided(config: ModelConfig, parts: int) -> None:
     """
     if parts == 1:
         return
+    if config.branch is not None:
+        check_divided(config.branch.alone(config), parts)
     for name in dict.fromkeys(config.pattern):
         mixer = nnx.eval_shape(lambda name=name: make_mixer(name, config, rngs=nnx.Rngs(0)))
         reason = getattr(mixer, "undivided", NOT_DIVIDED)

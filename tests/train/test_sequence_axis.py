@@ -14,6 +14,7 @@ from atlasjax.distributed import MeshConfig, global_batch, make_mesh
 from atlasjax.nn import (
     MIXERS,
     AttentionConfig,
+    BranchConfig,
     CachingConfig,
     GatedDeltaNetConfig,
     MemoryConfig,
@@ -53,6 +54,7 @@ MODELS = {
     "rwkv7": model(mixer="rwkv7", num_layers=2, rwkv7=RWKV7Config(value_residual=True), ffn="channel_mixing"),
     "transformer": model(mixer="attention", positions="learned", max_positions=LENGTH, dropout=0.1),
     "samba": model(mixer=("mamba2", "swa"), num_layers=2),
+    "branch": model(mixer="gla", branch=BranchConfig("memory", memory=MemoryConfig(rule="delta_rule"))),
     "mag": model(mixer="mag", attention=AttentionConfig(window=11), memory=MemoryConfig(rule="delta_rule")),
     "mal": model(mixer="mal", attention=AttentionConfig(window=40), memory=MemoryConfig(rule="gla")),
 }  # fmt: skip
@@ -155,6 +157,7 @@ def compiled_step(model: ModelConfig, length: int, devices: int) -> jax.stages.C
     ("mixer", "changes", "words"),
     [
         ("memory", {}, r"mixer 'memory' with rule 'atlas' .*: its memory after a part of the sequence is not a linear function"),
+        ("gla", {"branch": BranchConfig("memory")}, "mixer 'memory' with rule .*: its memory after a part"),
         ("mac", {}, "mixer 'mac' .*: it has no form for a part of a sequence"),
         ("mamba", {}, "mixer 'mamba' .*: it has no form for a part of a sequence"),
         ("longhorn", {}, "mixer 'longhorn' .*: its step sizes per channel give each row"),
