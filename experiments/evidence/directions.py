@@ -12,6 +12,7 @@ from experiments.evidence.sources import (
     gam_scaling,
     mqar,
     recall,
+    studies,
     zoo,
 )
 
@@ -21,6 +22,7 @@ EXPERIMENTS = {
     "mqar": ("python -m experiments.mqar.run", "../experiments/mqar/results/small.png"),
     "recall": ("python -m experiments.recall.run", "../experiments/recall/results/recall.png"),
     "zoo": ("python -m experiments.zoo.run", "../experiments/zoo/results/embedded.png"),
+    "studies": ("python -m experiments.studies.run", "../experiments/studies/results/embedded.png"),
     "ablation": ("python -m experiments.ablation.run", "../experiments/ablation/results/ablation.png"),
     "function_learning": (
         "python experiments/function_learning/run.py",
@@ -112,7 +114,13 @@ def _caching() -> list[Line]:
     pairs += [(f"linear-{name}-8", "linear") for name in ("grm", "ssc", "residual")]
     texts = [("titans-grm", "titans-soup"), ("titans-soup", "titans-ssc")]
     texts += [(f"titans-{name}", "titans") for name in ("grm", "soup", "ssc", "residual")]
-    return mqar(pairs) + recall([("linear-4-grm", "linear-4")]) + zoo(texts)
+    return mqar(pairs) + recall([("linear-4-grm", "linear-4")]) + zoo(texts) + studies("caching")
+
+
+def _context() -> list[Line]:
+    pairs = [("titans-grm-8", "titans-grm-8-age"), ("titans-grm-8", "titans-residual-8")]
+    pairs += [("linear-grm-8", "linear-grm-8-age"), ("linear-grm-8", "linear-residual-8")]
+    return mqar(pairs) + studies("gate")
 
 
 def _gap() -> list[Line]:
@@ -164,11 +172,14 @@ DIRECTIONS = (
     ),
     Direction(
         "Memory caching: GRM is better than Soup, that than SSC, and that than the memory alone", "M §4, Tables 1–4", _caching,
-        ("mqar", "recall", "zoo"),
+        ("mqar", "recall", "zoo", "studies"),
         note=lambda: "For a linear memory GRM and Soup are the same function. M's text puts SSC second.",
     ),
     Direction(
-        "The gate of caching should see the context", "M Fig. 5", lambda: mqar([("titans-grm-8", "titans-grm-8-age")]), ("mqar",)
+        "The gate of caching should see the context", "M Fig. 5", _context, ("mqar", "studies"),
+        note=lambda: '"age": the gate is a projection of the input alone, one for each age of a memory. "ones", "residual": no '
+        "gate. In the paper the perplexity changes by 1% (13.3 against 13.4 and 13.5), and the accuracy of retrieval by 7 to 8 "
+        "points.",
     ),
     Direction(
         "Attention is still ahead in recall", "M §4.4, Fig. 3", _gap, ("mqar", "recall"),
@@ -176,19 +187,22 @@ DIRECTIONS = (
     ),
     Direction(
         "Elastic Memory: exponential sampling is better than uniform", "E Tables 2, 3",
-        lambda: zoo([("elastic-exp", "elastic-uniform")]), ("zoo",),
+        lambda: zoo([("elastic-exp", "elastic-uniform")]) + studies("sampling"), ("zoo", "studies"),
     ),
     Direction(
-        "Elastic Memory: trained uniform and tested exponential is better than uniform", "E §3.5", list,
-        command="python -m experiments.elastic.probe",
+        "Elastic Memory: trained uniform and tested exponential is better than uniform", "E §3.5",
+        lambda: studies("swap"), ("studies",),
     ),
     Direction(
-        "Elastic Memory: a larger memory is better", "E Tables 4, 13", list,
-        command="atlasjax train --preset elastic-exp-98m --model.elastic.order 8640",
+        "Elastic Memory: a larger memory is better", "E Tables 3, 4, 13", lambda: studies("size"), ("studies",),
+        note=lambda: "1x has as many coefficients for each token of a block as the paper's.",
     ),
     Direction(
-        "Elastic Memory is robust to corruption of the local context", "E Table 7", list,
-        command="python -m experiments.elastic.probe",
+        "Elastic Memory is robust to corruption of the local context", "E Table 7", lambda: studies("corruption"), ("studies",),
+        note=lambda: "The paper compares losses under noise, but Elastic Memory's is lower without noise already; the rise of the "
+        "loss measures robustness. In the paper's own table, with noise in the memory layer, Elastic Memory's perplexity rises "
+        "more than Memorizing Transformer's at every rate (at 75% from 2.915 to 3.316, against 3.305 to 3.316). With noise in all "
+        "layers the ratios are equal within 4%.",
     ),
     Direction(
         "GAM: both pathways are better than the global one, that than their sum, that than the local one; linear scaling",

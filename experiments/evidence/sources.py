@@ -17,6 +17,8 @@ from experiments.capacity.report import TITLES, area
 from experiments.intervals import Comparison, compare
 from experiments.mqar.report import best
 from experiments.rows import Row, read_rows
+from experiments.studies.compare import compared
+from experiments.studies.models import LENGTH
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -157,6 +159,21 @@ def language_spread() -> float:
             groups.setdefault(row["text"], []).append(row["bits_per_byte"])
     variances = [(np.var(values, ddof=1), len(values) - 1) for values in groups.values() if len(values) > 1]
     return math.sqrt(sum(v * n for v, n in variances) / sum(n for _, n in variances))
+
+
+def studies(direction: str) -> list[Line]:
+    """The comparisons of `experiments.studies` for one of its directions."""
+    found = []
+    for text in ("embedded", "tinyshakespeare"):
+        if group := rows(f"studies/results/{text}.jsonl"):
+            recipe = group[0]["recipe"]
+            tokens = recipe["steps"] * recipe["batch_size"] * LENGTH
+            found += [
+                Line(f"{line.told}: {text}", line.comparison, line.unit, tokens, "studies")
+                for line in compared(list(group))
+                if line.direction == direction
+            ]
+    return found
 
 
 # Function learning.

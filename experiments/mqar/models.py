@@ -62,6 +62,7 @@ MODELS: dict[str, Model] = {
         f"linear-{aggregation}-8": _cached(_LINEAR, aggregation, 8)  # type: ignore[arg-type]
         for aggregation in ("grm", "ssc", "residual")
     },
+    "linear-grm-8-age": _cached(_LINEAR, "grm", 8, connector="age", capacity=16),
     "delta": _matrix("delta_rule"),
     "titans": _TITANS,
     "titans-grm-8": _cached(_TITANS, "grm", 8),

@@ -1,0 +1,106 @@
+"""The comparisons that the studies make, over the seeds that both sides have. Positive is what the paper says."""
+
+import dataclasses
+from collections.abc import Callable
+
+from experiments.intervals import Comparison, compare
+from experiments.rows import Row
+from experiments.studies.measure import RATES
+
+Value = Callable[[Row], float]
+BYTES = "bits per byte"  # of two models
+SAME = "bits per byte, the same weights"  # of one model, tested in two ways
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One comparison.
+
+    Attributes:
+      direction: key of `DIRECTIONS`.
+      told: what is compared.
+      comparison: the paired differences.
+      unit: of the differences.
+    """
+
+    direction: str
+    told: str
+    comparison: Comparison
+    unit: str = BYTES
+
+
+# Direction → the models of each pair, the better one first.
+_PAIRS = {
+    "gate": [
+        (f"{memory}-{gate}", f"{memory}-{gate}{other}")
+        for memory, gate, other in (
+            ("titans", "grm", "-age"), ("titans", "grm", "-ones"), ("linear", "grm", "-age"), ("linear", "grm", "-ones"),
+            ("titans", "ssc", "-age"),
+        )
+    ],
+    "sampling": [(f"elastic-exp-{n}x", f"elastic-uniform-{n}x") for n in (1, 4)],
+    "size": [(f"elastic-exp-{more}x", f"elastic-exp-{less}x") for less, more in ((1, 2), (2, 4), (4, 16), (1, 16))]
+    + [("elastic-uniform-4x", "elastic-uniform-1x")],
+}  # fmt: skip
+DIRECTIONS = {
+    "gate": "The gate of caching should see the context (M Fig. 5)",
+    "caching": "Memory Caching is better than the memory alone (M §4)",
+    "sampling": "Exponential sampling is better than uniform (E Tables 2, 3)",
+    "swap": "Trained uniform and tested exponential is better than uniform (E §3.5)",
+    "size": "A larger memory is better (E Tables 3, 13)",
+    "corruption": "Elastic Memory is robust to corruption of the local context (E Table 7)",
+    "memory": "Elastic Memory is better than no memory, and than a queue of as many numbers (E Table 2)",
+}
+_PAIRS["caching"] = [("titans-grm", "titans"), ("titans-ssc", "titans")]
+_PAIRS["memory"] = [
+    ("elastic-exp-1x", "block"),
+    ("elastic-exp-1x", "memorizing-1x"),
+    ("elastic-exp-16x", "memorizing-all"),
+]
+_CORRUPTED, _AGAINST = "elastic-exp-1x", ("memorizing-1x", "block")
+_PLACES = {"memory": "the memory layer", "all": "all layers"}
+
+
+def compared(rows: list[Row]) -> list[Compared]:
+    """All comparisons of which rows of both sides exist."""
+    by_model: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        by_model.setdefault(row["model"], {})[row["seed"]] = row
+
+    def pair(better: str, worse: str, value: Value, other: Value | None = None) -> Comparison | None:
+        a, b = by_model.get(better, {}), by_model.get(worse, {})
+        seeds = sorted(a.keys() & b.keys())
+        # A lower loss is better, so the loss of the worse one comes first.
+        return compare([(other or value)(b[s]) for s in seeds], [value(a[s]) for s in seeds]) if seeds else None
+
+    found: list[tuple[str, str, Comparison | None, str]] = []
+    for direction, pairs in _PAIRS.items():
+        found += [
+            (direction, f"{a} against {b}", pair(a, b, lambda row: row["bits_per_byte"]), BYTES) for a, b in pairs
+        ]
+    for name in ("elastic-uniform-1x", "elastic-uniform-4x"):
+        read = lambda how: lambda row: row["by_sampling"][how]
+        told = f"{name}, tested exponential against tested uniform"
+        found.append(("swap", told, pair(name, name, read("exponential"), read("uniform")), SAME))
+    for other in _AGAINST:
+        for where, place in _PLACES.items():
+            for rate in RATES:
+                noise = f"{rate:.0%} noise in {place}"
+                told = f"{_CORRUPTED} against {other}, {noise}: rise of the loss"
+                found.append(("corruption", told, pair(_CORRUPTED, other, rise(where, rate)), BYTES))
+                if other != "block":
+                    told = f"{_CORRUPTED} against {other}, {noise}: loss, as in the table"
+                    found.append(("corruption", told, pair(_CORRUPTED, other, noisy(where, rate)), BYTES))
+    order = list(DIRECTIONS)
+    found.sort(key=lambda item: order.index(item[0]))
+    return [Compared(d, told, c, unit) for d, told, c, unit in found if c is not None]
+
+
+def noisy(where: str, rate: float) -> Value:
+    """The loss of the last block with noise."""
+    return lambda row: row["corrupted"][where][str(rate)]
+
+
+def rise(where: str, rate: float) -> Value:
+    """By how much the noise raises the loss of the last block."""
+    return lambda row: row["corrupted"][where][str(rate)] - row["by_block"][-1]

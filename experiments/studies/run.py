@@ -1,0 +1,110 @@
+"""Directions of Elastic Memory and Memory Caching on small models of text: samplings, sizes, corruption and gates.
+
+    python -m experiments.studies.run                                   # every model, three seeds, the embedded text
+    python -m experiments.studies.run --only block elastic-exp-1x       # some of them
+    python -m experiments.studies.run --seeds 10                        # more seeds
+    python -m experiments.studies.run --text input.txt                  # a text of your own, e.g. tinyshakespeare
+    python -m experiments.studies.run --report                          # only the table and the plot of existing rows
+    python -m experiments.studies.run --size paper                      # prints the papers' runs and their commands
+    python -m experiments.studies.run --run-dir runs/elastic   # tests a run of `atlasjax train`: sampling and corruption
+
+A row is a line of `<out>/<text>.jsonl`: a model and a seed. Finished rows are skipped, so the same command resumes a stopped one.
+All models have a first seed before any has a second. On a machine with a GPU set JAX_PLATFORMS=cpu.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+
+from experiments.rows import Row, append_row, rows_of_recipe
+from experiments.studies.measure import Recipe, measure, memory_layer, tested
+from experiments.studies.models import MODELS, model
+from experiments.studies.paper import plan
+from experiments.studies.report import write
+
+HERE = pathlib.Path(__file__).parent
+
+
+def key_of(row: Row) -> tuple[str, int]:
+    return row["model"], row["seed"]
+
+
+def tests_of(run_dir: pathlib.Path, batches: int | None) -> Row:
+    """`measure.tested` of a run with attention within blocks.
+
+    Raises:
+      ValueError: the run has other mixers, or packed documents.
+    """
+    from experiments.elastic.probe import Run
+
+    run = Run(run_dir)
+    if memory_layer(run.config.model) is None:
+        raise ValueError(
+            f"{run_dir}: not all of its layers attend within blocks; its mixer is {run.config.model.mixer!r}."
+        )
+    held_out = list(run.batches(batches))
+    if any("segment_ids" in batch for batch in held_out):
+        raise ValueError(
+            f"{run_dir}: its sequences are packed documents; the last block must have a past (data.packing)."
+        )
+    return tested(run.config.model, run.params, held_out, run.config.model.elastic.block_size)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=("small", "paper"), default="small")
+    parser.add_argument("--only", nargs="+", metavar="MODEL", default=list(MODELS))
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, counted from 0")
+    parser.add_argument("--text", help="a UTF-8 text file; without it the embedded text")
+    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument("--batch-size", type=int, default=Recipe.batch_size)
+    parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
+    parser.add_argument("--eval-batches", type=int, help="batches of held-out text; default: all of it")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results", help="folder of the results")
+    parser.add_argument("--run-dir", type=pathlib.Path, help="train nothing; test this run's elastic memory and print")
+    parser.add_argument("--report", action="store_true", help="train nothing, only write the table and the plot")
+    options = parser.parse_args(argv)
+    if options.size == "paper":
+        print(plan())
+        return
+    name = "embedded" if options.text is None else pathlib.Path(options.text).stem
+    path = options.out / f"{name}.jsonl"
+    try:
+        if options.run_dir is not None:
+            print(json.dumps(tests_of(options.run_dir, options.eval_batches), indent=1))
+            return
+        if options.seeds < 1:
+            raise ValueError(f"--seeds must be at least 1, got {options.seeds}.")
+        if options.text is not None and not pathlib.Path(options.text).is_file():
+            raise ValueError(f"--text {options.text}: no such file.")
+        for chosen in options.only:
+            model(chosen)  # fail on a wrong name before anything is trained
+        recipe = Recipe(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Recipe)})
+        rows = rows_of_recipe(path, recipe, key_of)
+    except ValueError as error:
+        parser.error(str(error))
+    wanted = [(chosen, seed) for seed in range(options.seeds) for chosen in options.only]
+    todo = [] if options.report else [key for key in wanted if key not in rows]
+    failed = []
+    for number, (chosen, seed) in enumerate(todo, 1):
+        started = time.perf_counter()
+        try:
+            rows[chosen, seed] = measure(chosen, seed, recipe, options.text)
+        except FloatingPointError as error:  # one diverging model must not stop the others
+            failed.append(f"{chosen}, seed {seed}")
+            print(f"{chosen}, seed {seed} FAILED: {error}", flush=True)
+            continue
+        append_row(path, rows[chosen, seed])
+        found, seconds = rows[chosen, seed]["bits_per_byte"], time.perf_counter() - started
+        print(f"[{number}/{len(todo)}] {chosen}, seed {seed}: {found:.3f} bits per byte, {seconds:.0f} s", flush=True)
+    if rows:
+        print(write(list(rows.values()), path))
+    if failed:
+        sys.exit(f"No number for: {'; '.join(failed)}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""experiments/studies: the models differ as they say, noise stays in its place, comparisons have the papers' signs, rows resume."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from atlasjax import cli
+from atlasjax.nn import CachingConfig
+from atlasjax.nn.abstract import count_parameters
+from atlasjax.train import state as state_lib
+from experiments.studies import measure, run
+from experiments.studies.compare import DIRECTIONS, compared
+from experiments.studies.corruption import corrupted
+from experiments.studies.measure import bits, memory_floats, memory_layer
+from experiments.studies.models import BLOCK, LENGTH, MODELS, model
+from experiments.studies.paper import runs
+
+
+def small(name):
+    """A model of the studies, narrow and with blocks of 8."""
+    config = model(name)
+    changed = {
+        field: dataclasses.replace(getattr(config, field), block_size=8)
+        for field in ("block_attention", "elastic", "memorizing")
+    }
+    return dataclasses.replace(config, dim=8, num_heads=2, mlp_dim=8, **changed)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 17))
+    return [{"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((2, 16), np.float32)}]
+
+
+def params_of(config):
+    return state_lib.init_params(config, jax.random.key(0))
+
+
+def test_memories_have_the_sizes_that_are_said():
+    floats = {name: memory_floats(config) for name, config in MODELS.items()}
+    assert floats["elastic-exp-1x"] == floats["memorizing-1x"] == floats["elastic-uniform-1x"] == 16 * 128
+    assert floats["elastic-exp-16x"] == 16 * floats["elastic-exp-1x"]
+    assert floats["block"] == 0
+    assert floats["titans-grm"] is None
+    assert memory_layer(model("block")) == memory_layer(model("elastic-exp-1x")) == 2
+    assert count_parameters(model("elastic-exp-16x")) == count_parameters(model("block"))
+
+
+def test_gates_differ_in_the_gate_alone():
+    for name in ("titans-grm", "linear-grm", "titans-ssc"):
+        seeing, blind = model(name).memory, model(f"{name}-age").memory
+        assert blind.caching.capacity == LENGTH // BLOCK - 1
+        assert dataclasses.replace(blind.caching, connector="input", capacity=None) == seeing.caching
+        assert dataclasses.replace(blind, caching=seeing.caching) == seeing
+
+
+@pytest.mark.parametrize("name", ["elastic-exp-1x", "memorizing-1x"])
+def test_noise_changes_the_last_block_alone(name, texts):
+    config = small(name)
+    params = params_of(config)
+    clean = bits(config, params, texts, 8)
+    everywhere = bits(corrupted(config, 1.0, 8, (0, 1, 2, 3)), params, texts, 8)
+    np.testing.assert_allclose(everywhere[0], clean[0], rtol=1e-5)
+    one = bits(corrupted(config, 1.0, 8, (2,)), params, texts, 8)
+    assert len({round(float(x[-1]), 5) for x in (clean, everywhere, one)}) == 3
+    np.testing.assert_allclose(bits(corrupted(config, 0.0, 8, (2,)), params, texts, 8), clean, rtol=1e-5)
+
+
+def test_the_sampling_is_changed_without_training(texts, monkeypatch):
+    monkeypatch.setattr(measure, "RATES", (0.5,))
+    config = small("elastic-uniform-1x")
+    found = measure.tested(config, params_of(config), texts, 8)
+    assert found["by_sampling"]["uniform"] == pytest.approx(np.mean(found["by_block"]), abs=1e-3)
+    assert found["by_sampling"]["exponential"] != found["by_sampling"]["uniform"]
+    with pytest.raises(ValueError, match="not two or more whole blocks of 12"):
+        measure.tested(config, params_of(config), texts, 12)
+
+
+def rows_of(losses):
+    """Rows whose last block has noise that costs as much as the model's number says."""
+    return [
+        {"model": name, "seed": seed, "bits_per_byte": loss + seed / 100, "by_block": [loss, loss],
+         "by_sampling": {"exponential": loss, "uniform": loss + 0.1 + seed / 1000},
+         "corrupted": {where: {rate: loss + noise for rate in ("0.25", "0.5", "0.75")} for where in ("memory", "all")}}
+        for name, (loss, noise) in losses.items()
+        for seed in range(3)
+    ]  # fmt: skip
+
+
+def test_signs_of_the_comparisons():
+    rows = rows_of({
+        "elastic-exp-1x": (2.0, 0.5), "elastic-uniform-1x": (2.1, 0.5), "elastic-exp-2x": (1.9, 0.5), "memorizing-1x": (2.4, 0.3),
+        "titans-grm": (2.0, 0), "titans-grm-age": (1.7, 0),
+    })  # fmt: skip
+    found = {line.told: line.comparison for line in compared(rows)}
+    assert found["elastic-exp-1x against elastic-uniform-1x"].effect == pytest.approx(0.1)
+    assert found["elastic-exp-2x against elastic-exp-1x"].effect == pytest.approx(0.1)
+    assert found["titans-grm against titans-grm-age"].effect == pytest.approx(-0.3)
+    assert found["elastic-uniform-1x, tested exponential against tested uniform"].effect == pytest.approx(0.101)
+    noise = "elastic-exp-1x against memorizing-1x, 50% noise in all layers: "
+    assert found[f"{noise}rise of the loss"].effect == pytest.approx(-0.2)
+    assert found[f"{noise}loss, as in the table"].effect == pytest.approx(0.2)
+    assert {line.direction for line in compared(rows)} <= set(DIRECTIONS)
+
+
+def test_rows_resume_seed_by_seed(tmp_path, monkeypatch, capsys):
+    order = []
+
+    def row_of(name, seed, recipe, text):
+        order.append((name, seed))
+        (row,) = (row for row in rows_of({name: (2.0, 0.1)}) if row["seed"] == seed)
+        sizes = {"parameters": 10, "memory_floats": 5, "seconds": 1.0, "recipe": dataclasses.asdict(recipe)}
+        return {**row, **sizes}
+
+    monkeypatch.setattr(run, "measure", row_of)
+    options = ["--only", "block", "elastic-exp-1x", "--out", str(tmp_path)]
+    run.main([*options, "--seeds", "1"])
+    run.main([*options, "--seeds", "2"])
+    assert order == [("block", 0), ("elastic-exp-1x", 0), ("block", 1), ("elastic-exp-1x", 1)]
+    rows = [json.loads(line) for line in (tmp_path / "embedded.jsonl").read_text().splitlines()]
+    assert [(row["model"], row["seed"]) for row in rows] == order
+    assert "Noise in keys and values" in capsys.readouterr().out
+    assert (tmp_path / "embedded.png").stat().st_size > 10_000
+
+
+def test_commands_of_the_paper_are_real(monkeypatch):
+    class Reached(BaseException):
+        pass
+
+    def train(config, **_):
+        trained.append(config)
+        raise Reached
+
+    trained = []
+    monkeypatch.setattr("atlasjax.cli.train.train", train)
+    monkeypatch.setattr("atlasjax.cli.train._with_vocabulary", lambda config: config)  # it opens the texts
+    monkeypatch.setattr("atlasjax.cli.train.run_config", lambda _: None)
+    for name, _, command in runs():
+        if name in ("elastic-uniform-16x", "block", "titans-ssc-age"):
+            with pytest.raises(Reached):
+                cli.main(command.split()[1:])
+    elastic, block, gate = (config.model for config in trained)
+    assert (elastic.elastic.order, elastic.elastic.block_size, elastic.block_attention.block_size) == (8640, 2048, 2048)
+    assert elastic.pattern.index("elastic") == 8
+    assert set(block.pattern) == {"block_attention"}
+    assert gate.memory.caching == CachingConfig("ssc", 256, connector="age", capacity=15)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--only", "elastic-exp-3x"], "Did you mean"),
+        (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--steps", "0"], "steps must be at least 1"),
+        (["--learning-rate", "-1"], "learning_rate must be above 0"),
+        (["--text", "missing.txt"], "missing.txt: no such file"),
+    ],
+)
+def test_bad_options_are_refused(options, words, capsys):
+    with pytest.raises(SystemExit):
+        run.main(options)
+    assert words in capsys.readouterr().err
