@@ -40,15 +40,13 @@ class Direction:
       paper: where it is.
       lines: its comparisons, from the rows that exist.
       experiments: keys of `EXPERIMENTS` that have, or would have, its rows.
-      command: the command if no experiment of the repository has such rows yet.
       note: what a reader must know.
     """
 
     name: str
     paper: str
     lines: Callable[[], list[Line]]
-    experiments: tuple[str, ...] = ()
-    command: str = ""
+    experiments: tuple[str, ...]
     note: Callable[[], str] = lambda: ""
 
 

@@ -63,7 +63,7 @@ def _section(number: int, direction: Direction) -> str:
         ]
         if power := _power(lines):
             text += [power, ""]
-    commands = [EXPERIMENTS[name][0] for name in direction.experiments] or [direction.command]
+    commands = [EXPERIMENTS[name][0] for name in direction.experiments]
     text += ["```sh", *commands, "```", ""]
     return "\n".join(text)
 

@@ -68,5 +68,5 @@ def test_larger_curves_are_better(monkeypatch):
 def test_there_are_sixteen_directions_and_each_has_a_command():
     assert len(DIRECTIONS) == 16
     for direction in DIRECTIONS:
-        assert direction.command or direction.experiments
+        assert direction.experiments
         assert set(direction.experiments) <= set(EXPERIMENTS)
