@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from atlasjax.nn import AXES, LanguageModel, MemoryConfig, ModelConfig, abstract_model, logical_axes
+from atlasjax.nn import AXES, LanguageModel, MemoryConfig, ModelConfig, SSMConfig, abstract_model, logical_axes
 from tests.marks import some_slow
 
 # One rule for each way through the engines: matrix, LayerNorm inside, momentum, window with features, Muon.
@@ -276,3 +277,17 @@ def test_bad_arguments_are_named():
         model.init_cache(1, 2.5)
     with pytest.raises(ValueError, match="Did you mean 'memory'"):
         LanguageModel(make_config("delta_rule", mixer="memry"), rngs=nnx.Rngs(0))
+
+
+def test_a_decoded_token_does_not_copy_the_states_of_all_layers():
+    """Of mixers that read their state twice in a step. XLA writes into the donated cache."""
+    model = ModelConfig(dim=32, num_layers=3, mixer="mamba2", ffn="none", ssm=SSMConfig(state_dim=48, head_dim=16))
+    made = LanguageModel(model, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(made)
+    cache, token = made.init_cache(2), jnp.zeros((2, 1), jnp.int32)
+    step = jax.jit(lambda params, cache: nnx.merge(graphdef, params).extend(token, cache), donate_argnums=1)
+    compiled = step.lower(params, cache).compile().as_text()
+    states = max(jax.tree.leaves(cache), key=lambda leaf: leaf.nbytes)
+    shape = ",".join(map(str, states.shape))
+    assert f"f32[{shape}]" in compiled
+    assert not re.search(rf"= f32\[{shape}\]\S* copy\(", compiled)
