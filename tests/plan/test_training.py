@@ -44,6 +44,17 @@ def test_unknown_topologies(topology, words):
 
 
 @needs_libtpu
+@pytest.mark.slow  # compiles a training step
+def test_a_sequence_divided_over_a_pod():
+    config = default_config("gated-deltanet-tiny")
+    config = dataclasses.replace(config, mesh=MeshConfig(1, sequence=4), accumulation=1)
+    plan = plan_training(config, "v5e:2x2")
+    assert plan.mesh == {"data": 1, "fsdp": 1, "sequence": 4, "tensor": 1}
+    assert plan.collectives["collective-permute"] > 0  # the halos of convolutions
+    assert plan.rematerialized == ()
+
+
+@needs_libtpu
 @pytest.mark.slow
 def test_the_340m_preset_fits_a_v5e_pod():
     """Half a million tokens a step, as in the papers; every device has 15.75 GiB."""
