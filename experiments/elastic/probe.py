@@ -72,8 +72,8 @@ class Run:
         elastic = dataclasses.replace(self.config.model.elastic, **changes)
         return state_lib.model_shapes(dataclasses.replace(self.config.model, elastic=elastic))[0]
 
-    def batches(self, count: int | None) -> Iterator[dict[str, np.ndarray]]:
-        """Held-out batches. None: all of them."""
+    def batches(self, count: int) -> Iterator[dict[str, np.ndarray]]:
+        """Held-out batches."""
         from atlasjax.data.pipeline import make_pipeline
 
         yield from itertools.islice(make_pipeline(self.config.data, self.tokenizer, "validation"), count)

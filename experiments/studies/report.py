@@ -40,7 +40,7 @@ def table(rows: list[Row], text: str) -> str:
         floats = "" if group[0]["memory_floats"] is None else f"{group[0]['memory_floats']:,}"
         cells = (name, f"{_mean(group):.3f}", spread, f"{first:.3f}", f"{last:.3f}", floats)
         lines.append(f"| {' | '.join(cells)} | {group[0]['parameters']:,} | {len(group)} |")
-    lines += ["", *_comparisons(rows), "", *_samplings(groups), "", *_corruption(groups)]
+    lines += ["", *_comparisons(rows), *_samplings(groups), "", *_corruption(groups)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -56,14 +56,19 @@ def _comparisons(rows: list[Row]) -> Iterable[str]:
         "Paired differences over seeds; positive is what the paper says. Runs needed: seeds with which a paired t test at 5% finds "
         "this effect, at this spread, with a power of 80%.\n"
     )
-    yield "| direction | comparison | effect | 95%, t | spread | seeds | runs needed | verdict |"
-    yield "| --- | --- |" + " ---: |" * 5 + " --- |"
-    for line in lines:
-        found = line.comparison
-        yield (
-            f"| {DIRECTIONS[line.direction]} | {line.told} | {found.effect:+.4f} | {_interval(found)} | "
-            f"{'' if found.spread is None else f'{found.spread:.4f}'} | {found.seeds} | {_needed(found)} | {found.verdict} |"
-        )
+    for direction, title in DIRECTIONS.items():
+        group = [line for line in lines if line.direction == direction]
+        if not group:
+            continue
+        yield f"**{title}**\n"
+        yield "| comparison | effect | 95%, t | spread | seeds | runs needed | verdict |"
+        yield "| --- |" + " ---: |" * 5 + " --- |"
+        for line in group:
+            found = line.comparison
+            spread = "" if found.spread is None else f"{found.spread:.4f}"
+            cells = (line.told, f"{found.effect:+.4f}", _interval(found), spread, str(found.seeds), _needed(found))
+            yield f"| {' | '.join(cells)} | {found.verdict} |"
+        yield ""
 
 
 def _interval(found: Comparison) -> str:
@@ -114,9 +119,7 @@ def plot(rows: list[Row], path: pathlib.Path, title: str) -> None:
     _plot_sizes(sizes, groups)
     _plot_comparisons(swaps, rows, ("sampling", "swap"), "sampling: positive favours exponential")
     _plot_noise(noise, groups)
-    _plot_comparisons(
-        gates, rows, ("gate", "caching"), "gates: positive favours the gate that sees the context, and caching"
-    )
+    _plot_comparisons(gates, rows, ("gate", "caching"), "gates: positive favours the context, and caching")
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
 

@@ -14,6 +14,7 @@ All models have a first seed before any has a second. On a machine with a GPU se
 
 import argparse
 import dataclasses
+import itertools
 import json
 import pathlib
 import sys
@@ -38,19 +39,25 @@ def tests_of(run_dir: pathlib.Path, batches: int | None) -> Row:
     Raises:
       ValueError: the run has other mixers, or packed documents.
     """
-    from experiments.elastic.probe import Run
+    from flax import nnx
 
-    run = Run(run_dir)
-    if memory_layer(run.config.model) is None:
-        raise ValueError(
-            f"{run_dir}: not all of its layers attend within blocks; its mixer is {run.config.model.mixer!r}."
-        )
-    held_out = list(run.batches(batches))
-    if any("segment_ids" in batch for batch in held_out):
+    from atlasjax.data.pipeline import make_pipeline
+    from atlasjax.train import state as state_lib
+    from atlasjax.train.load import load_run
+
+    run = load_run(run_dir)
+    config = run.config.model
+    place = memory_layer(config)
+    if place is None:
+        raise ValueError(f"{run_dir}: not all of its layers attend within blocks; its mixer is {config.mixer!r}.")
+    if run.config.data.packing != "contiguous":
         raise ValueError(
             f"{run_dir}: its sequences are packed documents; the last block must have a past (data.packing)."
         )
-    return tested(run.config.model, run.params, held_out, run.config.model.elastic.block_size)
+    held_out = itertools.islice(make_pipeline(run.config.data, run.tokenizer, "validation"), batches)
+    mixer = getattr(config, config.pattern[place])  # the config of a mixer has its name
+    params = state_lib.pure(nnx.split(run.model, nnx.Param)[1])
+    return tested(config, params, list(held_out), mixer.block_size)
 
 
 def main(argv: list[str] | None = None) -> None:
