@@ -39,7 +39,7 @@ _PAIRS = {
         )
     ],
     "sampling": [(f"elastic-exp-{n}x", f"elastic-uniform-{n}x") for n in (1, 4)],
-    "size": [(f"elastic-exp-{more}x", f"elastic-exp-{less}x") for less, more in ((1, 2), (2, 4), (4, 16), (1, 16))]
+    "size": [(f"elastic-exp-{more}x", f"elastic-exp-{less}x") for less, more in ((1, 2), (2, 4), (1, 4), (4, 16), (1, 16))]
     + [("elastic-uniform-4x", "elastic-uniform-1x")],
 }  # fmt: skip
 DIRECTIONS = {
