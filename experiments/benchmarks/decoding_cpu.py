@@ -65,6 +65,8 @@ def measure(name, batch, prompt):
     from atlasjax.presets import get_preset
 
     config = get_preset(f"{name}-tiny")
+    if config.max_positions is not None:  # a table of learned positions as long as the sequence
+        config = dataclasses.replace(config, max_positions=max(config.max_positions, prompt + TOKENS))
     twin = dataclasses.replace(config, mixer="attention")
     runs = [decoder(one, batch, prompt) for one in (config, twin)]
     best = [float("inf")] * 2
