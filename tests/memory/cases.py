@@ -45,7 +45,7 @@ RULES: dict[str, MemoryRule] = {
     "titans": rules.titans(8),
     "titans_online": rules.titans(1),
     "titans_unbounded": rules.titans(8).unbounded(),
-    "titans_at_its_norm": MemoryRule(chunk_size=8, window=2, bound=Bound(weight_norm=0.9)),
+    "titans_at_its_limits": MemoryRule(chunk_size=8, window=2, bound=Bound(slope=0.5, weight_norm=0.9)),
     "titans_matrix": rules.titans(16, MATRIX),
     "titans_no_momentum": rules.titans_no_momentum(8),
     "titans_deep": rules.titans(8, structures.MLP(depth=3, expansion=2, activation="silu")),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
 from atlasjax import memory, rules
 from atlasjax.memory import Bound, check, features, objectives, optimizers, retention, structures
@@ -103,8 +104,8 @@ def test_the_engine_is_the_reference_where_the_bound_acts(name, x64):
 @pytest.mark.parametrize(
     "name",
     some_slow(
-        ["titans", "omeganet_window_over_chunk", "titans_at_its_norm", "channel_delta_momentum"],
-        ["titans", "titans_at_its_norm", "channel_delta_momentum"],
+        ["titans", "omeganet_window_over_chunk", "titans_at_its_limits", "channel_delta_momentum"],
+        ["titans", "titans_at_its_limits", "channel_delta_momentum"],
     ),
 )
 def test_streaming_where_the_bound_acts(name, x64):
@@ -119,7 +120,7 @@ def test_streaming_where_the_bound_acts(name, x64):
 
 
 def test_packed_segments_where_the_bound_acts(x64):
-    rule = dataclasses.replace(RULES["titans_at_its_norm"], structure=MATRIX)
+    rule = dataclasses.replace(RULES["titans_at_its_limits"], structure=MATRIX)
     params, *rest = bold(rule, time=30)
     ids = jnp.asarray([[0] * 11 + [1] * 19, [4] * 30])
     packed, _ = memory.scan(rule, params, None, *rest, segment_ids=ids, max_segments=2)
@@ -152,6 +153,41 @@ def test_weights_are_scaled_back_at_the_start_of_a_chunk():
     assert_close(after, jax.tree.map(lambda x: jnp.minimum(x, 0.5), before), 1e-6)
     _, state = memory.scan(rule, params, state, *slice_time(rest, 8, 16))
     assert_close(state.chunk_start, state.memory, 0.0)  # the next chunk begins from here
+
+
+def test_steep_losses_count_less(x64):
+    """Each token's gradient is scaled so that the largest entry of ∂ℓ/∂out is the limit; derivatives include that of the scale."""
+    v, out = jnp.zeros((2, 3)), jnp.asarray([[0.5, -1.0, 2.0], [0.1, 8.0, -16.0]])
+    loss = lambda slope: lambda x: jnp.sum(bounds.LimitedSlope(objectives.L2(), slope).loss(x, v))
+    np.testing.assert_allclose(loss(4.0)(out), objectives.L2().loss(out, v).sum())
+    np.testing.assert_allclose(jax.grad(loss(4.0))(out), [[0.5, -1.0, 2.0], [0.025, 2.0, -4.0]], rtol=1e-15)
+    for slope in (0.7, 4.0):
+        check_grads(jax.grad(loss(slope)), (out,), order=1, modes=["rev"], rtol=1e-6)
+
+
+def test_a_token_whose_loss_is_steep_is_a_token_with_a_smaller_weight(x64):
+    """Without a bound on steps, a slope k times too large makes a step k times smaller."""
+    rule = MemoryRule(MATRIX, optimizer=optimizers.Momentum(), chunk_size=4, bound=Bound(step=None, slope=2.0))
+    params, q, k, v, gates = make_inputs(rule, dtype=jnp.float64, time=4)
+    v = v * 6.0
+    error = jnp.abs(jnp.einsum("hij,bthj->bthi", params.weights["W"], k) - v).max(axis=-1)
+    assert (error > 2.0).any()
+    smaller = gates._replace(step_size=gates.step_size * jnp.minimum(1.0, 2.0 / error))
+    found = memory.scan(rule, params, None, q, k, v, gates)
+    assert_close(found, memory.scan(rule.unbounded(), params, None, q, k, v, smaller), 1e-12)
+
+
+@pytest.mark.parametrize("name", some_slow(["omeganet", "moneta"], ["moneta"]))
+def test_huge_keys(name):
+    """Features of size 10⁸: the squares of gradients would leave float32, after about 5,000 and 3,000 tokens."""
+    rule = rules.REGISTRY[name]()
+    params, q, k, v, _ = make_inputs(rule, batch=1, heads=1, time=8192, key_dim=16, value_dim=16)
+    gates = memory.suggested_gates(rule, batch_size=1, time=8192, num_heads=1, key_dim=16, value_dim=16)
+    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    run = jax.jit(memory.scan, static_argnums=0)
+    y, state = run(rule, params, None, unit(q), 1e4 * unit(k), v / 4, gates)
+    assert jnp.isfinite(y).all()
+    assert all(jnp.linalg.norm(w, axis=(-2, -1)).max() < 1024 * w.shape[-2] ** 0.5 for w in state.memory.values())
 
 
 def test_a_norm_that_would_overflow_if_it_were_squared():
@@ -195,6 +231,7 @@ def test_suggested_gates_are_a_rules_gates(name):
     ("message", "call"),
     {
         "step must be a number > 0 or None, got 0": lambda: Bound(step=0),
+        "slope must be a number > 0 or None, got -1": lambda: Bound(slope=-1),
         "weight_norm must be a number > 0 or None, got 'x'": lambda: Bound(weight_norm="x"),
         "bound must be a Bound or None, got 1.0": lambda: MemoryRule(bound=1.0),
         "suggested_gates: time must be an integer ≥ 1, got 0": lambda: memory.suggested_gates(

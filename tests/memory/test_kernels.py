@@ -16,7 +16,7 @@ from tests.memory.cases import RULES, assert_close, make_inputs, objective
 SUPPORTED = {
     "linear_attention", "delta_rule", "delta_rule_chunk8", "retnet", "polysketch", "longhorn", "gated_delta_rule", "titans",
     "titans_matrix", "titans_no_momentum", "titans_deep", "dla", "swla", "omeganet", "omeganet_powers", "omeganet_sketch",
-    "momentum_full_retention", "gated", "moneta_row", "atlas", "atlas_plus_plus", "titans_unbounded", "titans_at_its_norm",
+    "momentum_full_retention", "gated", "moneta_row", "atlas", "atlas_plus_plus", "titans_unbounded", "titans_at_its_limits",
     "own_features", "deep_small",
 }  # fmt: skip
 
@@ -53,7 +53,7 @@ def test_outputs_state_and_gradients(name, interpreted):
     assert_close(found, expected, 2e-5)
 
 
-ACTIVE = Bound(step=0.8, weight_norm=0.6)
+ACTIVE = Bound(step=0.8, slope=0.5, weight_norm=0.6)
 
 
 def alike(rule, **options):
@@ -120,7 +120,9 @@ def test_bfloat16(interpreted):
 )
 def test_muon(implementation, structure, norm, time, interpreted):
     """At its norm and far from it. Rounding in Newton–Schulz grows by 3.4 a step (SEMANTICS 1.7)."""
-    rule = dataclasses.replace(RULES["atlas"], structure=structure, bound=Bound(weight_norm=norm), chunk_size=16)
+    rule = dataclasses.replace(
+        RULES["atlas"], structure=structure, bound=Bound(slope=0.5, weight_norm=norm), chunk_size=16
+    )
     params, *rest = make_inputs(rule, batch=1, time=time)
     scan = functools.partial(memory.scan, implementation=implementation)
     found, expected = (gradients(fn, rule)(params, *rest) for fn in (scan, memory.reference))
@@ -152,7 +154,7 @@ def test_on_gpus(name, structure, interpreted):
     """37 tokens: two chunks of 16, and five tokens that the XLA engine takes; norms are bounded, and act."""
     rule = RULES[name]
     if name == "omeganet":
-        bound = Bound(step=None, weight_norm=0.6)
+        bound = Bound(step=None, slope=0.5, weight_norm=0.6)
         rule = dataclasses.replace(rule, structure=structure, chunk_size=16, bound=bound)
     params, *rest = make_inputs(rule, batch=1, key_dim=8, value_dim=8)
     scan = functools.partial(memory.scan, implementation="pallas_gpu")

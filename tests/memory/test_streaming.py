@@ -16,7 +16,7 @@ TIME, PIECE = 26, 11
 
 # Rules whose every choice is in other rules (`test_every_choice_is_compared`); the cheap ones of them run by default too.
 SPLIT_IF_SLOW = (
-    "delta_rule_decay", "channel_delta_momentum", "titans", "titans_unbounded", "titans_at_its_norm", "titans_matrix",
+    "delta_rule_decay", "channel_delta_momentum", "titans", "titans_unbounded", "titans_at_its_limits", "titans_matrix",
     "titans_no_momentum", "titans_long_chunk", "dla", "omeganet", "omeganet_window_over_chunk", "omeganet_powers",
     "omeganet_sketch", "yaad_window", "yaad", "moneta", "moneta_row", "memora", "map_momentum_window",
     "momentum_full_retention", "gated", "atlas", "atlas_convergent", "atlas_plus_plus", "muon_matrix_channel", "own_loss",
@@ -52,7 +52,7 @@ def test_every_split(name, x64):
     )
 
 
-@pytest.mark.parametrize("name", ["titans_at_its_norm", "atlas_every"])
+@pytest.mark.parametrize("name", ["titans_at_its_limits", "atlas_every"])
 def test_a_step_of_rows_at_different_places(name, x64):
     """A step takes a shorter program for rows that neither begin nor end a chunk, nor write with Muon: for all, most or none."""
     rule = RULES[name]

@@ -26,11 +26,14 @@ r is the residual's part of the output. For α = 1 and ℓ2 or Huber's loss, eac
 So its norm grows at most as the square root of the number of tokens, for any keys. docs/semantics.md has the proof, and the effect
 of retention, windows, momentum and n.
 
-`Bound.weight_norm` holds for every loss and all gates: at the start of a chunk, weights and momenta of larger norm are scaled back.
-It is far above the weights of a memory in use. A deep memory under the dot-product loss, which has no minimum, has no other bound.
+`Bound.slope` and `Bound.weight_norm` hold for every loss and all gates. A token whose ∂ℓ/∂out has an entry above `slope` counts with
+a smaller weight, so that its largest entry is `slope`. At the start of a chunk, weights and momenta of larger norm than `weight_norm`
+are scaled back. Both are far above what a memory in use has. They keep the numbers in the range of float32 when keys are huge, and a
+deep memory under the dot-product loss, which has no minimum, has no other bound.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +56,8 @@ class Bound:
     Attributes:
       step: > 0, how far a token may step, to first order. 1 means onto its target, 2 equally far past it. None means that step
         sizes are the gates, as in the papers.
+      slope: > 0, the maximum of |∂ℓ/∂out| over the channels of a token, to which the loss of a token with a larger one is scaled
+        down. None means no limit.
       weight_norm: > 0, the maximum of ‖W‖_F / √rows, the root mean square of a weight's row norms, at the start of a chunk. None
         means no limit.
 
@@ -61,11 +66,37 @@ class Bound:
     """
 
     step: float | None = 1.0
+    slope: float | None = 1024.0
     weight_norm: float | None = 1024.0
 
     def __post_init__(self) -> None:
-        for name in ("step", "weight_norm"):
+        for name in ("step", "slope", "weight_norm"):
             check.number("Bound", name, getattr(self, name), above=0, optional=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _limited(slope: float, out: jax.Array) -> jax.Array:
+    """out [..., value_dim], with a derivative whose largest entry per token is at most `slope`."""
+    return out
+
+
+def _limited_backward(slope: float, _: None, d: jax.Array) -> tuple[jax.Array]:
+    largest = jnp.max(jnp.abs(d), axis=-1, keepdims=True)
+    return (slope / jnp.maximum(largest, slope) * d,)
+
+
+_limited.defvjp(lambda slope, out: (out, None), _limited_backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class LimitedSlope(Objective):
+    """`objective` with the gradient of each token scaled down so that no entry of ∂ℓ/∂out is larger than `slope`."""
+
+    objective: Objective
+    slope: float
+
+    def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
+        return self.objective.loss(_limited(self.slope, out), v, threshold)
 
 
 def toward_target(objective: Objective, out: jax.Array, v: jax.Array, threshold: jax.Array | None) -> jax.Array:

@@ -124,7 +124,7 @@ def gradient_factors(
             return products[name] + zeros[name]
 
         out = rule.structure.apply(linear, x, skip, params.norm)
-        return jnp.sum(rule.objective.loss(out, v, threshold)), (inputs, products, out)
+        return jnp.sum(rule.limited_objective.loss(out, v, threshold)), (inputs, products, out)
 
     # Under shard_map the zeros must vary over devices like the inputs, otherwise their derivatives would be summed over devices.
     zeros = {name: jnp.zeros((k.shape[0], w.shape[0]), k.dtype) for name, w in weights.items()}
@@ -203,8 +203,8 @@ def run_chunk(
     gradients, out, along = gradient_factors(rule, params, rule.weights(chunk_start), k, v, threshold, plan.dtype)
     factors, decrease, losses = gradients, None, None
     if rule.step_bound is not None:
-        decrease = bounds.toward_target(rule.objective, out, v, threshold)
-        empty = bounds.toward_target(rule.objective, jnp.zeros_like(out), v, threshold)
+        decrease = bounds.toward_target(rule.limited_objective, out, v, threshold)
+        empty = bounds.toward_target(rule.limited_objective, jnp.zeros_like(out), v, threshold)
         total = lambda x: jnp.maximum(jnp.sum(x, axis=-1), 0.0)
         losses = step_sizes.Losses(total(decrease), bounds.softened(total(decrease), total(empty)), along)
     if rule.optimizer.per_channel:

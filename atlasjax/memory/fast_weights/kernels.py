@@ -240,7 +240,7 @@ def _chunks(
     if rule.step_bound is not None:
         # Uses v without the residual subtracted: the output of zero is that of the whole memory, not of the branch.
         wide = v.astype(jnp.float32)
-        empty = bounds.toward_target(rule.objective, jnp.zeros_like(wide), wide, None)
+        empty = bounds.toward_target(rule.limited_objective, jnp.zeros_like(wide), wide, None)
         floor = bounds.softened(jnp.zeros((), jnp.float32), jnp.maximum(jnp.sum(empty, axis=-1), 0.0))
     muon: dict[str, Any] = {}
     if rule.uses_muon:
@@ -248,7 +248,7 @@ def _chunks(
         triples = coefficients(SCHEDULES[optimizer.schedule], optimizer.steps)
         muon = {"newton_schulz": triples, "every": optimizer.every}
     y, memory, momentum = chunk_memory(
-        structure, rule.objective, before.memory, before.momentum,
+        structure, rule.limited_objective, before.memory, before.momentum,
         query.astype(q.dtype), key.astype(q.dtype), value.astype(q.dtype),
         step_size=gates.step_size, retention=gates.retention, momentum_decay=gates.momentum_decay,
         window_weights=gates.window_weights, implementation=implementation,

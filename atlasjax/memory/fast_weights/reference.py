@@ -42,7 +42,7 @@ def _gradient(
         features = rule.features.apply(params.coefficients, k)
         skip = rule.features.degree_one(params.coefficients, k) if rule.structure.residual else None
         out = rule.structure.apply(lambda name, h: weights[name] @ h, features, skip, params.norm)
-        return rule.objective.loss(out, v, threshold)
+        return rule.limited_objective.loss(out, v, threshold)
 
     gradients = jax.vmap(jax.grad(loss), (None, 0, 0, 0))(weights, keys, values, thresholds)
     return jax.tree.map(lambda x: jnp.tensordot(gamma, x, 1), gradients)
@@ -57,8 +57,8 @@ def _bounded(
     eta = token["step_size"]
     theta = token["momentum_decay"] if rule.optimizer.has_momentum else None
     outputs = jax.vmap(lambda k: read_one(rule, params, origin, k))(keys)
-    decreases = bounds.toward_target(rule.objective, outputs, values, thresholds)  # [c, value_dim]
-    empty = bounds.toward_target(rule.objective, jnp.zeros_like(outputs), values, thresholds)
+    decreases = bounds.toward_target(rule.limited_objective, outputs, values, thresholds)  # [c, value_dim]
+    empty = bounds.toward_target(rule.limited_objective, jnp.zeros_like(outputs), values, thresholds)
     total = lambda x: jnp.sum(gamma * jnp.maximum(jnp.sum(x, axis=-1), 0.0))
     decrease, scale = total(decreases), bounds.softened(total(decreases), total(empty))
 

@@ -16,7 +16,7 @@ from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import check_choice
 from atlasjax.memory.check import check_range
 from atlasjax.memory.fast_weights import state as states_lib
-from atlasjax.memory.fast_weights.bounds import Bound, within_norm
+from atlasjax.memory.fast_weights.bounds import Bound, LimitedSlope, within_norm
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.rule import Rule, Sizes
@@ -113,6 +113,14 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
         """
         free = not self.optimizer.is_linear or not self.objective.has_target or self.objective.removes
         return None if self.bound is None or free else self.bound.step
+
+    @property
+    def limited_objective(self) -> objectives.Objective:
+        """The loss whose gradients are taken: `objective`, limited by `Bound.slope` where the weights are (`norm_bound`)."""
+        free = self.is_linear or self.has_constant_gradient or self.objective.removes
+        if self.bound is None or self.bound.slope is None or free:
+            return self.objective
+        return LimitedSlope(self.objective, self.bound.slope)
 
     @property
     def norm_bound(self) -> float | None:
