@@ -26,10 +26,10 @@ r is the residual's part of the output. For α = 1 and ℓ2 or Huber's loss, eac
 So its norm grows at most as the square root of the number of tokens, for any keys. docs/semantics.md has the proof, and the effect
 of retention, windows, momentum and n.
 
-`Bound.slope` and `Bound.weight_norm` hold for every loss and all gates. A token whose ∂ℓ/∂out has an entry above `slope` counts with
-a smaller weight, so that its largest entry is `slope`. At the start of a chunk, weights and momenta of larger norm than `weight_norm`
-are scaled back. Both are far above what a memory in use has. They keep the numbers in the range of float32 when keys are huge, and a
-deep memory under the dot-product loss, which has no minimum, has no other bound.
+`Bound.slope` and `Bound.weight_norm` hold for every loss and all gates. A token whose ∂ℓ/∂out has an entry above `slope` counts
+with a smaller weight, so that its largest entry is `slope`. At the start of a chunk, weights and momenta whose norm exceeds
+`weight_norm` are scaled back. Both limits are far above what occurs in use. They keep numbers within the range of float32 when keys
+are huge. A deep memory under the dot-product loss, which has no minimum, has no other bound.
 """
 
 import dataclasses

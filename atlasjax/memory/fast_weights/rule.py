@@ -116,7 +116,8 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
 
     @property
     def limited_objective(self) -> objectives.Objective:
-        """The loss whose gradients are taken: `objective`, limited by `Bound.slope` where the weights are (`norm_bound`)."""
+        """The loss whose gradients are taken: `objective` limited by `Bound.slope`, except in rules in which the chunk size has no
+        effect."""
         free = self.is_linear or self.has_constant_gradient or self.objective.removes
         if self.bound is None or self.bound.slope is None or free:
             return self.objective
