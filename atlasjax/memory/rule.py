@@ -174,6 +174,40 @@ class Rule(abc.ABC, Generic[Params, State]):
         return self
 
     @property
+    def without_cache(self) -> "Rule[Any, Any]":
+        """The rule that is written: that of a `CachedRule`, otherwise this one."""
+        return self
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the rule has bounds that act on its steps or weights, without which it is `unbounded()`."""
+        return False
+
+    def unbounded(self) -> Self:
+        """The same rule without bounds."""
+        return self
+
+    def weight_norm(self, state: State) -> Float[Array, "batch heads"] | None:
+        """The size of a memory, for monitoring: the largest ‖W‖_F / √rows over its weights, float32, without gradient. None, the
+        default, if the memory has no weights of which the size says whether it diverges."""
+        return None
+
+    @property
+    def reads_are_linear(self) -> bool:
+        """Whether a read is linear in `cached_weights`, so that a read of a sum of weights is the sum of the reads."""
+        return True
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether a read adds the query itself, so that values must be as wide as keys."""
+        return False
+
+    @property
+    def has_fixed_steps(self) -> bool:
+        """Whether the size of a write does not depend on the size of the gradient (Muon)."""
+        return False
+
+    @property
     def forgets_fast(self) -> bool:
         """Whether `suggested_gates` starts with short time scales of retention, because a write does not depend on earlier ones."""
         return False

@@ -5,8 +5,6 @@ Every gate is a function of one float32 logit (or several channels) per token an
 give the values of `memory.suggested`. The initial kernel is small, so the gates vary only slightly between tokens.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,8 +47,8 @@ class GateProjection(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.channels = tuple(rule.gate_channels(key_dim, value_dim).items())
-        one: Any = rule.rule if isinstance(rule, memory.CachedRule) else rule
-        muon = one.optimizer.orthogonalizes  # the size of its steps does not depend on the gradient
+        one = rule.without_cache
+        muon = one.has_fixed_steps
         initial = initial_gates(one, num_heads, key_dim, value_dim, max_step, similar_keys=similar_keys)
         self.max_step = initial.max_step
         # 1 / (1 − θ) of each head at initialization, if the step size scales with 1 − θ.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from atlasjax import check, rules
-from atlasjax.memory import BACKENDS, CachedRule, MemoryRule, SoftmaxRule, structures
+from atlasjax.memory import BACKENDS, Rule, structures
 from atlasjax.memory import features as features_lib
 from atlasjax.names import call_with, lookup, name_of, options_text, resolve
 from atlasjax.nn.caching import CachingConfig
@@ -48,8 +48,8 @@ class MemoryConfig:
     """A rule of `atlasjax.rules` by name, with overrides. None keeps the rule's own value.
 
     Attributes:
-      rule: a name in `rules.REGISTRY`. For a rule of your own: "package.module:function", where the function returns a `MemoryRule`
-        or a `SoftmaxRule`; or the function itself, which is stored under that name.
+      rule: a name in `rules.REGISTRY`. For a rule of your own: "package.module:function", where the function returns a
+        `memory.Rule`; or the function itself, which is stored under that name.
       rule_options: further keyword arguments of that function, a JSON object as text. A dictionary is converted to text.
       chunk_size: b ≥ 1, tokens whose gradients are taken at the same memory. Part of the model.
       window: c ≥ 1, the number of most recent tokens whose losses each step minimizes (the Omega rule).
@@ -114,8 +114,8 @@ class MemoryConfig:
                 f'MemoryConfig: implementation="{self.implementation}" has no kernel for {self.build()!r}. Use "xla" or None.'
             )
 
-    def build(self) -> rules.Rule | CachedRule:
-        """The named rule with all overrides that are not None: a `MemoryRule` or `SoftmaxRule`, or with caching a `CachedRule`.
+    def build(self) -> Rule:
+        """The named rule with all overrides that are not None: a `memory.Rule`, with caching a `CachedRule`.
 
         Raises:
           ValueError: as for the class. For a rejected override the message lists the overrides that the rule accepts.
@@ -135,9 +135,9 @@ class MemoryConfig:
             self._override_part("structure", STRUCTURES, _STRUCTURE_FIELDS, parameters, arguments)
         self._override_part("features", FEATURES, _FEATURE_FIELDS, parameters, arguments)
         rule = call_with("memory rule", self.rule, factory, options=self.rule_options, **arguments)
-        if not isinstance(rule, MemoryRule | SoftmaxRule):
-            raise ValueError(f"memory rule {self.rule!r} returned {rule!r}, should be a MemoryRule or a SoftmaxRule.")
-        if not self.bounded and isinstance(rule, MemoryRule):
+        if not isinstance(rule, Rule):
+            raise ValueError(f"memory rule {self.rule!r} returned {rule!r}, should be a memory.Rule.")
+        if not self.bounded:
             rule = rule.unbounded()
         return rule if self.caching is None else self.caching.around(rule)
 

@@ -1,7 +1,5 @@
 """A memory as a layer: projections, short convolutions and gates around `atlasjax.memory`."""
 
-import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +8,6 @@ from flax import nnx
 
 from atlasjax import memory
 from atlasjax.memory.backends import needs_partition
-from atlasjax.memory.blocks import divisible
 from atlasjax.nn.attention import output_projection
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.gates import GateProjection
@@ -34,41 +31,14 @@ class MemoryMixerState(NamedTuple):
 
 def memory_params(rule: memory.Rule, key: jax.Array, num_heads: int, key_dim: int, value_dim: int, start: Any) -> Any:
     """`memory.init_params` with every array as a Param and the weights multiplied by `start` [heads]."""
+
+    def one(path: jax.tree_util.KeyPath, x: jax.Array) -> nnx.Param:
+        if getattr(path[0], "name", None) == "weights" and x.ndim == 3:
+            return param(x * jnp.asarray(start, x.dtype)[:, None, None], "heads", "memory_out", "memory_in")
+        return param(x, "heads", *(None,) * (x.ndim - 1))
+
     initial = memory.init_params(rule, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
-    scaled = {name: w * jnp.asarray(start, w.dtype)[:, None, None] for name, w in initial.weights.items()}
-    # Any: the fields are declared as arrays but hold Params.
-    weights: Any = {name: param(w, "heads", "memory_out", "memory_in") for name, w in scaled.items()}
-    if isinstance(initial, memory.SoftmaxParams):
-        return dataclasses.replace(initial, weights=weights)
-    coefficients: Any = None if initial.coefficients is None else param(initial.coefficients, "heads", None)
-    norm: Any = None if initial.norm is None else {name: param(x, "heads", None) for name, x in initial.norm.items()}
-    return memory.MemoryParams(weights, coefficients, norm)
-
-
-def memory_norm(rule: Any, state: Any) -> jax.Array | None:
-    """The size of a memory, for monitoring: the largest ‖W‖_F / √rows over its weights, which `memory.Bound.weight_norm` limits.
-
-    For a cached rule, it is the size of the memory that is being written.
-
-    Args:
-      rule: the memory rule.
-      state: as returned by `memory.scan`.
-
-    Returns:
-      float32 [batch, heads], without gradient. None for a softmax memory, whose reads are averages of its cache.
-    """
-    if isinstance(rule, memory.CachedRule):
-        return memory_norm(rule.rule, state.online)
-    if isinstance(rule, memory.SoftmaxRule):
-        return None
-    weights = jax.lax.stop_gradient(rule.weights(state.memory)).values()
-
-    def one(w: jax.Array) -> jax.Array:
-        largest = jnp.max(jnp.abs(w), axis=(-2, -1))  # factored out, because its square could overflow
-        unit = w / jnp.where(divisible(largest), largest, 1.0)[..., None, None]
-        return largest * jnp.sqrt(jnp.sum(unit * unit, axis=(-2, -1)) / w.shape[-2])
-
-    return functools.reduce(jnp.maximum, map(one, weights)).astype(jnp.float32)
+    return jax.tree_util.tree_map_with_path(one, initial)
 
 
 class MemoryHeads(nnx.Module):
@@ -98,10 +68,10 @@ class MemoryHeads(nnx.Module):
         rule = config.memory.build().for_unit_keys(head_dim)
         self.rule: memory.Rule = rule
         self.implementation = config.memory.implementation
-        if rule.structure.residual and expansion > 1:
+        if rule.has_residual and expansion > 1:
             raise ValueError(
-                f"ModelConfig: value_expansion={expansion} needs a memory without a residual; rule {config.memory.rule!r} has "
-                f"{rule.structure!r}, which adds its input to its output."
+                f"ModelConfig: value_expansion={expansion} needs a memory without a residual; that of rule "
+                f"{config.memory.rule!r} adds its input to its output."
             )
         # q, k, v and output gate in one matmul; v and the gate are `expansion` times as wide as q and k.
         scales = [1.0, 1.0] + [config.value_dim**-0.5] * expansion + [1.0] * (expansion if output_gate else 0)
@@ -134,7 +104,7 @@ class MemoryHeads(nnx.Module):
 
         Returns:
           y and the output gate, both [batch, time, heads, value_dim] (the gate is an empty array if there is none), and the
-          `memory_norm` after the last token.
+          size of the memory (`Rule.weight_norm`) after the last token.
         """
         q, k, v, gate, _ = self._project(x, self.conv.init_state(x.shape[0], x.dtype), segment_ids)
         sizes = (x.shape[0], self.heads, x.shape[1])
@@ -145,7 +115,7 @@ class MemoryHeads(nnx.Module):
             self.rule, values(self.memory), None, q, k, v, self.gates(x), segment_ids=segment_ids,
             max_segments=max_segments, implementation=self.implementation, partition=partition,
         )  # fmt: skip
-        return y, gate, memory_norm(self.rule, after)
+        return y, gate, self.rule.weight_norm(after)
 
     def scan_from(self, x: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, jax.Array, MemoryMixerState]:
         """y, the output gate and the next state for the next piece of a sequence (time ≥ 1). One token uses `memory.step`."""
@@ -207,7 +177,7 @@ class MemoryMixer(MemoryHeads):
     def observe(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Like `__call__`, and also returns the `memory_norm` [batch, heads] after the last token."""
+        """Like `__call__`, and also returns `Rule.weight_norm` [batch, heads] after the last token."""
         y, gate, norm = self.scan(x, segment_ids, max_segments)
         return self._output(y, gate), norm
 

@@ -63,7 +63,7 @@ class ObservedMixer(Mixer, Protocol):
         segment_ids: Int[Array, "batch time"] | None = None,
         max_segments: int | None = None,
     ) -> tuple[Float[Array, "batch time dim"], Float[Array, "batch heads"] | None]:
-        """Like `__call__`, and also returns the size of the memory after the last token (`memory_mixer.memory_norm`): float32
+        """Like `__call__`, and also returns the size of the memory after the last token (`memory.Rule.weight_norm`): float32
         [batch, heads], without gradient, or None if this memory has no such size."""
 
 

@@ -95,8 +95,8 @@ class LanguageModel(nnx.Module):
         """Like `hidden`, and also returns the size of the memories at the end of the sequences.
 
         Returns:
-          The input of the head, as `hidden` gives it; and layer → float32 [heads], the largest `memory_norm` in the batch, for the
-          layers that have one, without gradient.
+          The input of the head, as `hidden` gives it; and layer → float32 [heads], the largest `Rule.weight_norm` in the batch, for
+          the layers that have one, without gradient.
         """
         hidden, norms = self._run(tokens, segment_ids, max_segments, dropout_keys)
         # The batch may be split over devices, so one maximum covers all repetitions of a layer.

@@ -14,7 +14,7 @@ from atlasjax.nn.layers import GELU, ChannelMixing, LayerNorm, RMSNorm, SwiGLU, 
 from atlasjax.nn.mixers import FirstValuesMixer, check_caching, make_mixer, observe, with_first
 from atlasjax.nn.parameters import param
 
-Norms = tuple[jax.Array | None, ...]  # each layer's `memory_norm`
+Norms = tuple[jax.Array | None, ...]  # each layer's `Rule.weight_norm`
 
 _NORMS: dict[str, Callable[..., RMSNorm | LayerNorm]] = {
     "rms": RMSNorm,

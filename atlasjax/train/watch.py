@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import numpy as np
 from flax import nnx
 
-from atlasjax import memory
 from atlasjax.nn import GateProjection, ModelConfig, abstract_model
 from atlasjax.nn.mixers import is_observed
 
@@ -128,9 +127,8 @@ def what_helps(model: ModelConfig, option: str = "--model") -> str:
     """The options that keep the memories of such a model small, as a user gives them. They begin with `option`."""
     config = model.memory
     built = dataclasses.replace(config, bounded=True).build()
-    rule = built.rule if isinstance(built, memory.CachedRule) else built
-    bounds = isinstance(rule, memory.MemoryRule) and not (rule.step_bound is None and rule.norm_bound is None)
-    if not config.bounded and bounds:
+    rule = built.without_cache
+    if not config.bounded and rule.is_bounded:
         return f"{option}.memory.bounded, which keeps memories from diverging"
     if "step_size" not in rule.gate_channels(model.resolved_head_dim, model.value_dim):
         return "a lower --optimizer.learning-rate"

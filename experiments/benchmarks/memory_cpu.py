@@ -3,6 +3,7 @@
     python experiments/benchmarks/memory_cpu.py speed      # forward + backward; titans-pytorch if it is installed
     python experiments/benchmarks/memory_cpu.py bytes      # temporary bytes against length, and against per-token weights
     python experiments/benchmarks/memory_cpu.py stream     # a million tokens in pieces: time per piece, resident memory
+    python experiments/benchmarks/memory_cpu.py forms      # the engine against the kernels' chunk functions compiled by XLA
     python experiments/benchmarks/memory_cpu.py import     # what `import atlasjax` costs over `import jax`
 
 float32, 4 heads of 64, a two-layer memory of expansion 4, with momentum, chunk 64, batch 1. Only ratios within one run are
@@ -10,6 +11,7 @@ meaningful; times depend on the machine. Each command prints a table and appends
 """
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -184,6 +186,68 @@ def stream(args):
     }
 
 
+def by_xla(chunk, carry, xs, interpret, dtype):
+    """`pallas_kernels.chunk_scan` with the chunk function of the TPU kernel compiled by XLA for all rows at once."""
+    import jax
+    import jax.numpy as jnp
+
+    @jax.checkpoint
+    def step(carry, xs):
+        return jax.vmap(chunk)(carry, tuple(x.astype(jnp.float32) for x in xs))
+
+    carry, ys = jax.lax.scan(step, carry, tuple(jnp.moveaxis(x, 1, 0) for x in xs))
+    return carry, tuple(jnp.moveaxis(y, 0, 1).astype(dtype) for y in ys)
+
+
+def forms(args):
+    """Time of a chunk's arithmetic in the two forms that the library has, forward and backward, compiled by XLA for this CPU."""
+    from unittest import mock
+
+    import jax
+    import jax.numpy as jnp
+
+    from atlasjax import memory, rules
+    from atlasjax.memory.fast_weights.kernels import pallas_scan
+
+    q, k, v, (alpha, eta, theta) = jax.tree.map(jnp.asarray, inputs(args.length))
+    cases = {
+        "titans_unbounded": rules.titans(CHUNK).unbounded(),
+        "titans": rules.titans(CHUNK),
+        "titans_no_momentum": rules.titans_no_momentum(CHUNK),
+        "gated_delta_rule": rules.gated_delta_rule(),
+    }
+    result = {"length": args.length}
+    for name, rule in cases.items():
+        params = memory.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=DIM, value_dim=DIM)
+        gates = memory.Gates(
+            retention=alpha, step_size=eta, momentum_decay=theta if rule.optimizer.has_momentum else None
+        )
+        scans = {
+            "engine": lambda *a, rule=rule: memory.scan(rule, a[0], None, *a[1:], implementation="xla"),
+            "kernels_form": lambda *a, rule=rule: pallas_scan("pallas_tpu", rule, a[0], None, *a[1:]),
+        }
+        compiled = {}
+        for form, scan in scans.items():
+            run = jax.jit(jax.value_and_grad(lambda *a, scan=scan: (scan(*a)[0] ** 2).sum(), argnums=(0, 1, 2, 3, 4)))
+            with (
+                mock.patch("pallas_kernels.chunk_memory.api.chunk_scan", by_xla),
+                mock.patch("pallas_kernels.delta_rule.api.chunk_scan", by_xla),
+            ):
+                compiled[form] = run.lower(params, q, k, v, gates).compile()
+        first, second = (jax.tree.leaves(f(params, q, k, v, gates)) for f in compiled.values())
+        for x, y in zip(first, second):
+            assert jnp.abs(x - y).max() <= 1e-3 * jnp.abs(x).max()
+        times = dict.fromkeys(compiled, float("inf"))
+        arguments = (params, q, k, v, gates)
+        for _ in range(args.repeats):  # in turn
+            for form, f in compiled.items():
+                run = functools.partial(f, *arguments)
+                times[form] = min(times[form], best(lambda run=run: jax.block_until_ready(run()), 1))
+        result |= {f"{name}_{form}_s": seconds for form, seconds in times.items()}
+        result[f"{name}_ratio"] = times["kernels_form"] / times["engine"]
+    return result
+
+
 def resident_bytes():
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -201,7 +265,7 @@ def import_(args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = {"speed": speed, "bytes": bytes_, "stream": stream, "import": import_}
+    commands = {"speed": speed, "bytes": bytes_, "stream": stream, "forms": forms, "import": import_}
     parser.add_argument("what", choices=commands)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=5)

@@ -23,6 +23,7 @@ MEMORIES = {
     "atlas": MemoryConfig(
         "atlas", chunk_size=4, window=3, features="elementwise", expansion=2, newton_schulz_every=2, max_step=0.2
     ),
+    "of another kind": MemoryConfig("tests.memory.own_family:MovingSum"),
 }
 VOCAB, BATCH, TIME = 17, 2, 14
 
@@ -53,7 +54,7 @@ def tokens(seed=0, batch=BATCH, time=TIME):
 
 
 # tests/test_models.py streams and trains the others.
-@pytest.mark.parametrize("rule", some_slow(MEMORIES, set(MEMORIES) - {"delta_rule"}))
+@pytest.mark.parametrize("rule", some_slow(MEMORIES, set(MEMORIES) - {"delta_rule", "of another kind"}))
 def test_streamed_is_parallel(rule):
     graphdef, params, parallel = make(make_config(rule))
     expected = parallel(params, tokens())
@@ -92,7 +93,7 @@ def test_causal_and_rows_independent(rule):
     assert np.abs(first[1, -1] - before[1, -1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("rule", some_slow(["titans", "atlas"], ["titans"]))
+@pytest.mark.parametrize("rule", some_slow(["titans", "atlas", "of another kind"], ["titans"]))
 def test_packed_row_is_its_documents(rule):
     graphdef, params, parallel = make(make_config(rule))
     ids = jnp.array(
@@ -115,7 +116,7 @@ def loss_of(graphdef):
     return jax.jit(jax.value_and_grad(loss))
 
 
-@pytest.mark.parametrize("rule", some_slow(MEMORIES, set(MEMORIES) - {"delta_rule"}))
+@pytest.mark.parametrize("rule", some_slow(MEMORIES, set(MEMORIES) - {"delta_rule", "of another kind"}))
 def test_every_parameter_learns(rule):
     graphdef, params, _ = make(make_config(rule))
     _, gradients = loss_of(graphdef)(params, tokens())

@@ -22,6 +22,7 @@ from jax.sharding import SingleDeviceSharding
 from atlasjax import memory as memory_lib
 from atlasjax import rules
 from atlasjax.memory import features, objectives, structures
+from atlasjax.memory.fast_weights.bounds import LimitedSlope
 from pallas_kernels.chunk_memory import chunk_memory
 from pallas_kernels.delta_rule import delta_rule
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients, newton_schulz
@@ -38,7 +39,7 @@ def gates(count, *channels):
 
 
 def memory(structure, dim, window, dtype, bound="steps", **options):
-    """A chunk memory with all gates, and its arguments; bound: of "steps" and norms, of "norms" alone, or None."""
+    """A chunk memory with all gates, and its arguments; bound: of "steps", norms and slopes, of "norms" and slopes, or None."""
     shapes = structure.weight_shapes(dim, dim).items()
     weights = {name: jax.ShapeDtypeStruct((BATCH, HEADS, *shape), "float32") for name, shape in shapes}
 
@@ -48,7 +49,8 @@ def memory(structure, dim, window, dtype, bound="steps", **options):
             given["norm_bound"] = 1024.0
         if bound == "steps":
             given |= {"step_bound": 1.0, "floor": floor}
-        return chunk_memory(structure, objectives.L2(), weights, momenta, q, k, v, **given, **options)[0]
+        objective = objectives.L2() if bound is None else LimitedSlope(objectives.L2(), 1024.0)
+        return chunk_memory(structure, objective, weights, momenta, q, k, v, **given, **options)[0]
 
     return call, [weights, weights, *tokens(dim, dtype), *gates(4), *gates(1, window)]
 

@@ -16,6 +16,7 @@ import jax  # isort: skip
 import jax.numpy as jnp  # isort: skip
 
 from atlasjax.memory import objectives, structures
+from atlasjax.memory.fast_weights.bounds import LimitedSlope
 from pallas_kernels.chunk_memory import chunk_memory
 from pallas_kernels.delta_rule import delta_rule
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients, newton_schulz
@@ -39,7 +40,7 @@ def kernels():
     # OmegaNet's, and the smallest with all gates.
     omega = functools.partial(chunk_memories, structures.MLP(), 64, 4, "bfloat16", "retention")
     yield "chunk_memory mlp 64", *omega()
-    yield "chunk_memory mlp 64 of bounded norms", *omega(norm_bound=1024.0)
+    yield "chunk_memory mlp 64 of bounded norms and slopes", *omega(norm_bound=1024.0)
     muon = {"newton_schulz": coefficients(SCHEDULES["standard"], 5), "every": 8}
     both = ("retention", "momentum_decay")
     yield "chunk_memory muon 64", *chunk_memories(structures.MLP(), 64, 4, "bfloat16", *both, **muon)
@@ -63,7 +64,9 @@ def chunk_memories(structure, dim, window, dtype, *gates, **options):
 
     def call(weights, momenta, q, k, v, gates):
         given = {"chunk_size": 64, "implementation": "pallas_gpu", **gates, **options}
-        return chunk_memory(structure, objectives.L2(), weights, momenta, q, k, v, **given)[0]
+        limited = LimitedSlope(objectives.L2(), 1024.0)
+        objective = limited if "norm_bound" in options else objectives.L2()
+        return chunk_memory(structure, objective, weights, momenta, q, k, v, **given)[0]
 
     return call, [weights, momenta, *tokens, values]
 

@@ -18,6 +18,7 @@ from atlasjax.train import step as step_lib
 from atlasjax.train.config import changes_on_resume
 from atlasjax.train.optimizer import make_optimizer
 from atlasjax.train.watch import MemoryWatch, what_helps
+from tests.memory.own_family import MovingSum
 from tests.train.test_step import QUICK, make_batch, params_of
 from tests.train.tiny import MODEL, config
 
@@ -95,6 +96,23 @@ def test_a_model_without_memories_has_no_norms(tmp_path):
     assert norms == {}
     assert MemoryWatch(model, 32.0).report(1, norms) is None
     assert MemoryWatch(model, 32.0).summary() == ""
+
+
+class Measured(MovingSum):
+    """A rule of another kind than the library's that says how large its memory is."""
+
+    def weight_norm(self, state):
+        return jnp.abs(state.sums).max(axis=-1)
+
+
+@pytest.mark.parametrize(("rule", "count"), [(MovingSum, 0), (Measured, 1)])
+def test_a_rule_of_another_kind_says_how_large_its_memory_is(rule, count):
+    model = dataclasses.replace(MODEL, memory=MemoryConfig(f"{rule.__module__}:{rule.__name__}"), num_layers=1)
+    graphdef, params = state_lib.model_shapes(model)
+    observe = lambda params, tokens: state_lib.merge(graphdef, params).observe(tokens)
+    _, norms = jax.eval_shape(observe, params, jax.ShapeDtypeStruct((2, 16), "int32"))
+    assert [x.shape for x in norms.values()] == [(model.num_heads,)] * count
+    assert what_helps(model) == "a lower --optimizer.learning-rate"
 
 
 def expected_norms(model, params, tokens):

@@ -120,7 +120,7 @@ class CachedRule(Rule[Params, CachedState]):
     @property
     def mixes_weights(self) -> bool:
         """Whether reads need mixed layers. A soup of matrices does not: it is a sum of reads, like "grm"."""
-        return self.aggregation == "soup" and not self.structure.is_matrix
+        return self.aggregation == "soup" and not self.rule.reads_are_linear
 
     @property
     def has_scores(self) -> bool:
@@ -134,9 +134,8 @@ class CachedRule(Rule[Params, CachedState]):
         return key_dim if self.capacity is None or self.connector == "input" else 1 + self.capacity
 
     @property
-    def structure(self) -> Any:
-        """The structure of the inner rule, if it has one."""
-        return getattr(self.rule, "structure", None)
+    def has_residual(self) -> bool:
+        return self.rule.has_residual
 
     @property
     def chunk_size(self) -> int:
@@ -173,6 +172,25 @@ class CachedRule(Rule[Params, CachedState]):
 
     def init_state(self, params: Params, *, batch_size: int, max_length: int | None = None) -> CachedState:
         return states_lib.init_state(self, params, batch_size=batch_size, max_length=max_length)
+
+    @property
+    def without_cache(self) -> Rule[Params, Any]:
+        return self.rule
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.rule.is_bounded
+
+    def unbounded(self) -> Self:
+        return dataclasses.replace(self, rule=self.rule.unbounded())
+
+    def weight_norm(self, state: CachedState) -> Float[Array, "batch heads"] | None:
+        """That of the memory which is being written."""
+        return self.rule.weight_norm(state.online)
+
+    @property
+    def has_fixed_steps(self) -> bool:
+        return self.rule.has_fixed_steps
 
     @property
     def forgets_fast(self) -> bool:

@@ -165,6 +165,17 @@ def solve(moved: jax.Array, scale: jax.Array, products: jax.Array) -> jax.Array:
     return jnp.where(there, root * solved, 1.0)
 
 
+def largest_norm(weights: dict[str, jax.Array]) -> jax.Array:
+    """The largest ‖W‖_F / √out over weights [..., out, in], float32 [...]."""
+
+    def one(w: jax.Array) -> jax.Array:
+        largest = jnp.max(jnp.abs(w), axis=(-2, -1))  # factored out, because its square could overflow
+        unit = w / jnp.where(divisible(largest), largest, 1.0)[..., None, None]
+        return largest * jnp.sqrt(jnp.sum(unit * unit, axis=(-2, -1)) / w.shape[-2])
+
+    return functools.reduce(jnp.maximum, map(one, weights.values())).astype(jnp.float32)
+
+
 def within_norm(weight_norm: float, memory: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Scales each weight with ‖W‖_F > weight_norm √out back to that norm; name → [..., out, in]."""
 

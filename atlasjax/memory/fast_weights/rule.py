@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import check_choice
 from atlasjax.memory.check import check_range
 from atlasjax.memory.fast_weights import state as states_lib
-from atlasjax.memory.fast_weights.bounds import Bound, LimitedSlope, within_norm
+from atlasjax.memory.fast_weights.bounds import Bound, LimitedSlope, largest_norm, within_norm
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.rule import Rule, Sizes
@@ -132,9 +132,30 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
         free = self.is_linear or self.has_constant_gradient or self.retention.is_bounded
         return None if self.bound is None or free else self.bound.weight_norm
 
-    def unbounded(self) -> "MemoryRule":
+    @property
+    def is_bounded(self) -> bool:
+        """Whether `bound` acts: on step sizes, slopes or weights."""
+        return not (self.step_bound is None and self.norm_bound is None and self.limited_objective is self.objective)
+
+    def unbounded(self) -> Self:
         """The same rule without `bound`: the recurrence of the papers."""
         return dataclasses.replace(self, bound=None)
+
+    def weight_norm(self, state: MemoryState) -> Float[Array, "batch heads"]:
+        """The largest ‖W‖_F / √rows over the weights, which `Bound.weight_norm` limits."""
+        return largest_norm(jax.lax.stop_gradient(self.weights(state.memory)))
+
+    @property
+    def reads_are_linear(self) -> bool:
+        return self.structure.is_matrix
+
+    @property
+    def has_residual(self) -> bool:
+        return self.structure.residual
+
+    @property
+    def has_fixed_steps(self) -> bool:
+        return self.uses_muon
 
     @property
     def is_linear(self) -> bool:

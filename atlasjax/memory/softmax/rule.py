@@ -215,6 +215,10 @@ class SoftmaxRule(Rule[SoftmaxParams, SoftmaxState]):
 
         return suggested_steps(self, forgetting, momentum_decay, window_weights)
 
+    @property
+    def has_residual(self) -> bool:
+        return self.structure.residual
+
     def start_scale(self, step_size: np.ndarray) -> np.ndarray:
         from atlasjax.memory.softmax.suggested import start_scale
 

@@ -16,7 +16,7 @@ from atlasjax.nn.attention import AttentionHeads, require_shared_heads
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.hybrids.mag import GatedHeads
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, l2_normalize
-from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState, memory_norm
+from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState
 from atlasjax.nn.parameters import values
 
 
@@ -106,7 +106,7 @@ class MACMixer(nnx.Module):
     def observe(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Like `__call__`, and also returns the `memory_norm` [batch, heads] after the segment of the last token."""
+        """Like `__call__`, and also returns `Rule.weight_norm` [batch, heads] after the segment of the last token."""
         batch, time, size = *x.shape[:2], self.segment_size
         queries, _ = self._queries(x, self.conv.init_state(batch, x.dtype), segment_ids)
         if segment_ids is None:
@@ -133,7 +133,7 @@ class MACMixer(nnx.Module):
                 state = grid.choose(reset, fresh, state)
             q, rotated, tokens, retrieved = self._look(x, queries, state.memory, position)
             y, state = self._write(self._attend(q, rotated, tokens, retrieved, earlier), state)
-            return state, (y, memory_norm(self.memory.rule, state.memory))
+            return state, (y, self.memory.rule.weight_norm(state.memory))
 
         xs = (grid.lay_chunks(x, count, size, place), grid.lay_chunks(queries, count, size, place), resets)
         _, (y, norms) = jax.lax.scan(jax.checkpoint(segment, prevent_cse=False), fresh, xs)

@@ -79,7 +79,7 @@ class MAGMixer(nnx.Module):
     def observe(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Like `__call__`, and also returns the `memory_norm` [batch, heads] after the last token."""
+        """Like `__call__`, and also returns `Rule.weight_norm` [batch, heads] after the last token."""
         m, _, norm = self.memory.scan(x, segment_ids, max_segments)
         return self.join(self.attention(x, segment_ids), m), norm
 

@@ -44,7 +44,7 @@ class MALMixer(nnx.Module):
     def observe(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Like `__call__`, and also returns the `memory_norm` [batch, heads] after the last token."""
+        """Like `__call__`, and also returns `Rule.weight_norm` [batch, heads] after the last token."""
         y, norm = self.memory.observe(x, segment_ids, max_segments)
         return self._output(self.attention(self.norm(y), segment_ids)), norm
 
