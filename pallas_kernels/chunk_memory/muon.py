@@ -126,7 +126,8 @@ class MuonChunk:
         if window > 1:
             k, v, real, left_over = after_window(carry[-3:], k, v, real)
             gamma = self.memory.columns(window_matrix(gates[:, index + 1 : index + 1 + window], window_rows(window)))
-        at_start = lambda name, h: dot(h, start[name], 1, 1)
+        # Exact also for bfloat16 tokens: Newton–Schulz enlarges small singular values, and with them the rounding of products.
+        at_start = lambda name, h: product(h, start[name], 1, 1)
         widths = {name: w.shape[0] for name, w in start.items()}
         factors = gradient_factors(structure, self.memory.objective, at_start, widths, k, v).factors
 

@@ -200,7 +200,9 @@ def run_chunk(
         assert slot.retention is not None
         decay = slot.retention[0]
         chunk_start = {name: rule.retention.decay(w, decay) for name, w in chunk_start.items()}
-    gradients, out, along = gradient_factors(rule, params, rule.weights(chunk_start), k, v, threshold, plan.dtype)
+    # Newton–Schulz enlarges small singular values, and with them the rounding of products.
+    exact = jnp.promote_types(plan.dtype, jnp.float32) if rule.uses_muon else plan.dtype
+    gradients, out, along = gradient_factors(rule, params, rule.weights(chunk_start), k, v, threshold, exact)
     factors, decrease, losses = gradients, None, None
     if rule.step_bound is not None:
         decrease = bounds.toward_target(rule.limited_objective, out, v, threshold)
