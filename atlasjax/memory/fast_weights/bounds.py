@@ -111,9 +111,14 @@ def softened(decrease: jax.Array, empty: jax.Array) -> jax.Array:
     return decrease + _SOFTENING * empty
 
 
+def least_forgetting(momentum_decay: jax.Array) -> jax.Array:
+    """1 − θ, at least 2⁻¹⁰."""
+    return jnp.maximum(1.0 - momentum_decay, _LEAST)
+
+
 def pending(momentum_decay: jax.Array) -> jax.Array:
     """θ/(1 − θ): the number of times that momentum will still add S_{t−1} to the memory."""
-    return momentum_decay / jnp.maximum(1.0 - momentum_decay, _LEAST)
+    return momentum_decay / least_forgetting(momentum_decay)
 
 
 def capped(
@@ -123,7 +128,7 @@ def capped(
     there = divisible(square)
     most = step * decrease / jnp.where(there, square, 1.0)
     if momentum_decay is not None:
-        most = most * jnp.maximum(1.0 - momentum_decay, _LEAST)
+        most = most * least_forgetting(momentum_decay)
     return jnp.where(there, jnp.minimum(step_size, most), step_size)
 
 

@@ -12,9 +12,10 @@ import numpy as np
 
 from atlasjax.memory import meshes
 from atlasjax.memory.blocks import Factors, dot
+from atlasjax.memory.fast_weights.bounds import toward_target
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.softmax import sums
-from atlasjax.memory.softmax.coefficients import Coefficients, Transition
+from atlasjax.memory.softmax.coefficients import Coefficients, Transition, bounded
 from atlasjax.memory.softmax.rule import SoftmaxRule
 from atlasjax.memory.softmax.sums import Partial
 from atlasjax.memory.softmax.tape import Cache
@@ -108,10 +109,10 @@ def _by_chunk(rule: SoftmaxRule, sizes: Sizes, part: Partial) -> tuple[Partial |
 
 def gradients(
     rule: SoftmaxRule, weights: Weights, h: jax.Array, k: jax.Array, v: jax.Array, dtype: jnp.dtype
-) -> tuple[jax.Array, dict[str, Factors]]:
-    """From h(k) [n, width]: ∂ℓ/∂h of each token, [n, width], and ∇ℓ of every other weight as outer products."""
+) -> tuple[jax.Array, dict[str, Factors], jax.Array]:
+    """From h(k) [n, width]: ∂ℓ/∂h of each token, [n, width]; ∇ℓ of every other weight as outer products; M(k)."""
 
-    def total_loss(change: jax.Array, zeros: Weights) -> tuple[jax.Array, Weights]:
+    def total_loss(change: jax.Array, zeros: Weights) -> tuple[jax.Array, tuple[Weights, jax.Array]]:
         inputs: Weights = {}
 
         def linear(name: str, x: jax.Array) -> jax.Array:
@@ -120,12 +121,25 @@ def gradients(
             inputs[name] = x
             return dot(x, weights[name].T, dtype) + zeros[name]
 
-        return jnp.sum(rule.objective.loss(rule.structure.apply(linear, k, k, None), v)), inputs
+        out = rule.structure.apply(linear, k, k, None)
+        return jnp.sum(rule.objective.loss(out, v)), (inputs, out)
 
     zeros = {name: jnp.zeros((k.shape[0], w.shape[0]), h.dtype) for name, w in weights.items()}
     at = meshes.vary_like((jnp.zeros_like(h), zeros), h, weights, k, v)
-    (left_h, left), inputs = jax.grad(total_loss, argnums=(0, 1), has_aux=True)(*at)
-    return left_h, {name: Factors(left[name], inputs[name]) for name in weights}
+    (left_h, left), (inputs, out) = jax.grad(total_loss, argnums=(0, 1), has_aux=True)(*at)
+    return left_h, {name: Factors(left[name], inputs[name]) for name in weights}, out
+
+
+def with_bound(
+    rule: SoftmaxRule, coefficients: Coefficients, left: jax.Array, factors: dict[str, Factors], out: jax.Array, v: jax.Array
+) -> Coefficients:  # fmt: skip
+    """`coefficients.bounded` from the results of `gradients`."""
+    if coefficients.writes is None:
+        return coefficients
+    square = lambda x: jnp.sum(x * x, axis=-1)
+    others = [square(f.left) * square(f.inputs) for f in factors.values()]
+    decrease = jnp.maximum(jnp.sum(toward_target(rule.objective, out, v, None), axis=-1), 0.0)
+    return bounded(coefficients, decrease, square(left) + rule.chunk_size * sum(others, jnp.zeros_like(decrease)))
 
 
 def moved(x: jax.Array, s: jax.Array | None, by: Transition) -> jax.Array:
@@ -221,7 +235,8 @@ def run_block(
                 sees,
             )
             h = sums.divide(value + dot(kappa, a_old, dtype), mass)
-        left, factors = gradients(rule, weights, h, k_chunk, v_chunk, dtype)
+        left, factors, out = gradients(rule, weights, h, k_chunk, v_chunk, dtype)
+        coef = with_bound(rule, coef, left, factors, out, v_chunk)
 
         # Reads: the entries before the chunk, then those of the chunk and its window, including what this chunk's steps add.
         A, s = coef.decay, coef.momentum
@@ -254,6 +269,7 @@ def run_block(
         momentum = None
         if carry.momentum is not None:
             assert coef.end_momentum is not None
+            assert coef.end.momentum_decay is not None
             momentum = coef.end.momentum_decay * carry.momentum
             momentum = put(momentum, cut(momentum) + coef.end_momentum[:, None] * left, n * b)
         rho = put(coef.end.decay * carry.decay, coef.end_entries, first)

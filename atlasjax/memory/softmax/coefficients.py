@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import meshes
-from atlasjax.memory.blocks import decay_products, window_matrix
+from atlasjax.memory.blocks import decay_products, divisible, window_matrix
+from atlasjax.memory.fast_weights.bounds import least_forgetting
 from atlasjax.memory.softmax.rule import SoftmaxRule
 
 
@@ -23,6 +24,22 @@ class Transition(NamedTuple):
     decay: jax.Array
     momentum: jax.Array | None
     momentum_decay: jax.Array | None
+
+
+class Writes(NamedTuple):
+    """What the coefficients of a chunk's gradients are made of, for a rule whose steps are bounded.
+
+    Attributes:
+      steps: η_t γ_{t,j}, [b, E].
+      limit: step · (1 − θ_t), [b].
+      momentum: T_θ, [b, b], None without momentum.
+      commit: 1 if the chunk is committed, otherwise 0.
+    """
+
+    steps: jax.Array
+    limit: jax.Array
+    momentum: jax.Array | None
+    commit: jax.Array
 
 
 class Coefficients(NamedTuple):
@@ -36,6 +53,8 @@ class Coefficients(NamedTuple):
       end: the transition over the whole chunk, scalars; the identity if the chunk is not committed.
       end_gradients: [E], weight of each gradient in the memory at the chunk's end; end_momentum: [E], its weight in the momentum.
       end_entries: [b], ρ of the chunk's entries at its end. The last three are zero if the chunk is not committed.
+      writes: for a rule with bounded steps, otherwise None. Then `gradients`, `end_gradients` and `end_momentum` are those of the
+        steps without their bound, until `bounded`.
     """
 
     decay: jax.Array
@@ -46,6 +65,7 @@ class Coefficients(NamedTuple):
     end_gradients: jax.Array
     end_momentum: jax.Array | None
     end_entries: jax.Array
+    writes: Writes | None
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -73,9 +93,12 @@ def coefficients(
     """
     b = step_size.shape[0]
     D = jnp.where(counts, -step_size[:, None] * window_matrix(window_weights), 0.0)
-    beta = s = None
+    beta = s = pairwise = None
+    limit = jnp.ones_like(step_size)
+    steps = -D
     if rule.optimizer.has_momentum:
         beta, pairwise = decay_products(momentum_decay)
+        limit = least_forgetting(momentum_decay)
         D = _product(pairwise, D)
     if rule.retention.gate is None:
         A, between = jnp.ones_like(step_size), jnp.tril(jnp.ones((b, b), step_size.dtype))
@@ -89,7 +112,32 @@ def coefficients(
     end, end_momentum = Transition(last(A, 1.0), None, None), None
     if beta is not None:
         end, end_momentum = Transition(last(A, 1.0), last(s, 0.0), last(beta, 1.0)), last(D, 0.0)
-    return Coefficients(A, s, C, between, end, last(C, 0.0), end_momentum, last(between, 0.0))
+    writes = None
+    if rule.step_bound is not None and rule.is_bounded:
+        writes = Writes(steps, rule.step_bound * limit, pairwise, commit.astype(steps.dtype))
+    return Coefficients(A, s, C, between, end, last(C, 0.0), end_momentum, last(between, 0.0), writes)
+
+
+def bounded(coefficients: Coefficients, decrease: jax.Array, square: jax.Array) -> Coefficients:
+    """The coefficients with the bounded steps of `SoftmaxRule.step_bound`. Unchanged if they have no bound.
+
+    decrease, square: a_j and n_j of the chunk's tokens and of the window before it, [E].
+    """
+    writes = coefficients.writes
+    if writes is None:
+        return coefficients
+    falls = _product(writes.steps, decrease)
+    most = jnp.sum(writes.steps, axis=1) * _product(writes.steps, square)
+    there = divisible(most)
+    share = jnp.where(there, jnp.minimum(1.0, writes.limit * falls / jnp.where(there, most, 1.0)), 1.0)
+    D, end_momentum = -share[:, None] * writes.steps, None
+    if writes.momentum is not None:
+        D = _product(writes.momentum, D)
+        end_momentum = writes.commit * D[-1]
+    C = _product(coefficients.entries, D)
+    return coefficients._replace(
+        gradients=C, end_gradients=writes.commit * C[-1], end_momentum=end_momentum, writes=None
+    )
 
 
 def compose(second: Transition, first: Transition) -> Transition:

@@ -32,16 +32,16 @@ def read_state(rule: SoftmaxRule, params: SoftmaxParams, state: SoftmaxState, q:
             s = None if weights_momentum is None else jnp.zeros((), wide)
             chunk = OpenChunk(
                 empty(tail.keys), empty(tail.values), jnp.zeros((0, width), wide), nothing > 0, jnp.ones((), wide), s,
-                nothing, nothing,
+                nothing, None, jnp.zeros((), jnp.int32),
             )  # fmt: skip
             return read_open(rule, weights, weights_momentum, part, chunk, q, q_dtype)[0]
-        chunk, _ = open_chunk(rule, tail, tail.preactivations, jnp.maximum(position, 1), count, position > 0)
+        chunk = open_chunk(rule, tail, tail.preactivations, jnp.maximum(position, 1), count, position > 0)
         none = position == 0
         chunk = chunk._replace(
             sees=chunk.sees & ~none,
             A=jnp.where(none, 1.0, chunk.A),
             s=None if chunk.s is None else jnp.where(none, 0.0, chunk.s),
-            C=jnp.where(none, 0.0, chunk.C),
+            coefficients=jax.tree.map(lambda x: jnp.where(none, 0.0, x), chunk.coefficients),
         )
         return read_open(rule, weights, weights_momentum, part, chunk, q, q_dtype)[0]
 

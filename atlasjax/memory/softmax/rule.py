@@ -51,6 +51,8 @@ class SoftmaxRule(Rule[SoftmaxParams, SoftmaxState]):
       scale: factor > 0 of the scores k·x. None means 1/√key_dim, as in attention. For keys of unit length that is nearly the same
         weight for every token, e^{±1/√key_dim}; see `for_unit_keys`.
       chunk_size: b ≥ 1, as in `MemoryRule`. No effect for a matrix memory with the dot-product loss.
+      step_bound: > 0, how far the tokens of a chunk may step together, to first order; 1 means onto their targets. It acts for a
+        loss with a target (DOT), with Z. None means that step sizes are the gates, as in the paper. docs/semantics.md, 2.5.
 
     Raises:
       ValueError: an unsupported choice, which the message names, or a window larger than the cache.
@@ -76,6 +78,7 @@ class SoftmaxRule(Rule[SoftmaxParams, SoftmaxState]):
     normalized: bool = True
     chunk_size: int = 64
     scale: float | None = None
+    step_bound: float | None = 1.0
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
@@ -86,6 +89,7 @@ class SoftmaxRule(Rule[SoftmaxParams, SoftmaxState]):
                 check.integer("SoftmaxRule", name, value)
         check.boolean("SoftmaxRule", "normalized", self.normalized)
         check.number("SoftmaxRule", "scale", self.scale, above=0, optional=True)
+        check.number("SoftmaxRule", "step_bound", self.step_bound, above=0, optional=True)
         for message in _clashes(self):
             raise ValueError(f"SoftmaxRule: {message}")
 
@@ -97,6 +101,15 @@ class SoftmaxRule(Rule[SoftmaxParams, SoftmaxState]):
     def has_constant_gradient(self) -> bool:
         """Whether ∇ℓ does not depend on the memory, so that the chunk size has no effect (SEMANTICS 1.4)."""
         return self.structure.is_matrix and self.objective.gradient_is_value
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether `step_bound` acts. Without a target a loss has no step that is too large; without Z reads have no limit."""
+        return self.step_bound is not None and self.objective.has_target and self.normalized
+
+    def unbounded(self) -> Self:
+        """The same rule without `step_bound`: the recurrence of the paper."""
+        return dataclasses.replace(self, step_bound=None)
 
     def score_scale(self, key_dim: int) -> float:
         """The factor of k·x in κ."""

@@ -14,7 +14,7 @@ from atlasjax.memory.blocks import dot
 from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.grid import choose
 from atlasjax.memory.softmax import sums
-from atlasjax.memory.softmax.block import gradients, moved, read_out, write_weights
+from atlasjax.memory.softmax.block import gradients, moved, read_out, with_bound, write_weights
 from atlasjax.memory.softmax.coefficients import Coefficients, coefficients
 from atlasjax.memory.softmax.rule import SoftmaxRule
 from atlasjax.memory.softmax.scan import cache_reads, stored_places
@@ -23,7 +23,10 @@ from atlasjax.memory.softmax.tape import Cache
 
 
 class OpenChunk(NamedTuple):
-    """The unfinished chunk including its window, n tokens of one head. A, s, C: the coefficients of its last token."""
+    """The unfinished chunk including its window, n tokens of one head. A, s: the coefficients of its last token.
+
+    coefficients: those of the chunk, None if it has no token; last: the row of its last token.
+    """
 
     k: jax.Array
     v: jax.Array
@@ -31,8 +34,9 @@ class OpenChunk(NamedTuple):
     sees: jax.Array  # [n], whether the read sees the token
     A: jax.Array
     s: jax.Array | None
-    C: jax.Array  # [n]
     entries: jax.Array  # [n], ρ of the tokens at the time of the read
+    coefficients: Coefficients | None
+    last: jax.Array
 
 
 def seen(rule: SoftmaxRule, entries: int, held: jax.Array, last: jax.Array) -> jax.Array:
@@ -43,21 +47,26 @@ def seen(rule: SoftmaxRule, entries: int, held: jax.Array, last: jax.Array) -> j
 def read_open(
     rule: SoftmaxRule, weights: Weights, momentum: Weights | None, part: sums.Partial, chunk: OpenChunk, q: jax.Array,
     dtype: jnp.dtype,
-) -> tuple[jax.Array, jax.Array, dict]:  # fmt: skip
-    """y of the queries [r, key_dim] from their sums over the cache and the unfinished chunk, and the chunk's gradients."""
-    left, factors = gradients(rule, weights, chunk.h, chunk.k, chunk.v, dtype)
+) -> tuple[jax.Array, jax.Array, dict, Coefficients | None]:  # fmt: skip
+    """y of the queries [r, key_dim] from their sums over the cache and the unfinished chunk, and the chunk's gradients and
+    coefficients."""
+    left, factors, out = gradients(rule, weights, chunk.h, chunk.k, chunk.v, dtype)
+    coef, own = chunk.coefficients, jnp.zeros((chunk.k.shape[0],), chunk.h.dtype)
+    if coef is not None:
+        coef = with_bound(rule, coef, left, factors, out, chunk.v)
+        own = jax.lax.dynamic_index_in_dim(coef.gradients, chunk.last, keepdims=False)
     raw = sums.scores(rule, q, chunk.k, dtype)
     kappa, value, mass = sums.join(rule, part, chunk.A, chunk.s, raw, chunk.entries[None], chunk.sees[None])
-    h = sums.divide(value + dot(kappa * chunk.C, left, dtype), mass)
+    h = sums.divide(value + dot(kappa * own, left, dtype), mass)
     rows = lambda x: None if x is None else jnp.broadcast_to(x, q.shape[:1])
-    C = jnp.broadcast_to(chunk.C, (q.shape[0], chunk.C.shape[0]))
+    C = jnp.broadcast_to(own, (q.shape[0], own.shape[0]))
     y = read_out(rule, h, q, weights, momentum, factors, rows(chunk.A), rows(chunk.s), C, dtype)  # type: ignore[arg-type]
-    return y, left, factors
+    return y, left, factors, coef
 
 
 def open_chunk(
     rule: SoftmaxRule, tail: Tail, h: jax.Array, position: jax.Array, count: jax.Array, commit: jax.Array
-) -> tuple[OpenChunk, Coefficients]:
+) -> OpenChunk:
     """The tail of one head as a chunk that is read after `position` ≥ 1 tokens."""
     c, b = rule.window, tail.step_size.shape[0]
     place = jnp.arange(c - 1 + b)
@@ -72,7 +81,7 @@ def open_chunk(
     at = lambda x: jax.lax.dynamic_index_in_dim(x, position - 1, keepdims=False)
     s = None if coef.momentum is None else at(coef.momentum)
     entries = jnp.concatenate([jnp.zeros((c - 1,), coef.entries.dtype), at(coef.entries)])
-    return OpenChunk(tail.keys, tail.values, h, sees, at(coef.decay), s, at(coef.gradients), entries), coef
+    return OpenChunk(tail.keys, tail.values, h, sees, at(coef.decay), s, entries, coef, position - 1)
 
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
@@ -119,8 +128,9 @@ def xla_step(
             window_weights=put(tail.window_weights, window_weights, position),
         )
         commit = position + 1 == b
-        chunk, coef = open_chunk(rule, tail, h, position + 1, count, commit)
-        y, left, factors = read_open(rule, weights, weights_momentum, row(0), chunk, q[None], state_dtype)
+        chunk = open_chunk(rule, tail, h, position + 1, count, commit)
+        y, left, factors, coef = read_open(rule, weights, weights_momentum, row(0), chunk, q[None], state_dtype)
+        assert coef is not None
         return y[0], tail, left, coef, write_weights(weights, weights_momentum, factors, coef, state_dtype)
 
     state_dtype = q.dtype
