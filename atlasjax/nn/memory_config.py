@@ -66,8 +66,8 @@ class MemoryConfig:
       newton_schulz_every: write the memory once every this many tokens (Muon rules). Must divide the chunk size.
       newton_schulz_schedule: a name in `pallas_kernels.newton_schulz.SCHEDULES`.
       max_step: upper limit of the step-size gate, > 0. None: the value derived in `atlasjax.memory.suggested`.
-      bounded: whether to keep the memory from diverging (`memory.Bound`). False: the recurrence of the papers. No effect on softmax
-        memories, whose reads are averages.
+      bounded: whether to keep the memory from diverging (`memory.Bound`). False: the recurrence of the papers. No effect on
+        rules that need no bound.
       caching: how memories of earlier segments are cached and read. None: no Memory Caching.
       implementation: backend of `memory.scan` for whole sequences, as in training: "xla", "pallas_tpu", "pallas_gpu", or None for
         the one recorded as fastest. Streams always use "xla".
