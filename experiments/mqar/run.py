@@ -128,7 +128,7 @@ def plan(names: list[str], widths: list[int], rates: list[float], seeds: int, re
     for name in names:
         for width in widths:
             config = model(name, width, recipe.vocab_size)
-            flops = 3 * _forward_flops(config, recipe.length) / recipe.length * tokens
+            flops = 3 * forward_flops(config, recipe.length) / recipe.length * tokens
             total += flops * seeds * len(rates)
             state = state_bytes(config, length=recipe.length) // 4
             lines.append(f"{name:24} {width:5} {count_parameters(config):11,} {state:12,} {flops / 1e15:13.2f}")
@@ -140,7 +140,7 @@ def plan(names: list[str], widths: list[int], rates: list[float], seeds: int, re
     return "\n".join(lines)
 
 
-def _forward_flops(config: Any, length: int) -> int:
+def forward_flops(config: Any, length: int) -> int:
     """Of one sequence."""
     import jax
     import jax.numpy as jnp

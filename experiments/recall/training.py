@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from atlasjax.data.associative_recall import IGNORE, RecallConfig, recall_accuracy, recall_sequences
-from atlasjax.nn import ModelConfig, logical_axes
+from atlasjax.nn import LanguageModel, ModelConfig, logical_axes
 from atlasjax.train import state as state_lib
 from atlasjax.train.optimizer import decay_mask
 
@@ -55,6 +55,33 @@ class Recipe:
         return {self.num_pairs: recall_sequences(self.task(), self.test_sequences, seed, split="test")}
 
 
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What is trained.
+
+    Attributes:
+      init: key → parameters.
+      logits: (parameters, tokens [batch, time]) → [batch, time, vocab_size].
+      mask: which parameters decay, a tree of bools.
+      bind: parameters → the language model with them.
+    """
+
+    init: Callable[[jax.Array], Any]
+    logits: Callable[[Any, jax.Array], jax.Array]
+    mask: Any
+    bind: Callable[[Any], LanguageModel]
+
+
+def language_model(config: ModelConfig) -> Network:
+    """The model of a config."""
+    graphdef, _ = state_lib.model_shapes(config)
+    bind = lambda params: state_lib.merge(graphdef, params)
+    mask = decay_mask(state_lib.pure(logical_axes(config)))
+    return Network(
+        lambda key: state_lib.init_params(config, key), lambda params, tokens: bind(params)(tokens), mask, bind
+    )
+
+
 class Trainable(Protocol):
     """What `train` needs of a recipe; `Recipe` has it."""
 
@@ -68,39 +95,46 @@ class Trainable(Protocol):
 
 
 def train(
-    config: ModelConfig, recipe: Trainable, runs: Sequence[tuple[int, float]], say: Callable[[int, float], None]
+    model: ModelConfig | Network,
+    recipe: Trainable,
+    runs: Sequence[tuple[int, float]],
+    say: Callable[[int, float], None],
+    *,
+    decay: float = 0.1,
+    score: Callable[[jax.Array, jax.Array], jax.Array] = recall_accuracy,
 ) -> list[dict[str, Any]]:
-    """Trains `config` once for each of `runs`, all in parallel, and measures each.
+    """Trains `model` once for each of `runs`, all in parallel, and measures each.
 
-    AdamW with weight decay 0.1 on matrices, a learning rate that falls from its peak to zero as half a cosine, no warm-up and no
+    AdamW with weight decay on matrices, a learning rate that falls from its peak to zero as half a cosine, no warm-up and no
     clipping. The loss is the cross entropy at the queries. A seed determines the initial parameters and the sequences, so runs of
     the same seed differ only in the rate.
 
     Args:
-      config: the model.
+      model: its config, or a network.
       recipe: all other settings.
       runs: (seed, learning rate) of each run.
       say: called with the step and the lowest loss of the runs, every `PIECE` steps.
+      decay: the weight decay.
+      score: (logits, labels) of all test sequences → accuracy.
 
     Returns:
       For each run: accuracy on test sequences from a separate stream of its seed, the mean over the numbers of pairs if there are
       several, then also by_pairs; loss of its last steps in nats per query, None if it is not finite; seconds_of_all, the time of
       all runs together.
     """
-    graphdef, _ = state_lib.model_shapes(config)
-    mask = decay_mask(state_lib.pure(logical_axes(config)))
+    network = model if isinstance(model, Network) else language_model(model)
     started = time.perf_counter()
 
     def optimizer(rate: jax.Array) -> optax.GradientTransformation:
         schedule = lambda step: rate * 0.5 * (1 + jnp.cos(jnp.pi * step / recipe.steps))
-        return optax.adamw(schedule, weight_decay=0.1, mask=mask)
+        return optax.adamw(schedule, weight_decay=decay, mask=network.mask)
 
     def start(seed: jax.Array, rate: jax.Array) -> tuple[Any, Any]:
-        params = state_lib.init_params(config, jax.random.key(seed))
+        params = network.init(jax.random.key(seed))
         return params, optimizer(rate).init(params)
 
     def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-        logits = state_lib.merge(graphdef, params)(tokens)
+        logits = network.logits(params, tokens)
         asked = labels != IGNORE
         entropy = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(asked, labels, 0))
         return jnp.mean(entropy, where=asked)
@@ -115,22 +149,20 @@ def train(
         return jax.lax.scan(step, carry, (tokens, labels))
 
     def accuracy(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-        logits = lambda rows: state_lib.merge(graphdef, params)(rows[None])[0]
-        return recall_accuracy(jax.lax.map(logits, tokens, batch_size=50), labels)
+        logits = lambda rows: network.logits(params, rows[None])[0]
+        return score(jax.lax.map(logits, tokens, batch_size=50), labels)
 
     seeds, rates = zip(*runs, strict=True)
     shape = (recipe.steps, recipe.batch_size, recipe.length)
-    sequences = {seed: recipe.training(seed) for seed in set(seeds)}
-    tokens, labels = (
-        np.stack([sequences[seed][part].reshape(shape) for seed in seeds]) for part in (0, 1)
-    )  # [runs, steps, batch, length]
+    sequences = {seed: [part.reshape(shape) for part in recipe.training(seed)] for seed in set(seeds)}
     peaks = jnp.asarray(rates)
     carry = jax.jit(jax.vmap(start))(jnp.asarray(seeds), peaks)
     compiled = jax.jit(jax.vmap(advance), donate_argnums=0)
     losses = []
     for begin in range(0, recipe.steps, PIECE):
         steps = slice(begin, begin + PIECE)
-        carry, found = compiled(carry, peaks, tokens[:, steps], labels[:, steps])
+        tokens, labels = (np.stack([sequences[seed][part][steps] for seed in seeds]) for part in (0, 1))
+        carry, found = compiled(carry, peaks, tokens, labels)  # [runs, steps, batch, length]
         losses.append(np.asarray(found))
         say(min(begin + PIECE, recipe.steps), float(np.min(found.mean(1))))
     # One run after another, because the logits of all runs at once are large.

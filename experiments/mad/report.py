@@ -1,0 +1,2 @@
+def table(rows):
+    return str(len(rows))
