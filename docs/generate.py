@@ -691,6 +691,13 @@ def status_systems() -> str:
     return table(("system", "code", "tests, on a CPU"), lines)
 
 
+def mad() -> str:
+    """The accuracies of the MAD experiment and the orders that papers report."""
+    from experiments.mad.report import table as tables
+
+    return tables(rows("experiments/mad/results/small.jsonl"))
+
+
 def evidence_summary() -> str:
     """The directions that the papers claim, with their verdicts."""
     from experiments.evidence import page
@@ -714,7 +721,7 @@ TABLES: dict[str, Callable[[], str]] = {
         weights_tensors,
         reliability_faults, reliability_packing, packing_models,
         input_speed, input_memory,
-        evidence_summary, evidence_details,
+        mad, evidence_summary, evidence_details,
         status_devices, status_rules, status_proofs, status_kernels, status_plans, status_experiments, status_systems,
     )
 }  # fmt: skip
@@ -728,7 +735,8 @@ def filled(text: str) -> str:
 
 def pages() -> list[pathlib.Path]:
     """The pages that have tables."""
-    return [path for path in sorted(DOCS.glob("*.md")) if _MARKED.search(path.read_text())]
+    files = [*sorted(DOCS.glob("*.md")), *sorted((ROOT / "experiments").glob("*/README.md"))]
+    return [path for path in files if _MARKED.search(path.read_text())]
 
 
 def main() -> None:

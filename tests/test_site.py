@@ -19,6 +19,7 @@ from tests.marks import some_slow
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+READMES = sorted((ROOT / "experiments").glob("*/README.md"))
 WITH_PYTHON = [page for page in PAGES if "```python" in page.read_text()]
 API = {
     "memory": "atlasjax.memory",
@@ -170,8 +171,10 @@ def test_commands_are_found():
 @pytest.mark.parametrize(
     "page",
     # The costs of every rule in models of 340M take a minute.
-    some_slow([page for page in PAGES if "<!-- table: " in page.read_text()], [DOCS / "choosing_a_rule.md"]),
-    ids=lambda page: page.stem,
+    some_slow(
+        [page for page in [*PAGES, *READMES] if "<!-- table: " in page.read_text()], [DOCS / "choosing_a_rule.md"]
+    ),
+    ids=lambda page: page.parent.name if page.stem == "README" else page.stem,
 )
 def test_tables_are_what_the_repository_says(page, generate):
     assert page.read_text() == generate.filled(page.read_text()), "run: python docs/generate.py"

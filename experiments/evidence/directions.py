@@ -1,4 +1,4 @@
-"""The 16 directions that the four papers claim, and the comparisons that decide them."""
+"""The 17 directions that the four papers claim, and the comparisons that decide them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from experiments.evidence.sources import (
     function_muon,
     function_order,
     gam_scaling,
+    mad,
     mqar,
     recall,
     studies,
@@ -20,6 +21,7 @@ from experiments.evidence.sources import (
 EXPERIMENTS = {
     "capacity": ("python -m experiments.capacity.run", "../experiments/capacity/results/capacity_1024.png"),
     "mqar": ("python -m experiments.mqar.run", "../experiments/mqar/results/small.png"),
+    "mad": ("python -m experiments.mad.run", "../experiments/mad/README.md"),
     "recall": ("python -m experiments.recall.run", "../experiments/recall/results/recall.png"),
     "zoo": ("python -m experiments.zoo.run", "../experiments/zoo/results/embedded.png"),
     "studies": ("python -m experiments.studies.run", "../experiments/studies/results/embedded.png"),
@@ -205,5 +207,9 @@ DIRECTIONS = (
     Direction(
         "GAM: both pathways are better than the global one, that than their sum, that than the local one; linear scaling",
         "G Tables 2, 3", _gam, ("zoo",), note=gam_scaling,
+    ),
+    Direction(
+        "MAD: Atlas is better than every baseline", "A Table 4", mad, ("mad",),
+        note=lambda: "Tasks on which the paper has equal numbers are left out: in-context recall, and copying against OmegaNet.",
     ),
 )  # fmt: skip

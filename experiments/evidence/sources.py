@@ -15,6 +15,8 @@ import numpy as np
 
 from experiments.capacity.report import TITLES, area
 from experiments.intervals import Comparison, compare
+from experiments.mad.report import orders
+from experiments.mad.tasks import TASKS
 from experiments.mqar.report import best
 from experiments.rows import Row, read_rows
 from experiments.studies.compare import compared
@@ -116,6 +118,17 @@ def recall(pairs: Iterable[tuple[str, str]]) -> list[Line]:
             tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
             found.append(Line(f"{better} against {worse}, width 64, {size}", comparison, "accuracy", tokens, "recall"))
     return found
+
+
+def mad() -> list[Line]:
+    """What Atlas beats on MAD's tasks by ATLAS Table 4: macro accuracy, each at its best learning rate."""
+    found = list(rows("mad/results/small.jsonl"))
+    lines = []
+    for order in orders(found, "ATLAS, Table 4"):
+        recipe, told = found[0]["recipe"], f"{order.better} against {order.worse}: {order.task.replace('_', ' ')}"
+        tokens = recipe["steps"] * recipe["batch_size"] * TASKS[order.task].time
+        lines.append(Line(f"{told}, width {recipe['width']}", order.comparison, "accuracy", tokens, "mad"))
+    return lines
 
 
 # Language.

@@ -33,7 +33,7 @@ def model(name: str, width: int, vocab_size: int, *, convolutions: bool) -> Mode
     """A model of `MODELS` in float32: MAD's layout, two layers of the mixer and SwiGLU, where the convolutions are the mixers' own.
 
     With `convolutions` that of the MQAR experiment, for small budgets: every mixer is preceded by a layer with a convolution over 3
-    tokens, the mixers have none, and four SwiGLU have half the hidden width, so that attention too finds a token's predecessor soon.
+    tokens, the mixers have none, and four SwiGLU have half the hidden width. Attention too then soon finds the token before.
 
     Raises:
       ValueError: no such model, or the heads do not divide the width.

@@ -5,7 +5,7 @@
     python -m experiments.mad.run --report                                                   # only the table
     python -m experiments.mad.run --size paper                                               # prints the plan; --go runs it
 
-Rows are lines of `<out>/<size>.jsonl`, one for each task, model, seed, learning rate and weight decay. All seeds and rates of a model
+Rows are lines of `<out>/<size>.jsonl`, one for each task, model, seed, rate and weight decay. All seeds and rates of a model
 on a task train in one compiled program. Finished rows are skipped, so the same command resumes a stopped run.
 """
 
@@ -165,6 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--test-sequences", type=int)
+    parser.add_argument("--no-convolutions", action="store_true", help="with --size small: MAD's own layout of layers")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
     parser.add_argument("--report", action="store_true", help="train nothing, only write the table")
     options = parser.parse_args(argv)
@@ -175,6 +176,8 @@ def main(argv: list[str] | None = None) -> None:
         if options.seeds < 1:
             raise ValueError(f"--seeds must be at least 1, got {options.seeds}.")
         recipe = dataclasses.replace(SIZES[options.size], **changed)
+        if options.no_convolutions:
+            recipe = dataclasses.replace(recipe, convolutions=False)
         for name in options.tasks:
             lookup("MAD task", name, TASKS)
         for name in options.models:

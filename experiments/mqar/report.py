@@ -1,29 +1,40 @@
 """Table and plots of the MQAR experiment."""
 
 import pathlib
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 import numpy as np
 
 from experiments.intervals import bootstrap
 from experiments.rows import Row
 
+K = TypeVar("K", bound=Hashable)
 CACHED = ("-residual", "-grm", "-soup", "-ssc")
 
 
-def best(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
-    """(model, width) → its rows at the learning rate with the best mean accuracy, in order of seeds.
+def _model_and_width(row: Row) -> tuple[str, int]:
+    return row["model"], row["width"]
 
-    Only the rates with the most seeds are compared.
+
+def best(
+    rows: list[Row],
+    key: Callable[[Row], K] = _model_and_width,  # type: ignore[assignment]
+    setting: Callable[[Row], Hashable] = lambda row: row["learning_rate"],
+) -> dict[K, list[Row]]:
+    """Key → its rows with the setting, such as the learning rate, that has the best mean accuracy, in order of seeds.
+
+    Only the settings with the most seeds are compared.
     """
-    by_rate: dict[tuple[str, int], dict[float, list[Row]]] = {}
+    by_rate: dict[K, dict[Hashable, list[Row]]] = {}
     for row in rows:
-        by_rate.setdefault((row["model"], row["width"]), {}).setdefault(row["learning_rate"], []).append(row)
+        by_rate.setdefault(key(row), {}).setdefault(setting(row), []).append(row)
     found = {}
-    for key, groups in by_rate.items():
+    for name, groups in by_rate.items():
         most = max(map(len, groups.values()))
         whole = [group for group in groups.values() if len(group) == most]
         chosen = max(whole, key=lambda group: np.mean([row["accuracy"] for row in group]))
-        found[key] = sorted(chosen, key=lambda row: row["seed"])
+        found[name] = sorted(chosen, key=lambda row: row["seed"])
     return found
 
 
