@@ -71,12 +71,13 @@ MAY_IMPORT = {
 }
 ON_TOP = {"atlasjax", "atlasjax.cli"}  # may import all; nothing below knows the command line
 # Inside `atlasjax.memory`: each room or module and what it may import of it besides itself.
-_SHARED = {"axes", "blocks", "check", "gates", "grid", "meshes", "rule"}
+_SHARED = {"axes", "blocks", "check", "gates", "grid", "limits", "meshes", "rule"}
 _FAMILIES = {"fast_weights", "softmax", "caching"}
 MEMORY_MAY_IMPORT = {
     "axes": {"blocks"},
     "gates": set(),
     "blocks": set(),
+    "limits": {"axes", "blocks", "meshes"},
     "meshes": set(),
     "grid": set(),
     "check": {"gates"},

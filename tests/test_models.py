@@ -27,7 +27,7 @@ from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.step import accumulated_gradients, jit_train_step
 from experiments.packing.models import VOCAB, small
 from tests.marks import some_slow
-from tests.nn import test_baselines, test_block_memories, test_block_recurrent_baselines, test_hybrids
+from tests.nn.cases import BASELINES, BLOCK_MEMORIES, BLOCK_RECURRENCES, HYBRIDS
 
 BATCH, TIME = 8, 48
 PIECE = 37  # of a stream; no multiple of a chunk or a window
@@ -267,11 +267,7 @@ def test_every_mixer_is_decoded_and_trained():
     assert len(MODELS) >= 30
     patterns = {name: ARCHITECTURES[name]["mixer"] for name in MODELS}
     mixers = lambda names: {x for name in names for x in np.atleast_1d(patterns[name]).tolist()}
-    in_nn = {
-        *test_baselines.NAMES,
-        *(name for name, _ in test_hybrids.CASES),
-        *test_block_recurrent_baselines.CONFIG.mixer,
-    }
+    in_nn = {*BASELINES, *HYBRIDS, *BLOCK_RECURRENCES}
     assert mixers(MODELS) <= mixers(DECODED) | in_nn
     # Attention within blocks trains as the part of "elastic" that it is.
-    assert mixers(MODELS) <= mixers(TRAINED) | in_nn | {*test_block_memories.NAMES, "block_attention"}
+    assert mixers(MODELS) <= mixers(TRAINED) | in_nn | {*BLOCK_MEMORIES, "block_attention"}

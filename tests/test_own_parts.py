@@ -150,7 +150,7 @@ def test_another_optimizer_is_another_run():
             lambda: LanguageModel(ModelConfig(mixer="tests.own_parts:Counting", **SMALL), rngs=nnx.Rngs(0)),
             "mixer 'tests.own_parts:Counting' with options",
         ),
-        (lambda: MemoryConfig("tests.own_parts:not_a_rule"), "should be a MemoryRule or a SoftmaxRule"),
+        (lambda: MemoryConfig("tests.own_parts:not_a_rule"), "should be a memory.Rule"),
         (lambda: MemoryConfig(own_parts.log_cosh_memory, window=3), "window"),
         (lambda: MemoryConfig("titans", rule_options={"depth": 3}), "unexpected keyword argument 'depth'"),
         (lambda: DataConfig("tests.own_parts:Countin"), "Did you mean 'Counting'?"),

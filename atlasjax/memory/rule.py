@@ -202,6 +202,14 @@ class Rule(abc.ABC, Generic[Params, State]):
         """Whether a read adds the query itself, so that values must be as wide as keys."""
         return False
 
+    def read_part(self, state: State) -> State:
+        """A state without what `read` does not use, for callers that keep a memory as it was. Its absent fields are None."""
+        return state
+
+    def with_read_part(self, part: State, state: State) -> State:
+        """A state that reads like `part`, a result of `read_part`, with the other fields of `state`."""
+        return part
+
     @property
     def has_fixed_steps(self) -> bool:
         """Whether the size of a write does not depend on the size of the gradient (Muon)."""

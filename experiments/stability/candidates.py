@@ -30,7 +30,8 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax import memory, rules
-from atlasjax.memory.fast_weights import bounds, step_sizes
+from atlasjax.memory import limits
+from atlasjax.memory.fast_weights import step_sizes
 from experiments.rows import append_row, read_rows
 
 HERE = pathlib.Path(__file__).parent
@@ -82,7 +83,7 @@ def pivot(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, dec
 def share(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:
     decrease = gates.gamma @ origin.losses.decrease / gates.step_size.shape[0]
     square = jnp.diagonal(_windowed_gram(factors, gates))
-    return bounds.capped(1.0, gates.step_size, decrease, square, gates.momentum_decay)
+    return limits.capped(1.0, gates.step_size, decrease, square, gates.momentum_decay)
 
 
 def unchanged(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:

@@ -15,9 +15,9 @@ from atlasjax.nn.mixers import MIXERS
 from atlasjax.train.optimizer import decay_mask
 from tests.marks import some_slow
 from tests.nn.baseline_formulas import FORMULAS
+from tests.nn.cases import BASELINES
 
 DIM, HEADS, KEY, BATCH, TIME = 12, 2, 4, 2, 14
-NAMES = list(FORMULAS)
 # Forms of a mixer that public weights have: the mixer, and what its config changes.
 FORMS = {
     "mamba2, three groups": ("mamba2", {"ssm": SSMConfig(state_dim=3, expand=2, head_dim=4, groups=3)}),
@@ -71,7 +71,7 @@ def close(got, expected, tolerance=2e-5):
 
 # One norm for all heads is one code in the three mixers; test_convert.py and test_formulas.py have models with it.
 @pytest.mark.parametrize(
-    "name", some_slow([*NAMES, *FORMS], ["deltanet, one norm", "gated_deltanet, one norm", "gla, one norm"])
+    "name", some_slow([*BASELINES, *FORMS], ["deltanet, one norm", "gated_deltanet, one norm", "gla, one norm"])
 )
 def test_layer_is_the_published_formula(name):
     _, params, parallel = make(name)
@@ -83,7 +83,7 @@ def test_layer_is_the_published_formula(name):
         close(got[row], formula(values, np.asarray(inputs()[row], np.float64), make_config(name=name)))
 
 
-@pytest.mark.parametrize("name", some_slow([*NAMES, *FORMS], set(FORMS) - {"mamba2, three groups"}))
+@pytest.mark.parametrize("name", some_slow([*BASELINES, *FORMS], set(FORMS) - {"mamba2, three groups"}))
 def test_streamed_is_parallel(name):
     graphdef, params, parallel = make(name)
     expected = parallel(params, inputs())
@@ -106,7 +106,7 @@ def test_streamed_is_parallel(name):
         close(a, b)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BASELINES)
 def test_causal_and_rows_independent(name):
     _, params, parallel = make(name)
     before = np.asarray(parallel(params, inputs()))
@@ -117,7 +117,7 @@ def test_causal_and_rows_independent(name):
         assert np.abs(after[1, t:] - before[1, t:]).max(axis=1).min() > 1e-6  # seen by all later tokens
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BASELINES)
 def test_packed_row_is_its_segments(name):
     graphdef, params, parallel = make(name)
     ids = jnp.array([[0] * 5 + [1] * 4 + [0] * 5, [3] * 5 + [4] * 8 + [7]])  # an id may return: still another segment
@@ -128,7 +128,7 @@ def test_packed_row_is_its_segments(name):
             close(packed[row, start:stop], alone)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BASELINES)
 def test_every_parameter_learns_and_names_its_axes(name):
     graphdef, params, _ = make(name)
     weights = jax.random.normal(jax.random.key(3), (BATCH, TIME, DIM))
@@ -142,7 +142,9 @@ def test_every_parameter_learns_and_names_its_axes(name):
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("name", some_slow(NAMES, set(NAMES) - {"gla", "gated_deltanet", "mamba", "log_linear"}))
+@pytest.mark.parametrize(
+    "name", some_slow(BASELINES, set(BASELINES) - {"gla", "gated_deltanet", "mamba", "log_linear"})
+)
 def test_long_random_input_in_bfloat16(name):
     """2,048 tokens at the initial values: finite, and the first ones are those of float32."""
     half = nnx.split(abstract(name, make_config("bfloat16")), nnx.Param)[0]

@@ -10,6 +10,7 @@ from flax import nnx
 
 from atlasjax.nn import AttentionConfig, InfiniConfig, LanguageModel, MemorizingConfig, ModelConfig, count_parameters
 from atlasjax.nn.mixers import MIXERS
+from tests.nn.cases import BLOCK_MEMORIES
 
 DIM, HEADS, KEY, VALUE, BATCH, TIME, SIZE, QUEUE, THETA, EPS = 12, 2, 4, 8, 2, 11, 4, 6, 100.0, 0.05
 CONFIG = ModelConfig(
@@ -17,7 +18,6 @@ CONFIG = ModelConfig(
     attention=AttentionConfig(rope_theta=THETA), memorizing=MemorizingConfig(QUEUE, SIZE), infini=InfiniConfig(SIZE),
     dtype="float32",
 )  # fmt: skip
-NAMES = ("memorizing", "infini")
 
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -81,7 +81,7 @@ def formula(name, params, x):
     return heads.reshape(TIME, -1) @ params["out"]["kernel"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BLOCK_MEMORIES)
 def test_layer_is_the_formula_and_documents_are_sequences(name):
     graphdef, params = make(name)
     x = inputs()
@@ -96,7 +96,7 @@ def test_layer_is_the_formula_and_documents_are_sequences(name):
     close(packed[:, 5:], y)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BLOCK_MEMORIES)
 def test_parameters_learn_and_the_gate_starts_at_half(name):
     graphdef, params = make(name)
     gradients = jax.jit(jax.grad(lambda params: jnp.sum(nnx.merge(graphdef, params)(inputs()) ** 2)))(params)
@@ -108,7 +108,7 @@ def test_parameters_learn_and_the_gate_starts_at_half(name):
     assert count(name) == count("elastic") + HEADS
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BLOCK_MEMORIES)
 def test_odd_heads_are_refused(name):
     with pytest.raises(ValueError, match=f"head_dim=7 must be even for rotary positions in mixer '{name}'"):
         LanguageModel(dataclasses.replace(CONFIG, mixer=name, head_dim=7), rngs=nnx.Rngs(0))

@@ -9,9 +9,10 @@ import pytest
 from flax import nnx
 
 from atlasjax.nn import BlockRecurrenceConfig, LanguageModel, MelodiConfig, ModelConfig, count_parameters
+from tests.nn.cases import BLOCK_RECURRENCES
 
 CONFIG = ModelConfig(
-    vocab_size=40, dim=16, num_layers=2, num_heads=2, mlp_dim=16, mixer=("melodi", "block_recurrence"),
+    vocab_size=40, dim=16, num_layers=2, num_heads=2, mlp_dim=16, mixer=BLOCK_RECURRENCES,
     melodi=MelodiConfig(3, 4), block_recurrence=BlockRecurrenceConfig(4), dtype="float32", remat=False,
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfi
 from atlasjax.nn.mixers import MIXERS
 from atlasjax.nn.parameters import values
 from tests.marks import some_slow
+from tests.nn.cases import HYBRIDS
 
 DIM, HEADS, HEAD, BATCH, TIME, SEGMENT, WINDOW = 12, 2, 4, 2, 22, 4, 5
 MEMORIES = {
@@ -24,7 +25,7 @@ MEMORIES = {
 }
 MATRIX = MemoryConfig("delta_rule", chunk_size=2)
 # A deep memory with momentum in all; and in MAC, which keeps what retrieval reads, a softmax memory, whose state is another.
-CASES = [*((name, "titans") for name in ("attention", "swa", "mag", "mal", "mac")), ("mac", "deep_transformer")]
+CASES = [*((name, "titans") for name in HYBRIDS), ("mac", "deep_transformer")]
 
 
 def each_case(*cases, slow=()):

@@ -39,11 +39,10 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax import check
-from atlasjax.memory import meshes
+from atlasjax.memory import limits
 from atlasjax.memory.axes.objectives import Objective
 from atlasjax.memory.blocks import divisible, exact, unit_lower_inverse
 
-_LEAST = 2.0**-10  # lower bound of 1 − θ: slower momentum is treated as if it ended after 1,024 tokens
 # Keeps a small error from making a step large. Errors below √1e-4 of their targets are not corrected for the chunk's earlier
 # writes, so a chunk of large steps and equal keys ends that far from its target. With 1e-2 that was a tenth of the target.
 _SOFTENING = 1e-4
@@ -99,37 +98,14 @@ class LimitedSlope(Objective):
         return self.objective.loss(_limited(self.slope, out), v, threshold)
 
 
-def toward_target(objective: Objective, out: jax.Array, v: jax.Array, threshold: jax.Array | None) -> jax.Array:
-    """⟨∂ℓ/∂out, out − v⟩ by channel, [..., value_dim], from out and v [..., value_dim]. Its sum is ≥ 0 for a convex loss whose
-    minimum is v."""
-    slope = jax.grad(lambda o: jnp.sum(objective.loss(o, v, threshold)))(meshes.vary_like(out, v))
-    return slope * (out - v)
-
-
 def softened(decrease: jax.Array, empty: jax.Array) -> jax.Array:
     """n from a, and from a at an output of zero."""
     return decrease + _SOFTENING * empty
 
 
-def least_forgetting(momentum_decay: jax.Array) -> jax.Array:
-    """1 − θ, at least 2⁻¹⁰."""
-    return jnp.maximum(1.0 - momentum_decay, _LEAST)
-
-
 def pending(momentum_decay: jax.Array) -> jax.Array:
     """θ/(1 − θ): the number of times that momentum will still add S_{t−1} to the memory."""
-    return momentum_decay / least_forgetting(momentum_decay)
-
-
-def capped(
-    step: float, step_size: jax.Array, decrease: jax.Array, square: jax.Array, momentum_decay: jax.Array | None
-) -> jax.Array:
-    """η̄ = min(η, step (1 − θ) a/‖g‖²), elementwise, and η where the gradient is zero."""
-    there = divisible(square)
-    most = step * decrease / jnp.where(there, square, 1.0)
-    if momentum_decay is not None:
-        most = most * least_forgetting(momentum_decay)
-    return jnp.where(there, jnp.minimum(step_size, most), step_size)
+    return momentum_decay / limits.least_forgetting(momentum_decay)
 
 
 def capped_delta(step: float, step_size: jax.Array, key: jax.Array) -> jax.Array:
@@ -137,7 +113,7 @@ def capped_delta(step: float, step_size: jax.Array, key: jax.Array) -> jax.Array
     square = jnp.sum(key * key, axis=-1)
     if step_size.ndim == key.ndim:
         square = square[..., None]
-    return capped(step, step_size, jnp.ones_like(square), square, None)
+    return limits.capped(step, step_size, jnp.ones_like(square), square, None)
 
 
 def capped_removal(step: float, removal_key: jax.Array, removal: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from atlasjax.memory import blocks, meshes
+from atlasjax.memory import blocks, limits, meshes
 from atlasjax.memory.axes import structures
 from atlasjax.memory.fast_weights import bounds, dual, formed, sequential, step_sizes
 from atlasjax.memory.fast_weights.rule import MemoryRule
@@ -205,8 +205,8 @@ def run_chunk(
     gradients, out, along = gradient_factors(rule, params, rule.weights(chunk_start), k, v, threshold, exact)
     factors, decrease, losses = gradients, None, None
     if rule.step_bound is not None:
-        decrease = bounds.toward_target(rule.limited_objective, out, v, threshold)
-        empty = bounds.toward_target(rule.limited_objective, jnp.zeros_like(out), v, threshold)
+        decrease = limits.toward_target(rule.limited_objective, out, v, threshold)
+        empty = limits.toward_target(rule.limited_objective, jnp.zeros_like(out), v, threshold)
         total = lambda x: jnp.maximum(jnp.sum(x, axis=-1), 0.0)
         losses = step_sizes.Losses(total(decrease), bounds.softened(total(decrease), total(empty)), along)
     if rule.optimizer.per_channel:
@@ -215,7 +215,7 @@ def run_chunk(
         if rule.step_bound is not None and decrease is not None:
             (name,) = gradients
             square = jnp.square(gradients[name].left) * jnp.sum(jnp.square(gradients[name].inputs), -1, keepdims=True)
-            scale = bounds.capped(rule.step_bound, scale, decrease, square, None)
+            scale = limits.capped(rule.step_bound, scale, decrease, square, None)
         if not rule.is_sequential:
             # Windows are one token long, so step sizes per row can be moved into the left factors.
             factors = {name: blocks.Factors(scale * left, inputs) for name, (left, inputs) in gradients.items()}

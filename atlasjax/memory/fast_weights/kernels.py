@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory import limits
 from atlasjax.memory.axes import objectives, optimizers, retention, structures
 from atlasjax.memory.axes.base import is_exactly
 from atlasjax.memory.fast_weights import bounds
@@ -240,7 +241,7 @@ def _chunks(
     if rule.step_bound is not None:
         # Uses v without the residual subtracted: the output of zero is that of the whole memory, not of the branch.
         wide = v.astype(jnp.float32)
-        empty = bounds.toward_target(rule.limited_objective, jnp.zeros_like(wide), wide, None)
+        empty = limits.toward_target(rule.limited_objective, jnp.zeros_like(wide), wide, None)
         floor = bounds.softened(jnp.zeros((), jnp.float32), jnp.maximum(jnp.sum(empty, axis=-1), 0.0))
     muon: dict[str, Any] = {}
     if rule.uses_muon:

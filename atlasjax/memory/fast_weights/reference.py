@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import meshes
+from atlasjax.memory import limits, meshes
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
@@ -57,8 +57,8 @@ def _bounded(
     eta = token["step_size"]
     theta = token["momentum_decay"] if rule.optimizer.has_momentum else None
     outputs = jax.vmap(lambda k: read_one(rule, params, origin, k))(keys)
-    decreases = bounds.toward_target(rule.limited_objective, outputs, values, thresholds)  # [c, value_dim]
-    empty = bounds.toward_target(rule.limited_objective, jnp.zeros_like(outputs), values, thresholds)
+    decreases = limits.toward_target(rule.limited_objective, outputs, values, thresholds)  # [c, value_dim]
+    empty = limits.toward_target(rule.limited_objective, jnp.zeros_like(outputs), values, thresholds)
     total = lambda x: jnp.sum(gamma * jnp.maximum(jnp.sum(x, axis=-1), 0.0))
     decrease, scale = total(decreases), bounds.softened(total(decreases), total(empty))
 
@@ -67,9 +67,9 @@ def _bounded(
     inner = lambda a, b: jnp.sum(jnp.stack([jnp.sum(a[name] * b[name]) for name in a]))
     if rule.optimizer.per_channel:
         (gradient,) = g.values()
-        eta = bounds.capped(rule.step_bound, eta, decreases[0], jnp.sum(gradient * gradient, axis=-1), None)
+        eta = limits.capped(rule.step_bound, eta, decreases[0], jnp.sum(gradient * gradient, axis=-1), None)
     else:
-        eta = bounds.capped(rule.step_bound, eta, decrease, inner(g, mapped(g)), theta)
+        eta = limits.capped(rule.step_bound, eta, decrease, inner(g, mapped(g)), theta)
     change = jax.tree.map(jnp.subtract, before, origin)
     if theta is not None:
         change = jax.tree.map(lambda x, s: x + bounds.pending(theta) * s, change, S)

@@ -153,6 +153,15 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
     def has_residual(self) -> bool:
         return self.structure.residual
 
+    def read_part(self, state: MemoryState) -> MemoryState:
+        return state._replace(
+            chunk_start=None, momentum=None, window_keys=None, window_values=None, window_thresholds=None,
+            window_count=None, position=None,
+        )  # fmt: skip
+
+    def with_read_part(self, part: MemoryState, state: MemoryState) -> MemoryState:
+        return state._replace(memory=part.memory)
+
     @property
     def has_fixed_steps(self) -> bool:
         return self.uses_muon

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import blocks, meshes
+from atlasjax.memory import blocks, limits, meshes
 from atlasjax.memory.blocks import BlockGates, Factors, Read, dot
 from atlasjax.memory.fast_weights import bounds, step_sizes
 from atlasjax.memory.fast_weights.rule import MemoryRule
@@ -72,7 +72,7 @@ def _bounded(
     inner = lambda a, b: sum((jnp.sum(a[name] * b[name]) for name in a), jnp.zeros(()))
     eta = step_size
     if not origin.capped:
-        eta = bounds.capped(origin.step, eta, decrease, inner(gradient, mapped(gradient)), theta)
+        eta = limits.capped(origin.step, eta, decrease, inner(gradient, mapped(gradient)), theta)
     change = jax.tree.map(jnp.subtract, memory, origin.weights)
     if theta is not None:
         change = jax.tree.map(lambda x, s: x + bounds.pending(theta) * s, change, momentum)

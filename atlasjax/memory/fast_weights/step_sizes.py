@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory import limits
 from atlasjax.memory.blocks import BlockGates, Decays, Factors, decay_products, exact
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.rule import MemoryRule
@@ -57,7 +58,7 @@ def _before(x: jax.Array, first: float) -> jax.Array:
 def _capped(origin: Origin, gates: BlockGates, decrease: jax.Array, square: jax.Array) -> jax.Array:
     if origin.capped:
         return gates.step_size
-    return bounds.capped(origin.step, gates.step_size, decrease, square, gates.momentum_decay)
+    return limits.capped(origin.step, gates.step_size, decrease, square, gates.momentum_decay)
 
 
 def _along(gradients: dict[str, Factors], weights: Weights) -> jax.Array:

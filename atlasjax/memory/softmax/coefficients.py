@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory import meshes
 from atlasjax.memory.blocks import decay_products, divisible, window_matrix
-from atlasjax.memory.fast_weights.bounds import least_forgetting
+from atlasjax.memory.limits import least_forgetting
 from atlasjax.memory.softmax.rule import SoftmaxRule
 
 

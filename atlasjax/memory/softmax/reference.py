@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import meshes
-from atlasjax.memory.fast_weights import bounds
+from atlasjax.memory import limits, meshes
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.softmax.rule import SoftmaxRule
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState, empty_state
@@ -76,11 +75,11 @@ def _token(rule: SoftmaxRule, initial: dict, carry: dict, token: dict) -> tuple[
     g_a, g_weights = jax.vmap(gradient)(change, keys, values)
     if rule.step_bound is not None and rule.is_bounded:
         outputs = jax.vmap(lambda k: read_one(rule, start, k))(keys)
-        decrease = jnp.maximum(jnp.sum(bounds.toward_target(rule.objective, outputs, values, None), axis=-1), 0.0)
+        decrease = jnp.maximum(jnp.sum(limits.toward_target(rule.objective, outputs, values, None), axis=-1), 0.0)
         squares = jax.tree.map(lambda g: jnp.sum(g * g, axis=(1, 2)), g_weights)
         square = jnp.sum(g_a * g_a, axis=1) + rule.chunk_size * sum(squares.values(), jnp.zeros_like(decrease))
         momentum_decay = theta if rule.optimizer.has_momentum else None
-        eta = bounds.capped(
+        eta = limits.capped(
             rule.step_bound, eta, jnp.sum(gamma * decrease), jnp.sum(gamma) * jnp.sum(gamma * square), momentum_decay
         )
     if not rule.optimizer.has_momentum:

@@ -149,7 +149,7 @@ class MACMixer(nnx.Module):
             batch_size, size, attention.heads, attention.key_dim, attention.value_dim, self.dtype
         )
         # Copied, because a state with leaves that share a buffer cannot be donated to a jitted call.
-        start = jax.tree.map(jnp.copy, _what_is_read(fresh.memory))
+        start = jax.tree.map(jnp.copy, self.memory.rule.read_part(fresh.memory))
         return MACState(self.conv.init_state(batch_size, self.dtype), fresh, start, empty(), empty())
 
     def extend(self, x: jax.Array, state: MACState) -> tuple[jax.Array, MACState]:
@@ -210,17 +210,19 @@ class MACMixer(nnx.Module):
         """A whole segment. Before and after it the state is at the start of a segment."""
         position = jnp.broadcast_to(jnp.arange(self.segment_size), x.shape[:2])
         earlier = position[:, None, :] <= position[:, :, None]
-        q, rotated, tokens, retrieved = self._look(x, queries, _reading(state.start, state.memory.memory), position)
+        q, rotated, tokens, retrieved = self._look(
+            x, queries, self.memory.rule.with_read_part(state.start, state.memory.memory), position
+        )
         y, after = self._write(self._attend(q, rotated, tokens, retrieved, earlier), state.memory)
         held = lambda k, v: KVCache(k, v, state.tokens.position)
-        start = _what_is_read(after.memory)
+        start = self.memory.rule.read_part(after.memory)
         return y, MACState(state.conv, after, start, held(*tokens), held(*retrieved))
 
     def _token(self, x: jax.Array, queries: jax.Array, state: MACState) -> tuple[jax.Array, MACState]:
         """One token, anywhere in a segment."""
         position = state.tokens.position
         q, rotated, token, retrieved = self._look(
-            x, queries, _reading(state.start, state.memory.memory), position[:, None]
+            x, queries, self.memory.rule.with_read_part(state.start, state.memory.memory), position[:, None]
         )
         rows = jnp.arange(x.shape[0])
         after = (position + 1) % self.segment_size
@@ -231,7 +233,7 @@ class MACMixer(nnx.Module):
         )
         earlier = (jnp.arange(self.segment_size) <= position[:, None])[:, None]
         y, written = self._write(self._attend(q, rotated, tokens[:2], retrieved[:2], earlier), state.memory)
-        start = grid.choose(after == 0, _what_is_read(written.memory), state.start)
+        start = grid.choose(after == 0, self.memory.rule.read_part(written.memory), state.start)
         return y, MACState(state.conv, written, start, tokens, retrieved)
 
     def _queries(self, x: jax.Array, conv: jax.Array, segment_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -262,18 +264,3 @@ class MACMixer(nnx.Module):
         y = self.written_norm(self.written(a.reshape(*a.shape[:2], -1)))
         m, _, state = self.memory.scan_from(y, state)
         return self.join(a, m), state
-
-
-def _what_is_read(state: Any) -> Any:
-    """The part of a memory's state that `memory.read` uses."""
-    if not isinstance(state, memory.MemoryState):
-        return state
-    return state._replace(
-        chunk_start=None, momentum=None, window_keys=None, window_values=None, window_thresholds=None, window_count=None,
-        position=None,
-    )  # fmt: skip
-
-
-def _reading(kept: Any, state: Any) -> Any:
-    """A state from which `memory.read` reads `kept`. The other fields are those of `state`."""
-    return state._replace(memory=kept.memory) if isinstance(state, memory.MemoryState) else kept
