@@ -15,7 +15,6 @@ def probe(model: Any, tokens: Any) -> dict[str, Any]:
       layers}.
     """
     from atlasjax import memory
-    from atlasjax.nn.memory_mixer import memory_norm
 
     norms: list[float] = []
     gates: dict[str, list[float]] = {}
@@ -30,7 +29,7 @@ def probe(model: Any, tokens: Any) -> dict[str, Any]:
 
     def watched(rule: Any, params: Any, state: Any, q: Any, k: Any, v: Any, given: Any, **kwargs: Any) -> Any:
         y, after = scan(rule, params, state, q, k, v, given, **kwargs)
-        norm = memory_norm(rule, after)
+        norm = rule.weight_norm(after)
         norm = None if norm is None else jnp.max(norm)
         ends = {name: (jnp.min(gate), jnp.max(gate)) for name, gate in given._asdict().items() if gate is not None}
         jax.debug.callback(record, norm, ends)  # layers run in a scan
