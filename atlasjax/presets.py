@@ -214,6 +214,7 @@ BASELINES["transformer-block-recurrence"] = {"mixer": "block_recurrence"}
 CACHED_RULES = ("linear_attention", "gated_delta_rule", "dla", "swla", "titans", "omeganet", "atlas")
 CACHING: tuple[str, ...] = ("residual", "grm", "soup", "ssc")
 CACHED_SOFTMAX_RULES = ("dot",)  # they do not support "soup"
+LOG_LINEAR_RULES = ("dla", "titans")  # those of Memory Caching's tables; linear attention has `log-linear`
 
 # Backbones around a rule: suffix → mixer.
 BACKBONES: dict[str, str] = {"lmm": "memory", "mac": "mac", "mag": "mag", "mal": "mal"}
@@ -247,6 +248,8 @@ def _architectures() -> dict[str, dict[str, Any]]:
             if aggregation == "soup" and rule in CACHED_SOFTMAX_RULES:
                 continue
             table[f"{rule_name(rule)}-{aggregation}"] = {"mixer": "memory", "memory": rule, "caching": aggregation}
+    for rule in LOG_LINEAR_RULES:
+        table[f"{rule_name(rule)}-log-linear"] = {"mixer": "memory", "memory": rule, "caching": "log_linear"}
     return table
 
 

@@ -1,6 +1,7 @@
 """Imports go one way, and cost what they should."""
 
 import ast
+import importlib
 import pathlib
 import subprocess
 import sys
@@ -72,7 +73,7 @@ MAY_IMPORT = {
 ON_TOP = {"atlasjax", "atlasjax.cli"}  # may import all; nothing below knows the command line
 # Inside `atlasjax.memory`: each room or module and what it may import of it besides itself.
 _SHARED = {"axes", "blocks", "check", "gates", "grid", "limits", "meshes", "rule"}
-_FAMILIES = {"fast_weights", "softmax", "caching"}
+_FAMILIES = {"fast_weights", "softmax", "caching", "log_linear"}
 MEMORY_MAY_IMPORT = {
     "axes": {"blocks"},
     "gates": set(),
@@ -85,7 +86,9 @@ MEMORY_MAY_IMPORT = {
     "partition": {"gates", "rule"},
     "fast_weights": _SHARED,
     "softmax": _SHARED,
-    "caching": _SHARED | {"fast_weights", "softmax"},
+    "caching": _SHARED | {"fast_weights", "softmax", "wrapped"},
+    "log_linear": _SHARED | {"caching", "wrapped"},
+    "wrapped": {"rule"},
     "saved": {"check", "rule"},
     "tuned": set(),
     "backends": {"fast_weights", "gates", "rule", "tuned"},  # the types of what kernels are asked
@@ -154,6 +157,21 @@ def test_import_direction_inside_the_memory():
                 if name.startswith("atlasjax.memory."):
                     other = name.split(".")[2]
                     assert other in allowed | {inside}, f"{path} imports {name}; {inside} may import {sorted(allowed)}"
+
+
+def test_names_that_experiments_and_pages_import_exist():
+    """Also those that a function imports when it is called, perhaps after hours."""
+    files = [path for folder in ("experiments", "docs", "notebooks") for path in (ROOT / folder).rglob("*.py")]
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
+                continue
+            if node.module.split(".")[0] not in ("atlasjax", "pallas_kernels", "experiments"):
+                continue
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                if not hasattr(module, alias.name):
+                    importlib.import_module(f"{node.module}.{alias.name}")  # raises if it is not a module either
 
 
 def modules_after(statement):

@@ -37,7 +37,14 @@ LONGEST = 4096  # with `-m slow`
 
 # Models that differ from another in one field, which the tests of their mixer cover.
 VARIANTS = ("gam-sum", "gam-global", "gam-local", "elastic-uniform", "elastic-uniform-mid")
-CACHED_COVERED = ("linear-attention-residual", "titans-grm", "omeganet-soup", "dla-ssc", "gated-delta-rule-ssc")
+CACHED_COVERED = (
+    "linear-attention-residual",
+    "titans-grm",
+    "omeganet-soup",
+    "dla-ssc",
+    "gated-delta-rule-ssc",
+    "titans-log-linear",
+)
 BACKBONES_COVERED = ("titans-mac", "delta-rule-mac", "delta-rule-mag", "atlas-mag", "delta-rule-mal")
 GRADIENTS_COVERED = ("transformer++", "gated-deltanet-h2", "gated-deltanet", "mamba", "delta-rule", "titans", "gam")
 # What runs by default.

@@ -13,6 +13,7 @@ from atlasjax.memory.fast_weights.bounds import Bound
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
+from atlasjax.memory.log_linear import LogLinearRule, LogLinearState
 from atlasjax.memory.partition import Partition
 from atlasjax.memory.rule import Rule
 from atlasjax.memory.saved import load, save
@@ -26,6 +27,8 @@ __all__ = [
     "CachedRule",
     "CachedState",
     "Gates",
+    "LogLinearRule",
+    "LogLinearState",
     "MemoryParams",
     "MemoryRule",
     "MemoryState",

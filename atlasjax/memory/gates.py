@@ -21,6 +21,7 @@ class Gates(NamedTuple):
       removal_key: RWKV-7's κ̂, [batch, time, heads, feature_dim].
       removal: RWKV-7's removal rate a ∈ [0, 1], [batch, time, heads, feature_dim].
       connector: u of a `CachedRule`, [batch, time, heads, connector_dim]: key_dim, or 1 + capacity with connector="age".
+        Of a `LogLinearRule`: the inverse softplus of λ, [batch, time, heads, 1 + levels].
       blend: λ of a `CachedRule` with `blended`: 0 reads only the current memory, 1 is the rule without `blended`.
     """
 

@@ -135,6 +135,49 @@ def segmented_layout(
     )
 
 
+class Pieces(NamedTuple):
+    """The segments of a call, at most one piece of a segment in each slot, with its tokens at the front.
+
+    Attributes:
+      slots: their number, static.
+      width: places of a slot, static.
+      place: [batch, time], index of each token in the flattened slots.
+      lengths: [slots, batch], number of tokens in the slot.
+      resets: [slots, batch], whether a document begins in the slot. None if none does.
+      overflow: [batch], whether there were more slots than `max_segments` allows. None without documents.
+    """
+
+    slots: int
+    width: int
+    place: jax.Array
+    lengths: jax.Array
+    resets: jax.Array | None = None
+    overflow: jax.Array | None = None
+
+
+def continued_pieces(time: int, size: int, position: jax.Array) -> Pieces:
+    """The segments of a call that begins `position` [batch] tokens into a segment of `size` tokens."""
+    count, width = (time + size - 1) // size + 1, min(size, time)
+    token = position[:, None] + jnp.arange(time)
+    segment = token // size
+    offset = token - jnp.where(segment == 0, position[:, None], segment * size)
+    slot = jnp.arange(count)[:, None]
+    start = jnp.where(slot == 0, position, slot * size)
+    lengths = jnp.clip(position + time - start, 0, jnp.where(slot == 0, size - position, size))
+    return Pieces(count, width, segment * width + offset, lengths)
+
+
+def document_pieces(segment_ids: jax.Array, max_segments: int, size: int) -> Pieces:
+    """The segments of packed documents, each of which begins a segment."""
+    zeros = jnp.zeros(segment_ids.shape[0], jnp.int32)
+    where = segmented_layout(segment_ids, max_segments, size, size, 1, zeros, zeros, zeros - 1)
+    assert where.place is not None
+    row = jnp.arange(segment_ids.shape[0])[:, None]
+    lengths = jnp.zeros((segment_ids.shape[0], where.num_slots), jnp.int32)
+    lengths = lengths.at[row, where.place // size].add(1, mode="drop").T
+    return Pieces(where.num_slots, size, where.place, lengths, where.resets, where.overflow)
+
+
 def lay(
     x: jax.Array,
     places: int,

@@ -26,13 +26,14 @@ class Sizes(NamedTuple):
 class Rule(abc.ABC, Generic[Params, State]):
     """A memory, and how it is written and read. Frozen and hashable, static under `jax.jit`.
 
-    The library has `MemoryRule`, `SoftmaxRule` and `CachedRule`. A user-defined rule with another kind of memory inherits from this
-    class and runs in `memory.scan`, `step`, `read` and `reference`, which check the arguments and call its methods. Arguments and
-    results are those of the functions of the same names. Leaves of a state are [batch] or [batch, heads, …].
+    The library has `MemoryRule`, `SoftmaxRule`, `CachedRule` and `LogLinearRule`. A user-defined rule with another kind of memory
+    inherits from this class and runs in `memory.scan`, `step`, `read` and `reference`, which check the arguments and call its
+    methods. Arguments and results are those of the functions of the same names. Leaves of a state are [batch] or
+    [batch, heads, …].
 
     `Rule[MyParams, MyState]` names the types of the parameters and of the state for a type checker; both are pytrees.
 
-    `CachedRule` accepts a rule that has `cached_weights` and `read_cached`.
+    `CachedRule` and `LogLinearRule` accept a rule that has `cached_weights` and `read_cached`.
     """
 
     has_kernels: ClassVar[bool] = False  # whether backends other than "xla" and "reference" are considered
@@ -74,8 +75,8 @@ class Rule(abc.ABC, Generic[Params, State]):
     ) -> tuple[Float[Array, "batch time heads value_dim"], State]:
         """The recurrence over a sequence, compiled by XLA.
 
-        lengths: [batch], number of tokens in each row; given only by a `CachedRule`. The other tokens are not written, and their
-          outputs are not used.
+        lengths: [batch], number of tokens in each row; given only by a rule around this one. The other tokens are not written, and
+          their outputs are not used.
         """
 
     @abc.abstractmethod
@@ -175,7 +176,7 @@ class Rule(abc.ABC, Generic[Params, State]):
 
     @property
     def without_cache(self) -> "Rule[Any, Any]":
-        """The rule that is written: that of a `CachedRule`, otherwise this one."""
+        """The rule that is written: that of a `WrappedRule`, otherwise this one."""
         return self
 
     @property
@@ -291,6 +292,6 @@ def check_rule(rule: object, where: str) -> None:
     if not isinstance(rule, Rule):
         hint = f" Give an instance, {rule.__name__}(...), not the class." if isinstance(rule, type) else ""
         raise TypeError(
-            f"{where}: rule must be a MemoryRule, a SoftmaxRule, a CachedRule or another memory.Rule, "
+            f"{where}: rule must be a MemoryRule, a SoftmaxRule, a CachedRule, a LogLinearRule or another memory.Rule, "
             f"got {type(rule).__name__}.{hint}"
         )

@@ -115,7 +115,7 @@ class MemoryConfig:
             )
 
     def build(self) -> Rule:
-        """The named rule with all overrides that are not None: a `memory.Rule`, with caching a `CachedRule`.
+        """The named rule with all overrides that are not None: a `memory.Rule`, with caching a `CachedRule` or a `LogLinearRule`.
 
         Raises:
           ValueError: as for the class. For a rejected override the message lists the overrides that the rule accepts.

@@ -39,7 +39,7 @@ def join(
     return skip + mine[..., None] * (own_read - skip) + others
 
 
-def _over_heads(rule: Rule, dtype: jnp.dtype) -> Callable[..., jax.Array]:
+def over_heads(rule: Rule, dtype: jnp.dtype) -> Callable[..., jax.Array]:
     """`Rule.read_cached` for [batch, heads, …]."""
     one = functools.partial(rule.read_cached, dtype)
     return jax.vmap(jax.vmap(one), in_axes=(None, 0, 0))
@@ -74,7 +74,7 @@ def read_earlier(
     y = jnp.zeros((*q.shape[:-1], rule.sizes(params).value_dim), q.dtype)
     if not len(reader):
         return y
-    run = _over_heads(rule, dtype)
+    run = over_heads(rule, dtype)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def weighed(params, memories, q, s, i, gamma):
@@ -99,7 +99,7 @@ def read_all(
 
     memories: [batch, heads, n, out, in]; q: [batch, heads, tokens, key_dim]; gamma: [batch, heads, tokens, n].
     """
-    run = jax.checkpoint(_over_heads(rule, dtype), prevent_cse=False)
+    run = jax.checkpoint(over_heads(rule, dtype), prevent_cse=False)
 
     def one(y, xs):
         weights, gamma = xs
@@ -158,7 +158,7 @@ def read_selected(
 
     token, which, place = jax.vmap(jax.vmap(lay))(index)
     rows = jnp.take_along_axis(q, token[..., None], axis=2).reshape(batch, heads, blocks, size, -1)
-    run = _over_heads(rule, dtype)
+    run = over_heads(rule, dtype)
     b, h = jnp.arange(batch)[:, None], jnp.arange(heads)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)

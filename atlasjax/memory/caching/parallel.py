@@ -72,17 +72,13 @@ def _layout(
             lengths = jnp.full((count, batch), size).at[-1].set(time % size)
         return _Layout(count, None, None, lengths, None, (i < s) & (s - i <= reach(count)), None)
     assert max_segments is not None
-    zeros = jnp.zeros(batch, jnp.int32)
-    where = grid.segmented_layout(segment_ids, max_segments, size, size, 1, zeros, zeros, zeros - 1)
-    count = where.num_slots
-    assert where.place is not None
+    where = grid.document_pieces(segment_ids, max_segments, size)
+    count = where.slots
     assert where.resets is not None
-    segment = where.place // size
-    lengths = jnp.zeros((batch, count), jnp.int32).at[jnp.arange(batch)[:, None], segment].add(1, mode="drop").T
     s, i = jnp.arange(count)[:, None, None], jnp.arange(count)
     begins = jax.lax.cummax(jnp.where(where.resets, jnp.arange(count)[:, None], 0), axis=0)[:, :, None]
     visible = (i < s) & (i >= begins) & (s - i <= reach(count))
-    return _Layout(count, where.place, where.resets, lengths, segment[:, -1], visible, where.overflow)
+    return _Layout(count, where.place, where.resets, where.lengths, where.place[:, -1] // size, visible, where.overflow)
 
 
 def _write(

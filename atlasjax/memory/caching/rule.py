@@ -1,16 +1,16 @@
 """`CachedRule`: a memory rule whose memory is cached at the end of every segment and read together with the current one."""
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.memory.caching import state as states_lib
 from atlasjax.memory.caching.state import CachedState
 from atlasjax.memory.gates import Gates
-from atlasjax.memory.rule import Params, Rule, Sizes
+from atlasjax.memory.rule import Params, Rule
+from atlasjax.memory.wrapped import WrappedRule
 from atlasjax.names import lookup
 
 AGGREGATIONS = {
@@ -35,7 +35,7 @@ STARTS = {"fresh": "each segment starts from M_0", "carry": "each continues from
 
 
 @dataclasses.dataclass(frozen=True)
-class CachedRule(Rule[Params, CachedState]):
+class CachedRule(WrappedRule[Params, CachedState]):
     """Memory Caching (arXiv 2602.24281, §3; SEMANTICS 4) around any rule. Frozen and hashable, static under `jax.jit`.
 
     A sequence is split into segments of C tokens. At the end of a segment the memory's parameters θ^(i) and a pooled key p^(i) are
@@ -134,18 +134,6 @@ class CachedRule(Rule[Params, CachedState]):
         return key_dim if self.capacity is None or self.connector == "input" else 1 + self.capacity
 
     @property
-    def has_residual(self) -> bool:
-        return self.rule.has_residual
-
-    @property
-    def chunk_size(self) -> int:
-        return self.rule.chunk_size
-
-    @property
-    def has_constant_gradient(self) -> bool:
-        return self.rule.has_constant_gradient
-
-    @property
     def soup_limit(self) -> str | None:
         return 'it keeps several memories, which its aggregation combines for every token (also as a "soup")'
 
@@ -159,59 +147,14 @@ class CachedRule(Rule[Params, CachedState]):
             gates["blend"] = None
         return gates
 
-    def for_unit_keys(self, key_dim: int) -> Self:
-        return dataclasses.replace(self, rule=self.rule.for_unit_keys(key_dim))
-
     # Methods of `Rule`, implemented in the modules of this package.
-
-    def sizes(self, params: Params) -> Sizes:
-        return self.rule.sizes(params)
-
-    def init_params(self, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> Params:
-        return self.rule.init_params(key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
 
     def init_state(self, params: Params, *, batch_size: int, max_length: int | None = None) -> CachedState:
         return states_lib.init_state(self, params, batch_size=batch_size, max_length=max_length)
 
-    @property
-    def without_cache(self) -> Rule[Params, Any]:
-        return self.rule
-
-    @property
-    def is_bounded(self) -> bool:
-        return self.rule.is_bounded
-
-    def unbounded(self) -> Self:
-        return dataclasses.replace(self, rule=self.rule.unbounded())
-
     def weight_norm(self, state: CachedState) -> Float[Array, "batch heads"] | None:
         """That of the memory which is being written."""
         return self.rule.weight_norm(state.online)
-
-    @property
-    def has_fixed_steps(self) -> bool:
-        return self.rule.has_fixed_steps
-
-    @property
-    def forgets_fast(self) -> bool:
-        return self.rule.forgets_fast
-
-    def suggested_steps(
-        self,
-        key_dim: int,
-        value_dim: int,
-        forgetting: np.ndarray,
-        momentum_decay: np.ndarray,
-        window_weights: np.ndarray,
-        similar_keys: bool,
-    ) -> tuple[np.ndarray, float]:
-        return self.rule.suggested_steps(key_dim, value_dim, forgetting, momentum_decay, window_weights, similar_keys)
-
-    def start_scale(self, step_size: np.ndarray) -> np.ndarray:
-        return self.rule.start_scale(step_size)
-
-    def check_params(self, params: Params, where: str) -> None:
-        self.rule.check_params(params, where)
 
     def max_length(self, state: object) -> int | None:
         keys: Any = getattr(state, "keys", None)

@@ -45,25 +45,17 @@ def _from_state(
     time = tokens.q.shape[1]
     size, dtype = rule.segment_size, tokens.q.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
-    count = (time + size - 1) // size + 1
-    begin = state.position
-    place = begin[:, None] + jnp.arange(time)
-    segment = place // size
-    offset = place - jnp.where(segment == 0, begin[:, None], segment * size)
-    width = min(size, time)
-    front = segment * width + offset  # each segment's tokens are at its front
+    where = grid.continued_pieces(time, size, state.position)
 
     def one(state: CachedState, xs: Any) -> tuple[CachedState, jax.Array]:
-        row, s = xs
-        start = jnp.where(s == 0, begin, s * size)
-        length = jnp.clip(begin + time - start, 0, jnp.where(s == 0, size - begin, size))
+        row, length = xs
         state = cache.push(rule, params, state, (length > 0) & (state.position == size))
         up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
         q, k = up(row.q), up(row.k)
-        real = jnp.arange(width) < length[:, None]
+        real = jnp.arange(where.width) < length[:, None]
         k = jnp.where(real[:, None, :, None], k, 0.0)
         sums = state.key_sum[:, :, None] + jnp.cumsum(k, axis=2)
-        seen = state.position[:, None, None] + jnp.arange(1, width + 1)
+        seen = state.position[:, None, None] + jnp.arange(1, where.width + 1)
         own_keys = gating.running_pool(rule, sums, jnp.broadcast_to(seen, sums.shape[:-1]))
         end = {}
 
@@ -87,6 +79,6 @@ def _from_state(
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
     state = jax.tree.map(lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
     run = jax.checkpoint(one, prevent_cse=False)
-    rows = jax.tree.map(lambda x: grid.lay_chunks(x, count, width, front), tokens)
-    state, y = meshes.scan(run, state, (rows, jnp.arange(count)))
-    return grid.pick_chunks(y, time, front).astype(dtype), state
+    rows = jax.tree.map(lambda x: grid.lay_chunks(x, where.slots, where.width, where.place), tokens)
+    state, y = meshes.scan(run, state, (rows, where.lengths))
+    return grid.pick_chunks(y, time, where.place).astype(dtype), state

@@ -1,0 +1,66 @@
+"""The definition of a log-linear memory: token by token, with every level written from its first segment. Slow on purpose;
+SEMANTICS 4.8."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import meshes
+from atlasjax.memory.gates import Gates
+from atlasjax.memory.log_linear.rule import LogLinearRule
+from atlasjax.memory.log_linear.state import count_levels, fresh_memory
+from atlasjax.memory.rule import Params
+
+
+def reference_outputs(
+    rule: LogLinearRule[Params],
+    params: Params,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    """y of a call from a fresh memory, [batch, time, heads, value_dim], at least float32."""
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    params, (q, k, v, gates) = jax.tree.map(wide, (params, (q, k, v, gates)))
+    batch, time = q.shape[:2]
+    fresh = jax.tree.map(wide, fresh_memory(rule, params, 1))
+    spans = [rule.segment_size << j for j in range(count_levels(rule, time))]
+    ids = jnp.zeros((batch, time), jnp.int32) if segment_ids is None else segment_ids
+    when = lambda condition, a, b: jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
+
+    def token(carry: dict[str, Any], xs: Any) -> tuple[dict[str, Any], jax.Array]:
+        """One token of one row. For each span, `now` is the memory of the current 2^j segments, `before` that of the last."""
+        (q, k, v, gates), document = xs
+        position = jnp.where(document == carry["document"], carry["position"], 0)
+        one = jax.tree.map(lambda x: x[None, None], (q, k, v, gates._replace(connector=None)))
+        own = when(position % rule.segment_size == 0, fresh, carry["own"])
+        own_read, own = rule.rule.reference(params, own, *one)
+        before, now = [], []
+        for span, was_before, was_now in zip(spans, carry["before"], carry["now"], strict=True):
+            begins = position % span == 0
+            before.append(when(begins, was_now, was_before))
+            now.append(rule.rule.reference(params, when(begins, fresh, was_now), *one)[1])
+        weights = jax.nn.softplus(gates.connector)  # [heads, 1 + levels]
+        skip = jax.vmap(rule.rule.residual)(params, q[:, None])
+        skip = jnp.zeros_like(own_read[0, 0]) if skip is None else skip[:, 0]
+        y = skip + weights[:, :1] * (own_read[0, 0] - skip)
+        for j, (span, memory) in enumerate(zip(spans, before, strict=True)):
+            memory = jax.tree.map(lambda w: w[0], rule.rule.cached_weights(memory))
+            read = jax.vmap(rule.rule.reference_read)(params, memory, q) - skip
+            reads = position // span % 2 == 1  # bit j of the segment's number
+            y = y + jnp.where(reads, weights[:, 1 + j, None] * read, 0.0)
+        carry = {"own": own, "before": before, "now": now, "position": position + 1, "document": document}
+        return carry, y
+
+    start = {
+        "own": fresh,
+        "before": [fresh] * len(spans),
+        "now": [fresh] * len(spans),
+        "position": jnp.zeros((), jnp.int32),
+        "document": jnp.full((), -1, jnp.int32),
+    }
+    return jax.vmap(lambda tokens, ids: meshes.scan(token, start, (tokens, ids))[1])((q, k, v, gates), ids)

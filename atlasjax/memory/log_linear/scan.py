@@ -1,0 +1,177 @@
+"""Log-linear memories over a sequence: from a fresh memory with all segments of a level in parallel, otherwise one segment after
+another."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import grid, meshes
+from atlasjax.memory.caching import combine
+from atlasjax.memory.caching.state import in_segment
+from atlasjax.memory.gates import Gates
+from atlasjax.memory.grid import choose
+from atlasjax.memory.log_linear import state as states
+from atlasjax.memory.log_linear.rule import LogLinearRule
+from atlasjax.memory.log_linear.state import LogLinearState
+from atlasjax.memory.rule import Params
+
+
+def xla_scan(
+    rule: LogLinearRule[Params],
+    params: Params,
+    state: LogLinearState | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
+) -> tuple[jax.Array, LogLinearState]:
+    """`LogLinearRule.scan`."""
+    assert gates.connector is not None
+    weights = jax.nn.softplus(gates.connector.astype(jnp.promote_types(q.dtype, jnp.float32)))
+    tokens = (q, k, v, gates._replace(connector=None))
+    if segment_ids is None and state is None:
+        return _parallel(rule, params, tokens, weights)
+    batch, time = q.shape[:2]
+    if segment_ids is None:
+        assert state is not None
+        where = grid.continued_pieces(time, rule.segment_size, state.position % rule.segment_size)
+        return _sequential(rule, params, state, tokens, weights, where)
+    if state is not None:
+        raise ValueError(
+            "memory.scan: segment_ids with a log-linear rule require state=None, because documents cannot continue from a state."
+        )
+    assert max_segments is not None
+    where = grid.document_pieces(segment_ids, max_segments, rule.segment_size)
+    y, state = _sequential(rule, params, states.init_state(rule, params, batch, time), tokens, weights, where)
+    state = state._replace(own=in_segment(state.own, segment_ids[:, -1]))
+    assert where.overflow is not None
+    poison = lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return y, choose(where.overflow, jax.tree.map(poison, state), state)
+
+
+def _sequential(
+    rule: LogLinearRule[Params],
+    params: Params,
+    state: LogLinearState,
+    tokens: Any,
+    weights: jax.Array,
+    where: grid.Pieces,
+) -> tuple[jax.Array, LogLinearState]:
+    """A call that continues from a state anywhere in a segment, or has packed documents."""
+    batch, time = tokens[0].shape[:2]
+    dtype = tokens[0].dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+    up_params = jax.tree.map(lambda x: x.astype(wide), params)
+    copies = max(1, len(state.levels))
+    resets = jnp.zeros_like(where.lengths, bool) if where.resets is None else where.resets
+
+    def piece(state: LogLinearState, xs: Any) -> tuple[LogLinearState, jax.Array]:
+        (row, weights), length, reset = xs
+        state = state._replace(position=jnp.where(reset, 0, state.position))
+        begins = (length > 0) & (state.position % rule.segment_size == 0)
+        state, number = states.begin_segment(rule, params, state, begins)
+        repeated = jax.tree.map(lambda x: jnp.concatenate([x] * copies), row)
+        lengths = jnp.where(states.written(number, state), jnp.concatenate([length] * copies), 0)
+        before = states.writers(state)
+        y, after = rule.rule.scan(params, before, *repeated, lengths=lengths)
+        after = jax.tree.map(lambda x, like: x.astype(like.dtype), after, before)
+        state = states.with_written(state, after)
+        up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
+        real = (jnp.arange(where.width) < length[:, None])[..., None, None]
+        own = up(jnp.where(real, y[:batch], 0.0))
+        y = states.read_levels(rule, up_params, state, number, up(row[0]), own, up(weights), dtype)
+        state = state._replace(position=state.position + length.astype(jnp.int32))
+        return state, jnp.swapaxes(y, 1, 2)
+
+    state = jax.tree.map(lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+    rows = jax.tree.map(lambda x: grid.lay_chunks(x, where.slots, where.width, where.place), (tokens, weights))
+    run = jax.checkpoint(piece, prevent_cse=False)
+    state, y = meshes.scan(run, state, (rows, where.lengths, resets))
+    return grid.pick_chunks(y, time, where.place).astype(dtype), state
+
+
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
+def _parallel(
+    rule: LogLinearRule[Params], params: Params, tokens: Any, weights: jax.Array
+) -> tuple[jax.Array, LogLinearState]:
+    """A call from a fresh memory. The memories of level j continue those of level j − 1, whose segments are their first half."""
+    batch, time = tokens[0].shape[:2]
+    size, dtype = rule.segment_size, tokens[0].dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+    up_params = jax.tree.map(lambda x: x.astype(wide), params)
+    count, last = -(-time // size), (time - 1) // size
+    rows = jax.tree.map(lambda x: _flat(grid.lay_chunks(x, count, size)), tokens)
+    lengths = jnp.full((count, batch), size).at[-1].set(time - last * size).reshape(-1) if time % size else None
+    y, ends = rule.rule.scan(params, None, *rows, lengths=lengths)
+    ends = jax.tree.map(lambda x: x.reshape(count, batch, *x.shape[1:]), ends)
+    own_read = grid.pick_chunks(y.reshape(count, batch, size, *y.shape[2:]), time)
+    up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
+    q, own_read, weights = up(tokens[0]), up(own_read), up(weights)
+
+    others = jnp.zeros_like(own_read)
+    finished, levels = ends, []
+    for j in range(states.count_levels(rule, time)):
+        span = size << j
+        pairs = ((time - 1) // span + 1) // 2  # of a memory of this level and the `span` tokens that read it
+        memories = _at(finished, slice(0, 2 * pairs, 2))
+        if j:
+            memories = _continued(rule, params, memories, tokens, pairs, span)
+        level = _at(memories, -1)
+        if j and not last >> j & 1 and last >> (j - 1) & 1:  # the last segment writes this level
+            rest = _from(tokens, (last >> (j - 1) << (j - 1)) * size)
+            _, level = rule.rule.scan(params, _at(finished, -1), *rest)
+        levels.append(level)
+        finished = memories
+        read = jax.checkpoint(functools.partial(_read_level, rule, dtype, pairs, span), prevent_cse=False)
+        others = others + weights[..., 1 + j, None] * read(up_params, rule.rule.cached_weights(memories), q)
+    y = combine.join(rule.rule, up_params, q, own_read, weights[..., 0], others)
+    state = LogLinearState(_at(ends, -1), tuple(levels), jnp.full(batch, time, jnp.int32))
+    return jnp.swapaxes(y, 1, 2).astype(dtype), state
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """[a, batch, …] → [a · batch, …]."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _at(tree: Any, index: int | slice) -> Any:
+    return jax.tree.map(lambda x: x[index], tree)
+
+
+def _from(tokens: Any, begin: int) -> Any:
+    return jax.tree.map(lambda x: x[:, begin:], tokens)
+
+
+def _continued(rule: LogLinearRule[Params], params: Params, starts: Any, tokens: Any, pairs: int, span: int) -> Any:
+    """The memories [pairs, batch, …] of `span` tokens each, from those of their first halves."""
+    second = lambda x: _flat(_pairs(x, 1, pairs, span)[:, :, span // 2 : span].swapaxes(0, 1))
+    _, ends = rule.rule.scan(params, jax.tree.map(_flat, starts), *jax.tree.map(second, tokens))
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), ends, starts)
+
+
+def _pairs(x: jax.Array, axis: int, pairs: int, span: int) -> jax.Array:
+    """The time axis as [pairs, 2 · span], cut or padded with zeros at the end."""
+    total = pairs * 2 * span
+    x = jax.lax.slice_in_dim(x, 0, min(total, x.shape[axis]), axis=axis)
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, total - x.shape[axis])
+    return jnp.pad(x, padding).reshape(*x.shape[:axis], pairs, 2 * span, *x.shape[axis + 1 :])
+
+
+def _read_level(
+    rule: LogLinearRule[Params], dtype: jnp.dtype, pairs: int, span: int, params: Params, memories: Any, q: jax.Array
+) -> jax.Array:
+    """The reads of one level, zero for tokens that do not read it: [batch, heads, time, value_dim].
+
+    memories: [pairs, batch, heads, …]. q: [batch, heads, time, key_dim].
+    """
+    time = q.shape[2]
+    readers = jnp.moveaxis(_pairs(q, 2, pairs, span)[:, :, :, span:], 2, 0)  # [pairs, batch, heads, span, key_dim]
+    y = jax.vmap(combine.over_heads(rule.rule, dtype), in_axes=(None, 0, 0))(params, memories, readers)
+    y = jnp.moveaxis(jnp.stack([jnp.zeros_like(y), y], axis=3), 0, 2)  # [batch, heads, pairs, 2, span, value_dim]
+    y = y.reshape(*y.shape[:2], -1, y.shape[-1])[:, :, :time]
+    return jnp.pad(y, ((0, 0), (0, 0), (0, time - y.shape[2]), (0, 0)))

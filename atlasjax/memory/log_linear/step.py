@@ -1,0 +1,56 @@
+"""A log-linear memory for one token, and read without a write."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.gates import Gates
+from atlasjax.memory.grid import choose
+from atlasjax.memory.log_linear import state as states
+from atlasjax.memory.log_linear.rule import LogLinearRule
+from atlasjax.memory.log_linear.state import LogLinearState
+from atlasjax.memory.rule import Params
+
+
+def xla_step(
+    rule: LogLinearRule[Params],
+    params: Params,
+    state: LogLinearState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+) -> tuple[jax.Array, LogLinearState]:
+    """`LogLinearRule.step`."""
+    batch, dtype = q.shape[0], q.dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+    assert gates.connector is not None
+    weights = jax.nn.softplus(gates.connector.astype(wide))
+    state, number = states.begin_segment(rule, params, state, state.position % rule.segment_size == 0)
+    before = states.writers(state)
+    copies = max(1, len(state.levels))
+    repeat = lambda x: jnp.concatenate([x] * copies)
+    tokens = jax.tree.map(repeat, (q, k, v, gates._replace(connector=None)))
+    y, after = rule.rule.step(params, before, *tokens)
+    state = states.with_written(state, choose(states.written(number, state), after, before))
+    up = lambda x: x.astype(wide)[:, :, None]
+    up_params = jax.tree.map(lambda x: x.astype(wide), params)
+    y = states.read_levels(rule, up_params, state, number, up(q), up(y[:batch]), weights[:, :, None], dtype)
+    return y[:, :, 0].astype(dtype), state._replace(position=state.position + 1)
+
+
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
+def read_state(
+    rule: LogLinearRule[Params], params: Params, state: LogLinearState, q: jax.Array, connector: jax.Array
+) -> jax.Array:
+    """`LogLinearRule.read`."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
+    up_params = jax.tree.map(lambda x: x.astype(wide), params)
+    own = up(rule.rule.read(params, state.own, q.astype(wide)))
+    number = jnp.maximum(state.position - 1, 0) // rule.segment_size
+    y = states.read_levels(
+        rule, up_params, state, number, up(q), own, up(jax.nn.softplus(connector.astype(wide))), wide
+    )
+    return jnp.swapaxes(y, 1, 2).astype(q.dtype)

@@ -1,0 +1,78 @@
+"""`WrappedRule`: a rule around another one, which writes with the inner rule and differs in what is kept and read."""
+
+import dataclasses
+from typing import Any, Self, TypeVar
+
+import numpy as np
+from jaxtyping import PRNGKeyArray
+
+from atlasjax.memory.rule import Params, Rule, Sizes
+
+State = TypeVar("State")
+
+
+class WrappedRule(Rule[Params, State]):
+    """A frozen dataclass with a field `rule`, which owns the parameters, gates and bounds.
+
+    Attributes:
+      rule: the inner rule, which writes.
+    """
+
+    rule: Rule[Params, Any]
+
+    @property
+    def without_cache(self) -> Rule[Params, Any]:
+        return self.rule
+
+    @property
+    def has_residual(self) -> bool:
+        return self.rule.has_residual
+
+    @property
+    def chunk_size(self) -> int:
+        return self.rule.chunk_size
+
+    @property
+    def has_constant_gradient(self) -> bool:
+        return self.rule.has_constant_gradient
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.rule.is_bounded
+
+    @property
+    def has_fixed_steps(self) -> bool:
+        return self.rule.has_fixed_steps
+
+    @property
+    def forgets_fast(self) -> bool:
+        return self.rule.forgets_fast
+
+    def unbounded(self) -> Self:
+        return dataclasses.replace(self, rule=self.rule.unbounded())  # type: ignore[type-var]
+
+    def for_unit_keys(self, key_dim: int) -> Self:
+        return dataclasses.replace(self, rule=self.rule.for_unit_keys(key_dim))  # type: ignore[type-var]
+
+    def sizes(self, params: Params) -> Sizes:
+        return self.rule.sizes(params)
+
+    def init_params(self, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> Params:
+        return self.rule.init_params(key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
+
+    def check_params(self, params: Params, where: str) -> None:
+        self.rule.check_params(params, where)
+
+    def suggested_steps(
+        self,
+        key_dim: int,
+        value_dim: int,
+        forgetting: np.ndarray,
+        momentum_decay: np.ndarray,
+        window_weights: np.ndarray,
+        similar_keys: bool,
+    ) -> tuple[np.ndarray, float]:
+        return self.rule.suggested_steps(key_dim, value_dim, forgetting, momentum_decay, window_weights, similar_keys)
+
+    def start_scale(self, step_size: np.ndarray) -> np.ndarray:
+        return self.rule.start_scale(step_size)
