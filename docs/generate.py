@@ -626,6 +626,11 @@ def _compiled(kernel: str, label: str, static: list[dict[str, Any]]) -> tuple[st
     return ", ".join(targets) or "none", ", ".join(chips) or "none"
 
 
+def _no_plan(error: str) -> str:
+    reason = error.rpartition("Error: ")[2].removesuffix(".")
+    return "no plan: " + ("not supported by the kernels" if "implementation=" in error else reason)
+
+
 def status_plans() -> str:
     """Training steps compiled for pods."""
     lines = [
@@ -633,7 +638,7 @@ def status_plans() -> str:
             f"`{row['preset']}`",
             row["topology"],
             row["implementation"],
-            "no plan: not supported by the kernels" if row.get("plan") is None else "yes" if row["fits"] else "no",
+            _no_plan(row["error"]) if row.get("plan") is None else "yes" if row["fits"] else "no",
             "" if row.get("plan") is None else f"{row['total_bytes'] / 2**30:.2f}",
         )
         for row in sorted(
