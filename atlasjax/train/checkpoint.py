@@ -7,15 +7,11 @@ A step is written next to the others under a temporary name, and renamed when co
 its final name from the start, and is complete once it contains commit_success.txt, which is written last.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
-import gc
-import logging
 import shutil
-import sys
 import threading
-import time
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,13 +20,17 @@ from jaxtyping import PyTree
 
 from atlasjax import storage
 from atlasjax.train import integrity
-from atlasjax.train.errors import CheckpointError, NonFiniteError, ProcessDiedError
+from atlasjax.train.errors import CheckpointError, NonFiniteError, ProcessDiedError, SaveError
+from atlasjax.train.quiet import join_writers, no_leftovers, quiet, root_cause
+from atlasjax.train.saves import agreed_cause, agreed_done
 from atlasjax.train.state import TrainState
 from atlasjax.train.step_folders import StepFolders
 from atlasjax.train.trainable import replaced
 
 _JSON = ("position", "config", "integrity")
 _COMMITTED = "commit_success.txt"  # Orbax's marker in a bucket
+DEADLINE = 300  # seconds for a save of several processes: when one fails, the others wait for it until then
+LONGEST = 1200  # each failure doubles the deadline, in case the save was only slow, up to Orbax's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,33 +60,47 @@ class Checkpoints:
 
     Attributes:
       directory: the folder.
+      failures: the saves in a row that have failed.
     """
 
     def __init__(self, directory: str | storage.AnyPath, keep: int = 3, *, clean: bool = True):
+        self.directory = storage.path(directory).absolute()
+        self.failures = 0
+        self._keep, self._clean = keep, clean
+        self._opened = 0
+        self._folders = StepFolders()
+        with contextlib.ExitStack() as silent:
+            silent.enter_context(quiet("absl"))
+            self._checkpointer = self._open()
+            self._exit = silent.pop_all()
+        self._waiter = concurrent.futures.ThreadPoolExecutor(1, "save")
+        self._pending: tuple[int, concurrent.futures.Future[Any]] | None = None
+        self._failed_step: int | None = None
+        self._saving = contextlib.ExitStack()  # contexts that are active during a save
+        self._other_threads: set[threading.Thread] = set()  # threads that were running before the save
+
+    def _open(self) -> Any:
+        """Orbax's checkpointer. All processes call this together."""
         from orbax.checkpoint import v1 as ocp
 
-        self.directory = storage.path(directory).absolute()
         registry = ocp.handlers.local_registry()
         for name in _JSON:
             registry.add(ocp.handlers.JsonHandler, checkpointable_name=name)
         context = ocp.Context()
         context.checkpointables.registry = registry
-        self._folders = StepFolders()
-        with contextlib.ExitStack() as quiet:
-            quiet.enter_context(_quiet("absl"))
-            with storage.explaining(self.directory):
-                self._checkpointer = ocp.training.Checkpointer(
-                    str(self.directory),
-                    context=context,
-                    preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-                    step_name_format=self._folders,
-                    cleanup_tmp_directories=clean,
-                )
-            self._exit = quiet.pop_all()
-        self._pending: tuple[int, Any] | None = None
-        self._failed_step: int | None = None
-        self._saving = contextlib.ExitStack()  # contexts that are active during a save
-        self._other_threads: set[threading.Thread] = set()  # threads that were running before the save
+        if jax.process_count() > 1:
+            context.async_options.timeout_secs = min(DEADLINE * 2**self.failures, LONGEST)
+            # A barrier that one process has missed cannot be used again.
+            context.multiprocessing_options.barrier_sync_key_prefix = f"opened_{self._opened}"
+        self._opened += 1
+        with storage.explaining(self.directory):
+            return ocp.training.Checkpointer(
+                str(self.directory),
+                context=context,
+                preservation_policy=ocp.training.preservation_policies.LatestN(self._keep),
+                step_name_format=self._folders,
+                cleanup_tmp_directories=self._clean,
+            )
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -95,7 +109,7 @@ class Checkpoints:
         if error_type is not None and issubclass(error_type, ProcessDiedError):
             return  # a save would wait for all processes
         try:
-            self.wait()
+            self._wait(agree=error_type is None)  # after an error the other processes may be elsewhere
         except CheckpointError:
             if error_type is None:  # otherwise the first error is the one to report
                 raise
@@ -104,7 +118,8 @@ class Checkpoints:
                 with contextlib.suppress(Exception):  # Orbax raises the error of a failed save again
                     self._checkpointer.close()
                 if self._failed_step is not None:
-                    _join_writers(self._other_threads)
+                    join_writers(self._other_threads)
+                self._waiter.shutdown()
             self._clear_failed()
 
     def steps(self) -> list[int]:
@@ -127,10 +142,13 @@ class Checkpoints:
 
         Raises:
           NonFiniteError: the state has a NaN or infinite value. Nothing is written.
-          CheckpointError: this save could not start, or the previous one failed (disk full, …).
+          SaveError: this save could not start, or the previous one failed. Another attempt is possible, also with another state.
+          CheckpointError: the disk is full; or with several processes this save could not start.
         """
         self.wait()
         step = int(state.step)
+        if self.failures:
+            self._reopen(step)
         if step in self.steps():
             return
         fingerprint = integrity.describe(state)
@@ -146,22 +164,24 @@ class Checkpoints:
             "integrity": fingerprint["sums"] | _text_sums({"position": list(positions), "config": config}),
         }
         self._other_threads = set(threading.enumerate())
-        with contextlib.ExitStack() as saving, self._clear_failure(step):
-            saving.enter_context(_quiet("asyncio", "concurrent.futures"))
+        with contextlib.ExitStack() as saving, self._starting(step):
+            saving.enter_context(quiet("asyncio", "concurrent.futures"))
             response = self._checkpointer.save_checkpointables_async(step, content, force=True)
             self._saving = saving.pop_all()
-        self._pending = (step, response)
+        self._pending = (step, self._waiter.submit(response.result))
 
     def wait(self) -> None:
-        """Waits until the save in progress is on disk.
+        """Waits until the save in progress is on disk. All processes call it together, and do the same afterwards.
 
         Raises:
-          CheckpointError: the save failed. Earlier checkpoints are intact, and nothing of the failed one is left.
+          SaveError: the save failed, in any process. Earlier checkpoints are intact, and nothing of the failed one is left.
         """
-        if self._pending is not None:
-            (step, response), self._pending = self._pending, None
-            with self._saving, self._clear_failure(step):
-                response.result()
+        self._wait(agree=True)
+
+    def check(self) -> None:
+        """Raises SaveError if the save in progress has ended by now and failed. All processes call it together."""
+        if self._pending is not None and agreed_done(self._pending[1].done()):
+            self.wait()
 
     def set_aside(self, step: int) -> storage.AnyPath:
         """Moves a damaged checkpoint to another folder, so that its step can be saved again. Returns its new path."""
@@ -255,13 +275,13 @@ class Checkpoints:
         if cause is not None:
             raise CheckpointError(f"cannot be read ({cause})")
         away: storage.StoreError | None = None
-        with _quiet("asyncio", "concurrent.futures"), _no_leftovers():
+        with quiet("asyncio", "concurrent.futures"), no_leftovers():
             try:
                 loaded = self._checkpointer.load_checkpointables(step, {**target, **dict.fromkeys(_JSON)})
             except Exception as error:  # whatever the storage libraries raise on damaged files
                 if storage.is_outage(error):  # of the store; the checkpoint may be intact
                     away = storage.explained(str(self.path(step)), error)
-                cause = _root_cause(error)
+                cause = root_cause(error)
         if away is not None:
             raise away
         if cause is not None:
@@ -305,15 +325,44 @@ class Checkpoints:
                 )
             )
 
+    def _wait(self, *, agree: bool) -> None:
+        if self._pending is None:
+            return
+        (step, response), self._pending = self._pending, None
+        with self._saving:
+            error = response.exception()
+            cause = None if error is None else root_cause(error)
+            if error is not None:
+                join_writers(self._other_threads)  # before process 0 removes what they have written
+            if agree:
+                cause = agreed_cause(cause)
+            if cause is not None:
+                raise SaveError(self._failed(step, cause)) from error
+        self.failures = 0
+
+    def _reopen(self, step: int) -> None:
+        """After a failed save: Orbax has already forgotten the checkpoints that it would have replaced."""
+        for end in (self._checkpointer.wait, self._checkpointer.close):
+            with contextlib.suppress(Exception):  # the error of the failed save again
+                end()
+        with self._starting(step):
+            self._checkpointer = self._open()
+
     @contextlib.contextmanager
-    def _clear_failure(self, step: int) -> Iterator[None]:
+    def _starting(self, step: int) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # whatever the storage libraries raise: OSError, ValueError, XlaRuntimeError
-            self._failed_step = step
-            _join_writers(self._other_threads)
-            self._clear_failed()
-            raise CheckpointError(self._failure(step, _root_cause(error))) from error
+            join_writers(self._other_threads)
+            # The other processes wait for this one in the middle of their start. They can only learn of it by its end.
+            kind = SaveError if jax.process_count() == 1 else CheckpointError
+            raise kind(self._failed(step, root_cause(error))) from error
+
+    def _failed(self, step: int, cause: str) -> str:
+        self.failures += 1
+        self._failed_step = step
+        self._clear_failed()
+        return self._failure(step, cause)
 
     def _clear_failed(self) -> None:
         """Removes what a failed save has written. Its other threads may continue to write until the checkpointer is closed."""
@@ -329,7 +378,10 @@ class Checkpoints:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def _failure(self, step: int, cause: str) -> str:
-        intact = [done for done in self.steps() if done != step]
+        try:
+            intact = [done for done in complete_steps(self.directory) if done != step]
+        except OSError:  # the store itself has failed
+            intact = [done for done in self.steps() if done != step]
         kept = f"The checkpoints before it are intact; the newest is {self.path(intact[-1])}." if intact else (
             "There is no earlier checkpoint."
         )  # fmt: skip
@@ -343,66 +395,9 @@ def complete_steps(directory: storage.AnyPath) -> list[int]:
     return sorted(int(folder.name) for folder in found)
 
 
-def _join_writers(others: set[threading.Thread], seconds: float = 30.0) -> None:
-    """Waits for threads that a failed save left running. Orbax does not, and they would raise errors when the interpreter exits.
-
-    They are Orbax's own threads and the workers of its event loops, recognized by asyncio's names. If a writer ends
-    after the event loop of the failed save is closed, asyncio and concurrent.futures log it.
-
-    Args:
-      others: threads that do not belong to the save.
-      seconds: total time to wait.
-    """
-    deadline = time.monotonic() + seconds
-    for thread in set(threading.enumerate()) - others - {threading.current_thread()}:
-        if type(thread).__module__.startswith("orbax.") or thread.name.startswith("asyncio_"):
-            with contextlib.suppress(Exception):  # Orbax raises the error of the thread again
-                thread.join(timeout=max(0.0, deadline - time.monotonic()))
-    gc.collect()  # tasks of the closed loop log an error when they are collected; do it now, while asyncio's logger is silent
-
-
 def _text_sums(content: dict[str, Any]) -> dict[str, int]:
     return {f".{name}": integrity.text_sum(content[name]) for name in ("position", "config")}
 
 
 def _prefixes(arrays: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f".{name}" for name in arrays)
-
-
-def _root_cause(error: BaseException) -> str:
-    """The first line of the innermost error, which the libraries wrap in several layers."""
-    seen: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in seen:
-        seen.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    lines = str(seen[-1]).strip().splitlines()
-    return (lines[0] if lines else type(seen[-1]).__name__)[:300].rstrip(". ")
-
-
-@contextlib.contextmanager
-def _no_leftovers() -> Iterator[None]:
-    """Collects the coroutines that a failed load leaves behind: they would warn when they are collected later."""
-    hook = sys.unraisablehook
-    sys.unraisablehook = lambda _: None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            yield
-            gc.collect()
-    finally:
-        sys.unraisablehook = hook
-
-
-@contextlib.contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Silences loggers. The storage libraries log pages of tracebacks, also in background threads; we report their errors once."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

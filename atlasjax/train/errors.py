@@ -31,6 +31,10 @@ class CheckpointError(RunError):
     """A checkpoint could not be written or read."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint was not written, which all processes know. Nothing of it is left, and the state can be saved again."""
+
+
 class ProcessDiedError(RunError):
     """Another process of the run has ended. The command exits with `code`, 75. Starting all processes again resumes the run."""
 

@@ -19,12 +19,20 @@ from atlasjax.distributed.processes import aborts_explained, initialize, lost_pr
 from atlasjax.distributed.rendezvous import MissingProcessError
 from atlasjax.distributed.sharding import global_batch
 from atlasjax.evaluate.lm import LanguageModelResult
-from atlasjax.train import compiled_programs, lock, preflight
+from atlasjax.train import compiled_programs, lock, preflight, saves
 from atlasjax.train import setup as setup_lib
 from atlasjax.train.checkpoint import Checkpoints, complete_steps
 from atlasjax.train.compiled_programs import CompiledPrograms
 from atlasjax.train.config import HELD_OUT, TrainConfig, run_folder
-from atlasjax.train.errors import Interrupted, NonFiniteError, ProcessDiedError, RunError, user_errors
+from atlasjax.train.errors import (
+    CheckpointError,
+    Interrupted,
+    NonFiniteError,
+    ProcessDiedError,
+    RunError,
+    SaveError,
+    user_errors,
+)
 from atlasjax.train.evaluations import Evaluations
 from atlasjax.train.initial import base_params
 from atlasjax.train.metrics import MetricsWriter
@@ -163,7 +171,8 @@ def _explained(run_dir: storage.AnyPath) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        alone = jax.process_count() == 1 or isinstance(error, storage.StoreError)  # which loses connections too
+        # A store loses connections too; and if a process were lost, they could not have agreed that a save failed.
+        alone = jax.process_count() == 1 or isinstance(error, storage.StoreError | SaveError)
         cause = None if alone else lost_process(error)
         if cause is None and "RESOURCE_EXHAUSTED" in str(error):
             said = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)[:200].strip(" .")
@@ -283,16 +292,17 @@ class _Run:
                 loss = self._flush(writer, progress)
                 if log or last:
                     progress.report(step, loss)
+            if log and saves.failed_meanwhile(self.checkpoints, progress.print):
+                saving = True  # this state: the arrays of the other were donated
             if evaluating and not stop and self._evaluate(state):
                 self._record_evaluation(step, writer, progress)
             if saving:
-                self._save(state, step, writer, progress)
+                self._save(state, step, writer, progress, wait=last or bool(stop))
             if self.programs is not None and (saving or step == first + 1):
                 self.programs.save()
             if on_step is not None:
                 on_step(step)
             if stop and not last:
-                self.checkpoints.wait()
                 raise Interrupted(
                     f"Stopped by signal {stop} after step {step}, saved in {self.checkpoints.path(step)}. Run the same "
                     "command to resume.",
@@ -364,29 +374,30 @@ class _Run:
                     f"{result.perplexity:.2f}"
                 )
 
-    def _save(self, state: TrainState, step: int, writer: MetricsWriter, progress: Progress) -> None:
+    def _save(self, state: TrainState, step: int, writer: MetricsWriter, progress: Progress, *, wait: bool) -> None:
         first = self.timing.stop_seconds is None
-        with contextlib.ExitStack() as timed:
-            if first:
-                timed.enter_context(self.timing.spend("checkpoint written"))
+
+        def save() -> None:
             with self.timing.spend("checkpoint"):
                 self.confirm()
                 writer.commit()
-                try:
-                    self.checkpoints.save(state, setup_lib.all_positions(self.data), to_dict(self.config))
-                except NonFiniteError:
-                    raise NonFiniteError(
-                        self._non_finite(f"The training state after step {step} is not finite.")
-                    ) from None
-            if first:
-                self.checkpoints.wait()  # once, to learn how long one takes
+                self.checkpoints.save(state, setup_lib.all_positions(self.data), to_dict(self.config))
+            if first or wait:  # the first one, to learn how long one takes
+                self.checkpoints.wait()
+
+        with self.timing.spend("checkpoint written") if first else contextlib.nullcontext():
+            try:
+                saves.repeated(save, self.checkpoints, progress.print)
+            except NonFiniteError:
+                raise NonFiniteError(self._non_finite(f"The training state after step {step} is not finite.")) from None
         if first and jax.process_count() > 1 and (worst := self.timing.stop_seconds) is not None:
             progress.print(
                 f"After a preemption notice, this run needs up to {seconds(worst)}: two steps and a checkpoint."
             )
 
     def _non_finite(self, what: str) -> str:
-        self.checkpoints.wait()
+        with contextlib.suppress(CheckpointError):  # of an earlier step, which is not the reason to end
+            self.checkpoints.wait()
         steps = self.checkpoints.steps()
         last = (
             f"The last good checkpoint is {self.checkpoints.path(steps[-1])}."

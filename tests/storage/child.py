@@ -1,10 +1,13 @@
-"""A training run in a process of its own, with a short lease: python -m tests.storage.child CONFIG KILL_AT."""
+"""A training run in a process of its own, which does not wait long for others: python -m tests.storage.child CONFIG KILL_AT."""
 
 import sys
 
 from atlasjax.storage import lease
+from atlasjax.train import checkpoint, saves
 from tests.train import child
 
 if __name__ == "__main__":
     lease.SECONDS = 2.0
+    checkpoint.DEADLINE = checkpoint.LONGEST = 15
+    saves.PAUSE = 0.1
     child.main(*sys.argv[1:])

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import itertools
 import json
+import pathlib
 import signal
 
 import numpy as np
@@ -14,7 +15,18 @@ from atlasjax.config_json import to_dict
 from atlasjax.data import DataConfig
 from atlasjax.distributed import MeshConfig, ProcessConfig
 from atlasjax.storage import lease
-from atlasjax.train import ConfigError, OptimizerConfig, TrainConfig, compiled_programs, load_run, metrics, train
+from atlasjax.train import (
+    ConfigError,
+    OptimizerConfig,
+    TrainConfig,
+    checkpoint,
+    compiled_programs,
+    load_run,
+    metrics,
+    saves,
+    train,
+)
+from atlasjax.train.errors import SaveError
 from atlasjax.train.plot import plot_loss
 from tests.distributed.test_processes import coordinator
 from tests.storage.server import BUCKET, Fault
@@ -262,21 +274,32 @@ def test_a_run_whose_lease_was_taken_over_writes_nothing_more(server, tmp_path):
     assert server.read("runs/taken/lease")  # the other's
 
 
-def test_a_save_that_fails_leaves_the_checkpoints_before_it(server, tmp_path):
-    """The bucket refuses to take anything more in the middle of a save."""
-    from atlasjax.train import CheckpointError
-
+def test_a_save_that_fails_leaves_the_checkpoints_before_it(server, tmp_path, saves_at_once, capsys):
+    """The bucket refuses to take anything more in the middle of a save, and of its repetitions."""
     run = in_bucket(config(tmp_path, data_changes=NO_EVALUATION), "refused")
     refused = Fault(lambda method, path: method == "POST" and "checkpoints/4/" in path and "/d/" in path, status=403)
     with (
         server.faulty(refused),
-        pytest.raises(CheckpointError, match=f"the newest is {run.run_dir}/checkpoints/2") as caught,
+        pytest.raises(SaveError, match=f"the newest is {run.run_dir}/checkpoints/2") as caught,
     ):
         train(run)
-    assert refused.seen
+    assert refused.seen > saves.REPEATS
     assert "\n" not in str(caught.value)
+    assert notices(capsys) == [f"({n} of {saves.REPEATS})" for n in range(1, saves.REPEATS + 1)]
     assert {name.split("/")[3] for name in server.names("runs/refused/checkpoints/")} == {"2"}
     assert train(run).resumed_from == 2
+
+
+@pytest.fixture
+def saves_at_once(monkeypatch):
+    monkeypatch.setattr(saves, "PAUSE", 0.01)
+
+
+def notices(capsys) -> list[str]:
+    """The count at the end of each line that says that a state is saved again."""
+    lines = [line for line in capsys.readouterr().out.splitlines() if "Saving again in" in line]
+    assert all(line.startswith("Saving the checkpoint of step") for line in lines)
+    return [line[line.rindex("(") : -1] for line in lines]
 
 
 def every(n: int, but: tuple[str, ...] = ()):
@@ -286,7 +309,7 @@ def every(n: int, but: tuple[str, ...] = ()):
 
 
 # Requests whose answer must not be lost. The emulator forgets an upload in parts when it is complete, where Google answers
-# as before. A manifest is written on condition that nobody else wrote it: see `test_a_lost_answer_about_a_manifest`.
+# as before. A lost answer about a manifest fails the save: see `test_a_lost_answer_about_a_manifest`.
 NOT_LOST = ("upload_id", "manifest.ocdbt")
 
 
@@ -304,25 +327,103 @@ def test_a_run_through_errors_that_pass_and_slow_answers(server, tmp_path, done)
     assert train_losses(run.run_dir) == train_losses(done[0].run_dir)
 
 
-def test_a_lost_answer_about_a_manifest(server, tmp_path):
-    """Tensorstore asks again, and takes its own manifest for another process's: the save fails. The same command goes on."""
-    from atlasjax.train import CheckpointError
-
-    run = in_bucket(config(tmp_path, data_changes=NO_EVALUATION), "lost")
-    lost = Fault(
-        lambda method, path: method == "POST" and "checkpoints/4/" in path and "manifest.ocdbt" in path,
+def lost_manifest(step: int, place: str, times: int = 1) -> Fault:
+    """Tensorstore asks again, and takes its own manifest for another process's: the save fails."""
+    parts = f"checkpoints/{step}/", place, "manifest.ocdbt"
+    return Fault(
+        lambda method, path: method == "POST" and all(part in path for part in parts),
         status=503,
         after=True,
-        times=1,
+        times=times,
     )
-    with (
-        server.faulty(lost),
-        pytest.raises(CheckpointError, match=f"the newest is {run.run_dir}/checkpoints/2") as caught,
-    ):
-        train(run)
+
+
+def refused(step: int, place: str, times: int) -> Fault:
+    """The store refuses what is written there, without a repetition."""
+    parts = f"checkpoints/{step}/", place
+    return Fault(lambda method, path: method == "POST" and all(part in path for part in parts), status=403, times=times)
+
+
+def array_sums(sums: dict[str, int]) -> dict[str, int]:
+    return {name: value for name, value in sums.items() if name.startswith((".params", ".optimizer"))}
+
+
+# The last save, the first one, and one that goes on while steps are taken: two runs each.
+@pytest.mark.parametrize(
+    ("failing", "kept"),
+    [
+        pytest.param(6, [2, 4, 6], marks=pytest.mark.slow),
+        pytest.param(2, [2, 4, 6], marks=pytest.mark.slow),
+        (4, [2, 5, 6]),
+    ],
+)
+def test_a_lost_answer_about_a_manifest(server, tmp_path, saves_at_once, monkeypatch, capsys, failing, kept):
+    """The state is saved again; if it is gone by then, the present one is. The numbers stay."""
+    monkeypatch.setattr(checkpoint, "agreed_done", lambda done: True)  # a step here is shorter than a save
+    local = config(tmp_path, steps=6, log_every=1)
+    run = in_bucket(local, f"lost-{failing}")
+    lost = lost_manifest(failing, "")
+    with server.faulty(lost):
+        result = train(run)
     assert lost.seen == 1
-    assert "\n" not in str(caught.value)
-    assert train(run).resumed_from == 2
+    assert notices(capsys) == [f"(1 of {saves.REPEATS})"]
+    assert checkpoint.complete_steps(result.checkpoint.parent) == kept
+    undisturbed = train(local)
+    assert train_losses(run.run_dir) == train_losses(local.run_dir)
+    assert result.evaluation == undisturbed.evaluation
+    assert load_run(run.run_dir).step == 6  # its arrays have their sums
+    for step in kept:
+        if (folder := pathlib.Path(local.run_dir) / f"checkpoints/{step}").exists():
+            found = json.loads(
+                server.read(f"runs/{result.checkpoint.parent.parent.name}/checkpoints/{step}/integrity/data.json")
+            )
+            assert array_sums(found) == array_sums(json.loads((folder / "integrity/data.json").read_text()))
+
+
+@pytest.mark.slow  # two runs with gloo each
+@pytest.mark.parametrize(
+    ("process", "fault", "times"),
+    [
+        pytest.param(1, refused(4, "params/ocdbt.process_1/d/", 10**9), 10**9, id="process 1, always"),
+        pytest.param(1, refused(4, "params/ocdbt.process_1/d/", 1), 1, id="process 1, once"),
+        pytest.param(0, lost_manifest(4, "params/ocdbt.process_0/"), 1, id="process 0, a lost answer"),
+        pytest.param(0, refused(4, "params/manifest", 1), 1, id="the end, once"),
+    ],
+)
+def test_a_save_that_fails_in_one_of_two_processes(server, tmp_path, process, fault, times):
+    """Both save again, or end with the same line."""
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="constant")
+    tiny = config(tmp_path, steps=4, mesh=MeshConfig(1, 2), optimizer=optimizer)
+    run = in_bucket(tiny, f"told-{tmp_path.name}")
+    address = coordinator()
+    with server.faulty(fault):
+        jobs = [
+            child(
+                "tests.storage.child",
+                to_dict(dataclasses.replace(run, processes=ProcessConfig(True, address, 2, index))),
+                "-1",
+                wait=False,
+            )
+            for index in range(2)
+        ]
+        train(tiny)
+        results = [finish(job) for job in jobs]
+    said = f"(in process {process}). The checkpoints before it are intact"
+    assert said in results[0].stdout, results[0].stdout + results[0].stderr[-3000:]
+    if times == 1:
+        assert [result.returncode for result in results] == [0, 0], results[0].stderr[-3000:]
+        assert load_run(run.run_dir).step == 4
+        expected, found = train_losses(tiny.run_dir), train_losses(run.run_dir)
+        assert [step for step, _ in found] == [1, 2, 3, 4]
+        np.testing.assert_allclose([loss for _, loss in found], [loss for _, loss in expected], rtol=1e-5)
+        return
+    for result in results:
+        assert result.returncode == 1
+        assert result.stderr.splitlines()[-1].startswith(
+            "atlasjax.train.errors.SaveError: Saving the checkpoint of step 4"
+        )
+        assert said in result.stderr.splitlines()[-1]
+    assert {name.split("/")[3] for name in server.names(f"{run.run_dir.partition('pod/')[2]}/checkpoints/")} == {"2"}
 
 
 @pytest.mark.parametrize(
