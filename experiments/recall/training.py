@@ -1,6 +1,7 @@
 """Trains one model with several seeds and learning rates at once, in one compiled program."""
 
 import dataclasses
+import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -14,6 +15,11 @@ from atlasjax.data.associative_recall import IGNORE, RecallConfig, recall_accura
 from atlasjax.nn import LanguageModel, ModelConfig, logical_axes
 from atlasjax.train import state as state_lib
 from atlasjax.train.optimizer import decay_mask
+
+# Fusions of these versions end the process with a segmentation fault where a sum of products has seven axes or more, which a
+# model has that is trained for several seeds at once: https://github.com/jax-ml/jax/issues/39257
+_FAULTY = ("0.10.2", "0.11.0")
+_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 PIECE = 50  # steps per call of the compiled program
 Sequences = tuple[np.ndarray, np.ndarray]
@@ -157,7 +163,9 @@ def train(
     sequences = {seed: [part.reshape(shape) for part in recipe.training(seed)] for seed in set(seeds)}
     peaks = jnp.asarray(rates)
     carry = jax.jit(jax.vmap(start))(jnp.asarray(seeds), peaks)
-    compiled = jax.jit(jax.vmap(advance), donate_argnums=0)
+    faulty = jax.default_backend() == "cpu" and importlib.metadata.version("jaxlib") in _FAULTY
+    options = _OPTIONS if faulty else None
+    compiled = jax.jit(jax.vmap(advance), donate_argnums=0, compiler_options=options)
     losses = []
     for begin in range(0, recipe.steps, PIECE):
         steps = slice(begin, begin + PIECE)
@@ -166,7 +174,7 @@ def train(
         losses.append(np.asarray(found))
         say(min(begin + PIECE, recipe.steps), float(np.min(found.mean(1))))
     # One run after another, because the logits of all runs at once are large.
-    measure = jax.jit(lambda *xs: jax.lax.map(lambda x: accuracy(*x), xs))
+    measure = jax.jit(lambda *xs: jax.lax.map(lambda x: accuracy(*x), xs), compiler_options=options)
     tests = {seed: recipe.tests(seed) for seed in set(seeds)}
     found = {}  # number of pairs → accuracy of each run
     for pairs in tests[seeds[0]]:
