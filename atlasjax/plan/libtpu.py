@@ -76,7 +76,10 @@ def check_topology(topology: str) -> None:
     """
     slices, name = split_topology(topology)
     generation, _, shape = name.partition(":")
-    lookup("TPU generation", generation, HBM_GIB)
+    try:
+        lookup("TPU generation", generation, HBM_GIB)
+    except ValueError as error:
+        raise ValueError(f"{error} Plans are for TPUs only, not for GPUs.") from None
     if not re.fullmatch(r"\d+(x\d+){1,2}", shape) or slices < 1:
         raise ValueError(
             f"topology is {topology!r}; it should be like v5e:16x16, v5p:8x8x8, or 2x v5e:16x16 for two slices."

@@ -35,6 +35,7 @@ def test_device_hours():
     [
         ("v5e", "should be like v5e:16x16"),
         ("v9:2x2", "Unknown TPU generation 'v9'"),
+        ("h200:8", "not for GPUs"),
         ("0x v5e:2x2", "2x v5e:16x16 for two slices"),
     ],
 )
