@@ -246,7 +246,9 @@ class _Run:
         self.confirm, self.programs = confirm, programs
         self.config = setup.config
         self.timing = Timing(
-            _tokens_per_step(self.config), utilization_per_rate(self.config, list(setup.mesh.devices.flat))
+            _tokens_per_step(self.config),
+            utilization_per_rate(self.config, list(setup.mesh.devices.flat)),
+            setup.mesh.local_devices,
         )
         self.trace = Trace(self.config.profile, run_folder(self.config.run_dir) / "profile")
         self.results: dict[str, LanguageModelResult] = {}

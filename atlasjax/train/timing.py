@@ -6,6 +6,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+import jax
+
 from atlasjax.train.progress import duration
 
 _SLOW = 0.1  # a process is named if it waits for its input for more than this fraction of a step
@@ -18,11 +20,15 @@ class Timing:
     Args:
       tokens_per_step: number of tokens per step, over all processes.
       utilization_per_rate: the model FLOPs utilization at one token per second (see `utilization`); None leaves it out.
+      devices: devices of this process, whose peak memory is reported.
     """
 
-    def __init__(self, tokens_per_step: int, utilization_per_rate: float | None = None):
+    def __init__(
+        self, tokens_per_step: int, utilization_per_rate: float | None = None, devices: Sequence[jax.Device] = ()
+    ):
         self._tokens_per_step = tokens_per_step
         self._utilization_per_rate = utilization_per_rate
+        self._devices = devices
         self._started = time.perf_counter()
         self._spent: dict[str, list[float]] = defaultdict(list)
         self._since: dict[str, float] = defaultdict(float)  # since the last interval
@@ -46,7 +52,7 @@ class Timing:
 
         Returns:
           step_seconds and input_seconds, per step, where input is the time that this process waited for its batches;
-          tokens_per_second; and utilization, if it is known.
+          tokens_per_second; utilization and peak_memory_bytes (see `peak_memory`), if they are known.
         """
         waited = self._since.pop("input", 0.0)
         if not steps or not seconds:
@@ -58,6 +64,8 @@ class Timing:
         values = {"step_seconds": seconds / steps, "input_seconds": waited / steps, "tokens_per_second": rate}
         if self._utilization_per_rate is not None:
             values["utilization"] = rate * self._utilization_per_rate
+        if (memory := peak_memory(self._devices)) is not None:
+            values["peak_memory_bytes"] = float(memory[0])
         return values
 
     @property
@@ -86,6 +94,8 @@ class Timing:
             parts.append(f"checkpoints {self._share('checkpoint', total)}{self._checkpoint_times()}")
         if self._spent["evaluation"]:
             parts.append(f"evaluation {self._share('evaluation', total)}")
+        if (memory := peak_memory(self._devices)) is not None:
+            parts.append(f"peak memory {memory[0] / 2**30:.2f} of {memory[1] / 2**30:.2f} GiB")
         parts.append(f"goodput {self._seconds / total:.0%} of {duration(total)}")
         return "timing: " + " · ".join(parts)
 
@@ -98,6 +108,20 @@ class Timing:
 
     def _share(self, what: str, whole: float) -> str:
         return f"{sum(self._spent[what]) / whole:.1%}"
+
+
+def peak_memory(devices: Sequence[jax.Device]) -> tuple[int, int] | None:
+    """The most memory in use on any of the devices since the process began, and what that device has, in bytes.
+
+    None if no device reports it, as CPUs.
+    """
+    reports = [device.memory_stats() or {} for device in devices]
+    known = [
+        (report["peak_bytes_in_use"], report["bytes_limit"])
+        for report in reports
+        if {"peak_bytes_in_use", "bytes_limit"} <= report.keys()
+    ]
+    return max(known, default=None)
 
 
 def seconds(value: float) -> str:

@@ -13,8 +13,12 @@ from tests.train.tiny import config
 
 
 class Device:
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, memory: dict[str, int] | None = None):
         self.device_kind = kind
+        self._memory = memory
+
+    def memory_stats(self):
+        return self._memory
 
 
 def test_an_interval():
@@ -41,6 +45,19 @@ def test_the_summary_adds_up():
     )
     assert re.search(r" · goodput \d+% of \d+s$", line)
     assert "MFU" not in line
+
+
+def test_the_peak_memory_is_that_of_the_fullest_device():
+    devices = [Device("TPU", {"peak_bytes_in_use": used * 2**30, "bytes_limit": 16 * 2**30}) for used in (3, 12, 5)]
+    timing = Timing(tokens_per_step=100, devices=devices)
+    assert timing.interval(1, 1.0)["peak_memory_bytes"] == 12 * 2**30
+    assert " · peak memory 12.00 of 16.00 GiB · goodput " in timing.summary()
+    for unknown in (None, {"bytes_limit": 1}):
+        timing = Timing(tokens_per_step=100, devices=[Device("cpu", unknown)])
+        assert "peak_memory_bytes" not in timing.interval(1, 1.0)
+        assert "peak memory" not in timing.summary()
+    timing = Timing(tokens_per_step=100, devices=jax.local_devices())  # CPUs, in these tests
+    assert "peak_memory_bytes" not in timing.interval(1, 1.0)
 
 
 def test_the_time_to_stop():
