@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from atlasjax.config_json import to_dict
 from atlasjax.data.files import expand
 from atlasjax.distributed.mesh import num_slices
-from atlasjax.train.config import TrainConfig
+from atlasjax.train.config import TrainConfig, parse_sets
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
 _ENVIRONMENT = (
@@ -47,6 +47,7 @@ def facts(config: TrainConfig) -> dict[str, Any]:
                 ("data.paths", config.data.paths),
                 ("data.validation_paths", config.data.validation_paths),
                 ("data.tokenizer", _tokenizer_paths(config.data.tokenizer)),
+                *((f"evaluation_sets.{name}", paths) for name, paths in parse_sets(config.evaluation_sets).items()),
             )
             if paths
         },

@@ -42,6 +42,16 @@ def test_files_that_differ_are_named(tmp_path, text):
     assert "files.data.paths is " in differences(reports)
 
 
+def test_an_evaluation_set_that_differs_is_named(tmp_path):
+    path = tmp_path / "wiki.txt"
+    path.write_text("a text")
+    run = dataclasses.replace(config(tmp_path), evaluation_sets=(f"wiki={path}",))
+    here = facts(run)
+    path.write_text("another text")
+    reports = {index: {"host": "h", "processes": 2, "facts": found} for index, found in enumerate((here, facts(run)))}
+    assert "files.evaluation_sets.wiki is '1 file, 12 bytes" in differences(reports)
+
+
 def test_a_digest_is_of_all_source_files(tmp_path, monkeypatch):
     package = tmp_path / "some_package"
     (package / "inner").mkdir(parents=True)
