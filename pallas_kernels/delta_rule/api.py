@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import Interpret
+from pallas_kernels.arguments import Interpret, Segments
 from pallas_kernels.blocks import token_precision
 from pallas_kernels.chunk_scan import chunk_scan
 from pallas_kernels.delta_rule import gpu, reference
@@ -24,6 +24,7 @@ def delta_rule(
     initial: Float[Array, "batch heads value_dim key_dim"] | None = None,
     *,
     chunk_size: int = 64,
+    segments: Segments | None = None,
     implementation: str = "pallas_tpu",
     interpret: Interpret = False,
 ) -> tuple[Float[Array, "batch time heads value_dim"], Float[Array, "batch heads value_dim key_dim"]]:
@@ -36,6 +37,8 @@ def delta_rule(
       decay: α in [0, 1], [batch, time, heads]. None means 1.
       initial: W before the first token, [batch, heads, value_dim, key_dim]. None means zero.
       chunk_size: tokens per block, a power of two ≥ 8. It does not affect the result.
+      segments: packed segments on a grid of chunks of chunk_size tokens, which divides time. Padding needs β = 0 and α = 1. None
+        means one segment.
       implementation: "pallas_tpu" is a kernel that keeps W on chip for the whole sequence and recomputes in its backward pass.
         "pallas_gpu" has kernels for single chunks of at most 64 tokens, and between them one that carries W from chunk to chunk and
         stores it before each chunk in device memory. Neither has a forward-mode derivative. "reference" computes token by token.
@@ -70,21 +73,24 @@ def delta_rule(
         raise ValueError(f"delta_rule: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
     if initial is None:
         initial = jnp.zeros((batch, heads, value_dim, key_dim), jnp.float32)
-    if implementation == "reference":
-        return reference.delta_rule(q, k, v, beta, decay, initial)
     if chunk_size < 8 or chunk_size & (chunk_size - 1):
         raise ValueError(f"delta_rule: chunk_size={chunk_size}, should be a power of two ≥ 8.")
+    if segments is not None:
+        segments.check("delta_rule", batch, time, chunk_size)
+    if implementation == "reference":
+        return reference.delta_rule(q, k, v, beta, decay, initial, segments, chunk_size)
     if max(key_dim, value_dim) > MOST_CHANNELS:
         raise ValueError(
             f"delta_rule: kernels support head dimensions up to {MOST_CHANNELS}, q {q.shape}, v {v.shape}."
         )
     if implementation == "pallas_gpu":
-        return gpu.delta_rule(q, k, v, beta, decay, initial, chunk_size, interpret)
+        return gpu.delta_rule(q, k, v, beta, decay, initial, chunk_size, segments, interpret)
     gates = gates_to_chunks([(beta, 0.0)] if decay is None else [(beta, 0.0), (decay, 1.0)], chunk_size)
     precision = token_precision(q.dtype)
     chunk = DeltaRuleChunk(decay is not None, precision)
     carry = (initial.astype(jnp.float32).reshape(batch * heads, value_dim, key_dim),)
     (final,), (y,) = chunk_scan(
-        chunk, carry, (*(to_chunks(x, chunk_size) for x in (q, k, v)), gates), interpret, q.dtype
-    )
+        chunk, carry, (*(to_chunks(x, chunk_size) for x in (q, k, v)), gates), interpret, q.dtype,
+        None if segments is None else (segments.rows(heads), (segments.start_rows(segments.start),)),
+    )  # fmt: skip
     return from_chunks(y, batch, time), final.reshape(initial.shape)

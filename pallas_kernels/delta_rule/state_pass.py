@@ -22,7 +22,7 @@ from pallas_kernels.delta_rule.tiles import Chunks, given, wide
 
 def state_pass(
     chunks: Chunks, a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array | None, decay: jax.Array | None, first: jax.Array,
-    interpret: Interpret, *, reverse: bool = False,
+    interpret: Interpret, *, reverse: bool = False, restarts: tuple[jax.Array, jax.Array | None] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """X before each step, Z of each chunk and the last X.
 
@@ -36,6 +36,8 @@ def state_pass(
       interpret: passed to `pallas_call`.
       reverse: processes the chunks in reverse with −B and −C. With (F, C, B, E, γ, G_n) for (a, b, c, d, decay, first) this gives
         G_{i+1}, dZ and dX_0.
+      restarts: for each chunk, 1 to replace X before its step, int32 [batch · heads, chunks], and the replacement, like first, or
+        None for zero. X is written out after a replacement, or before it if reverse. None means that none is replaced.
 
     Returns:
       X [batch · heads, chunks, value_dim, key_dim] and Z (like a), in a's dtype, in which products read them; the last X, like
@@ -55,15 +57,28 @@ def state_pass(
 
         def kernel(a_ref: jax.Ref, b_ref: jax.Ref, c_ref: jax.Ref, first_ref: jax.Ref, *refs: jax.Ref) -> None:
             *inputs, x_ref, z_ref, last_ref = refs
+            restart_ref = start_ref = None
+            if restarts is not None:
+                *inputs, restart_ref = inputs
+                if restarts[1] is not None:
+                    *inputs, start_ref = inputs
             d_ref = None if d is None else inputs[0]
             decay_ref = None if decay is None else inputs[-1]
+
+            def replaced(begins: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                fill = [jnp.zeros_like(x) for x in x] if start_ref is None else [start_ref[:, part] for part in parts]
+                return tuple(jnp.where(begins, a, b) for a, b in zip(fill, x))
 
             def step(i: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 i = count - 1 - i if reverse else i
                 tokens = pl.ds(i * m, m)
                 z = wide(a_ref[tokens, :])
-                for part, x_part in zip(parts, x):
-                    x_ref[i, :, part] = x_part.astype(dtype)
+                written = x
+                if restart_ref is not None:
+                    x = replaced(restart_ref[i] > 0, x)
+                    written = written if reverse else x
+                for part, x_part, kept in zip(parts, x, written):
+                    x_ref[i, :, part] = kept.astype(dtype)
                     z -= sign * product(b_ref[tokens, part], x_part, 1, 1)
                 z_ref[tokens, :] = z.astype(dtype)
                 after = []
@@ -82,6 +97,9 @@ def state_pass(
         states = pl.BlockSpec((None, count, block, key_dim), lambda row, j: (row, 0, j, 0))
         state = pl.BlockSpec((None, block, key_dim), lambda row, j: (row, j, 0))
         decays = pl.BlockSpec((None, count), lambda row, j: (row, 0))
+        more_specs = [*[states] * (d is not None), *[decays] * (decay is not None)]
+        if restarts is not None:
+            more_specs += [*[state] * (restarts[1] is not None), decays]
         return tuple(
             gpu.call(
                 kernel, warps=warps, stages=2, interpret=interpret, name="state_pass" + "_backward" * reverse,
@@ -91,12 +109,12 @@ def state_pass(
                     jax.ShapeDtypeStruct(first.shape, jnp.float32),
                 ],
                 grid=(rows, value_dim // block),
-                in_specs=[of_values, of_keys, of_keys, state, *[states] * (d is not None), *[decays] * (decay is not None)],
+                in_specs=[of_values, of_keys, of_keys, state, *more_specs],
                 out_specs=[states, of_values, state],
             )(*arrays)
         )  # fmt: skip
 
-    x, z, last = call(a, b, c, first, *given(d, decay))
+    x, z, last = call(a, b, c, first, *given(d, decay), *given(*(restarts or ())[::-1]))
     return x, z, last
 
 

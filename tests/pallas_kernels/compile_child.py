@@ -23,6 +23,7 @@ from atlasjax import memory as memory_lib
 from atlasjax import rules
 from atlasjax.memory import features, objectives, structures
 from atlasjax.memory.fast_weights.bounds import LimitedSlope
+from pallas_kernels.arguments import Segments
 from pallas_kernels.chunk_memory import chunk_memory
 from pallas_kernels.delta_rule import delta_rule
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients, newton_schulz
@@ -36,6 +37,12 @@ def tokens(dim, dtype):
 
 def gates(count, *channels):
     return [jax.ShapeDtypeStruct((BATCH, TIME, HEADS, *channels), "float32")] * count
+
+
+def segments(start):
+    """Packed segments in chunks of 64, from an initial memory."""
+    marks = jax.ShapeDtypeStruct((BATCH, TIME // 64), "int32")
+    return Segments(marks, start, jax.ShapeDtypeStruct((BATCH, TIME), "float32"))
 
 
 def memory(structure, dim, window, dtype, bound="steps", **options):
@@ -72,6 +79,9 @@ def kernels():
     for dim in (32, 64, 96, 128):
         dtype = "float32" if dim == 96 else "bfloat16"
         yield f"delta_rule {dim}", lambda *x: delta_rule(*x)[0], [*tokens(dim, dtype), *gates(2)]
+    restarts = segments(jax.ShapeDtypeStruct((HEADS, 64, 64), "float32"))
+    call = lambda restarts, *x: delta_rule(*x, segments=restarts)[0]
+    yield "delta_rule packed", call, [restarts, *tokens(64, "bfloat16"), *gates(2)]
     yield "delta_rule without decay", lambda *x: delta_rule(*x)[0], [*tokens(64, "bfloat16"), *gates(1)]
     yield "chunk_memory mlp", *memory(structures.MLP(), 64, 4, "bfloat16")
     yield "chunk_memory gated_mlp 32", *memory(structures.GatedMLP(), 32, 1, "bfloat16")
@@ -109,10 +119,11 @@ def main(topology_names, which="all"):
     place_of = lambda name: SingleDeviceSharding(topologies.get_topology_desc(name, platform="tpu").devices[0])
     devices = [place_of(name) for name in topology_names.split(",")]
     for index, (name, function, shapes) in enumerate({"wide": wide_kernels}.get(which, kernels)()):
+        # Marks are integers, which have no gradient.
         loss = lambda arguments, function=function: jnp.sum(function(*arguments).astype(jnp.float32) ** 2)
         for device in [devices[index % len(devices)]] if which == "some" else devices:
             place = lambda x, device=device: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
-            compiled = jax.jit(jax.value_and_grad(loss)).lower(jax.tree.map(place, shapes)).compile()
+            compiled = jax.jit(jax.value_and_grad(loss, allow_int=True)).lower(jax.tree.map(place, shapes)).compile()
             count = compiled.as_text().count('custom_call_target="tpu_custom_call"')
             print(f"{name}: {count} kernels, {compiled.memory_analysis().temp_size_in_bytes} bytes", flush=True)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp  # isort: skip
 
 from atlasjax.memory import objectives, structures
 from atlasjax.memory.fast_weights.bounds import LimitedSlope
+from pallas_kernels.arguments import Segments
 from pallas_kernels.chunk_memory import chunk_memory
 from pallas_kernels.delta_rule import delta_rule
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients, newton_schulz
@@ -50,6 +51,18 @@ def kernels():
         tokens += [jax.ShapeDtypeStruct((2, 256, 4), "float32")] * gates
         call = lambda arrays: delta_rule(*arrays, implementation="pallas_gpu")[0]
         yield f"delta_rule {dim}" + " gated" * (gates > 1), call, [tokens]
+
+        if gates > 1:
+            start = jax.ShapeDtypeStruct((4, dim, dim), "float32")
+            packed = segments(start, 256)
+            call = lambda arrays, packed: delta_rule(*arrays, segments=packed, implementation="pallas_gpu")[0]
+            yield f"delta_rule {dim} packed", call, [tokens, packed]
+
+
+def segments(start, time):
+    """Packed segments in chunks of 64, from an initial memory."""
+    marks = jax.ShapeDtypeStruct((2, time // 64), "int32")
+    return Segments(marks, start, jax.ShapeDtypeStruct((2, time), "float32"))
 
 
 def chunk_memories(structure, dim, window, dtype, *gates, **options):

@@ -19,8 +19,10 @@ from atlasjax.memory.axes import objectives, optimizers, retention, structures
 from atlasjax.memory.axes.base import is_exactly
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.fastest import PLATFORMS, fastest
+from atlasjax.memory.fast_weights.packed import pack
 from atlasjax.memory.fast_weights.rule import MemoryRule
-from atlasjax.memory.fast_weights.scan import window_after, xla_scan
+from atlasjax.memory.fast_weights.scan import state_after, window_after, xla_scan
+from atlasjax.memory.fast_weights.slots import Carry
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
 from atlasjax.memory.gates import Gates
 from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unsupported_by_gpu
@@ -89,7 +91,7 @@ def unsupported(
     reasons = {
         **{f"{name}={value!r}": not known for name, (value, known) in _known(rule).items()},
         f"q is {q.dtype}, should be float32 or bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
-        "packed segments (segment_ids) are not supported": packed,
+        "packed segments (segment_ids) are not supported": packed and not _is_delta(rule),
         f"structure={rule.structure!r} has an inner LayerNorm": rule.structure.norm,
         f"optimizer={rule.optimizer!r} has a step size per channel": rule.optimizer.per_channel,
         f"optimizer={rule.optimizer!r} writes every {every} tokens, which is not a power of two": bool(
@@ -138,7 +140,7 @@ def pallas_scan(
     """`xla_scan` by "pallas_tpu" or "pallas_gpu", for a call that it supports. There is no forward-mode derivative."""
     before = init_state(rule, params, batch_size=q.shape[0]) if state is None else state
     if _is_delta(rule):
-        return _delta(implementation, rule, params, before, q, k, v, gates)
+        return _delta(implementation, rule, params, before, q, k, v, gates, segment_ids, max_segments)
     whole = q.shape[1] if rule.has_constant_gradient else q.shape[1] // rule.chunk_size * rule.chunk_size
     cut = lambda which: jax.tree.map(lambda x: x[:, which], (q, k, v, gates))
     y, after = _chunks(implementation, rule, params, before, *cut(slice(whole)))
@@ -203,7 +205,14 @@ def _delta(
     k: jax.Array,
     v: jax.Array,
     gates: Gates,
+    segment_ids: jax.Array | None,
+    max_segments: int | None,
 ) -> tuple[jax.Array, MemoryState]:
+    tokens, packed = (k, v, gates), None
+    if segment_ids is not None:
+        assert max_segments is not None
+        packed = pack(rule, params, before, q, k, v, gates, segment_ids, max_segments, _FREE_CHUNK, whole=False)
+        q, k, v, gates = packed.q, packed.k, packed.v, packed.gates
     query, key = (_featured(rule, params, x)[0] for x in (q, k))
     assert gates.step_size is not None
     beta = gates.step_size.astype(jnp.float32)
@@ -212,10 +221,16 @@ def _delta(
     if rule.step_bound is not None:
         beta = bounds.capped_delta(rule.step_bound, beta, key)
     query, key = query.astype(q.dtype), key.astype(q.dtype)
+    restarts: dict[str, Any] = {}
+    if packed is not None:
+        restarts = {"segments": packed.segments._replace(start=packed.segments.start["W"]), "chunk_size": _FREE_CHUNK}
     y, memory = delta_rule(
-        query, key, v, beta, gates.retention, initial=before.memory["W"], implementation=implementation
+        query, key, v, beta, gates.retention, initial=before.memory["W"], implementation=implementation, **restarts
     )
-    return y, before._replace(memory={"W": memory})
+    if packed is None:
+        return y, before._replace(memory={"W": memory})
+    after = Carry({"W": memory}, before.momentum, None, {"W": memory})
+    return packed.pick(y), state_after(rule, before, after, packed.where, *tokens, segment_ids, None)
 
 
 def _chunks(

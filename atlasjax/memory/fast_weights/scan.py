@@ -75,7 +75,7 @@ def xla_scan(
     )
     y, carry = _run_slots(rule, sizes, q.dtype, operands)
     y = from_slots(y, sizes, where, time)
-    return y, _final_state(rule, state, carry, where, k, v, gates, segment_ids, lengths)
+    return y, state_after(rule, state, carry, where, k, v, gates, segment_ids, lengths)
 
 
 def _run_slots(rule: MemoryRule, sizes: Plan, dtype: jnp.dtype, operands: Any) -> tuple[jax.Array, Carry]:
@@ -129,7 +129,7 @@ def _layout(
     return grid.streamed_layout(time, sizes.chunk, sizes.width, rule.window, position, count, lengths)
 
 
-def _final_state(
+def state_after(
     rule: MemoryRule,
     state: MemoryState,
     carry: Carry,
@@ -140,6 +140,7 @@ def _final_state(
     segment_ids: jax.Array | None,
     lengths: jax.Array | None,
 ) -> MemoryState:
+    """The state after a call on the slots `where`, from the state before it and the carry after the last slot."""
     memory = carry.memory
     if where.overflow is not None:
         memory = choose(where.overflow, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), memory), memory)

@@ -1,0 +1,93 @@
+"""Packed segments by kernels, in interpret mode, against the definition."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlasjax import memory
+from atlasjax.memory.fast_weights import kernels
+from tests.memory.cases import RULES, assert_close, make_inputs, objective
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    for name in ("chunk_memory", "delta_rule"):
+        monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
+    # Several chunks in a few tokens.
+    monkeypatch.setattr(kernels, "_FREE_CHUNK", 16)
+
+
+def if_slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# Segments of one token, of exactly one chunk of 8 and of 16, ids without a token, and an id that returns.
+SEGMENTS = np.stack(
+    [
+        np.repeat([0, 1, 2, 5, 6, 2], [1, 8, 16, 3, 1, 8]),
+        np.repeat([4, 7, 8], [20, 1, 16]),
+    ]
+)
+TIME = SEGMENTS.shape[1]
+IDS = jnp.asarray(SEGMENTS, jnp.int32)
+
+
+def gradients(fn, rule, **options):
+    """Outputs, state and gradients of all arguments; the initial memory is not zero."""
+    if fn is memory.scan:
+        options["max_segments"] = 7  # a bound that is not reached
+    fn = functools.partial(fn, segment_ids=IDS, **options)
+    return jax.jit(jax.value_and_grad(functools.partial(objective, fn, rule), argnums=(0, 1, 2, 3, 4), has_aux=True))
+
+
+def inputs(rule, **options):
+    return make_inputs(rule, batch=2, time=TIME, **options)
+
+
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
+@pytest.mark.parametrize("name", ["gated_delta_rule", if_slow("delta_rule"), if_slow("longhorn")])
+def test_delta_rule(name, implementation):
+    rule = RULES[name]
+    args = inputs(rule)
+    found = gradients(memory.scan, rule, implementation=implementation)(*args)
+    assert_close(found, gradients(memory.reference, rule)(*args), 2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["pallas_tpu", if_slow("pallas_gpu")])
+def test_bfloat16_and_wide_chunks(implementation, monkeypatch):
+    """Chunks of 64 tokens, which the GPU kernels split; bfloat16 against the XLA engine, whose products are also in bfloat16."""
+    monkeypatch.setattr(kernels, "_FREE_CHUNK", 64)
+    rule = RULES["gated_delta_rule"]
+    args = inputs(rule)
+    found = gradients(memory.scan, rule, implementation=implementation)(*args)
+    assert_close(found, gradients(memory.reference, rule)(*args), 2e-5)
+    args = inputs(rule, dtype=jnp.bfloat16)
+    found = gradients(memory.scan, rule, implementation=implementation)(*args)
+    assert_close(found, gradients(memory.reference, rule)(*args), 0.03)
+
+
+def test_goes_on_from_a_state():
+    """The first segment of a row goes on if its id is the state's, else it begins with the initial memory."""
+    rule = RULES["gated_delta_rule"]
+    params, *tokens = inputs(rule)
+    cut = lambda which: jax.tree.map(lambda x: x[:, which], tokens)
+    for split in (20, 25):  # within a segment of the second row, and of the first
+        _, state = memory.scan(rule, params, None, *cut(slice(split)), segment_ids=IDS[:, :split], max_segments=7)
+        rest = {"segment_ids": IDS[:, split:], "max_segments": 4}
+        found = memory.scan(rule, params, state, *cut(slice(split, None)), **rest, implementation="pallas_tpu")
+        assert_close(found, memory.scan(rule, params, state, *cut(slice(split, None)), **rest), 2e-5)
+
+
+def test_too_many_segments():
+    """As in the XLA engine, the memory is NaN."""
+    rule = RULES["gated_delta_rule"]
+    ids = jnp.tile(jnp.arange(TIME), (2, 1))
+    call = functools.partial(memory.scan, rule, max_segments=1, implementation="pallas_tpu")
+    params, *tokens = inputs(rule)
+    y, state = jax.jit(lambda ids: call(params, None, *tokens, segment_ids=ids))(ids)
+    assert jnp.all(jnp.isnan(state.memory["W"]))
+    assert jnp.all(jnp.isnan(y[:, -1]))
+    assert jnp.all(jnp.isfinite(y[:, 0]))
