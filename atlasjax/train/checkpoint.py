@@ -154,7 +154,8 @@ class Checkpoints:
         fingerprint = integrity.describe(state)
         if not fingerprint["finite"]:
             raise NonFiniteError(f"The training state after step {step} has NaN or infinite values. It was not saved.")
-        self._check_space(step, state)
+        if (cause := self._missing_space(state)) is not None:
+            raise CheckpointError(self._failure(step, cause))
         content = {
             "params": state.params,
             **{name: tree for name, tree in (("optimizer", state.optimizer), ("ema", state.ema)) if tree is not None},
@@ -308,22 +309,20 @@ class Checkpoints:
             raise CheckpointError(f"damaged: checksum mismatch in {wrong[0]}{more}")
         return loaded
 
-    def _check_space(self, step: int, state: TrainState) -> None:
+    def _missing_space(self, state: TrainState) -> str | None:
+        """Why the state has no room on the disk of some process, None if it has. All processes call it together."""
         if isinstance(self.directory, storage.StorePath):
-            return  # a bucket has no size limit
+            return None  # a bucket has no size limit
         needed = sum(
             shard.data.nbytes
             for leaf in jax.tree.leaves((state.params, state.optimizer, state.ema))
             for shard in leaf.addressable_shards
             if shard.replica_id == 0
         )
-        free = shutil.disk_usage(self.directory).free
+        free, cause = shutil.disk_usage(self.directory).free, None
         if free < needed:
-            raise CheckpointError(
-                self._failure(
-                    step, f"the disk has {free / 2**20:.1f} MiB free; the checkpoint needs {needed / 2**20:.1f} MiB"
-                )
-            )
+            cause = f"the disk has {free / 2**20:.1f} MiB free; the checkpoint needs {needed / 2**20:.1f} MiB"
+        return agreed_cause(cause)
 
     def _wait(self, *, agree: bool) -> None:
         if self._pending is None:

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from atlasjax.distributed import MeshConfig, make_mesh
-from atlasjax.train import CheckpointError, Checkpoints, NonFiniteError, TrainState, integrity
+from atlasjax.train import CheckpointError, Checkpoints, NonFiniteError, TrainState, checkpoint, integrity
 from tests.marks import some_slow
 from tests.train.tiny import child
 
@@ -244,6 +244,22 @@ def test_a_disk_without_room_is_refused_before_writing(copy, monkeypatch):
         with pytest.raises(CheckpointError, match=r"step 8 failed: the disk has 0.0 MiB free.*newest is .*/6"):
             checkpoints.save(make_state(8), [None], CONFIG)
     assert sorted(path.name for path in copy.iterdir()) == ["2", "4", "6"]
+
+
+def test_a_full_disk_of_another_process_stops_all(copy, monkeypatch):
+    """Before anything is written: a process that began would wait for the others."""
+    told = []
+
+    def agreed(cause):
+        told.append(cause)
+        return "the disk has 1.0 MiB free; the checkpoint needs 2.0 MiB (in process 1)"
+
+    with Checkpoints(copy) as checkpoints:
+        monkeypatch.setattr(checkpoint, "agreed_cause", agreed)
+        with pytest.raises(CheckpointError, match=r"step 8 failed: the disk has 1.0 MiB free.*\(in process 1\)"):
+            checkpoints.save(make_state(8), [None], CONFIG)
+        assert checkpoints.steps() == [2, 4, 6]
+    assert told == [None]
 
 
 def test_a_write_that_fails_leaves_nothing_half_written(copy):
