@@ -9,6 +9,8 @@ import pytest
 
 from atlasjax import memory
 from atlasjax.memory.fast_weights import kernels
+from pallas_kernels.arguments import Segments
+from pallas_kernels.delta_rule import delta_rule
 from tests.memory.cases import RULES, assert_close, make_inputs, objective
 
 
@@ -91,3 +93,10 @@ def test_too_many_segments():
     assert jnp.all(jnp.isnan(state.memory["W"]))
     assert jnp.all(jnp.isnan(y[:, -1]))
     assert jnp.all(jnp.isfinite(y[:, 0]))
+
+
+def test_chunks_that_a_gpu_cannot_restart_are_refused():
+    q, beta = jnp.zeros((1, 16, 2, 8)), jnp.zeros((1, 16, 2))
+    segments = Segments(jnp.ones((1, 2), jnp.int32), jnp.zeros((2, 8, 8)), jnp.ones((1, 16)))
+    with pytest.raises(ValueError, match="chunk_size=8, should be at least 16 with segments on a GPU"):
+        delta_rule(q, q, q, beta, chunk_size=8, segments=segments, implementation="pallas_gpu")

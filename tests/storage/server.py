@@ -1,12 +1,15 @@
 """A Google Cloud Storage bucket in this process: the emulator, with generations, and with faults on request.
 
-The emulator ignores generation preconditions, which a lease is built on, and answers one request at a time.
+The emulator ignores generation preconditions, which a lease is built on, answers one request at a time, and drops the last
+byte of an upload that ends in a carriage return.
 """
 
+import base64
 import contextlib
 import dataclasses
 import functools
 import http.server
+import io
 import sys
 import threading
 import time
@@ -136,6 +139,8 @@ class _Handler(RequestHandler):
                 return self._refuse(fault.status)
         url = urllib.parse.urlparse(self.path)
         query = urllib.parse.parse_qs(url.query)
+        if query.get("uploadType") == ["multipart"]:
+            self._encode_content()
         parts = url.path.split("/")
         name = urllib.parse.unquote(parts[parts.index("o") + 1] if parts[-1] != "o" and "o" in parts else "")
         name = query.get("name", [name])[0]
@@ -153,6 +158,19 @@ class _Handler(RequestHandler):
                 return self._refuse(fault.status, read=False)
             Router(self).handle(method)
         return None
+
+    def _encode_content(self) -> None:
+        """Replaces the content of an upload by its base64: the emulator reads the parts of a message as lines of text."""
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        boundary = b"--" + str(self.headers.get_boundary()).encode()
+        before, metadata, rest = body.split(boundary, 2)
+        headers, _, content = rest.partition(b"\n\n")
+        content = content.removesuffix(b"\n" + boundary + b"--")
+        headers += b"\nContent-Transfer-Encoding: base64\n\n"
+        parts = (before, metadata, headers + base64.b64encode(content) + b"\n", b"--")
+        body = boundary.join(parts)
+        self.rfile = io.BufferedReader(io.BytesIO(body))  # type: ignore[arg-type]
+        self.headers.replace_header("Content-Length", str(len(body)))
 
     def end_headers(self) -> None:
         if self.generation not in (None, "0") and self.command == "GET":

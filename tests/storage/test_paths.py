@@ -66,7 +66,7 @@ def test_files_and_folders(folder):
     assert folder.files() == list(folder.glob("*")) == []
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "a" / "é.txt"
-    for content in (b"first", b"second", b""):
+    for content in (b"first", b"second", b"", b"\x00\r", b"\n", b"a\r\n", b"--==0==--"):
         storage.write_whole(file, content)
         assert file.read_bytes() == content
         assert storage.path(str(file)).stat().st_size == folder.files()[0].stat().st_size == len(content)
