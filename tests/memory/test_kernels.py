@@ -233,13 +233,7 @@ def test_none_takes_what_is_recorded_as_fastest(monkeypatch):
 def test_refused():
     rule = RULES["titans"]
     params, q, k, v, gates = make_inputs(rule, time=16)
-    state = memory.init_state(rule, params, batch_size=2)
-    ids = jnp.zeros((2, 16), jnp.int32)
     cut = lambda which: jax.tree.map(lambda x: x[:, which], (q, k, v, gates))
-    with pytest.raises(ValueError, match="the given state may be inside a chunk"):
-        PALLAS(rule, params, state, q, k, v, gates)
-    with pytest.raises(ValueError, match=r"packed segments \(segment_ids\) are not supported"):
-        PALLAS(rule, params, None, q, k, v, gates, segment_ids=ids)
     with pytest.raises(ValueError, match="7 tokens are less than one chunk of 8"):
         PALLAS(rule, params, None, *cut(slice(7)))
     with pytest.raises(ValueError, match="float16, should be float32 or bfloat16"):
