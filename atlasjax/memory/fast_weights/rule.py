@@ -162,6 +162,16 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
     def with_read_part(self, part: MemoryState, state: MemoryState) -> MemoryState:
         return state._replace(memory=part.memory)
 
+    def known_chunk_start(self, state: MemoryState) -> MemoryState:
+        if state.position is not None:
+            check_range("with at_chunk_start, state.position", state.position, 0, 0, "memory.scan")
+        return state._replace(position=None)
+
+    def after_known_start(self, after: MemoryState, state: MemoryState, time: int) -> MemoryState:
+        if state.position is None:
+            return after
+        return after._replace(position=jnp.full_like(state.position, time % self.chunk_size))
+
     @property
     def has_fixed_steps(self) -> bool:
         return self.uses_muon
