@@ -216,7 +216,7 @@ class Rule(abc.ABC, Generic[Params, State]):
         for rules that need not know it."""
         return state
 
-    def after_known_start(self, after: State, state: State, time: int) -> State:
+    def after_known_start(self, after: State, state: State, time: int | Int[Array, " batch"]) -> State:
         """The state after `time` tokens, whole again, from `after`, with which a `scan` from `known_chunk_start(state)` ended."""
         return after
 

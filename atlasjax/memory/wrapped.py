@@ -3,9 +3,11 @@
 import dataclasses
 from typing import Any, Self, TypeVar
 
+import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
+from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import Params, Rule, Sizes
 
 State = TypeVar("State")
@@ -16,9 +18,32 @@ class WrappedRule(Rule[Params, State]):
 
     Attributes:
       rule: the inner rule, which writes.
+      segment_size: tokens per segment.
     """
 
     rule: Rule[Params, Any]
+    segment_size: int
+
+    def continue_segments(
+        self,
+        params: Params,
+        state: Any,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        gates: Gates,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """`rule.scan` from the inner rule's state after whole segments. Its chunks are aligned statically if they divide segments.
+
+        lengths: as in `rule.scan`, [batch].
+        """
+        given: dict[str, Any] = {} if lengths is None else {"lengths": lengths}
+        rule = self.rule
+        if not (rule.has_constant_gradient or self.segment_size % rule.chunk_size == 0):
+            return rule.scan(params, state, q, k, v, gates, **given)
+        y, after = rule.scan(params, rule.known_chunk_start(state), q, k, v, gates, **given)
+        return y, rule.after_known_start(after, state, q.shape[1] if lengths is None else lengths)
 
     @property
     def without_cache(self) -> Rule[Params, Any]:

@@ -167,10 +167,13 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
             check_range("with at_chunk_start, state.position", state.position, 0, 0, "memory.scan")
         return state._replace(position=None)
 
-    def after_known_start(self, after: MemoryState, state: MemoryState, time: int) -> MemoryState:
+    def after_known_start(
+        self, after: MemoryState, state: MemoryState, time: int | Int[Array, " batch"]
+    ) -> MemoryState:
         if state.position is None:
             return after
-        return after._replace(position=jnp.full_like(state.position, time % self.chunk_size))
+        position = jnp.asarray(time % self.chunk_size, state.position.dtype)
+        return after._replace(position=jnp.broadcast_to(position, state.position.shape))
 
     @property
     def has_fixed_steps(self) -> bool:
