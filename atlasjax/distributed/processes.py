@@ -30,6 +30,7 @@ class ProcessConfig:
       timeout: seconds to wait for the other processes when the job starts.
       heartbeat: seconds without a sign of life after which jax ends the job, ≥ 1: for a machine or a network that is gone, or a
         process that hangs. A process that ends is noticed at once. Smaller values may end a job on a machine that is only slow.
+      stall: seconds without progress, ≥ 1, after which the process that the others wait for is named, with what it is doing.
     """
 
     distributed: bool = False
@@ -38,6 +39,7 @@ class ProcessConfig:
     process_id: int | None = None
     timeout: int = 300
     heartbeat: int = 100
+    stall: int = 60
 
     def __post_init__(self) -> None:
         if self.coordinator is not None:
@@ -50,6 +52,7 @@ class ProcessConfig:
         check.require(inside, "processes.process_id", index, "at least 0, and below num_processes")
         check.require(check.is_integer(self.timeout, 1), "processes.timeout", self.timeout, "at least 1")
         check.require(check.is_integer(self.heartbeat, 1), "processes.heartbeat", self.heartbeat, "at least 1")
+        check.require(check.is_integer(self.stall, 1), "processes.stall", self.stall, "at least 1")
 
 
 def initialize(config: ProcessConfig, facts: Mapping[str, Any] | None = None) -> list[str]:
@@ -104,6 +107,13 @@ def initialize(config: ProcessConfig, facts: Mapping[str, Any] | None = None) ->
         coordinator_bind_address=rendezvous.bind_address(coordinator) if index == 0 else None,
     )
     return hosts
+
+
+def key_value_store() -> Any:
+    """The job's key-value store, a `DistributedRuntimeClient` of jax. None in a job of one process."""
+    from jax._src import distributed  # jax has no public name for it
+
+    return distributed.global_state.client
 
 
 def _place(config: ProcessConfig) -> tuple[str, int, int, Any]:
