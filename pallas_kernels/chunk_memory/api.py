@@ -46,6 +46,7 @@ def chunk_memory(
     norm_bound: float | None = None,
     window: Window | None = None,
     segments: Segments | None = None,
+    norm: dict[str, Float[Array, "heads value_dim"]] | None = None,
     implementation: str = "pallas_tpu",
     interpret: Interpret = False,
 ) -> tuple[Float[Array, "batch time heads value_dim"], Weights, Weights | None]:
@@ -76,6 +77,8 @@ def chunk_memory(
       window: the tokens before the first one, for c > 1. None means that there are none.
       segments: packed segments on a grid of chunks of chunk_size tokens, which divides time. Padding needs η = 0 and α = θ = 1, and
         window weights that reach beyond the start of a segment must be zero. None means one segment.
+      norm: {"scale", "bias"} of a LayerNorm inside the memory, [heads, value_dim], for `structure.apply`. None means that there is
+        none. Not with `newton_schulz`, nor with "pallas_gpu".
       implementation: "pallas_tpu" is a kernel that keeps M and S on chip for the whole sequence. Its backward pass recomputes from
         the memories before each chunk, and it has no forward-mode derivative. "reference" computes token by token.
       interpret: passed to `pallas_call`.
@@ -94,6 +97,8 @@ def chunk_memory(
         raise ValueError("chunk_memory: newton_schulz needs momenta S and momentum_decay θ, but they are None.")
     if newton_schulz is not None and step_bound is not None:
         raise ValueError("chunk_memory: step_bound is for gradient steps and cannot be used with newton_schulz.")
+    if norm is not None and (newton_schulz is not None or implementation == "pallas_gpu"):
+        raise ValueError('chunk_memory: norm cannot be used with newton_schulz, nor with implementation="pallas_gpu".')
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"chunk_memory: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
     batch, time, heads, _ = q.shape
@@ -108,7 +113,7 @@ def chunk_memory(
         }
         return reference.chunk_memory(
             structure, objective, weights, momenta, q, k, v, gates, chunk_size, newton_schulz, every,
-            step_bound, norm_bound, window, segments,
+            step_bound, norm_bound, window, segments, norm,
         )  # fmt: skip
     if chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_memory: chunk_size={chunk_size}, should be a power of two from 8 to 256.")
@@ -126,6 +131,8 @@ def chunk_memory(
     names = tuple(sorted(weights))
     fold = lambda w: w.astype(jnp.float32).reshape(-1, *w.shape[2:])
     carry = [fold(weights[name]) for name in names]
+    of_norm = [] if norm is None else [jnp.tile(norm[name][:, None], (batch, 1, 1)) for name in ("scale", "bias")]
+    carry += [x.astype(jnp.float32) for x in of_norm]
     carry += [] if momenta is None else [fold(momenta[name]) for name in names]
     before: Arrays = ()
     if size > 1:
@@ -136,7 +143,7 @@ def chunk_memory(
     precision = token_precision(q.dtype)
     chunk = MemoryChunk(
         structure, objective, names, momentum_decay is not None, retention is not None, size, precision,
-        step_bound=step_bound, norm_bound=norm_bound,
+        step_bound=step_bound, norm_bound=norm_bound, norm=norm is not None,
     )  # fmt: skip
     if implementation == "pallas_gpu":
         chunk = dataclasses.replace(chunk, columns=jnp.transpose)
@@ -149,7 +156,10 @@ def chunk_memory(
     rows += [] if window_weights is None else [(window_weights, 0.0)]
     restarts: Restarts = None
     if segments is not None:
-        start = () if segments.start is None else tuple(segments.start_rows(segments.start[name]) for name in names)
+        start: Arrays = ()
+        if segments.start is not None:
+            start = tuple(segments.start_rows(segments.start[name]) for name in names)
+            start += tuple(carry[len(names) : len(names) + len(of_norm)])
         restarts = segments.rows(heads), start
     if newton_schulz is None:
         xs = (*tokens, gates_to_chunks(rows, chunk_size))
@@ -172,7 +182,7 @@ def chunk_memory(
     y = y.astype(q.dtype)
     unfold = lambda parts: {name: w.reshape(batch, heads, *w.shape[1:]) for name, w in zip(names, parts)}
     y = from_chunks(y, batch, time)
-    return y, unfold(final), None if momenta is None else unfold(final[len(names) :])
+    return y, unfold(final), None if momenta is None else unfold(final[len(names) + len(of_norm) :])
 
 
 def _scan_blocks(scan: Scan, carry: Arrays, xs: Arrays, restarts: Restarts, block: int) -> tuple[Arrays, jax.Array]:

@@ -27,6 +27,7 @@ def chunk_memory(
     norm_bound: float | None,
     window: Window | None,
     segments: Segments | None,
+    norm: dict[str, jax.Array] | None,
 ) -> tuple[jax.Array, Weights, Weights | None]:
     """`api.chunk_memory`, one token after another. Gates by name, including those without effect."""
     batch, time = q.shape[:2]
@@ -47,9 +48,9 @@ def chunk_memory(
         real = jnp.concatenate([window.real, real], axis=1)
     matmul = lambda w: lambda name, h: jnp.matmul(h, w[name].T, precision=jax.lax.Precision.HIGHEST)
 
-    def gradient(w: Weights, k: jax.Array, v: jax.Array) -> tuple[Weights, jax.Array]:
+    def gradient(w: Weights, k: jax.Array, v: jax.Array, norm: Weights | None) -> tuple[Weights, jax.Array]:
         """∇ℓ, and the first-order decrease of the loss down to the target."""
-        out = lambda w: structure.apply(matmul(w), k[None], k[None], None)
+        out = lambda w: structure.apply(matmul(w), k[None], k[None], norm)
         loss = lambda out: objective.loss(out, v[None], None)[0]
         fall = jnp.maximum(jnp.sum(jax.grad(loss)(out(w)) * (out(w) - v)), 0.0)
         return jax.grad(lambda w: loss(out(w)))(w), fall
@@ -71,6 +72,7 @@ def chunk_memory(
         initial: Weights,
         real: jax.Array,
         resets: jax.Array,
+        norm: Weights | None,
     ) -> tuple[jax.Array, Weights, Weights | None]:
         c = gates["window_weights"].shape[-1]
 
@@ -112,7 +114,7 @@ def chunk_memory(
             for j in range(c):
                 i = jnp.maximum(t + past - j, 0)
                 seen = (t + past >= j) & real[i]
-                g, fall = gradient(start, k[i], v[i])
+                g, fall = gradient(start, k[i], v[i], norm)
                 scale = jnp.where(seen, gates["window_weights"][t, j], 0.0)
                 total = jax.tree.map(lambda total, g, scale=scale: total + scale * g, total, g)
                 a, n = a + scale * fall, n + scale * (fall + gates["floor"][i])
@@ -126,15 +128,15 @@ def chunk_memory(
                 writes = jnp.where((t % chunk_size + 1) % every == 0, gates["step_size"][t], 0.0)
                 steps = jax.tree.map(lambda x: writes * newton_schulz(x, len(triples), triples), steps)
             w = jax.tree.map(lambda w, x: gates["retention"][t] * w + x, w, steps)
-            y = structure.apply(matmul(w), q[t][None], q[t][None], None)[0]
+            y = structure.apply(matmul(w), q[t][None], q[t][None], norm)[0]
             # Padding changes nothing.
             return jax.tree.map(lambda new, old: jnp.where(real[t + past], new, old), (w, s, start), state), y
 
         (weights, momenta, _), y = jax.lax.scan(token, (weights, momenta, weights), jnp.arange(q.shape[0]))
         return y, weights, momenta
 
-    over_heads = jax.vmap(head, in_axes=(0, 0, 1, 1, 1, 1, 0, None, None), out_axes=(1, 0, 0))
+    over_heads = jax.vmap(head, in_axes=(0, 0, 1, 1, 1, 1, 0, None, None, 0), out_axes=(1, 0, 0))
     wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
     arrays = (*jax.tree.map(wide, (weights, momenta, q, k, v, gates, initial)), real, resets)
-    y, weights, momenta = jax.vmap(over_heads)(*arrays)
+    y, weights, momenta = jax.vmap(over_heads, in_axes=(*[0] * len(arrays), None))(*arrays, norm)
     return y.astype(q.dtype), weights, momenta

@@ -84,6 +84,7 @@ DEEP = [
     if_slow("swla", "pallas_gpu"),
     if_slow("momentum_full_retention", "pallas_tpu"),
     if_slow("gated", "pallas_tpu"),
+    if_slow("ttt_mlp", "pallas_tpu"),  # with a LayerNorm inside
 ]
 
 
@@ -103,7 +104,8 @@ def test_chunkwise_memories(name, implementation):
     assert_close(found, gradients(memory.reference, rule)(*args), 2e-5)
 
 
-@pytest.mark.parametrize("implementation", ["pallas_tpu", if_slow("pallas_gpu")])
+@pytest.mark.slow  # by default the kernels themselves, in tests/pallas_kernels/test_chunk_memory_segments.py
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
 def test_muon(implementation):
     rule = dataclasses.replace(RULES["atlas"], structure=structures.Matrix(), chunk_size=8)
     rule = dataclasses.replace(rule, chunk_size=16) if implementation == "pallas_gpu" else rule
@@ -146,7 +148,8 @@ def test_deep_memories_go_on_from_a_state(name, packed):
         assert_close(found[0], expected[0][:, rest], 2e-5)
 
 
-@pytest.mark.parametrize("packed", [False, if_slow(True)])
+@pytest.mark.slow  # test_kernels_inside_mac has gradients through the states of several calls
+@pytest.mark.parametrize("packed", [False, True])
 def test_gradients_through_a_stream(packed):
     """Of the state that the second call goes on from, inside a chunk and a window."""
     rule = dataclasses.replace(RULES["momentum_full_retention"], structure=structures.Matrix())
