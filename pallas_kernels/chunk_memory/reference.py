@@ -138,5 +138,6 @@ def chunk_memory(
     over_heads = jax.vmap(head, in_axes=(0, 0, 1, 1, 1, 1, 0, None, None, 0), out_axes=(1, 0, 0))
     wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
     arrays = (*jax.tree.map(wide, (weights, momenta, q, k, v, gates, initial)), real, resets)
-    y, weights, momenta = jax.vmap(over_heads, in_axes=(*[0] * len(arrays), None))(*arrays, norm)
+    everything = (*arrays, norm)
+    y, weights, momenta = jax.vmap(over_heads, in_axes=(*[0] * len(arrays), None))(*everything)
     return y.astype(q.dtype), weights, momenta
