@@ -632,7 +632,7 @@ def _no_plan(error: str) -> str:
 
 
 def status_plans() -> str:
-    """Training steps compiled for pods."""
+    """Training steps compiled for pods and GPUs."""
     lines = [
         (
             f"`{row['preset']}`",
@@ -645,7 +645,7 @@ def status_plans() -> str:
             rows(BENCHMARKS / "plans.jsonl"), key=lambda row: (row["preset"], row["topology"], row["implementation"])
         )
     ]
-    return table(("preset", "pod", "memories by", "fits", "GiB per device"), lines, right=(4,))
+    return table(("preset", "devices", "memories by", "fits", "GiB per device"), lines, right=(4,))
 
 
 def status_experiments() -> str:

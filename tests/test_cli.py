@@ -300,6 +300,11 @@ def test_info(capsys):
     assert attention.strip() == "0.50 MiB at 128 tokens"  # 4 layers of 128 keys and values of 128 float32
 
 
+def test_info_refuses_an_implementation_of_no_memory(capsys):
+    assert cli.main(["info", "--preset", "swa-tiny", "--implementation", "pallas_gpu"]) == 2
+    assert "implementation is 'pallas_gpu', but swa-tiny has no memory" in capsys.readouterr().err
+
+
 def test_info_of_a_size_names_and_rules(capsys, monkeypatch):
     from atlasjax.cli import info
 

@@ -7,7 +7,7 @@ from atlasjax.cli.parsing import parse
 from atlasjax.distributed.mesh import MeshConfig
 from atlasjax.nn import ModelConfig
 from atlasjax.plan import Plan, device_hours, forward_flops_per_token, plan_training, suggested_mesh
-from atlasjax.plan.libtpu import check_topology
+from atlasjax.plan.topology import check_topology
 from atlasjax.plan.training import UTILIZATION
 from atlasjax.presets import ARCHITECTURES, SIZES, describe, has_memory, preset_names
 from atlasjax.train.config import TrainConfig
@@ -28,8 +28,8 @@ class InfoCommand:
     rules: bool = False
     """Only print the table of the memory rules, as Markdown (docs/rules.md)."""
     plan: str | None = None
-    """A TPU topology (v5e:16x16, v5p:8x8x8, …; "2x v5e:16x16" for two slices). Compiles the full training step for it and reports
-    its memory."""
+    """TPUs (v5e:16x16, v5p:8x8x8, …; "2x v5e:16x16" for two slices) or GPUs (h100:8; "2x h100:8" for two hosts). Compiles the full
+    training step for them and reports its memory."""
     mesh: MeshConfig | None = None
     """Mesh of the plan. None: one that fits the topology and the batch."""
     batch_size: int | None = None
@@ -39,7 +39,7 @@ class InfoCommand:
     accumulation: int | None = None
     """Microbatches per step of the plan. None: the preset's."""
     implementation: str | None = None
-    """Implementation of the memories in the plan, for TPUs: xla or pallas_tpu. None: the preset's."""
+    """Implementation of the memories in the plan: xla, pallas_tpu or pallas_gpu. None: the preset's."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -78,6 +78,10 @@ def run(arguments: Sequence[str]) -> None:
 def _config(command: InfoCommand, preset: str) -> TrainConfig:
     config = default_config(preset)
     if command.implementation is not None:
+        if not has_memory(config.model):
+            raise ConfigError(
+                f"implementation is {command.implementation!r}, but {preset} has no memory whose implementation it could choose."
+            )
         memory = dataclasses.replace(config.model.memory, implementation=command.implementation)
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, memory=memory))
     data = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Runs the compiler in a child process, because libtpu can crash its process."""
+"""Runs a compiler in a child process, because it can crash its process."""
 
 import dataclasses
 import json
@@ -9,17 +9,17 @@ import subprocess
 import sys
 from typing import Any
 
+from atlasjax.plan import cuda, libtpu
 from atlasjax.plan.compiled import Plan, rematerializations
-from atlasjax.plan.libtpu import environment
 
 _RESULT = "atlasjax plan: "
 
 # The child's standard error is parsed for the partitioner's warnings, so they are turned on there.
-_WARNINGS = {"TPU_STDERR_LOG_LEVEL": "1", "TPU_MIN_LOG_LEVEL": "1"}
+_WARNINGS = {"TPU_STDERR_LOG_LEVEL": "1", "TPU_MIN_LOG_LEVEL": "1", "TF_CPP_MIN_LOG_LEVEL": "1"}
 
 
 def run_in_child(module: str, request: dict[str, Any], *, timeout: float = 1800) -> Plan:
-    """Compiles in a child process, because libtpu can crash its process.
+    """Compiles in a child process, because a compiler can crash its process.
 
     Args:
       module: run as `python -P -m module`, so that modules in the working folder cannot shadow others. It reads the request with
@@ -31,7 +31,7 @@ def run_in_child(module: str, request: dict[str, Any], *, timeout: float = 1800)
       RuntimeError: the compilation failed or timed out. The message contains the compiler's reason (out of memory, …).
     """
     command = [sys.executable, "-P", "-m", module]
-    variables = {**os.environ, **environment(), **_WARNINGS}
+    variables = {**os.environ, **cuda.environment(), **libtpu.environment(), **_WARNINGS}
     variables.pop("XLA_FLAGS", None)  # simulated CPU devices would only cost time
     home = str(pathlib.Path(__file__).parents[2])  # a child of a source tree imports that tree
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))

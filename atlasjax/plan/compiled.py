@@ -4,9 +4,10 @@ import collections
 import dataclasses
 import re
 
-from atlasjax.plan.libtpu import HBM_GIB, split_topology
+from atlasjax.plan.topology import Topology
 
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton")
 _GATHER = re.compile(r" = (?:\(.*[ (])?([a-z0-9]+\[[\d,]*\])[^ ]* all-gather(?:-start)?\(")
 _REMATERIALIZED = re.compile(
     r"Involuntary full rematerialization\. (The compiler .*?)(?:, metadata=|\. As the last|$)", re.M
@@ -18,7 +19,7 @@ class Plan:
     """The compiler's report on a program for a topology. Bytes are per device. No value here is a measured speed.
 
     Attributes:
-      topology: e.g. "v5e:16x16".
+      topology: e.g. "v5e:16x16" or "h100:8".
       devices: number of devices in the topology.
       mesh: axis → size.
       argument_bytes: the training state and the batch.
@@ -58,7 +59,7 @@ class Plan:
     @property
     def available_bytes(self) -> int:
         """Memory per device available to programs on this topology."""
-        return int(HBM_GIB[split_topology(self.topology)[1].partition(":")[0]] * 2**30)
+        return int(Topology.parse(self.topology).accelerator.memory_gib * 2**30)
 
     @property
     def fits(self) -> bool:
@@ -73,7 +74,7 @@ def collective_counts(text: str) -> dict[str, int]:
 
 def kernel_count(text: str) -> int:
     """Number of Pallas kernel calls in a compiled program's text."""
-    return text.count('custom_call_target="tpu_custom_call"')
+    return sum(text.count(f'custom_call_target="{name}"') for name in _KERNELS)
 
 
 def gathers(text: str) -> dict[str, int]:

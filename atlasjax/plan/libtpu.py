@@ -3,21 +3,28 @@
 The environment must be set before anything imports jax, so functions here import jax locally.
 """
 
+import contextlib
 import importlib.util
 import os
-import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from atlasjax.names import lookup
+from atlasjax.plan.accelerator import Accelerator
 
 if TYPE_CHECKING:
     import jax
+    from jax.sharding import Mesh
 
-# The kinds that jax's devices of a generation have.
-DEVICE_KIND = {"v5e": "TPU v5 lite", "v6e": "TPU v6 lite", "v5p": "TPU v5p", "tpu7x": "TPU7x"}
-# GiB of memory per device available to programs, taken from libtpu's out-of-memory messages.
-HBM_GIB = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.74, "tpu7x": 94.75}
+SHAPE = r"\d+(x\d+){1,2}"
+EXAMPLES = "v5e:16x16, v5p:8x8x8, or 2x v5e:16x16 for two slices"
+# The memory is taken from libtpu's out-of-memory messages.
+ACCELERATORS = {
+    "v5e": Accelerator("TPU v5 lite", 15.75),
+    "v6e": Accelerator("TPU v6 lite", 31.25),
+    "v5p": Accelerator("TPU v5p", 95.74),
+    "tpu7x": Accelerator("TPU7x", 94.75),
+}
 
 
 def environment(accelerator: str = "v5litepod-4") -> dict[str, str]:
@@ -39,55 +46,39 @@ def environment(accelerator: str = "v5litepod-4") -> dict[str, str]:
     }
 
 
-def topology_devices(topology: str) -> "Sequence[jax.Device]":
-    """The devices of a TPU topology, as compilation targets.
-
-    Args:
-      topology: "v5e:16x16", "v5p:8x8x8", "v6e:16x16", "tpu7x:4x4x4", …; "2x v5e:16x16" for two slices.
+def check_installed() -> None:
+    """Checks that libtpu is there.
 
     Raises:
-      ValueError: libtpu is not installed, or the generation or topology is unknown.
+      ValueError: it is not installed.
     """
-    check_topology(topology)
-    slices, name = split_topology(topology)
-    for variable, value in environment().items():
-        os.environ.setdefault(variable, value)
-    from jax.experimental import topologies
-
-    try:
-        return topologies.get_topology_desc(name, platform="tpu", num_slices=slices).devices
-    except Exception as error:  # jax raises several types here
-        raise ValueError(
-            f"topology is {topology!r}, which libtpu does not know: {str(error).splitlines()[0]}"
-        ) from None
-
-
-def split_topology(topology: str) -> tuple[int, str]:
-    """Returns (number of slices, topology of each): (2, "v5e:16x16") for "2x v5e:16x16"."""
-    found = re.fullmatch(r"(\d{1,4})x\s*(\D.*)", topology)
-    return (int(found[1]), found[2]) if found else (1, topology)
-
-
-def check_topology(topology: str) -> None:
-    """Checks a topology's name as far as possible without loading libtpu.
-
-    Raises:
-      ValueError: libtpu is not installed, the generation is unknown, or the shape is malformed.
-    """
-    slices, name = split_topology(topology)
-    generation, _, shape = name.partition(":")
-    try:
-        lookup("TPU generation", generation, HBM_GIB)
-    except ValueError as error:
-        raise ValueError(f"{error} Plans are for TPUs only, not for GPUs.") from None
-    if not re.fullmatch(r"\d+(x\d+){1,2}", shape) or slices < 1:
-        raise ValueError(
-            f"topology is {topology!r}; it should be like v5e:16x16, v5p:8x8x8, or 2x v5e:16x16 for two slices."
-        )
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
             "Planning for a TPU needs its compiler, libtpu: pip install 'jax[tpu]', in the version that matches your jax."
         )
+
+
+def devices(generation: str, shape: Sequence[int], groups: int = 1) -> "Sequence[jax.Device]":
+    """The devices of TPU slices, as compilation targets.
+
+    Args:
+      generation: a name in `ACCELERATORS`.
+      shape: the torus of a slice, e.g. (16, 16).
+      groups: number of slices.
+
+    Raises:
+      ValueError: libtpu is not installed, or it does not know the topology.
+    """
+    check_installed()
+    for variable, value in environment().items():
+        os.environ.setdefault(variable, value)
+    from jax.experimental import topologies
+
+    name = f"{generation}:{'x'.join(map(str, shape))}"
+    try:
+        return topologies.get_topology_desc(name, platform="tpu", num_slices=groups).devices
+    except Exception as error:  # jax raises several types here
+        raise ValueError(f"topology is {name!r}, which libtpu does not know: {str(error).splitlines()[0]}") from None
 
 
 def low_effort() -> dict[str, Any]:
@@ -97,3 +88,8 @@ def low_effort() -> dict[str, Any]:
     if jax.__version_info__ >= (0, 11):
         return {"optimization_level": "O0"}
     return {"exec_time_optimization_effort": -1.0}
+
+
+def lowering(mesh: "Mesh") -> AbstractContextManager[Any]:
+    """The context in which a program for a mesh of TPUs is lowered: nothing has to be said."""
+    return contextlib.nullcontext(mesh)

@@ -1,6 +1,5 @@
-"""The full training step, compiled ahead of time for a TPU topology. `plan_training` runs this module in its child process."""
+"""The full training step, compiled ahead of time for TPUs or GPUs. `plan_training` runs this module in its child process."""
 
-import math
 import time
 
 import jax
@@ -12,8 +11,9 @@ from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import batch_sharding
 from atlasjax.flops import count_flops
 from atlasjax.nn import logical_axes
-from atlasjax.plan import child, compiled, libtpu
+from atlasjax.plan import child, compiled
 from atlasjax.plan.compiled import Plan
+from atlasjax.plan.topology import Topology, check_topology
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.fits import check_divisible
@@ -26,17 +26,17 @@ UTILIZATION = 0.4  # of the devices' peak, where a plan has to assume one
 
 
 def plan_training(config: TrainConfig, topology: str) -> Plan:
-    """Compiles the whole training step (forward, backward, AdamW, collectives) for a TPU topology, in a child process.
+    """Compiles the whole training step (forward, backward, AdamW, collectives) for a topology, in a child process.
 
     Args:
       config: the run. Its mesh must fit the topology, and its batch must fit the mesh.
-      topology: e.g. "v5e:16x16".
+      topology: e.g. "v5e:16x16", "2x v5e:16x16" (two slices), "h100:8", "2x h100:8" (two hosts).
 
     Raises:
-      ValueError: the topology is unknown, libtpu is missing, or mesh and batch do not fit.
+      ValueError: the topology is unknown, its compiler is missing, or mesh and batch do not fit.
       RuntimeError: the compilation failed, e.g. because the step does not fit into a device's memory.
     """
-    libtpu.check_topology(topology)
+    check_topology(topology)
     return child.run_in_child(__name__, {"config": to_dict(config), "topology": topology})
 
 
@@ -48,11 +48,9 @@ def device_hours(config: TrainConfig, topology: str, utilization: float = UTILIZ
       topology: e.g. "v5e:16x16". Only its generation matters.
       utilization: the fraction of the devices' peak in bfloat16.
     """
-    generation = libtpu.split_topology(topology)[1].partition(":")[0]
+    peak = PEAK_FLOPS[Topology.parse(topology).accelerator.kind]
     tokens = config.steps * config.data.batch_size * config.data.sequence_length
-    return (
-        3 * forward_flops_per_token(config) * tokens / (utilization * PEAK_FLOPS[libtpu.DEVICE_KIND[generation]]) / 3600
-    )
+    return 3 * forward_flops_per_token(config) * tokens / (utilization * peak) / 3600
 
 
 def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
@@ -62,22 +60,22 @@ def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
       config: the run. Its microbatch and number of heads determine the mesh.
       topology: e.g. "v5e:16x16".
     """
-    slices, name = libtpu.split_topology(topology)
-    sizes = [int(size) for size in name.partition(":")[2].split("x") if size.isdecimal()]
-    devices = slices * math.prod(sizes)
+    target = Topology.parse(topology)
+    devices, groups = target.num_devices, target.groups
     microbatch = config.data.batch_size // config.accumulation
     tensor = 1
     while devices // tensor > microbatch and config.model.num_heads % (2 * tensor) == 0:
         tensor *= 2
     fsdp = 1
-    while fsdp < 16 and (devices // tensor) % (2 * fsdp * slices) == 0:  # `data` crosses the slices
+    while fsdp < 16 and (devices // tensor) % (2 * fsdp * groups) == 0:  # `data` crosses the slices or hosts
         fsdp *= 2
     return MeshConfig(data=-1, fsdp=fsdp, tensor=tensor)
 
 
 def compile_training(config: TrainConfig, topology: str) -> Plan:
     """Like `plan_training`, but in this process."""
-    mesh = make_mesh(config.mesh, libtpu.topology_devices(topology))
+    target = Topology.parse(topology)
+    mesh = make_mesh(config.mesh, target.devices())
     check_divisible(config, mesh.shape)
     graphdef, shapes = state_lib.model_shapes(config.model)
     trainable = trainable_mask(config.optimizer.trainable, shapes)
@@ -94,7 +92,8 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
         trainable=trainable, ema_decay=ema_decay,
     )  # fmt: skip
     started = time.perf_counter()
-    program = step.lower(state, batch).compile(compiler_options=libtpu.low_effort())
+    with target.compiler.lowering(mesh):
+        program = step.lower(state, batch).compile(compiler_options=target.compiler.low_effort())
     seconds = time.perf_counter() - started
     flops = count_flops(
         lambda state, batch: train_step(

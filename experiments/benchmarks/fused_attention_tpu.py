@@ -14,7 +14,7 @@ import sys
 # When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from atlasjax.plan.libtpu import topology_devices
+from atlasjax.plan.topology import Topology
 
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 WINDOWS = (None, 1024)
@@ -22,7 +22,7 @@ WINDOWS = (None, 1024)
 
 def measure(chip: str, *, time: int, dim: int, head_dim: int, window: int | None, segments: bool, fused: bool) -> dict:
     """The row of one layer, on one device of a topology."""
-    devices = topology_devices(chip)
+    devices = Topology.parse(chip).devices()
     import jax
     import jax.numpy as jnp
     from flax import nnx

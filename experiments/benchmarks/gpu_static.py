@@ -19,12 +19,13 @@ os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="2", XLA_FLAGS=f"--x
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
+
+from atlasjax.plan.topology import Topology
 
 DUMP = pathlib.Path(os.environ["XLA_FLAGS"].partition("=")[2])
 atexit.register(shutil.rmtree, DUMP, ignore_errors=True)
-TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
+TARGET = Topology.parse("h200:1")
 
 
 class Kernel(NamedTuple):
@@ -41,13 +42,10 @@ def compiled(function: Callable[..., Any], shapes: Any) -> Any:
     """A function compiled for one H200. shapes: those of its arguments."""
     for path in DUMP.iterdir():
         path.unlink()
-    devices = topologies.get_topology_desc(
-        platform="cuda", topology_name="h200", topology="1x1x1", target_config=TARGET.read_text()
-    ).devices
+    devices = TARGET.devices()
     mesh = jax.sharding.Mesh(np.array(devices), ("device",))
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(devices[0]))
-    # Without an attached device, the mesh tells Triton's lowering which device it compiles for.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with TARGET.compiler.lowering(mesh):
         return jax.jit(function).lower(*jax.tree.map(place, shapes)).compile()
 
 

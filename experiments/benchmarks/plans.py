@@ -1,11 +1,12 @@
-"""Training steps of half a million tokens, compiled ahead of time for TPU pods. Needs no TPU.
+"""Training steps of half a million tokens, compiled ahead of time for TPU pods and for machines of GPUs. Needs neither.
 
     python experiments/benchmarks/plans.py                       # atlas-340m and atlas-1.3b for three pods, kernels and XLA engine
     python experiments/benchmarks/plans.py --preset titans-340m --topology v5e:16x16 --implementation pallas_tpu
+    python experiments/benchmarks/plans.py --preset titans-340m --topology h100:8 '2x h100:8'
 
 One line of JSON per plan is appended to `--out`. Finished plans are skipped; `--again` repeats them, and the later line counts.
 The table (`.md`) is rewritten from the lines each time. Nothing is run: memory, collectives and kernels are reported by the
-compiler at its lowest effort, and imply no speed.
+compiler (libtpu at its lowest effort), and imply no speed. Kernels of the other platform are left out.
 """
 
 import argparse
@@ -17,15 +18,15 @@ import sys
 # When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from atlasjax.plan import plan_training, suggested_mesh
-from atlasjax.plan.libtpu import HBM_GIB
+from atlasjax.plan import cuda, plan_training, suggested_mesh
+from atlasjax.plan.topology import Topology
 from atlasjax.train import TrainConfig, default_config
 from experiments.rows import Row, append_row, read_rows
 
 HERE = pathlib.Path(__file__).resolve().parent
 PRESETS = ("atlas-340m", "atlas-1.3b")
 TOPOLOGIES = ("v5e:16x16", "v5p:8x8x8", "v6e:16x16")
-IMPLEMENTATIONS = ("pallas_tpu", "xla")
+IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "xla")
 
 
 def config(preset: str, topology: str, implementation: str) -> TrainConfig:
@@ -45,12 +46,18 @@ def plan(preset: str, topology: str, implementation: str) -> Row:
         "implementation": implementation,
         "accumulation": run.accumulation,
     }
-    row |= {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    compiler = "jax-cuda13-plugin" if on_gpus(topology) else "libtpu"
+    row |= {name: importlib.metadata.version(name) for name in ("jax", compiler)}
     try:
         made = plan_training(run, topology)
     except RuntimeError as error:
         return row | {"error": str(error)}
     return row | {"plan": dataclasses.asdict(made), "total_bytes": made.total_bytes, "fits": made.fits}
+
+
+def on_gpus(topology: str) -> bool:
+    """Whether a topology's devices are GPUs."""
+    return Topology.parse(topology).generation in cuda.ACCELERATORS
 
 
 def key(row: Row) -> tuple[str, str, str]:
@@ -60,13 +67,14 @@ def key(row: Row) -> tuple[str, str, str]:
 def table(rows: list[Row]) -> str:
     """The last row of each plan as a Markdown page."""
     page = [
-        "# Training steps compiled for TPU pods", "",
+        "# Training steps compiled for TPU pods and GPUs", "",
         "`python experiments/benchmarks/plans.py`: half a million tokens per step in sequences of 4,096, in microbatches: forward,",
-        "backward, AdamW and collectives, at the compiler's lowest effort. GiB are per device. Kernels and collectives are",
-        "counted in the program's text, with loop bodies counted once. Copied whole: arrays that the partitioner could",
-        "reshard only by copying them whole to every device. Compiled, not run.", "",
-        "| preset | pod | memories | microbatches | mesh data × fsdp × tensor | state and batch | temporary | total | of | fits | "
-        "kernels | all-gather, all-reduce, reduce-scatter, all-to-all, permute | copied whole |",
+        "backward, AdamW and collectives, compiled (for TPUs at the compiler's lowest effort). GiB are per device; of a GPU's",
+        f"memory, jax uses {cuda.MEMORY_FRACTION:.0%} by default. Kernels and collectives are counted in the program's text, with",
+        "loop bodies counted once. Copied whole: arrays that the partitioner could reshard only by copying them whole to every",
+        "device. Nothing was run.", "",
+        "| preset | devices | memories | microbatches | mesh data × fsdp × tensor | state and batch | temporary | total | of | "
+        "fits | kernels | all-gather, all-reduce, reduce-scatter, all-to-all, permute | copied whole |",
         "|---|---|---|---:|---|---:|---:|---:|---:|---|---:|---|---:|",
     ]  # fmt: skip
     refused = []
@@ -80,7 +88,7 @@ def table(rows: list[Row]) -> str:
         page.append(
             f"| {preset} | {topology} | {implementation} | {row['accumulation']} | {' × '.join(map(str, made['mesh'].values()))} | "
             f"{gib(made['argument_bytes'])} | {gib(made['temp_bytes'])} | {gib(row['total_bytes'])} | "
-            f"{HBM_GIB[topology.partition(':')[0]]} | {'yes' if row['fits'] else 'no'} | {made['kernels']} | "
+            f"{Topology.parse(topology).accelerator.memory_gib} | {'yes' if row['fits'] else 'no'} | {made['kernels']} | "
             f"{', '.join(str(made['collectives'][kind]) for kind in kinds)} | {len(made['rematerialized'])} |"
         )
     return "\n".join([*page, *(["", "No plan:", "", *refused] if refused else []), ""])
@@ -101,6 +109,8 @@ def main() -> None:
     for implementation in options.implementation:
         for preset in options.preset:
             for topology in options.topology:
+                if implementation == ("pallas_tpu" if on_gpus(topology) else "pallas_gpu"):
+                    continue
                 if (preset, topology, implementation) in done and not options.again:
                     continue
                 row = plan(preset, topology, implementation)

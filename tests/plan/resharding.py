@@ -5,11 +5,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from atlasjax.distributed import MeshConfig, make_mesh
-from atlasjax.plan import Plan, child, compiled, libtpu
+from atlasjax.plan import Plan, child, compiled
+from atlasjax.plan.topology import Topology
 
 
 def main(request):
-    mesh = make_mesh(MeshConfig(**request["mesh"]), libtpu.topology_devices(request["topology"]))
+    mesh = make_mesh(MeshConfig(**request["mesh"]), Topology.parse(request["topology"]).devices())
     constrain = lambda x, *axes: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
     program = lambda x: constrain(jnp.sin(constrain(2 * x, "data", None, "tensor")), None, ("tensor", "data"), None)
     text = jax.jit(program).lower(jax.ShapeDtypeStruct((8, 16, 24), jnp.float32)).compile().as_text()

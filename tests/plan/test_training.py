@@ -1,4 +1,4 @@
-"""The full training step of a 340M model, compiled ahead of time for a TPU pod that is not there (in a child process)."""
+"""Training steps compiled ahead of time for TPU pods and GPUs that are not there (in child processes)."""
 
 import dataclasses
 import importlib.util
@@ -7,11 +7,15 @@ import pytest
 
 from atlasjax.distributed import MeshConfig
 from atlasjax.plan import device_hours, forward_flops_per_token, plan_training, suggested_mesh
-from atlasjax.plan.libtpu import check_topology
+from atlasjax.plan.topology import Topology, check_topology
 from atlasjax.train import default_config
 
 TOPOLOGY = "v5e:16x16"
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+needs_cuda = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="needs CUDA's compiler, no GPU: pip install 'atlasjax[cuda-compile]'",
+)
 
 
 def test_the_suggested_mesh_fits_batch_and_devices():
@@ -22,20 +26,31 @@ def test_the_suggested_mesh_fits_batch_and_devices():
     assert suggested_mesh(one, "2x v5e:2x2") == MeshConfig(-1, 4, 1)  # data 2, one for each slice
 
 
+def test_the_suggested_mesh_of_gpus():
+    config = default_config("atlas-340m")
+    assert suggested_mesh(config, "h100:8") == MeshConfig(-1, 8, 1)
+    assert suggested_mesh(config, "2x h100:8") == MeshConfig(-1, 8, 1)  # data 2, one for each host
+    assert Topology.parse("2x h100:8").num_devices == 16
+
+
 def test_device_hours():
     config = default_config("linear-attention-170m")
     hours = device_hours(config, "v5e:4x4")
     tokens = config.steps * 2**19
     assert hours * 3600 * 197e12 * 0.4 == pytest.approx(3 * forward_flops_per_token(config) * tokens)
     assert device_hours(config, "2x v6e:8x8", utilization=0.2) == pytest.approx(2 * hours * 197 / 918)
+    assert device_hours(config, "h100:8") == pytest.approx(hours * 197 / 989)
 
 
 @pytest.mark.parametrize(
     ("topology", "words"),
     [
         ("v5e", "should be like v5e:16x16"),
-        ("v9:2x2", "Unknown TPU generation 'v9'"),
-        ("h200:8", "not for GPUs"),
+        ("v9:2x2", "Unknown accelerator 'v9'"),
+        ("h10:8", "Did you mean 'h100'"),
+        ("h200", "should be like h100:8"),
+        ("h200:2x4", "2x h100:8 for two hosts"),
+        ("0x h200:8", "2x h100:8 for two hosts"),
         ("0x v5e:2x2", "2x v5e:16x16 for two slices"),
     ],
 )
@@ -53,6 +68,36 @@ def test_a_sequence_divided_over_a_pod():
     assert plan.mesh == {"data": 1, "fsdp": 1, "sequence": 4, "tensor": 1}
     assert plan.collectives["collective-permute"] > 0  # the halos of convolutions
     assert plan.rematerialized == ()
+
+
+@needs_cuda
+@pytest.mark.parametrize("topology", ["a100:2", "2x h100:2"])
+def test_a_step_for_gpus(topology):
+    config = default_config("titans-tiny")
+    config = dataclasses.replace(config, mesh=suggested_mesh(config, topology))
+    plan = plan_training(config, topology)
+    assert plan.devices == Topology.parse(topology).num_devices
+    assert plan.fits
+    assert plan.kernels == 0
+    assert plan.collectives["all-reduce"] > 0
+    assert plan.rematerialized == ()
+    assert plan.alias_bytes > 0.99 * plan.argument_bytes - 2**20  # the state is donated
+
+
+@needs_cuda
+def test_kernels_of_a_step_for_a_gpu():
+    config = default_config("delta-rule-340m")
+    rule = dataclasses.replace(config.model.memory, implementation="pallas_gpu")
+    data = dataclasses.replace(config.data, batch_size=2, sequence_length=512)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, memory=rule),
+        data=data,
+        accumulation=1,
+        mesh=MeshConfig(2),
+    )
+    plan = plan_training(config, "h100:2")
+    assert plan.kernels > 0
 
 
 @needs_libtpu

@@ -42,6 +42,32 @@ def test_files_that_differ_are_named(tmp_path, text):
     assert "files.data.paths is " in differences(reports)
 
 
+@pytest.mark.parametrize("where", [0, 0.5, 1])
+def test_files_of_one_size_that_differ_are_named(tmp_path, where):
+    run = config(tmp_path)
+    path, content = tmp_path / "text.txt", bytearray(200_000)
+    path.write_bytes(content)
+    here = facts(run)
+    content[int(where * (len(content) - 1))] = 1
+    path.write_bytes(content)
+    reports = {index: {"host": "h", "processes": 2, "facts": found} for index, found in enumerate((here, facts(run)))}
+    assert "files.data.paths is " in differences(reports)
+
+
+def test_some_of_many_files_are_read(tmp_path, monkeypatch):
+    from atlasjax.train import preflight
+
+    run, read = config(tmp_path), []
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(25):
+        (folder / f"{number}.txt").write_text("text")
+    monkeypatch.setattr(preflight, "_MOST_SAMPLED", 10)
+    monkeypatch.setattr(preflight, "_sample", lambda path: read.append(path) or b"")
+    preflight.facts(dataclasses.replace(run, data=dataclasses.replace(run.data, paths=(str(folder),))))
+    assert len([path for path in read if path.parent == folder]) == 9  # every third
+
+
 def test_an_evaluation_set_that_differs_is_named(tmp_path):
     path = tmp_path / "wiki.txt"
     path.write_text("a text")
