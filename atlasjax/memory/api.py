@@ -6,7 +6,6 @@ memory is a cache of tokens), a `CachedRule` (it also keeps the memories of earl
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from atlasjax.memory.fast_weights.kernels import PALLAS
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.meshes import on_any_mesh
 from atlasjax.memory.partition import Partition, partitioned
-from atlasjax.memory.rule import Params, Rule, State, check_rule
+from atlasjax.memory.rule import Params, Rule, ScanCall, State, check_rule
 
 for _backend in PALLAS:
     backends.register_backend(_backend)
@@ -127,14 +126,16 @@ def scan(
     segment_ids, max_segments = check.whole_segments(segment_ids, max_segments, q, where)
     if check_gates:
         check.check_gate_ranges(gates, where)
-    call: Callable[..., Any] = functools.partial(backends.run, implementation, rule, max_segments=max_segments)
+    call: ScanCall[Params, State] = functools.partial(backends.run, implementation, rule, max_segments=max_segments)
     if partition is not None:
         call = partitioned(partition, rule, call)
     return _on_any_mesh(rule, call, q.shape[1])(params, state, q, k, v, gates, segment_ids)
 
 
-def _on_any_mesh(rule: Rule, call: Callable[..., Any], time: int) -> Callable[..., Any]:
-    def run(params: Any, state: Any, q: jax.Array, *rest: Any) -> Any:
+def _on_any_mesh(
+    rule: Rule[Params, State], call: Callable[..., tuple[jax.Array, State]], time: int
+) -> Callable[..., tuple[jax.Array, State]]:
+    def run(params: Params, state: State | None, q: jax.Array, *rest: object) -> tuple[jax.Array, State]:
         fresh = lambda params: rule.init_state(params, batch_size=q.shape[0], max_length=time)
         return on_any_mesh(call, fresh)(params, state, q, *rest)
 

@@ -1,10 +1,10 @@
 """`WrappedRule`: a rule around another one, which writes with the inner rule and differs in what is kept and read."""
 
 import dataclasses
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import PRNGKeyArray, PyTree
 
 from atlasjax.memory.rule import Params, Rule, Sizes
 
@@ -18,10 +18,10 @@ class WrappedRule(Rule[Params, State]):
       rule: the inner rule, which writes.
     """
 
-    rule: Rule[Params, Any]
+    rule: Rule[Params, PyTree]
 
     @property
-    def without_cache(self) -> Rule[Params, Any]:
+    def without_cache(self) -> Rule[Params, PyTree]:
         return self.rule
 
     @property
