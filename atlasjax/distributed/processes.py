@@ -7,8 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 
@@ -52,7 +51,7 @@ class ProcessConfig:
         check.require(check.is_integer(self.heartbeat, 1), "processes.heartbeat", self.heartbeat, "at least 1")
 
 
-def initialize(config: ProcessConfig, facts: Mapping[str, Any] | None = None) -> list[str]:
+def initialize(config: ProcessConfig, facts: Mapping[str, object] | None = None) -> list[str]:
     """Joins the other processes if the config asks for it. Must run before anything touches a device.
 
     From then on SIGTERM, which announces the end of a preemptible machine, is received by jax's preemption service instead of a
@@ -106,7 +105,7 @@ def initialize(config: ProcessConfig, facts: Mapping[str, Any] | None = None) ->
     return hosts
 
 
-def _place(config: ProcessConfig) -> tuple[str, int, int, Any]:
+def _place(config: ProcessConfig) -> tuple[str, int, int, Sequence[int] | None]:
     """Returns (coordinator, number of processes, index of this one, its devices or None for all), as jax would detect them."""
     from jax._src import clusters  # jax has no public name for it, and detects only while it connects
 

@@ -8,7 +8,6 @@ import pathlib
 import platform
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -28,14 +27,15 @@ _ENVIRONMENT = (
 )
 
 
-def facts(config: TrainConfig) -> dict[str, Any]:
+def facts(config: TrainConfig) -> dict[str, object]:
     """The facts that must be the same in all processes of a run: versions, source code, environment, config, and data files.
 
     Files are compared by name and size; their contents are not read. Everything is JSON.
     """
     settings = to_dict(config)
-    for own in ("process_id", "timeout"):
-        del settings["processes"][own]
+    settings["processes"] = {
+        name: value for name, value in to_dict(config.processes).items() if name not in ("process_id", "timeout")
+    }
     return {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "code": {name: _digest(name) for name in ("atlasjax", "pallas_kernels")},
