@@ -144,7 +144,7 @@ def difference(saved: object, here: object, name: str) -> str | None:
 
 
 def check_arrays(
-    arrays: Mapping[str, np.ndarray], expected: Mapping[str, jax.Array | jax.ShapeDtypeStruct], where: str
+    arrays: Mapping[str, np.ndarray], expected: Mapping[str, jax.Array | np.ndarray | jax.ShapeDtypeStruct], where: str
 ) -> None:
     """Raises ValueError unless there are exactly the expected arrays, each of the expected shape and dtype.
 
