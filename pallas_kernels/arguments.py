@@ -24,7 +24,7 @@ class Segments(NamedTuple):
 
     Attributes:
       marks: CONTINUES, BEGINS or EMPTY for each chunk, int32 [batch, chunks]. Empty chunks come last.
-      start: the initial memory of segments, an array or a tree of arrays [heads, out, in]. Momenta begin with zero.
+      start: the initial memory of segments, an array or a dict of arrays [heads, out, in]. Momenta begin with zero.
       real: 1 for tokens and 0 for padding, [batch, time].
     """
 
@@ -51,6 +51,40 @@ class Segments(NamedTuple):
     def start_rows(self, start: jax.Array) -> jax.Array:
         """One of the initial weights for each row, float32 [batch · heads, out, in]."""
         return jnp.tile(start.astype(jnp.float32), (self.marks.shape[0], 1, 1))
+
+
+class Window(NamedTuple):
+    """The c − 1 tokens before the first one of a call, oldest first.
+
+    Attributes:
+      keys, values: [batch, heads, c − 1, key_dim or value_dim].
+      num_real: how many of them are real, int32 [batch]: the last ones.
+      floor: their `floor` of `chunk_memory`, [batch, heads, c − 1]. None means 0.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    num_real: jax.Array
+    floor: jax.Array | None = None
+
+    @property
+    def real(self) -> jax.Array:
+        """Whether each token is real, [batch, c − 1]."""
+        past = self.keys.shape[2]
+        return jnp.arange(past) >= past - self.num_real[:, None]
+
+    @property
+    def real_floor(self) -> jax.Array | None:
+        return None if self.floor is None else jnp.where(self.real[:, None], self.floor, 0.0)
+
+    def rows(self, size: int) -> Arrays:
+        """Keys, values and whether they are real, float32 [batch · heads, size, key_dim, value_dim or 1], with size ≥ c − 1."""
+        batch, heads, past, _ = self.keys.shape
+        real = jnp.broadcast_to(self.real[:, None, :, None], (batch, heads, past, 1))
+        return tuple(
+            jnp.pad(x.astype(jnp.float32).reshape(batch * heads, past, x.shape[-1]), ((0, 0), (size - past, 0), (0, 0)))
+            for x in (self.keys, self.values, real)
+        )
 
 
 # product(x, y, x_axis, y_axis) contracts two matrices and accumulates in float32.

@@ -88,7 +88,7 @@ MEMORY_MAY_IMPORT = {
     "softmax": _SHARED,
     "caching": _SHARED | {"fast_weights", "softmax", "wrapped"},
     "log_linear": _SHARED | {"caching", "wrapped"},
-    "wrapped": {"rule"},
+    "wrapped": {"gates", "rule"},
     "saved": {"check", "rule"},
     "tuned": set(),
     "backends": {"fast_weights", "gates", "rule", "tuned"},  # the types of what kernels are asked

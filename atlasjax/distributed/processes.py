@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import jax
 
@@ -29,6 +30,7 @@ class ProcessConfig:
       timeout: seconds to wait for the other processes when the job starts.
       heartbeat: seconds without a sign of life after which jax ends the job, ≥ 1: for a machine or a network that is gone, or a
         process that hangs. A process that ends is noticed at once. Smaller values may end a job on a machine that is only slow.
+      stall: seconds without progress, ≥ 1, after which the process that the others wait for is named, with what it is doing.
     """
 
     distributed: bool = False
@@ -37,6 +39,7 @@ class ProcessConfig:
     process_id: int | None = None
     timeout: int = 300
     heartbeat: int = 100
+    stall: int = 60
 
     def __post_init__(self) -> None:
         if self.coordinator is not None:
@@ -49,6 +52,7 @@ class ProcessConfig:
         check.require(inside, "processes.process_id", index, "at least 0, and below num_processes")
         check.require(check.is_integer(self.timeout, 1), "processes.timeout", self.timeout, "at least 1")
         check.require(check.is_integer(self.heartbeat, 1), "processes.heartbeat", self.heartbeat, "at least 1")
+        check.require(check.is_integer(self.stall, 1), "processes.stall", self.stall, "at least 1")
 
 
 def initialize(config: ProcessConfig, facts: Mapping[str, object] | None = None) -> list[str]:
@@ -103,6 +107,21 @@ def initialize(config: ProcessConfig, facts: Mapping[str, object] | None = None)
         coordinator_bind_address=rendezvous.bind_address(coordinator) if index == 0 else None,
     )
     return hosts
+
+
+class KeyValueStore(Protocol):
+    """The part of jax's `DistributedRuntimeClient` that is used here."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+
+
+def key_value_store() -> KeyValueStore | None:
+    """The job's key-value store. None in a job of one process."""
+    from jax._src import distributed  # jax has no public name for it
+
+    return distributed.global_state.client
 
 
 def _place(config: ProcessConfig) -> tuple[str, int, int, Sequence[int] | None]:

@@ -79,6 +79,7 @@ def scan(
     max_segments: int | None = None,
     implementation: str | None = None,
     partition: Partition | None = None,
+    at_chunk_start: bool = False,
     check_gates: bool = False,
 ) -> tuple[Float[Array, "batch time heads value_dim"], State]:
     """Writes and reads a sequence: for every token, one step of the rule, then y_t = M_t(φ(q_t)).
@@ -106,6 +107,8 @@ def scan(
         not partition it over devices. Otherwise it takes "xla".
       partition: splits batch elements and heads over the devices of a mesh; for a `MemoryRule` only. Kernels require it if arrays
         are sharded and the call is not inside a `shard_map`. XLA partitions its own code without it.
+      at_chunk_start: a promise that `state` is at the start of a chunk in every row, as after whole chunks. Chunks are then
+        aligned statically, as from a fresh memory. Not with segment_ids.
       check_gates: checks the values of gates: raises an error outside jit, and is a `checkify.check` under jit.
 
     Returns:
@@ -127,9 +130,32 @@ def scan(
     if check_gates:
         check.check_gate_ranges(gates, where)
     call: ScanCall[Params, State] = functools.partial(backends.run, implementation, rule, max_segments=max_segments)
+    if at_chunk_start and state is not None:
+        if segment_ids is not None:
+            raise ValueError(
+                f"{where}: at_chunk_start is given with segment_ids, whose segments have their own chunks."
+            )
+        call = _from_chunk_start(rule, call)
     if partition is not None:
         call = partitioned(partition, rule, call)
     return _on_any_mesh(rule, call, q.shape[1])(params, state, q, k, v, gates, segment_ids)
+
+
+def _from_chunk_start(rule: Rule[Params, State], call: ScanCall[Params, State]) -> ScanCall[Params, State]:
+    def run(
+        params: Params,
+        state: State | None,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        gates: Gates,
+        segment_ids: jax.Array | None,
+    ) -> tuple[jax.Array, State]:
+        assert state is not None
+        y, after = call(params, rule.known_chunk_start(state), q, k, v, gates, segment_ids)
+        return y, rule.after_known_start(after, state, q.shape[1])
+
+    return run
 
 
 def _on_any_mesh(

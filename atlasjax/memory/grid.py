@@ -62,15 +62,21 @@ def streamed_layout(
     chunk: int,
     width: int,
     window: int,
-    position: jax.Array,
+    position: jax.Array | None,
     count: jax.Array,
     lengths: jax.Array | None = None,
 ) -> Layout:
     """Layout of a call that begins `position` tokens into a chunk (traced, one value per batch element).
 
-    lengths: [batch], number of tokens in each row; the others get no slot. None means that all exist.
+    position: None means at the start of one, which takes no further slot. lengths: [batch], number of tokens in each row; the
+    others get no slot. None means that all exist.
     """
-    num_slots = (time + chunk - 1 + chunk - 1) // chunk
+    first = position
+    num_slots = -(-time // chunk)
+    if position is None:
+        position = jnp.zeros_like(count)
+    else:
+        num_slots = (time + chunk - 1 + chunk - 1) // chunk
     token = position[:, None] + jnp.arange(time)
     slots = jnp.arange(num_slots)[:, None]
     before = jnp.maximum(slots * chunk - position, 0) + count
@@ -82,7 +88,7 @@ def streamed_layout(
     return Layout(
         num_slots=num_slots,
         place=place,
-        first=position,
+        first=first,
         resets=None,
         filled=slots * chunk < position + end,
         window_count=jnp.minimum(before, window - 1),

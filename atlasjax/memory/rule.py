@@ -224,6 +224,15 @@ class Rule(abc.ABC, Generic[Params, State]):
         """A state that reads like `part`, a result of `read_part`, with the other fields of `state`."""
         return part
 
+    def known_chunk_start(self, state: State) -> State:
+        """A state at the start of a chunk, in the form from which `scan` sees this before it runs. The default is the state itself,
+        for rules that need not know it."""
+        return state
+
+    def after_known_start(self, after: State, state: State, time: int | Int[Array, " batch"]) -> State:
+        """The state after `time` tokens, whole again, from `after`, with which a `scan` from `known_chunk_start(state)` ended."""
+        return after
+
     @property
     def has_fixed_steps(self) -> bool:
         """Whether the size of a write does not depend on the size of the gradient (Muon)."""

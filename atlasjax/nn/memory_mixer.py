@@ -1,6 +1,6 @@
 """A memory as a layer: projections, short convolutions and gates around `atlasjax.memory`."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,13 @@ def memory_params(
 
     initial = memory.init_params(rule, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
     return jax.tree_util.tree_map_with_path(one, initial)
+
+
+class _Execution(TypedDict):
+    """Arguments of `memory.scan`."""
+
+    implementation: str | None
+    partition: memory.Partition | None
 
 
 class MemoryHeads(nnx.Module):
@@ -110,15 +117,26 @@ class MemoryHeads(nnx.Module):
           size of the memory (`Rule.weight_norm`) after the last token.
         """
         q, k, v, gate, _ = self._project(x, self.conv.init_state(x.shape[0], x.dtype), segment_ids)
-        sizes = (x.shape[0], self.heads, x.shape[1])
-        partition = (
-            mesh_partition(*sizes) if needs_partition(self.implementation, self.rule, q, v) else time_partition(*sizes)
-        )
         y, after = memory.scan(
             self.rule, values(self.memory), None, q, k, v, self.gates(x), segment_ids=segment_ids,
-            max_segments=max_segments, implementation=self.implementation, partition=partition,
+            max_segments=max_segments, **self._execution(q, v),
         )  # fmt: skip
         return y, gate, self.rule.weight_norm(after)
+
+    def _execution(self, q: jax.Array, v: jax.Array) -> _Execution:
+        """What `memory.scan` is told of the implementation, which may have to be split by hand over the devices of a mesh."""
+        sizes = (q.shape[0], self.heads, q.shape[1])
+        split = mesh_partition if needs_partition(self.implementation, self.rule, q, v) else time_partition
+        return {"implementation": self.implementation, "partition": split(*sizes)}
+
+    def scan_segment(self, x: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, jax.Array, MemoryMixerState]:
+        """`scan_from` for whole chunks from a state at the start of a chunk, by the implementation of the config."""
+        q, k, v, gate, conv = self._project(x, state.conv, None)
+        y, after = memory.scan(
+            self.rule, values(self.memory), state.memory, q, k, v, self.gates(x), at_chunk_start=True,
+            **self._execution(q, v),
+        )  # fmt: skip
+        return y, gate, MemoryMixerState(conv, after)
 
     def scan_from(self, x: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, jax.Array, MemoryMixerState]:
         """y, the output gate and the next state for the next piece of a sequence (time ≥ 1). One token uses `memory.step`."""

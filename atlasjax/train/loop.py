@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -15,13 +15,13 @@ from atlasjax import storage
 from atlasjax.config_json import to_dict
 from atlasjax.data.pipeline import BatchIterator
 from atlasjax.data.windows import Batch
-from atlasjax.distributed.processes import aborts_explained, initialize, lost_process
+from atlasjax.distributed.processes import aborts_explained, initialize, key_value_store
 from atlasjax.distributed.rendezvous import MissingProcessError
 from atlasjax.distributed.sharding import global_batch
 from atlasjax.evaluate.lm import LanguageModelResult
-from atlasjax.train import compiled_programs, lock, preflight, saves
+from atlasjax.train import compiled_programs, lock, preflight, runtime_errors, saves
 from atlasjax.train import setup as setup_lib
-from atlasjax.train.checkpoint import Checkpoints, complete_steps
+from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.compiled_programs import CompiledPrograms
 from atlasjax.train.config import HELD_OUT, TrainConfig, run_folder
 from atlasjax.train.errors import (
@@ -30,7 +30,6 @@ from atlasjax.train.errors import (
     NonFiniteError,
     ProcessDiedError,
     RunError,
-    SaveError,
     user_errors,
 )
 from atlasjax.train.evaluations import Evaluations
@@ -40,6 +39,7 @@ from atlasjax.train.plot import plot_loss
 from atlasjax.train.progress import Progress
 from atlasjax.train.setup import Setup
 from atlasjax.train.signals import StopSignals
+from atlasjax.train.stalls import Stalls
 from atlasjax.train.state import TrainState
 from atlasjax.train.step import Metrics, jit_eval_step, jit_train_step
 from atlasjax.train.timing import Timing, seconds, slow_input
@@ -110,11 +110,12 @@ def train(
         run_dir = run_folder(config.run_dir)
     hosts = _join(config)
     main = jax.process_index() == 0
-    with StopSignals() as signals, contextlib.ExitStack() as held, _explained(run_dir):
+    with StopSignals() as signals, contextlib.ExitStack() as held, runtime_errors.explained(run_dir):
         if jax.process_count() > 1:
             held.enter_context(
                 aborts_explained(
-                    lambda: _died(run_dir, "jax's coordination service aborts this one"), ProcessDiedError.code
+                    lambda: runtime_errors.died(run_dir, "jax's coordination service aborts this one"),
+                    ProcessDiedError.code,
                 )
             )
         with user_errors():
@@ -144,8 +145,16 @@ def train(
             run.trace,
             MetricsWriter(run_dir, resumed_from, tensorboard=config.tensorboard and main, active=main) as writer,
             Progress(resumed_from, config.steps, active=main) as progress,
+            Stalls(
+                key_value_store(),
+                jax.process_index(),
+                jax.process_count(),
+                hosts,
+                progress.print if main else functools.partial(print, flush=True),
+                after=config.processes.stall,
+            ) as stalls,  # fmt: skip
         ):
-            state = run.steps(state, resumed_from, signals, writer, progress, on_step)
+            state = run.steps(state, resumed_from, signals, writer, progress, stalls, on_step)
             if line := run.timing.summary():
                 progress.print(line)
     if main and run.recorded:
@@ -163,34 +172,6 @@ def _join(config: TrainConfig) -> list[str]:
             return initialize(config.processes, preflight.facts(config) if config.processes.distributed else None)
         except MissingProcessError as error:
             raise ProcessDiedError(str(error)) from None
-
-
-@contextlib.contextmanager
-def _explained(run_dir: storage.AnyPath) -> Iterator[None]:
-    """Says what the runtime's errors mean: the other end of a collective is gone, or a device's memory is too small."""
-    try:
-        yield
-    except Exception as error:
-        # A store loses connections too; and if a process were lost, they could not have agreed that a save failed.
-        alone = jax.process_count() == 1 or isinstance(error, storage.StoreError | SaveError)
-        cause = None if alone else lost_process(error)
-        if cause is None and "RESOURCE_EXHAUSTED" in str(error):
-            said = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)[:200].strip(" .")
-            raise RunError(
-                f"The step does not fit the device's memory ({said}). What helps: a larger accumulation, a shorter "
-                "data.sequence_length, model.remat, a smaller model, or more devices."
-            ) from error
-        if cause is None:
-            raise
-        raise ProcessDiedError(_died(run_dir, cause)) from error
-
-
-def _died(run_dir: storage.AnyPath, cause: str) -> str:
-    """What to say when another process is lost."""
-    folder = run_dir / "checkpoints"
-    steps = complete_steps(folder)
-    last = f"The last checkpoint is {folder / str(steps[-1])}." if steps else "No checkpoint was saved yet."
-    return f"Another process of this run has ended ({cause}). {last} Run the same commands for all processes to resume."
 
 
 def _prepare(
@@ -268,7 +249,7 @@ class _Run:
         self._evaluations = Evaluations(setup.evaluation_data, eval_step, self.config.eval_batches, self._put)
 
     def steps(
-        self, state: TrainState, first: int, signals: StopSignals, writer: MetricsWriter, progress: Progress,
+        self, state: TrainState, first: int, signals: StopSignals, writer: MetricsWriter, progress: Progress, stalls: Stalls,
         on_step: Callable[[int], None] | None,
     ) -> TrainState:  # fmt: skip
         """Takes the remaining steps, and evaluates, saves and reports between them."""
@@ -280,9 +261,11 @@ class _Run:
             self._record_evaluation(0, writer, progress)  # what the other run's model can do here
         for step in range(first + 1, config.steps + 1):
             self.trace.begin(step, state)
-            with self.timing.spend("input"):
+            stalls.at(step)
+            with self.timing.spend("input"), stalls.doing("reading its batch"):
                 batch = self._next_batch(step)
-            state, metrics = self._train_step(state, self._put(batch))
+            with stalls.doing("compiling or starting its step"):
+                state, metrics = self._train_step(state, self._put(batch))
             self._pending.append((step, metrics))
             if line := self.trace.end(step, state):
                 progress.print(line)

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import Arrays, Interpret
+from pallas_kernels.arguments import CONTINUES, EMPTY, Arrays, Interpret, Segments, Window
 from pallas_kernels.blocks import token_precision
 from pallas_kernels.chunk_memory import gpu, reference
 from pallas_kernels.chunk_memory.bound import windowed_floor
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Objective, Structure, window_rows
 from pallas_kernels.chunk_memory.muon import MuonChunk, writes
-from pallas_kernels.chunk_scan import chunk_scan
+from pallas_kernels.chunk_scan import Restarts, chunk_scan
 from pallas_kernels.layout import from_chunks, gates_to_chunks, to_chunks
 from pallas_kernels.newton_schulz.reference import Triple
 
@@ -22,6 +22,7 @@ IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
 CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
 _DTYPES = (jnp.float32, jnp.bfloat16)
 Weights = dict[str, Float[Array, "batch heads _out _in"]]
+Scan = Callable[[Arrays, Arrays, Restarts], tuple[Arrays, Arrays]]
 
 
 def chunk_memory(
@@ -43,13 +44,16 @@ def chunk_memory(
     step_bound: float | None = None,
     floor: Float[Array, "batch time heads"] | None = None,
     norm_bound: float | None = None,
+    window: Window | None = None,
+    segments: Segments | None = None,
+    norm: dict[str, Float[Array, "heads value_dim"]] | None = None,
     implementation: str = "pallas_tpu",
     interpret: Interpret = False,
 ) -> tuple[Float[Array, "batch time heads value_dim"], Weights, Weights | None]:
     """M_t = α_t M_{t−1} + S_t, S_t = θ_t S_{t−1} − η_t Σ_j γ_{t,j} ∇ℓ(M_{t'}; k_{t−j}, v_{t−j}), y_t = M_t(q_t).
 
     This is A Eq. 12–13 with the window of Eq. 9 and the chunks of §3.3. M_{t'} is the memory at the start of the token's chunk. The
-    sequence starts a chunk, and nothing was read before it. With `newton_schulz` (Muon, A Eq. 32–33) the step size multiplies the
+    sequence starts a chunk. With `newton_schulz` (Muon, A Eq. 32–33) the step size multiplies the
     write: S_t = θ_t S_{t−1} − Σ …, M_t = α_t M_{t−1} + η_t NS(S_t).
 
     Args:
@@ -70,6 +74,11 @@ def chunk_memory(
         at most onto its target. Not with `newton_schulz`.
       floor: for each token, added to the decrease of its loss before dividing by it, [batch, time, heads]. None means 0.
       norm_bound: > 0 scales each weight and momentum with ‖W‖_F > norm_bound · √rows back to this norm at the start of a chunk.
+      window: the tokens before the first one, for c > 1. None means that there are none.
+      segments: packed segments on a grid of chunks of chunk_size tokens, which divides time. Padding needs η = 0 and α = θ = 1, and
+        window weights that reach beyond the start of a segment must be zero. None means one segment.
+      norm: {"scale", "bias"} of a LayerNorm inside the memory, [heads, value_dim], for `structure.apply`. None means that there is
+        none. Not with `newton_schulz`, nor with "pallas_gpu".
       implementation: "pallas_tpu" is a kernel that keeps M and S on chip for the whole sequence. Its backward pass recomputes from
         the memories before each chunk, and it has no forward-mode derivative. "reference" computes token by token.
       interpret: passed to `pallas_call`.
@@ -81,11 +90,15 @@ def chunk_memory(
       ValueError: wrong shapes or dtypes, an unknown implementation or chunk size, or a memory that the implementation does not
         support.
     """
-    _check(weights, momenta, q, k, v, step_size, retention, momentum_decay, window_weights, floor)
+    _check(weights, momenta, q, k, v, step_size, retention, momentum_decay, window_weights, floor, window)
+    if segments is not None:
+        segments.check("chunk_memory", q.shape[0], q.shape[1], chunk_size)
     if newton_schulz is not None and momenta is None:
         raise ValueError("chunk_memory: newton_schulz needs momenta S and momentum_decay θ, but they are None.")
     if newton_schulz is not None and step_bound is not None:
         raise ValueError("chunk_memory: step_bound is for gradient steps and cannot be used with newton_schulz.")
+    if norm is not None and (newton_schulz is not None or implementation == "pallas_gpu"):
+        raise ValueError('chunk_memory: norm cannot be used with newton_schulz, nor with implementation="pallas_gpu".')
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"chunk_memory: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
     batch, time, heads, _ = q.shape
@@ -100,7 +113,7 @@ def chunk_memory(
         }
         return reference.chunk_memory(
             structure, objective, weights, momenta, q, k, v, gates, chunk_size, newton_schulz, every,
-            step_bound, norm_bound,
+            step_bound, norm_bound, window, segments, norm,
         )  # fmt: skip
     if chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_memory: chunk_size={chunk_size}, should be a power of two from 8 to 256.")
@@ -118,63 +131,82 @@ def chunk_memory(
     names = tuple(sorted(weights))
     fold = lambda w: w.astype(jnp.float32).reshape(-1, *w.shape[2:])
     carry = [fold(weights[name]) for name in names]
+    of_norm = [] if norm is None else [jnp.tile(norm[name][:, None], (batch, 1, 1)) for name in ("scale", "bias")]
+    carry += [x.astype(jnp.float32) for x in of_norm]
     carry += [] if momenta is None else [fold(momenta[name]) for name in names]
-    if size > 1 and (implementation == "pallas_tpu" or newton_schulz is not None):
-        carry += [jnp.zeros((batch * heads, window_rows(size), n), jnp.float32) for n in (k.shape[-1], v.shape[-1], 1)]
+    before: Arrays = ()
+    if size > 1:
+        if window is None:
+            past = lambda x: jnp.zeros((batch, heads, 0, x.shape[-1]), jnp.float32)
+            window = Window(past(k), past(v), jnp.zeros((batch,), jnp.int32))
+        before = window.rows(window_rows(size))
     precision = token_precision(q.dtype)
     chunk = MemoryChunk(
         structure, objective, names, momentum_decay is not None, retention is not None, size, precision,
-        step_bound=step_bound, norm_bound=norm_bound,
+        step_bound=step_bound, norm_bound=norm_bound, norm=norm is not None,
     )  # fmt: skip
     if implementation == "pallas_gpu":
         chunk = dataclasses.replace(chunk, columns=jnp.transpose)
     tokens = tuple(to_chunks(x, chunk_size) for x in (q, k, v))
-    rows = [(step_size, 0.0), (ones, 0.0), *((x, 1.0) for x in (retention, momentum_decay) if x is not None)]
+    real = ones if segments is None else jnp.broadcast_to(segments.real[:, :, None], ones.shape)
+    rows = [(step_size, 0.0), (real, 0.0), *((x, 1.0) for x in (retention, momentum_decay) if x is not None)]
     if step_bound is not None:
-        rows.append((0.0 * ones if floor is None else windowed_floor(floor, window_weights), 0.0))
+        of_window = None if window is None else window.real_floor
+        rows.append((0.0 * ones if floor is None else windowed_floor(floor, window_weights, of_window), 0.0))
     rows += [] if window_weights is None else [(window_weights, 0.0)]
-    if implementation == "pallas_gpu" and newton_schulz is None:
-        final, y = gpu.chunk_memory(chunk, tuple(carry), (*tokens, gates_to_chunks(rows, chunk_size)), interpret)
-        y = y.astype(q.dtype)
-    elif newton_schulz is None:
-        final, (y,) = chunk_scan(chunk, tuple(carry), (*tokens, gates_to_chunks(rows, chunk_size)), interpret, q.dtype)
+    restarts: Restarts = None
+    if segments is not None:
+        start: Arrays = ()
+        if segments.start is not None:
+            start = tuple(segments.start_rows(segments.start[name]) for name in names)
+            start += tuple(carry[len(names) : len(names) + len(of_norm)])
+        restarts = segments.rows(heads), start
+    if newton_schulz is None:
+        xs = (*tokens, gates_to_chunks(rows, chunk_size))
+        if implementation == "pallas_gpu":
+            final, y = gpu.chunk_memory(chunk, tuple(carry), xs, before, restarts, interpret)
+        else:
+            final, (y,) = chunk_scan(chunk, (*carry, *before), xs, interpret, q.dtype, restarts)
     else:
         block = min(chunk_size, every * writes(sum(w.shape[-2] * w.shape[-1] for w in weights.values())))
         begins = jnp.broadcast_to((jnp.arange(time) % chunk_size < block)[:, None], ones.shape)
         xs = (*tokens, gates_to_chunks([*rows, (begins, 0.0)], chunk_size))
         muon = MuonChunk(chunk, newton_schulz, every)
-        scan: Callable[[Arrays, Arrays], tuple[Arrays, Arrays]] = lambda carry, xs: chunk_scan(
-            muon, carry, xs, interpret, q.dtype
-        )
+        scan: Scan = lambda carry, xs, restarts: chunk_scan(muon, carry, xs, interpret, q.dtype, restarts)
         if implementation == "pallas_gpu":
             scan = functools.partial(gpu.scan_muon, muon, interpret)
-        final, y = _scan_blocks(scan, (*carry[: len(names)], *carry), xs, block)
-        y = y.astype(q.dtype)
+        if restarts is not None:
+            restarts = restarts[0], restarts[1] * 2  # M_{t'}, then M
+        final, y = _scan_blocks(scan, (*carry[: len(names)], *carry, *before), xs, restarts, block)
         final = final[len(names) :]
+    y = y.astype(q.dtype)
     unfold = lambda parts: {name: w.reshape(batch, heads, *w.shape[1:]) for name, w in zip(names, parts)}
     y = from_chunks(y, batch, time)
-    return y, unfold(final), None if momenta is None else unfold(final[len(names) :])
+    return y, unfold(final), None if momenta is None else unfold(final[len(names) + len(of_norm) :])
 
 
-def _scan_blocks(
-    scan: Callable[[Arrays, Arrays], tuple[Arrays, Arrays]], carry: Arrays, xs: Arrays, block: int
-) -> tuple[Arrays, jax.Array]:
+def _scan_blocks(scan: Scan, carry: Arrays, xs: Arrays, restarts: Restarts, block: int) -> tuple[Arrays, jax.Array]:
     """Runs `scan` (`chunk_scan` without its chunk argument) over blocks. The backward pass stores the carry before each chunk, and
     the carries of the blocks of one chunk at a time.
 
-    xs: q, k, v [rows, chunks, chunk_size, dim] and gates [rows, chunks, n, chunk_size].
+    xs: q, k, v [rows, chunks, chunk_size, dim] and gates [rows, chunks, n, chunk_size]. restarts: of the chunks.
     """
     *tokens, gates = xs
     rows, count, size = tokens[0].shape[:3]
     split = lambda x: jnp.moveaxis(x.reshape(rows, count, size // block, block, -1), 1, 0)
     lanes = jnp.moveaxis(gates.reshape(rows, count, -1, size // block, block), (1, 3), (0, 2))
+    marks = None
+    if restarts is not None:
+        later = jnp.where(restarts[0] == EMPTY, EMPTY, CONTINUES)
+        marks = jnp.stack([restarts[0], *[later] * (size // block - 1)], axis=-1).swapaxes(0, 1)
 
     @jax.checkpoint
-    def body(carry: Arrays, xs: Arrays) -> tuple[Arrays, jax.Array]:
-        carry, (y,) = scan(carry, xs)
+    def body(carry: Arrays, of_chunk: tuple[Arrays, jax.Array | None]) -> tuple[Arrays, jax.Array]:
+        xs, marks = of_chunk
+        carry, (y,) = scan(carry, xs, None if restarts is None or marks is None else (marks, restarts[1]))
         return carry, y
 
-    carry, y = jax.lax.scan(body, carry, (*map(split, tokens), lanes))
+    carry, y = jax.lax.scan(body, carry, ((*map(split, tokens), lanes), marks))
     return carry, jnp.moveaxis(y, 0, 1).reshape(rows, count, size, -1)
 
 
@@ -189,6 +221,7 @@ def _check(
     momentum_decay: jax.Array | None,
     window_weights: jax.Array | None,
     floor: jax.Array | None,
+    window: Window | None,
 ) -> None:
     if q.ndim != 4 or v.ndim != 4 or not q.shape[1]:
         raise ValueError(
@@ -212,6 +245,20 @@ def _check(
             raise ValueError(f"chunk_memory: {name} has shape {x.shape}, should be {shape}, with q {q.shape}.")
     if window_weights is not None and not 1 <= window_weights.shape[-1] <= 64:
         raise ValueError(f"chunk_memory: window_weights has c={window_weights.shape[-1]}, should be 1 to 64.")
+    if window is not None:
+        batch, _, heads, key_dim = q.shape
+        past = (batch, heads, 0 if window_weights is None else window_weights.shape[-1] - 1)
+        wanted = {
+            "keys": (window.keys, (*past, key_dim)),
+            "values": (window.values, (*past, v.shape[-1])),
+            "num_real": (window.num_real, (batch,)),
+            "floor": (window.floor, past),
+        }
+        for name, (x, shape) in wanted.items():
+            if x is not None and (x.shape != shape or not past[-1]):
+                raise ValueError(
+                    f"chunk_memory: window.{name} has shape {x.shape}, should be {shape} with c − 1 ≥ 1 tokens of a window of c."
+                )
     if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
         raise ValueError(
             f"chunk_memory: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}, should all be float32 or all bfloat16."

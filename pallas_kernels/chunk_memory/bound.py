@@ -28,14 +28,17 @@ LEAST = 2.0**-10
 _STRIP = 64  # rows
 
 
-def windowed_floor(floor: jax.Array, window_weights: jax.Array | None) -> jax.Array:
-    """Σ_j γ_{t,j} floor_{t−j}, [batch, time, heads], from floor of the same shape and γ [batch, time, heads, c] (None: c = γ =
-    1)."""
+def windowed_floor(floor: jax.Array, window_weights: jax.Array | None, past: jax.Array | None = None) -> jax.Array:
+    """Σ_j γ_{t,j} floor_{t−j}, [batch, time, heads], from floor of the same shape and γ [batch, time, heads, c] (None: c = γ = 1).
+
+    past: floor of the tokens before the first one, [batch, heads, up to c − 1]. None means 0.
+    """
     floor = floor.astype(jnp.float32)
     if window_weights is None:
         return floor
     time, c = window_weights.shape[1], window_weights.shape[-1]
-    line = jnp.pad(floor, ((0, 0), (c - 1, 0), (0, 0)))
+    line = floor if past is None else jnp.concatenate([past.astype(jnp.float32).swapaxes(1, 2), floor], axis=1)
+    line = jnp.pad(line, ((0, 0), (c - 1 + time - line.shape[1], 0), (0, 0)))
     parts = [window_weights[..., j].astype(jnp.float32) * line[:, c - 1 - j : c - 1 - j + time] for j in range(c)]
     return sum(parts[1:], parts[0])
 

@@ -25,12 +25,13 @@ from pallas_kernels.chunk_memory.bound import bounded_steps, decrease, within_no
 from pallas_kernels.chunk_memory.gates import Gates, coefficients, decays, window_matrix
 
 Linear = Callable[[str, jax.Array], jax.Array]
+Norm = dict[str, jax.Array]  # scale and bias of the LayerNorm inside a memory, [1, value_dim]
 
 
 class Structure(Protocol):
     """M(x) as a function of its products W h, where `linear(name, h)` is h Wᵀ."""
 
-    def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: None) -> jax.Array: ...
+    def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Norm | None) -> jax.Array: ...
 
 
 class Objective(Protocol):
@@ -56,7 +57,8 @@ def after_window(
 class MemoryChunk:
     """A `chunk_scan.Chunk`.
 
-    Carry: the weights by name; with momentum, S in the same form; for c > 1, keys and values of the window [`window_rows`, dim] and
+    Carry: the weights by name; with `norm`, scale and bias of the LayerNorm inside the memory [1, value_dim], which do not change;
+    with momentum, S in the form of the weights; for c > 1, keys and values of the window [`window_rows`, dim] and
     whether they are real [`window_rows`, 1]. Inputs: q, k, v [m, dim] and gates [n, m] with the rows η, real (1, or 0 for padding),
     α if `retention`, θ if `momentum`, n − a of the windowed losses if `step_bound`, γ_0 … γ_{c−1} if c > 1. m is a power of two.
 
@@ -64,6 +66,7 @@ class MemoryChunk:
       structure, objective: hashable; residual structures add φ(k) = k itself.
       names: names of the weights, in the carry's order.
       momentum, retention: whether there are S and θ, and whether there is α.
+      norm: whether there is a LayerNorm inside the memory.
       window: c ≥ 1.
       precision: precision of products with tokens and weights. Products of gates alone are exact.
       columns: conversion of gates [n, m] to columns [m, n]: by a product on a TPU, by a transpose for XLA.
@@ -81,11 +84,15 @@ class MemoryChunk:
     columns: Callable[[jax.Array], jax.Array] = columns
     step_bound: float | None = None
     norm_bound: float | None = None
+    norm: bool = False
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         dot = functools.partial(product, precision=self.precision)
         count = len(self.names)
-        begun = [_Scaled.within(self.norm_bound, w) for w in carry[: count * (1 + self.momentum)]]
+        kept = carry[count : count + 2 * self.norm]
+        norm = dict(zip(("scale", "bias"), kept)) if self.norm else None
+        moving = (*carry[:count], *carry[count + len(kept) : count * (1 + self.momentum) + len(kept)])
+        begun = [_Scaled.within(self.norm_bound, w) for w in moving]
         memory, momenta = dict(zip(self.names, begun)), dict(zip(self.names, begun[count:]))
         q, k, v, rows = xs
         gates = self.named(self.columns(rows))
@@ -96,7 +103,7 @@ class MemoryChunk:
 
         widths = {name: w.matrix.shape[0] for name, w in memory.items()}
         weight = lambda name, h: memory[name].product(h, dot)
-        gradients = gradient_factors(self.structure, self.objective, weight, widths, k, v)
+        gradients = gradient_factors(self.structure, self.objective, weight, widths, k, v, norm)
         factors, of_gates = gradients.factors, decays(gates)
         steps = gates.step
         if self.step_bound is not None:
@@ -119,7 +126,7 @@ class MemoryChunk:
                 out = out + s * momenta[name].product(h, dot)
             return out + dot(dot(h, inputs, 1, 1) * memory_gradients, left, 1, 0)
 
-        y = self.structure.apply(linear, q, q, None)
+        y = self.structure.apply(linear, q, q, norm)
         m = q.shape[0]
         at_end = last_row(memory_gradients)
         momentum_at_end = None if momentum_gradients is None else last_row(momentum_gradients)
@@ -135,7 +142,7 @@ class MemoryChunk:
                 step = _outer(momentum_at_end, left, inputs, dot)
                 momenta_after.append(momenta[name].times(entry(beta, m - 1)) + step)
             after.append(w)
-        return (*after, *momenta_after, *(left_over if self.window > 1 else ())), (y,)
+        return (*after, *kept, *momenta_after, *(left_over if self.window > 1 else ())), (y,)
 
     def named(self, gates: jax.Array) -> Gates:
         """The gates as separate columns."""
@@ -188,8 +195,9 @@ class Gradients(NamedTuple):
 
 
 def gradient_factors(
-    structure: Structure, objective: Objective, weight: Linear, widths: dict[str, int], k: jax.Array, v: jax.Array
-) -> Gradients:
+    structure: Structure, objective: Objective, weight: Linear, widths: dict[str, int], k: jax.Array, v: jax.Array,
+    norm: Norm | None = None,
+) -> Gradients:  # fmt: skip
     """∇ℓ of each token as factors, at the weights W given by `weight(name, h)` = h Wᵀ [E, widths[name]].
 
     See `atlasjax.memory.fast_weights.chunk.gradient_factors`.
@@ -202,7 +210,7 @@ def gradient_factors(
             inputs[name], products[name] = h, weight(name, h)
             return products[name] + zeros[name]
 
-        return structure.apply(linear, k, k, None), (inputs, products)
+        return structure.apply(linear, k, k, norm), (inputs, products)
 
     zeros = {name: jnp.zeros((k.shape[0], width), jnp.float32) for name, width in widths.items()}
     value, pullback, (inputs, products) = jax.vjp(out, zeros, has_aux=True)

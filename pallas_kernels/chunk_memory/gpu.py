@@ -22,19 +22,22 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import Arrays, Interpret
+from pallas_kernels.arguments import BEGINS, EMPTY, Arrays, Interpret
 from pallas_kernels.blocks import entry, last_row, row_of
 from pallas_kernels.chunk_memory.bound import within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Structure
 from pallas_kernels.chunk_memory.gates import coefficients, decays, window_matrix
 from pallas_kernels.chunk_memory.gpu_kernels import Layers, Tokens, block_tokens, state_cotangents, states
 from pallas_kernels.chunk_memory.muon import MuonChunk
+from pallas_kernels.chunk_scan import Restarts
 from pallas_kernels.gpu import LEAST, padded
 from pallas_kernels.newton_schulz import MOST_COLUMNS, MOST_ROWS, newton_schulz
 
 Y = TypeVar("Y")  # a tree of arrays
 Limits = tuple[float, ...] | None
-_Kept = tuple[Arrays, jax.Array | None, Arrays, Arrays]  # carry before each chunk, scales, xs, window
+_Kept = tuple[
+    Arrays, jax.Array | None, Arrays, Arrays, jax.Array | None
+]  # carry before each chunk, scales, xs, window, marks
 
 _MOST_CHANNELS = 256  # of keys (with their features) and values; a step holds all channels of its tokens
 _TOGETHER = 2**28  # bytes of one hidden array [rows, chunks, tokens, hidden] of the parallel parts
@@ -82,7 +85,9 @@ def _unsupported_muon(weights: dict[str, jax.Array]) -> str | None:
     )
 
 
-def scan_muon(chunk: MuonChunk, interpret: Interpret, carry: Arrays, xs: Arrays) -> tuple[Arrays, tuple[jax.Array]]:
+def scan_muon(
+    chunk: MuonChunk, interpret: Interpret, carry: Arrays, xs: Arrays, restarts: Restarts
+) -> tuple[Arrays, tuple[jax.Array]]:
     """`chunk_scan` over blocks [rows, blocks, …]. Newton–Schulz of all rows is one kernel, the rest is compiled by XLA."""
     orthogonalize = functools.partial(
         newton_schulz,
@@ -93,16 +98,43 @@ def scan_muon(chunk: MuonChunk, interpret: Interpret, carry: Arrays, xs: Arrays)
         interpret=interpret,
     )
     by_rows = jax.vmap(dataclasses.replace(chunk, newton_schulz=orthogonalize))
-    step = jax.checkpoint(lambda carry, xs: by_rows(carry, _wide(xs)))
-    carry, (y,) = jax.lax.scan(step, carry, tuple(jnp.moveaxis(x, 1, 0) for x in xs))
+
+    @jax.checkpoint
+    def step(carry: Arrays, of_block: tuple[Arrays, jax.Array | None]) -> tuple[Arrays, Arrays]:
+        xs, mark = of_block
+        before = carry
+        if mark is not None:
+            assert restarts is not None
+            before = begun(mark, carry, restarts[1])
+        after, y = by_rows(before, _wide(xs))
+        if mark is not None:
+            after = tuple(jnp.where(_of_rows(mark == EMPTY, x), x, y) for x, y in zip(carry, after))
+        return after, y
+
+    first = lambda x: jnp.moveaxis(x, 1, 0)
+    marks = None if restarts is None else first(restarts[0])
+    carry, (y,) = jax.lax.scan(step, carry, (tuple(map(first, xs)), marks))
     return carry, (jnp.moveaxis(y, 0, 1),)
 
 
-def chunk_memory(chunk: MemoryChunk, carry: Arrays, xs: Arrays, interpret: Interpret) -> tuple[Arrays, jax.Array]:
+def begun(mark: jax.Array, carry: Arrays, start: Arrays) -> Arrays:
+    """The carry [rows, …] before a chunk with `mark` [rows]: where it begins a segment, `start`, and zeros for its other arrays."""
+    start = (*start, *(jnp.zeros_like(x) for x in carry[len(start) :]))
+    return tuple(jnp.where(_of_rows(mark == BEGINS, x), first, x) for first, x in zip(start, carry))
+
+
+def _of_rows(condition: jax.Array, x: jax.Array) -> jax.Array:
+    """[rows] → [rows, 1, …], like x."""
+    return condition.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def chunk_memory(
+    chunk: MemoryChunk, carry: Arrays, xs: Arrays, past: Arrays, restarts: Restarts, interpret: Interpret
+) -> tuple[Arrays, jax.Array]:
     """`memory_scan` with the window's tokens before each chunk, and with token dimensions padded for the kernels.
 
     carry: weights by name, then momenta in the same form, [rows, out, in]. xs: q, k, v [rows, chunks, m, dim] and gates
-    [rows, chunks, n, m].
+    [rows, chunks, n, m]. past: for c > 1, keys, values and `real` of the tokens before the first one, [rows, ≥ c − 1, dim or 1].
     """
     layers = Layers.of(chunk.structure)
     assert layers is not None
@@ -114,11 +146,14 @@ def chunk_memory(chunk: MemoryChunk, carry: Arrays, xs: Arrays, interpret: Inter
         return (padded(out) if outer else out), (inputs if outer and layers.inner else padded(inputs))
 
     names = chunk.names * (len(carry) // len(chunk.names))
-    limits = None
+    limits, start = None, () if restarts is None else restarts[1]
+    if restarts is not None:
+        # The kernel begins segments after the first chunk.
+        carry = begun(restarts[0][:, 0], carry, start)
     if (most := chunk.norm_bound) is not None:
         # The kernel limits the states that it writes; the first one comes from outside.
-        begun = jax.vmap(lambda w: within_norm(most, w) * w)
-        carry = tuple(begun(w) for w in carry)
+        within = jax.vmap(lambda w: within_norm(most, w) * w)
+        carry = tuple(within(w) for w in carry)
         limits = tuple(most * w.shape[-2] ** 0.5 for w in carry[: len(chunk.names)])
         chunk = dataclasses.replace(chunk, norm_bound=None)
     # Padding stays zero, because a gradient is zero where a channel of both factors is.
@@ -129,8 +164,11 @@ def chunk_memory(chunk: MemoryChunk, carry: Arrays, xs: Arrays, interpret: Inter
     window: Arrays = ()
     if chunk.window > 1:
         size = padded(chunk.window - 1)
-        window = tuple(_before(x, size).astype(jnp.float32) for x in (k, v, gates[..., 1:2, :].mT))
-    final, y = memory_scan(chunk, limits, interpret, carry, (q, k, v, gates), window)
+        line = lambda x, past: _before(x, _pad(past, past.shape[-2], x.shape[-1]), size).astype(jnp.float32)
+        window = tuple(line(x, past) for x, past in zip((k, v, gates[..., 1:2, :].mT), past, strict=True))
+    start = tuple(_pad(w, *widths(name, w)) for name, w in zip(names, start))
+    restarts = None if restarts is None else (restarts[0], start)
+    final, y = memory_scan(chunk, limits, interpret, carry, (q, k, v, gates), window, restarts)
     return tuple(x[:, : shape[1], : shape[2]] for x, shape in zip(final, wanted)), y[..., :value_dim]
 
 
@@ -138,16 +176,27 @@ def _pad(x: jax.Array, rows: int, columns: int) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows - x.shape[-2]), (0, columns - x.shape[-1])])
 
 
-def _before(x: jax.Array, size: int) -> jax.Array:
-    """The `size` tokens before each chunk, zeros before the first: [rows, chunks, m, n] → [rows, chunks, size, n]."""
+def _before(x: jax.Array, past: jax.Array, size: int) -> jax.Array:
+    """The `size` tokens before each chunk: [rows, chunks, m, n] → [rows, chunks, size, n].
+
+    past: those before the first one, [rows, …, n]; zeros before them.
+    """
     rows, count, m, n = x.shape
-    line = jnp.pad(x.reshape(rows, count * m, n), ((0, 0), (size, 0), (0, 0)))
+    past = past[:, -size:]
+    line = jnp.concatenate([past.astype(jnp.promote_types(x.dtype, past.dtype)), x.reshape(rows, count * m, n)], axis=1)
+    line = jnp.pad(line, ((0, 0), (size - past.shape[1], 0), (0, 0)))
     return line[:, m * jnp.arange(count)[:, None] + jnp.arange(size)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def memory_scan(
-    chunk: MemoryChunk, limits: Limits, interpret: Interpret, carry: Arrays, xs: Arrays, window: Arrays
+    chunk: MemoryChunk,
+    limits: Limits,
+    interpret: Interpret,
+    carry: Arrays,
+    xs: Arrays,
+    window: Arrays,
+    restarts: Restarts,
 ) -> tuple[Arrays, jax.Array]:
     """Scans a memory over the chunks of many rows.
 
@@ -160,27 +209,35 @@ def memory_scan(
       xs: q, k, v [rows, chunks, m, dim] and gates [rows, chunks, n, m] for `MemoryChunk`, m a power of two ≥ 16.
       window: for c > 1, keys, values and `real` of the tokens before each chunk, [rows, chunks, w, dim or 1], w a power of two ≥
         16.
+      restarts: CONTINUES, BEGINS or EMPTY for each chunk, int32 [rows, chunks], and the weights with which segments begin, in the
+        form of the carry; momenta begin with zero. The first chunk does not begin one. None means one segment.
 
     Returns:
       The carry after the last chunk, and y [rows, chunks, m, value_dim], float32. There is no forward-mode derivative.
     """
-    return _forward(chunk, limits, interpret, carry, xs, window)[0]
+    return _forward(chunk, limits, interpret, carry, xs, window, restarts)[0]
 
 
 def _forward(
-    chunk: MemoryChunk, limits: Limits, interpret: Interpret, carry: Arrays, xs: Arrays, window: Arrays
+    chunk: MemoryChunk,
+    limits: Limits,
+    interpret: Interpret,
+    carry: Arrays,
+    xs: Arrays,
+    window: Arrays,
+    restarts: Restarts,
 ) -> tuple[tuple[Arrays, jax.Array], _Kept]:
     tokens = _tokens(chunk, xs, window)
-    before, last, scales = states(chunk, limits, interpret, carry, tokens, xs[0].dtype)
+    before, last, scales = states(chunk, limits, interpret, carry, tokens, restarts, xs[0].dtype)
     read = lambda state, xs, window: chunk((*state, *window), _wide(xs))[1][0]
     y = _all_chunks(read, before, xs, window)
-    return (last, y), (before, scales, xs, window)
+    return (last, y), (before, scales, xs, window, None if restarts is None else restarts[0])
 
 
 def _backward(
     chunk: MemoryChunk, limits: Limits, interpret: Interpret, kept: _Kept, cotangents: tuple[Arrays, jax.Array]
-) -> tuple[Arrays, Arrays, Arrays]:
-    before, scales, xs, window = kept
+) -> tuple[Arrays, Arrays, Arrays, tuple[None, Arrays] | None]:
+    before, scales, xs, window, marks = kept
     dfinal, dy = cotangents
     count = len(before)
 
@@ -201,10 +258,12 @@ def _backward(
     from_writes = lambda state, xs, window, dstate: pullback(state, xs, window, dstate, None)[1:]
     dstate, *dtokens = _all_chunks(from_reads, before, xs, window, dy)
     tokens = _tokens(chunk, xs, window)
-    after, dfirst = state_cotangents(chunk, limits, interpret, before, scales, tokens, dstate, dfinal, xs[0].dtype)
+    after, dfirst, dstart = state_cotangents(
+        chunk, limits, interpret, before, scales, tokens, dstate, dfinal, marks, xs[0].dtype
+    )
     more = _all_chunks(from_writes, before, xs, window, after)
     dxs, dwindow = jax.tree.map(jnp.add, tuple(dtokens), tuple(more))
-    return dfirst, dxs, dwindow
+    return dfirst, dxs, dwindow, None if marks is None else (None, dstart)
 
 
 memory_scan.defvjp(_forward, _backward)

@@ -11,9 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels import gpu
-from pallas_kernels.arguments import Arrays, Index, Interpret, Slice
+from pallas_kernels.arguments import BEGINS, EMPTY, Arrays, Index, Interpret, Slice
 from pallas_kernels.batching import rows_folded
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Objective, Structure
+from pallas_kernels.chunk_scan import Restarts
 
 Refs = dict[str, jax.Ref]  # of the weights, or of the momenta, by name
 Matrices = dict[str, jax.Array]
@@ -281,6 +282,10 @@ def _copy(step: _Step, source: Refs, at: Index, target: Refs, to: Index) -> None
     step.tiles(tile, None)
 
 
+def _zero(step: _Step, targets: list[Refs], to: Index) -> None:
+    step.change(targets, to, lambda n, name, x, j: jnp.zeros_like(x))
+
+
 def _barrier(interpret: Interpret) -> None:
     """Waits until all threads of a program have written their part of a state, before others read it."""
     if not interpret:
@@ -293,13 +298,14 @@ def states(
     interpret: Interpret,
     carry: Arrays,
     tokens: Tokens,
+    restarts: Restarts,
     dtype: jax.typing.DTypeLike,
 ) -> tuple[Arrays, Arrays, jax.Array | None]:
     """The carry before each chunk, [rows, chunks, out, in] each, and after the last, [rows, out, in]. With limits, also the factors
     [rows, chunks, len(carry)] by which the carry was scaled after each chunk so that the next begins within the limits.
 
     Args:
-      chunk, limits, interpret, carry: as in `gpu.memory_scan`.
+      chunk, limits, interpret, carry, restarts: as in `gpu.memory_scan`.
       tokens: the tokens of all chunks.
       dtype: dtype of the tokens, which determines the precision of products.
     """
@@ -307,11 +313,13 @@ def states(
     outer, inner, dot = step.layers.outer, step.layers.inner, step.dot
     chunks = tokens["scales"].shape[1]
 
-    def limit(before: list[Refs], at: Index, kept: jax.Ref, i: Index) -> None:
-        """Scales the state at slot `at` to its limits, and stores the factors of chunk i."""
+    def limit(before: list[Refs], at: Index, kept: jax.Ref, i: Index, marks: jax.Ref | None) -> None:
+        """Scales the state at slot `at` to its limits, and stores the factors of chunk i. An empty chunk has no limits."""
         # A square that overflows exceeds any limit.
         scale = lambda x: jnp.where(x > 1.0, jax.lax.rsqrt(jnp.clip(x, 1.0, 3e38)), 1.0)
         scales = jax.tree.map(scale, step.inner(before, at, before, at))
+        if marks is not None:
+            scales = jax.tree.map(lambda x: jnp.where(marks[at] == EMPTY, 1.0, x), scales)
         flat = [part[name] for part in scales for name in chunk.names]
         for place, x in enumerate(flat):
             kept[i, place] = x
@@ -319,7 +327,7 @@ def states(
         pl.when(over)(functools.partial(step.change, before, at, lambda n, name, x, j: scales[n][name] * x))
 
     def chunk_memory_states(refs: Any, results: Any) -> None:
-        first, tokens = refs
+        first, tokens, marks, start = refs
         before, last, kept = results
         for source, target in zip(first, before):
             _copy(step, source, 0, target, 0)
@@ -354,14 +362,23 @@ def states(
 
             step.tiles(write, None)
             _barrier(interpret)
+            if marks is not None:
+
+                @pl.when((i + 1 < chunks) & (marks[jnp.minimum(i + 1, chunks - 1)] == BEGINS))
+                def _() -> None:
+                    _copy(step, start, 0, before[0], i + 1)
+                    _zero(step, before[1:], i + 1)
+
+                _barrier(interpret)
             if step.limits is not None:
-                pl.when(i + 1 < chunks)(functools.partial(limit, before, i + 1, kept, i))
+                pl.when(i + 1 < chunks)(functools.partial(limit, before, i + 1, kept, i, marks))
                 _barrier(interpret)
 
         jax.lax.fori_loop(0, chunks, advance, None)
 
     shapes = lambda count: named([jax.ShapeDtypeStruct((count, *x.shape[1:]), jnp.float32) for x in carry])
-    inputs = (named([x[:, None] for x in carry]), tokens)
+    marks, start = (None, ()) if restarts is None else restarts
+    inputs = (named([x[:, None] for x in carry]), tokens, marks, dict(zip(chunk.names, (x[:, None] for x in start))))
     kept = None if limits is None else jax.ShapeDtypeStruct((chunks, len(carry)), jnp.float32)
     outputs = (shapes(chunks), shapes(1), kept)
     *results, kept = _rows(chunk_memory_states, inputs, outputs, warps=_warps(tokens), interpret=interpret)
@@ -378,15 +395,19 @@ def state_cotangents(
     tokens: Tokens,
     ext: Arrays,
     last: Arrays,
+    marks: jax.Array | None,
     dtype: jax.typing.DTypeLike,
-) -> tuple[Arrays, Arrays]:
+) -> tuple[Arrays, Arrays, Arrays]:
     """G_i = ext_i + (∂ state_{i+1} / ∂ state_i)ᵀ G_{i+1}: G after each chunk, and before the first. Shapes as in `states`.
+
+    With marks, also the cotangents of the weights with which segments begin. Nothing passes from a segment to the one before.
 
     Args:
       chunk, limits, interpret, tokens, dtype: as in `states`.
       before, kept: the results of `states`: the carry before each chunk, and with limits the factors after each chunk.
       ext: cotangents of the carry before each chunk from everything except the next carry.
       last: cotangents of the carry after the last chunk.
+      marks: those of the chunks, as in `gpu.memory_scan`, or None.
     """
     step, named = _settings(chunk, limits, before, dtype, interpret)
     outer, inner, dot = step.layers.outer, step.layers.inner, step.dot
@@ -409,9 +430,11 @@ def state_cotangents(
         pl.when(functools.reduce(jnp.minimum, flat) < 1.0)(project)
 
     def chunk_memory_cotangents(refs: Any, outputs: Any) -> None:
-        states, kept, ext, last, tokens = refs
-        after, first, scratch = outputs
+        states, kept, ext, last, tokens, marks = refs
+        after, first, start, scratch = outputs
         weights = states[0]
+        if marks is not None:
+            _zero(step, [start], 0)
         for source, target in zip(last, after):
             _copy(step, source, 0, target, chunks - 1)
         _barrier(interpret)
@@ -485,14 +508,22 @@ def state_cotangents(
             if step.limits is not None:
                 pl.when(i > 0)(functools.partial(through_limit, states, i, after, i - 1, kept))
                 _barrier(interpret)
+            if marks is not None:
+
+                @pl.when((i > 0) & (marks[i] == BEGINS))
+                def _() -> None:
+                    step.change([start], 0, lambda n, name, x, j: x + step.part(after[0][name], i - 1, name, j)[...])
+                    _zero(step, after, i - 1)
+
+                _barrier(interpret)
 
         jax.lax.fori_loop(0, chunks, advance, None)
 
     shapes = lambda count: named([jax.ShapeDtypeStruct((count, *x.shape[2:]), jnp.float32) for x in ext])
     scratch = [(jax.ShapeDtypeStruct(v.shape[2:], jnp.float32),) * 2 for _, v, _ in tokens["blocks"]]
     needed = before if limits is not None else before[: len(chunk.names)]
-    inputs = (named(needed), kept, named(ext), named([x[:, None] for x in last]), tokens)
-    outputs = (shapes(chunks), shapes(1), scratch)
-    *results, _ = _rows(chunk_memory_cotangents, inputs, outputs, warps=_warps(tokens), interpret=interpret)
+    inputs = (named(needed), kept, named(ext), named([x[:, None] for x in last]), tokens, marks)
+    outputs = (shapes(chunks), shapes(1), {} if marks is None else shapes(1)[0], scratch)
+    *results, start, _ = _rows(chunk_memory_cotangents, inputs, outputs, warps=_warps(tokens), interpret=interpret)
     after, first = (tuple(part[name] for part in parts for name in chunk.names) for parts in results)
-    return after, tuple(x[:, 0] for x in first)
+    return after, tuple(x[:, 0] for x in first), tuple(start[name][:, 0] for name in chunk.names if start)

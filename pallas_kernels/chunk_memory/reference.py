@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import BEGINS, Segments, Window
 from pallas_kernels.chunk_memory.bound import LEAST
 from pallas_kernels.chunk_memory.chunk import Objective, Structure
 from pallas_kernels.newton_schulz.reference import Triple, newton_schulz
@@ -24,13 +25,32 @@ def chunk_memory(
     every: int,
     step_bound: float | None,
     norm_bound: float | None,
+    window: Window | None,
+    segments: Segments | None,
+    norm: dict[str, jax.Array] | None,
 ) -> tuple[jax.Array, Weights, Weights | None]:
     """`api.chunk_memory`, one token after another. Gates by name, including those without effect."""
+    batch, time = q.shape[:2]
+    real, resets, initial = jnp.ones((batch, time), bool), jnp.zeros((batch, time), bool), weights
+    if segments is not None:
+        real = segments.real > 0
+        begins = jnp.repeat(segments.marks == BEGINS, chunk_size, axis=1)
+        resets = begins & (jnp.arange(time) % chunk_size == 0)
+        if segments.start is not None:
+            initial = {name: jnp.broadcast_to(w, weights[name].shape) for name, w in segments.start.items()}
+    past = 0
+    if window is not None:  # its tokens come first
+        past = window.keys.shape[2]
+        join = lambda x, y: jnp.concatenate([x.swapaxes(1, 2).astype(y.dtype), y], axis=1)
+        k, v = join(window.keys, k), join(window.values, v)
+        floor = jnp.zeros(window.keys.shape[:3]) if window.floor is None else window.floor
+        gates = gates | {"floor": join(floor, gates["floor"])}
+        real = jnp.concatenate([window.real, real], axis=1)
     matmul = lambda w: lambda name, h: jnp.matmul(h, w[name].T, precision=jax.lax.Precision.HIGHEST)
 
-    def gradient(w: Weights, k: jax.Array, v: jax.Array) -> tuple[Weights, jax.Array]:
+    def gradient(w: Weights, k: jax.Array, v: jax.Array, norm: Weights | None) -> tuple[Weights, jax.Array]:
         """∇ℓ, and the first-order decrease of the loss down to the target."""
-        out = lambda w: structure.apply(matmul(w), k[None], k[None], None)
+        out = lambda w: structure.apply(matmul(w), k[None], k[None], norm)
         loss = lambda out: objective.loss(out, v[None], None)[0]
         fall = jnp.maximum(jnp.sum(jax.grad(loss)(out(w)) * (out(w) - v)), 0.0)
         return jax.grad(lambda w: loss(out(w)))(w), fall
@@ -49,6 +69,10 @@ def chunk_memory(
         k: jax.Array,
         v: jax.Array,
         gates: dict[str, jax.Array],
+        initial: Weights,
+        real: jax.Array,
+        resets: jax.Array,
+        norm: Weights | None,
     ) -> tuple[jax.Array, Weights, Weights | None]:
         c = gates["window_weights"].shape[-1]
 
@@ -80,17 +104,20 @@ def chunk_memory(
             state: tuple[Weights, Weights | None, Weights], t: jax.Array
         ) -> tuple[tuple[Weights, Weights | None, Weights], jax.Array]:
             w, s, start = state
+            w = jax.tree.map(lambda first, w: jnp.where(resets[t], first, w), initial, w)
+            s = jax.tree.map(lambda s: jnp.where(resets[t], 0.0, s), s)
             begins = t % chunk_size == 0
             w, s = jax.tree.map(lambda x: jnp.where(begins, within(x), x), (w, s))
             start = jax.tree.map(lambda new, old: jnp.where(begins, new, old), w, start)
             total = jax.tree.map(jnp.zeros_like, w)
-            a = n = jnp.zeros_like(gates["floor"][t])
+            a = n = jnp.zeros_like(gates["floor"][0])
             for j in range(c):
-                seen = t - j >= 0
-                g, fall = gradient(start, k[jnp.maximum(t - j, 0)], v[jnp.maximum(t - j, 0)])
+                i = jnp.maximum(t + past - j, 0)
+                seen = (t + past >= j) & real[i]
+                g, fall = gradient(start, k[i], v[i], norm)
                 scale = jnp.where(seen, gates["window_weights"][t, j], 0.0)
                 total = jax.tree.map(lambda total, g, scale=scale: total + scale * g, total, g)
-                a, n = a + scale * fall, n + scale * (fall + gates["floor"][jnp.maximum(t - j, 0)])
+                a, n = a + scale * fall, n + scale * (fall + gates["floor"][i])
             size = gates["step_size"][t] if triples is None else 1.0
             if step_bound is not None:
                 size = bounded(size, w, s, start, t, total, (a, n))
@@ -101,13 +128,16 @@ def chunk_memory(
                 writes = jnp.where((t % chunk_size + 1) % every == 0, gates["step_size"][t], 0.0)
                 steps = jax.tree.map(lambda x: writes * newton_schulz(x, len(triples), triples), steps)
             w = jax.tree.map(lambda w, x: gates["retention"][t] * w + x, w, steps)
-            y = structure.apply(matmul(w), q[t][None], q[t][None], None)[0]
-            return (w, s, start), y
+            y = structure.apply(matmul(w), q[t][None], q[t][None], norm)[0]
+            # Padding changes nothing.
+            return jax.tree.map(lambda new, old: jnp.where(real[t + past], new, old), (w, s, start), state), y
 
         (weights, momenta, _), y = jax.lax.scan(token, (weights, momenta, weights), jnp.arange(q.shape[0]))
         return y, weights, momenta
 
-    over_heads = jax.vmap(head, in_axes=(0, 0, 1, 1, 1, 1), out_axes=(1, 0, 0))
+    over_heads = jax.vmap(head, in_axes=(0, 0, 1, 1, 1, 1, 0, None, None, 0), out_axes=(1, 0, 0))
     wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    y, weights, momenta = jax.vmap(over_heads)(*jax.tree.map(wide, (weights, momenta, q, k, v, gates)))
+    arrays = (*jax.tree.map(wide, (weights, momenta, q, k, v, gates, initial)), real, resets)
+    everything = (*arrays, norm)
+    y, weights, momenta = jax.vmap(over_heads, in_axes=(*[0] * len(arrays), None))(*everything)
     return y.astype(q.dtype), weights, momenta

@@ -1,15 +1,18 @@
-"""tests.train.child in a process that is slow: the others may be done preparing before it looks at the run's folder."""
+"""tests.train.child in a process that is slow: the others may be done preparing before it looks at the run's folder, and wait for
+the batch of its second step for longer than `processes.stall`."""
 
 import pathlib
 import sys
 import time
 from unittest import mock
 
-from atlasjax.train import TrainConfig, setup
+from atlasjax.data.windows import Batch
+from atlasjax.train import TrainConfig, loop, setup
 from tests.train import child
 
 _SECONDS = 5.0
 _check = setup.check_resumable
+_next_batch = loop._Run._next_batch
 
 
 def check_late(config: TrainConfig) -> list[str]:
@@ -19,6 +22,15 @@ def check_late(config: TrainConfig) -> list[str]:
     return _check(config)
 
 
+def read_late(run: loop._Run, step: int) -> Batch:
+    if step == 2:
+        time.sleep(3 * run.config.processes.stall)
+    return _next_batch(run, step)
+
+
 if __name__ == "__main__":
-    with mock.patch.object(setup, "check_resumable", check_late):
+    with (
+        mock.patch.object(setup, "check_resumable", check_late),
+        mock.patch.object(loop._Run, "_next_batch", read_late),
+    ):
         child.main(*sys.argv[1:])

@@ -40,14 +40,14 @@ def coordinator() -> str:
     ],
 )
 def test_two_processes(mesh, words, packing, tmp_path):
-    """One of them is late. The last axes are over both processes, which read the same rows."""
+    """One of them is late, and the other says so. The last axes are over both processes, which read the same rows."""
     address = coordinator()
     changes = {"data_changes": {"packing": packing}, "steps": 6, "eval_batches": 2}
     alone = config(tmp_path, run_dir=str(tmp_path / "alone"), mesh=MeshConfig(1, 2), **changes)
     together = dataclasses.replace(alone, run_dir=str(tmp_path / "together"), mesh=mesh, steps=4)
     runs = []
     for index in range(2):
-        run = dataclasses.replace(together, processes=ProcessConfig(True, address, 2, index))
+        run = dataclasses.replace(together, processes=ProcessConfig(True, address, 2, index, stall=1))
         module = "tests.distributed.late" if index else "tests.train.child"
         runs.append(child(module, to_dict(run), "-1", wait=False))
     train(alone)
@@ -56,6 +56,9 @@ def test_two_processes(mesh, words, packing, tmp_path):
     assert "step" in results[0].stdout
     assert f"2 processes on 1 host, 2 devices (cpu) in 1 slice; mesh data 1 × {words}" in results[0].stdout
     assert "step" not in results[1].stdout  # one of the processes speaks
+    assert re.search(
+        r"No progress for .*: process 1 \(.*\) has been reading its batch for .* s, at step 2\.", results[0].stdout
+    )
     resumed = train(dataclasses.replace(alone, run_dir=together.run_dir))
     assert (resumed.resumed_from, resumed.step) == (4, 6)
     expected, found = train_losses(alone.run_dir), train_losses(together.run_dir)

@@ -17,7 +17,7 @@ SUPPORTED = {
     "linear_attention", "delta_rule", "delta_rule_chunk8", "retnet", "polysketch", "longhorn", "gated_delta_rule", "titans",
     "titans_matrix", "titans_no_momentum", "titans_deep", "dla", "swla", "omeganet", "omeganet_powers", "omeganet_sketch",
     "momentum_full_retention", "gated", "moneta_row", "atlas", "atlas_plus_plus", "titans_unbounded", "titans_at_its_limits",
-    "own_features", "deep_small",
+    "own_features", "deep_small", "ttt_linear", "ttt_mlp", "ttt_mlp_small",
 }  # fmt: skip
 
 
@@ -43,6 +43,7 @@ def if_slow(*values):
     [
         "delta_rule", "gated_delta_rule", "longhorn", if_slow("titans_matrix"), if_slow("omeganet"), if_slow("titans"),
         if_slow("moneta_row"), if_slow("swla"), if_slow("polysketch"), if_slow("dla"), if_slow("gated"),
+        "ttt_linear", if_slow("ttt_mlp"),
     ],
 )  # fmt: skip
 def test_outputs_state_and_gradients(name, interpreted):
@@ -185,7 +186,6 @@ def test_what_is_supported():
     assert {name for name, reason in reasons.items() if reason is None} == SUPPORTED
     assert "Channel" in reasons["muon_matrix_channel"]
     assert "chunk_size=12" in reasons["atlas_every"]
-    assert "LayerNorm" in reasons["ttt_mlp"]
     assert "Channel" in reasons["gla"]
     assert "KL" in reasons["memora"]
     assert "decays after the removal" in reasons["delta_rule_decay"]
@@ -204,6 +204,7 @@ def test_what_gpus_refuse():
     assert "Newton–Schulz supports matrices up to 256 × 1,024" in kernels.unsupported(
         "pallas_gpu", rule, wide, None, q, False
     )
+    assert "LayerNorm" in reasons["ttt_mlp"]
     assert "chunk_size=8, should be at least 16" in reasons["titans"]
     assert reasons["gated_delta_rule"] is None
     assert reasons["swla"] is None
@@ -233,13 +234,7 @@ def test_none_takes_what_is_recorded_as_fastest(monkeypatch):
 def test_refused():
     rule = RULES["titans"]
     params, q, k, v, gates = make_inputs(rule, time=16)
-    state = memory.init_state(rule, params, batch_size=2)
-    ids = jnp.zeros((2, 16), jnp.int32)
     cut = lambda which: jax.tree.map(lambda x: x[:, which], (q, k, v, gates))
-    with pytest.raises(ValueError, match="the given state may be inside a chunk"):
-        PALLAS(rule, params, state, q, k, v, gates)
-    with pytest.raises(ValueError, match=r"packed segments \(segment_ids\) are not supported"):
-        PALLAS(rule, params, None, q, k, v, gates, segment_ids=ids)
     with pytest.raises(ValueError, match="7 tokens are less than one chunk of 8"):
         PALLAS(rule, params, None, *cut(slice(7)))
     with pytest.raises(ValueError, match="float16, should be float32 or bfloat16"):

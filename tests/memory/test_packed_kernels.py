@@ -1,5 +1,6 @@
 """Packed segments by kernels, in interpret mode, against the definition."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from atlasjax import memory
+from atlasjax.memory import structures
 from atlasjax.memory.fast_weights import kernels
 from pallas_kernels.arguments import Segments
 from pallas_kernels.delta_rule import delta_rule
@@ -69,6 +71,104 @@ def test_bfloat16_and_wide_chunks(implementation, monkeypatch):
     args = inputs(rule, dtype=jnp.bfloat16)
     found = gradients(memory.scan, rule, implementation=implementation)(*args)
     assert_close(found, gradients(memory.reference, rule)(*args), 0.03)
+
+
+# Windows, momentum, features with a residual outside the kernel, norms that act, two layers, and Muon.
+DEEP = [
+    ("titans_at_its_limits", "pallas_tpu"),
+    ("swla", "pallas_tpu"),  # chunks have no effect
+    ("omeganet", "pallas_gpu"),
+    if_slow("omeganet", "pallas_tpu"),
+    if_slow("titans", "pallas_tpu"),
+    if_slow("titans_at_its_limits", "pallas_gpu"),
+    if_slow("swla", "pallas_gpu"),
+    if_slow("momentum_full_retention", "pallas_tpu"),
+    if_slow("gated", "pallas_tpu"),
+    if_slow("ttt_mlp", "pallas_tpu"),  # with a LayerNorm inside
+]
+
+
+def rule_for(name, implementation):
+    rule = RULES[name]
+    if implementation == "pallas_gpu" and rule.bound is not None:  # whose steps are not bounded, in chunks of 16
+        bound = dataclasses.replace(rule.bound, step=None)
+        rule = dataclasses.replace(rule, bound=bound, chunk_size=16, structure=structures.Matrix())
+    return rule
+
+
+@pytest.mark.parametrize(("name", "implementation"), DEEP)
+def test_chunkwise_memories(name, implementation):
+    rule = rule_for(name, implementation)
+    args = inputs(rule)
+    found = gradients(memory.scan, rule, implementation=implementation)(*args)
+    assert_close(found, gradients(memory.reference, rule)(*args), 2e-5)
+
+
+@pytest.mark.slow  # by default the kernels themselves, in tests/pallas_kernels/test_chunk_memory_segments.py
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
+def test_muon(implementation):
+    rule = dataclasses.replace(RULES["atlas"], structure=structures.Matrix(), chunk_size=8)
+    rule = dataclasses.replace(rule, chunk_size=16) if implementation == "pallas_gpu" else rule
+    args = inputs(rule)
+    found = gradients(memory.scan, rule, implementation=implementation)(*args)
+    assert_close(found, gradients(memory.reference, rule)(*args), 2e-3)
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "implementation", "max_segments"))
+def continued(rule, implementation, params, state, tokens, ids, max_segments):
+    return memory.scan(
+        rule, params, state, *tokens, segment_ids=ids, max_segments=max_segments, implementation=implementation
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        ("titans_at_its_limits", False),
+        ("momentum_full_retention", True),
+        if_slow("omeganet", True),
+        if_slow("titans_at_its_limits", True),
+        if_slow("swla", True),
+    ],
+)
+def test_deep_memories_go_on_from_a_state(name, packed):
+    """At every offset in a chunk of 8; with segments, the first one of a row goes on or begins, and may end in the chunk."""
+    rule = RULES[name]
+    params, *tokens = inputs(rule)
+    cut = lambda which: jax.tree.map(lambda x: x[:, which], tokens)
+    ids = (lambda which: IDS[:, which]) if packed else lambda which: None
+    most = 7 if packed else None
+    expected = memory.scan(rule, params, None, *tokens, segment_ids=ids(slice(None)), max_segments=most)
+    state, length = memory.init_state(rule, params, batch_size=2), 16
+    for split in range(1, TIME - length):
+        last, rest = slice(split - 1, split), slice(split, split + length)
+        _, state = continued(rule, "xla", params, state, cut(last), ids(last), most)
+        found = continued(rule, "pallas_tpu", params, state, cut(rest), ids(rest), most)
+        assert_close(found, continued(rule, "xla", params, state, cut(rest), ids(rest), most), 2e-5)
+        assert_close(found[0], expected[0][:, rest], 2e-5)
+
+
+@pytest.mark.slow  # test_kernels_inside_mac has gradients through the states of several calls
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_through_a_stream(packed):
+    """Of the state that the second call goes on from, inside a chunk and a window."""
+    rule = dataclasses.replace(RULES["momentum_full_retention"], structure=structures.Matrix())
+    params, *tokens = inputs(rule)
+    ids = (lambda which: {"segment_ids": IDS[:, which], "max_segments": 7}) if packed else lambda which: {}
+
+    def loss(implementation, params, tokens):
+        cut = lambda which: jax.tree.map(lambda x: x[:, which], tokens)
+        first, rest = slice(12), slice(12, None)
+        _, state = memory.scan(rule, params, None, *cut(first), **ids(first))
+        y, state = memory.scan(rule, params, state, *cut(rest), **ids(rest), implementation=implementation)
+        leaves = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return sum((jnp.sum(jnp.sin(x)) for x in leaves), jnp.sum(jnp.cos(y)))
+
+    found, expected = (
+        jax.jit(jax.grad(functools.partial(loss, name), argnums=(0, 1)))(params, tokens)
+        for name in ("pallas_tpu", "xla")
+    )
+    assert_close(found, expected, 2e-5)
 
 
 def test_goes_on_from_a_state():

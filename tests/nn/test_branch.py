@@ -28,9 +28,9 @@ SEGMENTS = jnp.asarray([[0] * 5 + [1] * 8, [0] * 13], jnp.int32)
 WINDOW = BranchConfig("swa", attention=AttentionConfig(4))
 DEEP = BranchConfig(memory=MemoryConfig("titans", chunk_size=4), num_heads=1, head_dim=4)
 CASES = {
-    "a deep memory beside Gated DeltaNet": ({"mixer": "gated_deltanet"}, DEEP),
-    "a window beside Mamba-2": ({"mixer": "mamba2", "ffn": "none"}, WINDOW),
-    "RWKV-7, whose network has a state": ({"mixer": "rwkv7", "ffn": "channel_mixing", "norm": "layer"}, DEEP),
+    "a deep memory beside Gated DeltaNet": ({"mixer": "gated_deltanet", "num_layers": 1}, DEEP),
+    "a window beside Mamba-2": ({"mixer": "mamba2", "ffn": "none", "num_layers": 1}, WINDOW),
+    "RWKV-7, whose network has a state": ({"mixer": "rwkv7", "ffn": "channel_mixing", "norm": "layer"}, WINDOW),
     "a pattern with norms after it": ({"mixer": ("gla", "attention"), "block": "post_norm"}, WINDOW),
     "a deep memory beside a matrix": ({"mixer": "memory", "memory": MemoryConfig("omeganet", chunk_size=2)}, DEEP),
     "beside cached memories": ({"mixer": "gla", "caching": CachingConfig.added("grm", 4)}, DEEP),
@@ -62,10 +62,12 @@ def test_a_trained_model_starts_as_itself_and_learns_what_was_added(name):
             logits = new_model(replaced(new, part))(TOKENS)
             return -jnp.mean(jax.nn.log_softmax(logits[:, :-1])[..., 3]), logits
 
-        (_, logits), at_start = jax.value_and_grad(loss, has_aux=True)(select(new, added), new)
+        start = select(new, added)
         moved = jax.tree.map(lambda x: x + 0.5, select(new, marked(new, is_scale)))
-        part = replaced(select(new, added), moved)
-        (_, whole), later = jax.value_and_grad(loss, has_aux=True)(part, new)
+        part = replaced(start, moved)
+        both = jax.tree.map(lambda *x: jnp.stack(x), start, part)
+        (_, both_logits), slopes = jax.lax.map(lambda part: jax.value_and_grad(loss, has_aux=True)(part, new), both)
+        (logits, whole), (at_start, later) = both_logits, (jax.tree.map(lambda x, i=i: x[i], slopes) for i in (0, 1))
         model = new_model(replaced(new, part))
         packed = model(TOKENS, segment_ids=SEGMENTS, max_segments=2)
         pieces, cache = [], model.init_cache(2, TIME)

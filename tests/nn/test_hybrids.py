@@ -1,5 +1,6 @@
 """MAC, MAG, MAL and the attention mixers: their definitions, streamed = parallel, causal, segments, gradients, dtypes."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -11,6 +12,7 @@ from flax import nnx
 
 from atlasjax import memory, rules
 from atlasjax.generate import SamplingConfig, generate
+from atlasjax.memory.fast_weights import kernels
 from atlasjax.mixers.rotary import rotate
 from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig, logical_axes, state_bytes
 from atlasjax.nn.mixers import MIXERS
@@ -347,3 +349,29 @@ def test_a_state_of_all_tokens_needs_a_length():
     graphdef, params, _ = make("mac", "deep_transformer")
     with pytest.raises(ValueError, match="max_length is None"):
         nnx.merge(graphdef, params).init_state(BATCH)
+
+
+def windowed():
+    return memory.MemoryRule(memory.structures.Matrix(), window=3, chunk_size=8)
+
+
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_kernels_inside_mac(packed, monkeypatch):
+    """Each segment of two chunks is written by a kernel, from the memory, momentum and window after the segment before."""
+    monkeypatch.setattr(kernels, "chunk_memory", functools.partial(kernels.chunk_memory, interpret=True))
+    attention = AttentionConfig(persistent_tokens=2, segment_size=16)
+    memories = MemoryConfig(windowed, max_step=0.1)
+    config = make_config("titans", attention=attention, memory=memories)
+    x = jax.random.normal(jax.random.key(3), (1, 40, DIM))
+    ids = {"segment_ids": jnp.repeat(jnp.arange(2), 20)[None], "max_segments": 2} if packed else {}
+    graphdef, params = nnx.split(MIXERS["mac"](config, rngs=nnx.Rngs(0)), nnx.Param)
+    results = []
+    for implementation in ("xla", "pallas_tpu"):
+        changed = dataclasses.replace(memories, implementation=implementation)
+        mixer = MIXERS["mac"](dataclasses.replace(config, memory=changed), rngs=nnx.Rngs(0))
+        graphdef = nnx.split(mixer, nnx.Param)[0]
+        loss = lambda p, x, graphdef=graphdef: jnp.sum(jnp.sin(nnx.merge(graphdef, p)(x, **ids)))
+        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+        assert ("pallas_call" in str(run.trace(params, x).jaxpr)) == (implementation == "pallas_tpu")
+        results.append(run(params, x))
+    jax.tree.map(close, results[1], results[0])

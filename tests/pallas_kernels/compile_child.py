@@ -45,21 +45,24 @@ def segments(start):
     return Segments(marks, start, jax.ShapeDtypeStruct((BATCH, TIME), "float32"))
 
 
-def memory(structure, dim, window, dtype, bound="steps", **options):
+def memory(structure, dim, window, dtype, bound="steps", packed=False, **options):
     """A chunk memory with all gates, and its arguments; bound: of "steps", norms and slopes, of "norms" and slopes, or None."""
     shapes = structure.weight_shapes(dim, dim).items()
     weights = {name: jax.ShapeDtypeStruct((BATCH, HEADS, *shape), "float32") for name, shape in shapes}
+    norms = [{name: jax.ShapeDtypeStruct((HEADS, dim), "float32") for name in ("scale", "bias")}] * structure.norm
+    restarts = [segments({name: jax.ShapeDtypeStruct((HEADS, *shape), "float32") for name, shape in shapes})] * packed
 
-    def call(weights, momenta, q, k, v, step_size, retention, theta, floor, gamma):
+    def call(weights, momenta, q, k, v, step_size, retention, theta, floor, gamma, *others):
         given = {"step_size": step_size, "retention": retention, "momentum_decay": theta, "window_weights": gamma}
         if bound is not None:
             given["norm_bound"] = 1024.0
         if bound == "steps":
             given |= {"step_bound": 1.0, "floor": floor}
+        given |= dict(zip(["norm"] * len(norms) + ["segments"] * len(restarts), others))
         objective = objectives.L2() if bound is None else LimitedSlope(objectives.L2(), 1024.0)
         return chunk_memory(structure, objective, weights, momenta, q, k, v, **given, **options)[0]
 
-    return call, [weights, weights, *tokens(dim, dtype), *gates(4), *gates(1, window)]
+    return call, [weights, weights, *tokens(dim, dtype), *gates(4), *gates(1, window), *norms, *restarts]
 
 
 def kernels():
@@ -87,6 +90,8 @@ def kernels():
     yield "chunk_memory gated_mlp 32", *memory(structures.GatedMLP(), 32, 1, "bfloat16")
     yield "chunk_memory matrix 96", *memory(structures.Matrix(), 96, 12, "float32")
     yield "chunk_memory mlp, unbounded", *memory(structures.MLP(), 64, 4, "bfloat16", bound=None)
+    yield "chunk_memory mlp with LayerNorm", *memory(structures.MLP(norm=True), 64, 1, "bfloat16")
+    yield "chunk_memory packed", *memory(structures.MLP(), 64, 4, "bfloat16", packed=True)
     # Few steps and a write in eight tokens: what is written out for each matrix is what takes long to compile.
     muon = {"newton_schulz": coefficients(SCHEDULES["standard"], 2), "every": 8, "chunk_size": 16, "bound": "norms"}
     yield "chunk_memory muon", *memory(structures.MLP(), 32, 4, "bfloat16", **muon)
@@ -110,6 +115,7 @@ def wide_kernels():
     yield "delta_rule 256", lambda *x: delta_rule(*x)[0], [*tokens(256, "bfloat16"), *gates(2)]
     for dim in (128, 256):
         yield f"chunk_memory mlp {dim}", *memory(structures.MLP(), dim, 4, "bfloat16")
+        yield f"chunk_memory packed {dim}", *memory(structures.MLP(), dim, 4, "bfloat16", packed=True)
     yield "chunk_memory gated_mlp 128", *memory(structures.GatedMLP(), 128, 1, "bfloat16")
     for dim in (64, 96, 128):
         yield f"chunk_memory muon, atlas {dim}", *atlas(dim)

@@ -42,6 +42,7 @@ def kernels():
     omega = functools.partial(chunk_memories, structures.MLP(), 64, 4, "bfloat16", "retention")
     yield "chunk_memory mlp 64", *omega()
     yield "chunk_memory mlp 64 of bounded norms and slopes", *omega(norm_bound=1024.0)
+    yield "chunk_memory mlp 64 packed", *omega(packed=True, norm_bound=1024.0)
     muon = {"newton_schulz": coefficients(SCHEDULES["standard"], 5), "every": 8}
     both = ("retention", "momentum_decay")
     yield "chunk_memory muon 64", *chunk_memories(structures.MLP(), 64, 4, "bfloat16", *both, **muon)
@@ -65,7 +66,7 @@ def segments(start, time):
     return Segments(marks, start, jax.ShapeDtypeStruct((2, time), "float32"))
 
 
-def chunk_memories(structure, dim, window, dtype, *gates, **options):
+def chunk_memories(structure, dim, window, dtype, *gates, packed=False, **options):
     """A chunk memory with some gates, and the shapes of its arguments."""
     array = lambda *shape, dtype="float32": jax.ShapeDtypeStruct((2, *shape), dtype)
     weights = {name: array(4, *shape) for name, shape in structure.weight_shapes(dim, dim).items()}
@@ -75,13 +76,20 @@ def chunk_memories(structure, dim, window, dtype, *gates, **options):
     if window > 1:
         values["window_weights"] = array(256, 4, window)
 
-    def call(weights, momenta, q, k, v, gates):
+    start = {
+        name: jax.ShapeDtypeStruct((4, *shape), "float32") for name, shape in structure.weight_shapes(dim, dim).items()
+    }
+    restarts = [segments(start, 256)] * packed
+
+    def call(weights, momenta, q, k, v, gates, *restarts):
+        if restarts:
+            gates = gates | {"segments": restarts[0]}
         given = {"chunk_size": 64, "implementation": "pallas_gpu", **gates, **options}
         limited = LimitedSlope(objectives.L2(), 1024.0)
         objective = limited if "norm_bound" in options else objectives.L2()
         return chunk_memory(structure, objective, weights, momenta, q, k, v, **given)[0]
 
-    return call, [weights, momenta, *tokens, values]
+    return call, [weights, momenta, *tokens, values, *restarts]
 
 
 def main():

@@ -9,8 +9,12 @@ import sys
 import pytest
 
 CHILD = pathlib.Path(__file__).with_name("compile_gpu_child.py")
-# Bytes of a thread. A two-layer memory's step of its cotangents has more in hand than 255 registers.
-MOST_SPILLED = {"chunk_memory mlp 64": 128, "chunk_memory mlp 64 of bounded norms and slopes": 128}
+# Bytes of a thread, with CUDA 13.5. A two-layer memory's step of its cotangents has more in hand than 255 registers.
+MOST_SPILLED = {
+    "chunk_memory mlp 64": 128,
+    "chunk_memory mlp 64 of bounded norms and slopes": 184,
+    "chunk_memory mlp 64 packed": 200,
+}
 LINE = re.compile(r"(.*) / (\S+): (\d+) registers, (\d+) bytes spilled, (\d+) bytes shared, (\d+) threads")
 
 
@@ -25,7 +29,7 @@ def test_kernels_compile():
     for direction in ("forward", "backward"):
         found = [case for case, name, *_ in kernels if case.startswith("newton_schulz") and direction in name]
         assert len(found) == 8
-    assert sum(name.startswith("chunk_memory") for _, name, *_ in kernels) == 6
+    assert sum(name.startswith("chunk_memory") for _, name, *_ in kernels) == 8
     assert sum(case.startswith("delta_rule") for case, *_ in kernels) == 30
     for case, name, _, spilled, shared, _ in kernels:
         most = MOST_SPILLED.get(case, 0)

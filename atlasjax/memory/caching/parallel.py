@@ -106,7 +106,7 @@ def _write(
             (q, k, v, gates, *_), lengths, reset = xs
             if reset is not None:
                 state = choose(reset, fresh, state)
-            y, after = rule.rule.scan(params, state, q, k, v, gates, lengths=lengths)
+            y, after = rule.continue_segments(params, state, q, k, v, gates, lengths)
             return after, (y, after, state if rule.mixes_weights else None)
 
         run = jax.checkpoint(segment, prevent_cse=False)

@@ -2,7 +2,8 @@
 
 `chunk_memory` runs whole chunks of a memory whose gradients are taken at the chunk's start, and rules with constant gradients, for
 which the chunk size has no effect. `delta_rule` runs the delta rules. Features of keys and queries are computed before the kernel.
-The tokens of an incomplete last chunk go through the XLA engine, so the state is the same as with any other implementation.
+The state is the same as with any other implementation: the XLA engine runs the tokens of an incomplete last chunk, and those of a
+chunk in which the call begins. Packed segments are laid on a grid of chunks (`packed`).
 """
 
 import dataclasses
@@ -14,17 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import limits
+from atlasjax.memory import grid, limits
 from atlasjax.memory.axes import objectives, optimizers, retention, structures
 from atlasjax.memory.axes.base import is_exactly
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.fastest import PLATFORMS, fastest
-from atlasjax.memory.fast_weights.packed import pack
+from atlasjax.memory.fast_weights.packed import head_lengths, layout, pack, without_last_chunk
 from atlasjax.memory.fast_weights.rule import MemoryRule
-from atlasjax.memory.fast_weights.scan import state_after, window_after, xla_scan
+from atlasjax.memory.fast_weights.scan import state_after, window_count_of, xla_scan
 from atlasjax.memory.fast_weights.slots import Carry
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
-from atlasjax.memory.gates import Gates
+from atlasjax.memory.gates import Gates, Weights
+from pallas_kernels.arguments import BEGINS, EMPTY, Segments, Window
 from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unsupported_by_gpu
 from pallas_kernels.delta_rule import MOST_CHANNELS, delta_rule
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
@@ -91,8 +93,7 @@ def unsupported(
     reasons = {
         **{f"{name}={value!r}": not known for name, (value, known) in _known(rule).items()},
         f"q is {q.dtype}, should be float32 or bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
-        "packed segments (segment_ids) are not supported": packed and not _is_delta(rule),
-        f"structure={rule.structure!r} has an inner LayerNorm": rule.structure.norm,
+        f"structure={rule.structure!r} has an inner LayerNorm": rule.structure.norm and (on_gpu or rule.uses_muon),
         f"optimizer={rule.optimizer!r} has a step size per channel": rule.optimizer.per_channel,
         f"optimizer={rule.optimizer!r} writes every {every} tokens, which is not a power of two": bool(
             every & (every - 1)
@@ -110,7 +111,7 @@ def unsupported(
         )
     elif not rule.has_constant_gradient:
         reasons[f"chunk_size={rule.chunk_size}, should be one of {CHUNK_SIZES}"] = rule.chunk_size not in CHUNK_SIZES
-        reasons[f"{time} tokens are less than one chunk of {rule.chunk_size}"] = time < rule.chunk_size
+        reasons[f"{time} tokens are less than one chunk of {rule.chunk_size}"] = time < rule.chunk_size and not packed
     if on_gpu and not _is_delta(rule) and not any(reasons.values()):
         size = _FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size
         reason = unsupported_by_gpu(
@@ -118,9 +119,6 @@ def unsupported(
         )
         if reason is not None:
             reasons[reason] = True
-    if state is not None:
-        inside = state.position is not None or state.window_keys is not None
-        reasons["the given state may be inside a chunk or a window; the kernel requires state=None"] = inside
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
@@ -141,13 +139,67 @@ def pallas_scan(
     before = init_state(rule, params, batch_size=q.shape[0]) if state is None else state
     if _is_delta(rule):
         return _delta(implementation, rule, params, before, q, k, v, gates, segment_ids, max_segments)
-    whole = q.shape[1] if rule.has_constant_gradient else q.shape[1] // rule.chunk_size * rule.chunk_size
+    if segment_ids is not None or (state is not None and state.position is not None):
+        inside = state is not None and state.position is not None
+        return _packed(implementation, rule, params, before, q, k, v, gates, segment_ids, max_segments, inside=inside)
+    chunk, time = _chunk_size(rule), q.shape[1]
+    whole = time if rule.has_constant_gradient else time // chunk * chunk
     cut = lambda which: jax.tree.map(lambda x: x[:, which], (q, k, v, gates))
-    y, after = _chunks(implementation, rule, params, before, *cut(slice(whole)))
-    if whole == q.shape[1]:
+    first = cut(slice(whole))
+    y, memory, momentum = _chunks(implementation, rule, params, before, state, *first)
+    where = grid.aligned_layout(q.shape[0], whole, chunk, rule.window, window_count_of(before))
+    carry = Carry(memory, momentum, None, memory)
+    after = state_after(rule, before, carry, where, first[1], first[2], first[3], None, None)
+    if whole == time:
         return y, after
     rest, after = xla_scan(rule, params, after, *cut(slice(whole, None)))
     return jnp.concatenate([y, rest], axis=1), after
+
+
+def _packed(
+    implementation: str,
+    rule: MemoryRule,
+    params: MemoryParams,
+    before: MemoryState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None,
+    max_segments: int | None,
+    *,
+    inside: bool,
+) -> tuple[jax.Array, MemoryState]:
+    """A call with packed segments, or one that may begin inside a chunk (`inside`)."""
+    time, chunk = q.shape[1], _chunk_size(rule)
+    where = layout(rule, before, time, segment_ids, max_segments, chunk)
+    head, state, y_head = None, before, None
+    if inside:
+        head = head_lengths(where, chunk)
+        first = jax.tree.map(lambda x: x[:, : chunk - 1], (q, k, v, gates))
+        y_head, state = xla_scan(rule, params, before, *first, lengths=head)
+    packed = pack(rule, params, before, where, q, k, v, gates, segment_ids, chunk, head)
+    scan = functools.partial(_chunks, implementation, rule, params, state, state, *packed[:4])
+    y, memory, momentum = scan(segments=packed.segments)
+    y = packed.pick(y)
+    if head is not None and y_head is not None:
+        y_head = jnp.pad(y_head, ((0, 0), (0, time - y_head.shape[1]), (0, 0), (0, 0)))
+        y = jnp.where((jnp.arange(time) < head[:, None])[:, :, None, None], y_head, y)
+    chunk_start = memory
+    if before.chunk_start is not None:
+        # The memory before an incomplete last chunk. Training does not use it, so that there these kernels do not run.
+        cut = without_last_chunk(packed.segments, where.position > 0)
+        chunk_start = scan(segments=cut)[1]
+        last = jnp.max(jnp.where(packed.segments.marks != EMPTY, jnp.arange(where.num_slots), -1), axis=1)
+        if cut.start is not None:
+            begins = jnp.take_along_axis(packed.segments.marks, last[:, None], axis=1)[:, 0] == BEGINS
+            initial = jax.tree.map(lambda w, x: jnp.broadcast_to(w, x.shape), cut.start, chunk_start)
+            chunk_start = grid.choose(begins & (last >= 0), initial, chunk_start)
+        chunk_start = rule.begin_chunk(chunk_start)
+        if inside:  # all tokens are in the chunk in which the call begins
+            chunk_start = grid.choose(last < 0, before.chunk_start, chunk_start)
+    carry = Carry(memory, momentum, None, chunk_start)
+    return y, state_after(rule, before, carry, where, k, v, gates, segment_ids, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,9 +262,9 @@ def _delta(
 ) -> tuple[jax.Array, MemoryState]:
     tokens, packed = (k, v, gates), None
     if segment_ids is not None:
-        assert max_segments is not None
-        packed = pack(rule, params, before, q, k, v, gates, segment_ids, max_segments, _FREE_CHUNK, whole=False)
-        q, k, v, gates = packed.q, packed.k, packed.v, packed.gates
+        where = layout(rule, before, q.shape[1], segment_ids, max_segments, _FREE_CHUNK)
+        packed = pack(rule, params, before, where, q, k, v, gates, segment_ids, _FREE_CHUNK)
+        q, k, v, gates = packed[:4]
     query, key = (_featured(rule, params, x)[0] for x in (q, k))
     assert gates.step_size is not None
     beta = gates.step_size.astype(jnp.float32)
@@ -230,7 +282,12 @@ def _delta(
     if packed is None:
         return y, before._replace(memory={"W": memory})
     after = Carry({"W": memory}, before.momentum, None, {"W": memory})
-    return packed.pick(y), state_after(rule, before, after, packed.where, *tokens, segment_ids, None)
+    return packed.pick(y), state_after(rule, before, after, where, *tokens, segment_ids, None)
+
+
+def _chunk_size(rule: MemoryRule) -> int:
+    """Tokens per chunk of the kernels."""
+    return _FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size
 
 
 def _chunks(
@@ -238,49 +295,57 @@ def _chunks(
     rule: MemoryRule,
     params: MemoryParams,
     before: MemoryState,
+    past: MemoryState | None,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     gates: Gates,
-) -> tuple[jax.Array, MemoryState]:
-    """Whole chunks from the start of a chunk, or any number of tokens where the chunk size has no effect."""
+    segments: Segments | None = None,
+) -> tuple[jax.Array, Weights, Weights | None]:
+    """Whole chunks from the start of a chunk, or any number of tokens where the chunk size has no effect: y, M and S.
+
+    past: the state whose window precedes the first token. None means that nothing does. segments: as in `chunk_memory`.
+    """
     structure: Any = rule.structure
-    (query, query_skip), (key, key_skip) = _featured(rule, params, q), _featured(rule, params, k)
-    value, apart = v, structure.residual and not rule.features.is_identity
+    apart = structure.residual and not rule.features.is_identity
     if apart:
         structure = _Branch(structure)
-        if not rule.objective.gradient_is_value:
-            value = v.astype(jnp.float32) - key_skip
-    assert gates.step_size is not None
-    floor = None
-    if rule.step_bound is not None:
-        # Uses v without the residual subtracted: the output of zero is that of the whole memory, not of the branch.
+    query, query_skip = _featured(rule, params, q)
+
+    def written(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Keys and values of the kernel, and their floor."""
+        key, skip = _featured(rule, params, k)
         wide = v.astype(jnp.float32)
-        empty = limits.toward_target(rule.limited_objective, jnp.zeros_like(wide), wide, None)
-        floor = bounds.softened(jnp.zeros((), jnp.float32), jnp.maximum(jnp.sum(empty, axis=-1), 0.0))
+        value = wide - skip if apart and not rule.objective.gradient_is_value else v
+        floor = None
+        if rule.step_bound is not None:
+            # Uses v without the residual subtracted: the output of zero is that of the whole memory, not of the branch.
+            empty = limits.toward_target(rule.limited_objective, jnp.zeros_like(wide), wide, None)
+            floor = bounds.softened(jnp.zeros((), jnp.float32), jnp.maximum(jnp.sum(empty, axis=-1), 0.0))
+        return key.astype(q.dtype), value.astype(q.dtype), floor
+
+    key, value, floor = written(k, v)
+    window = None
+    if past is not None and past.window_keys is not None:
+        assert past.window_values is not None
+        assert past.window_count is not None
+        by_token = lambda x: jnp.swapaxes(x, 1, 2)
+        keys, values, of_window = written(by_token(past.window_keys), by_token(past.window_values))
+        of_window = None if of_window is None else by_token(of_window)
+        window = Window(by_token(keys), by_token(values), past.window_count, of_window)
+    assert gates.step_size is not None
     muon: dict[str, Any] = {}
     if rule.uses_muon:
         optimizer: Any = rule.optimizer
         triples = coefficients(SCHEDULES[optimizer.schedule], optimizer.steps)
         muon = {"newton_schulz": triples, "every": optimizer.every}
     y, memory, momentum = chunk_memory(
-        structure, rule.limited_objective, before.memory, before.momentum,
-        query.astype(q.dtype), key.astype(q.dtype), value.astype(q.dtype),
+        structure, rule.limited_objective, before.memory, before.momentum, query.astype(q.dtype), key, value,
         step_size=gates.step_size, retention=gates.retention, momentum_decay=gates.momentum_decay,
-        window_weights=gates.window_weights, implementation=implementation,
-        chunk_size=_FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size,
-        step_bound=rule.step_bound, floor=floor, norm_bound=rule.norm_bound, **muon,
+        window_weights=gates.window_weights, implementation=implementation, chunk_size=_chunk_size(rule),
+        step_bound=rule.step_bound, floor=floor, norm_bound=rule.norm_bound, window=window, segments=segments,
+        norm=params.norm, **muon,
     )  # fmt: skip
     if apart:
         y = (y + query_skip).astype(q.dtype)
-    count = before.window_count
-    tail = lambda old, new: None if old is None else window_after(old, new)
-    return y, before._replace(
-        memory=memory,
-        # A copy, because a state whose leaves share a buffer could not be donated to a jitted call.
-        chunk_start=None if before.chunk_start is None else jax.tree.map(jnp.copy, memory),
-        momentum=momentum,
-        window_keys=tail(before.window_keys, k),
-        window_values=tail(before.window_values, v),
-        window_count=None if count is None else jnp.minimum(count + q.shape[1], rule.window - 1),
-    )
+    return y, memory, momentum

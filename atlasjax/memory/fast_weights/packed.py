@@ -1,4 +1,8 @@
-"""Packed segments for the kernels: each segment on its own chunks, padded at the end of its last one."""
+"""Calls whose tokens the kernels find on a grid of chunks: packed segments, and calls that begin inside a chunk.
+
+Each segment has its own chunks, with padding at the end of its last one. The first tokens of a call that begins inside a chunk
+(the head) are not on the grid. The XLA engine runs them, because their gradients are taken at an earlier memory than the current.
+"""
 
 from typing import NamedTuple
 
@@ -14,9 +18,9 @@ from pallas_kernels.arguments import BEGINS, CONTINUES, EMPTY, Segments
 
 
 class Packed(NamedTuple):
-    """A call's tokens and gates on the grid of its segments, [batch, places, …], and what the kernels need to know of them.
+    """A call's tokens and gates on the grid, [batch, places, …], and what the kernels need to know of it.
 
-    where: the places of all tokens. place: those of the tokens on the grid, the others are beyond its end.
+    place: the places of the tokens, [batch, time]. Those of the head, and of tokens for which there is none, are beyond the end.
     """
 
     q: jax.Array
@@ -24,7 +28,6 @@ class Packed(NamedTuple):
     v: jax.Array
     gates: Gates
     segments: Segments
-    where: grid.Layout
     place: jax.Array
 
     def pick(self, y: jax.Array) -> jax.Array:
@@ -32,50 +35,72 @@ class Packed(NamedTuple):
         return grid.pick(y, self.place.shape[1], self.place)
 
 
+def layout(
+    rule: MemoryRule,
+    before: MemoryState,
+    time: int,
+    segment_ids: jax.Array | None,
+    max_segments: int | None,
+    chunk: int,
+) -> grid.Layout:
+    """The grid of a call of `time` tokens in chunks of `chunk`. The other arguments are those of `pallas_scan`."""
+    count = window_count_of(before)
+    position = jnp.zeros_like(count) if before.position is None else before.position
+    if segment_ids is None:
+        return grid.streamed_layout(time, chunk, chunk, rule.window, position, count)
+    assert max_segments is not None
+    return grid.segmented_layout(segment_ids, max_segments, chunk, chunk, rule.window, position, count, before.segment)
+
+
+def head_lengths(where: grid.Layout, chunk: int) -> jax.Array:
+    """The number of tokens of each row that belong to the chunk in which the call begins, [batch], 0 at the start of a chunk."""
+    assert where.place is not None
+    assert where.first is not None
+    return jnp.where(where.first > 0, jnp.sum(where.place < chunk, axis=1), 0)
+
+
 def pack(
     rule: MemoryRule,
     params: MemoryParams,
     before: MemoryState,
+    where: grid.Layout,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     gates: Gates,
-    segment_ids: jax.Array,
-    max_segments: int,
+    segment_ids: jax.Array | None,
     chunk: int,
-    *,
-    whole: bool,
+    head: jax.Array | None = None,
 ) -> Packed:
-    """The grid of a call that begins at the start of a chunk, with an empty window. Arguments as in `pallas_scan`.
-
-    chunk: tokens per chunk. whole: leaves out each row's last chunk if it is incomplete.
-    """
-    time = q.shape[1]
-    count = window_count_of(before)
-    where = grid.segmented_layout(
-        segment_ids, max_segments, chunk, chunk, rule.window, jnp.zeros_like(count), count, before.segment
-    )
-    places, place, filled = where.num_slots * chunk, where.place, where.filled
+    """The call on its grid `where`, without its `head`. The other arguments are those of `pallas_scan`."""
+    time, places = q.shape[1], where.num_slots * chunk
+    t = jnp.arange(time)
+    place, filled = where.place, where.filled
     assert place is not None
     assert filled is not None
-    assert where.resets is not None
-    if whole:
-        left_out = jnp.arange(time) >= time - where.position[:, None]
-        place = jnp.where(left_out, places + jnp.arange(time), place)
-        filled = filled & ~((jnp.arange(where.num_slots)[:, None] == last_slot(where, chunk)) & (where.position > 0))
-    if gates.window_weights is not None:
+    resets = jnp.zeros_like(filled) if where.resets is None else where.resets
+    marks = jnp.where(filled, jnp.where(resets, BEGINS, CONTINUES), EMPTY).astype(jnp.int32).T
+    if head is not None:
+        # The chunk after the head's comes first.
+        shift = (head > 0)[:, None]
+        place = jnp.where(t < head[:, None], places + t, place - shift * chunk)
+        marks = jnp.where(shift, jnp.pad(marks[:, 1:], ((0, 0), (0, 1)), constant_values=EMPTY), marks)
+    if gates.window_weights is not None and segment_ids is not None:
         # A window ends at the start of its segment. Between its tokens there is no padding.
-        t = jnp.arange(time)
-        changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-        age = t - jax.lax.cummax(jnp.where(changes, t, 0), axis=1)
-        inside = jnp.arange(gates.window_weights.shape[-1]) <= age[:, :, None, None]
-        gates = gates._replace(window_weights=jnp.where(inside, gates.window_weights, 0.0))
+        first = jnp.where(before.segment < 0, segment_ids[:, 0], before.segment)
+        begins = segment_ids != jnp.concatenate([first[:, None], segment_ids[:, :-1]], axis=1)
+        start = jax.lax.cummax(
+            jnp.where(begins, t, -time), axis=1
+        )  # far back in the segment that goes on from the state
+        inside = jnp.arange(gates.window_weights.shape[-1]) <= (t - start)[:, :, None, None]
+        goes_on = (start < 0)[:, :, None, None]
+        gates = gates._replace(window_weights=jnp.where(goes_on | inside, gates.window_weights, 0.0))
     lay = lambda x, fill=0.0: grid.lay(x, places, place, fill)
     lay_gate = lambda x, fill=0.0: None if x is None else lay(x, fill)
     segments = Segments(
-        marks=jnp.where(filled, jnp.where(where.resets, BEGINS, CONTINUES), EMPTY).astype(jnp.int32).T,
-        start=rule.start(params.weights),
-        real=lay(jnp.ones(segment_ids.shape, jnp.float32)),
+        marks=marks,
+        start=None if segment_ids is None else rule.start(params.weights),
+        real=lay(jnp.ones(q.shape[:2], jnp.float32)),
     )
     laid = gates._replace(
         retention=lay_gate(gates.retention, 1.0),
@@ -83,10 +108,11 @@ def pack(
         momentum_decay=lay_gate(gates.momentum_decay, 1.0),
         window_weights=lay_gate(gates.window_weights),
     )
-    return Packed(lay(q), lay(k), lay(v), laid, segments, where, place)
+    return Packed(lay(q), lay(k), lay(v), laid, segments, place)
 
 
-def last_slot(where: grid.Layout, chunk: int) -> jax.Array:
-    """The chunk of each row's last token, [batch]."""
-    assert where.place is not None
-    return where.place[:, -1] // chunk
+def without_last_chunk(segments: Segments, is_left_out: jax.Array) -> Segments:
+    """The same segments without the last chunk of each row [batch] where `is_left_out`."""
+    count = jnp.sum(segments.marks != EMPTY, axis=1, keepdims=True)
+    last = jnp.arange(segments.marks.shape[1]) == count - 1
+    return segments._replace(marks=jnp.where(last & is_left_out[:, None], EMPTY, segments.marks))

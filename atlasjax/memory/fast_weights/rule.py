@@ -163,6 +163,19 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
     def with_read_part(self, part: MemoryState, state: MemoryState) -> MemoryState:
         return state._replace(memory=part.memory)
 
+    def known_chunk_start(self, state: MemoryState) -> MemoryState:
+        if state.position is not None:
+            check_range("with at_chunk_start, state.position", state.position, 0, 0, "memory.scan")
+        return state._replace(position=None)
+
+    def after_known_start(
+        self, after: MemoryState, state: MemoryState, time: int | Int[Array, " batch"]
+    ) -> MemoryState:
+        if state.position is None:
+            return after
+        position = jnp.asarray(time % self.chunk_size, state.position.dtype)
+        return after._replace(position=jnp.broadcast_to(position, state.position.shape))
+
     @property
     def has_fixed_steps(self) -> bool:
         return self.uses_muon

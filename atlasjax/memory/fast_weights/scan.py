@@ -127,9 +127,11 @@ def _layout(
         return grid.segmented_layout(
             segment_ids, max_segments, sizes.chunk, sizes.width, rule.window, position, count, state.segment
         )
-    if (fresh or state.position is None) and lengths is None:
+    known = fresh or state.position is None
+    if known and lengths is None:
         return grid.aligned_layout(batch, time, sizes.chunk, rule.window, count)
-    return grid.streamed_layout(time, sizes.chunk, sizes.width, rule.window, position, count, lengths)
+    begin = None if known else position
+    return grid.streamed_layout(time, sizes.chunk, sizes.width, rule.window, begin, count, lengths)
 
 
 def state_after(

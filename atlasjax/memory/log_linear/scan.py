@@ -126,7 +126,7 @@ def _parallel(
         level = _at(memories, -1)
         if j and not last >> j & 1 and last >> (j - 1) & 1:  # the last segment writes this level
             rest = _from(tokens, (last >> (j - 1) << (j - 1)) * size)
-            _, level = rule.rule.scan(params, _at(finished, -1), *rest)
+            _, level = rule.continue_segments(params, _at(finished, -1), *rest)
         levels.append(level)
         finished = memories
         read = jax.checkpoint(functools.partial(_read_level, rule, dtype, pairs, span), prevent_cse=False)
@@ -154,7 +154,7 @@ def _continued(
 ) -> State:
     """The memories [pairs, batch, …] of `span` tokens each, from those of their first halves."""
     second = lambda x: _flat(_pairs(x, 1, pairs, span)[:, :, span // 2 : span].swapaxes(0, 1))
-    _, ends = rule.rule.scan(params, jax.tree.map(_flat, starts), *jax.tree.map(second, tokens))
+    _, ends = rule.continue_segments(params, jax.tree.map(_flat, starts), *jax.tree.map(second, tokens))
     return jax.tree.map(lambda x, like: x.reshape(like.shape), ends, starts)
 
 

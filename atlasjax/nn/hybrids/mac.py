@@ -10,7 +10,6 @@ from jaxtyping import PyTree
 
 from atlasjax import memory
 from atlasjax.memory import grid
-from atlasjax.memory.backends import backend_of
 from atlasjax.memory.check import check_segments
 from atlasjax.mixers.attention import KVCache, Source, init_cache, softmax_attention
 from atlasjax.nn.attention import AttentionHeads, require_shared_heads
@@ -21,6 +20,7 @@ from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState
 from atlasjax.nn.parameters import values
 
 _KeysAndValues = tuple[jax.Array, jax.Array]
+Scan = Callable[[jax.Array, MemoryMixerState], tuple[jax.Array, jax.Array, MemoryMixerState]]
 
 
 class MACState(NamedTuple):
@@ -64,7 +64,7 @@ class MACMixer(nnx.Module):
 
     Raises:
       ValueError: the memory's chunk size does not divide the segment size, head_dim is odd, values are wider than keys but the
-        memory has a residual, `memory.implementation` is a kernel, or the attention has a gate or sizes of its own.
+        memory has a residual, or the attention has a gate or sizes of its own.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -76,11 +76,6 @@ class MACMixer(nnx.Module):
             raise ValueError(
                 f"mixer 'mac': attention.segment_size={self.segment_size} must be a multiple of the memory's "
                 f"chunk_size={rule.chunk_size} (rule {config.memory.rule!r})."
-            )
-        if config.memory.implementation and not backend_of(config.memory.implementation).is_partitioned:
-            raise ValueError(
-                "mixer 'mac': its memory is written segment by segment from a state, for which there is no kernel. "
-                'Use memory.implementation="xla" or None.'
             )
         self.queries = Linear((config.dim, inner), ("embed", "heads"), rngs=rngs)
         self.conv = CausalConv(config.conv_width, (inner,), ("heads",), rngs=rngs)
@@ -135,7 +130,9 @@ class MACMixer(nnx.Module):
             if reset is not None:
                 state = grid.choose(reset, fresh, state)
             q, rotated, tokens, retrieved = self._look(x, queries, state.memory, position)
-            y, state = self._write(self._attend(q, rotated, tokens, retrieved, earlier), state)
+            y, state = self._write(
+                self._attend(q, rotated, tokens, retrieved, earlier), state, self.memory.scan_segment
+            )
             return state, (y, self.memory.rule.weight_norm(state.memory))
 
         xs = (grid.lay_chunks(x, count, size, place), grid.lay_chunks(queries, count, size, place), resets)
@@ -216,7 +213,8 @@ class MACMixer(nnx.Module):
         q, rotated, tokens, retrieved = self._look(
             x, queries, self.memory.rule.with_read_part(state.start, state.memory.memory), position
         )
-        y, after = self._write(self._attend(q, rotated, tokens, retrieved, earlier), state.memory)
+        a = self._attend(q, rotated, tokens, retrieved, earlier)
+        y, after = self._write(a, state.memory, self.memory.scan_segment)
         held = lambda k, v: KVCache(k, v, state.tokens.position)
         start = self.memory.rule.read_part(after.memory)
         return y, MACState(state.conv, after, start, held(*tokens), held(*retrieved))
@@ -235,7 +233,8 @@ class MACMixer(nnx.Module):
             for cache, (k, v) in ((state.tokens, token), (state.retrieved, recalled))
         )
         earlier = (jnp.arange(self.segment_size) <= position[:, None])[:, None]
-        y, written = self._write(self._attend(q, rotated, tokens[:2], retrieved[:2], earlier), state.memory)
+        a = self._attend(q, rotated, tokens[:2], retrieved[:2], earlier)
+        y, written = self._write(a, state.memory, self.memory.scan_from)
         start = grid.choose(after == 0, self.memory.rule.read_part(written.memory), state.start)
         return y, MACState(state.conv, written, start, tokens, retrieved)
 
@@ -266,8 +265,8 @@ class MACMixer(nnx.Module):
             sources.append(Source(q, persistent.keys.astype(q.dtype), persistent.values.astype(q.dtype)))
         return softmax_attention(*sources)
 
-    def _write(self, a: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, MemoryMixerState]:
+    def _write(self, a: jax.Array, state: MemoryMixerState, scan: Scan) -> tuple[jax.Array, MemoryMixerState]:
         """Writes the attention's output to memory, reads, and gates the output: [batch, time, dim] and the next memory state."""
         y = self.written_norm(self.written(a.reshape(*a.shape[:2], -1)))
-        m, _, state = self.memory.scan_from(y, state)
+        m, _, state = scan(y, state)
         return self.join(a, m), state
