@@ -4,25 +4,28 @@ import dataclasses
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from atlasjax.names import lookup
 
-C = TypeVar("C")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+C = TypeVar("C", bound="DataclassInstance")
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def to_dict(config: "DataclassInstance") -> dict[str, object]:
     """A config dataclass, including nested ones, as a dictionary of JSON values. Tuples become lists."""
     return {field.name: _to_json(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
-def _to_json(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
+def _to_json(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_dict(value)
     return [_to_json(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
+def from_dict(cls: type[C], values: Mapping[str, object]) -> C:
     """The inverse of `to_dict`.
 
     Args:
@@ -36,15 +39,15 @@ def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
     if not isinstance(values, Mapping):
         raise ValueError(f"{cls.__name__}: expected a dictionary of fields, got {values!r}.")
     hints = typing.get_type_hints(cls)
-    fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    arguments: dict[str, Any] = {}
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    arguments: dict[str, object] = {}
     for name, value in values.items():
         kind = lookup(f"field of {cls.__name__}", name, fields)
         arguments[name] = _from_json(f"{cls.__name__}.{name}", kind, value)
     return cls(**arguments)
 
 
-def _from_json(where: str, kind: Any, value: Any) -> Any:
+def _from_json(where: str, kind: object, value: object) -> object:
     """Convert `value` to a field of type `kind`: nested dataclasses, scalars, tuple[X, ...], X | Y, and Literal."""
     options = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
     if type(None) in options and value is None:
@@ -66,7 +69,7 @@ def _from_json(where: str, kind: Any, value: Any) -> Any:
     raise ValueError(f"{where}: must be {' or '.join(map(_name, options))}, got {value!r}.")
 
 
-def _name(kind: Any) -> str:
+def _name(kind: type) -> str:
     if typing.get_origin(kind) is tuple:
         return f"a list of {_name(typing.get_args(kind)[0])}"
     return "None" if kind is type(None) else kind.__name__

@@ -5,13 +5,12 @@ XLA's `cost_analysis()` counts the body of a scan once, whatever the length of t
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 from jax.extend import core
 
 
-def count_flops(function: Callable[..., Any], *arguments: Any) -> int:
+def count_flops(function: Callable[..., object], *arguments: object) -> int:
     """Returns the matmul and convolution FLOPs (2 per multiply-add) of one call, over the whole batch and all devices.
 
     Elementwise operations are not counted. A `cond` counts as its most expensive branch, and a `while` of unknown length as one
@@ -51,7 +50,7 @@ def _equation_flops(equation: core.JaxprEqn) -> int:
     return inner * params["length"] if name == "scan" else inner
 
 
-def _sub_jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
+def _sub_jaxprs(params: dict[str, object]) -> Iterator[core.Jaxpr]:
     for value in params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, core.ClosedJaxpr):

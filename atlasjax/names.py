@@ -8,7 +8,7 @@ import difflib
 import importlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
     raise ValueError(f"Unknown {kind} {name!r}.{hint} {known}")
 
 
-def resolve(kind: str, name: str, table: Mapping[str, Any]) -> Any:
+def resolve(kind: str, name: str, table: Mapping[str, object]) -> Any:
     """The object that a name refers to: `table[name]`, or the imported object for "package.module:object".
 
     Args:
@@ -104,7 +104,7 @@ def options_text(owner: str, name: str, value: object) -> str:
         ) from None
 
 
-def signature_of(function: Any) -> inspect.Signature | None:
+def signature_of(function: Callable[..., object]) -> inspect.Signature | None:
     """The signature of a function or of a class's constructor. None for C code without signature information."""
     made_by_init = inspect.isclass(function) and inspect.isfunction(function.__init__)
     try:
@@ -116,13 +116,15 @@ def signature_of(function: Any) -> inspect.Signature | None:
     return signature.replace(parameters=parameters[1:] if made_by_init else parameters)
 
 
-def takes(function: Any, name: str) -> bool:
+def takes(function: Callable[..., object], name: str) -> bool:
     """Whether a function or class has a parameter called `name`."""
     signature = signature_of(function)
     return signature is not None and name in signature.parameters
 
 
-def call_with(kind: str, name: str, function: Any, *arguments: Any, options: str, **keywords: Any) -> Any:
+def call_with(
+    kind: str, name: str, function: Callable[..., T], *arguments: object, options: str, **keywords: object
+) -> T:
     """`function(*arguments, **keywords, **options)`.
 
     Raises:

@@ -50,7 +50,7 @@ from atlasjax.nn.mixers import MIXERS
 _PAPER_VOCABULARY = 32_000
 
 
-def _blocks(elastic: ElasticConfig, layers: int) -> dict[str, Any]:
+def _blocks(elastic: ElasticConfig, layers: int) -> dict[str, object]:
     """The configs of the mixers that attend within blocks, with blocks of the same size as Elastic Memory.
 
     The memories of a model have as many numbers as Elastic Memory's, which is in one layer and keeps a key and a value for each of
@@ -91,7 +91,7 @@ class Size:
     mamba2_state: int = 128
     cached_segment: int = 256
     max_positions: int = 4096
-    blocks: Mapping[str, Any] = dataclasses.field(
+    blocks: Mapping[str, object] = dataclasses.field(
         default_factory=lambda: _blocks(ElasticConfig(540, block_size=1024), layers=12)
     )
 
@@ -359,7 +359,7 @@ def get_preset(name: str) -> ModelConfig:
     return lookup("preset", name, PRESETS)
 
 
-def model_around(part: str | Callable[..., Any], size: str = "tiny") -> ModelConfig:
+def model_around(part: str | Callable[..., object], size: str = "tiny") -> ModelConfig:
     """A model with a given rule or mixer and as many parameters as the presets of that size, to compare with them.
 
     Args:

@@ -9,11 +9,11 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from atlasjax import memory
 from atlasjax.distributed.mesh import make_mesh
@@ -43,7 +43,7 @@ class Sizes:
       dtype: of tokens.
     """
 
-    rule: Any
+    rule: memory.MemoryRule
     batch_size: int
     time: int
     num_heads: int
@@ -82,8 +82,9 @@ def sizes_of(config: TrainConfig) -> Sizes:
         raise ValueError(f"the model has {what}; there is nothing to choose.")
     mesh = make_mesh(config.mesh)
     batch = config.data.batch_size // config.accumulation // batch_shards(mesh)
-    return Sizes(
-        rule, max(batch, 1), config.data.sequence_length, max(model.num_heads // mesh.shape["tensor"], 1),
+    return Sizes(  # rules with kernels are MemoryRules
+        rule,  # type: ignore[arg-type]
+        max(batch, 1), config.data.sequence_length, max(model.num_heads // mesh.shape["tensor"], 1),
         model.resolved_head_dim, model.value_dim, model.dtype,
     )  # fmt: skip
 
@@ -119,7 +120,7 @@ def tune(
       The choice, and the result of each backend, "xla" first.
     """
     results = {"xla": Result("xla")} | {backend.name: _checked(sizes, backend) for backend in candidates()}
-    programs: dict[str, Callable[[], Any]] = {}
+    programs: dict[str, Callable[[], PyTree]] = {}
     for name, result in results.items():
         if result.problem:
             continue
@@ -146,8 +147,7 @@ def _choose(sizes: Sizes, results: dict[str, Result]) -> Choice:
     best = max(ratios, key=ratios.__getitem__, default="xla")
     ratio = ratios.get(best, 0.0)
     key = tuned.key_of(sizes.rule, sizes.key_dim, sizes.value_dim, sizes.dtype)
-    result: tuple[Any, ...] = best if ratio > LEAST_RATIO else "xla", round(ratio, 3)
-    return Choice(*key, *result)
+    return Choice(*key, best if ratio > LEAST_RATIO else "xla", round(ratio, 3))
 
 
 def _line(result: Result, xla: float | None) -> str:
@@ -182,12 +182,12 @@ def _checked(sizes: Sizes, backend: Backend) -> Result:
 
 def _unsupported(sizes: Sizes, backend: Backend) -> str | None:
     shape = sizes.batch_size, sizes.time, sizes.num_heads, sizes.key_dim
-    params: Any = jax.eval_shape(lambda: _params(sizes))
-    q: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(sizes.dtype))
+    params = jax.eval_shape(lambda: _params(sizes))
+    q: PyTree = jax.ShapeDtypeStruct(shape, jnp.dtype(sizes.dtype))
     return backend.unsupported(sizes.rule, params, None, q, False)
 
 
-def _error(found: Any, expected: Any) -> float:
+def _error(found: PyTree, expected: PyTree) -> float:
     largest = 0.0
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         if a.shape != b.shape:
@@ -198,7 +198,7 @@ def _error(found: Any, expected: Any) -> float:
     return largest
 
 
-def _definition(sizes: Sizes) -> Any:
+def _definition(sizes: Sizes) -> PyTree:
     """Outputs and gradients of `memory.reference`, in float32 with exact products."""
     exact = dataclasses.replace(sizes, dtype="float32")
     arrays = jax.tree.map(lambda x: x.astype(jnp.float32), _inputs(sizes))
@@ -206,13 +206,15 @@ def _definition(sizes: Sizes) -> Any:
         return _function(exact, "reference")(*arrays)
 
 
-def _params(sizes: Sizes) -> Any:
+def _params(sizes: Sizes) -> memory.MemoryParams:
     return memory.init_params(
         sizes.rule, jax.random.key(0), num_heads=sizes.num_heads, key_dim=sizes.key_dim, value_dim=sizes.value_dim
     )
 
 
-def _inputs(sizes: Sizes) -> tuple[Any, ...]:
+def _inputs(
+    sizes: Sizes,
+) -> tuple[memory.MemoryParams, jax.Array, jax.Array, jax.Array, memory.Gates, jax.Array]:
     """(params, q, k, v, gates, cotangent): queries and keys of unit length, gates near those that a model starts with."""
     rng = np.random.default_rng(0)
     shape = sizes.batch_size, sizes.time, sizes.num_heads
@@ -227,13 +229,14 @@ def _inputs(sizes: Sizes) -> tuple[Any, ...]:
     gates = memory.suggested_gates(
         sizes.rule, batch_size=sizes.batch_size, time=sizes.time, num_heads=sizes.num_heads, key_dim=sizes.key_dim
     )
-    return _params(sizes), *(jnp.asarray(x, dtype) for x in (q, k, v)), gates, jnp.asarray(dy, dtype)
+    arrays = [jnp.asarray(x, dtype) for x in (q, k, v)]
+    return _params(sizes), arrays[0], arrays[1], arrays[2], gates, jnp.asarray(dy, dtype)
 
 
-def _function(sizes: Sizes, implementation: str) -> Any:
+def _function(sizes: Sizes, implementation: str) -> jax.stages.Wrapped:
     """Returns the jitted (params, q, k, v, gates, cotangent) → (y, gradients of all but the cotangent)."""
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: PyTree) -> tuple[jax.Array, tuple[PyTree, ...]]:
         *inputs, dy = arguments
         y, pullback = jax.vjp(functools.partial(_scan, sizes.rule, implementation), *inputs)
         return y, pullback(dy)
@@ -241,17 +244,25 @@ def _function(sizes: Sizes, implementation: str) -> Any:
     return jax.jit(run)
 
 
-def _scan(rule: Any, implementation: str, params: Any, q: Any, k: Any, v: Any, gates: Any) -> jax.Array:
+def _scan(
+    rule: memory.MemoryRule,
+    implementation: str,
+    params: memory.MemoryParams,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: memory.Gates,
+) -> jax.Array:
     return memory.scan(rule, params, None, q, k, v, gates, implementation=implementation)[0]
 
 
-def _compiled(sizes: Sizes, implementation: str) -> Callable[[], Any]:
+def _compiled(sizes: Sizes, implementation: str) -> Callable[[], PyTree]:
     arrays = jax.tree.map(jnp.asarray, _inputs(sizes))
     program = _function(sizes, implementation).lower(*arrays).compile()
     return lambda: program(*arrays)
 
 
-def _in_turn(programs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+def _in_turn(programs: dict[str, Callable[[], PyTree]], seconds: float) -> dict[str, float]:
     """The median time of each program over rounds in which all take turns."""
     calls = {}
     for name, program in programs.items():

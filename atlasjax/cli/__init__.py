@@ -5,8 +5,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import FrameType
 
 from atlasjax.names import lookup
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, before)
 
 
-def _interrupt_on(number: signal.Signals) -> Any:
+def _interrupt_on(number: signal.Signals) -> Callable[[int, FrameType | None], object] | int | None:
     """Makes a signal raise KeyboardInterrupt(number). Returns the previous handler, or None outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return None

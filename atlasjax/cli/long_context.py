@@ -7,7 +7,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -88,7 +87,7 @@ class LongContext:
     run: Run
     tasks: dict[str, Task]
     folder: storage.AnyPath
-    about: dict[str, Any]
+    about: dict[str, object]
     text_sha256: str
 
 
@@ -208,7 +207,7 @@ class _Cells:
         self.file.unlink()
 
 
-def _files(results: list[Result], about: dict[str, Any], log_samples: bool) -> dict[str, bytes]:
+def _files(results: list[Result], about: dict[str, object], log_samples: bool) -> dict[str, bytes]:
     """long_context_<time>.json, <task>_<time>.png for each task, and samples_<task>_<time>.jsonl if asked for."""
     time = datetime.datetime.now().isoformat().replace(":", "-")
     dump = lambda value, indent=None: json.dumps(value, indent=indent, ensure_ascii=False)

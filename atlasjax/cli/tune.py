@@ -5,7 +5,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import tyro
@@ -94,8 +94,7 @@ def offer(config: TrainConfig, preset: str) -> None:
         print(f"chosen: {choice.implementation}", flush=True)
     else:
         key = tuned.key_of(sizes.rule, sizes.key_dim, sizes.value_dim, sizes.dtype)
-        result: tuple[Any, ...] = "xla", 0.0
-        tuned.write(Choice(*key, *result))
+        tuned.write(Choice(*key, "xla", 0.0))
         print(f"Training with XLA; not asked again. `{command}` measures later.", flush=True)
 
 

@@ -11,12 +11,15 @@ The task of Zoology (Arora et al. 2023, arXiv 2312.04927), as defined by its pub
 import dataclasses
 import typing
 from numbers import Integral
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from atlasjax import check
 from atlasjax.names import lookup
+
+if TYPE_CHECKING:
+    import jax
 
 IGNORE = -100
 """Label of positions without a query."""
@@ -126,7 +129,7 @@ def _without_replacement(rng: np.random.Generator, n: int, k: int, log_weights: 
     return np.take_along_axis(largest, order, axis=1)
 
 
-def recall_accuracy(logits: Any, labels: Any) -> Any:
+def recall_accuracy(logits: "np.ndarray | jax.Array", labels: "np.ndarray | jax.Array") -> "np.floating | jax.Array":
     """The fraction of queries answered correctly in each sequence, averaged over sequences.
 
     Args:

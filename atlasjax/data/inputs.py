@@ -5,8 +5,7 @@ Used by `prepare`. The documents and the training/validation split are those of 
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -78,7 +77,7 @@ class Inputs:
 
     parts: tuple[tuple[Part, ...], ...]
     splits: dict[Split, Selection]
-    identity: dict[str, Any]
+    identity: Mapping[str, object]
 
     def texts(self, split: Split) -> Iterator[Pieces]:
         """The documents of a split, in the order of the source."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,7 @@ class Manifest:
     packing: Packing
     separator: str
     splits: dict[Split, tuple[TokenFile, ...]]
-    source: dict[str, Any]
+    source: dict[str, object]
     versions: dict[str, str]
 
     @property

@@ -7,7 +7,7 @@ of its rows. The position of a reader is where its current group of rows begins,
 
 import concurrent.futures
 import functools
-from typing import Any, Protocol
+from typing import Protocol
 
 import grain
 import numpy as np
@@ -173,6 +173,9 @@ class Readers(grain.IterDataset):
         return _ReadersIterator(self.readers)
 
 
+_Position = dict[str, dict[str, dict[str, int]]]  # "readers" → number → that of a reader
+
+
 class _ReadersIterator(grain.DatasetIterator):
     def __init__(self, readers: dict[int, TokenRows]):
         super().__init__()
@@ -182,10 +185,10 @@ class _ReadersIterator(grain.DatasetIterator):
         parts = [next(reader) for reader in self._readers.values()]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> _Position:
         return {"readers": {number: reader.get_state() for number, reader in self._readers.items()}}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: _Position) -> None:
         for number, reader in self._readers.items():
             reader.set_state(state["readers"][number])
 

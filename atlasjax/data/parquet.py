@@ -3,8 +3,9 @@
 import contextlib
 import difflib
 import functools
+import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import IO
 
 import numpy as np
 
@@ -94,7 +95,7 @@ class ParquetDocuments:
 
 
 @contextlib.contextmanager
-def _opened(file: storage.AnyPath) -> Iterator[Any]:
+def _opened(file: storage.AnyPath) -> Iterator[pathlib.Path | IO[bytes]]:
     """What to give to pyarrow: a path, which it can memory-map, or a stream from a store."""
     if not isinstance(file, storage.StorePath):
         yield file

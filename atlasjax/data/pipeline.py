@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import grain
 
@@ -22,20 +22,32 @@ from atlasjax.data.windows import Batch, TokenStream, Windows, token_stream
 _FOREVER = 2**45  # windows; Grain's endless repetition overflows when batches of size one are sliced
 
 
+class Position(TypedDict):
+    """A position in the batches, which can be stored as JSON.
+
+    Attributes:
+      pipeline: the settings of the pipeline that it belongs to.
+      position: the position of the pipeline's Grain iterator.
+    """
+
+    pipeline: dict[str, object]
+    position: dict[str, Any]
+
+
 class BatchIterator(Iterator[Batch]):
     """Iterates over batches. Its position is small, exact, and can be stored as JSON."""
 
-    def __init__(self, iterator: grain.DatasetIterator, identity: dict[str, Any]):
+    def __init__(self, iterator: grain.DatasetIterator, identity: dict[str, object]):
         self._iterator, self._identity = iterator, identity
 
     def __next__(self) -> Batch:
         return next(self._iterator)
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> Position:
         """Return the position after the last batch: a dict of strings, numbers and dicts that can be stored as JSON."""
         return {"pipeline": dict(self._identity), "position": copy.deepcopy(self._iterator.get_state())}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Position | None) -> None:
         """Move to a position. The next batch is the one that followed when `state` was saved.
 
         Raises:
@@ -71,7 +83,7 @@ class BatchIterator(Iterator[Batch]):
             raise ValueError(f"The saved data position is out of range: {error}") from None
 
 
-def merge_positions(positions: Sequence[Any]) -> Any:
+def merge_positions(positions: Sequence[Position | None]) -> Position | None:
     """The position of a whole job, from those of its processes (`BatchIterator.get_state`), for any number of processes.
 
     Raises:
@@ -80,20 +92,24 @@ def merge_positions(positions: Sequence[Any]) -> Any:
     first = positions[0]
     if all(position == first for position in positions):
         return first
-    readers: dict[str, Any] = {}
+    wrong = ValueError("The saved data positions of the processes do not belong together.")
+    readers: dict[str, object] = {}
     for position in positions:
+        if first is None or position is None:
+            raise wrong
         try:
             same = position["pipeline"] == first["pipeline"]
             own = dict(position["position"]["readers"])
         except (TypeError, KeyError, ValueError):
-            raise ValueError("The saved data positions of the processes do not belong together.") from None
+            raise wrong from None
         if not same or any(readers.get(name, reader) != reader for name, reader in own.items()):
-            raise ValueError("The saved data positions of the processes do not belong together.")
+            raise wrong
         readers |= own
+    assert first is not None
     return {**first, "position": {"readers": readers}}
 
 
-def _check_position(saved: Any, own: Any, name: str) -> None:
+def _check_position(saved: object, own: object, name: str) -> None:
     """Raises ValueError unless a saved position has the same keys as the iterator's own, with numbers ≥ 0 where it has numbers."""
     if isinstance(own, dict):
         if not isinstance(saved, dict) or saved.keys() != own.keys():
@@ -123,7 +139,7 @@ class Pipeline:
     num_tokens: int | None
     batches_per_epoch: int | None
     dataset: grain.IterDataset
-    identity: dict[str, Any]
+    identity: dict[str, object]
 
     def __iter__(self) -> BatchIterator:
         return BatchIterator(iter(self.dataset), self.identity)
@@ -177,8 +193,9 @@ def make_pipeline(
     return _contiguous(config, split, [stream], None, identity, where, repeat)
 
 
-def _identity(config: DataConfig, tokenizer: Tokenizer, split: Split, repeat: bool, **more: Any) -> dict[str, Any]:
-    seed = config.seed if config.shuffle and split == "train" else None
+def _identity(
+    config: DataConfig, tokenizer: Tokenizer, split: Split, repeat: bool, **more: object
+) -> dict[str, object]:
     fields = ("source", "packing", "sequence_length", "batch_size")
     own = {"source_options": config.source_options} if config.has_own_source else {}
     return {
@@ -186,10 +203,14 @@ def _identity(config: DataConfig, tokenizer: Tokenizer, split: Split, repeat: bo
         **own,
         "split": split,
         "repeat": repeat,
-        "shuffle_seed": seed,
+        "shuffle_seed": _shuffle_seed(config, split),
         "vocab_size": tokenizer.vocab_size,
         **more,
     }
+
+
+def _shuffle_seed(config: DataConfig, split: Split) -> int | None:
+    return config.seed if config.shuffle and split == "train" else None
 
 
 def _prepared(config: DataConfig, tokenizer: Tokenizer, split: Split, where: tuple[int, int], repeat: bool) -> Pipeline:
@@ -207,7 +228,7 @@ def _prepared(config: DataConfig, tokenizer: Tokenizer, split: Split, where: tup
             [weight * count / len(stream) for weight, count, stream in zip(weights, counts, streams)]
         )
     index, count = where
-    local, seed = config.batch_size // count, identity["shuffle_seed"]
+    local, seed = config.batch_size // count, _shuffle_seed(config, split)
     dataset: grain.IterDataset = TokenRows(
         PreparedDocuments(joined, Order(counts, weights, seed, repeat=repeat)),
         sequence_length=config.sequence_length,
@@ -226,7 +247,7 @@ def _contiguous(
     split: Split,
     streams: Sequence[TokenStream],
     weights: Sequence[int] | None,
-    identity: dict[str, Any],
+    identity: dict[str, object],
     where: tuple[int, int],
     repeat: bool,
 ) -> Pipeline:
@@ -241,8 +262,9 @@ def _contiguous(
     multiple = 1 if repeat else config.batch_size
     windows = [Windows(tokens, config.sequence_length, multiple) for tokens in streams]
     datasets = [grain.MapDataset.source(each) for each in windows]
-    if identity["shuffle_seed"] is not None:
-        datasets = [dataset.shuffle(seed=identity["shuffle_seed"]) for dataset in datasets]
+    seed = _shuffle_seed(config, split)
+    if seed is not None:
+        datasets = [dataset.shuffle(seed=seed) for dataset in datasets]
     dataset = datasets[0] if weights is None else Mixed(datasets, weights, _FOREVER)
     if repeat and weights is None:
         dataset = dataset.repeat(_FOREVER // len(dataset))
@@ -284,7 +306,7 @@ def _documents(
         max_segments=config.max_segments,
         batch_size=config.batch_size,
         rows=slice(process_index * local, (process_index + 1) * local),
-        shuffle_seed=identity["shuffle_seed"],
+        shuffle_seed=_shuffle_seed(config, split),
         repeat=repeat,
         num_threads=config.num_threads,
     )

@@ -19,7 +19,6 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from atlasjax import cache, check, storage
 from atlasjax.data import manifest as manifest_lib
@@ -31,7 +30,7 @@ from atlasjax.data.prepared_copies import upload
 from atlasjax.data.token_files import TokenFile, TokenFiles, TokenWriter
 from atlasjax.data.tokenizers import TRAINING_CHARACTERS, Tokenizer, load_tokenizer, make_tokenizer
 from atlasjax.data.windows import token_dtype
-from atlasjax.data.workers import run_tasks
+from atlasjax.data.workers import Task, run_tasks
 
 SHARD_TOKENS = 2**26
 _REQUEST = "prepare.json"
@@ -148,7 +147,7 @@ def prepare(
 def _prepare_in_store(
     config: DataConfig,
     folder: storage.StorePath,
-    request: dict[str, Any],
+    request: dict[str, object],
     workers: int,
     shard_tokens: int,
     on_report: Callable[[Report], None] | None,
@@ -173,7 +172,7 @@ def _prepare_in_store(
     return manifest
 
 
-def _request(config: DataConfig) -> dict[str, Any]:
+def _request(config: DataConfig) -> dict[str, object]:
     """The fields that determine the output. Raises ValueError if others are set, or the data is already prepared."""
     if config.source == "prepared":
         raise ValueError("source 'prepared' is already prepared; prepare takes 'text', 'jsonl', 'parquet', …")
@@ -196,7 +195,7 @@ def _check_folder(folder: pathlib.Path) -> None:
         raise ValueError(f"The folder {str(folder)!r} contains other files. Use an empty or new folder.")
 
 
-def _check_same(folder: storage.AnyPath, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _check_same(folder: storage.AnyPath, saved: dict[str, object], wanted: dict[str, object]) -> None:
     names = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
     if names:
         differences = "; ".join(f"{name} was {saved.get(name)!r} and is now {wanted.get(name)!r}" for name in names)
@@ -377,7 +376,11 @@ class _Stage:
     finished: dict[str, TokenFile] = dataclasses.field(default_factory=dict)
 
     def run(
-        self, make: Callable[..., Any], arguments: tuple[Any, ...], tasks: dict[str, tuple[Any, int]], workers: int
+        self,
+        make: Callable[..., Callable[[Task], TokenFile]],
+        arguments: tuple[object, ...],
+        tasks: dict[str, Task],
+        workers: int,
     ) -> None:
         """Run the unfinished tasks, largest first."""
         for name in tasks:
@@ -389,7 +392,7 @@ class _Stage:
         order = sorted(waiting, key=lambda task: -self.sizes[waiting[task]])
         reported = 0.0
         for task, file in run_tasks(make, arguments, order, workers):
-            if task is not None:
+            if task is not None and file is not None:
                 self.finished[waiting[task]] = file
             if time.monotonic() - reported > _TICK or len(self.finished) == len(tasks):
                 reported = time.monotonic()

@@ -1,7 +1,6 @@
 """Opens prepared data sets for training and evaluation."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -84,6 +83,6 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer, split: Split) -> np.nd
     return tokenizer.encode(load_text(config, split))
 
 
-def identity(config: DataConfig, sets: list[PreparedSplit]) -> dict[str, Any]:
+def identity(config: DataConfig, sets: list[PreparedSplit]) -> dict[str, object]:
     """What a saved position must match."""
     return {"weights": list(config.weights), "sets": [each.digest for each in sets]}

@@ -1,6 +1,6 @@
 """Opens the documents of the training and validation splits of a `DataConfig`."""
 
-from typing import Any
+from collections.abc import Sequence
 
 from atlasjax import check
 from atlasjax.data.config import DataConfig, HeldOut, Split
@@ -99,7 +99,7 @@ def open_documents(config: DataConfig, *, separate: bool) -> Documents:
 class _Sequence:
     """A user's sequence of strings as `Documents`. Missing attributes default to those of texts in memory."""
 
-    def __init__(self, source: str, texts: Any):
+    def __init__(self, source: str, texts: Sequence[str]):
         self._source, self._texts = source, texts
         self.block_offsets = getattr(texts, "block_offsets", None)
         self.blocks_in_memory = getattr(texts, "blocks_in_memory", 1)

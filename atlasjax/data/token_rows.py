@@ -155,9 +155,9 @@ class _TokenRowsIterator(grain.DatasetIterator):
             self.set_state({"place": place, "offset": offset, "batch": 0})
         return batch
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, int]:
         return {"place": self._place, "offset": self._offset, "batch": self._batch}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, int]) -> None:
         self._place, self._offset, self._batch = state["place"], state["offset"], state["batch"]
         self._found = None

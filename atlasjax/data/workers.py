@@ -6,14 +6,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 _POLL = 0.2  # seconds
 
 
 def run_tasks(
-    make: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...], tasks: list[Any], workers: int
-) -> Iterator[tuple[Any, Any]]:
+    make: Callable[..., Callable[[Task], Result]], arguments: tuple[object, ...], tasks: list[Task], workers: int
+) -> Iterator[tuple[Task | None, Result | None]]:
     """Yield (task, result) as tasks finish, and (None, None) a few times a second in between.
 
     Args:

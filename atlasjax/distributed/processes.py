@@ -7,8 +7,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import jax
 
@@ -55,7 +55,7 @@ class ProcessConfig:
         check.require(check.is_integer(self.stall, 1), "processes.stall", self.stall, "at least 1")
 
 
-def initialize(config: ProcessConfig, facts: Mapping[str, Any] | None = None) -> list[str]:
+def initialize(config: ProcessConfig, facts: Mapping[str, object] | None = None) -> list[str]:
     """Joins the other processes if the config asks for it. Must run before anything touches a device.
 
     From then on SIGTERM, which announces the end of a preemptible machine, is received by jax's preemption service instead of a
@@ -109,14 +109,22 @@ def initialize(config: ProcessConfig, facts: Mapping[str, Any] | None = None) ->
     return hosts
 
 
-def key_value_store() -> Any:
-    """The job's key-value store, a `DistributedRuntimeClient` of jax. None in a job of one process."""
+class KeyValueStore(Protocol):
+    """The part of jax's `DistributedRuntimeClient` that is used here."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+
+
+def key_value_store() -> KeyValueStore | None:
+    """The job's key-value store. None in a job of one process."""
     from jax._src import distributed  # jax has no public name for it
 
     return distributed.global_state.client
 
 
-def _place(config: ProcessConfig) -> tuple[str, int, int, Any]:
+def _place(config: ProcessConfig) -> tuple[str, int, int, Sequence[int] | None]:
     """Returns (coordinator, number of processes, index of this one, its devices or None for all), as jax would detect them."""
     from jax._src import clusters  # jax has no public name for it, and detects only while it connects
 

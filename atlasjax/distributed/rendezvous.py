@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TypedDict, cast
 
 _RETRY = 0.5  # seconds between two attempts to reach process 0
 _REMIND = 15.0  # seconds between two lines about the processes that are still missing
@@ -21,12 +21,30 @@ _LONGEST = 2**22  # maximum bytes of a report
 _NAMED = 4  # differences, processes and hosts named in one line
 
 
+class Report(TypedDict):
+    """What a process reports: its index, the number of processes that it expects, where it runs, and its facts."""
+
+    process: int
+    processes: int
+    host: str
+    pid: int
+    facts: Mapping[str, object]
+
+
+class Verdict(TypedDict):
+    """The answer to all processes: the indices of those that are missing, what differs ("" if nothing), and all hosts."""
+
+    missing: list[int]
+    differences: str
+    hosts: list[str]
+
+
 class MissingProcessError(RuntimeError):
     """Some processes of a job did not arrive in time. Starting all processes again may succeed."""
 
 
 def meet(
-    coordinator: str, num_processes: int, process_id: int, facts: Mapping[str, Any], *, timeout: float
+    coordinator: str, num_processes: int, process_id: int, facts: Mapping[str, object], *, timeout: float
 ) -> list[str]:
     """Waits for all processes of a job and compares their facts. All processes call this with the same first two arguments.
 
@@ -44,7 +62,7 @@ def meet(
       ValueError: facts differ, two processes have the same index, or the coordinator's host or port cannot be used.
       MissingProcessError: some processes did not arrive in time.
     """
-    report = {
+    report: Report = {
         "process": process_id,
         "processes": num_processes,
         "host": socket.gethostname(),
@@ -118,10 +136,10 @@ def _listener(coordinator: str) -> socket.socket:
     return listener
 
 
-async def _listen(listener: socket.socket, count: int, mine: dict[str, Any], timeout: float) -> dict[str, Any]:
+async def _listen(listener: socket.socket, count: int, mine: Report, timeout: float) -> Verdict:
     """Process 0: collects the reports, compares them, and sends the result to all processes."""
     reports = {0: mine}
-    twice: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    twice: list[tuple[Report, Report]] = []
     callers: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
     complete = asyncio.Event()
 
@@ -155,7 +173,7 @@ async def _listen(listener: socket.socket, count: int, mine: dict[str, Any], tim
             print(f"Waiting for {count - len(reports)} of {count} processes: {absent}.", file=sys.stderr, flush=True)
     server.close()
     wrong = _same_index(*twice[0]) if twice else differences(reports)
-    verdict = {
+    verdict: Verdict = {
         "missing": [] if wrong else [index for index in range(count) if index not in reports],
         "differences": wrong,
         "hosts": [reports[index]["host"] for index in sorted(reports)],
@@ -170,7 +188,7 @@ async def _listen(listener: socket.socket, count: int, mine: dict[str, Any], tim
     return verdict
 
 
-async def _call(coordinator: str, report: dict[str, Any], deadline: float, timeout: float) -> dict[str, Any]:
+async def _call(coordinator: str, report: Report, deadline: float, timeout: float) -> Verdict:
     """Any other process: reports to process 0 and returns its answer."""
     host, _, port = coordinator.rpartition(":")
     problem = ""
@@ -184,7 +202,7 @@ async def _call(coordinator: str, report: dict[str, Any], deadline: float, timeo
                 writer.write(json.dumps(report).encode() + b"\n")
                 left = deadline - time.monotonic() + _GRACE
                 if line := await asyncio.wait_for(reader.readline(), left):
-                    return dict(json.loads(line))
+                    return cast(Verdict, dict(json.loads(line)))
                 problem = "it ended"  # it may be started again
             finally:
                 writer.close()
@@ -199,7 +217,7 @@ async def _call(coordinator: str, report: dict[str, Any], deadline: float, timeo
     )
 
 
-def differences(reports: Mapping[int, Mapping[str, Any]]) -> str:
+def differences(reports: Mapping[int, Report]) -> str:
     """One line that names what differs between process 0 and others; "" if nothing does.
 
     Args:
@@ -221,8 +239,8 @@ def differences(reports: Mapping[int, Mapping[str, Any]]) -> str:
     return f"The processes of this job differ: {_named(parts, '; ')}. Start all of them with the same command, code and data."
 
 
-def _entries(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    entries: list[tuple[str, Any]] = []
+def _entries(facts: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    entries: list[tuple[str, object]] = []
     for name, value in facts.items():
         if isinstance(value, Mapping):
             entries += _entries(value, f"{prefix}{name}.")
@@ -231,7 +249,7 @@ def _entries(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
     return entries
 
 
-def _same_index(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def _same_index(one: Report, other: Report) -> str:
     return (
         f"Two processes have the index {one['process']}: {one['pid']} on {one['host']} and {other['pid']} on {other['host']}. "
         "Give each its own processes.process_id, from 0."
@@ -252,6 +270,6 @@ def _named(names: list[str], separator: str = ", ") -> str:
     return separator.join(names[:_NAMED]) + more
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."

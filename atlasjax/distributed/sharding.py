@@ -7,7 +7,6 @@ which it is split. A mesh axis that does not divide a dimension is skipped for t
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -88,7 +87,7 @@ def parameter_shardings(
     """
     skipped_lines: list[str] = []
 
-    def sharding(path: tuple[Any, ...], axes: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def sharding(path: jax.tree_util.KeyPath, axes: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         try:
             spec, skipped = partition_spec(tuple(axes), leaf.shape, mesh, rules)
@@ -158,7 +157,7 @@ def cache_shardings(cache: PyTree, mesh: Mesh) -> PyTree:
     heads_axis |= {CurrentBlock: 3, Queue: 3, Associative: 2, BlockRecurrenceState: 4, KeysAndValues: 3}
 
     def spec(leaf: jax.ShapeDtypeStruct, heads: int | None) -> NamedSharding:
-        axes: list[Any] = [None] * leaf.ndim
+        axes: list[str | tuple[str, ...] | None] = [None] * leaf.ndim
         if leaf.ndim > 1 and leaf.shape[1] % batch_shards(mesh) == 0:
             axes[1] = BATCH_AXES
         if heads is not None and leaf.ndim > heads and leaf.shape[heads] % mesh.shape["tensor"] == 0:
@@ -215,7 +214,8 @@ def global_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.A
         size = len(array) // len(held)  # rows of a shard
         whole = (parts * len(array), *array.shape[1:])
 
-        def of_device(index: Any) -> np.ndarray:
+        def of_device(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             start, stop, _ = index[0].indices(whole[0])
             first = held.index(start // size) * size
             return array[(slice(first, first + stop - start), *index[1:])]

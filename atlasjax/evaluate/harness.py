@@ -80,7 +80,7 @@ class HarnessModel(TemplateLM):
         batch_size: int = 8,
         pieces: Sequence[int] = (256, 32),
         seed: int = 0,
-        about: dict[str, Any] | None = None,
+        about: Mapping[str, object] | None = None,
     ):
         super().__init__()
         check.integer("HarnessModel", "window", window, optional=True)
@@ -111,12 +111,12 @@ class HarnessModel(TemplateLM):
         """Rows read together."""
         return self._scorer.batch_size
 
-    def get_model_info(self) -> dict[str, Any]:
+    def get_model_info(self) -> dict[str, object]:
         """What lm-eval adds to the config in its results: `about`, and what was counted."""
         window = "whole documents" if self._window is None else self._window
         return {**self._about, "prefix_token": self._prefix, "window": window, "truncated_contexts": self.truncated}
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
         """Token ids of a text. Nothing is added to it."""
         return self._text.encode(string).tolist()
 
@@ -188,7 +188,7 @@ class HarnessModel(TemplateLM):
         return [texts[i] for i in range(len(requests))]
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: object
     ) -> list[tuple[float, bool]]:
         pairs, before_them = [], self.truncated
         for (before, text), context, continuation in requests:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,15 @@ import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import PyTree
+from numpy.typing import ArrayLike
 
 from atlasjax import check
 from atlasjax.evaluate.beginnings import shared_beginnings
 from atlasjax.generate import Context, SamplingConfig, TextStream, stream
 from atlasjax.generate.text import Decodes
 from atlasjax.nn import LanguageModel
+
+T = TypeVar("T")
 
 _BLOCK = 16  # tokens sampled per device call
 _GREEDY = SamplingConfig(temperature=0.0)
@@ -76,7 +79,7 @@ class Scorer:
 
     def score(
         self,
-        pairs: Sequence[tuple[Any, Any]],
+        pairs: Sequence[tuple[ArrayLike, ArrayLike]],
         *,
         on_result: Callable[[int, Score], None] = lambda index, score: None,
     ) -> list[Score]:
@@ -116,7 +119,7 @@ class Scorer:
                     on_result(index, score)
         return [scores[index] for index in range(len(rows))]
 
-    def read(self, prompts: Sequence[Any], *, num_tokens: int = 0) -> Context:
+    def read(self, prompts: Sequence[ArrayLike], *, num_tokens: int = 0) -> Context:
         """Reads up to `batch_size` prompts, each exactly to its end.
 
         Args:
@@ -146,7 +149,7 @@ class Scorer:
 
     def generate(
         self,
-        prompts: Sequence[Any],
+        prompts: Sequence[ArrayLike],
         num_tokens: int | Sequence[int],
         tokenizer: Decodes,
         *,
@@ -322,7 +325,7 @@ class Scorer:
         return self._empty[1]
 
 
-def _row(name: str, row: Any) -> np.ndarray:
+def _row(name: str, row: ArrayLike) -> np.ndarray:
     array = np.asarray(row)
     if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(
@@ -331,11 +334,11 @@ def _row(name: str, row: Any) -> np.ndarray:
     return array.astype(np.int32)
 
 
-def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-def _filled(items: list[Any], size: int) -> list[Any]:
+def _filled(items: list[T], size: int) -> list[T]:
     return items + items[-1:] * (size - len(items))
 
 
@@ -373,7 +376,7 @@ def _read_rest(
     """The first lengths[i] tokens of row i, one at a time: a state cannot be taken from inside a longer piece."""
     model = nnx.merge(graphdef, params)
 
-    def one(carry: tuple[jax.Array, PyTree], xs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+    def one(carry: tuple[jax.Array, PyTree], xs: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, PyTree], None]:
         token, i = xs
         new, after = model.extend(token[:, None], carry[1])
         return _where(i < lengths, (new[:, -1].astype(jnp.float32), after), carry), None

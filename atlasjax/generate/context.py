@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
+from numpy.typing import ArrayLike
 
 from atlasjax import check
 from atlasjax.nn import LanguageModel
@@ -42,7 +42,7 @@ class Context:
         """Size of the cache in bytes."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
 
-    def rows(self, index: Any) -> "Context":
+    def rows(self, index: ArrayLike) -> "Context":
         """Rows of the batch, in this order; a row may be taken several times. index: integers [n]."""
         index = np.asarray(index)
         if np.array_equal(index, np.arange(len(self.num_tokens))):
@@ -81,7 +81,7 @@ class Context:
 
 
 def read(
-    model: LanguageModel, prompt: Any, *, context: Context | None = None, max_length: int | None = None
+    model: LanguageModel, prompt: ArrayLike, *, context: Context | None = None, max_length: int | None = None
 ) -> Context:
     """Reads text, after that of a context if one is given.
 
@@ -124,14 +124,16 @@ def read(
     return Context(cache, logits, seen, num_tokens, max_length)
 
 
-def rows_of(prompt: Any) -> list[np.ndarray]:
+def rows_of(prompt: ArrayLike | None) -> list[np.ndarray]:
     """The rows of a prompt, int32 [time ≥ 1] each.
 
     Raises:
       ValueError: it is not an array of integers [batch, time], or a list of such rows.
     """
-    ragged = isinstance(prompt, list | tuple) and len({np.shape(row) for row in prompt}) > 1
-    arrays = [np.asarray(row)[None] for row in prompt] if ragged else [np.asarray(prompt)]
+    if isinstance(prompt, list | tuple) and len({np.shape(row) for row in prompt}) > 1:
+        arrays = [np.asarray(row)[None] for row in prompt]
+    else:
+        arrays = [np.asarray(prompt)]
     for array in arrays:
         if array.ndim != 2 or 0 in array.shape or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,15 +95,15 @@ class ContextFiles:
         return Context(cache, jnp.array(arrays["logits"]), arrays["seen"], num_tokens, max_length, note)
 
 
-def _arrays(context: Context) -> dict[str, Any]:
+def _arrays(context: Context) -> dict[str, jax.Array | np.ndarray]:
     return {**tensors.named(context.cache, "cache"), "logits": context.logits, "seen": context.seen}
 
 
-def _about(model: LanguageModel) -> dict[str, Any]:
+def _about(model: LanguageModel) -> dict[str, object]:
     """What a context belongs to, as values of JSON."""
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     return {"model": _model(model.config), "params_sha256": tensors.digest(tensors.named(params, "params"))}
 
 
-def _model(config: ModelConfig) -> dict[str, Any]:
+def _model(config: ModelConfig) -> dict[str, object]:
     return to_dict(dataclasses.replace(config, **_TRAINING))  # type: ignore[arg-type]

@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
+from numpy.typing import ArrayLike
 
 from atlasjax import check
 from atlasjax.generate.context import Context, PyTree, read, rows_of
@@ -18,7 +18,7 @@ from atlasjax.nn import LanguageModel
 
 def generate(
     model: LanguageModel,
-    prompt: Any,
+    prompt: ArrayLike | None,
     num_tokens: int,
     *,
     config: SamplingConfig = SamplingConfig(),
@@ -55,7 +55,7 @@ def generate(
 
 
 def stream(
-    model: LanguageModel, prompt: Any, num_tokens: int, *, config: SamplingConfig = SamplingConfig(), seed: int = 0,
+    model: LanguageModel, prompt: ArrayLike | None, num_tokens: int, *, config: SamplingConfig = SamplingConfig(), seed: int = 0,
     block: int = 16, vocab_size: int | None = None, context: Context | None = None, num_samples: int = 1,
 ) -> Iterator[jax.Array]:  # fmt: skip
     """Yields the tokens of `generate` as they are sampled, int32 [batch · num_samples, n ≤ block] at a time.
@@ -103,6 +103,9 @@ def _blocks(
         yield tokens
 
 
+_Decoded = tuple[jax.Array, PyTree, jax.Array | None]  # logits, cache and the tokens that were seen
+
+
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("config", "length", "vocab_size"))
 def _decode(
     graphdef: nnx.GraphDef, params: PyTree, logits: jax.Array, cache: PyTree, seen: jax.Array | None, key: jax.Array,
@@ -111,7 +114,7 @@ def _decode(
     model = nnx.merge(graphdef, params)
     known = jnp.arange(logits.shape[-1]) < (logits.shape[-1] if vocab_size is None else vocab_size)
 
-    def draw(carry: tuple[jax.Array, PyTree, jax.Array | None], i: jax.Array) -> tuple[Any, jax.Array]:
+    def draw(carry: _Decoded, i: jax.Array) -> tuple[_Decoded, jax.Array]:
         logits, cache, seen = carry
         logits = jnp.where(known, logits, -jnp.inf)
         # One key per position in the text, so that the tokens do not depend on the block size.

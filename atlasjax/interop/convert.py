@@ -8,12 +8,13 @@ import pathlib
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import PyTree
 
 from atlasjax.config_json import to_dict
 from atlasjax.data.config import DataConfig
@@ -49,6 +50,20 @@ _OWN_TOKENIZERS = {
     "bpe.json": "tokenizer.json",
     "sentencepiece.model": "tokenizer.model",
 }  # file of a run → of the peer
+
+
+class _File(TypedDict):
+    """A file of the peer: the text it carries, and name → dtype of its tensors, in its order."""
+
+    metadata: dict[str, str]
+    tensors: dict[str, str]
+
+
+class _Manifest(TypedDict):
+    """The content of `_MANIFEST`."""
+
+    family: str
+    files: dict[str, _File]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +184,7 @@ def export_weights(
     first = {name: piece.names[0] for piece in pieces for name in piece.names}
     if manifest is None:
         described = {name: "F32" for name, of in own.items() if not of[0].copy}
-        files = {tensors.FILE: {"metadata": {"format": "pt"}, "tensors": described}}
+        files: dict[str, _File] = {tensors.FILE: {"metadata": {"format": "pt"}, "tensors": described}}
     else:
         files = manifest["files"]
     extra = kept.names((name for content in files.values() for name in content["tensors"]), family.kept)
@@ -178,7 +193,7 @@ def export_weights(
         for file, content in files.items():
             kinds = {name: (kind, shapes[first.get(name, name)]) for name, kind in content["tensors"].items()}
 
-            def make(name: str, kinds: Mapping[str, Any] = kinds) -> np.ndarray:
+            def make(name: str, kinds: Mapping[str, tuple[str, tuple[int, ...]]] = kinds) -> np.ndarray:
                 if others is not None and name in extra:
                     return others.read(name)
                 kind, shape = kinds[name]
@@ -194,7 +209,7 @@ def export_weights(
     return Converted(family.name, sum(x.size for x in params.values()), count, len(extra))
 
 
-def _peer_config(folder: AnyPath) -> dict[str, Any]:
+def _peer_config(folder: AnyPath) -> dict[str, object]:
     if not folder.is_dir():
         what = "is a file; give the folder with it and config.json" if folder.exists() else "does not exist"
         raise ConfigError(f"{str(folder)!r} {what}.")
@@ -210,7 +225,7 @@ def _peer_config(folder: AnyPath) -> dict[str, Any]:
     return given
 
 
-def _family(given: Mapping[str, Any]) -> Family:
+def _family(given: Mapping[str, object]) -> Family:
     for family in FAMILIES:
         if family.is_mine(given):
             return family
@@ -218,7 +233,7 @@ def _family(given: Mapping[str, Any]) -> Family:
     raise ConfigError(f"config.json has model_type {given.get('model_type')!r}; the families known here are: {known}.")
 
 
-def _form_of(model: ModelConfig) -> tuple[Family, dict[str, Any]]:
+def _form_of(model: ModelConfig) -> tuple[Family, dict[str, object]]:
     """The family of a model that was not imported, and its config.json.
 
     Raises:
@@ -240,7 +255,7 @@ def _form_of(model: ModelConfig) -> tuple[Family, dict[str, Any]]:
     raise ConfigError(f"no public family has mixer {model.mixer!r}; those that can be exported are {known}.")
 
 
-def _check_form(family: Family, model: ModelConfig, given: Mapping[str, Any]) -> None:
+def _check_form(family: Family, model: ModelConfig, given: Mapping[str, object]) -> None:
     """Raises ConfigError if the form that a config.json describes is not that of the model."""
     difference = family.difference(model, given)
     if difference is not None:
@@ -294,7 +309,7 @@ def _by(pieces: Iterable[table.Piece], key: Callable[[table.Piece], str]) -> dic
     return groups
 
 
-def _params(model: ModelConfig, shapes: Any, pieces: list[table.Piece], folder: tensors.Folder) -> Any:
+def _params(model: ModelConfig, shapes: PyTree, pieces: list[table.Piece], folder: tensors.Folder) -> PyTree:
     """Our parameters on the local devices. One is made at a time, so the peak is the model and its largest parameter."""
     mesh = make_mesh(MeshConfig(data=1, fsdp=-1))
     shardings, _ = parameter_shardings(state_lib.pure(logical_axes(model)), shapes, mesh)
@@ -331,14 +346,16 @@ def _tokenizer(source: pathlib.Path, spec: str | None) -> tuple[str, Tokenizer]:
     raise ConfigError(f"{reasons[0]} Give another one with --tokenizer.")
 
 
-def _manifest(family: Family, folder: tensors.Folder) -> dict[str, Any]:
-    files = {name: {"metadata": metadata, "tensors": {}} for name, metadata in folder.metadata.items()}
+def _manifest(family: Family, folder: tensors.Folder) -> _Manifest:
+    files: dict[str, _File] = {
+        name: {"metadata": metadata, "tensors": {}} for name, metadata in folder.metadata.items()
+    }
     for name, tensor in folder.tensors.items():
         files[tensor.file]["tensors"][name] = tensor.dtype
     return {"family": family.name, "files": files}
 
 
-def _read_manifest(peer: AnyPath) -> dict[str, Any] | None:
+def _read_manifest(peer: AnyPath) -> _Manifest | None:
     """What `_manifest` gave when the run was imported; None for a run that was not."""
     file = peer / _MANIFEST
     if not file.is_file():

@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from atlasjax.check import is_integer
 from atlasjax.interop.table import Row
@@ -30,7 +30,7 @@ class Fields:
       ConfigError: by every method, if a field has a value that the family cannot have here.
     """
 
-    def __init__(self, given: Mapping[str, Any], name: str):
+    def __init__(self, given: Mapping[str, object], name: str):
         self._given, self._name = dict(given), name
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
@@ -72,7 +72,7 @@ class Fields:
             raise self._wrong(name, value, "true or false")
         return value
 
-    def require(self, name: str, *allowed: Any) -> None:
+    def require(self, name: str, *allowed: object) -> None:
         """Raises ConfigError if the field is there with a value that is not in `allowed`."""
         value = self._given.pop(name, allowed[0])
         if value not in allowed:
@@ -85,16 +85,15 @@ class Fields:
     def integers(self, name: str, below: int) -> list[int]:
         """A list of different integers ≥ 0 and below `below`."""
         value = self._take(name, None)
-        fits = (
+        if (
             isinstance(value, list)
             and all(is_integer(n, 0) and n < below for n in value)
             and len({*value}) == len(value)
-        )
-        if not fits:
-            raise self._wrong(name, value, f"a list of different integers from 0 to {below - 1}")
-        return value
+        ):
+            return value
+        raise self._wrong(name, value, f"a list of different integers from 0 to {below - 1}")
 
-    def objects(self, name: str) -> list[dict[str, Any]]:
+    def objects(self, name: str) -> list[dict[str, object]]:
         """An object or a list of objects, as a list. Empty if the field is null or missing."""
         value = self._given.pop(name, None)
         value = [] if value is None else [value] if isinstance(value, dict) else value
@@ -124,7 +123,7 @@ class Fields:
             "bfloat16" if "bfloat16" in str(self._given.get("dtype") or self._given.get("torch_dtype")) else "float32"
         )
 
-    def inside(self, name: str) -> dict[str, Any]:
+    def inside(self, name: str) -> dict[str, object]:
         """An object inside the config."""
         value = self._take(name, {})
         if not isinstance(value, dict):
@@ -141,13 +140,13 @@ class Fields:
                 "model's function."
             )
 
-    def _take(self, name: str, default: Any) -> Any:
+    def _take(self, name: str, default: object) -> object:
         value = self._given.pop(name, None)
         if value is None and default is None:
             raise ConfigError(f"config.json of {self._name}: {name} is missing.")
         return default if value is None else value
 
-    def _wrong(self, name: str, value: Any, what: str) -> ConfigError:
+    def _wrong(self, name: str, value: object, what: str) -> ConfigError:
         return ConfigError(f"config.json of {self._name}: {name} is {value!r}; it should be {what}.")
 
 
@@ -178,9 +177,9 @@ class Family:
 
     name: str
     mixers: tuple[str, ...]
-    is_mine: Callable[[Mapping[str, Any]], bool]
-    to_ours: Callable[[Mapping[str, Any]], ModelConfig]
-    to_peer: Callable[[ModelConfig], dict[str, Any]] | None
+    is_mine: Callable[[Mapping[str, object]], bool]
+    to_ours: Callable[[Mapping[str, object]], ModelConfig]
+    to_peer: Callable[[ModelConfig], dict[str, object]] | None
     rows: Callable[[ModelConfig], list[Row]]
     matters: tuple[str, ...]
     kept: tuple[str, ...] = ()
@@ -189,7 +188,7 @@ class Family:
         """Whether our config has layers with these mixers only."""
         return self.mixers[0] in config.pattern and set(config.pattern) <= set(self.mixers)
 
-    def difference(self, config: ModelConfig, given: Mapping[str, Any]) -> str | None:
+    def difference(self, config: ModelConfig, given: Mapping[str, object]) -> str | None:
         """Where our config is not what a config.json says, as text; None if it is."""
         wanted = self._what_matters(self.to_ours(given))
         for name, ours in self._what_matters(config).items():
@@ -197,13 +196,13 @@ class Family:
                 return f"{name} is {ours!r}; in this form it is {wanted.get(name)!r}"
         return None
 
-    def _what_matters(self, config: ModelConfig) -> dict[str, Any]:
+    def _what_matters(self, config: ModelConfig) -> dict[str, object]:
         """What decides which function our config computes, by name."""
         found = {name: operator.attrgetter(name)(config) for name in (*_ALWAYS, *self.matters)}
         return found | _attention(config)
 
 
-def _attention(config: ModelConfig) -> dict[str, Any]:
+def _attention(config: ModelConfig) -> dict[str, object]:
     """What decides the function of layers with attention. Nothing if there are none."""
     given = config.attention
     if not {"attention", "swa"} & set(config.pattern):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Literal, NotRequired, TypedDict
 
 from atlasjax.interop.family import Family, Fields, mixer_pattern
 from atlasjax.interop.table import Row
@@ -41,11 +41,10 @@ def _attention_rows(config: ModelConfig) -> list[Row]:
         ("k", sizes.key_dim),
         ("v", sizes.value_dim),
     ):
-        more: dict[str, Any] = {"part": (..., slice(start, start + size)), "mixers": _SOFTMAX}
-        ours = "layers.mixer.attention.inputs"
-        rows.append(Row(f"{_ATTN}{name}_proj.weight", f"{ours}.kernel", "(h k) d -> d h k", **more))
+        peer, ours, part = f"{_ATTN}{name}_proj", "layers.mixer.attention.inputs", (..., slice(start, start + size))
+        rows.append(Row(f"{peer}.weight", f"{ours}.kernel", "(h k) d -> d h k", part=part, mixers=_SOFTMAX))
         if config.attention.bias:
-            rows.append(Row(f"{_ATTN}{name}_proj.bias", f"{ours}.bias", "(h k) -> h k", **more))
+            rows.append(Row(f"{peer}.bias", f"{ours}.bias", "(h k) -> h k", part=part, mixers=_SOFTMAX))
         start += size
     return [*rows, Row(_ATTN + "o_proj.weight", "layers.mixer.out.kernel", "d i -> i d", mixers=_SOFTMAX)]
 
@@ -113,7 +112,13 @@ def _gla_rows(config: ModelConfig) -> list[Row]:
     )
 
 
-def _layers(fields: Fields, name: str, mixer: str, dim: int, layers: int) -> dict[str, Any]:
+class _Layers(TypedDict):
+    mixer: str | tuple[str, ...]
+    num_layers: int
+    attention: NotRequired[AttentionConfig]
+
+
+def _layers(fields: Fields, name: str, mixer: str, dim: int, layers: int) -> _Layers:
     """Our fields for the mixers of all layers, of which `attn` lists those with attention.
 
     Several specifications in `attn` may differ in whether they have the window.
@@ -142,11 +147,23 @@ def _layers(fields: Fields, name: str, mixer: str, dim: int, layers: int) -> dic
         raise ConfigError(
             f"config.json of {name}: the specifications in attn may only differ in their layers and in having a window."
         )
-    attention = {"attention": dataclasses.replace(*same, window=max(windows, default=None))} if same else {}
-    return {"mixer": mixer_pattern(found), "num_layers": layers, **attention}
+    made: _Layers = {"mixer": mixer_pattern(found), "num_layers": layers}
+    if same:
+        made["attention"] = dataclasses.replace(*same, window=max(windows, default=None))
+    return made
 
 
-def _shared(fields: Fields, dim: int) -> dict[str, Any]:
+class _Shared(TypedDict):
+    vocab_size: int
+    dim: int
+    ffn: Literal["swiglu"]
+    mlp_dim: int
+    norm_eps: float
+    tie_embeddings: bool
+    dtype: Literal["float32", "bfloat16"]
+
+
+def _shared(fields: Fields, dim: int) -> _Shared:
     """Our fields that the three families have in common, by name."""
     fields.require("hidden_act", "swish", "silu")
     fields.require("attnres_block_size", None)
@@ -169,7 +186,13 @@ def _whole(fields_of: str, name: str, value: float, what: str) -> int:
     return int(value)
 
 
-def _sizes(fields: Fields, name: str, dim: int, heads: int, expand_k: float, expand_v: float) -> dict[str, Any]:
+class _Sizes(TypedDict):
+    num_heads: int
+    head_dim: int
+    value_expansion: int
+
+
+def _sizes(fields: Fields, name: str, dim: int, heads: int, expand_k: float, expand_v: float) -> _Sizes:
     """Sizes of a head, where the config has the widths of all heads relative to `dim`."""
     expand_k, expand_v = fields.number("expand_k", default=expand_k), fields.number("expand_v", default=expand_v)
     key = _whole(name, "expand_k", expand_k * dim / heads, "channels of a head's keys")
@@ -177,7 +200,7 @@ def _sizes(fields: Fields, name: str, dim: int, heads: int, expand_k: float, exp
     return {"num_heads": heads, "head_dim": key, "value_expansion": ratio}
 
 
-def _gated_deltanet(given: Mapping[str, Any]) -> ModelConfig:
+def _gated_deltanet(given: Mapping[str, object]) -> ModelConfig:
     name = "Gated DeltaNet"
     fields = Fields(given, name)
     fields.require("use_gate", True)
@@ -203,7 +226,7 @@ def _gated_deltanet(given: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def _deltanet(given: Mapping[str, Any]) -> ModelConfig:
+def _deltanet(given: Mapping[str, object]) -> ModelConfig:
     name = "DeltaNet"
     fields = Fields(given, name)
     for field, value in (("use_gate", False), ("use_short_conv", True), ("allow_neg_eigval", False), ("use_beta", True),
@@ -225,7 +248,7 @@ def _deltanet(given: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def _gla(given: Mapping[str, Any]) -> ModelConfig:
+def _gla(given: Mapping[str, object]) -> ModelConfig:
     fields = Fields(given, "GLA")
     for field, value in (("use_short_conv", False), ("use_output_gate", True), ("clamp_min", None), ("feature_map", None),
                          ("elementwise_affine", True), ("use_gv", False)):  # fmt: skip
@@ -242,7 +265,7 @@ def _gla(given: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def _peer_frame(config: ModelConfig, kind: str, architecture: str) -> dict[str, Any]:
+def _peer_frame(config: ModelConfig, kind: str, architecture: str) -> dict[str, object]:
     return {
         "architectures": [architecture],
         "model_type": kind,
@@ -257,7 +280,7 @@ def _peer_frame(config: ModelConfig, kind: str, architecture: str) -> dict[str, 
     }
 
 
-def _peer_attention(config: ModelConfig) -> list[dict[str, Any]] | dict[str, Any] | None:
+def _peer_attention(config: ModelConfig) -> list[dict[str, object]] | dict[str, object] | None:
     """The specifications of the layers with attention."""
     sizes, given, period = config.attention_sizes, config.attention, len(config.pattern)
     specifications = []
@@ -271,7 +294,7 @@ def _peer_attention(config: ModelConfig) -> list[dict[str, Any]] | dict[str, Any
     return specifications if len(specifications) > 1 else specifications[0] if specifications else None
 
 
-def _peer_gated_deltanet(config: ModelConfig) -> dict[str, Any]:
+def _peer_gated_deltanet(config: ModelConfig) -> dict[str, object]:
     return _peer_frame(config, "gated_deltanet", "GatedDeltaNetForCausalLM") | {
         "head_dim": config.resolved_head_dim,
         "expand_v": config.value_expansion,
@@ -281,21 +304,21 @@ def _peer_gated_deltanet(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _peer_sizes(config: ModelConfig) -> dict[str, Any]:
+def _peer_sizes(config: ModelConfig) -> dict[str, object]:
     inner = config.num_heads * config.resolved_head_dim
     return {"expand_k": inner / config.dim, "expand_v": config.value_expansion * inner / config.dim}
 
 
-def _peer_deltanet(config: ModelConfig) -> dict[str, Any]:
+def _peer_deltanet(config: ModelConfig) -> dict[str, object]:
     frame = _peer_frame(config, "delta_net", "DeltaNetForCausalLM")
     return frame | _peer_sizes(config) | {"conv_size": config.conv_width}
 
 
-def _peer_gla(config: ModelConfig) -> dict[str, Any]:
+def _peer_gla(config: ModelConfig) -> dict[str, object]:
     return _peer_frame(config, "gla", "GLAForCausalLM") | _peer_sizes(config)
 
 
-def _is(kind: str) -> Callable[[Mapping[str, Any]], bool]:
+def _is(kind: str) -> Callable[[Mapping[str, object]], bool]:
     return lambda given: given.get("model_type") == kind
 
 

@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from atlasjax.interop.family import Family, Fields
 from atlasjax.interop.table import Row
@@ -70,9 +69,13 @@ def _around(config: ModelConfig) -> list[Row]:
     ]
 
 
-def _config(mixer: str, fields: Fields, *, tied: bool, **sizes: Any) -> ModelConfig:
+def _config(
+    mixer: str, fields: Fields, *, ssm: SSMConfig, tied: bool, vocab_size: int, dim: int, num_layers: int, conv_width: int,
+    norm_eps: float,
+) -> ModelConfig:  # fmt: skip
     return ModelConfig(
-        mixer=mixer, num_heads=1, ffn="none", tie_embeddings=tied, dtype=fields.dtype(), **sizes,
+        mixer=mixer, num_heads=1, ffn="none", ssm=ssm, tie_embeddings=tied, dtype=fields.dtype(), vocab_size=vocab_size,
+        dim=dim, num_layers=num_layers, conv_width=conv_width, norm_eps=norm_eps,
     )  # fmt: skip
 
 
@@ -95,7 +98,7 @@ def _read_transformers(fields: Fields, mixer: str, ssm: SSMConfig, *, tied: bool
     )  # fmt: skip
 
 
-def _mamba_from_transformers(given: Mapping[str, Any]) -> ModelConfig:
+def _mamba_from_transformers(given: Mapping[str, object]) -> ModelConfig:
     fields = Fields(given, "Mamba")
     ssm = SSMConfig(
         state_dim=fields.integer("state_size", 16),
@@ -117,7 +120,7 @@ _INFINITY = {"__float__": "Infinity"}
 _UNLIMITED = ([0.0, math.inf], [0.0, _INFINITY])
 
 
-def _mamba2_from_transformers(given: Mapping[str, Any]) -> ModelConfig:
+def _mamba2_from_transformers(given: Mapping[str, object]) -> ModelConfig:
     fields = Fields(given, "Mamba-2")
     fields.require("time_step_limit", *_UNLIMITED)
     ssm = SSMConfig(
@@ -132,7 +135,7 @@ def _mamba2_from_transformers(given: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def _to_transformers(config: ModelConfig) -> dict[str, Any]:
+def _to_transformers(config: ModelConfig) -> dict[str, object]:
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
@@ -148,7 +151,7 @@ def _to_transformers(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _mamba_to_transformers(config: ModelConfig) -> dict[str, Any]:
+def _mamba_to_transformers(config: ModelConfig) -> dict[str, object]:
     return {
         "architectures": ["MambaForCausalLM"],
         "model_type": "mamba",
@@ -158,7 +161,7 @@ def _mamba_to_transformers(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _mamba2_to_transformers(config: ModelConfig) -> dict[str, Any]:
+def _mamba2_to_transformers(config: ModelConfig) -> dict[str, object]:
     return {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",
@@ -175,7 +178,7 @@ _INITIAL = ("dt_init_floor", "dt_max", "dt_min")  # fields of ssm_cfg for initia
 
 
 def _from_mamba_ssm(
-    given: Mapping[str, Any], mixer: str, name: str, layer: str, read: Callable[[Fields], SSMConfig]
+    given: Mapping[str, object], mixer: str, name: str, layer: str, read: Callable[[Fields], SSMConfig]
 ) -> ModelConfig:
     """Reads what both have in common; `read` reads the rest of `ssm_cfg`."""
     fields = Fields(given, name)
@@ -221,12 +224,12 @@ def _read_mamba2(inside: Fields) -> SSMConfig:
     return ssm
 
 
-def _is_transformers(kind: str) -> Callable[[Mapping[str, Any]], bool]:
+def _is_transformers(kind: str) -> Callable[[Mapping[str, object]], bool]:
     return lambda given: given.get("model_type") == kind
 
 
-def _is_mamba_ssm(layer: str) -> Callable[[Mapping[str, Any]], bool]:
-    def is_mine(given: Mapping[str, Any]) -> bool:
+def _is_mamba_ssm(layer: str) -> Callable[[Mapping[str, object]], bool]:
+    def is_mine(given: Mapping[str, object]) -> bool:
         inside = given.get("ssm_cfg")
         return "model_type" not in given and isinstance(inside, dict) and inside.get("layer", "Mamba1") == layer
 

@@ -5,10 +5,9 @@ wrong if keys and values differ in width.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from atlasjax.interop.family import Family, Fields, mixer_pattern
-from atlasjax.interop.table import Row
+from atlasjax.interop.table import Index, Row
 from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 
 _NAME = "OLMo-Hybrid"
@@ -44,8 +43,8 @@ def rows(config: ModelConfig) -> list[Row]:
 
 
 def _delta_rows(config: ModelConfig) -> list[Row]:
-    def row(name: str, ours: str, pattern: str, **more: Any) -> Row:
-        return Row(f"{_LAYER}linear_attn.{name}", f"layers.mixer.{ours}", pattern, mixers=_DELTA, **more)
+    def row(name: str, ours: str, pattern: str, part: Index = ()) -> Row:
+        return Row(f"{_LAYER}linear_attn.{name}", f"layers.mixer.{ours}", pattern, part=part, mixers=_DELTA)
 
     key, values = config.resolved_head_dim, config.value_heads // config.num_heads * config.value_dim
     found, start = [], 0
@@ -67,8 +66,8 @@ def _delta_rows(config: ModelConfig) -> list[Row]:
 
 
 def _attention_rows(config: ModelConfig) -> list[Row]:
-    def row(name: str, ours: str, pattern: str, **more: Any) -> Row:
-        return Row(f"{_LAYER}self_attn.{name}", f"layers.mixer.{ours}", pattern, mixers=_ATTENTION, **more)
+    def row(name: str, ours: str, pattern: str, part: Index = ()) -> Row:
+        return Row(f"{_LAYER}self_attn.{name}", f"layers.mixer.{ours}", pattern, part=part, mixers=_ATTENTION)
 
     sizes = config.attention_sizes
     queries = sizes.heads // sizes.kv_heads * sizes.key_dim
@@ -94,7 +93,7 @@ _NEUTRAL = (
 )  # fmt: skip
 
 
-def _to_ours(given: Mapping[str, Any]) -> ModelConfig:
+def _to_ours(given: Mapping[str, object]) -> ModelConfig:
     fields = Fields(given, _NAME)
     fields.require("hidden_act", "silu")
     dim, layers = fields.integer("hidden_size", 3840), fields.integer("num_hidden_layers", 32)
@@ -154,7 +153,7 @@ def _theta(fields: Fields) -> float | None:
     return theta
 
 
-def _to_peer(config: ModelConfig) -> dict[str, Any]:
+def _to_peer(config: ModelConfig) -> dict[str, object]:
     sizes, theta = config.attention_sizes, config.attention.rope_theta
     kinds = {mixer: kind for kind, mixer in _MIXER_OF.items()}
     return {

@@ -4,10 +4,9 @@ Only the language model is imported. The tensors of the vision tower and of mult
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from atlasjax.interop.family import Family, Fields, mixer_pattern
-from atlasjax.interop.table import Row
+from atlasjax.interop.table import Index, Row
 from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 from atlasjax.train.errors import ConfigError
 
@@ -24,18 +23,21 @@ def _names(name: str) -> tuple[str, str]:
     return f"model.{name}", f"model.language_model.{name}"
 
 
-def _row(name: str, ours: str, pattern: str, **more: Any) -> Row:
-    return Row(_names(name), ours, pattern, **more)
-
-
-def _in_layer(name: str, ours: str, pattern: str, **more: Any) -> Row:
-    return _row(f"layers.{{n}}.{name}", f"layers.{ours}", pattern, **more)
+def _in_layer(
+    name: str,
+    ours: str,
+    pattern: str,
+    rows: tuple[int, int] | None = None,
+    part: Index = (),
+    mixers: tuple[str, ...] | None = None,
+) -> Row:
+    return Row(_names(f"layers.{{n}}.{name}"), f"layers.{ours}", pattern, rows, part, mixers=mixers)
 
 
 def rows(config: ModelConfig) -> list[Row]:
     """The table. The rows of `in_proj_qkv` and the channels of `conv1d` are those of all queries, keys and values."""
     return [
-        _row("embed_tokens.weight", "embedding", "v d -> v d"),
+        Row(_names("embed_tokens.weight"), "embedding", "v d -> v d"),
         _in_layer("input_layernorm.weight", "mixer_norm.scale", "d -> d"),
         _in_layer("post_attention_layernorm.weight", "mlp_norm.scale", "d -> d"),
         _in_layer("mlp.gate_proj.weight", "mlp.gate_and_wide.kernel", "m d -> d m", part=(_ALL, 0)),
@@ -43,7 +45,7 @@ def rows(config: ModelConfig) -> list[Row]:
         _in_layer("mlp.down_proj.weight", "mlp.out.kernel", "d m -> m d"),
         *_delta_rows(config),
         *_attention_rows(config),
-        _row("norm.weight", "norm.scale", "d -> d"),
+        Row(_names("norm.weight"), "norm.scale", "d -> d"),
         Row("lm_head.weight", "embedding", "v d -> v d", copy=True)
         if config.tie_embeddings
         else Row("lm_head.weight", "head.kernel", "v d -> d v"),
@@ -51,18 +53,18 @@ def rows(config: ModelConfig) -> list[Row]:
 
 
 def _delta_rows(config: ModelConfig) -> list[Row]:
-    def row(name: str, ours: str, pattern: str, **more: Any) -> Row:
-        return _in_layer(f"linear_attn.{name}", f"mixer.{ours}", pattern, mixers=_DELTA, **more)
+    def row(name: str, ours: str, pattern: str, part: Index = (), rows: tuple[int, int] | None = None) -> Row:
+        return _in_layer(f"linear_attn.{name}", f"mixer.{ours}", pattern, rows, part, _DELTA)
 
     key = config.resolved_head_dim
     values = config.value_heads // config.num_heads * config.value_dim
     found, start = [], 0
     for size in (key, key, values):
         end = start + size
-        where = {"rows": (start * config.num_heads, end * config.num_heads), "part": (..., slice(start, end))}
+        part, taken = (..., slice(start, end)), (start * config.num_heads, end * config.num_heads)
         found += [
-            row("in_proj_qkv.weight", "inputs.linear.kernel", "(h k) d -> d h k", **where),
-            row("conv1d.weight", "inputs.conv.kernel", "(h k) (1) w -> w h k", **where),
+            row("in_proj_qkv.weight", "inputs.linear.kernel", "(h k) d -> d h k", part, taken),
+            row("conv1d.weight", "inputs.conv.kernel", "(h k) (1) w -> w h k", part, taken),
         ]
         start = end
     gate = (..., slice(start, start + values))
@@ -81,8 +83,8 @@ def _delta_rows(config: ModelConfig) -> list[Row]:
 def _attention_rows(config: ModelConfig) -> list[Row]:
     """`q_proj` has the queries of each head followed by their gate, and so has our `inputs`."""
 
-    def row(name: str, ours: str, pattern: str, **more: Any) -> Row:
-        return _in_layer(f"self_attn.{name}", f"mixer.{ours}", pattern, mixers=_ATTENTION, **more)
+    def row(name: str, ours: str, pattern: str, part: Index = ()) -> Row:
+        return _in_layer(f"self_attn.{name}", f"mixer.{ours}", pattern, part=part, mixers=_ATTENTION)
 
     sizes = config.attention_sizes
     queries = sizes.heads // sizes.kv_heads * (sizes.key_dim + sizes.value_dim)
@@ -112,14 +114,16 @@ _NEUTRAL_WHOLE = (
 )  # fmt: skip
 
 
-def _to_ours(given: Mapping[str, Any]) -> ModelConfig:
+def _to_ours(given: Mapping[str, object]) -> ModelConfig:
     if given.get("model_type") != "qwen3_5":
         return _language_model(Fields(given, _NAME), None)
     whole = Fields(given, _NAME)
     text = {"dtype": given.get("dtype"), **whole.inside("text_config")}
-    whole.boolean("tie_word_embeddings", False)
+    tied = whole.boolean("tie_word_embeddings", False)
     whole.done(_NEUTRAL_WHOLE)
-    return _language_model(Fields(text, f"{_NAME}, text_config"), given.get("tie_word_embeddings"))
+    return _language_model(
+        Fields(text, f"{_NAME}, text_config"), None if given.get("tie_word_embeddings") is None else tied
+    )
 
 
 def _language_model(fields: Fields, tied: bool | None) -> ModelConfig:
@@ -186,7 +190,7 @@ def _positions(fields: Fields) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def _to_peer(config: ModelConfig) -> dict[str, Any]:
+def _to_peer(config: ModelConfig) -> dict[str, object]:
     sizes = config.attention_sizes
     kinds = {mixer: kind for kind, mixer in _MIXER_OF.items()}
     period = len(config.pattern)

@@ -1,7 +1,6 @@
 """RWKV-7 as flash-linear-attention writes it (fla-hub/rwkv7-…, RWKV/RWKV7-…)."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from atlasjax.interop.family import Family, Fields
 from atlasjax.interop.table import Row
@@ -59,7 +58,7 @@ def rows(config: ModelConfig) -> list[Row]:
 _FUSED_EPS, _EPS = 1e-6, 1e-24  # of the removal key: added to its squared length, or the square of the least length
 
 
-def _to_ours(given: Mapping[str, Any]) -> ModelConfig:
+def _to_ours(given: Mapping[str, object]) -> ModelConfig:
     fields = Fields(given, _NAME)
     for name, value in (("hidden_act", "sqrelu"), ("norm_bias", True), ("attn", None), ("attnres_block_size", None)):
         fields.require(name, value)
@@ -103,7 +102,7 @@ def _to_ours(given: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def _heads(fields: Fields, given: Mapping[str, Any], dim: int) -> tuple[int, int]:
+def _heads(fields: Fields, given: Mapping[str, object], dim: int) -> tuple[int, int]:
     """Number and size of the heads, of which a config has one or both."""
     if given.get("head_dim") is None and given.get("num_heads") is not None:
         heads = fields.integer("num_heads")
@@ -119,7 +118,7 @@ def _heads(fields: Fields, given: Mapping[str, Any], dim: int) -> tuple[int, int
     return heads, dim // heads
 
 
-def _value_expansion(fields: Fields, given: Mapping[str, Any], dim: int, layers: int) -> int:
+def _value_expansion(fields: Fields, given: Mapping[str, object], dim: int, layers: int) -> int:
     """Width of the values relative to `dim`, which may be given for each layer but must be the same."""
     multiples = (n for n in range(1, 9) if given.get("value_dim") in (n * dim, [n * dim] * layers))
     ratio = next(multiples, 1)
@@ -127,7 +126,7 @@ def _value_expansion(fields: Fields, given: Mapping[str, Any], dim: int, layers:
     return ratio
 
 
-def _to_peer(config: ModelConfig) -> dict[str, Any]:
+def _to_peer(config: ModelConfig) -> dict[str, object]:
     decay_rank, rate_rank, gate_rank, value_rank = config.rwkv7_ranks
     return {
         "architectures": ["RWKV7ForCausalLM"],

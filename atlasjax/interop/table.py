@@ -4,8 +4,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import EllipsisType
-from typing import Any
 
+import jax
 import numpy as np
 
 from atlasjax.interop import layout
@@ -127,7 +127,9 @@ def our_array(shape: tuple[int, ...], own: Iterable[Piece], read: Callable[[Piec
     return array
 
 
-def peer_tensor(shape: tuple[int, ...], dtype: Any, own: Iterable[Piece], params: Mapping[str, Any]) -> np.ndarray:
+def peer_tensor(
+    shape: tuple[int, ...], dtype: np.dtype, own: Iterable[Piece], params: Mapping[str, jax.Array]
+) -> np.ndarray:
     """One of the peer's tensors.
 
     Args:

@@ -5,13 +5,16 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from atlasjax.storage.tensors import DTYPES as ALL_DTYPES
 from atlasjax.storage.tensors import encoded
 from atlasjax.train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {name: ALL_DTYPES[name] for name in ("F32", "F16", "BF16")}
@@ -43,7 +46,7 @@ class Folder(contextlib.AbstractContextManager):
 
     def __init__(self, path: pathlib.Path):
         self.path = path
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, safe_open] = {}
         self._opened = contextlib.ExitStack()
         self.tensors: dict[str, Tensor] = {}
         self.metadata: dict[str, dict[str, str]] = {}

@@ -6,7 +6,6 @@ memory is a cache of tokens), a `CachedRule` (it also keeps the memories of earl
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from atlasjax.memory.fast_weights.kernels import PALLAS
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.meshes import on_any_mesh
 from atlasjax.memory.partition import Partition, partitioned
-from atlasjax.memory.rule import Params, Rule, State, check_rule
+from atlasjax.memory.rule import Params, Rule, ScanCall, State, check_rule
 
 for _backend in PALLAS:
     backends.register_backend(_backend)
@@ -130,7 +129,7 @@ def scan(
     segment_ids, max_segments = check.whole_segments(segment_ids, max_segments, q, where)
     if check_gates:
         check.check_gate_ranges(gates, where)
-    call: Callable[..., Any] = functools.partial(backends.run, implementation, rule, max_segments=max_segments)
+    call: ScanCall[Params, State] = functools.partial(backends.run, implementation, rule, max_segments=max_segments)
     if at_chunk_start and state is not None:
         if segment_ids is not None:
             raise ValueError(
@@ -142,16 +141,27 @@ def scan(
     return _on_any_mesh(rule, call, q.shape[1])(params, state, q, k, v, gates, segment_ids)
 
 
-def _from_chunk_start(rule: Rule, call: Callable[..., Any]) -> Callable[..., Any]:
-    def run(params: Any, state: Any, q: jax.Array, *rest: Any) -> tuple[jax.Array, Any]:
-        y, after = call(params, rule.known_chunk_start(state), q, *rest)
+def _from_chunk_start(rule: Rule[Params, State], call: ScanCall[Params, State]) -> ScanCall[Params, State]:
+    def run(
+        params: Params,
+        state: State | None,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        gates: Gates,
+        segment_ids: jax.Array | None,
+    ) -> tuple[jax.Array, State]:
+        assert state is not None
+        y, after = call(params, rule.known_chunk_start(state), q, k, v, gates, segment_ids)
         return y, rule.after_known_start(after, state, q.shape[1])
 
     return run
 
 
-def _on_any_mesh(rule: Rule, call: Callable[..., Any], time: int) -> Callable[..., Any]:
-    def run(params: Any, state: Any, q: jax.Array, *rest: Any) -> Any:
+def _on_any_mesh(
+    rule: Rule[Params, State], call: Callable[..., tuple[jax.Array, State]], time: int
+) -> Callable[..., tuple[jax.Array, State]]:
+    def run(params: Params, state: State | None, q: jax.Array, *rest: object) -> tuple[jax.Array, State]:
         fresh = lambda params: rule.init_state(params, batch_size=q.shape[0], max_length=time)
         return on_any_mesh(call, fresh)(params, state, q, *rest)
 

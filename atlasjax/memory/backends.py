@@ -9,12 +9,13 @@ platform may have several backends.
 from typing import Any, Protocol
 
 import jax
+from jaxtyping import PyTree
 
 from atlasjax.memory import tuned
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
-from atlasjax.memory.rule import Rule
+from atlasjax.memory.rule import Params, Rule, State
 from atlasjax.names import resolve
 
 
@@ -80,16 +81,37 @@ class _Everywhere:
 class _XLA(_Everywhere):
     name = "xla"
 
-    def scan(self, rule: Rule, *arguments: Any) -> tuple[jax.Array, Any]:
-        return rule.scan(*arguments)
+    def scan(
+        self,
+        rule: Rule[Params, State],
+        params: Params,
+        state: State | None,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        gates: Gates,
+        segment_ids: jax.Array | None,
+        max_segments: int | None,
+    ) -> tuple[jax.Array, State]:
+        return rule.scan(params, state, q, k, v, gates, segment_ids, max_segments)
 
 
 class _Reference(_Everywhere):
     name = "reference"
 
-    def scan(self, rule: Rule, *arguments: Any) -> tuple[jax.Array, Any]:
-        *rest, _ = arguments
-        return rule.reference(*rest)
+    def scan(
+        self,
+        rule: Rule[Params, State],
+        params: Params,
+        state: State | None,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        gates: Gates,
+        segment_ids: jax.Array | None,
+        max_segments: int | None,
+    ) -> tuple[jax.Array, State]:
+        return rule.reference(params, state, q, k, v, gates, segment_ids)
 
 
 BACKENDS: dict[str, Backend] = {"xla": _XLA(), "reference": _Reference()}
@@ -143,9 +165,9 @@ def _preferred(rule: Any, q: jax.Array, v: jax.Array) -> list[Backend]:
 
 def run(
     implementation: str | None,
-    rule: Any,
-    params: Any,
-    state: Any,
+    rule: Any,  # of any family; a `Backend`, which is for a MemoryRule, gets it only if it has kernels
+    params: PyTree,
+    state: PyTree | None,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -153,7 +175,7 @@ def run(
     segment_ids: jax.Array | None,
     *,
     max_segments: int | None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, PyTree]:
     """Runs `memory.scan` on the named backend, or with None on the one preferred on the platform that the call is compiled for.
 
     Raises:

@@ -1,21 +1,49 @@
 """Checks of arguments shared by all families of rules, made before tracing and compilation."""
 
 import functools
-from typing import Any
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
+from jax.tree_util import PyTreeDef
+from jaxtyping import PyTree
 
 from atlasjax.check import integer, is_number
 from atlasjax.memory.gates import Gates
 
 ARRAYS = (jax.Array, np.ndarray, np.generic)  # a tracer is a jax.Array; a jax.ShapeDtypeStruct has no values
+Arrays = jax.Array | np.ndarray | np.generic
 _FLOATS = tuple(map(np.dtype, (jnp.bfloat16, np.float16, np.float32, np.float64)))
 
+T = TypeVar("T")
 
-def check_arrays(where: str, **arguments: Any) -> None:
+
+class AnyRule(Protocol):
+    """What the checks ask of a rule."""
+
+    def __hash__(self) -> int: ...
+
+    def gate_channels(self, key_dim: int, value_dim: int | None = None) -> dict[str, int | None]: ...
+
+    def sizes(self, params: PyTree) -> tuple[int | None, int, int]: ...
+
+    def init_state(self, params: PyTree, *, batch_size: int, max_length: int | None = None) -> PyTree: ...
+
+    def max_length(self, state: object) -> int | None: ...
+
+    def check_params(self, params: PyTree, where: str) -> None: ...
+
+    def check_state(self, params: PyTree, state: PyTree, batch: int, heads: int, where: str) -> None: ...
+
+
+class _Structure(Protocol):
+    @property
+    def residual(self) -> bool: ...
+
+
+def check_arrays(where: str, **arguments: object) -> None:
     """Raises TypeError unless all leaves of the arguments are arrays that JAX accepts. Gates may be numbers. None is skipped."""
     for name, tree in arguments.items():
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -31,8 +59,8 @@ def check_arrays(where: str, **arguments: Any) -> None:
                 )
 
 
-def check_shape(name: str, x: Any, expected: tuple[int | str, ...], where: str) -> None:
-    """Raises TypeError or ValueError unless x is an array of shape `expected`: sizes, or names of free sizes."""
+def check_shape(name: str, x: object, expected: tuple[int | str, ...], where: str) -> Arrays:
+    """x. Raises TypeError or ValueError unless it is an array of shape `expected`: sizes, or names of free sizes."""
     if not isinstance(x, ARRAYS):
         raise TypeError(f"{where}: {name} must be an array of shape {_pretty(expected)}, got {type(x).__name__}.")
     fits = len(x.shape) == len(expected) and all(
@@ -40,20 +68,21 @@ def check_shape(name: str, x: Any, expected: tuple[int | str, ...], where: str) 
     )
     if not fits:
         raise ValueError(f"{where}: {name} has shape {tuple(x.shape)}, should be {_pretty(expected)}.")
+    return x
 
 
 def _pretty(expected: tuple[int | str, ...]) -> str:
     return "[" + ", ".join(str(e) for e in expected) + "]"
 
 
-def check_floating(name: str, x: Any, where: str) -> None:
+def check_floating(name: str, x: Arrays, where: str) -> None:
     if x.dtype not in _FLOATS:  # dtypes with non-native byte order are also rejected
         raise TypeError(
             f"{where}: {name} must be floating point, got {x.dtype}; it may be {', '.join(map(str, _FLOATS))}."
         )
 
 
-def check_range(name: str, x: Any, low: int, high: int, where: str) -> None:
+def check_range(name: str, x: Arrays, low: int, high: int, where: str) -> None:
     """Raises ValueError unless all integers of an array are in [low, high]. Not for traced arrays and shards on other hosts."""
     if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
         return
@@ -63,7 +92,7 @@ def check_range(name: str, x: Any, low: int, high: int, where: str) -> None:
         raise ValueError(f"{where}: {name} has the value {wrong}, should be in [{low}, {high}].")
 
 
-def check_leaves(name: str, tree: Any, expected: Any, where: str) -> None:
+def check_leaves(name: str, tree: PyTree, expected: PyTree, where: str) -> None:
     """Raises TypeError or ValueError unless the leaves of a tree have the expected shapes and dtypes.
 
     Args:
@@ -84,7 +113,7 @@ def check_leaves(name: str, tree: Any, expected: Any, where: str) -> None:
 _VECTORS = ("connector", "removal_key")  # gates that are vectors, like keys; any floating-point dtype is allowed
 
 
-def whole_gates(rule: Any, gates: Any, q: Any, v: Any, where: str) -> Any:
+def whole_gates(rule: AnyRule, gates: Gates, q: jax.Array, v: jax.Array, where: str) -> Gates:
     """Broadcasts gates, given as numbers or arrays, to [batch, time, heads(, channels)].
 
     Gates that do not broadcast are returned unchanged and refused by the check of the call.
@@ -104,7 +133,7 @@ def whole_gates(rule: Any, gates: Any, q: Any, v: Any, where: str) -> Any:
     wide, lead = jnp.promote_types(q.dtype, jnp.float32), tuple(q.shape[:-1])
     expected = rule.gate_channels(q.shape[-1], v.shape[-1])
 
-    def whole(name: str, gate: Any) -> Any:
+    def whole(name: str, gate: T) -> T | jax.Array:
         if gate is None or name not in expected:
             return gate
         channels = expected[name]
@@ -126,7 +155,7 @@ def whole_gates(rule: Any, gates: Any, q: Any, v: Any, where: str) -> Any:
     return Gates(**{name: whole(name, gate) for name, gate in gates._asdict().items()})
 
 
-def check_residual(structure: Any, key_dim: int, value_dim: int) -> None:
+def check_residual(structure: _Structure, key_dim: int, value_dim: int) -> None:
     """Raises ValueError if a structure has a residual and key_dim ≠ value_dim."""
     if structure.residual and key_dim != value_dim:
         raise ValueError(
@@ -136,8 +165,9 @@ def check_residual(structure: Any, key_dim: int, value_dim: int) -> None:
 
 
 def check_call(
-    rule: Any, params: Any, state: Any, q: Any, k: Any, v: Any, gates: Any, *, time: bool, where: str
-) -> None:
+    rule: AnyRule, params: PyTree, state: PyTree | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, *,
+    time: bool, where: str,
+) -> None:  # fmt: skip
     """Checks shapes, dtypes, and which gates are given.
 
     Raises:
@@ -163,7 +193,7 @@ def check_call(
         rule.check_state(params, state, q.shape[0], q.shape[-2], where)
 
 
-def check_state(rule: Any, params: Any, state: Any, batch: int, heads: int, where: str) -> None:
+def check_state(rule: AnyRule, params: PyTree, state: PyTree, batch: int, heads: int, where: str) -> None:
     """Raises TypeError or ValueError if `state` does not belong to this rule, these parameters, batch size and number of heads."""
     leaves, structure = jax.tree.flatten(params)
     shapes = tuple((x.shape, x.dtype) for x in leaves)
@@ -172,7 +202,7 @@ def check_state(rule: Any, params: Any, state: Any, batch: int, heads: int, wher
     )
     if type(state) is not type(expected):
         raise TypeError(f"{where}: state must be a {type(expected).__name__}, got {type(state).__name__}.")
-    want_structure: Any = jax.tree.structure(expected)
+    want_structure: object = jax.tree.structure(expected)
     if want_structure != jax.tree.structure(state):
         raise ValueError(
             f"{where}: state belongs to another rule: it has {_leaves(state)}, this rule's has {_leaves(expected)}."
@@ -181,14 +211,14 @@ def check_state(rule: Any, params: Any, state: Any, batch: int, heads: int, wher
     check_leaves("state", state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), expected), where)
 
 
-def batch_and_heads(rule: Any, params: Any, state: Any, where: str) -> tuple[int, int]:
+def batch_and_heads(rule: AnyRule, params: PyTree, state: PyTree, where: str) -> tuple[int, int]:
     """Batch size and number of heads of a state, which has not been checked.
 
     Raises:
       ValueError: it has no arrays of such axes.
     """
     shapes = [x.shape for x in jax.tree.leaves(state) if getattr(x, "ndim", 0)]
-    heads = rule.sizes(params).num_heads
+    heads, _, _ = rule.sizes(params)
     if heads is None:
         heads = next((shape[1] for shape in shapes if len(shape) > 1), None)
     if not shapes or heads is None:
@@ -197,7 +227,14 @@ def batch_and_heads(rule: Any, params: Any, state: Any, where: str) -> tuple[int
 
 
 @functools.lru_cache(maxsize=1024)
-def _fresh_state(rule: Any, structure: Any, shapes: tuple, batch: Any, max_length: Any, _float: Any) -> Any:
+def _fresh_state(
+    rule: AnyRule,
+    structure: PyTreeDef,
+    shapes: tuple[tuple[tuple[int, ...], np.dtype], ...],
+    batch: int,
+    max_length: int | None,
+    _float: np.dtype,
+) -> PyTree:
     """Shapes and dtypes of a fresh state, which may depend on what a Python float is (`jax.enable_x64`).
 
     They are kept, because tracing costs more than a small step outside jit.
@@ -206,11 +243,11 @@ def _fresh_state(rule: Any, structure: Any, shapes: tuple, batch: Any, max_lengt
     return jax.eval_shape(lambda p: rule.init_state(p, batch_size=batch, max_length=max_length), params)
 
 
-def _leaves(state: Any) -> str:
+def _leaves(state: PyTree) -> str:
     return ", ".join(jax.tree_util.keystr(path)[1:] for path, _ in jax.tree_util.tree_flatten_with_path(state)[0])
 
 
-def check_read(rule: Any, params: Any, state: Any, q: Any, where: str) -> None:
+def check_read(rule: AnyRule, params: PyTree, state: PyTree, q: jax.Array, where: str) -> None:
     """Checks the arguments of `memory.read`."""
     rule.check_params(params, where)
     num_heads, key_dim, _ = rule.sizes(params)
@@ -221,7 +258,7 @@ def check_read(rule: Any, params: Any, state: Any, q: Any, where: str) -> None:
     check_floating("q", q, where)
 
 
-def check_gates(expected: dict[str, int | None], gates: Any, lead: tuple[int | str, ...], where: str) -> None:
+def check_gates(expected: dict[str, int | None], gates: object, lead: tuple[int | str, ...], where: str) -> None:
     """Raises unless exactly the gates in `expected` (`gate_channels`) are given, each floating point and [*lead(, channels)]."""
     if not isinstance(gates, Gates):
         raise TypeError(f"{where}: gates must be memory.Gates, got {type(gates).__name__}.")
@@ -241,14 +278,14 @@ def check_gates(expected: dict[str, int | None], gates: Any, lead: tuple[int | s
 
 
 def whole_segments(
-    segment_ids: Any, max_segments: int | None, q: Any, where: str
+    segment_ids: jax.Array | None, max_segments: int | None, q: jax.Array, where: str
 ) -> tuple[jax.Array | None, int | None]:
     """Segment ids as int32, and the static bound on their number, after `check_segments`."""
     most = check_segments(segment_ids, max_segments, q, where)
     return (None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)), most
 
 
-def check_ids(segment_ids: Any, shape: tuple[int, ...], where: str) -> np.ndarray | None:
+def check_ids(segment_ids: jax.Array, shape: tuple[int, ...], where: str) -> np.ndarray | None:
     """Segment ids as a NumPy array, None where they are traced. Raises unless they are integers in [0, 2^31) of that shape.
 
     Under jit larger ids cannot be seen: without `jax_enable_x64`, JAX has cut an argument's int64 to int32 before it is traced.
@@ -265,7 +302,7 @@ def check_ids(segment_ids: Any, shape: tuple[int, ...], where: str) -> np.ndarra
     return ids
 
 
-def check_segments(segment_ids: Any, max_segments: int | None, q: Any, where: str) -> int | None:
+def check_segments(segment_ids: jax.Array | None, max_segments: int | None, q: jax.Array, where: str) -> int | None:
     """The static bound on the number of segments per row: the given one, or counted if `segment_ids` is a concrete array."""
     if segment_ids is None:
         if max_segments is not None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 Tree = TypeVar("Tree")  # of arrays
+MaybeArray = TypeVar("MaybeArray", jax.Array, jax.Array | None)
 
 
 class Layout(NamedTuple):

@@ -6,7 +6,7 @@ known; the engines leave it to the compiler, as on a mesh with automatic axes.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
@@ -15,6 +15,8 @@ Tree = TypeVar("Tree")
 Carry = TypeVar("Carry")
 X = TypeVar("X")
 Y = TypeVar("Y")
+Params = TypeVar("Params")
+State = TypeVar("State")
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
@@ -22,7 +24,7 @@ def _varying(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def vary_like(tree: Tree, *others: Any) -> Tree:
+def vary_like(tree: Tree, *others: object) -> Tree:
     """Casts `tree` to vary over every manual mesh axis over which it or `others` vary. No effect outside shard_map."""
     axes: set[str] = set()
     for leaf in jax.tree.leaves((tree, others)):
@@ -37,12 +39,14 @@ def vary_like(tree: Tree, *others: Any) -> Tree:
     return jax.tree.map(vary, tree)
 
 
-def scan(body: Callable[[Carry, X], tuple[Carry, Y]], init: Carry, xs: X, **options: Any) -> tuple[Carry, Y]:
+def scan(body: Callable[[Carry, X], tuple[Carry, Y]], init: Carry, xs: X, *, reverse: bool = False) -> tuple[Carry, Y]:
     """`jax.lax.scan` with a carry that varies over the same mesh axes as the inputs."""
-    return jax.lax.scan(body, vary_like(init, xs), xs, **options)
+    return jax.lax.scan(body, vary_like(init, xs), xs, reverse=reverse)
 
 
-def on_any_mesh(call: Callable[..., Any], fresh_state: Callable[[Any], Any]) -> Callable[..., Any]:
+def on_any_mesh(
+    call: Callable[..., tuple[jax.Array, State]], fresh_state: Callable[[Params], State]
+) -> Callable[..., tuple[jax.Array, State]]:
     """Wraps a call `(params, state, q, …) → (y, state)` to run under shard_map and on a mesh with explicit axes.
 
     Args:
@@ -54,9 +58,9 @@ def on_any_mesh(call: Callable[..., Any], fresh_state: Callable[[Any], Any]) -> 
       batch and heads.
     """
 
-    def run(params: Any, state: Any, q: jax.Array, *rest: Any) -> Any:
+    def run(params: Params, state: State | None, q: jax.Array, *rest: object) -> tuple[jax.Array, State]:
         params, state, q, rest = vary_like((params, state, q, rest))
-        sharding: Any = jax.typeof(q).sharding
+        sharding = jax.typeof(q).sharding
         kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
         explicit = tuple(name for name, kind in kinds.items() if kind == AxisType.Explicit)
         if not explicit:

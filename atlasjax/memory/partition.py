@@ -6,15 +6,13 @@ XLA partitions the code that it compiles, but not kernels, which are opaque to i
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from atlasjax.memory.gates import Gates
-from atlasjax.memory.rule import Rule
+from atlasjax.memory.rule import Params, Rule, ScanCall, State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +54,9 @@ class Partition:
                 )
 
 
-def partitioned(partition: Partition, rule: Rule, run: Callable[..., Any]) -> Callable[..., Any]:
+def partitioned(
+    partition: Partition, rule: Rule[Params, State], run: ScanCall[Params, State]
+) -> ScanCall[Params, State]:
     """Wraps `run(params, state, q, k, v, gates, segment_ids)` → (y, state): each device runs its own part of the call.
 
     Raises (by the call):
@@ -66,7 +66,15 @@ def partitioned(partition: Partition, rule: Rule, run: Callable[..., Any]) -> Ca
     tokens = PartitionSpec(batch, time, heads)
     of_state = lambda x: PartitionSpec(batch) if x.ndim == 1 else PartitionSpec(batch, heads)
 
-    def call(params: Any, state: Any, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, ids: Any) -> Any:
+    def call(
+        params: Params,
+        state: State | None,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        gates: Gates,
+        ids: jax.Array | None,
+    ) -> tuple[jax.Array, State]:
         partition.check(q.shape[0], q.shape[2])
         part, length = run, q.shape[1]
         if time is not None:
@@ -90,7 +98,9 @@ def partitioned(partition: Partition, rule: Rule, run: Callable[..., Any]) -> Ca
     return call
 
 
-def _part_of_time(rule: Rule, axes: tuple[str, ...], run: Callable[..., Any]) -> Callable[..., Any]:
+def _part_of_time(
+    rule: Rule[Params, State], axes: tuple[str, ...], run: ScanCall[Params, State]
+) -> ScanCall[Params, State]:
     """`run` for a part of the tokens."""
     if rule.undivided is not None:
         raise ValueError(f"Partition: time={axes} cannot divide the tokens of {rule!r}: {rule.undivided}.")

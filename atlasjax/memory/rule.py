@@ -2,17 +2,30 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
+from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from atlasjax.memory import check
 from atlasjax.memory.gates import Gates, Weights
 
 Params = TypeVar("Params")  # a rule's learned parameters
 State = TypeVar("State")  # its recurrent state
+ScanCall = Callable[
+    [
+        Params,
+        State | None,
+        Float[Array, "batch time heads key_dim"],
+        Float[Array, "batch time heads key_dim"],
+        Float[Array, "batch time heads value_dim"],
+        Gates,
+        Int[Array, "batch time"] | None,
+    ],
+    tuple[Float[Array, "batch time heads value_dim"], State],
+]
+"""(params, state, q, k, v, gates, segment_ids) → (y, state): a `scan` whose rule and options are chosen."""
 
 
 class Sizes(NamedTuple):
@@ -132,7 +145,7 @@ class Rule(abc.ABC, Generic[Params, State]):
     def scan_part(
         self,
         axes: tuple[str, ...],
-        run: Callable[..., Any],
+        run: ScanCall[Params, State],
         params: Params,
         state: State | None,
         q: Float[Array, "batch time heads key_dim"],
@@ -155,15 +168,15 @@ class Rule(abc.ABC, Generic[Params, State]):
         self,
         params: Params,
         state: State | None,
-        q: object,
-        k: object,
-        v: object,
-        gates: object,
+        q: Float[Array, "*tokens heads key_dim"],
+        k: Float[Array, "*tokens heads key_dim"],
+        v: Float[Array, "*tokens heads value_dim"],
+        gates: Gates,
         *,
         time: bool,
         where: str,
     ) -> None:
-        """Raises TypeError or ValueError for an invalid argument."""
+        """Raises TypeError or ValueError for an invalid argument. None of them has been checked."""
         check.check_call(self, params, state, q, k, v, gates, time=time, where=where)
 
     def check_state(self, params: Params, state: State, batch: int, heads: int, where: str) -> None:
@@ -175,7 +188,7 @@ class Rule(abc.ABC, Generic[Params, State]):
         return self
 
     @property
-    def without_cache(self) -> "Rule[Any, Any]":
+    def without_cache(self) -> "Rule[PyTree, PyTree]":
         """The rule that is written: that of a `WrappedRule`, otherwise this one."""
         return self
 

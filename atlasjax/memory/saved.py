@@ -2,10 +2,10 @@
 
 import dataclasses
 import os
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from atlasjax.check import integer
 from atlasjax.memory.check import batch_and_heads, check_arrays
@@ -91,12 +91,12 @@ def load(rule: Rule[Params, State], params: Params, path: str | os.PathLike[str]
     return state
 
 
-def _with_floats(expected: Any, have: Any) -> Any:
+def _with_floats(expected: jax.ShapeDtypeStruct, have: np.ndarray | None) -> jax.ShapeDtypeStruct:
     floats = have is not None and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (expected, have))
-    return jax.ShapeDtypeStruct(expected.shape, have.dtype if floats else expected.dtype)
+    return jax.ShapeDtypeStruct(expected.shape, have.dtype if have is not None and floats else expected.dtype)
 
 
-def _about(rule: Rule, params: Any, where: str) -> dict[str, Any]:
+def _about(rule: Rule[Params, State], params: Params, where: str) -> dict[str, object]:
     """What a state belongs to, as values of JSON."""
     check_rule(rule, where)
     rule.check_params(params, where)
@@ -108,7 +108,7 @@ def _about(rule: Rule, params: Any, where: str) -> dict[str, Any]:
     }
 
 
-def _described(value: Any, name: str) -> Any:
+def _described(value: object, name: str) -> object:
     """A rule or a part of one: its class and its fields."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = type(value)

@@ -11,7 +11,6 @@ import json
 import os
 import pathlib
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from atlasjax import cache
 
 FILE = "tuned.json"
+Key = tuple[str, str, str, str, int, int, str]  # what identifies a choice: its fields but the result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Choice:
     ratio_to_xla: float
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> Key:
         """What identifies it: all but the result."""
-        return dataclasses.astuple(self)[:-2]
+        return self.device, self.jax, self.sources, self.rule, self.key_dim, self.value_dim, self.dtype
 
 
 @functools.cache
@@ -64,13 +64,13 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def key_of(rule: object, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike) -> tuple[Any, ...]:
+def key_of(rule: object, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike) -> Key:
     """The key of a choice for a rule on jax's default device."""
     kind = jax.devices()[0].device_kind
     return kind, jax.__version__, sources(), repr(rule), key_dim, value_dim, jnp.dtype(dtype).name
 
 
-def read(folder: pathlib.Path | None = None) -> dict[tuple[Any, ...], Choice]:
+def read(folder: pathlib.Path | None = None) -> dict[Key, Choice]:
     """All choices of the cache folder by key; none, with a warning, if its file cannot be read."""
     path = (folder or cache.folder()) / FILE
     try:
@@ -81,7 +81,7 @@ def read(folder: pathlib.Path | None = None) -> dict[tuple[Any, ...], Choice]:
 
 
 @functools.lru_cache(maxsize=4)
-def _read(path: pathlib.Path, modified: int) -> dict[tuple[Any, ...], Choice]:
+def _read(path: pathlib.Path, modified: int) -> dict[Key, Choice]:
     try:
         choices = [Choice(**row) for row in json.loads(path.read_text())]
     except (OSError, ValueError, TypeError) as error:

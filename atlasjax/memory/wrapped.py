@@ -1,11 +1,12 @@
 """`WrappedRule`: a rule around another one, which writes with the inner rule and differs in what is kept and read."""
 
 import dataclasses
-from typing import Any, Self, TypeVar
+import functools
+from typing import Self, TypeVar
 
 import jax
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import PRNGKeyArray, PyTree
 
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import Params, Rule, Sizes
@@ -21,32 +22,32 @@ class WrappedRule(Rule[Params, State]):
       segment_size: tokens per segment.
     """
 
-    rule: Rule[Params, Any]
+    rule: Rule[Params, PyTree]
     segment_size: int
 
     def continue_segments(
         self,
         params: Params,
-        state: Any,
+        state: PyTree,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
         gates: Gates,
         lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, PyTree]:
         """`rule.scan` from the inner rule's state after whole segments. Its chunks are aligned statically if they divide segments.
 
         lengths: as in `rule.scan`, [batch].
         """
-        given: dict[str, Any] = {} if lengths is None else {"lengths": lengths}
         rule = self.rule
+        scan = rule.scan if lengths is None else functools.partial(rule.scan, lengths=lengths)
         if not (rule.has_constant_gradient or self.segment_size % rule.chunk_size == 0):
-            return rule.scan(params, state, q, k, v, gates, **given)
-        y, after = rule.scan(params, rule.known_chunk_start(state), q, k, v, gates, **given)
+            return scan(params, state, q, k, v, gates)
+        y, after = scan(params, rule.known_chunk_start(state), q, k, v, gates)
         return y, rule.after_known_start(after, state, q.shape[1] if lengths is None else lengths)
 
     @property
-    def without_cache(self) -> Rule[Params, Any]:
+    def without_cache(self) -> Rule[Params, PyTree]:
         return self.rule
 
     @property

@@ -5,12 +5,11 @@ its part from its neighbours, so that its memory does not grow with the sequence
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from atlasjax.memory import Partition
 
@@ -25,7 +24,7 @@ def divided(
     position: Int[Array, "batch time"],
     segment: Int[Array, "batch time"] | None,
     window: int | None,
-    persistent: Any,
+    persistent: PyTree | None,
 ) -> Float[Array, "batch time heads value_dim"]:
     """Attention of whole sequences.
 
@@ -38,9 +37,15 @@ def divided(
     batch, axes, heads = partition.batch or None, partition.time, partition.heads or None
     past = None if window is None else min(window, q.shape[1])
 
-    def part(q: jax.Array, rotated: jax.Array, *rest: Any) -> jax.Array:
-        k, v, position, segment, persistent = rest
-
+    def part(
+        q: jax.Array,
+        rotated: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        position: jax.Array,
+        segment: jax.Array | None,
+        persistent: PyTree | None,
+    ) -> jax.Array:
         def keys(x: jax.Array | None, fill: int) -> jax.Array | None:
             if x is None:
                 return None

@@ -1,12 +1,13 @@
 """Checks of array arguments by named axes."""
 
 from collections.abc import Collection
-from typing import Any
 
 from atlasjax.memory.check import ARRAYS, check_floating
 
 
-def check_shapes(where: str, axes: dict[str, str], *, optional: Collection[str] = (), **arrays: Any) -> dict[str, int]:
+def check_shapes(
+    where: str, axes: dict[str, str], *, optional: Collection[str] = (), **arrays: object
+) -> dict[str, int]:
     """Checks ranks, and that axes of the same name have the same size.
 
     Args:

@@ -1,7 +1,6 @@
 """Properties of a model that need no allocated arrays: shapes, logical axes, parameter counts and cache sizes."""
 
 import math
-from typing import Any
 
 import jax
 from flax import nnx
@@ -33,7 +32,7 @@ def logical_axes(model: nnx.Module | ModelConfig) -> nnx.State:
         model = abstract_model(model)
     _, params = nnx.split(model, nnx.Param)
 
-    def names(path: Any, variable: nnx.Variable) -> nnx.Variable:
+    def names(path: jax.tree_util.KeyPath, variable: nnx.Variable) -> nnx.Variable:
         axes = variable.get_metadata("logical_axes", None)
         rank = len(variable.get_value().shape)
         if axes is None or len(axes) != rank:

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from atlasjax import check, rules
 from atlasjax.memory import BACKENDS, Rule, structures
@@ -122,7 +121,7 @@ class MemoryConfig:
         """
         factory = resolve("memory rule", self.rule, rules.REGISTRY)
         parameters = inspect.signature(factory).parameters
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, object] = {}
         for field, parameter in _RULE_FIELDS.items():
             value = getattr(self, field)
             if value is not None:
@@ -147,7 +146,7 @@ class MemoryConfig:
         table: Mapping[str, type],
         fields: Mapping[str, str],
         parameters: Mapping[str, inspect.Parameter],
-        arguments: dict[str, Any],
+        arguments: dict[str, object],
     ) -> None:
         """Adds the structure or feature map to `arguments` if it or one of its fields is overridden."""
         given = {name: getattr(self, name) for name in (part, *fields) if getattr(self, name) is not None}

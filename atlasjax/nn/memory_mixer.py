@@ -1,10 +1,11 @@
 """A memory as a layer: projections, short convolutions and gates around `atlasjax.memory`."""
 
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import PyTree
 
 from atlasjax import memory
 from atlasjax.memory.backends import needs_partition
@@ -29,7 +30,9 @@ class MemoryMixerState(NamedTuple):
     memory: memory.MemoryState | memory.SoftmaxState | memory.CachedState
 
 
-def memory_params(rule: memory.Rule, key: jax.Array, num_heads: int, key_dim: int, value_dim: int, start: Any) -> Any:
+def memory_params(
+    rule: memory.Rule, key: jax.Array, num_heads: int, key_dim: int, value_dim: int, start: tuple[float, ...]
+) -> PyTree:
     """`memory.init_params` with every array as a Param and the weights multiplied by `start` [heads]."""
 
     def one(path: jax.tree_util.KeyPath, x: jax.Array) -> nnx.Param:

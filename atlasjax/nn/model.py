@@ -1,6 +1,6 @@
 """The language model: stacked layers run by `lax.scan`, in parallel over the sequence or streaming."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ class PositionedCache(NamedTuple):
 
     layers: PyTree
     position: Int[Array, "1 batch"]
+
+
+_Carry = tuple[jax.Array, PyTree]  # the residual stream, and the states of all layers
 
 
 class LanguageModel(nnx.Module):
@@ -134,7 +137,7 @@ class LanguageModel(nnx.Module):
         x = dropout(self._embed(tokens, self._positions(tokens, segment_ids)), self.config.dropout, keys)
         first = first_values(graphdef, params, x, None, segment_ids)
 
-        def layer(x: jax.Array, xs: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Norms]:
+        def layer(x: jax.Array, xs: tuple[PyTree, jax.Array | None]) -> tuple[jax.Array, Norms]:
             params, keys = xs
             return nnx.merge(graphdef, params).observe(x, segment_ids, max_segments, keys, first)
 
@@ -191,7 +194,7 @@ class LanguageModel(nnx.Module):
         def run(x: jax.Array, states: PyTree) -> tuple[jax.Array, PyTree]:
             first = first_values(graphdef, params, x, states, None)
 
-            def layer(carry: tuple[jax.Array, Any], xs: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
+            def layer(carry: _Carry, xs: tuple[PyTree, jax.Array]) -> tuple[_Carry, None]:
                 (x, states), (params, i) = carry, xs
                 state = jax.tree.map(lambda s: jax.lax.dynamic_index_in_dim(s, i, keepdims=False), states)
                 x, state = nnx.merge(graphdef, params).extend(x, state, first)

@@ -1,10 +1,12 @@
 """Parameters with logical axis names."""
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+Tree = TypeVar("Tree")  # of Params
 
 AXES = ("layers", "vocab", "embed", "mlp", "heads", "conv", "rank", "memory_in", "memory_out")
 """Logical axis names.
@@ -43,6 +45,6 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> jax.Array:
     return scale * jax.random.normal(rngs.params(), shape, jnp.float32)
 
 
-def values(tree: Any) -> Any:
+def values(tree: Tree) -> Tree:
     """The same pytree with the array of each Param in its place."""
     return jax.tree.map(lambda p: p[...], tree, is_leaf=lambda x: isinstance(x, nnx.Variable))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,16 @@ def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     return _NORMS[config.norm]((config.dim,), ("embed",), config.norm_eps)
 
 
+T = TypeVar("T")
+
+
 class LayerState(NamedTuple):
     """The state of a layer whose feed-forward network has one (`mlp`), or that has a branch. For other layers the mixer's state is
     the whole state."""
 
-    mixer: Any
-    mlp: Any
-    branch: Any = None
+    mixer: PyTree
+    mlp: PyTree
+    branch: PyTree = None
 
 
 @runtime_checkable
@@ -179,12 +182,12 @@ class Layer(nnx.Module):
 
     def _around(
         self,
-        mix: Callable[[jax.Array], tuple[jax.Array, Any]],
+        mix: Callable[[jax.Array], tuple[jax.Array, T]],
         x: jax.Array,
         before: PyTree,
         segment_ids: jax.Array | None = None,
         keys: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any, PyTree]:
+    ) -> tuple[jax.Array, T, PyTree]:
         """(output, what `mix` returns beside its own, next state of the feed-forward network), from its state `before`."""
         if self.mixer_norm is None:
             return *mix(x), None
@@ -271,7 +274,7 @@ def stack_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer | Pattern:
 
 
 def first_values(
-    graphdef: Any, params: PyTree, x: jax.Array, states: PyTree, segment_ids: jax.Array | None
+    graphdef: nnx.GraphDef, params: PyTree, x: jax.Array, states: PyTree, segment_ids: jax.Array | None
 ) -> jax.Array | None:
     """`Layer.first_values` of the first of the stacked layers, which every layer gets; None if no layer uses them.
 

@@ -4,7 +4,7 @@ plan = plan_training(default_config("atlas-340m"), "v5e:16x16")
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from atlasjax.flops import count_flops
@@ -25,7 +25,7 @@ _HOME = {
 __all__ = ["Plan", "count_flops", "device_hours", "forward_flops_per_token", "plan_training", "suggested_mesh"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,7 @@ _RESULT = "atlasjax plan: "
 _WARNINGS = {"TPU_STDERR_LOG_LEVEL": "1", "TPU_MIN_LOG_LEVEL": "1", "TF_CPP_MIN_LOG_LEVEL": "1"}
 
 
-def run_in_child(module: str, request: dict[str, Any], *, timeout: float = 1800) -> Plan:
+def run_in_child(module: str, request: dict[str, object], *, timeout: float = 1800) -> Plan:
     """Compiles in a child process, because a compiler can crash its process.
 
     Args:

@@ -111,6 +111,8 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
         batch,
     )
     memory, text = program.memory_analysis(), program.as_text()
+    assert memory is not None
+    assert text is not None
     return Plan(
         topology=topology,
         devices=mesh.size,

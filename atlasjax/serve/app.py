@@ -5,8 +5,7 @@ import contextlib
 import dataclasses
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 
 import numpy as np
 from starlette.applications import Starlette
@@ -43,7 +42,7 @@ class Service:
     """
 
     worker: batching.Worker
-    tokenizer: Any
+    tokenizer: batching.Tokenizes
     name: str
     chat: Chat
     memories: Memories
@@ -130,7 +129,7 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/completions", _Generation(service, chat=False), methods=["POST"]),
         Route("/v1/chat/completions", _Generation(service, chat=True), methods=["POST"]),
     ]
-    handlers: Any = {RequestError: refused, 404: no_route, 405: no_route, 500: bug}
+    handlers = {RequestError: refused, 404: no_route, 405: no_route, 500: bug}
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
 
 
@@ -168,7 +167,7 @@ async def _body(request: Request, limits: Limits) -> bytes:
 
 
 @contextlib.contextmanager
-def _memory_errors(param: str = "memory") -> Any:
+def _memory_errors(param: str = "memory") -> Iterator[None]:
     try:
         yield
     except InUseError as error:
@@ -252,7 +251,7 @@ class _Generation:
         self, parsed: Parsed, events: "asyncio.Queue[batching.Event]", responses: Responses,
         numbers: Callable[[batching.Done], dict[str, int]], gone: "asyncio.Future[None]", send: Send,
     ) -> None:  # fmt: skip
-        async def say(body: dict[str, Any] | None, more: bool = True) -> None:
+        async def say(body: dict[str, object] | None, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": protocol.event(body), "more_body": more})
 
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]

@@ -16,7 +16,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -24,9 +24,20 @@ from atlasjax import check
 from atlasjax.generate import Context, RowSampling, SamplingConfig, TextStream
 from atlasjax.generate.text import Decodes
 from atlasjax.nn import LanguageModel
-from atlasjax.serve.slots import Slots, key_data, step_inputs
+from atlasjax.serve.slots import SlotRow, Slots, key_data, step_inputs
 
 _IDLE = SamplingConfig(temperature=0.0)
+
+
+class Tokenizes(Decodes, Protocol):
+    """What the server needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, /) -> np.ndarray:
+        """The token ids of a text, integers [num_tokens]."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +173,7 @@ class Batcher:
     """
 
     def __init__(
-        self, model: LanguageModel, tokenizer: Any, config: BatchConfig = BatchConfig(), *,
+        self, model: LanguageModel, tokenizer: Tokenizes, config: BatchConfig = BatchConfig(), *,
         end_tokens: tuple[int, ...] = (),
     ):  # fmt: skip
         self.model, self.config = model, config
@@ -371,7 +382,7 @@ class Batcher:
             else:
                 self._sampled(ticket, token)
 
-    def _row(self, ticket: Ticket | None) -> tuple[Any, ...]:
+    def _row(self, ticket: Ticket | None) -> SlotRow:
         """What a slot gets for a step, see `step_inputs`. None: it takes none."""
         width = self.model.config.vocab_size
         if ticket is None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from atlasjax.generate import SamplingConfig
@@ -49,7 +50,7 @@ class RequestError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """In OpenAI's shape."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
@@ -132,7 +133,7 @@ def parse(body: bytes, *, chat: bool, model: str, most_tokens: int) -> Parsed:
     )  # fmt: skip
 
 
-def _fields(given: dict[str, Any], known: dict[str, tuple[type, ...]]) -> dict[str, Any]:
+def _fields(given: dict[str, object], known: dict[str, tuple[type, ...]]) -> dict[str, Any]:
     """The fields that are not null, each of a right type."""
     fields = {name: value for name, value in given.items() if value is not None}
     for name, value in fields.items():
@@ -181,7 +182,7 @@ def _prompt(prompt: str | list[Any]) -> str | list[int]:
     return prompt
 
 
-def _messages(messages: Any) -> list[Message]:
+def _messages(messages: list[object] | None) -> list[Message]:
     if not messages:
         raise _wrong("messages", messages, "a list of messages")
     found = []
@@ -212,30 +213,30 @@ class Responses:
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model
         }  # fmt: skip
 
-    def whole(self, text: str, reason: str, usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, text: str, reason: str, usage: dict[str, int]) -> dict[str, object]:
         """The response that is not streamed."""
         content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         return self._body("chat.completion", content, reason) | {"usage": usage}
 
-    def first(self) -> dict[str, Any] | None:
+    def first(self) -> dict[str, object] | None:
         """The first event of a stream, if it has one before the text."""
         return (
             self._body("chat.completion.chunk", {"delta": {"role": "assistant", "content": ""}}) if self._chat else None
         )
 
-    def piece(self, text: str) -> dict[str, Any]:
+    def piece(self, text: str) -> dict[str, object]:
         """An event with new text."""
         return self._body("chat.completion.chunk", {"delta": {"content": text}} if self._chat else {"text": text})
 
-    def last(self, reason: str) -> dict[str, Any]:
+    def last(self, reason: str) -> dict[str, object]:
         """The event after the text."""
         return self._body("chat.completion.chunk", {"delta": {}} if self._chat else {"text": ""}, reason)
 
-    def usage(self, usage: dict[str, int]) -> dict[str, Any]:
+    def usage(self, usage: dict[str, int]) -> dict[str, object]:
         """The event with the numbers of tokens."""
         return self.last("stop") | {"choices": [], "usage": usage}
 
-    def _body(self, kind: str, content: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+    def _body(self, kind: str, content: Mapping[str, object], reason: str | None = None) -> dict[str, object]:
         choice = {"index": 0, "finish_reason": reason, "logprobs": None, **content}
         return self._about | {"object": kind if self._chat else "text_completion", "choices": [choice]}
 
@@ -246,6 +247,6 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
-def event(body: dict[str, Any] | None) -> bytes:
+def event(body: dict[str, object] | None) -> bytes:
     """A server-sent event. None: the end."""
     return b"data: " + (b"[DONE]" if body is None else json.dumps(body, ensure_ascii=False).encode()) + b"\n\n"

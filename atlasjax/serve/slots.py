@@ -1,8 +1,8 @@
 """The device programs of a server: a fixed number of slots, one text in each, and one step for those that are in use."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -140,12 +140,15 @@ class Slots:
         return tokens
 
 
+SlotRow = tuple[bool, int, int, np.ndarray, RowSampling]  # active, forced, position, key and sampling of a slot
+
+
 def key_data(seed: int) -> np.ndarray:
     """Data of the PRNG key that `generate` uses for this seed."""
     return np.asarray(jax.random.key_data(jax.random.key(seed)))
 
 
-def step_inputs(rows: Sequence[Any]) -> StepInputs:
+def step_inputs(rows: Sequence[SlotRow]) -> StepInputs:
     """Stacks (active, forced, position, key, sampling row) of all slots."""
     active, forced, position, keys, sampling = zip(*rows, strict=True)
     return StepInputs(
@@ -183,7 +186,7 @@ def _step(
     seen = state.seen.at[jnp.arange(size), tokens].set(True)
     logits, cache = nnx.merge(graphdef, params).extend(tokens[:, None], state.cache)
 
-    def put(axis: int) -> Any:
+    def put(axis: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
         """The new rows where they are active, before the other slots."""
         shape = lambda x: inputs.active.reshape((1,) * axis + (-1,) + (1,) * (x.ndim - axis - 1))
         return lambda new, old, all_: jax.lax.dynamic_update_slice_in_dim(

@@ -11,9 +11,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from atlasjax.storage.paths import StoreError, StorePath, explained
+
+if TYPE_CHECKING:
+    import tensorstore
 
 SECONDS = 60.0
 _RENEWALS = 4  # while it runs
@@ -64,7 +67,7 @@ class Lease:
       seconds: how long it runs without being renewed.
     """
 
-    def __init__(self, store: Any, name: str, owner: str, seconds: float):
+    def __init__(self, store: "tensorstore.KvStore", name: str, owner: str, seconds: float):
         self.seconds = seconds
         self._store, self._name = store, name
         self._token = uuid.uuid4().hex  # tells our own writes from those of others
@@ -99,7 +102,9 @@ class Lease:
         with contextlib.suppress(StoreError), self._renewing:
             self._write(None, self._generation)
 
-    def _wait(self, found: Any, say: Callable[[str], None]) -> Any:
+    def _wait(
+        self, found: "tensorstore.KvStore.ReadResult", say: Callable[[str], None]
+    ) -> "tensorstore.KvStore.ReadResult":
         runs, said = _described(found.value)
         deadline = time.monotonic() + min(runs, 10 * self.seconds)
         say(f"{self._name}: its last job ({said}) did not end properly, or runs; waiting {runs:g} s to see.")
@@ -133,7 +138,7 @@ class Lease:
             f"{self.seconds:g} s. This one stops, and writes nothing more."
         )
 
-    def _read(self) -> Any:
+    def _read(self) -> "tensorstore.KvStore.ReadResult":
         try:
             return self._store.read(_FILE).result()
         except Exception as error:
@@ -173,7 +178,7 @@ def _check_bucket(folder: StorePath) -> None:
         raise explained(str(folder), error) from error
 
 
-def _store(folder: StorePath) -> Any:
+def _store(folder: StorePath) -> "tensorstore.KvStore":
     import tensorstore
 
     spec = {

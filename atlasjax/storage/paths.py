@@ -9,9 +9,12 @@ import os
 import pathlib
 import types
 from collections.abc import Iterator
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from atlasjax.names import lookup
+
+if TYPE_CHECKING:
+    import fsspec
 
 _SILENT_SECONDS = 60.0  # a request is tried again when nothing came for so long
 _PACKAGES = {"gs": "atlasjax[gcs]", "gcs": "atlasjax[gcs]", "s3": "s3fs", "az": "adlfs", "hf": "huggingface_hub"}
@@ -201,7 +204,7 @@ class StorePath:
         return found
 
     @functools.cached_property
-    def _opened(self) -> tuple[Any, str]:
+    def _opened(self) -> "tuple[fsspec.AbstractFileSystem, str]":
         import fsspec
 
         # What Google stored is as long as what was sent. Its client puts a newline after a file, which belongs to the boundary.
@@ -210,7 +213,7 @@ class StorePath:
             return fsspec.core.url_to_fs(self._url, use_listings_cache=False, **checks)
 
     @property
-    def _fs(self) -> Any:
+    def _fs(self) -> "fsspec.AbstractFileSystem":
         return self._opened[0]
 
     @property

@@ -10,16 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 import atlasjax
 from atlasjax.storage.paths import AnyPath, write_whole
 
 _NUMBERS = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U64": "u8",
             "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?"}  # fmt: skip
-DTYPES: dict[str, Any] = {name: np.dtype(code) for name, code in _NUMBERS.items()} | {"BF16": jnp.dtype(jnp.bfloat16)}
+DTYPES: dict[str, np.dtype] = {name: np.dtype(code) for name, code in _NUMBERS.items()} | {
+    "BF16": jnp.dtype(jnp.bfloat16)
+}
 """Name of a dtype in the format → the dtype."""
 _FORMAT = 1  # of what `save` writes
-Described = Mapping[str, Any]  # values of JSON
+Described = Mapping[str, object]  # values of JSON
 
 
 def encoded(
@@ -32,7 +35,7 @@ def encoded(
       make: name → the array, of that dtype and shape.
       metadata: text that the file carries.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
@@ -46,14 +49,14 @@ def encoded(
         yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def named(tree: Any, prefix: str) -> dict[str, Any]:
+def named(tree: PyTree, prefix: str) -> dict[str, Any]:
     """Name → leaf of a pytree: "prefix.memory.W1"."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     path = lambda keys: jax.tree_util.keystr(keys, simple=True, separator=".")
     return {f"{prefix}.{path(keys)}" if keys else prefix: leaf for keys, leaf in leaves}
 
 
-def digest(arrays: Mapping[str, Any], text: str = "") -> str:
+def digest(arrays: Mapping[str, jax.Array | np.ndarray], text: str = "") -> str:
     """SHA-256 of a text, and of names, dtypes, shapes and values of arrays in any order, in hexadecimal digits."""
     total = hashlib.sha256(text.encode())
     for name in sorted(arrays):
@@ -63,7 +66,7 @@ def digest(arrays: Mapping[str, Any], text: str = "") -> str:
     return total.hexdigest()
 
 
-def save(path: AnyPath, kind: str, arrays: Mapping[str, Any], about: Described) -> None:
+def save(path: AnyPath, kind: str, arrays: Mapping[str, jax.Array | np.ndarray], about: Described) -> None:
     """Writes arrays and what they belong to. The file appears complete or not at all.
 
     Args:
@@ -129,7 +132,7 @@ def load(path: AnyPath, kind: str) -> tuple[dict[str, np.ndarray], dict[str, Any
     return arrays, json.loads(found["about"])
 
 
-def difference(saved: Any, here: Any, name: str) -> str | None:
+def difference(saved: object, here: object, name: str) -> str | None:
     """The first difference between two values of JSON, as "name.field is 8 in the file and 16 here"; None if they are equal."""
     if isinstance(saved, dict) and isinstance(here, dict):
         for key in {**here, **saved}:
@@ -140,12 +143,14 @@ def difference(saved: Any, here: Any, name: str) -> str | None:
     return None if saved == here else f"{name} is {saved!r} in the file and {here!r} here"
 
 
-def check_arrays(arrays: Mapping[str, np.ndarray], expected: Mapping[str, Any], where: str) -> None:
+def check_arrays(
+    arrays: Mapping[str, np.ndarray], expected: Mapping[str, jax.Array | np.ndarray | jax.ShapeDtypeStruct], where: str
+) -> None:
     """Raises ValueError unless there are exactly the expected arrays, each of the expected shape and dtype.
 
     Args:
       arrays: name → array.
-      expected: name → anything with a shape and a dtype.
+      expected: name → what has the shape and the dtype.
       where: begins the message.
     """
     for name in {**expected, **arrays}:

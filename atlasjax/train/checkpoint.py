@@ -12,8 +12,8 @@ import contextlib
 import dataclasses
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 from jaxtyping import PyTree
@@ -26,6 +26,11 @@ from atlasjax.train.saves import agreed_cause, agreed_done
 from atlasjax.train.state import TrainState
 from atlasjax.train.step_folders import StepFolders
 from atlasjax.train.trainable import replaced
+
+if TYPE_CHECKING:
+    from orbax.checkpoint import v1 as ocp
+
+    from atlasjax.data.pipeline import Position
 
 _JSON = ("position", "config", "integrity")
 _COMMITTED = "commit_success.txt"  # Orbax's marker in a bucket
@@ -45,7 +50,7 @@ class Restored:
     """
 
     state: TrainState
-    positions: list[Any]
+    positions: "list[Position | None]"
     step: int
     skipped: list[tuple[int, str]]
 
@@ -74,12 +79,12 @@ class Checkpoints:
             self._checkpointer = self._open()
             self._exit = silent.pop_all()
         self._waiter = concurrent.futures.ThreadPoolExecutor(1, "save")
-        self._pending: tuple[int, concurrent.futures.Future[Any]] | None = None
+        self._pending: tuple[int, concurrent.futures.Future[object]] | None = None
         self._failed_step: int | None = None
         self._saving = contextlib.ExitStack()  # contexts that are active during a save
         self._other_threads: set[threading.Thread] = set()  # threads that were running before the save
 
-    def _open(self) -> Any:
+    def _open(self) -> "ocp.training.Checkpointer":
         """Orbax's checkpointer. All processes call this together."""
         from orbax.checkpoint import v1 as ocp
 
@@ -131,7 +136,7 @@ class Checkpoints:
         """The folder of a step."""
         return self.directory / str(step)
 
-    def save(self, state: TrainState, positions: Sequence[Any], config: dict[str, Any]) -> None:
+    def save(self, state: TrainState, positions: "Sequence[Position | None]", config: Mapping[str, object]) -> None:
         """Starts saving a state and returns as soon as its arrays are copied. First waits for the previous save.
 
         Args:
@@ -200,7 +205,7 @@ class Checkpoints:
             self._checkpointer.reload()
         return target
 
-    def config(self, step: int) -> dict[str, Any]:
+    def config(self, step: int) -> dict[str, object]:
         """The TrainConfig that a step was saved with, in its JSON form.
 
         Raises:
@@ -211,7 +216,7 @@ class Checkpoints:
         except CheckpointError as error:
             raise CheckpointError(f"Checkpoint {self.path(step)}: {error}") from error
 
-    def newest_config(self) -> dict[str, Any] | None:
+    def newest_config(self) -> dict[str, object] | None:
         """The config of the newest checkpoint whose config can be read, or None."""
         for step in reversed(self.steps()):
             with contextlib.suppress(CheckpointError):
@@ -257,8 +262,8 @@ class Checkpoints:
         return replaced(loaded["params"], loaded.get("ema", {})), used, skipped
 
     def _load_newest(
-        self, target: dict[str, Any], step: int | None
-    ) -> tuple[dict[str, Any], int, list[tuple[int, str]]]:
+        self, target: dict[str, PyTree], step: int | None
+    ) -> tuple[dict[str, PyTree], int, list[tuple[int, str]]]:
         steps = self.steps()
         if step is not None and step not in steps:
             raise CheckpointError(f"There is no checkpoint of step {step} in {self.directory}; there are {steps}.")
@@ -271,7 +276,7 @@ class Checkpoints:
         reasons = "".join(f"\n  {self.path(step)}: {reason}" for step, reason in skipped) or " there is none"
         raise CheckpointError(f"No usable checkpoint in {self.directory}:{reasons}")
 
-    def _load(self, step: int, target: dict[str, Any]) -> dict[str, Any]:
+    def _load(self, step: int, target: dict[str, PyTree]) -> dict[str, PyTree]:
         cause = self._folders.unreadable.get(step)
         if cause is not None:
             raise CheckpointError(f"cannot be read ({cause})")
@@ -394,9 +399,9 @@ def complete_steps(directory: storage.AnyPath) -> list[int]:
     return sorted(int(folder.name) for folder in found)
 
 
-def _text_sums(content: dict[str, Any]) -> dict[str, int]:
+def _text_sums(content: Mapping[str, PyTree]) -> dict[str, int]:
     return {f".{name}": integrity.text_sum(content[name]) for name in ("position", "config")}
 
 
-def _prefixes(arrays: dict[str, Any]) -> tuple[str, ...]:
+def _prefixes(arrays: Iterable[str]) -> tuple[str, ...]:
     return tuple(f".{name}" for name in arrays)

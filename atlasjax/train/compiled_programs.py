@@ -14,7 +14,6 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -146,7 +145,7 @@ def kept(config: TrainConfig, say: Say) -> Iterator[CompiledPrograms | None]:
 def environment() -> str:
     """A name for the versions and the machines that a compiled program is for. JAX's key leaves out the features of a CPU."""
     device = jax.devices()[0]
-    facts: list[Any] = [jax.__version__, importlib.metadata.version("jaxlib"), device.client.platform_version]
+    facts: list[str] = [jax.__version__, importlib.metadata.version("jaxlib"), device.client.platform_version]
     facts += [device.device_kind, platform.machine()]
     cpu = pathlib.Path("/proc/cpuinfo")
     if device.platform == "cpu" and cpu.exists():
@@ -154,7 +153,7 @@ def environment() -> str:
     return f"{device.platform}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
 
 
-def _configure(values: dict[str, Any]) -> None:
+def _configure(values: dict[str, object]) -> None:
     for name, value in values.items():
         jax.config.update(name, value)
     jax_cache.reset_cache()  # it would go on with the folder that it began with

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from atlasjax import check, storage
 from atlasjax.config_json import from_dict
@@ -226,7 +225,7 @@ def run_folder(run_dir: "str | storage.AnyPath", field: str = "run_dir") -> stor
     return folder
 
 
-def saved_config(saved: Mapping[str, Any]) -> TrainConfig:
+def saved_config(saved: Mapping[str, object]) -> TrainConfig:
     """The config of a run's folder or checkpoint. Fields that did not exist yet get their defaults.
 
     Raises:
@@ -234,9 +233,10 @@ def saved_config(saved: Mapping[str, Any]) -> TrainConfig:
         saved them elsewhere and the defaults would be another model.
     """
     config = from_dict(TrainConfig, saved)
-    sizes = {field.name for field in dataclasses.fields(ModelConfig)}
+    sizes, model = {field.name for field in dataclasses.fields(ModelConfig)}, saved["model"]
+    assert isinstance(model, Mapping)
     for mixer in config.model.pattern:
-        if mixer in sizes and mixer not in saved["model"]:
+        if mixer in sizes and mixer not in model:
             raise ValueError(
                 f"the run's config has no model.{mixer}, the sizes of its mixer {mixer!r}: it was saved by an older atlasjax, "
                 "which had them in model.elastic. Use that version, or train it again."
@@ -244,7 +244,9 @@ def saved_config(saved: Mapping[str, Any]) -> TrainConfig:
     return config
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(
+    old: Mapping[str, object], new: Mapping[str, object], prefix: str = ""
+) -> Iterator[tuple[str, object, object]]:
     """Yields (dotted field, old value, new value) for each field in which two JSON forms differ."""
     for name in dict.fromkeys([*old, *new]):
         before, after = old.get(name), new.get(name)
@@ -267,7 +269,7 @@ _FREE = ("steps", "optimizer.", "loss.", "mesh.", "processes.", "run_dir", "eval
 _STATE = ("optimizer.name", "optimizer.trainable")  # with another one the optimizer's state is another tree
 
 
-def changes_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:
+def changes_on_resume(old: Mapping[str, object], new: Mapping[str, object]) -> tuple[list[str], list[str], list[str]]:
     """Sorts the differences between a saved run's config and the requested one.
 
     Returns:

@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
+import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from atlasjax.data.config import DataConfig
@@ -12,6 +13,7 @@ from atlasjax.data.pipeline import Pipeline, make_pipeline
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.evaluate.lm import LanguageModelResult, evaluate
 from atlasjax.train.config import HELD_OUT, parse_sets
+from atlasjax.train.step import EvalStep
 
 _SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",)}  # source → of its files
 
@@ -58,9 +60,9 @@ class Evaluations:
     """
 
     data: dict[str, Pipeline]
-    make_step: Callable[[int | None], Any]
+    make_step: Callable[[int | None], EvalStep]
     max_batches: int | None
-    put: Callable[..., Any]
+    put: Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]
 
     def __call__(self, params: PyTree) -> dict[str, LanguageModelResult]:
         """Name → result, in the order of the names."""
@@ -72,10 +74,10 @@ class Evaluations:
             yield name, evaluate(step, params, pipeline, max_batches=self.max_batches, put=self.put)
 
     @functools.cached_property
-    def _steps(self) -> dict[int | None, Any]:
+    def _steps(self) -> dict[int | None, EvalStep]:
         return {}
 
-    def _step(self, max_segments: int | None) -> Any:
+    def _step(self, max_segments: int | None) -> EvalStep:
         if max_segments not in self._steps:
             self._steps[max_segments] = self.make_step(max_segments)
         return self._steps[max_segments]

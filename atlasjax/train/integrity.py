@@ -6,15 +6,22 @@ The storage format detects truncated files, but a flipped bit or a changed data 
 import functools
 import json
 import zlib
-from typing import Any
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
 
-def describe(state: PyTree) -> dict[str, Any]:
-    """Returns {"finite": bool, "sums": {path: int}} of a state.
+class Fingerprint(TypedDict):
+    """Whether all numbers of a state are finite, and the sum of each array by its path."""
+
+    finite: bool
+    sums: dict[str, int]
+
+
+def describe(state: PyTree) -> Fingerprint:
+    """Returns the fingerprint of a state.
 
     The sum of an array is the sum, modulo 2^32, of its entries' bits as unsigned integers, each times an odd number that depends on
     its position. In integer arithmetic it does not depend on how the array is sharded.
@@ -27,7 +34,7 @@ def describe(state: PyTree) -> dict[str, Any]:
     return {"finite": bool(finite), "sums": {path: int(value) for path, value in zip(paths, sums)}}
 
 
-def text_sum(value: Any) -> int:
+def text_sum(value: object) -> int:
     """The CRC-32 of a JSON value. It does not depend on the order of keys or on white space."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 

@@ -1,10 +1,13 @@
 """Plots the training loss and held-out bits per byte of a run against tokens."""
 
 import io
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atlasjax import storage
 from atlasjax.train import metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def plot_loss(
@@ -51,11 +54,11 @@ def plot_loss(
     return path
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-def _draw(axes: Any, records: list[dict[str, Any]], name: str, label: str, marker: str) -> None:
+def _draw(axes: "Axes", records: list[dict[str, Any]], name: str, label: str, marker: str) -> None:
     points = [
         (record["tokens_seen"], record[name])
         for record in records

@@ -8,7 +8,6 @@ import pathlib
 import platform
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -30,15 +29,16 @@ _ENVIRONMENT = (
 _MOST_SAMPLED, _BLOCK = 1_000, 2**14  # files, and bytes of each of three blocks
 
 
-def facts(config: TrainConfig) -> dict[str, Any]:
+def facts(config: TrainConfig) -> dict[str, object]:
     """The facts that must be the same in all processes of a run: versions, source code, environment, config, and data files.
 
     Files are compared by name, size and, where they are on a disk, samples of their contents: three blocks of at most 1,000 files.
     Objects in a bucket are compared by name and size, because all processes read the same ones. Everything is JSON.
     """
     settings = to_dict(config)
-    for own in ("process_id", "timeout"):
-        del settings["processes"][own]
+    settings["processes"] = {
+        name: value for name, value in to_dict(config.processes).items() if name not in ("process_id", "timeout")
+    }
     return {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "code": {name: _digest(name) for name in ("atlasjax", "pallas_kernels")},

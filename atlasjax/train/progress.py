@@ -3,7 +3,10 @@
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich import progress
 
 
 def duration(seconds: float) -> str:
@@ -28,8 +31,8 @@ class Progress:
 
     def __init__(self, first_step: int, steps: int, *, active: bool = True):
         self._first, self._steps, self._active = first_step, steps, active
-        self._bar: Any = None
-        self._task: Any = None
+        self._bar: progress.Progress | None = None
+        self._task: progress.TaskID | None = None
         self._clock: float | None = None
         self._seconds = 0.0
         self._tokens = 0.0
@@ -86,6 +89,7 @@ class Progress:
             left = f" · {duration((self._steps - step) * self._seconds / self._timed_steps)} left"
         text = f"step {step}/{self._steps} · loss {loss:.4f} · {self.tokens_per_second:,.0f} tokens/s{left}"
         if self._bar is not None:
+            assert self._task is not None
             self._bar.update(self._task, completed=step, text=text)
         else:
             print(text, flush=True)
@@ -95,6 +99,7 @@ class Progress:
         """Prints a line without disturbing the bar."""
         if not self._active:
             return lambda line: None
-        if self._bar is not None:
-            return lambda line: self._bar.console.print(line, markup=False, highlight=False)
+        bar = self._bar
+        if bar is not None:
+            return lambda line: bar.console.print(line, markup=False, highlight=False)
         return lambda line: print(line, flush=True)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ from jaxtyping import PyTree
 from atlasjax import storage
 from atlasjax.config_json import to_dict
 from atlasjax.data.files import machine_memory
-from atlasjax.data.pipeline import BatchIterator, Pipeline, make_pipeline, merge_positions
+from atlasjax.data.pipeline import BatchIterator, Pipeline, Position, make_pipeline, merge_positions
 from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import make_mesh
 from atlasjax.distributed.sharding import row_reader
@@ -234,7 +233,7 @@ def lexists(path: storage.AnyPath) -> bool:
     return path.exists() if isinstance(path, storage.StorePath) else os.path.lexists(path)
 
 
-def set_position(iterator: BatchIterator, positions: list[Any]) -> None:
+def set_position(iterator: BatchIterator, positions: list[Position | None]) -> None:
     """Puts this process's iterator where the checkpoint of any number of processes left it.
 
     Raises:
@@ -243,7 +242,7 @@ def set_position(iterator: BatchIterator, positions: list[Any]) -> None:
     iterator.set_state(merge_positions(positions))
 
 
-def all_positions(iterator: BatchIterator) -> list[Any]:
+def all_positions(iterator: BatchIterator) -> list[Position]:
     """The data positions of all processes, known to each."""
     position = iterator.get_state()
     if jax.process_count() == 1:

@@ -2,8 +2,8 @@
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ class StopSignals:
         self._service = preemption_service()
         self._received = 0
         self._remembers = False
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():

@@ -10,8 +10,9 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from atlasjax.distributed.processes import KeyValueStore
 from atlasjax.train.timing import seconds
 
 _PREFIX = "atlasjax/progress/"
@@ -19,14 +20,6 @@ _REPORTS = 6  # of each process in the time after which one is named; that time 
 _SILENT = 4  # reports that a process misses before it counts as silent
 
 WAITING = "waiting"  # for its devices or for other processes
-
-
-class Store(Protocol):
-    """The part of jax's `DistributedRuntimeClient` that is used here."""
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
-
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
 
 
 class Report(NamedTuple):
@@ -84,7 +77,7 @@ class Stalls:
 
     def __init__(
         self,
-        store: Store | None,
+        store: KeyValueStore | None,
         index: int,
         count: int,
         hosts: Sequence[str],

@@ -1,7 +1,6 @@
 """The state that training carries from step to step, and its shardings."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +29,8 @@ class TrainState:
 
     params: PyTree
     optimizer: PyTree
-    key: Any
-    step: Any
+    key: PyTree
+    step: PyTree
     ema: PyTree = None
 
     @property

@@ -1,7 +1,7 @@
 """The loss, the training step and the evaluation step: pure functions, and their jitted, sharded form."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,20 @@ from atlasjax.train.state import TrainState, merge
 from atlasjax.train.trainable import replaced, select
 
 Batch = dict[str, jax.Array]
-Metrics = dict[str, Any]
+EvalStep = Callable[[PyTree, Batch], tuple[jax.Array, jax.Array, jax.Array]]  # (params, batch) → (nats, tokens, bytes)
 MemoryNorms = dict[int, jax.Array]  # layer → float32 [heads]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Metrics(TypedDict):
+    """What `train_step` returns with the state: float32 scalars, and the memory norms of the batch."""
+
+    loss: jax.Array
+    gradient_norm: jax.Array
+    learning_rate: jax.Array
+    tokens: jax.Array
+    memory_norm: MemoryNorms
 
 
 def loss_sums(
@@ -144,7 +156,7 @@ def train_step(
     updates, optimizer_state = optimizer.update(grads, state.optimizer, params)
     params = optax.apply_updates(params, updates)
     ema = None if ema_decay is None else averaged(state.ema, params, ema_decay, state.step)
-    metrics = {
+    metrics: Metrics = {
         "loss": value,
         "gradient_norm": optax.tree.norm(grads),
         "learning_rate": schedule(state.step),
@@ -164,7 +176,7 @@ def jit_train_step(
     graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, schedule: Callable[[jax.Array], jax.Array],
     shardings: TrainState, mesh: Mesh, *, microbatches: int = 1, max_segments: int | None = None,
     loss: LossConfig = LossConfig(), trainable: PyTree | None = None, ema_decay: float | None = None,
-) -> Any:  # fmt: skip
+) -> jax.stages.Wrapped:  # fmt: skip
     """Returns the jitted (state, batch) → (state, metrics) on a mesh. The input state is donated.
 
     The batch is split over data, fsdp and sequence, parameters and moments according to `shardings`. Metrics are on every device.
@@ -190,19 +202,17 @@ def jit_train_step(
     )
 
 
-def _on(mesh: Mesh, step: Callable[..., Any]) -> Callable[..., Any]:
+def _on(mesh: Mesh, step: Callable[P, R]) -> Callable[P, R]:
     """`step`, traced within the mesh. Kernels need the mesh, because XLA cannot split them (`nn.partition`)."""
 
-    def traced(*arguments: Any) -> Any:
+    def traced(*arguments: P.args, **keywords: P.kwargs) -> R:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return step(*arguments)
+            return step(*arguments, **keywords)
 
     return traced
 
 
-def eval_sums(
-    graphdef: nnx.GraphDef, bytes_per_token: np.ndarray, *, max_segments: int | None = None
-) -> Callable[[PyTree, Batch], tuple[jax.Array, jax.Array, jax.Array]]:
+def eval_sums(graphdef: nnx.GraphDef, bytes_per_token: np.ndarray, *, max_segments: int | None = None) -> EvalStep:
     """Returns the evaluation step: (params, batch) → (nats, tokens, bytes).
 
     nats is the float32 sum of the cross entropies of the tokens with weight > 0, tokens is their number, and bytes is the length of
@@ -234,7 +244,7 @@ def jit_eval_step(
     bytes_per_token: np.ndarray,
     *,
     max_segments: int | None = None,
-) -> Any:
+) -> jax.stages.Wrapped:
     """Returns `eval_sums` jitted on a mesh; its sums are over the batch of all processes."""
     return jax.jit(
         _on(mesh, eval_sums(graphdef, bytes_per_token, max_segments=max_segments)),

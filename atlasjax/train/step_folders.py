@@ -2,9 +2,12 @@
 
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from atlasjax import storage
+
+if TYPE_CHECKING:
+    from orbax.checkpoint import path
 
 
 class StepFolders:
@@ -24,11 +27,11 @@ class StepFolders:
         """The name of a step's folder."""
         return self._standard.build_name(step)
 
-    def find_step(self, base_path: str | pathlib.Path, step: int) -> Any:
+    def find_step(self, base_path: str | pathlib.Path, step: int) -> "path.step.Metadata":
         """Orbax's description of a step's folder."""
         return self._standard.find_step(base_path, step)
 
-    def find_all(self, base_path: str | pathlib.Path) -> Iterator[Any]:
+    def find_all(self, base_path: str | pathlib.Path) -> "Iterator[path.step.Metadata]":
         """Orbax's descriptions of the folders that it can read, in any order."""
         self.unreadable = {}
         for folder in self._standard.find_all(base_path):

@@ -2,9 +2,9 @@
 
 import pathlib
 import tempfile
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from atlasjax import storage
 
@@ -29,7 +29,7 @@ class Trace:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def begin(self, step: int, state: Any) -> None:
+    def begin(self, step: int, state: PyTree) -> None:
         """Call before each step, with the state that it starts from. A resumed run may begin within the steps."""
         if not self._running and self._first <= step <= self._last:
             jax.block_until_ready(state)
@@ -38,7 +38,7 @@ class Trace:
             jax.profiler.start_trace(str(self._folder) if self._temporary is None else self._temporary.name)
             self._running = True
 
-    def end(self, step: int, state: Any) -> str | None:
+    def end(self, step: int, state: PyTree) -> str | None:
         """Call after each step, with its state. Returns a line for the user if the trace was written."""
         if not self._running or step < self._last:
             return None

@@ -4,7 +4,6 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -12,17 +11,17 @@ from jaxtyping import PyTree
 _MOST_PATHS = 60  # a message lists at most this many
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: Mapping[str, PyTree], prefix: str = "") -> dict[str, PyTree]:
     """A nested dict as a dict of dotted paths."""
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, PyTree] = {}
     for name, value in tree.items():
         leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return leaves
 
 
-def nested(leaves: Mapping[str, Any]) -> PyTree:
+def nested(leaves: Mapping[str, PyTree]) -> PyTree:
     """The inverse of `flat`."""
-    tree: dict[str, Any] = {}
+    tree: dict[str, PyTree] = {}
     for path, value in leaves.items():
         *folders, name = path.split(".")
         node = tree

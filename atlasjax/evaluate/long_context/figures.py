@@ -3,9 +3,13 @@
 import io
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from atlasjax.evaluate.long_context.task import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def draw(results: Sequence[Result]) -> bytes:
@@ -36,7 +40,7 @@ def draw(results: Sequence[Result]) -> bytes:
     return drawn.getvalue()
 
 
-def _heat_map(figure: Any, axes: Any, results: Sequence[Result]) -> None:
+def _heat_map(figure: "Figure", axes: "Axes", results: Sequence[Result]) -> None:
     depths = [value.depth for value in results[0].values if value.depth is not None]
     rows = [[result.values[1 + i].metrics["score"] for result in results] for i in range(len(depths))]
     image = axes.imshow(rows, vmin=0, vmax=1, cmap="viridis", aspect="auto")
@@ -50,7 +54,7 @@ def _heat_map(figure: Any, axes: Any, results: Sequence[Result]) -> None:
     figure.colorbar(image, label="score")
 
 
-def _by_position(axes: Any, results: Sequence[Result]) -> None:
+def _by_position(axes: "Axes", results: Sequence[Result]) -> None:
     for result in results:
         parts = [value for value in result.values if value.positions is not None]
         edges = [value.positions[0] for value in parts] + [parts[-1].positions[1]]  # type: ignore[index]
@@ -64,7 +68,7 @@ def _by_position(axes: Any, results: Sequence[Result]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _by_length(axes: Any, results: Sequence[Result]) -> None:
+def _by_length(axes: "Axes", results: Sequence[Result]) -> None:
     metric = next(iter(results[0].values[0].metrics))
     means = [result.values[0].metrics[metric] for result in results]
     errors = [0.0 if math.isnan(error := result.values[0].standard_error) else error for result in results]

@@ -39,7 +39,7 @@ def table(results: Sequence[Result]) -> str:
     )
 
 
-def as_json(result: Result, *, samples: bool = False) -> dict[str, Any]:
+def as_json(result: Result, *, samples: bool = False) -> dict[str, object]:
     """A result for `json.dumps`, with its samples if asked for. A standard error that is not known is null."""
     fields = dataclasses.asdict(result if samples else dataclasses.replace(result, samples=[]))
     if not samples:

@@ -1,15 +1,15 @@
 """The base class of all choices of a rule: traits, and claims that are not inherited."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 
 class Axis:
     """Base class of the choices that make up a rule."""
 
-    claims: ClassVar[Mapping[str, Any]] = {}  # name → value in a class that does not make the claim
+    claims: ClassVar[Mapping[str, bool]] = {}  # name → value in a class that does not make the claim
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
+    def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
         if "summary" not in cls.__dict__:
             cls.summary = Axis.summary  # type: ignore[method-assign]  # the parent's summary may be wrong for the subclass

@@ -1,15 +1,18 @@
 """Inner optimizers: how the memory descends on its objective, token by token (A §5, Eq. 32 and 57; SEMANTICS 1, 1.2, 1.7)."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from atlasjax import check
 from atlasjax.memory.axes.base import Axis
 from atlasjax.names import lookup
 from pallas_kernels.newton_schulz import SCHEDULES, newton_schulz
+
+OptimizerState: TypeAlias = PyTree[jax.Array]  # S, what `Optimizer.init` makes; None has no leaves: there is no state
 
 
 class Optimizer(Axis):
@@ -37,14 +40,20 @@ class Optimizer(Axis):
     is_linear: bool
     is_implicit: bool
     orthogonalizes: bool
+    steps: int  # this and the next only if it orthogonalizes
+    schedule: str
 
-    def init(self, weights: dict[str, jax.Array]) -> Any:
+    def init(self, weights: dict[str, jax.Array]) -> OptimizerState:
         """S_0 of one head, from M_0 (name → [out, in]): any pytree of float32 arrays, or None without a state."""
         return jax.tree.map(jnp.zeros_like, weights) if self.has_momentum else None
 
     def update(
-        self, state: Any, gradient: dict[str, jax.Array], step_size: jax.Array, momentum_decay: jax.Array | None
-    ) -> tuple[dict[str, jax.Array], Any]:
+        self,
+        state: OptimizerState,
+        gradient: dict[str, jax.Array],
+        step_size: jax.Array,
+        momentum_decay: jax.Array | None,
+    ) -> tuple[dict[str, jax.Array], OptimizerState]:
         """One token of one head.
 
         Args:
@@ -75,8 +84,12 @@ class GradientDescent(Optimizer):
     is_linear = True
 
     def update(
-        self, state: Any, gradient: dict[str, jax.Array], step_size: jax.Array, momentum_decay: jax.Array | None
-    ) -> tuple[dict[str, jax.Array], Any]:
+        self,
+        state: OptimizerState,
+        gradient: dict[str, jax.Array],
+        step_size: jax.Array,
+        momentum_decay: jax.Array | None,
+    ) -> tuple[dict[str, jax.Array], OptimizerState]:
         return _scaled(-step_size, gradient), state
 
     def summary(self) -> str:
@@ -110,8 +123,12 @@ class Momentum(Optimizer):
     is_linear = True
 
     def update(
-        self, state: Any, gradient: dict[str, jax.Array], step_size: jax.Array, momentum_decay: jax.Array | None
-    ) -> tuple[dict[str, jax.Array], Any]:
+        self,
+        state: OptimizerState,
+        gradient: dict[str, jax.Array],
+        step_size: jax.Array,
+        momentum_decay: jax.Array | None,
+    ) -> tuple[dict[str, jax.Array], OptimizerState]:
         S = {name: momentum_decay * state[name] - step_size * g for name, g in gradient.items()}
         return S, S
 
@@ -144,8 +161,12 @@ class Muon(Optimizer):
         lookup("Newton–Schulz schedule", self.schedule, SCHEDULES)
 
     def update(
-        self, state: Any, gradient: dict[str, jax.Array], step_size: jax.Array, momentum_decay: jax.Array | None
-    ) -> tuple[dict[str, jax.Array], Any]:
+        self,
+        state: OptimizerState,
+        gradient: dict[str, jax.Array],
+        step_size: jax.Array,
+        momentum_decay: jax.Array | None,
+    ) -> tuple[dict[str, jax.Array], OptimizerState]:
         S = {name: momentum_decay * state[name] - g for name, g in gradient.items()}
         return {name: step_size * newton_schulz(s, self.steps, SCHEDULES[self.schedule]) for name, s in S.items()}, S
 

@@ -1,6 +1,6 @@
 """The cache of a state: a segment's memory moves to it, and tokens read it together with their own memory."""
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def _by_age(state: CachedState) -> tuple[jax.Array, jax.Array]:
 
 def read_cache(
     rule: CachedRule[Params], params: Params, state: CachedState, q: jax.Array, u: jax.Array | None, blend: jax.Array | None,
-    own_keys: jax.Array, own_read: Any, dtype: jnp.dtype,
+    own_keys: jax.Array, own_read: Callable[[Soup | None], jax.Array], dtype: jnp.dtype,
 ) -> jax.Array:  # fmt: skip
     """The tokens' reads of the cache and of their own memory.
 

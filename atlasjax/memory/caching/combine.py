@@ -6,20 +6,45 @@ A read here is one without the residual: M(φ(q)) − r(q).
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from atlasjax.memory import meshes
-from atlasjax.memory.gates import Weights
+from atlasjax.memory.fast_weights.chunk import Soup
+from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.rule import Params, Rule
 
 _BLOCK = 128  # tokens that read one memory together in `read_selected`
 
 
-def residual(rule: Rule[Params, Any], params: Params, q: jax.Array) -> jax.Array | None:
+class MixingRule(Protocol):
+    """What a `CachedRule` with `mixes_weights` asks of the rule inside it. Arguments as in `Rule`, in [batch, time, heads, …]."""
+
+    def scan(
+        self, params: PyTree, state: PyTree | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, *,
+        lengths: jax.Array | None = None, soup: Soup | None = None,
+    ) -> tuple[jax.Array, PyTree]: ...  # fmt: skip
+
+    def step(
+        self, params: PyTree, state: PyTree, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, soup: Soup | None = None
+    ) -> tuple[jax.Array, PyTree]: ...  # fmt: skip
+
+    def read_mixed(
+        self, dtype: jnp.dtype, params: PyTree, weights: Weights, q: jax.Array, gamma: jax.Array
+    ) -> jax.Array:
+        """Reads of one head, q [tokens, key_dim], from weights [1 + n, …] mixed by gamma [tokens, 1 + n]."""
+
+
+def mixing(rule: Rule) -> MixingRule:
+    """A rule as one whose reads mix weights; for the rule of a `CachedRule` with `mixes_weights`."""
+    return rule  # type: ignore[return-value]
+
+
+def residual(rule: Rule[Params, PyTree], params: Params, q: jax.Array) -> jax.Array | None:
     """`Rule.residual` for [..., heads, tokens, …]."""
     return jax.vmap(rule.residual, in_axes=(0, -3), out_axes=-3)(params, q)
 
@@ -174,8 +199,8 @@ def read_selected(
 
 
 def read_mixed(
-    rule: Any, dtype: jnp.dtype, params: Params, memories: Weights, q: jax.Array, gamma: jax.Array
+    rule: Rule, dtype: jnp.dtype, params: Params, memories: Weights, q: jax.Array, gamma: jax.Array
 ) -> jax.Array:
-    """Reads of a memory soup, with layers mixed for each token. Arguments as in `read_all`; the rule has `read_mixed`."""
-    one = functools.partial(rule.read_mixed, dtype)
+    """Reads of a memory soup, with layers mixed for each token. Arguments as in `read_all`; the rule is a `MixingRule`."""
+    one = functools.partial(mixing(rule).read_mixed, dtype)
     return jax.vmap(jax.vmap(one), in_axes=(None, 0, 0, 0))(params, memories, q, gamma)

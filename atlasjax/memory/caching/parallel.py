@@ -1,10 +1,11 @@
 """Memory Caching from a fresh memory: all segments of a call in parallel, each reading the ones before it."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from atlasjax.memory import grid, meshes
 from atlasjax.memory.caching import combine
@@ -12,6 +13,7 @@ from atlasjax.memory.caching import gates as gating
 from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import CachedState, Tokens, empty_cache, fresh_memory, in_segment
 from atlasjax.memory.fast_weights.chunk import Soup
+from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import choose
 from atlasjax.memory.rule import Params
 
@@ -83,7 +85,7 @@ def _layout(
 
 def _write(
     rule: CachedRule[Params], params: Params, rows: Tokens, lengths: jax.Array | None, resets: jax.Array | None
-) -> tuple[jax.Array, Any, Any]:
+) -> tuple[jax.Array, PyTree, PyTree | None]:
     """Reads M_t(q_t) of the segments' own memories, [segments, batch, C, heads, value_dim], the states at the segments' ends, and
     those at their starts (None if all are fresh)."""
     starts = None
@@ -98,7 +100,9 @@ def _write(
     else:
         fresh = fresh_memory(rule, params, batch)
 
-        def segment(state: Any, xs: Any) -> tuple[Any, Any]:
+        def segment(
+            state: PyTree, xs: tuple[Tokens, jax.Array | None, jax.Array | None]
+        ) -> tuple[PyTree, tuple[jax.Array, PyTree, PyTree | None]]:
             (q, k, v, gates, *_), lengths, reset = xs
             if reset is not None:
                 state = choose(reset, fresh, state)
@@ -116,8 +120,8 @@ def _write(
 
 
 def _read(
-    rule: CachedRule[Params], params: Params, rows: Tokens, y: jax.Array, weights: Any, visible: jax.Array,
-    starts: Any,
+    rule: CachedRule[Params], params: Params, rows: Tokens, y: jax.Array, weights: Weights, visible: jax.Array,
+    starts: PyTree | None,
 ) -> jax.Array:  # fmt: skip
     """The tokens' reads of all memories: [segments, batch, heads, C, value_dim].
 
@@ -159,7 +163,7 @@ def _read(
 
 
 def _read_selected(
-    rule: CachedRule[Params], params: Params, weights: Any, q: jax.Array, own_read: jax.Array, scores: jax.Array,
+    rule: CachedRule[Params], params: Params, weights: Weights, q: jax.Array, own_read: jax.Array, scores: jax.Array,
     own: jax.Array, seen: jax.Array, blend: jax.Array | None, dtype: jnp.dtype,
 ) -> jax.Array:  # fmt: skip
     count, batch, heads, size = q.shape[:4]
@@ -175,8 +179,8 @@ def _read_selected(
 
 
 def _read_soup(
-    rule: CachedRule[Params], params: Params, rows: Tokens, weights: Any, gamma: jax.Array, mine: jax.Array,
-    starts: Any,
+    rule: CachedRule[Params], params: Params, rows: Tokens, weights: Weights, gamma: jax.Array, mine: jax.Array,
+    starts: PyTree | None,
 ) -> jax.Array:  # fmt: skip
     """Runs the segments again, with the cached layers mixed into every read.
 
@@ -185,19 +189,17 @@ def _read_soup(
     mixed = jax.tree.map(lambda w: jnp.moveaxis(w, 0, 2), weights)  # [batch, heads, segments, out, in]
     shares = jnp.concatenate([mine[..., None], gamma], axis=-1)
 
-    inner: Any = rule.rule  # one that mixes weights
-
-    def segment(row: Tokens, shares: jax.Array, start: Any) -> jax.Array:
+    def segment(row: Tokens, shares: jax.Array, start: PyTree | None) -> jax.Array:
         q, k, v, gates, *_ = row
         soup = Soup(mixed, jnp.swapaxes(shares, 1, 2))
-        return inner.scan(params, start, q, k, v, gates, soup=soup)[0]
+        return combine.mixing(rule.rule).scan(params, start, q, k, v, gates, soup=soup)[0]
 
     y = jax.vmap(segment)(rows, shares, starts)
     return jnp.swapaxes(y.astype(mine.dtype), 2, 3)
 
 
 def _last_state(
-    rule: CachedRule[Params], params: Params, where: _Layout, rows: Tokens, ends: Any, weights: Any, time: int,
+    rule: CachedRule[Params], params: Params, where: _Layout, rows: Tokens, ends: PyTree, weights: Weights, time: int,
     segment_ids: jax.Array | None,
 ) -> CachedState:  # fmt: skip
     """The state after the call: the last segment's memory, and the earlier ones of its document."""

@@ -1,13 +1,15 @@
 """The definition of Memory Caching: token by token, with every memory kept and every soup formed. Slow on purpose; SEMANTICS 4."""
 
-from typing import Any
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from atlasjax.memory import meshes
 from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import Tokens, fresh_memory
+from atlasjax.memory.gates import Weights
 from atlasjax.memory.rule import Params
 
 
@@ -52,6 +54,19 @@ def _read(
     return skip + gamma[0] * (own_read - skip) + jnp.tensordot(gamma[1:], others, 1)
 
 
+class _Carry(TypedDict):
+    """Between tokens of one row: memories `first` to `last` of the cache, and the segment that is being read."""
+
+    online: PyTree
+    thetas: Weights
+    keys: jax.Array
+    key_sum: jax.Array
+    position: jax.Array
+    first: jax.Array
+    last: jax.Array
+    document: jax.Array
+
+
 def reference_cached(
     rule: CachedRule[Params], params: Params, tokens: Tokens, segment_ids: jax.Array | None = None
 ) -> jax.Array:
@@ -67,10 +82,10 @@ def reference_cached(
     most = time // rule.segment_size + 1
     when = lambda condition, a, b: jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
-    def token(carry: dict[str, Any], xs: Any) -> tuple[dict[str, Any], jax.Array]:
+    def token(carry: _Carry, xs: tuple[Tokens, jax.Array]) -> tuple[_Carry, jax.Array]:
         """One token of one row. The cache has a slot for every segment. Slots `first` to `last` belong to this document."""
         token, document = xs
-        c = dict(carry)
+        c = carry.copy()
         begins = (document != c["document"]) & (c["document"] >= 0)
         full = (c["position"] == rule.segment_size) & ~begins
         done = stop(rule.rule.cached_weights(c["online"]))
@@ -115,7 +130,7 @@ def reference_cached(
         )
         return c, y
 
-    carry = {
+    carry: _Carry = {
         "online": fresh,
         "thetas": {name: jnp.zeros((most, *w.shape[1:]), dtype) for name, w in theta.items()},
         "keys": jnp.zeros((most, heads, key_dim), dtype),

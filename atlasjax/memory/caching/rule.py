@@ -1,9 +1,9 @@
 """`CachedRule`: a memory rule whose memory is cached at the end of every segment and read together with the current one."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from atlasjax import check
 from atlasjax.memory.caching import state as states_lib
@@ -73,7 +73,7 @@ class CachedRule(WrappedRule[Params, CachedState]):
 
     has_connector: ClassVar[bool] = True
 
-    rule: Rule[Params, Any]
+    rule: Rule[Params, PyTree]
     aggregation: str = "grm"
     segment_size: int = 256
     top_k: int = 2
@@ -157,17 +157,17 @@ class CachedRule(WrappedRule[Params, CachedState]):
         return self.rule.weight_norm(state.online)
 
     def max_length(self, state: object) -> int | None:
-        keys: Any = getattr(state, "keys", None)
-        return keys.shape[2] * self.segment_size + 1 if getattr(keys, "ndim", 0) == 4 else 1
+        keys = getattr(state, "keys", None)
+        return keys.shape[2] * self.segment_size + 1 if keys is not None and getattr(keys, "ndim", 0) == 4 else 1
 
     def check_call(
         self,
         params: Params,
         state: CachedState | None,
-        q: object,
-        k: object,
-        v: object,
-        gates: object,
+        q: Float[Array, "*tokens heads key_dim"],
+        k: Float[Array, "*tokens heads key_dim"],
+        v: Float[Array, "*tokens heads value_dim"],
+        gates: Gates,
         *,
         time: bool,
         where: str,

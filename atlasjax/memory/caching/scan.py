@@ -1,12 +1,14 @@
 """Memory Caching over a sequence: from a fresh memory in parallel (`parallel`), from a state one segment after another."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from atlasjax.memory import grid, meshes
-from atlasjax.memory.caching import cache
+from atlasjax.memory.caching import cache, combine
 from atlasjax.memory.caching import gates as gating
 from atlasjax.memory.caching.parallel import parallel_scan
 from atlasjax.memory.caching.rule import CachedRule
@@ -47,7 +49,7 @@ def _from_state(
     wide = jnp.promote_types(dtype, jnp.float32)
     where = grid.continued_pieces(time, size, state.position)
 
-    def one(state: CachedState, xs: Any) -> tuple[CachedState, jax.Array]:
+    def one(state: CachedState, xs: tuple[Tokens, jax.Array]) -> tuple[CachedState, jax.Array]:
         row, length = xs
         state = cache.push(rule, params, state, (length > 0) & (state.position == size))
         up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
@@ -60,10 +62,10 @@ def _from_state(
         end = {}
 
         def own_read(soup: Soup | None) -> jax.Array:
-            options: dict[str, Any] = {} if soup is None else {"soup": soup}
-            y, end["state"] = rule.rule.scan(
-                params, state.online, row.q, row.k, row.v, row.gates, lengths=length, **options
-            )
+            run: Callable[..., tuple[jax.Array, PyTree]] = rule.rule.scan
+            if soup is not None:
+                run = functools.partial(combine.mixing(rule.rule).scan, soup=soup)
+            y, end["state"] = run(params, state.online, row.q, row.k, row.v, row.gates, lengths=length)
             return up(jnp.where(real[..., None, None], y, 0.0))
 
         u = None if row.connector is None else up(row.connector)

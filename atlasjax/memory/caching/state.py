@@ -1,9 +1,9 @@
 """The state of a cached memory."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from atlasjax import check
 from atlasjax.memory.gates import Gates
@@ -55,7 +55,7 @@ class CachedState(NamedTuple):
       cached_count: number of memories cached so far, including evicted ones, [batch].
     """
 
-    online: Any
+    online: PyTree
     cached: dict[str, Float[Array, "batch heads memories _ _"]]
     keys: Float[Array, "batch heads memories key_dim"]
     key_sum: Float[Array, "batch heads key_dim"]
@@ -90,17 +90,17 @@ def init_state(
     return empty_cache(rule, params, fresh_memory(rule, params, batch_size), places)
 
 
-def fresh_memory(rule: "CachedRule[Params]", params: Params, batch_size: int) -> Any:
+def fresh_memory(rule: "CachedRule[Params]", params: Params, batch_size: int) -> PyTree:
     """A fresh state of the inner rule, with room for the tokens of one segment."""
     return rule.rule.init_state(params, batch_size=batch_size, max_length=rule.segment_size)
 
 
-def in_segment(state: Any, segment: Int[Array, " batch"] | None) -> Any:
+def in_segment(state: PyTree, segment: Int[Array, " batch"] | None) -> PyTree:
     """A state of the inner rule with the segment id of its last token, [batch], where it keeps one."""
     return state._replace(segment=segment) if hasattr(state, "segment") else state
 
 
-def empty_cache(rule: "CachedRule[Params]", params: Params, online: Any, places: int) -> CachedState:
+def empty_cache(rule: "CachedRule[Params]", params: Params, online: PyTree, places: int) -> CachedState:
     """A fresh state whose empty cache has `places` slots, with `online` as the current memory."""
     weights = rule.rule.cached_weights(online)
     any_weight = next(iter(weights.values()))

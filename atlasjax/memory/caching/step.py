@@ -1,11 +1,13 @@
 """Memory Caching for one token."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
-from atlasjax.memory.caching import cache
+from atlasjax.memory.caching import cache, combine
 from atlasjax.memory.caching import gates as gating
 from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import CachedState, tokens_of
@@ -28,8 +30,10 @@ def xla_step(
     end = {}
 
     def own_read(soup: Soup | None) -> jax.Array:
-        options: dict[str, Any] = {} if soup is None else {"soup": soup._replace(gates=soup.gates[:, 0])}
-        y, end["state"] = rule.rule.step(params, state.online, tokens.q, tokens.k, tokens.v, tokens.gates, **options)
+        run: Callable[..., tuple[jax.Array, PyTree]] = rule.rule.step
+        if soup is not None:
+            run = functools.partial(combine.mixing(rule.rule).step, soup=soup._replace(gates=soup.gates[:, 0]))
+        y, end["state"] = run(params, state.online, tokens.q, tokens.k, tokens.v, tokens.gates)
         return up(y)
 
     u = None if tokens.connector is None else up(tokens.connector)

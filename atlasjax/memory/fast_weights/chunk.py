@@ -2,7 +2,8 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 
 from atlasjax.memory import blocks, limits, meshes
 from atlasjax.memory.axes import structures
+from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.fast_weights import bounds, dual, formed, sequential, step_sizes
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams
@@ -156,13 +158,13 @@ def run_chunk(
     params: MemoryParams,
     chunk_start: Weights | None,
     memory: Weights,
-    momentum: Any,
+    momentum: OptimizerState,
     window: Window | None,
     slot: Slot,
     first: jax.Array | None,
     count: jax.Array,
     soup: Weights | None,
-) -> tuple[Weights, Any, Window | None, jax.Array]:
+) -> tuple[Weights, OptimizerState, Window | None, jax.Array]:
     """One slot of one head. Returns (M, S, window, y) after it.
 
     Args:
@@ -223,7 +225,7 @@ def run_chunk(
         slot = slot._replace(step_size=scale)
     num_blocks = slot.q.shape[0] // plan.block
     moved = (moved or num_blocks > 1) and not rule.retention.decay_first
-    block_fn: Any = dual.dual_block
+    block_fn: Callable[..., tuple[Weights, OptimizerState, jax.Array]] = dual.dual_block
     if rule.is_sequential:
         block_fn = sequential.sequential_block
     elif rule.uses_muon:

@@ -9,9 +9,9 @@ import functools
 import json
 import math
 import pathlib
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from atlasjax import check
 from atlasjax.names import lookup
@@ -23,6 +23,7 @@ PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
 # "chunk_memory_muon": chunk_memory with per-token Muon, which is a separate program.
 KERNELS = ("chunk_memory", "chunk_memory_muon", "delta_rule")
 DTYPES = ("float32", "bfloat16")
+_Key = tuple[str, str, int, str, str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Measurement:
                 raise ValueError(f"{name}={getattr(self, name)!r}, should be a string.")
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> _Key:
         """The fields that identify a row; no two rows have the same key."""
         return self.platform, self.kernel, self.head_dim, self.dtype, self.implementation, self.device
 
@@ -88,7 +89,7 @@ def read(path: pathlib.Path = PATH) -> tuple[Measurement, ...]:
     if not isinstance(rows, list):
         raise ValueError(f"{path.name} holds {type(rows).__name__}, should be a list of rows.")
     names = {field.name for field in dataclasses.fields(Measurement)}
-    found: dict[tuple[Any, ...], Measurement] = {}
+    found: dict[_Key, Measurement] = {}
     for number, row in enumerate(rows, 1):
         where = f"{path.name}, row {number}"
         if not isinstance(row, dict) or set(row) != names:
@@ -107,7 +108,7 @@ def read(path: pathlib.Path = PATH) -> tuple[Measurement, ...]:
 _read_once = functools.cache(read)
 
 
-def fastest(kernel: str, head_dim: int, dtype: Any, path: pathlib.Path = PATH) -> dict[str, str]:
+def fastest(kernel: str, head_dim: int, dtype: DTypeLike, path: pathlib.Path = PATH) -> dict[str, str]:
     """The platforms on which a kernel is recorded as faster than the XLA engine.
 
     A traced program does not know its device. So a platform is included only if, on each of its devices measured with this head

@@ -3,8 +3,6 @@
 Newton–Schulz (Muon) and retention maps (`KL`, `Lq`) need the matrix itself. Only the matrices of one short block exist at a time.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -31,7 +29,7 @@ def muon_block(
     Newton–Schulz is not linear, so there is no dual form. The block starts at a multiple of `Muon.every` tokens from the start of
     its chunk, or is one token long with η masked by the caller.
     """
-    muon: Any = rule.optimizer
+    muon = rule.optimizer
     m = gates.step_size.shape[0]
     every = muon.every if m > 1 else 1
     writers = slice(every - 1, None, every)  # the last token of a block always writes

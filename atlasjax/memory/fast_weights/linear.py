@@ -17,7 +17,7 @@ U = Ũ − R̃ W_0ᵀ, W_end = W_0 Diag(A_end) + Uᵀ S̃ + Vᵀ K̃. The block 
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -278,11 +278,13 @@ def linear_scan(
     def prepare_slot(params: MemoryParams, slot: Slot) -> Prepared:
         return prepare(rule, dtype, _slot_tokens(rule, params, slot))
 
-    def read_slot(params: MemoryParams, inputs: Any) -> jax.Array:
+    def read_slot(params: MemoryParams, inputs: tuple[Slot, jax.Array, jax.Array | None]) -> jax.Array:
         slot, W, u = inputs
         return read(dtype, _slot_tokens(rule, params, slot), W, u).astype(dtype)
 
-    def step(W: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
+    def step(
+        W: jax.Array, xs: tuple[Prepared, jax.Array | None]
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
         block, reset = xs
         if reset is not None:
             W = jnp.where(reset[:, None, None, None], start, W)
@@ -290,7 +292,7 @@ def linear_scan(
         return after, (W, u)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def group(W: jax.Array, xs: Any) -> tuple[jax.Array, jax.Array]:
+    def group(W: jax.Array, xs: tuple[Slot, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
         slots, resets = xs
         blocks = over_heads(prepare_slot)(params, slots)
         last, (before, u) = meshes.scan(step, W, (blocks, resets))

@@ -1,8 +1,8 @@
 """`MemoryRule`: a point in the design space of fast-weight memories."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,13 @@ from atlasjax.memory.axes import features as features_lib
 from atlasjax.memory.axes import objectives, optimizers, structures
 from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import check_choice
+from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.check import check_range
 from atlasjax.memory.fast_weights import state as states_lib
 from atlasjax.memory.fast_weights.bounds import Bound, LimitedSlope, largest_norm, within_norm
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates, Weights
-from atlasjax.memory.rule import Rule, Sizes
+from atlasjax.memory.rule import Rule, ScanCall, Sizes
 
 if TYPE_CHECKING:
     from atlasjax.memory.fast_weights.chunk import Soup
@@ -206,24 +207,24 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
         """The stored memory at the start of a chunk, scaled to within `norm_bound`."""
         return stored if self.norm_bound is None else within_norm(self.norm_bound, stored)
 
-    def begin_momentum(self, momentum: Any) -> Any:
+    def begin_momentum(self, momentum: OptimizerState) -> OptimizerState:
         """S at the start of a chunk, scaled to within `norm_bound` unless it is a user-defined state."""
         summed = momentum is not None and (self.optimizer.is_linear or self.optimizer.orthogonalizes)
         return within_norm(self.norm_bound, momentum) if summed and self.norm_bound is not None else momentum
 
-    def start_momentum(self, stored: Weights) -> Any:
+    def start_momentum(self, stored: Weights) -> OptimizerState:
         """S_0 from stored memories, name → [batch, heads, out, in]. None if the optimizer has no state."""
         return jax.vmap(jax.vmap(self.optimizer.init))(stored)
 
     def write(
         self,
         stored: Weights,
-        momentum: Any,
+        momentum: OptimizerState,
         gradient: Weights,
         retention: Float[Array, ""] | Float[Array, " feature_dim"] | None,
         step_size: Float[Array, ""] | Float[Array, " value_dim"],
         momentum_decay: Float[Array, ""] | None,
-    ) -> tuple[Weights, Any]:
+    ) -> tuple[Weights, OptimizerState]:
         """One token of one head: (A_t, S_t) from (A_{t−1}, S_{t−1}) and g_t, by the formulas of the optimizer and the retention.
 
         Args:
@@ -273,10 +274,10 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
         Raises:
           ValueError: the rule's optimizer is not Muon.
         """
-        muon: Any = self.optimizer
+        muon = self.optimizer
         if not muon.orthogonalizes:
             raise ValueError(f"with_newton_schulz: the rule's optimizer is {muon!r}, not Muon.")
-        changed = dataclasses.replace(
+        changed = dataclasses.replace(  # type: ignore[type-var]
             muon, steps=muon.steps if steps is None else steps, schedule=muon.schedule if schedule is None else schedule
         )
         return dataclasses.replace(self, optimizer=changed)
@@ -323,7 +324,7 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
     def scan_part(
         self,
         axes: tuple[str, ...],
-        run: Callable[..., Any],
+        run: ScanCall[MemoryParams, MemoryState],
         params: MemoryParams,
         state: MemoryState | None,
         q: Float[Array, "batch time heads key_dim"],

@@ -1,7 +1,6 @@
 """`MemoryRule.scan`, the XLA engine: lays out a call as slots and scans them."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,10 @@ from atlasjax.memory import grid
 from atlasjax.memory.fast_weights.chunk import Plan, Slot, Soup, Window, plan
 from atlasjax.memory.fast_weights.linear import linear_scan
 from atlasjax.memory.fast_weights.rule import MemoryRule
-from atlasjax.memory.fast_weights.slots import Carry, cpu_lanes, from_slots, scan_slots, to_slots
+from atlasjax.memory.fast_weights.slots import Carry, SlotInputs, cpu_lanes, from_slots, scan_slots, to_slots
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
-from atlasjax.memory.gates import Gates
-from atlasjax.memory.grid import choose
+from atlasjax.memory.gates import Gates, Weights
+from atlasjax.memory.grid import MaybeArray, choose
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "max_segments"), inline=True)
@@ -44,7 +43,7 @@ def xla_scan(
     sizes = plan(rule, params, q.dtype, time)
     where = _layout(rule, sizes, state, fresh, batch, time, segment_ids, max_segments, lengths)
 
-    def put(x: Any, fill: float) -> Any:
+    def put(x: MaybeArray, fill: float) -> MaybeArray:
         return None if x is None else to_slots(x.astype(wide), sizes, where, fill)
 
     gamma = jnp.ones((batch, time, heads, 1), wide) if gates.window_weights is None else gates.window_weights
@@ -78,7 +77,11 @@ def xla_scan(
     return y, state_after(rule, state, carry, where, k, v, gates, segment_ids, lengths)
 
 
-def _run_slots(rule: MemoryRule, sizes: Plan, dtype: jnp.dtype, operands: Any) -> tuple[jax.Array, Carry]:
+# What a call gives to its slots: params, carry, inputs, first and soup of `slots.scan_slots`.
+_Operands = tuple[MemoryParams, Carry, SlotInputs, jax.Array | None, Weights | None]
+
+
+def _run_slots(rule: MemoryRule, sizes: Plan, dtype: jnp.dtype, operands: _Operands) -> tuple[jax.Array, Carry]:
     """All slots of a call, in the form that the rule allows. Operands as in `slots.scan_slots`."""
     params, carry, inputs, _, _ = operands
     if rule.is_linear:

@@ -13,22 +13,21 @@ Where a segment starts, the first rows start again at M_0, the learned start, an
 no effect on what follows. Whether the first token of a part starts one depends on the last token of the part before it.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from atlasjax.memory.fast_weights.rule import MemoryRule
-from atlasjax.memory.fast_weights.state import MemoryState, init_state
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
 from atlasjax.memory.gates import Gates
+from atlasjax.memory.rule import ScanCall
 
 _PRECISION = jax.lax.Precision.HIGHEST
 
 
 def scan_part(
-    rule: MemoryRule, axes: tuple[str, ...], run: Callable[..., Any],
-    params: Any, state: MemoryState | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, segment_ids: jax.Array | None,
+    rule: MemoryRule, axes: tuple[str, ...], run: ScanCall[MemoryParams, MemoryState],
+    params: MemoryParams, state: MemoryState | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
+    segment_ids: jax.Array | None,
 ) -> tuple[jax.Array, MemoryState]:  # fmt: skip
     """The part of one device, inside a `shard_map` that divides the tokens over `axes`.
 

@@ -4,28 +4,33 @@ A user-defined optimizer or retention can only be applied token by token. Gradie
 start, as outer products, and reads are computed together. Only the gradients and memories of one short block are formed.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import blocks, limits, meshes
+from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.blocks import BlockGates, Factors, Read, dot
 from atlasjax.memory.fast_weights import bounds, step_sizes
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.gates import Weights
 
+_Written = tuple[Weights, OptimizerState]
+# The gradient, retention, step size, momentum decay and flag of a token; what it should and could decrease its loss by.
+_Token = tuple[
+    Weights, jax.Array | None, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None
+]
+
 
 def sequential_block(
     rule: MemoryRule,
     memory: Weights,
-    momentum: Any,
+    momentum: OptimizerState,
     factors: dict[str, Factors],
     gates: BlockGates,
     origin: step_sizes.Origin | None,
     read: Read,
     dtype: jnp.dtype,
-) -> tuple[Weights, Any, jax.Array]:
+) -> tuple[Weights, OptimizerState, jax.Array]:
     """(M, S, y) after the block. Arguments as in `dual.dual_block`. The block starts at a multiple of `Optimizer.every` tokens from
     the start of its chunk, or is one token long with η masked by the caller."""
     m = gates.step_size.shape[0]
@@ -39,10 +44,12 @@ def sequential_block(
     if origin is not None:
         decrease, scale = (blocks.exact(gates.gamma, x) for x in (origin.losses.decrease, origin.losses.scale))
 
-    def write(carry: Any, token: Any) -> Any:
+    def write(carry: _Written, token: _Token) -> tuple[_Written, Weights]:
         memory, momentum = carry
         gradient, retention, step_size, theta, real, decrease, scale = token
         if origin is not None:
+            assert decrease is not None
+            assert scale is not None
             step_size = _bounded(rule, origin, memory, momentum, gradient, step_size, theta, decrease, scale)
         after = rule.write(memory, momentum, gradient, retention, step_size, theta)
         if real is not None:
@@ -60,7 +67,7 @@ def _bounded(
     rule: MemoryRule,
     origin: step_sizes.Origin,
     memory: Weights,
-    momentum: Any,
+    momentum: OptimizerState,
     gradient: Weights,
     step_size: jax.Array,
     theta: jax.Array | None,

@@ -5,17 +5,19 @@ Only the memories at chunk boundaries are stored for the backward pass. Everythi
 
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import grid, meshes
+from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.fast_weights.chunk import Plan, Slot, Window, run_chunk
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
-from atlasjax.memory.grid import choose
+from atlasjax.memory.grid import Tree, choose
 
 _GROUP_TOKENS = 32  # chunks shorter than this share one checkpoint
 _CPU_LANES = 4
@@ -42,13 +44,15 @@ class Carry(NamedTuple):
     """The carry between slots. Leaves [batch, heads, …]."""
 
     memory: Weights
-    momentum: Any
+    momentum: OptimizerState
     window: Window | None
     chunk_start: Weights
 
 
 # Slots [slots, batch, heads, …], and window_count, resets and filled of each slot, [slots, batch] (see `grid.Layout`).
 SlotInputs = tuple[Slot, jax.Array, jax.Array | None, jax.Array | None]
+_OfSlot = tuple[jax.Array, jax.Array | None, jax.Array | None]  # the last three for one slot
+_ChunkFn = Callable[..., tuple[Weights, OptimizerState, Window | None, jax.Array]]  # `run_chunk` of all rows
 
 
 def cpu_lanes(sizes: Plan, params: MemoryParams) -> int:
@@ -97,17 +101,24 @@ def scan_slots(
     by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None, None, 0))
     all_chunks = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0, 0))
 
-    def begin(weights: Any, begins: jax.Array | None, begun: Any = rule.begin_chunk) -> Any:
+    def begin(begun: Callable[[Tree], Tree], weights: Tree, begins: jax.Array | None) -> Tree:
         return begun(weights) if begins is None else choose(begins, begun(weights), weights)
 
     def by_batch(begins, params, chunk_start, memory, momentum, *rest):
-        momentum = begin(momentum, begins, rule.begin_momentum)
-        return all_chunks(params, chunk_start, begin(memory, begins), momentum, *rest)
+        momentum = begin(rule.begin_momentum, momentum, begins)
+        return all_chunks(params, chunk_start, begin(rule.begin_chunk, memory, begins), momentum, *rest)
 
     checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
     lane_params = tuple(zip(_split(params, lanes, 0), _split(soup, lanes, 1)))
 
-    def run_lane(constants: Any, carry: Carry, slot: Slot, rest: Any, first: Any, chunk_fn: Any) -> Any:
+    def run_lane(
+        constants: tuple[MemoryParams, Weights | None],
+        carry: Carry,
+        slot: Slot,
+        rest: _OfSlot,
+        first: jax.Array | None,
+        chunk_fn: _ChunkFn,
+    ) -> tuple[Carry, jax.Array]:
         params, mixed = constants
         count, resets, filled = rest
         memory, momentum = carry.memory, carry.momentum
@@ -119,7 +130,7 @@ def scan_slots(
         begins = None if first is None else first == 0
         if filled is not None:
             begins = filled if begins is None else begins & filled
-        start = checkpoint(begin)(memory, begins)
+        start = checkpoint(functools.partial(begin, rule.begin_chunk))(memory, begins)
         if first is not None:
             start = choose(first > 0, carry.chunk_start, start)
         given = None if first is None else start
@@ -130,7 +141,12 @@ def scan_slots(
         kept = start if filled is None else choose(filled, start, carry.chunk_start)
         return Carry(memory, momentum, window, kept), y.astype(dtype)
 
-    def run_slot(carries: Any, xs: Any, first: jax.Array | None, chunk_fn: Any) -> tuple[Any, Any]:
+    def run_slot(
+        carries: tuple[Carry, ...],
+        xs: tuple[tuple[Slot, ...], _OfSlot],
+        first: jax.Array | None,
+        chunk_fn: _ChunkFn,
+    ) -> tuple[tuple[Carry, ...], tuple[jax.Array, ...]]:
         slots, rest = xs
         results = [run_lane(*lane, rest, first, chunk_fn) for lane in zip(lane_params, carries, slots, strict=True)]
         return tuple(carry for carry, _ in results), tuple(y for _, y in results)
@@ -161,7 +177,7 @@ def scan_slots(
     return _join(y, 2), _join(carries, 1)
 
 
-def _split(tree: Any, lanes: int, axis: int) -> tuple[Any, ...]:
+def _split(tree: Tree, lanes: int, axis: int) -> tuple[Tree, ...]:
     """Equal parts of every leaf along its heads axis."""
     if lanes == 1:
         return (tree,)
@@ -171,7 +187,7 @@ def _split(tree: Any, lanes: int, axis: int) -> tuple[Any, ...]:
     return tuple(jax.tree.map(lambda x, i=i: part(x, i), tree) for i in range(lanes))
 
 
-def _join(trees: tuple[Any, ...], axis: int) -> Any:
+def _join(trees: tuple[Tree, ...], axis: int) -> Tree:
     if len(trees) == 1:
         return trees[0]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=axis), *trees)

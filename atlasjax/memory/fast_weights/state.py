@@ -1,12 +1,13 @@
 """The arrays of a fast-weight memory: learned parameters, and the recurrent state."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.check import check_floating, check_residual, check_shape
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class MemoryState(NamedTuple):
 
     memory: dict[str, Float[Array, "batch heads _out _in"]]
     chunk_start: dict[str, Float[Array, "batch heads _out _in"]] | None
-    momentum: Any
+    momentum: OptimizerState
     window_keys: Float[Array, "batch heads past key_dim"] | None
     window_values: Float[Array, "batch heads past value_dim"] | None
     window_thresholds: Float[Array, "batch heads past"] | None
@@ -181,5 +182,4 @@ def check_params(rule: "MemoryRule", params: MemoryParams, where: str = "memory.
 
 
 def _check_leaf(name: str, x: object, shape: tuple[int, ...], where: str) -> None:
-    check_shape(name, x, shape, where)
-    check_floating(name, x, where)
+    check_floating(name, check_shape(name, x, shape, where), where)

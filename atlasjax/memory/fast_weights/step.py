@@ -2,20 +2,20 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.fast_weights.chunk import Plan, Slot, Soup, Window, run_chunk
 from atlasjax.memory.fast_weights.linear import linear_scan
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.scan import window_count_of, window_of
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates, Weights
-from atlasjax.memory.grid import choose
+from atlasjax.memory.grid import MaybeArray, choose
 
-_Updated = tuple[Weights, Any, Weights | None, Window | None, jax.Array]
+_Updated = tuple[Weights, OptimizerState, Weights | None, Window | None, jax.Array]
 _Token = Callable[..., _Updated]
 
 
@@ -36,7 +36,7 @@ def xla_step(
     batch, heads, _ = q.shape
     sizes = Plan(1, 1, 1, q.dtype)
 
-    def up(x: Any) -> Any:
+    def up(x: MaybeArray) -> MaybeArray:
         return None if x is None else x.astype(wide)[:, :, None]
 
     step_size = gates.step_size
@@ -96,8 +96,8 @@ def _token_of_rows(
     every, inner = (functools.partial(token, rule, sizes) for token in (_token, _inner_token))
     some = functools.partial(_some_special, every, inner, special)
 
-    def together(*arguments: Any) -> _Updated:
-        return jax.lax.cond(jnp.any(special), every, inner, *arguments)
+    def together(params: MemoryParams, state: MemoryState, slot: Slot, soup: Weights | None) -> _Updated:
+        return jax.lax.cond(jnp.any(special), every, inner, params, state, slot, soup)
 
     # On GPUs the host waits for a condition, which is worth it only for an orthogonalization. On a CPU it pays to take out the rows
     # that need more; on other platforms the rows may be on several devices.
@@ -151,9 +151,9 @@ def _inner_token(
 
 
 def _run(
-    rule: MemoryRule, sizes: Plan, params: MemoryParams, state: MemoryState, start: Weights | None, memory: Weights, momentum: Any,
-    slot: Slot, soup: Weights | None,
-) -> tuple[Weights, Any, Window | None, jax.Array]:  # fmt: skip
+    rule: MemoryRule, sizes: Plan, params: MemoryParams, state: MemoryState, start: Weights | None, memory: Weights,
+    momentum: OptimizerState, slot: Slot, soup: Weights | None,
+) -> tuple[Weights, OptimizerState, Window | None, jax.Array]:  # fmt: skip
     """`run_chunk` of every batch element and head."""
 
     def chunk(params, start, memory, momentum, window, slot, count, mixed):

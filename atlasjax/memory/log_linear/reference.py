@@ -1,16 +1,27 @@
 """The definition of a log-linear memory: token by token, with every level written from its first segment. Slow on purpose;
 SEMANTICS 4.8."""
 
-from typing import Any
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from atlasjax.memory import meshes
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.log_linear.rule import LogLinearRule
 from atlasjax.memory.log_linear.state import count_levels, fresh_memory
 from atlasjax.memory.rule import Params
+
+
+class _Carry(TypedDict):
+    """Between tokens of one row: the memory of its segment, those of each span, and its place in its document."""
+
+    own: PyTree
+    before: list[PyTree]
+    now: list[PyTree]
+    position: jax.Array
+    document: jax.Array
 
 
 def reference_outputs(
@@ -32,7 +43,9 @@ def reference_outputs(
     ids = jnp.zeros((batch, time), jnp.int32) if segment_ids is None else segment_ids
     when = lambda condition, a, b: jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
-    def token(carry: dict[str, Any], xs: Any) -> tuple[dict[str, Any], jax.Array]:
+    def token(
+        carry: _Carry, xs: tuple[tuple[jax.Array, jax.Array, jax.Array, Gates], jax.Array]
+    ) -> tuple[_Carry, jax.Array]:
         """One token of one row. For each span, `now` is the memory of the current 2^j segments, `before` that of the last."""
         (q, k, v, gates), document = xs
         position = jnp.where(document == carry["document"], carry["position"], 0)
@@ -44,6 +57,7 @@ def reference_outputs(
             begins = position % span == 0
             before.append(when(begins, was_now, was_before))
             now.append(rule.rule.reference(params, when(begins, fresh, was_now), *one)[1])
+        assert gates.connector is not None
         weights = jax.nn.softplus(gates.connector)  # [heads, 1 + levels]
         skip = jax.vmap(rule.rule.residual)(params, q[:, None])
         skip = jnp.zeros_like(own_read[0, 0]) if skip is None else skip[:, 0]
@@ -56,7 +70,7 @@ def reference_outputs(
         carry = {"own": own, "before": before, "now": now, "position": position + 1, "document": document}
         return carry, y
 
-    start = {
+    start: _Carry = {
         "own": fresh,
         "before": [fresh] * len(spans),
         "now": [fresh] * len(spans),

@@ -1,9 +1,9 @@
 """`LogLinearRule`: a memory rule that keeps one memory for each level of a Fenwick tree over the earlier segments."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from atlasjax import check
 from atlasjax.memory import check as checks
@@ -43,7 +43,7 @@ class LogLinearRule(WrappedRule[Params, LogLinearState]):
 
     has_connector: ClassVar[bool] = True
 
-    rule: Rule[Params, Any]
+    rule: Rule[Params, PyTree]
     segment_size: int = 256
     levels: int = 15
 
@@ -96,10 +96,10 @@ class LogLinearRule(WrappedRule[Params, LogLinearState]):
         self,
         params: Params,
         state: LogLinearState | None,
-        q: Any,
-        k: object,
-        v: object,
-        gates: object,
+        q: Float[Array, "*tokens heads key_dim"],
+        k: Float[Array, "*tokens heads key_dim"],
+        v: Float[Array, "*tokens heads value_dim"],
+        gates: Gates,
         *,
         time: bool,
         where: str,
@@ -110,8 +110,8 @@ class LogLinearRule(WrappedRule[Params, LogLinearState]):
         shape = (*q.shape[:-1], 1 + self.levels)
         if connector is None:
             raise ValueError(f"{where}: gates.connector is missing; this rule needs it with shape {list(shape)}.")
-        checks.check_shape("gates.connector", connector, shape, where)
-        checks.check_floating("gates.connector", connector, where)
+        name = "gates.connector"
+        checks.check_floating(name, checks.check_shape(name, connector, shape, where), where)
         if state is not None:
             self.check_state(params, state, q.shape[0], q.shape[-2], where)
 

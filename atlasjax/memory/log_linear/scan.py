@@ -2,7 +2,6 @@
 another."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,14 @@ import jax.numpy as jnp
 from atlasjax.memory import grid, meshes
 from atlasjax.memory.caching import combine
 from atlasjax.memory.caching.state import in_segment
-from atlasjax.memory.gates import Gates
-from atlasjax.memory.grid import choose
+from atlasjax.memory.gates import Gates, Weights
+from atlasjax.memory.grid import Tree, choose
 from atlasjax.memory.log_linear import state as states
 from atlasjax.memory.log_linear.rule import LogLinearRule
 from atlasjax.memory.log_linear.state import LogLinearState
-from atlasjax.memory.rule import Params
+from atlasjax.memory.rule import Params, State
+
+_Tokens = tuple[jax.Array, jax.Array, jax.Array, Gates]  # q, k, v and the gates of the inner rule
 
 
 def xla_scan(
@@ -57,7 +58,7 @@ def _sequential(
     rule: LogLinearRule[Params],
     params: Params,
     state: LogLinearState,
-    tokens: Any,
+    tokens: _Tokens,
     weights: jax.Array,
     where: grid.Pieces,
 ) -> tuple[jax.Array, LogLinearState]:
@@ -69,7 +70,9 @@ def _sequential(
     copies = max(1, len(state.levels))
     resets = jnp.zeros_like(where.lengths, bool) if where.resets is None else where.resets
 
-    def piece(state: LogLinearState, xs: Any) -> tuple[LogLinearState, jax.Array]:
+    def piece(
+        state: LogLinearState, xs: tuple[tuple[_Tokens, jax.Array], jax.Array, jax.Array]
+    ) -> tuple[LogLinearState, jax.Array]:
         (row, weights), length, reset = xs
         state = state._replace(position=jnp.where(reset, 0, state.position))
         begins = (length > 0) & (state.position % rule.segment_size == 0)
@@ -96,7 +99,7 @@ def _sequential(
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def _parallel(
-    rule: LogLinearRule[Params], params: Params, tokens: Any, weights: jax.Array
+    rule: LogLinearRule[Params], params: Params, tokens: _Tokens, weights: jax.Array
 ) -> tuple[jax.Array, LogLinearState]:
     """A call from a fresh memory. The memories of level j continue those of level j − 1, whose segments are their first half."""
     batch, time = tokens[0].shape[:2]
@@ -138,15 +141,17 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _at(tree: Any, index: int | slice) -> Any:
+def _at(tree: Tree, index: int | slice) -> Tree:
     return jax.tree.map(lambda x: x[index], tree)
 
 
-def _from(tokens: Any, begin: int) -> Any:
+def _from(tokens: Tree, begin: int) -> Tree:
     return jax.tree.map(lambda x: x[:, begin:], tokens)
 
 
-def _continued(rule: LogLinearRule[Params], params: Params, starts: Any, tokens: Any, pairs: int, span: int) -> Any:
+def _continued(
+    rule: LogLinearRule[Params], params: Params, starts: State, tokens: _Tokens, pairs: int, span: int
+) -> State:
     """The memories [pairs, batch, …] of `span` tokens each, from those of their first halves."""
     second = lambda x: _flat(_pairs(x, 1, pairs, span)[:, :, span // 2 : span].swapaxes(0, 1))
     _, ends = rule.continue_segments(params, jax.tree.map(_flat, starts), *jax.tree.map(second, tokens))
@@ -163,7 +168,13 @@ def _pairs(x: jax.Array, axis: int, pairs: int, span: int) -> jax.Array:
 
 
 def _read_level(
-    rule: LogLinearRule[Params], dtype: jnp.dtype, pairs: int, span: int, params: Params, memories: Any, q: jax.Array
+    rule: LogLinearRule[Params],
+    dtype: jnp.dtype,
+    pairs: int,
+    span: int,
+    params: Params,
+    memories: Weights,
+    q: jax.Array,
 ) -> jax.Array:
     """The reads of one level, zero for tokens that do not read it: [batch, heads, time, value_dim].
 

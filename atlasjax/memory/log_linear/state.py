@@ -1,10 +1,10 @@
 """The state of a log-linear memory, and which of its memories are written and read in a segment."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from atlasjax.memory.caching import combine
 from atlasjax.memory.grid import choose
@@ -26,8 +26,8 @@ class LogLinearState(NamedTuple):
       position: number of tokens of the document read so far, [batch].
     """
 
-    own: Any
-    levels: tuple[Any, ...]
+    own: PyTree
+    levels: tuple[PyTree, ...]
     position: Int[Array, " batch"]
 
 
@@ -36,7 +36,7 @@ def count_levels(rule: "LogLinearRule", tokens: int) -> int:
     return min(rule.levels, ((tokens - 1) // rule.segment_size).bit_length())
 
 
-def fresh_memory(rule: "LogLinearRule[Params]", params: Params, batch_size: int) -> Any:
+def fresh_memory(rule: "LogLinearRule[Params]", params: Params, batch_size: int) -> PyTree:
     """A fresh state of the inner rule."""
     return rule.rule.init_state(params, batch_size=batch_size, max_length=rule.segment_size)
 
@@ -71,7 +71,7 @@ def bit(number: Int[Array, " batch"], j: int) -> Bool[Array, " batch"]:
     return (number >> j) & 1 == 1
 
 
-def writers(state: LogLinearState) -> Any:
+def writers(state: LogLinearState) -> PyTree:
     """The states that a segment may write, own and levels from 1 on, as one state of a larger batch. Level 0 is never written: it
     is the memory of a whole segment."""
     return jax.tree.map(lambda *x: jnp.concatenate(x), state.own, *state.levels[1:])
@@ -83,7 +83,7 @@ def written(number: Int[Array, " batch"], state: LogLinearState) -> Bool[Array, 
     return jnp.concatenate([jnp.ones(number.shape, bool), *higher])
 
 
-def with_written(state: LogLinearState, after: Any) -> LogLinearState:
+def with_written(state: LogLinearState, after: PyTree) -> LogLinearState:
     """The state with the memories of `writers` after they were written."""
     batch = state.position.shape[0]
     part = lambda i: jax.tree.map(lambda x: x[i * batch : (i + 1) * batch], after)

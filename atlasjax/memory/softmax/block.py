@@ -4,7 +4,7 @@ Within a block, the earlier cache changes only by decay and momentum. So its sum
 once, at the block's start, and advanced in time with two scalars. Each chunk then only has to sum over the block's own entries.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +63,19 @@ class Places(NamedTuple):
     reset: jax.Array | None
 
 
+# The chunk's number, q, coefficients and start; the sums over the earlier cache for its keys and queries; whether it resets.
+_ChunkInputs = tuple[
+    jax.Array | np.ndarray, jax.Array, Coefficients, Transition, Partial | None, Partial, jax.Array | None
+]
+
+
 def visible(
-    rule: SoftmaxRule, read_at: Any, read_segment: Any, entry: Any, real: jax.Array, segment: jax.Array | None
+    rule: SoftmaxRule,
+    read_at: jax.Array | np.ndarray,
+    read_segment: jax.Array | None,
+    entry: jax.Array | np.ndarray,
+    real: jax.Array,
+    segment: jax.Array | None,
 ) -> jax.Array:
     """Whether a read sees an entry, [r or 1, n]: it must be real, not later, within the cache's window and of the same segment.
 
@@ -74,6 +85,7 @@ def visible(
     if rule.cache_window is not None:
         sees = sees & (entry[None] > read_at[:, None] - rule.cache_window)
     if segment is not None:
+        assert read_segment is not None
         sees = sees & (segment[None] == read_segment[:, None])
     return sees
 
@@ -207,7 +219,7 @@ def run_block(
     key_part, query_part = _by_chunk(rule, sizes, part)
     entry = jnp.arange(c - 1 + sizes.block)
 
-    def chunk(carry: Carry, xs: Any) -> tuple[Carry, jax.Array]:
+    def chunk(carry: Carry, xs: _ChunkInputs) -> tuple[Carry, jax.Array]:
         n, q, coef, start, key_part, query_part, reset = xs
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, n * b, E)
         put = lambda x, new, at: jax.lax.dynamic_update_slice_in_dim(x, new, at, 0)
@@ -253,6 +265,8 @@ def run_block(
         raw = sums.scores(rule, q, jnp.concatenate([k[:old], k_chunk]), dtype)
         decay, momentum = A * start.decay, None
         if s is not None:
+            assert start.momentum is not None
+            assert start.momentum_decay is not None
             momentum = A * start.momentum + s * start.momentum_decay
         kappa, value, mass = sums.join(rule, query_part, decay, momentum, raw, weight, sees)
         kappa_old, kappa = kappa[:, :old], kappa[:, old:]

@@ -7,7 +7,7 @@ with later entries masked. A block stores only its carry and its sums over the c
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 
 from atlasjax.memory import meshes
 from atlasjax.memory.gates import Weights
+from atlasjax.memory.grid import Tree
 from atlasjax.memory.softmax.block import Carry, Places, Sizes, Tokens, read_rows, run_block, visible
 from atlasjax.memory.softmax.coefficients import Transition
 from atlasjax.memory.softmax.rule import SoftmaxRule
@@ -121,20 +122,22 @@ def _places(rule: SoftmaxRule, sizes: Sizes, indices: Indices, g: jax.Array) -> 
     )
 
 
-def _slice(tree: Any, span: Span) -> Any:
+def _slice(tree: Tree, span: Span) -> Tree:
     return jax.tree.map(lambda x: x[span.first : span.stop], tree)
 
 
-def _join(parts: list[Any]) -> Any:
+def _join(parts: list[Tree]) -> Tree:
     return jax.tree.map(lambda *x: jnp.concatenate(x), *parts) if len(parts) > 1 else parts[0]
 
 
 def _forward(
     rule: SoftmaxRule, sizes: Sizes, initial: Weights, carry: Carry, cache: Cache, xs: Xs, indices: Indices
-) -> tuple[jax.Array, Carry, Cache, Any]:
+) -> tuple[jax.Array, Carry, Cache, tuple[Carry, Partial]]:
     before = cache.decay.shape[0] - sizes.blocks * sizes.block
 
-    def body(state: tuple[Carry, Cache], x: tuple[Xs, jax.Array], span: Span) -> tuple[Any, Any]:
+    def body(
+        state: tuple[Carry, Cache], x: tuple[Xs, jax.Array], span: Span
+    ) -> tuple[tuple[Carry, Cache], tuple[jax.Array, Carry, Partial]]:
         (carry, cache), (block, g) = state, x
         prefix = jax.tree.map(lambda x: _cut(x, g, sizes, span), cache)
         part = _read(rule, sizes, span, block.tokens, prefix, block.since, indices, g)
@@ -184,7 +187,9 @@ def _run_backward(rule, sizes, saved, cotangents):  # type: ignore[no-untyped-de
     before = cache.decay.shape[0] - sizes.blocks * sizes.block
     add = lambda a, b: jax.tree.map(jnp.add, a, b)
 
-    def body(state: Any, x: Any, span: Span) -> tuple[Any, Any]:
+    def body(
+        state: tuple[Weights, Carry, Cache], x: tuple[Xs, Carry, Partial, jax.Array, jax.Array], span: Span
+    ) -> tuple[tuple[Weights, Carry, Cache], Xs]:
         ct_initial, ct_carry, ct_cache = state
         block, carry, part, ct_y, g = x
         run = lambda initial, carry, part, tokens: run_block(
@@ -203,7 +208,7 @@ def _run_backward(rule, sizes, saved, cotangents):  # type: ignore[no-untyped-de
         return (add(ct_initial, more), ct_carry, ct_cache), Xs(add(ct_tokens, read_tokens), ct_since)
 
     state = (jax.tree.map(jnp.zeros_like, initial), ct_carry, ct_cache)
-    by_span: list[Any] = []
+    by_span: list[Xs] = []
     for span in reversed(_spans(rule, sizes, before)):
         x = (*_slice((xs, carries, parts, ct_y), span), jnp.arange(span.first, span.stop))
         state, ct_xs = meshes.scan(functools.partial(body, span=span), state, x, reverse=True)

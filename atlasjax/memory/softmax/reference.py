@@ -4,7 +4,6 @@ Slow and simple on purpose. SEMANTICS sections 1 and 2.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -160,7 +159,9 @@ def reference_scan(
     }
     per_batch = {"position": jnp.zeros_like(state.position), "count": state.num_tokens, "segment": state.segment}
 
-    def one_head(initial: dict, per_head: dict, per_batch: dict, tokens: dict, in_batch: dict) -> Any:
+    def one_head(
+        initial: dict, per_head: dict, per_batch: dict, tokens: dict, in_batch: dict
+    ) -> tuple[jax.Array, dict, jax.Array]:
         index = before + jnp.cumsum(in_batch["real"]) - 1
         body = lambda c, x: _token(rule, initial, c, x)
         last, y = meshes.scan(body, {**per_head, **per_batch}, {**tokens, **in_batch, "index": index})

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -217,8 +217,8 @@ class SoftmaxRule(Rule[SoftmaxParams, SoftmaxState]):
         return Sizes(num_heads, params.key_dim, params.value_dim)
 
     def max_length(self, state: object) -> int | None:
-        keys: Any = getattr(state, "keys", None)
-        return max(1, keys.shape[2]) if getattr(keys, "ndim", 0) == 4 else 1
+        keys = getattr(state, "keys", None)
+        return max(1, keys.shape[2]) if keys is not None and getattr(keys, "ndim", 0) == 4 else 1
 
     def suggested_steps(
         self, key_dim: int, value_dim: int, forgetting: np.ndarray, momentum_decay: np.ndarray, window_weights: np.ndarray,

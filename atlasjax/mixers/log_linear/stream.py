@@ -1,7 +1,7 @@
 """Streaming log-linear attention: one token, or the next piece of a stream."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +159,11 @@ def extend(
     return jnp.swapaxes(y, 2, 3).reshape(q.shape[0], -1, *v.shape[2:])[:, :time].astype(q.dtype), state
 
 
-def _extend_piece(state: LogLinearState, xs: Any) -> tuple[LogLinearState, jax.Array]:
+# q, k, v, weights, decay and connector of a piece.
+_Tokens = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array | None]
+
+
+def _extend_piece(state: LogLinearState, xs: tuple[_Tokens, jax.Array]) -> tuple[LogLinearState, jax.Array]:
     """Tokens [batch, heads, block, …], of which the first `length` exist. The others have zero keys and values."""
     (q, k, v, weights, decay, connector), length = xs
     einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -178,6 +182,7 @@ def _extend_piece(state: LogLinearState, xs: Any) -> tuple[LogLinearState, jax.A
         scores += einsum("bhts,btsm->bhtm", einsum("bhtd,bhsd->bhts", connector, k) * past, one_hot(of_token))
         shares = softmax(scores / jnp.left_shift(1, jnp.maximum(level - 1, 0)), t[:, None, :, None])
     else:
+        assert weights is not None
         shares = weights
     share_of = lambda x: jnp.take_along_axis(shares, jnp.broadcast_to(x[:, None], (*q.shape[:3], x.shape[2])), axis=3)
     from_start, pairwise = jax.vmap(jax.vmap(decay_products))(decay)

@@ -1,11 +1,12 @@
 """Log-linear attention (Guo et al. 2025) as layers: one state per level of a Fenwick tree, with weights λ as in the paper or from
 Memory Caching's gates."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import PyTree
 
 from atlasjax.mixers import log_linear
 from atlasjax.nn.attention import output_projection
@@ -33,7 +34,7 @@ class LogLinearTokens(NamedTuple):
     k: jax.Array
     v: jax.Array
     retention: jax.Array | None
-    rest: Any
+    rest: PyTree
     weights: jax.Array | None = None
     connector: jax.Array | None = None
 
@@ -76,8 +77,10 @@ def init_state(
     )
 
 
-def recur(tokens: LogLinearTokens, state: Any, segment_ids: jax.Array | None) -> tuple[jax.Array, Any]:
-    """y and the next state: of whole sequences if `state` is None, otherwise of the next piece."""
+def recur(
+    tokens: LogLinearTokens, state: log_linear.LogLinearState | None, segment_ids: jax.Array | None
+) -> tuple[jax.Array, log_linear.LogLinearState | None]:
+    """y and the next state: of whole sequences, and None, if `state` is None; otherwise of the next piece."""
     q, k, v, retention, _, weights, connector = tokens
     if state is not None:
         if weights is not None:

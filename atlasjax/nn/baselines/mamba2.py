@@ -1,6 +1,6 @@
 """Mamba-2 (Dao & Gu 2024): state space duality (SSD) in a gated block."""
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,9 +82,8 @@ class Mamba2Mixer(RecurrentMixer):
         self.D = param(jnp.ones(self.num_heads), "heads")
         self.norm = RMSNorm((inner,), ("heads",), config.norm_eps, ssm.groups)
         self.out = output_projection(config, rngs, inner=inner)
-        own: Any = type(self)
         self.rule: memory.Rule = mamba2.RULE
-        if own.takes_caching:
+        if type(self).takes_caching:
             self.rule, self.cache = with_caching(config, mamba2.RULE, self.num_heads, self.state_dim, rngs)
 
     @property

@@ -1,10 +1,11 @@
 """Base classes of the recurrent baselines: project the tokens, run a recurrence over them, project the output."""
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import PyTree
 
 from atlasjax import memory
 from atlasjax.nn.attention import output_projection
@@ -22,8 +23,8 @@ class RecurrentState(NamedTuple):
       recurrence: the recurrence's own state, float32.
     """
 
-    inputs: Any
-    recurrence: Any
+    inputs: PyTree
+    recurrence: PyTree
 
 
 class RecurrentMixer(nnx.Module):
@@ -42,25 +43,25 @@ class RecurrentMixer(nnx.Module):
     dtype: jnp.dtype
     cache: CacheGates | None = None
 
-    def start_inputs(self, batch_size: int, dtype: jnp.dtype) -> Any:
+    def start_inputs(self, batch_size: int, dtype: jnp.dtype) -> PyTree:
         """The state of `project` before the first token."""
         raise NotImplementedError
 
-    def start_recurrence(self, batch_size: int) -> Any:
+    def start_recurrence(self, batch_size: int) -> PyTree:
         """The recurrence's state before the first token."""
         raise NotImplementedError
 
-    def project(self, x: jax.Array, inputs: Any, segment_ids: jax.Array | None) -> tuple[Any, Any]:
+    def project(self, x: jax.Array, inputs: PyTree, segment_ids: jax.Array | None) -> tuple[PyTree, PyTree]:
         """[batch, time, dim] → tokens, and the next `inputs`."""
         raise NotImplementedError
 
     def recur(
-        self, tokens: Any, state: Any, segment_ids: jax.Array | None, max_segments: int | None
-    ) -> tuple[jax.Array, Any]:
+        self, tokens: PyTree, state: PyTree, segment_ids: jax.Array | None, max_segments: int | None
+    ) -> tuple[jax.Array, PyTree]:
         """Tokens → y and the next state. `state` None means the state before the first token."""
         raise NotImplementedError
 
-    def output(self, y: jax.Array, tokens: Any) -> jax.Array:
+    def output(self, y: jax.Array, tokens: PyTree) -> jax.Array:
         """y → [batch, time, dim]."""
         raise NotImplementedError
 
@@ -94,8 +95,8 @@ class RecurrentMixer(nnx.Module):
         return self.output(y, tokens), RecurrentState(inputs, recurrence)
 
     def _tokens(
-        self, x: jax.Array, inputs: Any, segment_ids: jax.Array | None, **more: jax.Array | None
-    ) -> tuple[Any, Any]:
+        self, x: jax.Array, inputs: PyTree, segment_ids: jax.Array | None, **more: jax.Array | None
+    ) -> tuple[PyTree, PyTree]:
         """`project`, with the gates of Memory Caching."""
         tokens, inputs = self.project(x, inputs, segment_ids, **more)
         if self.cache is not None:
@@ -120,7 +121,7 @@ class Tokens(NamedTuple):
     k: jax.Array
     v: jax.Array
     gates: memory.Gates
-    rest: Any = None
+    rest: PyTree = None
 
 
 class MatrixMixer(RecurrentMixer):
@@ -146,8 +147,8 @@ class MatrixMixer(RecurrentMixer):
         return RecurrentState(self.start_inputs(batch_size, self.dtype), recurrence)
 
     def recur(
-        self, tokens: Tokens, state: Any, segment_ids: jax.Array | None, max_segments: int | None
-    ) -> tuple[jax.Array, Any]:
+        self, tokens: Tokens, state: PyTree, segment_ids: jax.Array | None, max_segments: int | None
+    ) -> tuple[jax.Array, PyTree]:
         return run_memory(self.rule, tokens, state, segment_ids, max_segments)
 
 
@@ -157,7 +158,7 @@ def _zero(num_heads: int, key_dim: int, value_dim: int) -> memory.MemoryParams:
 
 def start_memory(
     rule: memory.Rule, batch_size: int, num_heads: int, key_dim: int, value_dim: int, max_length: int | None = None
-) -> Any:
+) -> PyTree:
     """The state of a matrix memory that starts at zero. `max_length`: see `memory.init_state`."""
     params = _zero(num_heads, key_dim, value_dim)
     return memory.init_state(rule, params, batch_size=batch_size, max_length=max_length)
@@ -166,10 +167,10 @@ def start_memory(
 def run_memory(
     rule: memory.Rule,
     tokens: Tokens,
-    state: Any,
+    state: PyTree,
     segment_ids: jax.Array | None,
     max_segments: int | None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, PyTree]:
     """`memory.scan` of a matrix memory that starts at zero; `memory.step` for one token of a stream."""
     q, k, v, gates, _ = tokens
     params = _zero(q.shape[2], q.shape[3], v.shape[3])

@@ -1,6 +1,7 @@
 """RWKV-7's time mixing (Peng et al. 2025): per-channel decay, with separate removal and replacement keys."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ class LowRank(nnx.Module):
         self.up = Linear((rank, *shape), (None, "heads", None), scale=0.1, rngs=rngs)
         self.bias = None if bias is None else param(jnp.asarray(bias, jnp.float32).reshape(shape), "heads", None)
 
-    def __call__(self, x: jax.Array, activation: Any = None) -> jax.Array:
+    def __call__(self, x: jax.Array, activation: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
         """[..., dim] → [..., heads, size], float32."""
         low = float32_product(x, self.down)
         y = float32_product(low if activation is None else activation(low), self.up)

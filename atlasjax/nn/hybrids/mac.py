@@ -1,11 +1,12 @@
 """Memory as a context (MAC, Titans §4.1): segments of tokens attend to what they retrieve from memory, then write to it."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import PyTree
 
 from atlasjax import memory
 from atlasjax.memory import grid
@@ -18,6 +19,7 @@ from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, l2_normalize
 from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState
 from atlasjax.nn.parameters import values
 
+_KeysAndValues = tuple[jax.Array, jax.Array]
 Scan = Callable[[jax.Array, MemoryMixerState], tuple[jax.Array, jax.Array, MemoryMixerState]]
 
 
@@ -34,7 +36,7 @@ class MACState(NamedTuple):
 
     conv: jax.Array
     memory: MemoryMixerState
-    start: Any
+    start: PyTree
     tokens: KVCache
     retrieved: KVCache
 
@@ -173,8 +175,8 @@ class MACMixer(nnx.Module):
         return self._pieces(self._token, 1, starts, time, x, queries, y, state)
 
     def _pieces(
-        self, run: Callable[..., Any], size: int, starts: jax.Array, end: Any, x: jax.Array, queries: jax.Array,
-        y: jax.Array, state: MACState,
+        self, run: Callable[[jax.Array, jax.Array, MACState], tuple[jax.Array, MACState]], size: int, starts: jax.Array,
+        end: jax.Array | int, x: jax.Array, queries: jax.Array, y: jax.Array, state: MACState,
     ) -> tuple[jax.Array, MACState]:  # fmt: skip
         """Runs consecutive pieces of `size` tokens. In each row only the pieces that start before `end` have an effect.
 
@@ -220,7 +222,7 @@ class MACMixer(nnx.Module):
     def _token(self, x: jax.Array, queries: jax.Array, state: MACState) -> tuple[jax.Array, MACState]:
         """One token, anywhere in a segment."""
         position = state.tokens.position
-        q, rotated, token, retrieved = self._look(
+        q, rotated, token, recalled = self._look(
             x, queries, self.memory.rule.with_read_part(state.start, state.memory.memory), position[:, None]
         )
         rows = jnp.arange(x.shape[0])
@@ -228,7 +230,7 @@ class MACMixer(nnx.Module):
         put = lambda old, new: old.at[rows, position].set(new[:, 0])
         tokens, retrieved = (
             KVCache(put(cache.keys, k), put(cache.values, v), after)
-            for cache, (k, v) in ((state.tokens, token), (state.retrieved, retrieved))
+            for cache, (k, v) in ((state.tokens, token), (state.retrieved, recalled))
         )
         earlier = (jnp.arange(self.segment_size) <= position[:, None])[:, None]
         a = self._attend(q, rotated, tokens[:2], retrieved[:2], earlier)
@@ -242,7 +244,9 @@ class MACMixer(nnx.Module):
         q = l2_normalize(jax.nn.silu(mixed).reshape(*x.shape[:2], self.attention.heads, -1))
         return q.astype(x.dtype), conv
 
-    def _look(self, x: jax.Array, queries: jax.Array, start: Any, position: jax.Array) -> tuple[Any, Any, Any, Any]:
+    def _look(
+        self, x: jax.Array, queries: jax.Array, start: PyTree, position: jax.Array
+    ) -> tuple[jax.Array, jax.Array, _KeysAndValues, _KeysAndValues]:
         """Retrieval and projections: q, rotated q, and (rotated keys, values) of the tokens and of the retrieved tokens."""
         h = memory.read(self.memory.rule, values(self.memory.memory), start, queries)
         r = self.retrieved(self.retrieved_norm(h).reshape(*x.shape[:2], -1))
@@ -251,7 +255,9 @@ class MACMixer(nnx.Module):
         turn = lambda z: self.attention.rotate(z, position)
         return q, turn(q), (turn(k), v), (turn(rk), rv)
 
-    def _attend(self, q: jax.Array, rotated: jax.Array, tokens: Any, retrieved: Any, visible: jax.Array) -> jax.Array:
+    def _attend(
+        self, q: jax.Array, rotated: jax.Array, tokens: _KeysAndValues, retrieved: _KeysAndValues, visible: jax.Array
+    ) -> jax.Array:
         """[batch, time, heads, value_dim]. visible: [batch, time, keys], the mask for tokens and for retrieved tokens."""
         sources = [Source(rotated, k, v, visible) for k, v in (tokens, retrieved)]
         persistent = self.attention.persistent()
