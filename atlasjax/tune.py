@@ -22,7 +22,7 @@ from atlasjax.memory import tuned
 from atlasjax.memory.backends import BACKENDS, Backend
 from atlasjax.memory.fast_weights.fastest import LEAST_RATIO
 from atlasjax.memory.tuned import Choice
-from atlasjax.presets import has_memory
+from atlasjax.nn.mixers import memory_calls
 from atlasjax.train.config import TrainConfig
 
 # The largest error, relative to the largest entry of the exact result, at which a result counts as right. Rounding errors in
@@ -76,16 +76,16 @@ def sizes_of(config: TrainConfig) -> Sizes:
       ValueError: the model has no memory that kernels could run, or the mesh does not fit the devices.
     """
     model = config.model
-    rule = model.memory.build() if has_memory(model) else None
-    if rule is None or not rule.has_kernels:
-        what = "no memory" if rule is None else f"a {type(rule).__name__}, for which there are no kernels"
+    calls = memory_calls(model)
+    served = [call for call in calls if call.rule.has_kernels]
+    if not served:
+        what = f"a {type(calls[0].rule).__name__}, for which there are no kernels" if calls else "no memory"
         raise ValueError(f"the model has {what}; there is nothing to choose.")
-    mesh = make_mesh(config.mesh)
+    mesh, (rule, heads, key_dim, value_dim) = make_mesh(config.mesh), served[0]
     batch = config.data.batch_size // config.accumulation // batch_shards(mesh)
     return Sizes(  # rules with kernels are MemoryRules
         rule,  # type: ignore[arg-type]
-        max(batch, 1), config.data.sequence_length, max(model.num_heads // mesh.shape["tensor"], 1),
-        model.resolved_head_dim, model.value_dim, model.dtype,
+        max(batch, 1), config.data.sequence_length, max(heads // mesh.shape["tensor"], 1), key_dim, value_dim, model.dtype,
     )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ MAY_IMPORT = {
         "atlasjax.train",
     }
     | FOUNDATION,
-    "atlasjax.tune": {"atlasjax", "atlasjax.distributed", "atlasjax.memory", "atlasjax.presets", "atlasjax.train"}
+    "atlasjax.tune": {"atlasjax", "atlasjax.distributed", "atlasjax.memory", "atlasjax.nn", "atlasjax.train"}
     | FOUNDATION,
     "atlasjax.plan": {"atlasjax", "atlasjax.distributed", "atlasjax.nn", "atlasjax.train"} | FOUNDATION,
 }

@@ -164,6 +164,8 @@ def test_the_sizes_of_a_preset():
     found = sizes_of(config)
     assert (found.batch_size, found.time, found.num_heads, found.dtype) == (4, 256, 4, config.model.dtype)
     assert found.rule == config.model.memory.build()
+    found = sizes_of(default_config("gated-deltanet-tiny"))
+    assert (found.rule, found.num_heads, found.key_dim, found.value_dim) == (rules.gated_delta_rule(), 4, 32, 64)
 
 
 @pytest.mark.parametrize(

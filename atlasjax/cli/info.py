@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from atlasjax.cli.parsing import parse
 from atlasjax.distributed.mesh import MeshConfig
 from atlasjax.nn import ModelConfig
+from atlasjax.nn.mixers import memory_calls
 from atlasjax.plan import Plan, device_hours, forward_flops_per_token, plan_training, suggested_mesh
 from atlasjax.plan.topology import check_topology
 from atlasjax.plan.training import UTILIZATION
@@ -78,7 +79,7 @@ def run(arguments: Sequence[str]) -> None:
 def _config(command: InfoCommand, preset: str) -> TrainConfig:
     config = default_config(preset)
     if command.implementation is not None:
-        if not has_memory(config.model):
+        if not memory_calls(config.model):
             raise ConfigError(
                 f"implementation is {command.implementation!r}, but {preset} has no memory whose implementation it could choose."
             )

@@ -69,7 +69,8 @@ class MemoryConfig:
         rules that need no bound.
       caching: how memories of earlier segments are cached and read. None: no Memory Caching.
       implementation: backend of `memory.scan` for whole sequences, as in training: "xla", "pallas_tpu", "pallas_gpu", or None for
-        the one recorded as fastest. Streams always use "xla".
+        the one recorded as fastest. It also decides for the baselines that are a memory rule with one matrix per head (DeltaNet,
+        Gated DeltaNet, RetNet, Mamba-2, …). Streams always use "xla".
 
     Raises:
       ValueError: a name is unknown, the rule does not accept an override, or choices conflict.

@@ -1,6 +1,6 @@
 """A memory as a layer: projections, short convolutions and gates around `atlasjax.memory`."""
 
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +8,12 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from atlasjax import memory
-from atlasjax.memory.backends import needs_partition
 from atlasjax.nn.attention import output_projection
 from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.execution import Execution, MemoryCall, execution
 from atlasjax.nn.gates import GateProjection
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, l2_normalize
 from atlasjax.nn.parameters import param, values
-from atlasjax.nn.partition import mesh_partition, time_partition
 
 
 class MemoryMixerState(NamedTuple):
@@ -42,13 +41,6 @@ def memory_params(
 
     initial = memory.init_params(rule, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
     return jax.tree_util.tree_map_with_path(one, initial)
-
-
-class _Execution(TypedDict):
-    """Arguments of `memory.scan`."""
-
-    implementation: str | None
-    partition: memory.Partition | None
 
 
 class MemoryHeads(nnx.Module):
@@ -93,9 +85,15 @@ class MemoryHeads(nnx.Module):
             max_step=config.memory.max_step, similar_keys=similar_keys, rngs=rngs,
         )  # fmt: skip
         self.undivided = rule.undivided  # see `mixers.check_divided`
+        self.key_dim, self.value_dim = head_dim, config.value_dim
         self.memory = nnx.data(
             memory_params(self.rule, rngs.params(), heads, head_dim, config.value_dim, self.gates.start_scale)
         )
+
+    @property
+    def memory_call(self) -> MemoryCall:
+        """What a whole sequence is read with."""
+        return MemoryCall(self.rule, self.heads, self.key_dim, self.value_dim)
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> MemoryMixerState:
         """The state before the first token. `max_length`: see `memory.init_state`."""
@@ -123,11 +121,8 @@ class MemoryHeads(nnx.Module):
         )  # fmt: skip
         return y, gate, self.rule.weight_norm(after)
 
-    def _execution(self, q: jax.Array, v: jax.Array) -> _Execution:
-        """What `memory.scan` is told of the implementation, which may have to be split by hand over the devices of a mesh."""
-        sizes = (q.shape[0], self.heads, q.shape[1])
-        split = mesh_partition if needs_partition(self.implementation, self.rule, q, v) else time_partition
-        return {"implementation": self.implementation, "partition": split(*sizes)}
+    def _execution(self, q: jax.Array, v: jax.Array) -> Execution:
+        return execution(self.implementation, self.rule, q, v)
 
     def scan_segment(self, x: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, jax.Array, MemoryMixerState]:
         """`scan_from` for whole chunks from a state at the start of a chunk, by the implementation of the config."""

@@ -14,6 +14,7 @@ from atlasjax.nn import baselines
 from atlasjax.nn.attention import AttentionMixer, SlidingWindowMixer
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.elastic import BlockMixer, ElasticMixer
+from atlasjax.nn.execution import MemoryCall
 from atlasjax.nn.gam import GAMMixer
 from atlasjax.nn.hybrids import MACMixer, MAGMixer, MALMixer
 from atlasjax.nn.memory_mixer import MemoryMixer
@@ -134,6 +135,16 @@ def check_divided(config: ModelConfig, parts: int) -> None:
             "mesh.sequence 1 and a larger mesh.data, fsdp or tensor; or a mixer whose state passes linearly (gated_deltanet, gla, "
             "rwkv7, mamba2, retnet, …) or attention."
         )
+
+
+def memory_calls(config: ModelConfig) -> list[MemoryCall]:
+    """The different calls of `memory.scan` for whole sequences in a model, in the order of layers; last, those of its branch."""
+    calls: list[MemoryCall | None] = []
+    for name in dict.fromkeys(config.pattern):
+        mixer = nnx.eval_shape(lambda name=name: make_mixer(name, config, rngs=nnx.Rngs(0)))
+        calls += [getattr(module, "memory_call", None) for _, module in nnx.iter_modules(cast(nnx.Module, mixer))]
+    calls += [] if config.branch is None else memory_calls(config.branch.alone(config))
+    return list(dict.fromkeys(call for call in calls if call is not None))
 
 
 def check_caching(config: ModelConfig) -> None:

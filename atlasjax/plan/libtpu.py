@@ -81,7 +81,7 @@ def devices(generation: str, shape: Sequence[int], groups: int = 1) -> "Sequence
         raise ValueError(f"topology is {name!r}, which libtpu does not know: {str(error).splitlines()[0]}") from None
 
 
-def low_effort() -> dict[str, Any]:
+def options() -> dict[str, Any]:
     """Compiler options for fast compilation. In practice the memory reported with them is an upper bound."""
     import jax
 

@@ -32,8 +32,8 @@ class Compiler(Protocol):
     def devices(self, generation: str, shape: Sequence[int], groups: int) -> "Sequence[jax.Device]":
         """The devices of a topology."""
 
-    def low_effort(self) -> dict[str, Any]:
-        """Compiler options for fast compilation."""
+    def options(self) -> dict[str, Any]:
+        """Compiler options."""
 
     def lowering(self, mesh: "Mesh") -> AbstractContextManager[Any]:
         """The context in which a program for these devices is lowered."""

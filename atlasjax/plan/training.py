@@ -93,7 +93,7 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
     )  # fmt: skip
     started = time.perf_counter()
     with target.compiler.lowering(mesh):
-        program = step.lower(state, batch).compile(compiler_options=target.compiler.low_effort())
+        program = step.lower(state, batch).compile(compiler_options=target.compiler.options())
     seconds = time.perf_counter() - started
     flops = count_flops(
         lambda state, batch: train_step(

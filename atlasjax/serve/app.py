@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from atlasjax.generate import Context
-from atlasjax.serve import batching, protocol
+from atlasjax.serve import batching, protocol, requests
 from atlasjax.serve.chat import Before, Chat
 from atlasjax.serve.limits import Limits
 from atlasjax.serve.memories import InUseError, Memories
@@ -42,7 +42,7 @@ class Service:
     """
 
     worker: batching.Worker
-    tokenizer: batching.Tokenizes
+    tokenizer: requests.Tokenizes
     name: str
     chat: Chat
     memories: Memories
@@ -209,27 +209,27 @@ class _Generation:
         service = self._service
         context = await self._context(parsed)
         tokens = await asyncio.to_thread(self._tokens, parsed, context)
-        events: asyncio.Queue[batching.Event] = asyncio.Queue()
+        events: asyncio.Queue[requests.Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         before = len(tokens) + (0 if context is None else int(context.num_tokens[0]))
         most, longest = parsed.max_tokens, service.worker.batcher.longest
         if not parsed.has_max_tokens and longest is not None:
             most = max(1, min(most, longest - before))
         stop = parsed.stop + (service.chat.stop if self._chat else ())
-        asked = batching.Request(
+        asked = requests.Request(
             tokens, most, parsed.sampling, parsed.seed, stop, context,
             keep=parsed.memory is not None, seconds=service.limits.seconds,
         )  # fmt: skip
 
-        def on_event(event: batching.Event) -> None:
+        def on_event(event: requests.Event) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         try:
             ticket = await asyncio.to_thread(service.worker.batcher.submit, asked, on_event)
-        except batching.QueueFullError as error:
+        except requests.QueueFullError as error:
             raise RequestError(429, str(error), code="queue_full") from None
-        except batching.ClosedError as error:
+        except requests.ClosedError as error:
             raise RequestError(503, str(error)) from None
         except ValueError as error:
             raise RequestError(400, str(error)) from None
@@ -240,7 +240,7 @@ class _Generation:
                 await self._stream(parsed, events, responses, numbers, gone, send)
                 return
             text = ""
-            while isinstance(event := await _next(events, gone), batching.Piece):
+            while isinstance(event := await _next(events, gone), requests.Piece):
                 text += event.text
             done = await self._finished(parsed, event)
             await JSONResponse(responses.whole(text, done.reason, numbers(done)))(scope, receive, send)
@@ -248,8 +248,8 @@ class _Generation:
             ticket.cancel()
 
     async def _stream(
-        self, parsed: Parsed, events: "asyncio.Queue[batching.Event]", responses: Responses,
-        numbers: Callable[[batching.Done], dict[str, int]], gone: "asyncio.Future[None]", send: Send,
+        self, parsed: Parsed, events: "asyncio.Queue[requests.Event]", responses: Responses,
+        numbers: Callable[[requests.Done], dict[str, int]], gone: "asyncio.Future[None]", send: Send,
     ) -> None:  # fmt: skip
         async def say(body: dict[str, object] | None, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": protocol.event(body), "more_body": more})
@@ -259,7 +259,7 @@ class _Generation:
         if (first := responses.first()) is not None:
             await say(first)
         try:
-            while isinstance(event := await _next(events, gone), batching.Piece):
+            while isinstance(event := await _next(events, gone), requests.Piece):
                 await say(responses.piece(event.text))
             done = await self._finished(parsed, event)
             await say(responses.last(done.reason))
@@ -269,11 +269,11 @@ class _Generation:
             await say(error.body)
         await say(None, more=False)
 
-    async def _finished(self, parsed: Parsed, event: batching.Event) -> batching.Done:
+    async def _finished(self, parsed: Parsed, event: requests.Event) -> requests.Done:
         """The last event, after its context was saved."""
-        if isinstance(event, batching.Failed):
+        if isinstance(event, requests.Failed):
             raise RequestError(503, event.message, code="timeout" if event.timed_out else None)
-        assert isinstance(event, batching.Done)
+        assert isinstance(event, requests.Done)
         if event.context is not None and parsed.memory is not None:
             note = _note(event.tokens, self._service.worker.batcher.end_tokens) if self._chat else ""
             with _memory_errors():
@@ -329,7 +329,7 @@ async def _gone(receive: Receive) -> None:
         message = await receive()
 
 
-async def _next(events: "asyncio.Queue[batching.Event]", gone: "asyncio.Future[None]") -> batching.Event:
+async def _next(events: "asyncio.Queue[requests.Event]", gone: "asyncio.Future[None]") -> requests.Event:
     """The next event.
 
     Raises:

@@ -36,7 +36,11 @@ class SaveError(CheckpointError):
 
 
 class ProcessDiedError(RunError):
-    """Another process of the run has ended. The command exits with `code`, 75. Starting all processes again resumes the run."""
+    """Another process of the run has ended. The command exits with `code`, 75. Starting all processes again resumes the run.
+
+    A Python program that catches this should end with `os._exit(error.code)`, as the command does. An ordinary exit waits for jax
+    and for a save in progress, and both wait for the lost process, up to the save's deadline.
+    """
 
     code = 75  # as in sysexits.h: try again
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from atlasjax.memory.fast_weights import kernels
 from atlasjax.nn import GatedDeltaNetConfig, HeadNormConfig, ModelConfig, SSMConfig, logical_axes
 from atlasjax.nn.mixers import MIXERS
 from atlasjax.train.optimizer import decay_mask
@@ -215,3 +216,34 @@ def test_weight_decay_leaves_rates_and_steps_alone():
     assert decayed["mamba"] == kernels("inputs", "selection", "step", "out")
     assert decayed["mamba2"] == kernels("inputs", "selection", "step", "out")
     assert decayed["rwkv7"] == kernels("r", "k", "v", "out")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["gated_deltanet", "mamba2"])
+def test_kernels(name, packed, monkeypatch):
+    """One matrix per head by the two kernels that read it, named in the config; pieces of a stream are read without them."""
+    for kernel in ("chunk_memory", "delta_rule"):
+        monkeypatch.setattr(kernels, kernel, functools.partial(getattr(kernels, kernel), interpret=True))
+    config = make_config(name=name)
+    named = dataclasses.replace(config, memory=dataclasses.replace(config.memory, implementation="pallas_tpu"))
+    params, x = make(name)[1], inputs()
+    ids = {"segment_ids": jnp.repeat(jnp.arange(2), TIME // 2)[None].repeat(BATCH, 0), "max_segments": 2}
+    results = []
+    for given in (config, named):
+        graphdef = nnx.split(abstract(name, given), nnx.Param)[0]
+        run = lambda p, x, graphdef=graphdef: nnx.merge(graphdef, p)(x, **(ids if packed else {}))
+        graded = jax.jit(jax.value_and_grad(lambda p, x, run=run: jnp.sum(jnp.sin(run(p, x))), argnums=(0, 1)))
+        assert ("pallas_call" in str(graded.trace(params, x).jaxpr)) == (given is named)
+        results.append((run(params, x), graded(params, x)))
+    jax.tree.map(close, results[1], results[0])
+    layer = nnx.merge(graphdef, params)
+    extend = lambda x: layer.extend(x, layer.init_state(BATCH))[0]
+    assert "pallas_call" not in str(jax.make_jaxpr(extend)(x))
+
+
+def test_a_baseline_without_a_kernel_refuses_one():
+    config = make_config(name="gla")
+    named = dataclasses.replace(config, memory=dataclasses.replace(config.memory, implementation="pallas_tpu"))
+    layer = MIXERS["gla"](named, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="cannot run this call: retention="):
+        layer(inputs())

@@ -113,6 +113,7 @@ class LogLinearMamba2Mixer(Mamba2Mixer):
 
     takes_caching = False  # it keeps states of its own for earlier tokens
     undivided = NOT_DIVIDED
+    memory_call = None  # it does not call `memory.scan`
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)

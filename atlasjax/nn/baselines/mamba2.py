@@ -18,9 +18,9 @@ from atlasjax.nn.baselines.recurrent import (
 )
 from atlasjax.nn.baselines.step_sizes import log_rates, step_bias
 from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.execution import MemoryCall, execution
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm
 from atlasjax.nn.parameters import param
-from atlasjax.nn.partition import time_partition
 
 
 class Mamba2Tokens(NamedTuple):
@@ -48,7 +48,7 @@ class Mamba2Mixer(RecurrentMixer):
 
     Args:
       config: dim, conv_width, ssm (expand, state_dim, head_dim, groups), norm_eps, num_layers (for W_out's initial scale),
-        caching, dtype.
+        caching, dtype, memory.implementation.
       rngs: source of the initial values.
 
     Raises:
@@ -82,9 +82,15 @@ class Mamba2Mixer(RecurrentMixer):
         self.D = param(jnp.ones(self.num_heads), "heads")
         self.norm = RMSNorm((inner,), ("heads",), config.norm_eps, ssm.groups)
         self.out = output_projection(config, rngs, inner=inner)
+        self.implementation = config.memory.implementation
         self.rule: memory.Rule = mamba2.RULE
         if type(self).takes_caching:
             self.rule, self.cache = with_caching(config, mamba2.RULE, self.num_heads, self.state_dim, rngs)
+
+    @property
+    def memory_call(self) -> MemoryCall | None:
+        """What a whole sequence is read with."""
+        return MemoryCall(self.rule, self.num_heads, self.state_dim, self.head_dim)
 
     @property
     def undivided(self) -> str | None:
@@ -112,10 +118,11 @@ class Mamba2Mixer(RecurrentMixer):
 
     def recur(self, tokens, state, segment_ids, max_segments):
         x, _, step, B, C, gates = tokens
+        how = execution(self.implementation if state is None else None, self.rule, C, x)
         A = -jnp.exp(self.A_log[...])
         return mamba2.ssd(
             x, step, A, B, C, self.D[...], state=state, segment_ids=segment_ids, max_segments=max_segments,
-            rule=self.rule, gates=gates, partition=time_partition(x.shape[0], x.shape[2], x.shape[1]),
+            rule=self.rule, gates=gates, **how,
         )  # fmt: skip
 
     def output(self, y, tokens):

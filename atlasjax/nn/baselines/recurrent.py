@@ -11,8 +11,8 @@ from atlasjax import memory
 from atlasjax.nn.attention import output_projection
 from atlasjax.nn.caching import CacheGates
 from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.execution import MemoryCall, execution
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm
-from atlasjax.nn.partition import time_partition
 
 
 class RecurrentState(NamedTuple):
@@ -127,7 +127,7 @@ class Tokens(NamedTuple):
 class MatrixMixer(RecurrentMixer):
     """A `RecurrentMixer` whose recurrence is a memory rule with one matrix per head, initially zero and not learned.
 
-    Subclasses set `num_heads`, `key_dim`, `value_dim`, and `rule` and `cache` by `with_caching`.
+    Subclasses set `num_heads`, `key_dim`, `value_dim`, `implementation`, and `rule` and `cache` by `with_caching`.
     """
 
     takes_caching = True
@@ -135,6 +135,12 @@ class MatrixMixer(RecurrentMixer):
     num_heads: int
     key_dim: int
     value_dim: int
+    implementation: str | None
+
+    @property
+    def memory_call(self) -> MemoryCall:
+        """What a whole sequence is read with."""
+        return MemoryCall(self.rule, self.num_heads, self.key_dim, self.value_dim)
 
     @property
     def undivided(self) -> str | None:
@@ -149,7 +155,7 @@ class MatrixMixer(RecurrentMixer):
     def recur(
         self, tokens: Tokens, state: PyTree, segment_ids: jax.Array | None, max_segments: int | None
     ) -> tuple[jax.Array, PyTree]:
-        return run_memory(self.rule, tokens, state, segment_ids, max_segments)
+        return run_memory(self.rule, tokens, state, segment_ids, max_segments, self.implementation)
 
 
 def _zero(num_heads: int, key_dim: int, value_dim: int) -> memory.MemoryParams:
@@ -170,8 +176,12 @@ def run_memory(
     state: PyTree,
     segment_ids: jax.Array | None,
     max_segments: int | None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, PyTree]:
-    """`memory.scan` of a matrix memory that starts at zero; `memory.step` for one token of a stream."""
+    """`memory.scan` of a matrix memory that starts at zero; `memory.step` for one token of a stream.
+
+    implementation: of whole sequences. Pieces of a stream are read as with None.
+    """
     q, k, v, gates, _ = tokens
     params = _zero(q.shape[2], q.shape[3], v.shape[3])
     if state is not None and q.shape[1] == 1:
@@ -180,7 +190,7 @@ def run_memory(
         return y[:, None], state
     return memory.scan(
         rule, params, state, q, k, v, gates, segment_ids=segment_ids, max_segments=max_segments,
-        partition=time_partition(q.shape[0], q.shape[2], q.shape[1]),
+        **execution(implementation if state is None else None, rule, q, v),
     )  # fmt: skip
 
 
@@ -191,7 +201,7 @@ class HeadsMixer(MatrixMixer):
 
     Args:
       config: dim, num_heads, head_dim (of keys), value_expansion (value_dim = value_expansion · head_dim), head_norm, norm_eps,
-        num_layers (for W_out's initial scale), caching, dtype.
+        num_layers (for W_out's initial scale), caching, dtype, memory.implementation.
       rule: the memory rule, without Memory Caching.
       num_heads: number of memories and of their outputs. None: config.num_heads.
       rngs: source of the initial values.
@@ -202,6 +212,7 @@ class HeadsMixer(MatrixMixer):
         self.key_dim = config.resolved_head_dim
         self.value_dim = config.value_dim
         self.dtype = jnp.dtype(config.dtype)
+        self.implementation = config.memory.implementation
         eps = config.norm_eps if config.head_norm.eps is None else config.head_norm.eps
         if config.head_norm.shared:
             self.norm = RMSNorm((self.value_dim,), (None,), eps)

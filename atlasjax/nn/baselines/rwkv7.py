@@ -69,7 +69,7 @@ class RWKV7Mixer(MatrixMixer):
 
     Args:
       config: dim, num_heads, head_dim (of keys), value_expansion, rwkv7, num_layers (for W_out's initial scale), caching,
-        dtype.
+        dtype, memory.implementation.
       rngs: source of the initial values.
 
     Raises:
@@ -87,6 +87,7 @@ class RWKV7Mixer(MatrixMixer):
         self.norm_eps, self.key_eps = given.norm_eps * key_dim, given.key_eps
         self.dtype = jnp.dtype(config.dtype)
         self.num_heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
+        self.implementation = config.memory.implementation
 
         channel = np.arange(dim) / dim
         powers = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}

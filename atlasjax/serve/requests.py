@@ -1,0 +1,92 @@
+"""What a `Batcher` is asked for, and the events with which it answers."""
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+from atlasjax.generate import Context, SamplingConfig
+from atlasjax.generate.text import Decodes
+
+
+class Tokenizes(Decodes, Protocol):
+    """What the server needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, /) -> np.ndarray:
+        """The token ids of a text, integers [num_tokens]."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A text to continue.
+
+    Attributes:
+      tokens: the prompt, integers [time]. It may be empty after a context.
+      max_tokens: most tokens to generate. 0 only reads the prompt.
+      sampling: how to sample them.
+      seed: the same prompt and seed give the tokens of `generate`, whatever else is generated at the same time.
+      stop: strings that end the text; they are not part of it.
+      context: text that was read before the prompt.
+      keep: whether the result has the context after the text. It has the prompt and the tokens of the text: of a stop string that
+        ended the text, nothing.
+      seconds: the text ends after this time, waiting included. None: no limit.
+    """
+
+    tokens: np.ndarray
+    max_tokens: int
+    sampling: SamplingConfig = SamplingConfig()
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    context: Context | None = None
+    keep: bool = False
+    seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """New text of a request."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """The last event of a request that was served.
+
+    Attributes:
+      reason: "stop" after a stop string or an end token, "length" after most tokens or all its time.
+      tokens: the generated tokens, end token and stop string included.
+      context: after the text, if it was to be kept.
+    """
+
+    reason: str
+    tokens: tuple[int, ...]
+    context: Context | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """The last event of a request that was not served.
+
+    Attributes:
+      timed_out: whether its time was over before the first token.
+      message: what happened.
+    """
+
+    timed_out: bool
+    message: str
+
+
+Event = Piece | Done | Failed
+
+
+class QueueFullError(RuntimeError):
+    """So many requests wait that another one is refused."""
+
+
+class ClosedError(RuntimeError):
+    """The batcher has stopped, and serves no more requests."""
