@@ -223,7 +223,7 @@ def test_nothing_is_announced_before_the_request_is_known_to_be_sound(tmp_path, 
         (["info", "--preset", "atlas-tiny", "--batch-size", "0"], "batch_size is 0"),
         (["info", "--preset", "titan-340m"], "Did you mean 'titans-340m'?"),
         (["info", "--size", "340"], "Did you mean '340m'?"),
-        (["info", "--preset", "atlas-tiny", "--plan", "v5f:2x2"], "Unknown TPU generation 'v5f'. Did you mean"),
+        (["info", "--preset", "atlas-tiny", "--plan", "v5f:2x2"], "Unknown accelerator 'v5f'. Did you mean"),
         (["info", "--preset", "atlas-tiny", "--plan", "v5e"], "it should be like v5e:16x16"),
     ],
 )

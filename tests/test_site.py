@@ -113,6 +113,7 @@ def _run_atlasjax(arguments, monkeypatch):
         "serve._checked",
     ):
         monkeypatch.setattr(f"atlasjax.cli.{target}", _reached)
+    monkeypatch.setattr("atlasjax.plan.cuda.check_installed", lambda: None)  # an extra that tests do without
     monkeypatch.setattr("atlasjax.cli.train._with_vocabulary", lambda config: config)  # it opens tokenizers
     monkeypatch.setattr("atlasjax.cli.train._base", lambda *_: default_config("gated-deltanet-tiny"))  # it opens a run
     monkeypatch.setattr("atlasjax.cli.train.run_config", lambda _: None)  # it looks into folders and buckets
