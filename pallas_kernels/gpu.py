@@ -16,6 +16,8 @@ from pallas_kernels.arguments import Interpret, Product
 
 LEAST = 16  # smallest number of rows and columns of a product on tensor cores
 
+LEAST_CAPABILITY = 8.0  # that jax compiles Triton for
+
 
 def padded(size: int) -> int:
     """The power of two to which a token dimension is padded in a kernel. Channels of zeros stay zero."""
@@ -38,6 +40,15 @@ def products(dtype: jax.typing.DTypeLike, interpret: Interpret) -> Product:
         return jax.lax.dot_general(x, y, axes, precision=None if single else exact, preferred_element_type=jnp.float32)
 
     return product
+
+
+def too_old() -> str | None:
+    """Why jax's default device cannot run GPU kernels: its compute capability is below 8.0 (a T4 has 7.5). None for others."""
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None) if device.platform == "gpu" else None
+    if capability is None or float(capability) >= LEAST_CAPABILITY:
+        return None
+    return f"the GPU, a {device.device_kind}, has compute capability {capability}, and Triton needs {LEAST_CAPABILITY}"
 
 
 def call(

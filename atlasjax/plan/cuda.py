@@ -23,10 +23,13 @@ class Target(NamedTuple):
     """The public figures of a GPU that the compiler reads. Clock, bandwidth and cache enter its cost model.
 
     Attributes:
+      kind: how jax's devices name it.
       capability: CUDA compute capability.
       multiprocessors: number of streaming multiprocessors.
       lanes: float32 lanes per multiprocessor.
-      shared_kib: shared memory of a multiprocessor in KiB. One block can ask for all but 1 KiB of it.
+      threads: most threads of a multiprocessor.
+      shared_kib: shared memory of a multiprocessor in KiB.
+      block_kib: shared memory that one block can ask for.
       memory_gib: device memory that CUDA reports, in GiB, rounded down.
       bandwidth: bytes per second.
       cache: bytes of the L2 cache.
@@ -34,27 +37,36 @@ class Target(NamedTuple):
       arch_specific: whether instructions of exactly this capability are used (wgmma and TMA, on 9.0a).
     """
 
+    kind: str
     capability: tuple[int, int]
     multiprocessors: int
     lanes: int
+    threads: int
     shared_kib: int
+    block_kib: int
     memory_gib: int
     bandwidth: int
     cache: int
     clock: float
-    arch_specific: bool
+    arch_specific: bool = False
+
+    @property
+    def architecture(self) -> str:
+        """Its name for ptxas."""
+        return f"sm_{self.capability[0]}{self.capability[1]}" + "a" * self.arch_specific
 
 
+_HOPPER = ((9, 0), 132, 128, 2048, 228, 227)
 TARGETS = {
-    "a100": Target((8, 0), 108, 64, 164, 78, 2_039 * 10**9, 40 * 2**20, 1.41, arch_specific=False),
-    "h100": Target((9, 0), 132, 128, 228, 78, 3_350 * 10**9, 50 * 2**20, 1.98, arch_specific=True),
-    "h200": Target((9, 0), 132, 128, 228, 139, 4_800 * 10**9, 50 * 2**20, 1.98, arch_specific=True),
+    "t4": Target("Tesla T4", (7, 5), 40, 64, 1024, 64, 64, 14, 320 * 10**9, 4 * 2**20, 1.59),
+    "l4": Target("NVIDIA L4", (8, 9), 58, 128, 1536, 100, 99, 22, 300 * 10**9, 48 * 2**20, 2.04),
+    "a100": Target("NVIDIA A100", (8, 0), 108, 64, 2048, 164, 163, 78, 2_039 * 10**9, 40 * 2**20, 1.41),
+    "h100": Target("NVIDIA H100", *_HOPPER, 78, 3_350 * 10**9, 50 * 2**20, 1.98, arch_specific=True),
+    "h200": Target("NVIDIA H200", *_HOPPER, 139, 4_800 * 10**9, 50 * 2**20, 1.98, arch_specific=True),
 }
 # jax lets programs use this part of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 MEMORY_FRACTION = 0.75
-ACCELERATORS = {
-    name: Accelerator(f"NVIDIA {name.upper()}", MEMORY_FRACTION * target.memory_gib) for name, target in TARGETS.items()
-}
+ACCELERATORS = {name: Accelerator(target.kind, MEMORY_FRACTION * target.memory_gib) for name, target in TARGETS.items()}
 
 
 def check_installed() -> None:
@@ -125,7 +137,7 @@ def target_config(generation: str) -> str:
     Args:
       generation: a name in `TARGETS`.
     """
-    gpu, name = TARGETS[generation], ACCELERATORS[generation].kind
+    gpu, name = TARGETS[generation], TARGETS[generation].kind
     major, minor = gpu.capability
     suffix, feature = ("a", " feature_extension: ACCELERATED_FEATURES") if gpu.arch_specific else ("", "")
     return f"""
@@ -140,10 +152,10 @@ gpu_device_info {{
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   shared_memory_per_core: {gpu.shared_kib * 1024}
-  shared_memory_per_block_optin: {(gpu.shared_kib - 1) * 1024}
+  shared_memory_per_block_optin: {gpu.block_kib * 1024}
   shared_memory_per_block: 49152
   threads_per_warp: 32
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {gpu.threads}
   threads_per_block_limit: 1024
   thread_dim_limit_x: 1024
   thread_dim_limit_y: 1024

@@ -1,4 +1,4 @@
-"""Reports of the compilers for an H200 about a program's kernels, without a GPU.
+"""Reports of the compilers about a program's GPU kernels, without a GPU.
 
 Import this before jax. It needs jax's CUDA plugin and ptxas (`pip install 'atlasjax[cuda-compile]'`), but no GPU and no driver.
 """
@@ -21,11 +21,11 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from atlasjax.plan.cuda import TARGETS
 from atlasjax.plan.topology import Topology
 
 DUMP = pathlib.Path(os.environ["XLA_FLAGS"].partition("=")[2])
 atexit.register(shutil.rmtree, DUMP, ignore_errors=True)
-TARGET = Topology.parse("h200:1")
 
 
 class Kernel(NamedTuple):
@@ -38,26 +38,27 @@ class Kernel(NamedTuple):
     threads: int
 
 
-def compiled(function: Callable[..., Any], shapes: Any) -> Any:
-    """A function compiled for one H200. shapes: those of its arguments."""
+def compiled(function: Callable[..., Any], shapes: Any, gpu: str = "h200") -> Any:
+    """A function compiled for one GPU, a name in `cuda.TARGETS`. shapes: those of its arguments."""
     for path in DUMP.iterdir():
         path.unlink()
-    devices = TARGET.devices()
+    target = Topology.parse(f"{gpu}:1")
+    devices = target.devices()
     mesh = jax.sharding.Mesh(np.array(devices), ("device",))
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(devices[0]))
-    with TARGET.compiler.lowering(mesh):
+    with target.compiler.lowering(mesh):
         return jax.jit(function).lower(*jax.tree.map(place, shapes)).compile()
 
 
-def kernels(program: Any) -> Iterator[Kernel]:
-    """The Pallas kernels of the last program that `compiled` compiled."""
+def kernels(program: Any, gpu: str = "h200") -> Iterator[Kernel]:
+    """The Pallas kernels of the last program that `compiled` compiled, for that GPU."""
     ours = tuple(re.findall(r'"__gpu\$xla\.gpu\.triton".*? name = "([^"]+)"', program.as_text()))
     thunks = "".join(path.read_text() for path in DUMP.glob("*thunk_sequence.txt"))
     launched = re.findall(r"kCustomKernel .*?(\S+) grid: .*? threads: \[(\d+), .*? shared_memory: (\d+) bytes", thunks)
     report = ""
     for path in DUMP.glob("*.ptx"):
         if ".entry" in path.read_text():
-            command = [_assembler(), "-v", "-arch=sm_90a", path, "-o", os.devnull]
+            command = [_assembler(), "-v", f"-arch={TARGETS[gpu].architecture}", path, "-o", os.devnull]
             report += subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert len(ours) == sum(name.startswith(ours) for name, *_ in launched), (ours, launched)
     for name, threads, shared in launched:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -209,6 +210,19 @@ def test_what_gpus_refuse():
     assert reasons["gated_delta_rule"] is None
     assert reasons["swla"] is None
     assert "steps bounded by 1.0 require solving a system per chunk" in reasons["titans_matrix"]
+
+
+def test_gpus_that_are_too_old(monkeypatch):
+    rule = RULES["gated_delta_rule"]
+    params, q, *_ = jax.eval_shape(lambda: make_inputs(rule, time=300))
+    for capability, reason in (
+        ("7.5", "the GPU, a Tesla T4, has compute capability 7.5, and Triton needs 8.0"),
+        ("8.0", None),
+    ):
+        device = types.SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability=capability)
+        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
+        assert kernels.unsupported("pallas_gpu", rule, params, None, q, False) == reason
+        assert kernels.unsupported("pallas_tpu", rule, params, None, q, False) is None
 
 
 def test_none_takes_what_is_recorded_as_fastest(monkeypatch):

@@ -1,6 +1,7 @@
-"""`python compile_gpu_child.py`: compiles every GPU kernel, forward and backward, for an H200 that need not exist.
+"""`python compile_gpu_child.py [GPU]`: compiles every GPU kernel, forward and backward, for a GPU that need not exist.
 
-A line for each: `case / kernel: R registers, S bytes spilled, M bytes shared, N threads`. A process of its own, because XLA reads
+The GPU is a name in `cuda.TARGETS`, h200 by default. A line for each: `case / kernel: R registers, S bytes spilled, M bytes shared,
+N threads`, or `case / refused: the reason`. A process of its own, because XLA reads
 its flags once, and because a compiler that fails a check ends the process.
 """
 
@@ -92,10 +93,15 @@ def chunk_memories(structure, dim, window, dtype, *gates, packed=False, **option
     return call, [weights, momenta, *tokens, values, *restarts]
 
 
-def main():
+def main(gpu="h200"):
     for case, function, shapes in kernels():
         loss = lambda *arrays, function=function: jnp.sum(function(*arrays).astype(jnp.float32) ** 2)
-        for kernel in gpu_static.kernels(gpu_static.compiled(jax.value_and_grad(loss), shapes)):
+        try:
+            program = gpu_static.compiled(jax.value_and_grad(loss), shapes, gpu)
+        except Exception as error:
+            print(f"{case} / refused: {str(error).splitlines()[0]}", flush=True)
+            continue
+        for kernel in gpu_static.kernels(program, gpu):
             name, registers, spilled, shared, threads = kernel
             print(
                 f"{case} / {name}: {registers} registers, {spilled} bytes spilled, {shared} bytes shared, "
@@ -105,4 +111,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -29,6 +29,7 @@ from atlasjax.memory.gates import Gates, Weights
 from pallas_kernels.arguments import BEGINS, EMPTY, Segments, Window
 from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unsupported_by_gpu
 from pallas_kernels.delta_rule import MOST_CHANNELS, delta_rule
+from pallas_kernels.gpu import too_old
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
 _FREE_CHUNK = 64  # where the chunk size has no effect
@@ -112,6 +113,8 @@ def unsupported(
     elif not rule.has_constant_gradient:
         reasons[f"chunk_size={rule.chunk_size}, should be one of {CHUNK_SIZES}"] = rule.chunk_size not in CHUNK_SIZES
         reasons[f"{time} tokens are less than one chunk of {rule.chunk_size}"] = time < rule.chunk_size and not packed
+    if on_gpu and (old := too_old()) is not None:
+        reasons[old] = True
     if on_gpu and not _is_delta(rule) and not any(reasons.values()):
         size = _FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size
         reason = unsupported_by_gpu(
