@@ -380,10 +380,15 @@ def model_around(part: str | Callable[..., object], size: str = "tiny") -> Model
 def preset_names(size: str) -> list[str]:
     """All presets of one size, each model once: if `<rule>-lmm` is the same model as `<rule>`, only the latter.
 
+    Args:
+      size: a name in `SIZES`; or in `PUBLISHED_SIZES`, of which only the models of one paper have presets.
+
     Raises:
       ValueError: there is no such size. The message suggests the nearest name.
     """
-    lookup("size", size, SIZES)
+    lookup("size", size, _ALL_SIZES)
+    if size in _PUBLISHED:
+        return [f"{architecture}-{size}" for architecture in _PUBLISHED[size]]
     distinct: dict[str, str] = {}
     for architecture, changes in ARCHITECTURES.items():
         distinct.setdefault(repr(sorted(changes.items())), architecture)

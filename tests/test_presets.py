@@ -36,6 +36,8 @@ def test_names():
     assert "titans-lmm-tiny" not in names
     assert "retnet-lmm-tiny" in names  # the rule alone; retnet-tiny is the published model
     assert presets.get_preset("titans-lmm-tiny") == presets.get_preset("titans-tiny")
+    assert presets.preset_names("22m") == [f"{name}-22m" for name in presets._PUBLISHED["22m"]]
+    assert set(presets.preset_names("345m")) <= set(presets.PRESETS)
 
 
 def test_every_mixer_is_in_some_architecture():

@@ -23,7 +23,8 @@ class InfoCommand:
     preset: tuple[str, ...] = ("atlas-tiny", "atlas-170m", "atlas-340m", "atlas-760m", "atlas-1.3b")
     """Presets to compare, side by side."""
     size: str | None = None
-    """Compare all architectures of this size (tiny, 170m, 340m, 760m, 1.3b) instead, one per row."""
+    """Compare all architectures of this size instead, one per row: tiny, 170m, 340m, 760m, 1.3b; or those of one paper at its own
+    size: 98m, 205m, 345m (Elastic Memory), 22m (GAM), 0.8b."""
     names: bool = False
     """Only list the names of architectures and sizes. A preset is <architecture>-<size>."""
     rules: bool = False

@@ -3,6 +3,7 @@
     python experiments/benchmarks/plans.py                       # atlas-340m and atlas-1.3b for three pods, kernels and XLA engine
     python experiments/benchmarks/plans.py --preset titans-340m --topology v5e:16x16 --implementation pallas_tpu
     python experiments/benchmarks/plans.py --preset titans-340m --topology h100:8 '2x h100:8'
+    python experiments/benchmarks/plans.py --size 340m 345m 22m --topology v5e:16x16 h100:8 --implementation xla   # all presets
 
 One line of JSON per plan is appended to `--out`. Finished plans are skipped; `--again` repeats them, and the later line counts.
 The table (`.md`) is rewritten from the lines each time. Nothing is run: memory, collectives and kernels are reported by the
@@ -20,6 +21,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from atlasjax.plan import cuda, plan_training, suggested_mesh
 from atlasjax.plan.topology import Topology
+from atlasjax.presets import preset_names
 from atlasjax.train import TrainConfig, default_config
 from experiments.rows import Row, append_row, read_rows
 
@@ -97,6 +99,7 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", nargs="+", default=PRESETS)
+    parser.add_argument("--size", nargs="+", help="all presets of these sizes, in place of --preset")
     parser.add_argument("--topology", nargs="+", default=TOPOLOGIES)
     parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
     parser.add_argument("--again", action="store_true", help="repeat finished plans")
@@ -104,10 +107,11 @@ def main() -> None:
         "--out", type=pathlib.Path, default=HERE / "plans.jsonl", help="file of rows; the table is beside it"
     )
     options = parser.parse_args()
+    presets = options.preset if options.size is None else [name for size in options.size for name in preset_names(size)]
     rows = read_rows(options.out)
     done = {key(row) for row in rows if "error" not in row}
     for implementation in options.implementation:
-        for preset in options.preset:
+        for preset in presets:
             for topology in options.topology:
                 if implementation == ("pallas_tpu" if on_gpus(topology) else "pallas_gpu"):
                     continue
