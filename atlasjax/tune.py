@@ -1,6 +1,6 @@
 """Checks and times the backends of a memory on this machine's device, and remembers the fastest that is right.
 
-choice = tune(sizes_of(default_config("titans-340m")))
+choice, results = tune(sizes_of(default_config("titans-340m"))[0])
 """
 
 import dataclasses
@@ -69,8 +69,8 @@ class Result:
     error: float | None = None
 
 
-def sizes_of(config: TrainConfig) -> Sizes:
-    """The calls that a training run makes on each of its devices.
+def sizes_of(config: TrainConfig) -> list[Sizes]:
+    """The different calls that a training run makes on each of its devices, those that kernels could run. Most models make one.
 
     Raises:
       ValueError: the model has no memory that kernels could run, or the mesh does not fit the devices.
@@ -81,12 +81,15 @@ def sizes_of(config: TrainConfig) -> Sizes:
     if not served:
         what = f"a {type(calls[0].rule).__name__}, for which there are no kernels" if calls else "no memory"
         raise ValueError(f"the model has {what}; there is nothing to choose.")
-    mesh, (rule, heads, key_dim, value_dim) = make_mesh(config.mesh), served[0]
+    mesh = make_mesh(config.mesh)
     batch = config.data.batch_size // config.accumulation // batch_shards(mesh)
-    return Sizes(  # rules with kernels are MemoryRules
-        rule,  # type: ignore[arg-type]
-        max(batch, 1), config.data.sequence_length, max(heads // mesh.shape["tensor"], 1), key_dim, value_dim, model.dtype,
-    )  # fmt: skip
+    return [
+        Sizes(  # rules with kernels are MemoryRules
+            rule,  # type: ignore[arg-type]
+            max(batch, 1), config.data.sequence_length, max(heads // mesh.shape["tensor"], 1), key_dim, value_dim, model.dtype,
+        )
+        for rule, heads, key_dim, value_dim in served
+    ]  # fmt: skip
 
 
 def candidates() -> list[Backend]:

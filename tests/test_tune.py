@@ -161,11 +161,15 @@ def test_a_damaged_file_is_no_choice(registry, tmp_path):
 
 def test_the_sizes_of_a_preset():
     config = default_config("titans-tiny")
-    found = sizes_of(config)
+    (found,) = sizes_of(config)
     assert (found.batch_size, found.time, found.num_heads, found.dtype) == (4, 256, 4, config.model.dtype)
     assert found.rule == config.model.memory.build()
-    found = sizes_of(default_config("gated-deltanet-tiny"))
+    (found,) = sizes_of(default_config("gated-deltanet-tiny"))
     assert (found.rule, found.num_heads, found.key_dim, found.value_dim) == (rules.gated_delta_rule(), 4, 32, 64)
+    assert [found.rule for found in sizes_of(default_config("gated-deltanet-h2-tiny"))] == [
+        rules.retnet(),
+        rules.gated_delta_rule(),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -206,8 +210,8 @@ def test_a_run_asks_once(registry, monkeypatch, capsys, answer, chosen, again):
     asked = []
     monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or answer)
     small = sizes()
-    monkeypatch.setattr("atlasjax.cli.tune.sizes_of", lambda config: small)
-    monkeypatch.setattr("atlasjax.cli.tune.tune", lambda sizes: tune(sizes, seconds=0.0))
+    monkeypatch.setattr("atlasjax.cli.tune.sizes_of", lambda config: [small])
+    monkeypatch.setattr("atlasjax.cli.tune.tune", lambda sizes, seconds: tune(sizes, seconds=0.0))
     offer(config, "linear-attention-tiny")
     assert len(asked) == (answer is not None)
     found = tuned.read().get(tuned.key_of(RULE, 4, 4, "float32"))

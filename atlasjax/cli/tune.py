@@ -27,6 +27,8 @@ The options are those of `atlasjax train`; model, batch, sequence length and mes
 give the numbers of the definition is reported and never chosen. Training and `memory.scan` follow the choice wherever
 `implementation` is None."""
 
+_SECONDS = 120.0
+
 
 @dataclasses.dataclass(frozen=True)
 class TuneCommand:
@@ -35,7 +37,7 @@ class TuneCommand:
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
     preset: str = "atlas-340m"
     """Model and sizes, "<rule>-<size>"."""
-    seconds: float = 120.0
+    seconds: float = _SECONDS
     """About how long to time, compilation not counted."""
     share: str | None = None
     """A file to write the measurement to, in the form of the table that is shipped with atlasjax."""
@@ -49,7 +51,18 @@ def run(arguments: Sequence[str]) -> None:
         default = default_config(preset)
     command = parse(TuneCommand, "tune", _DESCRIPTION, rest, TuneCommand(default, preset))
     with user_errors():
-        sizes = sizes_of(command.config)
+        calls = sizes_of(command.config)
+    shared = []
+    for sizes in calls:
+        choice, results = _tune(sizes, command.seconds / len(calls), preset)
+        if command.share is not None:
+            shared.append(_measurement(sizes, choice, results, preset))
+    if command.share is not None:
+        _share(command.share, shared)
+
+
+def _tune(sizes: Sizes, seconds: float, preset: str) -> tuple[Choice, list[Result]]:
+    """Measures one call of a model, and says what was chosen."""
     kind = jax.devices()[0].device_kind
     print(
         f"{kind}: batch {sizes.batch_size}, {sizes.time:,} tokens, {sizes.num_heads} heads, keys {sizes.key_dim}, values "
@@ -57,15 +70,14 @@ def run(arguments: Sequence[str]) -> None:
         flush=True,
     )
     try:
-        choice, results = tune(sizes, seconds=command.seconds)
+        choice, results = tune(sizes, seconds=seconds)
     except RuntimeError as error:
         raise RunError(str(error)) from error
     if len(results) == 1:
         print(f"There is no other backend for this platform ({tuned.platform()}): nothing to choose.", flush=True)
     else:
         print(f"chosen: {choice.implementation}; saved in {cache.folder() / tuned.FILE}", flush=True)
-    if command.share is not None:
-        _share(command.share, sizes, choice, results, preset)
+    return choice, results
 
 
 def offer(config: TrainConfig, preset: str) -> None:
@@ -76,10 +88,10 @@ def offer(config: TrainConfig, preset: str) -> None:
     if config.processes.distributed or config.model.memory.implementation is not None:
         return
     try:
-        sizes = sizes_of(config)
+        calls = [sizes for sizes in sizes_of(config) if is_open(sizes)]
     except ValueError:  # nothing to choose; or the mesh does not fit, which the run itself will say
         return
-    if not is_open(sizes):
+    if not calls:
         return
     kind, command = jax.devices()[0].device_kind, f"atlasjax tune --preset {preset}"
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -90,27 +102,38 @@ def offer(config: TrainConfig, preset: str) -> None:
         return
     answer = input(f"No kernel was measured on this {kind} yet. Check and time them now, in about two minutes? [Y/n] ")
     if answer.strip().lower() in ("", "y", "yes"):
-        choice, _ = tune(sizes)
-        print(f"chosen: {choice.implementation}", flush=True)
+        for sizes in calls:
+            choice, _ = tune(sizes, seconds=_SECONDS / len(calls))
+            print(f"chosen: {choice.implementation}", flush=True)
     else:
-        key = tuned.key_of(sizes.rule, sizes.key_dim, sizes.value_dim, sizes.dtype)
-        tuned.write(Choice(*key, "xla", 0.0))
+        for sizes in calls:
+            key = tuned.key_of(sizes.rule, sizes.key_dim, sizes.value_dim, sizes.dtype)
+            tuned.write(Choice(*key, "xla", 0.0))
         print(f"Training with XLA; not asked again. `{command}` measures later.", flush=True)
 
 
-def _share(path: str, sizes: Sizes, choice: Choice, results: Sequence[Result], preset: str) -> None:
+def _measurement(sizes: Sizes, choice: Choice, results: Sequence[Result], preset: str) -> Measurement:
+    """The row of the shipped table for what was measured.
+
+    Raises:
+      RunError: no kernel that it could hold was measured.
+    """
     measured = [result.name for result in results if result.error is not None]
     kernels = [name for name in measured if name in {backend.name for backend in PALLAS}]
     if not kernels or sizes.key_dim != sizes.value_dim:
         raise RunError(
             "there is nothing to share: no kernel of atlasjax was measured at equal key and value dimensions."
         )
-    row = Measurement(
+    return Measurement(
         tuned.platform(), kernel_of(sizes.rule), sizes.key_dim, sizes.dtype, kernels[0], choice.ratio_to_xla, choice.device,
         choice.jax, f"atlasjax tune --preset {preset} --share FILE",
     )  # fmt: skip
+
+
+def _share(path: str, measured: Sequence[Measurement]) -> None:
+    rows = [dataclasses.asdict(row) for row in measured]
     with user_errors():
-        storage.write_whole(storage.path(path), (json.dumps([dataclasses.asdict(row)], indent=1) + "\n").encode())
+        storage.write_whole(storage.path(path), (json.dumps(rows, indent=1) + "\n").encode())
     print(
         f"written to {pathlib.Path(path).name}: please send it as a change of atlasjax/memory/fast_weights/fastest.json"
     )
