@@ -1,4 +1,4 @@
-"""Test session set-up: eight simulated CPU devices, a quiet libtpu, a compilation cache shared by runs and workers."""
+"""Test session set-up: eight simulated CPU devices, a quiet libtpu, a compilation cache shared by runs, workers and clones."""
 
 import contextlib
 import ctypes
@@ -7,17 +7,24 @@ import importlib.metadata
 import itertools
 import os
 import pathlib
+import time
 
 import pytest
 
+from atlasjax import cache
 from atlasjax.plan import libtpu
+
+# Outside the clone: a fresh clone's tests then compile only what changed since the last run on this machine. jax's key of a program
+# contains everything that it is compiled from. $JAX_COMPILATION_CACHE_DIR chooses another folder.
+_PROGRAMS = cache.folder() / "tests"
+_KEPT_SECONDS = 14 * 24 * 3600  # about 150 MB a version of the library
 
 # Must be set before anything imports jax. libtpu is used as a compiler here.
 _ENVIRONMENT = {
     **libtpu.environment(),
-    "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(__file__).parent.parent / ".jax_cache"),
+    "JAX_COMPILATION_CACHE_DIR": str(_PROGRAMS),
     "ATLASJAX_CACHE": str(pathlib.Path(__file__).parent.parent / ".jax_cache"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 for _name, _value in _ENVIRONMENT.items():
@@ -61,6 +68,17 @@ def run_together(nodeid: str) -> str:
 
 _BY_NAME = ("tests/test_models.py", "tests/memory/test_engine.py")
 _ALONE = ("tests/memory/", "tests/pallas_kernels/")
+
+
+def pytest_sessionstart(session):
+    """Deletes old compiled programs, in one process."""
+    if hasattr(session.config, "workerinput") or not _PROGRAMS.is_dir():
+        return
+    oldest = time.time() - _KEPT_SECONDS
+    for program in _PROGRAMS.iterdir():
+        with contextlib.suppress(OSError):  # another session deletes too
+            if program.stat().st_mtime < oldest:
+                program.unlink()
 
 
 @pytest.hookimpl(optionalhook=True)

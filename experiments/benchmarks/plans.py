@@ -19,8 +19,9 @@ import sys
 # When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from atlasjax.plan import cuda, plan_training, suggested_mesh
+from atlasjax.plan import cuda, device_hours, plan_training, suggested_mesh
 from atlasjax.plan.topology import Topology
+from atlasjax.plan.training import UTILIZATION
 from atlasjax.presets import preset_names
 from atlasjax.train import TrainConfig, default_config
 from experiments.rows import Row, append_row, read_rows
@@ -28,6 +29,16 @@ from experiments.rows import Row, append_row, read_rows
 HERE = pathlib.Path(__file__).resolve().parent
 PRESETS = ("atlas-340m", "atlas-1.3b")
 TOPOLOGIES = ("v5e:16x16", "v5p:8x8x8", "v6e:16x16")
+_ABOUT = f"""# Training steps compiled for TPU pods and GPUs
+
+`python experiments/benchmarks/plans.py`: half a million tokens per step in sequences of 4,096 (32,768 at 345m; at 22m 8,192
+tokens in sequences of 256), in microbatches: forward, backward, AdamW and collectives, compiled (for TPUs at the compiler's
+lowest effort). GiB are per device; of a GPU's memory, jax uses {cuda.MEMORY_FRACTION:.0%} by default. Kernels and collectives
+are counted in the program's text, with loop bodies counted once. Copied whole: arrays that the partitioner could reshard only
+by copying them whole to every device. PFLOP: matrix products of one step on all devices, with what is computed again.
+Device-hours: of all devices together for all tokens of the preset's run, at an assumed model FLOPs utilization of
+{UTILIZATION:.0%}. Nothing was run.
+"""
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "xla")
 
 
@@ -47,6 +58,7 @@ def plan(preset: str, topology: str, implementation: str) -> Row:
         "topology": topology,
         "implementation": implementation,
         "accumulation": run.accumulation,
+        "device_hours": device_hours(run, topology),
     }
     compiler = "jax-cuda13-plugin" if on_gpus(topology) else "libtpu"
     row |= {name: importlib.metadata.version(name) for name in ("jax", compiler)}
@@ -69,15 +81,10 @@ def key(row: Row) -> tuple[str, str, str]:
 def table(rows: list[Row]) -> str:
     """The last row of each plan as a Markdown page."""
     page = [
-        "# Training steps compiled for TPU pods and GPUs", "",
-        "`python experiments/benchmarks/plans.py`: half a million tokens per step in sequences of 4,096, in microbatches: forward,",
-        "backward, AdamW and collectives, compiled (for TPUs at the compiler's lowest effort). GiB are per device; of a GPU's",
-        f"memory, jax uses {cuda.MEMORY_FRACTION:.0%} by default. Kernels and collectives are counted in the program's text, with",
-        "loop bodies counted once. Copied whole: arrays that the partitioner could reshard only by copying them whole to every",
-        "device. Nothing was run.", "",
+        _ABOUT,
         "| preset | devices | memories | microbatches | mesh data × fsdp × tensor | state and batch | temporary | total | of | "
-        "fits | kernels | all-gather, all-reduce, reduce-scatter, all-to-all, permute | copied whole |",
-        "|---|---|---|---:|---|---:|---:|---:|---:|---|---:|---|---:|",
+        "fits | PFLOP | device-hours | kernels | all-gather, all-reduce, reduce-scatter, all-to-all, permute | copied whole |",
+        "|---|---|---|---:|---|---:|---:|---:|---:|---|---:|---:|---:|---|---:|",
     ]  # fmt: skip
     refused = []
     for row in sorted({key(row): row for row in rows}.values(), key=key):
@@ -90,10 +97,15 @@ def table(rows: list[Row]) -> str:
         page.append(
             f"| {preset} | {topology} | {implementation} | {row['accumulation']} | {' × '.join(map(str, made['mesh'].values()))} | "
             f"{gib(made['argument_bytes'])} | {gib(made['temp_bytes'])} | {gib(row['total_bytes'])} | "
-            f"{Topology.parse(topology).accelerator.memory_gib} | {'yes' if row['fits'] else 'no'} | {made['kernels']} | "
+            f"{Topology.parse(topology).accelerator.memory_gib} | {'yes' if row['fits'] else 'no'} | "
+            f"{_number(made['flops'] / 1e15)} | {_number(row['device_hours'])} | {made['kernels']} | "
             f"{', '.join(str(made['collectives'][kind]) for kind in kinds)} | {len(made['rematerialized'])} |"
         )
     return "\n".join([*page, *(["", "No plan:", "", *refused] if refused else []), ""])
+
+
+def _number(x: float) -> str:
+    return f"{x:,.0f}" if x >= 100 else f"{x:.2g}"
 
 
 def main() -> None:
