@@ -114,7 +114,7 @@ def read(
     done = []
     for _, same in itertools.groupby(by_length, key=lambda row: len(prompts[row])):
         rows = list(same)
-        cache = model.init_cache(len(rows), max_length) if context is None else context.rows(rows).cache
+        cache = model.init_cache(len(rows), max_length) if context is None else copied(context.rows(rows).cache)
         done.append(prefill(graphdef, params, np.stack([prompts[row] for row in rows]), cache))
     logits, cache = done[0]
     if len(done) > 1:
@@ -143,13 +143,18 @@ def rows_of(prompt: ArrayLike | None) -> list[np.ndarray]:
     return [row.astype(np.int32) for array in arrays for row in array]
 
 
+def copied(cache: PyTree) -> PyTree:
+    """The same values in arrays of their own, for a function that writes into its cache in place."""
+    return jax.tree.map(jnp.copy, cache)
+
+
 def prefill(graphdef: nnx.GraphDef, params: PyTree, prompt: np.ndarray, cache: PyTree) -> tuple[jax.Array, PyTree]:
     """Reads a prompt into the cache, piece by piece.
 
     Args:
       graphdef, params: `nnx.split(model, nnx.Param)`.
       prompt: int32 [batch, time].
-      cache: the cache before the prompt.
+      cache: the cache before the prompt. Its arrays are donated: they cannot be used again.
 
     Returns:
       The logits of the token after the prompt, float32 [batch, vocabulary], and the cache after the prompt.
@@ -161,7 +166,7 @@ def prefill(graphdef: nnx.GraphDef, params: PyTree, prompt: np.ndarray, cache: P
     return logits, cache
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def _extend(graphdef: nnx.GraphDef, params: PyTree, tokens: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
     logits, cache = nnx.merge(graphdef, params).extend(tokens, cache)
     return logits[:, -1], cache

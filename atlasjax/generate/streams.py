@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 from numpy.typing import ArrayLike
 
 from atlasjax import check
-from atlasjax.generate.context import Context, PyTree, read, rows_of
+from atlasjax.generate.context import Context, PyTree, copied, read, rows_of
 from atlasjax.generate.sampling import SamplingConfig, sample
 from atlasjax.nn import LanguageModel
 
@@ -94,7 +94,9 @@ def _blocks(
     context = context.with_room(model, max_length)
     context = context.rows(np.repeat(np.arange(len(context.num_tokens)), num_samples))
     graphdef, params = nnx.split(model, nnx.Param)
-    logits, cache, seen = context.logits, context.cache, jnp.asarray(context.seen) if config.penalizes else None
+    # Donated below, while a context of the caller stays as it is.
+    cache = context.cache if prompts is not None else copied(context.cache)
+    logits, seen = context.logits, jnp.asarray(context.seen) if config.penalizes else None
     for start in range(0, num_tokens, block):
         tokens, logits, cache, seen = _decode(
             graphdef, params, logits, cache, seen, key, start, config=config, length=min(block, num_tokens - start),
@@ -106,7 +108,9 @@ def _blocks(
 _Decoded = tuple[jax.Array, PyTree, jax.Array | None]  # logits, cache and the tokens that were seen
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("config", "length", "vocab_size"))
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames=("config", "length", "vocab_size"), donate_argnames="cache"
+)
 def _decode(
     graphdef: nnx.GraphDef, params: PyTree, logits: jax.Array, cache: PyTree, seen: jax.Array | None, key: jax.Array,
     start: jax.Array, *, config: SamplingConfig, length: int, vocab_size: int | None,

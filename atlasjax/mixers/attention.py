@@ -9,13 +9,17 @@ float32. Several consecutive heads of queries may share a head of keys and value
 Queries are processed block by block, so no [time, time] array is formed. Temporary memory is [block, time], or
 [block, window + block] with a window, where the arithmetic is O(time · (window + block)) as well. On request a fused
 kernel of the platform is used instead, on TPUs and GPUs, where it serves the call (`fused_attention`).
+
+A cache stores the heads of a token side by side: [batch, size, heads · dim]. With the heads on an axis of their own, TPUs pad the
+last axis to 128 lanes and copy the whole cache into another layout for the products. Few queries, as when tokens are sampled, read
+it as it lies.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.memory import Partition
@@ -24,6 +28,7 @@ from atlasjax.mixers import fused_attention
 from atlasjax.mixers.divided_attention import divided
 from atlasjax.mixers.rotary import rotate
 from atlasjax.mixers.shapes import check_shapes
+from atlasjax.mixers.softmax_attention import Source, apart, softmax_attention, together
 
 _AXES = {
     "q": "batch time heads key_dim",
@@ -33,7 +38,6 @@ _AXES = {
     "persistent.values": "persistent kv_heads value_dim",
 }
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 256
-_MASKED = -1e30  # not −∞, which would give NaN derivatives in rows of padding that see no key
 
 
 class Persistent(NamedTuple):
@@ -41,59 +45,6 @@ class Persistent(NamedTuple):
 
     keys: Float[Array, "persistent kv_heads key_dim"]
     values: Float[Array, "persistent kv_heads value_dim"]
-
-
-class Source(NamedTuple):
-    """A set of keys and values, with the queries that read it.
-
-    Attributes:
-      q: [batch, time, heads, key_dim].
-      k: [batch, size, kv_heads, key_dim], or without the batch axis. kv_heads divides heads.
-      v: [batch, size, kv_heads, value_dim], or without the batch axis.
-      visible: boolean [batch, time, size], whether the query sees the key. None means always.
-    """
-
-    q: Float[Array, "batch time heads key_dim"]
-    k: Float[Array, "*batch size kv_heads key_dim"]
-    v: Float[Array, "*batch size kv_heads value_dim"]
-    visible: Bool[Array, "batch time size"] | None = None
-
-
-def softmax_attention(*sources: Source) -> Float[Array, "batch time heads value_dim"]:
-    """Attention with one softmax over the keys of all sources: [batch, time, heads, value_dim], in v's dtype.
-
-    A query that sees no key gets the mean of all values.
-    """
-    groups = sources[0].q.shape[2] // sources[0].k.shape[-2]
-    if groups > 1:  # the queries of a group are read like further tokens, so that keys and values are not repeated
-        y = softmax_attention(*(_fold(source, groups) for source in sources))
-        y = y.reshape(y.shape[0], groups, -1, *y.shape[2:])  # [batch, group, time, kv_heads, value_dim]
-        return jnp.moveaxis(y, 1, 3).reshape(*sources[0].q.shape[:3], -1)
-    logits = []
-    for q, k, _, visible in sources:
-        keys = "bshd" if k.ndim == 4 else "shd"
-        logit = jnp.einsum(f"bthd,{keys}->bhts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-        logits.append(logit if visible is None else jnp.where(visible[:, None], logit, _MASKED))
-    largest = jnp.stack([jnp.max(logit, axis=-1) for logit in logits]).max(axis=0)[..., None]
-    largest = jax.lax.stop_gradient(largest)
-    total, y = jnp.zeros_like(largest), jnp.zeros((), jnp.float32)
-    for logit, (_, _, v, _) in zip(logits, sources, strict=True):
-        weights = jnp.exp(logit - largest)
-        total = total + jnp.sum(weights, axis=-1, keepdims=True)
-        values = "bshv" if v.ndim == 4 else "shv"
-        y = y + jnp.einsum(
-            f"bhts,{values}->bthv", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-        )  # fmt: skip
-    return (y / jnp.swapaxes(total, 1, 2)).astype(sources[0].v.dtype)
-
-
-def _fold(source: Source, groups: int) -> Source:
-    """The queries [batch, time, kv_heads · groups, key_dim] as [batch, groups · time, kv_heads, key_dim]."""
-    q, k, v, visible = source
-    batch, time, heads, size = q.shape
-    q = jnp.moveaxis(q.reshape(batch, time, heads // groups, groups, size), 3, 1)
-    visible = None if visible is None else jnp.tile(visible, (1, groups, 1))
-    return Source(q.reshape(batch, groups * time, heads // groups, size), k, v, visible)
 
 
 def attention(
@@ -186,6 +137,7 @@ def _in_blocks(
     k_segment: jax.Array | None,
     window: int | None,
     persistent: Persistent | None,
+    split_heads: bool = False,
 ) -> jax.Array:
     """Attention, one block of queries after another.
 
@@ -196,6 +148,7 @@ def _in_blocks(
         position is negative.
       q_segment, k_segment: segment indices of the same shapes. None for one segment.
       window, persistent: see `attention`.
+      split_heads: see `softmax_attention`.
     """
     time = q.shape[1]
     block = min(time, _LARGEST_BLOCK if window is None else max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, window)))
@@ -213,7 +166,7 @@ def _in_blocks(
         sources = [Source(queries(rotated), keys(k), keys(v), visible)]
         if persistent is not None:
             sources.append(Source(queries(q), persistent.keys.astype(k.dtype), persistent.values.astype(v.dtype)))
-        return softmax_attention(*sources)
+        return softmax_attention(*sources, split_heads=split_heads)
 
     if block == time:
         return run(0)
@@ -233,13 +186,13 @@ class KVCache(NamedTuple):
     """Rotated keys and values of the tokens read, stored by position.
 
     Attributes:
-      keys: [batch, max_length, kv_heads, key_dim].
-      values: [batch, max_length, kv_heads, value_dim].
+      keys: [batch, max_length, kv_heads · key_dim].
+      values: [batch, max_length, kv_heads · value_dim].
       position: number of tokens read, which is the position of the next one, [batch].
     """
 
-    keys: Float[Array, "batch max_length kv_heads key_dim"]
-    values: Float[Array, "batch max_length kv_heads value_dim"]
+    keys: Float[Array, "batch max_length kv_heads*key_dim"]
+    values: Float[Array, "batch max_length kv_heads*value_dim"]
     position: Int[Array, " batch"]
 
 
@@ -247,13 +200,13 @@ class WindowCache(NamedTuple):
     """Rotated keys and values of the last `window` tokens, stored at their position modulo the window.
 
     Attributes:
-      keys: [batch, window, kv_heads, key_dim].
-      values: [batch, window, kv_heads, value_dim].
+      keys: [batch, window, kv_heads · key_dim].
+      values: [batch, window, kv_heads · value_dim].
       position: number of tokens read, which is the position of the next one, [batch].
     """
 
-    keys: Float[Array, "batch window kv_heads key_dim"]
-    values: Float[Array, "batch window kv_heads value_dim"]
+    keys: Float[Array, "batch window kv_heads*key_dim"]
+    values: Float[Array, "batch window kv_heads*value_dim"]
     position: Int[Array, " batch"]
 
 
@@ -274,7 +227,7 @@ def init_window(
 def _empty(
     batch: int, size: int, heads: int, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    zeros = lambda dim: jnp.zeros((batch, size, heads, dim), dtype)
+    zeros = lambda dim: jnp.zeros((batch, size, heads * dim), dtype)
     return zeros(key_dim), zeros(value_dim), jnp.zeros(batch, jnp.int32)
 
 
@@ -287,12 +240,16 @@ def extend(
     rope_theta: float | None = 1e4,
     rope_dim: int | None = None,
     persistent: Persistent | None = None,
+    partition: Partition | None = None,
+    layer: Int[Array, ""] | int | None = None,
 ) -> tuple[Float[Array, "batch time heads value_dim"], KVCache | WindowCache]:
     """`attention` for the next tokens of a stream. A `WindowCache` determines the window.
 
     Args:
       q, k, v, rope_theta, rope_dim, persistent: as in `attention`, any time ≥ 1.
       cache: keys and values of the tokens so far.
+      partition: the mesh and its axes that split batch and kv_heads. Where an axis splits the heads, each device keeps to its own.
+      layer: the cache is that of all layers, [layers, batch, …], of which this one is read and written, in place where XLA can.
 
     Returns:
       The output of `attention`, NaN for tokens beyond a `KVCache`'s max_length, and the next cache.
@@ -301,31 +258,51 @@ def extend(
       TypeError, ValueError: invalid arguments.
     """
     check_attention("attention.extend", q, k, v, None, rope_dim, persistent)
-    time = q.shape[1]
-    position = cache.position[:, None] + jnp.arange(time)
+    time, place = q.shape[1], () if layer is None else (layer,)
+    count = cache.position[place]
+    position = count[:, None] + jnp.arange(time)
     rotated = rotate(q, position, rope_theta, rope_dim)
-    k = rotate(k, position, rope_theta, rope_dim).astype(cache.keys.dtype)
-    rows, after = jnp.arange(q.shape[0])[:, None], cache.position + time
-    size = cache.keys.shape[1]
-    places = jnp.broadcast_to(jnp.arange(size), (q.shape[0], size))
+    split = partition is not None and any(partition.mesh.shape[axis] > 1 for axis in partition.heads)
+    heads, k, v = k.shape[2], together(rotate(k, position, rope_theta, rope_dim).astype(cache.keys.dtype)), together(v)
+    size = cache.keys.shape[-2]
+    slots = jnp.broadcast_to(jnp.arange(size), (q.shape[0], size))
+
+    def read(keys: jax.Array, values: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
+        keys, values = apart(keys, heads), apart(values, heads)
+        return _in_blocks(q, rotated, keys, values, position, positions, None, None, window, persistent, split)
+
+    def written(at: jax.Array, k: jax.Array, v: jax.Array, **how: Any) -> KVCache | WindowCache:
+        """The cache with new keys and values in the slots `at` [batch, time] of each row."""
+        after = cache.position.at[place].set(count + time)
+        return type(cache)(_write(cache.keys, layer, at, k, **how), _write(cache.values, layer, at, v, **how), after)
+
     if isinstance(cache, KVCache):
-        write = lambda x, new: x.at[rows, position].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
-        cache = KVCache(write(cache.keys, k), write(cache.values, v), after)
-        y = _in_blocks(q, rotated, cache.keys, cache.values, position, places, None, None, None, persistent)
+        cache = written(position, k, v, mode="drop", unique_indices=True, indices_are_sorted=True)
+        y = read(cache.keys[place], cache.values[place], slots, None)
         return jnp.where((position < size)[:, :, None, None], y, jnp.nan), cache
     if time == 1:
-        write = lambda x, new: x.at[rows, position % size].set(new)
-        cache = WindowCache(write(cache.keys, k), write(cache.values, v), after)
-        held = position - (position - places) % size  # the newest position stored in each slot; negative if none yet
-        return _in_blocks(q, rotated, cache.keys, cache.values, position, held, None, None, None, persistent), cache
-    before = cache.position[:, None] - size + places  # positions in temporal order
-    join = lambda x, new: jnp.concatenate([x[rows, before % size], new], axis=1)
+        cache = written(position % size, k, v)
+        held = position - (position - slots) % size  # the newest position stored in each slot; negative if none yet
+        return read(cache.keys[place], cache.values[place], held, None), cache
+    before = count[:, None] - size + slots  # positions in temporal order
+    rows = jnp.arange(q.shape[0])[:, None]
+    join = lambda x, new: jnp.concatenate([x[place][rows, before % size], new], axis=1)
     keys, values = join(cache.keys, k), join(cache.values, v)
-    y = _in_blocks(
-        q, rotated, keys, values, position, jnp.concatenate([before, position], 1), None, None, size, persistent
-    )
-    write = lambda x, new: x.at[rows, (before + time) % size].set(new[:, time:], unique_indices=True)
-    return y, WindowCache(write(cache.keys, keys), write(cache.values, values), after)
+    y = read(keys, values, jnp.concatenate([before, position], 1), size)
+    return y, written((before + time) % size, keys[:, time:], values[:, time:], unique_indices=True)
+
+
+def _write(x: jax.Array, layer: jax.Array | int | None, at: jax.Array, new: jax.Array, **how: Any) -> jax.Array:
+    """x [(layers,) batch, size, dim] with `new` [batch, time, dim] in the slots `at` [batch, time] of each row."""
+    # With an axis of the batch, which XLA can divide over devices. `x.at` under `vmap` would move that axis to the front.
+    axis = 0 if layer is None else 1
+    index = at[..., None] if layer is None else jnp.stack([jnp.full_like(at, layer), at], axis=-1)
+    dims = (1,) if layer is None else (0, 2)
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(2,), inserted_window_dims=dims, scatter_dims_to_operand_dims=dims, operand_batching_dims=(axis,),
+        scatter_indices_batching_dims=(0,),
+    )  # fmt: skip
+    return jax.lax.scatter(x, index, new.astype(x.dtype), numbers, **how)
 
 
 def check_attention(

@@ -20,9 +20,9 @@ from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.memory.grid import choose
-from atlasjax.mixers.attention import softmax_attention
 from atlasjax.mixers.blocks import block_source, continued, documents, unfinished, whole
 from atlasjax.mixers.shapes import check_shapes
+from atlasjax.mixers.softmax_attention import softmax_attention
 
 _AXES = {
     "q": "batch time heads key_dim",

@@ -23,10 +23,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
-from atlasjax.mixers.attention import Source, softmax_attention
 from atlasjax.mixers.blocks import continued, documents, unfinished, whole
 from atlasjax.mixers.rotary import rotate
 from atlasjax.mixers.shapes import check_shapes
+from atlasjax.mixers.softmax_attention import Source, softmax_attention
 
 _AXES = {"q": "batch time heads key_dim", "k": "batch time heads key_dim", "v": "batch time heads value_dim"}
 

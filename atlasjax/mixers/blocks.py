@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from atlasjax.memory import grid
 from atlasjax.memory.check import check_segments
-from atlasjax.mixers.attention import Source, segment_positions
+from atlasjax.mixers.attention import segment_positions
 from atlasjax.mixers.rotary import rotate
+from atlasjax.mixers.softmax_attention import Source
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,10 +30,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
-from atlasjax.mixers.attention import Source, softmax_attention
 from atlasjax.mixers.blocks import Grid, block_source, continued, documents, unfinished, whole
 from atlasjax.mixers.rotary import rotate
 from atlasjax.mixers.shapes import check_shapes
+from atlasjax.mixers.softmax_attention import Source, softmax_attention
 
 _AXES = {
     "x": "batch time dim",

@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.mixers import block_memory
-from atlasjax.mixers.attention import Source, softmax_attention
 from atlasjax.mixers.block_memory import BlockMemoryState
+from atlasjax.mixers.softmax_attention import Source, softmax_attention
 
 
 @dataclasses.dataclass(frozen=True)

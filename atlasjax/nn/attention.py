@@ -98,12 +98,13 @@ class AttentionHeads(nnx.Module):
             )
         return attention.init_cache(batch_size, max_length, *sizes)
 
-    def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """Like `__call__`, for the next piece of a sequence. Also returns the next cache."""
+    def extend(self, x: jax.Array, state: Any, layer: jax.Array | None = None) -> tuple[jax.Array, Any]:
+        """Like `__call__`, for the next piece of a sequence. Also returns the next cache. layer: see `mixers.attention.extend`."""
         q, k, v, z = self._project(x)
         y, state = attention.extend(
-            q, k, v, state, rope_theta=self.theta, rope_dim=self.rope_dim, persistent=self.persistent()
-        )
+            q, k, v, state, rope_theta=self.theta, rope_dim=self.rope_dim, persistent=self.persistent(),
+            partition=mesh_partition(x.shape[0], self.kv_heads, x.shape[1]), layer=layer,
+        )  # fmt: skip
         return _gated(y, z), state
 
 
@@ -174,8 +175,12 @@ class AttentionMixer(nnx.Module):
 
     def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """The output for the next piece of a sequence (time ≥ 1) and the next state. Outputs beyond max_length are NaN."""
-        y, state = self.attention.extend(x, state)
-        return self._output(y), state
+        return self.extend_layer(x, state, None)
+
+    def extend_layer(self, x: jax.Array, states: Any, layer: jax.Array | None) -> tuple[jax.Array, Any]:
+        """`extend` in the cache of all layers. See `mixers.LayerwiseMixer`."""
+        y, states = self.attention.extend(x, states, layer)
+        return self._output(y), states
 
     def _output(self, y: jax.Array) -> jax.Array:
         return self.out(y.reshape(*y.shape[:2], -1))
@@ -183,6 +188,8 @@ class AttentionMixer(nnx.Module):
 
 class SlidingWindowMixer(AttentionMixer):
     """`AttentionMixer` with a sliding window: a token sees itself and `attention.window` − 1 tokens before it. Bounded state."""
+
+    extend_layer = AttentionMixer.extend_layer
 
     @staticmethod
     def _window(config: ModelConfig) -> int | None:

@@ -4,7 +4,7 @@ A mixer is a class with three methods, and a fourth, `observe`, if its memory is
 `MIXERS`. A mixer of your own is passed to `ModelConfig` as a class or as "package.module:Class".
 """
 
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, TypeGuard, cast, runtime_checkable
 
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
@@ -17,6 +17,7 @@ from atlasjax.nn.elastic import BlockMixer, ElasticMixer
 from atlasjax.nn.execution import MemoryCall
 from atlasjax.nn.gam import GAMMixer
 from atlasjax.nn.hybrids import MACMixer, MAGMixer, MALMixer
+from atlasjax.nn.layerwise import put_layer, take_layer
 from atlasjax.nn.memory_mixer import MemoryMixer
 from atlasjax.nn.partition import NOT_DIVIDED
 
@@ -82,6 +83,37 @@ class FirstValuesMixer(Mixer, Protocol):
           state: as for `extend`. None: that before the first token.
           segment_ids: as for `__call__`.
         """
+
+
+class LayerwiseMixer(Mixer, Protocol):
+    """A mixer that changes little of a large state, as attention does, which adds a token to its cache. It writes into the states
+    of all layers in place, where other mixers' states are taken out and put back whole.
+
+    Only the class that defines `extend_layer` counts, not its subclasses, which may have an `extend` of their own.
+    """
+
+    def extend_layer(
+        self, x: Float[Array, "batch time dim"], states: PyTree, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "batch time dim"], PyTree]:
+        """Like `extend`, with the states of all layers, [layers, batch, …], of which `layer` is this one's."""
+
+
+def extend_layer(
+    mixer: Mixer,
+    x: Float[Array, "batch time dim"],
+    states: PyTree,
+    layer: Int[Array, ""],
+    first: Float[Array, "batch time ..."] | None = None,
+) -> tuple[Float[Array, "batch time dim"], PyTree]:
+    """`LayerwiseMixer.extend_layer` of any mixer. first: as for `observe`."""
+    if _is_layerwise(mixer):
+        return mixer.extend_layer(x, states, layer)
+    y, state = mixer.extend(x, take_layer(states, layer), **with_first(mixer, first))
+    return y, put_layer(states, state, layer, y)
+
+
+def _is_layerwise(mixer: Mixer) -> TypeGuard[LayerwiseMixer]:
+    return "extend_layer" in vars(type(mixer))
 
 
 def with_first(mixer: Mixer, first: Float[Array, "batch time ..."] | None) -> dict[str, Float[Array, "batch time ..."]]:

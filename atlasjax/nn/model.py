@@ -196,11 +196,7 @@ class LanguageModel(nnx.Module):
 
             def layer(carry: _Carry, xs: tuple[PyTree, jax.Array]) -> tuple[_Carry, None]:
                 (x, states), (params, i) = carry, xs
-                state = jax.tree.map(lambda s: jax.lax.dynamic_index_in_dim(s, i, keepdims=False), states)
-                x, state = nnx.merge(graphdef, params).extend(x, state, first)
-                i = _after(i, x)
-                put = lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, i, 0)
-                return (x, jax.tree.map(put, states, state)), None
+                return nnx.merge(graphdef, params).extend(x, states, i, first), None
 
             # The states are carried, and not an input and an output of each layer, so that XLA writes them in place.
             number = jnp.arange(jax.tree.leaves(params)[0].shape[0])
@@ -254,13 +250,6 @@ class LanguageModel(nnx.Module):
         repetitions = self.config.num_layers // len(self.config.pattern)
         keys = jax.vmap(lambda key: jax.random.split(key, 1 + repetitions), out_axes=1)(dropout_keys)
         return keys[0], keys[1:]
-
-
-def _after(i: jax.Array, x: jax.Array) -> jax.Array:
-    """i. On CPUs it depends on x: then all of a layer's reads of its state come before the write, without which XLA may copy the
-    states of all layers (Mamba-2, Log-Linear). XLA's CPU compiler drops an `optimization_barrier` before it decides."""
-    never = lambda i, x: i + (jnp.max(jnp.abs(x)) > jnp.inf)
-    return jax.lax.platform_dependent(i, x, cpu=never, default=lambda i, x: i)
 
 
 def _check_tokens(tokens: jax.Array, where: str) -> None:

@@ -11,7 +11,8 @@ from jaxtyping import PyTree
 
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import GELU, ChannelMixing, LayerNorm, RMSNorm, SwiGLU, dropout
-from atlasjax.nn.mixers import FirstValuesMixer, check_caching, make_mixer, observe, with_first
+from atlasjax.nn.layerwise import put_layer, take_layer
+from atlasjax.nn.mixers import FirstValuesMixer, check_caching, extend_layer, make_mixer, observe
 from atlasjax.nn.parameters import param
 
 Norms = tuple[jax.Array | None, ...]  # each layer's `Rule.weight_norm`
@@ -75,10 +76,10 @@ class Branch(nnx.Module):
         y, norm = observe(self.mixer, x, segment_ids, max_segments)
         return y * self.scale[...].astype(y.dtype), norm
 
-    def extend(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
-        """Like `Mixer.extend`."""
-        y, state = self.mixer.extend(x, state)
-        return y * self.scale[...].astype(y.dtype), state
+    def extend(self, x: jax.Array, states: PyTree, i: jax.Array) -> tuple[jax.Array, PyTree]:
+        """Like `mixers.extend_layer`."""
+        y, states = extend_layer(self.mixer, x, states, i)
+        return y * self.scale[...].astype(y.dtype), states
 
 
 class Layer(nnx.Module):
@@ -136,19 +137,21 @@ class Layer(nnx.Module):
         branch = None if self.branch is None else self.branch.mixer.init_state(batch_size, max_length)
         return mixer if mlp is None and branch is None else LayerState(mixer, mlp, branch)
 
-    def extend(self, x: jax.Array, state: PyTree, first: jax.Array | None) -> tuple[jax.Array, PyTree]:
-        """The output for the next piece of a sequence, and the next state. `first`: as for `observe`."""
-        before = state if isinstance(state, LayerState) else LayerState(state, None)
+    def extend(self, x: jax.Array, states: PyTree, i: jax.Array, first: jax.Array | None) -> tuple[jax.Array, PyTree]:
+        """The output for the next piece of a sequence, and the next states, those of all layers, of which this is the i-th.
+        `first`: as for `observe`."""
+        given = states if isinstance(states, LayerState) else LayerState(states, None)
 
         def mix(x: jax.Array) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
-            y, mixer = self.mixer.extend(x, before.mixer, **with_first(self.mixer, first))
+            y, mixer = extend_layer(self.mixer, x, given.mixer, i, first)
             if self.branch is None:
                 return y, (mixer, None)
-            more, branch = self.branch.extend(x, before.branch)
+            more, branch = self.branch.extend(x, given.branch, i)
             return y + more, (mixer, branch)
 
-        x, (mixer, branch), mlp = self._around(mix, x, before.mlp)
-        return x, LayerState(mixer, mlp, branch) if isinstance(state, LayerState) else mixer
+        x, (mixer, branch), mlp = self._around(mix, x, take_layer(given.mlp, i))
+        after = LayerState(mixer, put_layer(given.mlp, mlp, i, x), branch)
+        return x, after if isinstance(states, LayerState) else mixer
 
     def _observe(
         self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, first: jax.Array | None
@@ -231,13 +234,13 @@ class Pattern(nnx.Module):
         """A tuple of the layers' states before the first token."""
         return tuple(layer.init_state(batch_size, max_length) for layer in self._layers())
 
-    def extend(self, x: jax.Array, state: PyTree, first: jax.Array | None) -> tuple[jax.Array, PyTree]:
-        """The output for the next piece of a sequence, and the layers' next states."""
-        states = []
-        for layer, before in zip(self._layers(), state, strict=True):
-            x, after = layer.extend(x, before, first)
-            states.append(after)
-        return x, tuple(states)
+    def extend(self, x: jax.Array, states: PyTree, i: jax.Array, first: jax.Array | None) -> tuple[jax.Array, PyTree]:
+        """Like `Layer.extend`: the states of each layer of the pattern in all repetitions, of which this is the i-th."""
+        after = []
+        for layer, before in zip(self._layers(), states, strict=True):
+            x, new = layer.extend(x, before, i, first)
+            after.append(new)
+        return x, tuple(after)
 
     @property
     def has_first_values(self) -> bool:

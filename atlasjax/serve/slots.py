@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from atlasjax.generate import Context, RowSampling, sample_rows
-from atlasjax.generate.context import prefill
+from atlasjax.generate.context import copied, prefill
 from atlasjax.nn import LanguageModel
 
 
@@ -98,7 +98,7 @@ class Slots:
 
     def read(self, tokens: np.ndarray, cache: PyTree) -> tuple[jax.Array, PyTree]:
         """Reads a piece of one text, int32 [time]. Returns the logits of the next token [1, vocabulary], and the cache."""
-        return prefill(self._graphdef, self._params, tokens[None], cache)
+        return prefill(self._graphdef, self._params, tokens[None], copied(cache))
 
     def put(self, slot: int, context: Context) -> None:
         """Puts a text into a slot."""

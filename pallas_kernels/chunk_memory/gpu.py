@@ -27,7 +27,8 @@ from pallas_kernels.blocks import entry, last_row, row_of
 from pallas_kernels.chunk_memory.bound import within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Structure
 from pallas_kernels.chunk_memory.gates import coefficients, decays, window_matrix
-from pallas_kernels.chunk_memory.gpu_kernels import Layers, Tokens, block_tokens, state_cotangents, states
+from pallas_kernels.chunk_memory.gpu_kernels import state_cotangents, states
+from pallas_kernels.chunk_memory.gpu_step import Layers, Tokens, block_tokens
 from pallas_kernels.chunk_memory.muon import MuonChunk
 from pallas_kernels.chunk_scan import Restarts
 from pallas_kernels.gpu import LEAST, padded

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from atlasjax.nn import AXES, LanguageModel, MemoryConfig, ModelConfig, SSMConfig, abstract_model, logical_axes
+from atlasjax.nn import (
+    AXES,
+    AttentionConfig,
+    LanguageModel,
+    MemoryConfig,
+    ModelConfig,
+    SSMConfig,
+    abstract_model,
+    logical_axes,
+)
+from atlasjax.nn.attention import AttentionMixer
 from tests.marks import some_slow
 
 # One rule for each way through the engines: matrix, LayerNorm inside, momentum, window with features, Muon.
@@ -280,15 +290,54 @@ def test_bad_arguments_are_named():
         LanguageModel(make_config("delta_rule", mixer="memry"), rngs=nnx.Rngs(0))
 
 
-def test_a_decoded_token_does_not_copy_the_states_of_all_layers():
-    """Of mixers that read their state twice in a step. XLA writes into the donated cache."""
-    model = ModelConfig(dim=32, num_layers=3, mixer="mamba2", ffn="none", ssm=SSMConfig(state_dim=48, head_dim=16))
-    made = LanguageModel(model, rngs=nnx.Rngs(0))
+COPIED = {
+    "mamba2": {"mixer": "mamba2", "ssm": SSMConfig(state_dim=48, head_dim=16)},
+    "attention": {"mixer": "attention"},
+    "swa": {"mixer": "swa", "attention": AttentionConfig(window=40)},
+    "mag": {"mixer": "mag", "attention": AttentionConfig(window=40), "memory": MEMORIES["delta_rule"]},
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_a_decoded_token_does_not_copy_the_states_of_all_layers(name):
+    """Of mixers that read their state twice in a step, and of caches. XLA writes into the donated cache."""
+    config = ModelConfig(dim=32, num_layers=3, num_heads=2, ffn="none", **COPIED[name])
+    made = LanguageModel(config, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(made)
-    cache, token = made.init_cache(2), jnp.zeros((2, 1), jnp.int32)
+    cache, token = made.init_cache(2, 40), jnp.zeros((2, 1), jnp.int32)
     step = jax.jit(lambda params, cache: nnx.merge(graphdef, params).extend(token, cache), donate_argnums=1)
     compiled = step.lower(params, cache).compile().as_text()
     states = max(jax.tree.leaves(cache), key=lambda leaf: leaf.nbytes)
     shape = ",".join(map(str, states.shape))
-    assert f"f32[{shape}]" in compiled
-    assert not re.search(rf"= f32\[{shape}\]\S* copy\(", compiled)
+    kind = {"float32": "f32", "bfloat16": "bf16"}[str(states.dtype)]
+    assert f"{kind}[{shape}]" in compiled
+    assert not re.search(rf"= {kind}\[{shape}\]\S* copy\(", compiled)
+
+
+class ScaledAttention(AttentionMixer):
+    """A user's subclass with an `extend` of its own, which what the library does in place must not pass by."""
+
+    def __call__(self, x, segment_ids=None, max_segments=None):
+        return 3 * super().__call__(x, segment_ids)
+
+    def extend(self, x, state):
+        y, state = super().extend(x, state)
+        return 3 * y, state
+
+
+@pytest.mark.parametrize("mixer", [ScaledAttention, "attention", ("mal", "swa", "attention")])
+def test_caches_of_all_layers_in_place(mixer):
+    """A subclass's own `extend` counts; in a pattern each layer has its own caches."""
+    config = make_config("delta_rule", attention=AttentionConfig(window=5), mixer=mixer, num_layers=6)
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(model)
+    tokens = jax.random.randint(jax.random.key(1), (BATCH, TIME), 0, VOCAB)
+    extend = jax.jit(lambda params, tokens, cache: nnx.merge(graphdef, params).extend(tokens, cache))
+    cache, pieces = model.init_cache(BATCH, TIME), []
+    for start, stop in itertools.pairwise([0, 1, 2, 8, 9, 10, 11, 12, 13, 14]):
+        logits, cache = extend(params, tokens[:, start:stop], cache)
+        pieces.append(logits)
+    expected = jax.jit(lambda params: nnx.merge(graphdef, params)(tokens))(params)
+    np.testing.assert_allclose(
+        np.concatenate(pieces, axis=1), expected, rtol=0, atol=2e-5 * float(jnp.abs(expected).max())
+    )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from atlasjax.memory import objectives, structures
-from pallas_kernels.chunk_memory import chunk_memory, gpu_kernels
+from pallas_kernels.chunk_memory import chunk_memory, gpu_step
 from pallas_kernels.chunk_memory import gpu as parallel
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 from tests.marks import some_slow
@@ -54,7 +54,7 @@ def test_norm_bound(structure, shape, gates, window):
 @pytest.mark.parametrize("structure", some_slow([MATRIX, NARROW], [NARROW]), ids=str)
 def test_many_blocks_of_tokens(structure, monkeypatch):
     """Chunks of 64 in blocks of 32, a window of 40 in two more; sums of some blocks apart, as where tokens have many channels."""
-    monkeypatch.setattr(gpu_kernels, "_TOGETHER", 0)
+    monkeypatch.setattr(gpu_step, "_TOGETHER", 0)
     arrays, values = inputs(structure, 1, 70, 1, 16, gates=("retention",), window=40)
     expected = run(structure, L2, arrays, values, chunk_size=64, implementation="reference")
     close(run(structure, L2, arrays, values, **{**GPU, "chunk_size": 64}), expected, 2e-5)

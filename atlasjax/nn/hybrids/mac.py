@@ -11,7 +11,8 @@ from jaxtyping import PyTree
 from atlasjax import memory
 from atlasjax.memory import grid
 from atlasjax.memory.check import check_segments
-from atlasjax.mixers.attention import KVCache, Source, init_cache, softmax_attention
+from atlasjax.mixers.attention import KVCache, init_cache
+from atlasjax.mixers.softmax_attention import Source, apart, softmax_attention, together
 from atlasjax.nn.attention import AttentionHeads, require_shared_heads
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.hybrids.mag import GatedHeads
@@ -146,7 +147,7 @@ class MACMixer(nnx.Module):
         fresh = self.memory.init_state(batch_size, max_length)
         attention, size = self.attention, self.segment_size
         empty = lambda: init_cache(
-            batch_size, size, attention.heads, attention.key_dim, attention.value_dim, self.dtype
+            batch_size, size, attention.kv_heads, attention.key_dim, attention.value_dim, self.dtype
         )
         # Copied, because a state with leaves that share a buffer cannot be donated to a jitted call.
         start = jax.tree.map(jnp.copy, self.memory.rule.read_part(fresh.memory))
@@ -215,7 +216,7 @@ class MACMixer(nnx.Module):
         )
         a = self._attend(q, rotated, tokens, retrieved, earlier)
         y, after = self._write(a, state.memory, self.memory.scan_segment)
-        held = lambda k, v: KVCache(k, v, state.tokens.position)
+        held = lambda k, v: KVCache(together(k), together(v), state.tokens.position)
         start = self.memory.rule.read_part(after.memory)
         return y, MACState(state.conv, after, start, held(*tokens), held(*retrieved))
 
@@ -227,13 +228,14 @@ class MACMixer(nnx.Module):
         )
         rows = jnp.arange(x.shape[0])
         after = (position + 1) % self.segment_size
-        put = lambda old, new: old.at[rows, position].set(new[:, 0])
+        put = lambda old, new: old.at[rows, position].set(together(new[:, 0]))
         tokens, retrieved = (
             KVCache(put(cache.keys, k), put(cache.values, v), after)
             for cache, (k, v) in ((state.tokens, token), (state.retrieved, recalled))
         )
         earlier = (jnp.arange(self.segment_size) <= position[:, None])[:, None]
-        a = self._attend(q, rotated, tokens[:2], retrieved[:2], earlier)
+        held = lambda cache: (apart(cache.keys, self.attention.kv_heads), apart(cache.values, self.attention.kv_heads))
+        a = self._attend(q, rotated, held(tokens), held(retrieved), earlier)
         y, written = self._write(a, state.memory, self.memory.scan_from)
         start = grid.choose(after == 0, self.memory.rule.read_part(written.memory), state.start)
         return y, MACState(state.conv, written, start, tokens, retrieved)

@@ -9,6 +9,7 @@ from atlasjax.mixers.attention import KVCache, WindowCache
 from atlasjax.nn.attention import AttentionHeads, output_projection, require_shared_heads, required_window
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import RMSNorm
+from atlasjax.nn.layerwise import put_layer, take_layer
 from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState
 
 
@@ -89,6 +90,11 @@ class MAGMixer(nnx.Module):
 
     def extend(self, x: jax.Array, state: HybridState) -> tuple[jax.Array, HybridState]:
         """The output for the next piece of a sequence (time ≥ 1) and the next state."""
-        m, _, memory = self.memory.scan_from(x, state.memory)
-        a, window = self.attention.extend(x, state.window)
-        return self.join(a, m), HybridState(memory, window)
+        return self.extend_layer(x, state, None)
+
+    def extend_layer(self, x: jax.Array, states: HybridState, layer: jax.Array | None) -> tuple[jax.Array, HybridState]:
+        """`extend` in the states of all layers. See `mixers.LayerwiseMixer`."""
+        m, _, memory = self.memory.scan_from(x, take_layer(states.memory, layer))
+        a, window = self.attention.extend(x, states.window, layer)
+        y = self.join(a, m)
+        return y, HybridState(put_layer(states.memory, memory, layer, y), window)

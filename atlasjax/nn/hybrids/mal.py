@@ -7,6 +7,7 @@ from atlasjax.nn.attention import AttentionHeads, output_projection, require_sha
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.hybrids.mag import HybridState
 from atlasjax.nn.layers import RMSNorm
+from atlasjax.nn.layerwise import put_layer, take_layer
 from atlasjax.nn.memory_mixer import MemoryMixer
 
 
@@ -54,9 +55,14 @@ class MALMixer(nnx.Module):
 
     def extend(self, x: jax.Array, state: HybridState) -> tuple[jax.Array, HybridState]:
         """The output for the next piece of a sequence (time ≥ 1) and the next state."""
-        y, memory = self.memory.extend(x, state.memory)
-        y, window = self.attention.extend(self.norm(y), state.window)
-        return self._output(y), HybridState(memory, window)
+        return self.extend_layer(x, state, None)
+
+    def extend_layer(self, x: jax.Array, states: HybridState, layer: jax.Array | None) -> tuple[jax.Array, HybridState]:
+        """`extend` in the states of all layers. See `mixers.LayerwiseMixer`."""
+        y, memory = self.memory.extend(x, take_layer(states.memory, layer))
+        y, window = self.attention.extend(self.norm(y), states.window, layer)
+        y = self._output(y)
+        return y, HybridState(put_layer(states.memory, memory, layer, y), window)
 
     def _output(self, y: jax.Array) -> jax.Array:
         return self.out(y.reshape(*y.shape[:2], -1))

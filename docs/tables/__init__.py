@@ -1,0 +1,1 @@
+"""The tables of the pages, which `python docs/generate.py` writes."""

@@ -1,0 +1,184 @@
+"""Tables of the page that shows what has been verified, and how."""
+
+import ast
+import json
+from collections.abc import Iterable
+
+from atlasjax import memory, rules
+from atlasjax.presets import rule_name
+from docs.tables.rules import PLATFORMS, supported
+from docs.tables.source import BENCHMARKS, ROOT, rows, table
+
+
+def tests_in(path: str) -> dict[str, list[ast.FunctionDef]]:
+    """File → its test functions, of a file or of a folder of tests/."""
+    place = ROOT / "tests" / path
+    files = sorted(place.rglob("test_*.py")) if place.is_dir() else [place]
+    found = {}
+    for file in files:
+        functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+        found[file.relative_to(ROOT).as_posix()] = [f for f in functions if f.name.startswith("test_")]
+    return found
+
+
+def _over(name: str, path: str) -> list[str]:
+    """Test functions of tests/PATH that run over every case of the table NAME."""
+    found = []
+    for file, functions in tests_in(path).items():
+        for function in functions:
+            for decorator in function.decorator_list:
+                arguments = decorator.args if isinstance(decorator, ast.Call) else []
+                if any(isinstance(argument, ast.Name) and argument.id == name for argument in arguments):
+                    found.append(f"`{file}::{function.name}`")
+    return found
+
+
+def _cases(path: str, table_name: str) -> dict[str, ast.expr]:
+    """Case → its expression, of a table of rules in a module of tests."""
+    found: dict[str, ast.expr] = {}
+    for node in ast.parse((ROOT / path).read_text()).body:
+        targets = [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else getattr(node, "targets", [])
+        value = getattr(node, "value", None)
+        if any(isinstance(t, ast.Name) and t.id == table_name for t in targets) and isinstance(value, ast.Dict):
+            found |= {key.value: v for key, v in zip(value.keys, value.values) if isinstance(key, ast.Constant)}
+    return found
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)} | {
+        n.id for n in ast.walk(node) if isinstance(n, ast.Name)
+    }
+
+
+def status_devices() -> str:
+    """All devices named in the rows, and whether any of them is an accelerator."""
+    devices = accelerators()
+    sources = {"kernels_measured.jsonl": rows(BENCHMARKS / "kernels_measured.jsonl")}
+    recorded = json.loads((ROOT / "atlasjax/memory/fast_weights/fastest.json").read_text())
+    lines = sorted(
+        {
+            (row["device"], row["platform"], f"`experiments/benchmarks/{name}`")
+            for name, found in sources.items()
+            for row in found
+        }
+        | {(row["device"], row["platform"], "`atlasjax/memory/fast_weights/fastest.json`") for row in recorded}
+    )
+    if devices:
+        said = f"**Accelerators with measured times: {', '.join(devices)}.**"
+    else:
+        said = (
+            "**No accelerator has run anything yet.** All measured times in the repository are from CPUs, and the table that can "
+            f"select kernels by default (`atlasjax/memory/fast_weights/fastest.json`) has {len(recorded)} rows. All statements "
+            "about TPUs and GPUs below come from their compilers and from interpret mode on a CPU."
+        )
+    return said + "\n\n" + table(("device", "platform", "rows"), lines)
+
+
+def accelerators() -> list[str]:
+    """Devices other than CPUs that the rows of measured time name."""
+    found = rows(BENCHMARKS / "kernels_measured.jsonl") + json.loads(
+        (ROOT / "atlasjax/memory/fast_weights/fastest.json").read_text()
+    )
+    return sorted({row["device"] for row in found if row["platform"] != "cpu"})
+
+
+def status_rules() -> str:
+    """Each named rule: whether it is tested against the definition, and which kernels support it and which models were trained."""
+    plain, softmax = _cases("tests/memory/cases.py", "RULES"), _cases("tests/memory/softmax/cases.py", "RULES")
+    texts = ("embedded", "tinyshakespeare")
+    trained = {text: {row["model"] for row in rows(f"experiments/zoo/results/{text}.jsonl")} for text in texts}
+
+    def line(name: str) -> Iterable[object]:
+        cases = softmax if isinstance(rules.REGISTRY[name](), memory.SoftmaxRule) else plain
+        proven = any(case == name or name in _names(value) for case, value in cases.items())
+        models = [text for text in texts if rule_name(name) in trained[text]]
+        kernels = [supported(name, implementation) for implementation in PLATFORMS]
+        return (f"`{name}`", "yes" if proven else "no", *kernels, ", ".join(models) or "no")
+
+    head = ("rule", "proven", *(f"{label} kernel" for label in PLATFORMS.values()), "tiny model trained on")
+    return table(head, map(line, rules.REGISTRY))
+
+
+def status_proofs() -> str:
+    """The tests that run over the tables of cases."""
+    caching = "tests/memory/caching/test_caching.py"
+    lines = [
+        ("memory rules", "tests/memory/cases.py", _over("RULES", "memory")),
+        (
+            "softmax memories",
+            "tests/memory/softmax/cases.py",
+            _over("GRADED", "memory/softmax") + _over("STREAMED", "memory/softmax"),
+        ),
+        ("cached memories", caching, _over("CASES", "memory/caching")),
+    ]
+    return table(("family", "cases", "tests over them"), [(a, f"`{b}`", "<br>".join(c)) for a, b, c in lines])
+
+
+def status_plans() -> str:
+    """Training steps compiled for pods and GPUs."""
+    lines = [
+        (
+            f"`{row['preset']}`",
+            row["topology"],
+            row["implementation"],
+            _no_plan(row["error"]) if row.get("plan") is None else "yes" if row["fits"] else "no",
+            "" if row.get("plan") is None else f"{row['total_bytes'] / 2**30:.2f}",
+        )
+        for row in sorted(
+            rows(BENCHMARKS / "plans.jsonl"), key=lambda row: (row["preset"], row["topology"], row["implementation"])
+        )
+    ]
+    return table(("preset", "devices", "memories by", "fits", "GiB per device"), lines, right=(4,))
+
+
+def _no_plan(error: str) -> str:
+    reason = error.rpartition("Error: ")[2].removesuffix(".")
+    return "no plan: " + ("not supported by the kernels" if "implementation=" in error else reason)
+
+
+def status_experiments() -> str:
+    """Rows of each experiment."""
+    lines = []
+    for folder in sorted(path for path in (ROOT / "experiments").iterdir() if (path / "README.md").is_file()):
+        for file in sorted(folder.rglob("*.jsonl")):
+            found = rows(file)
+            devices = sorted({str(row["device"]) for row in found if "device" in row})
+            name = file.relative_to(ROOT / "experiments").as_posix()
+            lines.append(
+                (
+                    f"[{folder.name}](../experiments/{folder.name}/README.md)",
+                    f"`{name}`",
+                    len(found),
+                    ", ".join(devices),
+                )
+            )
+    return table(("experiment", "file", "rows", "device named in the rows"), lines, right=(2,))
+
+
+# System → its code and its tests.
+SYSTEMS = {
+    "memory rules": ("atlasjax/memory", ("tests/memory",)),
+    "softmax memories": ("atlasjax/memory/softmax", ("tests/memory/softmax",)),
+    "Memory Caching": ("atlasjax/memory/caching", ("tests/memory/caching",)),
+    "Elastic Memory": ("atlasjax/mixers/elastic", ("tests/mixers/elastic", "tests/nn/test_elastic.py")),
+    "Gated Associative Memory": ("atlasjax/mixers/gam.py", ("tests/mixers/test_gam.py", "tests/nn/test_gam.py")),
+    "attention and state spaces": ("atlasjax/mixers", ("tests/mixers", "tests/nn/test_attention.py")),
+    "language models, every architecture": ("atlasjax/nn", ("tests/test_models.py", "tests/nn")),
+    "data": ("atlasjax/data", ("tests/data",)),
+    "training, checkpoints, resume": ("atlasjax/train", ("tests/train",)),
+    "several devices and processes": ("atlasjax/distributed", ("tests/distributed",)),
+    "evaluation and generation": (
+        "atlasjax/evaluate",
+        ("tests/evaluate", "tests/test_generate.py", "tests/test_contexts.py"),
+    ),
+}
+
+
+def status_systems() -> str:
+    """Each part of the library and its tests."""
+    for code, tests in SYSTEMS.values():
+        for path in (code, *tests):
+            if not (ROOT / path).exists():
+                raise FileNotFoundError(f"docs/tables/status.py: SYSTEMS names {path}, which is not there.")
+    lines = [(name, f"`{code}`", ", ".join(f"`{path}`" for path in tests)) for name, (code, tests) in SYSTEMS.items()]
+    return table(("system", "code", "tests, on a CPU"), lines)

@@ -1,0 +1,78 @@
+"""Tables of public weights."""
+
+from typing import Any
+
+from atlasjax import interop
+from docs.tables.source import table
+
+# Families of public weights: title, name, and the config.json of a size that is published.
+PUBLIC: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (
+        "Mamba-2 (130m)",
+        "mamba2",
+        {
+            "hidden_size": 768,
+            "num_hidden_layers": 24,
+            "num_heads": 24,
+            "vocab_size": 50288,
+            "n_groups": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    ("Mamba (130m)", "mamba", {"hidden_size": 768, "num_hidden_layers": 24, "vocab_size": 50280}),
+    (
+        "Gated DeltaNet, attention in some layers",
+        "gated_deltanet",
+        {
+            "hidden_size": 2048,
+            "num_heads": 6,
+            "head_dim": 256,
+            "attn": {"layers": [6, 13, 20], "num_heads": 16, "num_kv_heads": 4},
+        },
+    ),
+    ("DeltaNet (1.3B)", "delta_net", {"hidden_size": 2048, "num_heads": 16}),
+    ("GLA (1.3B)", "gla", {"hidden_size": 2048, "num_heads": 4}),
+    (
+        "Qwen3.5 (0.8B)",
+        "qwen3_5",
+        {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "intermediate_size": 3584,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "linear_num_value_heads": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+            "tie_word_embeddings": True,
+            "dtype": "bfloat16",
+        },
+    ),
+    ("OLMo-Hybrid (7B)", "olmo_hybrid", {}),
+    ("RWKV-7", "rwkv7", {"hidden_size": 2048, "head_dim": 64}),
+)
+
+
+def weights_tensors() -> str:
+    """Which tensor of a family is which parameter."""
+    lines = []
+    families = {family.name: family for family in interop.FAMILIES}
+    for title, name, config in PUBLIC:
+        family = families[name]
+        for row in family.rows(family.to_ours(config)):
+            names = (row.peer,) if isinstance(row.peer, str) else row.peer
+            names = [name for name in names if not name.startswith("model.language_model.")]  # the page says it once
+            part = "" if row.rows is None else f"[{row.rows[0]}:{row.rows[1]}]"
+            tensor = " or ".join(f"`{name.format(n='N')}{part}`" for name in names)
+            tensor += f", N ≥ {row.first}" if row.first else ""
+            tensor += "" if row.mixers is None else f", layers with {' or '.join(row.mixers)}"
+            index = ", ".join("…" if i is ... else _slice(i) for i in row.part)
+            ours = f"`{row.ours}{f'[{index}]' if index else ''}`" + (" again" if row.copy else "")
+            lines.append((title, tensor, ours, f"`{row.pattern}`"))
+            title = ""
+    return table(("family", "tensor", "parameter", "axes"), lines)
+
+
+def _slice(part: int | slice) -> str:
+    if isinstance(part, int):
+        return str(part)
+    return ":" if part == slice(None) else f"{part.start}:{part.stop}"

@@ -1,0 +1,296 @@
+"""What both GPU kernels of the chunkwise memory do with a chunk's tokens, tile by tile of the hidden width."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels import gpu
+from pallas_kernels.arguments import Arrays, Index, Interpret, Slice
+from pallas_kernels.batching import rows_folded
+from pallas_kernels.chunk_memory.chunk import MemoryChunk, Objective, Structure
+
+Refs = dict[str, jax.Ref]  # of the weights, or of the momenta, by name
+Matrices = dict[str, jax.Array]
+X = TypeVar("X")
+Y = TypeVar("Y")
+B = TypeVar("B", bound="Block")
+
+
+class Tokens(TypedDict):
+    """Inputs of the kernels for each chunk.
+
+    Attributes:
+      blocks: for each block of E tokens, k and v [rows, chunks, E, dim], and the weights of their gradients in the next W and S,
+        [rows, chunks, 1 or 2, E].
+      scales: a chunk's coefficients of W in W, of S in W and of S in S, [rows, chunks, 3].
+    """
+
+    blocks: list[tuple[jax.Array, jax.Array, jax.Array]]
+    scales: jax.Array
+
+
+_TOGETHER = 80 * 64  # numbers in the sums of one loop over tiles, which are held in registers
+_TILE = 16  # of the hidden width: with bfloat16 products at d = 64 hardly a register spills; wider tiles spill hundreds of bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """A memory of at most one hidden layer: M(x) = readout(x, W_outer hidden(W_inner x, …)), or readout(x, W_outer x) without one.
+
+    Determined by calling `structure.apply`. `hidden` acts on each hidden channel separately.
+    """
+
+    structure: Structure
+    outer: str
+    inner: tuple[str, ...]
+
+    @classmethod
+    def of(cls, structure: Structure) -> "Layers | None":
+        """The layers of a structure, or None if there are more."""
+        calls = []
+        x = jnp.zeros((1, 1), jnp.float32)
+
+        def linear(name: str, h: jax.Array) -> jax.Array:
+            calls.append((name, h is x))
+            return jnp.zeros((1, 1), jnp.float32)
+
+        structure.apply(linear, x, x, None)
+        *inner, (outer, reads_input) = calls
+        if reads_input != (not inner) or not all(first for _, first in inner):
+            return None
+        return cls(structure, outer, tuple(name for name, _ in inner))
+
+    def hidden(self, z: Matrices) -> jax.Array:
+        found = []
+
+        def linear(name: str, h: jax.Array) -> jax.Array:
+            if name in z:
+                return z[name]
+            found.append(h)
+            return h
+
+        x = next(iter(z.values()))
+        self.structure.apply(linear, x, x, None)
+        return found[0]
+
+    def readout(self, x: jax.Array, out: jax.Array) -> jax.Array:
+        return self.structure.apply(lambda name, h: out if name == self.outer else h, x, x, None)
+
+
+def rows_call(
+    kernel: Callable[[Any, Any], None], inputs: Any, outputs: Any, *, warps: int, interpret: Interpret
+) -> Any:
+    """A kernel with one program per row. inputs: a tree of [rows, …]; outputs: the tree of shapes of one row."""
+    leaves, tree = jax.tree.flatten(inputs)
+    shapes, out_tree = jax.tree.flatten(outputs)
+
+    def body(*refs: jax.Ref) -> None:
+        kernel(jax.tree.unflatten(tree, refs[: len(leaves)]), jax.tree.unflatten(out_tree, refs[len(leaves) :]))
+
+    def spec(shape: tuple[int, ...]) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *shape), lambda row: (row, *[0] * len(shape)))
+
+    @rows_folded
+    def run(*arrays: jax.Array) -> Arrays:
+        rows = arrays[0].shape[0]
+        return tuple(
+            gpu.call(
+                body,
+                warps=warps,
+                interpret=interpret,
+                grid=(rows,),
+                in_specs=[spec(x.shape[1:]) for x in arrays],
+                out_specs=[spec(x.shape) for x in shapes],
+                out_shape=[jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for x in shapes],
+                name=kernel.__name__,
+            )(*arrays)
+        )
+
+    return jax.tree.unflatten(out_tree, run(*leaves))
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Operations of both kernels on a chunk's tokens."""
+
+    layers: Layers
+    objective: Objective
+    dot: gpu.Product
+    count: int  # tiles
+    limits: dict[str, float] | None  # limits on ‖W‖_F of each weight and momentum before a chunk
+
+    def part(self, ref: jax.Ref, i: Index, name: str, j: Index) -> jax.Ref:
+        """Index of tile j of a weight [chunks, out, in] before chunk i in its reference."""
+        columns = pl.ds(j * _TILE, _TILE)
+        return ref.at[(i, slice(None), columns) if name == self.layers.outer else (i, columns, slice(None))]
+
+    def load(self, refs: Refs, i: Index, j: Index) -> Matrices:
+        return {name: self.part(ref, i, name, j)[...] for name, ref in refs.items()}
+
+    def store_all(self, refs: list[Refs], i: Index, j: Index, values: list[Matrices]) -> None:
+        for part, of_part in zip(refs, values):
+            for name, x in of_part.items():
+                self.part(part[name], i, name, j)[...] = x
+
+    def tiles(self, body: Callable[[Index, Y], Y], init: Y) -> Y:
+        return jax.lax.fori_loop(0, self.count, body, init)
+
+    def inner(self, x: list[Refs], at: Index, y: list[Refs], to: Index) -> list[Matrices]:
+        """⟨x, y⟩ for each weight and momentum at slots `at` and `to`, divided by the squares of their limits."""
+        assert self.limits is not None
+        limits = self.limits
+
+        def add(j: Index, sums: list[Matrices]) -> list[Matrices]:
+            tiles = [(self.load(a, at, j), self.load(b, to, j)) for a, b in zip(x, y)]
+            inner = lambda a, b, most: jnp.sum(jnp.sum((a / most) * (b / most), axis=1), axis=0)
+            return [
+                {name: total + inner(a[name], b[name], limits[name]) for name, total in part.items()}
+                for part, (a, b) in zip(sums, tiles)
+            ]
+
+        return self.tiles(add, [{name: jnp.zeros((), jnp.float32) for name in part} for part in x])
+
+    def change(self, refs: list[Refs], i: Index, new: Callable[[int, str, jax.Array, Index], jax.Array]) -> None:
+        """Replaces each tile x of each weight and momentum at slot i by new(part, name, x, j)."""
+
+        def tile(j: Index, _: None) -> None:
+            old = [self.load(part, i, j) for part in refs]
+            self.store_all(refs, i, j, [{k: new(n, k, x, j) for k, x in part.items()} for n, part in enumerate(old)])
+
+        self.tiles(tile, None)
+
+    def projections(self, block: "Block", w: Matrices) -> Matrices:
+        return {name: self.dot(block.k, w[name], 1, 1) for name in self.layers.inner}
+
+    def hidden(self, block: "Block", z: Matrices, j: Index) -> jax.Array:
+        if z:
+            return self.layers.hidden(z)
+        return block.key_tile(pl.ds(j * _TILE, _TILE))
+
+    def factors(self, z: Matrices, u: jax.Array) -> tuple[jax.Array, Matrices]:
+        """h, and the gradient of each projection from u, the gradient of h."""
+        h, pullback = jax.vjp(self.layers.hidden, z)
+        return h, pullback(u)[0]
+
+    def sums(self, blocks: Sequence[B], term: Callable[[B, Index], jax.Array]) -> list[jax.Array]:
+        """Σ_j term(block, j) [E, value_dim] over tiles j for each block, in one loop, or one per block if there are many."""
+        zeros = [jnp.zeros(block.refs[1].shape[1:], jnp.float32) for block in blocks]
+        groups = (
+            [list(range(len(blocks)))] if sum(x.size for x in zeros) <= _TOGETHER else [[n] for n in range(len(blocks))]
+        )
+        totals: list[jax.Array] = []
+        for group in groups:
+            add = lambda j, sums, group=group: tuple(x + term(blocks[n], j) for n, x in zip(group, sums))
+            totals += self.tiles(add, tuple(zeros[n] for n in group))
+        return totals
+
+    def outs(self, blocks: Sequence["Block"], weights: Refs, i: Index) -> list[jax.Array]:
+        """W_outer h of each block."""
+
+        def term(block: "Block", j: Index) -> jax.Array:
+            w = self.load(weights, i, j)
+            return self.dot(self.hidden(block, self.projections(block, w), j), w[self.layers.outer], 1, 1)
+
+        return self.sums(blocks, term)
+
+    def gradient(self, block: "Block", out: jax.Array) -> jax.Array:
+        """∇ℓ of W_outer h."""
+        loss = lambda out: jnp.sum(
+            self.objective.loss(self.layers.readout(block.k.astype(jnp.float32), out), block.v, None)
+        )
+        return jax.grad(loss)(out)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The E tokens of a step. Each use reloads them, because holding them through the loops over tiles would fill the registers.
+
+    Attributes:
+      refs: k, v [chunks, E, dim] and the weights of their gradients in the next W and S [chunks, 1 or 2, E].
+      i: the chunk.
+    """
+
+    refs: tuple[jax.Ref, jax.Ref, jax.Ref]
+    i: Index
+
+    @property
+    def k(self) -> jax.Array:
+        return self.refs[0][self.i]
+
+    @property
+    def v(self) -> jax.Array:
+        return self.refs[1][self.i].astype(jnp.float32)
+
+    def key_tile(self, which: Slice) -> jax.Array:
+        return self.refs[0][self.i, :, which].astype(jnp.float32)
+
+    @property
+    def weights(self) -> tuple[jax.Array, ...]:
+        """Columns [E, 1]."""
+        return tuple(self.refs[2][self.i, place, :][:, None] for place in range(self.refs[2].shape[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class ScratchBlock(Block):
+    """g, d: [E, value_dim], scratch for the kernel's results on these tokens."""
+
+    g: jax.Ref
+    d: jax.Ref
+
+
+def block_tokens(channels: int, dtype: jax.typing.DTypeLike) -> int:
+    """Tokens per block, chosen so that a step spills almost nothing at d = 64 and 128 with bfloat16 products."""
+    return 64 if _narrow(channels, dtype) else 32
+
+
+def num_warps(tokens: Tokens) -> int:
+    """Number of warps: four, so that a multiprocessor can hold two programs, unless eight spill less."""
+    k, v, _ = tokens["blocks"][0]
+    return 4 if _narrow(max(k.shape[-1], v.shape[-1]), k.dtype) else 8
+
+
+def _narrow(channels: int, dtype: jax.typing.DTypeLike) -> bool:
+    return channels <= 64 and jnp.dtype(dtype) == jnp.bfloat16
+
+
+def settings(
+    chunk: MemoryChunk,
+    limits: tuple[float, ...] | None,
+    carry: Arrays,
+    dtype: jax.typing.DTypeLike,
+    interpret: Interpret,
+) -> tuple[Step, Callable[[Sequence[X]], list[dict[str, X]]]]:
+    """The operations for a carry (its arrays' last axes count), and the function that names the arrays of a carry."""
+    layers = Layers.of(chunk.structure)
+    assert layers is not None
+    width = carry[chunk.names.index(layers.outer)].shape[-1]
+    by_name = None if limits is None else dict(zip(chunk.names, limits))
+    step = Step(layers, chunk.objective, gpu.products(dtype, interpret), width // _TILE, by_name)
+    size = len(chunk.names)
+    named = lambda carry: [dict(zip(chunk.names, carry[at : at + size])) for at in range(0, len(carry), size)]
+    return step, named
+
+
+def copy(step: Step, source: Refs, at: Index, target: Refs, to: Index) -> None:
+    """Copies the matrices of slot `at` into slot `to` of others."""
+
+    def tile(j: Index, _: None) -> None:
+        step.store_all([target], to, j, [step.load(source, at, j)])
+
+    step.tiles(tile, None)
+
+
+def zero(step: Step, targets: list[Refs], to: Index) -> None:
+    """Fills slot `to` with zeros."""
+    step.change(targets, to, lambda n, name, x, j: jnp.zeros_like(x))
+
+
+def barrier(interpret: Interpret) -> None:
+    """Waits until all threads of a program have written their part of a state, before others read it."""
+    if not interpret:
+        triton.debug_barrier()

@@ -1,0 +1,109 @@
+"""Softmax over several sets of keys, against float64 in NumPy: few queries, which are read in one product, and many."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlasjax.mixers.attention import attention, extend, init_cache
+from atlasjax.mixers.softmax_attention import Source, softmax_attention
+
+BATCH, SIZE, KEY, VALUE = 2, 11, 4, 6
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+
+def sources(time, heads, kv_heads, dtype=jnp.float32):
+    """Keys with and without a batch axis, the first partly hidden."""
+    rng = np.random.default_rng(time + heads)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
+    q = normal(BATCH, time, heads, KEY)
+    visible = jnp.asarray(rng.random((BATCH, time, SIZE)) < 0.6)
+    return [
+        Source(q, normal(BATCH, SIZE, kv_heads, KEY), normal(BATCH, SIZE, kv_heads, VALUE), visible),
+        Source(2 * q, normal(3, kv_heads, KEY), normal(3, kv_heads, VALUE)),
+    ]
+
+
+def definition(given):
+    """One query at a time: the logits of all keys, their softmax, the mean of the values."""
+    batch, time, heads, _ = given[0].q.shape
+    y = np.zeros((batch, time, heads, given[0].v.shape[-1]))
+    for b, t, h in np.ndindex(batch, time, heads):
+        logits, values = [], []
+        for q, k, v, visible in given:
+            k, v = (np.asarray(x[b] if x.ndim == 4 else x, np.float64) for x in (k, v))
+            head = h // (heads // k.shape[1])
+            logit = k[:, head] @ np.asarray(q[b, t, h], np.float64) / np.sqrt(q.shape[-1])
+            logits.append(logit if visible is None else np.where(visible[b, t], logit, -np.inf))
+            values.append(v[:, head])
+        weights = np.exp(np.concatenate(logits) - max(map(np.max, logits)))
+        y[b, t, h] = weights @ np.concatenate(values) / weights.sum()
+    return y
+
+
+@pytest.mark.parametrize(("time", "heads", "kv_heads"), [(1, 4, 4), (3, 6, 2), (2, 4, 1), (20, 4, 4), (20, 6, 2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)])
+def test_the_definition(time, heads, kv_heads, dtype, tolerance):
+    given = sources(time, heads, kv_heads, dtype)
+    y, divided = (jax.jit(lambda *x, split=split: softmax_attention(*x, split_heads=split))(*given) for split in (0, 1))
+    expected = definition(given)
+    for got in (y, divided):
+        assert got.dtype == dtype
+        np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * abs(expected).max())
+
+
+def test_gradients_of_few_queries_are_those_of_many():
+    given = sources(3, 6, 2)
+    weights = jax.random.normal(jax.random.key(0), (BATCH, 3, 6, VALUE))
+    numbers = [source[:3] for source in given]
+
+    def loss(numbers, split):
+        return jnp.sum(
+            weights
+            * softmax_attention(
+                *(Source(*x, s.visible) for x, s in zip(numbers, given, strict=True)), split_heads=split
+            )
+        )
+
+    few, many = (jax.jit(jax.grad(loss), static_argnums=1)(numbers, split) for split in (False, True))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max())), few, many)
+
+
+def test_few_queries_read_the_cache_as_it_lies():
+    """No copy of a cache in another layout: for one token the products run over arrays of the cache's own shape."""
+    cache = init_cache(BATCH, 64, 4, KEY, VALUE, jnp.float32)
+    new = [jnp.ones((BATCH, 1, 4, size)) for size in (KEY, KEY, VALUE)]
+    program = jax.jit(lambda *new: extend(*new, cache)[0]).lower(*new).as_text()
+    products = [line for line in program.splitlines() if "dot_general" in line]
+    assert len(products) == 2
+    for line, size in zip(products, (KEY, VALUE), strict=True):
+        assert f"tensor<{BATCH}x64x{4 * size}xf32>" in line
+
+
+def test_heads_over_devices_stay_with_their_devices():
+    """Where an axis of the mesh splits the heads, a token needs no communication."""
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from atlasjax.memory import Partition
+
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((BATCH, 9, 4, size)), jnp.float32) for size in (KEY, KEY, VALUE))
+    place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+    by_head = lambda x: place(x, "data", None, "tensor")
+    cache = init_cache(BATCH, 9, 4, KEY, VALUE, jnp.float32)
+    cache = cache._replace(
+        keys=by_head(cache.keys), values=by_head(cache.values), position=place(cache.position, "data")
+    )
+    partition = Partition(mesh, batch=("data",), heads=("tensor",))
+    run = jax.jit(lambda q, k, v, cache: extend(q, k, v, cache, partition=partition))
+    token = lambda t: [by_head(x[:, t : t + 1]) for x in (q, k, v)]
+    program = run.lower(*token(0), cache).compile().as_text()
+    assert not any(name in program for name in ("all-reduce", "all-gather", "all-to-all", "collective-permute"))
+    pieces = []
+    for t in range(9):
+        y, cache = run(*token(t), cache)
+        pieces.append(y)
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), attention(q, k, v), rtol=0, atol=1e-6)
