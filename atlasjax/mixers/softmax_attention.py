@@ -99,13 +99,13 @@ def _own(heads: int, kv_heads: int) -> jax.Array:
     return jnp.repeat(jnp.eye(kv_heads), heads // kv_heads, axis=0)
 
 
-def together(x: jax.Array) -> jax.Array:
-    """[…, heads, dim] → […, heads · dim]."""
+def together(x: Float[Array, "*tokens heads head_dim"]) -> Float[Array, "*tokens heads*head_dim"]:
+    """The heads of a token side by side: […, heads, head_dim] → […, heads · head_dim]."""
     return x.reshape(*x.shape[:-2], -1)
 
 
-def apart(x: jax.Array, heads: int) -> jax.Array:
-    """[…, heads · dim] → […, heads, dim]."""
+def apart(x: Float[Array, "*tokens heads*head_dim"], heads: int) -> Float[Array, "*tokens heads head_dim"]:
+    """The inverse of `together`: […, heads · head_dim] → […, heads, head_dim]."""
     return x.reshape(*x.shape[:-1], heads, -1)
 
 
