@@ -105,7 +105,8 @@ def scan(
         "reference" (the definition, slow); or a backend registered with `register_backend`. None takes a kernel if `atlasjax tune`
         measured it as faster on this device, or one is recorded as faster (`memory.fastest`), if it supports the call and XLA need
         not partition it over devices. Otherwise it takes "xla".
-      partition: splits batch elements and heads over the devices of a mesh; for a `MemoryRule` only. Kernels require it if arrays
+      partition: splits batch elements and heads over the devices of a mesh; for a `MemoryRule`, and for other rules whose tokens it
+        divides. Kernels require it if arrays
         are sharded and the call is not inside a `shard_map`. XLA partitions its own code without it.
       at_chunk_start: a promise that `state` is at the start of a chunk in every row, as after whole chunks. Chunks are then
         aligned statically, as from a fresh memory. Not with segment_ids.
@@ -119,7 +120,7 @@ def scan(
     """
     where = "memory.scan"
     check_rule(rule, where)
-    if partition is not None and not rule.has_kernels:
+    if partition is not None and not rule.has_kernels and not partition.time:
         raise ValueError(f"{where}: partition is for a MemoryRule, rule is a {type(rule).__name__}.")
     if implementation is not None and not isinstance(implementation, str):
         raise TypeError(f"{where}: implementation must be a name or None, got {implementation!r}.")

@@ -24,7 +24,7 @@ class Partition:
       batch: mesh axes over which the batch is split.
       heads: mesh axes over which the heads are split.
       time: mesh axes over which the tokens are split, in parts of equal length; the last ones may be padded. For rules whose state
-        passes linearly from token to token: linear attention and delta rules.
+        passes linearly from token to token, linear attention and delta rules, and for Memory Caching with fresh segments.
 
     Raises:
       ValueError: an axis is not in the mesh, or is named twice.
@@ -78,8 +78,9 @@ def partitioned(
         partition.check(q.shape[0], q.shape[2])
         part, length = run, q.shape[1]
         if time is not None:
-            part = _part_of_time(rule, time, run)
             parts = math.prod(partition.mesh.shape[axis] for axis in time)
+            check_divided(rule, f"Partition: time={time}", length, parts, packed=ids is not None)
+            part = functools.partial(rule.scan_part, time, run)
             q, k, v, gates, ids = _padded(q, k, v, gates, ids, parts)
         arguments = (params, state, q, k, v, gates, ids)
         specs = (
@@ -98,13 +99,20 @@ def partitioned(
     return call
 
 
-def _part_of_time(
-    rule: Rule[Params, State], axes: tuple[str, ...], run: ScanCall[Params, State]
-) -> ScanCall[Params, State]:
-    """`run` for a part of the tokens."""
+def check_divided(rule: Rule, where: str, length: int, parts: int, *, packed: bool) -> None:
+    """Raises ValueError if `length` tokens of a rule, packed documents or not, cannot be divided into `parts`. The message begins
+    with `where`."""
     if rule.undivided is not None:
-        raise ValueError(f"Partition: time={axes} cannot divide the tokens of {rule!r}: {rule.undivided}.")
-    return functools.partial(rule.scan_part, axes, run)
+        raise ValueError(f"{where} cannot divide the tokens of {rule!r}: {rule.undivided}.")
+    if packed and rule.undivided_documents is not None:
+        raise ValueError(
+            f"{where} cannot divide packed documents for {type(rule).__name__}: {rule.undivided_documents}."
+        )
+    if rule.part_multiple > 1 and length % (parts * rule.part_multiple):
+        raise ValueError(
+            f"{where}: {length} tokens in {parts} parts; the tokens of each should be a multiple of {rule.part_multiple}, which "
+            f"is the segment size of {type(rule).__name__}."
+        )
 
 
 def _padded(

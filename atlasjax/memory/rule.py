@@ -142,6 +142,16 @@ class Rule(abc.ABC, Generic[Params, State]):
         """Why the tokens of a sequence cannot be divided over devices (`Partition.time`). None if they can, by `scan_part`."""
         return "the rule has no form for a part of the sequence"
 
+    @property
+    def part_multiple(self) -> int:
+        """Each device's number of tokens must be a multiple of this where they are divided; 1: the last ones may be padded."""
+        return 1
+
+    @property
+    def undivided_documents(self) -> str | None:
+        """Why the tokens of packed documents cannot be divided over devices, if others can."""
+        return None
+
     def scan_part(
         self,
         axes: tuple[str, ...],

@@ -9,6 +9,7 @@ from typing import Protocol, TypeGuard, cast, runtime_checkable
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
+from atlasjax.memory.partition import check_divided as check_divided_rule
 from atlasjax.names import call_with, resolve
 from atlasjax.nn import baselines
 from atlasjax.nn.attention import AttentionMixer, SlidingWindowMixer
@@ -139,7 +140,7 @@ def is_observed(config: ModelConfig) -> bool:
     return any(callable(getattr(resolve("mixer", name, MIXERS), "observe", None)) for name in config.pattern)
 
 
-def check_divided(config: ModelConfig, parts: int) -> None:
+def check_divided(config: ModelConfig, parts: int, length: int | None = None, *, packed: bool = False) -> None:
     """Checks that the tokens of a sequence can be divided over devices (`mesh.sequence`) in all mixers of a model and its branch.
 
     A mixer says so by an attribute `undivided` that is None; if it is text, it is the reason why not. Mixers without it are
@@ -148,9 +149,11 @@ def check_divided(config: ModelConfig, parts: int) -> None:
     Args:
       config: the model.
       parts: number of parts of a sequence.
+      length: tokens of a sequence. None: any that the model can divide.
+      packed: whether sequences are packed documents.
 
     Raises:
-      ValueError: a mixer cannot be divided. The message names it and the reason.
+      ValueError: a mixer cannot be divided, or not such sequences. The message names it and the reason.
     """
     if parts == 1:
         return
@@ -165,8 +168,11 @@ def check_divided(config: ModelConfig, parts: int) -> None:
         raise ValueError(
             f"mesh.sequence is {parts}, but the tokens of mixer {name!r}{rule} cannot be divided over devices: {reason}. Give "
             "mesh.sequence 1 and a larger mesh.data, fsdp or tensor; or a mixer whose state passes linearly (gated_deltanet, gla, "
-            "rwkv7, mamba2, retnet, …) or attention."
+            "rwkv7, mamba2, retnet, …), attention, or Memory Caching."
         )
+    for call in memory_calls(config):
+        one = call.rule.part_multiple * parts
+        check_divided_rule(call.rule, "mesh.sequence", one if length is None else length, parts, packed=packed)
 
 
 def memory_calls(config: ModelConfig) -> list[MemoryCall]:

@@ -55,7 +55,8 @@ def check_divisible(config: TrainConfig, mesh: Mapping[str, int]) -> None:
         raise ValueError(
             f"data.sequence_length is {config.data.sequence_length}; it should be divisible by mesh.sequence, which is {parts}."
         )
-    check_divided(config.model, parts)
+    packed = config.data.packing == "documents"
+    check_divided(config.model, parts, config.data.sequence_length, packed=packed)
 
 
 def check_fits(

@@ -109,23 +109,20 @@ def bench_decoding_models() -> str:
 
 def bench_decoding_tpu() -> str:
     """The sampling loop compiled for a TPU."""
-    gib = lambda size: f"{size / 2**30:.2f}"
+    names = ("param_bytes", "state_bytes", "temp_bytes", "total_bytes", "available_bytes")
+    found = rows(BENCHMARKS / "decoding_tpu.jsonl")
     lines = [
         (
             f"`{row['model']}`",
             row["chip"].partition(":")[0],
-            row["batch"],
-            f"{row['tokens']:,}",
-            *(
-                gib(row[name])
-                for name in ("param_bytes", "state_bytes", "temp_bytes", "total_bytes", "available_bytes")
-            ),
+            *(f"{row[name] / 2**30:.2f}" if name in row else "" for name in names[:3]),
+            "out of memory"
+            if "error" in row
+            else f"{row['total_bytes'] / 2**30:.2f} of {row['available_bytes'] / 2**30:.2f}",
         )
-        for row in rows(BENCHMARKS / "decoding_tpu.jsonl")
-        if "error" not in row
+        for row in found
     ]
-    head = ("model", "chip", "texts", "tokens", "parameters", "state", "temporaries", "total, GiB", "of")
-    return table(head, lines, right=range(2, 9))
+    return table(("model", "chip", "parameters", "state", "temporaries", "total"), lines, right=range(2, 6))
 
 
 def devices_sequence() -> str:

@@ -44,6 +44,7 @@ HYBRID = model(
     mixer=("rwkv7", "gated_deltanet", "attention", "swa"), num_layers=4, ffn="channel_mixing", norm="layer",
     rwkv7=RWKV7Config(value_residual=True), embedding_norm=True,
 )  # fmt: skip
+CACHING = CachingConfig(segment_size=4)
 MODELS = {
     "hybrid": HYBRID,
     "gated_deltanet": model(gated_deltanet=GatedDeltaNetConfig(value_heads=4, negative_eigenvalues=True)),
@@ -57,6 +58,12 @@ MODELS = {
     "branch": model(mixer="gla", branch=BranchConfig("memory", memory=MemoryConfig(rule="delta_rule"))),
     "mag": model(mixer="mag", attention=AttentionConfig(window=11), memory=MemoryConfig(rule="delta_rule")),
     "mal": model(mixer="mal", attention=AttentionConfig(window=40), memory=MemoryConfig(rule="gla")),
+    "titans-grm": model(mixer="memory", memory=MemoryConfig(rule="titans", chunk_size=2, caching=CACHING)),
+    "mag-ssc": model(
+        mixer="mag", attention=AttentionConfig(window=11),
+        memory=MemoryConfig(rule="titans", chunk_size=4, caching=dataclasses.replace(CACHING, aggregation="ssc")),
+    ),
+    "gla-residual": model(mixer="gla", caching=dataclasses.replace(CACHING, aggregation="residual")),
 }  # fmt: skip
 
 
@@ -100,19 +107,21 @@ def on_one_device(name: str, packed: bool):
     return one_step(MODELS[name], MeshConfig(1), packed)
 
 
+UNPACKED = ("titans-grm", "mag-ssc", "gla-residual")  # their documents are not divided
 CASES = [  # model, mesh, packed documents, microbatches
     ("gla", MeshConfig(2, sequence=4), True, 1),
+    ("titans-grm", MeshConfig(2, sequence=4), False, 1),
     ("hybrid", MeshConfig(2, sequence=4), True, 1),
     ("hybrid", MeshConfig(1, sequence=8), False, 1),
     ("hybrid", MeshConfig(1, 2, 2, 2), True, 2),
-    *((name, MeshConfig(2, sequence=4), True, 1) for name in MODELS if name not in ("hybrid", "gla")),
+    *((name, MeshConfig(2, sequence=4), True, 1) for name in MODELS if name not in ("hybrid", "gla", *UNPACKED)),
     *((name, MeshConfig(1, sequence=8), False, 1) for name in MODELS if name != "hybrid"),
 ]
 
 
 # The others compile training steps of larger models, and many.
 @pytest.mark.parametrize(
-    "case", some_slow(CASES, CASES[1:]), ids=lambda case: f"{case[0]}-{case[1].sequence}-{case[2]}"
+    "case", some_slow(CASES, CASES[2:]), ids=lambda case: f"{case[0]}-{case[1].sequence}-{case[2]}"
 )
 def test_a_step_is_that_of_one_device(case):
     name, mesh, packed, microbatches = case
@@ -163,7 +172,8 @@ def compiled_step(model: ModelConfig, length: int, devices: int) -> jax.stages.C
         ("longhorn", {}, "mixer 'longhorn' .*: its step sizes per channel give each row"),
         ("log_linear_mamba2", {}, "mixer 'log_linear_mamba2' .*: it has no form"),
         (("gla", "gam"), {"num_layers": 2}, "mixer 'gam' .*: it has no form"),
-        ("gla", {"caching": CachingConfig()}, "mixer 'gla' .*: the rule has no form for a part of the sequence"),
+        ("gla", {"caching": CachingConfig(start="carry")}, "mixer 'gla' .*: its segments continue from each other"),
+        ("gla", {"caching": CachingConfig("log_linear")}, "mixer 'gla' .*: the rule has no form for a part of the sequence"),
     ],
 )  # fmt: skip
 def test_mixers_that_are_not_divided(mixer, changes, words):
@@ -178,6 +188,7 @@ def test_every_other_mixer_of_the_tests_above_is_divided():
         check_divided(each, 4)
     divided = {name for each in MODELS.values() for name in each.pattern}
     assert divided == {
+        "memory",
         "attention",
         "swa",
         "mag",
@@ -190,6 +201,16 @@ def test_every_other_mixer_of_the_tests_above_is_divided():
         "rwkv7",
     }
     assert divided < set(MIXERS)
+
+
+def test_cached_segments_that_the_axis_does_not_divide(tmp_path):
+    make = functools.partial(config, tmp_path, model=MODELS["titans-grm"], mesh=MeshConfig(1, sequence=4))
+    with pytest.raises(
+        ValueError, match=r"mesh.sequence: 40 tokens in 4 parts; the tokens of each should be a multiple of 4"
+    ):
+        train(make(data_changes={"sequence_length": 40}))
+    with pytest.raises(ValueError, match=r"mesh.sequence cannot divide packed documents for CachedRule"):
+        train(make(data_changes={"sequence_length": 32, "packing": "documents"}))
 
 
 def test_a_length_that_the_axis_does_not_divide(tmp_path):

@@ -34,11 +34,11 @@ def parallel_scan(
         lambda x: grid.lay_chunks(x, where.segments, size, where.place), tokens
     )  # [segments, batch, C, heads, …]
     lengths = where.lengths
-    y, ends, starts = _write(rule, params, rows, lengths, where.resets)
+    y, ends, starts = write_segments(rule, params, rows, lengths, where.resets)
     weights = rule.rule.cached_weights(ends)
     if rule.stop_gradient:
         weights = jax.lax.stop_gradient(weights)
-    y = _read(rule, params, rows, y, weights, where.visible, starts)
+    y = read_segments(rule, params, rows, y, Cached(weights, where.visible), starts)
     out = grid.pick_chunks(jnp.swapaxes(y, 2, 3), time, where.place).astype(tokens.q.dtype)
     return out, _last_state(rule, params, where, rows, ends, weights, time, segment_ids)
 
@@ -83,7 +83,7 @@ def _layout(
     return _Layout(count, where.place, where.resets, where.lengths, where.place[:, -1] // size, visible, where.overflow)
 
 
-def _write(
+def write_segments(
     rule: CachedRule[Params], params: Params, rows: Tokens, lengths: jax.Array | None, resets: jax.Array | None
 ) -> tuple[jax.Array, PyTree, PyTree | None]:
     """Reads M_t(q_t) of the segments' own memories, [segments, batch, C, heads, value_dim], the states at the segments' ends, and
@@ -119,46 +119,66 @@ def _write(
     return y, ends, starts
 
 
-def _read(
-    rule: CachedRule[Params], params: Params, rows: Tokens, y: jax.Array, weights: Weights, visible: jax.Array,
-    starts: PyTree | None,
-) -> jax.Array:  # fmt: skip
+class Cached(NamedTuple):
+    """The memories that segments cache, and who reads them.
+
+    weights: θ, [segments, batch, heads, out, in]. visible: [segments, batch or 1, all], whether the reader (first axis) sees the
+    memory (last axis). first, axes: if segments are divided over mesh axes, the number of this device's first one; `weights` and
+    readers are then those of this device, and all are the segments of all devices in order.
+    """
+
+    weights: Weights
+    visible: jax.Array
+    first: jax.Array | int = 0
+    axes: tuple[str, ...] = ()
+
+    def of_all(self, x: PyTree) -> PyTree:
+        """Arrays [segments, …] of all devices: [all, …]."""
+        return jax.lax.all_gather(x, self.axes, tiled=True) if self.axes else x
+
+
+def read_segments(
+    rule: CachedRule[Params], params: Params, rows: Tokens, y: jax.Array, cached: Cached, starts: PyTree | None = None
+) -> jax.Array:
     """The tokens' reads of all memories: [segments, batch, heads, C, value_dim].
 
     Args:
       y: reads of their own memories, [segments, batch, C, heads, value_dim].
-      weights: θ, [segments, batch, heads, out, in].
-      visible: [segments, batch or 1, segments].
+      cached: the memories of the segments.
       starts: states before the segments' first tokens, None if all are fresh.
     """
     wide, dtype = jnp.promote_types(rows.q.dtype, jnp.float32), rows.q.dtype
     up = lambda x: jnp.swapaxes(x.astype(wide), 2, 3)  # [segments, batch, heads, C, …]
     q, k, own_read = up(rows.q), up(rows.k), up(y)
-    count, size = q.shape[0], q.shape[3]
-    if count == 1 and (rule.gate in ("softmax", "ones") or not rule.has_scores):
+    count, size, total = q.shape[0], q.shape[3], cached.visible.shape[-1]
+    if total == 1 and (rule.gate in ("softmax", "ones") or not rule.has_scores):
         return own_read
     params = jax.tree.map(lambda x: x.astype(wide), params)
     blend = None if rows.blend is None else up(rows.blend)
     if rows.connector is None:
-        scores, own = jnp.zeros((*q.shape[:4], count), wide), jnp.zeros(q.shape[:4], wide)
+        scores, own = jnp.zeros((*q.shape[:4], total), wide), jnp.zeros(q.shape[:4], wide)
     elif rule.connector == "age":
         u = up(rows.connector)
-        age = jnp.arange(count)[:, None] - jnp.arange(count)
-        scores = gating.by_age(u, jnp.broadcast_to(age[:, None, None, None], (*q.shape[:4], count)))
+        age = cached.first + jnp.arange(count)[:, None] - jnp.arange(total)
+        scores = gating.by_age(u, jnp.broadcast_to(age[:, None, None, None], (*q.shape[:4], total)))
         own = u[..., 0]
     else:
         u = up(rows.connector)
-        keys = gating.pool(rule, k, axis=3)
+        keys = cached.of_all(gating.pool(rule, k, axis=3))
         scores = jnp.einsum("sbhtd,ibhd->sbhti", u, keys, precision=jax.lax.Precision.HIGHEST)
         own = gating.score(u, gating.running_pool(rule, jnp.cumsum(k, axis=3), jnp.arange(1, size + 1)))
-    seen = jnp.broadcast_to(visible[:, :, None, None, :], scores.shape)
+    seen = jnp.broadcast_to(cached.visible[:, :, None, None, :], scores.shape)
     if rule.aggregation == "ssc":
-        return _read_selected(rule, params, weights, q, own_read, scores, own, seen, blend, dtype)
+        return _read_selected(rule, params, cached.of_all(cached.weights), q, own_read, scores, own, seen, blend, dtype)
     gamma, mine = gating.gamma(rule, scores, own, seen, blend)
     if rule.mixes_weights:
-        return _read_soup(rule, params, rows, weights, gamma, mine, starts)
-    reach = count if rule.capacity is None else rule.capacity
-    others = combine.read_earlier(rule.rule, dtype, params, weights, q, gamma, reach)
+        return _read_soup(rule, params, rows, cached.of_all(cached.weights), gamma, mine, starts)
+    if cached.axes:
+        needed = jnp.any(cached.visible, axis=(0, 1))
+        others = combine.read_divided(rule.rule, dtype, params, cached.weights, q, gamma, needed, cached.axes)
+    else:
+        reach = count if rule.capacity is None else rule.capacity
+        others = combine.read_earlier(rule.rule, dtype, params, cached.weights, q, gamma, reach)
     return combine.join(rule.rule, params, q, own_read, mine, others)
 
 
@@ -166,12 +186,12 @@ def _read_selected(
     rule: CachedRule[Params], params: Params, weights: Weights, q: jax.Array, own_read: jax.Array, scores: jax.Array,
     own: jax.Array, seen: jax.Array, blend: jax.Array | None, dtype: jnp.dtype,
 ) -> jax.Array:  # fmt: skip
-    count, batch, heads, size = q.shape[:4]
+    (count, batch, heads, size), total = q.shape[:4], scores.shape[-1]
     chosen = gating.select(rule, scores, seen)
     pick = lambda x: jnp.take_along_axis(x, chosen, axis=-1)
     there = pick(seen)
     gamma, mine = gating.gamma(rule, pick(scores), own, there, blend)
-    index = jnp.where(there, chosen, count)
+    index = jnp.where(there, chosen, total)
     line = lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, count * size, *x.shape[4:])
     others = combine.read_selected(rule.rule, dtype, params, weights, line(q), line(index), line(gamma))
     others = jnp.moveaxis(others.reshape(batch, heads, count, size, -1), 2, 0)

@@ -9,7 +9,7 @@ from atlasjax import check
 from atlasjax.memory.caching import state as states_lib
 from atlasjax.memory.caching.state import CachedState
 from atlasjax.memory.gates import Gates
-from atlasjax.memory.rule import Params, Rule
+from atlasjax.memory.rule import Params, Rule, ScanCall
 from atlasjax.memory.wrapped import WrappedRule
 from atlasjax.names import lookup
 
@@ -132,6 +132,40 @@ class CachedRule(WrappedRule[Params, CachedState]):
         if not self.has_scores or self.connector == "query":
             return None
         return key_dim if self.capacity is None or self.connector == "input" else 1 + self.capacity
+
+    @property
+    def undivided(self) -> str | None:
+        if self.start == "fresh":
+            return None
+        return f'its segments continue from each other (start="{self.start}"); with start="fresh" they can'
+
+    @property
+    def part_multiple(self) -> int:
+        return self.segment_size
+
+    @property
+    def undivided_documents(self) -> str | None:
+        return "segments begin with their documents, and could then lie on two devices"
+
+    def scan_part(
+        self,
+        axes: tuple[str, ...],
+        run: ScanCall[Params, CachedState],
+        params: Params,
+        state: CachedState | None,
+        q: Float[Array, "batch time heads key_dim"],
+        k: Float[Array, "batch time heads key_dim"],
+        v: Float[Array, "batch time heads value_dim"],
+        gates: Gates,
+        segment_ids: Int[Array, "batch time"] | None,
+    ) -> tuple[Float[Array, "batch time heads value_dim"], CachedState]:
+        from atlasjax.memory.caching.sequence_parallel import scan_part
+
+        if state is not None:
+            raise ValueError(
+                "Partition: time divides the tokens of a CachedRule only from a fresh memory; state should be None."
+            )
+        return scan_part(self, axes, params, states_lib.tokens_of(self, q, k, v, gates))
 
     @property
     def soup_limit(self) -> str | None:
