@@ -23,8 +23,8 @@ from experiments.rows import append_row, read_rows
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROWS = pathlib.Path(__file__).with_suffix(".jsonl")
 PRESETS = (
-    "transformer++-tiny", "gla-tiny", "gated-deltanet-tiny", "mamba2-tiny", "gam-tiny", "elastic-exp-tiny", "titans-tiny",
-    "titans-mag-tiny", "titans-mac-tiny", "titans-grm-tiny", "atlas-tiny", "dot-tiny",
+    "gla-tiny", "gated-deltanet-tiny", "mamba2-tiny", "titans-tiny", "titans-mag-tiny", "titans-mac-tiny", "atlas-tiny", "gam-tiny",
+    "elastic-exp-tiny", "titans-grm-tiny", "dot-tiny", "transformer++-tiny",
 )  # fmt: skip
 SHORTEST, LONGEST = 4096, 2**20
 
@@ -82,10 +82,15 @@ def run(preset: str, length: int) -> dict:
     return {"seconds": seconds, "peak_resident_bytes": peak, "loss": float(metrics["loss"])}
 
 
-def in_child(*arguments: str) -> dict | int | str:
+def in_child(*arguments: str, minutes: float | None = None) -> dict | int | str:
     """What this file prints for some arguments; the last line of its messages if it fails."""
     command = [sys.executable, "-m", "experiments.benchmarks.longest_sequence", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=None if minutes is None else 60 * minutes
+        )
+    except subprocess.TimeoutExpired:
+        return f"not finished in {minutes:g} minutes"
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr.strip()[-300:]
 
 
@@ -105,6 +110,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=PRESETS, metavar="PRESET")
     parser.add_argument("--gib", type=float, default=16e9 / 2**30, help="the limit; 16 GB by default")
+    parser.add_argument(
+        "--minutes", type=float, default=10, help="a run that takes longer is ended, and its row says so"
+    )
     parser.add_argument("--compiled-only", action="store_true", help="do not run a step")
     parser.add_argument("--out", type=pathlib.Path, default=ROWS)
     parser.add_argument("--bytes", nargs=2, help=argparse.SUPPRESS)
@@ -119,7 +127,7 @@ def main() -> None:
         for preset in (name for name in args.presets if name not in done):
             row = {"preset": preset, "limit_bytes": int(args.gib * 2**30), **search(preset, int(args.gib * 2**30))}
             if "tokens" in row and not args.compiled_only:
-                ran = in_child("--run", preset, str(row["tokens"]))
+                ran = in_child("--run", preset, str(row["tokens"]), minutes=args.minutes)
                 row |= ran if isinstance(ran, dict) else {"error": str(ran)}
             append_row(args.out, row)
             print(row, flush=True)

@@ -112,53 +112,6 @@ def read_earlier(
     return meshes.scan(pair, y, (jnp.asarray(reader), jnp.asarray(earlier), gamma[reader, ..., earlier]))[0]
 
 
-def read_divided(
-    rule: Rule,
-    dtype: jnp.dtype,
-    params: Params,
-    memories: Weights,
-    q: jax.Array,
-    gamma: jax.Array,
-    needed: jax.Array,
-    axes: tuple[str, ...],
-) -> jax.Array:
-    """`read_earlier` for the segments of one device: Σ_i γ_i M^(i)(q) over those of all devices, inside a `shard_map`.
-
-    Every device sends one memory at a time to all others, so that a device never holds more of them than there are devices.
-
-    Args:
-      rule, dtype, params: as in `read_earlier`.
-      memories: of this device, [segments, batch, heads, out, in].
-      q: [segments, batch, heads, tokens, key_dim].
-      gamma: [segments, batch, heads, tokens, all], zero for memories that are not read.
-      needed: [all], whether any of this device's tokens reads the memory.
-      axes: mesh axes that divide the segments.
-
-    Returns:
-      [segments, batch, heads, tokens, value_dim].
-    """
-    segments, batch, heads, tokens = q.shape[:4]
-    line = lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, segments * tokens, *x.shape[4:])
-    # The devices' segments follow each other: memory j of device p has number p · segments + j.
-    by_place = lambda x: jnp.swapaxes(x.reshape(-1, segments, *x.shape[1:]), 0, 1)  # [all, …] → [segments, devices, …]
-    rows, shares = line(q), by_place(jnp.moveaxis(line(gamma), -1, 0))
-    run = over_heads(rule, dtype)
-
-    def read(y: jax.Array, xs: tuple[Weights, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        weights, share, is_needed = xs
-        more = lambda y: y + share[..., None] * run(params, weights, rows)
-        return jax.lax.cond(is_needed, more, lambda y: y, y), None
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def place(y: jax.Array, xs: tuple[Weights, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        mine, shares, is_needed = xs
-        return jax.lax.scan(read, y, (jax.lax.all_gather(mine, axes), shares, is_needed))
-
-    y = jnp.zeros((*rows.shape[:-1], rule.sizes(params).value_dim), q.dtype)
-    y, _ = jax.lax.scan(place, y, (memories, shares, by_place(needed)))
-    return jnp.moveaxis(y.reshape(batch, heads, segments, tokens, -1), 2, 0)
-
-
 def read_all(
     rule: Rule,
     dtype: jnp.dtype,

@@ -45,18 +45,37 @@ def gamma(
 
 
 def _gamma(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
-    if not rule.has_scores or rule.gate == "ones":
-        return jnp.where(visible, jnp.ones_like(scores), 0.0), jnp.ones_like(own)
-    if rule.gate == "raw":
-        return jnp.where(visible, scores, 0.0), own
-    if rule.gate == "sigmoid":
-        return jnp.where(visible, jax.nn.sigmoid(scores), 0.0), jax.nn.sigmoid(own)
     low = jnp.where(visible, scores, -jnp.inf)
     top = jax.lax.stop_gradient(jnp.maximum(own, jnp.max(low, axis=-1, initial=-jnp.inf)))
-    each = jnp.where(visible, jnp.exp(jnp.where(visible, scores, top[..., None]) - top[..., None]), 0.0)
-    mine = jnp.exp(own - top)
+    each, mine = unnormalized(rule, scores, visible, top[..., None]), unnormalized(rule, own, None, top)
+    if not is_softmax(rule):
+        return each, mine
     total = mine + jnp.sum(each, axis=-1)
     return each / total[..., None], mine / total
+
+
+def is_softmax(rule: CachedRule) -> bool:
+    """Whether γ are divided by their sum, that of the memories read and of the token's own."""
+    return rule.has_scores and rule.gate == "softmax"
+
+
+def unnormalized(rule: CachedRule, scores: jax.Array, visible: jax.Array | None, top: jax.Array) -> jax.Array:
+    """γ, before a softmax divides them by their sum; zero where not visible.
+
+    Args:
+      rule: the gate.
+      scores: any shape.
+      visible: booleans that broadcast against scores. None means all.
+      top: the largest score of each token or more, which a softmax subtracts; broadcasts against scores.
+    """
+    hide = (lambda x: x) if visible is None else (lambda x: jnp.where(visible, x, 0.0))
+    if not rule.has_scores or rule.gate == "ones":
+        return hide(jnp.ones_like(scores))
+    if rule.gate == "raw":
+        return hide(scores)
+    if rule.gate == "sigmoid":
+        return hide(jax.nn.sigmoid(scores))
+    return hide(jnp.exp((scores if visible is None else jnp.where(visible, scores, top)) - top))
 
 
 def select(rule: CachedRule, scores: jax.Array, visible: jax.Array) -> jax.Array:

@@ -173,12 +173,8 @@ def read_segments(
     gamma, mine = gating.gamma(rule, scores, own, seen, blend)
     if rule.mixes_weights:
         return _read_soup(rule, params, rows, cached.of_all(cached.weights), gamma, mine, starts)
-    if cached.axes:
-        needed = jnp.any(cached.visible, axis=(0, 1))
-        others = combine.read_divided(rule.rule, dtype, params, cached.weights, q, gamma, needed, cached.axes)
-    else:
-        reach = count if rule.capacity is None else rule.capacity
-        others = combine.read_earlier(rule.rule, dtype, params, cached.weights, q, gamma, reach)
+    reach = count if rule.capacity is None else rule.capacity
+    others = combine.read_earlier(rule.rule, dtype, params, cached.weights, q, gamma, reach)
     return combine.join(rule.rule, params, q, own_read, mine, others)
 
 

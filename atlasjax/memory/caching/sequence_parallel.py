@@ -1,14 +1,18 @@
 """Memory Caching whose tokens are divided over devices: each writes the segments of its own tokens, and reads those of all."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from atlasjax.memory import grid
+from atlasjax.memory.caching import combine
 from atlasjax.memory.caching import gates as gating
 from atlasjax.memory.caching.parallel import Cached, read_segments, write_segments
 from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import CachedState, Tokens, empty_cache
+from atlasjax.memory.gates import Weights
 from atlasjax.memory.rule import Params
 
 
@@ -41,7 +45,10 @@ def scan_part(
     if rule.stop_gradient:
         weights = jax.lax.stop_gradient(weights)
     cached = Cached(weights, visible, first, axes)
-    y = read_segments(rule, params, rows, y, cached)
+    if rule.aggregation == "ssc" or rule.mixes_weights:
+        y = read_segments(rule, params, rows, y, cached)
+    else:
+        y = _read_in_turn(rule, params, rows, y, cached)
     out = grid.pick_chunks(jnp.swapaxes(y, 2, 3), time, None).astype(tokens.q.dtype)
 
     # The state, the same on all devices. What is not used of it, as in training, is not computed.
@@ -65,3 +72,81 @@ def scan_part(
         position=size * number,
         cached_count=(total - 1) * number,
     )
+
+
+def _read_in_turn(rule: CachedRule[Params], params: Params, rows: Tokens, y: jax.Array, cached: Cached) -> jax.Array:
+    """`read_segments`, where every device sends one memory at a time to all others.
+
+    A device never holds more memories than there are devices, nor γ of more, forward or backward: a softmax is summed on the way.
+    """
+    wide, dtype = jnp.promote_types(rows.q.dtype, jnp.float32), rows.q.dtype
+    up = lambda x: jnp.swapaxes(x.astype(wide), 2, 3)  # [segments, batch, heads, C, …]
+    count, batch, size, heads = rows.q.shape[:4]
+    line = lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, count * size, *x.shape[4:])
+    params = jax.tree.map(lambda x: x.astype(wide), params)
+    q, own_read, k = line(up(rows.q)), line(up(y)), up(rows.k)
+    reader = jnp.repeat(cached.first + jnp.arange(count), size)  # each token's segment
+    numbers = jnp.arange(jax.lax.axis_size(cached.axes)) * count  # of the first memory of each device
+    reach = cached.visible.shape[-1] if rule.capacity is None else rule.capacity
+
+    def seen(number: jax.Array) -> jax.Array:
+        """[devices, tokens], whether a token reads a memory."""
+        age = reader - number[:, None]
+        return (age > 0) & (age <= reach)
+
+    # Scores of the memories `number` [devices], one of each device: [devices, batch, heads, tokens].
+    given: tuple[jax.Array, ...]
+    if rows.connector is None:
+        given, own = (), jnp.zeros(q.shape[:-1], wide)
+        scores = lambda given, number: jnp.zeros((len(number), *q.shape[:-1]), wide)
+    elif rule.connector == "age":
+        u = line(up(rows.connector))
+        given, own = (u,), u[..., 0]
+        scores = lambda given, number: jnp.moveaxis(
+            gating.by_age(given[0], jnp.broadcast_to(reader[:, None] - number, (*q.shape[:-1], len(number)))), -1, 0
+        )
+    else:
+        u = up(rows.connector)
+        own = line(gating.score(u, gating.running_pool(rule, jnp.cumsum(k, axis=3), jnp.arange(1, size + 1))))
+        given = line(u), cached.of_all(gating.pool(rule, k, axis=3))
+        scores = lambda given, number: jnp.einsum(
+            "bhtd,ibhd->ibht", given[0], given[1][number], precision=jax.lax.Precision.HIGHEST
+        )
+
+    top, fixed = jax.lax.stop_gradient((own, given))
+    if gating.is_softmax(rule):
+
+        def highest(top: jax.Array, j: jax.Array) -> tuple[jax.Array, None]:
+            low = jnp.where(seen(numbers + j)[:, None, None], scores(fixed, numbers + j), -jnp.inf)
+            return jnp.maximum(top, jnp.max(low, axis=0)), None
+
+        top, _ = jax.lax.scan(highest, top, jnp.arange(count))
+
+    run = combine.over_heads(rule.rule, dtype)
+    nothing = jnp.zeros((*q.shape[:-1], rule.sizes(params).value_dim), wide)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def read(params: Params, q: jax.Array, weights: Weights, share: jax.Array, is_read: jax.Array) -> jax.Array:
+        return jax.lax.cond(is_read, lambda: share[..., None] * run(params, weights, q), lambda: nothing)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def turn(params: Params, q: jax.Array, given: tuple, j: jax.Array, mine: Weights) -> tuple[jax.Array, jax.Array]:
+        """What memory j of each device adds to the reads, and to the sums of γ."""
+        sees = seen(numbers + j)
+        shares = gating.unnormalized(rule, scores(given, numbers + j), sees[:, None, None], top)
+        add = lambda y, xs: (y + read(params, q, *xs), None)
+        xs = (jax.lax.all_gather(mine, cached.axes), shares, jnp.any(sees, axis=-1))
+        return jax.lax.scan(add, nothing, xs)[0], jnp.sum(shares, axis=0)
+
+    def add_turn(sums: tuple[jax.Array, jax.Array], xs: tuple) -> tuple[tuple[jax.Array, jax.Array], None]:
+        return jax.tree.map(jnp.add, sums, turn(params, q, given, *xs)), None
+
+    mine = gating.unnormalized(rule, own, None, top)
+    (others, total), _ = jax.lax.scan(add_turn, (nothing, mine), (jnp.arange(count), cached.weights))
+    if gating.is_softmax(rule):
+        others, mine = others / total[..., None], mine / total
+    if rows.blend is not None:
+        blend = line(up(rows.blend))
+        others, mine = blend[..., None] * others, 1 + blend * (mine - 1)
+    out = combine.join(rule.rule, params, q, own_read, mine, others)
+    return jnp.moveaxis(out.reshape(batch, heads, count, size, -1), 2, 0)
