@@ -30,15 +30,23 @@ def bold(rule, dtype=jnp.float64, time=37, spread=0.3, step_size=1.0, **override
     return params, q, similar(k, spread), v, gates
 
 
-@pytest.mark.parametrize("structure", [MATRIX, RELU, structures.MLP(depth=3, expansion=1, activation="relu")], ids=str)
+@pytest.mark.parametrize(
+    ("structure", "forgets"),
+    [
+        (MATRIX, retention.Full()), (RELU, retention.Full()),
+        (structures.MLP(depth=3, expansion=1, activation="relu"), retention.Full()), (MATRIX, retention.Lq(4.0)),
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("window", [1, 3])
-def test_squared_norms_grow_by_no_more_than_the_steps_times_the_squared_targets(structure, window, x64):
+def test_squared_norms_grow_by_no_more_than_the_steps_times_the_squared_targets(structure, forgets, window, x64):
     """The inequality of SEMANTICS 1.12, for every weight and at every token; keys that are the same, alike, and large."""
     rule = MemoryRule(
-        structure, objectives.L2(), optimizer=GD, retention=retention.Full(), window=window, chunk_size=16,
+        structure, objectives.L2(), optimizer=GD, retention=forgets, window=window, chunk_size=16,
         bound=Bound(weight_norm=None),
     )  # fmt: skip
-    square = lambda weights: {name: jnp.sum(w * w, axis=(-2, -1)) for name, w in weights.items()}
+    q = getattr(forgets, "q", 2.0)
+    square = lambda weights: {n: jnp.sum(jnp.abs(w) ** q, axis=(-2, -1)) ** (2 / q) for n, w in weights.items()}
 
     @jax.jit
     def steps(params, k, v, gates):
@@ -53,7 +61,7 @@ def test_squared_norms_grow_by_no_more_than_the_steps_times_the_squared_targets(
         return square(state.memory), jax.lax.scan(step, state, tokens)[1]
 
     for spread in (0.0, 0.3, 1e3):
-        params, _, k, v, gates = bold(rule, time=48, spread=spread, step_size=5.0)
+        params, _, k, v, gates = bold(rule, time=48, spread=spread, step_size=5.0, retention=1.0)
         if spread > 1:
             k = 1e4 * k
         residual = k if structure.residual else 0.0
@@ -188,6 +196,21 @@ def test_huge_keys(name):
     y, state = run(rule, params, None, unit(q), 1e4 * unit(k), v / 4, gates)
     assert jnp.isfinite(y).all()
     assert all(jnp.linalg.norm(w, axis=(-2, -1)).max() < 1024 * w.shape[-2] ** 0.5 for w in state.memory.values())
+
+
+@pytest.mark.parametrize("q", [2.0, 4.0, 7.0])
+def test_no_step_changes_a_mapped_memory_by_more_than_change_along_says(q, x64):
+    """Steps from far smaller to far larger than the accumulator, along random and sparse directions."""
+    kind = retention.Lq(q)
+    for seed in range(20):
+        A, D = jax.random.normal(jax.random.key(seed), (2, 5, 7), jnp.float64)
+        D = D * (jax.random.uniform(jax.random.key(seed), D.shape) < (0.1, 1.0)[seed % 2])
+        most = kind.change_along(A, D)
+        assert most >= jnp.sum(D * jax.jvp(kind.map, (A,), (D,))[1]) * (1 - 1e-12)
+        for s in 10.0 ** np.arange(-3, 4):
+            assert jnp.sum(D * (kind.map(A + s * D) - kind.map(A))) <= s * most * (1 + 1e-9)
+    assert kind.change_along(A, jnp.zeros_like(A)) == 0
+    assert jnp.isfinite(jax.grad(kind.change_along, argnums=1)(A, jnp.zeros_like(A))).all()
 
 
 def test_a_norm_that_would_overflow_if_it_were_squared():

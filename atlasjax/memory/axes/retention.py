@@ -50,6 +50,16 @@ class Retention(Axis):
         """Size of a change of M relative to the change of A, at the start. For suggested step sizes."""
         return 1.0
 
+    def change_along(self, accumulator: jax.Array, direction: jax.Array) -> jax.Array:
+        """⟨D, map(A + s D) − map(A)⟩ / s for an accumulator A and a direction D [out, in]: how far a step along D moves M along D.
+
+        A scalar, for `Bound.step`, which keeps a step from passing its target. This is the value for small s. A map whose slope
+        changes within a step should return an upper bound for every s > 0.
+        """
+        if not self.has_map:
+            return jnp.sum(direction * direction)
+        return jnp.sum(direction * jax.jvp(self.map, (accumulator,), (direction,))[1])
+
 
 @dataclasses.dataclass(frozen=True)
 class Full(Retention):
@@ -163,6 +173,17 @@ class Lq(Retention):
         if self.published:
             return accumulator / (safe * norm) ** (self.q - 2.0)
         return accumulator * (relative / norm) ** (self.q - 2.0)
+
+    def change_along(self, accumulator: jax.Array, direction: jax.Array) -> jax.Array:
+        """(q − 1) ‖D‖_q², which holds for every A and s: ½‖·‖_q² is (q − 1)-smooth with respect to ‖·‖_q for q ≥ 2."""
+        if self.published:
+            return super().change_along(accumulator, direction)
+        largest = jax.lax.stop_gradient(jnp.max(jnp.abs(direction)))  # as in `map`
+        there = divisible(largest)
+        safe = jnp.where(there, largest, 1.0)
+        powers = jnp.sum((jnp.abs(direction) / safe) ** self.q)
+        norm = safe * jnp.where(there, powers, 1.0) ** (1.0 / self.q)
+        return jnp.where(there, (self.q - 1.0) * norm * norm, 0.0)
 
     def summary(self) -> str:
         return f"per head, of A; ℓq norm, q = {self.q:g}"

@@ -52,7 +52,7 @@ def plan(rule: MemoryRule, params: MemoryParams, dtype: jnp.dtype, time: int | N
         block = min(block, few)
         return Plan(block, block, block, dtype)
     chunk = min(_FREE_BLOCK, few) if rule.has_constant_gradient else rule.chunk_size
-    if rule.uses_muon or rule.retention.has_map or rule.is_sequential:
+    if rule.uses_muon or rule.is_sequential:
         largest = max(math.prod(w.shape[1:]) for w in params.weights.values())
         block = min(chunk, rule.optimizer.every * min(_FORMED_MATRICES, max(1, _FORMED_NUMBERS // largest)))
     elif rule.retention.gate == "channel":
@@ -230,8 +230,6 @@ def run_chunk(
         block_fn = sequential.sequential_block
     elif rule.uses_muon:
         block_fn = formed.muon_block if plan.writes else formed.unwritten_block
-    elif rule.retention.has_map:
-        block_fn = formed.mapped_block
     elif rule.retention.gate == "channel":
         block_fn = dual.channel_block
 

@@ -66,7 +66,7 @@ def channel_block(
     It forms arrays [m, E, D], so blocks are short (`chunk.plan`).
     """
     if origin is not None:
-        gates = gates._replace(step_size=step_sizes.formed_steps(rule, memory, momentum, origin, factors, gates))
+        gates = gates._replace(step_size=step_sizes.channel_steps(memory, momentum, origin, factors, gates))
     assert gates.retention is not None
     (name,) = memory
     left, inputs = factors[name]

@@ -1,12 +1,11 @@
 """Blocks of tokens whose matrices are formed, because reads are not linear in the gradients.
 
-Newton–Schulz (Muon) and retention maps (`KL`, `Lq`) need the matrix itself. Only the matrices of one short block exist at a time.
+Newton–Schulz (Muon) needs the matrix itself. Only the matrices of one short block exist at a time.
 """
 
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import blocks
 from atlasjax.memory.blocks import BlockGates, Factors, Read, decay_products, dot, exact
 from atlasjax.memory.fast_weights import step_sizes
 from atlasjax.memory.fast_weights.rule import MemoryRule
@@ -92,41 +91,3 @@ def _momenta(
         gradients = jnp.einsum("je,eo,ei->joi", D, left, inputs, precision=jax.lax.Precision.HIGHEST)
         momenta[name] = beta[tokens, None, None] * momentum[name] + gradients
     return momenta
-
-
-def mapped_block(
-    rule: MemoryRule,
-    memory: Weights,
-    momentum: Weights | None,
-    factors: dict[str, Factors],
-    gates: BlockGates,
-    origin: step_sizes.Origin | None,
-    read: Read,
-    dtype: jnp.dtype,
-) -> tuple[Weights, Weights | None, jax.Array]:
-    """A retention with a map: forms the block's accumulators A_t and maps them in float32. Each token reads its own memory."""
-    if origin is not None:
-        gates = gates._replace(step_size=step_sizes.formed_steps(rule, memory, momentum, origin, factors, gates))
-    c = blocks.coefficients(blocks.decays(gates), gates)
-    accumulators: Weights = {}
-    new_momentum: Weights = {}
-    for name, (left, inputs) in factors.items():
-        combine = lambda weights, left=left, inputs=inputs: jnp.einsum(
-            "te,eo,ei->toi", weights, left, inputs, precision=jax.lax.Precision.HIGHEST
-        )
-        started = memory[name] if c.memory_start is None else c.memory_start[:, None, None] * memory[name]
-        A = started + combine(c.memory_gradients)
-        if momentum is not None:
-            assert c.memory_momentum is not None
-            assert c.momentum_start is not None
-            A = A + c.memory_momentum[:, None, None] * momentum[name]
-            new_momentum[name] = c.momentum_start[-1] * momentum[name] + combine(c.momentum_gradients[-1:])[0]
-        accumulators[name] = A
-    weights = rule.weights(accumulators)
-
-    def linear(name: str, h: jax.Array) -> jax.Array:
-        return dot(weights[name], h[:, :, None], dtype)[:, :, 0]
-
-    y = read(linear)
-    last = rule.start({name: A[-1] for name, A in accumulators.items()})
-    return last, new_momentum if momentum is not None else None, y

@@ -62,18 +62,15 @@ def _bounded(
     total = lambda x: jnp.sum(gamma * jnp.maximum(jnp.sum(x, axis=-1), 0.0))
     decrease, scale = total(decreases), bounds.softened(total(decreases), total(empty))
 
-    # The first-order change of the memory from that of its accumulator.
-    mapped = lambda change: jax.jvp(rule.weights, (origin,), (change,))[1]
-    inner = lambda a, b: jnp.sum(jnp.stack([jnp.sum(a[name] * b[name]) for name in a]))
     if rule.optimizer.per_channel:
         (gradient,) = g.values()
         eta = limits.capped(rule.step_bound, eta, decreases[0], jnp.sum(gradient * gradient, axis=-1), None)
     else:
-        eta = limits.capped(rule.step_bound, eta, decrease, inner(g, mapped(g)), theta)
-    change = jax.tree.map(jnp.subtract, before, origin)
+        eta = limits.capped(rule.step_bound, eta, decrease, rule.change_along(origin, g), theta)
     if theta is not None:
-        change = jax.tree.map(lambda x, s: x + bounds.pending(theta) * s, change, S)
-    return eta * bounds.left_over(inner(g, mapped(change)), scale)
+        before = jax.tree.map(lambda x, s: x + bounds.pending(theta) * s, before, S)
+    change = jax.tree.map(jnp.subtract, rule.weights(before), rule.weights(origin))
+    return eta * bounds.left_over(sum((jnp.sum(g[name] * change[name]) for name in g), jnp.zeros(())), scale)
 
 
 def _minimizer(rule: MemoryRule, params: MemoryParams, W: jax.Array, token: dict) -> jax.Array:

@@ -88,7 +88,7 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
     def is_sequential(self) -> bool:
         """Whether the memory must be written token by token, because neither the dual form nor Muon's block form applies."""
         known = self.optimizer.is_linear or self.optimizer.orthogonalizes or self.optimizer.is_implicit
-        return not (known and self.retention.is_linear)
+        return not (known and self.retention.is_linear) or self.retention.has_map
 
     @property
     def has_constant_gradient(self) -> bool:
@@ -184,7 +184,7 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
     def is_linear(self) -> bool:
         """Whether a matrix memory is written by W_t = W_{t−1} Diag(α_t) − (W_{t−1} r_t) s_tᵀ + v_t k_tᵀ, so that the block-parallel
         form is exact and its block length has no effect: linear attention and, with chunks of one token, the delta rules."""
-        if not self.structure.is_matrix or self.retention.has_map or self.window > 1 or self.is_sequential:
+        if not self.structure.is_matrix or self.window > 1 or self.is_sequential:
             return False
         if self.optimizer.has_momentum or not (self.optimizer.is_linear or self.optimizer.is_implicit):
             return False
@@ -243,6 +243,12 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
     def weights(self, stored: Weights) -> Weights:
         """The memory M_t from its stored form, through the retention's map if there is one; name → [..., out, in]."""
         return jax.tree.map(self.retention.map, stored) if self.retention.has_map else stored
+
+    def change_along(self, stored: Weights, gradient: Weights) -> Float[Array, ""]:
+        """How far a step along `gradient`, name → [out, in], moves the memory along it: ‖g‖² if the retention has no map, see
+        `Retention.change_along`."""
+        parts = [self.retention.change_along(stored[name], g) for name, g in gradient.items()]
+        return sum(parts[1:], parts[0])
 
     def gate_channels(self, key_dim: int, value_dim: int | None = None) -> dict[str, int | None]:
         """The gates of this rule: name → number of channels (an axis after heads), or None for one scalar per token and head.

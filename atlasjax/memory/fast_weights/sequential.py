@@ -1,7 +1,8 @@
 """Blocks of tokens that are written one after another: the general engine, for any optimizer and retention.
 
-A user-defined optimizer or retention can only be applied token by token. Gradients are still computed for the whole chunk at its
-start, as outer products, and reads are computed together. Only the gradients and memories of one short block are formed.
+A user-defined optimizer or retention, and a retention with a map (`KL`, `Lq`), can only be applied token by
+token. Gradients are still computed for the whole chunk at its start, as outer products, and reads are computed together. Only the
+gradients and memories of one short block are formed.
 """
 
 import jax
@@ -75,12 +76,11 @@ def _bounded(
     scale: jax.Array,
 ) -> jax.Array:
     """η' of one token, by the recurrence in the docstring of `bounds`. The optimizer is linear in the gradient."""
-    mapped = lambda change: jax.jvp(rule.weights, (origin.weights,), (change,))[1]
-    inner = lambda a, b: sum((jnp.sum(a[name] * b[name]) for name in a), jnp.zeros(()))
     eta = step_size
     if not origin.capped:
-        eta = limits.capped(origin.step, eta, decrease, inner(gradient, mapped(gradient)), theta)
-    change = jax.tree.map(jnp.subtract, memory, origin.weights)
+        eta = limits.capped(origin.step, eta, decrease, rule.change_along(origin.weights, gradient), theta)
     if theta is not None:
-        change = jax.tree.map(lambda x, s: x + bounds.pending(theta) * s, change, momentum)
-    return eta * bounds.left_over(inner(gradient, mapped(change)), scale)
+        memory = jax.tree.map(lambda x, s: x + bounds.pending(theta) * s, memory, momentum)
+    change = jax.tree.map(jnp.subtract, rule.weights(memory), rule.weights(origin.weights))
+    moved = sum((jnp.sum(gradient[name] * change[name]) for name in gradient), jnp.zeros(()))
+    return eta * bounds.left_over(moved, scale)

@@ -8,8 +8,6 @@ unknowns:
 with G_t = Σ_i Γ[t,i] ∇_i and u_t = θ_t/(1 − θ_t). Row t − 1 belongs to the previous token, or to the start of the block for t = 0.
 """
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,12 +16,11 @@ import jax.numpy as jnp
 from atlasjax.memory import limits
 from atlasjax.memory.blocks import BlockGates, Decays, Factors, decay_products, exact
 from atlasjax.memory.fast_weights import bounds
-from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.gates import Weights
 
 
 class Losses(NamedTuple):
-    """a, n and ⟨∇_i, M_{t'}⟩ (with a map, of the mapped memory) of the E tokens of a block and of the window before it: [E]."""
+    """a, n and ⟨∇_i, M_{t'}⟩ of the E tokens of a block and of the window before it: [E]."""
 
     decrease: jax.Array
     scale: jax.Array
@@ -117,22 +114,14 @@ def dual_steps(
     return step_size * bounds.solve(moved, windowed(origin.losses.scale), across * gram * step_size)
 
 
-def _tangent(function: Callable, at: jax.Array, change: jax.Array) -> jax.Array:
-    return jax.jvp(function, (at,), (change,))[1]
-
-
-def formed_steps(
-    rule: MemoryRule,
+def channel_steps(
     memory: Weights,
     momentum: Weights | None,
     origin: Origin,
     factors: dict[str, Factors],
     gates: BlockGates,
 ) -> jax.Array:
-    """η' [m] of a short block whose gradients may be formed: for a retention per channel, or one with a map.
-
-    With a map, losses and gradients are those of the mapped memory, and its change is taken to first order at M_{t'}.
-    """
+    """η' [m] of a short block whose gradients may be formed, for a retention per channel."""
     highest = jax.lax.Precision.HIGHEST
     m = gates.step_size.shape[0]
     form = lambda all_factors: {
@@ -143,39 +132,28 @@ def formed_steps(
     square = moved = jnp.zeros_like(gates.step_size)
     products = jnp.zeros((m, m), square.dtype)
 
-    ones = jnp.tril(jnp.ones((m, m), gates.step_size.dtype))
-    start, pairwise = (jnp.ones((m,)), ones) if gates.retention is None else decay_products(gates.retention)
-    channels = start.ndim == 2
-    spread = lambda x: x[:, None, :] if channels else x[:, None, None]  # [m(, D)] over [m, out, in]
+    assert gates.retention is not None
+    start, pairwise = decay_products(gates.retention)  # [m, D], [m, m, D]
     if gates.real is not None:
-        pairwise = pairwise * (gates.real[:, None] if channels else gates.real)
+        pairwise = pairwise * gates.real[:, None]
     across, a, share = _before(pairwise, 0.0), _before(start, 1.0), None
     if momentum is not None:
         assert gates.momentum_decay is not None
         beta, carried = decay_products(gates.momentum_decay)
         pending = bounds.pending(gates.momentum_decay)
-        started = jnp.einsum("tj...,j->t...", pairwise, beta, precision=highest)
-        rest = pending * _before(beta, 1.0)
-        share = _before(started, 0.0) + (rest[:, None] if channels else rest)
+        started = jnp.einsum("tjd,j->td", pairwise, beta, precision=highest)
+        share = _before(started, 0.0) + (pending * _before(beta, 1.0))[:, None]
         soon = pending[:, None] * _before(carried, 0.0)
-        across = jnp.einsum("tj...,ji->ti...", across, carried, precision=highest)
-        across = across + (soon[:, :, None] if channels else soon)
+        across = jnp.einsum("tjd,ji->tid", across, carried, precision=highest) + soon[:, :, None]
 
     for name, G in gradients.items():
-        change = (spread(a) - 1.0) * origin.weights[name]
+        change = (a[:, None] - 1.0) * origin.weights[name]
         if origin.moved:
-            change = change + spread(a) * (memory[name] - origin.weights[name])
+            change = change + a[:, None] * (memory[name] - origin.weights[name])
         if momentum is not None and share is not None:
-            change = change + spread(share) * momentum[name]
-        own, taken = G, steps[name]
-        if rule.retention.has_map:
-            mapped = jax.vmap(functools.partial(_tangent, lambda w: rule.weights({"": w})[""], origin.weights[name]))
-            change, own, taken = mapped(change), mapped(own), mapped(taken)
+            change = change + share[:, None] * momentum[name]
         moved = moved + jnp.einsum("toi,toi->t", G, change, precision=highest)
-        square = square + jnp.einsum("toi,toi->t", G, own, precision=highest)
-        if channels:
-            products = products + jnp.einsum("toi,joi,tji->tj", G, taken, across, precision=highest)
-        else:
-            products = products + across * jnp.einsum("toi,joi->tj", G, taken, precision=highest)
+        square = square + jnp.einsum("toi,toi->t", G, G, precision=highest)
+        products = products + jnp.einsum("toi,joi,tji->tj", G, steps[name], across, precision=highest)
     step_size = _capped(origin, gates, exact(gates.gamma, origin.losses.decrease), square)
     return step_size * bounds.solve(moved, exact(gates.gamma, origin.losses.scale), products * step_size)
