@@ -53,8 +53,11 @@ def exact(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def divisible(x: jax.Array) -> jax.Array:
-    """Whether each x ≥ 0 is a valid divisor: neither zero nor subnormal, which hardware may flush to zero."""
-    return x >= jnp.finfo(x.dtype).tiny
+    """Whether each x ≥ 0 is a valid divisor, also of a derivative: that of a quotient divides by x², which must not underflow.
+
+    If it did, a quotient that is not selected would have the derivative 0 · ∞ = NaN.
+    """
+    return x >= float(jnp.finfo(x.dtype).tiny) ** 0.5
 
 
 def neighbours(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -25,6 +25,7 @@ Factors = dict[str, tuple[jax.Array, jax.Array]]
 
 # Lower bound of 1 − θ, as in `atlasjax.memory.fast_weights.bounds`: slower momentum is treated as if it ended after 1,024 tokens.
 LEAST = 2.0**-10
+SMALLEST = float(jnp.finfo(jnp.float32).tiny) ** 0.5  # of a divisor: the derivative of a quotient divides by its square
 _STRIP = 64  # rows
 
 
@@ -81,11 +82,11 @@ def bounded_steps(
     square = jnp.sum(jnp.where(row == column, gram, 0.0), axis=1, keepdims=True)
     falls = windowed(falls)
 
-    most = step_bound * falls / jnp.where(square > 0, square, 1.0)
+    most = step_bound * falls / jnp.where(square >= SMALLEST, square, 1.0)
     left_of_theta = None if gates.momentum_decay is None else jnp.maximum(1.0 - gates.momentum_decay, LEAST)
     if left_of_theta is not None:
         most = most * left_of_theta
-    capped = jnp.where(square > 0, jnp.minimum(gates.step, most), gates.step)
+    capped = jnp.where(square >= SMALLEST, jnp.minimum(gates.step, most), gates.step)
 
     moved = jnp.zeros_like(capped)
     if decays.start is not None:
@@ -106,7 +107,7 @@ def bounded_steps(
     # The unknowns are multiplied by √n, which keeps the system's entries of similar size.
     assert gates.floor is not None
     scale = falls + gates.floor
-    there = scale > 0
+    there = scale >= SMALLEST
     safe = jnp.where(there, scale, 1.0)
     root = jnp.where(there, jax.lax.rsqrt(safe), 0.0)
     system = jnp.where(row > column, root * (across * gram) * row_of(capped * root), 0.0)

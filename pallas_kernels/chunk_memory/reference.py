@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import BEGINS, Segments, Window
-from pallas_kernels.chunk_memory.bound import LEAST
+from pallas_kernels.chunk_memory.bound import LEAST, SMALLEST
 from pallas_kernels.chunk_memory.chunk import Objective, Structure
 from pallas_kernels.newton_schulz.reference import Triple, newton_schulz
 
@@ -97,8 +97,10 @@ def chunk_memory(
                 change = jax.tree.map(lambda x, s: x + theta / rest * s, change, s)
                 most = rest * most
             square = inner(g, g)
-            size = jnp.where(square > 0, jnp.minimum(size, most / jnp.where(square > 0, square, 1.0)), size)
-            return size * jnp.where(n > 0, 1.0 + inner(g, change) / jnp.where(n > 0, n, 1.0), 1.0)
+            size = jnp.where(
+                square >= SMALLEST, jnp.minimum(size, most / jnp.where(square >= SMALLEST, square, 1.0)), size
+            )
+            return size * jnp.where(n >= SMALLEST, 1.0 + inner(g, change) / jnp.where(n >= SMALLEST, n, 1.0), 1.0)
 
         def token(
             state: tuple[Weights, Weights | None, Weights], t: jax.Array

@@ -219,6 +219,24 @@ def test_a_norm_that_would_overflow_if_it_were_squared():
     assert not bounds.within_norm(2.0, {"W": jnp.zeros((1, 1, 4, 4))})["W"].any()
 
 
+@pytest.mark.parametrize("name", ["moneta", "titans", "yaad"])
+@pytest.mark.parametrize("size", [1e-12, 1e-10, 1e-8, 1e-6, 1e-4])
+def test_gradients_are_finite_when_errors_are_small(name, size):
+    """A token repeated until it is known has squared gradients far below 1, whose square underflows in a quotient's derivative."""
+    rule = RULES[name]
+    params, q, k, _, gates = make_inputs(rule, time=12)
+    k = jnp.broadcast_to(k[:, :1], k.shape)
+    v, _ = memory.scan(rule, params, None, k, k, jnp.zeros_like(k), gates._replace(step_size=0.0 * gates.step_size))
+
+    def loss(params, k, v, gates):
+        y, state = memory.scan(rule, params, None, q, k, v, gates)
+        return jnp.sum(y * y) + sum(jnp.sum(w * w) for w in state.memory.values())
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(params, k, v + size, gates)
+    for path, gradient in jax.tree_util.tree_flatten_with_path(gradients)[0]:
+        assert jnp.isfinite(gradient).all(), jax.tree_util.keystr(path)
+
+
 def test_moneta_with_strong_retention_over_many_tokens():
     """The printed map is NaN after 45,000 tokens."""
     rule = rules.moneta(structure=structures.MLP(expansion=1))
