@@ -138,6 +138,26 @@ def devices_sequence() -> str:
     return table(("devices", "tokens", "temporary MB of each", "MB that each receives"), lines, right=range(4))
 
 
+def devices_longest() -> str:
+    """The longest sequence of which a training step fits into 16 GB."""
+    lines = []
+    for row in rows(BENCHMARKS / "longest_sequence.jsonl"):
+        # "next" is an error's text where the compiler refuses the doubled length.
+        beyond = row.get("next")
+        lines.append(
+            (
+                f"`{row['preset']}`",
+                f"{row['tokens']:,}",
+                f"{row['step_bytes'] / 1e9:.2f}",
+                f"{beyond / 1e9:.2f}" if isinstance(beyond, int) else "" if beyond is None else "not compiled",
+                f"{row['seconds']:.0f}" if "seconds" in row else row.get("error", ""),
+                f"{row['peak_resident_bytes'] / 1e9:.2f}" if "peak_resident_bytes" in row else "",
+            )
+        )
+    head = ("preset", "tokens", "GB, compiled", "GB of twice as many", "seconds of a step", "peak GB of the process")
+    return table(head, lines, right=range(1, 6))
+
+
 def serving_load() -> str:
     """Load figures of the server: the newest run."""
     found = rows(BENCHMARKS / "serving_cpu.jsonl")
