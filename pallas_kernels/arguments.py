@@ -14,6 +14,11 @@ Index = int | jax.Array  # of a loop: a Python integer or a traced one
 Slice = slice | pl.Slice  # of `pl.ds`: static, or with a traced start
 
 
+def rows_of(x: jax.Array) -> jax.Array:
+    """[batch, heads, …] → [batch · heads, …]."""
+    return x.reshape(-1, *x.shape[2:])
+
+
 # The chunks of packed segments: a chunk goes on with the memory of the previous one, begins a segment with the initial memory, or
 # has no tokens and changes nothing.
 CONTINUES, BEGINS, EMPTY = 0, 1, 2
@@ -48,9 +53,13 @@ class Segments(NamedTuple):
         """The marks of each row, [batch · heads, chunks]."""
         return jnp.repeat(self.marks.astype(jnp.int32), heads, axis=0)
 
+    def start_of_heads(self, start: jax.Array) -> jax.Array:
+        """One of the initial weights for each head, float32 [batch, heads, out, in]."""
+        return jnp.broadcast_to(start.astype(jnp.float32), (self.marks.shape[0], *start.shape))
+
     def start_rows(self, start: jax.Array) -> jax.Array:
         """One of the initial weights for each row, float32 [batch · heads, out, in]."""
-        return jnp.tile(start.astype(jnp.float32), (self.marks.shape[0], 1, 1))
+        return rows_of(self.start_of_heads(start))
 
 
 class Window(NamedTuple):
@@ -77,12 +86,12 @@ class Window(NamedTuple):
     def real_floor(self) -> jax.Array | None:
         return None if self.floor is None else jnp.where(self.real[:, None], self.floor, 0.0)
 
-    def rows(self, size: int) -> Arrays:
-        """Keys, values and whether they are real, float32 [batch · heads, size, key_dim, value_dim or 1], with size ≥ c − 1."""
+    def of_heads(self, size: int) -> Arrays:
+        """Keys, values and whether they are real, float32 [batch, heads, size, key_dim, value_dim or 1], with size ≥ c − 1."""
         batch, heads, past, _ = self.keys.shape
         real = jnp.broadcast_to(self.real[:, None, :, None], (batch, heads, past, 1))
         return tuple(
-            jnp.pad(x.astype(jnp.float32).reshape(batch * heads, past, x.shape[-1]), ((0, 0), (size - past, 0), (0, 0)))
+            jnp.pad(x.astype(jnp.float32), ((0, 0), (0, 0), (size - past, 0), (0, 0)))
             for x in (self.keys, self.values, real)
         )
 

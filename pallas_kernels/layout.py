@@ -1,4 +1,4 @@
-"""Conversion of token sequences to rows of chunks, the layout of `chunk_scan`."""
+"""Conversion of token sequences to chunks of each head."""
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,14 @@ def to_chunks(x: jax.Array, size: int, fill: float = 0.0) -> jax.Array:
 
 
 def gates_to_chunks(gates: list[tuple[jax.Array, float]], size: int) -> jax.Array:
-    """Pairs of (gate [batch, time, heads] or [batch, time, heads, n], fill) → float32 [batch · heads, chunks, rows, size].
+    """Pairs of (gate [batch, time, heads] or [batch, time, heads, n], fill) → float32 [batch, heads, chunks, rows, size].
 
     Tokens are in lanes, because a column would use only one lane of 128.
     """
     wide = lambda x: x.astype(jnp.float32) if x.ndim == 4 else x.astype(jnp.float32)[..., None]
-    return jnp.concatenate([to_chunks(wide(x), size, fill) for x, fill in gates], axis=-1).mT
+    rows = jnp.concatenate([to_chunks(wide(x), size, fill) for x, fill in gates], axis=-1).mT
+    batch, _, heads = gates[0][0].shape[:3]
+    return rows.reshape(batch, heads, *rows.shape[1:])
 
 
 def from_chunks(y: jax.Array, batch: int, time: int) -> jax.Array:

@@ -155,7 +155,19 @@ def _newton_schulz(case: Case) -> tuple[Callable[..., Any], list[Any]]:
 
 
 def _tokens(case: Case) -> list[Any]:
-    return [_shape(BATCH, TIME, HEADS, case.dim, dtype=case.dtype)] * 3
+    """q, k, v as projections write them."""
+    return [_shape(BATCH, TIME, HEADS * case.dim, dtype=case.dtype)] * 3
+
+
+def _by_heads(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of weights, q, k, v and gates with heads as one of q, k, v [batch, time, heads · dim], and so its result."""
+
+    def flat(weights: Any, *arrays: Any) -> Any:
+        tokens = (x.reshape(*x.shape[:2], HEADS, -1) for x in arrays[:3])
+        y = call(weights, *tokens, *arrays[3:])
+        return y.reshape(*y.shape[:2], -1)
+
+    return flat
 
 
 def _gate(*channels: int) -> Any:
@@ -168,7 +180,8 @@ def _delta_rule(case: Case) -> tuple[Callable[..., Any], list[Any]]:
     if case.engine == "pallas_tpu":
         from pallas_kernels.delta_rule import delta_rule
 
-        return lambda *x: delta_rule(*x, chunk_size=case.chunk)[0], shapes
+        flat = _by_heads(lambda _, *x: delta_rule(*x, chunk_size=case.chunk)[0])
+        return lambda *x: flat(None, *x), shapes
 
     import jax
 
@@ -178,13 +191,14 @@ def _delta_rule(case: Case) -> tuple[Callable[..., Any], list[Any]]:
     sizes = {"num_heads": HEADS, "key_dim": case.dim, "value_dim": case.dim}
     empty = jax.eval_shape(lambda: memory.init_params(rule, jax.random.key(0), **sizes))
 
-    def call(q: Any, k: Any, v: Any, beta: Any, decay: Any = None) -> Any:
+    def call(_: Any, q: Any, k: Any, v: Any, beta: Any, decay: Any = None) -> Any:
         # The kernel's memory also starts at zero.
         params = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), empty)
         gates = memory.Gates(retention=decay, step_size=beta)
         return memory.scan(rule, params, None, q, k, v, gates, implementation="xla")[0]
 
-    return call, shapes
+    flat = _by_heads(call)
+    return lambda *x: flat(None, *x), shapes
 
 
 def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
@@ -215,7 +229,7 @@ def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
                 structure, objectives.L2(), weights, momenta, q, k, v, **named(given), chunk_size=case.chunk
             )[0]
 
-        return kernel, [weights, *_tokens(case), *gates]
+        return _by_heads(kernel), [weights, *_tokens(case), *gates]
 
     rule = memory.MemoryRule(
         structure, objectives.L2(), window=window, chunk_size=case.chunk,
@@ -227,27 +241,28 @@ def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
     def scan(params: Any, q: Any, k: Any, v: Any, *given: Any) -> Any:
         return memory.scan(rule, params, None, q, k, v, memory.Gates(**named(given)), implementation="xla")[0]
 
-    return scan, [params, *_tokens(case), *gates]
+    return _by_heads(scan), [params, *_tokens(case), *gates]
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """[rows, depth] × [depth, columns], in a number of bfloat16 passes."""
+    """[rows, depth] × [depth, columns] in a number of bfloat16 passes, for each of some heads."""
 
     rows: int
     depth: int
     columns: int
     passes: int
+    heads: int = 1
 
     @property
     def operations(self) -> int:
-        return 2 * self.rows * self.depth * self.columns
+        return 2 * self.heads * self.rows * self.depth * self.columns
 
     def tiled(self, edge: int) -> int:
         """Operations of a unit that holds [edge, edge] of one operand while rows of the other pass through, eight at a time."""
         whole = lambda size, unit: -(-size // unit) * unit
         held = lambda held, passing: 2 * whole(self.depth, edge) * whole(held, edge) * whole(passing, 8)
-        return self.passes * min(held(self.columns, self.rows), held(self.rows, self.columns))
+        return self.heads * self.passes * min(held(self.columns, self.rows), held(self.rows, self.columns))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,13 +308,14 @@ def _equations(jaxpr: Any, primitive: str) -> Iterator[Any]:
 
 def _product(equation: Any) -> Product:
     (left_axes, _), batch = equation.params["dimension_numbers"]
-    assert batch == ((), ()), batch
     left, right = (x.aval for x in equation.invars)
+    heads = math.prod(left.shape[i] for i in batch[0])  # of one program
     depth = math.prod(left.shape[i] for i in left_axes)
     precision = equation.params["precision"]
     wide = left.dtype == right.dtype == "float32"
     passes = PASSES.get(precision[0].name, 1) if precision and wide else 1
-    return Product(math.prod(left.shape) // depth, depth, math.prod(right.shape) // depth, passes)
+    rows, columns = (math.prod(x.shape) // depth // heads for x in (left, right))
+    return Product(rows, depth, columns, passes, heads)
 
 
 def _moved(block: Any, grid: tuple[int, ...]) -> int:

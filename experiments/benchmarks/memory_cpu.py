@@ -186,17 +186,26 @@ def stream(args):
     }
 
 
-def by_xla(chunk, carry, xs, interpret, dtype):
-    """`pallas_kernels.chunk_scan` with the chunk function of the TPU kernel compiled by XLA for all rows at once."""
+def by_xla(chunk, carry, tokens, gates, *, dtype, together=1, interpret=False, restarts=None):
+    """`pallas_kernels.chunk_scan` with the chunk function of the TPU kernel compiled by XLA for all heads at once."""
     import jax
     import jax.numpy as jnp
 
+    assert restarts is None
+    count, size = gates.shape[2], gates.shape[-1]
+    time = tokens[0].shape[1]
+
+    def chunks(x):  # [batch, time, heads, dim] → [chunks, batch, heads, size, dim]
+        x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, count * size - time), (0, 0), (0, 0)))
+        return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), (1, 2), (0, 3))
+
     @jax.checkpoint
     def step(carry, xs):
-        return jax.vmap(chunk)(carry, tuple(x.astype(jnp.float32) for x in xs))
+        return jax.vmap(jax.vmap(chunk))(carry, xs)
 
-    carry, ys = jax.lax.scan(step, carry, tuple(jnp.moveaxis(x, 1, 0) for x in xs))
-    return carry, tuple(jnp.moveaxis(y, 0, 1).astype(dtype) for y in ys)
+    carry, ys = jax.lax.scan(step, carry, (*map(chunks, tokens), jnp.moveaxis(gates, 2, 0)))
+    back = lambda y: jnp.moveaxis(y, (0, 3), (1, 2)).reshape(y.shape[1], count * size, *y.shape[2::2])[:, :time]
+    return carry, tuple(back(y).astype(dtype) for y in ys)
 
 
 def forms(args):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import CONTINUES, EMPTY, Arrays, Interpret, Segments, Window
+from pallas_kernels.arguments import CONTINUES, EMPTY, Arrays, Interpret, Segments, Window, rows_of
 from pallas_kernels.blocks import token_precision
 from pallas_kernels.chunk_memory import gpu, reference
 from pallas_kernels.chunk_memory.bound import windowed_floor
@@ -20,6 +20,7 @@ from pallas_kernels.newton_schulz.reference import Triple
 
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
 CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
+_MOST_TOGETHER = 5 * 2**18  # bytes of one head's carry with which a program has two heads
 _DTYPES = (jnp.float32, jnp.bfloat16)
 Weights = dict[str, Float[Array, "batch heads _out _in"]]
 Scan = Callable[[Arrays, Arrays, Restarts], tuple[Arrays, Arrays]]
@@ -129,17 +130,18 @@ def chunk_memory(
         window_weights = jnp.pad(window_weights, ((0, 0), (0, 0), (0, 0), (0, 1)))
     size = 1 if window_weights is None else window_weights.shape[-1]
     names = tuple(sorted(weights))
-    fold = lambda w: w.astype(jnp.float32).reshape(-1, *w.shape[2:])
-    carry = [fold(weights[name]) for name in names]
-    of_norm = [] if norm is None else [jnp.tile(norm[name][:, None], (batch, 1, 1)) for name in ("scale", "bias")]
-    carry += [x.astype(jnp.float32) for x in of_norm]
-    carry += [] if momenta is None else [fold(momenta[name]) for name in names]
+    float32 = lambda w: w.astype(jnp.float32)
+    carry = [float32(weights[name]) for name in names]
+    of_norm = [] if norm is None else [float32(norm[name])[:, None] for name in ("scale", "bias")]
+    carry += [jnp.broadcast_to(x, (batch, *x.shape)) for x in of_norm]
+    fixed = carry[len(names) :]
+    carry += [] if momenta is None else [float32(momenta[name]) for name in names]
     before: Arrays = ()
     if size > 1:
         if window is None:
             past = lambda x: jnp.zeros((batch, heads, 0, x.shape[-1]), jnp.float32)
             window = Window(past(k), past(v), jnp.zeros((batch,), jnp.int32))
-        before = window.rows(window_rows(size))
+        before = window.of_heads(window_rows(size))
     precision = token_precision(q.dtype)
     chunk = MemoryChunk(
         structure, objective, names, momentum_decay is not None, retention is not None, size, precision,
@@ -147,42 +149,65 @@ def chunk_memory(
     )  # fmt: skip
     if implementation == "pallas_gpu":
         chunk = dataclasses.replace(chunk, columns=jnp.transpose)
-    tokens = tuple(to_chunks(x, chunk_size) for x in (q, k, v))
     real = ones if segments is None else jnp.broadcast_to(segments.real[:, :, None], ones.shape)
     rows = [(step_size, 0.0), (real, 0.0), *((x, 1.0) for x in (retention, momentum_decay) if x is not None)]
     if step_bound is not None:
         of_window = None if window is None else window.real_floor
         rows.append((0.0 * ones if floor is None else windowed_floor(floor, window_weights, of_window), 0.0))
     rows += [] if window_weights is None else [(window_weights, 0.0)]
-    restarts: Restarts = None
-    if segments is not None:
-        start: Arrays = ()
-        if segments.start is not None:
-            start = tuple(segments.start_rows(segments.start[name]) for name in names)
-            start += tuple(carry[len(names) : len(names) + len(of_norm)])
-        restarts = segments.rows(heads), start
-    if newton_schulz is None:
-        xs = (*tokens, gates_to_chunks(rows, chunk_size))
-        if implementation == "pallas_gpu":
-            final, y = gpu.chunk_memory(chunk, tuple(carry), xs, before, restarts, interpret)
-        else:
-            final, (y,) = chunk_scan(chunk, (*carry, *before), xs, interpret, q.dtype, restarts)
-    else:
+    start: Arrays = ()
+    if segments is not None and segments.start is not None:
+        start = (*(segments.start_of_heads(segments.start[name]) for name in names), *fixed)
+    first: Arrays = (*carry, *before)
+    block = chunk_size
+    if newton_schulz is not None:
         block = min(chunk_size, every * writes(sum(w.shape[-2] * w.shape[-1] for w in weights.values())))
         begins = jnp.broadcast_to((jnp.arange(time) % chunk_size < block)[:, None], ones.shape)
-        xs = (*tokens, gates_to_chunks([*rows, (begins, 0.0)], chunk_size))
-        muon = MuonChunk(chunk, newton_schulz, every)
-        scan: Scan = lambda carry, xs, restarts: chunk_scan(muon, carry, xs, interpret, q.dtype, restarts)
-        if implementation == "pallas_gpu":
-            scan = functools.partial(gpu.scan_muon, muon, interpret)
-        if restarts is not None:
-            restarts = restarts[0], restarts[1] * 2  # M_{t'}, then M
-        final, y = _scan_blocks(scan, (*carry[: len(names)], *carry, *before), xs, restarts, block)
-        final = final[len(names) :]
-    y = y.astype(q.dtype)
-    unfold = lambda parts: {name: w.reshape(batch, heads, *w.shape[1:]) for name, w in zip(names, parts)}
-    y = from_chunks(y, batch, time)
-    return y, unfold(final), None if momenta is None else unfold(final[len(names) + len(of_norm) :])
+        rows.append((begins, 0.0))
+        first, start = (*carry[: len(names)], *first), start * 2  # M_{t'}, then M
+    gate_rows = gates_to_chunks(rows, chunk_size)
+    if newton_schulz is None and implementation == "pallas_tpu":
+        final, (y,) = chunk_scan(
+            chunk, first, (q, k, v), gate_rows, together=_together(first, chunk_size, q.dtype), interpret=interpret, dtype=q.dtype,
+            restarts=None if segments is None else (segments.marks, start),
+        )  # fmt: skip
+    else:
+        xs = (*(to_chunks(x, chunk_size) for x in (q, k, v)), rows_of(gate_rows))
+        first = tuple(map(rows_of, first))
+        restarts = None if segments is None else (segments.rows(heads), tuple(map(rows_of, start)))
+        if newton_schulz is None:
+            final, y = gpu.chunk_memory(chunk, first[: len(carry)], xs, first[len(carry) :], restarts, interpret)
+        else:
+            muon = MuonChunk(chunk, newton_schulz, every)
+            run = gpu.scan_muon if implementation == "pallas_gpu" else _scan_muon
+            final, y = _scan_blocks(functools.partial(run, muon, interpret), first, xs, restarts, block)
+            final = final[len(names) :]
+        final = tuple(x.reshape(batch, heads, *x.shape[1:]) for x in final)
+        y = from_chunks(y, batch, time)
+    momenta_from = len(names) + len(fixed)
+    last = lambda start: dict(zip(names, final[start : start + len(names)]))
+    return y.astype(q.dtype), last(0), None if momenta is None else last(momenta_from)
+
+
+def _together(carry: Arrays, chunk_size: int, dtype: jax.typing.DTypeLike) -> int:
+    """Heads of one program on a TPU: two hide each other's latency, where vector memory has space for both."""
+    large = chunk_size > 128 and jnp.dtype(dtype) == jnp.float32
+    bytes_of_head = sum(4 * x.shape[-2] * x.shape[-1] for x in carry)
+    return 2 if bytes_of_head <= _MOST_TOGETHER // (4 if large else 1) else 1
+
+
+def _scan_muon(
+    chunk: MuonChunk, interpret: Interpret, carry: Arrays, xs: Arrays, restarts: Restarts
+) -> tuple[Arrays, tuple[jax.Array]]:
+    """`chunk_scan` over blocks [rows, blocks, block, dim], with one head for each row."""
+    heads = lambda arrays: tuple(x[:, None] for x in arrays)
+    *tokens, gates = xs
+    rows, blocks, block = tokens[0].shape[:3]
+    final, (y,) = chunk_scan(
+        chunk, heads(carry), tuple(x.reshape(rows, blocks * block, 1, -1) for x in tokens), gates[:, None],
+        interpret=interpret, restarts=None if restarts is None else (restarts[0], heads(restarts[1])),
+    )  # fmt: skip
+    return tuple(x[:, 0] for x in final), (y.reshape(rows, blocks, block, -1),)
 
 
 def _scan_blocks(scan: Scan, carry: Arrays, xs: Arrays, restarts: Restarts, block: int) -> tuple[Arrays, jax.Array]:

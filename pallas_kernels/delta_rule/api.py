@@ -8,10 +8,11 @@ from pallas_kernels.blocks import token_precision
 from pallas_kernels.chunk_scan import chunk_scan
 from pallas_kernels.delta_rule import gpu, reference
 from pallas_kernels.delta_rule.chunk import DeltaRuleChunk
-from pallas_kernels.layout import from_chunks, gates_to_chunks, to_chunks
+from pallas_kernels.layout import gates_to_chunks
 
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
 MOST_CHANNELS = 256  # maximum for keys and values
+_TOGETHER = 4  # heads of one program on a TPU
 _DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -88,11 +89,10 @@ def delta_rule(
             raise ValueError(f"delta_rule: chunk_size={chunk_size}, should be at least 16 with segments on a GPU.")
         return gpu.delta_rule(q, k, v, beta, decay, initial, chunk_size, segments, interpret)
     gates = gates_to_chunks([(beta, 0.0)] if decay is None else [(beta, 0.0), (decay, 1.0)], chunk_size)
-    precision = token_precision(q.dtype)
-    chunk = DeltaRuleChunk(decay is not None, precision)
-    carry = (initial.astype(jnp.float32).reshape(batch * heads, value_dim, key_dim),)
+    chunk = DeltaRuleChunk(decay is not None, token_precision(q.dtype))
+    restarts = None if segments is None else (segments.marks, (segments.start_of_heads(segments.start),))
     (final,), (y,) = chunk_scan(
-        chunk, carry, (*(to_chunks(x, chunk_size) for x in (q, k, v)), gates), interpret, q.dtype,
-        None if segments is None else (segments.rows(heads), (segments.start_rows(segments.start),)),
+        chunk, (initial.astype(jnp.float32),), (q, k, v), gates, together=_TOGETHER, interpret=interpret, dtype=q.dtype,
+        restarts=restarts,
     )  # fmt: skip
-    return from_chunks(y, batch, time), final.reshape(initial.shape)
+    return y, final

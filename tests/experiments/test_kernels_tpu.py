@@ -154,10 +154,11 @@ def test_floor_and_bytes_of_the_delta_rule_by_hand():
     exact = (
         2 * (levels - 1) * 2 * m**3 + 2 * m * m * dim + 2 * m
     )  # two products a level but the first, the solution; β as a column
-    assert sum(x.operations for x in kernel.products) == tokens + exact
-    assert sum(x.operations * x.passes for x in kernel.products) == tokens + 6 * exact
+    heads = 4  # of one program
+    assert sum(x.operations for x in kernel.products) == heads * (tokens + exact)
+    assert sum(x.operations * x.passes for x in kernel.products) == heads * (tokens + 6 * exact)
     rows, chunks = kernel_cases.HEADS, kernel_cases.TIME // m
-    assert kernel.steps == rows * chunks
+    assert kernel.steps == rows // heads * chunks
     each = 4 * m * dim * 2 + m * 4  # q, k, v, y; β
     assert kernel.block_bytes == rows * (
         chunks * each + 2 * dim * dim * 4

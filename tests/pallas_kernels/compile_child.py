@@ -28,7 +28,7 @@ from pallas_kernels.chunk_memory import chunk_memory
 from pallas_kernels.delta_rule import delta_rule
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients, newton_schulz
 
-BATCH, TIME, HEADS = 1, 256, 2
+BATCH, TIME, HEADS = 1, 256, 4
 
 
 def tokens(dim, dtype):
