@@ -22,68 +22,6 @@ def product(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, precision: jax
     return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
-@jax.custom_vjp
-def decay_products(decay: jax.Array) -> jax.Array:
-    """P [m, m] from α [m, 1], m a power of two. P = (I − N)⁻¹, where N has α below its diagonal."""
-    size = decay.shape[0]
-    row, column = iota(size, 0), iota(size, 1)
-    products = jnp.where(row > column, decay, 1.0)  # products of the last 2^k decays
-    shift = 1
-    while shift < size:
-        earlier = jnp.concatenate([jnp.ones((shift, size), products.dtype), products[:-shift]])
-        products = products * earlier
-        shift *= 2
-    return jnp.where(row >= column, products, 0.0)
-
-
-def _decay_forward(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
-    products = decay_products(decay)
-    return products, products
-
-
-def _decay_backward(products: jax.Array, d: jax.Array) -> tuple[jax.Array]:
-    size = products.shape[0]
-    inner = product(product(products, d, 0, 0), products, 1, 1)  # Pᵀ dP Pᵀ
-    return (jnp.sum(jnp.where(iota(size, 0) == iota(size, 1) + 1, inner, 0.0), axis=1, keepdims=True),)
-
-
-decay_products.defvjp(_decay_forward, _decay_backward)
-
-
-@jax.custom_vjp
-def unit_lower_inverse(lower: jax.Array) -> jax.Array:
-    """(I + L)⁻¹ for a strictly lower triangular L [m, m], m a power of two.
-
-    Recursively doubles the block size s: X ← X − X L_s X, where L_s is the part of L between adjacent blocks of s tokens. This uses
-    only products of whole matrices, forms no powers of L that could overflow, and is as accurate as substitution.
-    """
-    size = lower.shape[0]
-    row, column = iota(size, 0), iota(size, 1)
-    x = (row == column).astype(jnp.float32)
-    for level in range(size.bit_length() - 1):
-        # Bit operations, because integer division needs to know the TPU generation.
-        same = (row >> (level + 1)) == (column >> (level + 1))
-        between = same & ((row >> level) > (column >> level))
-        part = jnp.where(between, lower, 0.0)
-        # X is the identity in the first step.
-        x = x - part if level == 0 else x - product(x, product(part, x, 1, 0), 1, 0)
-    return x
-
-
-def _inverse_forward(lower: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x = unit_lower_inverse(lower)
-    return x, x
-
-
-def _inverse_backward(x: jax.Array, d: jax.Array) -> tuple[jax.Array]:
-    size = x.shape[0]
-    dlower = -product(product(x, d, 0, 0), x, 1, 1)  # −Xᵀ dX Xᵀ
-    return (jnp.where(iota(size, 0) > iota(size, 1), dlower, 0.0),)
-
-
-unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def before(x: jax.Array, first: float) -> jax.Array:
     """x [m, n] shifted down by one row, with `first` in row 0. Has its own derivative, because that of a slice would be a pad."""

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Product
-from pallas_kernels.blocks import before, iota, product, row_of, unit_lower_inverse
+from pallas_kernels.blocks import before, iota, product, row_of
 from pallas_kernels.chunk_memory.gates import Decays, Gates
+from pallas_kernels.triangular import unit_lower_inverse
 
 Weights = dict[str, jax.Array]
 Factors = dict[str, tuple[jax.Array, jax.Array]]

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import decay_products, from_start, iota, product, row_of
+from pallas_kernels.blocks import from_start, iota, product, row_of
+from pallas_kernels.triangular import decay_products
 
 
 class Gates(NamedTuple):

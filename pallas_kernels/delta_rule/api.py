@@ -1,5 +1,8 @@
 """The delta rule over whole sequences: checks, layout, and choice of the implementation."""
 
+import math
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -12,7 +15,7 @@ from pallas_kernels.layout import gates_to_chunks
 
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
 MOST_CHANNELS = 256  # maximum for keys and values
-_TOGETHER = 4  # heads of one program on a TPU
+_TOGETHER = 4  # groups of heads in one program on a TPU; the heads of a group lie side by side
 _DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -89,10 +92,25 @@ def delta_rule(
             raise ValueError(f"delta_rule: chunk_size={chunk_size}, should be at least 16 with segments on a GPU.")
         return gpu.delta_rule(q, k, v, beta, decay, initial, chunk_size, segments, interpret)
     gates = gates_to_chunks([(beta, 0.0)] if decay is None else [(beta, 0.0), (decay, 1.0)], chunk_size)
-    chunk = DeltaRuleChunk(decay is not None, token_precision(q.dtype))
-    restarts = None if segments is None else (segments.marks, (segments.start_of_heads(segments.start),))
+    beside = _side_by_side(heads, chunk_size)
+    chunk = DeltaRuleChunk(decay is not None, token_precision(q.dtype), beside)
+    merged = lambda x: x.reshape(*x.shape[:2], heads // beside, -1)
+    gates = jnp.moveaxis(gates.reshape(batch, heads // beside, beside, *gates.shape[2:]), 2, 4)
+    gates = gates.reshape(*gates.shape[:3], -1, chunk_size)
+
+    def lanes(w: jax.Array) -> jax.Array:  # [batch, heads, …, key_dim] → [batch, heads / P, …, P · key_dim]
+        w = w.astype(jnp.float32).reshape(batch, heads // beside, beside, value_dim, key_dim)
+        return jnp.moveaxis(w, 2, 3).reshape(batch, heads // beside, value_dim, -1)
+
+    restarts = None if segments is None else (segments.marks, (lanes(segments.start_of_heads(segments.start)),))
     (final,), (y,) = chunk_scan(
-        chunk, (initial.astype(jnp.float32),), (q, k, v), gates, together=_TOGETHER, interpret=interpret, dtype=q.dtype,
-        restarts=restarts,
+        chunk, (lanes(initial),), (merged(q), merged(k), merged(v)), gates, together=_TOGETHER, interpret=interpret,
+        dtype=q.dtype, restarts=restarts,
     )  # fmt: skip
-    return y, final
+    final = jnp.moveaxis(final.reshape(batch, heads // beside, value_dim, beside, key_dim), 3, 2)
+    return y.reshape(v.shape), final.reshape(initial.shape)
+
+
+def _side_by_side(heads: int, chunk_size: int) -> int:
+    """Number of heads whose systems of a chunk fill the 128 lanes of a tile together, or as many as divide the heads."""
+    return math.gcd(heads, max(1, 128 // chunk_size))

@@ -7,55 +7,71 @@ With A_t = α_1 … α_t, P[t,i] = α_{i+1} … α_t and the memory W_0 before t
     (I + diag(β) (P ∘ K Kᵀ)_{t>i}) U = β ⊙ (V − A ⊙ K W_0ᵀ)
     Y = A ⊙ Q W_0ᵀ + (P ∘ Q Kᵀ)_{t≥i} U        W_end = A_end W_0 + (P[end, ·]ᵀ ⊙ U)ᵀ K
 
-Decays are products, not quotients, so they are exact at α = 0. The system is inverted by `unit_lower_inverse`.
+Decays are products, not quotients, so they are exact at α = 0. The system is inverted by `unit_lower_inverse`. Several
+narrow heads lie side by side (`side_by_side`).
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays
-from pallas_kernels.blocks import (
-    HIGHEST,
-    columns,
-    decay_products,
-    entry,
-    from_start,
-    iota,
-    last_row,
-    product,
-    unit_lower_inverse,
-)
+from pallas_kernels.blocks import HIGHEST, entry, from_start, last_row, product
+from pallas_kernels.side_by_side import own, place, spread, times, times_transposed, transposed_times
+from pallas_kernels.triangular import decay_products, unit_lower_inverse
 
 
 @dataclasses.dataclass(frozen=True)
 class DeltaRuleChunk:
-    """A `chunk_scan.Chunk`: carry (W [value_dim, key_dim],); inputs q, k [m, key_dim], v [m, value_dim] and the gates [n, m].
+    """A `chunk_scan.Chunk` for P heads: carry (W [value_dim, P · key_dim],); inputs q, k [m, P · key_dim], v [m, P · value_dim] and
+    the gates [n · P, m].
 
-    The rows of the gates are β and, for the gated rule, α. m is a power of two; padding has β = 0 and α = 1. `precision` is that of
-    products with q, k, v and W.
+    The rows of the gates are β of each head and, for the gated rule, α of each head. m is a power of two; padding has β = 0 and
+    α = 1. `precision` is that of products with q, k, v and W.
     """
 
     gated: bool
     precision: jax.lax.Precision = HIGHEST
+    heads: int = 1
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         (w,), (q, k, v, gates) = carry, xs
-        dot = functools.partial(product, precision=self.precision)
-        size = q.shape[0]
-        row, column = iota(size, 0), iota(size, 1)
-        gates = columns(gates)
-        beta = gates[:, :1]
-        wk, wq, p = dot(k, w, 1, 1), dot(q, w, 1, 1), (row >= column).astype(jnp.float32)
+        heads, size = self.heads, q.shape[0]
+        key_dim, dim = k.shape[1] // heads, v.shape[1] // heads
+        square = size, heads * size
+        row, column = place(square, 0, heads), place(square, 1, heads)
+        beta = spread(gates[:heads], heads, dim)
+        beta_of_row = beta if heads == 1 or dim == size else spread(gates[:heads], heads, size)
+        wk = times_transposed(k, w, heads, self.precision)
+        wq = times_transposed(q, w, heads, self.precision)
+        p = (row >= column).astype(jnp.float32)
         if self.gated:
-            p = decay_products(gates[:, 1:])
-            start = from_start(gates[:, 1:], p)  # A
+            alpha = spread(gates[heads:], heads, size)
+            p = decay_products(alpha, heads)
+            start = self._start(gates, alpha, p, dim)
             wk, wq = start * wk, start * wq
-        system = jnp.where(row > column, beta * dot(k, k, 1, 1) * p, 0.0)
-        u = product(unit_lower_inverse(system), beta * (v - wk), 1, 0)
-        y = wq + dot(dot(q, k, 1, 1) * p, u, 1, 0)
+        system = jnp.where(row > column, beta_of_row * times_transposed(k, k, heads, self.precision) * p, 0.0)
+        u = times(unit_lower_inverse(system, heads), beta * (v - wk), heads)
+        y = wq + times(times_transposed(q, k, heads, self.precision) * p, u, heads, self.precision)
         if self.gated:
-            w, u = entry(start, size - 1) * w, last_row(p) * u
-        return (w + dot(u, k, 0, 0),), (y,)
+            start_of_keys = start if key_dim == dim else self._start(gates, alpha, p, key_dim)
+            w, u = entry(start_of_keys, size - 1) * w, self._at_end(p, dim) * u
+        return (w + transposed_times(u, k, heads, self.precision),), (y,)
+
+    def _start(self, gates: jax.Array, alpha: jax.Array, p: jax.Array, dim: int) -> jax.Array:
+        """A in all lanes of each head, [m, P · dim]; of one head, [m, 1]."""
+        heads, size = self.heads, p.shape[0]
+        if heads == 1:
+            return from_start(alpha, p)
+        # P's first lane of each head is spread to all of the head's lanes.
+        firsts = own((heads * size, heads * dim), heads, rows=1).astype(jnp.float32)
+        alpha = alpha if dim == size else spread(gates[heads:], heads, dim)
+        return entry(alpha, 0) * product(p, firsts, 1, 0)
+
+    def _at_end(self, p: jax.Array, dim: int) -> jax.Array:
+        """P's last row of each head as a column, in all of its lanes, [m, P · dim]; of one head, [m, 1]."""
+        if self.heads == 1:
+            return last_row(p)
+        last = jax.lax.broadcasted_iota(jnp.int32, (p.shape[0], self.heads * dim), 0) == p.shape[0] - 1
+        return transposed_times(p, last.astype(jnp.float32), self.heads)

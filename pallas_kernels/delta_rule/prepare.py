@@ -192,7 +192,7 @@ def _invert(ref: jax.Ref, exact: gpu.Product, interpret: Interpret) -> None:
 
 
 def _inverse_by_halves(lower: jax.Array, exact: gpu.Product) -> jax.Array:
-    """The algorithm of `blocks.unit_lower_inverse`."""
+    """The algorithm of `triangular.unit_lower_inverse`."""
     size = lower.shape[0]
     row, column = iota(size, 0), iota(size, 1)
 

@@ -1,0 +1,80 @@
+"""Products of matrices of several heads that lie side by side in lanes: X = [X_1 | … | X_P], each [m, n], as one matrix [m, P · n].
+
+A matrix unit has 128 × 128 places, so that a product of [64, 64] matrices leaves three quarters of it idle. Beside each other, the
+left factors of two heads pass through the unit together, and the right factors are blocks on a diagonal. For one head these are
+plain products.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.blocks import HIGHEST, columns, product
+
+
+def own(shape: tuple[int, ...], heads: int, rows: int | None = None) -> jax.Array:
+    """Of [P · n, P · w], whether an entry's row and lane are of the same head; with `rows`, only the first rows of each head."""
+    n, width = shape[0] // heads, shape[1] // heads
+    row, lane = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    # By ranges and not by equal heads: of two heads, MLIR would simplify that to a comparison of booleans, which Mosaic lacks.
+    blocks = (
+        (row >= head * n)
+        & (row < (head * n + rows if rows else (head + 1) * n))
+        & (lane >= head * width)
+        & (lane < (head + 1) * width)
+        for head in range(heads)
+    )
+    return functools.reduce(jnp.logical_or, blocks)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def diagonal(x: jax.Array, heads: int) -> jax.Array:
+    """[n, P · w] → [P · n, P · w], with the heads' blocks on the diagonal."""
+    if heads == 1:
+        return x
+    rows, lanes = x.shape
+    return jnp.where(own((heads * rows, lanes), heads), jnp.concatenate([x] * heads), 0.0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def of_diagonal(x: jax.Array, heads: int) -> jax.Array:
+    """The transpose of `diagonal`: [P · n, P · w] → [n, P · w], the blocks on the diagonal side by side."""
+    if heads == 1:
+        return x
+    rows = x.shape[0] // heads
+    x = jnp.where(own(x.shape, heads), x, 0.0)
+    return functools.reduce(jnp.add, (x[head * rows : (head + 1) * rows] for head in range(heads)))
+
+
+# Each is the derivative of the other, because the derivative of a slice would be a pad.
+diagonal.defvjp(lambda x, heads: (diagonal(x, heads), None), lambda heads, _, d: (of_diagonal(d, heads),))
+of_diagonal.defvjp(lambda x, heads: (of_diagonal(x, heads), None), lambda heads, _, d: (diagonal(d, heads),))
+
+
+def times(x: jax.Array, y: jax.Array, heads: int, precision: jax.lax.Precision = HIGHEST) -> jax.Array:
+    """X Y of each head: [m, P · a], [a, P · b] → [m, P · b]."""
+    return product(x, diagonal(y, heads), 1, 0, precision)
+
+
+def times_transposed(x: jax.Array, y: jax.Array, heads: int, precision: jax.lax.Precision = HIGHEST) -> jax.Array:
+    """X Yᵀ of each head: [m, P · a], [n, P · a] → [m, P · n]."""
+    return product(x, diagonal(y, heads), 1, 1, precision)
+
+
+def transposed_times(x: jax.Array, y: jax.Array, heads: int, precision: jax.lax.Precision = HIGHEST) -> jax.Array:
+    """Xᵀ Y of each head: [m, P · a], [m, P · b] → [a, P · b]."""
+    return of_diagonal(product(x, y, 0, 0, precision), heads)
+
+
+def spread(rows: jax.Array, heads: int, width: int) -> jax.Array:
+    """One row of m tokens for each head, [P, m], as a column in all of the head's lanes, [m, P · width]; of one head, [m, 1]."""
+    if heads == 1:
+        return columns(rows)
+    return product(rows, own((heads, heads * width), heads).astype(jnp.float32), 0, 0)
+
+
+def place(shape: tuple[int, ...], axis: int, heads: int) -> jax.Array:
+    """The row (axis 0) of each entry of [m, P · m], or its lane within its head (axis 1). m is a power of two."""
+    places = jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+    return places if heads == 1 or axis == 0 else places & (shape[1] // heads - 1)

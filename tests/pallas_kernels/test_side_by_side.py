@@ -1,0 +1,87 @@
+"""Products, decays and inverses of heads that lie side by side, against those of each head alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import side_by_side, triangular
+
+CASES = [(1, 8, 4, 8), (2, 8, 16, 4), (3, 16, 16, 16), (4, 4, 8, 24)]  # heads, tokens, and two widths
+
+
+def random(*shape):
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), jnp.float32)
+
+
+def merged(x):
+    """[P, m, n] → [m, P · n]."""
+    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
+
+
+def check(ours, definition, *args):
+    """Values and gradients of `ours`, of matrices side by side, and of `definition`, of one head."""
+    expected, pull_expected = jax.vjp(jax.vmap(definition), *args)
+    d = random(*expected.shape)
+    with jax.default_matmul_precision("highest"):
+        found, pull = jax.vjp(lambda *args: ours(*map(merged, args)), *args)
+        gradients = pull(merged(d))
+    for a, b in zip((found, *gradients), (merged(expected), *pull_expected(d)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize(("heads", "size", "a", "b"), CASES)
+def test_products_are_those_of_each_head(heads, size, a, b):
+    check(functools.partial(side_by_side.times, heads=heads), jnp.matmul, random(heads, size, a), random(heads, a, b))
+    transposed = lambda x, y: x @ y.T
+    check(
+        functools.partial(side_by_side.times_transposed, heads=heads),
+        transposed,
+        random(heads, size, a),
+        random(heads, b, a),
+    )
+    first = lambda x, y: x.T @ y
+    check(
+        functools.partial(side_by_side.transposed_times, heads=heads),
+        first,
+        random(heads, size, a),
+        random(heads, size, b),
+    )
+
+
+@pytest.mark.parametrize(("heads", "size"), [(heads, size) for heads, size, *_ in CASES])
+def test_inverses_and_decays_are_those_of_each_head(heads, size):
+    strict = lambda x: jnp.where(jnp.tri(size, k=-1) > 0, x, 0.0)
+
+    def inverse(x):
+        return jax.scipy.linalg.solve_triangular(
+            jnp.eye(size) + strict(x), jnp.eye(size), lower=True, unit_diagonal=True
+        )
+
+    lower = jax.vmap(strict)(random(heads, size, size))
+    masked = lambda x: triangular.unit_lower_inverse(x, heads)
+    check(masked, inverse, lower)
+
+    def products(decay):  # [m, 1]
+        entries = [
+            [jnp.prod(decay[i + 1 : t + 1]) if i <= t else jnp.zeros(()) for i in range(size)] for t in range(size)
+        ]
+        return jnp.stack([jnp.stack(row) for row in entries])
+
+    def ours(decay):  # [m, P]
+        lanes = decay if heads == 1 else side_by_side.spread(decay.T, heads, size)
+        return triangular.decay_products(lanes, heads)
+
+    check(ours, products, random(heads, size, 1))
+
+
+@pytest.mark.parametrize(("heads", "size", "width", "_"), CASES)
+def test_a_row_of_each_head_fills_its_lanes(heads, size, width, _):
+    rows = random(heads, size)
+    found = side_by_side.spread(rows, heads, width)
+    assert found.shape == (size, heads * width if heads > 1 else 1)
+    for head in range(heads):
+        lanes = found[:, head * width : (head + 1) * width] if heads > 1 else found
+        np.testing.assert_array_equal(lanes, jnp.broadcast_to(rows[head][:, None], lanes.shape))
