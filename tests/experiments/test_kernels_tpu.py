@@ -151,14 +151,17 @@ def test_floor_and_bytes_of_the_delta_rule_by_hand():
     (kernel,) = kernel_cases.kernels_of(*kernel_cases.program(case))
     levels = int(math.log2(m))
     tokens = 2 * m * m * dim * 3 + 2 * m * dim * dim * 3  # K Kᵀ, Q Kᵀ, (Q Kᵀ) U; K Wᵀ, Q Wᵀ, Uᵀ K: bfloat16
-    exact = (
-        2 * (levels - 1) * 2 * m**3 + 2 * m * m * dim + 2 * m
-    )  # two products a level but the first, the solution; β as a column
-    heads = 4  # of one program
-    assert sum(x.operations for x in kernel.products) == heads * (tokens + exact)
-    assert sum(x.operations * x.passes for x in kernel.products) == heads * (tokens + 6 * exact)
+    exact = 2 * (levels - 1) * 2 * m**3 + 2 * m * m * dim  # two products a level but the first, the solution
+    groups, beside = (
+        4,
+        2,
+    )  # of one program; heads side by side: a product of them has half of its entries outside of the diagonal
+    betas = 2 * beside * m * beside * (dim + m)  # as columns, in all lanes of a head in V, and in its system
+    assert sum(x.operations for x in kernel.products) == groups * (beside**2 * (tokens + exact) + betas)
+    passes = sum(x.operations * x.passes for x in kernel.products)
+    assert passes == groups * (beside**2 * (tokens + 6 * exact) + 6 * betas)
     rows, chunks = kernel_cases.HEADS, kernel_cases.TIME // m
-    assert kernel.steps == rows // heads * chunks
+    assert kernel.steps == rows // (groups * beside) * chunks
     each = 4 * m * dim * 2 + m * 4  # q, k, v, y; β
     assert kernel.block_bytes == rows * (
         chunks * each + 2 * dim * dim * 4
