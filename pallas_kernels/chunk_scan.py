@@ -100,8 +100,9 @@ class Lanes(NamedTuple):
         sizes = [size for size in range(1, heads + 1) if heads % size == 0]
         whole = [size for size in sizes if size == heads or all(size * width % _LANES == 0 for width in widths)]
         fitting = [size for size in whole if size <= wanted]
-        # Narrow heads may need more than wanted to fill a tile.
-        narrow = [size for size in whole if size * max(widths) <= _LANES] if wanted > 1 else []
+        # To fill whole tiles, more than wanted may be needed: of one tile, or twice as many (heads of 96 or 48).
+        few = lambda size: size * max(widths) <= _LANES or size <= 2 * wanted
+        narrow = [size for size in whole if few(size)] if wanted > 1 else []
         if fitting or narrow:
             return cls(max([*fitting, *narrow[:1]]), padded=False)
         return cls(max(size for size in sizes if size <= wanted), padded=True)

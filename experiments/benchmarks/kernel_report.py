@@ -143,10 +143,10 @@ _BYTES = """\
 
 Relative to the bytes of the inputs, the outputs and, in a pass that keeps them for its backward pass, the states before each chunk,
 each once and in its own type. **blocks**: bytes moved by the kernel's blocks. **tiles**: the same arrays as the compiled program
-stores them, with a last dimension below 128 padded to 128. **program**: all bytes that XLA counts as accessed, including changes of
-layout.
+stores them, with a last dimension below 128 padded to 128. **around it**: bytes that XLA counts for all other operations of the
+program: rows of gates, padding, and copies of the kernel's inputs to on-chip memory ahead of time.
 
-| kernel | keeps states | ideal, MiB | blocks ÷ ideal | tiles ÷ ideal | program ÷ ideal |
+| kernel | keeps states | ideal, MiB | blocks ÷ ideal | tiles ÷ ideal | around it ÷ ideal |
 | --- | --- | ---: | ---: | ---: | ---: |"""
 
 
@@ -158,9 +158,9 @@ def byte_table(found: dict[str, Row]) -> str:
             continue
         kernel, ideal = row["kernels"][0], row["ideal_bytes"]
         keeps = case.direction == "both"
-        # A program with both passes accesses more than the forward pass does.
-        program = "" if keeps or not row["program_bytes"] else f"{row['program_bytes'] / ideal:.2f}"
+        # A program with both passes has more around it than the forward pass does.
+        around = "" if keeps or not row["program_bytes"] else f"{row['program_bytes'] / ideal:.2f}"
         blocks, tiles = (f"{kernel[name] / ideal:.2f}" for name in ("block_bytes", "array_bytes"))
         name = f"{case.operation} {label(case)}"
-        page.append(_line([name, "yes" if keeps else "no", f"{ideal / 2**20:,.1f}", blocks, tiles, program]))
+        page.append(_line([name, "yes" if keeps else "no", f"{ideal / 2**20:,.1f}", blocks, tiles, around]))
     return "\n".join(page) + "\n"
