@@ -26,6 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.arguments import BEGINS, EMPTY, Arrays, Index, Interpret
 from pallas_kernels.batching import rows_folded
+from pallas_kernels.layout import LANES
 
 # (carry, inputs) → (carry, outputs), all float32 matrices. Hashable, and restricted to operations that Mosaic compiles.
 Chunk = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
@@ -36,7 +37,6 @@ Item = TypeVar("Item")
 Restarts = tuple[jax.Array, Arrays] | None
 
 _VMEM = 64 * 2**20  # scoped limit; the smallest supported generation has 64 MiB
-_LANES = 128  # of a tile
 
 
 def chunk_scan(
@@ -98,10 +98,10 @@ class Lanes(NamedTuple):
         A block has whole tiles or all channels. Without vmap (`wanted` = 1) a program has one head.
         """
         sizes = [size for size in range(1, heads + 1) if heads % size == 0]
-        whole = [size for size in sizes if size == heads or all(size * width % _LANES == 0 for width in widths)]
+        whole = [size for size in sizes if size == heads or all(size * width % LANES == 0 for width in widths)]
         fitting = [size for size in whole if size <= wanted]
         # To fill whole tiles, more than wanted may be needed: of one tile, or twice as many (heads of 96 or 48).
-        few = lambda size: size * max(widths) <= _LANES or size <= 2 * wanted
+        few = lambda size: size * max(widths) <= LANES or size <= 2 * wanted
         narrow = [size for size in whole if few(size)] if wanted > 1 else []
         if fitting or narrow:
             return cls(max([*fitting, *narrow[:1]]), padded=False)
@@ -109,7 +109,7 @@ class Lanes(NamedTuple):
 
     def stride(self, width: int) -> int:
         """Lanes from one head to the next."""
-        return -(-width // _LANES) * _LANES if self.padded else width
+        return -(-width // LANES) * LANES if self.padded else width
 
     def split(self, x: jax.Array, width: int) -> jax.Array:
         """[m, lanes] → [together, m, width], or [m, width] for one head."""

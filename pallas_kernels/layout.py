@@ -1,7 +1,12 @@
 """Conversion of token sequences to chunks of each head."""
 
+import math
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+
+LANES = 128  # of a tile
 
 
 def to_chunks(x: jax.Array, size: int, fill: float = 0.0) -> jax.Array:
@@ -27,3 +32,36 @@ def from_chunks(y: jax.Array, batch: int, time: int) -> jax.Array:
     """[batch · heads, chunks, size, n] → [batch, time, heads, n]."""
     y = y.reshape(batch, y.shape[0] // batch, -1, y.shape[-1])
     return jnp.moveaxis(y, 1, 2)[:, :time]
+
+
+class Beside(NamedTuple):
+    """Arrays with P neighbouring heads side by side in lanes, as one head (see `side_by_side`)."""
+
+    heads: int
+
+    @classmethod
+    def of(cls, heads: int, chunk_size: int) -> "Beside":
+        """As many heads as fill a tile's lanes with their systems of a chunk, or as many of them as divide the heads."""
+        return cls(math.gcd(heads, max(1, LANES // chunk_size)))
+
+    def tokens(self, x: jax.Array) -> jax.Array:
+        """[batch, time, heads, dim] → [batch, time, heads / P, P · dim]."""
+        return x.reshape(*x.shape[:2], x.shape[2] // self.heads, -1)
+
+    def gates(self, gates: jax.Array) -> jax.Array:
+        """[batch, heads, chunks, n, m] → [batch, heads / P, chunks, n · P, m], the rows of one gate together."""
+        batch, heads, chunks, n, m = gates.shape
+        gates = jnp.moveaxis(gates.reshape(batch, heads // self.heads, self.heads, chunks, n, m), 2, 4)
+        return gates.reshape(*gates.shape[:3], n * self.heads, m)
+
+    def weights(self, w: jax.Array) -> jax.Array:
+        """[batch, heads, value_dim, key_dim] → float32 [batch, heads / P, value_dim, P · key_dim]."""
+        batch, heads, value_dim, key_dim = w.shape
+        w = w.astype(jnp.float32).reshape(batch, heads // self.heads, self.heads, value_dim, key_dim)
+        return jnp.moveaxis(w, 2, 3).reshape(batch, heads // self.heads, value_dim, -1)
+
+    def separate(self, w: jax.Array, key_dim: int) -> jax.Array:
+        """The inverse of `weights`."""
+        batch, groups, value_dim, _ = w.shape
+        w = jnp.moveaxis(w.reshape(batch, groups, value_dim, self.heads, key_dim), 3, 2)
+        return w.reshape(batch, groups * self.heads, value_dim, key_dim)

@@ -18,6 +18,7 @@ VARIANTS = {
     "product": ("plain",),
     "newton_schulz": ("direct", "gram"),
     "delta_rule": ("plain", "gated"),
+    "linear_rule": ("gla", "channel_delta", "rwkv7"),
     "chunk_memory": ("matrix", "mlp", "gated_mlp", "mlp_window"),
 }
 DIRECTIONS = ("forward", "both")
@@ -30,7 +31,8 @@ class Case:
 
     Attributes:
       operation: a key of VARIANTS. "product" is one plain bfloat16 product [2 d, d] × [d, d], to calibrate the others.
-      variant: for newton_schulz its form; for delta_rule with or without decay; for chunk_memory its structure with momentum and
+      variant: for newton_schulz its form; for delta_rule with or without decay; for linear_rule, which has a decay for each
+        channel, what it writes; for chunk_memory its structure with momentum and
         retention, or ("mlp_window") OmegaNet's rule: a two-layer memory with retention and a window of four tokens, no momentum.
       dim: d. For newton_schulz, matrices are d × 4 d; otherwise key_dim = value_dim = d.
       dtype: dtype of tokens, "float32" or "bfloat16", which determines the precision of products. For newton_schulz, whose matrices
@@ -107,6 +109,7 @@ def program(case: Case) -> tuple[Callable[..., Any], list[Any]]:
         "product": _plain_product,
         "newton_schulz": _newton_schulz,
         "delta_rule": _delta_rule,
+        "linear_rule": _linear_rule,
         "chunk_memory": _chunk_memory,
     }[case.operation](case)
     if case.direction == "forward":
@@ -160,11 +163,15 @@ def _tokens(case: Case) -> list[Any]:
 
 
 def _by_heads(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of weights, q, k, v and gates with heads as one of q, k, v [batch, time, heads · dim], and so its result."""
+    """A function of weights, q, k, v and gates with heads as one of q, k, v [batch, time, heads · dim], and so its result.
+
+    So are gates for each channel [batch, time, heads · dim].
+    """
 
     def flat(weights: Any, *arrays: Any) -> Any:
-        tokens = (x.reshape(*x.shape[:2], HEADS, -1) for x in arrays[:3])
-        y = call(weights, *tokens, *arrays[3:])
+        y = call(
+            weights, *(x.reshape(*x.shape[:2], HEADS, -1) if x.ndim == 3 and x.shape[2] > HEADS else x for x in arrays)
+        )
         return y.reshape(*y.shape[:2], -1)
 
     return flat
@@ -195,6 +202,43 @@ def _delta_rule(case: Case) -> tuple[Callable[..., Any], list[Any]]:
         # The kernel's memory also starts at zero.
         params = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), empty)
         gates = memory.Gates(retention=decay, step_size=beta)
+        return memory.scan(rule, params, None, q, k, v, gates, implementation="xla")[0]
+
+    flat = _by_heads(call)
+    return lambda *x: flat(None, *x), shapes
+
+
+def _linear_rule(case: Case) -> tuple[Callable[..., Any], list[Any]]:
+    import jax
+
+    channels = _shape(BATCH, TIME, HEADS * case.dim)
+    removes = case.variant == "rwkv7"
+    shapes = [*_tokens(case), channels, *([channels] * 2 if removes else [_gate()])]
+    if case.engine == "pallas_tpu":
+        from pallas_kernels.linear_rule import linear_rule
+
+        def kernel(_: Any, q: Any, k: Any, v: Any, decay: Any, *given: Any) -> Any:
+            beta = jax.numpy.ones(q.shape[:3]) if removes else given[0]
+            removal = (given[0], given[1] * given[0]) if removes else None
+            return linear_rule(
+                q, k, v, decay, beta, removal, delta=case.variant == "channel_delta", chunk_size=case.chunk
+            )[0]
+
+        flat = _by_heads(kernel)
+        return lambda *x: flat(None, *x), shapes
+
+    from atlasjax import memory, rules
+    from atlasjax.memory import retention
+
+    delta = dataclasses.replace(rules.delta_rule(), retention=retention.Channel())
+    rule = {"gla": rules.gla, "rwkv7": rules.rwkv7, "channel_delta": lambda: delta}[case.variant]().unbounded()
+    sizes = {"num_heads": HEADS, "key_dim": case.dim, "value_dim": case.dim}
+    empty = jax.eval_shape(lambda: memory.init_params(rule, jax.random.key(0), **sizes))
+
+    def call(_: Any, q: Any, k: Any, v: Any, decay: Any, *given: Any) -> Any:
+        params = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), empty)
+        names = ("removal_key", "removal") if removes else ("step_size",)
+        gates = memory.Gates(retention=decay, **dict(zip(names, given, strict=True)))
         return memory.scan(rule, params, None, q, k, v, gates, implementation="xla")[0]
 
     flat = _by_heads(call)
@@ -334,7 +378,7 @@ def _moved(block: Any, grid: tuple[int, ...]) -> int:
 
 
 def ideal_bytes(case: Case) -> int:
-    """Bytes that the forward pass of a chunk memory or delta rule must move: its inputs, its outputs and, if a backward pass
+    """Bytes that the forward pass of a memory must move: its inputs, its outputs and, if a backward pass
     follows, the state before each chunk; each once, in its own type.
     """
     import jax
@@ -344,7 +388,7 @@ def ideal_bytes(case: Case) -> int:
     total = size(shapes) + size(jax.eval_shape(forward, *shapes))
     if case.operation in ("newton_schulz", "product"):
         return total
-    if case.operation == "delta_rule":
+    if case.operation in ("delta_rule", "linear_rule"):
         state = BATCH * HEADS * 4 * case.dim**2
         total += state  # the last one
     else:

@@ -7,7 +7,12 @@ from experiments.benchmarks.kernel_cases import Case
 from experiments.benchmarks.kernel_report import Row, kernel_cycles
 from experiments.benchmarks.tpu_static import CHIPS
 
-_COLORS = {"newton_schulz": "tab:red", "delta_rule": "tab:green", "chunk_memory": "tab:blue"}
+_COLORS = {
+    "newton_schulz": "tab:red",
+    "delta_rule": "tab:green",
+    "linear_rule": "tab:purple",
+    "chunk_memory": "tab:blue",
+}
 
 
 DIMS = (64, 128)  # more points would overlap

@@ -154,7 +154,7 @@ def byte_table(found: dict[str, Row]) -> str:
     """Bytes moved by forward kernels, relative to the minimum of their pass."""
     page = [_BYTES]
     for case, row in _kernel_rows(found):
-        if "error" in row or case.operation not in ("chunk_memory", "delta_rule"):
+        if "error" in row or case.operation not in ("chunk_memory", "delta_rule", "linear_rule"):
             continue
         kernel, ideal = row["kernels"][0], row["ideal_bytes"]
         keeps = case.direction == "both"

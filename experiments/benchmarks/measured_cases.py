@@ -17,6 +17,8 @@ OPERATIONS: dict[str, str | None] = {
     "newton_schulz_gram": None,
     "delta_rule": "delta_rule",
     "gated_delta_rule": "delta_rule",
+    "gla": "linear_rule",
+    "rwkv7": "linear_rule",
     "omeganet": "chunk_memory",
     "dla": "chunk_memory",
     "titans": "chunk_memory",
@@ -121,6 +123,8 @@ def rule(operation: str) -> Any:
     return {
         "delta_rule": rules.delta_rule,
         "gated_delta_rule": rules.gated_delta_rule,
+        "gla": lambda: rules.gla(CHUNK),
+        "rwkv7": rules.rwkv7,
         "omeganet": lambda: rules.omeganet(CHUNK, WINDOW, features=identity),
         "dla": lambda: rules.dla(CHUNK),
         "titans": lambda: rules.titans(CHUNK),
@@ -149,10 +153,12 @@ def inputs(case: Case) -> tuple[Any, ...]:
     ))  # fmt: skip
     of = rule(case.operation)
     ranges = {"retention": (0.95, 1.0), "momentum_decay": (0.5, 0.9), "window_weights": (0.2, 1.0)}
+    ranges |= {"removal": (0.0, 1.0), "removal_key": (-1.0, 1.0)}
     ranges["step_size"] = (0.2, 0.8) if of.is_linear else (0.0, 0.1)
     gates = {}
     for name, channels in of.gate_channels(case.dim, case.dim).items():
         gates[name] = rng.uniform(*ranges[name], shape if channels is None else (*shape, channels)).astype(np.float32)
+        gates[name] = unit(gates[name]) if name == "removal_key" else gates[name]
     params = memory.init_params(of, jax.random.key(0), num_heads=case.heads, key_dim=case.dim, value_dim=case.dim)
     return jax.tree.map(np.asarray, params), q, k, v, memory.Gates(**gates), dy
 

@@ -1,8 +1,5 @@
 """The delta rule over whole sequences: checks, layout, and choice of the implementation."""
 
-import math
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -11,7 +8,7 @@ from pallas_kernels.blocks import token_precision
 from pallas_kernels.chunk_scan import chunk_scan
 from pallas_kernels.delta_rule import gpu, reference
 from pallas_kernels.delta_rule.chunk import DeltaRuleChunk
-from pallas_kernels.layout import gates_to_chunks
+from pallas_kernels.layout import Beside, gates_to_chunks
 
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
 MOST_CHANNELS = 256  # maximum for keys and values
@@ -92,25 +89,13 @@ def delta_rule(
             raise ValueError(f"delta_rule: chunk_size={chunk_size}, should be at least 16 with segments on a GPU.")
         return gpu.delta_rule(q, k, v, beta, decay, initial, chunk_size, segments, interpret)
     gates = gates_to_chunks([(beta, 0.0)] if decay is None else [(beta, 0.0), (decay, 1.0)], chunk_size)
-    beside = _side_by_side(heads, chunk_size)
-    chunk = DeltaRuleChunk(decay is not None, token_precision(q.dtype), beside)
-    merged = lambda x: x.reshape(*x.shape[:2], heads // beside, -1)
-    gates = jnp.moveaxis(gates.reshape(batch, heads // beside, beside, *gates.shape[2:]), 2, 4)
-    gates = gates.reshape(*gates.shape[:3], -1, chunk_size)
-
-    def lanes(w: jax.Array) -> jax.Array:  # [batch, heads, …, key_dim] → [batch, heads / P, …, P · key_dim]
-        w = w.astype(jnp.float32).reshape(batch, heads // beside, beside, value_dim, key_dim)
-        return jnp.moveaxis(w, 2, 3).reshape(batch, heads // beside, value_dim, -1)
-
-    restarts = None if segments is None else (segments.marks, (lanes(segments.start_of_heads(segments.start)),))
+    beside = Beside.of(heads, chunk_size)
+    chunk = DeltaRuleChunk(decay is not None, token_precision(q.dtype), beside.heads)
+    restarts = None
+    if segments is not None:
+        restarts = segments.marks, (beside.weights(segments.start_of_heads(segments.start)),)
     (final,), (y,) = chunk_scan(
-        chunk, (lanes(initial),), (merged(q), merged(k), merged(v)), gates, together=_TOGETHER, interpret=interpret,
-        dtype=q.dtype, restarts=restarts,
+        chunk, (beside.weights(initial),), tuple(map(beside.tokens, (q, k, v))), beside.gates(gates), together=_TOGETHER,
+        interpret=interpret, dtype=q.dtype, restarts=restarts,
     )  # fmt: skip
-    final = jnp.moveaxis(final.reshape(batch, heads // beside, value_dim, beside, key_dim), 3, 2)
-    return y.reshape(v.shape), final.reshape(initial.shape)
-
-
-def _side_by_side(heads: int, chunk_size: int) -> int:
-    """Number of heads whose systems of a chunk fill the 128 lanes of a tile together, or as many as divide the heads."""
-    return math.gcd(heads, max(1, 128 // chunk_size))
+    return y.reshape(v.shape), beside.separate(final, key_dim)

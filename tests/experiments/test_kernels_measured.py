@@ -168,7 +168,7 @@ def test_what_is_recorded_is_the_least_ratio(tmp_path, capsys):
     rows = {row.kernel: row for row in fastest.read(path)}
     assert rows["chunk_memory"].ratio_to_xla == 2.0
     assert rows["delta_rule"].ratio_to_xla == 0.0, "the gated one was wrong"
-    assert set(rows) == {"chunk_memory", "delta_rule"}
+    assert set(rows) == {"chunk_memory", "delta_rule", "linear_rule"}
     assert "not recorded: chunk_memory_muon, d = 64, bfloat16: pallas_gpu ran none of it" in capsys.readouterr().out
     assert fastest.fastest("chunk_memory", 64, "bfloat16", path) == {"cuda": "pallas_gpu"}
 

@@ -11,21 +11,21 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from atlasjax import memory
 from atlasjax.memory import Bound, Partition, structures
-from atlasjax.memory.fast_weights import kernels
+from atlasjax.memory.fast_weights import kernels, linear_kernels
 from tests.memory.cases import RULES, assert_close, make_inputs, objective
 
 SUPPORTED = {
     "linear_attention", "delta_rule", "delta_rule_chunk8", "retnet", "polysketch", "longhorn", "gated_delta_rule", "titans",
     "titans_matrix", "titans_no_momentum", "titans_deep", "dla", "swla", "omeganet", "omeganet_powers", "omeganet_sketch",
     "momentum_full_retention", "gated", "moneta_row", "atlas", "atlas_plus_plus", "titans_unbounded", "titans_at_its_limits",
-    "own_features", "deep_small", "ttt_linear", "ttt_mlp", "ttt_mlp_small",
+    "own_features", "deep_small", "ttt_linear", "ttt_mlp", "ttt_mlp_small", "gla", "rwkv7", "rwkv7_one_key", "delta_rule_decay",
 }  # fmt: skip
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    for name in ("chunk_memory", "delta_rule"):
-        monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
+    for module, name in ((kernels, "chunk_memory"), (linear_kernels, "delta_rule"), (linear_kernels, "linear_rule")):
+        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=True))
 
 
 def gradients(fn, rule):
@@ -42,7 +42,8 @@ def if_slow(*values):
 @pytest.mark.parametrize(
     "name",
     [
-        "delta_rule", "gated_delta_rule", "longhorn", if_slow("titans_matrix"), if_slow("omeganet"), if_slow("titans"),
+        "delta_rule", "gated_delta_rule", "longhorn", "gla", "rwkv7", "rwkv7_one_key", "delta_rule_decay",
+        if_slow("titans_matrix"), if_slow("omeganet"), if_slow("titans"),
         if_slow("moneta_row"), if_slow("swla"), if_slow("polysketch"), if_slow("dla"), if_slow("gated"),
         "ttt_linear", if_slow("ttt_mlp"),
     ],
@@ -131,7 +132,7 @@ def test_muon(implementation, structure, norm, time, interpreted):
     assert_close(found, expected, 2e-3)
 
 
-@pytest.mark.parametrize("name", ["gated_delta_rule", "linear_attention"])
+@pytest.mark.parametrize("name", ["gated_delta_rule", "linear_attention", "rwkv7"])
 def test_goes_on_from_a_state(name, interpreted):
     """Where chunks have no effect, a state has no place inside one."""
     rule = RULES[name]
@@ -187,9 +188,7 @@ def test_what_is_supported():
     assert {name for name, reason in reasons.items() if reason is None} == SUPPORTED
     assert "Channel" in reasons["muon_matrix_channel"]
     assert "chunk_size=12" in reasons["atlas_every"]
-    assert "Channel" in reasons["gla"]
     assert "KL" in reasons["memora"]
-    assert "decays after the removal" in reasons["delta_rule_decay"]
     assert "chunk_size=4, should be one of" in reasons["omeganet_window_over_chunk"]
 
 
@@ -208,6 +207,7 @@ def test_what_gpus_refuse():
     assert "LayerNorm" in reasons["ttt_mlp"]
     assert "chunk_size=8, should be at least 16" in reasons["titans"]
     assert reasons["gated_delta_rule"] is None
+    assert "no GPU kernel has been written for retention=Channel" in reasons["gla"]
     assert reasons["swla"] is None
     assert "steps bounded by 1.0 require solving a system per chunk" in reasons["titans_matrix"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from atlasjax import memory
 from atlasjax.memory import structures
-from atlasjax.memory.fast_weights import kernels
+from atlasjax.memory.fast_weights import kernels, linear_kernels
 from pallas_kernels.arguments import Segments
 from pallas_kernels.delta_rule import delta_rule
 from tests.memory.cases import RULES, assert_close, make_inputs, objective
@@ -18,8 +18,8 @@ from tests.memory.cases import RULES, assert_close, make_inputs, objective
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    for name in ("chunk_memory", "delta_rule"):
-        monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
+    for module, name in ((kernels, "chunk_memory"), (linear_kernels, "delta_rule"), (linear_kernels, "linear_rule")):
+        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=True))
     # Several chunks in a few tokens.
     monkeypatch.setattr(kernels, "_FREE_CHUNK", 16)
 
@@ -57,6 +57,14 @@ def test_delta_rule(name, implementation):
     rule = RULES[name]
     args = inputs(rule)
     found = gradients(memory.scan, rule, implementation=implementation)(*args)
+    assert_close(found, gradients(memory.reference, rule)(*args), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["rwkv7", if_slow("gla"), if_slow("rwkv7_one_key"), if_slow("delta_rule_decay")])
+def test_linear_rules(name):
+    rule = RULES[name]
+    args = inputs(rule)
+    found = gradients(memory.scan, rule, implementation="pallas_tpu")(*args)
     assert_close(found, gradients(memory.reference, rule)(*args), 2e-5)
 
 

@@ -26,6 +26,7 @@ from atlasjax.memory.fast_weights.bounds import LimitedSlope
 from pallas_kernels.arguments import Segments
 from pallas_kernels.chunk_memory import chunk_memory
 from pallas_kernels.delta_rule import delta_rule
+from pallas_kernels.linear_rule import linear_rule
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients, newton_schulz
 
 BATCH, TIME, HEADS = 1, 256, 4
@@ -86,6 +87,11 @@ def kernels():
     call = lambda restarts, *x: delta_rule(*x, segments=restarts)[0]
     yield "delta_rule packed", call, [restarts, *tokens(64, "bfloat16"), *gates(2)]
     yield "delta_rule without decay", lambda *x: delta_rule(*x)[0], [*tokens(64, "bfloat16"), *gates(1)]
+    for name, removes in (("linear_rule gla", False), ("linear_rule delta", False), ("linear_rule rwkv7", True)):
+        call = lambda q, k, v, decay, beta, *removal, delta=name.endswith("delta"): linear_rule(
+            q, k, v, decay, beta, removal or None, delta=delta
+        )[0]
+        yield name, call, [*tokens(64, "bfloat16"), *gates(1, 64), *gates(1), *gates(2 if removes else 0, 64)]
     yield "chunk_memory mlp", *memory(structures.MLP(), 64, 4, "bfloat16")
     yield "chunk_memory gated_mlp 32", *memory(structures.GatedMLP(), 32, 1, "bfloat16")
     yield "chunk_memory matrix 96", *memory(structures.Matrix(), 96, 12, "float32")
@@ -112,6 +118,9 @@ def atlas(dim):
 
 def wide_kernels():
     """As `kernels`: what takes longer to compile."""
+    for dim in (128, 256):
+        call = lambda q, k, v, decay, beta, r, s: linear_rule(q, k, v, decay, beta, (r, s))[0]
+        yield f"linear_rule {dim}", call, [*tokens(dim, "float32"), *gates(1, dim), *gates(1), *gates(2, dim)]
     yield "delta_rule 256", lambda *x: delta_rule(*x)[0], [*tokens(256, "bfloat16"), *gates(2)]
     for dim in (128, 256):
         yield f"chunk_memory mlp {dim}", *memory(structures.MLP(), dim, 4, "bfloat16")

@@ -21,7 +21,7 @@ LEAST_RATIO = 1.1  # above measurement noise
 # Implementation → platform, as named by `jax.lax.platform_dependent`.
 PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
 # "chunk_memory_muon": chunk_memory with per-token Muon, which is a separate program.
-KERNELS = ("chunk_memory", "chunk_memory_muon", "delta_rule")
+KERNELS = ("chunk_memory", "chunk_memory_muon", "delta_rule", "linear_rule")
 DTYPES = ("float32", "bfloat16")
 _Key = tuple[str, str, int, str, str, str]
 

@@ -1,7 +1,8 @@
 """`memory.scan` with the kernels of `pallas_kernels`: the calls they support, and the conversion of a rule to kernel arguments.
 
 `chunk_memory` runs whole chunks of a memory whose gradients are taken at the chunk's start, and rules with constant gradients, for
-which the chunk size has no effect. `delta_rule` runs the delta rules. Features of keys and queries are computed before the kernel.
+which the chunk size has no effect. `linear_kernels` runs the other linear rules. Features of keys and queries are computed before
+the kernel.
 The state is the same as with any other implementation: the XLA engine runs the tokens of an incomplete last chunk, and those of a
 chunk in which the call begins. Packed segments are laid on a grid of chunks (`packed`).
 """
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from atlasjax.memory import grid, limits
 from atlasjax.memory.axes import objectives, optimizers, retention, structures
 from atlasjax.memory.axes.base import is_exactly
-from atlasjax.memory.fast_weights import bounds
+from atlasjax.memory.fast_weights import bounds, linear_kernels
 from atlasjax.memory.fast_weights.fastest import PLATFORMS, fastest
 from atlasjax.memory.fast_weights.packed import head_lengths, layout, pack, without_last_chunk
 from atlasjax.memory.fast_weights.rule import MemoryRule
@@ -28,7 +29,6 @@ from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_s
 from atlasjax.memory.gates import Gates, Weights
 from pallas_kernels.arguments import BEGINS, EMPTY, Segments, Window
 from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unsupported_by_gpu
-from pallas_kernels.delta_rule import MOST_CHANNELS, delta_rule
 from pallas_kernels.gpu import too_old
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
@@ -59,17 +59,19 @@ def _known(rule: MemoryRule) -> dict[str, tuple[object, bool]]:
     """
     supported: dict[str, tuple[type, ...]] = {
         "structure": (structures.Matrix, structures.MLP, structures.GatedMLP),
-        "objective": (objectives.L2, objectives.DotProduct, objectives.Lp),
+        "objective": (objectives.L2, objectives.DotProduct, objectives.Lp, objectives.RemoveAndReplace),
         "optimizer": (optimizers.GradientDescent, optimizers.Implicit, optimizers.Momentum, optimizers.Muon),
-        "retention": (retention.Full, retention.Scalar),
+        "retention": (retention.Full, retention.Scalar)
+        + (retention.Channel,) * (linear_kernels.kernel_of(rule) is not None),
     }
     return {name: (getattr(rule, name), is_exactly(getattr(rule, name), *kinds)) for name, kinds in supported.items()}
 
 
 def kernel_of(rule: MemoryRule) -> str:
     """The kernel for a rule, if its calls are supported: a name in `fastest.KERNELS`."""
-    if _is_delta(rule):
-        return "delta_rule"
+    linear = linear_kernels.kernel_of(rule)
+    if linear is not None:
+        return linear
     return "chunk_memory_muon" if rule.uses_muon else "chunk_memory"
 
 
@@ -102,20 +104,15 @@ def unsupported(
         f"the weights {_shapes(params)} and their momenta have {numbers:,} numbers per head, more than {most:,}": numbers
         > most,
     }
-    if _is_delta(rule):
-        widest = max(params.weights["W"].shape[1:])
-        reasons[f"retention={rule.retention!r} decays after the removal, but the kernel decays first"] = not (
-            rule.retention.gate is None or rule.retention.decay_first
-        )
-        reasons[f"W is {params.weights['W'].shape}, the kernel supports at most {MOST_CHANNELS} channels"] = (
-            widest > MOST_CHANNELS
-        )
+    is_linear = linear_kernels.kernel_of(rule) is not None
+    if is_linear:
+        reasons |= linear_kernels.unsupported(rule, params.weights["W"], on_gpu)
     elif not rule.has_constant_gradient:
         reasons[f"chunk_size={rule.chunk_size}, should be one of {CHUNK_SIZES}"] = rule.chunk_size not in CHUNK_SIZES
         reasons[f"{time} tokens are less than one chunk of {rule.chunk_size}"] = time < rule.chunk_size and not packed
     if on_gpu and (old := too_old()) is not None:
         reasons[old] = True
-    if on_gpu and not _is_delta(rule) and not any(reasons.values()):
+    if on_gpu and not is_linear and not any(reasons.values()):
         size = _FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size
         reason = unsupported_by_gpu(
             rule.structure, params.weights, size, q.dtype, muon=rule.uses_muon, step_bound=rule.step_bound
@@ -140,8 +137,9 @@ def pallas_scan(
 ) -> tuple[jax.Array, MemoryState]:
     """`xla_scan` by "pallas_tpu" or "pallas_gpu", for a call that it supports. There is no forward-mode derivative."""
     before = init_state(rule, params, batch_size=q.shape[0]) if state is None else state
-    if _is_delta(rule):
-        return _delta(implementation, rule, params, before, q, k, v, gates, segment_ids, max_segments)
+    if linear_kernels.kernel_of(rule) is not None:
+        calls = q, k, v, gates, segment_ids, max_segments, _FREE_CHUNK
+        return linear_kernels.scan(implementation, rule, params, before, *calls)
     if segment_ids is not None or (state is not None and state.position is not None):
         inside = state is not None and state.position is not None
         return _packed(implementation, rule, params, before, q, k, v, gates, segment_ids, max_segments, inside=inside)
@@ -234,10 +232,6 @@ class _Pallas:
 PALLAS = tuple(_Pallas(name) for name in PLATFORMS)
 
 
-def _is_delta(rule: MemoryRule) -> bool:
-    return rule.is_linear and not rule.objective.gradient_is_value
-
-
 def _shapes(params: MemoryParams) -> dict[str, tuple[int, ...]]:
     return {name: w.shape[1:] for name, w in params.weights.items()}
 
@@ -249,43 +243,6 @@ def _featured(rule: MemoryRule, params: MemoryParams, x: jax.Array) -> tuple[jax
         return x, x
     by_head = lambda f: jax.vmap(f, in_axes=(0, 2), out_axes=2)(params.coefficients, x)
     return by_head(rule.features.apply), by_head(rule.features.degree_one)
-
-
-def _delta(
-    implementation: str,
-    rule: MemoryRule,
-    params: MemoryParams,
-    before: MemoryState,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-    segment_ids: jax.Array | None,
-    max_segments: int | None,
-) -> tuple[jax.Array, MemoryState]:
-    tokens, packed = (k, v, gates), None
-    if segment_ids is not None:
-        where = layout(rule, before, q.shape[1], segment_ids, max_segments, _FREE_CHUNK)
-        packed = pack(rule, params, before, where, q, k, v, gates, segment_ids, _FREE_CHUNK)
-        q, k, v, gates = packed[:4]
-    query, key = (_featured(rule, params, x)[0] for x in (q, k))
-    assert gates.step_size is not None
-    beta = gates.step_size.astype(jnp.float32)
-    if rule.optimizer.is_implicit:
-        beta = beta / (1.0 + beta * jnp.sum(key * key, axis=-1))
-    if rule.step_bound is not None:
-        beta = bounds.capped_delta(rule.step_bound, beta, key)
-    query, key = query.astype(q.dtype), key.astype(q.dtype)
-    restarts: dict[str, Any] = {}
-    if packed is not None:
-        restarts = {"segments": packed.segments._replace(start=packed.segments.start["W"]), "chunk_size": _FREE_CHUNK}
-    y, memory = delta_rule(
-        query, key, v, beta, gates.retention, initial=before.memory["W"], implementation=implementation, **restarts
-    )
-    if packed is None:
-        return y, before._replace(memory={"W": memory})
-    after = Carry({"W": memory}, before.momentum, None, {"W": memory})
-    return packed.pick(y), state_after(rule, before, after, where, *tokens, segment_ids, None)
 
 
 def _chunk_size(rule: MemoryRule) -> int:

@@ -1,0 +1,111 @@
+"""Linear and delta rules with the kernels of `pallas_kernels`: which kernel a rule has, what it supports, and the call.
+
+`delta_rule` runs delta rules with one decay for each head, or none. `linear_rule` runs delta rules whose memory decays after the
+removal, or with a decay for each channel, RWKV-7, and linear attention with a decay for each channel. Linear attention with one
+decay for each head is a memory with constant gradients, which `chunk_memory` runs.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory.fast_weights import bounds
+from atlasjax.memory.fast_weights.packed import layout, pack
+from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.scan import state_after
+from atlasjax.memory.fast_weights.slots import Carry
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
+from atlasjax.memory.gates import Gates
+from pallas_kernels.delta_rule import MOST_CHANNELS, delta_rule
+from pallas_kernels.linear_rule import linear_rule
+
+
+def kernel_of(rule: MemoryRule) -> str | None:
+    """The kernel for a linear rule, or None if it is not linear or `chunk_memory` runs it."""
+    if not rule.is_linear:
+        return None
+    has_channels = rule.retention.gate == "channel"
+    if rule.objective.gradient_is_value:
+        return "linear_rule" if has_channels else None
+    decays_last = rule.retention.gate is not None and not rule.retention.decay_first
+    return "linear_rule" if has_channels or decays_last or rule.objective.removes else "delta_rule"
+
+
+def unsupported(rule: MemoryRule, weight: jax.Array, on_gpu: bool) -> dict[str, bool]:
+    """Reason → whether it applies, for a linear rule with a kernel. weight: W [heads, value_dim, feature_dim]."""
+    return {
+        f"no GPU kernel has been written for retention={rule.retention!r} with objective={rule.objective!r}": on_gpu
+        and kernel_of(rule) == "linear_rule",
+        f"W is {weight.shape}, the kernel supports at most {MOST_CHANNELS} channels": max(weight.shape[1:])
+        > MOST_CHANNELS,
+    }
+
+
+def scan(
+    implementation: str,
+    rule: MemoryRule,
+    params: MemoryParams,
+    before: MemoryState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    segment_ids: jax.Array | None,
+    max_segments: int | None,
+    chunk_size: int,
+) -> tuple[jax.Array, MemoryState]:
+    """`xla_scan` of a rule with a kernel by "pallas_tpu" or "pallas_gpu", in chunks that do not affect the result."""
+    tokens, packed = (k, v, gates), None
+    if segment_ids is not None:
+        where = layout(rule, before, q.shape[1], segment_ids, max_segments, chunk_size)
+        packed = pack(rule, params, before, where, q, k, v, gates, segment_ids, chunk_size)
+        q, k, v, gates = packed[:4]
+    wide = jnp.float32
+    by_head = lambda x: jax.vmap(rule.features.apply, in_axes=(0, 2), out_axes=2)(params.coefficients, x.astype(wide))
+    query, key = (x.astype(wide) if rule.features.is_identity else by_head(x) for x in (q, k))
+    beta, removal = _step_size(rule, gates, key), None
+    if rule.objective.removes:
+        assert gates.removal_key is not None
+        assert gates.removal is not None
+        kappa, rates = gates.removal_key.astype(wide), gates.removal.astype(wide)
+        if rule.bound is not None and rule.bound.step is not None:
+            rates = bounds.capped_removal(rule.bound.step, kappa, rates)
+        removal = kappa, rates * kappa
+        # Places of the grid without a token write nothing.
+        beta = (
+            jnp.ones(q.shape[:3], wide)
+            if packed is None
+            else jnp.broadcast_to(packed.segments.real[..., None], q.shape[:3])
+        )
+    assert beta is not None
+    query, key = query.astype(q.dtype), key.astype(q.dtype)
+    options: dict[str, Any] = {"initial": before.memory["W"], "chunk_size": chunk_size}
+    if packed is not None:
+        options["segments"] = packed.segments._replace(start=packed.segments.start["W"])
+    if kernel_of(rule) == "delta_rule":
+        y, memory = delta_rule(query, key, v, beta, gates.retention, implementation=implementation, **options)
+    else:
+        decay = jnp.ones((), wide) if gates.retention is None else gates.retention.astype(wide)
+        if decay.ndim < 4:
+            decay = jnp.broadcast_to(decay[..., None], query.shape)
+        y, memory = linear_rule(
+            query, key, v, decay, beta, removal, delta=rule.objective.gradient_is_error,
+            decay_first=rule.retention.decay_first, implementation=implementation, **options,
+        )  # fmt: skip
+    if packed is None:
+        return y, before._replace(memory={"W": memory})
+    after = Carry({"W": memory}, before.momentum, None, {"W": memory})
+    return packed.pick(y), state_after(rule, before, after, where, *tokens, segment_ids, None)
+
+
+def _step_size(rule: MemoryRule, gates: Gates, key: jax.Array) -> jax.Array | None:
+    """β [batch, time, heads] of the kernels, or None for a rule without step sizes. key: features."""
+    if gates.step_size is None:
+        return None
+    beta = gates.step_size.astype(jnp.float32)
+    if rule.objective.gradient_is_value:
+        return beta
+    if rule.optimizer.is_implicit:
+        beta = beta / (1.0 + beta * jnp.sum(key * key, axis=-1))
+    return beta if rule.step_bound is None else bounds.capped_delta(rule.step_bound, beta, key)

@@ -1,0 +1,120 @@
+"""Linear rules with decays for each channel over whole sequences: checks, layout, and choice of the implementation."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.arguments import Interpret, Segments
+from pallas_kernels.blocks import token_precision
+from pallas_kernels.chunk_scan import chunk_scan
+from pallas_kernels.layout import Beside, gates_to_chunks
+from pallas_kernels.linear_rule import reference
+from pallas_kernels.linear_rule.chunk import LinearChunk
+
+IMPLEMENTATIONS = ("pallas_tpu", "reference")
+MOST_CHANNELS = 256  # maximum for keys and values
+_TOGETHER = 4  # groups of heads in one program; the heads of a group lie side by side
+_DTYPES = (jnp.float32, jnp.bfloat16)
+
+
+def linear_rule(
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    decay: Float[Array, "batch time heads key_dim"],
+    beta: Float[Array, "batch time heads"],
+    removal: tuple[Float[Array, "batch time heads key_dim"], Float[Array, "batch time heads key_dim"]] | None = None,
+    initial: Float[Array, "batch heads value_dim key_dim"] | None = None,
+    *,
+    delta: bool = False,
+    decay_first: bool = False,
+    chunk_size: int = 64,
+    segments: Segments | None = None,
+    implementation: str = "pallas_tpu",
+    interpret: Interpret = False,
+) -> tuple[Float[Array, "batch time heads value_dim"], Float[Array, "batch heads value_dim key_dim"]]:
+    """W_t = W_{t−1} Diag(α_t) + β_t (v_t k_tᵀ − (W̃_t r_t) s_tᵀ) and y_t = W_t q_t, block-parallel.
+
+    Without r and s this is gated linear attention (GLA; Yang et al. 2312.06635), with r = s = k the delta rule with a decay for
+    each channel, and with r = κ̂ and s = a ⊙ κ̂ RWKV-7 (Peng et al. 2503.14456). W̃_t is W_{t−1}, or W_{t−1} Diag(α_t).
+
+    Args:
+      q, k: [batch, time, heads, key_dim], float32 or bfloat16. The kernel supports key_dim and value_dim up to 256.
+      v: [batch, time, heads, value_dim], in the same dtype.
+      decay: α in [0, 1], [batch, time, heads, key_dim].
+      beta: β, [batch, time, heads]; it scales all that a token writes.
+      removal: r and s, [batch, time, heads, key_dim] each, of any floating dtype. None means none, or k with `delta`.
+      initial: W before the first token, [batch, heads, value_dim, key_dim]. None means zero.
+      delta: whether r = s = k: β_t (v_t − W̃_t k_t) k_tᵀ is written.
+      decay_first: whether the removal reads the decayed memory W_{t−1} Diag(α_t).
+      chunk_size: tokens per block, a power of two ≥ 8. It does not affect the result.
+      segments: packed segments on a grid of chunks of chunk_size tokens, which divides time. Padding needs β = 0 and α = 1. None
+        means one segment.
+      implementation: "pallas_tpu" is a kernel that keeps W on chip for the whole sequence and recomputes in its backward pass. It
+        has no forward-mode derivative. "reference" computes token by token.
+      interpret: passed to `pallas_call`.
+
+    Returns:
+      y [batch, time, heads, value_dim], in q's dtype, and the last W, float32.
+
+    Raises:
+      ValueError: wrong shapes or dtypes, both `delta` and `removal`, or an unknown implementation or chunk size.
+    """
+    batch, time, heads, key_dim = q.shape if q.ndim == 4 else (0, 0, 0, 0)
+    value_dim = v.shape[-1]
+    of_keys = batch, time, heads, key_dim
+    wanted = {
+        "q": (q, of_keys),
+        "k": (k, of_keys),
+        "v": (v, (batch, time, heads, value_dim)),
+        "decay": (decay, of_keys),
+        "beta": (beta, (batch, time, heads)),
+        "initial": (initial, (batch, heads, value_dim, key_dim)),
+        **{f"removal[{i}]": (x, of_keys) for i, x in enumerate(removal or ())},
+    }
+    for name, (x, shape) in wanted.items():
+        if x is not None and (x.shape != shape or not time):
+            raise ValueError(
+                f"linear_rule: {name} has shape {x.shape}, should be {shape}, with q {q.shape} and v {v.shape}."
+            )
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
+        raise ValueError(
+            f"linear_rule: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}, should all be float32 or all bfloat16."
+        )
+    if delta and removal is not None:
+        raise ValueError("linear_rule: delta=True removes at k, so removal should be None.")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"linear_rule: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
+    if chunk_size < 8 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"linear_rule: chunk_size={chunk_size}, should be a power of two ≥ 8.")
+    if segments is not None:
+        segments.check("linear_rule", batch, time, chunk_size)
+    if initial is None:
+        initial = jnp.zeros((batch, heads, value_dim, key_dim), jnp.float32)
+    if implementation == "reference":
+        return reference.linear_rule(
+            q, k, v, decay, beta, removal, initial, delta=delta, decay_first=decay_first, segments=segments, chunk_size=chunk_size
+        )  # fmt: skip
+    if max(key_dim, value_dim) > MOST_CHANNELS:
+        raise ValueError(
+            f"linear_rule: the kernel supports head dimensions up to {MOST_CHANNELS}, q {q.shape}, v {v.shape}."
+        )
+    beside = Beside.of(heads, chunk_size)
+    chunk = LinearChunk(delta, decay_first, token_precision(q.dtype), beside.heads)
+    # Padding keeps the memory. `chunk_scan` would fill it with zeros.
+    decay = jnp.pad(decay, ((0, 0), (0, -time % chunk_size), (0, 0), (0, 0)), constant_values=1.0)
+    tokens = [
+        x if x.shape[1] == decay.shape[1] else _padded(x, decay.shape[1]) for x in (q, k, v, decay, *(removal or ()))
+    ]
+    restarts = None
+    if segments is not None:
+        restarts = segments.marks, (beside.weights(segments.start_of_heads(segments.start)),)
+    gates = beside.gates(gates_to_chunks([(beta, 0.0)], chunk_size))
+    (final,), (y,) = chunk_scan(
+        chunk, (beside.weights(initial),), tuple(map(beside.tokens, tokens)), gates, together=_TOGETHER, interpret=interpret,
+        dtype=q.dtype, restarts=restarts,
+    )  # fmt: skip
+    return y[:, :time].reshape(v.shape), beside.separate(final, key_dim)
+
+
+def _padded(x: Float[Array, "batch time heads dim"], time: int) -> Float[Array, "batch time heads dim"]:
+    return jnp.pad(x, ((0, 0), (0, time - x.shape[1]), (0, 0), (0, 0)))
