@@ -118,9 +118,9 @@ def atlas(dim):
 
 def wide_kernels():
     """As `kernels`: what takes longer to compile."""
-    for dim in (128, 256):
+    for dtype in ("float32", "bfloat16"):
         call = lambda q, k, v, decay, beta, r, s: linear_rule(q, k, v, decay, beta, (r, s))[0]
-        yield f"linear_rule {dim}", call, [*tokens(dim, "float32"), *gates(1, dim), *gates(1), *gates(2, dim)]
+        yield f"linear_rule 256 {dtype}", call, [*tokens(256, dtype), *gates(1, 256), *gates(1), *gates(2, 256)]
     yield "delta_rule 256", lambda *x: delta_rule(*x)[0], [*tokens(256, "bfloat16"), *gates(2)]
     for dim in (128, 256):
         yield f"chunk_memory mlp {dim}", *memory(structures.MLP(), dim, 4, "bfloat16")
