@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from atlasjax.memory.fast_weights import kernels
+from atlasjax.memory.fast_weights import kernels, linear_kernels
 from atlasjax.nn import GatedDeltaNetConfig, HeadNormConfig, ModelConfig, SSMConfig, logical_axes
 from atlasjax.nn.mixers import MIXERS
 from atlasjax.train.optimizer import decay_mask
@@ -219,11 +219,11 @@ def test_weight_decay_leaves_rates_and_steps_alone():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", ["gated_deltanet", "mamba2"])
+@pytest.mark.parametrize("name", ["gated_deltanet", "mamba2", "rwkv7", pytest.param("gla", marks=pytest.mark.slow)])
 def test_kernels(name, packed, monkeypatch):
-    """One matrix per head by the two kernels that read it, named in the config; pieces of a stream are read without them."""
-    for kernel in ("chunk_memory", "delta_rule"):
-        monkeypatch.setattr(kernels, kernel, functools.partial(getattr(kernels, kernel), interpret=True))
+    """One matrix per head by the kernels that read it, named in the config; pieces of a stream are read without them."""
+    for module, kernel in ((kernels, "chunk_memory"), (linear_kernels, "delta_rule"), (linear_kernels, "linear_rule")):
+        monkeypatch.setattr(module, kernel, functools.partial(getattr(module, kernel), interpret=True))
     config = make_config(name=name)
     named = dataclasses.replace(config, memory=dataclasses.replace(config.memory, implementation="pallas_tpu"))
     params, x = make(name)[1], inputs()
@@ -243,7 +243,7 @@ def test_kernels(name, packed, monkeypatch):
 
 def test_a_baseline_without_a_kernel_refuses_one():
     config = make_config(name="gla")
-    named = dataclasses.replace(config, memory=dataclasses.replace(config.memory, implementation="pallas_tpu"))
+    named = dataclasses.replace(config, memory=dataclasses.replace(config.memory, implementation="pallas_gpu"))
     layer = MIXERS["gla"](named, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="cannot run this call: retention="):
+    with pytest.raises(ValueError, match="cannot run this call: no GPU kernel has been written for retention="):
         layer(inputs())
