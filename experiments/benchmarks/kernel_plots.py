@@ -105,7 +105,7 @@ def figure_of(size: tuple[float, float], rows: int, columns: int, **ratios: Any)
 
 
 def grid_figure(path: pathlib.Path) -> None:
-    """Shows how `chunk_scan` processes the chunks of a row, forward and backward, and where data is stored."""
+    """Shows how `chunk_scan` processes the chunks of a group of heads, forward and backward, and where data is stored."""
     figure, (forward, backward) = figure_of((11, 8), 2, 1)
     read, written = [("$C_{i}$", -0.5), ("$x_{i}$", 0.0), ("$dy_{i}$", 0.5)], [("$y_{i}$", -0.35), ("$C_{i}$", 0.35)]
     _walk(forward, "forward", read[1:2], written, "first carry $C_0$", "final carry", 1)
@@ -123,7 +123,7 @@ def _walk(
 
     pitch, width, count = 3.0, 1.9, 4
     right = pitch * (count - 1)
-    for shift in (0.24, 0.12):  # more rows
+    for shift in (0.24, 0.12):  # more groups
         axes.add_patch(Rectangle((-2.6 + shift, -0.95 + shift), right + 5.2, 1.9, facecolor="white", edgecolor="0.7"))
     axes.add_patch(Rectangle((-2.6, -0.95), right + 5.2, 1.9, facecolor="#eef3fb", edgecolor="tab:blue"))
     for y, words in ((-2.5, "HBM: read, one block for each step"), (2.0, "HBM: written, one block for each step")):
@@ -157,11 +157,12 @@ def _walk(
     begin, end = (first, last) if step > 0 else (last, first)
     axes.text(-2.5, 0.15, begin, fontsize=9, va="bottom")
     axes.text(right + 2.55, 0.15, end, fontsize=9, va="bottom", ha="right")
-    axes.text(-2.5, 0.7, "VMEM of a row", fontsize=9, color="tab:blue", va="bottom")
+    axes.text(-2.5, 0.7, "VMEM of a group", fontsize=9, color="tab:blue", va="bottom")
     carried = "C" if step > 0 else "dC"
     axes.text(pitch / 2, -0.12, f"{carried}, in\nscratch", fontsize=8, color="tab:blue", va="top", ha="center")
     axes.set(xlim=(-2.9, right + 3.1), ylim=(-3.1, 3.2))
     axes.set_title(
-        f"{title}: a grid of rows (in parallel) × chunks (in {'order' if step > 0 else 'reverse order'})", fontsize=11
+        f"{title}: batch × groups of heads (in parallel) × chunks (in {'order' if step > 0 else 'reverse order'})",
+        fontsize=11,
     )
     axes.axis("off")
