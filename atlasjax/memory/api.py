@@ -18,6 +18,7 @@ from atlasjax.memory.gates import Gates
 from atlasjax.memory.meshes import on_any_mesh
 from atlasjax.memory.partition import Partition, partitioned
 from atlasjax.memory.rule import Params, Rule, ScanCall, State, check_rule
+from atlasjax.memory.truncation import check_truncation, truncated
 
 for _backend in PALLAS:
     backends.register_backend(_backend)
@@ -80,6 +81,7 @@ def scan(
     implementation: str | None = None,
     partition: Partition | None = None,
     at_chunk_start: bool = False,
+    truncation: int | None = None,
     check_gates: bool = False,
 ) -> tuple[Float[Array, "batch time heads value_dim"], State]:
     """Writes and reads a sequence: for every token, one step of the rule, then y_t = M_t(φ(q_t)).
@@ -110,6 +112,9 @@ def scan(
         are sharded and the call is not inside a `shard_map`. XLA partitions its own code without it.
       at_chunk_start: a promise that `state` is at the start of a chunk in every row, as after whole chunks. Chunks are then
         aligned statically, as from a fresh memory. Not with segment_ids.
+      truncation: a multiple of the chunk size. The call is divided into pieces of this many tokens, and gradients do not flow from
+        a piece into earlier ones (truncated backpropagation through time). Values are not affected. None: exact gradients. Those
+        of Muon memories grow exponentially with the distance (see `atlasjax.memory.truncation`).
       check_gates: checks the values of gates: raises an error outside jit, and is a `checkify.check` under jit.
 
     Returns:
@@ -131,12 +136,17 @@ def scan(
     if check_gates:
         check.check_gate_ranges(gates, where)
     call: ScanCall[Params, State] = functools.partial(backends.run, implementation, rule, max_segments=max_segments)
-    if at_chunk_start and state is not None:
-        if segment_ids is not None:
-            raise ValueError(
-                f"{where}: at_chunk_start is given with segment_ids, whose segments have their own chunks."
-            )
-        call = _from_chunk_start(rule, call)
+    if at_chunk_start and state is not None and segment_ids is not None:
+        raise ValueError(f"{where}: at_chunk_start is given with segment_ids, whose segments have their own chunks.")
+    started = _from_chunk_start(rule, call)
+    first = started if at_chunk_start and state is not None else call
+    if truncation is not None:
+        check_truncation(rule, truncation, where)
+        if partition is not None and partition.time:
+            raise ValueError(f"{where}: truncation is given, but partition.time divides the tokens over devices.")
+        aligned = segment_ids is None and (at_chunk_start or state is None)
+        first = truncated(rule, first, started if aligned else call, truncation)
+    call = first
     if partition is not None:
         call = partitioned(partition, rule, call)
     return _on_any_mesh(rule, call, q.shape[1])(params, state, q, k, v, gates, segment_ids)

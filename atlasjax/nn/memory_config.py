@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from atlasjax import check, rules
 from atlasjax.memory import BACKENDS, Rule, structures
 from atlasjax.memory import features as features_lib
+from atlasjax.memory.truncation import check_truncation
 from atlasjax.names import call_with, lookup, name_of, options_text, resolve
 from atlasjax.nn.caching import CachingConfig
 
@@ -67,6 +68,8 @@ class MemoryConfig:
       max_step: upper limit of the step-size gate, > 0. None: the value derived in `atlasjax.memory.suggested`.
       bounded: whether to keep the memory from diverging (`memory.Bound`). False: the recurrence of the papers. No effect on
         rules that need no bound.
+      truncation: tokens over which gradients flow back through the memory, a multiple of the chunk size (and of MAC's segments):
+        truncated backpropagation through time in `memory.scan`, for whole sequences. None: exact gradients.
       caching: how memories of earlier segments are cached and read. None: no Memory Caching.
       implementation: backend of `memory.scan` for whole sequences, as in training: "xla", "pallas_tpu", "pallas_gpu", or None for
         the one recorded as fastest. It also decides for the baselines that are a memory rule with one matrix per head (DeltaNet,
@@ -93,6 +96,7 @@ class MemoryConfig:
     newton_schulz_schedule: str | None = None
     max_step: float | None = None
     bounded: bool = True
+    truncation: int | None = None
     caching: CachingConfig | None = None
     implementation: str | None = None
 
@@ -107,6 +111,8 @@ class MemoryConfig:
             )
         check.boolean("MemoryConfig", "bounded", self.bounded)
         check.number("MemoryConfig", "max_step", self.max_step, above=0, optional=True)
+        if self.truncation is not None:
+            check_truncation(self.build(), self.truncation, "MemoryConfig")
         if self.implementation is not None:
             resolve("MemoryConfig.implementation", self.implementation, BACKENDS)
         if not self.build().has_kernels and self.implementation not in (None, "xla"):

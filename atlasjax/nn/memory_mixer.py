@@ -70,6 +70,7 @@ class MemoryHeads(nnx.Module):
         rule = config.memory.build().for_unit_keys(head_dim)
         self.rule: memory.Rule = rule
         self.implementation = config.memory.implementation
+        self.truncation = config.memory.truncation
         if rule.has_residual and expansion > 1:
             raise ValueError(
                 f"ModelConfig: value_expansion={expansion} needs a memory without a residual; that of rule "
@@ -117,7 +118,7 @@ class MemoryHeads(nnx.Module):
         q, k, v, gate, _ = self._project(x, self.conv.init_state(x.shape[0], x.dtype), segment_ids)
         y, after = memory.scan(
             self.rule, values(self.memory), None, q, k, v, self.gates(x), segment_ids=segment_ids,
-            max_segments=max_segments, **self._execution(q, v),
+            max_segments=max_segments, truncation=self.truncation, **self._execution(q, v),
         )  # fmt: skip
         return y, gate, self.rule.weight_norm(after)
 

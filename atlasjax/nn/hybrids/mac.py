@@ -78,6 +78,13 @@ class MACMixer(nnx.Module):
                 f"mixer 'mac': attention.segment_size={self.segment_size} must be a multiple of the memory's "
                 f"chunk_size={rule.chunk_size} (rule {config.memory.rule!r})."
             )
+        truncation = config.memory.truncation
+        if truncation is not None and truncation % self.segment_size:
+            raise ValueError(
+                f"mixer 'mac': memory.truncation={truncation} must be a multiple of attention.segment_size={self.segment_size}."
+            )
+        # Segments between two at which gradients through the memory end.
+        self.flow = None if truncation is None else truncation // self.segment_size
         self.queries = Linear((config.dim, inner), ("embed", "heads"), rngs=rngs)
         self.conv = CausalConv(config.conv_width, (inner,), ("heads",), rngs=rngs)
         self.retrieved_norm = RMSNorm((heads, config.value_dim), ("heads", None), config.norm_eps)
@@ -125,9 +132,11 @@ class MACMixer(nnx.Module):
         earlier = position[:, None, :] <= position[:, :, None]
 
         def segment(
-            state: MemoryMixerState, inputs: tuple[jax.Array, jax.Array, jax.Array | None]
+            state: MemoryMixerState, inputs: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]
         ) -> tuple[MemoryMixerState, tuple[jax.Array, jax.Array | None]]:
-            x, queries, reset = inputs
+            x, queries, reset, ends = inputs
+            if ends is not None:
+                state = jax.tree.map(lambda x: jnp.where(ends, jax.lax.stop_gradient(x), x), state)
             if reset is not None:
                 state = grid.choose(reset, fresh, state)
             q, rotated, tokens, retrieved = self._look(x, queries, state.memory, position)
@@ -136,11 +145,23 @@ class MACMixer(nnx.Module):
             )
             return state, (y, self.memory.rule.weight_norm(state.memory))
 
-        xs = (grid.lay_chunks(x, count, size, place), grid.lay_chunks(queries, count, size, place), resets)
+        xs = (
+            grid.lay_chunks(x, count, size, place),
+            grid.lay_chunks(queries, count, size, place),
+            resets,
+            self._ends(count),
+        )
         _, (y, norms) = jax.lax.scan(jax.checkpoint(segment, prevent_cse=False), fresh, xs)
         if norms is not None:
             norms = norms.at[last, jnp.arange(batch)].get(mode="fill", fill_value=jnp.nan)
         return grid.pick_chunks(y, time, place), norms
+
+    def _ends(self, count: int) -> jax.Array | None:
+        """Of `count` segments, those before which gradients through the memory end. None: no such segment."""
+        if self.flow is None or count <= self.flow:
+            return None
+        number = jnp.arange(count)
+        return (number > 0) & (number % self.flow == 0)
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> MACState:
         """The state before the first token. `max_length`: see `memory.init_state`."""

@@ -1,0 +1,77 @@
+"""Truncated backpropagation through time: gradients flow back through a memory over a bounded number of tokens.
+
+A memory that Muon writes is chaotic: Newton–Schulz enlarges the small singular values of a momentum, so that a small change of the
+memory grows with every write, and the gradient of a late output with respect to an early token grows exponentially with their
+distance (`experiments.stability.gradients`). Outputs and states are not affected. Other rules forget instead.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.check import integer
+from atlasjax.memory import meshes
+from atlasjax.memory.gates import Gates
+from atlasjax.memory.rule import Params, Rule, ScanCall, State
+
+
+def check_truncation(rule: Rule[Params, State], truncation: int, where: str) -> None:
+    """Raises ValueError if `truncation` is not a positive multiple of the rule's chunk size."""
+    integer(where, "truncation", truncation)
+    if not rule.has_constant_gradient and truncation % rule.chunk_size:
+        raise ValueError(
+            f"{where}: truncation is {truncation}; it should be a multiple of the rule's chunk size, {rule.chunk_size}."
+        )
+
+
+def truncated(
+    rule: Rule[Params, State], first: ScanCall[Params, State], call: ScanCall[Params, State], tokens: int
+) -> ScanCall[Params, State]:
+    """A scan in pieces of `tokens` tokens, counted from the start of the call. No gradient flows from a piece into an earlier one.
+
+    Args:
+      rule: the rule.
+      first: a scan of a call that is not longer than one piece.
+      call: a scan of a piece, from a state.
+      tokens: length of a piece.
+    """
+
+    def run(
+        params: Params,
+        state: State | None,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        gates: Gates,
+        segment_ids: jax.Array | None,
+    ) -> tuple[jax.Array, State]:
+        batch, time = q.shape[:2]
+        if time <= tokens:
+            return first(params, state, q, k, v, gates, segment_ids)
+        if state is None:
+            state = rule.init_state(params, batch_size=batch, max_length=time)
+        given, count = (q, k, v, gates, segment_ids), time // tokens
+
+        def pieces(x: jax.Array) -> jax.Array:
+            return jnp.swapaxes(x[:, : count * tokens].reshape(batch, count, tokens, *x.shape[2:]), 0, 1)
+
+        whole = jax.tree.map(pieces, given)
+        # A state may be narrower than the one after it, as that of float32 parameters is with float64 tokens.
+        after = jax.eval_shape(call, params, state, *jax.tree.map(lambda x: x[0], whole))[1]
+        state = jax.tree.map(lambda x, y: x.astype(y.dtype), state, after)
+
+        def piece(state: State, xs: tuple[jax.Array, tuple[object, ...]]) -> tuple[State, jax.Array]:
+            number, tokens = xs
+            # The gradient of the first piece reaches the state that the call was given.
+            state = jax.tree.map(lambda x: jnp.where(number == 0, x, jax.lax.stop_gradient(x)), state)
+            y, state = call(params, state, *tokens)  # type: ignore[arg-type]
+            return state, y
+
+        state, y = meshes.scan(piece, state, (jnp.arange(count), whole))
+        y = jnp.swapaxes(y, 0, 1).reshape(batch, count * tokens, *y.shape[3:])
+        if count * tokens == time:
+            return y, state
+        rest = jax.tree.map(lambda x: x[:, count * tokens :], given)
+        last, state = call(params, jax.tree.map(jax.lax.stop_gradient, state), *rest)
+        return jnp.concatenate([y, last], axis=1), state
+
+    return run
