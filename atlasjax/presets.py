@@ -79,8 +79,8 @@ class Size:
       memory: overrides for the rules that accept them.
       mamba2_state: published state size of Mamba-2.
       cached_segment: number of tokens in a segment of Memory Caching (MC: 256).
-      truncation: `MemoryConfig.truncation` of Muon memories, whose exact gradients grow exponentially with the distance. A cached
-        memory begins anew in each segment and needs none.
+      truncation: rule → `MemoryConfig.truncation`, for Muon memories, whose exact gradients grow exponentially with the distance:
+        lengths over which they grow by a factor of about ten at most. A cached memory begins anew in each segment and needs none.
       max_positions: number of positions in models with learned positions.
       blocks: mixer → config, for the mixers that attend within blocks.
     """
@@ -92,7 +92,7 @@ class Size:
     memory: dict[str, Any] = dataclasses.field(default_factory=lambda: {"cache_window": 2048})
     mamba2_state: int = 128
     cached_segment: int = 256
-    truncation: int = 4096
+    truncation: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"atlas": 4096, "atlas_plus_plus": 512})
     max_positions: int = 4096
     blocks: Mapping[str, object] = dataclasses.field(
         default_factory=lambda: _blocks(ElasticConfig(540, block_size=1024), layers=12)
@@ -115,7 +115,7 @@ SIZES: dict[str, Size] = {
         memory={"newton_schulz_every": 32, "expansion": 2, "cache_window": 64},
         mamba2_state=64,
         cached_segment=64,
-        truncation=1024,
+        truncation={"atlas": 1024, "atlas_plus_plus": 256},
         blocks=_blocks(ElasticConfig(64, block_size=64, context=512), layers=4),
         max_positions=512,
     ),
@@ -275,8 +275,8 @@ def _memory(rule: str, size: Size) -> MemoryConfig:
         takes -= {"expansion"}
     if parameters.get("cache_window") is None or parameters["cache_window"].default is None:
         takes -= {"cache_window"}  # a rule that keeps every token
-    config = dataclasses.replace(config, **{name: x for name, x in size.memory.items() if name in takes})
-    return dataclasses.replace(config, truncation=size.truncation) if config.build().has_fixed_steps else config
+    overrides = {name: x for name, x in size.memory.items() if name in takes}
+    return dataclasses.replace(config, **overrides, truncation=size.truncation.get(rule))
 
 
 def _fields(changes: dict[str, Any], size_name: str, architecture: str | None = None) -> dict[str, Any]:

@@ -23,14 +23,15 @@ HERE = pathlib.Path(__file__).parent
 ROWS = HERE / "results" / "gradients.jsonl"
 LENGTH, LAST, PARTS = 4096, 64, 8
 SHORTER = {"deep_transformer": 2048, "dot": 2048, "swdt": 2048}  # their time grows with the square of the length
-DENSITIES = (1, 2, 4, 8, 16)  # tokens between two writes of Atlas, beside the preset's 32
+DENSITIES = (1, 2, 4, 8, 16)  # tokens between two writes of Muon, beside the preset's 32
 
 
 def cases() -> list[tuple[str, int | None]]:
     """Rules, and for Muon the tokens between two writes; None is the preset's own number."""
     from atlasjax import rules
 
-    return [(name, None) for name in rules.REGISTRY] + [("atlas", every) for every in DENSITIES]
+    muon = [(name, every) for name in ("atlas", "atlas_plus_plus") for every in DENSITIES]
+    return [(name, None) for name in rules.REGISTRY] + muon
 
 
 def run(name: str, every: int | None) -> dict[str, Any]:

@@ -118,12 +118,11 @@ def test_in_a_layer(mixer):
 
 def test_in_presets():
     """Those of Muon memories that are not cached have it; segments of MAC must divide it."""
-    lengths = {
-        name: get_preset(name).memory.truncation
-        for name in ("atlas-tiny", "atlas-340m", "titans-tiny", "atlas-grm-tiny")
-    }
-    assert lengths == {"atlas-tiny": 1024, "atlas-340m": 4096, "titans-tiny": None, "atlas-grm-tiny": None}
+    expected = {
+        "atlas-tiny": 1024, "atlas-340m": 4096, "atlas++-mag-340m": 512, "titans-tiny": None, "atlas-grm-tiny": None
+    }  # fmt: skip
+    assert {name: get_preset(name).memory.truncation for name in expected} == expected
     config = get_preset("atlas-mac-tiny")
     wrong = dataclasses.replace(config, attention=dataclasses.replace(config.attention, segment_size=192))
-    with pytest.raises(ValueError, match=r"memory\.truncation=1024 must be a multiple of attention\.segment_size=192"):
+    with pytest.raises(ValueError, match=r"memory\.truncation=256 must be a multiple of attention\.segment_size=192"):
         make_mixer("mac", wrong, rngs=nnx.Rngs(0))
