@@ -147,6 +147,31 @@ def ablation(pairs: Iterable[tuple[str, str]]) -> list[Line]:
     return _language(pairs, "ablation/results/ablation.jsonl", "embedded, atlas-tiny", "ablation")
 
 
+def trained(pairs: Iterable[tuple[str, str]]) -> list[Line]:
+    """(better, worse) tiny presets in whole runs at their defaults: held-out bits per byte, on each text.
+
+    Models of a seed read the same batches. Runs without the bound, and runs that diverged, are left out.
+    """
+    from atlasjax.train.defaults import default_config
+
+    losses: dict[tuple[str, str], dict[int, float]] = {}
+    steps, texts = 0, []
+    for row in rows("stability/results/train.jsonl"):
+        if row["bounded"] and row["bits_per_byte"] is not None:
+            losses.setdefault((row["preset"], row["text"]), {})[row["seed"]] = row["bits_per_byte"]
+            steps = row["steps"]
+            texts.append(row["text"])
+    data = default_config("titans-tiny").data
+    tokens = steps * data.batch_size * data.sequence_length
+    found = []
+    for (better, worse), text in itertools.product(pairs, dict.fromkeys(texts)):
+        comparison = paired(losses.get((worse, text), {}), losses.get((better, text), {}))
+        if comparison is not None:
+            told = f"{better} against {worse}: {text}, whole runs of tiny models"
+            found.append(Line(told, comparison, "bits per byte", tokens, "stability"))
+    return found
+
+
 def _language(pairs: Iterable[tuple[str, str]], path: str, where: str, source: str) -> list[Line]:
     losses: dict[str, dict[int, float]] = {}
     tokens = 0
