@@ -15,6 +15,7 @@ import numpy as np
 
 from experiments.capacity.report import TITLES, area
 from experiments.intervals import Comparison, compare
+from experiments.language.compare import compared as by_position
 from experiments.mad.report import orders
 from experiments.mad.tasks import TASKS
 from experiments.mqar.report import best
@@ -209,6 +210,21 @@ def studies(direction: str) -> list[Line]:
             found += [
                 Line(f"{line.told}: {text}", line.comparison, line.unit, tokens, "studies")
                 for line in compared(list(group))
+                if line.direction == direction
+            ]
+    return found
+
+
+def language(direction: str) -> list[Line]:
+    """The comparisons of `experiments.language` for one of its directions: by the position in the context."""
+    found = []
+    for text in ("books", "embedded"):
+        if group := rows(f"language/results/{text}.jsonl"):
+            recipe = group[0]["recipe"]
+            tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
+            found += [
+                Line(f"{line.told}, {text}", line.comparison, line.unit, tokens, "language")
+                for line in by_position(group)
                 if line.direction == direction
             ]
     return found
