@@ -10,12 +10,15 @@ from experiments.evidence.sources import (
     function_muon,
     function_order,
     gam_scaling,
+    language,
     mad,
     mqar,
     recall,
     studies,
+    trained,
     zoo,
 )
+from experiments.stability.pairs import PAIRS
 
 # Experiment → its command and its plot, or its table.
 EXPERIMENTS = {
@@ -24,7 +27,9 @@ EXPERIMENTS = {
     "mad": ("python -m experiments.mad.run", "../experiments/mad/README.md"),
     "recall": ("python -m experiments.recall.run", "../experiments/recall/results/recall.png"),
     "zoo": ("python -m experiments.zoo.run", "../experiments/zoo/results/embedded.png"),
+    "stability": ("python -m experiments.stability.train", "../experiments/stability/results/train.md"),
     "studies": ("python -m experiments.studies.run", "../experiments/studies/results/embedded.png"),
+    "language": ("python -m experiments.language.run", "../experiments/language/results/books.png"),
     "ablation": ("python -m experiments.ablation.run", "../experiments/ablation/results/ablation.png"),
     "function_learning": (
         "python experiments/function_learning/run.py",
@@ -59,8 +64,8 @@ _CACHES = ("residual", "ssc", "soup", "grm")
 def _omega() -> list[Line]:
     pairs = [("linear, c=4", "linear"), ("linear, c=16", "linear"), ("linear, c=4, buffers free", "linear")]
     pairs += [("deep 2, c=4", "deep 2"), ("deep 2, c=16, buffers free", "deep 2")]
-    language = zoo([("omeganet", "titans-no-momentum")]) + ablation([("base", "c=1")])
-    return capacity(pairs) + mqar([("omega", "omega-online")]) + language
+    texts = zoo([("omeganet", "titans-no-momentum")]) + trained(PAIRS["omega"]) + language("omega")
+    return capacity(pairs) + mqar([("omega", "omega-online")]) + texts + ablation([("base", "c=1")])
 
 
 def _polynomial() -> list[Line]:
@@ -68,18 +73,18 @@ def _polynomial() -> list[Line]:
     found = capacity([(name, "linear") for name in names], budgets=(256, 1024))
     found += capacity([(name, "linear") for name in names], budgets=(0,))
     pairs = [("omega-powers", "omega"), ("omega-matrix-powers", "omega-matrix")]
-    return found + mqar(pairs) + ablation([("base", "without polynomial features")])
+    return found + mqar(pairs) + trained(PAIRS["polynomial"]) + ablation([("base", "without polynomial features")])
 
 
 def _deep() -> list[Line]:
     found = capacity([("deep 2", "linear"), ("deep 3", "linear")], budgets=(0, 256, 1024))
-    language = zoo([("dla", "linear-attention")]) + ablation([("base", "linear memory")])
-    return found + mqar([("omega", "omega-matrix")]) + language
+    texts = zoo([("dla", "linear-attention")]) + trained(PAIRS["deep"]) + language("deep")
+    return found + mqar([("omega", "omega-matrix")]) + texts + ablation([("base", "linear memory")])
 
 
 def _gated() -> list[Line]:
     found = mqar([("omega-gated", "omega"), ("atlas-gated", "atlas")])
-    return found + zoo([("atlas++", "atlas")]) + ablation([("gated memory", "base")])
+    return found + zoo([("atlas++", "atlas")]) + trained(PAIRS["gated"]) + ablation([("gated memory", "base")])
 
 
 def _windows() -> list[Line]:
@@ -100,27 +105,27 @@ def _muon() -> list[Line]:
         ]
     )
     found += function_muon() + mqar([("atlas", "omega-powers")])
-    return found + zoo([("atlas", "omeganet")]) + ablation([("base", "without Muon")])
+    texts = zoo([("atlas", "omeganet")]) + trained(PAIRS["muon"]) + language("muon")
+    return found + texts + ablation([("base", "without Muon")])
 
 
 def _dot() -> list[Line]:
     found = mqar([("dot", "deep_transformer"), ("deep_transformer", "attention"), ("dot", "attention")])
-    return found + zoo([("dot", "deep-transformer"), ("deep-transformer", "transformer++"), ("dot", "transformer++")])
+    return found + zoo(PAIRS["dot"]) + trained(PAIRS["dot"])
 
 
 def _caching() -> list[Line]:
     pairs = [("titans-grm-8", "titans-soup-8"), ("titans-soup-8", "titans-ssc-8"), ("titans-ssc-8", "titans")]
     pairs += [("titans-grm-8", "titans"), ("titans-residual-8", "titans"), ("linear-grm-8", "linear-ssc-8")]
     pairs += [(f"linear-{name}-8", "linear") for name in ("grm", "ssc", "residual")]
-    texts = [("titans-grm", "titans-soup"), ("titans-soup", "titans-ssc")]
-    texts += [(f"titans-{name}", "titans") for name in ("grm", "soup", "ssc", "residual")]
-    return mqar(pairs) + recall([("linear-4-grm", "linear-4")]) + zoo(texts) + studies("caching")
+    texts = zoo(PAIRS["caching"]) + trained(PAIRS["caching"]) + studies("caching") + language("caching")
+    return mqar(pairs) + recall([("linear-4-grm", "linear-4")]) + texts
 
 
 def _context() -> list[Line]:
     pairs = [("titans-grm-8", "titans-grm-8-age"), ("titans-grm-8", "titans-residual-8")]
     pairs += [("linear-grm-8", "linear-grm-8-age"), ("linear-grm-8", "linear-residual-8")]
-    return mqar(pairs) + studies("gate")
+    return mqar(pairs) + trained(PAIRS["gate"]) + studies("gate")
 
 
 def _gap() -> list[Line]:
@@ -130,38 +135,50 @@ def _gap() -> list[Line]:
         ("attention", "linear"),
         ("attention", "linear-grm-8"),
     ]
-    return mqar(pairs) + recall([("attention", "linear-4"), ("attention", "linear-4-grm")])
+    return mqar(pairs) + recall([("attention", "linear-4"), ("attention", "linear-4-grm")]) + language("gap")
 
 
 def _gam() -> list[Line]:
-    return zoo([("gam", "gam-global"), ("gam-global", "gam-sum"), ("gam-sum", "gam-local")])
+    return zoo(PAIRS["gam"]) + trained(PAIRS["gam"])
 
 
 DIRECTIONS = (
     Direction(
-        "The Omega rule is better than the online rule", "A §3.2, Table 6", _omega, ("capacity", "mqar", "zoo", "ablation"),
-        note=lambda: "A window's pairs are part of the state. Unless a line says that buffers are free, they are counted.",
+        "The Omega rule is better than the online rule", "A §3.2, Table 6", _omega,
+        ("capacity", "mqar", "zoo", "stability", "language", "ablation"),
+        note=lambda: "A window's pairs are part of the state. Unless a line says that buffers are free, they are counted. "
+        "SWLA differs from RetNet's rule in the window alone, OmegaNet from Titans without momentum also in its features.",
     ),
     Direction(
-        "Polynomial features are better than none", "A Prop. 2, Table 6", _polynomial, ("capacity", "mqar", "ablation"),
+        "Polynomial features are better than none", "A Prop. 2, Table 6", _polynomial,
+        ("capacity", "mqar", "stability", "ablation"),
         note=lambda: "Lines with equal floats give the linear memory keys as wide as the features. Lines with keys of 16 numbers "
         "are those of Proposition 2: the features may then have any number of floats.",
     ),
     Direction(
-        "A deep memory is better than a matrix", "A Theorem 1, Table 6", _deep, ("capacity", "mqar", "zoo", "ablation"),
+        "A deep memory is better than a matrix", "A Theorem 1, Table 6", _deep,
+        ("capacity", "mqar", "zoo", "stability", "language", "ablation"),
         note=lambda: "n floats cannot store more than n/16 independent random values of 16 numbers exactly, whatever the depth. "
-        "A matrix with wide enough independent keys reaches that limit.",
+        "A matrix with wide enough independent keys reaches that limit. TTT-Linear is TTT-MLP with a matrix, and RetNet's rule DLA "
+        "with one. Linear attention also has no decay, and the gated delta rule takes its gradients at each token.",
     ),
-    Direction("A gated memory is better than an MLP", "A Table 6, Atlas++", _gated, ("mqar", "zoo", "ablation")),
+    Direction("A gated memory is better than an MLP", "A Table 6, Atlas++", _gated, ("mqar", "zoo", "stability", "ablation")),
     Direction(
         "A wider window is better", "A Fig. 5", _windows, ("capacity", "mqar", "ablation"),
         note=lambda: "Each line compares a window with the next smaller one.",
     ),
     Direction(
-        "Muon is the better inner optimizer", "A §5", _muon, ("capacity", "function_learning", "mqar", "zoo", "ablation"),
-        note=lambda: "The paper's own Table 6 has a lower perplexity without Muon (19.65 against 19.97).",
+        "Muon is the better inner optimizer", "A §5", _muon,
+        ("capacity", "function_learning", "mqar", "zoo", "stability", "language", "ablation"),
+        note=lambda: "The paper's own Table 6 has a lower perplexity without Muon (19.65 against 19.97). The tiny presets differ "
+        "in more: Atlas has half of OmegaNet's hidden units, and Newton–Schulz every 32 tokens.",
     ),
-    Direction("DOT is better than DeepTransformer, and that better than Transformer++", "A §4, Table 2", _dot, ("mqar", "zoo")),
+    Direction(
+        "DOT is better than DeepTransformer, and that better than Transformer++", "A §4, Table 2", _dot,
+        ("mqar", "zoo", "stability"),
+        note=lambda: "In the tiny presets the softmax memories have short convolutions before their keys, as every memory, and "
+        "Transformer++ has none.",
+    ),
     Direction(
         "Function learning: 1 is easiest, 4 easier than 2, 3 and 5 hardest, 3 easier than 5", "A §6.4, Fig. 6",
         lambda: function_order(
@@ -172,22 +189,24 @@ DIRECTIONS = (
     ),
     Direction(
         "Memory caching: GRM is better than Soup, that than SSC, and that than the memory alone", "M §4, Tables 1–4", _caching,
-        ("mqar", "recall", "zoo", "studies"),
+        ("mqar", "recall", "zoo", "stability", "studies", "language"),
         note=lambda: "For a linear memory GRM and Soup are the same function. M's text puts SSC second.",
     ),
     Direction(
-        "The gate of caching should see the context", "M Fig. 5", _context, ("mqar", "studies"),
+        "The gate of caching should see the context", "M Fig. 5", _context, ("mqar", "stability", "studies"),
         note=lambda: '"age": the gate is a projection of the input alone, one for each age of a memory. "ones", "residual": no '
         "gate. In the paper the perplexity changes by 1% (13.3 against 13.4 and 13.5), and the accuracy of retrieval by 7 to 8 "
         "points.",
     ),
     Direction(
-        "Attention is still ahead in recall", "M §4.4, Fig. 3", _gap, ("mqar", "recall"),
-        note=lambda: "Whether caching narrows the gap is in the direction on caching.",
+        "Attention is still ahead in recall", "M §4.4, Fig. 3", _gap, ("mqar", "recall", "language"),
+        note=lambda: "Whether caching narrows the gap is in the direction on caching. M does not claim it of language, and in A "
+        "Table 2 memories are ahead of Transformer++ in perplexity.",
     ),
     Direction(
         "Elastic Memory: exponential sampling is better than uniform", "E Tables 2, 3",
-        lambda: zoo([("elastic-exp", "elastic-uniform")]) + studies("sampling"), ("zoo", "studies"),
+        lambda: zoo(PAIRS["sampling"]) + trained(PAIRS["sampling"]) + studies("sampling") + language("sampling"),
+        ("zoo", "stability", "studies", "language"),
     ),
     Direction(
         "Elastic Memory: trained uniform and tested exponential is better than uniform", "E §3.5",
@@ -206,7 +225,7 @@ DIRECTIONS = (
     ),
     Direction(
         "GAM: both pathways are better than the global one, that than their sum, that than the local one; linear scaling",
-        "G Tables 2, 3", _gam, ("zoo",), note=gam_scaling,
+        "G Tables 2, 3", _gam, ("zoo", "stability"), note=gam_scaling,
     ),
     Direction(
         "MAD: Atlas is better than every baseline", "A Table 4", mad, ("mad",),

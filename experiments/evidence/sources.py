@@ -15,6 +15,7 @@ import numpy as np
 
 from experiments.capacity.report import TITLES, area
 from experiments.intervals import Comparison, compare
+from experiments.language.compare import compared as by_position
 from experiments.mad.report import orders
 from experiments.mad.tasks import TASKS
 from experiments.mqar.report import best
@@ -147,6 +148,31 @@ def ablation(pairs: Iterable[tuple[str, str]]) -> list[Line]:
     return _language(pairs, "ablation/results/ablation.jsonl", "embedded, atlas-tiny", "ablation")
 
 
+def trained(pairs: Iterable[tuple[str, str]]) -> list[Line]:
+    """(better, worse) tiny presets in whole runs at their defaults: held-out bits per byte, on each text.
+
+    Models of a seed read the same batches. Runs without the bound, and runs that diverged, are left out.
+    """
+    from atlasjax.train.defaults import default_config
+
+    losses: dict[tuple[str, str], dict[int, float]] = {}
+    steps, texts = 0, []
+    for row in rows("stability/results/train.jsonl"):
+        if row["bounded"] and row["bits_per_byte"] is not None:
+            losses.setdefault((row["preset"], row["text"]), {})[row["seed"]] = row["bits_per_byte"]
+            steps = row["steps"]
+            texts.append(row["text"])
+    data = default_config("titans-tiny").data
+    tokens = steps * data.batch_size * data.sequence_length
+    found = []
+    for (better, worse), text in itertools.product(pairs, dict.fromkeys(texts)):
+        comparison = paired(losses.get((worse, text), {}), losses.get((better, text), {}))
+        if comparison is not None:
+            told = f"{better} against {worse}: {text}, whole runs of tiny models"
+            found.append(Line(told, comparison, "bits per byte", tokens, "stability"))
+    return found
+
+
 def _language(pairs: Iterable[tuple[str, str]], path: str, where: str, source: str) -> list[Line]:
     losses: dict[str, dict[int, float]] = {}
     tokens = 0
@@ -184,6 +210,21 @@ def studies(direction: str) -> list[Line]:
             found += [
                 Line(f"{line.told}: {text}", line.comparison, line.unit, tokens, "studies")
                 for line in compared(list(group))
+                if line.direction == direction
+            ]
+    return found
+
+
+def language(direction: str) -> list[Line]:
+    """The comparisons of `experiments.language` for one of its directions: by the position in the context."""
+    found = []
+    for text in ("books", "embedded"):
+        if group := rows(f"language/results/{text}.jsonl"):
+            recipe = group[0]["recipe"]
+            tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
+            found += [
+                Line(f"{line.told}, {text}", line.comparison, line.unit, tokens, "language")
+                for line in by_position(group)
                 if line.direction == direction
             ]
     return found

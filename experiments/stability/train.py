@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 from experiments.rows import append_row, read_rows
+from experiments.stability import pairs
 
 HERE = pathlib.Path(__file__).parent
 ROWS = HERE / "results" / "train.jsonl"
@@ -26,19 +27,8 @@ TEXTS = {
     "tinyshakespeare": "tinyshakespeare/input.txt",
     "moby_dick": "gutenberg_moby_dick/2701-0.txt",
 }
-SEEDS = 3  # for the memories of ATLAS and Titans, each on its own; one for the others
-SEVERAL_SEEDS = (
-    "titans",
-    "titans-no-momentum",
-    "atlas",
-    "atlas++",
-    "omeganet",
-    "dla",
-    "swla",
-    "deep-transformer",
-    "swdt",
-    "dot",
-)
+SEEDS = 3  # for the models of `pairs.py` and the softmax memory with a window; one for the others
+SEVERAL_SEEDS = (*pairs.models(), "swdt")
 COMPARED = ("atlas", "titans", "omeganet", "dla", "yaad", "ttt-mlp", "ttt-linear", "titans-no-momentum")
 
 
@@ -62,14 +52,16 @@ def cases() -> list[Case]:
 
     presets = [name.removesuffix("-tiny") for name in preset_names("tiny")]
     alone = [name for name in presets if name in SEVERAL_SEEDS]
-    pairs = ("embedded", "tinyshakespeare")
+    compared = ("embedded", "tinyshakespeare")
     order = [Case("titans", text, seed) for seed in range(SEEDS) for text in TEXTS]
     order += [Case(name, "embedded", 0, bounded) for name in COMPARED for bounded in (True, False)]
     order += [
         Case(f"{name}-{backbone}", "embedded", 0) for name in ("titans", "atlas") for backbone in ("mac", "mag", "mal")
     ]
+    # Each model of a pair on its three seeds: a pair decides nothing with fewer.
+    order += [Case(name, text, seed) for text in TEXTS for name in pairs.models() for seed in range(SEEDS)]
     order += [Case(name, text, 0) for name in alone for text in TEXTS]
-    order += [Case(name, text, seed, bounded) for seed in range(SEEDS) for name in COMPARED for text in pairs
+    order += [Case(name, text, seed, bounded) for seed in range(SEEDS) for name in COMPARED for text in compared
               for bounded in (True, False)]  # fmt: skip
     order += [Case(name, "embedded", 0) for name in presets]
     order += [Case(name, text, seed) for seed in range(SEEDS) for name in alone for text in TEXTS]

@@ -124,6 +124,12 @@ def tested(config: ModelConfig, params: Any, batches: list[Batch], block: int) -
 def bits(config: ModelConfig, params: Any, batches: list[Batch], block: int) -> np.ndarray:
     """Bits per token of each block, the mean over sequences: float64 [time / block]. `config` may differ from the trained one in
     settings without parameters."""
+    total, count = sums(config, params, batches, block)
+    return total / count
+
+
+def sums(config: ModelConfig, params: Any, batches: list[Batch], block: int) -> np.ndarray:
+    """Bits and tokens of each block, summed over sequences: float64 [2, time / block]. Padding counts as nothing."""
     from atlasjax.train import state as state_lib
 
     graphdef = state_lib.model_shapes(config)[0]
@@ -133,12 +139,12 @@ def bits(config: ModelConfig, params: Any, batches: list[Batch], block: int) -> 
         logits = state_lib.merge(graphdef, params)(inputs)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
-    sums = [
+    found = [
         np.stack([(np.asarray(losses(params, b["inputs"], b["targets"])) * b["weights"]).sum(0), b["weights"].sum(0)])
         for b in batches
     ]
-    total, count = np.sum(sums, axis=0, dtype=np.float64).reshape(2, -1, block).sum(-1)
-    return total / count / math.log(2)
+    nats, count = np.sum(found, axis=0, dtype=np.float64).reshape(2, -1, block).sum(-1)
+    return np.stack([nats / math.log(2), count])
 
 
 def memory_layer(config: ModelConfig) -> int | None:

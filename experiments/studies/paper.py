@@ -1,6 +1,6 @@
 """The runs of the papers, and their commands."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 # E §3.3, Table 3: Proof-Pile, N = 540 times 1 to 16. M Fig. 5 does not name a size; 760M is the smaller of its two.
@@ -37,28 +37,33 @@ def runs() -> Iterator[tuple[str, str, str]]:
 
 def plan() -> str:
     """What the runs take, in parameters, tokens and FLOPs, and a command for each."""
+    return "\n".join(
+        [
+            *costs(runs()),
+            "On every host of a pod (prepare the texts with `atlasjax prepare`; other --seed and --run-dir for more seeds):",
+            *(f"    {command}" for _, _, command in runs()),
+            "Then, for directions 13 and 15, of every run of Elastic Memory and its baselines:",
+            "    python -m experiments.studies.run --run-dir runs/elastic-uniform-1x",
+        ]
+    )
+
+
+def costs(chosen: Iterable[tuple[str, str, str]]) -> list[str]:
+    """A table of runs as those of `runs`: parameters, tokens and FLOPs of each and of all."""
     from atlasjax.presets import describe, get_preset
     from atlasjax.train.defaults import default_config
 
-    lines = [f"{'run':22} {'preset':20} {'parameters':>12} {'tokens':>8} {'EFLOP':>7}"]
-    total, commands = 0.0, []
-    for name, preset, command in runs():
+    lines, total = [f"{'run':22} {'preset':20} {'parameters':>12} {'tokens':>8} {'EFLOP':>7}"], 0.0
+    for name, preset, _ in chosen:
         config: Any = default_config(preset)
         tokens = config.steps * config.data.batch_size * config.data.sequence_length
         parameters = describe(get_preset(preset), length=config.data.sequence_length)["parameters"]
         flops = 6 * parameters * tokens
         total += flops
         lines.append(f"{name:22} {preset:20} {parameters:12,} {tokens / 1e9:7.0f}B {flops / 1e18:7.0f}")
-        commands.append(command)
     hours = total / (0.4 * 459e12) / 3600
-    return "\n".join(
-        [
-            *lines,
-            f"Together {total / 1e18:,.0f} EFLOP for one seed, 6 for each parameter and token: {hours:,.0f} hours of a TPU v5p at "
-            "40% of its peak. Not counted: attention and memories.",
-            "On every host of a pod (prepare the texts with `atlasjax prepare`; other --seed and --run-dir for more seeds):",
-            *(f"    {command}" for command in commands),
-            "Then, for directions 13 and 15, of every run of Elastic Memory and its baselines:",
-            "    python -m experiments.studies.run --run-dir runs/elastic-uniform-1x",
-        ]
+    told = (
+        f"Together {total / 1e18:,.0f} EFLOP for one seed, 6 for each parameter and token: {hours:,.0f} hours of a TPU v5p at "
+        "40% of its peak. Not counted: attention and memories."
     )
+    return [*lines, told]

@@ -1,14 +1,14 @@
 """Table and plot of the studies."""
 
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from experiments.intervals import Comparison
 from experiments.rows import Row
-from experiments.studies.compare import DIRECTIONS, compared, noisy, rise
+from experiments.studies.compare import DIRECTIONS, Compared, compared, noisy, rise
 from experiments.studies.measure import RATES, SAMPLINGS
 from experiments.studies.models import MODELS, ORDER, SIZES
 
@@ -40,7 +40,7 @@ def table(rows: list[Row], text: str) -> str:
         floats = "" if group[0]["memory_floats"] is None else f"{group[0]['memory_floats']:,}"
         cells = (name, f"{_mean(group):.3f}", spread, f"{first:.3f}", f"{last:.3f}", floats)
         lines.append(f"| {' | '.join(cells)} | {group[0]['parameters']:,} | {len(group)} |")
-    lines += ["", *_comparisons(rows), *_samplings(groups), "", *_corruption(groups)]
+    lines += ["", *comparisons(compared(rows), DIRECTIONS), *_samplings(groups), "", *_corruption(groups)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -48,15 +48,15 @@ def _mean(group: list[Row]) -> float:
     return float(np.mean([row["bits_per_byte"] for row in group]))
 
 
-def _comparisons(rows: list[Row]) -> Iterable[str]:
-    lines = compared(rows)
+def comparisons(lines: list[Compared], directions: Mapping[str, str]) -> Iterable[str]:
+    """Tables of comparisons with their power, one for each direction that has any. directions: its key → its title."""
     if not lines:
         return
     yield (
         "Paired differences over seeds; positive is what the paper says. Runs needed: seeds with which a paired t test at 5% finds "
         "this effect, at this spread, with a power of 80%.\n"
     )
-    for direction, title in DIRECTIONS.items():
+    for direction, title in directions.items():
         group = [line for line in lines if line.direction == direction]
         if not group:
             continue

@@ -55,8 +55,27 @@ def measure(model: ModelConfig, recipe: Recipe, *, progress: str | None = None) 
       progress: name under which progress is reported. None means silent.
 
     Returns:
-      ({bits_per_byte, loss of the last ten steps in nats per byte, tokens_per_second of the median training step,
-      compile_seconds, total seconds, tokens}, the trained parameters).
+      ({bits_per_byte, the numbers of `train`, total seconds}, the trained parameters).
+
+    Raises:
+      FloatingPointError: the loss of a step is not finite.
+    """
+    started = time.perf_counter()
+    result, params = train(train_config(model, recipe), progress=progress)
+    bits_per_byte = round(held_out(model, params, recipe), 4)
+    return {"bits_per_byte": bits_per_byte, **result, "seconds": round(time.perf_counter() - started, 1)}, params
+
+
+def train(config: Any, *, progress: str | None = None) -> tuple[dict[str, Any], Any]:
+    """Trains a run on one device, without checkpoints and evaluations.
+
+    Args:
+      config: the run.
+      progress: name under which progress is reported. None means silent.
+
+    Returns:
+      ({final_training_loss: that of the last ten steps in nats per token, tokens_per_second of the median training step,
+      compile_seconds, tokens}, the trained parameters).
 
     Raises:
       FloatingPointError: the loss of a step is not finite.
@@ -68,8 +87,6 @@ def measure(model: ModelConfig, recipe: Recipe, *, progress: str | None = None) 
     from atlasjax.train.setup import prepare
     from atlasjax.train.step import jit_train_step
 
-    started = time.perf_counter()
-    config = train_config(model, recipe)
     setup = prepare(config)
     state, data = setup.init_state(), iter(setup.train_data)
     batch = global_batch(next(data), setup.mesh)
@@ -78,26 +95,23 @@ def measure(model: ModelConfig, recipe: Recipe, *, progress: str | None = None) 
     step = step.lower(state, batch).compile()
     compile_seconds = time.perf_counter() - before
     losses, seconds = [], []
-    for number in range(1, recipe.steps + 1):
+    for number in range(1, config.steps + 1):
         before = time.perf_counter()
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
         seconds.append(time.perf_counter() - before)
         if not np.isfinite(losses[-1]):
             raise FloatingPointError(f"the loss of step {number} is {losses[-1]}")
-        if number < recipe.steps:
+        if number < config.steps:
             batch = global_batch(next(data), setup.mesh)
-        if progress and (number % 20 == 0 or number == recipe.steps):
-            print(f"{progress}: step {number}/{recipe.steps}, loss {losses[-1]:.3f}", flush=True)
-    result = held_out(model, state.params, recipe)
-    tokens = recipe.batch_size * recipe.sequence_length
+        if progress and (number % 20 == 0 or number == config.steps):
+            print(f"{progress}: step {number}/{config.steps}, loss {losses[-1]:.3f}", flush=True)
+    tokens = config.data.batch_size * config.data.sequence_length
     return {
-        "bits_per_byte": round(result, 4),
         "final_training_loss": round(float(np.mean(losses[-10:])), 4),
         "tokens_per_second": round(tokens / statistics.median(seconds)),
         "compile_seconds": round(compile_seconds, 1),
-        "seconds": round(time.perf_counter() - started, 1),
-        "tokens": tokens * recipe.steps,
+        "tokens": tokens * config.steps,
     }, jax.device_get(state.params)
 
 

@@ -1,0 +1,34 @@
+"""Pairs of tiny presets that decide a direction of the papers: (better, worse) by what the paper says.
+
+`train.py` runs them on three seeds first, and the page of evidence compares them.
+"""
+
+# Direction → its pairs, those that differ in the claim alone first.
+PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
+    # Sliding windows of linear attention differ in the window alone; OmegaNet also in its polynomial features.
+    "omega": (("swla", "retnet-lmm"), ("omeganet", "titans-no-momentum"), ("omeganet", "titans")),
+    "polynomial": (("polysketch", "linear-attention"),),
+    "deep": (
+        ("ttt-mlp", "ttt-linear"),
+        ("dla", "retnet-lmm"),
+        ("dla", "linear-attention"),
+        ("titans-no-momentum", "gated-delta-rule"),
+    ),
+    "gated": (("atlas++", "atlas"),),
+    "muon": (("atlas", "omeganet"),),
+    "dot": (("dot", "deep-transformer"), ("deep-transformer", "transformer++"), ("dot", "transformer++")),
+    "caching": (
+        ("titans-grm", "titans-soup"),
+        ("titans-soup", "titans-ssc"),
+        *((f"titans-{name}", "titans") for name in ("grm", "soup", "ssc", "residual")),
+    ),
+    "gate": (("titans-grm", "titans-residual"),),
+    "sampling": (("elastic-exp", "elastic-uniform"),),
+    "gam": (("gam", "gam-global"), ("gam-global", "gam-sum"), ("gam-sum", "gam-local")),
+}
+
+
+def models() -> list[str]:
+    """The models of the pairs, each once: those of pairs that cost least first, then as above."""
+    cheap = ("omega", "deep", "sampling", "gam", "caching", "gate", "dot", "muon", "polynomial", "gated")
+    return list(dict.fromkeys(model for name in cheap for pair in PAIRS[name] for model in pair))
