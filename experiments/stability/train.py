@@ -140,6 +140,16 @@ def watch(config: Any) -> dict[str, Any]:
     return row
 
 
+def keep_compiled_programs() -> None:
+    """In the user's cache folder: a model's seeds and texts share their programs, and so does a command that goes on."""
+    import jax
+
+    from atlasjax import cache
+
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache.folder() / "experiments"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of tiny presets, without -tiny")
@@ -150,6 +160,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only write the tables and the plot")
     options = parser.parse_args()
     if not options.report:
+        keep_compiled_programs()
         done = {tuple(row[name] for name in ("preset", "text", "seed", "bounded")) for row in read_rows(options.rows)}
         for case in cases():
             chosen = (
