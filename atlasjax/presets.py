@@ -48,6 +48,9 @@ from atlasjax.nn.config import (
 from atlasjax.nn.mixers import MIXERS
 
 _PAPER_VOCABULARY = 32_000
+# Muon memories, whose exact gradients grow exponentially with the distance → tokens over which they grow about tenfold at most
+# (`MemoryConfig.truncation`). Writes that are rarer than every token make them grow faster.
+TRUNCATION = {"atlas": 4096, "atlas_plus_plus": 512}
 
 
 def _blocks(elastic: ElasticConfig, layers: int) -> dict[str, object]:
@@ -79,8 +82,7 @@ class Size:
       memory: overrides for the rules that accept them.
       mamba2_state: published state size of Mamba-2.
       cached_segment: number of tokens in a segment of Memory Caching (MC: 256).
-      truncation: rule → `MemoryConfig.truncation`, for Muon memories, whose exact gradients grow exponentially with the distance:
-        lengths over which they grow by a factor of about ten at most. A cached memory begins anew in each segment and needs none.
+      truncation: rule → `MemoryConfig.truncation`. A cached memory begins anew in each segment and needs none.
       max_positions: number of positions in models with learned positions.
       blocks: mixer → config, for the mixers that attend within blocks.
     """
@@ -92,7 +94,7 @@ class Size:
     memory: dict[str, Any] = dataclasses.field(default_factory=lambda: {"cache_window": 2048})
     mamba2_state: int = 128
     cached_segment: int = 256
-    truncation: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"atlas": 4096, "atlas_plus_plus": 512})
+    truncation: Mapping[str, int] = dataclasses.field(default_factory=lambda: TRUNCATION)
     max_positions: int = 4096
     blocks: Mapping[str, object] = dataclasses.field(
         default_factory=lambda: _blocks(ElasticConfig(540, block_size=1024), layers=12)

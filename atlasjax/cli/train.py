@@ -14,6 +14,7 @@ from atlasjax.cli.tune import offer
 from atlasjax.data.tokenizers import vocabulary
 from atlasjax.nn import AttentionConfig, BranchConfig, CachingConfig, MemoryConfig
 from atlasjax.nn.mixers import check_caching
+from atlasjax.presets import TRUNCATION
 from atlasjax.train.config import HELD_OUT, TrainConfig
 from atlasjax.train.cores import use_cores
 from atlasjax.train.defaults import default_config
@@ -125,7 +126,8 @@ def _with_branch(command: TrainCommand, config: TrainConfig) -> TrainConfig:
         )
     with user_errors():
         if command.add_memory is not None:
-            branch = BranchConfig("memory", memory=MemoryConfig(command.add_memory))
+            rule = command.add_memory
+            branch = BranchConfig("memory", memory=MemoryConfig(rule, truncation=TRUNCATION.get(rule)))
         else:
             branch = BranchConfig("swa", attention=AttentionConfig(command.add_window))
         if config.model.branch not in (None, branch):
