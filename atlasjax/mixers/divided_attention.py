@@ -1,7 +1,7 @@
 """Softmax attention whose tokens are divided over devices: each device has the queries of its part of the sequence.
 
-Without a window the keys and values go around all devices (`ring_attention`). With a window a device gets those of the window before
-its part from its neighbours. Either way its memory does not grow with the sequence.
+Without a window the keys and values go around all devices (`ring_attention`). With a window a device gets those of the window
+before its part from its neighbours. Either way its memory does not grow with the sequence.
 """
 
 import math
@@ -65,7 +65,7 @@ def divided(
     batch, heads = partition.batch or None, partition.heads or None
     by_head, ids = PartitionSpec(batch, axes, heads), PartitionSpec(batch, axes)
     specs = (
-        Tokens(by_head, by_head, by_head, by_head, ids, None if tokens.segment is None else ids),
+        jax.tree.map(lambda x: ids if x.ndim == 2 else by_head, tokens),
         jax.tree.map(lambda _: PartitionSpec(None, heads), persistent),
     )
     mapped = jax.shard_map(part, mesh=partition.mesh, in_specs=specs, out_specs=by_head, check_vma=False)
@@ -74,9 +74,7 @@ def divided(
 
 def _padded(tokens: Tokens, missing: int) -> Tokens:
     """The tokens, with others after them that no token sees."""
-    pad = lambda x, fill=0: jnp.pad(
-        x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)), constant_values=fill
-    )
+    pad = lambda x, fill=0: jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
     padded: Tokens = jax.tree.map(pad, tokens)
     return padded._replace(position=pad(tokens.position, -1))
 
@@ -90,11 +88,9 @@ def _over_all(axes: tuple[str, ...], tokens: Tokens, persistent: PyTree | None) 
     return y.astype(v.dtype)
 
 
-def _with_persistent(
-    q: jax.Array, y: jax.Array, log_sum: jax.Array, keys: jax.Array, values: jax.Array
-) -> jax.Array:
+def _with_persistent(q: jax.Array, y: jax.Array, log_sum: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
     """One softmax over the tokens, of which y and log_sum are known (`ring_attention`), and the keys [persistent, kv_heads, …]."""
-    batch, time, heads, dim = q.shape
+    (batch, time), dim = q.shape[:2], q.shape[-1]
     grouped = lambda x: x.reshape(batch, time, keys.shape[1], -1, *x.shape[3:])
     logits = jnp.einsum("btkgd,pkd->btkgp", grouped(q), keys, preferred_element_type=jnp.float32) * dim**-0.5
     weights = jax.nn.softmax(jnp.concatenate([grouped(log_sum)[..., None], logits], axis=-1), axis=-1)

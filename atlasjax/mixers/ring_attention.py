@@ -2,10 +2,10 @@
 
     y_t = Σ_s exp(q_t · k_s / √key_dim − l_t) v_s        l_t = log Σ_s exp(q_t · k_s / √key_dim)        over s ≤ t of t's segment
 
-(Liu et al. 2023.) Each device keeps the queries of its part of the sequence. The parts of keys and values pass every device in turn,
-and each device adds what its queries read of them, with the largest logit and the sum so far. The backward pass goes around once
-more: it computes the logits again, and the gradients of a part of keys and values travel with it. So a device holds its own part
-and one part of others that it reads, with one that arrives meanwhile, and the logits of one block of queries and keys.
+(Liu et al. 2023.) Each device keeps the queries of its part of the sequence. The parts of keys and values pass every device in
+turn, and each device adds what its queries read of them, with the largest logit and the sum so far. The backward pass goes around
+once more: it computes the logits again, and the gradients of a part of keys and values travel with it. So a device holds its own
+part and the one that it reads, with the next one that arrives meanwhile, and the logits of one block of queries and keys.
 
 Since a token sees only what is before it, devices with consecutive tokens would wait for the last one. So tokens are dealt out anew
 inside the attention (`deal`): with n devices and 2n pieces of the sequence, device i has the pieces i and 2n − 1 − i, and every
@@ -91,8 +91,11 @@ class _Tokens(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What queries have read so far: the largest logit, the sum of weights, and the weighted values, [batch, kv_heads, groups, time]
-    and [batch, kv_heads, groups, time, value_dim]."""
+    """What queries have read so far.
+
+    top, total: the largest logit, and the sum of weights, [batch, kv_heads, groups, time]. values: the sum of weighted values,
+    [batch, kv_heads, groups, time, value_dim].
+    """
 
     top: jax.Array
     total: jax.Array
@@ -111,7 +114,7 @@ def _forward(
     axes: tuple[str, ...], q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array | None
 ) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     batch, time, kv_heads, groups, _ = q.shape
-    place = _places(time, axes)
+    place, q, segment = _bound(_places(time, axes), q, segment)
     queries = _blocks(_QUERIES, -1, place, segment, q)
     part = _blocks(_KEYS, _NEVER, place, segment, k, v)
     blocks, size = queries.place.shape
@@ -126,7 +129,9 @@ def _forward(
     (_, sums), _ = jax.lax.scan(turn, start, None, length=jax.lax.axis_size(axes))
     total = jnp.maximum(sums.total, 1.0)  # at least 1, but for queries of padding
     y, log_sum = sums.values / total[..., None], sums.top + jnp.log(total)
-    join = lambda x: jnp.moveaxis(jnp.moveaxis(x, 0, 3).reshape(batch, kv_heads, groups, -1, *x.shape[5:]), 3, 1)[:, :time]
+    join = lambda x: jnp.moveaxis(jnp.moveaxis(x, 0, 3).reshape(batch, kv_heads, groups, -1, *x.shape[5:]), 3, 1)[
+        :, :time
+    ]
     y, log_sum = join(y), join(log_sum)
     return (y, log_sum), (q, k, v, segment, y, log_sum)
 
@@ -134,7 +139,8 @@ def _forward(
 def _backward(axes: tuple[str, ...], saved: tuple, cotangents: tuple[jax.Array, jax.Array]) -> tuple:
     q, k, v, segment, y, log_sum = saved
     dy, dlog_sum = cotangents
-    time, place = q.shape[1], _places(q.shape[1], axes)
+    time = q.shape[1]
+    place, dy, segment = _bound(_places(time, axes), dy, segment)
     # ∂/∂logit = weight (dy · v − dy · y + dl)
     offset = dlog_sum - jnp.sum(dy * y, axis=-1)
     queries = _blocks(_QUERIES, -1, place, segment, q, dy.astype(v.dtype), log_sum, offset)
@@ -233,6 +239,14 @@ def _may_see(block: _Tokens, keys: _Tokens) -> jax.Array:
     if block.segment is not None and keys.segment is not None:
         seen &= jnp.any(jnp.max(keys.segment, axis=1) >= jnp.min(block.segment, axis=1))
     return seen
+
+
+def _bound(place: jax.Array, x: jax.Array, segment: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The arguments, of which all now depend on x.
+
+    Otherwise the masks are the same for all layers, and JAX takes them out of a scan over layers: those of all blocks, at once.
+    """
+    return jax.lax.optimization_barrier((place, x, segment))
 
 
 def _places(time: int, axes: tuple[str, ...]) -> jax.Array:
