@@ -51,7 +51,11 @@ def divided(
         divisible.
       tokens: the arrays.
       window, persistent: as for `run`.
+
+    Raises:
+      ValueError: the batch or kv_heads are not divisible by the size of their axes.
     """
+    partition.check(tokens.q.shape[0], tokens.k.shape[2])
     axes, time = partition.time, tokens.q.shape[1]
     devices = math.prod(partition.mesh.shape[axis] for axis in axes)
     multiple = 2 * devices if window is None else devices

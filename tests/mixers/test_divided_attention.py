@@ -78,6 +78,12 @@ def test_values_and_gradients_of_one_device(case, monkeypatch):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * abs(b).max())
 
 
+def test_heads_that_the_mesh_does_not_divide_are_refused():
+    (q, k, v, _), _, _ = inputs(16, 1, jnp.float32, False, False)
+    with pytest.raises(ValueError, match="heads=1 must be divisible by 2, the size of the mesh axes"):
+        attention(q, k, v, partition=partition_of(**OVER_ALL))
+
+
 @pytest.mark.parametrize("devices", [1, 4, 7])
 def test_tokens_are_dealt_out_and_collected(devices):
     """Of 2n pieces device i has i and 2n − 1 − i."""
