@@ -25,7 +25,7 @@ from atlasjax import check
 from atlasjax.memory import Partition
 from atlasjax.memory.check import check_ids
 from atlasjax.mixers import fused_attention
-from atlasjax.mixers.divided_attention import divided
+from atlasjax.mixers.divided_attention import Tokens, divided
 from atlasjax.mixers.rotary import rotate
 from atlasjax.mixers.shapes import check_shapes
 from atlasjax.mixers.softmax_attention import Source, apart, softmax_attention, together
@@ -92,7 +92,8 @@ def attention(
     rotated = rotate(q, position, rope_theta, rope_dim)
     k = rotate(k, position, rope_theta, rope_dim)
     if partition is not None and partition.time:
-        return divided(_in_blocks, partition, q, rotated, k, v, position, segment, window, persistent)
+        tokens = Tokens(q, rotated, k, v, position, segment)
+        return divided(_in_blocks, partition, tokens, window, persistent)
     blocks = lambda heads: _whole(q, heads.q, heads.k, heads.v, position, heads.segment, window, persistent)
     heads = fused_attention.Heads(rotated, k, v, segment)
     if persistent is not None or not fused:

@@ -1,6 +1,7 @@
 """Memory Caching from a fresh memory: all segments of a call in parallel, each reading the ones before it."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -155,21 +156,32 @@ def read_segments(
         return own_read
     params = jax.tree.map(lambda x: x.astype(wide), params)
     blend = None if rows.blend is None else up(rows.blend)
-    if rows.connector is None:
-        scores, own = jnp.zeros((*q.shape[:4], total), wide), jnp.zeros(q.shape[:4], wide)
-    elif rule.connector == "age":
-        u = up(rows.connector)
-        age = cached.first + jnp.arange(count)[:, None] - jnp.arange(total)
-        scores = gating.by_age(u, jnp.broadcast_to(age[:, None, None, None], (*q.shape[:4], total)))
-        own = u[..., 0]
-    else:
-        u = up(rows.connector)
+    connector = None if rows.connector is None else up(rows.connector)
+    keys: jax.Array | None = None
+    own = jnp.zeros(q.shape[:4], wide)
+    if connector is not None and rule.connector == "age":
+        own = connector[..., 0]
+    elif connector is not None:
         keys = cached.of_all(gating.pool(rule, k, axis=3))
-        scores = jnp.einsum("sbhtd,ibhd->sbhti", u, keys, precision=jax.lax.Precision.HIGHEST)
-        own = gating.score(u, gating.running_pool(rule, jnp.cumsum(k, axis=3), jnp.arange(1, size + 1)))
-    seen = jnp.broadcast_to(cached.visible[:, :, None, None, :], scores.shape)
+        own = gating.score(connector, gating.running_pool(rule, jnp.cumsum(k, axis=3), jnp.arange(1, size + 1)))
+
+    def score(keys: jax.Array | None, u: jax.Array | None, number: jax.Array) -> jax.Array:
+        """The tokens of segment `number` with all memories: [batch, heads, C, all]."""
+        if u is None:
+            return jnp.zeros((*q.shape[1:4], total), wide)
+        if keys is None:
+            return gating.by_age(u, jnp.broadcast_to(number - jnp.arange(total), (*q.shape[1:4], total)))
+        return jnp.einsum("bhtd,ibhd->bhti", u, keys, precision=jax.lax.Precision.HIGHEST)
+
+    numbers = cached.first + jnp.arange(count)
     if rule.aggregation == "ssc":
-        return _read_selected(rule, params, cached.of_all(cached.weights), q, own_read, scores, own, seen, blend, dtype)
+        scores, chosen, seen = _select(rule, score, keys, connector, numbers, cached.visible)
+        gamma, mine = gating.gamma(rule, scores, own, seen, blend)
+        index = jnp.where(seen, chosen, total)
+        others = _read_selected(rule, params, cached.of_all(cached.weights), q, index, gamma, dtype)
+        return combine.join(rule.rule, params, q, own_read, mine, others)
+    scores = jax.vmap(functools.partial(score, keys))(connector, numbers)
+    seen = jnp.broadcast_to(cached.visible[:, :, None, None, :], scores.shape)
     gamma, mine = gating.gamma(rule, scores, own, seen, blend)
     if rule.mixes_weights:
         return _read_soup(rule, params, rows, cached.of_all(cached.weights), gamma, mine, starts)
@@ -178,20 +190,37 @@ def read_segments(
     return combine.join(rule.rule, params, q, own_read, mine, others)
 
 
+def _select(
+    rule: CachedRule[Params], score: Callable[..., jax.Array], keys: jax.Array | None, connector: jax.Array | None,
+    numbers: jax.Array, visible: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """The memories that each token reads: scores, indices, and whether it sees them, [segments, batch, heads, C, k].
+
+    One segment after another, forward and backward: the scores of all tokens with all memories would be more than all else.
+    """
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def of_segment(
+        keys: jax.Array | None, u: jax.Array | None, number: jax.Array, visible: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        scores = score(keys, u, number)
+        seen = jnp.broadcast_to(visible[:, None, None, :], scores.shape)
+        chosen = gating.select(rule, scores, seen)
+        pick = lambda x: jnp.take_along_axis(x, chosen, axis=-1)
+        return pick(scores), chosen, pick(seen)
+
+    return jax.lax.map(lambda xs: of_segment(keys, *xs), (connector, numbers, visible))
+
+
 def _read_selected(
-    rule: CachedRule[Params], params: Params, weights: Weights, q: jax.Array, own_read: jax.Array, scores: jax.Array,
-    own: jax.Array, seen: jax.Array, blend: jax.Array | None, dtype: jnp.dtype,
+    rule: CachedRule[Params], params: Params, weights: Weights, q: jax.Array, index: jax.Array, gamma: jax.Array,
+    dtype: jnp.dtype,
 ) -> jax.Array:  # fmt: skip
-    (count, batch, heads, size), total = q.shape[:4], scores.shape[-1]
-    chosen = gating.select(rule, scores, seen)
-    pick = lambda x: jnp.take_along_axis(x, chosen, axis=-1)
-    there = pick(seen)
-    gamma, mine = gating.gamma(rule, pick(scores), own, there, blend)
-    index = jnp.where(there, chosen, total)
+    """`combine.read_selected` of [segments, batch, heads, C, …]."""
+    count, batch, heads, size = q.shape[:4]
     line = lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, count * size, *x.shape[4:])
     others = combine.read_selected(rule.rule, dtype, params, weights, line(q), line(index), line(gamma))
-    others = jnp.moveaxis(others.reshape(batch, heads, count, size, -1), 2, 0)
-    return combine.join(rule.rule, params, q, own_read, mine, others)
+    return jnp.moveaxis(others.reshape(batch, heads, count, size, -1), 2, 0)
 
 
 def _read_soup(

@@ -1,6 +1,7 @@
 """Memory Caching: the fast forms against the definition, the identities of SEMANTICS section 4, and what must be refused."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -290,6 +291,18 @@ def test_selecting_all_memories_is_gated_residual_memory(x64):
     args = make_inputs(ssc)
     grm = dataclasses.replace(ssc, aggregation="grm")
     assert_close(run(memory.scan, ssc, *args), run(memory.reference, grm, *args), EXACT)
+
+
+def test_memories_are_selected_for_one_segment_at_a_time():
+    """The scores of all tokens with all memories would be more than all else, forward and backward."""
+    rule, segments = CachedRule(rules.linear_attention(), "ssc", SIZE, top_k=2), 64
+    params, *arrays = make_inputs(rule, dtype=jnp.float32, batch=1, heads=1, time=segments * SIZE)
+    loss = lambda params, *x: jnp.sum(memory.scan(rule, params, None, *x)[0] ** 2)
+    program = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3)))(params, *arrays))
+    shapes = [[int(x) for x in shape.split(",")] for shape in re.findall(r"\w\[([\d,]+)\]", program)]
+    over_memories = [np.prod(shape) for shape in shapes if shape[-1] == segments]
+    assert segments * SIZE in over_memories
+    assert max(over_memories) < segments * segments * SIZE
 
 
 def test_only_selected_memories_have_gradients(x64):
