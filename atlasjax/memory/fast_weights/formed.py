@@ -40,7 +40,7 @@ def muon_block(
     decay = decay[:, writers] * step_size.reshape(1, -1, *(1,) * (decay.ndim - 2))  # [m, writers] or [m, writers, D]
     momenta = _momenta(momentum, factors, gates, writers)
     triples = coefficients(SCHEDULES[muon.schedule], muon.steps)
-    updates = {name: orthogonal.updates(S, triples, channels=decay.ndim == 3) for name, S in momenta.items()}
+    updates = {name: orthogonal.updates(S, triples, m, channels=decay.ndim == 3) for name, S in momenta.items()}
 
     def linear(name: str, h: jax.Array) -> jax.Array:
         started = h if a is None else h * (a[:, None] if a.ndim == 1 else a)
