@@ -4,10 +4,11 @@
     python experiments/benchmarks/muon_cpu.py --tree ../before         # the same, with the times of another checkout next to it
     python experiments/benchmarks/muon_cpu.py --dims 64 --every 1 8
 
-float32, one head, batch 1, window 4, chunks of 64, elementwise powers of degree 2, MLPs of the presets' expansion (2 at 32 channels,
-4 otherwise), without the bound. The twin is the same rule with momentum in place of Muon, which has a dual form. Forward, and forward
-and backward with gradients of every input and parameter. Each process has one core; all programs of a row, also those of the other
-checkout, are timed in turn, and the best round counts, in seconds of processor time. FLOPs are counted (`atlasjax.flops`).
+float32, one head, batch 1, window 4, chunks of 64, elementwise powers of degree 2, MLPs of the presets' expansion (2 at 32
+channels, 4 otherwise), without the bound. The twin is the same rule with momentum in place of Muon, which has a dual form. Forward,
+and forward and backward with gradients of every input and parameter. Each process has one core; all programs of a row, also those
+of the other checkout, are timed in turn, and the best round counts, in seconds of processor time. FLOPs are counted
+(`atlasjax.flops`).
 """
 
 import argparse
@@ -24,11 +25,12 @@ OUT = pathlib.Path(__file__).with_suffix(".jsonl")
 SIZES = {32: (2, 256), 64: (4, 128), 128: (4, 64)}  # dim → expansion, tokens
 EVERY = (1, 2, 4, 8, 16, 32)
 PASSES = ("forward", "gradient")
+RULES = ("atlas", "twin")
 SHORTEST = 0.05  # seconds that are measured together
 
 
-def programs(dim, every):
-    """(rule, pass) → (function, arguments)."""
+def programs(names, dim, every):
+    """(rule, pass) → (function, arguments), for the rules "atlas" and "twin" that are named."""
     import dataclasses
 
     import jax
@@ -58,7 +60,8 @@ def programs(dim, every):
         gates[name] = rng.uniform(*ranges[name], shape).astype("float32")
     values = (unit(normal()), unit(normal()), normal(), memory.Gates(**gates))
     made = {}
-    for name, rule in {"atlas": atlas, "twin": twin}.items():
+    for name in names:
+        rule = {"atlas": atlas, "twin": twin}[name]
         params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=dim, value_dim=dim)
         forward = lambda params, *args, rule=rule: memory.scan(rule, params, None, *args)
         loss = lambda *args, forward=forward: (forward(*args)[0] ** 2).sum()
@@ -68,13 +71,13 @@ def programs(dim, every):
     return made
 
 
-def work(dim, every):
+def work(names, dim, every):
     """A child process: prints FLOPs, then times all programs once for each line of its input."""
     import jax
 
     from atlasjax.flops import count_flops
 
-    made = programs(dim, every)
+    made = programs(names, dim, every)
     flops = {"/".join(name): count_flops(f, *args) for name, (f, args) in made.items()}
     runs = {}
     for name, (f, args) in made.items():
@@ -95,10 +98,10 @@ def work(dim, every):
         print(json.dumps(seconds), flush=True)
 
 
-def child(tree, dim, every):
+def child(tree, names, dim, every):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     environment = os.environ | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    command = [sys.executable, __file__, "--work", str(dim), str(every)]
+    command = [sys.executable, __file__, "--work", *names, "--dims", str(dim), "--every", str(every)]
     core = max(os.sched_getaffinity(0))
     return subprocess.Popen(
         command,
@@ -112,7 +115,8 @@ def child(tree, dim, every):
 
 def measure(trees, dim, every, rounds):
     """tree name → {"flops": …, "seconds": …}, from children that run in turn."""
-    children = {name: child(tree, dim, every) for name, tree in trees.items()}
+    # The twin is that of this checkout.
+    children = {name: child(tree, RULES[: 1 + (name == "now")], dim, every) for name, tree in trees.items()}
     result = {}
     for name, process in children.items():
         flops = json.loads(process.stdout.readline())
@@ -130,6 +134,11 @@ def measure(trees, dim, every, rounds):
     return result
 
 
+def ratio(row, tree, what, pass_):
+    """Seconds or FLOPs of Atlas in a checkout, divided by those of its twin in this one."""
+    return row[tree][what][f"atlas/{pass_}"] / row["now"][what][f"twin/{pass_}"]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dims", type=int, nargs="+", default=list(SIZES))
@@ -137,10 +146,10 @@ def main():
     parser.add_argument("--tree", type=pathlib.Path, help="another checkout, timed next to this one as `before`")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=pathlib.Path, default=OUT, help="rows that it already has are not measured again")
-    parser.add_argument("--work", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--work", choices=RULES, nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        work(*options.work)
+        work(options.work, *options.dims, *options.every)
         return
     trees = {"now": ROOT} | ({"before": options.tree.resolve()} if options.tree else {})
     lines = options.out.read_text().splitlines() if options.out.exists() else []
@@ -161,10 +170,10 @@ def main():
             }
             with options.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            for name, found in result.items():
+            for name in result:
                 shown = [
-                    f"{pass_} {found['seconds'][f'atlas/{pass_}'] / found['seconds'][f'twin/{pass_}']:7.1f} times the twin"
-                    f" ({found['flops'][f'atlas/{pass_}'] / found['flops'][f'twin/{pass_}']:7.1f} in FLOPs)"
+                    f"{pass_} {ratio(row, name, 'seconds', pass_):7.1f} times the twin"
+                    f" ({ratio(row, name, 'flops', pass_):7.1f} in FLOPs)"
                     for pass_ in PASSES
                 ]
                 print(f"{dim:4d} every {every:2d} {name:7s}", "   ".join(shown), flush=True)

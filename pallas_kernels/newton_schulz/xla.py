@@ -57,14 +57,12 @@ def _polynomial(x: jax.Array, triple: Triple) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _chain(a: jax.Array, triples: tuple[Triple, ...]) -> jax.Array:
-    """Q of all steps, from A_0 with unit trace."""
-    q = None
-    for number, triple in enumerate(triples):
+    """Q of all steps, at least one, from A_0 with unit trace."""
+    q = p = _polynomial(a, triples[0])
+    for triple in triples[1:]:
+        a = _dot(_dot(p, a), p)
         p = _polynomial(a, triple)
-        q = p if q is None else _dot(p, q)
-        if number < len(triples) - 1:
-            a = _dot(_dot(p, a), p)
-    assert q is not None
+        q = _dot(p, q)
     return q
 
 
@@ -73,19 +71,14 @@ def _chain_jvp(
     triples: tuple[Triple, ...], primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     (a,), (da,) = primals, tangents
-    q = dq = None
-    for number, triple in enumerate(triples):
-        p = _polynomial(a, triple)
-        dp = triple[1] * da + triple[2] * _twice_symmetric(_dot(a, da))
-        if q is None or dq is None:
-            q, dq = p, dp
-        else:
-            q, dq = _dot(p, q), _dot(dp, q) + _dot(p, dq)
-        if number < len(triples) - 1:
-            da = _twice_symmetric(_dot(0.5 * _dot(p, da) + _dot(dp, a), p))
-            a = _dot(_dot(p, a), p)
-    assert q is not None
-    assert dq is not None
+    slope = lambda triple: triple[1] * da + triple[2] * _twice_symmetric(_dot(a, da))
+    q = p = _polynomial(a, triples[0])
+    dq = dp = slope(triples[0])
+    for triple in triples[1:]:
+        da = _twice_symmetric(_dot(0.5 * _dot(p, da) + _dot(dp, a), p))
+        a = _dot(_dot(p, a), p)
+        p, dp = _polynomial(a, triple), slope(triple)
+        q, dq = _dot(p, q), _dot(dp, q) + _dot(p, dq)
     return q, dq
 
 

@@ -1,6 +1,6 @@
-"""Blocks of tokens whose matrices are formed, because reads are not linear in the gradients.
+"""Blocks of tokens of memories that Newton–Schulz writes (Muon), where reads are not linear in the gradients.
 
-Newton–Schulz (Muon) needs the matrix itself. Only the matrices of one short block exist at a time.
+Each write has its own matrices (`orthogonal`). Only those of one short block exist at a time.
 """
 
 import jax
@@ -23,7 +23,7 @@ def muon_block(
     read: Read,
     dtype: jnp.dtype,
 ) -> tuple[Weights, Weights | None, jax.Array]:
-    """Muon: forms the momenta of the block's writing tokens, orthogonalizes them together in float32, and sums them.
+    """Muon: orthogonalizes the momenta of the block's writing tokens together, in float32, and sums them.
 
     Newton–Schulz is not linear, so there is no dual form. The block starts at a multiple of `Muon.every` tokens from the start of
     its chunk, or is one token long with η masked by the caller.
