@@ -125,7 +125,8 @@ def orthogonalized(s: jax.Array, triples: tuple[Triple, ...]) -> jax.Array:
     """NS of matrices [..., rows, columns] of at least float32, in the form with fewer operations."""
     transposed = s.shape[-2] > s.shape[-1]
     x = s.mT if transposed else s
-    if polynomial_is_accurate(triples) and forms.cheaper(*x.shape[-2:], len(triples)) == "gram":
+    rows, columns = x.shape[-2:]
+    if polynomial_is_accurate(triples) and forms.cheaper(rows, columns, len(triples)) == "gram":
         y = _dot(polynomial(_dot(x, x.mT), triples), x)
     else:
         y = direct(x, triples)

@@ -103,7 +103,8 @@ class Polynomials(NamedTuple):
 def updates(momenta: Momenta, triples: tuple[Triple, ...], tokens: int, *, channels: bool) -> Formed | Polynomials:
     """NS of each S_j, in the form with fewer operations. tokens: of the block; channels: whether the memory decays per channel."""
     rows, columns = sorted(momenta.start.shape)
-    if channels or not _without_forming(rows, columns, *momenta.coefficients.shape, tokens, triples):
+    count, factors = momenta.coefficients.shape
+    if channels or not _without_forming(rows, columns, count, factors, tokens, triples):
         return Formed(xla.orthogonalized(momenta.formed(), triples))
     left, inputs = momenta.factors
     if left.shape[1] > inputs.shape[1]:
