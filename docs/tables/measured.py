@@ -195,6 +195,28 @@ def bench_caching() -> str:
     return table(("tokens", "memory", "s", "temporary MB"), lines, right=(0, 2, 3))
 
 
+def bench_muon() -> str:
+    """Atlas compared with its twin without Newton–Schulz, against `every`: now, and in the commit before."""
+    lines = []
+    for row in sorted(rows(BENCHMARKS / "muon_cpu.jsonl"), key=lambda row: (row["dim"], row["every"])):
+        cells: list[object] = [f"{row['dim']}, {row['expansion']}×", row["every"]]
+        for what in ("seconds", "flops"):
+            for pass_ in ("forward", "gradient"):
+                twin = row["now"][what][f"twin/{pass_}"]
+                times = [row[tree][what][f"atlas/{pass_}"] / twin for tree in ("before", "now") if tree in row]
+                cells.append(" → ".join(f"{x:.0f}" if x >= 20 else f"{x:.1f}" for x in times))
+        lines.append(cells)
+    head = (
+        "heads of, expansion",
+        "`every`",
+        "time, forward",
+        "time, with gradients",
+        "FLOPs, forward",
+        "FLOPs, with gradients",
+    )
+    return table(head, lines, right=range(1, 6))
+
+
 def _input(command: str) -> list[dict[str, Any]]:
     return [row for row in rows(BENCHMARKS / "input_cpu.jsonl") if row["command"] == command]
 

@@ -1,16 +1,16 @@
-"""Blocks of tokens whose matrices are formed, because reads are not linear in the gradients.
+"""Blocks of tokens of memories that Newton–Schulz writes (Muon), where reads are not linear in the gradients.
 
-Newton–Schulz (Muon) needs the matrix itself. Only the matrices of one short block exist at a time.
+Each write has its own matrices (`orthogonal`). Only those of one short block exist at a time.
 """
 
 import jax
 import jax.numpy as jnp
 
 from atlasjax.memory.blocks import BlockGates, Factors, Read, decay_products, dot, exact
-from atlasjax.memory.fast_weights import step_sizes
+from atlasjax.memory.fast_weights import orthogonal, step_sizes
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.gates import Weights
-from pallas_kernels.newton_schulz import SCHEDULES, newton_schulz
+from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
 
 def muon_block(
@@ -23,7 +23,7 @@ def muon_block(
     read: Read,
     dtype: jnp.dtype,
 ) -> tuple[Weights, Weights | None, jax.Array]:
-    """Muon: forms the momenta of the block's writing tokens, orthogonalizes them together in float32, and sums them.
+    """Muon: orthogonalizes the momenta of the block's writing tokens together, in float32, and sums them.
 
     Newton–Schulz is not linear, so there is no dual form. The block starts at a multiple of `Muon.every` tokens from the start of
     its chunk, or is one token long with η masked by the caller.
@@ -39,25 +39,17 @@ def muon_block(
     step_size = gates.step_size[writers]
     decay = decay[:, writers] * step_size.reshape(1, -1, *(1,) * (decay.ndim - 2))  # [m, writers] or [m, writers, D]
     momenta = _momenta(momentum, factors, gates, writers)
-    updates = {name: newton_schulz(S, muon.steps, SCHEDULES[muon.schedule]) for name, S in momenta.items()}
+    triples = coefficients(SCHEDULES[muon.schedule], muon.steps)
+    updates = {name: orthogonal.updates(S, triples, m, channels=decay.ndim == 3) for name, S in momenta.items()}
 
     def linear(name: str, h: jax.Array) -> jax.Array:
         started = h if a is None else h * (a[:, None] if a.ndim == 1 else a)
-        out = dot(started, memory[name].T, dtype)
-        if decay.ndim == 2:
-            each = dot(h, updates[name].mT, dtype)  # [writers, m, out]
-            return out + jnp.einsum("tj,jto->to", decay, each)
-        return out + jnp.einsum("jto->to", dot(jnp.swapaxes(decay, 0, 1) * h, updates[name].mT, dtype))
+        return dot(started, memory[name].T, dtype) + updates[name].read(h, decay, dtype)
 
     y = read(linear)
-    new_memory = {}
-    for name, update in updates.items():
-        started = memory[name] if a is None else a[-1] * memory[name]
-        if decay.ndim == 2:
-            new_memory[name] = started + jnp.einsum("j,joi->oi", decay[-1], update)
-        else:
-            new_memory[name] = started + jnp.einsum("ji,joi->oi", decay[-1], update)
-    return new_memory, {name: S[-1] for name, S in momenta.items()}, y
+    started = lambda name: memory[name] if a is None else a[-1] * memory[name]
+    new_memory = {name: started(name) + update.total(decay[-1]) for name, update in updates.items()}
+    return new_memory, {name: S.last() for name, S in momenta.items()}, y
 
 
 def unwritten_block(
@@ -75,19 +67,15 @@ def unwritten_block(
     decayed = lambda x: x if decay is None else decay * x
     y = read(lambda name, h: dot(decayed(h), memory[name].T, dtype))
     momenta = _momenta(momentum, factors, gates, slice(None))
-    return jax.tree.map(decayed, memory), {name: S[-1] for name, S in momenta.items()}, y
+    return jax.tree.map(decayed, memory), {name: S.last() for name, S in momenta.items()}, y
 
 
 def _momenta(
     momentum: Weights | None, factors: dict[str, Factors], gates: BlockGates, tokens: slice
-) -> dict[str, jax.Array]:
-    """S_t of some of the block's tokens, name → [tokens, out, in]."""
+) -> dict[str, orthogonal.Momenta]:
+    """S_t of some of the block's tokens, as sums of the block's gradients."""
     assert momentum is not None
     assert gates.momentum_decay is not None
     beta, pairwise = decay_products(gates.momentum_decay)
     D = -exact(pairwise, gates.gamma)[tokens]
-    momenta = {}
-    for name, (left, inputs) in factors.items():
-        gradients = jnp.einsum("je,eo,ei->joi", D, left, inputs, precision=jax.lax.Precision.HIGHEST)
-        momenta[name] = beta[tokens, None, None] * momentum[name] + gradients
-    return momenta
+    return {name: orthogonal.Momenta(momentum[name], beta[tokens], D, factors[name]) for name in factors}
