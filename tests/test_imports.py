@@ -72,7 +72,7 @@ MAY_IMPORT = {
 }
 ON_TOP = {"atlasjax", "atlasjax.cli"}  # may import all; nothing below knows the command line
 # Inside `atlasjax.memory`: each room or module and what it may import of it besides itself.
-_SHARED = {"axes", "blocks", "check", "gates", "grid", "limits", "meshes", "rule"}
+_SHARED = {"axes", "blocks", "check", "gates", "grid", "layerwise", "limits", "meshes", "rule"}
 _FAMILIES = {"fast_weights", "softmax", "caching", "log_linear"}
 MEMORY_MAY_IMPORT = {
     "axes": {"blocks"},
@@ -81,6 +81,7 @@ MEMORY_MAY_IMPORT = {
     "limits": {"axes", "blocks", "meshes"},
     "meshes": set(),
     "grid": set(),
+    "layerwise": {"gates", "grid", "rule"},
     "check": {"gates"},
     "rule": {"check", "gates"},
     "partition": {"gates", "rule"},
@@ -93,7 +94,7 @@ MEMORY_MAY_IMPORT = {
     "tuned": set(),
     "backends": {"fast_weights", "gates", "rule", "tuned"},  # the types of what kernels are asked
     "suggested": {"gates", "rule"},
-    "api": {"backends", "check", "fast_weights", "gates", "meshes", "partition", "rule"},
+    "api": {"backends", "check", "fast_weights", "gates", "layerwise", "meshes", "partition", "rule"},
 }
 HEAVY = [
     "orbax",

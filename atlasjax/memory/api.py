@@ -15,6 +15,7 @@ from atlasjax.check import integer
 from atlasjax.memory import backends, check
 from atlasjax.memory.fast_weights.kernels import PALLAS
 from atlasjax.memory.gates import Gates
+from atlasjax.memory.layerwise import step_layer, take_layer
 from atlasjax.memory.meshes import on_any_mesh
 from atlasjax.memory.partition import Partition, partitioned
 from atlasjax.memory.rule import Params, Rule, ScanCall, State, check_rule
@@ -188,6 +189,7 @@ def step(
     v: Float[Array, "batch heads value_dim"],
     gates: Gates,
     *,
+    layer: Int[Array, ""] | None = None,
     check_gates: bool = False,
 ) -> tuple[Float[Array, "batch heads value_dim"], State]:
     """Writes and reads one token, for decoding: `scan` without the time axis.
@@ -199,6 +201,8 @@ def step(
       rule, params, state: as in `scan`. The state is required.
       q, k: [batch, heads, key_dim]; v: [batch, heads, value_dim].
       gates: [batch, heads(, channels)].
+      layer: the state is that of all layers of a model, [layers, batch, …], of which this one's is read and written: where it lies
+        if the rule can (`Rule.step_layer`), otherwise it is taken out and put back whole.
       check_gates: as in `scan`.
 
     Returns:
@@ -212,11 +216,14 @@ def step(
     where = "memory.step"
     check_rule(rule, where)
     gates = check.whole_gates(rule, gates, q, v, where)
-    rule.check_call(params, state, q, k, v, gates, time=False, where=where)
+    rule.check_call(params, take_layer(state, layer), q, k, v, gates, time=False, where=where)
     check.check_arrays(where, params=params, state=state, q=q, k=k, v=v, gates=gates)
     if check_gates:
         check.check_gate_ranges(gates, where)
-    return _on_any_mesh(rule, rule.step, 1)(params, state, q, k, v, gates)
+    if layer is None:
+        return _on_any_mesh(rule, rule.step, 1)(params, state, q, k, v, gates)
+    run = lambda params, states, q, k, v, gates, layer: step_layer(rule, params, states, layer, q, k, v, gates)
+    return on_any_mesh(run, None, layers=True)(params, state, q, k, v, gates, layer)
 
 
 def read(

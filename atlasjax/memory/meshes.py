@@ -45,13 +45,15 @@ def scan(body: Callable[[Carry, X], tuple[Carry, Y]], init: Carry, xs: X, *, rev
 
 
 def on_any_mesh(
-    call: Callable[..., tuple[jax.Array, State]], fresh_state: Callable[[Params], State]
+    call: Callable[..., tuple[jax.Array, State]], fresh_state: Callable[[Params], State] | None, *, layers: bool = False
 ) -> Callable[..., tuple[jax.Array, State]]:
     """Wraps a call `(params, state, q, …) → (y, state)` to run under shard_map and on a mesh with explicit axes.
 
     Args:
       call: the call.
-      fresh_state: params → a state with the structure and shapes of the returned one, for calls without a state.
+      fresh_state: params → a state with the structure and shapes of the returned one, for calls without a state; None if there are
+        none.
+      layers: whether states are those of all layers, [layers, batch, …].
 
     Returns:
       The wrapped call. On a mesh with explicit axes its results are sharded like q: y along all axes, the leaves of the state along
@@ -66,9 +68,11 @@ def on_any_mesh(
         if not explicit:
             return call(params, state, q, *rest)
         tokens = PartitionSpec(*sharding.spec, *[None] * (q.ndim - len(sharding.spec)))
-        of_state = lambda x: PartitionSpec(tokens[0]) if x.ndim == 1 else PartitionSpec(tokens[0], tokens[-2])
+        lead = (None, tokens[0]) if layers else (tokens[0],)
+        of_state = lambda x: PartitionSpec(*lead) if x.ndim == len(lead) else PartitionSpec(*lead, tokens[-2])
         after = state
         if state is None:
+            assert fresh_state is not None
             after = jax.eval_shape(fresh_state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
         outputs = (tokens, jax.tree.map(of_state, after))
         return jax.sharding.auto_axes(call, axes=explicit, out_sharding=outputs)(params, state, q, *rest)

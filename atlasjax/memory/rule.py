@@ -104,6 +104,21 @@ class Rule(abc.ABC, Generic[Params, State]):
     ) -> tuple[Float[Array, "batch heads value_dim"], State]:
         """One token: arrays without the time axis."""
 
+    def step_layer(
+        self,
+        params: Params,
+        states: State,
+        layer: Int[Array, ""],
+        q: Float[Array, "batch heads key_dim"],
+        k: Float[Array, "batch heads key_dim"],
+        v: Float[Array, "batch heads value_dim"],
+        gates: Gates,
+    ) -> tuple[Float[Array, "batch heads value_dim"], State]:
+        """`step` with the states of all layers, [layers, batch, …], of which `layer` is read and written where it lies. For a rule
+        of which a token changes little of a large state; others go without it. A subclass with a `step` of its own does not
+        inherit it."""
+        raise NotImplementedError
+
     def connector_channels(self, key_dim: int) -> int | None:
         """Channels of `connector`; None if there is none."""
         return key_dim if self.has_connector else None

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from atlasjax import memory
+from atlasjax.memory.layerwise import put_layer, take_layer
 from atlasjax.nn.attention import output_projection
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.execution import Execution, MemoryCall, execution
@@ -134,17 +135,23 @@ class MemoryHeads(nnx.Module):
         )  # fmt: skip
         return y, gate, MemoryMixerState(conv, after)
 
-    def scan_from(self, x: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, jax.Array, MemoryMixerState]:
-        """y, the output gate and the next state for the next piece of a sequence (time ≥ 1). One token uses `memory.step`."""
-        q, k, v, gate, conv = self._project(x, state.conv, None)
+    def scan_from(
+        self, x: jax.Array, states: MemoryMixerState, layer: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, MemoryMixerState]:
+        """y, the output gate and the next state for the next piece of a sequence (time ≥ 1). One token uses `memory.step`.
+
+        layer: the states are those of all layers, of which this one is read and written. None: they are a layer's own.
+        """
+        q, k, v, gate, conv = self._project(x, take_layer(states.conv, layer), None)
         gates, params = self.gates(x), values(self.memory)
         if x.shape[1] == 1:
             q, k, v, gates = jax.tree.map(lambda a: a[:, 0], (q, k, v, gates))
-            y, after = memory.step(self.rule, params, state.memory, q, k, v, gates)
+            y, after = memory.step(self.rule, params, states.memory, q, k, v, gates, layer=layer)
             y = y[:, None]
         else:
-            y, after = memory.scan(self.rule, params, state.memory, q, k, v, gates)
-        return y, gate, MemoryMixerState(conv, after)
+            y, after = memory.scan(self.rule, params, take_layer(states.memory, layer), q, k, v, gates)
+            after = put_layer(states.memory, after, layer, y)
+        return y, gate, MemoryMixerState(put_layer(states.conv, conv, layer, y), after)
 
     def _project(
         self, x: jax.Array, conv_state: jax.Array, segment_ids: jax.Array | None
@@ -200,8 +207,14 @@ class MemoryMixer(MemoryHeads):
 
     def extend(self, x: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, MemoryMixerState]:
         """The output for the next piece of a sequence (time ≥ 1) and the next state."""
-        y, gate, state = self.scan_from(x, state)
-        return self._output(y, gate), state
+        return self.extend_layer(x, state, None)
+
+    def extend_layer(
+        self, x: jax.Array, states: MemoryMixerState, layer: jax.Array | None
+    ) -> tuple[jax.Array, MemoryMixerState]:
+        """`extend` in the states of all layers. See `mixers.LayerwiseMixer`."""
+        y, gate, states = self.scan_from(x, states, layer)
+        return self._output(y, gate), states
 
     def _output(self, y: jax.Array, gate: jax.Array) -> jax.Array:
         y = self.norm(y) * gate

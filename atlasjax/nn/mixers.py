@@ -9,6 +9,7 @@ from typing import Protocol, TypeGuard, cast, runtime_checkable
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
+from atlasjax.memory.layerwise import put_layer, take_layer
 from atlasjax.memory.partition import check_divided as check_divided_rule
 from atlasjax.names import call_with, resolve
 from atlasjax.nn import baselines
@@ -18,7 +19,6 @@ from atlasjax.nn.elastic import BlockMixer, ElasticMixer
 from atlasjax.nn.execution import MemoryCall
 from atlasjax.nn.gam import GAMMixer
 from atlasjax.nn.hybrids import MACMixer, MAGMixer, MALMixer
-from atlasjax.nn.layerwise import put_layer, take_layer
 from atlasjax.nn.memory_mixer import MemoryMixer
 from atlasjax.nn.partition import NOT_DIVIDED
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
 
+from atlasjax.memory.layerwise import put_layer, take_layer
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import GELU, ChannelMixing, LayerNorm, RMSNorm, SwiGLU, dropout
-from atlasjax.nn.layerwise import put_layer, take_layer
 from atlasjax.nn.mixers import FirstValuesMixer, check_caching, extend_layer, make_mixer, observe
 from atlasjax.nn.parameters import param
 

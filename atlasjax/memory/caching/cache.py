@@ -4,13 +4,16 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from atlasjax.memory.caching import combine
 from atlasjax.memory.caching import gates as gating
 from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import CachedState, fresh_memory, in_segment
 from atlasjax.memory.fast_weights.chunk import Soup
+from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import choose
+from atlasjax.memory.layerwise import change_some, put_layer, put_slots, take_layer
 from atlasjax.memory.rule import Params
 
 
@@ -18,24 +21,55 @@ def push(rule: CachedRule[Params], params: Params, state: CachedState, full: jax
     """Where `full` [batch] is True, moves the segment's memory to the cache and begins a new segment."""
     places = state.keys.shape[2]
     row, place = jnp.arange(full.shape[0]), state.cached_count % places
-    weights = rule.rule.cached_weights(state.online)
-    if rule.stop_gradient:
-        weights = jax.lax.stop_gradient(weights)
+    weights, keys = _to_cache(rule, state)
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         at = old[row, :, place]
         return old.at[row, :, place].set(jnp.where(full.reshape(-1, *(1,) * (new.ndim - 1)), new.astype(old.dtype), at))
 
-    keys = gating.running_pool(rule, state.key_sum, state.position[:, None])
+    cached = {name: put(old, weights[name]) for name, old in state.cached.items()}
+    state = state._replace(online=_next_memory(rule, params, state, full), cached=cached, keys=put(state.keys, keys))
+    return counted(state, full)
+
+
+def push_layer(
+    rule: CachedRule[Params], params: Params, states: CachedState, layer: jax.Array, full: jax.Array
+) -> CachedState:
+    """`push` in the states of all layers, [layers, batch, …], without `counted`. A memory is written into its slot; nothing else of
+    the cache moves."""
+
+    def end(states: CachedState) -> CachedState:
+        state = take_layer(states._replace(cached={}), layer)
+        (weights, keys), slot = _to_cache(rule, state), state.cached_count % state.keys.shape[2]
+        put = lambda all_, new: put_slots(all_, new, layer, slot, full)
+        cached = {name: put(all_, weights[name]) for name, all_ in states.cached.items()}
+        online = put_layer(states.online, _next_memory(rule, params, state, full), layer, keys)
+        return states._replace(online=online, cached=cached, keys=put(states.keys, keys))
+
+    return change_some(end, states, full)
+
+
+def _to_cache(rule: CachedRule[Params], state: CachedState) -> tuple[Weights, jax.Array]:
+    """What the segment's memory leaves in the cache: its weights and its pooled key."""
+    weights = rule.rule.cached_weights(state.online)
+    if rule.stop_gradient:
+        weights = jax.lax.stop_gradient(weights)
+    return weights, gating.running_pool(rule, state.key_sum, state.position[:, None])
+
+
+def _next_memory(rule: CachedRule[Params], params: Params, state: CachedState, full: jax.Array) -> PyTree:
+    """The memory that the next token writes to: in rows where `full`, that at the start of a segment."""
     online = state.online
-    if rule.start == "fresh":
-        fresh = fresh_memory(rule, params, full.shape[0])
-        fresh = jax.tree.map(lambda x, like: x.astype(like.dtype), fresh, online)
-        online = choose(full, in_segment(fresh, getattr(online, "segment", None)), online)
-    return CachedState(
-        online=online,
-        cached={name: put(old, weights[name]) for name, old in state.cached.items()},
-        keys=put(state.keys, keys),
+    if rule.start != "fresh":
+        return online
+    fresh = fresh_memory(rule, params, full.shape[0])
+    fresh = jax.tree.map(lambda x, like: x.astype(like.dtype), fresh, online)
+    return choose(full, in_segment(fresh, getattr(online, "segment", None)), online)
+
+
+def counted(state: CachedState, full: jax.Array) -> CachedState:
+    """The numbers of a state after `push`."""
+    return state._replace(
         key_sum=choose(full, jnp.zeros_like(state.key_sum), state.key_sum),
         position=jnp.where(full, 0, state.position),
         cached_count=state.cached_count + full.astype(jnp.int32),
@@ -52,16 +86,18 @@ def _by_age(state: CachedState) -> tuple[jax.Array, jax.Array]:
 
 def read_cache(
     rule: CachedRule[Params], params: Params, state: CachedState, q: jax.Array, u: jax.Array | None, blend: jax.Array | None,
-    own_keys: jax.Array, own_read: Callable[[Soup | None], jax.Array], dtype: jnp.dtype,
+    own_keys: jax.Array, own_read: Callable[[Soup | None], jax.Array], dtype: jnp.dtype, layer: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """The tokens' reads of the cache and of their own memory.
 
     Args:
+      state: the state. With a layer its `cached` is that of all layers, [layers, batch, heads, memories, …].
       q: [batch, heads, tokens, key_dim].
       u: like q, or [batch, heads, tokens, 1 + capacity] with connector="age".
       blend: λ, [batch, heads, tokens].
       own_keys: p of the current segment for each token, like q.
       own_read: function that reads their own memory, given the soup to mix in or None: [batch, heads, tokens, value_dim].
+      layer: the layer whose cache is read, where it lies unless layers are mixed. For one token only.
     """
     batch, heads, tokens = q.shape[:3]
     order, there = _by_age(state)
@@ -82,15 +118,17 @@ def read_cache(
         gamma, mine = gating.gamma(rule, pick(scores), own, pick(seen), blend)
         place = jnp.take_along_axis(jnp.broadcast_to(order[:, None, None], scores.shape), chosen, axis=-1)
         index = jnp.where(pick(seen), place, keys.shape[1])
-        by_memory = jax.tree.map(lambda w: jnp.moveaxis(w, 2, 0), state.cached)
         if tokens == 1:
+            lead = () if layer is None else (layer,)
             at = lambda w: w[
+                *lead,
                 jnp.arange(batch)[:, None, None],
                 jnp.arange(heads)[:, None],
                 jnp.minimum(place[:, :, 0], keys.shape[1] - 1),
             ]
             others = combine.read_all(rule.rule, dtype, params, jax.tree.map(at, state.cached), q, gamma)
         else:
+            by_memory = jax.tree.map(lambda w: jnp.moveaxis(w, 2, 0), state.cached)
             others = combine.read_selected(rule.rule, dtype, params, by_memory, q, index, gamma)
         return combine.join(rule.rule, params, q, own_read(None), mine, others)
     gamma, mine = gating.gamma(rule, scores, own, seen, blend)
@@ -99,10 +137,12 @@ def read_cache(
     gamma = jnp.take_along_axis(gamma, jnp.broadcast_to(back[:, None, None], gamma.shape), axis=-1)
     if rule.mixes_weights:
         shares = jnp.concatenate([mine[..., None], gamma], axis=-1)
-        return own_read(Soup(state.cached, jnp.swapaxes(shares, 1, 2)))
-    return combine.join(
-        rule.rule, params, q, own_read(None), mine, combine.read_all(rule.rule, dtype, params, state.cached, q, gamma)
-    )
+        return own_read(Soup(take_layer(state.cached, layer), jnp.swapaxes(shares, 1, 2)))
+    if layer is None:
+        others = combine.read_all(rule.rule, dtype, params, state.cached, q, gamma)
+    else:
+        others = combine.read_layer(rule.rule, dtype, params, state.cached, layer, q, gamma)
+    return combine.join(rule.rule, params, q, own_read(None), mine, others)
 
 
 def overfull(rule: CachedRule[Params], state: CachedState) -> jax.Array:

@@ -135,6 +135,20 @@ def read_all(
     return meshes.scan(one, y, (jax.tree.map(lambda w: first(w, 2), memories), first(gamma, -1)))[0]
 
 
+def read_layer(
+    rule: Rule, dtype: jnp.dtype, params: Params, memories: Weights, layer: jax.Array, q: jax.Array, gamma: jax.Array
+) -> jax.Array:
+    """`read_all` of one layer's memories, where they lie in those of all layers, [layers, batch, heads, n, out, in]."""
+    run = over_heads(rule, dtype)
+
+    def one(y, xs):
+        i, gamma = xs
+        return y + gamma[..., None] * run(params, jax.tree.map(lambda w: w[layer, :, :, i], memories), q), None
+
+    y = jnp.zeros((*q.shape[:-1], rule.sizes(params).value_dim), q.dtype)
+    return meshes.scan(one, y, (jnp.arange(gamma.shape[-1]), jnp.moveaxis(gamma, -1, 0)))[0]
+
+
 def read_selected(
     rule: Rule,
     dtype: jnp.dtype,

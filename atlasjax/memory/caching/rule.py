@@ -251,6 +251,20 @@ class CachedRule(WrappedRule[Params, CachedState]):
 
         return xla_step(self, params, state, q, k, v, gates)
 
+    def step_layer(
+        self,
+        params: Params,
+        states: CachedState,
+        layer: Int[Array, ""],
+        q: Float[Array, "batch heads key_dim"],
+        k: Float[Array, "batch heads key_dim"],
+        v: Float[Array, "batch heads value_dim"],
+        gates: Gates,
+    ) -> tuple[Float[Array, "batch heads value_dim"], CachedState]:
+        from atlasjax.memory.caching.step import xla_step_layer
+
+        return xla_step_layer(self, params, states, layer, q, k, v, gates)
+
     def read(
         self,
         params: Params,

@@ -13,6 +13,7 @@ from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import CachedState, tokens_of
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.gates import Gates
+from atlasjax.memory.layerwise import put_layer, step_layer, take_layer
 from atlasjax.memory.rule import Params
 
 
@@ -20,26 +21,70 @@ def xla_step(
     rule: CachedRule[Params], params: Params, state: CachedState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates
 ) -> tuple[jax.Array, CachedState]:
     """`CachedRule.step`."""
+    state = cache.push(rule, params, state, state.position == rule.segment_size)
+
+    def own(soup: Soup | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> tuple[jax.Array, PyTree]:
+        return _step(rule, soup)(params, state.online, q, k, v, gates)
+
+    y, online, total = _token(rule, params, state, q, k, v, gates, own)
+    return y, state._replace(online=online, key_sum=total, position=state.position + 1)
+
+
+def xla_step_layer(
+    rule: CachedRule[Params], params: Params, states: CachedState, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
+    gates: Gates,
+) -> tuple[jax.Array, CachedState]:  # fmt: skip
+    """`CachedRule.step_layer`: cached memories are read where they lie, and one is written where a segment ends."""
+    full = states.position[layer] == rule.segment_size
+    states = cache.push_layer(rule, params, states, layer, full)
+    numbers = cache.counted(take_layer(states._replace(online=None, cached={}), layer), full)
+
+    def own(soup: Soup | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> tuple[jax.Array, PyTree]:
+        if soup is None:
+            return step_layer(rule.rule, params, states.online, layer, q, k, v, gates)
+        y, online = _step(rule, soup)(params, take_layer(states.online, layer), q, k, v, gates)
+        return y, put_layer(states.online, online, layer, y)
+
+    state = numbers._replace(cached=states.cached)
+    y, online, total = _token(rule, params, state, q, k, v, gates, own, layer)
+    numbers = numbers._replace(key_sum=total, position=numbers.position + 1)
+    put = lambda name: getattr(states, name).at[layer].set(getattr(numbers, name))
+    changed = {name: put(name) for name in ("key_sum", "position", "cached_count")}
+    return y, states._replace(online=online, **changed)
+
+
+def _step(rule: CachedRule[Params], soup: Soup | None) -> Callable[..., tuple[jax.Array, PyTree]]:
+    """The inner rule's `step`. soup: memories whose layers its reads mix in."""
+    if soup is None:
+        return rule.rule.step
+    return functools.partial(combine.mixing(rule.rule).step, soup=soup._replace(gates=soup.gates[:, 0]))
+
+
+def _token(
+    rule: CachedRule[Params], params: Params, state: CachedState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
+    own: Callable[..., tuple[jax.Array, PyTree]], layer: jax.Array | None = None,
+) -> tuple[jax.Array, PyTree, jax.Array]:  # fmt: skip
+    """One token after `push`: y, what `own` returns as the next memory, and the sum of the segment's keys.
+
+    state, layer: as for `cache.read_cache`. own: (soup or None, q, k, v, gates) → the inner rule's y and next memory.
+    """
     tokens = tokens_of(rule, q, k, v, gates)
     dtype = tokens.q.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
-    state = cache.push(rule, params, state, state.position == rule.segment_size)
     up = lambda x: x.astype(wide)[:, :, None]
     total = state.key_sum + tokens.k.astype(wide)
     own_keys = gating.running_pool(rule, total, (state.position + 1)[:, None])
     end = {}
 
     def own_read(soup: Soup | None) -> jax.Array:
-        run: Callable[..., tuple[jax.Array, PyTree]] = rule.rule.step
-        if soup is not None:
-            run = functools.partial(combine.mixing(rule.rule).step, soup=soup._replace(gates=soup.gates[:, 0]))
-        y, end["state"] = run(params, state.online, tokens.q, tokens.k, tokens.v, tokens.gates)
+        y, end["state"] = own(soup, tokens.q, tokens.k, tokens.v, tokens.gates)
         return up(y)
 
     u = None if tokens.connector is None else up(tokens.connector)
     blend = None if tokens.blend is None else up(tokens.blend)
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
-    y = cache.read_cache(rule, up_params, state, up(tokens.q), u, blend, own_keys[:, :, None], own_read, dtype)[:, :, 0]
+    y = cache.read_cache(
+        rule, up_params, state, up(tokens.q), u, blend, own_keys[:, :, None], own_read, dtype, layer
+    )[:, :, 0]  # fmt: skip
     y = jnp.where(cache.overfull(rule, state)[:, None, None], jnp.nan, y)
-    state = state._replace(online=end["state"], key_sum=total, position=state.position + 1)
-    return y.astype(dtype), state
+    return y.astype(dtype), end["state"], total

@@ -357,6 +357,20 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
 
         return xla_step(self, params, state, q, k, v, gates, soup=soup)
 
+    def step_layer(
+        self,
+        params: MemoryParams,
+        states: MemoryState,
+        layer: Int[Array, ""],
+        q: Float[Array, "batch heads key_dim"],
+        k: Float[Array, "batch heads key_dim"],
+        v: Float[Array, "batch heads value_dim"],
+        gates: Gates,
+    ) -> tuple[Float[Array, "batch heads value_dim"], MemoryState]:
+        from atlasjax.memory.fast_weights.step import xla_step_layer
+
+        return xla_step_layer(self, params, states, layer, q, k, v, gates)
+
     def read(
         self, params: MemoryParams, state: MemoryState, q: Float[Array, "batch time heads key_dim"]
     ) -> Float[Array, "batch time heads value_dim"]:

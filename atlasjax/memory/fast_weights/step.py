@@ -14,6 +14,7 @@ from atlasjax.memory.fast_weights.scan import window_count_of, window_of
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.grid import MaybeArray, choose
+from atlasjax.memory.layerwise import change_some, put_layer, take_layer
 
 _Updated = tuple[Weights, OptimizerState, Weights | None, Window | None, jax.Array]
 _Token = Callable[..., _Updated]
@@ -85,12 +86,34 @@ def xla_step(
     )
 
 
+def xla_step_layer(
+    rule: MemoryRule, params: MemoryParams, states: MemoryState, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
+    gates: Gates,
+) -> tuple[jax.Array, MemoryState]:  # fmt: skip
+    """`xla_step` in the states of all layers, [layers, batch, …]. The memory at a chunk's start is written only where one begins or
+    ends."""
+    state = take_layer(states, layer)
+    y, after = xla_step(rule, params, state, q, k, v, gates)
+    if state.chunk_start is None:
+        return y, put_layer(states, after, layer, y)
+    assert state.position is not None
+    rest = lambda state: state._replace(chunk_start=None)
+    put = lambda starts: put_layer(starts, after.chunk_start, layer, y)
+    starts = change_some(put, states.chunk_start, _special(rule, state.position), y)
+    return y, put_layer(rest(states), rest(after), layer, y)._replace(chunk_start=starts)
+
+
+def _special(rule: MemoryRule, position: jax.Array) -> jax.Array:
+    """Whether a chunk begins or ends with the token, [batch]."""
+    return (position == 0) | ((position + 1) % rule.chunk_size == 0)
+
+
 def _token_of_rows(
     rule: MemoryRule, sizes: Plan, params: MemoryParams, state: MemoryState, slot: Slot, soup: Weights | None
 ) -> _Updated:
     """`_token`, by the shorter `_inner_token` for rows that neither begin nor end a chunk, nor write with Muon."""
     assert state.position is not None
-    special = (state.position == 0) | ((state.position + 1) % rule.chunk_size == 0)
+    special = _special(rule, state.position)
     if rule.optimizer.every > 1:
         special |= (state.position + 1) % rule.optimizer.every == 0
     every, inner = (functools.partial(token, rule, sizes) for token in (_token, _inner_token))

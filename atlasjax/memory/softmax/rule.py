@@ -190,6 +190,20 @@ class SoftmaxRule(Rule[SoftmaxParams, SoftmaxState]):
 
         return xla_step(self, params, state, q, k, v, gates)
 
+    def step_layer(
+        self,
+        params: SoftmaxParams,
+        states: SoftmaxState,
+        layer: Int[Array, ""],
+        q: Float[Array, "batch heads key_dim"],
+        k: Float[Array, "batch heads key_dim"],
+        v: Float[Array, "batch heads value_dim"],
+        gates: Gates,
+    ) -> tuple[Float[Array, "batch heads value_dim"], SoftmaxState]:
+        from atlasjax.memory.softmax.step import xla_step_layer
+
+        return xla_step_layer(self, params, states, layer, q, k, v, gates)
+
     def read(
         self, params: SoftmaxParams, state: SoftmaxState, q: Float[Array, "batch time heads key_dim"]
     ) -> Float[Array, "batch time heads value_dim"]:

@@ -5,14 +5,17 @@ cache, for its key and query together, and the cache itself changes once per chu
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.blocks import dot
+from atlasjax.memory import meshes
+from atlasjax.memory.blocks import Factors, dot
 from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.grid import choose
+from atlasjax.memory.layerwise import change_some, put_layer, put_slots, take_layer
 from atlasjax.memory.softmax import sums
 from atlasjax.memory.softmax.block import gradients, moved, read_out, with_bound, write_weights
 from atlasjax.memory.softmax.coefficients import Coefficients, coefficients
@@ -84,17 +87,64 @@ def open_chunk(
     return OpenChunk(tail.keys, tail.values, h, sees, at(coef.decay), s, entries, coef, position - 1)
 
 
-@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
-def xla_step(
-    rule: SoftmaxRule,
-    params: SoftmaxParams,
-    state: SoftmaxState,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-) -> tuple[jax.Array, SoftmaxState]:
-    """One token: q, k: [batch, heads, key_dim], v: [batch, heads, value_dim], gates [batch, heads(, n)]."""
+CacheSums = Callable[[jax.Array, jax.Array, jnp.dtype], sums.Partial]
+"""(x [batch, heads, r, key_dim], sees [batch, r, N], dtype of the products) → the sums over the stored caches, [batch, heads, …]"""
+
+
+def _cache(state: SoftmaxState) -> Cache:
+    return Cache(state.keys, state.coefficients, state.momentum, state.decay)
+
+
+def _sums_of(rule: SoftmaxRule, cache: Cache) -> CacheSums:
+    """How caches [batch, heads, …] are read."""
+
+    def run(x: jax.Array, sees: jax.Array, dtype: jnp.dtype) -> sums.Partial:
+        one = lambda x, cache, sees: sums.partial_sums(rule, x, cache, sees, dtype)
+        return jax.vmap(jax.vmap(one, in_axes=(0, 0, None)))(x, cache, sees)
+
+    return run
+
+
+def _sums_of_layer(rule: SoftmaxRule, caches: Cache, layer: jax.Array) -> CacheSums:
+    """How those of one layer are read in the caches of all layers, [layers, batch, heads, …].
+
+    A CPU takes what a product reads out of a larger array first. One head after another, that is little at a time.
+    """
+
+    def by_head(x: jax.Array, sees: jax.Array, caches: Cache, layer: jax.Array, dtype: jnp.dtype) -> sums.Partial:
+        batch, heads = x.shape[:2]
+
+        def one(_: None, at: tuple[jax.Array, jax.Array]) -> tuple[None, sums.Partial]:
+            place = (layer, *at)
+            return None, sums.partial_sums(rule, x[at], jax.tree.map(lambda a: a[place], caches), sees[at[0]], dtype)
+
+        rows = jnp.divmod(jnp.arange(batch * heads), heads)
+        _, part = meshes.scan(one, None, rows)
+        return jax.tree.map(lambda a: a.reshape(batch, heads, *a.shape[1:]), part)
+
+    def run(x: jax.Array, sees: jax.Array, dtype: jnp.dtype) -> sums.Partial:
+        together = lambda x, sees, caches, layer: _sums_of(rule, take_layer(caches, layer))(x, sees, dtype)
+        cpu = functools.partial(by_head, dtype=dtype)
+        return jax.lax.platform_dependent(x, sees, caches, layer, cpu=cpu, default=together)
+
+    return run
+
+
+class Written(NamedTuple):
+    """What a token leaves behind, [batch, heads, …]: its tail, with a place for the last token of a chunk too, and of the chunk's
+    tokens ∂ℓ/∂h [c − 1 + b, width], the gradients of the other weights, and their coefficients."""
+
+    tail: Tail
+    left: jax.Array
+    factors: dict[str, Factors]
+    coefficients: Coefficients
+
+
+def _write(
+    rule: SoftmaxRule, state: SoftmaxState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
+    cache_sums: CacheSums,
+) -> tuple[jax.Array, Written]:  # fmt: skip
+    """y of one token, and what it leaves behind. Arguments as for `xla_step`. cache_sums: how the cache is read."""
     wide = jnp.promote_types(q.dtype, state.keys.dtype)
     batch, heads, _ = q.shape
     c, b, entries = rule.window, rule.pending + 1, state.keys.shape[2]
@@ -105,16 +155,16 @@ def xla_step(
         gate(gates.momentum_decay), gate(gates.window_weights, c),
     )  # fmt: skip
 
-    def one(cache, weights, weights_momentum, tail, token, held, count, position):
-        """One head: y, and the arrays needed for a commit."""
+    x, sees = token[0][:, :, None], jax.vmap(lambda *x: seen(rule, entries, *x))(held, state.position)[:, None]
+    if state.tail.preactivations is not None:
+        x, sees = jnp.stack(token[:2], axis=2), jnp.concatenate([sees, held[:, None]], axis=1)
+
+    def one(part, weights, weights_momentum, tail, token, count, position):
+        """One head."""
         q, k, v, retention, step_size, momentum_decay, window_weights = token
-        x, sees = q[None], seen(rule, entries, held, position)[None]
-        if tail.preactivations is not None:
-            x, sees = jnp.stack([q, k]), jnp.concatenate([sees, held[None]])
-        part = sums.partial_sums(rule, x, cache, sees, state_dtype)
         row = lambda i: jax.tree.map(lambda x: x[i : i + 1], part)
         put = lambda x, new, at: jnp.concatenate([x, jnp.zeros_like(x, shape=(1, *x.shape[1:]))]).at[at].set(new)
-        h = jnp.zeros((c - 1 + b, cache.coefficients.shape[1]), wide)
+        h = jnp.zeros((c - 1 + b, part.value.shape[1]), wide)
         if tail.preactivations is not None:
             new_h = sums.divide(row(1).value, row(1).mass if rule.normalized else None)[0]
             h = put(tail.preactivations, new_h, c - 1 + position)
@@ -131,46 +181,113 @@ def xla_step(
         chunk = open_chunk(rule, tail, h, position + 1, count, commit)
         y, left, factors, coef = read_open(rule, weights, weights_momentum, row(0), chunk, q[None], state_dtype)
         assert coef is not None
-        return y[0], tail, left, coef, write_weights(weights, weights_momentum, factors, coef, state_dtype)
+        return y[0], Written(tail, left, factors, coef)
 
-    state_dtype = q.dtype
-    cache = Cache(state.keys, state.coefficients, state.momentum, state.decay)
-    by_head = jax.vmap(one, in_axes=(0, 0, 0, 0, 0, None, None, None))
-    y, tail, left, coef, (weights, weights_momentum) = jax.vmap(by_head)(
-        cache, state.weights, state.weights_momentum, state.tail, token, held, state.num_tokens, state.position
+    state_dtype, part = q.dtype, cache_sums(x, sees, q.dtype)
+    by_head = jax.vmap(one, in_axes=(0, 0, 0, 0, 0, None, None))
+    y, written = jax.vmap(by_head)(
+        part, state.weights, state.weights_momentum, state.tail, token, state.num_tokens, state.position
     )
     if rule.cache_window is None:
         y = jnp.where((state.num_tokens + state.position < entries)[:, None, None], y, jnp.nan)
+    return y, written
 
-    full = state.position + 1 == b
-    after = state._replace(tail=jax.tree.map(lambda x, old: x[:, :, : old.shape[2]], tail, state.tail))
-    after = after._replace(position=state.position + 1)
 
-    def commit(_: None) -> SoftmaxState:
-        commit_head = jax.vmap(lambda *x: _commit(rule, *x), in_axes=(0, 0, 0, 0, None))
-        new_cache = jax.vmap(commit_head)(cache, tail.keys, left, coef, state.num_tokens)
-        count = state.num_tokens + b
-        if rule.cache_window is not None:
-            count = jnp.minimum(count, rule.cache_window)
-        fresh = empty_state(rule, params, batch, heads, 0, wide).tail
-        window = lambda x, rest: jnp.concatenate([x[:, :, b:], rest[:, :, c - 1 :]], axis=2)
-        new_tail = fresh._replace(keys=window(tail.keys, fresh.keys), values=window(tail.values, fresh.values))
-        if fresh.preactivations is not None and c - 1 + rule.pending:
-            real = jnp.arange(c - 1 + rule.pending)
-            real = (real < c - 1) & (real >= c - 1 - count[:, None])
-            new_tail = new_tail._replace(
-                preactivations=cache_reads(rule, new_cache, count, new_tail.keys, state_dtype, real)
-            )
-        done = SoftmaxState(
-            *new_cache, count, weights, weights_momentum, new_tail, jnp.zeros_like(state.position), state.segment
+def _committed(
+    rule: SoftmaxRule, params: SoftmaxParams, state: SoftmaxState, written: Written, dtype: jnp.dtype
+) -> SoftmaxState:
+    """The state after the last token of a chunk. state: that before the token, or after it; dtype: of the tokens."""
+    batch, heads = state.keys.shape[:2]
+    c, b, wide = rule.window, rule.pending + 1, jnp.promote_types(dtype, state.keys.dtype)
+    tail, left, factors, coef = written
+
+    def one(cache, weights, weights_momentum, keys, left, factors, coef, count):
+        return _commit(rule, cache, keys, left, coef, count), write_weights(
+            weights, weights_momentum, factors, coef, dtype
         )
-        return choose(full, done, after) if rule.pending else done
 
+    by_head = jax.vmap(one, in_axes=(0, 0, 0, 0, 0, 0, 0, None))
+    new_cache, (weights, weights_momentum) = jax.vmap(by_head)(
+        _cache(state), state.weights, state.weights_momentum, tail.keys, left, factors, coef, state.num_tokens
+    )
+    count = state.num_tokens + b
+    if rule.cache_window is not None:
+        count = jnp.minimum(count, rule.cache_window)
+    fresh = empty_state(rule, params, batch, heads, 0, wide).tail
+    window = lambda x, rest: jnp.concatenate([x[:, :, b:], rest[:, :, c - 1 :]], axis=2)
+    new_tail = fresh._replace(keys=window(tail.keys, fresh.keys), values=window(tail.values, fresh.values))
+    if fresh.preactivations is not None and c - 1 + rule.pending:
+        real = jnp.arange(c - 1 + rule.pending)
+        real = (real < c - 1) & (real >= c - 1 - count[:, None])
+        new_tail = new_tail._replace(preactivations=cache_reads(rule, new_cache, count, new_tail.keys, dtype, real))
+    return SoftmaxState(
+        new_cache.keys,
+        new_cache.coefficients,
+        new_cache.momentum,
+        new_cache.decay,
+        count,
+        weights,
+        weights_momentum,
+        new_tail,
+        jnp.zeros_like(state.position),
+        state.segment,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
+def xla_step(
+    rule: SoftmaxRule,
+    params: SoftmaxParams,
+    state: SoftmaxState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+) -> tuple[jax.Array, SoftmaxState]:
+    """One token: q, k: [batch, heads, key_dim], v: [batch, heads, value_dim], gates [batch, heads(, n)]."""
+    y, written = _write(rule, state, q, k, v, gates, _sums_of(rule, _cache(state)))
+    y = y.astype(q.dtype)
     if not rule.pending:
-        new = commit(None)
-    else:
-        new = jax.lax.cond(jnp.any(full), commit, lambda _: after, None)
-    return y.astype(q.dtype), new
+        return y, _committed(rule, params, state, written, q.dtype)
+    full = state.position == rule.pending
+    after = state._replace(tail=jax.tree.map(lambda x, old: x[:, :, : old.shape[2]], written.tail, state.tail))
+    after = after._replace(position=state.position + 1)
+    commit = lambda _: choose(full, _committed(rule, params, state, written, q.dtype), after)
+    return y, jax.lax.cond(jnp.any(full), commit, lambda _: after, None)
+
+
+def xla_step_layer(
+    rule: SoftmaxRule,
+    params: SoftmaxParams,
+    states: SoftmaxState,
+    layer: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+) -> tuple[jax.Array, SoftmaxState]:
+    """`xla_step` in the states of all layers: a token is written into its place of the tail, and the cache at a chunk's end."""
+    state = take_layer(states, layer)
+    y, written = _write(rule, state, q, k, v, gates, _sums_of_layer(rule, _cache(states), layer))
+    if not rule.pending:  # every token changes the whole cache
+        return y.astype(q.dtype), put_layer(states, _committed(rule, params, state, written, q.dtype), layer, y)
+    last, row = rule.window - 1 + state.position, jnp.arange(q.shape[0])
+
+    def put(all_: jax.Array, new: jax.Array) -> jax.Array:
+        slot = last if new.shape[2] == written.tail.keys.shape[2] else state.position
+        return put_slots(all_, new[row, :, slot], layer, slot)
+
+    tail = jax.tree.map(put, states.tail, written.tail)
+    full = state.position == rule.pending
+    states = states._replace(tail=tail, position=states.position.at[layer].set(state.position + 1))
+
+    def commit(states: SoftmaxState) -> SoftmaxState:
+        one = take_layer(states, layer)
+        return put_layer(
+            states, choose(full, _committed(rule, params, one, written, q.dtype), one), layer, one.num_tokens
+        )
+
+    return y.astype(q.dtype), change_some(commit, states, full, y)
 
 
 def _commit(

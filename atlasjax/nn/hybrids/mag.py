@@ -9,7 +9,6 @@ from atlasjax.mixers.attention import KVCache, WindowCache
 from atlasjax.nn.attention import AttentionHeads, output_projection, require_shared_heads, required_window
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import RMSNorm
-from atlasjax.nn.layerwise import put_layer, take_layer
 from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState
 
 
@@ -94,7 +93,6 @@ class MAGMixer(nnx.Module):
 
     def extend_layer(self, x: jax.Array, states: HybridState, layer: jax.Array | None) -> tuple[jax.Array, HybridState]:
         """`extend` in the states of all layers. See `mixers.LayerwiseMixer`."""
-        m, _, memory = self.memory.scan_from(x, take_layer(states.memory, layer))
+        m, _, memory = self.memory.scan_from(x, states.memory, layer)
         a, window = self.attention.extend(x, states.window, layer)
-        y = self.join(a, m)
-        return y, HybridState(put_layer(states.memory, memory, layer, y), window)
+        return self.join(a, m), HybridState(memory, window)

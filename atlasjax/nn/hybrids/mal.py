@@ -7,7 +7,6 @@ from atlasjax.nn.attention import AttentionHeads, output_projection, require_sha
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.hybrids.mag import HybridState
 from atlasjax.nn.layers import RMSNorm
-from atlasjax.nn.layerwise import put_layer, take_layer
 from atlasjax.nn.memory_mixer import MemoryMixer
 
 
@@ -59,10 +58,9 @@ class MALMixer(nnx.Module):
 
     def extend_layer(self, x: jax.Array, states: HybridState, layer: jax.Array | None) -> tuple[jax.Array, HybridState]:
         """`extend` in the states of all layers. See `mixers.LayerwiseMixer`."""
-        y, memory = self.memory.extend(x, take_layer(states.memory, layer))
+        y, memory = self.memory.extend_layer(x, states.memory, layer)
         y, window = self.attention.extend(self.norm(y), states.window, layer)
-        y = self._output(y)
-        return y, HybridState(put_layer(states.memory, memory, layer, y), window)
+        return self._output(y), HybridState(memory, window)
 
     def _output(self, y: jax.Array) -> jax.Array:
         return self.out(y.reshape(*y.shape[:2], -1))

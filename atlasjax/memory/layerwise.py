@@ -1,0 +1,92 @@
+"""States of all layers, [layers, batch, …], of which one layer's is read and written, while tokens are decoded.
+
+XLA keeps them in one place. What is taken out of them is copied, and so is what is put back. A rule of which a token changes little
+of a large state reads it where it lies, and writes only what changes (`Rule.step_layer`).
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from atlasjax.memory.gates import Gates
+from atlasjax.memory.grid import Tree
+
+if TYPE_CHECKING:
+    from atlasjax.memory.rule import Params, Rule, State
+
+
+def take_layer(states: PyTree, i: jax.Array | None) -> PyTree:
+    """Layer i of states [layers, …]. i None: these are a layer's own states."""
+    if i is None:
+        return states
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), states)
+
+
+def put_layer(states: PyTree, state: PyTree, i: jax.Array | None, x: jax.Array) -> PyTree:
+    """States [layers, …] with the next state of layer i. x: what the layer computed from its state, such as its output."""
+    if i is None:
+        return state
+    i = after(i, x)
+    return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, i, 0), states, state)
+
+
+def put_slots(
+    all_: Float[Array, "layers batch heads slots ..."],
+    new: Float[Array, "batch heads ..."],
+    i: Int[Array, ""],
+    slot: Int[Array, " batch"],
+    where: Bool[Array, " batch"] | None = None,
+) -> Float[Array, "layers batch heads slots ..."]:
+    """States of all layers with `new` in one slot of each row of layer i, written in place. Slots out of range are left out.
+
+    where: the rows that are written. None means all.
+    """
+    slot = slot if where is None else jnp.where(where, slot, all_.shape[3])
+    # With an axis of the batch, which XLA can divide over devices.
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(1, new.ndim)), inserted_window_dims=(0, 3), scatter_dims_to_operand_dims=(0, 3),
+        operand_batching_dims=(1,), scatter_indices_batching_dims=(0,),
+    )  # fmt: skip
+    index = jnp.stack([jnp.full_like(slot, i), slot], axis=-1)
+    return jax.lax.scatter(all_, index, new.astype(all_.dtype), numbers, mode="drop", unique_indices=True)
+
+
+def change_some(
+    change: Callable[[Tree], Tree], states: Tree, where: Bool[Array, " batch"], x: Float[Array, "..."] | None = None
+) -> Tree:
+    """`change(states)` if any row is to be changed, otherwise the states as they lie. x: what was computed from them before."""
+    some = jnp.any(where)
+    return jax.lax.cond(some if x is None else after(some, x), change, lambda states: states, states)
+
+
+def after(i: jax.Array, x: jax.Array) -> jax.Array:
+    """i. On CPUs it depends on x: then all of a layer's reads of its state come before the write, without which XLA may copy the
+    states of all layers (Mamba-2, Log-Linear). XLA's CPU compiler drops an `optimization_barrier` before it decides."""
+    never = lambda i, x: (i + (jnp.max(jnp.abs(x)) > jnp.inf)).astype(i.dtype)
+    return jax.lax.platform_dependent(i, x, cpu=never, default=lambda i, x: i)
+
+
+def step_layer(
+    rule: "Rule[Params, State]",
+    params: "Params",
+    states: "State",
+    layer: Int[Array, ""],
+    q: Float[Array, "batch heads key_dim"],
+    k: Float[Array, "batch heads key_dim"],
+    v: Float[Array, "batch heads value_dim"],
+    gates: Gates,
+) -> "tuple[Float[Array, 'batch heads value_dim'], State]":
+    """`Rule.step_layer` of a rule that has it, otherwise `Rule.step` with a state that is taken out and put back whole."""
+    if steps_in_place(rule):
+        return rule.step_layer(params, states, layer, q, k, v, gates)
+    y, state = rule.step(params, take_layer(states, layer), q, k, v, gates)
+    return y, put_layer(states, state, layer, y)
+
+
+def steps_in_place(rule: "Rule") -> bool:
+    """Whether a rule has `step_layer`. Below the class that defines it, one with a `step` of its own does not."""
+    of_class = (vars(kind) for kind in type(rule).__mro__)
+    return next(("step_layer" in names for names in of_class if "step_layer" in names or "step" in names), False)
