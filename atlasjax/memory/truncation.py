@@ -5,6 +5,8 @@ memory grows with every write, and the gradient of a late output with respect to
 distance (`experiments.stability.gradients`). Outputs and states are not affected. Other rules forget instead.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -47,31 +49,30 @@ def truncated(
         batch, time = q.shape[:2]
         if time <= tokens:
             return first(params, state, q, k, v, gates, segment_ids)
-        if state is None:
-            state = rule.init_state(params, batch_size=batch, max_length=time)
         given, count = (q, k, v, gates, segment_ids), time // tokens
+        start: State = rule.init_state(params, batch_size=batch, max_length=time) if state is None else state
 
         def pieces(x: jax.Array) -> jax.Array:
             return jnp.swapaxes(x[:, : count * tokens].reshape(batch, count, tokens, *x.shape[2:]), 0, 1)
 
         whole = jax.tree.map(pieces, given)
         # A state may be narrower than the one after it, as that of float32 parameters is with float64 tokens.
-        after = jax.eval_shape(call, params, state, *jax.tree.map(lambda x: x[0], whole))[1]
-        state = jax.tree.map(lambda x, y: x.astype(y.dtype), state, after)
+        after = jax.eval_shape(call, params, start, *jax.tree.map(lambda x: x[0], whole))[1]
+        start = jax.tree.map(lambda x, y: x.astype(y.dtype), start, after)
 
-        def piece(state: State, xs: tuple[jax.Array, tuple[object, ...]]) -> tuple[State, jax.Array]:
+        def piece(state: State, xs: tuple[jax.Array, Any]) -> tuple[State, jax.Array]:
             number, tokens = xs
             # The gradient of the first piece reaches the state that the call was given.
             state = jax.tree.map(lambda x: jnp.where(number == 0, x, jax.lax.stop_gradient(x)), state)
-            y, state = call(params, state, *tokens)  # type: ignore[arg-type]
+            y, state = call(params, state, *tokens)
             return state, y
 
-        state, y = meshes.scan(piece, state, (jnp.arange(count), whole))
+        end, y = meshes.scan(piece, start, (jnp.arange(count), whole))
         y = jnp.swapaxes(y, 0, 1).reshape(batch, count * tokens, *y.shape[3:])
         if count * tokens == time:
-            return y, state
+            return y, end
         rest = jax.tree.map(lambda x: x[:, count * tokens :], given)
-        last, state = call(params, jax.tree.map(jax.lax.stop_gradient, state), *rest)
-        return jnp.concatenate([y, last], axis=1), state
+        last, end = call(params, jax.tree.map(jax.lax.stop_gradient, end), *rest)
+        return jnp.concatenate([y, last], axis=1), end
 
     return run

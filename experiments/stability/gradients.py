@@ -78,7 +78,8 @@ def report(rows: list[dict[str, Any]]) -> str:
     )
     lines = []
     for row in sorted(rows, key=lambda row: (row["growth"] is None, -(row["growth"] or 0.0))):
-        name = f"`{row['rule']}`" + ("" if row["every"] is None else f", a write every {row['every']} tokens".replace("every 1 tokens", "at every token"))
+        often = {None: "", 1: ", a write at every token"}.get(row["every"], f", a write every {row['every']} tokens")
+        name = f"`{row['rule']}`{often}"
         sizes = [f"{row['sizes'][i]:.1e}" for i in (0, PARTS // 2 - 1, PARTS - 1)]
         told = "gone" if row["growth"] is None else f"{row['growth']:+.2f}"
         lines.append(f"| {name} | {row['length']:,} | {' | '.join(sizes)} | {told} |")
