@@ -21,6 +21,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         rules.choosing_rules, rules.choosing_sizes,
         measured.bench_memory, measured.bench_blocks, measured.bench_decoding, measured.bench_decoding_models,
+        measured.bench_decoding_large,
         measured.bench_decoding_tpu, measured.bench_softmax_memories, measured.bench_caching, measured.bench_muon,
         measured.bench_zoo,
         measured.serving_load, measured.devices_sequence, measured.devices_longest,

@@ -81,12 +81,26 @@ def bench_decoding() -> str:
 
 
 def bench_decoding_models() -> str:
-    """Decoding of tiny models compared with the same models with softmax attention."""
-    found = {(row["model"], row["prompt"], row["batch"]): row for row in rows(BENCHMARKS / "decoding_cpu.jsonl")}
+    """Decoding of whole tiny models beside their twins."""
+    return _decoding("tiny")
+
+
+def bench_decoding_large() -> str:
+    """The same for models of 170M parameters."""
+    return _decoding("170m")
+
+
+def _decoding(size: str) -> str:
+    """A line for each model and prompt of `decoding_cpu`. A row that was not measured has an empty cell."""
+    found = {
+        (row["model"], row["prompt"], row["batch"]): row
+        for row in rows(BENCHMARKS / "decoding_cpu.jsonl")
+        if row["size"] == size
+    }
     lines = []
     for model, prompt in dict.fromkeys((model, prompt) for model, prompt, _ in found):
         one, many = (found.get((model, prompt, batch)) for batch in (1, 32))
-        if one is None or many is None:
+        if one is None or "tokens_per_second" not in one or (many is None and size == "tiny"):
             continue
         cells = [
             f"`{model}`",
@@ -95,12 +109,17 @@ def bench_decoding_models() -> str:
             f"{one['twin_state_bytes'] / 1000:,.0f}",
         ]
         for row in (one, many):
-            speed = row["tokens_per_second"]
-            cells += [
-                f"{speed:,.0f}",
-                f"{speed / row['twin_tokens_per_second']:.2f}",
-                f"{100 * speed / row['bound_tokens_per_second']:.0f} %",
-            ]
+            if row is None:
+                cells += [""] * 3
+            elif "needed_bytes" in row:
+                cells += [f"needs {row['needed_bytes'] / 1e9:.1f} GB", "", ""]
+            else:
+                speed = row["tokens_per_second"]
+                cells += [
+                    f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}",
+                    f"{speed / row['twin_tokens_per_second']:.2f}",
+                    f"{100 * speed / row['bound_tokens_per_second']:.0f} %",
+                ]
         lines.append(cells)
     head = ["architecture", "prompt", "state, KB", "twin's, KB"]
     head += [f"{name}{batch}" for batch in (", 1", ", 32") for name in ("tokens/s", "÷ twin", "of the bound")]
