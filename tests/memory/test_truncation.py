@@ -124,5 +124,5 @@ def test_in_presets():
     assert {name: get_preset(name).memory.truncation for name in expected} == expected
     config = get_preset("atlas-mac-tiny")
     wrong = dataclasses.replace(config, attention=dataclasses.replace(config.attention, segment_size=192))
-    with pytest.raises(ValueError, match=r"memory\.truncation=256 must be a multiple of attention\.segment_size=192"):
+    with pytest.raises(ValueError, match=r"memory\.truncation=1024 must be a multiple of attention\.segment_size=192"):
         make_mixer("mac", wrong, rngs=nnx.Rngs(0))
