@@ -94,7 +94,7 @@ MEMORY_MAY_IMPORT = {
     "tuned": set(),
     "backends": {"fast_weights", "gates", "rule", "tuned"},  # the types of what kernels are asked
     "suggested": {"gates", "rule"},
-    "truncation": {"gates", "meshes", "rule"},
+    "truncation": {"gates", "grid", "meshes", "rule"},
     "api": {"backends", "check", "fast_weights", "gates", "layerwise", "meshes", "partition", "rule", "truncation"},
 }
 HEAVY = [

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from atlasjax.check import integer
 from atlasjax.memory import meshes
 from atlasjax.memory.gates import Gates
+from atlasjax.memory.grid import Tree
 from atlasjax.memory.rule import Params, Rule, ScanCall, State
 
 
@@ -23,6 +24,11 @@ def check_truncation(rule: Rule[Params, State], truncation: int, where: str) -> 
         raise ValueError(
             f"{where}: truncation is {truncation}; it should be a multiple of the rule's chunk size, {rule.chunk_size}."
         )
+
+
+def cut(state: Tree, where: jax.Array) -> Tree:
+    """The same state, without gradient where `where` [] is true."""
+    return jax.tree.map(lambda x: jnp.where(where, jax.lax.stop_gradient(x), x), state)
 
 
 def truncated(
@@ -63,8 +69,7 @@ def truncated(
         def piece(state: State, xs: tuple[jax.Array, Any]) -> tuple[State, jax.Array]:
             number, tokens = xs
             # The gradient of the first piece reaches the state that the call was given.
-            state = jax.tree.map(lambda x: jnp.where(number == 0, x, jax.lax.stop_gradient(x)), state)
-            y, state = call(params, state, *tokens)
+            y, state = call(params, cut(state, number > 0), *tokens)
             return state, y
 
         end, y = meshes.scan(piece, start, (jnp.arange(count), whole))

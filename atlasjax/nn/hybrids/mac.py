@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 from atlasjax import memory
 from atlasjax.memory import grid
 from atlasjax.memory.check import check_segments
+from atlasjax.memory.truncation import cut
 from atlasjax.mixers.attention import KVCache, init_cache
 from atlasjax.mixers.softmax_attention import Source, apart, softmax_attention, together
 from atlasjax.nn.attention import AttentionHeads, require_shared_heads
@@ -136,7 +137,7 @@ class MACMixer(nnx.Module):
         ) -> tuple[MemoryMixerState, tuple[jax.Array, jax.Array | None]]:
             x, queries, reset, ends = inputs
             if ends is not None:
-                state = jax.tree.map(lambda x: jnp.where(ends, jax.lax.stop_gradient(x), x), state)
+                state = cut(state, ends)
             if reset is not None:
                 state = grid.choose(reset, fresh, state)
             q, rotated, tokens, retrieved = self._look(x, queries, state.memory, position)
