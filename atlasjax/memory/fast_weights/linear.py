@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import meshes
-from atlasjax.memory.blocks import decay_products, dot, exact, neighbours, unit_lower_inverse
+from atlasjax.memory.blocks import decay_products, dot, exact, neighbours, spread, unit_lower_inverse
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.chunk import Slot
 from atlasjax.memory.fast_weights.rule import MemoryRule
@@ -136,7 +136,9 @@ def prepare(rule: MemoryRule, dtype: jnp.dtype, tokens: Tokens) -> Prepared:
 def advance(W: jax.Array, block: Prepared) -> tuple[jax.Array, jax.Array | None]:
     """W after the block, and U [m, value_dim] or None, from W [value_dim, D] before it."""
     u = None
-    after = W if block.decay is None else block.decay * W
+    after = W
+    if block.decay is not None:
+        after = (spread(block.decay[None], W.shape[0], -2) if block.decay.ndim == 1 else block.decay) * W
     if block.removed is not None:
         assert block.written is not None
         assert block.write_end is not None
@@ -165,7 +167,7 @@ def _times(decay: jax.Array | None, x: jax.Array) -> jax.Array:
     """Rows of x [m, D] multiplied by decays [m] or [m, D]."""
     if decay is None:
         return x
-    return decay * x if decay.ndim == x.ndim else decay[:, None] * x
+    return (decay if decay.ndim == x.ndim else spread(decay[:, None], x.shape[1], -1)) * x
 
 
 def _from_start_and_to_end(decay: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
@@ -181,8 +183,9 @@ def _from_start_and_to_end(decay: jax.Array | None) -> tuple[jax.Array | None, j
     end, whole = jnp.ones_like(start), start
     while start.shape[0] > 1:
         (first_start, second_start), (first_end, second_end), (first, second) = map(neighbours, (start, end, whole))
-        start = jnp.concatenate([first_start, first * second_start], axis=1)
-        end = jnp.concatenate([second * first_end, second_end], axis=1)
+        size = second_start.shape[1]
+        start = jnp.concatenate([first_start, spread(first, size, 1) * second_start], axis=1)
+        end = jnp.concatenate([spread(second, size, 1) * first_end, second_end], axis=1)
         whole = first * second
     return start[0, :m], end[0, :m]
 
@@ -228,8 +231,9 @@ def _channel_scores(queries: jax.Array, keys: jax.Array, decay: jax.Array, *, st
         above = jnp.concatenate([first_scores, jnp.zeros_like(across)], axis=2)
         below = jnp.concatenate([across, second_scores], axis=2)
         scores = jnp.concatenate([above, below], axis=1)
-        queries = jnp.concatenate([first_q, first * second_q], axis=1)
-        keys = jnp.concatenate([second * first_k, second_k], axis=1)
+        size = first_q.shape[1]
+        queries = jnp.concatenate([first_q, spread(first, size, 1) * second_q], axis=1)
+        keys = jnp.concatenate([spread(second, size, 1) * first_k, second_k], axis=1)
         whole = first * second
     return scores[0, :m, :m]
 
