@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from atlasjax import memory, rules
+from atlasjax.memory import structures
 from atlasjax.nn import AttentionConfig, MemoryConfig, ModelConfig
 from atlasjax.nn.mixers import make_mixer
 from atlasjax.presets import get_preset
@@ -29,32 +30,37 @@ def in_pieces(rule, params, state, tokens, segment_ids=None, max_segments=None):
     return jnp.concatenate(ys, axis=1), state
 
 
-def graded(run, params, tokens, *rest):
-    """Outputs, state and gradients of one program."""
+def graded(run):
+    """A jitted function that gives outputs, state and gradients; the loss of its first argument's weights of the tokens."""
 
-    def loss(params, tokens, *rest):
-        y, state = run(params, tokens, *rest)
-        return jnp.sum(jnp.sin(3 * y)), (y, state)
+    def loss(inputs, weights):
+        y, state = run(*inputs)
+        return jnp.sum(weights[:, None, None] * jnp.sin(3 * y)), (y, state)
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, tokens, *rest)
+    return jax.jit(lambda weights, *inputs: jax.value_and_grad(loss, has_aux=True)(inputs, weights))
 
 
 @pytest.mark.parametrize("name", ["titans_at_its_limits", "atlas", "gated_delta_rule", "own_features"])
 def test_gradients_end_at_the_pieces(name):
     rule = RULES[name]
     params, *tokens = make_inputs(rule, time=TIME)
-    found = graded(lambda p, t: memory.scan(rule, p, None, *t, truncation=PIECE), params, tokens)
-    assert_close(found, graded(lambda p, t: in_pieces(rule, p, None, t), params, tokens), 2e-5)
-    exact = graded(lambda p, t: memory.scan(rule, p, None, *t), params, tokens)
-    assert_close(found[0], exact[0], 2e-5)
-    far = [float(jnp.max(jnp.abs(g[1][2][:, :PIECE]))) for g in (found[1], exact[1])]  # of the first piece's values
-    assert abs(far[0] - far[1]) > 1e-4 * far[1]
+    every = np.ones(TIME, np.float32)
+    run = graded(lambda p, t: memory.scan(rule, p, None, *t, truncation=PIECE))
+    found = run(every, params, tokens)
+    assert_close(found, graded(lambda p, t: in_pieces(rule, p, None, t))(every, params, tokens), 2e-5)
+    exact = jax.jit(lambda p, t: memory.scan(rule, p, None, *t))(params, tokens)
+    assert_close(found[0][1], exact, 2e-5)
+    # The loss of the last piece alone, which no token of a piece before it has a gradient of.
+    last = np.where(np.arange(TIME) < TIME // PIECE * PIECE, 0, every)
+    of_tokens = jax.tree.leaves(run(last, params, tokens)[1][1])
+    assert all(float(jnp.abs(g[:, last == 0]).max()) == 0 for g in of_tokens)
+    assert all(float(jnp.abs(g[:, last > 0]).max()) > 0 for g in of_tokens)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_from_inside_a_chunk_and_packed(packed):
     """Pieces need not begin with a chunk, and the state that was given has the gradient of the first piece."""
-    rule = RULES["titans"]
+    rule = rules.titans(8, structures.Matrix()).unbounded()  # less to compile
     params, *tokens = make_inputs(rule, time=TIME + 5)
     head, tokens = (jax.tree.map(lambda x: x[:, part], tokens) for part in (slice(5), slice(5, None)))  # noqa: B023
     given = {"segment_ids": jnp.asarray(np.repeat([0, 1, 4], [3, 20, 17]))[None].repeat(2, 0), "max_segments": 3}
@@ -62,13 +68,8 @@ def test_from_inside_a_chunk_and_packed(packed):
     _, before = memory.scan(rule, params, None, *head)
 
     def from_state(run):
-        def start(params, tokens, weights):
-            return run(params, before._replace(memory=weights), tokens)
-
-        def loss(params, tokens, weights):
-            return jnp.sum(start(params, tokens, weights)[0] ** 2)
-
-        return jax.jit(lambda *x: (start(*x), jax.grad(loss, (0, 1, 2))(*x)))(params, tokens, before.memory)
+        from_weights = lambda params, tokens, weights: run(params, before._replace(memory=weights), tokens)
+        return graded(from_weights)(np.ones(TIME, np.float32), params, tokens, before.memory)
 
     found = from_state(lambda p, s, t: memory.scan(rule, p, s, *t, truncation=PIECE, **more))
     assert_close(found, from_state(lambda p, s, t: in_pieces(rule, p, s, t, **more)), 2e-5)
