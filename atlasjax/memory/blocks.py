@@ -110,7 +110,7 @@ def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     products = jnp.ones_like(start)[:, None]  # [parts, 1, 1, …]: parts of one token each
     while products.shape[0] > 1:  # merges neighbouring parts
         (first, second), (start_first, start_second) = neighbours(products), neighbours(start)
-        across = spread(start_second[:, :, None], first.shape[2], 2) * spread(first[:, -1:], first.shape[2], 1)
+        across = start_second[:, :, None] * first[:, -1:]
         above = jnp.concatenate([first, jnp.zeros_like(first)], axis=2)
         below = jnp.concatenate([across, second], axis=2)
         products = jnp.concatenate([above, below], axis=1)

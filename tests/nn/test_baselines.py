@@ -218,7 +218,7 @@ def test_weight_decay_leaves_rates_and_steps_alone():
     assert decayed["rwkv7"] == kernels("r", "k", "v", "out")
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", ["gated_deltanet", "mamba2", "rwkv7", pytest.param("gla", marks=pytest.mark.slow)])
 def test_kernels(name, packed, monkeypatch):
     """One matrix per head by the kernels that read it, named in the config; pieces of a stream are read without them."""

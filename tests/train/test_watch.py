@@ -130,9 +130,9 @@ def expected_norms(model, params, tokens):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        # Memories of layers are observed in the same way, with a cache or without.
+        pytest.param({}, marks=pytest.mark.slow),
         {"mixer": "mac", **HYBRID, "memory": DELTA.memory},
-        # Their memories are observed as that of "memory".
         pytest.param({"mixer": "mag", **HYBRID}, marks=pytest.mark.slow),
         pytest.param({"mixer": "mal", **HYBRID}, marks=pytest.mark.slow),
         {"memory": dataclasses.replace(TITANS.memory, caching=CachingConfig(segment_size=8))},
