@@ -57,8 +57,8 @@ def exact(a: jax.Array, b: jax.Array) -> jax.Array:
 def spread(x: jax.Array, size: int, axis: int) -> jax.Array:
     """`jnp.broadcast_to` of an x with one entry along `axis`, to `size` entries.
 
-    Its derivative is a sum over that axis. XLA's CPU backend is slow at such sums, and fast at adding halves and, for the last axis,
-    at products with ones. So the derivative is computed in these forms.
+    Its derivative is a sum over that axis. XLA's CPU backend is slow at such sums, and fast at adding halves and, for the last
+    axis, at products with ones. So the derivative is computed in these forms.
     """
     return jnp.broadcast_to(x, (*x.shape[:axis], size, *x.shape[axis:][1:]))
 
