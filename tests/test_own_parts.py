@@ -34,14 +34,15 @@ def run(folder, *arguments):
     )  # fmt: skip
 
 
-def test_a_language_model_of_own_parts_from_the_command_line(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("bounded", ["no-bounded", pytest.param("bounded", marks=pytest.mark.slow)])  # less to compile
+def test_a_language_model_of_own_parts_from_the_command_line(bounded, tmp_path, monkeypatch, capsys):
     """Trains on an own source with an own mixer, memory rule, schedule and optimizer; goes on; evaluates; generates."""
     options = [
         "train", "--preset", "titans-tiny", "--run-dir", str(tmp_path / "run"),
         "--model.dim", "16", "--model.num-layers", "2", "--model.num-heads", "2",
         "--model.mixer", "tests.own_parts:MovingAverage", "memory", "--model.mixer-options", '{"longest": 32}',
         "--model.memory.rule", "tests.own_parts:log_cosh_memory", "--model.memory.chunk-size", "8",
-        "--model.memory.no-bounded",  # less to compile
+        f"--model.memory.{bounded}",
         "--model.memory.rule-options", '{"expansion": 2}',
         "--data.source", "tests.own_parts:Counting", "--data.source-options", '{"documents": 40}',
         "--data.sequence-length", "32", "--data.batch-size", "4",

@@ -57,10 +57,26 @@ def test_gradients_end_at_the_pieces(name):
     assert all(float(jnp.abs(g[:, last > 0]).max()) > 0 for g in of_tokens)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["titans_at_its_limits", "atlas", "gated_delta_rule", "own_features"])
+def test_exact_gradients_are_others(name):
+    """Those of the first piece's values, whose later uses a truncated scan leaves out."""
+    rule = RULES[name]
+    params, *tokens = make_inputs(rule, time=TIME)
+    runs = [lambda p, t, n=n: memory.scan(rule, p, None, *t, truncation=n) for n in (PIECE, None)]
+    truncated, exact = (graded(run)(np.ones(TIME, np.float32), params, tokens)[1][1][2][:, :PIECE] for run in runs)
+    assert float(jnp.abs(truncated - exact).max()) > 1e-4 * float(jnp.abs(exact).max())
+
+
+# The bounded deep rule takes three times as long to compile.
+FROM_INSIDE = {"matrix": rules.titans(8, structures.Matrix()).unbounded(), "bounded": RULES["titans"]}
+
+
 @pytest.mark.parametrize("packed", [False, True])
-def test_from_inside_a_chunk_and_packed(packed):
+@pytest.mark.parametrize("name", ["matrix", pytest.param("bounded", marks=pytest.mark.slow)])
+def test_from_inside_a_chunk_and_packed(name, packed):
     """Pieces need not begin with a chunk, and the state that was given has the gradient of the first piece."""
-    rule = rules.titans(8, structures.Matrix()).unbounded()  # less to compile
+    rule = FROM_INSIDE[name]
     params, *tokens = make_inputs(rule, time=TIME + 5)
     head, tokens = (jax.tree.map(lambda x: x[:, part], tokens) for part in (slice(5), slice(5, None)))  # noqa: B023
     given = {"segment_ids": jnp.asarray(np.repeat([0, 1, 4], [3, 20, 17]))[None].repeat(2, 0), "max_segments": 3}

@@ -10,6 +10,7 @@ import pytest
 from atlasjax.mixers import gam
 
 BATCH, TIME, DIM, SLOTS = 2, 9, 5, 4
+mix = jax.jit(gam.mix, static_argnames="fusion")  # operation by operation takes far longer
 
 
 def make(fusion, width=3, seed=0):
@@ -54,38 +55,39 @@ def close(got, expected, tolerance=1e-5):
 @pytest.mark.parametrize("fusion", gam.FUSIONS)
 def test_definition(fusion, width):
     params, x = make(fusion, width), inputs()
-    y, _ = gam.mix(params, jnp.asarray(x), fusion=fusion)
+    y, _ = mix(params, x, fusion=fusion)
     assert y.dtype == jnp.float32
     close(y, [definition(params, row, fusion) for row in x])
 
 
 @pytest.mark.parametrize("fusion", gam.FUSIONS)
 def test_streaming_at_every_split(fusion):
-    params, x = make(fusion, 4), jnp.asarray(inputs())
-    whole, last = gam.mix(params, x, fusion=fusion)
+    params, x = make(fusion, 4), inputs()
+    whole, last = mix(params, x, fusion=fusion)
     width = 1 if fusion == "global" else 4
     for split in range(1, TIME):
         state, pieces = gam.init_state(BATCH, width, DIM, x.dtype), []
         for piece in (x[:, :split], x[:, split:]):
-            y, state = gam.mix(params, piece, state, fusion=fusion)
+            y, state = mix(params, piece, state, fusion=fusion)
             pieces.append(y)
-        close(jnp.concatenate(pieces, axis=1), whole, 1e-6)
+        close(np.concatenate(pieces, axis=1), whole, 1e-6)
         np.testing.assert_array_equal(state, last)
     state, tokens = None, []
     for t in range(TIME):
-        y, state = gam.mix(params, x[:, t : t + 1], state, fusion=fusion)
+        y, state = mix(params, x[:, t : t + 1], state, fusion=fusion)
         tokens.append(y)
-    close(jnp.concatenate(tokens, axis=1), whole, 1e-6)
+    close(np.concatenate(tokens, axis=1), whole, 1e-6)
     assert state.shape == (BATCH, width - 1, DIM)
 
 
 def test_packed_segments_are_their_own_sequences():
-    params, x = make("gated"), jnp.asarray(inputs())
+    params, x = make("gated"), inputs()
     ids = jnp.array([[0] * 4 + [1] * 3 + [0] * 2, [5] + [6] * 8])  # an id may return: still another segment
-    packed, _ = gam.mix(params, x, segment_ids=ids)
+    packed, _ = mix(params, x, segment_ids=ids)
+    packed = np.asarray(packed)
     for row, cuts in enumerate([(0, 4, 7, 9), (0, 1, 9)]):
         for start, stop in itertools.pairwise(cuts):
-            close(packed[row, start:stop], definition(params, np.asarray(x[row, start:stop]), "gated"))
+            close(packed[row, start:stop], definition(params, x[row, start:stop], "gated"))
 
 
 def test_gradients_are_differences_of_the_definition():
@@ -110,8 +112,8 @@ def test_gradients_are_differences_of_the_definition():
 
 def test_bfloat16_is_close_to_float32():
     params, x = make("gated"), jnp.asarray(inputs())
-    expected, _ = gam.mix(params, x)
-    y, state = gam.mix(params, x.astype(jnp.bfloat16))
+    expected, _ = mix(params, x)
+    y, state = mix(params, x.astype(jnp.bfloat16))
     assert y.dtype == state.dtype == jnp.bfloat16
     error = np.asarray(y, np.float32) - np.asarray(expected)
     assert np.sqrt(np.mean(error**2)) < 0.02 * np.asarray(expected).std()

@@ -136,9 +136,7 @@ def prepare(rule: MemoryRule, dtype: jnp.dtype, tokens: Tokens) -> Prepared:
 def advance(W: jax.Array, block: Prepared) -> tuple[jax.Array, jax.Array | None]:
     """W after the block, and U [m, value_dim] or None, from W [value_dim, D] before it."""
     u = None
-    after = W
-    if block.decay is not None:
-        after = (spread(block.decay[None], W.shape[0], -2) if block.decay.ndim == 1 else block.decay) * W
+    after = _times(block.decay if block.decay is None or block.decay.ndim == 0 else block.decay[None], W)
     if block.removed is not None:
         assert block.written is not None
         assert block.write_end is not None
@@ -164,10 +162,14 @@ def read(dtype: jnp.dtype, tokens: Tokens, W: jax.Array, u: jax.Array | None) ->
 
 
 def _times(decay: jax.Array | None, x: jax.Array) -> jax.Array:
-    """Rows of x [m, D] multiplied by decays [m] or [m, D]."""
+    """x [m, D] multiplied by decays: [] of all entries, [m] of rows, [1, D] of columns, or [m, D]. None: x."""
     if decay is None:
         return x
-    return (decay if decay.ndim == x.ndim else spread(decay[:, None], x.shape[1], -1)) * x
+    if decay.ndim == 1:
+        decay = spread(decay[:, None], x.shape[1], -1)
+    elif decay.ndim == 2 and decay.shape[0] == 1:
+        decay = spread(decay, x.shape[0], -2)
+    return decay * x
 
 
 def _from_start_and_to_end(decay: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
@@ -178,14 +180,14 @@ def _from_start_and_to_end(decay: jax.Array | None) -> tuple[jax.Array | None, j
         start, pairwise = decay_products(decay)
         return start, pairwise[-1]
     m = decay.shape[0]
-    size = 1 << (m - 1).bit_length()
-    start = jnp.pad(decay, ((0, size - m), (0, 0)), constant_values=1.0)[:, None]
+    padded = 1 << (m - 1).bit_length()
+    start = jnp.pad(decay, ((0, padded - m), (0, 0)), constant_values=1.0)[:, None]
     end, whole = jnp.ones_like(start), start
     while start.shape[0] > 1:
         (first_start, second_start), (first_end, second_end), (first, second) = map(neighbours, (start, end, whole))
-        size = second_start.shape[1]
-        start = jnp.concatenate([first_start, spread(first, size, 1) * second_start], axis=1)
-        end = jnp.concatenate([spread(second, size, 1) * first_end, second_end], axis=1)
+        length = first_start.shape[1]  # of a part, in tokens
+        start = jnp.concatenate([first_start, spread(first, length, 1) * second_start], axis=1)
+        end = jnp.concatenate([spread(second, length, 1) * first_end, second_end], axis=1)
         whole = first * second
     return start[0, :m], end[0, :m]
 
@@ -216,8 +218,8 @@ def _channel_scores(queries: jax.Array, keys: jax.Array, decay: jax.Array, *, st
     the scores between them are one product of decayed queries and decayed keys, without an [m, m, D] array or quotients of decays.
     """
     m, _ = queries.shape
-    size = 1 << (m - 1).bit_length()
-    parts = lambda x, fill: jnp.pad(x, ((0, size - m), (0, 0)), constant_values=fill)[:, None]
+    padded = 1 << (m - 1).bit_length()
+    parts = lambda x, fill: jnp.pad(x, ((0, padded - m), (0, 0)), constant_values=fill)[:, None]
     queries, keys, whole = parts(queries, 0.0), parts(keys, 0.0), parts(decay, 1.0)  # [parts, tokens of a part, D]
     diagonal = jnp.sum(queries * keys, axis=-1, keepdims=True)
     scores = jnp.zeros_like(diagonal) if strict or shift else diagonal
@@ -231,9 +233,9 @@ def _channel_scores(queries: jax.Array, keys: jax.Array, decay: jax.Array, *, st
         above = jnp.concatenate([first_scores, jnp.zeros_like(across)], axis=2)
         below = jnp.concatenate([across, second_scores], axis=2)
         scores = jnp.concatenate([above, below], axis=1)
-        size = first_q.shape[1]
-        queries = jnp.concatenate([first_q, spread(first, size, 1) * second_q], axis=1)
-        keys = jnp.concatenate([spread(second, size, 1) * first_k, second_k], axis=1)
+        length = first_q.shape[1]  # of a part, in tokens
+        queries = jnp.concatenate([first_q, spread(first, length, 1) * second_q], axis=1)
+        keys = jnp.concatenate([spread(second, length, 1) * first_k, second_k], axis=1)
         whole = first * second
     return scores[0, :m, :m]
 
