@@ -44,7 +44,7 @@ for _name, _value in _XLA_FLAGS.items():
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_name}={_value}".strip()
 
 # Tracing makes millions of small objects that live on: the collector looks at them less often.
-gc.set_threshold(50_000, 10, 10)
+gc.set_threshold(200_000, 20, 50)
 
 _MAPPINGS = pathlib.Path("/proc/self/maps")
 _MOST_MAPPINGS = 20_000

@@ -133,10 +133,10 @@ def contents(folder):
 def test_the_result_does_not_depend_on_the_workers(sources, tmp_path):
     config = dataclasses.replace(sources["jsonl"], tokenizer="bpe:300")
     reports = []
-    for workers in (0, 3):
+    for workers in (0, 2):
         prepare(config, tmp_path / str(workers), workers=workers, shard_tokens=1000, on_report=reports.append)
     assert len(list((tmp_path / "0").glob("train-*.tokens"))) > 3
-    assert contents(tmp_path / "0") == contents(tmp_path / "3")
+    assert contents(tmp_path / "0") == contents(tmp_path / "2")
     last = [report for report in reports if report.done == report.total]
     assert {report.stage for report in last} == {"tokenizing", "shuffling"}
     assert all(report.fraction == 1 and report.tokens > 1000 and not report.kept for report in last)

@@ -61,7 +61,7 @@ def test_nothing_to_predict():
         evaluate(lambda params, batch: (0.0, 0, 0), {}, [])
 
 
-@pytest.mark.parametrize("piece", [7, 100])
+@pytest.mark.parametrize("piece", [pytest.param(7, marks=pytest.mark.slow), 100])
 def test_a_stream_has_the_numbers_of_one_parallel_call(piece):
     tokens = np.random.default_rng(1).integers(0, 32, (2, 31)).astype(np.int32)
     result, losses = evaluate_stream(model(), tokens, BYTES, piece=piece)

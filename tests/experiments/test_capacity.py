@@ -72,6 +72,7 @@ def test_one_more_area_is_twice_as_many_pairs():
     assert large - small == pytest.approx(1)
 
 
+@pytest.mark.slow  # of the functions that the other experiments resume by
 def test_rows_are_kept_and_resumed(tmp_path, monkeypatch, capsys):
     options = [
         "--budgets",

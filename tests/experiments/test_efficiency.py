@@ -35,6 +35,7 @@ def test_a_faster_model_is_above_one():
     assert "| gla | 0.50 |  | 7 |" in text
 
 
+@pytest.mark.slow  # of the functions that the other experiments resume by
 def test_rows_resume(tmp_path, monkeypatch, capsys):
     def small(name, length, recipe):
         return dataclasses.replace(get_preset("transformer++-tiny"), dim=8, num_layers=1, num_heads=2, mlp_dim=8)

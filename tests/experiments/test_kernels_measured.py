@@ -15,6 +15,7 @@ from atlasjax.memory.fast_weights import fastest
 from experiments.benchmarks import kernels_measured, measured_cases, measured_report, measured_torch
 from experiments.benchmarks.kernels_measured import Device, Program
 from experiments.benchmarks.measured_cases import ENGINES, OPERATIONS, Case
+from tests.marks import some_slow
 
 CPU = Device("cpu", "a CPU, 2 cores", "0.10.2")
 H200 = Device("cuda", "NVIDIA H200", "0.10.2")  # no test needs one
@@ -26,7 +27,7 @@ def case(operation, direction="both", dim=8, dtype="float32"):
     return Case(operation, dim, dtype, direction, 1, 128, 2)
 
 
-@pytest.mark.parametrize("operation", ["newton_schulz_gram", "gated_delta_rule", "omeganet"])
+@pytest.mark.parametrize("operation", some_slow(["newton_schulz_gram", "gated_delta_rule", "omeganet"], ["omeganet"]))
 def test_engines_are_compared_with_the_definition(operation):
     known = {}
     row = kernels_measured.check(case(operation), "xla", CPU, known)

@@ -57,7 +57,7 @@ def test_gates_differ_in_the_gate_alone():
         assert dataclasses.replace(blind, caching=seeing.caching) == seeing
 
 
-@pytest.mark.parametrize("name", ["elastic-exp-1x", "memorizing-1x"])
+@pytest.mark.parametrize("name", ["elastic-exp-1x", pytest.param("memorizing-1x", marks=pytest.mark.slow)])
 def test_noise_changes_the_last_block_alone(name, texts):
     config = small(name)
     params = params_of(config)
@@ -69,6 +69,7 @@ def test_noise_changes_the_last_block_alone(name, texts):
     np.testing.assert_allclose(bits(corrupted(config, 0.0, 8, (2,)), params, texts, 8), clean, rtol=1e-5)
 
 
+@pytest.mark.slow  # tests/nn/test_elastic.py reads by another sampling
 def test_the_sampling_is_changed_without_training(texts, monkeypatch):
     monkeypatch.setattr(measure, "RATES", (0.5,))
     config = small("elastic-uniform-1x")

@@ -68,7 +68,7 @@ def test_round_trip_is_exact(tmp_path, name, dtype, count):
             "olmo_hybrid",
             "rwkv7",
         ],
-        ["mamba2", "gated_deltanet", "delta_net", "gla", "qwen3_5"],
+        ["mamba2", "gated_deltanet", "delta_net", "gla", "qwen3_5", "rwkv7"],
     ),
 )
 def test_a_run_of_our_own_can_be_exported(tmp_path, name):
@@ -405,7 +405,9 @@ def test_an_imported_model_is_an_ordinary_run(run_dir, capsys):
     assert all(np.array_equal(old[x], given[x]) for x in given)
 
 
-@pytest.mark.parametrize(("name", "devices"), [("mamba2", 8), ("qwen3_5", 2)])  # what divides sizes of the model
+@pytest.mark.parametrize(  # what divides sizes of the model
+    ("name", "devices"), [pytest.param("mamba2", 8, marks=pytest.mark.slow), ("qwen3_5", 2)]
+)
 def test_several_devices_give_the_logits_of_one(tmp_path, monkeypatch, name, devices):
     """An import reads each parameter into its place on the mesh; a run of one device loads the same numbers."""
     source, tokens = peers.write(tmp_path / "source", name), jax.random.randint(jax.random.key(0), (2, 9), 0, 200)

@@ -42,7 +42,7 @@ def if_slow(*values):
 @pytest.mark.parametrize(
     "name",
     [
-        "delta_rule", "gated_delta_rule", "longhorn", "gla", "rwkv7", "rwkv7_one_key", "delta_rule_decay",
+        "delta_rule", "gated_delta_rule", "longhorn", "gla", "rwkv7", if_slow("rwkv7_one_key"), "delta_rule_decay",
         if_slow("titans_matrix"), if_slow("omeganet"), if_slow("titans"),
         if_slow("moneta_row"), if_slow("swla"), if_slow("polysketch"), if_slow("dla"), if_slow("gated"),
         "ttt_linear", if_slow("ttt_mlp"),
@@ -71,7 +71,7 @@ def alike(rule, **options):
     [
         ("titans", {"momentum_decay": 1.0}),  # 1 − θ has a least size
         if_slow("titans_no_momentum", {"retention": 0.0}),
-        ("omeganet", {}),  # features: the output's residual is not in the kernel
+        if_slow("omeganet", {}),  # features: the output's residual is not in the kernel
         if_slow("titans", {}),
         if_slow("gated", {}),
         if_slow("delta_rule_chunk8", {}),
@@ -112,7 +112,7 @@ def test_bfloat16(interpreted):
 @pytest.mark.parametrize(
     ("implementation", "structure", "norm", "time"),
     [
-        ("pallas_tpu", structures.Matrix(), 0.1, 32),
+        if_slow("pallas_tpu", structures.Matrix(), 0.1, 32),  # test_chunk_memory.py has Muon
         *(
             if_slow(name, structures.MLP(expansion=2), norm, 35)
             for name in ("pallas_tpu", "pallas_gpu")
@@ -148,8 +148,8 @@ def test_goes_on_from_a_state(name, interpreted):
     ("name", "structure"),
     [
         ("gated_delta_rule", structures.Matrix()),
-        ("omeganet", structures.Matrix()),
-        if_slow("omeganet", structures.MLP()),  # test_chunk_memory_gpu.py has MLPs
+        if_slow("omeganet", structures.Matrix()),  # test_chunk_memory_gpu.py has both
+        if_slow("omeganet", structures.MLP()),
     ],
     ids=str,
 )

@@ -83,7 +83,7 @@ def test_bfloat16_and_wide_chunks(implementation, monkeypatch):
 
 # Windows, momentum, features with a residual outside the kernel, norms that act, two layers, and Muon.
 DEEP = [
-    ("titans_at_its_limits", "pallas_tpu"),
+    if_slow("titans_at_its_limits", "pallas_tpu"),  # test_chunk_memory_segments.py has the kernels
     ("swla", "pallas_tpu"),  # chunks have no effect
     ("omeganet", "pallas_gpu"),
     if_slow("omeganet", "pallas_tpu"),
@@ -132,7 +132,7 @@ def continued(rule, implementation, params, state, tokens, ids, max_segments):
 @pytest.mark.parametrize(
     ("name", "packed"),
     [
-        ("titans_at_its_limits", False),
+        if_slow("titans_at_its_limits", False),
         ("momentum_full_retention", True),
         if_slow("omeganet", True),
         if_slow("titans_at_its_limits", True),

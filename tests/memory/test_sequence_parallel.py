@@ -34,7 +34,7 @@ def state_of(rule, params, inputs):
     return memory.scan(rule, params, None, *jax.tree.map(lambda x: x[:, :5], inputs))[1]
 
 
-@pytest.mark.parametrize("name", some_slow(CASES, set(CASES) - set(DEFAULT)))
+@pytest.mark.parametrize("name", some_slow(CASES, set(CASES) - set(DEFAULT[:2])))
 def test_equals_one_device(name, x64):
     """37 tokens on 8 devices, the last ones of which have padding or nothing else; from a state, with all gradients."""
     rule = CASES[name]

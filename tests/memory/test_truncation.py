@@ -14,9 +14,11 @@ from atlasjax.memory import structures
 from atlasjax.nn import AttentionConfig, MemoryConfig, ModelConfig
 from atlasjax.nn.mixers import make_mixer
 from atlasjax.presets import get_preset
+from tests.marks import each_name
 from tests.memory.cases import RULES, assert_close, make_inputs
 
 TIME, PIECE = 40, 16  # two pieces, and a shorter one
+RULES_CUT = "titans_at_its_limits", "atlas", "gated_delta_rule", "own_features"
 
 
 def in_pieces(rule, params, state, tokens, segment_ids=None, max_segments=None):
@@ -40,7 +42,7 @@ def graded(run):
     return jax.jit(lambda weights, *inputs: jax.value_and_grad(loss, has_aux=True)(inputs, weights))
 
 
-@pytest.mark.parametrize("name", ["titans_at_its_limits", "atlas", "gated_delta_rule", "own_features"])
+@each_name(RULES_CUT, slow=["titans_at_its_limits", "atlas"])
 def test_gradients_end_at_the_pieces(name):
     rule = RULES[name]
     params, *tokens = make_inputs(rule, time=TIME)
@@ -58,7 +60,7 @@ def test_gradients_end_at_the_pieces(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["titans_at_its_limits", "atlas", "gated_delta_rule", "own_features"])
+@each_name(RULES_CUT)
 def test_exact_gradients_are_others(name):
     """Those of the first piece's values, whose later uses a truncated scan leaves out."""
     rule = RULES[name]

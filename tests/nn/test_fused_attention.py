@@ -40,7 +40,7 @@ def with_gradients(function, x):
         y = function(F.Heads(*arrays, x.segment)).astype(jnp.float32)
         return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))), y
 
-    (_, y), gradients = jax.value_and_grad(loss, has_aux=True)(x[:3])
+    (_, y), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(x[:3])
     return y, *gradients
 
 

@@ -65,7 +65,7 @@ def close(found, expected, tolerance):
         if_slow(MLP, L2, (1, 16, 1, 8), (), 1),
         if_slow(MLP, L2, (1, 21, 1, 4), ("momentum_decay",), 1),
         if_slow(MLP, L2, (1, 21, 1, 4), ("retention",), 12),
-        (GATED, L2, (1, 19, 1, 4), ("retention", "momentum_decay"), 3),
+        if_slow(GATED, L2, (1, 19, 1, 4), ("retention", "momentum_decay"), 3),
         (structures.MLP(depth=3, expansion=1), DOT, (1, 9, 1, 4), ("retention", "momentum_decay"), 1),
         (MATRIX, DOT, (1, 21, 1, 4), ("retention",), 12),  # longer than a chunk
         (MATRIX, objectives.Lp(4.0), (1, 11, 1, 4), (), 2),
@@ -84,7 +84,7 @@ def test_values_and_gradients(structure, objective, shape, gates, window):
         if_slow(MLP, L2, (2, 21, 2, 4), ("retention", "momentum_decay"), 5),
         (MATRIX, objectives.Lp(3.0), (2, 21, 2, 4), ("retention", "momentum_decay"), 5),  # the last chunk is not full
         if_slow(GATED, L2, (1, 16, 1, 4), ("momentum_decay",), 12),  # the window is longer than a chunk
-        (structures.MLP(depth=3, expansion=1), L2, (1, 17, 1, 4), ("retention",), 1),
+        if_slow(structures.MLP(depth=3, expansion=1), L2, (1, 17, 1, 4), ("retention",), 1),
     ],
     ids=str,
 )

@@ -94,7 +94,7 @@ def test_bounded(window):
     close(run(MATRIX, arrays, values, past, segments, **options, interpret=True), expected, 2e-5)
 
 
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
+@pytest.mark.parametrize("implementation", ["pallas_tpu", if_slow("pallas_gpu")])
 def test_muon(implementation):
     """Chunks of two blocks of four writes each."""
     arguments = packed(MATRIX, 13, 1, 8, BOTH, 3, 16)

@@ -23,12 +23,16 @@ def merged(x):
 
 def check(ours, definition, *args):
     """Values and gradients of `ours`, of matrices side by side, and of `definition`, of one head."""
-    expected, pull_expected = jax.vjp(jax.vmap(definition), *args)
-    d = random(*expected.shape)
+    d = random(*jax.eval_shape(jax.vmap(definition), *args).shape)
+
+    def graded(function, d):
+        found, pull = jax.vjp(function, *args)
+        return found, *pull(d)
+
+    expected, *pulled = jax.jit(lambda d: graded(jax.vmap(definition), d))(d)
     with jax.default_matmul_precision("highest"):
-        found, pull = jax.vjp(lambda *args: ours(*map(merged, args)), *args)
-        gradients = pull(merged(d))
-    for a, b in zip((found, *gradients), (merged(expected), *pull_expected(d)), strict=True):
+        found = jax.jit(lambda d: graded(lambda *args: ours(*map(merged, args)), d))(merged(d))
+    for a, b in zip(found, (merged(expected), *pulled), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max()))
 
 

@@ -135,7 +135,10 @@ def expected_norms(model, params, tokens):
         {"mixer": "mac", **HYBRID, "memory": DELTA.memory},
         pytest.param({"mixer": "mag", **HYBRID}, marks=pytest.mark.slow),
         pytest.param({"mixer": "mal", **HYBRID}, marks=pytest.mark.slow),
-        {"memory": dataclasses.replace(TITANS.memory, caching=CachingConfig(segment_size=8))},
+        pytest.param(
+            {"memory": dataclasses.replace(TITANS.memory, caching=CachingConfig(segment_size=8))},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["memory", "mac", "mag", "mal", "cached"],
 )

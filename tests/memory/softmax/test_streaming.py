@@ -56,7 +56,7 @@ SEGMENTS = np.array([[0] * 4 + [1] * 1 + [2] * 9 + [7] * 10, [3] * 24, [0, 1, 2,
 
 
 @pytest.mark.parametrize(
-    "name", some_slow(["matrix_window", "swdt", "dot_window_over_chunk"], ["dot_window_over_chunk"])
+    "name", some_slow(["matrix_window", "swdt", "dot_window_over_chunk"], ["swdt", "dot_window_over_chunk"])
 )
 def test_segments(name, x64, short_blocks):
     """Packed segments equal the reference, which forgets by definition, in one call and in two; and that equals each alone."""
