@@ -11,13 +11,16 @@ LANGUAGE = "bits per byte"
 
 
 def verdict(lines: list[Line]) -> str:
-    """Of a direction: that of its decided lines if they agree."""
+    """Of a direction: that of its decided lines if they agree, "in part" if others have enough seeds and decide nothing."""
     if not lines:
         return "not run"
     decided = {line.comparison.verdict for line in lines} - {"undecided"}
     if not decided:
         return "undecided"
-    return decided.pop() if len(decided) == 1 else "depends on the setting"
+    if len(decided) > 1:
+        return "depends on the setting"
+    left = any(line.comparison.verdict == "undecided" and line.comparison.seeds >= LEAST_SEEDS for line in lines)
+    return decided.pop() + (" in part" if left else "")
 
 
 def summary() -> str:

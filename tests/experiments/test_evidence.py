@@ -22,8 +22,9 @@ def line(differences, unit="accuracy"):
     [
         ([], "not run"),
         ([OPEN, [5.0]], "undecided"),
-        ([BETTER, OPEN], "reproduced"),
-        ([WORSE, OPEN, WORSE], "refuted here"),
+        ([BETTER, [5.0]], "reproduced"),
+        ([BETTER, OPEN], "reproduced in part"),
+        ([WORSE, OPEN, WORSE], "refuted here in part"),
         ([BETTER, WORSE], "depends on the setting"),
     ],
 )

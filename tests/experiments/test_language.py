@@ -70,6 +70,7 @@ def test_the_whole_is_that_of_the_library(book):
     )
 
 
+@pytest.mark.slow  # of the functions that the other experiments resume by
 def test_rows_resume(book, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure, "model", small)
     monkeypatch.setattr(run, "model", small)

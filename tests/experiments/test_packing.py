@@ -6,13 +6,12 @@ import pytest
 from atlasjax.presets import preset_names
 from experiments.packing import batch, run
 from experiments.rows import read_rows
-from tests.marks import some_slow
 
-PRESETS = ("gated-deltanet-h2-tiny",)
-MORE = ("linear-attention-mag-tiny", "titans-mac-tiny", "elastic-exp-tiny", "gam-tiny")  # with `-m slow`
+PRESETS = "gated-deltanet-h2-tiny", "linear-attention-mag-tiny", "titans-mac-tiny", "elastic-exp-tiny", "gam-tiny"
 
 
-@pytest.mark.parametrize("preset", some_slow((*PRESETS, *MORE), MORE))
+@pytest.mark.slow  # of each mixer in tests/nn
+@pytest.mark.parametrize("preset", PRESETS)
 def test_no_document_reads_another(preset):
     row = run.measure(preset)
     assert not run.leaks(row), row["differences"]

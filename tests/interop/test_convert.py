@@ -68,7 +68,7 @@ def test_round_trip_is_exact(tmp_path, name, dtype, count):
             "olmo_hybrid",
             "rwkv7",
         ],
-        ["mamba2", "gated_deltanet", "delta_net", "gla", "qwen3_5", "rwkv7"],
+        ["mamba2", "gated_deltanet", "delta_net", "gla", "qwen3_5", "rwkv7", "olmo_hybrid"],
     ),
 )
 def test_a_run_of_our_own_can_be_exported(tmp_path, name):

@@ -188,7 +188,10 @@ def inputs():
 
 
 # Each rule once; a polynomial's is in test_closed_forms.py too.
-@pytest.mark.parametrize("name", some_slow(CASES, ["based: a polynomial of degree 2", "retention"]))
+@pytest.mark.parametrize(
+    "name",
+    some_slow(CASES, ["based: a polynomial of degree 2", "retention", "RWKV-7", "Longhorn, a step for each channel"]),
+)
 def test_rule_is_their_reference(name):
     case, arrays = CASES[name], inputs()
     given = {key: arrays[key] for key in ("q", "k", "v", *case.given)}

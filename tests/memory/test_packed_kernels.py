@@ -85,7 +85,7 @@ def test_bfloat16_and_wide_chunks(implementation, monkeypatch):
 DEEP = [
     if_slow("titans_at_its_limits", "pallas_tpu"),  # test_chunk_memory_segments.py has the kernels
     ("swla", "pallas_tpu"),  # chunks have no effect
-    ("omeganet", "pallas_gpu"),
+    if_slow("omeganet", "pallas_gpu"),
     if_slow("omeganet", "pallas_tpu"),
     if_slow("titans", "pallas_tpu"),
     if_slow("titans_at_its_limits", "pallas_gpu"),

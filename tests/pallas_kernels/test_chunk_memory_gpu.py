@@ -24,7 +24,7 @@ GPU = {"chunk_size": 16, "implementation": "pallas_gpu", "interpret": True}
         if_slow(MLP, L2, (1, 37, 1, 8), ("retention",), 20),
         if_slow(GATED, L2, (1, 33, 1, 16), ("momentum_decay",), 1),  # below, with bounded norms
         # The window is longer than a chunk, tokens are padded to 16.
-        (MATRIX, objectives.Lp(4.0), (1, 37, 1, 8), ("retention",), 20),
+        if_slow(MATRIX, objectives.Lp(4.0), (1, 37, 1, 8), ("retention",), 20),
         (structures.MLP(depth=1), DOT, (1, 20, 1, 24), (), 1),
     ],
     ids=str,

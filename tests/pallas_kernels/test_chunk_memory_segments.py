@@ -68,7 +68,7 @@ CASES = [
     (MATRIX, (), 1, {}),
     if_slow(GATED, BOTH, 12, {}),
     if_slow(MATRIX, ("retention",), 20, {}),  # the window is longer than a chunk
-    (MATRIX, BOTH, 3, {"norm_bound": 0.4}),
+    if_slow(MATRIX, BOTH, 3, {"norm_bound": 0.4}),
 ]
 
 
