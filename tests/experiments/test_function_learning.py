@@ -128,6 +128,7 @@ def tiny(monkeypatch, tmp_path):
     return ["quick", "--settings", "low_rank", "mlp", "--out", str(tmp_path)], tmp_path
 
 
+@pytest.mark.slow  # of the functions that the other experiments resume by
 def test_a_stopped_run_goes_on_and_writes_its_table(tiny, monkeypatch, capsys):
     arguments, folder = tiny
     losses, calls = run.losses, []

@@ -33,6 +33,7 @@ def book(tmp_path):
     return text
 
 
+@pytest.mark.slow  # tests/test_presets.py counts the presets' parameters
 def test_models_have_as_many_parameters():
     counts = {name: count_parameters(model(name)) for name in MODELS}
     assert max(counts.values()) < 1.03 * min(counts.values())

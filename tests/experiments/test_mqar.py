@@ -39,6 +39,7 @@ def test_training_has_every_number_of_pairs_equally_often():
     assert len(np.unique(few, axis=0)) <= 60
 
 
+@pytest.mark.slow  # of the functions that test_mad.py resumes by
 def test_rows_are_kept_and_resumed(tmp_path, monkeypatch, capsys):
     options = ["--models", "gam", "--steps", "2", "--batch-size", "6", "--test-sequences", "8", "--seeds", "1"]
     options += ["--out", str(tmp_path)]

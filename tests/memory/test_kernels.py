@@ -267,7 +267,7 @@ def test_refused():
     ("implementation", "name"),
     [
         ("xla", "delta_rule"),
-        ("pallas_tpu", "delta_rule_chunk8"),
+        if_slow("pallas_tpu", "delta_rule_chunk8"),  # test_kernel_step.py has a whole step
         if_slow("xla", "titans_matrix"),
         if_slow("xla", "titans"),
         if_slow("pallas_tpu", "titans"),

@@ -42,7 +42,7 @@ def graded(run):
     return jax.jit(lambda weights, *inputs: jax.value_and_grad(loss, has_aux=True)(inputs, weights))
 
 
-@each_name(RULES_CUT, slow=["titans_at_its_limits", "atlas"])
+@each_name(RULES_CUT, slow=["titans_at_its_limits", "atlas", "own_features"])
 def test_gradients_end_at_the_pieces(name):
     rule = RULES[name]
     params, *tokens = make_inputs(rule, time=TIME)

@@ -223,6 +223,7 @@ def test_two_processes_of_one_job(server, tmp_path):
     np.testing.assert_allclose([loss for _, loss in found], [loss for _, loss in expected], rtol=1e-5)
 
 
+@pytest.mark.slow  # tests/train/test_compiled_programs.py has a folder on a disk
 def test_compiled_programs(server, tmp_path, keep_all, caplog, capsys):  # noqa: F811
     """A second start finds its programs in the bucket; a bucket that refuses them does not stop it."""
     run = in_bucket(config(tmp_path, data_changes=NO_EVALUATION, compilation_cache=True), "compiled")
@@ -354,7 +355,7 @@ def array_sums(sums: dict[str, int]) -> dict[str, int]:
     [
         pytest.param(6, [2, 4, 6], marks=pytest.mark.slow),
         pytest.param(2, [2, 4, 6], marks=pytest.mark.slow),
-        (4, [2, 5, 6]),
+        pytest.param(4, [2, 5, 6], marks=pytest.mark.slow),
     ],
 )
 def test_a_lost_answer_about_a_manifest(server, tmp_path, saves_at_once, monkeypatch, capsys, failing, kept):

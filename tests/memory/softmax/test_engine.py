@@ -71,7 +71,7 @@ EDGES = [
 ]
 
 
-@each_name(["swdt_cache_under_chunk", "matrix_window", "dot_sliding"], slow=["matrix_window", "dot_sliding"])
+@each_name(["swdt_cache_under_chunk", "matrix_window", "dot_sliding"], slow=["swdt_cache_under_chunk", "dot_sliding"])
 def test_extreme_gates(name, x64, short_blocks):
     """And the usual ones. Also where log ρ = −∞, and where Z forgets an entry whose momentum is still there (α = 0)."""
     rule = RULES[name]
