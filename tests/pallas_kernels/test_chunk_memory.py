@@ -65,7 +65,7 @@ def close(found, expected, tolerance):
         if_slow(MLP, L2, (1, 16, 1, 8), (), 1),
         if_slow(MLP, L2, (1, 21, 1, 4), ("momentum_decay",), 1),
         if_slow(MLP, L2, (1, 21, 1, 4), ("retention",), 12),
-        if_slow(GATED, L2, (1, 19, 1, 4), ("retention", "momentum_decay"), 3),
+        (GATED, L2, (1, 19, 1, 4), ("retention", "momentum_decay"), 3),
         (structures.MLP(depth=3, expansion=1), DOT, (1, 9, 1, 4), ("retention", "momentum_decay"), 1),
         (MATRIX, DOT, (1, 21, 1, 4), ("retention",), 12),  # longer than a chunk
         (MATRIX, objectives.Lp(4.0), (1, 11, 1, 4), (), 2),

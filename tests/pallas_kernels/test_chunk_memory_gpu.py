@@ -20,10 +20,11 @@ GPU = {"chunk_size": 16, "implementation": "pallas_gpu", "interpret": True}
 @pytest.mark.parametrize(
     ("structure", "objective", "shape", "gates", "window"),
     [
-        (NARROW, L2, (1, 37, 2, 16), ("retention", "momentum_decay"), 5),  # two tiles of padding in the last chunk
+        # Two tiles of padding in the last chunk; the window is longer than a chunk.
+        (NARROW, L2, (1, 37, 2, 16), ("retention", "momentum_decay"), 20),
         if_slow(MLP, L2, (1, 37, 1, 8), ("retention",), 20),
         if_slow(GATED, L2, (1, 33, 1, 16), ("momentum_decay",), 1),  # below, with bounded norms
-        # The window is longer than a chunk, tokens are padded to 16.
+        # Tokens are padded to 16.
         if_slow(MATRIX, objectives.Lp(4.0), (1, 37, 1, 8), ("retention",), 20),
         (structures.MLP(depth=1), DOT, (1, 20, 1, 24), (), 1),
     ],
