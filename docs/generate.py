@@ -27,7 +27,7 @@ TABLES: dict[str, Callable[[], str]] = {
         measured.serving_load, measured.devices_sequence, measured.devices_longest,
         measured.reliability_faults, measured.reliability_packing, measured.packing_models,
         measured.input_speed, measured.input_memory,
-        measured.mad, measured.evidence_summary, measured.evidence_details,
+        measured.mad, measured.needles, measured.evidence_summary, measured.evidence_details,
         weights.weights_tensors,
         status.status_devices, status.status_rules, status.status_proofs, kernels.status_kernels, status.status_plans,
         status.status_experiments, status.status_systems,

@@ -21,7 +21,8 @@ class MeshConfig:
         accelerators: one device, and in training on a CPU a device for each core (`train.cores`).
       fsdp: devices over which parameters, optimizer state and the batch are split (fully sharded data parallelism).
       tensor: devices over which heads, MLP width and vocabulary are split.
-      sequence: devices over which the tokens of each sequence are split, for mixers that allow it (`nn.check_divided`).
+      sequence: devices over which the tokens of each sequence are split, for mixers that allow it (`nn.check_divided`), and with
+        them parameters and optimizer state.
     """
 
     data: int = -1

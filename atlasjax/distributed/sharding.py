@@ -1,7 +1,7 @@
 """Shardings of parameters, optimizer state, batches and memory states, from logical axis names.
 
-Every parameter names its axes (`logical_axes` metadata of `nnx.Param`). `LOGICAL_AXIS_RULES` maps each name to the mesh axis over
-which it is split. A mesh axis that does not divide a dimension is skipped for that dimension and reported.
+Every parameter names its axes (`logical_axes` metadata of `nnx.Param`). `LOGICAL_AXIS_RULES` maps each name to the mesh axis, or
+axes, over which it is split. A mesh axis that does not divide a dimension is skipped for that dimension and reported.
 """
 
 import functools
@@ -18,12 +18,14 @@ from atlasjax.mesh_axes import BATCH_AXES, TIME_AXES
 from atlasjax.names import lookup
 
 # Parameters are split twice: over `tensor` along an axis that the computation treats independently (heads, MLP width,
-# vocabulary), and over `fsdp` along the model width, which is gathered layer by layer. The memory's own axes are small
-# and stay unsplit: splitting them would put a collective into every chunk of the scan over time.
-LOGICAL_AXIS_RULES: dict[str, str | None] = {
+# vocabulary), and along the model width, which is gathered layer by layer, over `fsdp` and `sequence`: devices with other tokens
+# need the same parameters as devices with other sequences. The memory's own axes are small and stay unsplit: splitting them would
+# put a collective into every chunk of the scan over time.
+AxisRule = str | tuple[str, ...] | None
+LOGICAL_AXIS_RULES: dict[str, AxisRule] = {
     "layers": None,
     "vocab": "tensor",
-    "embed": "fsdp",
+    "embed": ("fsdp", *TIME_AXES),
     "mlp": "tensor",
     "heads": "tensor",
     "conv": None,
@@ -37,7 +39,7 @@ def partition_spec(
     logical_axes: Sequence[str | None],
     shape: Sequence[int],
     mesh: Mesh,
-    rules: Mapping[str, str | None] = LOGICAL_AXIS_RULES,
+    rules: Mapping[str, AxisRule] = LOGICAL_AXIS_RULES,
 ) -> tuple[PartitionSpec, list[str]]:
     """Returns the partition spec of one array, and a line of text for each skipped mesh axis.
 
@@ -45,7 +47,7 @@ def partition_spec(
       logical_axes: for each dimension, a name in `rules` or None.
       shape: the array's shape.
       mesh: the mesh with axes data, fsdp, tensor and, if it is split, sequence.
-      rules: logical axis → mesh axis, or None (not split).
+      rules: logical axis → mesh axis, several of them, or None (not split). Those that the mesh lacks are left out.
 
     Raises:
       ValueError: the number of names is not the number of dimensions, or a name is not in `rules`.
@@ -54,22 +56,31 @@ def partition_spec(
         raise ValueError(
             f"logical_axes {tuple(logical_axes)} name {len(logical_axes)} axes of an array of shape {shape}."
         )
-    spec: list[str | None] = []
+    spec: list[str | tuple[str, ...] | None] = []
+    used: set[str] = set()
     skipped = []
     for name, size in zip(logical_axes, shape):
-        axis = None if name is None else lookup("logical axis", name, rules)
-        if axis is not None and mesh.shape[axis] > 1:
-            if axis in spec:
-                axis = None  # An array can use a mesh axis only once; the first dimension that asks for it gets it.
-            elif size % mesh.shape[axis]:
-                skipped.append(f"axis {name!r} of size {size} is not divisible by {axis}={mesh.shape[axis]}: not split")
-                axis = None
-        spec.append(axis)
+        rule = None if name is None else lookup("logical axis", name, rules)
+        mine: list[str] = []
+        for axis in (rule,) if isinstance(rule, str) else rule or ():
+            # An array can use a mesh axis only once; the first dimension that asks for it gets it.
+            if mesh.shape.get(axis, 1) == 1 or axis in used:
+                continue
+            parts = math.prod(mesh.shape[part] for part in mine)
+            if size % (parts * mesh.shape[axis]):
+                over = "" if parts == 1 else f", after {' and '.join(mine)} of {parts}"
+                skipped.append(
+                    f"axis {name!r} of size {size} is not divisible by {axis}={mesh.shape[axis]}{over}: not split"
+                )
+            else:
+                mine.append(axis)
+        used |= set(mine)
+        spec.append(tuple(mine) if len(mine) > 1 else mine[0] if mine else None)
     return PartitionSpec(*spec), skipped
 
 
 def parameter_shardings(
-    logical_axes: PyTree, shapes: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = LOGICAL_AXIS_RULES
+    logical_axes: PyTree, shapes: PyTree, mesh: Mesh, rules: Mapping[str, AxisRule] = LOGICAL_AXIS_RULES
 ) -> tuple[PyTree, list[str]]:
     """Shardings of a model's parameters.
 
@@ -77,7 +88,7 @@ def parameter_shardings(
       logical_axes: tree of the parameters' axis names, one PartitionSpec per parameter (`nn.logical_axes`, as a nested dict).
       shapes: the same tree, of arrays or ShapeDtypeStructs.
       mesh: the mesh.
-      rules: logical axis → mesh axis.
+      rules: see `partition_spec`.
 
     Returns:
       The same tree, of NamedSharding, and one line of text per skipped mesh axis.

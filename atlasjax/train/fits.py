@@ -84,8 +84,8 @@ def check_fits(
     moments = 2 if config.optimizer.name == "adamw" else 0  # the state of other optimizers is unknown
     trainable = parameters if trainable is None else trainable
     average = config.optimizer.ema_decay is not None
-    state = 4 * (parameters + trainable * (1 + moments + average)) // (mesh["fsdp"] * mesh["tensor"])
     shards, tensor, sequence = mesh["data"] * mesh["fsdp"], mesh["tensor"], mesh.get("sequence", 1)
+    state = 4 * (parameters + trainable * (1 + moments + average)) // (mesh["fsdp"] * tensor * sequence)
     length = data.sequence_length // sequence  # on each device
     itemsize = 2 if model.dtype == "bfloat16" else 4
     logits = min(length, config.loss.chunk or length) * (model.vocab_size // tensor)
@@ -104,7 +104,8 @@ def check_fits(
 def _what_it_takes(config: TrainConfig, shards: int, state: int, row: int, available: int) -> str:
     if state > available:
         devices = math.ceil(state / available)
-        return f"Use a smaller model, or at least {devices:,} such devices to split it over (mesh.fsdp, mesh.tensor)."
+        axes = "mesh.fsdp, mesh.tensor, mesh.sequence"
+        return f"Use a smaller model, or at least {devices:,} such devices to split it over ({axes})."
     rows, size = (available - state) // row, config.data.batch_size
     if not rows:
         length = config.data.sequence_length * (available - state) // row

@@ -322,6 +322,13 @@ def mad() -> str:
     return tables(rows("experiments/mad/results/small.jsonl"))
 
 
+def needles() -> str:
+    """The accuracies of the needles experiment, changes at test time, and the orders that papers report."""
+    from experiments.needles.report import table as tables
+
+    return tables(rows("experiments/needles/results/small.jsonl"))
+
+
 def evidence_summary() -> str:
     """The directions that the papers claim, with their verdicts."""
     from experiments.evidence import page

@@ -1,4 +1,4 @@
-"""The 17 directions that the four papers claim, and the comparisons that decide them."""
+"""The 18 directions that the four papers claim, and the comparisons that decide them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,6 +13,8 @@ from experiments.evidence.sources import (
     language,
     mad,
     mqar,
+    needles,
+    needles_at_test_time,
     recall,
     studies,
     trained,
@@ -25,6 +27,7 @@ EXPERIMENTS = {
     "capacity": ("python -m experiments.capacity.run", "../experiments/capacity/results/capacity_1024.png"),
     "mqar": ("python -m experiments.mqar.run", "../experiments/mqar/results/small.png"),
     "mad": ("python -m experiments.mad.run", "../experiments/mad/README.md"),
+    "needles": ("python -m experiments.needles.run", "../experiments/needles/README.md"),
     "recall": ("python -m experiments.recall.run", "../experiments/recall/results/recall.png"),
     "zoo": ("python -m experiments.zoo.run", "../experiments/zoo/results/embedded.png"),
     "stability": ("python -m experiments.stability.train", "../experiments/stability/results/train.md"),
@@ -65,7 +68,8 @@ def _omega() -> list[Line]:
     pairs = [("linear, c=4", "linear"), ("linear, c=16", "linear"), ("linear, c=4, buffers free", "linear")]
     pairs += [("deep 2, c=4", "deep 2"), ("deep 2, c=16, buffers free", "deep 2")]
     texts = zoo([("omeganet", "titans-no-momentum")]) + trained(PAIRS["omega"]) + language("omega")
-    return capacity(pairs) + mqar([("omega", "omega-online")]) + texts + ablation([("base", "c=1")])
+    recalled = mqar([("omega", "omega-online")]) + needles([("omega", "omega-online")])
+    return capacity(pairs) + recalled + texts + ablation([("base", "c=1")])
 
 
 def _polynomial() -> list[Line]:
@@ -79,7 +83,8 @@ def _polynomial() -> list[Line]:
 def _deep() -> list[Line]:
     found = capacity([("deep 2", "linear"), ("deep 3", "linear")], budgets=(0, 256, 1024))
     texts = zoo([("dla", "linear-attention")]) + trained(PAIRS["deep"]) + language("deep")
-    return found + mqar([("omega", "omega-matrix")]) + texts + ablation([("base", "linear memory")])
+    recalled = mqar([("omega", "omega-matrix")]) + needles([("omega", "omega-matrix")])
+    return found + recalled + texts + ablation([("base", "linear memory")])
 
 
 def _gated() -> list[Line]:
@@ -104,13 +109,14 @@ def _muon() -> list[Line]:
             ("deep 2, Muon 5, buffers free", "deep 2, Muon 1, buffers free"),
         ]
     )
-    found += function_muon() + mqar([("atlas", "omega-powers")])
+    found += function_muon() + mqar([("atlas", "omega-powers")]) + needles([("atlas", "omeganet")])
     texts = zoo([("atlas", "omeganet")]) + trained(PAIRS["muon"]) + language("muon")
     return found + texts + ablation([("base", "without Muon")])
 
 
 def _dot() -> list[Line]:
     found = mqar([("dot", "deep_transformer"), ("deep_transformer", "attention"), ("dot", "attention")])
+    found += needles([("dot", "deep_transformer"), ("deep_transformer", "attention"), ("dot", "attention")])
     return found + zoo(PAIRS["dot"]) + trained(PAIRS["dot"])
 
 
@@ -119,7 +125,13 @@ def _caching() -> list[Line]:
     pairs += [("titans-grm-8", "titans"), ("titans-residual-8", "titans"), ("linear-grm-8", "linear-ssc-8")]
     pairs += [(f"linear-{name}-8", "linear") for name in ("grm", "ssc", "residual")]
     texts = zoo(PAIRS["caching"]) + trained(PAIRS["caching"]) + studies("caching") + language("caching")
-    return mqar(pairs) + recall([("linear-4-grm", "linear-4")]) + texts
+    asked = [
+        ("titans-grm", "titans-soup"),
+        ("titans-soup", "titans-ssc"),
+        ("titans-ssc", "titans"),
+        ("titans-grm", "titans"),
+    ]
+    return mqar(pairs) + recall([("linear-4-grm", "linear-4")]) + needles(asked) + texts
 
 
 def _context() -> list[Line]:
@@ -135,7 +147,8 @@ def _gap() -> list[Line]:
         ("attention", "linear"),
         ("attention", "linear-grm-8"),
     ]
-    return mqar(pairs) + recall([("attention", "linear-4"), ("attention", "linear-4-grm")]) + language("gap")
+    small = recall([("attention", "linear-4"), ("attention", "linear-4-grm")])
+    return mqar(pairs) + small + needles([("attention", "titans"), ("attention", "titans-grm")]) + language("gap")
 
 
 def _gam() -> list[Line]:
@@ -145,7 +158,7 @@ def _gam() -> list[Line]:
 DIRECTIONS = (
     Direction(
         "The Omega rule is better than the online rule", "A §3.2, Table 6", _omega,
-        ("capacity", "mqar", "zoo", "stability", "language", "ablation"),
+        ("capacity", "mqar", "needles", "zoo", "stability", "language", "ablation"),
         note=lambda: "A window's pairs are part of the state. Unless a line says that buffers are free, they are counted. "
         "SWLA differs from RetNet's rule in the window alone, OmegaNet from Titans without momentum also in its features.",
     ),
@@ -157,7 +170,7 @@ DIRECTIONS = (
     ),
     Direction(
         "A deep memory is better than a matrix", "A Theorem 1, Table 6", _deep,
-        ("capacity", "mqar", "zoo", "stability", "language", "ablation"),
+        ("capacity", "mqar", "needles", "zoo", "stability", "language", "ablation"),
         note=lambda: "n floats cannot store more than n/16 independent random values of 16 numbers exactly, whatever the depth. "
         "A matrix with wide enough independent keys reaches that limit. TTT-Linear is TTT-MLP with a matrix, and RetNet's rule DLA "
         "with one. Linear attention also has no decay, and the gated delta rule takes its gradients at each token.",
@@ -169,13 +182,13 @@ DIRECTIONS = (
     ),
     Direction(
         "Muon is the better inner optimizer", "A §5", _muon,
-        ("capacity", "function_learning", "mqar", "zoo", "stability", "language", "ablation"),
+        ("capacity", "function_learning", "mqar", "needles", "zoo", "stability", "language", "ablation"),
         note=lambda: "The paper's own Table 6 has a lower perplexity without Muon (19.65 against 19.97). The tiny presets differ "
         "in more: Atlas has half of OmegaNet's hidden units, and Newton–Schulz every 32 tokens.",
     ),
     Direction(
         "DOT is better than DeepTransformer, and that better than Transformer++", "A §4, Table 2", _dot,
-        ("mqar", "zoo", "stability"),
+        ("mqar", "needles", "zoo", "stability"),
         note=lambda: "In the tiny presets the softmax memories have short convolutions before their keys, as every memory, and "
         "Transformer++ has none. How much of the difference from Transformer++ these make is not measured yet: that is for "
         "`attention` in `experiments.language`, which has them.",
@@ -190,7 +203,7 @@ DIRECTIONS = (
     ),
     Direction(
         "Memory caching: GRM is better than Soup, that than SSC, and that than the memory alone", "M §4, Tables 1–4", _caching,
-        ("mqar", "recall", "zoo", "stability", "studies", "language"),
+        ("mqar", "recall", "needles", "zoo", "stability", "studies", "language"),
         note=lambda: "For a linear memory GRM and Soup are the same function. M's text puts SSC second.",
     ),
     Direction(
@@ -200,7 +213,7 @@ DIRECTIONS = (
         "points.",
     ),
     Direction(
-        "Attention is still ahead in recall", "M §4.4, Fig. 3", _gap, ("mqar", "recall", "language"),
+        "Attention is still ahead in recall", "M §4.4, Fig. 3", _gap, ("mqar", "recall", "needles", "language"),
         note=lambda: "Whether caching narrows the gap is in the direction on caching. M does not claim it of language, and in A "
         "Table 2 memories are ahead of Transformer++ in perplexity.",
     ),
@@ -231,5 +244,11 @@ DIRECTIONS = (
     Direction(
         "MAD: Atlas is better than every baseline", "A Table 4", mad, ("mad",),
         note=lambda: "Tasks on which the paper has equal numbers are left out: in-context recall, and copying against OmegaNet.",
+    ),
+    Direction(
+        "More Newton–Schulz steps in the test memorize better", "A §5",
+        lambda: needles_at_test_time("newton_schulz_steps", (1, 2, 3, 5, 7)), ("needles",),
+        note=lambda: "The paper calls the number of steps a test-time compute parameter that can potentially improve memorization. "
+        "Atlas is trained with 5 steps, and each line compares a number of steps with the next smaller one.",
     ),
 )  # fmt: skip

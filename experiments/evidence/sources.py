@@ -19,6 +19,7 @@ from experiments.language.compare import compared as by_position
 from experiments.mad.report import orders
 from experiments.mad.tasks import TASKS
 from experiments.mqar.report import best
+from experiments.needles import report as of_needles
 from experiments.rows import Row, read_rows
 from experiments.studies.compare import compared
 from experiments.studies.models import LENGTH
@@ -130,6 +131,46 @@ def mad() -> list[Line]:
         tokens = recipe["steps"] * recipe["batch_size"] * TASKS[order.task].time
         lines.append(Line(f"{told}, width {recipe['width']}", order.comparison, "accuracy", tokens, "mad"))
     return lines
+
+
+def needles(pairs: Iterable[tuple[str, str]]) -> list[Line]:
+    """(better, worse) models: questions answered, the mean over tasks and lengths, each at its best learning rate."""
+    groups = of_needles.chosen(rows("needles/results/small.jsonl"))
+    found = []
+    for better, worse in pairs:
+        if better in groups and worse in groups:
+            sides = ({row["seed"]: of_needles.accuracy(row) for row in groups[name]} for name in (better, worse))
+            if (comparison := paired(*sides)) is not None:
+                recipe = groups[better][0]["recipe"]
+                tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
+                where = f"needles and places in texts of {recipe['lengths'][0]:,} to {recipe['lengths'][-1]:,} tokens"
+                found.append(Line(f"{better} against {worse}: {where}", comparison, "accuracy", tokens, "needles"))
+    return found
+
+
+def needles_at_test_time(setting: str, values: Sequence[int]) -> list[Line]:
+    """Trained models with more computation for each token against less, both only in the test.
+
+    Args:
+      setting: see `experiments.needles.models.Variant`.
+      values: increasing. Each is compared with the one before.
+    """
+    found = []
+    for name, group in of_needles.chosen(rows("needles/results/small.jsonl")).items():
+        for less, more in itertools.pairwise(values):
+            for length in (str(n) for n in group[0]["recipe"]["lengths"][:2]):
+                sides = [
+                    {row["seed"]: of_needles.tested(row, setting, x, length) for row in group} for x in (more, less)
+                ]
+                if any(None in side.values() for side in sides):
+                    continue
+                comparison = paired(*sides)  # type: ignore[arg-type]
+                assert comparison is not None
+                recipe = group[0]["recipe"]
+                tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
+                told = f"{name}, {setting.replace('_', ' ')} {more} against {less} in the test: {int(length):,} tokens"
+                found.append(Line(told, comparison, "accuracy", tokens, "needles"))
+    return found
 
 
 # Language.

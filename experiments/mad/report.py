@@ -1,14 +1,16 @@
 """Tables of the MAD experiment: accuracies, and the orders that papers report."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterable
 
 import numpy as np
 
-from experiments.intervals import Comparison, bootstrap, compare
+from experiments.intervals import bootstrap
 from experiments.mad.tasks import TASKS
 from experiments.mqar.report import best
+from experiments.orders import Order
+from experiments.orders import orders as orders_of
+from experiments.orders import table as orders_table
 from experiments.rows import Row
 
 Groups = dict[tuple[str, str], list[Row]]  # (task, model) → the rows at its best rate and decay, in order of seeds
@@ -39,24 +41,6 @@ PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Order:
-    """Two models of which a paper has one above the other on a task.
-
-    Attributes:
-      paper, task, better, worse: what is claimed.
-      published: the accuracies of both in percent.
-      comparison: ours, over the seeds that both have.
-    """
-
-    paper: str
-    task: str
-    better: str
-    worse: str
-    published: tuple[float, float]
-    comparison: Comparison
-
-
 def chosen(rows: Iterable[Row]) -> Groups:
     """The rows of each task and model at the rate and decay with the best mean accuracy."""
     key = lambda row: (row["task"], row["model"])
@@ -65,18 +49,10 @@ def chosen(rows: Iterable[Row]) -> Groups:
 
 def orders(rows: Iterable[Row], paper: str) -> list[Order]:
     """The orders of a paper for which there are rows of both models: of DeltaNet all, of ATLAS what Atlas is claimed to beat."""
-    groups, models, found = chosen(rows), PUBLISHED[paper], []
-    pairs = [("atlas", name) for name in models if name != "atlas"] if "atlas" in models else []
-    for task, (a, b) in itertools.product(TASKS, pairs or itertools.combinations(models, 2)):
-        if task not in models[a] or models[a][task] == models[b][task]:
-            continue
-        better, worse = (a, b) if models[a][task] > models[b][task] else (b, a)
-        sides = [{row["seed"]: row["accuracy"] for row in groups.get((task, name), [])} for name in (better, worse)]
-        if seeds := sorted(sides[0].keys() & sides[1].keys()):
-            comparison = compare(*([side[seed] for seed in seeds] for side in sides))
-            published = models[better][task], models[worse][task]
-            found.append(Order(paper, task, better, worse, published, comparison))
-    return found
+    published = PUBLISHED[paper]
+    ours = {key: {row["seed"]: row["accuracy"] for row in group} for key, group in chosen(rows).items()}
+    pairs = [("atlas", name) for name in published if name != "atlas"] if "atlas" in published else []
+    return orders_of(paper, published, ours, TASKS, pairs or itertools.combinations(published, 2))
 
 
 def table(rows: list[Row]) -> str:
@@ -107,7 +83,7 @@ def table(rows: list[Row]) -> str:
         lines.append(f"| {name} | {state} | {size} | {' | '.join(cells)} | {seeds} |")
     for paper in PUBLISHED:
         if found := orders(rows, paper):
-            lines += ["", *_orders(paper, found)]
+            lines += ["", *orders_table(paper, found)]
     return "\n".join(lines) + "\n"
 
 
@@ -120,26 +96,3 @@ def _cell(group: list[Row]) -> str:
 def _span(values: list[int]) -> str:
     low, high = min(values), max(values)
     return f"{low:,}" if low == high else f"{low:,} – {high:,}"
-
-
-def _orders(paper: str, found: list[Order]) -> Iterable[str]:
-    yield f"**{paper}**: what it has in this order, and the paired differences here, in points; positive is what the paper says.\n"
-    yield "| task | order | published | here | 95%, bootstrap | 95%, t | seeds | verdict | seeds needed |"
-    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |"
-    for order in found:
-        ours = order.comparison
-        intervals = [
-            f"{100 * low:+.1f} to {100 * high:+.1f}" if ours.seeds > 1 else ""
-            for low, high in (ours.bootstrap, ours.student)
-        ]
-        needed = ours.runs_needed if ours.verdict == "undecided" else None
-        published = f"{order.published[0]:g} – {order.published[1]:g}"
-        cells = (
-            order.task.replace("_", " "),
-            f"{order.better} > {order.worse}",
-            published,
-            f"{100 * ours.effect:+.1f}",
-        )
-        yield (
-            f"| {' | '.join((*cells, *intervals))} | {ours.seeds} | {ours.verdict} | {'' if needed is None else f'{needed:,}'} |"
-        )

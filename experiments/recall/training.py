@@ -23,6 +23,7 @@ _OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 PIECE = 50  # steps per call of the compiled program
 Sequences = tuple[np.ndarray, np.ndarray]
+Measure = Callable[[Any, Sequence[Sequences]], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,16 +112,10 @@ def train(
 ) -> list[dict[str, Any]]:
     """Trains `model` once for each of `runs`, all in parallel, and measures each.
 
-    AdamW with weight decay on matrices, a learning rate that falls from its peak to zero as half a cosine, no warm-up and no
-    clipping. The loss is the cross entropy at the queries. A seed determines the initial parameters and the sequences, so runs of
-    the same seed differ only in the rate.
-
     Args:
       model: its config, or a network.
       recipe: all other settings.
-      runs: (seed, learning rate) of each run.
-      say: called with the step and the lowest loss of the runs, every `PIECE` steps.
-      decay: the weight decay.
+      runs, say, decay: see `fit`.
       score: (logits, labels) of all test sequences → accuracy.
 
     Returns:
@@ -130,6 +125,47 @@ def train(
     """
     network = model if isinstance(model, Network) else language_model(model)
     started = time.perf_counter()
+    params, losses = fit(network, recipe, runs, say, decay=decay)
+    tests = {seed: recipe.tests(seed) for seed in {seed for seed, _ in runs}}
+    measure = measurement(network, score)
+    # Number of pairs → accuracy of each run.
+    found = {n: measure(params, [tests[seed][n] for seed, _ in runs]) for n in tests[runs[0][0]]}
+    seconds = round(time.perf_counter() - started, 1)
+    return [
+        {
+            "accuracy": round(float(np.mean([values[i] for values in found.values()])), 4),
+            **({"by_pairs": {str(n): round(float(v[i]), 4) for n, v in found.items()}} if len(found) > 1 else {}),
+            "loss": last_loss(losses[i]),
+            "seconds_of_all": seconds,
+        }
+        for i in range(len(runs))
+    ]
+
+
+def fit(
+    network: Network,
+    recipe: Trainable,
+    runs: Sequence[tuple[int, float]],
+    say: Callable[[int, float], None],
+    *,
+    decay: float = 0.1,
+) -> tuple[Any, np.ndarray]:
+    """Trains a network once for each of `runs`, all in parallel.
+
+    AdamW with weight decay on matrices, a learning rate that falls from its peak to zero as half a cosine, no warm-up and no
+    clipping. The loss is the cross entropy at the queries. A seed determines the initial parameters and the sequences, so runs of
+    the same seed differ only in the rate.
+
+    Args:
+      network: what is trained.
+      recipe: all other settings.
+      runs: (seed, learning rate) of each run.
+      say: called with the step and the lowest loss of the runs, every `PIECE` steps.
+      decay: the weight decay.
+
+    Returns:
+      The parameters, each array with the runs as its first axis, and the losses [runs, steps] in nats per query.
+    """
 
     def optimizer(rate: jax.Array) -> optax.GradientTransformation:
         schedule = lambda step: rate * 0.5 * (1 + jnp.cos(jnp.pi * step / recipe.steps))
@@ -154,18 +190,12 @@ def train(
 
         return jax.lax.scan(step, carry, (tokens, labels))
 
-    def accuracy(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-        logits = lambda rows: network.logits(params, rows[None])[0]
-        return score(jax.lax.map(logits, tokens, batch_size=50), labels)
-
     seeds, rates = zip(*runs, strict=True)
     shape = (recipe.steps, recipe.batch_size, recipe.length)
     sequences = {seed: [part.reshape(shape) for part in recipe.training(seed)] for seed in set(seeds)}
     peaks = jnp.asarray(rates)
     carry = jax.jit(jax.vmap(start))(jnp.asarray(seeds), peaks)
-    faulty = jax.default_backend() == "cpu" and importlib.metadata.version("jaxlib") in _FAULTY
-    options = _OPTIONS if faulty else None
-    compiled = jax.jit(jax.vmap(advance), donate_argnums=0, compiler_options=options)
+    compiled = jax.jit(jax.vmap(advance), donate_argnums=0, compiler_options=_compiler_options())
     losses = []
     for begin in range(0, recipe.steps, PIECE):
         steps = slice(begin, begin + PIECE)
@@ -173,21 +203,37 @@ def train(
         carry, found = compiled(carry, peaks, tokens, labels)  # [runs, steps, batch, length]
         losses.append(np.asarray(found))
         say(min(begin + PIECE, recipe.steps), float(np.min(found.mean(1))))
+    return carry[0], np.concatenate(losses, axis=1)
+
+
+def last_loss(losses: np.ndarray) -> float | None:
+    """The mean of a run's last losses, None if it is not finite."""
+    last = float(losses[-PIECE:].mean())
+    return round(last, 4) if np.isfinite(last) else None
+
+
+def measurement(network: Network, score: Callable[[jax.Array, jax.Array], jax.Array]) -> Measure:
+    """A compiled function: the parameters of all runs, and the test sequences of each → the score of each run [runs].
+
+    Args:
+      network: the parameters' arrays have the runs as their first axis.
+      score: (logits, labels) of all sequences of a run → score.
+    """
+
+    def one(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+        logits = lambda rows: network.logits(params, rows[None])[0]
+        return score(jax.lax.map(logits, tokens, batch_size=50), labels)
+
     # One run after another, because the logits of all runs at once are large.
-    measure = jax.jit(lambda *xs: jax.lax.map(lambda x: accuracy(*x), xs), compiler_options=options)
-    tests = {seed: recipe.tests(seed) for seed in set(seeds)}
-    found = {}  # number of pairs → accuracy of each run
-    for pairs in tests[seeds[0]]:
-        test_tokens, test_labels = (np.stack([tests[seed][pairs][part] for seed in seeds]) for part in (0, 1))
-        found[pairs] = np.asarray(measure(carry[0], test_tokens, test_labels), float)
-    last = np.concatenate(losses, axis=1)[:, -PIECE:].mean(1)
-    seconds = round(time.perf_counter() - started, 1)
-    return [
-        {
-            "accuracy": round(float(np.mean([values[i] for values in found.values()])), 4),
-            **({"by_pairs": {str(n): round(float(v[i]), 4) for n, v in found.items()}} if len(found) > 1 else {}),
-            "loss": round(float(last[i]), 4) if np.isfinite(last[i]) else None,
-            "seconds_of_all": seconds,
-        }
-        for i in range(len(runs))
-    ]
+    program = jax.jit(lambda *xs: jax.lax.map(lambda x: one(*x), xs), compiler_options=_compiler_options())
+
+    def measure(params: Any, tests: Sequence[Sequences]) -> np.ndarray:
+        tokens, labels = (np.stack([test[part] for test in tests]) for part in (0, 1))
+        return np.asarray(program(params, tokens, labels), float)
+
+    return measure
+
+
+def _compiler_options() -> dict[str, Any] | None:
+    faulty = jax.default_backend() == "cpu" and importlib.metadata.version("jaxlib") in _FAULTY
+    return _OPTIONS if faulty else None

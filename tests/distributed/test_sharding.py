@@ -42,6 +42,25 @@ def test_partition_spec(axes, shape, spec, num_skipped):
     assert len(skipped) == num_skipped
 
 
+@pytest.mark.parametrize(
+    ("axes", "shape", "spec", "skipped"),
+    [
+        (("vocab", "embed"), (256, 64), P("tensor", ("fsdp", "sequence")), []),
+        (("embed", "embed"), (64, 64), P(("fsdp", "sequence"), None), []),
+        (
+            ("embed",), (6,), P("fsdp"),
+            ["axis 'embed' of size 6 is not divisible by sequence=2, after fsdp of 2: not split"],
+        ),
+        (
+            ("embed",), (7,), P(None),
+            [f"axis 'embed' of size 7 is not divisible by {axis}=2: not split" for axis in ("fsdp", "sequence")],
+        ),
+    ],
+)  # fmt: skip
+def test_parameters_are_split_over_the_devices_of_a_sequence(axes, shape, spec, skipped):
+    assert partition_spec(axes, shape, make_mesh(MeshConfig(1, 2, 2, 2))) == (spec, skipped)
+
+
 def test_what_is_skipped_is_said():
     _, [line] = partition_spec(("heads",), (7,), make_mesh(MeshConfig(2, 2, 2)))
     assert line == "axis 'heads' of size 7 is not divisible by tensor=2: not split"

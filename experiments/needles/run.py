@@ -1,0 +1,240 @@
+"""Needles in haystacks and questions about places: small models, trained here, and tested in texts up to eight times as long.
+
+    JAX_PLATFORMS=cpu python -m experiments.needles.run                          # every model, three seeds
+    JAX_PLATFORMS=cpu python -m experiments.needles.run --models attention titans titans-grm
+    python -m experiments.needles.run --report                                   # only the table and the plot
+    python -m experiments.needles.run --size paper                               # prints the plan; --go runs it
+
+Rows are lines of `<out>/<size>.jsonl`, one for each model, seed and learning rate. All runs of a model train in one compiled
+program. Finished rows are skipped, so the same command resumes a stopped run, model by model.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlasjax.data.associative_recall import IGNORE
+from experiments.needles.models import MODELS, Variant, model, variants
+from experiments.needles.report import write
+from experiments.needles.tasks import TASKS, VOCAB_SIZE, Split
+from experiments.recall.training import (
+    Measure,
+    Network,
+    Sequences,
+    fit,
+    language_model,
+    last_loss,
+    measurement,
+)
+from experiments.rows import Row, append_rows, rows_of_recipe
+
+HERE = pathlib.Path(__file__).parent
+RATES = (3e-3, 1e-2)
+Key = tuple[str, int, float]
+Scores = dict[str, dict[str, float]]  # task → length → accuracy
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Settings shared by all models of a table.
+
+    Attributes:
+      width: of the residual stream.
+      length: tokens of a training sequence.
+      lengths: tokens of the test sequences, increasing.
+      steps: number of optimizer steps.
+      batch_size: sequences per step. Each task has an equal share of all, and no sequence is seen twice.
+      test_sequences: for each task and length.
+
+    Raises:
+      ValueError: a number is below one, or a length is too short for the tasks.
+    """
+
+    width: int = 32
+    length: int = 128
+    lengths: list[int] = dataclasses.field(default_factory=lambda: [128, 256, 512, 1024])
+    steps: int = 1500
+    batch_size: int = 16
+    test_sequences: int = 50
+
+    def __post_init__(self) -> None:
+        for name in ("width", "length", "steps", "batch_size", "test_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"needles: {name} must be at least 1, got {getattr(self, name)}.")
+        if not self.lengths or self.lengths != sorted(set(self.lengths)):
+            raise ValueError(f"needles: lengths must increase, got {self.lengths}.")
+        for task in TASKS.values():
+            for length in (self.length, self.lengths[0]):
+                task.sequences(1, length, 0)
+
+    def training(self, seed: int) -> Sequences:
+        """All sequences of a seed in the order of training: an equal share of each task, shuffled."""
+        count = self.steps * self.batch_size
+        sizes = [count // len(TASKS) + (i < count % len(TASKS)) for i in range(len(TASKS))]
+        parts = [
+            task.sequences(size, self.length, seed) for task, size in zip(TASKS.values(), sizes, strict=True) if size
+        ]
+        order = np.random.default_rng(seed).permutation(count)
+        tokens, labels = (np.concatenate(part)[order] for part in zip(*parts, strict=True))
+        return tokens, labels
+
+    def tests(self, seed: int) -> dict[int, Sequences]:
+        """Test sequences by length, of all tasks in turn: [tasks * test_sequences, length]."""
+        split: Split = "test"
+        return {
+            length: tuple(  # type: ignore[misc]
+                np.concatenate(part)
+                for part in zip(
+                    *(task.sequences(self.test_sequences, length, seed, split) for task in TASKS.values()), strict=True
+                )
+            )
+            for length in self.lengths
+        }
+
+
+# "paper": lengths of ATLAS's Table 3, for models of a width at which one accelerator takes an hour.
+SIZES = {"small": Recipe(), "paper": Recipe(256, 2048, [2048, 4096, 8192, 16384], 20_000, 64, 500)}
+
+
+def answered(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """The share of greedy answers that are right, for each task [tasks]: all labels of a sequence are the argmax of the logits.
+
+    Args:
+      logits: [tasks * n, time, vocab_size].
+      labels: integers [tasks * n, time]; `IGNORE` where nothing is asked.
+    """
+    right = jnp.all((logits.argmax(-1) == labels) | (labels == IGNORE), axis=-1)
+    return right.reshape(len(TASKS), -1).mean(-1)
+
+
+def key_of(row: Row) -> Key:
+    return row["model"], row["seed"], row["learning_rate"]
+
+
+def measure(name: str, recipe: Recipe, runs: list[tuple[int, float]]) -> list[Row]:
+    """The rows of a model's runs."""
+    from atlasjax.nn.abstract import count_parameters, state_bytes
+
+    config, started = model(name, recipe.width, VOCAB_SIZE), time.perf_counter()
+
+    def say(step: int, loss: float) -> None:
+        if step % 200 == 0 or step == recipe.steps:
+            spent = time.perf_counter() - started
+            print(f"[{spent:5.0f} s] {name}: step {step}/{recipe.steps}, best loss {loss:.3f}", flush=True)
+
+    network = language_model(config)
+    params, losses = fit(network, recipe, runs, say)
+    tests = {seed: recipe.tests(seed) for seed in {seed for seed, _ in runs}}
+
+    def scores(network: Network, lengths: list[int]) -> list[Scores]:
+        """Of each run."""
+        program: Measure = measurement(network, answered)
+        found: list[Scores] = [{task: {} for task in TASKS} for _ in runs]
+        for length in lengths:
+            each = program(params, [tests[seed][length] for seed, _ in runs])  # [runs, tasks]
+            for mine, of_run in zip(found, each, strict=True):
+                for task, score in zip(TASKS, of_run, strict=True):
+                    mine[task][str(length)] = round(float(score), 4)
+        return found
+
+    plain = scores(network, recipe.lengths)
+    tested: list[tuple[Variant, list[Scores]]] = [
+        (variant, scores(variant.network(config), recipe.lengths[:2])) for variant in variants(config)
+    ]
+    seconds = round(time.perf_counter() - started, 1)
+    sizes = {
+        "parameters": count_parameters(config),
+        "state_floats": {str(n): state_bytes(config, length=n) // 4 for n in recipe.lengths},
+    }
+    return [
+        {
+            "model": name,
+            "seed": seed,
+            "learning_rate": rate,
+            "loss": last_loss(losses[i]),
+            "accuracy": round(float(np.mean([list(by.values()) for by in plain[i].values()])), 4),
+            "scores": plain[i],
+            "variants": [dataclasses.asdict(variant) | {"scores": found[i]} for variant, found in tested],
+            "seconds_of_all": seconds,
+            **sizes,
+            "recipe": dataclasses.asdict(recipe),
+        }
+        for i, (seed, rate) in enumerate(runs)
+    ]
+
+
+def plan(models: list[str], rates: list[float], seeds: int, recipe: Recipe, out: str) -> str:
+    """What the runs would take: parameters, floats of state and training FLOPs (three times the forward pass)."""
+    from atlasjax.nn.abstract import count_parameters, state_bytes
+    from experiments.mqar.run import forward_flops
+
+    longest = recipe.lengths[-1]
+    tokens = recipe.steps * recipe.batch_size * recipe.length
+    lines = [
+        f"{tokens / 1e6:,.0f} million tokens per run; {len(models)} models × {seeds} seeds × {len(rates)} rates = "
+        f"{len(models) * seeds * len(rates):,} runs.",
+        f"{'model':18} {'parameters':>11} {f'state floats, {longest:,}':>20} {'PFLOP per run':>13}",
+    ]
+    total = 0.0
+    for name in models:
+        config = model(name, recipe.width, VOCAB_SIZE)
+        flops = 3 * forward_flops(config, recipe.length) / recipe.length * tokens
+        total += flops * seeds * len(rates)
+        state = state_bytes(config, length=longest) // 4
+        lines.append(f"{name:18} {count_parameters(config):11,} {state:20,} {flops / 1e15:13.2f}")
+    lines += [
+        f"Together {total / 1e15:,.0f} PFLOP: {total / 40e12 / 3600:,.0f} hours of one accelerator at 40 TFLOP/s.",
+        "One accelerator, row by row; on a pod, each host with other --models:",
+        f"    python -m experiments.needles.run --size paper --go --seeds {seeds} --out {out}",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), default="small")
+    parser.add_argument("--go", action="store_true", help="with --size paper: run it, do not only print the plan")
+    parser.add_argument("--models", nargs="+", metavar="MODEL", default=list(MODELS))
+    parser.add_argument("--rates", nargs="+", type=float, metavar="RATE", default=list(RATES))
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, counted from 0")
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="of the tests")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--test-sequences", type=int)
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
+    parser.add_argument("--report", action="store_true", help="train nothing, only write the table and the plot")
+    options = parser.parse_args(argv)
+    names = ("width", "lengths", "steps", "batch_size", "test_sequences")
+    changed = {n: getattr(options, n) for n in names if getattr(options, n) is not None}
+    try:
+        if options.seeds < 1:
+            raise ValueError(f"--seeds must be at least 1, got {options.seeds}.")
+        recipe = dataclasses.replace(SIZES[options.size], **changed)
+        for name in options.models:
+            model(name, recipe.width, VOCAB_SIZE)  # fail before anything is trained
+    except ValueError as error:
+        parser.error(str(error))
+    if options.size == "paper" and not options.go and not options.report:
+        print(plan(options.models, options.rates, options.seeds, recipe, str(options.out)))
+        return
+    path = options.out / f"{options.size}.jsonl"
+    rows = rows_of_recipe(path, recipe, key_of)
+    for name in [] if options.report else options.models:
+        wanted = [(seed, rate) for seed in range(options.seeds) for rate in options.rates]
+        missing = [run for run in wanted if (name, *run) not in rows]
+        if missing:
+            found = measure(name, recipe, missing)
+            append_rows(path, found)
+            rows |= {key_of(row): row for row in found}
+    if rows:
+        print(write(list(rows.values()), path))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Orders of models that a paper's table has, and the same pairs here, compared over seeds."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from experiments.intervals import Comparison, compare
+
+Published = Mapping[str, Mapping[str, float]]  # model → task → accuracy in percent
+Ours = Mapping[tuple[str, str], Mapping[int, float]]  # (task, model) → seed → accuracy
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """Two models of which a paper has one above the other on a task.
+
+    Attributes:
+      paper, task, better, worse: what is claimed.
+      published: the accuracies of both in percent.
+      comparison: ours, over the seeds that both have.
+    """
+
+    paper: str
+    task: str
+    better: str
+    worse: str
+    published: tuple[float, float]
+    comparison: Comparison
+
+
+def orders(
+    paper: str, published: Published, ours: Ours, tasks: Iterable[str], pairs: Iterable[tuple[str, str]]
+) -> list[Order]:
+    """The orders of `pairs` of models for which there are rows of both; equal published numbers have none."""
+    pairs, found = list(pairs), []
+    for task in tasks:
+        for a, b in pairs:
+            if task not in published[a] or published[a][task] == published[b][task]:
+                continue
+            better, worse = (a, b) if published[a][task] > published[b][task] else (b, a)
+            sides = [ours.get((task, name), {}) for name in (better, worse)]
+            if seeds := sorted(sides[0].keys() & sides[1].keys()):
+                comparison = compare(*([side[seed] for seed in seeds] for side in sides))
+                numbers = published[better][task], published[worse][task]
+                found.append(Order(paper, task, better, worse, numbers, comparison))
+    return found
+
+
+def table(paper: str, found: Iterable[Order]) -> Iterable[str]:
+    """Lines of Markdown."""
+    yield f"**{paper}**: what it has in this order, and the paired differences here, in points; positive is what the paper says.\n"
+    yield "| task | order | published | here | 95%, bootstrap | 95%, t | seeds | verdict | seeds needed |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |"
+    for order in found:
+        ours = order.comparison
+        intervals = [
+            f"{100 * low:+.1f} to {100 * high:+.1f}" if ours.seeds > 1 else ""
+            for low, high in (ours.bootstrap, ours.student)
+        ]
+        needed = ours.runs_needed if ours.verdict == "undecided" else None
+        published = f"{order.published[0]:g} – {order.published[1]:g}"
+        cells = (
+            order.task.replace("_", " "),
+            f"{order.better} > {order.worse}",
+            published,
+            f"{100 * ours.effect:+.1f}",
+        )
+        yield (
+            f"| {' | '.join((*cells, *intervals))} | {ours.seeds} | {ours.verdict} | {'' if needed is None else f'{needed:,}'} |"
+        )
