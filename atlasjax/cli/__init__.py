@@ -20,7 +20,7 @@ COMMANDS = {
     "import": "make a run of public weights",
     "export": "write the model of a run as public weights",
     "tune": "choose the fastest kernels of a model's memory on this machine's device",
-    "info": "sizes and costs of presets, and memory per device on a TPU",
+    "info": "sizes and costs of presets, and memory per device on TPUs or GPUs",
 }
 _MODULES = {"import": "import_weights", "export": "export_weights"}  # the others have the name of their command
 USER_ERROR, RUN_ERROR, BUG, TRY_AGAIN = 2, 1, 70, 75  # the last two as in sysexits.h

@@ -94,8 +94,10 @@ def scan(
     Args:
       rule: the memory rule, static under jit: a `MemoryRule`, `SoftmaxRule`, `CachedRule` or user-defined `Rule`.
       params: its learned parameters (`init_params`).
-      state: the current memory. None starts from a fresh one (`init_state`) and is faster, because chunks are aligned statically.
-      q: queries, [batch, time, heads, key_dim], floating point, time ≥ 1.
+      state: the current memory. None starts from a fresh one (`init_state`) and is faster, because chunks are aligned statically. A
+        memory that keeps every token or segment then has room for this call's tokens only.
+      q: queries, [batch, time, heads, key_dim], floating point and finite, time ≥ 1. Of a NaN the outputs of earlier tokens in the
+        same chunk or block may be NaN too.
       k: keys, like q.
       v: values, [batch, time, heads, value_dim], in q's dtype.
       gates: the gates that the rule uses (`MemoryRule.gate_channels`): numbers or float32 arrays that broadcast to
@@ -126,6 +128,8 @@ def scan(
     """
     where = "memory.scan"
     check_rule(rule, where)
+    if partition is not None and not isinstance(partition, Partition):
+        raise TypeError(f"{where}: partition must be a memory.Partition or None, got {partition!r}.")
     if partition is not None and not rule.has_kernels and not partition.time:
         raise ValueError(f"{where}: partition is for a MemoryRule, rule is a {type(rule).__name__}.")
     if implementation is not None and not isinstance(implementation, str):
@@ -189,7 +193,7 @@ def step(
     v: Float[Array, "batch heads value_dim"],
     gates: Gates,
     *,
-    layer: Int[Array, ""] | None = None,
+    layer: Int[Array, ""] | int | None = None,
     check_gates: bool = False,
 ) -> tuple[Float[Array, "batch heads value_dim"], State]:
     """Writes and reads one token, for decoding: `scan` without the time axis.
@@ -216,6 +220,8 @@ def step(
     where = "memory.step"
     check_rule(rule, where)
     gates = check.whole_gates(rule, gates, q, v, where)
+    if layer is not None:
+        layer = check.whole_layer(layer, state, where)
     rule.check_call(params, take_layer(state, layer), q, k, v, gates, time=False, where=where)
     check.check_arrays(where, params=params, state=state, q=q, k=k, v=v, gates=gates)
     if check_gates:
@@ -298,13 +304,12 @@ def soup(
     if not isinstance(states, list | tuple) or hasattr(states, "_fields") or not states:
         raise TypeError(f"{where}: states must be a list of at least one state, got {type(states).__name__}.")
     check.check_arrays(where, **{f"states[{i}]": state for i, state in enumerate(states)})
-    batch, heads = check.batch_and_heads(rule, params, states[0], where)
-    for state in states:
-        rule.check_state(params, state, batch, heads, where)
+    batch, heads = check.batch_and_heads(rule, params, states[0], f"{where}: states[0]")
+    for i, state in enumerate(states):
+        rule.check_state(params, state, batch, heads, f"{where}: states[{i}]")
     if weights is None:
         weights = jnp.full(len(states), 1 / len(states))
-    weights = jnp.asarray(weights)
-    check.check_shape("weights", weights, (len(states),), where)
+    weights = check.whole_weights(weights, len(states), where)
     if not isinstance(weights, jax.core.Tracer) and not bool(jnp.isfinite(weights).all()):
         raise ValueError(f"{where}: weights are {weights.tolist()}; they should be finite.")
     return rule.soup(states, weights)

@@ -273,8 +273,41 @@ def check_gates(expected: dict[str, int | None], gates: object, lead: tuple[int 
         shape = lead if channels is None else (*lead, channels)
         if gate is None:
             raise ValueError(f"{where}: gates.{name} is missing; this rule needs it with shape {_pretty(shape)}.")
+        if isinstance(gate, ARRAYS):
+            check_floating(f"gates.{name}", gate, where)
         check_shape(f"gates.{name}", gate, shape, where)
-        check_floating(f"gates.{name}", gate, where)
+
+
+def whole_layer(layer: jax.Array | int, states: PyTree, where: str) -> jax.Array:
+    """The number of a layer as int32 [].
+
+    Raises:
+      TypeError: it is not an integer.
+      ValueError: it is not traced and not in [0, layers).
+    """
+    integral = is_number(layer) or (isinstance(layer, ARRAYS) and layer.ndim == 0)
+    if isinstance(layer, bool) or not integral or not jnp.issubdtype(jnp.asarray(layer).dtype, jnp.integer):
+        raise TypeError(f"{where}: layer must be an integer or None, got {layer!r}.")
+    layers = min((x.shape[0] for x in jax.tree.leaves(states) if isinstance(x, ARRAYS) and x.ndim), default=1)
+    check_range("layer", layer if isinstance(layer, ARRAYS) else np.asarray(layer), 0, layers - 1, where)
+    return jnp.asarray(layer, jnp.int32)
+
+
+def whole_weights(weights: object, count: int, where: str) -> jax.Array:
+    """The weights of a soup as an array [count].
+
+    Raises:
+      TypeError: they are not real numbers.
+      ValueError: their number is not `count`.
+    """
+    try:
+        found = jnp.asarray(weights)
+    except (TypeError, ValueError):
+        raise TypeError(f"{where}: weights must be {count} real numbers, got {weights!r}.") from None
+    if not (jnp.issubdtype(found.dtype, jnp.floating) or jnp.issubdtype(found.dtype, jnp.integer)):
+        raise TypeError(f"{where}: weights must be {count} real numbers, got {found.dtype}.")
+    check_shape("weights", found, (count,), where)
+    return found
 
 
 def whole_segments(

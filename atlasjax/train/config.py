@@ -258,11 +258,13 @@ def differences(
 
 # Fields that may change when a run is resumed: how long, how fast and where it trains, and what it writes. All others determine
 # the meaning of the saved state (architecture) or of the saved position (data). Bounds on a memory's steps do not change the
-# meaning of its state, and may have to be lowered after its memories have grown. Truncation changes gradients only.
+# meaning of its state, and may have to be lowered after its memories have grown. Truncation changes gradients only, and the
+# implementation nothing.
 _FREE = ("steps", "optimizer.", "loss.", "mesh.", "processes.", "run_dir", "eval_every", "eval_batches", "evaluation_sets",
          "checkpoint_every", "keep", "log_every", "tensorboard", "accumulation", "init_from", "data.num_threads",
          "model.remat", "model.dtype", "profile", "memory_norm_limit", "compilation_cache",
-         "model.memory.bounded", "model.memory.max_step", "model.memory.truncation", "model.branch.memory.bounded",
+         "model.memory.bounded", "model.memory.max_step", "model.memory.truncation", "model.memory.implementation",
+         "model.branch.memory.implementation", "model.branch.memory.bounded",
          "model.branch.memory.max_step", "model.branch.memory.truncation", "model.branch.attention.fused",
          "model.attention.fused")  # fmt: skip
 

@@ -108,7 +108,6 @@ def prepare(config: TrainConfig) -> Setup:
     """
     mesh = make_mesh(mesh_of(config, usable_cpu_devices(), machine_memory()))
     check_base(config)
-    mesh = make_mesh(config.mesh)
     memory = fits.available_bytes()
     packs = config.data.packing == "documents"  # rows of any length; contiguous ones are as long as the text at most
     some = None if config.optimizer.trainable is None else 0

@@ -9,6 +9,7 @@ import pytest
 from atlasjax.distributed import MeshConfig
 from atlasjax.train.cores import mesh_of
 from atlasjax.train.defaults import default_config
+from atlasjax.train.setup import prepare
 
 _GIB = 2**30
 CONFIG = default_config("titans-tiny")  # 4 rows
@@ -24,6 +25,11 @@ def test_the_largest_number_that_divides_the_rows_of_a_step(
     data = dataclasses.replace(CONFIG.data, batch_size=rows)
     config = dataclasses.replace(CONFIG, data=data, accumulation=accumulation)
     assert mesh_of(config, cores, 64 * _GIB).data == devices
+
+
+def test_a_run_has_this_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atlasjax.train.cores.usable_cores", lambda: 2)
+    assert dict(prepare(CONFIG).mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 1}
 
 
 def test_a_mesh_of_the_users_own_is_left_alone() -> None:

@@ -121,12 +121,23 @@ def gradient_factors(
         products: Weights = {}
 
         def linear(name: str, h: jax.Array) -> jax.Array:
+            check_applied(rule.structure, name, weights, inputs)
             inputs[name] = h
             products[name] = blocks.dot(h, weights[name].T, dtype)
             return products[name] + zeros[name]
 
         out = rule.structure.apply(linear, x, skip, params.norm)
-        return jnp.sum(rule.limited_objective.loss(out, v, threshold)), (inputs, products, out)
+        if unused := [name for name in weights if name not in inputs]:
+            raise ValueError(
+                f"{type(rule.structure).__name__}.apply does not use the weight {unused[0]!r} of weight_shapes."
+            )
+        loss = rule.limited_objective.loss(out, v, threshold)
+        if loss.shape != out.shape[:-1]:
+            raise ValueError(
+                f"{type(rule.objective).__name__}.loss returned shape {loss.shape} for outputs {out.shape}; it should be one "
+                f"number for each token, {out.shape[:-1]}."
+            )
+        return jnp.sum(loss), (inputs, products, out)
 
     # Under shard_map the zeros must vary over devices like the inputs, otherwise their derivatives would be summed over devices.
     zeros = {name: jnp.zeros((k.shape[0], w.shape[0]), k.dtype) for name, w in weights.items()}
@@ -138,6 +149,17 @@ def gradient_factors(
         out,
         sum((jnp.sum(left[name] * products[name], -1) for name in weights), jnp.zeros(k.shape[0], k.dtype)),
     )
+
+
+def check_applied(structure: structures.Structure, name: str, weights: Weights, applied: Weights) -> None:
+    """Raises ValueError unless `name` is a weight that `structure.apply` has not applied yet: gradients need each of them once."""
+    told = f"{type(structure).__name__}.apply"
+    if name not in weights:
+        raise ValueError(
+            f"{told} uses the weight {name!r}, which weight_shapes does not have (it has {', '.join(weights)})."
+        )
+    if name in applied:
+        raise ValueError(f"{told} uses the weight {name!r} twice; every weight should be applied exactly once.")
 
 
 def mix(linear: structures.Linear, soup: Weights, gates: jax.Array, dtype: jnp.dtype) -> structures.Linear:
