@@ -45,6 +45,14 @@ def orders(
     return found
 
 
+def intervals(comparison: Comparison) -> list[str]:
+    """The bootstrap interval and that of t, in points; empty for one seed."""
+    return [
+        f"{100 * low:+.1f} to {100 * high:+.1f}" if comparison.seeds > 1 else ""
+        for low, high in (comparison.bootstrap, comparison.student)
+    ]
+
+
 def table(paper: str, found: Iterable[Order]) -> Iterable[str]:
     """Lines of Markdown."""
     yield f"**{paper}**: what it has in this order, and the paired differences here, in points; positive is what the paper says.\n"
@@ -52,10 +60,6 @@ def table(paper: str, found: Iterable[Order]) -> Iterable[str]:
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |"
     for order in found:
         ours = order.comparison
-        intervals = [
-            f"{100 * low:+.1f} to {100 * high:+.1f}" if ours.seeds > 1 else ""
-            for low, high in (ours.bootstrap, ours.student)
-        ]
         needed = ours.runs_needed if ours.verdict == "undecided" else None
         published = f"{order.published[0]:g} – {order.published[1]:g}"
         cells = (
@@ -63,7 +67,6 @@ def table(paper: str, found: Iterable[Order]) -> Iterable[str]:
             f"{order.better} > {order.worse}",
             published,
             f"{100 * ours.effect:+.1f}",
+            *intervals(ours),
         )
-        yield (
-            f"| {' | '.join((*cells, *intervals))} | {ours.seeds} | {ours.verdict} | {'' if needed is None else f'{needed:,}'} |"
-        )
+        yield (f"| {' | '.join(cells)} | {ours.seeds} | {ours.verdict} | {'' if needed is None else f'{needed:,}'} |")

@@ -9,7 +9,7 @@ from experiments.intervals import bootstrap, compare
 from experiments.mqar.report import best
 from experiments.needles.models import Variant, model
 from experiments.needles.tasks import TASKS, VOCAB_SIZE
-from experiments.orders import orders
+from experiments.orders import intervals, orders
 from experiments.orders import table as orders_table
 from experiments.rows import Row
 
@@ -135,17 +135,15 @@ def _cell(values: list[float]) -> str:
 
 def _test_time(ordered: list[tuple[str, list[Row]]]) -> Iterable[str]:
     for name, group in ordered:
-        for i, variant in enumerate(group[0]["variants"]):
+        for variant in group[0]["variants"]:
             told = f"{_SETTINGS[variant['setting']]} = {variant['value']}"
             for length in next(iter(variant["scores"].values())):
-                tested = [np.mean([by[length] for by in row["variants"][i]["scores"].values()]) for row in group]
-                own = [accuracy(row, None, [int(length)]) for row in group]
-                found = compare([float(x) for x in tested], own)
-                intervals = [
-                    f"{100 * low:+.1f} to {100 * high:+.1f}" if found.seeds > 1 else ""
-                    for low, high in (found.bootstrap, found.student)
-                ]
-                yield f"| {name} | {told} | {int(length):,} | {100 * found.effect:+.1f} | {' | '.join(intervals)} | {found.seeds} |"
+                changed = [tested(row, variant["setting"], variant["value"], length) for row in group]
+                found = compare(
+                    [float(x) for x in changed if x is not None], [accuracy(row, None, [int(length)]) for row in group]
+                )
+                numbers = " | ".join((f"{100 * found.effect:+.1f}", *intervals(found)))
+                yield f"| {name} | {told} | {int(length):,} | {numbers} | {found.seeds} |"
 
 
 def plot(rows: list[Row], path: pathlib.Path) -> None:
