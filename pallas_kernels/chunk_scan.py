@@ -138,8 +138,8 @@ class Shapes(NamedTuple):
     outputs: tuple[int, ...]
 
     def chunk(self, chunk: Chunk) -> Chunk:
-        """`chunk` for all heads of a program."""
-        return chunk if self.lanes.together == 1 else jax.vmap(chunk)
+        """`chunk` for all heads of a program, by its own `of_heads` if it has one."""
+        return chunk if self.lanes.together == 1 else getattr(chunk, "of_heads", None) or jax.vmap(chunk)
 
     def read(self, refs: Sequence[jax.Ref]) -> Arrays:
         """Inputs of a chunk: those with tokens, then gates."""

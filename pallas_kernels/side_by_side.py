@@ -6,11 +6,14 @@ plain products.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.blocks import HIGHEST, columns, product
+from pallas_kernels.layout import LANES
 
 
 def own(shape: tuple[int, ...], heads: int, rows: int | None = None) -> jax.Array:
@@ -78,3 +81,64 @@ def place(shape: tuple[int, ...], axis: int, heads: int) -> jax.Array:
     """The row (axis 0) of each entry of [m, P · m], or its lane within its head (axis 1). m is a power of two."""
     places = jax.lax.broadcasted_iota(jnp.int32, shape, axis)
     return places if heads == 1 or axis == 0 else places & (shape[1] // heads - 1)
+
+
+def head_sums(x: jax.Array, heads: int) -> jax.Array:
+    """The sum over each head's lanes of [m, P · w], in all of them, [m, P · w]; of one head, [m, 1]."""
+    if heads == 1:
+        return jnp.sum(x, axis=1, keepdims=True)
+    lane, width = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1), x.shape[1] // heads
+    total = jnp.zeros_like(x)
+    for head in range(heads):
+        here = (lane >= head * width) & (lane < (head + 1) * width)
+        total = jnp.where(here, jnp.sum(jnp.where(here, x, 0.0), axis=1, keepdims=True), total)
+    return total
+
+
+def columns_of(rows: jax.Array, heads: int) -> jax.Array:
+    """A row of m tokens for each head, [1, P · m], as a column in all of the head's lanes, [m, P · m]; of one head, [m, 1].
+
+    Exact, and without a product, which would keep a matrix unit as long as one of whole matrices.
+    """
+    shape = rows.shape[1] // heads, rows.shape[1]
+    return head_sums(jnp.where(place(shape, 0, heads) == place(shape, 1, heads), rows, 0.0), heads)
+
+
+def rows_of_columns(columns: jax.Array, heads: int) -> jax.Array:
+    """The inverse of `columns_of`."""
+    shape = columns.shape[0], heads * columns.shape[0]
+    return jnp.sum(jnp.where(place(shape, 0, heads) == place(shape, 1, heads), columns, 0.0), axis=0, keepdims=True)
+
+
+def weighted(x: jax.Array, columns: jax.Array, heads: int) -> jax.Array:
+    """X of each head, [m, P · m], times its column, in float32 and without a product."""
+    return head_sums(x * rows_of_columns(columns, heads), heads)
+
+
+def beside(function: Callable[..., Any], width: int, *trees: Any) -> Any:
+    """`function(heads, *trees)` on groups of as many heads as fit in a tile, side by side.
+
+    Args:
+      function: takes and returns trees of arrays [n, P · width]. With P = 1, columns are [n, 1].
+      width: lanes of a head.
+      trees: of arrays [heads, n, width] or, for columns, [heads, n, 1].
+
+    Returns:
+      `function`'s results for each head, [heads, n, width], or with P = 1 as it returns them.
+    """
+    count = jax.tree.leaves(trees)[0].shape[0]
+    together = next(size for size in range(max(LANES // width, 1), 0, -1) if count % size == 0)
+    over_groups = jax.vmap(functools.partial(function, together))
+    if together == 1:
+        return over_groups(*trees)
+
+    def grouped(x: jax.Array) -> jax.Array:
+        wide = lambda x: jnp.broadcast_to(x, (x.shape[0], width))
+        groups = range(0, count, together)
+        return jnp.stack([jnp.concatenate([wide(x[i + j]) for j in range(together)], axis=1) for i in groups])
+
+    def split(x: jax.Array) -> jax.Array:
+        lanes = range(0, together * width, width)
+        return jnp.stack([group[:, i : i + width] for group in x for i in lanes])
+
+    return jax.tree.map(split, over_groups(*jax.tree.map(grouped, trees)))

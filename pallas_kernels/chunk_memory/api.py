@@ -1,6 +1,5 @@
 """The chunkwise recurrence over whole sequences: checks, layout, and choice of the implementation."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -147,8 +146,6 @@ def chunk_memory(
         structure, objective, names, momentum_decay is not None, retention is not None, size, precision,
         step_bound=step_bound, norm_bound=norm_bound, norm=norm is not None,
     )  # fmt: skip
-    if implementation == "pallas_gpu":
-        chunk = dataclasses.replace(chunk, columns=jnp.transpose)
     real = ones if segments is None else jnp.broadcast_to(segments.real[:, :, None], ones.shape)
     rows = [(step_size, 0.0), (real, 0.0), *((x, 1.0) for x in (retention, momentum_decay) if x is not None)]
     if step_bound is not None:

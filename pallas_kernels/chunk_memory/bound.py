@@ -12,13 +12,15 @@ This is one unit lower-triangular system, and ⟨∇_i, ∇_j⟩ = (left_i · le
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Product
-from pallas_kernels.blocks import before, iota, product, row_of
+from pallas_kernels.blocks import before, product, row_of
 from pallas_kernels.chunk_memory.gates import Decays, Gates
+from pallas_kernels.side_by_side import columns_of, head_sums, place, rows_of_columns, weighted
 from pallas_kernels.triangular import unit_lower_inverse
 
 Weights = dict[str, jax.Array]
@@ -28,6 +30,15 @@ Factors = dict[str, tuple[jax.Array, jax.Array]]
 LEAST = 2.0**-10
 SMALLEST = float(jnp.finfo(jnp.float32).tiny) ** 0.5  # of a divisor: the derivative of a quotient divides by its square
 _STRIP = 64  # rows
+
+
+Given = TypeVar("Given")
+
+
+def given(x: Given | None) -> Given:
+    """x, which the caller has."""
+    assert x is not None
+    return x
 
 
 def windowed_floor(floor: jax.Array, window_weights: jax.Array | None, past: jax.Array | None = None) -> jax.Array:
@@ -50,70 +61,77 @@ def decrease(slope: jax.Array, out: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.sum(slope * (out - v), axis=1, keepdims=True), 0.0)
 
 
-def bounded_steps(
-    step_bound: float,
-    gates: Gates,
-    decays: Decays,
-    gamma: jax.Array | None,
-    falls: jax.Array,
-    factors: Factors,
-    along: jax.Array | None,
-    along_momenta: jax.Array | None,
+class Windowed(NamedTuple):
+    """Of the windowed gradients G_t. gram: ⟨G_t, G_i⟩ [m, P · m]. Columns of tokens: falls, f_t; along, ⟨G_t, M_0⟩; along_momenta,
+    ⟨G_t, S_0⟩. None without retention or momentum."""
+
+    gram: jax.Array
+    falls: jax.Array
+    along: jax.Array | None
+    along_momenta: jax.Array | None
+
+
+def windowed(
+    gamma: jax.Array | None, falls: jax.Array, factors: Factors, along: jax.Array | None, along_momenta: jax.Array | None,
     dot: Product,
-) -> jax.Array:
-    """The bounded step sizes η', [m, 1].
+) -> Windowed:  # fmt: skip
+    """Of one head, from the factors of the gradients ∇_i of E tokens.
+
+    Args:
+      gamma: Γ [m, E] over the chunk's tokens and those of the window before it. None means the identity.
+      falls: `decrease` of the E tokens.
+      factors: factors of their gradients.
+      along: ⟨∇_i, M_0⟩ [E, 1], or None.
+      along_momenta: ⟨∇_i, S_0⟩ [E, 1], or None.
+      dot: product of factors.
+    """
+    parts = [dot(left, left, 1, 1) * dot(inputs, inputs, 1, 1) for left, inputs in factors.values()]
+    gram = sum(parts[1:], parts[0])
+    if gamma is None:
+        return Windowed(gram, falls, along, along_momenta)
+    over = lambda x: None if x is None else jnp.sum(gamma * row_of(x), axis=1, keepdims=True)
+    return Windowed(product(product(gamma, gram, 1, 0), gamma, 1, 1), over(falls), over(along), over(along_momenta))
+
+
+def bounded_steps(step_bound: float, gates: Gates, decays: Decays, of: Windowed, heads: int = 1) -> jax.Array:
+    """The bounded step sizes η', a row [1, P · m].
 
     Args:
       step_bound: how far a token may step; 1 means onto its target.
       gates, decays: those of the chunk.
-      gamma: Γ [m, E] over the chunk's tokens and those of the window before it. None means the identity.
-      falls: `decrease` of the E tokens.
-      factors: factors of their gradients.
-      along: ⟨∇_i, M_0⟩ [E, 1]. Required with retention.
-      along_momenta: ⟨∇_i, S_0⟩ [E, 1]. Required with momentum.
-      dot: product of factors.
+      of: the windowed gradients. `along` is required with retention, `along_momenta` with momentum.
     """
-    m = gates.step.shape[0]
-    row, column = iota(m, 0), iota(m, 1)
-    windowed = lambda x: x if gamma is None else product(gamma, x, 1, 0)
-    parts = [dot(left, left, 1, 1) * dot(inputs, inputs, 1, 1) for left, inputs in factors.values()]
-    gram = windowed(sum(parts[1:], parts[0]))
-    if gamma is not None:
-        gram = product(gram, gamma, 1, 1)
-    square = jnp.sum(jnp.where(row == column, gram, 0.0), axis=1, keepdims=True)
-    falls = windowed(falls)
+    shape = of.gram.shape
+    row, lane = place(shape, 0, heads), place(shape, 1, heads)
+    step, floor = columns_of(gates.step, heads), columns_of(given(gates.floor), heads)
+    square = head_sums(jnp.where(row == lane, of.gram, 0.0), heads)
 
-    most = step_bound * falls / jnp.where(square >= SMALLEST, square, 1.0)
-    left_of_theta = None if gates.momentum_decay is None else jnp.maximum(1.0 - gates.momentum_decay, LEAST)
-    if left_of_theta is not None:
+    most = step_bound * of.falls / jnp.where(square >= SMALLEST, square, 1.0)
+    left_of_theta = theta = None
+    if gates.momentum_decay is not None:
+        theta = columns_of(gates.momentum_decay, heads)
+        left_of_theta = jnp.maximum(1.0 - theta, LEAST)
         most = most * left_of_theta
-    capped = jnp.where(square >= SMALLEST, jnp.minimum(gates.step, most), gates.step)
+    capped = jnp.where(square >= SMALLEST, jnp.minimum(step, most), step)
 
     moved = jnp.zeros_like(capped)
     if decays.start is not None:
-        assert along is not None
-        moved = (before(decays.start, 1.0) - 1.0) * windowed(along)
-    across = before(decays.pairwise, 0.0)
-    if left_of_theta is not None:
-        assert gates.momentum_decay is not None
-        assert decays.momentum is not None
-        assert decays.momentum_start is not None
-        assert decays.started is not None
-        assert along_momenta is not None
-        pending = gates.momentum_decay / left_of_theta
-        share = before(decays.started, 0.0) + pending * before(decays.momentum_start, 1.0)
-        moved = moved + share * windowed(along_momenta)
-        across = product(across, decays.momentum, 1, 0) + pending * before(decays.momentum, 0.0)
+        moved = (before(decays.start, 1.0) - 1.0) * given(of.along)
+    across = before(decays.pending, 0.0)
+    if theta is not None:
+        pending = theta / left_of_theta
+        share = before(given(decays.started), 0.0) + pending * before(given(decays.momentum_start), 1.0)
+        moved = moved + share * given(of.along_momenta)
+        across = across + pending * before(given(decays.momentum), 0.0)
 
     # The unknowns are multiplied by √n, which keeps the system's entries of similar size.
-    assert gates.floor is not None
-    scale = falls + gates.floor
+    scale = of.falls + floor
     there = scale >= SMALLEST
     safe = jnp.where(there, scale, 1.0)
     root = jnp.where(there, jax.lax.rsqrt(safe), 0.0)
-    system = jnp.where(row > column, root * (across * gram) * row_of(capped * root), 0.0)
-    solved = product(unit_lower_inverse(system), root * (safe + moved), 1, 0)
-    return capped * jnp.where(there, root * solved, 1.0)
+    system = jnp.where(row > lane, root * (across * of.gram) * rows_of_columns(capped * root, heads), 0.0)
+    solved = weighted(unit_lower_inverse(system, heads), root * (safe + moved), heads)
+    return rows_of_columns(capped * jnp.where(there, root * solved, 1.0), heads)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -145,5 +163,5 @@ within_norm.defvjp(_within_forward, _within_backward)
 
 
 def _all(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-    """Reduces a matrix to [1, 1]."""
-    return reduce(reduce(x, axis=1, keepdims=True), axis=0, keepdims=True)
+    """Reduces a matrix to [1, 1]. Rows first: that is arithmetic on vectors, and few lanes are left to reduce across."""
+    return reduce(reduce(x, axis=0, keepdims=True), axis=1, keepdims=True)

@@ -13,18 +13,20 @@ carried from chunk to chunk with the memory, in whole tiles of eight rows. `boun
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays, Product
-from pallas_kernels.blocks import HIGHEST, columns, entry, last_row, product, row_of
-from pallas_kernels.chunk_memory.bound import bounded_steps, decrease, within_norm
-from pallas_kernels.chunk_memory.gates import Gates, coefficients, decays, window_matrix
+from pallas_kernels.blocks import HIGHEST, column_of, columns, entry, product, row_of
+from pallas_kernels.chunk_memory.bound import Windowed, bounded_steps, decrease, windowed, within_norm
+from pallas_kernels.chunk_memory.gates import Coefficients, Gates, coefficients, decays, window_matrix
+from pallas_kernels.side_by_side import beside
 
 Linear = Callable[[str, jax.Array], jax.Array]
+Stage = TypeVar("Stage", bound=Callable[..., Any])  # a part of a chunk's work
 Norm = dict[str, jax.Array]  # scale and bias of the LayerNorm inside a memory, [1, value_dim]
 
 
@@ -69,7 +71,6 @@ class MemoryChunk:
       norm: whether there is a LayerNorm inside the memory.
       window: c ≥ 1.
       precision: precision of products with tokens and weights. Products of gates alone are exact.
-      columns: conversion of gates [n, m] to columns [m, n]: by a product on a TPU, by a transpose for XLA.
       step_bound: how far a token may step (`bound.bounded_steps`). None means that steps are η.
       norm_bound: maximum of ‖W‖_F / √rows of a weight or momentum at the chunk's start. None means no limit.
     """
@@ -81,83 +82,143 @@ class MemoryChunk:
     retention: bool
     window: int
     precision: jax.lax.Precision = HIGHEST
-    columns: Callable[[jax.Array], jax.Array] = columns
     step_bound: float | None = None
     norm_bound: float | None = None
     norm: bool = False
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-        dot = functools.partial(product, precision=self.precision)
-        count = len(self.names)
-        kept = carry[count : count + 2 * self.norm]
-        norm = dict(zip(("scale", "bias"), kept)) if self.norm else None
-        moving = (*carry[:count], *carry[count + len(kept) : count * (1 + self.momentum) + len(kept)])
-        begun = [_Scaled.within(self.norm_bound, w) for w in moving]
-        memory, momenta = dict(zip(self.names, begun)), dict(zip(self.names, begun[count:]))
-        q, k, v, rows = xs
-        gates = self.named(self.columns(rows))
-        gamma = None
-        if gates.window_weights is not None:
-            k, v, real, left_over = after_window(carry[-3:], k, v, gates.real)
-            gamma = window_matrix(gates.window_weights, carry[-1].shape[0]) * row_of(real)
+        return self._chunk(carry, xs, lambda of_head: of_head, lambda width, *of_head: self.coefficients(1, *of_head))
 
+    def of_heads(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+        """The chunks of several heads [heads, …]: matrices of tokens lie side by side, and all else is vmapped."""
+        return self._chunk(carry, xs, jax.vmap, functools.partial(beside, self.coefficients))
+
+    def _chunk(
+        self, carry: Arrays, xs: Arrays, each: Callable[[Stage], Stage], of_all: Callable[..., Coefficients]
+    ) -> tuple[Arrays, Arrays]:
+        begun = each(self._begin)(carry, xs)
+        of_gates = of_all(xs[0].shape[-2], self.named(xs[-1]), begun.windowed)
+        return each(self._finish)(carry, xs[0], begun, of_gates)
+
+    def _begin(self, carry: Arrays, xs: Arrays) -> "_Begun":
+        """The gradients at the start of a head's chunk."""
+        dot, count = self._dot, len(self.names)
+        weights, norm, momenta = self._parts(carry)
+        scales = [None if self.norm_bound is None else within_norm(self.norm_bound, w) for w in (*weights, *momenta)]
+        memory, momentum = self._scaled(weights, scales), self._scaled(momenta, scales[count:])
+        _, k, v, rows = xs
+        gamma, left_over = None, ()
+        if self.window > 1:
+            real, gamma = column_of(rows[1:2]), window_matrix(columns(rows[-self.window :]), carry[-1].shape[0])
+            k, v, real, left_over = after_window(carry[-3:], k, v, real)
+            gamma = gamma * row_of(real)
         widths = {name: w.matrix.shape[0] for name, w in memory.items()}
         weight = lambda name, h: memory[name].product(h, dot)
         gradients = gradient_factors(self.structure, self.objective, weight, widths, k, v, norm)
-        factors, of_gates = gradients.factors, decays(gates)
-        steps = gates.step
+        factors, of_window = gradients.factors, None
         if self.step_bound is not None:
             along = lambda products: _total(factors[name][0] * products(name) for name in self.names)
-            steps = bounded_steps(
-                self.step_bound, gates, of_gates, gamma, decrease(gradients.slope, gradients.out, v), factors,
+            of_window = windowed(
+                gamma, decrease(gradients.slope, gradients.out, v), factors,
                 along(lambda name: gradients.products[name]) if self.retention else None,
-                along(lambda name: momenta[name].product(factors[name][1], dot)) if self.momentum else None,
+                along(lambda name: momentum[name].product(factors[name][1], dot)) if self.momentum else None,
                 dot,
             )  # fmt: skip
-        a, s, beta = of_gates.start, of_gates.started, of_gates.momentum_start
-        memory_gradients, momentum_gradients = coefficients(of_gates, steps, gamma)
+        return _Begun(scales, factors, gamma, of_window, left_over)
+
+    def coefficients(self, heads: int, gates: Gates, of_window: Windowed | None) -> Coefficients:
+        """From the gates of heads side by side, [1, P · m] each."""
+        of_gates = decays(gates, heads)
+        step = gates.step
+        if self.step_bound is not None:
+            assert of_window is not None
+            step = bounded_steps(self.step_bound, gates, of_gates, of_window, heads)
+        return coefficients(of_gates, step)
+
+    def _finish(self, carry: Arrays, q: jax.Array, begun: "_Begun", of_gates: Coefficients) -> tuple[Arrays, Arrays]:
+        """The reads of a head's chunk, and the carry after it."""
+        dot, count, m = self._dot, len(self.names), q.shape[0]
+        weights, norm, momenta = self._parts(carry)
+        memory, momentum = self._scaled(weights, begun.scales), self._scaled(momenta, begun.scales[count:])
+        column = lambda x: None if x is None else x[:, :1]  # of those in all lanes
+        a, s, beta = column(of_gates.start), column(of_gates.started), column(of_gates.momentum_start)
+        of_gradients, at_end = of_gates.memory, entry(of_gates.memory, m - 1)
+        if begun.gamma is not None:
+            of_gradients = product(of_gradients, begun.gamma, 1, 0)
 
         def linear(name: str, h: jax.Array) -> jax.Array:
-            left, inputs = factors[name]
-            out = weight(name, h)
+            left, inputs = begun.factors[name]
+            out = memory[name].product(h, dot)
             if a is not None:
                 out = a * out
             if s is not None:
-                out = out + s * momenta[name].product(h, dot)
-            return out + dot(dot(h, inputs, 1, 1) * memory_gradients, left, 1, 0)
+                out = out + s * momentum[name].product(h, dot)
+            return out + dot(dot(h, inputs, 1, 1) * of_gradients, left, 1, 0)
 
         y = self.structure.apply(linear, q, q, norm)
-        m = q.shape[0]
-        at_end = last_row(memory_gradients)
-        momentum_at_end = None if momentum_gradients is None else last_row(momentum_gradients)
+
+        def weigh(row: jax.Array) -> jax.Array:
+            """The weight of each gradient, [E, 1], from those of windowed ones, [1, m]."""
+            if begun.gamma is None:
+                return column_of(row)
+            return column_of(jnp.sum(begun.gamma * column_of(row), axis=0, keepdims=True))
+
+        at_end = weigh(at_end)
+        momentum_at_end = None if of_gates.momentum is None else weigh(of_gates.momentum)
         after, momenta_after = [], []
         for name in self.names:
-            left, inputs = factors[name]
+            left, inputs = begun.factors[name]
             w = memory[name].times(None if a is None else entry(a, m - 1))
             w = w + _outer(at_end, left, inputs, dot)
             if s is not None:
-                w = w + momenta[name].times(entry(s, m - 1))
                 assert beta is not None
                 assert momentum_at_end is not None
-                step = _outer(momentum_at_end, left, inputs, dot)
-                momenta_after.append(momenta[name].times(entry(beta, m - 1)) + step)
+                w = w + momentum[name].times(entry(s, m - 1))
+                momenta_after.append(momentum[name].times(beta) + _outer(momentum_at_end, left, inputs, dot))
             after.append(w)
-        return (*after, *kept, *momenta_after, *(left_over if self.window > 1 else ())), (y,)
+        kept = carry[count : count + 2 * self.norm]
+        return (*after, *kept, *momenta_after, *begun.left_over), (y,)
 
-    def named(self, gates: jax.Array) -> Gates:
-        """The gates as separate columns."""
-        column = lambda place: gates[:, place : place + 1]
+    @property
+    def _dot(self) -> Product:
+        return functools.partial(product, precision=self.precision)
+
+    def _parts(self, carry: Arrays) -> tuple[Arrays, Norm | None, Arrays]:
+        """The weights, the LayerNorm, and the momenta of a carry."""
+        count = len(self.names)
+        momenta = count + 2 * self.norm
+        norm = dict(zip(("scale", "bias"), carry[count:momenta])) if self.norm else None
+        return carry[:count], norm, carry[momenta : momenta + count * self.momentum]
+
+    def _scaled(self, matrices: Arrays, factors: Sequence[jax.Array | None]) -> dict[str, "_Scaled"]:
+        return {name: _Scaled(w, factor) for name, w, factor in zip(self.names, matrices, factors)}
+
+    def named(self, rows: jax.Array) -> Gates:
+        """The gates as separate rows, [..., 1, m] each; those of the window follow them."""
+        row = lambda place: rows[..., place : place + 1, :]
         theta = 2 + self.retention
         floor = theta + self.momentum
-        gamma = floor + (self.step_bound is not None)
         return Gates(
-            column(0),
-            column(1),
-            column(2) if self.retention else None,
-            column(theta) if self.momentum else None,
-            None if self.step_bound is None else column(floor),
-            gates[:, gamma : gamma + self.window] if self.window > 1 else None,
+            row(0),
+            row(1),
+            row(2) if self.retention else None,
+            row(theta) if self.momentum else None,
+            None if self.step_bound is None else row(floor),
         )
+
+
+class _Begun(NamedTuple):
+    """What the read of a head's chunk takes from its start.
+
+    scales: a factor of each weight and momentum, or None for 1. factors: of the gradients of the E tokens (`Gradients`). gamma: Γ
+    [m, E], or None for the identity. windowed: with a bound on steps. left_over: the window after the chunk.
+    """
+
+    scales: list[jax.Array | None]
+    factors: dict[str, tuple[jax.Array, jax.Array]]
+    gamma: jax.Array | None
+    windowed: Windowed | None
+    left_over: Arrays
 
 
 class _Scaled(NamedTuple):
@@ -165,10 +226,6 @@ class _Scaled(NamedTuple):
 
     matrix: jax.Array
     factor: jax.Array | None
-
-    @classmethod
-    def within(cls, norm_bound: float | None, w: jax.Array) -> "_Scaled":
-        return cls(w, None if norm_bound is None else within_norm(norm_bound, w))
 
     def product(self, h: jax.Array, dot: Product) -> jax.Array:
         out = dot(h, self.matrix, 1, 1)

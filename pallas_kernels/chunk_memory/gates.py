@@ -1,65 +1,86 @@
-"""The gates of one chunk as columns, the products of its decays, and the resulting coefficients of its gradients."""
+"""The gates of one chunk, the products of its decays, and the resulting coefficients of its gradients.
+
+Matrices of tokens [m, P · m] are of P heads side by side (`side_by_side`). Columns of tokens are in all lanes of their head,
+[m, P · m], or for one head [m, 1].
+"""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import from_start, iota, product, row_of
+from pallas_kernels.blocks import entry
+from pallas_kernels.side_by_side import columns_of, head_sums, place, times
 from pallas_kernels.triangular import decay_products
 
 
 class Gates(NamedTuple):
-    """Columns [m, 1], where retention, momentum_decay and floor may be None (see `MemoryChunk`).
-    window_weights: γ [m, c], None for c = 1."""
+    """Rows [1, P · m], where retention, momentum_decay and floor may be None (see `MemoryChunk`)."""
 
     step: jax.Array
     real: jax.Array
     retention: jax.Array | None
     momentum_decay: jax.Array | None
     floor: jax.Array | None
-    window_weights: jax.Array | None
 
 
 class Decays(NamedTuple):
-    """start: a_t = α_0 … α_t, [m, 1]. pairwise: T_α, [m, m], zero in the columns of padding, which adds no S.
-    momentum_start: β_t = θ_0 … θ_t, [m, 1]. momentum: T_θ, [m, m]. started: s_t, the coefficient of S_0 in M_t, [m, 1].
-    None without retention or momentum."""
+    """start: a_t = α_0 … α_t, a column. pending: T_α T_θ [m, P · m], or T_α without momentum, zero in the columns of padding, which
+    adds no S. momentum_start: β_t = θ_0 … θ_t, a column. momentum: T_θ [m, P · m]. started: s_t, the coefficient of S_0 in M_t, a
+    column. None without retention or momentum."""
 
     start: jax.Array | None
-    pairwise: jax.Array
+    pending: jax.Array
     momentum_start: jax.Array | None
     momentum: jax.Array | None
     started: jax.Array | None
 
 
-def decays(gates: Gates) -> Decays:
-    m = gates.step.shape[0]
+class Coefficients(NamedTuple):
+    """Of windowed gradients Σ_i Γ[t,i] ∇_i, and of the carry.
+
+    memory: C Γ⁻¹ [m, P · m], of gradients in M_t. start, started: a and s, of M_0 and S_0. momentum: of gradients in S at the
+    chunk's end, a row; momentum_start: of S_0, [1, …].
+    """
+
+    memory: jax.Array
+    start: jax.Array | None
+    started: jax.Array | None
+    momentum: jax.Array | None
+    momentum_start: jax.Array | None
+
+
+def decays(gates: Gates, heads: int = 1) -> Decays:
+    m = gates.step.shape[1] // heads
+    shape = m, heads * m
+    row, lane = place(shape, 0, heads), place(shape, 1, heads)
+    first = lambda x: head_sums(jnp.where(lane == 0, x, 0.0), heads)
+    from_start = lambda decay, products: (
+        entry(decay, 0) * first(products)
+    )  # the products are of the decays after a token
     a = beta = products = s = None
     if gates.retention is None:
-        pairwise = (iota(m, 0) >= iota(m, 1)).astype(jnp.float32)
+        pairwise = (row >= lane).astype(jnp.float32)
     else:
-        pairwise = decay_products(gates.retention)
-        a = from_start(gates.retention, pairwise)
-    pairwise = pairwise * row_of(gates.real)
+        alpha = columns_of(gates.retention, heads)
+        pairwise = decay_products(alpha, heads)
+        a = from_start(alpha, pairwise)
+    pending = pairwise * gates.real
     if gates.momentum_decay is not None:
-        products = decay_products(gates.momentum_decay)
-        beta = from_start(gates.momentum_decay, products)
-        s = product(pairwise, beta, 1, 0)
-    return Decays(a, pairwise, beta, products, s)
+        theta = columns_of(gates.momentum_decay, heads)
+        products = decay_products(theta, heads)
+        beta = from_start(theta, products)
+        pending = times(pending, products, heads)
+        s = from_start(theta, pending)
+    return Decays(a, pending, beta, products, s)
 
 
-def coefficients(decays: Decays, step: jax.Array, gamma: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """C [m, E] and, with momentum, D [m, E], from step sizes [m, 1]. gamma: Γ [m, E], None for the identity."""
-    if gamma is None:
-        m = step.shape[0]
-        D = jnp.where(iota(m, 0) == iota(m, 1), -step, 0.0)
-    else:
-        D = -step * gamma
-    if decays.momentum is None:
-        return product(decays.pairwise, D, 1, 0), None
-    D = product(decays.momentum, D, 1, 0)
-    return product(decays.pairwise, D, 1, 0), D
+def coefficients(decays: Decays, step: jax.Array) -> Coefficients:
+    """From step sizes as a row."""
+    last = decays.pending.shape[0] - 1
+    momentum = None if decays.momentum is None else entry(decays.momentum, last) * -step
+    momentum_start = None if decays.momentum_start is None else entry(decays.momentum_start, last)
+    return Coefficients(decays.pending * -step, decays.start, decays.started, momentum, momentum_start)
 
 
 def window_matrix(gamma: jax.Array, before: int) -> jax.Array:

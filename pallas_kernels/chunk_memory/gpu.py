@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import BEGINS, EMPTY, Arrays, Interpret
-from pallas_kernels.blocks import entry, last_row, row_of
+from pallas_kernels.blocks import entry, product, row_of
 from pallas_kernels.chunk_memory.bound import within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Structure
 from pallas_kernels.chunk_memory.gates import coefficients, decays, window_matrix
@@ -98,7 +98,7 @@ def scan_muon(
         implementation="pallas_gpu",
         interpret=interpret,
     )
-    by_rows = jax.vmap(dataclasses.replace(chunk, newton_schulz=orthogonalize))
+    by_rows = jax.vmap(dataclasses.replace(chunk, newton_schulz=orthogonalize, transposed=jnp.transpose))
 
     @jax.checkpoint
     def step(carry: Arrays, of_block: tuple[Arrays, jax.Array | None]) -> tuple[Arrays, Arrays]:
@@ -289,18 +289,19 @@ def _tokens(chunk: MemoryChunk, xs: Arrays, window: Arrays) -> Tokens:
     """Inputs of a state's step for each chunk: `blocks` of (k, v, C_end [1 or 2, E]), and a, s, β at its end, [rows, chunks, 3]."""
 
     def at_end(gates: jax.Array, real: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        m = gates.shape[1]
-        columns = chunk.named(chunk.columns(gates))
-        gamma = None
-        if real is not None and columns.window_weights is not None:
-            gamma = window_matrix(columns.window_weights, real.shape[0]) * row_of(jnp.concatenate([real, columns.real]))
-        of_gates = decays(columns)
-        gradients = coefficients(of_gates, columns.step, gamma)
-        weights = [last_row(x)[:, 0] for x in gradients if x is not None]
+        rows = chunk.named(gates)
+        at_end = coefficients(decays(rows), rows.step)
+        m = rows.step.shape[1]
+        weights = [x for x in (entry(at_end.memory, m - 1), at_end.momentum) if x is not None]
+        if real is not None:
+            gamma = window_matrix(gates[-chunk.window :].T, real.shape[0]) * row_of(
+                jnp.concatenate([real, rows.real.T])
+            )
+            weights = [product(x, gamma, 1, 0) for x in weights]
         one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
-        last = lambda x, absent: absent if x is None else entry(x, m - 1)[0, 0]
-        return jnp.stack(weights), jnp.stack(
-            [last(of_gates.start, one), last(of_gates.started, zero), last(of_gates.momentum_start, zero)]
+        last = lambda x, absent: absent if x is None else x[-1, 0]
+        return jnp.concatenate(weights), jnp.stack(
+            [last(at_end.start, one), last(at_end.started, zero), last(at_end.momentum_start, zero)]
         )
 
     _, k, v, gates = xs

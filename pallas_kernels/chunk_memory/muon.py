@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.arguments import Arrays
-from pallas_kernels.blocks import HIGHEST, entry, from_start, iota, product
+from pallas_kernels.blocks import HIGHEST, entry, from_start, iota, product, transposed
 from pallas_kernels.chunk_memory.bound import within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, after_window, gradient_factors, window_rows
 from pallas_kernels.chunk_memory.gates import window_matrix
@@ -97,12 +97,14 @@ class MuonChunk:
       triples: coefficients of Newton–Schulz, one triple per step.
       every: the memory is written once every `every` tokens.
       newton_schulz: function for matrices with rows ≤ columns. None runs it on chip, inside the kernel that runs this chunk.
+      transposed: transposes a matrix: by a product on a TPU.
     """
 
     memory: MemoryChunk
     triples: tuple[Triple, ...]
     every: int
     newton_schulz: Callable[[jax.Array], jax.Array] | None = None
+    transposed: Callable[[jax.Array], jax.Array] = transposed
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         names, window, structure = self.memory.names, self.memory.window, self.memory.structure
@@ -111,7 +113,7 @@ class MuonChunk:
         group = lambda i: dict(zip(names, carry[i * count : (i + 1) * count]))
         start, memory, momenta = group(0), group(1), group(2)
         q, k, v, gates = xs
-        gates = self.memory.columns(gates)
+        gates = self.transposed(gates)
         step, real = gates[:, :1], gates[:, 1:2]
         alpha = gates[:, 2:3] if self.memory.retention else None
         index = 2 + self.memory.retention
@@ -126,7 +128,7 @@ class MuonChunk:
         gamma = (iota(m, 0) == iota(m, 1)).astype(jnp.float32)  # Γᵀ [E, m]
         if window > 1:
             k, v, real, left_over = after_window(carry[-3:], k, v, real)
-            gamma = self.memory.columns(window_matrix(gates[:, index + 1 : index + 1 + window], window_rows(window)))
+            gamma = self.transposed(window_matrix(gates[:, index + 1 : index + 1 + window], window_rows(window)))
         # Exact also for bfloat16 tokens: Newton–Schulz enlarges small singular values, and with them the rounding of products.
         at_start = lambda name, h: product(h, start[name], 1, 1)
         widths = {name: w.shape[0] for name, w in start.items()}
