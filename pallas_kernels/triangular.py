@@ -8,7 +8,17 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.side_by_side import place, times, times_transposed, transposed_times
+from pallas_kernels.blocks import before
+from pallas_kernels.side_by_side import (
+    columns_of,
+    head_sums,
+    place,
+    rows_of_columns,
+    times,
+    times_transposed,
+    transposed_times,
+    weighted,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -35,9 +45,9 @@ def _decay_forward(decay: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _decay_backward(heads: int, products: jax.Array, d: jax.Array) -> tuple[jax.Array]:
-    inner = times_transposed(transposed_times(products, d, heads), products, heads)  # Pᵀ dP Pᵀ
-    inner = jnp.where(place(inner.shape, 0, heads) == place(inner.shape, 1, heads) + 1, inner, 0.0)
-    return (jnp.sum(inner, axis=1, keepdims=True) if heads == 1 else inner,)
+    # dα_j = Σ_{t ≥ j > i} dP[t,i] P[t,j] P[j−1,i]. With several heads it is left in parts, one for each lane that has α_j.
+    parts = transposed_times(products, d, heads) * before(products, 0.0)
+    return (jnp.sum(parts, axis=1, keepdims=True) if heads == 1 else parts,)
 
 
 decay_products.defvjp(_decay_forward, _decay_backward)
@@ -73,3 +83,33 @@ def _inverse_backward(heads: int, x: jax.Array, d: jax.Array) -> tuple[jax.Array
 
 
 unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def solve_unit_lower(lower: jax.Array, column: jax.Array, heads: int = 1) -> jax.Array:
+    """(I + L)⁻¹ times a column, which is in all lanes of its head (`side_by_side.columns_of`). As `unit_lower_inverse`.
+
+    Its derivative takes no more products: with g = (I + L)⁻ᵀ dx it is g for the column, and −g xᵀ for L.
+    """
+    return weighted(unit_lower_inverse(lower, heads), column, heads)
+
+
+def _solve_forward(lower: jax.Array, column: jax.Array, heads: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    inverse = unit_lower_inverse(lower, heads)
+    x = weighted(inverse, column, heads)
+    return x, (inverse, x)
+
+
+def _solve_backward(heads: int, kept: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse, x = kept
+    # The cotangent of a column in all lanes is in parts, one for each lane.
+    d = head_sums(d, heads) if heads > 1 else d
+    g = columns_of(jnp.sum(inverse * d, axis=0, keepdims=True), heads)
+    dlower = -g * rows_of_columns(x, heads)
+    dlower = jnp.where(place(inverse.shape, 0, heads) > place(inverse.shape, 1, heads), dlower, 0.0)
+    if heads > 1:
+        g = jnp.where(place(inverse.shape, 1, heads) == 0, g, 0.0)
+    return dlower, g
+
+
+solve_unit_lower.defvjp(_solve_forward, _solve_backward)

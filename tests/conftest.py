@@ -68,6 +68,20 @@ def run_together(nodeid: str) -> str:
 
 _BY_NAME = ("tests/test_models.py", "tests/memory/test_engine.py")
 _ALONE = ("tests/memory/", "tests/pallas_kernels/")
+# Half a minute and more each: a worker that begins one of them last keeps all others waiting.
+_LONG = (
+    "tests/pallas_kernels/test_compile.py",
+    "tests/distributed/test_processes.py",
+    "tests/train/test_kernel_step.py",
+    "tests/storage/test_runs.py",
+    "tests/train/test_resume.py",
+)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """The longest groups first and the shortest last, so that all workers end at once."""
+    items.sort(key=lambda item: (not item.nodeid.startswith(_LONG), item.nodeid.startswith(_ALONE)))
 
 
 def pytest_sessionstart(session):

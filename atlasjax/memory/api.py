@@ -95,7 +95,8 @@ def scan(
       rule: the memory rule, static under jit: a `MemoryRule`, `SoftmaxRule`, `CachedRule` or user-defined `Rule`.
       params: its learned parameters (`init_params`).
       state: the current memory. None starts from a fresh one (`init_state`) and is faster, because chunks are aligned statically. A
-        memory that keeps every token or segment then has room for this call's tokens only.
+        memory that keeps every token or segment then has room for this call's tokens only. A call that a state has no room for is
+        an error, or under jit, where that is not known, has outputs of NaN.
       q: queries, [batch, time, heads, key_dim], floating point and finite, time ≥ 1. Of a NaN the outputs of earlier tokens in the
         same chunk or block may be NaN too.
       k: keys, like q.
@@ -140,6 +141,8 @@ def scan(
     segment_ids, max_segments = check.whole_segments(segment_ids, max_segments, q, where)
     if check_gates:
         check.check_gate_ranges(gates, where)
+    if state is not None and segment_ids is None:
+        check.check_room(rule, state, q.shape[1], where)
     call: ScanCall[Params, State] = functools.partial(backends.run, implementation, rule, max_segments=max_segments)
     if at_chunk_start and state is not None and segment_ids is not None:
         raise ValueError(f"{where}: at_chunk_start is given with segment_ids, whose segments have their own chunks.")
@@ -227,6 +230,7 @@ def step(
     if check_gates:
         check.check_gate_ranges(gates, where)
     if layer is None:
+        check.check_room(rule, state, 1, where)
         return _on_any_mesh(rule, rule.step, 1)(params, state, q, k, v, gates)
     run = lambda params, states, q, k, v, gates, layer: step_layer(rule, params, states, layer, q, k, v, gates)
     return on_any_mesh(run, None, layers=True)(params, state, q, k, v, gates, layer)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 from jax.tree_util import PyTreeDef
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 
 from atlasjax.check import integer, is_number
 from atlasjax.memory.gates import Gates
@@ -32,6 +32,8 @@ class AnyRule(Protocol):
     def init_state(self, params: PyTree, *, batch_size: int, max_length: int | None = None) -> PyTree: ...
 
     def max_length(self, state: object) -> int | None: ...
+
+    def room(self, state: PyTree) -> Int[Array, " batch"] | None: ...
 
     def check_params(self, params: PyTree, where: str) -> None: ...
 
@@ -366,6 +368,19 @@ _RANGES = {
     "connector": (-np.inf, np.inf),
     "blend": (-np.inf, np.inf),
 }
+
+
+def check_room(rule: AnyRule, state: PyTree, time: int, where: str) -> None:
+    """Raises ValueError if a state does not have room for `time` more tokens. Traced ones are not known: their outputs are NaN."""
+    room = rule.room(state)
+    if room is None or isinstance(room, jax.core.Tracer) or not getattr(room, "is_fully_addressable", True):
+        return
+    least = max(0, int(np.min(np.asarray(room))))
+    if time > least:
+        raise ValueError(
+            f"{where}: state has room for {least} more tokens, got {time}; "
+            "start with memory.init_state(…, max_length=…) for all tokens that will be read."
+        )
 
 
 def check_gate_ranges(gates: Gates, where: str) -> None:

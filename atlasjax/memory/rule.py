@@ -189,6 +189,10 @@ class Rule(abc.ABC, Generic[Params, State]):
         """The `max_length` with which a state was created, None if it has no effect. `state` has not been checked."""
         return None
 
+    def room(self, state: State) -> Int[Array, " batch"] | None:
+        """How many more tokens of the current segment each row can read before its outputs are NaN. None: there is no limit."""
+        return None
+
     def check_call(
         self,
         params: Params,

@@ -19,7 +19,7 @@ VARIANTS = {
     "newton_schulz": ("direct", "gram"),
     "delta_rule": ("plain", "gated"),
     "linear_rule": ("gla", "channel_delta", "rwkv7"),
-    "chunk_memory": ("matrix", "mlp", "gated_mlp", "mlp_window"),
+    "chunk_memory": ("matrix", "mlp", "mlp_bounded", "gated_mlp", "mlp_window"),
 }
 DIRECTIONS = ("forward", "both")
 ENGINES = ("pallas_tpu", "xla")
@@ -34,6 +34,7 @@ class Case:
       variant: for newton_schulz its form; for delta_rule with or without decay; for linear_rule, which has a decay for each
         channel, what it writes; for chunk_memory its structure with momentum and
         retention, or ("mlp_window") OmegaNet's rule: a two-layer memory with retention and a window of four tokens, no momentum.
+        "mlp_bounded" is Titans' rule with the library's bound (semantics 1.12), the others are the papers' recurrence.
       dim: d. For newton_schulz, matrices are d × 4 d; otherwise key_dim = value_dim = d.
       dtype: dtype of tokens, "float32" or "bfloat16", which determines the precision of products. For newton_schulz, whose matrices
         are float32, it is only that precision.
@@ -250,15 +251,20 @@ def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
 
     from atlasjax import memory
     from atlasjax.memory import objectives, optimizers, structures
+    from atlasjax.memory.fast_weights.bounds import Bound, LimitedSlope
 
-    kind, _, window = case.variant.partition("_window")
+    kind = case.variant.removesuffix("_window").removesuffix("_bounded")
     window = WINDOW if case.variant.endswith("_window") else 1
+    bound = Bound() if case.variant.endswith("_bounded") else None
     structure: Any = {"matrix": structures.Matrix, "mlp": structures.MLP, "gated_mlp": structures.GatedMLP}[kind]()
     momentum = window == 1
-    gates = [_gate()] * (3 if momentum else 2) + ([_gate(WINDOW)] if window > 1 else [])
+    floor = bound is not None and case.engine == "pallas_tpu"  # XLA's engine computes it
+    gates = [_gate()] * (3 if momentum else 2) + ([_gate(WINDOW)] if window > 1 else []) + [_gate()] * floor
 
     def named(given: Any) -> dict[str, Any]:
-        names = ["retention", "step_size"] + (["momentum_decay"] if momentum else ["window_weights"])
+        names = (
+            ["retention", "step_size"] + (["momentum_decay"] if momentum else ["window_weights"]) + ["floor"] * floor
+        )
         return dict(zip(names, given, strict=True))
 
     if case.engine == "pallas_tpu":
@@ -269,15 +275,19 @@ def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
 
         def kernel(weights: Any, q: Any, k: Any, v: Any, *given: Any) -> Any:
             momenta = jax.tree.map(jax.numpy.zeros_like, weights) if momentum else None
+            objective, limits = objectives.L2(), {}
+            if bound is not None:
+                objective = LimitedSlope(objective, bound.slope)
+                limits = {"step_bound": bound.step, "norm_bound": bound.weight_norm}
             return chunk_memory(
-                structure, objectives.L2(), weights, momenta, q, k, v, **named(given), chunk_size=case.chunk
+                structure, objective, weights, momenta, q, k, v, **named(given), **limits, chunk_size=case.chunk
             )[0]
 
         return _by_heads(kernel), [weights, *_tokens(case), *gates]
 
     rule = memory.MemoryRule(
         structure, objectives.L2(), window=window, chunk_size=case.chunk,
-        optimizer=optimizers.Momentum() if momentum else optimizers.GradientDescent(), bound=None,  # as the kernel's call
+        optimizer=optimizers.Momentum() if momentum else optimizers.GradientDescent(), bound=bound,
     )  # fmt: skip
     sizes = {"num_heads": HEADS, "key_dim": case.dim, "value_dim": case.dim}
     params = jax.eval_shape(lambda: memory.init_params(rule, jax.random.key(0), **sizes))

@@ -19,7 +19,8 @@ from pallas_kernels.newton_schulz.reference import Triple
 
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
 CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
-_MOST_TOGETHER = {4: 3 * 2**17, 2: 5 * 2**18}  # heads of a program → bytes of one head's carry, at most
+# Heads of a program → bytes of one head's carry, and the same weighed by what a chunk needs beside it, at most.
+_MOST_TOGETHER = {4: (3 * 2**17, 5 * 2**18), 2: (3 * 2**19, 13 * 2**19)}
 _DTYPES = (jnp.float32, jnp.bfloat16)
 Weights = dict[str, Float[Array, "batch heads _out _in"]]
 Scan = Callable[[Arrays, Arrays, Restarts], tuple[Arrays, Arrays]]
@@ -188,9 +189,11 @@ def chunk_memory(
 
 def _together(carry: Arrays, chunk_size: int, dtype: jax.typing.DTypeLike) -> int:
     """Heads of one program on a TPU: they hide each other's latency, where vector memory has space for them."""
-    large = chunk_size > 128 and jnp.dtype(dtype) == jnp.float32
-    bytes_of_head = sum(4 * x.shape[-2] * x.shape[-1] for x in carry) * (4 if large else 1)
-    return next((heads for heads, most in _MOST_TOGETHER.items() if bytes_of_head <= most), 1)
+    of_head = sum(4 * x.shape[-2] * x.shape[-1] for x in carry)
+    # A longer chunk keeps more between its passes, and exact products do.
+    weighed = of_head * (chunk_size / 64) ** 2 * (2 if jnp.dtype(dtype) == jnp.float32 else 1)
+    fits = lambda most: of_head <= most[0] and weighed <= most[1]
+    return next((heads for heads, most in _MOST_TOGETHER.items() if fits(most)), 1)
 
 
 def _scan_muon(

@@ -12,7 +12,7 @@ This is one unit lower-triangular system, and ⟨∇_i, ∇_j⟩ = (left_i · le
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import Product
 from pallas_kernels.blocks import before, product, row_of
 from pallas_kernels.chunk_memory.gates import Decays, Gates
-from pallas_kernels.side_by_side import columns_of, head_sums, place, rows_of_columns, weighted
-from pallas_kernels.triangular import unit_lower_inverse
+from pallas_kernels.side_by_side import columns_of, head_sums, place, rows_of_columns
+from pallas_kernels.triangular import solve_unit_lower
 
 Weights = dict[str, jax.Array]
 Factors = dict[str, tuple[jax.Array, jax.Array]]
@@ -30,15 +30,6 @@ Factors = dict[str, tuple[jax.Array, jax.Array]]
 LEAST = 2.0**-10
 SMALLEST = float(jnp.finfo(jnp.float32).tiny) ** 0.5  # of a divisor: the derivative of a quotient divides by its square
 _STRIP = 64  # rows
-
-
-Given = TypeVar("Given")
-
-
-def given(x: Given | None) -> Given:
-    """x, which the caller has."""
-    assert x is not None
-    return x
 
 
 def windowed_floor(floor: jax.Array, window_weights: jax.Array | None, past: jax.Array | None = None) -> jax.Array:
@@ -89,8 +80,11 @@ def windowed(
     gram = sum(parts[1:], parts[0])
     if gamma is None:
         return Windowed(gram, falls, along, along_momenta)
-    over = lambda x: None if x is None else jnp.sum(gamma * row_of(x), axis=1, keepdims=True)
-    return Windowed(product(product(gamma, gram, 1, 0), gamma, 1, 1), over(falls), over(along), over(along_momenta))
+    over = lambda x: jnp.sum(gamma * row_of(x), axis=1, keepdims=True)
+    return Windowed(
+        product(product(gamma, gram, 1, 0), gamma, 1, 1), over(falls),
+        None if along is None else over(along), None if along_momenta is None else over(along_momenta),
+    )  # fmt: skip
 
 
 def bounded_steps(step_bound: float, gates: Gates, decays: Decays, of: Windowed, heads: int = 1) -> jax.Array:
@@ -103,26 +97,32 @@ def bounded_steps(step_bound: float, gates: Gates, decays: Decays, of: Windowed,
     """
     shape = of.gram.shape
     row, lane = place(shape, 0, heads), place(shape, 1, heads)
-    step, floor = columns_of(gates.step, heads), columns_of(given(gates.floor), heads)
+    assert gates.floor is not None
+    step, floor = columns_of(gates.step, heads), columns_of(gates.floor, heads)
     square = head_sums(jnp.where(row == lane, of.gram, 0.0), heads)
 
     most = step_bound * of.falls / jnp.where(square >= SMALLEST, square, 1.0)
-    left_of_theta = theta = None
+    pending = None
     if gates.momentum_decay is not None:
         theta = columns_of(gates.momentum_decay, heads)
         left_of_theta = jnp.maximum(1.0 - theta, LEAST)
+        pending = theta / left_of_theta
         most = most * left_of_theta
     capped = jnp.where(square >= SMALLEST, jnp.minimum(step, most), step)
 
     moved = jnp.zeros_like(capped)
     if decays.start is not None:
-        moved = (before(decays.start, 1.0) - 1.0) * given(of.along)
+        assert of.along is not None
+        moved = (before(decays.start, 1.0) - 1.0) * of.along
     across = before(decays.pending, 0.0)
-    if theta is not None:
-        pending = theta / left_of_theta
-        share = before(given(decays.started), 0.0) + pending * before(given(decays.momentum_start), 1.0)
-        moved = moved + share * given(of.along_momenta)
-        across = across + pending * before(given(decays.momentum), 0.0)
+    if pending is not None:
+        assert decays.momentum is not None
+        assert decays.momentum_start is not None
+        assert decays.started is not None
+        assert of.along_momenta is not None
+        share = before(decays.started, 0.0) + pending * before(decays.momentum_start, 1.0)
+        moved = moved + share * of.along_momenta
+        across = across + pending * before(decays.momentum, 0.0)
 
     # The unknowns are multiplied by √n, which keeps the system's entries of similar size.
     scale = of.falls + floor
@@ -130,7 +130,7 @@ def bounded_steps(step_bound: float, gates: Gates, decays: Decays, of: Windowed,
     safe = jnp.where(there, scale, 1.0)
     root = jnp.where(there, jax.lax.rsqrt(safe), 0.0)
     system = jnp.where(row > lane, root * (across * of.gram) * rows_of_columns(capped * root, heads), 0.0)
-    solved = weighted(unit_lower_inverse(system, heads), root * (safe + moved), heads)
+    solved = solve_unit_lower(system, root * (safe + moved), heads)
     return rows_of_columns(capped * jnp.where(there, root * solved, 1.0), heads)
 
 

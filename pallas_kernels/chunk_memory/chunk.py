@@ -14,7 +14,7 @@ carried from chunk to chunk with the memory, in whole tiles of eight rows. `boun
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from pallas_kernels.chunk_memory.gates import Coefficients, Gates, coefficients,
 from pallas_kernels.side_by_side import beside
 
 Linear = Callable[[str, jax.Array], jax.Array]
-Stage = TypeVar("Stage", bound=Callable[..., Any])  # a part of a chunk's work
+Stage = Callable[..., Any]
 Norm = dict[str, jax.Array]  # scale and bias of the LayerNorm inside a memory, [1, value_dim]
 
 
@@ -96,6 +96,7 @@ class MemoryChunk:
     def _chunk(
         self, carry: Arrays, xs: Arrays, each: Callable[[Stage], Stage], of_all: Callable[..., Coefficients]
     ) -> tuple[Arrays, Arrays]:
+        """`each` makes a stage of one head one of all; `of_all(m, gates, …)` is `coefficients` of all."""
         begun = each(self._begin)(carry, xs)
         of_gates = of_all(xs[0].shape[-2], self.named(xs[-1]), begun.windowed)
         return each(self._finish)(carry, xs[0], begun, of_gates)
@@ -107,7 +108,8 @@ class MemoryChunk:
         scales = [None if self.norm_bound is None else within_norm(self.norm_bound, w) for w in (*weights, *momenta)]
         memory, momentum = self._scaled(weights, scales), self._scaled(momenta, scales[count:])
         _, k, v, rows = xs
-        gamma, left_over = None, ()
+        gamma: jax.Array | None = None
+        left_over: Arrays = ()
         if self.window > 1:
             real, gamma = column_of(rows[1:2]), window_matrix(columns(rows[-self.window :]), carry[-1].shape[0])
             k, v, real, left_over = after_window(carry[-3:], k, v, real)

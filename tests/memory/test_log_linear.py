@@ -1,6 +1,7 @@
 """Log-linear memories: the fast forms against the definition, the identity with Log-Linear Attention, and what must be refused."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -160,7 +161,10 @@ def test_what_is_further_back_than_the_levels_is_forgotten(x64):
 def test_more_tokens_than_the_state_has_levels_for_are_nan():
     rule = CASES["titans"]
     params, *tokens = make_inputs(rule, dtype=jnp.float32)
-    y, _ = memory.scan(rule, params, empty(rule, params, 12), *tokens)
+    state = empty(rule, params, 12)
+    with pytest.raises(ValueError, match=f"state has room for 12 more tokens, got {TIME}"):
+        memory.scan(rule, params, state, *tokens)
+    y, _ = jax.jit(functools.partial(memory.scan, rule))(params, state, *tokens)
     assert jnp.isnan(y).any((0, 2, 3)).tolist() == [t >= 12 for t in range(TIME)]
 
 

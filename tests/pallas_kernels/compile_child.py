@@ -127,6 +127,8 @@ def wide_kernels():
         yield f"chunk_memory mlp {dim}", *memory(structures.MLP(), dim, 4, "bfloat16")
         yield f"chunk_memory packed {dim}", *memory(structures.MLP(), dim, 4, "bfloat16", packed=True)
     yield "chunk_memory gated_mlp 128", *memory(structures.GatedMLP(), 128, 1, "bfloat16")
+    for dim in (64, 128):  # long chunks leave space for fewer heads in a program
+        yield f"chunk_memory mlp {dim}, chunks of 256", *memory(structures.MLP(), dim, 1, "bfloat16", chunk_size=256)
     for dim in (64, 96, 128):
         yield f"chunk_memory muon, atlas {dim}", *atlas(dim)
 

@@ -68,6 +68,15 @@ def test_inverses_and_decays_are_those_of_each_head(heads, size):
     masked = lambda x: triangular.unit_lower_inverse(x, heads)
     check(masked, inverse, lower)
 
+    def solution(x, row):  # [m, m], [1, m]
+        return jax.scipy.linalg.solve_triangular(jnp.eye(size) + strict(x), row.T, lower=True, unit_diagonal=True).T
+
+    def solved(x, rows):  # [m, P · m], [1, P · m]
+        found = triangular.solve_unit_lower(x, side_by_side.columns_of(rows, heads), heads)
+        return side_by_side.rows_of_columns(found, heads)
+
+    check(solved, solution, lower, random(heads, 1, size))
+
     def products(decay):  # [m, 1]
         entries = [
             [jnp.prod(decay[i + 1 : t + 1]) if i <= t else jnp.zeros(()) for i in range(size)] for t in range(size)
@@ -89,3 +98,21 @@ def test_a_row_of_each_head_fills_its_lanes(heads, size, width, _):
     for head in range(heads):
         lanes = found[:, head * width : (head + 1) * width] if heads > 1 else found
         np.testing.assert_array_equal(lanes, jnp.broadcast_to(rows[head][:, None], lanes.shape))
+
+
+@pytest.mark.parametrize(("count", "together"), [(2, 2), (4, 2), (3, 1)])
+def test_heads_lie_beside_each_other_where_they_fill_a_tile(count, together):
+    """A function of groups is that of each head; columns lie in all lanes of their head."""
+    size = 64
+    seen = []
+
+    def function(heads, x, column):
+        seen.append(heads)
+        assert x.shape == (size, heads * size)
+        return side_by_side.times(x, x, heads) * column, side_by_side.weighted(x, column, heads)
+
+    x, column = random(count, size, size), random(count, size, 1)
+    matrix, found = side_by_side.beside(function, size, x, column)
+    assert seen == [together]
+    np.testing.assert_allclose(matrix, x @ x * column, atol=1e-3)
+    np.testing.assert_allclose(found[..., :1], x @ column, atol=1e-3)

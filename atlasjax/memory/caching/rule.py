@@ -194,6 +194,12 @@ class CachedRule(WrappedRule[Params, CachedState]):
         keys = getattr(state, "keys", None)
         return keys.shape[2] * self.segment_size + 1 if keys is not None and getattr(keys, "ndim", 0) == 4 else 1
 
+    def room(self, state: CachedState) -> Int[Array, " batch"] | None:
+        if self.capacity is not None:
+            return None
+        # The memory of the current segment is not in the cache.
+        return (state.keys.shape[2] + 1 - state.cached_count) * self.segment_size - state.position
+
     def check_call(
         self,
         params: Params,

@@ -88,6 +88,10 @@ class LogLinearRule(WrappedRule[Params, LogLinearState]):
         count = len(levels) if isinstance(levels, tuple) else 0
         return (self.segment_size << count >> 1) + 1 if count else 1
 
+    def room(self, state: LogLinearState) -> Int[Array, " batch"] | None:
+        levels = len(state.levels)
+        return None if levels >= self.levels else (self.segment_size << levels) - state.position
+
     def init_state(self, params: Params, *, batch_size: int, max_length: int | None = None) -> LogLinearState:
         """Fresh memories, for the levels that `max_length` tokens need; None: for all. Outputs of tokens that need more are NaN."""
         return states_lib.init_state(self, params, batch_size, max_length)

@@ -234,6 +234,9 @@ class SoftmaxRule(Rule[SoftmaxParams, SoftmaxState]):
         keys = getattr(state, "keys", None)
         return max(1, keys.shape[2]) if keys is not None and getattr(keys, "ndim", 0) == 4 else 1
 
+    def room(self, state: SoftmaxState) -> Int[Array, " batch"] | None:
+        return None if self.cache_window is not None else state.keys.shape[2] - state.num_tokens - state.position
+
     def suggested_steps(
         self, key_dim: int, value_dim: int, forgetting: np.ndarray, momentum_decay: np.ndarray, window_weights: np.ndarray,
         similar_keys: bool,

@@ -1,6 +1,7 @@
 """Memory Caching: the fast forms against the definition, the identities of SEMANTICS section 4, and what must be refused."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -336,7 +337,9 @@ def test_more_memories_than_places_is_nan_not_a_wrong_number():
     rule = CachedRule(rules.linear_attention(), "grm", SIZE)
     params, *arrays = make_inputs(rule, dtype=jnp.float32, batch=1, time=4 * SIZE)
     state = memory.init_state(rule, params, batch_size=1, max_length=3 * SIZE)
-    y, _ = memory.scan(rule, params, state, *arrays)
+    with pytest.raises(ValueError, match=rf"state has room for {3 * SIZE} more tokens, got {4 * SIZE}"):
+        memory.scan(rule, params, state, *arrays)
+    y, _ = jax.jit(functools.partial(memory.scan, rule))(params, state, *arrays)
     assert np.isfinite(y[:, : 3 * SIZE]).all()
     assert np.isnan(y[:, 3 * SIZE :]).all()
     short = jax.tree.map(lambda x: x[:, : 2 * SIZE], tuple(arrays))

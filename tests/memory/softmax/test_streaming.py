@@ -105,6 +105,8 @@ def test_more_tokens_than_the_cache_holds_are_nan():
     rule = RULES["dot_delta"]
     params, q, k, v, gates = make_inputs(rule, batch=1)
     state = memory.init_state(rule, params, batch_size=1, max_length=13)
+    with pytest.raises(ValueError, match=r"memory\.scan: state has room for 13 more tokens, got 23"):
+        memory.scan(rule, params, state, q, k, v, gates)
     scan = jax.jit(lambda state: memory.scan(rule, params, state, q, k, v, gates))
     (expected, _), (y, after) = scan(None), scan(state)
     assert_close(y[:, :13], expected[:, :13], 1e-5)
@@ -114,6 +116,8 @@ def test_more_tokens_than_the_cache_holds_are_nan():
     assert np.isnan(np.asarray(stepped[:, 13:])).all()
     for late in (after, last):
         assert np.isnan(np.asarray(jax.jit(lambda s: memory.read(rule, params, s, q))(late))).all()
+        with pytest.raises(ValueError, match=r"memory\.step: state has room for 0 more tokens, got 1"):
+            memory.step(rule, params, late, *jax.tree.map(lambda x: x[:, 0], (q, k, v, gates)))
 
 
 def test_states_are_bounded():
