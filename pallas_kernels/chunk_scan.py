@@ -50,8 +50,8 @@ def chunk_scan(
       carry: the carry before the first chunk, float32 [batch, heads, …, …] each.
       tokens: [batch, time, heads, dim] each, any floating dtype; `chunk` gets float32.
       gates: [batch, heads, chunks, n, m] for chunks of m tokens, at least one chunk. They mark the padding after the last token.
-      together: number of heads that one program should advance together, if the heads can be divided so. `chunk` is then vmapped.
-        1 never vmaps it.
+      together: number of heads that one program should advance together, if the heads can be divided so. `chunk.of_heads` then
+        takes arrays of several heads, or if it has none `chunk` is vmapped. 1 never vmaps it.
       interpret: passed to `pallas_call`.
       dtype: dtype of the outputs.
       restarts: CONTINUES, BEGINS or EMPTY (see `arguments`) for each chunk, int32 [batch, chunks], and the first arrays of the
