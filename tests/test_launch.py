@@ -189,10 +189,10 @@ def test_the_restarts_end(stubs):
 def test_a_notice_reaches_the_command_which_may_finish(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "import signal, sys, time\n"
+        "import os, signal, sys, time\n"
         "def stop(*_):\n"
         "    time.sleep(0.5)\n"
-        "    print('saved', flush=True)\n"
+        "    os.write(1, b'saved\\n')\n"  # the notice may come while `print` is in its own call
         "    sys.exit(143)\n"
         "signal.signal(signal.SIGTERM, stop)\n"
         "print('ready', flush=True)\n"

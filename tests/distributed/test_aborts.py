@@ -20,7 +20,7 @@ with aborts_explained(message, 75):
         time.sleep(30)
     elif {abort}:
         os.abort()
-print("after")
+print("after", flush=True)
 os.abort()
 """
 
