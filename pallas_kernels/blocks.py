@@ -39,45 +39,13 @@ def _before_backward(first: float, _: None, d: jax.Array) -> tuple[jax.Array]:
 before.defvjp(_before_forward, _before_backward)
 
 
-def columns(rows: jax.Array) -> jax.Array:
-    """[n, m] → [m, n] for a few rows, exact. Per-token values are stored as rows, 8 of them to a tile."""
-    return jnp.concatenate([column_of(rows[i : i + 1]) for i in range(rows.shape[0])], axis=1)
-
-
-def column_of(row: jax.Array) -> jax.Array:
-    """[1, m] → [m, 1], exact, and on a TPU without a product: it would keep a matrix unit as long as one of whole matrices."""
-    m = row.shape[1]
-    return jnp.sum(jnp.where(iota(m, 0) == iota(m, 1), row, 0.0), axis=1, keepdims=True)
-
-
 def transposed(x: jax.Array) -> jax.Array:
     """[n, m] → [m, n], by an exact product."""
     size = x.shape[0]
     return product(x, (iota(size, 0) == iota(size, 1)).astype(jnp.float32), 0, 0)
 
 
-def row_of(column: jax.Array) -> jax.Array:
-    """[m, 1] → [1, m], exact."""
-    m = column.shape[0]
-    return jnp.sum(jnp.where(iota(m, 0) == iota(m, 1), column, 0.0), axis=0, keepdims=True)
-
-
-def last_row(x: jax.Array) -> jax.Array:
-    """The last row of x [m, n] as a column [n, 1]."""
-    return column_of(entry(x, x.shape[0] - 1))
-
-
-def first_column(x: jax.Array) -> jax.Array:
-    """The first column of x [m, n], as [m, 1]."""
-    return jnp.sum(jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) == 0, x, 0.0), axis=1, keepdims=True)
-
-
 def entry(x: jax.Array, place: int) -> jax.Array:
     """One row of x [m, n], [1, n]."""
     here = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) == place
     return jnp.sum(jnp.where(here, x, 0.0), axis=0, keepdims=True)
-
-
-def from_start(decay: jax.Array, products: jax.Array) -> jax.Array:
-    """α_0 … α_t for each t, [m, 1], from α [m, 1] and its `decay_products`."""
-    return entry(decay, 0) * first_column(products)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import HIGHEST, columns, product
+from pallas_kernels.blocks import HIGHEST, entry, product
 from pallas_kernels.layout import LANES
 
 
@@ -73,7 +73,7 @@ def transposed_times(x: jax.Array, y: jax.Array, heads: int, precision: jax.lax.
 def spread(rows: jax.Array, heads: int, width: int) -> jax.Array:
     """One row of m tokens for each head, [P, m], as a column in all of the head's lanes, [m, P · width]; of one head, [m, 1]."""
     if heads == 1:
-        return columns(rows)
+        return columns_of(rows)
     return product(rows, own((heads, heads * width), heads).astype(jnp.float32), 0, 0)
 
 
@@ -95,7 +95,7 @@ def head_sums(x: jax.Array, heads: int) -> jax.Array:
     return total
 
 
-def columns_of(rows: jax.Array, heads: int) -> jax.Array:
+def columns_of(rows: jax.Array, heads: int = 1) -> jax.Array:
     """A row of m tokens for each head, [1, P · m], as a column in all of the head's lanes, [m, P · m]; of one head, [m, 1].
 
     Exact, and without a product, which would keep a matrix unit as long as one of whole matrices.
@@ -104,10 +104,29 @@ def columns_of(rows: jax.Array, heads: int) -> jax.Array:
     return head_sums(jnp.where(place(shape, 0, heads) == place(shape, 1, heads), rows, 0.0), heads)
 
 
-def rows_of_columns(columns: jax.Array, heads: int) -> jax.Array:
+def columns(rows: jax.Array) -> jax.Array:
+    """[n, m] → [m, n] of one head, for a few rows. Per-token values are stored as rows, 8 of them to a tile."""
+    return jnp.concatenate([columns_of(rows[i : i + 1]) for i in range(rows.shape[0])], axis=1)
+
+
+def last_row(x: jax.Array) -> jax.Array:
+    """The last row of x [m, n] of one head, as a column [n, 1]."""
+    return columns_of(entry(x, x.shape[0] - 1))
+
+
+def rows_of_columns(columns: jax.Array, heads: int = 1) -> jax.Array:
     """The inverse of `columns_of`."""
     shape = columns.shape[0], heads * columns.shape[0]
     return jnp.sum(jnp.where(place(shape, 0, heads) == place(shape, 1, heads), columns, 0.0), axis=0, keepdims=True)
+
+
+def from_start(decay: jax.Array, products: jax.Array, heads: int = 1) -> jax.Array:
+    """α_0 … α_t of each head, a column as those of `columns_of`, from α as such a column and P [m, P · m].
+
+    P[t,0] has the products of the decays after the first token; times α_0 they are from the start.
+    """
+    first = jnp.where(place(products.shape, 1, heads) == 0, products, 0.0)
+    return entry(decay, 0) * head_sums(first, heads)
 
 
 def weighted(x: jax.Array, columns: jax.Array, heads: int) -> jax.Array:

@@ -91,7 +91,7 @@ def solve_unit_lower(lower: jax.Array, column: jax.Array, heads: int = 1) -> jax
 
     Its derivative takes no more products: with g = (I + L)⁻ᵀ dx it is g for the column, and −g xᵀ for L.
     """
-    return weighted(unit_lower_inverse(lower, heads), column, heads)
+    return _solve_forward(lower, column, heads)[0]
 
 
 def _solve_forward(lower: jax.Array, column: jax.Array, heads: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Product
-from pallas_kernels.blocks import before, product, row_of
+from pallas_kernels.blocks import before, product
 from pallas_kernels.chunk_memory.gates import Decays, Gates
-from pallas_kernels.side_by_side import columns_of, head_sums, place, rows_of_columns
+from pallas_kernels.side_by_side import columns_of, head_sums, place, rows_of_columns, weighted
 from pallas_kernels.triangular import solve_unit_lower
 
 Weights = dict[str, jax.Array]
@@ -80,7 +80,7 @@ def windowed(
     gram = sum(parts[1:], parts[0])
     if gamma is None:
         return Windowed(gram, falls, along, along_momenta)
-    over = lambda x: jnp.sum(gamma * row_of(x), axis=1, keepdims=True)
+    over = lambda x: weighted(gamma, x, 1)
     return Windowed(
         product(product(gamma, gram, 1, 0), gamma, 1, 1), over(falls),
         None if along is None else over(along), None if along_momenta is None else over(along_momenta),

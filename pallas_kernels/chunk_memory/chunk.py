@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays, Product
-from pallas_kernels.blocks import HIGHEST, column_of, columns, entry, product, row_of
+from pallas_kernels.blocks import HIGHEST, entry, product
 from pallas_kernels.chunk_memory.bound import Windowed, bounded_steps, decrease, windowed, within_norm
 from pallas_kernels.chunk_memory.gates import Coefficients, Gates, coefficients, decays, window_matrix
-from pallas_kernels.side_by_side import beside
+from pallas_kernels.side_by_side import beside, columns, columns_of, rows_of_columns
 
 Linear = Callable[[str, jax.Array], jax.Array]
 Stage = Callable[..., Any]
@@ -111,9 +111,9 @@ class MemoryChunk:
         gamma: jax.Array | None = None
         left_over: Arrays = ()
         if self.window > 1:
-            real, gamma = column_of(rows[1:2]), window_matrix(columns(rows[-self.window :]), carry[-1].shape[0])
+            real, gamma = columns_of(rows[1:2]), window_matrix(columns(rows[-self.window :]), carry[-1].shape[0])
             k, v, real, left_over = after_window(carry[-3:], k, v, real)
-            gamma = gamma * row_of(real)
+            gamma = gamma * rows_of_columns(real)
         widths = {name: w.matrix.shape[0] for name, w in memory.items()}
         weight = lambda name, h: memory[name].product(h, dot)
         gradients = gradient_factors(self.structure, self.objective, weight, widths, k, v, norm)
@@ -144,7 +144,7 @@ class MemoryChunk:
         memory, momentum = self._scaled(weights, begun.scales), self._scaled(momenta, begun.scales[count:])
         column = lambda x: None if x is None else x[:, :1]  # of those in all lanes
         a, s, beta = column(of_gates.start), column(of_gates.started), column(of_gates.momentum_start)
-        of_gradients, at_end = of_gates.memory, entry(of_gates.memory, m - 1)
+        of_gradients = of_gates.memory
         if begun.gamma is not None:
             of_gradients = product(of_gradients, begun.gamma, 1, 0)
 
@@ -162,10 +162,10 @@ class MemoryChunk:
         def weigh(row: jax.Array) -> jax.Array:
             """The weight of each gradient, [E, 1], from those of windowed ones, [1, m]."""
             if begun.gamma is None:
-                return column_of(row)
-            return column_of(jnp.sum(begun.gamma * column_of(row), axis=0, keepdims=True))
+                return columns_of(row)
+            return columns_of(jnp.sum(begun.gamma * columns_of(row), axis=0, keepdims=True))
 
-        at_end = weigh(at_end)
+        at_end = weigh(entry(of_gates.memory, m - 1))
         momentum_at_end = None if of_gates.momentum is None else weigh(of_gates.momentum)
         after, momenta_after = [], []
         for name in self.names:

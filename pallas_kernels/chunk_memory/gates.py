@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.blocks import entry
-from pallas_kernels.side_by_side import columns_of, head_sums, place, times
+from pallas_kernels.side_by_side import columns_of, from_start, place, times
 from pallas_kernels.triangular import decay_products
 
 
@@ -54,24 +54,20 @@ def decays(gates: Gates, heads: int = 1) -> Decays:
     m = gates.step.shape[1] // heads
     shape = m, heads * m
     row, lane = place(shape, 0, heads), place(shape, 1, heads)
-    first = lambda x: head_sums(jnp.where(lane == 0, x, 0.0), heads)
-    from_start = lambda decay, products: (
-        entry(decay, 0) * first(products)
-    )  # the products are of the decays after a token
     a = beta = products = s = None
     if gates.retention is None:
         pairwise = (row >= lane).astype(jnp.float32)
     else:
         alpha = columns_of(gates.retention, heads)
         pairwise = decay_products(alpha, heads)
-        a = from_start(alpha, pairwise)
+        a = from_start(alpha, pairwise, heads)
     pending = pairwise * gates.real
     if gates.momentum_decay is not None:
         theta = columns_of(gates.momentum_decay, heads)
         products = decay_products(theta, heads)
-        beta = from_start(theta, products)
+        beta = from_start(theta, products, heads)
         pending = times(pending, products, heads)
-        s = from_start(theta, pending)
+        s = from_start(theta, pending, heads)
     return Decays(a, pending, beta, products, s)
 
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import BEGINS, EMPTY, Arrays, Interpret
-from pallas_kernels.blocks import entry, product, row_of
+from pallas_kernels.blocks import entry, product
 from pallas_kernels.chunk_memory.bound import within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Structure
 from pallas_kernels.chunk_memory.gates import coefficients, decays, window_matrix
@@ -33,6 +33,7 @@ from pallas_kernels.chunk_memory.muon import MuonChunk
 from pallas_kernels.chunk_scan import Restarts
 from pallas_kernels.gpu import LEAST, padded
 from pallas_kernels.newton_schulz import MOST_COLUMNS, MOST_ROWS, newton_schulz
+from pallas_kernels.side_by_side import rows_of_columns
 
 Y = TypeVar("Y")  # a tree of arrays
 Limits = tuple[float, ...] | None
@@ -294,7 +295,7 @@ def _tokens(chunk: MemoryChunk, xs: Arrays, window: Arrays) -> Tokens:
         m = rows.step.shape[1]
         weights = [x for x in (entry(at_end.memory, m - 1), at_end.momentum) if x is not None]
         if real is not None:
-            gamma = window_matrix(gates[-chunk.window :].T, real.shape[0]) * row_of(
+            gamma = window_matrix(gates[-chunk.window :].T, real.shape[0]) * rows_of_columns(
                 jnp.concatenate([real, rows.real.T])
             )
             weights = [product(x, gamma, 1, 0) for x in weights]

@@ -18,12 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.arguments import Arrays
-from pallas_kernels.blocks import HIGHEST, entry, from_start, iota, product, transposed
+from pallas_kernels.blocks import HIGHEST, entry, iota, product, transposed
 from pallas_kernels.chunk_memory.bound import within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, after_window, gradient_factors, window_rows
 from pallas_kernels.chunk_memory.gates import window_matrix
 from pallas_kernels.newton_schulz import forms
 from pallas_kernels.newton_schulz.reference import Triple
+from pallas_kernels.side_by_side import from_start
 from pallas_kernels.triangular import decay_products
 
 # Number of writes orthogonalized at a time, in a loop. Unrolled code takes long to compile, and exact products keep a matrix unit

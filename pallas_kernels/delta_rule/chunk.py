@@ -17,8 +17,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays
-from pallas_kernels.blocks import HIGHEST, entry, from_start, last_row, product
-from pallas_kernels.side_by_side import own, place, spread, times, times_transposed, transposed_times
+from pallas_kernels.blocks import HIGHEST, entry, product
+from pallas_kernels.side_by_side import (
+    from_start,
+    last_row,
+    own,
+    place,
+    spread,
+    times,
+    times_transposed,
+    transposed_times,
+)
 from pallas_kernels.triangular import decay_products, unit_lower_inverse
 
 
