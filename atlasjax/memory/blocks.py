@@ -17,8 +17,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Reads the block's queries, with weights applied by `linear(name, h)`, h: [tokens, in] → [tokens, out].
-Read = Callable[[Callable[[str, jax.Array], jax.Array]], jax.Array]
+# φ(q) [tokens, D], its part of degree one if the structure adds it to its output, and gates of a soup [tokens, n] if there is one.
+Queries = tuple[jax.Array, jax.Array | None, jax.Array | None]
+Linear = Callable[[str, jax.Array], jax.Array]
+
+
+class Read(NamedTuple):
+    """Reads a block's queries: `read(linear)`, with weights applied by `linear(name, h)`, h: [tokens, in] → [tokens, out].
+
+    `apply(linear, queries)` reads some of the tokens, with the rows of `queries`, [tokens, …], that belong to them.
+    """
+
+    apply: Callable[[Linear, Queries], jax.Array]
+    queries: Queries
+
+    def __call__(self, linear: Linear) -> jax.Array:
+        return self.apply(linear, self.queries)
 
 
 class BlockGates(NamedTuple):

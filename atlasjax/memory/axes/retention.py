@@ -6,14 +6,15 @@ these the weights in `MemoryParams` and `MemoryState` are accumulators, and `Mem
 """
 
 import dataclasses
-from typing import ClassVar
+import functools
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from atlasjax import check
 from atlasjax.memory.axes.base import Axis
-from atlasjax.memory.blocks import divisible
+from atlasjax.memory.blocks import divisible, exact
 
 
 class Retention(Axis):
@@ -25,14 +26,23 @@ class Retention(Axis):
       has_map: whether there is a `map`. A state then stores A, and `MemoryRule.weights` gives M.
       is_linear: claim: decay(A, α) = α A.
       is_bounded: claim: M_t is bounded, whatever is written.
+      shortcuts: methods that give what others would, with fewer operations. They are not inherited from a retention's subclasses.
     """
 
     claims: ClassVar = {"is_linear": False, "is_bounded": False}
+    shortcuts: ClassVar = ("change_along_outer", "stored_and_mapped")
     gate: str | None = "scalar"
     decay_first: bool = False
     has_map: bool = False
     is_linear: bool
     is_bounded: bool
+
+    def __init_subclass__(cls, **arguments: object) -> None:
+        """The shortcuts of a parent would not see what a subclass overrides."""
+        super().__init_subclass__(**arguments)
+        for name in Retention.shortcuts:
+            if name not in cls.__dict__:
+                setattr(cls, name, Retention.__dict__[name])
 
     def decay(self, weight: jax.Array, alpha: jax.Array) -> jax.Array:
         """The decayed accumulator [out, in] of one weight. alpha: a scalar, or [in] for a gate per channel."""
@@ -59,6 +69,15 @@ class Retention(Axis):
         if not self.has_map:
             return jnp.sum(direction * direction)
         return jnp.sum(direction * jax.jvp(self.map, (accumulator,), (direction,))[1])
+
+    def change_along_outer(self, accumulator: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+        """`change_along` of the direction left ⊗ right, [out] and [in]."""
+        return self.change_along(accumulator, left[:, None] * right)
+
+    def stored_and_mapped(self, accumulator: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(`start` of an accumulator, the memory), all [out, in]."""
+        stored = self.start(accumulator)
+        return stored, self.map(stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +147,79 @@ class KL(Retention):
     def map(self, accumulator: jax.Array) -> jax.Array:
         return jax.nn.softmax(accumulator, axis=-1)
 
+    def change_along_outer(self, accumulator: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+        # The slope of a row's softmax is Diag(p) − p pᵀ: the variance of `right` under the probabilities p of each row.
+        p = self.map(accumulator)
+        mean, square = exact(p, right), exact(p, right * right)
+        return jnp.sum(left * left * (square - mean * mean))
+
+    def stored_and_mapped(self, accumulator: jax.Array) -> tuple[jax.Array, jax.Array]:
+        stored = self.start(accumulator)
+        return stored, jnp.exp(stored)
+
     def slope(self, value_dim: int) -> float:
         return value_dim**-0.5  # between 1 (all weight on one entry) and 1/D (spread evenly, the start)
 
     def summary(self) -> str:
         return "per head, of log M"
+
+
+def _power(x: jax.Array, exponent: float) -> jax.Array:
+    """x^exponent for x ≥ 0, as products if the exponent is a whole number: a general power costs several times as much."""
+    return jax.lax.integer_pow(x, int(exponent)) if exponent == int(exponent) else x**exponent
+
+
+def _norm(q: float, x: jax.Array) -> jax.Array:
+    """‖x‖_q of all entries, without overflow; its derivative is zero where x is."""
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x)))  # see `_relative`
+    there = divisible(largest)
+    safe = jnp.where(there, largest, 1.0)
+    powers = jnp.sum(_power(jnp.abs(x) / safe, q))
+    return jnp.where(there, safe * jnp.where(there, powers, 1.0) ** (1.0 / q), 0.0)
+
+
+class _Relative(NamedTuple):
+    """‖A‖_q = safe · norm and |A| = safe · size, with powers = size^{q−2}. [..., out, in] and [..., 1, 1]."""
+
+    safe: jax.Array
+    size: jax.Array
+    powers: jax.Array
+    norm: jax.Array
+
+
+def _relative(q: float, A: jax.Array) -> _Relative:
+    # ‖A‖_q is computed as max · (Σ (|a| / max)^q)^{1/q}, without overflow or division by zero. Its value does not depend on the
+    # number used for max, so max is not differentiated; its square could underflow.
+    size = jnp.abs(A)
+    largest = jax.lax.stop_gradient(jnp.max(size, axis=(-2, -1), keepdims=True))
+    there = divisible(largest)
+    safe = jnp.where(there, largest, 1.0)
+    size = size / safe
+    powers = _power(size, q - 2.0)
+    total = _dot_all(powers * size, size)
+    return _Relative(safe, size, powers, jnp.where(there, total, 1.0) ** (1.0 / q))
+
+
+def _dot_all(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Σ a b over the last two axes, [..., 1, 1]: as a product, which XLA's CPU backend computes faster than a sum."""
+    return jnp.einsum("...oi,...oi->...", a, b, precision=jax.lax.Precision.HIGHEST)[..., None, None]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _mirror(q: float, A: jax.Array) -> jax.Array:
+    """∇ ½‖A‖_q² for each matrix of A [..., out, in]."""
+    _, _, powers, norm = _relative(q, A)
+    return A * (powers / norm ** (q - 2.0))
+
+
+@_mirror.defjvp
+def _mirror_jvp(q: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """M and the Hessian of ½‖A‖_q² along D, (q − 1) (|A|/N)^{q−2} D − (q − 2) ⟨M, D⟩ M / N² with N = ‖A‖_q."""
+    (A,), (D,) = primals, tangents
+    safe, _, powers, norm = _relative(q, A)
+    ratio = powers / norm ** (q - 2.0)
+    unit = A * ratio / (safe * norm)  # M/N
+    return A * ratio, (q - 1.0) * ratio * D - (q - 2.0) * _dot_all(unit, D) * unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,29 +248,21 @@ class Lq(Retention):
             raise ValueError("Lq: q must be finite, got inf.")
 
     def map(self, accumulator: jax.Array) -> jax.Array:
-        # ‖A‖_q is computed as max · (Σ (|a| / max)^q)^{1/q}, without overflow or division by zero. Its value does not depend on the
-        # number used for max, so max is not differentiated; its square could underflow.
-        size = jnp.abs(accumulator)
-        largest = jax.lax.stop_gradient(jnp.max(size, axis=(-2, -1), keepdims=True))
-        there = divisible(largest)
-        safe = jnp.where(there, largest, 1.0)
-        relative = size / safe
-        powers = jnp.sum(relative**self.q, axis=(-2, -1), keepdims=True)
-        norm = jnp.where(there, powers, 1.0) ** (1.0 / self.q)
-        if self.published:
-            return accumulator / (safe * norm) ** (self.q - 2.0)
-        return accumulator * (relative / norm) ** (self.q - 2.0)
+        if not self.published:
+            return _mirror(self.q, accumulator)
+        safe, _, _, norm = _relative(self.q, accumulator)
+        return accumulator / _power(safe * norm, self.q - 2.0)
 
     def change_along(self, accumulator: jax.Array, direction: jax.Array) -> jax.Array:
         """(q − 1) ‖D‖_q², which holds for every A and s: ½‖·‖_q² is (q − 1)-smooth with respect to ‖·‖_q for q ≥ 2."""
         if self.published:
             return super().change_along(accumulator, direction)
-        largest = jax.lax.stop_gradient(jnp.max(jnp.abs(direction)))  # as in `map`
-        there = divisible(largest)
-        safe = jnp.where(there, largest, 1.0)
-        powers = jnp.sum((jnp.abs(direction) / safe) ** self.q)
-        norm = safe * jnp.where(there, powers, 1.0) ** (1.0 / self.q)
-        return jnp.where(there, (self.q - 1.0) * norm * norm, 0.0)
+        return (self.q - 1.0) * jnp.square(_norm(self.q, direction))
+
+    def change_along_outer(self, accumulator: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+        if self.published:
+            return super().change_along_outer(accumulator, left, right)
+        return (self.q - 1.0) * jnp.square(_norm(self.q, left) * _norm(self.q, right))
 
     def summary(self) -> str:
         return f"per head, of A; ℓq norm, q = {self.q:g}"

@@ -12,7 +12,7 @@ import numpy as np
 from atlasjax.memory import blocks, limits, meshes
 from atlasjax.memory.axes import structures
 from atlasjax.memory.axes.optimizers import OptimizerState
-from atlasjax.memory.fast_weights import bounds, dual, formed, sequential, step_sizes
+from atlasjax.memory.fast_weights import bounds, dual, formed, mapped, sequential, step_sizes
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
@@ -248,7 +248,9 @@ def run_chunk(
     num_blocks = slot.q.shape[0] // plan.block
     moved = (moved or num_blocks > 1) and not rule.retention.decay_first
     block_fn: Callable[..., tuple[Weights, OptimizerState, jax.Array]] = dual.dual_block
-    if rule.is_sequential:
+    if rule.maps_sums:
+        block_fn = mapped.mapped_block
+    elif rule.is_sequential:
         block_fn = sequential.sequential_block
     elif rule.uses_muon:
         block_fn = formed.muon_block if plan.writes else formed.unwritten_block
@@ -264,8 +266,15 @@ def run_chunk(
         gates = blocks.BlockGates(slot.retention, slot.step_size, slot.momentum_decay, gamma, slot.real)
         x = rule.features.apply(params.coefficients, slot.q)
         skip = rule.features.degree_one(params.coefficients, slot.q) if rule.structure.residual else None
-        mixed = lambda linear: linear if soup is None else mix(linear, soup, slot.soup, plan.dtype)
-        read = lambda linear: rule.structure.apply(mixed(linear), x, skip, params.norm)
+
+        def apply(linear: blocks.Linear, queries: blocks.Queries) -> jax.Array:
+            x, skip, shares = queries
+            if soup is not None:
+                assert shares is not None
+                linear = mix(linear, soup, shares, plan.dtype)
+            return rule.structure.apply(linear, x, skip, params.norm)
+
+        read = blocks.Read(apply, (x, skip, slot.soup))
         origin = None
         if losses is not None:
             assert rule.step_bound is not None

@@ -15,6 +15,7 @@ from atlasjax.memory.axes import objectives, optimizers, structures
 from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import check_choice
 from atlasjax.memory.axes.optimizers import OptimizerState
+from atlasjax.memory.blocks import Factors, exact
 from atlasjax.memory.check import check_range
 from atlasjax.memory.fast_weights import state as states_lib
 from atlasjax.memory.fast_weights.bounds import Bound, LimitedSlope, largest_norm, within_norm
@@ -89,6 +90,16 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
         """Whether the memory must be written token by token, because neither the dual form nor Muon's block form applies."""
         known = self.optimizer.is_linear or self.optimizer.orthogonalizes or self.optimizer.is_implicit
         return not (known and self.retention.is_linear) or self.retention.has_map
+
+    @property
+    def maps_sums(self) -> bool:
+        """Whether the memory is the map of a decayed sum of gradients, which `mapped.mapped_block` takes."""
+        return (
+            self.retention.has_map
+            and self.retention.is_linear
+            and self.optimizer.is_linear
+            and self.optimizer.every == 1
+        )
 
     @property
     def has_constant_gradient(self) -> bool:
@@ -244,10 +255,26 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
         """The memory M_t from its stored form, through the retention's map if there is one; name → [..., out, in]."""
         return jax.tree.map(self.retention.map, stored) if self.retention.has_map else stored
 
+    def stored_and_mapped(self, accumulators: Weights) -> tuple[Weights, Weights]:
+        """`start` of accumulators, and the memory; name → [..., out, in]."""
+        both = {name: self.retention.stored_and_mapped(w) for name, w in accumulators.items()}
+        return {name: stored for name, (stored, _) in both.items()}, {
+            name: memory for name, (_, memory) in both.items()
+        }
+
     def change_along(self, stored: Weights, gradient: Weights) -> Float[Array, ""]:
         """How far a step along `gradient`, name → [out, in], moves the memory along it: ‖g‖² if the retention has no map, see
         `Retention.change_along`."""
         parts = [self.retention.change_along(stored[name], g) for name, g in gradient.items()]
+        return sum(parts[1:], parts[0])
+
+    def change_along_factors(self, stored: Weights, gradient: dict[str, Factors]) -> Float[Array, ""]:
+        """`change_along` of the gradient Σ_j left[j] ⊗ inputs[j], name → factors [c, …]."""
+        if next(iter(gradient.values())).left.shape[0] > 1:
+            return self.change_along(stored, {name: exact(f.left.T, f.inputs) for name, f in gradient.items()})
+        parts = [
+            self.retention.change_along_outer(stored[name], f.left[0], f.inputs[0]) for name, f in gradient.items()
+        ]
         return sum(parts[1:], parts[0])
 
     def gate_channels(self, key_dim: int, value_dim: int | None = None) -> dict[str, int | None]:

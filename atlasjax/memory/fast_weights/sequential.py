@@ -1,8 +1,7 @@
 """Blocks of tokens that are written one after another: the general engine, for any optimizer and retention.
 
-A user-defined optimizer or retention, and a retention with a map (`KL`, `Lq`), can only be applied token by
-token. Gradients are still computed for the whole chunk at its start, as outer products, and reads are computed together. Only the
-gradients and memories of one short block are formed.
+A user-defined optimizer or retention can only be applied token by token. Gradients are still computed for the whole chunk at its
+start, as outer products, and reads are computed together. Only the gradients and memories of one short block are formed.
 """
 
 import jax
