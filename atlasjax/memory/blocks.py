@@ -63,6 +63,14 @@ def dot(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=wide)
 
 
+def applied(h: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """h @ weight.T as in `dot`, for rows h [tokens, in] and weight [out, in]."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return jax.lax.dot_general(
+        h.astype(dtype), weight.astype(dtype), (((1,), (1,)), ((), ())), preferred_element_type=wide
+    )
+
+
 def exact(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
@@ -93,6 +101,41 @@ def _doubled(x: jax.Array, size: int, axis: int) -> jax.Array:
         return x
     half = _doubled(x, size // 2, axis)
     return jnp.concatenate([half, half, *[x] * (size % 2)], axis=axis)
+
+
+def row_sums(x: jax.Array) -> jax.Array:
+    """Sums over the last axis, as a product with ones: see `spread`."""
+    return exact(x, jnp.ones((x.shape[-1], 1), x.dtype))[..., 0]
+
+
+def inner(a: jax.Array, b: jax.Array) -> jax.Array:
+    """⟨a, b⟩ over the last two axes, [..., 1, 1], as a product: see `spread`."""
+    return jnp.einsum("...oi,...oi->...", a, b, precision=jax.lax.Precision.HIGHEST)[..., None, None]
+
+
+def scaled_rows(a: jax.Array, x: jax.Array) -> jax.Array:
+    """a[:, None] * x of [rows, columns], whose derivative with respect to `a` is a product with ones."""
+    return spread(a[:, None], x.shape[1], -1) * x
+
+
+def scaled_columns(a: jax.Array, x: jax.Array) -> jax.Array:
+    """x * a of [rows, columns], with a derivative as in `scaled_rows`."""
+    return x * spread(a[None], x.shape[0], 0)
+
+
+@jax.custom_jvp
+def scaled(a: jax.Array, x: jax.Array) -> jax.Array:
+    """a * x of a scalar and a matrix. The derivative of `a` is a product of two vectors and not a sum, as in `spread`."""
+    return a * x
+
+
+@scaled.defjvp
+def _scaled_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (a, x), (da, dx) = primals, tangents
+    change = jax.lax.dot_general(da[None], x[None], (((0,), (0,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
+    return a * x, a * dx + change
 
 
 def divisible(x: jax.Array) -> jax.Array:
@@ -214,7 +257,7 @@ def decays(gates: BlockGates) -> Decays:
 
 
 def coefficients(decays: Decays, gates: BlockGates) -> Coefficients:
-    D = -gates.step_size[:, None] * gates.gamma
+    D = scaled_rows(-gates.step_size, gates.gamma)
     if decays.momentum is not None:
         D = exact(decays.momentum, D)
     return Coefficients(decays.momentum_start, D, decays.start, decays.started, exact(decays.pairwise, D))
@@ -224,7 +267,7 @@ def outer_sum(weights: jax.Array, factors: Factors, dtype: jnp.dtype) -> jax.Arr
     """Σ_i weights[i] left_i ⊗ input_i, [out, in]. The narrower factor is multiplied by the weights."""
     left, inputs = factors
     if left.shape[1] <= inputs.shape[1]:
-        left = left * weights[:, None]
+        left = scaled_rows(weights, left)
     else:
-        inputs = inputs * weights[:, None]
+        inputs = scaled_rows(weights, inputs)
     return dot(left.T, inputs, dtype)

@@ -41,7 +41,7 @@ import jax.numpy as jnp
 from atlasjax import check
 from atlasjax.memory import limits
 from atlasjax.memory.axes.objectives import Objective
-from atlasjax.memory.blocks import divisible, exact, unit_lower_inverse
+from atlasjax.memory.blocks import divisible, exact, inner, scaled_columns, scaled_rows, spread, unit_lower_inverse
 
 # Keeps a small error from making a step large. Errors below √1e-4 of their targets are not corrected for the chunk's earlier
 # writes, so a chunk of large steps and equal keys ends that far from its target. With 1e-2 that was a tenth of the target.
@@ -81,7 +81,7 @@ def _limited(slope: float, out: jax.Array) -> jax.Array:
 
 def _limited_backward(slope: float, _: None, d: jax.Array) -> tuple[jax.Array]:
     largest = jnp.max(jnp.abs(d), axis=-1, keepdims=True)
-    return (slope / jnp.maximum(largest, slope) * d,)
+    return (spread(slope / jnp.maximum(largest, slope), d.shape[-1], -1) * d,)
 
 
 _limited.defvjp(lambda slope, out: (out, None), _limited_backward)
@@ -141,7 +141,7 @@ def solve(moved: jax.Array, scale: jax.Array, products: jax.Array) -> jax.Array:
     there = divisible(scale)
     safe = jnp.where(there, scale, 1.0)
     root = jnp.where(there, jax.lax.rsqrt(safe), 0.0)
-    lower = jnp.tril(root[:, None] * products * root, -1)  # the unknowns are multiplied by √n
+    lower = jnp.tril(scaled_columns(root, scaled_rows(root, products)), -1)  # the unknowns are multiplied by √n
     solved = exact(unit_lower_inverse(lower), root * (safe + moved))
     return jnp.where(there, root * solved, 1.0)
 
@@ -166,7 +166,7 @@ def within_norm(weight_norm: float, memory: dict[str, jax.Array]) -> dict[str, j
         largest = jax.lax.stop_gradient(jnp.max(jnp.abs(w), axis=(-2, -1), keepdims=True))
         there = divisible(largest)
         unit = w / jnp.where(there, largest, 1.0)
-        square = jnp.sum(unit * unit, axis=(-2, -1), keepdims=True)
+        square = inner(unit, unit)
         norm = jnp.sqrt(jnp.where(there, square, 1.0))  # ≥ 1
         most = weight_norm * w.shape[-2] ** 0.5
         return jnp.where(largest * norm > most, unit * (most / norm), w)

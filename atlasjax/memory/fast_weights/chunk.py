@@ -123,7 +123,7 @@ def gradient_factors(
         def linear(name: str, h: jax.Array) -> jax.Array:
             check_applied(rule.structure, name, weights, inputs)
             inputs[name] = h
-            products[name] = blocks.dot(h, weights[name].T, dtype)
+            products[name] = blocks.applied(h, weights[name], dtype)
             return products[name] + zeros[name]
 
         out = rule.structure.apply(linear, x, skip, params.norm)
@@ -147,7 +147,7 @@ def gradient_factors(
     return (
         factors,
         out,
-        sum((jnp.sum(left[name] * products[name], -1) for name in weights), jnp.zeros(k.shape[0], k.dtype)),
+        sum((blocks.row_sums(left[name] * products[name]) for name in weights), jnp.zeros(k.shape[0], k.dtype)),
     )
 
 
@@ -231,7 +231,7 @@ def run_chunk(
     if rule.step_bound is not None:
         decrease = limits.toward_target(rule.limited_objective, out, v, threshold)
         empty = limits.toward_target(rule.limited_objective, jnp.zeros_like(out), v, threshold)
-        total = lambda x: jnp.maximum(jnp.sum(x, axis=-1), 0.0)
+        total = lambda x: jnp.maximum(blocks.row_sums(x), 0.0)
         losses = step_sizes.Losses(total(decrease), bounds.softened(total(decrease), total(empty)), along)
     if rule.optimizer.per_channel:
         assert slot.step_size is not None

@@ -27,26 +27,29 @@ def dual_block(
     c = blocks.coefficients(decays, gates)
 
     def linear(name: str, h: jax.Array) -> jax.Array:
-        out = dot(h, memory[name].T, dtype)
-        if c.memory_start is not None:
-            out = c.memory_start[:, None] * out
+        scaled = lambda a, weight: (
+            blocks.applied(blocks.scaled_rows(a, h), weight, dtype)
+            if h.shape[1] <= weight.shape[0]
+            else blocks.scaled_rows(a, blocks.applied(h, weight, dtype))
+        )
+        out = blocks.applied(h, memory[name], dtype) if c.memory_start is None else scaled(c.memory_start, memory[name])
         if momentum is not None:
             assert c.memory_momentum is not None
-            out = out + c.memory_momentum[:, None] * dot(h, momentum[name].T, dtype)
+            out = out + scaled(c.memory_momentum, momentum[name])
         left, inputs = factors[name]
-        return out + dot(dot(h, inputs.T, dtype) * c.memory_gradients, left, dtype)
+        return out + dot(blocks.applied(h, inputs, dtype) * c.memory_gradients, left, dtype)
 
     y = read(linear)
     new_memory, new_momentum = {}, {}
     for name in factors:
-        M = memory[name] if c.memory_start is None else c.memory_start[-1] * memory[name]
+        M = memory[name] if c.memory_start is None else blocks.scaled(c.memory_start[-1], memory[name])
         M = M + outer_sum(c.memory_gradients[-1], factors[name], dtype)
         if momentum is not None:
             assert c.memory_momentum is not None
             assert c.momentum_start is not None
-            M = M + c.memory_momentum[-1] * momentum[name]
+            M = M + blocks.scaled(c.memory_momentum[-1], momentum[name])
             step = outer_sum(c.momentum_gradients[-1], factors[name], dtype)
-            new_momentum[name] = c.momentum_start[-1] * momentum[name] + step
+            new_momentum[name] = blocks.scaled(c.momentum_start[-1], momentum[name]) + step
         new_memory[name] = M
     return new_memory, new_momentum if momentum is not None else None, y
 

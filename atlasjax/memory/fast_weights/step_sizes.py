@@ -14,7 +14,17 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import limits
-from atlasjax.memory.blocks import BlockGates, Decays, Factors, decay_products, exact
+from atlasjax.memory.blocks import (
+    BlockGates,
+    Decays,
+    Factors,
+    applied,
+    decay_products,
+    exact,
+    row_sums,
+    scaled_columns,
+    scaled_rows,
+)
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.gates import Weights
 
@@ -60,13 +70,17 @@ def _capped(origin: Origin, gates: BlockGates, decrease: jax.Array, square: jax.
 
 def _along(gradients: dict[str, Factors], weights: Weights) -> jax.Array:
     """⟨∇_i, W⟩, summed over all weights: [E]."""
-    parts = [jnp.sum(left * (h @ weights[name].T), axis=-1) for name, (left, h) in gradients.items()]
+    parts = [row_sums(left * applied(h, weights[name], h.dtype)) for name, (left, h) in gradients.items()]
     return sum(parts[1:], parts[0])
 
 
 def _gram(a: dict[str, Factors], b: dict[str, Factors]) -> jax.Array:
     """⟨∇_i, ∇_j⟩, summed over all weights: [E, E]."""
-    parts = [(a[name].left @ b[name].left.T) * (a[name].inputs @ b[name].inputs.T) for name in a]
+    parts = [
+        applied(a[name].left, b[name].left, a[name].left.dtype)
+        * applied(a[name].inputs, b[name].inputs, a[name].left.dtype)
+        for name in a
+    ]
     return sum(parts[1:], parts[0])
 
 
@@ -83,15 +97,13 @@ def dual_steps(
     diagonal = jnp.eye(m, dtype=bool)
     gram = _gram(origin.gradients, factors)
     if gates.gamma.shape[1] == m:  # no window: Γ is diagonal
-        own = jnp.sum(jnp.where(diagonal, gates.gamma, 0.0), axis=-1)
+        own = row_sums(jnp.where(diagonal, gates.gamma, 0.0))
         windowed = lambda x: own * x
-        gram = own[:, None] * gram * own
+        gram = scaled_columns(own, scaled_rows(own, gram))
     else:
         windowed = lambda x: exact(gates.gamma, x)
         gram = exact(windowed(gram), gates.gamma.T)
-    step_size = _capped(
-        origin, gates, windowed(origin.losses.decrease), jnp.sum(jnp.where(diagonal, gram, 0.0), axis=-1)
-    )
+    step_size = _capped(origin, gates, windowed(origin.losses.decrease), row_sums(jnp.where(diagonal, gram, 0.0)))
 
     moved = jnp.zeros_like(step_size)
     a = None if decays.start is None else _before(decays.start, 1.0)
@@ -110,8 +122,8 @@ def dual_steps(
         pending = bounds.pending(gates.momentum_decay)
         share = _before(decays.started, 0.0) + pending * _before(decays.momentum_start, 1.0)
         moved = moved + share * windowed(_along(origin.gradients, momentum))
-        across = exact(across, decays.momentum) + pending[:, None] * _before(decays.momentum, 0.0)
-    return step_size * bounds.solve(moved, windowed(origin.losses.scale), across * gram * step_size)
+        across = exact(across, decays.momentum) + scaled_rows(pending, _before(decays.momentum, 0.0))
+    return step_size * bounds.solve(moved, windowed(origin.losses.scale), scaled_columns(step_size, across * gram))
 
 
 def channel_steps(
