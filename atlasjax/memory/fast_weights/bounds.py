@@ -41,7 +41,16 @@ import jax.numpy as jnp
 from atlasjax import check
 from atlasjax.memory import limits
 from atlasjax.memory.axes.objectives import Objective
-from atlasjax.memory.blocks import divisible, exact, inner, scaled_columns, scaled_rows, spread, unit_lower_inverse
+from atlasjax.memory.blocks import (
+    divisible,
+    exact,
+    inner,
+    row_sums,
+    scaled_columns,
+    scaled_rows,
+    spread,
+    unit_lower_inverse,
+)
 
 # Keeps a small error from making a step large. Errors below √1e-4 of their targets are not corrected for the chunk's earlier
 # writes, so a chunk of large steps and equal keys ends that far from its target. With 1e-2 that was a tenth of the target.
@@ -110,7 +119,7 @@ def pending(momentum_decay: jax.Array) -> jax.Array:
 
 def capped_delta(step: float, step_size: jax.Array, key: jax.Array) -> jax.Array:
     """η̄ of a delta rule, where a/‖g‖² = 1/‖φ(k)‖². step_size: [...] or [..., value_dim]; key: [..., D]."""
-    square = jnp.sum(key * key, axis=-1)
+    square = row_sums(key * key)
     if step_size.ndim == key.ndim:
         square = square[..., None]
     return limits.capped(step, step_size, jnp.ones_like(square), square, None)
@@ -118,8 +127,9 @@ def capped_delta(step: float, step_size: jax.Array, key: jax.Array) -> jax.Array
 
 def capped_removal(step: float, removal_key: jax.Array, removal: jax.Array) -> jax.Array:
     """Removal rates a, scaled so that max(a) ‖κ̂‖² ≤ step. removal_key, removal: [..., D]."""
-    most = jnp.max(removal, axis=-1) * jnp.sum(removal_key * removal_key, axis=-1)
-    return removal * jnp.where(most > step, step / jnp.where(most > step, most, 1.0), 1.0)[..., None]
+    most = jnp.max(removal, axis=-1) * row_sums(removal_key * removal_key)
+    share = jnp.where(most > step, step / jnp.where(most > step, most, 1.0), 1.0)
+    return removal * spread(share[..., None], removal.shape[-1], -1)
 
 
 def left_over(moved: jax.Array, scale: jax.Array) -> jax.Array:

@@ -23,7 +23,17 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import meshes
-from atlasjax.memory.blocks import decay_products, dot, exact, neighbours, spread, unit_lower_inverse
+from atlasjax.memory.blocks import (
+    decay_products,
+    dot,
+    exact,
+    neighbours,
+    row_sums,
+    scaled_columns,
+    scaled_rows,
+    spread,
+    unit_lower_inverse,
+)
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.chunk import Slot
 from atlasjax.memory.fast_weights.rule import MemoryRule
@@ -95,9 +105,11 @@ def tokens_of(
         return Tokens(query, decay, Removal(removal_key, removal * removal_key, ones, None), Added(key, v))
     assert step_size is not None
     if rule.objective.gradient_is_value:
-        return Tokens(query, decay, None, Added(key, v * (step_size if step_size.ndim == 2 else step_size[:, None])))
+        return Tokens(
+            query, decay, None, Added(key, v * step_size if step_size.ndim == 2 else scaled_rows(step_size, v))
+        )
     if rule.optimizer.is_implicit:
-        square = jnp.sum(key * key, axis=-1)
+        square = row_sums(key * key)
         step_size = step_size / (1.0 + step_size * (square if step_size.ndim == 1 else square[:, None]))
     if rule.step_bound is not None:
         step_size = bounds.capped_delta(rule.step_bound, step_size, key)
@@ -128,8 +140,8 @@ def prepare(rule: MemoryRule, dtype: jnp.dtype, tokens: Tokens) -> Prepared:
     if removal.rate.ndim == 2:
         return Prepared(removed, right, (lower, removal.rate), write_end, added, last)
     # A single token (decoding) has no system to solve.
-    inverse = jnp.ones_like(lower) if lower.shape[0] == 1 else unit_lower_inverse(removal.rate[:, None] * lower)
-    inverse = inverse * removal.rate
+    inverse = jnp.ones_like(lower) if lower.shape[0] == 1 else unit_lower_inverse(scaled_rows(removal.rate, lower))
+    inverse = scaled_columns(removal.rate, inverse)
     return Prepared(exact(inverse, removed), exact(inverse, right), None, write_end, added, last)
 
 
@@ -221,7 +233,7 @@ def _channel_scores(queries: jax.Array, keys: jax.Array, decay: jax.Array, *, st
     padded = 1 << (m - 1).bit_length()
     parts = lambda x, fill: jnp.pad(x, ((0, padded - m), (0, 0)), constant_values=fill)[:, None]
     queries, keys, whole = parts(queries, 0.0), parts(keys, 0.0), parts(decay, 1.0)  # [parts, tokens of a part, D]
-    diagonal = jnp.sum(queries * keys, axis=-1, keepdims=True)
+    diagonal = row_sums(queries * keys)[..., None]
     scores = jnp.zeros_like(diagonal) if strict or shift else diagonal
     if not shift:
         queries = queries * whole
