@@ -87,6 +87,10 @@ MEMORIES: dict[str, Memory] = {
     "linear, momentum, buffers free": Memory(optimizer="momentum", free=True),
     "linear, Muon": Memory(optimizer="muon"),
     "linear, Muon, buffers free": Memory(optimizer="muon", free=True),
+    **{
+        f"linear, Muon {steps}, buffers free": Memory(optimizer="muon", steps=steps, free=True)
+        for steps in (1, 2, 3, 7)
+    },
     "linear, Muon, c=4, buffers free": Memory(optimizer="muon", window=4, free=True),
     "deep 2, c=4": Memory(depth=2, window=4),
     "deep 2, c=4, buffers free": Memory(depth=2, window=4, free=True),
@@ -94,7 +98,7 @@ MEMORIES: dict[str, Memory] = {
     "deep 2, momentum, buffers free": Memory(depth=2, optimizer="momentum", free=True),
     **{
         f"deep 2, Muon {steps}, buffers free": Memory(depth=2, optimizer="muon", steps=steps, free=True)
-        for steps in (1, 3, 5)
+        for steps in (1, 2, 3, 5, 7)
     },
     "deep 2, Muon 5, c=4, buffers free": Memory(depth=2, optimizer="muon", window=4, free=True),
     "deep 2, polynomial 2": Memory(depth=2, features="polynomial", degree=2),

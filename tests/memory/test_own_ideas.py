@@ -14,7 +14,7 @@ from atlasjax.memory import MemoryRule, features, objectives, optimizers, retent
 from atlasjax.memory.fast_weights.kernels import unsupported
 from tests.marks import some_slow
 from tests.memory.cases import assert_close, make_inputs
-from tests.memory.own_ideas import IDEAS, Adam, CappedL2, LogCosh, SignMomentum, SoftThreshold
+from tests.memory.own_ideas import IDEAS, Adam, CappedL2, LogCosh, RandomFourier, SignMomentum, SoftThreshold, SwiGLU
 
 CLASSES = {
     structures.Structure: (structures.Matrix(), structures.MLP(), structures.GatedMLP()),
@@ -93,6 +93,87 @@ def test_mistakes_are_named(choices, message):
     known = {"structure": structures.Matrix(), "chunk_size": 1, **choices}
     with pytest.raises(ValueError, match=message):
         MemoryRule(**known)
+
+
+class WrongFeatures(RandomFourier):
+    def apply(self, coefficients, x):
+        return super().apply(coefficients, x)[..., :-1]
+
+
+class WrongStructure(SwiGLU):
+    def apply(self, linear, x, skip, norm):
+        return linear("W2", x) * linear("W3", x)
+
+
+class WrongInput(SwiGLU):
+    def apply(self, linear, x, skip, norm):
+        return linear("W1", x)
+
+
+class WrongLoss(LogCosh):
+    def loss(self, out, v, threshold=None):
+        return jnp.abs(out - v)
+
+
+class WrongDecay(SoftThreshold):
+    def decay(self, weight, alpha):
+        return jnp.sum(alpha * weight, axis=0)
+
+
+class WrongMap(retention.KL):
+    def map(self, accumulator):
+        return accumulator[0]
+
+
+class WrongSteps(SignMomentum):
+    def update(self, state, gradient, step_size, momentum_decay):
+        steps, S = super().update(state, gradient, step_size, momentum_decay)
+        return {name: step.T for name, step in steps.items()}, S
+
+
+class WrongState(SignMomentum):
+    def update(self, state, gradient, step_size, momentum_decay):
+        steps, S = super().update(state, gradient, step_size, momentum_decay)
+        return steps, {name: s.sum() for name, s in S.items()}
+
+
+class StepsOnly(SignMomentum):
+    def update(self, state, gradient, step_size, momentum_decay):
+        return super().update(state, gradient, step_size, momentum_decay)[0]
+
+
+class CountsInIntegers(Adam):
+    def init(self, weights):
+        return {**super().init(weights), "count": jnp.zeros((), jnp.int32)}
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"features": WrongFeatures()}, r"WrongFeatures.apply returned shape \(2, 15\) .* it should be \(2, 16\)"),
+        ({"structure": WrongStructure()}, r"WrongStructure.apply returned shape \(2, 8\) .* it should be \(2, 4\)"),
+        ({"structure": WrongInput()}, r"'W1' of shape \(4, 8\) is applied to an array of shape \(2, 4\); it should be \(2, 8\)"),
+        ({"objective": WrongLoss()}, r"WrongLoss.loss returned shape \(2, 4\) .* one number for each token, \(2,\)"),
+        ({"retention": WrongDecay()}, r"WrongDecay.decay returned shape \(\d+,\) for a weight of shape .*; it should be \("),
+        ({"retention": WrongMap(), "chunk_size": 1}, r"WrongMap.map returned shape \(\d+,\) for a weight"),
+        ({"optimizer": WrongSteps()}, r"WrongSteps.update returned the steps .* one for each weight, {'W1': \(4, 16\)"),
+        ({"optimizer": WrongState()}, r"WrongState.update returned the state {W1: float32\[\], .*like that of init, {W1: float"),
+        ({"optimizer": StepsOnly()}, r"StepsOnly.update returned {W1.* it should be a tuple"),
+        ({"optimizer": CountsInIntegers()}, r"returned the state {count: float32\[\].* like that of init, {count: int32\[\]"),
+    ],
+    ids=lambda x: type(next(iter(x.values()))).__name__ if isinstance(x, dict) else "",
+)  # fmt: skip
+def test_a_part_that_returns_a_wrong_shape_is_named(choices, message):
+    """Before anything is compiled: by `init_params`, and by calls with parameters made by a rule without the mistake."""
+    rule = MemoryRule(**choices)
+    with pytest.raises(ValueError, match=message) as raised:
+        memory.init_params(rule, jax.random.key(0), num_heads=2, key_dim=4, value_dim=4)
+    assert "\n" not in str(raised.value)
+    right = {axis: type(part).__mro__[1]() for axis, part in choices.items() if axis != "chunk_size"}
+    params, q, k, v, _ = make_inputs(dataclasses.replace(rule, **right))
+    gates = memory.suggested_gates(MemoryRule(), batch_size=2, time=37, num_heads=2, key_dim=4)
+    with pytest.raises(ValueError, match=message):
+        memory.scan(rule, params, None, q, k, v, gates)
 
 
 def test_a_missing_method_is_named():

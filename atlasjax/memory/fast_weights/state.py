@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.check import check_floating, check_residual, check_shape
+from atlasjax.memory.fast_weights.choices import check_choices
 
 if TYPE_CHECKING:
     from atlasjax.memory.fast_weights.rule import MemoryRule
@@ -70,7 +71,8 @@ def init_params(rule: "MemoryRule", key: PRNGKeyArray, *, num_heads: int, key_di
       value_dim: size of a value.
 
     Raises:
-      ValueError: a size is less than one, or key_dim ≠ value_dim for a memory with a residual.
+      ValueError: a size is less than one, key_dim ≠ value_dim for a memory with a residual, or a part of the rule returns a wrong
+        shape.
     """
     check_residual(rule.structure, key_dim, value_dim)
     feature_dim = rule.features.dim(key_dim)
@@ -80,7 +82,9 @@ def init_params(rule: "MemoryRule", key: PRNGKeyArray, *, num_heads: int, key_di
     norm = None
     if rule.structure.norm:
         norm = {"scale": jnp.ones((num_heads, value_dim)), "bias": jnp.zeros((num_heads, value_dim))}
-    return MemoryParams(weights, coefficients, norm)
+    params = MemoryParams(weights, coefficients, norm)
+    check_choices(rule, params, key_dim)
+    return params
 
 
 def init_state(
@@ -173,12 +177,12 @@ def check_params(rule: "MemoryRule", params: MemoryParams, where: str = "memory.
         )
     if initial is not None:
         _check_leaf("params.coefficients", params.coefficients, (heads, *initial.shape), where)
-    if not rule.structure.norm:
-        return
-    if not isinstance(params.norm, dict) or sorted(params.norm) != ["bias", "scale"]:
-        raise ValueError(f"params.norm: {rule.structure!r} needs scale and bias, got {params.norm!r}.")
-    for name, leaf in params.norm.items():
-        _check_leaf(f"params.norm[{name!r}]", leaf, (heads, value_dim), where)
+    if rule.structure.norm:
+        if not isinstance(params.norm, dict) or sorted(params.norm) != ["bias", "scale"]:
+            raise ValueError(f"params.norm: {rule.structure!r} needs scale and bias, got {params.norm!r}.")
+        for name, leaf in params.norm.items():
+            _check_leaf(f"params.norm[{name!r}]", leaf, (heads, value_dim), where)
+    check_choices(rule, params, infer_key_dim(rule, params))
 
 
 def _check_leaf(name: str, x: object, shape: tuple[int, ...], where: str) -> None:

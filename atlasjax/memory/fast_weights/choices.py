@@ -1,0 +1,142 @@
+"""Checks of a rule's parts, once per rule and sizes: what they return must have the shapes that the engines expect.
+
+A user's part is first met here, for two tokens and without any compilation. Otherwise a mistake in it would be found by JAX while
+it traces a loop, with a message about the loop.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from atlasjax.memory.fast_weights.rule import MemoryRule
+    from atlasjax.memory.fast_weights.state import MemoryParams
+
+_TOKENS = 2
+Shape = tuple[int, ...]
+
+
+def check_choices(rule: "MemoryRule", params: "MemoryParams", key_dim: int) -> None:
+    """Raises ValueError if a part of the rule returns another shape than it should. Arrays may be traced; only shapes are used.
+
+    Args:
+      rule: the memory rule.
+      params: parameters whose own shapes have been checked.
+      key_dim: size of a key.
+    """
+    weights = tuple((name, w.shape[1:]) for name, w in params.weights.items())
+    coefficients = None if params.coefficients is None else params.coefficients.shape[1:]
+    wide = jax.dtypes.canonicalize_dtype(jnp.float64)
+    _check(rule, weights, coefficients, key_dim, wide)
+
+
+@functools.lru_cache(maxsize=1024)
+def _check(
+    rule: "MemoryRule",
+    weights: tuple[tuple[str, Shape], ...],
+    coefficients: Shape | None,
+    key_dim: int,
+    dtype: jnp.dtype,
+) -> None:
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+    matrices = {name: array(*shape) for name, shape in weights}
+    value_dim = weights[0][1][0]
+    _check_features(rule, array(_TOKENS, key_dim), None if coefficients is None else array(*coefficients))
+    _check_structure(rule, matrices, array, value_dim)
+    _check_objective(rule, array, value_dim)
+    _check_retention(rule, matrices, array)
+    if not rule.optimizer.is_implicit:
+        _check_optimizer(rule, matrices, array, value_dim)
+
+
+def _check_features(rule: "MemoryRule", keys: Any, coefficients: Any) -> None:
+    kind, key_dim = rule.features, keys.shape[-1]
+    features = jax.eval_shape(kind.apply, coefficients, keys)
+    size = kind.dim(key_dim)
+    _same_shape(f"{type(kind).__name__}.apply", f"for keys of shape {keys.shape}", features, (_TOKENS, size))
+
+
+def _check_structure(rule: "MemoryRule", matrices: dict[str, Any], array: Any, value_dim: int) -> None:
+    kind, told = rule.structure, f"{type(rule.structure).__name__}.apply"
+    feature_dim = list(matrices.values())[-1].shape[1]
+
+    def apply(matrices: dict[str, jax.Array], x: jax.Array, skip: jax.Array, vector: jax.Array) -> jax.Array:
+        def linear(name: str, h: jax.Array) -> jax.Array:
+            from atlasjax.memory.fast_weights.chunk import check_applied
+
+            check_applied(kind, name, matrices, {})
+            if jnp.ndim(h) != 2 or h.shape != (_TOKENS, matrices[name].shape[1]):
+                raise ValueError(
+                    f"{told}: the weight {name!r} of shape {matrices[name].shape} is applied to an array of shape {jnp.shape(h)}; "
+                    f"it should be ({_TOKENS}, {matrices[name].shape[1]}) for {_TOKENS} tokens."
+                )
+            return h @ matrices[name].T
+
+        norm = {"scale": vector, "bias": vector} if kind.norm else None
+        return kind.apply(linear, x, skip if kind.residual else None, norm)
+
+    out = jax.eval_shape(apply, matrices, array(_TOKENS, feature_dim), array(_TOKENS, value_dim), array(value_dim))
+    _same_shape(told, f"for features of shape {(_TOKENS, feature_dim)}", out, (_TOKENS, value_dim))
+
+
+def _check_objective(rule: "MemoryRule", array: Any, value_dim: int) -> None:
+    kind = rule.objective
+    if kind.removes:
+        return
+    out, threshold = array(_TOKENS, value_dim), array(_TOKENS) if kind.uses_threshold else None
+    loss = jax.eval_shape(kind.loss, out, out, threshold)
+    _same_shape(
+        f"{type(kind).__name__}.loss", f"for outputs {out.shape}", loss, (_TOKENS,), "one number for each token, "
+    )
+
+
+def _check_retention(rule: "MemoryRule", matrices: dict[str, Any], array: Any) -> None:
+    kind = rule.retention
+    for matrix in matrices.values():
+        given = f"for a weight of shape {matrix.shape}"
+        if kind.gate is not None:
+            alpha = array(matrix.shape[1]) if kind.gate == "channel" else array()
+            decayed = jax.eval_shape(kind.decay, matrix, alpha)
+            _same_shape(f"{type(kind).__name__}.decay", given, decayed, matrix.shape)
+        if kind.has_map:
+            for method in ("start", "map"):
+                mapped = jax.eval_shape(getattr(kind, method), matrix)
+                _same_shape(f"{type(kind).__name__}.{method}", given, mapped, matrix.shape)
+            if rule.step_bound is not None:
+                change = jax.eval_shape(kind.change_along, matrix, matrix)
+                _same_shape(f"{type(kind).__name__}.change_along", given, change, ())
+
+
+def _check_optimizer(rule: "MemoryRule", matrices: dict[str, Any], array: Any, value_dim: int) -> None:
+    kind, told = rule.optimizer, f"{type(rule.optimizer).__name__}.update"
+    state = jax.eval_shape(kind.init, matrices)
+    step_size = array(value_dim, 1) if kind.per_channel else array()
+    momentum_decay = array() if kind.has_momentum else None
+    result = jax.eval_shape(kind.update, state, matrices, step_size, momentum_decay)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(
+            f"{told} returned {_described(result)}; it should be a tuple: the steps, and the state after them."
+        )
+    steps, after = result
+    expected = {name: matrix.shape for name, matrix in matrices.items()}
+    if not isinstance(steps, dict) or {name: jnp.shape(step) for name, step in steps.items()} != expected:
+        raise ValueError(
+            f"{told} returned the steps {_described(steps)}; there should be one for each weight, {expected}."
+        )
+    if _described(after) != _described(state):
+        raise ValueError(
+            f"{told} returned the state {_described(after)}; it should be like that of init, {_described(state)}."
+        )
+
+
+def _same_shape(told: str, given: str, result: Any, shape: Shape, meaning: str = "") -> None:
+    if not hasattr(result, "shape") or result.shape != shape:
+        got = result.shape if hasattr(result, "shape") else _described(result)
+        raise ValueError(f"{told} returned shape {got} {given}; it should be {meaning}{shape}.")
+
+
+def _described(tree: Any) -> str:
+    """The structure of a tree, with dtypes and shapes of its leaves."""
+    return str(jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)).replace("'", "")
