@@ -257,7 +257,7 @@ DIRECTIONS = (
         "More Newton–Schulz steps in the test memorize better", "A §5",
         lambda: _newton_schulz_steps(), ("capacity", "needles"),
         note=lambda: "The paper calls the number of steps a test-time compute parameter that can potentially improve memorization. "
-        "Each line compares a number of steps with the next smaller one. Memories of the capacity experiment are not trained, and their "
-        "step sizes are chosen for each number of steps; Atlas in the needles is trained with 5 steps.",
+        "Each line compares a number of steps with the next smaller one. Memories of the capacity experiment are not trained, and "
+        "their step sizes are chosen for each number of steps; Atlas in the needles is trained with 5 steps.",
     ),
 )  # fmt: skip
