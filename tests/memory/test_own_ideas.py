@@ -102,7 +102,12 @@ class WrongFeatures(RandomFourier):
 
 class WrongStructure(SwiGLU):
     def apply(self, linear, x, skip, norm):
-        return linear("W2", x) * linear("W3", x)
+        return jnp.repeat(super().apply(linear, x, skip, norm), 2, axis=-1)
+
+
+class WrongUse(SwiGLU):
+    def apply(self, linear, x, skip, norm):
+        return linear("W1", linear("W2", x) * linear("W2", x))
 
 
 class WrongInput(SwiGLU):
@@ -152,6 +157,7 @@ class CountsInIntegers(Adam):
     [
         ({"features": WrongFeatures()}, r"WrongFeatures.apply returned shape \(2, 15\) .* it should be \(2, 16\)"),
         ({"structure": WrongStructure()}, r"WrongStructure.apply returned shape \(2, 8\) .* it should be \(2, 4\)"),
+        ({"structure": WrongUse()}, "WrongUse.apply uses the weight 'W2' twice"),
         ({"structure": WrongInput()}, r"'W1' of shape \(4, 8\) is applied to an array of shape \(2, 4\); it should be \(2, 8\)"),
         ({"objective": WrongLoss()}, r"WrongLoss.loss returned shape \(2, 4\) .* one number for each token, \(2,\)"),
         ({"retention": WrongDecay()}, r"WrongDecay.decay returned shape \(\d+,\) for a weight of shape .*; it should be \("),

@@ -70,6 +70,9 @@ def test_a_soup_is_a_fresh_state_with_summed_weights(rule):
 class OwnOptimizer(optimizers.Optimizer):
     """One whose state may be anything."""
 
+    def update(self, state, gradient, step_size, momentum_decay):
+        return {name: -step_size * jnp.sign(g) for name, g in gradient.items()}, state
+
 
 @pytest.mark.parametrize(
     ("rule", "words"),

@@ -26,7 +26,7 @@ class Retention(Axis):
       has_map: whether there is a `map`. A state then stores A, and `MemoryRule.weights` gives M.
       is_linear: claim: decay(A, α) = α A.
       is_bounded: claim: M_t is bounded, whatever is written.
-      shortcuts: methods that give what others would, with fewer operations. They are not inherited from a retention's subclasses.
+      shortcuts: methods that give what others would, with fewer operations. A subclass does not inherit them from its parent.
     """
 
     claims: ClassVar = {"is_linear": False, "is_bounded": False}

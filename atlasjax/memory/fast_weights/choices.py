@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory.axes.structures import Structure
+from atlasjax.memory.gates import Weights
+
 if TYPE_CHECKING:
     from atlasjax.memory.fast_weights.rule import MemoryRule
     from atlasjax.memory.fast_weights.state import MemoryParams
@@ -63,10 +66,11 @@ def _check_structure(rule: "MemoryRule", matrices: dict[str, Any], array: Any, v
     feature_dim = list(matrices.values())[-1].shape[1]
 
     def apply(matrices: dict[str, jax.Array], x: jax.Array, skip: jax.Array, vector: jax.Array) -> jax.Array:
-        def linear(name: str, h: jax.Array) -> jax.Array:
-            from atlasjax.memory.fast_weights.chunk import check_applied
+        applied: Weights = {}
 
-            check_applied(kind, name, matrices, {})
+        def linear(name: str, h: jax.Array) -> jax.Array:
+            check_applied(kind, name, matrices, applied)
+            applied[name] = h
             if jnp.ndim(h) != 2 or h.shape != (_TOKENS, matrices[name].shape[1]):
                 raise ValueError(
                     f"{told}: the weight {name!r} of shape {matrices[name].shape} is applied to an array of shape {jnp.shape(h)}; "
@@ -75,7 +79,9 @@ def _check_structure(rule: "MemoryRule", matrices: dict[str, Any], array: Any, v
             return h @ matrices[name].T
 
         norm = {"scale": vector, "bias": vector} if kind.norm else None
-        return kind.apply(linear, x, skip if kind.residual else None, norm)
+        out = kind.apply(linear, x, skip if kind.residual else None, norm)
+        check_all_applied(kind, matrices, applied)
+        return out
 
     out = jax.eval_shape(apply, matrices, array(_TOKENS, feature_dim), array(_TOKENS, value_dim), array(value_dim))
     _same_shape(told, f"for features of shape {(_TOKENS, feature_dim)}", out, (_TOKENS, value_dim))
@@ -129,6 +135,23 @@ def _check_optimizer(rule: "MemoryRule", matrices: dict[str, Any], array: Any, v
         raise ValueError(
             f"{told} returned the state {_described(after)}; it should be like that of init, {_described(state)}."
         )
+
+
+def check_applied(structure: Structure, name: str, weights: Weights, applied: Weights) -> None:
+    """Raises ValueError unless `name` is a weight that `structure.apply` has not applied yet: gradients need each of them once."""
+    told = f"{type(structure).__name__}.apply"
+    if name not in weights:
+        raise ValueError(
+            f"{told} uses the weight {name!r}, which weight_shapes does not have (it has {', '.join(weights)})."
+        )
+    if name in applied:
+        raise ValueError(f"{told} uses the weight {name!r} twice; every weight should be applied exactly once.")
+
+
+def check_all_applied(structure: Structure, weights: Weights, applied: Weights) -> None:
+    """Raises ValueError if `structure.apply` has not applied one of the weights."""
+    if unused := [name for name in weights if name not in applied]:
+        raise ValueError(f"{type(structure).__name__}.apply does not use the weight {unused[0]!r} of weight_shapes.")
 
 
 def _same_shape(told: str, given: str, result: Any, shape: Shape, meaning: str = "") -> None:

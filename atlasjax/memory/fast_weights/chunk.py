@@ -13,6 +13,7 @@ from atlasjax.memory import blocks, limits, meshes
 from atlasjax.memory.axes import structures
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.fast_weights import bounds, dual, formed, mapped, sequential, step_sizes
+from atlasjax.memory.fast_weights.choices import check_all_applied, check_applied
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
@@ -127,10 +128,7 @@ def gradient_factors(
             return products[name] + zeros[name]
 
         out = rule.structure.apply(linear, x, skip, params.norm)
-        if unused := [name for name in weights if name not in inputs]:
-            raise ValueError(
-                f"{type(rule.structure).__name__}.apply does not use the weight {unused[0]!r} of weight_shapes."
-            )
+        check_all_applied(rule.structure, weights, inputs)
         loss = rule.limited_objective.loss(out, v, threshold)
         if loss.shape != out.shape[:-1]:
             raise ValueError(
@@ -149,17 +147,6 @@ def gradient_factors(
         out,
         sum((blocks.row_sums(left[name] * products[name]) for name in weights), jnp.zeros(k.shape[0], k.dtype)),
     )
-
-
-def check_applied(structure: structures.Structure, name: str, weights: Weights, applied: Weights) -> None:
-    """Raises ValueError unless `name` is a weight that `structure.apply` has not applied yet: gradients need each of them once."""
-    told = f"{type(structure).__name__}.apply"
-    if name not in weights:
-        raise ValueError(
-            f"{told} uses the weight {name!r}, which weight_shapes does not have (it has {', '.join(weights)})."
-        )
-    if name in applied:
-        raise ValueError(f"{told} uses the weight {name!r} twice; every weight should be applied exactly once.")
 
 
 def mix(linear: structures.Linear, soup: Weights, gates: jax.Array, dtype: jnp.dtype) -> structures.Linear:
