@@ -13,7 +13,7 @@ import numpy as np
 
 from atlasjax.memory import limits, meshes
 from atlasjax.memory.axes.optimizers import OptimizerState
-from atlasjax.memory.blocks import BlockGates, Factors, Queries, Read, dot, exact
+from atlasjax.memory.blocks import BlockGates, Factors, Queries, Read, dot, exact, row_sums
 from atlasjax.memory.fast_weights import bounds, step_sizes
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.gates import Weights
@@ -56,11 +56,8 @@ def mapped_block(
     step_size, bounded = gates.step_size, None
     if origin is not None:
         started = rule.weights(origin.weights)
-        zero = jnp.zeros_like(step_size, shape=(m,))
-        start = sum(
-            (jnp.sum(f.left * exact(f.inputs, started[name].T), axis=(1, 2)) for name, f in gradients.items()), zero
-        )
-        bounded = _Bounded(start, exact(gates.gamma, origin.losses.scale))
+        along = [row_sums(f.left * exact(f.inputs, started[name].T)) for name, f in factors.items()]
+        bounded = _Bounded(exact(gates.gamma, sum(along[1:], along[0])), exact(gates.gamma, origin.losses.scale))
         if not origin.capped:
             change = jax.vmap(lambda g: rule.change_along_factors(origin.weights, g))(gradients)
             decrease = exact(gates.gamma, origin.losses.decrease)
