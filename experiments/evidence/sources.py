@@ -86,9 +86,9 @@ def capacity(
 
 def mqar(pairs: Iterable[tuple[str, str]]) -> list[Line]:
     """(better, worse) models of MQAR: accuracy, each at its best learning rate."""
-    chosen = best(list(rows("mqar/results/small.jsonl")))
     found = []
-    for better, worse in pairs:
+    for (better, worse), name in itertools.product(pairs, ("small", "long")):
+        chosen = best(list(rows(f"mqar/results/{name}.jsonl")))
         for width in sorted({width for _, width in chosen}):
             a, b = chosen.get((better, width)), chosen.get((worse, width))
             if a is None or b is None:
@@ -96,12 +96,11 @@ def mqar(pairs: Iterable[tuple[str, str]]) -> list[Line]:
             comparison = paired(*({row["seed"]: row["accuracy"] for row in group} for group in (a, b)))
             if comparison is None:
                 continue
-            size = f"{a[0]['state_floats']:,} and {b[0]['state_floats']:,} floats of state"
             recipe = a[0]["recipe"]
+            size = f"{a[0]['state_floats']:,} and {b[0]['state_floats']:,} floats of state"
             tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
-            found.append(
-                Line(f"{better} against {worse}, width {width}, {size}", comparison, "accuracy", tokens, "mqar")
-            )
+            told = f"{better} against {worse}, width {width}, {recipe['steps']:,} steps, {size}"
+            found.append(Line(told, comparison, "accuracy", tokens, "mqar"))
     return found
 
 
