@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Tree = TypeVar("Tree")
 Carry = TypeVar("Carry")
@@ -74,7 +74,12 @@ def on_any_mesh(
         if state is None:
             assert fresh_state is not None
             after = jax.eval_shape(fresh_state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
-        outputs = (tokens, jax.tree.map(of_state, after))
+        # With the mesh of q, because there need not be one in the context (`jax.set_mesh`).
+        outputs = jax.tree.map(
+            lambda spec: NamedSharding(sharding.mesh, spec),
+            (tokens, jax.tree.map(of_state, after)),
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
         return jax.sharding.auto_axes(call, axes=explicit, out_sharding=outputs)(params, state, q, *rest)
 
     return run

@@ -1,6 +1,7 @@
 """Speed and memory of the memory core on this machine, compared with titans-pytorch.
 
     python experiments/benchmarks/memory_cpu.py speed      # forward + backward; titans-pytorch if it is installed
+    python experiments/benchmarks/memory_cpu.py speed --devices 1   # one CPU device for all cores, JAX's default
     python experiments/benchmarks/memory_cpu.py bytes      # temporary bytes against length, and against per-token weights
     python experiments/benchmarks/memory_cpu.py stream     # a million tokens in pieces: time per piece, resident memory
     python experiments/benchmarks/memory_cpu.py forms      # the engine against the kernels' chunk functions compiled by XLA
@@ -13,6 +14,7 @@ meaningful; times depend on the machine. Each command prints a table and appends
 import argparse
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -56,6 +58,17 @@ def ours(length, chunk=CHUNK):
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))), args
 
 
+def over_heads(args):
+    """The arguments of `ours` with the heads divided between the devices of this process."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    params, *tokens = args
+    mesh = jax.make_mesh((jax.local_device_count(),), ("heads",))
+    put = lambda tree, *spec: jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*spec)))
+    return put(params, "heads"), *(put(x, None, None, "heads") for x in tokens)
+
+
 def theirs(length, chunk_size, batch_size, repeats):
     """Seconds of forward and backward of titans-pytorch's NeuralMemory with the same sizes."""
     import torch
@@ -96,15 +109,18 @@ def matmul_rate():
 def speed(args):
     import jax
 
-    length = args.length
-    run, values = ours(length)
-    compiled = run.lower(*values).compile()
-    repeats = args.repeats
-    seconds = best(lambda: jax.block_until_ready(compiled(*values)), repeats)
+    jax.config.update("jax_num_cpu_devices", args.devices)
+
+    def seconds_of(length):
+        run, values = ours(length)
+        values = over_heads(values)
+        compiled = run.lower(*values).compile()
+        return best(lambda: jax.block_until_ready(compiled(*values)), args.repeats)
+
+    length, small, repeats = args.length, 512, args.repeats
+    seconds = seconds_of(length)
     rate = matmul_rate()
-    small = 512
-    run_small, values_small = ours(small)
-    ours_small = best(lambda: jax.block_until_ready(run_small(*values_small)), repeats)
+    ours_small = seconds_of(small)
     # Two-layer memory of expansion 4: a product with one weight is 8 d² FLOP. Forward: 3 products for the gradients, 6 for
     # reads (M, S and the scores), 4 for the new M and S, and 4 of width `chunk`; twice as many backward; recomputation once.
     forward = 2 * HEADS * (4 * DIM * DIM * (3 + 4 + 4) + CHUNK * (2 * DIM + 2 * 4 * DIM))
@@ -112,6 +128,7 @@ def speed(args):
     result = {
         "length": length,
         "threads": os.cpu_count(),
+        "devices": args.devices,
         "ours_s": seconds,
         "ours_tokens_per_s": length / seconds,
         "matmul_gflops": rate,
@@ -278,6 +295,12 @@ def main():
     parser.add_argument("what", choices=commands)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=math.gcd(HEADS, os.cpu_count() or 1),
+        help="speed: CPU devices, among which the heads are divided; default: one for each core",
+    )
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--out", default=None, help="append the result to this JSONL file")
     args = parser.parse_args()

@@ -322,12 +322,22 @@ LANED = [
 ]
 
 
-@each_rule(LANED, slow=set(LANED) - {"memora_matrix"})
-def test_lanes_of_heads_change_nothing(name, x64, monkeypatch):
-    """What a CPU does with large products, forced on small ones: groups of heads as separate operations."""
+@pytest.fixture
+def lanes(monkeypatch):
+    """What a single CPU device does with large products, forced on small ones: groups of heads as separate operations."""
     from atlasjax.memory.fast_weights import slots
 
     monkeypatch.setattr(slots, "_LANE_NUMBERS", 1)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    jax.clear_caches()  # the engine may have been traced without lanes
+    yield
+    jax.clear_caches()
+
+
+@each_rule(LANED, slow=set(LANED) - {"memora_matrix"})
+def test_lanes_of_heads_change_nothing(name, x64, lanes):
+    from atlasjax.memory.fast_weights import slots
+
     rule = RULES[name]
     args = shared_inputs(rule)
     assert slots.cpu_lanes(chunk_plan(rule, args[0], args[1].dtype), args[0]) == 2
@@ -335,21 +345,15 @@ def test_lanes_of_heads_change_nothing(name, x64, monkeypatch):
 
 
 @each_rule(LANED, slow=set(LANED) - {"delta_rule"})
-def test_lanes_of_heads_with_segments(name, x64, monkeypatch):
-    from atlasjax.memory.fast_weights import slots
-
-    monkeypatch.setattr(slots, "_LANE_NUMBERS", 1)
+def test_lanes_of_heads_with_segments(name, x64, lanes):
     rule = RULES[name]
     args = shared_inputs(rule)
     reference, engine = both(rule, segment_ids=jnp.asarray([[0] * 9 + [1] * 61, [2] * 70]))
     assert_close(engine(*args)[1][0], reference(*args)[1][0], EXACT)
 
 
-def test_lanes_are_for_cpus_only(monkeypatch):
+def test_lanes_are_for_cpus_only(lanes):
     """Compiling for a TPU from a machine without one takes the TPU's branch."""
-    from atlasjax.memory.fast_weights import slots
-
-    monkeypatch.setattr(slots, "_LANE_NUMBERS", 1)
     rule = RULES["titans_matrix"]
     args = make_inputs(rule, heads=4)
     products = {}

@@ -1,11 +1,14 @@
 """`memory.scan` under `jax.shard_map` as it is, and on meshes with explicit axes: values, state and gradients of one device."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from atlasjax import memory, rules
+from atlasjax.memory.fast_weights import slots
 from tests.marks import some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs
 from tests.memory.own_ideas import IDEAS
@@ -101,18 +104,20 @@ def each_on_explicit_axes(*names):
     "atlas_every",
 )
 def test_on_explicit_axes(name, x64):
+    """With the mesh in the context, and without: the arrays have it."""
     rule = CASES[name]
     params, *tokens = inputs(rule)
     summed = lambda *arguments: (total(rule, found := memory.scan(rule, arguments[0], None, *arguments[1:])), found)
     expected, want = graded(summed, params, *tokens)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    with jax.set_mesh(mesh):
-        split = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, TOKENS)), tokens)
-        (y, state), have = graded(summed, params, *split)
-        assert jax.typeof(y).sharding.spec == PartitionSpec("data", None, "model", None)
-        assert all(jax.typeof(x).sharding.spec[0] == "data" for x in jax.tree.leaves(state))
-    assert_close((y, state), expected, 1e-9)
-    assert_close(have, want, 1e-9)
+    split = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, TOKENS)), tokens)
+    for context in (jax.set_mesh(mesh), contextlib.nullcontext()):
+        with context:
+            (y, state), have = graded(summed, params, *split)
+            assert jax.typeof(y).sharding.spec == PartitionSpec("data", None, "model", None)
+            assert all(jax.typeof(x).sharding.spec[0] == "data" for x in jax.tree.leaves(state))
+        assert_close((y, state), expected, 1e-9)
+        assert_close(have, want, 1e-9)
 
 
 @each_on_explicit_axes("titans", "ttt_linear", "own_adam", "own_loss_matrix")
@@ -128,3 +133,21 @@ def test_a_step_on_explicit_axes(name, x64):
         split = jax.tree.map(lambda x: jax.device_put(x, sharding), now)
         after = jax.jit(lambda *arguments: memory.step(rule, *arguments))(params, state, *split)
     assert_close(after, expected, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "name", some_slow(("titans", "omeganet", "atlas_every", "delta_rule", "memora_matrix"), {"omeganet"})
+)
+def test_devices_of_a_cpu_divide_heads_without_communication(name, monkeypatch):
+    """Also where the products are so large that a single device would compute groups of heads side by side."""
+    monkeypatch.setattr(slots, "_LANE_NUMBERS", 1)
+    jax.clear_caches()  # the engine may have been traced with another number of lanes
+    rule = CASES[name]
+    params, *tokens = inputs(rule, dtype=jnp.float32)
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
+    put = lambda tree, *spec: jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*spec)))
+    params, tokens = put(params, "model"), put(tokens, None, None, "model")
+    gradient = jax.grad(lambda *args: memory.scan(rule, args[0], None, *args[1:])[0].sum(), argnums=range(5))
+    program = jax.jit(gradient).lower(params, *tokens).compile().as_text()
+    found = [n for n in ("all-reduce", "all-gather", "all-to-all", "collective-permute") if f" {n}(" in program]
+    assert not found

@@ -59,8 +59,11 @@ def cpu_lanes(sizes: Plan, params: MemoryParams) -> int:
     """Number of groups of heads (lanes) that are separate operations on a CPU.
 
     XLA's CPU backend runs each product of this size on one thread, but independent products in parallel. With one operation for all
-    heads the other cores would be mostly idle. Small products gain nothing, and each lane adds compile time.
+    heads the other cores would be mostly idle. Small products gain nothing, and each lane adds compile time. Several CPU devices
+    need no lanes: each has a core of its own, and the heads may be divided between them, which lanes would send back and forth.
     """
+    if jax.default_backend() == "cpu" and jax.local_device_count() > 1:
+        return 1
     heads = next(iter(params.weights.values())).shape[0]
     largest = max(math.prod(w.shape[1:]) for w in params.weights.values())
     return math.gcd(heads, _CPU_LANES) if sizes.width * largest >= _LANE_NUMBERS else 1
