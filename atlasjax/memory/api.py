@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax.check import integer
@@ -38,11 +39,14 @@ def init_params(
       value_dim: size of a value.
 
     Raises:
-      ValueError: a size is less than one, or key_dim ≠ value_dim for a memory with a residual.
+      TypeError: key is not a PRNG key.
+      ValueError: a size is less than one, key is several keys, or key_dim ≠ value_dim for a memory with a residual.
     """
-    check_rule(rule, "memory.init_params")
+    where = "memory.init_params"
+    check_rule(rule, where)
+    check.check_key(where, key)
     for name, value in {"num_heads": num_heads, "key_dim": key_dim, "value_dim": value_dim}.items():
-        integer("init_params", name, value)
+        integer(where, name, value)
     return rule.init_params(key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
 
 
@@ -57,13 +61,14 @@ def init_state(rule: Rule[Params, State], params: Params, *, batch_size: int, ma
         memory with a full cache, or a cached rule without a capacity.
 
     Raises:
-      ValueError: the parameters belong to another rule, or max_length is missing where it is required.
+      ValueError: a size is not an integer ≥ 1, the parameters belong to another rule, or max_length is missing where it is
+        required.
     """
     check_rule(rule, "memory.init_state")
     sizes = {"batch_size": batch_size} | ({} if max_length is None else {"max_length": max_length})
     for name, value in sizes.items():
         # An integer, or a symbolic size of jax.export.
-        if isinstance(value, bool | float | str | None) or not value >= 1:
+        if isinstance(value, bool | float | str | None | np.ndarray | jax.Array) or not value >= 1:
             raise ValueError(f"memory.init_state: {name} must be an integer ≥ 1, got {value!r}.")
     return rule.init_state(params, batch_size=batch_size, max_length=max_length)
 
@@ -225,12 +230,13 @@ def step(
     gates = check.whole_gates(rule, gates, q, v, where)
     if layer is not None:
         layer = check.whole_layer(layer, state, where)
-    rule.check_call(params, take_layer(state, layer), q, k, v, gates, time=False, where=where)
+    own = take_layer(state, layer)
+    rule.check_call(params, own, q, k, v, gates, time=False, where=where)
     check.check_arrays(where, params=params, state=state, q=q, k=k, v=v, gates=gates)
     if check_gates:
         check.check_gate_ranges(gates, where)
+    check.check_room(rule, own, 1, where)
     if layer is None:
-        check.check_room(rule, state, 1, where)
         return _on_any_mesh(rule, rule.step, 1)(params, state, q, k, v, gates)
     run = lambda params, states, q, k, v, gates, layer: step_layer(rule, params, states, layer, q, k, v, gates)
     return on_any_mesh(run, None, layers=True)(params, state, q, k, v, gates, layer)

@@ -61,6 +61,25 @@ def check_arrays(where: str, **arguments: object) -> None:
                 )
 
 
+def check_concrete(where: str, **arguments: object) -> None:
+    """Raises TypeError if a leaf of the arguments is being traced, as inside jit, so that it has no values."""
+    for name, tree in arguments.items():
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+            raise TypeError(f"{where}: {name} has no values while it is traced; call this outside jit, grad and vmap.")
+
+
+def check_key(where: str, key: object) -> None:
+    """Raises TypeError or ValueError unless `key` is a single PRNG key, of `jax.random.key` or of `jax.random.PRNGKey`."""
+    typed = isinstance(key, ARRAYS) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    raw = isinstance(key, ARRAYS) and key.dtype == jnp.uint32 and len(key.shape) >= 1
+    if not isinstance(key, ARRAYS) or not (typed or raw):
+        told = f"an array of {key.dtype}" if isinstance(key, ARRAYS) else type(key).__name__
+        raise TypeError(f"{where}: key must be a PRNG key such as jax.random.key(0), got {told}.")
+    several = key.shape if typed else key.shape[:-1]
+    if several:
+        raise ValueError(f"{where}: key must be a single PRNG key, got keys of shape {several}.")
+
+
 def check_shape(name: str, x: object, expected: tuple[int | str, ...], where: str) -> Arrays:
     """x. Raises TypeError or ValueError unless it is an array of shape `expected`: sizes, or names of free sizes."""
     if not isinstance(x, ARRAYS):
@@ -161,7 +180,7 @@ def check_residual(structure: _Structure, key_dim: int, value_dim: int) -> None:
     """Raises ValueError if a structure has a residual and key_dim ≠ value_dim."""
     if structure.residual and key_dim != value_dim:
         raise ValueError(
-            f"init_params: {structure!r} adds its input to its output, so key_dim must equal value_dim, "
+            f"memory.init_params: {structure!r} adds its input to its output, so key_dim must equal value_dim, "
             f"got key_dim={key_dim}, value_dim={value_dim}."
         )
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlasjax.check import integer
-from atlasjax.memory.check import batch_and_heads, check_arrays
+from atlasjax.memory.check import batch_and_heads, check_arrays, check_concrete
 from atlasjax.memory.rule import Params, Rule, State, check_rule
 from atlasjax.storage import StorePath, tensors
 from atlasjax.storage import path as path_of
@@ -35,14 +35,15 @@ def save(
       num_tokens: number of tokens that were read, noted in the file. None: unknown.
 
     Raises:
-      TypeError, ValueError: the state does not belong to the rule and the parameters, or the rule is not made of dataclasses,
-        numbers and text.
-      OSError: the file cannot be written.
+      TypeError, ValueError: the state does not belong to the rule and the parameters, the rule is not made of dataclasses, numbers
+        and text, or the call is inside jit.
+      OSError: the file cannot be written; FileNotFoundError: its folder is not there.
     """
     where = "memory.save"
     integer(where, "num_tokens", num_tokens, 0, optional=True)
     about = _about(rule, params, where)
     check_arrays(where, state=state)
+    check_concrete(where, state=state)
     batch, heads = batch_and_heads(rule, params, state, where)
     rule.check_state(params, state, batch, heads, where)
     sizes = {"batch_size": batch, "max_length": rule.max_length(state), "num_tokens": num_tokens}
@@ -101,6 +102,7 @@ def _about(rule: Rule[Params, State], params: Params, where: str) -> dict[str, o
     check_rule(rule, where)
     rule.check_params(params, where)
     check_arrays(where, params=params)
+    check_concrete(where, params=params)
     return {
         "rule": _described(rule, f"{where}: rule"),
         "sizes": rule.sizes(params)._asdict(),

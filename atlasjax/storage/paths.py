@@ -281,12 +281,16 @@ def write_whole(path: AnyPath, content: bytes) -> None:
     link.
 
     Raises:
+      FileNotFoundError: its folder is not there.
       OSError: the file cannot be written.
     """
     if isinstance(path, StorePath):
         path.write_bytes(content)
         return
     import secrets
+
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}.")
 
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:

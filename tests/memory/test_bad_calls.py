@@ -118,7 +118,26 @@ def test_rules_that_are_none(rule):
     refused(lambda: memory.init_state(rule, parts()[0], batch_size=1), "rule must be a MemoryRule")
 
 
-@pytest.mark.parametrize("size", [-1, 0, True, 1.5, None, "2"])
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (None, "got NoneType"),
+        (0, "got int"),
+        (np.ones(2, np.float32), "got an array of float32"),
+        (jnp.zeros((2, 2), jnp.uint32), r"a single PRNG key, got keys of shape \(2,\)"),
+    ],
+)
+def test_keys_that_are_none(key, words):
+    refused(lambda: memory.init_params(RULE, key, num_heads=H, key_dim=D, value_dim=D), words)
+
+
+def test_keys_of_both_kinds():
+    make = lambda key: memory.init_params(RULE, key, num_heads=H, key_dim=D, value_dim=D)
+    typed, raw = make(jax.random.key(3)), jax.jit(make)(jax.random.PRNGKey(3))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, typed, raw))
+
+
+@pytest.mark.parametrize("size", [-1, 0, True, 1.5, None, "2", np.array([2]), jnp.array(2)])
 def test_batch_sizes_that_are_none(size):
     refused(lambda: memory.init_state(RULE, parts()[0], batch_size=size), "batch_size must be an integer ≥ 1")
 

@@ -56,6 +56,15 @@ def test_float64(tmp_path):
         memory.load(OMEGANET, params, tmp_path / "a.memory")
 
 
+def test_where_it_cannot_be_written(tmp_path):
+    params, state = made(OMEGANET)
+    with pytest.raises(FileNotFoundError, match=r"there is no folder '.*none'"):
+        memory.save(OMEGANET, params, state, tmp_path / "none" / "a.memory")
+    with pytest.raises(TypeError, match=r"memory\.save: state has no values while it is traced"):
+        jax.jit(lambda state: memory.save(OMEGANET, params, state, tmp_path / "a.memory"))(state)
+    assert not list(tmp_path.iterdir())
+
+
 def test_in_a_store():
     params, state = made(CASES["own"])
     memory.save(CASES["own"], params, state, "memory://bucket/a.memory")

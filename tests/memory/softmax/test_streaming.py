@@ -118,6 +118,9 @@ def test_more_tokens_than_the_cache_holds_are_nan():
         assert np.isnan(np.asarray(jax.jit(lambda s: memory.read(rule, params, s, q))(late))).all()
         with pytest.raises(ValueError, match=r"memory\.step: state has room for 0 more tokens, got 1"):
             memory.step(rule, params, late, *jax.tree.map(lambda x: x[:, 0], (q, k, v, gates)))
+        layers = jax.tree.map(lambda x: x[None], late)
+        with pytest.raises(ValueError, match=r"memory\.step: state has room for 0 more tokens, got 1"):
+            memory.step(rule, params, layers, *jax.tree.map(lambda x: x[:, 0], (q, k, v, gates)), layer=0)
 
 
 def test_states_are_bounded():
