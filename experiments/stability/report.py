@@ -28,33 +28,54 @@ def _scores(rows: list[dict[str, Any]]) -> str:
     return ", ".join(parts) or "–"
 
 
+_CELLS = [
+    "held-out bits per byte", "losses above the unigram's after step 50", "largest memory", "α", "η", "θ", "spikes"
+]  # fmt: skip
+_LEGEND = (
+    "Largest memory: ‖W‖_F / √rows at the end of the last batch's sequences. α, η, θ: smallest and largest on that batch. Spikes: "
+    "steps after the 50th whose gradient norm is more than ten times the median.\n\n"
+)
+
+
+def _cells(rows: list[dict[str, Any]]) -> list[str]:
+    """The cells of `_CELLS` of runs that differ in the seed."""
+    ends = {name: [end for row in rows for end in (row.get("gates") or {}).get(name, [])] for name in GATES}
+    norms = [row["weight_norm"] for row in rows if row.get("weight_norm") is not None]
+    return [
+        _scores(rows),
+        str(sum(row["above_unigram"] for row in rows)),
+        f"{max(norms):.2f}" if norms else "–",
+        *(f"{min(values):.3g} – {max(values):.3g}" if values else "–" for values in ends.values()),
+        str(sum(row["spikes"] for row in rows)),
+    ]
+
+
+def _diverged(rows: list[dict[str, Any]]) -> int:
+    return sum(row["diverged_at"] is not None for row in rows)
+
+
 def train_table(rows: list[dict[str, Any]]) -> str:
+    bounded = [row for row in rows if row["bounded"]]
     grouped = defaultdict(list)
-    for row in rows:
-        if row["bounded"]:
-            grouped[row["preset"], row["text"]].append(row)
-    lines = []
-    for (preset, text), group in sorted(grouped.items()):
-        ends = {name: [end for row in group for end in (row.get("gates") or {}).get(name, [])] for name in GATES}
-        norms = [row["weight_norm"] for row in group if row.get("weight_norm") is not None]
-        lines.append(
-            [
-                preset, text, str(len(group)), _scores(group), str(sum(row["above_unigram"] for row in group)),
-                f"{max(norms):.2f}" if norms else "–",
-                *(f"{min(values):.3g} – {max(values):.3g}" if values else "–" for values in ends.values()),
-                str(sum(row["spikes"] for row in group)),
-            ]
-        )  # fmt: skip
-    columns = [
-        "preset", "text", "seeds", "held-out bits per byte", "losses above the unigram's after step 50", "largest memory",
-        "α", "η", "θ", "spikes",
-    ]  # fmt: skip
-    runs = sum(len(group) for group in grouped.values())
-    diverged = sum(row["diverged_at"] is not None for group in grouped.values() for row in group)
+    for row in bounded:
+        grouped[row["preset"], row["text"]].append(row)
+    lines = [[*key, str(len(group)), *_cells(group)] for key, group in sorted(grouped.items())]
     return (
-        f"{runs} runs of tiny presets at their defaults, {diverged} diverged. Largest memory: ‖W‖_F / √rows at the end of the last "
-        "batch's sequences. α, η, θ: smallest and largest on that batch. Spikes: steps after the 50th whose gradient norm is more "
-        "than ten times the median.\n\n" + _table(columns, lines)
+        f"{len(bounded)} runs of tiny presets at their defaults, {_diverged(bounded)} diverged. "
+        + _LEGEND
+        + _table(["preset", "text", "seeds", *_CELLS], lines)
+    )
+
+
+def wide_table(rows: list[dict[str, Any]]) -> str:
+    from experiments.stability.wide import STEPS, TABLE_7_RATE, TOKENS
+
+    rate = lambda row: f"{row['times_the_rate'] * TABLE_7_RATE:g}"
+    lines = [[row["preset"], rate(row), *_cells([row]), f"{row['seconds'] / 60:.0f}"] for row in rows]
+    return (
+        f"{len(rows)} runs of two layers as wide as those of the 340M models, {STEPS} steps of {TOKENS} bytes of the embedded "
+        f"text, in bfloat16, {_diverged(rows)} diverged. {_LEGEND}"
+        + _table(["preset", "learning rate", *_CELLS, "minutes on one core"], sorted(lines))
     )
 
 
@@ -175,6 +196,8 @@ def write_report() -> None:
         (RESULTS / "read.md").write_text(read_table(rows))
     if rows := read_rows(RESULTS / "candidates.jsonl"):
         (RESULTS / "candidates.md").write_text(candidates_tables(rows).lstrip())
+    if rows := read_rows(RESULTS / "wide.jsonl"):
+        (RESULTS / "wide.md").write_text(wide_table(rows))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m experiments.stability.wide                 # every missing row
     python -m experiments.stability.wide --only titans
+    python -m experiments.stability.wide --report        # only the table
 
 A Table 7: width 1024, 16 heads, peak learning rate 1.5e-3. Training takes 200 steps of one sequence of 512 bytes of the embedded
 text, so that a run takes minutes on a CPU. A step has far fewer tokens than in the paper (0.5M, A App. E), so gradients are
@@ -14,7 +15,8 @@ import pathlib
 from typing import Any
 
 from experiments.rows import append_row, read_rows
-from experiments.stability.train import watch
+from experiments.stability.report import write_report
+from experiments.stability.train import keep_compiled_programs, watch
 
 ROWS = pathlib.Path(__file__).parent / "results" / "wide.jsonl"
 RULES = ("titans", "omeganet", "atlas", "dla", "yaad", "ttt-mlp", "titans-mac", "gated-deltanet")
@@ -43,15 +45,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of architectures")
     parser.add_argument("--rows", type=pathlib.Path, default=ROWS)
+    parser.add_argument("--report", action="store_true", help="only write the table")
     options = parser.parse_args()
+    keep_compiled_programs()
     done = {(row["preset"], row["times_the_rate"]) for row in read_rows(options.rows)}
-    for factor in (1, 3):
+    for factor in () if options.report else (1, 3):
         for name in options.only or RULES:
             if (name, factor) in done:
                 continue
             row = {"preset": name, "times_the_rate": factor, **watch(config_of(name, factor))}
             append_row(options.rows, row)
             print(row, flush=True)
+    if options.rows == ROWS:
+        write_report()
 
 
 if __name__ == "__main__":
