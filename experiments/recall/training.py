@@ -16,10 +16,10 @@ from atlasjax.nn import LanguageModel, ModelConfig, logical_axes
 from atlasjax.train import state as state_lib
 from atlasjax.train.optimizer import decay_mask
 
-# Fusions of these versions end the process with a segmentation fault where a sum of products has seven axes or more, which a
-# model has that is trained for several seeds at once: https://github.com/jax-ml/jax/issues/39257
+# Fused sums of these versions end the process with a segmentation fault where a sum of products has seven axes or more, which a
+# model has that is trained for several seeds at once: https://github.com/jax-ml/jax/issues/39257. Fused products do not.
 _FAULTY = ("0.10.2", "0.11.0")
-_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
+_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
 
 PIECE = 50  # steps per call of the compiled program
 Sequences = tuple[np.ndarray, np.ndarray]
