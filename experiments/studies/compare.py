@@ -10,6 +10,7 @@ from experiments.studies.measure import RATES
 Value = Callable[[Row], float]
 BYTES = "bits per byte"  # of two models
 SAME = "bits per byte, the same weights"  # of one model, tested in two ways
+LOST = "share of keys and values lost"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,9 @@ def compared(rows: list[Row]) -> list[Compared]:
         found += [
             (direction, f"{a} against {b}", pair(a, b, lambda row: row["bits_per_byte"]), BYTES) for a, b in pairs
         ]
+    lost = lambda row: row["reconstruction"]["share"]
+    for a, b in _PAIRS["size"]:
+        found.append(("size", f"{a} against {b}: keys and values lost", pair(a, b, lost), LOST))
     for name in ("elastic-uniform-1x", "elastic-uniform-4x"):
         read = lambda how: lambda row: row["by_sampling"][how]
         told = f"{name}, tested exponential against tested uniform"

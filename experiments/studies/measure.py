@@ -13,6 +13,7 @@ from atlasjax.nn import ModelConfig
 from experiments.rows import Row
 from experiments.studies.corruption import corrupted
 from experiments.studies.models import BLOCK, LENGTH, model
+from experiments.studies.reconstruction import reconstruction
 from experiments.zoo import training
 
 RATES = (0.25, 0.5, 0.75)  # E Table 7
@@ -91,8 +92,9 @@ def tested(config: ModelConfig, params: Any, batches: list[Batch], block: int) -
 
     Returns:
       by_block: bits per token of each block of the sequences. With an elastic memory by_sampling: bits per token if it is read with
-      each of `SAMPLINGS`. With attention within blocks in all layers corrupted: bits per token of the last block with noise in its
-      keys and values, in the "memory" layer or in "all" layers, then by rate.
+      each of `SAMPLINGS`, and reconstruction: what its coefficients lose of keys and values. With attention within blocks in all
+      layers corrupted: bits per token of the last block with noise in its keys and values, in the "memory" layer or in "all"
+      layers, then by rate.
 
     Raises:
       ValueError: the sequences are not two or more whole blocks.
@@ -107,6 +109,7 @@ def tested(config: ModelConfig, params: Any, batches: list[Batch], block: int) -
             config, elastic=dataclasses.replace(config.elastic, sampling=name, alpha=None)
         )
         row["by_sampling"] = {name: _round(np.mean(bits(read(name), params, batches, block))) for name in SAMPLINGS}
+        row["reconstruction"] = {name: _round(x) for name, x in reconstruction(config, params, batches).items()}
     place = memory_layer(config)
     if place is not None:
         start = (len(clean) - 1) * block

@@ -40,7 +40,8 @@ def table(rows: list[Row], text: str) -> str:
         floats = "" if group[0]["memory_floats"] is None else f"{group[0]['memory_floats']:,}"
         cells = (name, f"{_mean(group):.3f}", spread, f"{first:.3f}", f"{last:.3f}", floats)
         lines.append(f"| {' | '.join(cells)} | {group[0]['parameters']:,} | {len(group)} |")
-    lines += ["", *comparisons(compared(rows), DIRECTIONS), *_samplings(groups), "", *_corruption(groups)]
+    lines += ["", *comparisons(compared(rows), DIRECTIONS), *_samplings(groups), "", *_reconstruction(groups)]
+    lines += ["", *_corruption(groups)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -91,6 +92,25 @@ def _samplings(groups: dict[str, list[Row]]) -> Iterable[str]:
     for name, group in tested.items():
         means = [np.mean([row["by_sampling"][how] for row in group]) for how in SAMPLINGS]
         yield f"| {name} | {means[0]:.4f} | {means[1]:.4f} |"
+
+
+def _reconstruction(groups: dict[str, list[Row]]) -> Iterable[str]:
+    tested = {name: group for name, group in groups.items() if "reconstruction" in group[0]}
+    if not tested:
+        return
+    yield (
+        "Keys and values rebuilt from the coefficients that the last block reads (E Table 13): mean squared error, and its share "
+        "of the mean square.\n"
+    )
+    by_size = lambda elastic: (elastic.sampling, elastic.order)
+    yield "| model | coefficients | mean squared error | share lost | bits per byte | seeds |"
+    yield "| --- |" + " ---: |" * 5
+    for name, group in sorted(tested.items(), key=lambda item: by_size(MODELS[item[0]].elastic)):
+        error, share = (
+            np.mean([row["reconstruction"][what] for row in group]) for what in ("mean_squared_error", "share")
+        )
+        order = MODELS[name].elastic.order
+        yield f"| {name} | {order} | {error:.3f} | {share:.1%} | {_mean(group):.3f} | {len(group)} |"
 
 
 def _corruption(groups: dict[str, list[Row]]) -> Iterable[str]:

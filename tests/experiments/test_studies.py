@@ -4,10 +4,13 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from atlasjax import cli
+from atlasjax.mixers.elastic import hippo
 from atlasjax.nn import CachingConfig
 from atlasjax.nn.abstract import count_parameters
 from atlasjax.train import state as state_lib
@@ -17,6 +20,7 @@ from experiments.studies.corruption import corrupted
 from experiments.studies.measure import bits, memory_floats, memory_layer
 from experiments.studies.models import BLOCK, LENGTH, MODELS, model
 from experiments.studies.paper import runs
+from experiments.studies.reconstruction import Recorded, reconstruction
 
 
 def small(name):
@@ -84,11 +88,39 @@ def rows_of(losses):
     """Rows whose last block has noise that costs as much as the model's number says."""
     return [
         {"model": name, "seed": seed, "bits_per_byte": loss + seed / 100, "by_block": [loss, loss],
-         "by_sampling": {"exponential": loss, "uniform": loss + 0.1 + seed / 1000},
+         "reconstruction": {"share": loss / 10}, "by_sampling": {"exponential": loss, "uniform": loss + 0.1 + seed / 1000},
          "corrupted": {where: {rate: loss + noise for rate in ("0.25", "0.5", "0.75")} for where in ("memory", "all")}}
         for name, (loss, noise) in losses.items()
         for seed in range(3)
     ]  # fmt: skip
+
+
+def test_reconstruction_is_that_of_the_state_that_the_last_block_reads():
+    config = small("elastic-exp-1x")
+    config = dataclasses.replace(config, elastic=dataclasses.replace(config.elastic, order=4))
+    mixer = Recorded(config, rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 24, config.dim)), jnp.float32)
+    Recorded.notes.clear()
+    mixer(x)
+    jax.effects_barrier()
+    ((lost, whole, count),) = Recorded.notes
+    _, state = mixer.extend(x[:, :17], mixer.init_state(2, 24))  # the last block has begun
+    _, k, v = mixer._project(x[:, :16])
+    history = jnp.concatenate([k, v], axis=-1)
+    rebuilt = hippo.reconstruct(state.coefficients.reshape(2, 4, -1), np.arange(16) + 0.5, 16).reshape(history.shape)
+    assert lost == pytest.approx(float(jnp.sum((rebuilt - history) ** 2)), rel=1e-4)
+    assert whole == pytest.approx(float(jnp.sum(history**2)), rel=1e-5)
+    assert count == history.size
+    assert 0.3 < lost / whole < 1
+
+
+def test_more_coefficients_lose_less(texts):
+    config = small("elastic-exp-1x")
+    params = params_of(config)
+    of = lambda order: dataclasses.replace(config, elastic=dataclasses.replace(config.elastic, order=order))
+    few, many = (reconstruction(of(order), params, texts) for order in (2, 6))
+    assert 0 < many["share"] < few["share"] < 1
+    assert many["mean_squared_error"] < few["mean_squared_error"]
 
 
 def test_signs_of_the_comparisons():
@@ -99,6 +131,7 @@ def test_signs_of_the_comparisons():
     found = {line.told: line.comparison for line in compared(rows)}
     assert found["elastic-exp-1x against elastic-uniform-1x"].effect == pytest.approx(0.1)
     assert found["elastic-exp-2x against elastic-exp-1x"].effect == pytest.approx(0.1)
+    assert found["elastic-exp-2x against elastic-exp-1x: keys and values lost"].effect == pytest.approx(0.01)
     assert found["titans-grm against titans-grm-age"].effect == pytest.approx(-0.3)
     assert found["elastic-uniform-1x, tested exponential against tested uniform"].effect == pytest.approx(0.101)
     noise = "elastic-exp-1x against memorizing-1x, 50% noise in all layers: "
