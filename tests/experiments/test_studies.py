@@ -88,7 +88,8 @@ def rows_of(losses):
     """Rows whose last block has noise that costs as much as the model's number says."""
     return [
         {"model": name, "seed": seed, "bits_per_byte": loss + seed / 100, "by_block": [loss, loss],
-         "reconstruction": {"mean_squared_error": loss, "share": loss / 10}, "by_sampling": {"exponential": loss, "uniform": loss + 0.1 + seed / 1000},
+         "reconstruction": {"mean_squared_error": loss, "share": loss / 10},
+         "by_sampling": {"exponential": loss, "uniform": loss + 0.1 + seed / 1000},
          "corrupted": {where: {rate: loss + noise for rate in ("0.25", "0.5", "0.75")} for where in ("memory", "all")}}
         for name, (loss, noise) in losses.items()
         for seed in range(3)
