@@ -1,4 +1,4 @@
-"""The 18 directions that the four papers claim, and the comparisons that decide them."""
+"""The 19 directions that the four papers claim, and the comparisons that decide them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -142,6 +142,12 @@ def _caching() -> list[Line]:
     return mqar(pairs) + recall([("linear-4-grm", "linear-4")]) + needles(asked) + texts
 
 
+def _log_linear() -> list[Line]:
+    cached = [f"{memory}-{way}" for memory in ("titans", "dla") for way in ("grm", "soup", "ssc")]
+    texts = trained([(name, f"{name.split('-')[0]}-log-linear") for name in cached])
+    return mqar([("linear-grm-8", "log_linear"), ("linear-ssc-8", "log_linear")]) + texts
+
+
 def _context() -> list[Line]:
     pairs = [("titans-grm-8", "titans-grm-8-age"), ("titans-grm-8", "titans-residual-8")]
     pairs += [("linear-grm-8", "linear-grm-8-age"), ("linear-grm-8", "linear-residual-8")]
@@ -259,5 +265,10 @@ DIRECTIONS = (
         note=lambda: "The paper calls the number of steps a test-time compute parameter that can potentially improve memorization. "
         "Each line compares a number of steps with the next smaller one. Memories of the capacity experiment are not trained, and "
         "their step sizes are chosen for each number of steps; Atlas in the needles is trained with 5 steps.",
+    ),
+    Direction(
+        "Memory caching is better than Log-Linear memories", "M §4.2, Tables 1–4", _log_linear, ("mqar", "stability"),
+        note=lambda: "Both keep several memories of a sequence. Log-Linear ones grow with the distance, and their number with the "
+        "logarithm of the length. In M's Tables 2 to 4 GRM, Soup and SSC are ahead with both memories in almost every column.",
     ),
 )  # fmt: skip

@@ -68,8 +68,10 @@ def compared(rows: list[Row]) -> list[Compared]:
     for row in rows:
         by_model.setdefault(row["model"], {})[row["seed"]] = row
 
-    def pair(better: str, worse: str, value: Value, other: Value | None = None) -> Comparison | None:
-        a, b = by_model.get(better, {}), by_model.get(worse, {})
+    def pair(
+        better: str, worse: str, value: Value, other: Value | None = None, needs: str = "bits_per_byte"
+    ) -> Comparison | None:
+        a, b = ({s: r for s, r in by_model.get(name, {}).items() if needs in r} for name in (better, worse))
         seeds = sorted(a.keys() & b.keys())
         # A lower loss is better, so the loss of the worse one comes first.
         return compare([(other or value)(b[s]) for s in seeds], [value(a[s]) for s in seeds]) if seeds else None
@@ -81,7 +83,7 @@ def compared(rows: list[Row]) -> list[Compared]:
         ]
     lost = lambda row: row["reconstruction"]["share"]
     for a, b in _PAIRS["size"]:
-        found.append(("size", f"{a} against {b}: keys and values lost", pair(a, b, lost), LOST))
+        found.append(("size", f"{a} against {b}: keys and values lost", pair(a, b, lost, needs="reconstruction"), LOST))
     for name in ("elastic-uniform-1x", "elastic-uniform-4x"):
         read = lambda how: lambda row: row["by_sampling"][how]
         told = f"{name}, tested exponential against tested uniform"

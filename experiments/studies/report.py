@@ -95,7 +95,7 @@ def _samplings(groups: dict[str, list[Row]]) -> Iterable[str]:
 
 
 def _reconstruction(groups: dict[str, list[Row]]) -> Iterable[str]:
-    tested = {name: group for name, group in groups.items() if "reconstruction" in group[0]}
+    tested = {name: group for name, group in groups.items() if all("reconstruction" in row for row in group)}
     if not tested:
         return
     yield (

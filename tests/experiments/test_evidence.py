@@ -66,8 +66,8 @@ def test_larger_curves_are_better(monkeypatch):
     assert compared.comparison.differences == pytest.approx((0.5, 0.4))
 
 
-def test_there_are_eighteen_directions_and_each_has_a_command():
-    assert len(DIRECTIONS) == 18
+def test_there_are_nineteen_directions_and_each_has_a_command():
+    assert len(DIRECTIONS) == 19
     for direction in DIRECTIONS:
         assert direction.experiments
         assert set(direction.experiments) <= set(EXPERIMENTS)
