@@ -162,9 +162,7 @@ def _report(name: str, config: TrainConfig, result: TrainResult) -> None:
     run_dir = storage.path(config.run_dir)
     quoted = shlex.quote(str(run_dir))
     where = "" if run_dir == storage.path(default_config("atlas-tiny").run_dir) else f" --run-dir {quoted}"
-    print(
-        f"\ncheckpoint:   {run_dir / 'checkpoints' / result.checkpoint.name}"
-    )  # as short as the user's own name of the folder
+    print(f"\ncheckpoint:   {run_dir / 'checkpoints' / result.checkpoint.name}")
     print(f"loss curve:   {run_dir / 'loss_curve.png'}")
     print(f"continue:     atlasjax train --run-dir {quoted} --steps {2 * max(config.steps, result.step)}")
     print(f"sample more:  atlasjax generate{where} --prompt 'The statement'")
