@@ -17,7 +17,7 @@ from atlasjax.memory import backends, check
 from atlasjax.memory.fast_weights.kernels import PALLAS
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.layerwise import step_layer, take_layer
-from atlasjax.memory.meshes import on_any_mesh
+from atlasjax.memory.meshes import fresh_on_any_mesh, on_any_mesh, read_on_any_mesh
 from atlasjax.memory.partition import Partition, partitioned
 from atlasjax.memory.rule import Params, Rule, ScanCall, State, check_rule
 from atlasjax.memory.truncation import check_truncation, truncated
@@ -70,7 +70,9 @@ def init_state(rule: Rule[Params, State], params: Params, *, batch_size: int, ma
         # An integer, or a symbolic size of jax.export.
         if isinstance(value, bool | float | str | None | np.ndarray | jax.Array) or not value >= 1:
             raise ValueError(f"memory.init_state: {name} must be an integer ≥ 1, got {value!r}.")
-    return rule.init_state(params, batch_size=batch_size, max_length=max_length)
+    return fresh_on_any_mesh(
+        lambda params: rule.init_state(params, batch_size=batch_size, max_length=max_length), params
+    )
 
 
 def scan(
@@ -279,7 +281,8 @@ def read(
     if blend is not None:
         check.check_shape("blend", blend, tuple(q.shape[:-1]), where)
     given = {name: x for name, x in (("connector", connector), ("blend", blend)) if x is not None}
-    return rule.read(params, state, q, **given)
+    run = lambda params, state, q, given: rule.read(params, state, q, **given)
+    return read_on_any_mesh(run, q)(params, state, q, given)
 
 
 def soup(

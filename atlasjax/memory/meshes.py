@@ -62,24 +62,62 @@ def on_any_mesh(
 
     def run(params: Params, state: State | None, q: jax.Array, *rest: object) -> tuple[jax.Array, State]:
         params, state, q, rest = vary_like((params, state, q, rest))
-        sharding = jax.typeof(q).sharding
-        kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-        explicit = tuple(name for name, kind in kinds.items() if kind == AxisType.Explicit)
+        explicit = _explicit_axes(q)
         if not explicit:
             return call(params, state, q, *rest)
-        tokens = PartitionSpec(*sharding.spec, *[None] * (q.ndim - len(sharding.spec)))
+        tokens = _whole_spec(q)
         lead = (None, tokens[0]) if layers else (tokens[0],)
         of_state = lambda x: PartitionSpec(*lead) if x.ndim == len(lead) else PartitionSpec(*lead, tokens[-2])
         after = state
         if state is None:
             assert fresh_state is not None
-            after = jax.eval_shape(fresh_state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
-        # With the mesh of q, because there need not be one in the context (`jax.set_mesh`).
-        outputs = jax.tree.map(
-            lambda spec: NamedSharding(sharding.mesh, spec),
-            (tokens, jax.tree.map(of_state, after)),
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )
-        return jax.sharding.auto_axes(call, axes=explicit, out_sharding=outputs)(params, state, q, *rest)
+            after = jax.eval_shape(fresh_state, _unsharded(params))
+        return _automatic(call, q, explicit, (tokens, jax.tree.map(of_state, after)))(params, state, q, *rest)
 
     return run
+
+
+def read_on_any_mesh(call: Callable[..., jax.Array], q: jax.Array) -> Callable[..., jax.Array]:
+    """Wraps a call whose result is sharded like q, to run on a mesh with explicit axes."""
+    explicit = _explicit_axes(q)
+    return _automatic(call, q, explicit, _whole_spec(q)) if explicit else call
+
+
+def fresh_on_any_mesh(fresh_state: Callable[[Params], State], params: Params) -> State:
+    """`fresh_state(params)`, on a mesh with explicit axes sharded along heads like the parameters, whose first axis is heads."""
+    leaves = jax.tree.leaves(params)
+    explicit = _explicit_axes(leaves[0]) if leaves else ()
+    if not explicit:
+        return fresh_state(params)
+    leaf = leaves[0]
+    heads = _whole_spec(leaf)[0]
+    of_state = lambda x: PartitionSpec() if x.ndim == 1 else PartitionSpec(None, heads)
+    specs = jax.tree.map(of_state, jax.eval_shape(fresh_state, _unsharded(params)))
+    # Compiled, because zeros that are made one by one are on one device.
+    return jax.jit(_automatic(fresh_state, leaf, explicit, specs))(params)
+
+
+def _explicit_axes(x: jax.Array) -> tuple[str, ...]:
+    mesh = jax.typeof(x).sharding.mesh
+    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+
+
+def _whole_spec(x: jax.Array) -> PartitionSpec:
+    """The sharding of x along each of its axes."""
+    spec = jax.typeof(x).sharding.spec
+    return PartitionSpec(*spec, *[None] * (x.ndim - len(spec)))
+
+
+def _unsharded(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def _automatic(call: Callable[..., Y], x: jax.Array, axes: tuple[str, ...], specs: object) -> Callable[..., Y]:
+    """`call` with these axes of x's mesh left to the compiler. specs: the sharding of its results.
+
+    The mesh is that of x, because there need not be one in the context (`jax.set_mesh`).
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    named = lambda spec: NamedSharding(mesh, spec)
+    outputs = jax.tree.map(named, specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+    return jax.sharding.auto_axes(call, axes=axes, out_sharding=outputs)

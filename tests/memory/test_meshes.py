@@ -120,6 +120,27 @@ def test_on_explicit_axes(name, x64):
         assert_close(have, want, 1e-9)
 
 
+@each_on_explicit_axes("titans", "omeganet", "own_adam", "own_loss_matrix", "dot", "dot_delta", "cached")
+def test_fresh_states_and_reads_on_explicit_axes(name, x64):
+    """Without a mesh in the context: parameters and queries have it."""
+    rule = CASES[name]
+    params, *tokens = inputs(rule)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    put = lambda tree, *spec: jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*spec)))
+    sharded, split = put(params, "model"), put(tokens, "data", None, "model")
+    start = lambda params: memory.init_state(rule, params, batch_size=2, max_length=64)
+    state, fresh = start(params), start(sharded)
+    if jax.tree.leaves(params):  # parameters without arrays have no mesh
+        assert all(jax.typeof(x).sharding.spec[:2] == (None, "model") for x in jax.tree.leaves(fresh) if x.ndim > 1)
+    assert_close(fresh, state, 0)
+    assert jax.tree.structure(jax.jit(start)(sharded)) == jax.tree.structure(state)
+    _, state = memory.scan(rule, params, state, *tokens)
+    state_on = jax.tree.map(lambda x, spec: put(x, *spec), state, of_state(state))
+    y = memory.read(rule, sharded, state_on, split[0])
+    assert jax.typeof(y).sharding.spec == PartitionSpec("data", None, "model", None)
+    assert_close(y, memory.read(rule, params, state, tokens[0]), 1e-9)
+
+
 @each_on_explicit_axes("titans", "ttt_linear", "own_adam", "own_loss_matrix")
 def test_a_step_on_explicit_axes(name, x64):
     rule = CASES[name]
