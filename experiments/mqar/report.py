@@ -7,6 +7,7 @@ from typing import TypeVar
 import numpy as np
 
 from experiments.intervals import bootstrap
+from experiments.mqar.models import MODELS
 from experiments.rows import Row
 
 K = TypeVar("K", bound=Hashable)
@@ -72,7 +73,9 @@ def _at(row: Row, pairs: int) -> float:
 
 
 def _family(name: str) -> str:
-    return next((f"{name.split(part)[0]}, cached" for part in CACHED if part in name), "recurrent")
+    own = MODELS[name].mixers[0] if name in MODELS else name
+    other = {"attention": "attention", "swa": "attention", "gam": "GAM"}.get(own, "recurrent")
+    return next((f"{name.split(part)[0]}, cached" for part in CACHED if part in name), other)
 
 
 def plot(rows: list[Row], path: pathlib.Path) -> None:
