@@ -85,11 +85,9 @@ def read_on_any_mesh(call: Callable[..., jax.Array], q: jax.Array) -> Callable[.
 
 def fresh_on_any_mesh(fresh_state: Callable[[Params], State], params: Params) -> State:
     """`fresh_state(params)`, on a mesh with explicit axes sharded along heads like the parameters, whose first axis is heads."""
-    leaves = jax.tree.leaves(params)
-    explicit = _explicit_axes(leaves[0]) if leaves else ()
-    if not explicit:
+    leaf = next((x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)), None)
+    if leaf is None or not (explicit := _explicit_axes(leaf)):
         return fresh_state(params)
-    leaf = leaves[0]
     heads = _whole_spec(leaf)[0]
     of_state = lambda x: PartitionSpec() if x.ndim == 1 else PartitionSpec(None, heads)
     specs = jax.tree.map(of_state, jax.eval_shape(fresh_state, _unsharded(params)))

@@ -118,6 +118,11 @@ def test_rules_that_are_none(rule):
     refused(lambda: memory.init_state(rule, parts()[0], batch_size=1), "rule must be a MemoryRule")
 
 
+@pytest.mark.parametrize("params", ["x", None, {"a": 1}, [object()]])
+def test_fresh_states_of_parameters_that_are_none(params):
+    refused(lambda: memory.init_state(RULE, params, batch_size=B), "params must be MemoryParams")
+
+
 @pytest.mark.parametrize(
     ("key", "words"),
     [
