@@ -71,11 +71,11 @@ def wide_table(rows: list[dict[str, Any]]) -> str:
     from experiments.stability.wide import STEPS, TABLE_7_RATE, TOKENS
 
     rate = lambda row: f"{row['times_the_rate'] * TABLE_7_RATE:g}"
-    lines = [[row["preset"], rate(row), *_cells([row]), f"{row['seconds'] / 60:.0f}"] for row in rows]
+    lines = [[row["preset"], rate(row), *_cells([row])] for row in rows]
     return (
         f"{len(rows)} runs of two layers as wide as those of the 340M models, {STEPS} steps of {TOKENS} bytes of the embedded "
         f"text, in bfloat16, {_diverged(rows)} diverged. {_LEGEND}"
-        + _table(["preset", "learning rate", *_CELLS, "minutes on one core"], sorted(lines))
+        + _table(["preset", "learning rate", *_CELLS], sorted(lines))
     )
 
 
