@@ -242,7 +242,8 @@ DIRECTIONS = (
     ),
     Direction(
         "Elastic Memory: a larger memory is better", "E Tables 3, 4, 13", lambda: studies("size"), ("studies",),
-        note=lambda: "1x has as many coefficients for each token of a block as the paper's.",
+        note=lambda: "1x has as many coefficients for each token of a block as the paper's. E Table 13 gives the error of the "
+        "keys and values beside the perplexity. Here the two part: only the lines about what is lost are decided.",
     ),
     Direction(
         "Elastic Memory is robust to corruption of the local context", "E Table 7", lambda: studies("corruption"), ("studies",),
