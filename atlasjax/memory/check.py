@@ -70,11 +70,11 @@ def check_concrete(where: str, **arguments: object) -> None:
 
 def check_key(where: str, key: object) -> None:
     """Raises TypeError or ValueError unless `key` is a single PRNG key, of `jax.random.key` or of `jax.random.PRNGKey`."""
-    typed = isinstance(key, ARRAYS) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    raw = isinstance(key, ARRAYS) and key.dtype == jnp.uint32 and len(key.shape) >= 1
-    if not isinstance(key, ARRAYS) or not (typed or raw):
-        told = f"an array of {key.dtype}" if isinstance(key, ARRAYS) else type(key).__name__
-        raise TypeError(f"{where}: key must be a PRNG key such as jax.random.key(0), got {told}.")
+    if not isinstance(key, ARRAYS):
+        raise TypeError(f"{where}: key must be a PRNG key such as jax.random.key(0), got {type(key).__name__}.")
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed and (key.dtype != jnp.uint32 or not key.shape):
+        raise TypeError(f"{where}: key must be a PRNG key such as jax.random.key(0), got an array of {key.dtype}.")
     several = key.shape if typed else key.shape[:-1]
     if several:
         raise ValueError(f"{where}: key must be a single PRNG key, got keys of shape {several}.")

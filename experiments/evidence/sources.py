@@ -87,8 +87,8 @@ def capacity(
 def mqar(pairs: Iterable[tuple[str, str]]) -> list[Line]:
     """(better, worse) models of MQAR: accuracy, each at its best learning rate."""
     found = []
-    for (better, worse), name in itertools.product(pairs, ("small", "long")):
-        chosen = best(list(rows(f"mqar/results/{name}.jsonl")))
+    sizes = [best(list(rows(f"mqar/results/{size}.jsonl"))) for size in ("small", "long")]
+    for (better, worse), chosen in itertools.product(pairs, sizes):
         for width in sorted({width for _, width in chosen}):
             a, b = chosen.get((better, width)), chosen.get((worse, width))
             if a is None or b is None:
