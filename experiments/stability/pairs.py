@@ -3,6 +3,11 @@
 `train.py` runs them on three seeds first, and the page of evidence compares them.
 """
 
+from typing import Any
+
+# Attention in the layer of a memory: Transformer++ has no convolutions before its keys, and every memory has them.
+CONTROL = "attention-lmm"
+
 # Direction → its pairs, those that differ in the claim alone first.
 PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
     # Sliding windows of linear attention differ in the window alone; OmegaNet also in its polynomial features.
@@ -16,7 +21,13 @@ PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "gated": (("atlas++", "atlas"),),
     "muon": (("atlas", "omeganet"),),
-    "dot": (("dot", "deep-transformer"), ("deep-transformer", "transformer++"), ("dot", "transformer++")),
+    "dot": (
+        ("dot", "deep-transformer"),
+        ("deep-transformer", CONTROL),
+        ("dot", CONTROL),
+        ("deep-transformer", "transformer++"),
+        ("dot", "transformer++"),
+    ),
     "caching": (
         ("titans-grm", "titans-soup"),
         ("titans-soup", "titans-ssc"),
@@ -32,3 +43,16 @@ def models() -> list[str]:
     """The models of the pairs, each once: those of pairs that cost least first, then as above."""
     cheap = ("omega", "deep", "sampling", "gam", "caching", "gate", "dot", "muon", "polynomial", "gated")
     return list(dict.fromkeys(model for name in cheap for pair in PAIRS[name] for model in pair))
+
+
+def default_config(name: str) -> Any:
+    """The training configuration of a tiny preset, or of the control with the settings of Transformer++."""
+    import dataclasses
+
+    from atlasjax.presets import model_around
+    from atlasjax.train import defaults
+    from experiments.language.models import attention
+
+    if name != CONTROL:
+        return defaults.default_config(f"{name}-tiny")
+    return dataclasses.replace(defaults.default_config("transformer++-tiny"), model=model_around(attention))

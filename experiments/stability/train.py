@@ -71,9 +71,7 @@ def cases() -> list[Case]:
 
 def config_of(case: Case, texts_dir: pathlib.Path) -> Any:
     """The run as in `atlasjax train`, except for where checkpoints and evaluations are."""
-    from atlasjax.train.defaults import default_config
-
-    config = default_config(f"{case.preset}-tiny")
+    config = pairs.default_config(case.preset)
     source: dict[str, Any] = {}
     if TEXTS[case.text] is not None:
         source = {"source": "text", "paths": (str(texts_dir / str(TEXTS[case.text])),)}
