@@ -17,9 +17,32 @@ def iota(size: int, axis: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, (size, size), axis)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def product(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, precision: jax.lax.Precision = HIGHEST) -> jax.Array:
+    """Contracts axis x_axis of x with axis y_axis of y, both matrices.
+
+    Its derivatives are products too. jax's own would transpose their results.
+    """
     axes = (((x_axis,), (y_axis,)), ((), ()))
     return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _product_forward(
+    x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, precision: jax.lax.Precision
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return product(x, y, x_axis, y_axis, precision), (x, y)
+
+
+def _product_backward(
+    x_axis: int, y_axis: int, precision: jax.lax.Precision, kept: tuple[jax.Array, jax.Array], d: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, y = kept
+    dx = product(d, y, 1, 1 - y_axis, precision) if x_axis == 1 else product(y, d, 1 - y_axis, 1, precision)
+    dy = product(d, x, 0, 1 - x_axis, precision) if y_axis == 1 else product(x, d, 1 - x_axis, 0, precision)
+    return dx, dy
+
+
+product.defvjp(_product_forward, _product_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

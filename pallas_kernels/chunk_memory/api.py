@@ -11,7 +11,7 @@ from pallas_kernels.arguments import CONTINUES, EMPTY, Arrays, Interpret, Segmen
 from pallas_kernels.blocks import token_precision
 from pallas_kernels.chunk_memory import gpu, reference
 from pallas_kernels.chunk_memory.bound import windowed_floor
-from pallas_kernels.chunk_memory.chunk import MemoryChunk, Objective, Structure, window_rows
+from pallas_kernels.chunk_memory.chunk import MemoryChunk, Objective, Structure, tall, window_rows
 from pallas_kernels.chunk_memory.muon import MuonChunk, writes
 from pallas_kernels.chunk_scan import Restarts, chunk_scan
 from pallas_kernels.layout import from_chunks, gates_to_chunks, to_chunks
@@ -131,11 +131,14 @@ def chunk_memory(
     size = 1 if window_weights is None else window_weights.shape[-1]
     names = tuple(sorted(weights))
     float32 = lambda w: w.astype(jnp.float32)
-    carry = [float32(weights[name]) for name in names]
+    on_tpu = newton_schulz is None and implementation == "pallas_tpu"
+    transposed = tall(weights) if on_tpu else ()
+    stored = lambda arrays: tuple(x.swapaxes(-1, -2) if name in transposed else x for name, x in zip(names, arrays))
+    carry = [*stored(float32(weights[name]) for name in names)]
     of_norm = [] if norm is None else [float32(norm[name])[:, None] for name in ("scale", "bias")]
     carry += [jnp.broadcast_to(x, (batch, *x.shape)) for x in of_norm]
     fixed = carry[len(names) :]
-    carry += [] if momenta is None else [float32(momenta[name]) for name in names]
+    carry += [] if momenta is None else stored(float32(momenta[name]) for name in names)
     before: Arrays = ()
     if size > 1:
         if window is None:
@@ -145,7 +148,7 @@ def chunk_memory(
     precision = token_precision(q.dtype)
     chunk = MemoryChunk(
         structure, objective, names, momentum_decay is not None, retention is not None, size, precision,
-        step_bound=step_bound, norm_bound=norm_bound, norm=norm is not None,
+        step_bound=step_bound, norm_bound=norm_bound, norm=norm is not None, transposed=transposed,
     )  # fmt: skip
     real = ones if segments is None else jnp.broadcast_to(segments.real[:, :, None], ones.shape)
     rows = [(step_size, 0.0), (real, 0.0), *((x, 1.0) for x in (retention, momentum_decay) if x is not None)]
@@ -155,7 +158,7 @@ def chunk_memory(
     rows += [] if window_weights is None else [(window_weights, 0.0)]
     start: Arrays = ()
     if segments is not None and segments.start is not None:
-        start = (*(segments.start_of_heads(segments.start[name]) for name in names), *fixed)
+        start = (*stored(segments.start_of_heads(segments.start[name]) for name in names), *fixed)
     first: Arrays = (*carry, *before)
     block = chunk_size
     if newton_schulz is not None:
@@ -164,7 +167,7 @@ def chunk_memory(
         rows.append((begins, 0.0))
         first, start = (*carry[: len(names)], *first), start * 2  # M_{t'}, then M
     gate_rows = gates_to_chunks(rows, chunk_size)
-    if newton_schulz is None and implementation == "pallas_tpu":
+    if on_tpu:
         final, (y,) = chunk_scan(
             chunk, first, (q, k, v), gate_rows, together=_together(first, chunk_size, q.dtype), interpret=interpret, dtype=q.dtype,
             restarts=None if segments is None else (segments.marks, start),
@@ -183,7 +186,7 @@ def chunk_memory(
         final = tuple(x.reshape(batch, heads, *x.shape[1:]) for x in final)
         y = from_chunks(y, batch, time)
     momenta_from = len(names) + len(fixed)
-    last = lambda start: dict(zip(names, final[start : start + len(names)]))
+    last = lambda start: dict(zip(names, stored(final[start : start + len(names)])))
     return y.astype(q.dtype), last(0), None if momenta is None else last(momenta_from)
 
 

@@ -135,26 +135,26 @@ def bounded_steps(step_bound: float, gates: Gates, decays: Decays, of: Windowed,
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def within_norm(norm_bound: float, w: jax.Array) -> jax.Array:
-    """The factor [1, 1] for W [out, in] that makes ‖W‖_F ≤ norm_bound · √out."""
-    return _within_forward(norm_bound, w)[0]
+def within_norm(most: float, w: jax.Array) -> jax.Array:
+    """The factor [1, 1] for W, a matrix, that makes ‖W‖_F ≤ most."""
+    return _within_forward(most, w)[0]
 
 
-def _within_forward(norm_bound: float, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _within_forward(most: float, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     # A few rows at a time, because an intermediate of a whole weight would take as much vector memory again.
     strips = [w[start : start + _STRIP] for start in range(0, w.shape[0], _STRIP)]
     largest = functools.reduce(jnp.maximum, [_all(jnp.max, jnp.abs(strip)) for strip in strips])
     # The square of a large entry could overflow.
     unit = 1.0 / jnp.maximum(largest, 1.0)
     square = functools.reduce(jnp.add, [_all(jnp.sum, jnp.square(strip * unit)) for strip in strips])
-    most = norm_bound * w.shape[0] ** 0.5 * unit
-    over = square > most * most
+    limit = most * unit
+    over = square > limit * limit
     square = jnp.where(over, square, 1.0)
-    factor = jnp.where(over, most * jax.lax.rsqrt(square), 1.0)
+    factor = jnp.where(over, limit * jax.lax.rsqrt(square), 1.0)
     return factor, (w, jnp.where(over, -factor * unit / square * unit, 0.0))
 
 
-def _within_backward(norm_bound: float, kept: tuple[jax.Array, ...], d: jax.Array) -> tuple[jax.Array]:
+def _within_backward(most: float, kept: tuple[jax.Array, ...], d: jax.Array) -> tuple[jax.Array]:
     w, slope = kept
     return (d * slope * w,)
 

@@ -13,7 +13,8 @@ carried from chunk to chunk with the memory, in whole tiles of eight rows. `boun
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -42,6 +43,15 @@ class Objective(Protocol):
     def loss(self, out: jax.Array, v: jax.Array, threshold: None) -> jax.Array: ...
 
 
+def tall(weights: Mapping[str, jax.Array]) -> tuple[str, ...]:
+    """Names of the weights [..., out, in] with out > in.
+
+    Transposed, they fill whole tiles where in < 128, and their gradients Σ left ⊗ input need fewer passes through a matrix unit,
+    which takes the rows of one factor one by one.
+    """
+    return tuple(name for name, w in weights.items() if w.shape[-2] > w.shape[-1])
+
+
 def window_rows(window: int) -> int:
     """Rows of the window's c − 1 tokens in the carry, in whole tiles of eight."""
     return -(-(window - 1) // 8) * 8
@@ -59,16 +69,18 @@ def after_window(
 class MemoryChunk:
     """A `chunk_scan.Chunk`.
 
-    Carry: the weights by name; with `norm`, scale and bias of the LayerNorm inside the memory [1, value_dim], which do not change;
-    with momentum, S in the form of the weights; for c > 1, keys and values of the window [`window_rows`, dim] and
-    whether they are real [`window_rows`, 1]. Inputs: q, k, v [m, dim] and gates [n, m] with the rows η, real (1, or 0 for padding),
-    α if `retention`, θ if `momentum`, n − a of the windowed losses if `step_bound`, γ_0 … γ_{c−1} if c > 1. m is a power of two.
+    Carry: the weights by name [out, in], those of `transposed` as [in, out]; with `norm`, scale and bias of the LayerNorm inside
+    the memory [1, value_dim], which do not change; with momentum, S in the form of the weights; for c > 1, keys and values of the
+    window [`window_rows`, dim] and whether they are real [`window_rows`, 1]. Inputs: q, k, v [m, dim] and gates [n, m] with the
+    rows η, real (1, or 0 for padding), α if `retention`, θ if `momentum`, n − a of the windowed losses if `step_bound`,
+    γ_0 … γ_{c−1} if c > 1. m is a power of two.
 
     Attributes:
       structure, objective: hashable; residual structures add φ(k) = k itself.
       names: names of the weights, in the carry's order.
       momentum, retention: whether there are S and θ, and whether there is α.
       norm: whether there is a LayerNorm inside the memory.
+      transposed: names of the weights whose matrices, also of momenta, are transposed (`tall`).
       window: c ≥ 1.
       precision: precision of products with tokens and weights. Products of gates alone are exact.
       step_bound: how far a token may step (`bound.bounded_steps`). None means that steps are η.
@@ -85,6 +97,7 @@ class MemoryChunk:
     step_bound: float | None = None
     norm_bound: float | None = None
     norm: bool = False
+    transposed: tuple[str, ...] = ()
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         return self._chunk(carry, xs, lambda of_head: of_head, lambda width, *of_head: self.coefficients(1, *of_head))
@@ -105,7 +118,12 @@ class MemoryChunk:
         """The gradients at the start of a head's chunk."""
         dot, count = self._dot, len(self.names)
         weights, norm, momenta = self._parts(carry)
-        scales = [None if self.norm_bound is None else within_norm(self.norm_bound, w) for w in (*weights, *momenta)]
+        memory, momentum = self._scaled(weights), self._scaled(momenta)
+        scales = [
+            None if self.norm_bound is None else w.within(self.norm_bound)
+            for x in (memory, momentum)
+            for w in x.values()
+        ]
         memory, momentum = self._scaled(weights, scales), self._scaled(momenta, scales[count:])
         _, k, v, rows = xs
         gamma: jax.Array | None = None
@@ -114,7 +132,7 @@ class MemoryChunk:
             real, gamma = columns_of(rows[1:2]), window_matrix(columns(rows[-self.window :]), carry[-1].shape[0])
             k, v, real, left_over = after_window(carry[-3:], k, v, real)
             gamma = gamma * rows_of_columns(real)
-        widths = {name: w.matrix.shape[0] for name, w in memory.items()}
+        widths = {name: w.out for name, w in memory.items()}
         weight = lambda name, h: memory[name].product(h, dot)
         gradients = gradient_factors(self.structure, self.objective, weight, widths, k, v, norm)
         factors, of_window = gradients.factors, None
@@ -171,12 +189,13 @@ class MemoryChunk:
         for name in self.names:
             left, inputs = begun.factors[name]
             w = memory[name].times(None if a is None else entry(a, m - 1))
-            w = w + _outer(at_end, left, inputs, dot)
+            w = w + memory[name].outer(at_end, left, inputs, dot)
             if s is not None:
                 assert beta is not None
                 assert momentum_at_end is not None
                 w = w + momentum[name].times(entry(s, m - 1))
-                momenta_after.append(momentum[name].times(beta) + _outer(momentum_at_end, left, inputs, dot))
+                step = momentum[name].outer(momentum_at_end, left, inputs, dot)
+                momenta_after.append(momentum[name].times(beta) + step)
             after.append(w)
         kept = carry[count : count + 2 * self.norm]
         return (*after, *kept, *momenta_after, *begun.left_over), (y,)
@@ -192,8 +211,12 @@ class MemoryChunk:
         norm = dict(zip(("scale", "bias"), carry[count:momenta])) if self.norm else None
         return carry[:count], norm, carry[momenta : momenta + count * self.momentum]
 
-    def _scaled(self, matrices: Arrays, factors: Sequence[jax.Array | None]) -> dict[str, "_Scaled"]:
-        return {name: _Scaled(w, factor) for name, w, factor in zip(self.names, matrices, factors)}
+    def _scaled(
+        self, matrices: Arrays, factors: Iterable[jax.Array | None] = itertools.repeat(None)
+    ) -> dict[str, "_Scaled"]:
+        return {
+            name: _Scaled(w, factor, name in self.transposed) for name, w, factor in zip(self.names, matrices, factors)
+        }
 
     def named(self, rows: jax.Array) -> Gates:
         """The gates as separate rows, [..., 1, m] each; those of the window follow them."""
@@ -224,13 +247,19 @@ class _Begun(NamedTuple):
 
 
 class _Scaled(NamedTuple):
-    """factor · matrix, with the factor [1, 1] or None for 1, because a scaled copy would take as much vector memory again."""
+    """W = factor · matrix, with the factor [1, 1] or None for 1, because a scaled copy would take as much vector memory again."""
 
     matrix: jax.Array
     factor: jax.Array | None
+    transposed: bool  # whether the matrix is [in, out]
+
+    @property
+    def out(self) -> int:
+        return self.matrix.shape[1 if self.transposed else 0]
 
     def product(self, h: jax.Array, dot: Product) -> jax.Array:
-        out = dot(h, self.matrix, 1, 1)
+        """h Wᵀ."""
+        out = dot(h, self.matrix, 1, 0 if self.transposed else 1)
         return out if self.factor is None else self.factor * out
 
     def times(self, share: jax.Array | None) -> jax.Array:
@@ -238,6 +267,17 @@ class _Scaled(NamedTuple):
         if self.factor is not None:
             share = self.factor if share is None else share * self.factor
         return self.matrix if share is None else share * self.matrix
+
+    def within(self, norm_bound: float) -> jax.Array:
+        """The factor of `within_norm`."""
+        return within_norm(norm_bound * self.out**0.5, self.matrix)
+
+    def outer(self, weights: jax.Array, left: jax.Array, inputs: jax.Array, dot: Product) -> jax.Array:
+        """Σ_i weights[i] left_i ⊗ input_i, in the form of the matrix."""
+        rows, columns = (inputs, left) if self.transposed else (left, inputs)
+        if rows.shape[1] <= columns.shape[1]:  # the narrower factor is multiplied by the weights
+            return dot(rows * weights, columns, 0, 0)
+        return dot(rows, columns * weights, 0, 0)
 
 
 class Gradients(NamedTuple):
@@ -281,10 +321,3 @@ def gradient_factors(
 def _total(products: Iterable[jax.Array]) -> jax.Array:
     """Sum over all channels of several arrays of tokens, [E, 1]."""
     return functools.reduce(jnp.add, (jnp.sum(x, axis=1, keepdims=True) for x in products))
-
-
-def _outer(weights: jax.Array, left: jax.Array, inputs: jax.Array, dot: Product) -> jax.Array:
-    """Σ_i weights[i] left_i ⊗ input_i, [out, in]. The narrower factor is multiplied by the weights."""
-    if left.shape[1] <= inputs.shape[1]:
-        return dot(left * weights, inputs, 0, 0)
-    return dot(left, inputs * weights, 0, 0)

@@ -154,7 +154,7 @@ def chunk_memory(
         carry = begun(restarts[0][:, 0], carry, start)
     if (most := chunk.norm_bound) is not None:
         # The kernel limits the states that it writes; the first one comes from outside.
-        within = jax.vmap(lambda w: within_norm(most, w) * w)
+        within = jax.vmap(lambda w: within_norm(most * w.shape[0] ** 0.5, w) * w)
         carry = tuple(within(w) for w in carry)
         limits = tuple(most * w.shape[-2] ** 0.5 for w in carry[: len(chunk.names)])
         chunk = dataclasses.replace(chunk, norm_bound=None)

@@ -121,7 +121,7 @@ class MuonChunk:
         theta = gates[:, index : index + 1]
         begins = entry(gates[:, -1:], 0)
         if (norm_bound := self.memory.norm_bound) is not None:
-            begun = lambda w: (begins * within_norm(norm_bound, w) + (1.0 - begins)) * w
+            begun = lambda w: (begins * within_norm(norm_bound * w.shape[0] ** 0.5, w) + (1.0 - begins)) * w
             memory, momenta = jax.tree.map(begun, memory), jax.tree.map(begun, momenta)
         start = {name: begins * memory[name] + (1.0 - begins) * w for name, w in start.items()}
         m = q.shape[0]
