@@ -14,7 +14,7 @@ carried from chunk to chunk with the memory, in whole tiles of eight rows. `boun
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -178,24 +178,23 @@ class MemoryChunk:
         y = self.structure.apply(linear, q, q, norm)
 
         def weigh(row: jax.Array) -> jax.Array:
-            """The weight of each gradient, [E, 1], from those of windowed ones, [1, m]."""
+            """The weight of each gradient, [1, E], from those of windowed ones, [1, m]."""
             if begun.gamma is None:
-                return columns_of(row)
-            return columns_of(jnp.sum(begun.gamma * columns_of(row), axis=0, keepdims=True))
+                return row
+            return jnp.sum(begun.gamma * columns_of(row), axis=0, keepdims=True)
 
-        at_end = weigh(entry(of_gates.memory, m - 1))
-        momentum_at_end = None if of_gates.momentum is None else weigh(of_gates.momentum)
+        at_end = [weigh(entry(of_gates.memory, m - 1))]
+        if of_gates.momentum is not None:
+            at_end.append(weigh(of_gates.momentum))
         after, momenta_after = [], []
         for name in self.names:
             left, inputs = begun.factors[name]
-            w = memory[name].times(None if a is None else entry(a, m - 1))
-            w = w + memory[name].outer(at_end, left, inputs, dot)
+            step, *momentum_step = memory[name].outer_sums(at_end, left, inputs, dot)
+            w = memory[name].times(None if a is None else entry(a, m - 1)) + step
             if s is not None:
                 assert beta is not None
-                assert momentum_at_end is not None
                 w = w + momentum[name].times(entry(s, m - 1))
-                step = momentum[name].outer(momentum_at_end, left, inputs, dot)
-                momenta_after.append(momentum[name].times(beta) + step)
+                momenta_after.append(momentum[name].times(beta) + momentum_step[0])
             after.append(w)
         kept = carry[count : count + 2 * self.norm]
         return (*after, *kept, *momenta_after, *begun.left_over), (y,)
@@ -272,12 +271,17 @@ class _Scaled(NamedTuple):
         """The factor of `within_norm`."""
         return within_norm(norm_bound * self.out**0.5, self.matrix)
 
-    def outer(self, weights: jax.Array, left: jax.Array, inputs: jax.Array, dot: Product) -> jax.Array:
-        """Σ_i weights[i] left_i ⊗ input_i, in the form of the matrix."""
+    def outer_sums(
+        self, weights: Sequence[jax.Array], left: jax.Array, inputs: jax.Array, dot: Product
+    ) -> list[jax.Array]:
+        """Σ_i w[i] left_i ⊗ input_i for each w [1, E], in the form of the matrix.
+
+        They are one product, so the factor without weights is loaded into the matrix unit once.
+        """
         rows, columns = (inputs, left) if self.transposed else (left, inputs)
-        if rows.shape[1] <= columns.shape[1]:  # the narrower factor is multiplied by the weights
-            return dot(rows * weights, columns, 0, 0)
-        return dot(rows, columns * weights, 0, 0)
+        size, rows = rows.shape[1], rows.T
+        sums = dot(jnp.concatenate([rows * w for w in weights]), columns, 1, 0)
+        return [sums[start : start + size] for start in range(0, sums.shape[0], size)]
 
 
 class Gradients(NamedTuple):
