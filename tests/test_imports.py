@@ -85,8 +85,9 @@ MEMORY_MAY_IMPORT = {
     "check": {"gates"},
     "rule": {"check", "gates"},
     "partition": {"gates", "rule"},
-    "fast_weights": _SHARED,
-    "softmax": _SHARED,
+    "choices": {"axes", "gates", "fast_weights", "softmax"},  # the last two for the types of rules
+    "fast_weights": _SHARED | {"choices"},
+    "softmax": _SHARED | {"choices"},
     "caching": _SHARED | {"fast_weights", "softmax", "wrapped"},
     "log_linear": _SHARED | {"caching", "wrapped"},
     "wrapped": {"gates", "rule"},

@@ -72,6 +72,12 @@ def run(arguments: Sequence[str]) -> None:
     if command.harness.tasks:
         _run_tasks(command)
         return
+    if any(argument.partition("=")[0] == "--tasks" for argument in arguments):
+        raise ConfigError("--tasks is empty; it needs the name of at least one task.")
+    for given in (command.harness, command.long_context):
+        for field in dataclasses.fields(given):
+            if getattr(given, field.name) != getattr(type(given), field.name):
+                raise ConfigError(f"--{field.name.replace('_', '-')} is for --tasks, which is not given.")
     loaded = _loaded(command)
     try:
         texts = _texts(command, loaded.config)
@@ -79,12 +85,13 @@ def run(arguments: Sequence[str]) -> None:
         references = baselines(texts[HELD_OUT]) if HELD_OUT in texts else {}
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from error
+    whole = "" if command.max_batches is None else ", whole text"
     for text, result in results.items():
         what = text if text not in ("", HELD_OUT) else f"{command.run_dir}, step {loaded.step}"
         print(f"{what}: {result.tokens:,} tokens, {result.num_bytes:,} bytes")
         for name, value in {
             "loss (nats per token)": result.loss, "perplexity per token": result.perplexity, "bits per byte": result.bits_per_byte,
-            **{f"bits per byte, {name}": value for name, value in (references if text == HELD_OUT else {}).items()},
+            **{f"bits per byte, {name}{whole}": value for name, value in (references if text == HELD_OUT else {}).items()},
         }.items():  # fmt: skip
             print(f"  {name:<36}{value:9.4f}")
 

@@ -60,6 +60,10 @@ def run(arguments: Sequence[str]) -> None:
         raise ConfigError(
             "preset is empty; give the names of presets after --preset, e.g. atlas-tiny. --names lists them."
         )
+    if command.size is not None and command.preset != InfoCommand.preset:
+        raise ConfigError(
+            f"--size {command.size} and --preset {command.preset[0]} both say which presets; leave one of them out."
+        )
     try:
         if command.plan:
             check_topology(command.plan)  # before the sizes of large models are computed

@@ -57,6 +57,8 @@ def _one_line(text: str, command: str) -> str:
             sections[-1].append(line.strip(" │|"))
     sections = [section for section in sections if any(section)] or [["the arguments could not be parsed."]]
     said = " ".join(" ".join(sections[0]).partition("Argument helptext:")[0].split())
+    if (unreadable := _unreadable(said, text)) is not None:
+        return f"{unreadable} `atlasjax {command} --help` lists the options."
     said = re.sub(r"^Error parsing \S+: ", "", said)
     said = said.partition(" Arguments are applied to")[0].replace(f" (applied to atlasjax {command})", "")
     if text.lstrip(" ╭─+-").startswith("Value error"):
@@ -72,6 +74,32 @@ def _one_line(text: str, command: str) -> str:
     return f"{said}{end}{''.join(hints[:2])} `atlasjax {command} --help` lists the options."
 
 
+# What Python and tyro say of a value that is not of the option's type.
+_NOT_OF_TYPE = (
+    "invalid literal for int()",
+    "could not convert string",
+    "no type matching",
+    "Could not find valid parse",
+)
+_TYPES = {"INT": "an integer", "FLOAT": "a number"}
+
+
+def _unreadable(said: str, text: str) -> str | None:
+    """The line about a value that is not of its option's type; None if tyro's message `text` is about something else."""
+    found = re.match(r"Error parsing (--\S+): (.*)", said)
+    if found is None or not found[2].startswith(_NOT_OF_TYPE):
+        return None
+    option, values = found[1], re.search(r"\[(.*?)\]|('.*')", found[2])
+    lines = [line.strip(" │|") for line in text.splitlines()]
+    wanted = next((line.removeprefix(f"{option} ") for line in lines if line.startswith(f"{option} ")), None)
+    if values is None or wanted is None:
+        return None
+    optional, kind = wanted.startswith("{None}|"), wanted.removeprefix("{None}|")
+    return (
+        f"{option} is {values[1] or values[2]}; it should be {_TYPES.get(kind, kind)}{' or None' if optional else ''}."
+    )
+
+
 def pop_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[str]]:
     """Removes `--name value` or `--name=value` from a command line before it is parsed in full.
 
@@ -79,7 +107,7 @@ def pop_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[st
       (the last value given, or None; the other arguments).
 
     Raises:
-      ConfigError: the value is missing.
+      ConfigError: the value is missing or empty.
     """
     value: str | None = None
     rest = []
@@ -95,4 +123,6 @@ def pop_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[st
             if following is None or following.startswith("--"):
                 raise ConfigError(f"--{name} needs a value.")
             value = following
+    if value == "":
+        raise ConfigError(f"--{name} is empty; it needs a value.")
     return value, rest

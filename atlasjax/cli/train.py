@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> None:
     init_from, _ = pop_option(arguments, "init-from")
     if saved is None and init_from is not None:
         saved = _base(init_from, run_dir, given)
-    preset = given or TrainCommand.preset
+    preset = TrainCommand.preset if given is None else given
     with user_errors():
         default = default_config(preset) if saved is None else saved
     command = parse(TrainCommand, "train", _DESCRIPTION, rest, TrainCommand(default, preset))
@@ -96,6 +96,10 @@ def _with_caching(command: TrainCommand) -> TrainConfig:
     """The config with the Memory Caching of --add-caching."""
     config = command.config
     if command.add_caching is None:
+        if command.segment_size != TrainCommand.segment_size:
+            raise ConfigError(
+                f"--segment-size {command.segment_size} is for --add-caching, which is not given. A new model takes model.caching."
+            )
         return config
     if config.init_from is None:
         raise ConfigError(
@@ -149,7 +153,8 @@ def _report(name: str, config: TrainConfig, result: TrainResult) -> None:
     references = baselines(config.data)
     if result.evaluation is not None:
         print("held-out bits per byte")
-        rows = {f"this model, {result.step} steps": result.evaluation.bits_per_byte, **references}
+        tokens = "" if config.eval_batches is None else f", {result.evaluation.tokens:,} tokens"
+        rows = {f"this model, {result.step} steps{tokens}": result.evaluation.bits_per_byte, **references}
         if HELD_OUT in result.ema_evaluations:
             rows["its moving average"] = result.ema_evaluations[HELD_OUT].bits_per_byte
         for name, value in rows.items():

@@ -11,6 +11,7 @@ import jax
 import tyro
 
 from atlasjax import cache, storage
+from atlasjax.check import number
 from atlasjax.cli.parsing import parse, pop_option
 from atlasjax.memory import tuned
 from atlasjax.memory.fast_weights.fastest import Measurement
@@ -46,11 +47,12 @@ class TuneCommand:
 def run(arguments: Sequence[str]) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
     given, rest = pop_option(arguments, "preset")
-    preset = given or TuneCommand.preset
+    preset = TuneCommand.preset if given is None else given
     with user_errors():
         default = default_config(preset)
     command = parse(TuneCommand, "tune", _DESCRIPTION, rest, TuneCommand(default, preset))
     with user_errors():
+        number("tune", "seconds", command.seconds, above=0)
         calls = sizes_of(command.config)
     shared = []
     for sizes in calls:

@@ -5,14 +5,15 @@ memory is a cache of tokens), a `CachedRule` (it also keeps the memories of earl
 """
 
 import functools
+import numbers
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from atlasjax.check import integer
+from atlasjax.check import integer, is_integer
 from atlasjax.memory import backends, check
 from atlasjax.memory.fast_weights.kernels import PALLAS
 from atlasjax.memory.gates import Gates
@@ -46,7 +47,7 @@ def init_params(
     check_rule(rule, where)
     check.check_key(where, key)
     for name, value in {"num_heads": num_heads, "key_dim": key_dim, "value_dim": value_dim}.items():
-        integer(where, name, value)
+        integer(where, name, value, kinds=numbers.Integral)
     return rule.init_params(key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
 
 
@@ -68,7 +69,8 @@ def init_state(rule: Rule[Params, State], params: Params, *, batch_size: int, ma
     sizes = {"batch_size": batch_size} | ({} if max_length is None else {"max_length": max_length})
     for name, value in sizes.items():
         # An integer, or a symbolic size of jax.export.
-        if isinstance(value, bool | float | str | None | np.ndarray | jax.Array) or not value >= 1:
+        whole = is_integer(value, 1, kinds=numbers.Integral) or (is_symbolic_dim(value) and value >= 1)
+        if not whole:
             raise ValueError(f"memory.init_state: {name} must be an integer ≥ 1, got {value!r}.")
     return fresh_on_any_mesh(
         lambda params: rule.init_state(params, batch_size=batch_size, max_length=max_length), params
@@ -146,6 +148,17 @@ def scan(
     rule.check_call(params, state, q, k, v, gates, time=True, where=where)
     check.check_arrays(where, params=params, state=state, q=q, k=k, v=v, gates=gates)
     segment_ids, max_segments = check.whole_segments(segment_ids, max_segments, q, where)
+    if segment_ids is not None and not rule.segments_continue:
+        kind = type(rule).__name__
+        if state is not None:
+            raise ValueError(
+                f"{where}: segment_ids with a {kind} require state=None: its segments cannot continue from a state."
+            )
+        if truncation is not None and truncation < q.shape[1]:
+            raise ValueError(
+                f"{where}: truncation is {truncation} with segment_ids and {q.shape[1]} tokens; segments of a {kind} cannot go on "
+                "from one piece to the next. Use truncation=None, or one call for each segment without segment_ids."
+            )
     if check_gates:
         check.check_gate_ranges(gates, where)
     if state is not None and segment_ids is None:
@@ -275,6 +288,9 @@ def read(
     if blend is not None and not getattr(rule, "blended", False):
         raise ValueError(f"{where}: blend is given, but only a CachedRule with blended=True uses it.")
     check.check_arrays(where, params=params, state=state, q=q, connector=connector, blend=blend)
+    for name, x in (("connector", connector), ("blend", blend)):
+        if x is not None:
+            check.check_floating(name, x, where)
     if connector is not None:
         channels = rule.connector_channels(q.shape[-1]) or q.shape[-1]
         check.check_shape("connector", connector, (*q.shape[:-1], channels), where)

@@ -110,7 +110,8 @@ def segmented_layout(
 ) -> Layout:
     """Layout of packed segments: every segment has its own grid of chunks, as if it were alone.
 
-    The first segment continues from the state if its id equals the state's, or if the state has seen no token.
+    The first segment continues from the state if its id equals the state's, or if the state has no id: it is fresh, or has
+    read only calls without ids.
     """
     batch, time = segment_ids.shape
     num_slots = min(time, (time + (chunk - 1) * (max_segments + 1)) // chunk)

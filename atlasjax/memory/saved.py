@@ -1,6 +1,7 @@
 """States in files: `save` and `load`."""
 
 import dataclasses
+import numbers
 import os
 
 import jax
@@ -40,7 +41,7 @@ def save(
       OSError: the file cannot be written; FileNotFoundError: its folder is not there.
     """
     where = "memory.save"
-    integer(where, "num_tokens", num_tokens, 0, optional=True)
+    integer(where, "num_tokens", num_tokens, 0, optional=True, kinds=numbers.Integral)
     about = _about(rule, params, where)
     check_arrays(where, state=state)
     check_concrete(where, state=state)

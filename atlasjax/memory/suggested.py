@@ -57,6 +57,7 @@ For softmax memories see `softmax.suggested`.
 """
 
 import dataclasses
+import numbers
 
 import jax.numpy as jnp
 import numpy as np
@@ -96,7 +97,7 @@ def suggested_gates(
     sizes = {"batch_size": batch_size, "time": time, "num_heads": num_heads, "key_dim": key_dim, "value_dim": value_dim}
     for name, value in sizes.items():
         if value is not None or name != "time":
-            check.integer("suggested_gates", name, value)
+            check.integer("memory.suggested_gates", name, value, kinds=numbers.Integral)
     check_rule(rule, "memory.suggested_gates")
     values = initial_gates(rule, num_heads, key_dim, value_dim, None).values
     lead = (batch_size, num_heads) if time is None else (batch_size, time, num_heads)
@@ -104,7 +105,7 @@ def suggested_gates(
     for name, channels in rule.gate_channels(key_dim, value_dim).items():
         shape = (*lead, channels) if channels else lead
         if name == "connector":
-            gates[name] = jnp.zeros(shape)
+            gates[name] = jnp.zeros(shape, jnp.float32)
         elif name == "removal_key":
             drawn = np.random.default_rng(0).standard_normal(shape)
             gates[name] = jnp.asarray(drawn / np.linalg.norm(drawn, axis=-1, keepdims=True), jnp.float32)

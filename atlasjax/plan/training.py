@@ -1,5 +1,6 @@
 """The full training step, compiled ahead of time for TPUs or GPUs. `plan_training` runs this module in its child process."""
 
+import math
 import time
 
 import jax
@@ -37,6 +38,10 @@ def plan_training(config: TrainConfig, topology: str) -> Plan:
       RuntimeError: the compilation failed, e.g. because the step does not fit into a device's memory.
     """
     check_topology(topology)
+    available = Topology.parse(topology).num_devices
+    shape = config.mesh.resolve(available)
+    if (needed := math.prod(shape.values())) < available:
+        raise ValueError(f"mesh {shape} uses {needed} devices; {topology} has {available}. Set one size to -1.")
     return child.run_in_child(__name__, {"config": to_dict(config), "topology": topology})
 
 

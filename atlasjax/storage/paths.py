@@ -240,10 +240,13 @@ def path(name: "str | os.PathLike[str] | StorePath") -> AnyPath:
     """The path that a string names: a URL ("gs://bucket/folder") or a path of this machine.
 
     Raises:
+      TypeError: it is neither a string nor a path.
       ValueError: the URL's scheme is unknown, its package is missing, or it has no bucket.
     """
     if isinstance(name, StorePath):
         return name
+    if not isinstance(name, str | os.PathLike):
+        raise TypeError(f"a path must be a string or a path object, got {name!r}.")
     text = os.fspath(name)
     scheme, separator, rest = text.partition("://")
     if separator:

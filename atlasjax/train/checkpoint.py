@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 
 from atlasjax import storage
 from atlasjax.train import integrity
-from atlasjax.train.errors import CheckpointError, NonFiniteError, ProcessDiedError, SaveError
+from atlasjax.train.errors import CheckpointError, ConfigError, NonFiniteError, ProcessDiedError, SaveError
 from atlasjax.train.quiet import join_writers, no_leftovers, quiet, root_cause
 from atlasjax.train.saves import agreed_cause, agreed_done
 from atlasjax.train.state import TrainState
@@ -234,6 +234,7 @@ class Checkpoints:
 
         Raises:
           CheckpointError: no checkpoint is usable. The message gives the reason for each.
+          ConfigError: there is none of this step.
         """
         target = {
             "params": abstract.params,
@@ -266,7 +267,7 @@ class Checkpoints:
     ) -> tuple[dict[str, PyTree], int, list[tuple[int, str]]]:
         steps = self.steps()
         if step is not None and step not in steps:
-            raise CheckpointError(f"There is no checkpoint of step {step} in {self.directory}; there are {steps}.")
+            raise ConfigError(f"There is no checkpoint of step {step} in {self.directory}; there are {steps}.")
         skipped: list[tuple[int, str]] = []
         for candidate in [step] if step is not None else reversed(steps):
             try:

@@ -15,12 +15,21 @@ from atlasjax.train.trainable import flat, marked, replaced, select
 
 
 def check_base(config: TrainConfig) -> None:
-    """Checks that a new run can start from `config.init_from`. Does nothing if that is None, or if the run has begun.
+    """Checks that a new run can start from `config.init_from`. Does nothing if that is None.
 
     Raises:
-      ValueError: there is no such run, its model or tokenizer is another one, or what is added changes the model.
+      ValueError: there is no such run, its model or tokenizer is another one, what is added changes the model, or the run has begun
+        with parameters of its own.
     """
-    if config.init_from is None or complete_steps(run_folder(config.run_dir) / "checkpoints"):
+    if config.init_from is None:
+        return
+    if complete_steps(run_folder(config.run_dir) / "checkpoints"):
+        begun = run_config(config.run_dir)
+        if begun is not None and begun.init_from is None:  # another path may be that of the same run, which was moved
+            raise ValueError(
+                f"init_from is {config.init_from!r}, but run_dir={config.run_dir!r} holds a run that began with parameters of its "
+                "own. Give another run_dir for a new run, or leave init_from out to resume this one."
+            )
         return
     base = run_config(config.init_from)
     if base is None or not complete_steps(run_folder(config.init_from) / "checkpoints"):

@@ -187,7 +187,10 @@ def _prepare(
     changed = setup_lib.check_resumable(config)
     setup = setup_lib.prepare(config)
     if not there:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except (FileNotFoundError, FileExistsError, NotADirectoryError) as error:
+            raise ValueError(f"run_dir is {config.run_dir!r}, which cannot be made: {error.strerror}.") from error
         confirm = held.enter_context(lock.hold(run_dir))
         changed = setup_lib.check_resumable(config)  # another job may have been in it meanwhile
     return setup, changed, confirm

@@ -105,3 +105,30 @@ def make_optimizer(config: OptimizerConfig, steps: int, mask: PyTree) -> optax.G
     # The state has the same tree without clipping, so a run can be resumed with or without it.
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     return optax.chain(clip, update)
+
+
+def check_optimizer(name: str, optimizer: optax.GradientTransformation, shapes: PyTree) -> None:
+    """Takes a step in the abstract: the optimizer of another package may be no optimizer.
+
+    Args:
+      name: `OptimizerConfig.name`.
+      optimizer: from `make_optimizer`.
+      shapes: the parameters' shapes.
+
+    Raises:
+      ValueError: the step fails, or its updates are not like the parameters.
+    """
+
+    def step(params: PyTree) -> PyTree:
+        updates, _ = optimizer.update(params, optimizer.init(params), params)
+        return jax.tree.map(lambda x, update: jnp.zeros_like(x) + update, params, updates)
+
+    try:
+        after = jax.eval_shape(step, shapes)
+    except Exception as error:  # whatever a user's optimizer raises
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"optimizer.name is {name!r}, whose update fails: {type(error).__name__}: {reason}") from error
+    for (path, x), y in zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(after)):
+        if x.shape != y.shape:
+            where = jax.tree_util.keystr(path)
+            raise ValueError(f"optimizer.name is {name!r}, whose update of {where} {x.shape} has the shape {y.shape}.")

@@ -30,7 +30,9 @@ def run_config(run_dir: str | storage.AnyPath) -> TrainConfig | None:
             saved = json.loads(file.read_bytes())
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file} is not JSON ({error}); give --preset and the run's options instead.") from None
-    with user_errors():
+    try:
         config = saved_config(saved)
+    except ValueError as error:
+        raise ConfigError(f"the config of the run in {folder.parent}: {error}") from error
     # Its processes are those of a job that has ended.
     return dataclasses.replace(config, run_dir=str(run_dir), processes=ProcessConfig())

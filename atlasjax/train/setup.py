@@ -27,7 +27,7 @@ from atlasjax.train.config import HELD_OUT, TrainConfig, changes_on_resume, run_
 from atlasjax.train.cores import mesh_of, usable_cpu_devices
 from atlasjax.train.evaluations import evaluation_data
 from atlasjax.train.initial import check_base
-from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
+from atlasjax.train.optimizer import check_optimizer, decay_mask, learning_rate, make_optimizer
 from atlasjax.train.state import TrainState
 from atlasjax.train.trainable import counted, select, trainable_mask
 
@@ -145,6 +145,7 @@ def prepare(config: TrainConfig) -> Setup:
     fits.check_fits(config, mesh.shape, every, memory, trainable=some)
     mask = select(decay_mask(state_lib.pure(logical_axes(config.model))), trainable)
     optimizer = make_optimizer(config.optimizer, config.steps, mask)
+    check_optimizer(config.optimizer.name, optimizer, select(shapes, trainable))
     ema = config.optimizer.ema_decay is not None
     shardings, skipped = state_lib.state_shardings(config.model, optimizer, mesh, trainable, ema=ema)
     return Setup(
@@ -219,7 +220,11 @@ def check_resumable(config: TrainConfig) -> list[str]:
     saved = to_dict(saved_config(saved))
     architecture, fixed, free = changes_on_resume(saved, to_dict(config))
     if architecture or (fixed and started):
-        what = "a checkpoint of another architecture" if architecture else "a run on other data or with another seed"
+        what = (
+            "a checkpoint of another architecture"
+            if architecture
+            else "a run with other settings, which must not change"
+        )
         raise ValueError(
             f"{config.run_dir} holds {what} ({', '.join(architecture + fixed)}). Use another run_dir for a new run, or the "
             f"same settings to resume; init_from={config.run_dir} starts a new run from its parameters."

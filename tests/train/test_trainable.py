@@ -150,6 +150,12 @@ def test_added_caching_is_not_exported(runs, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_with_parameters_of_its_own_takes_no_others(runs):
+    base, _, added, _, _ = runs
+    with pytest.raises(ValueError, match="holds a run that began with parameters of its own. Give another run_dir"):
+        prepare(dataclasses.replace(base, init_from=added.run_dir))
+
+
 def test_a_branch_is_added(runs, tmp_path, capsys):
     """The run starts with the outputs of the other one, moves only the branch, and is not exported."""
     base, first, *_ = runs

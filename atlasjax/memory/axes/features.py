@@ -29,7 +29,7 @@ class Features(Axis):
     is_identity: bool
 
     def dim(self, key_dim: int) -> int:
-        """D, the size of φ(x)."""
+        """D, the size of φ(x), for every key_dim ≥ 1: the size of a key is found from D."""
         raise NotImplementedError(f"{type(self).__name__}.dim")
 
     def init(self) -> np.ndarray | None:
@@ -212,7 +212,7 @@ class TensorSketch(_Weighed):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check.integers(self, {"degree": 1, "size": 1})
+        check.integers(self, {"degree": 1, "size": 1, "seed": 0})
 
     def dim(self, key_dim: int) -> int:
         return 1 + key_dim + (self.degree - 1) * self.size

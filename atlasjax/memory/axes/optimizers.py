@@ -44,7 +44,8 @@ class Optimizer(Axis):
     schedule: str
 
     def init(self, weights: dict[str, jax.Array]) -> OptimizerState:
-        """S_0 of one head, from M_0 (name → [out, in]): any pytree of float32 arrays, or None without a state."""
+        """S_0 of one head, from M_0 (name → [out, in]): any pytree of float32 arrays, also of counts, or None
+        without a state."""
         return jax.tree.map(jnp.zeros_like, weights) if self.has_momentum else None
 
     def update(
@@ -82,6 +83,9 @@ class GradientDescent(Optimizer):
 
     per_channel: bool = False
     is_linear = True
+
+    def __post_init__(self) -> None:
+        check.boolean(type(self).__name__, "per_channel", self.per_channel)
 
     def update(
         self,

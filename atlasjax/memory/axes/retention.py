@@ -239,6 +239,7 @@ class Lq(Retention):
 
     def __post_init__(self) -> None:
         check.number("Lq", "q", self.q, least=2)
+        check.boolean("Lq", "published", self.published)
         if self.q == float("inf"):
             raise ValueError("Lq: q must be finite, got inf.")
 

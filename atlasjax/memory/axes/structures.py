@@ -81,7 +81,10 @@ class Structure(Axis):
     is_matrix: bool
 
     def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
-        """Name → (out, in). The first matrix is the outermost, with out = value_dim. The last one reads the features."""
+        """Name → (out, in). The first matrix is the outermost, with out = value_dim. The last one reads the features.
+
+        Names do not depend on the sizes. It is called with 1 and 1 where only names are needed.
+        """
         raise NotImplementedError(f"{type(self).__name__}.weight_shapes")
 
     def init(self, key: jax.Array, feature_dim: int, value_dim: int) -> dict[str, jax.Array]:
@@ -157,6 +160,7 @@ class MLP(Structure):
 
     def __post_init__(self) -> None:
         check.integers(self, {"depth": 1, "expansion": 1})
+        check.boolean("MLP", "norm", self.norm)
         lookup("activation", self.activation, ACTIVATIONS)
 
     def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:

@@ -72,6 +72,7 @@ class CachedRule(WrappedRule[Params, CachedState]):
     """
 
     has_connector: ClassVar[bool] = True
+    segments_continue: ClassVar[bool] = False
 
     rule: Rule[Params, PyTree]
     aggregation: str = "grm"

@@ -33,10 +33,6 @@ def xla_scan(
     tokens = tokens_of(rule, q, k, v, gates)
     if state is None:
         return parallel_scan(rule, params, tokens, segment_ids, max_segments)
-    if segment_ids is not None:
-        raise ValueError(
-            "memory.scan: segment_ids with a cached rule require state=None, because documents cannot continue from a state."
-        )
     return _from_state(rule, params, state, tokens)
 
 

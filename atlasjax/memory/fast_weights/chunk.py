@@ -12,8 +12,8 @@ import numpy as np
 from atlasjax.memory import blocks, limits, meshes
 from atlasjax.memory.axes import structures
 from atlasjax.memory.axes.optimizers import OptimizerState
+from atlasjax.memory.choices import check_all_applied, check_applied
 from atlasjax.memory.fast_weights import bounds, dual, formed, mapped, sequential, step_sizes
-from atlasjax.memory.fast_weights.choices import check_all_applied, check_applied
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights

@@ -70,7 +70,7 @@ def _bounded(
     if theta is not None:
         before = jax.tree.map(lambda x, s: x + bounds.pending(theta) * s, before, S)
     change = jax.tree.map(jnp.subtract, rule.weights(before), rule.weights(origin))
-    return eta * bounds.left_over(sum((jnp.sum(g[name] * change[name]) for name in g), jnp.zeros(())), scale)
+    return eta * bounds.left_over(sum((jnp.sum(g[name] * change[name]) for name in g), jnp.zeros((), eta.dtype)), scale)
 
 
 def _minimizer(rule: MemoryRule, params: MemoryParams, W: jax.Array, token: dict) -> jax.Array:

@@ -89,7 +89,8 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
     def is_sequential(self) -> bool:
         """Whether the memory must be written token by token, because neither the dual form nor Muon's block form applies."""
         known = self.optimizer.is_linear or self.optimizer.orthogonalizes or self.optimizer.is_implicit
-        return not (known and self.retention.is_linear) or self.retention.has_map
+        rarely = self.optimizer.every > 1 and not self.optimizer.orthogonalizes
+        return not (known and self.retention.is_linear) or self.retention.has_map or rarely
 
     @property
     def maps_sums(self) -> bool:
@@ -248,7 +249,11 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
         """
         eta = step_size[:, None] if self.optimizer.per_channel else step_size
         steps, momentum = self.optimizer.update(momentum, gradient, eta, momentum_decay)
-        decayed = stored if retention is None else {n: self.retention.decay(w, retention) for n, w in stored.items()}
+        decayed = stored
+        if retention is not None:
+            decayed = {name: self.retention.decay(w, retention) for name, w in stored.items()}
+        elif not self.retention.is_linear:  # of a kind without a gate
+            decayed = {name: self.retention.decay(w, jnp.ones((), w.dtype)) for name, w in stored.items()}
         return self.start({name: w + steps[name] for name, w in decayed.items()}), momentum
 
     def weights(self, stored: Weights) -> Weights:
@@ -496,6 +501,8 @@ def _clashes(rule: MemoryRule) -> Iterator[tuple[str, str]]:
         yield retention, f"its gate={rule.retention.gate!r}, which should be None, 'scalar' or 'channel'."
     if rule.retention.gate == "channel" and not matrix:
         yield retention, f"{structure}: a decay per feature channel is defined for Matrix() only. Use Scalar()."
+    if rule.retention.decay_first and rule.retention.gate is None:
+        yield retention, "its gate=None: without a gate there is no decay that could come first. Use decay_first=False."
     if rule.retention.decay_first and rule.chunk_size > 1:
         yield (
             retention,

@@ -81,5 +81,5 @@ def _bounded(
     if theta is not None:
         memory = jax.tree.map(lambda x, s: x + bounds.pending(theta) * s, memory, momentum)
     change = jax.tree.map(jnp.subtract, rule.weights(memory), rule.weights(origin.weights))
-    moved = sum((jnp.sum(gradient[name] * change[name]) for name in gradient), jnp.zeros(()))
+    moved = sum((jnp.sum(gradient[name] * change[name]) for name in gradient), jnp.zeros((), eta.dtype))
     return eta * bounds.left_over(moved, scale)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.check import check_floating, check_residual, check_shape
-from atlasjax.memory.fast_weights.choices import check_choices
+from atlasjax.memory.choices import check_choices
 
 if TYPE_CHECKING:
     from atlasjax.memory.fast_weights.rule import MemoryRule
@@ -44,7 +44,7 @@ class MemoryState(NamedTuple):
       window_thresholds: their Huber thresholds, [batch, heads, past].
       window_count: number of real tokens among them, [batch]. A zero key may be a real one.
       position: number of tokens of the current chunk read so far, in [0, chunk_size), [batch].
-      segment: segment id of the last token, [batch], −1 before the first.
+      segment: segment id of the last token, [batch], −1 if no token had one.
     """
 
     memory: dict[str, Float[Array, "batch heads _out _in"]]
@@ -81,7 +81,8 @@ def init_params(rule: "MemoryRule", key: PRNGKeyArray, *, num_heads: int, key_di
     coefficients = None if initial is None else jnp.tile(jnp.asarray(initial), (num_heads, *(1,) * initial.ndim))
     norm = None
     if rule.structure.norm:
-        norm = {"scale": jnp.ones((num_heads, value_dim)), "bias": jnp.zeros((num_heads, value_dim))}
+        shape = num_heads, value_dim
+        norm = {"scale": jnp.ones(shape, jnp.float32), "bias": jnp.zeros(shape, jnp.float32)}
     params = MemoryParams(weights, coefficients, norm)
     check_choices(rule, params, key_dim)
     return params
@@ -102,7 +103,7 @@ def init_state(
       ValueError: the parameters belong to another rule.
     """
     check_params(rule, params)
-    num_heads, value_dim, _ = next(iter(params.weights.values())).shape
+    num_heads, _, value_dim = rule.sizes(params)
     dtype = jnp.promote_types(next(iter(params.weights.values())).dtype, jnp.float32)
     expand = lambda w: jnp.broadcast_to(w.astype(dtype), (batch_size, *w.shape))
     memory = jax.tree.map(expand, rule.start(params.weights))

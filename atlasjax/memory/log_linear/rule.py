@@ -42,6 +42,7 @@ class LogLinearRule(WrappedRule[Params, LogLinearState]):
     """
 
     has_connector: ClassVar[bool] = True
+    segments_continue: ClassVar[bool] = False
 
     rule: Rule[Params, PyTree]
     segment_size: int = 256

@@ -41,10 +41,6 @@ def xla_scan(
         assert state is not None
         where = grid.continued_pieces(time, rule.segment_size, state.position % rule.segment_size)
         return _sequential(rule, params, state, tokens, weights, where)
-    if state is not None:
-        raise ValueError(
-            "memory.scan: segment_ids with a log-linear rule require state=None, because documents cannot continue from a state."
-        )
     assert max_segments is not None
     where = grid.document_pieces(segment_ids, max_segments, rule.segment_size)
     y, state = _sequential(rule, params, states.init_state(rule, params, batch, time), tokens, weights, where)

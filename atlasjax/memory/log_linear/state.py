@@ -47,7 +47,9 @@ def init_state(
     """`LogLinearRule.init_state`."""
     fresh = fresh_memory(rule, params, batch_size)
     levels = rule.levels if max_length is None else count_levels(rule, max_length)
-    return LogLinearState(fresh, (fresh,) * levels, jnp.zeros(batch_size, jnp.int32))
+    # Copies, because a state whose leaves share a buffer could not be donated to a jitted call.
+    copies = tuple(jax.tree.map(jnp.copy, fresh) for _ in range(levels))
+    return LogLinearState(fresh, copies, jnp.zeros(batch_size, jnp.int32))
 
 
 def begin_segment(

@@ -321,6 +321,8 @@ def _clashes(rule: SoftmaxRule) -> Iterator[str]:
         yield f"{objective}: a softmax memory needs a loss of M(φ*(k)) and v alone, such as DotProduct() or L2()."
     if not rule.optimizer.is_linear:
         yield f"{optimizer}: the coefficients of a softmax memory are known for GradientDescent() and Momentum() only."
+    if rule.optimizer.every > 1:
+        yield f"{optimizer}: a softmax memory writes every token; use every=1."
     if rule.optimizer.per_channel:
         yield f"{optimizer}: a step size per channel is not supported for softmax memories."
     if not rule.retention.is_linear or rule.retention.has_map or rule.retention.gate == "channel":

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax import check
 from atlasjax.memory.check import check_floating, check_residual, check_shape
+from atlasjax.memory.choices import check_softmax_choices
 
 if TYPE_CHECKING:
     from atlasjax.memory.softmax.rule import SoftmaxRule
@@ -73,7 +74,7 @@ class SoftmaxState(NamedTuple):
       weights_momentum: momentum of W1, None without momentum.
       tail: the tokens that steps still write to, and those of the unfinished chunk.
       position: number of tokens of the current chunk read so far, in [0, chunk_size), [batch]; 0 if the chunk size has no effect.
-      segment: segment id of the last token, [batch], −1 before the first.
+      segment: segment id of the last token, [batch], −1 if no token had one.
     """
 
     keys: Float[Array, "batch heads entries key_dim"]
@@ -101,8 +102,10 @@ def init_params(
       value_dim: size of a value.
 
     Raises:
-      ValueError: a size is less than one, or key_dim ≠ value_dim for an MLP memory, which has a residual.
+      ValueError: a size is less than one, key_dim ≠ value_dim for an MLP memory, which has a residual, or a part of the rule
+        returns a wrong shape.
     """
+    check_softmax_choices(rule, value_dim)
     check_residual(rule.structure, key_dim, value_dim)
     weights = jax.vmap(lambda k: rule.structure.init(k, 1, value_dim))(jax.random.split(key, num_heads))
     weights.pop(rule.inner)

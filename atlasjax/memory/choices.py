@@ -5,6 +5,7 @@ it traces a loop, with a message about the loop.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,6 +17,7 @@ from atlasjax.memory.gates import Weights
 if TYPE_CHECKING:
     from atlasjax.memory.fast_weights.rule import MemoryRule
     from atlasjax.memory.fast_weights.state import MemoryParams
+    from atlasjax.memory.softmax.rule import SoftmaxRule
 
 _TOKENS = 2
 Shape = tuple[int, ...]
@@ -29,7 +31,8 @@ def check_choices(rule: "MemoryRule", params: "MemoryParams", key_dim: int) -> N
       params: parameters whose own shapes have been checked.
       key_dim: size of a key.
     """
-    weights = tuple((name, w.shape[1:]) for name, w in params.weights.items())
+    # In the structure's order: JAX sorts the names of a dictionary.
+    weights = tuple((name, params.weights[name].shape[1:]) for name in rule.structure.weight_shapes(1, 1))
     coefficients = None if params.coefficients is None else params.coefficients.shape[1:]
     wide = jax.dtypes.canonicalize_dtype(jnp.float64)
     _check(rule, weights, coefficients, key_dim, wide)
@@ -44,9 +47,22 @@ def _check(
     dtype: jnp.dtype,
 ) -> None:
     array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
-    matrices = {name: array(*shape) for name, shape in weights}
-    value_dim = weights[0][1][0]
     _check_features(rule, array(_TOKENS, key_dim), None if coefficients is None else array(*coefficients))
+    _check_writing(rule, dict(weights), dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def check_softmax_choices(rule: "SoftmaxRule", value_dim: int) -> None:
+    """`check_choices` of a softmax rule, whose features have any number of channels."""
+    dtype = jax.dtypes.canonicalize_dtype(jnp.float64)
+    _check_writing(rule, rule.structure.weight_shapes(value_dim, value_dim), dtype)
+
+
+def _check_writing(rule: "MemoryRule | SoftmaxRule", weights: Mapping[str, Shape], dtype: jnp.dtype) -> None:
+    """Checks structure, objective, retention and optimizer. weights: name → (out, in), the outermost first."""
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+    matrices = {name: array(*shape) for name, shape in weights.items()}
+    value_dim = next(iter(weights.values()))[0]
     _check_structure(rule, matrices, array, value_dim)
     _check_objective(rule, array, value_dim)
     _check_retention(rule, matrices, array)
@@ -61,7 +77,7 @@ def _check_features(rule: "MemoryRule", keys: Any, coefficients: Any) -> None:
     _same_shape(f"{type(kind).__name__}.apply", f"for keys of shape {keys.shape}", features, (_TOKENS, size))
 
 
-def _check_structure(rule: "MemoryRule", matrices: dict[str, Any], array: Any, value_dim: int) -> None:
+def _check_structure(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any], array: Any, value_dim: int) -> None:
     kind, told = rule.structure, f"{type(rule.structure).__name__}.apply"
     feature_dim = list(matrices.values())[-1].shape[1]
 
@@ -87,7 +103,7 @@ def _check_structure(rule: "MemoryRule", matrices: dict[str, Any], array: Any, v
     _same_shape(told, f"for features of shape {(_TOKENS, feature_dim)}", out, (_TOKENS, value_dim))
 
 
-def _check_objective(rule: "MemoryRule", array: Any, value_dim: int) -> None:
+def _check_objective(rule: "MemoryRule | SoftmaxRule", array: Any, value_dim: int) -> None:
     kind = rule.objective
     if kind.removes:
         return
@@ -98,11 +114,11 @@ def _check_objective(rule: "MemoryRule", array: Any, value_dim: int) -> None:
     )
 
 
-def _check_retention(rule: "MemoryRule", matrices: dict[str, Any], array: Any) -> None:
+def _check_retention(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any], array: Any) -> None:
     kind = rule.retention
     for matrix in matrices.values():
         given = f"for a weight of shape {matrix.shape}"
-        if kind.gate is not None:
+        if kind.gate is not None or not kind.is_linear:
             alpha = array(matrix.shape[1]) if kind.gate == "channel" else array()
             decayed = jax.eval_shape(kind.decay, matrix, alpha)
             _same_shape(f"{type(kind).__name__}.decay", given, decayed, matrix.shape)
@@ -115,9 +131,14 @@ def _check_retention(rule: "MemoryRule", matrices: dict[str, Any], array: Any) -
                 _same_shape(f"{type(kind).__name__}.change_along", given, change, ())
 
 
-def _check_optimizer(rule: "MemoryRule", matrices: dict[str, Any], array: Any, value_dim: int) -> None:
+def _check_optimizer(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any], array: Any, value_dim: int) -> None:
     kind, told = rule.optimizer, f"{type(rule.optimizer).__name__}.update"
     state = jax.eval_shape(kind.init, matrices)
+    if any(not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(state)):
+        raise ValueError(
+            f"{type(kind).__name__}.init returned the state {_described(state)}; all its arrays should be floating point, also "
+            "a count."
+        )
     step_size = array(value_dim, 1) if kind.per_channel else array()
     momentum_decay = array() if kind.has_momentum else None
     result = jax.eval_shape(kind.update, state, matrices, step_size, momentum_decay)
