@@ -204,8 +204,8 @@ DIRECTIONS = (
         "DOT is better than DeepTransformer, and that better than Transformer++", "A §4, Table 2", _dot,
         ("mqar", "needles", "zoo", "stability"),
         note=lambda: "In the tiny presets the softmax memories have short convolutions before their keys, as every memory, and "
-        "Transformer++ has none. How much of the difference from Transformer++ these make is not measured yet: that is for "
-        "`attention` in `experiments.language`, which has them.",
+        "Transformer++ has none. attention-lmm is softmax attention with these convolutions and the output gate of a memory "
+        "layer: it shows how much of the difference from Transformer++ is theirs.",
     ),
     Direction(
         "Function learning: 1 is easiest, 4 easier than 2, 3 and 5 hardest, 3 easier than 5", "A §6.4, Fig. 6",

@@ -152,7 +152,7 @@ def test_added_caching_is_not_exported(runs, tmp_path, capsys):
 
 def test_a_run_with_parameters_of_its_own_takes_no_others(runs):
     base, _, added, _, _ = runs
-    with pytest.raises(ValueError, match="holds a run that began with parameters of its own. Give another run_dir"):
+    with pytest.raises(ValueError, match="holds a run that began with parameters of its own"):
         prepare(dataclasses.replace(base, init_from=added.run_dir))
 
 
