@@ -22,6 +22,14 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def is_finite(value: object) -> TypeGuard[float]:
+    """Whether `value` is an int or a float that is finite as a float. NaN and integers too large for a float are not."""
+    try:
+        return is_number(value) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def integer(
     owner: str,
     name: str,
@@ -61,20 +69,16 @@ def number(
 ) -> None:
     """Raise ValueError unless `value` is a number within the given bounds, or None if `optional`.
 
-    `above` and `below` are exclusive bounds, `least` and `most` inclusive ones. NaN and infinity are rejected.
+    `above` and `below` are exclusive bounds, `least` and `most` inclusive ones. What is not finite as a float is rejected.
     """
     if optional and value is None:
         return
     low, high = above if least is None else least, below if most is None else most
-    inside = (
-        is_number(value)
-        and math.isfinite(value)
-        and (
-            (above is None or value > above)
-            and (least is None or value >= least)
-            and (below is None or value < below)
-            and (most is None or value <= most)
-        )
+    inside = is_finite(value) and (
+        (above is None or value > above)
+        and (least is None or value >= least)
+        and (below is None or value < below)
+        and (most is None or value <= most)
     )
     if inside:
         return
@@ -119,6 +123,8 @@ def require(condition: bool, name: str, value: object, what: str) -> None:
 
 def _shown(value: object) -> str:
     """A value on one line; that of an array may have many."""
+    if isinstance(value, int) and value.bit_length() > 1024:  # Python refuses to write integers that are longer still
+        return f"{'a negative' if value < 0 else 'an'} integer of more than 300 digits"
     text = " ".join(repr(value).split()) if not isinstance(value, str) else repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
 

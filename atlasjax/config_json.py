@@ -1,6 +1,7 @@
 """Conversion of config dataclasses to JSON values and back."""
 
 import dataclasses
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -33,8 +34,8 @@ def from_dict(cls: type[C], values: Mapping[str, object]) -> C:
       values: field name → JSON value. Missing fields keep their defaults.
 
     Raises:
-      ValueError: an unknown field (the message suggests the closest one), a value of the wrong type, or a value that the
-        dataclass rejects.
+      ValueError: an unknown field (the message suggests the closest one), a missing field without a default, a value of the wrong
+        type, or a value that the dataclass rejects.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{cls.__name__}: expected a dictionary of fields, got {values!r}.")
@@ -44,6 +45,10 @@ def from_dict(cls: type[C], values: Mapping[str, object]) -> C:
     for name, value in values.items():
         kind = lookup(f"field of {cls.__name__}", name, fields)
         arguments[name] = _from_json(f"{cls.__name__}.{name}", kind, value)
+    needed = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
+    missing = [name for name in needed if name not in arguments]
+    if missing:
+        raise ValueError(f"{cls.__name__}: {', '.join(missing)} must be given.")
     return cls(**arguments)
 
 
@@ -64,9 +69,9 @@ def _from_json(where: str, kind: object, value: object) -> object:
             return tuple(_from_json(f"{where}[{i}]", typing.get_args(option)[0], x) for i, x in enumerate(value))
         if type(value) is option:
             return value
-        if option is float and type(value) is int:
+        if option is float and type(value) is int and abs(value) <= sys.float_info.max:
             return float(value)
-    raise ValueError(f"{where}: must be {' or '.join(map(_name, options))}, got {value!r}.")
+    raise ValueError(f"{where}: must be {' or '.join(map(_name, options))}, got {value!r:.200}.")
 
 
 def _name(kind: type) -> str:

@@ -22,6 +22,11 @@ NAN = float("nan")
         (lambda: check.number("f", "x", 1.0, above=0, below=1), "f: x must be a number in (0, 1), got 1.0."),
         (lambda: check.number("f", "x", -1, least=0, most=1), "f: x must be a number in [0, 1], got -1."),
         (lambda: check.number("f", "x", 3, most=2, optional=True), "f: x must be a number ≤ 2 or None, got 3."),
+        (lambda: check.number("f", "x", 10**400), "f: x must be a number, got an integer of more than 300 digits."),
+        (
+            lambda: check.integer("f", "n", -(10**5000)),
+            "f: n must be an integer ≥ 1, got a negative integer of more than 300 digits.",
+        ),
         (lambda: check.number("f", "x", True), "f: x must be a number, got True."),
         (lambda: check.boolean("f", "b", 1), "f: b must be True or False, got 1."),
         (lambda: check.choice("f", "c", "x", ("a", "b")), "f: c must be 'a' or 'b', got 'x'."),

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from atlasjax.data.tokenizers import BpeTokenizer, ByteTokenizer, SentencePieceTokenizer
-from atlasjax.generate import SamplingConfig, TextStream, filtered_logits, penalized_logits, sample
+from atlasjax.generate import (
+    RowSampling,
+    SamplingConfig,
+    TextStream,
+    filtered_logits,
+    penalized_logits,
+    sample,
+    sample_rows,
+)
 
 
 def probabilities(logits: list[float], seen: list[bool], config: SamplingConfig) -> list[float]:
@@ -68,9 +76,40 @@ def test_the_penalty_is_also_that_of_greedy_choice():
         sample(logits, jax.random.key(0), config)
 
 
+EXTREMES = [
+    *({"temperature": x} for x in (1e-46, 1e-40, 1e-38, 1.2e-38, 1e-37)),
+    *({"top_p": x} for x in (1e-46, 1e-40)),
+    {"temperature": 2e-38, "top_k": 3, "top_p": 1e-46, "min_p": 1e-46},
+    *({"repetition_penalty": x, "top_k": 1} for x in (1e-46, 1e39, 10**300)),
+]
+
+
+def test_the_most_likely_token_can_be_drawn_with_any_numbers():
+    """In float32 some are 0 or infinite."""
+    configs = [SamplingConfig(**{"temperature": 1.0} | fields) for fields in EXTREMES]
+    logits = jnp.array([[0.5, 3.0, 5.0, 0.0, -jnp.inf]] * len(configs))
+    seen = jnp.array([[True, False, config.repetition_penalty < 1, True, True] for config in configs])
+    keys = jax.random.split(jax.random.key(0), len(configs))
+    assert set(sample_rows(logits, keys, RowSampling.of(configs, 5), seen).tolist()) == {2}
+    for config, row in zip(configs, seen, strict=True):
+        assert sample(logits[:1], keys[0], config, row[None]).tolist() == [2], config
+
+
+def test_a_temperature_that_is_infinite_in_float32_draws_from_all_tokens():
+    config = SamplingConfig(temperature=1e39)
+    logits, keys = jnp.array([[0.5, 3.0, -jnp.inf]] * 40), jax.random.split(jax.random.key(0), 40)
+    assert set(sample(logits, keys[0], config).tolist()) == {0, 1}
+    rows = sample_rows(logits, keys, RowSampling.of([config] * 40, 3), jnp.zeros((40, 3), bool))
+    assert set(rows.tolist()) == {0, 1}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        *(
+            ({name: 10**400}, f"{name} is an integer of more than 300 digits; it should be ")
+            for name in ("temperature", "top_p", "min_p", "repetition_penalty")
+        ),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"top_k": 2.5}, "top_k is 2.5; it should be an integer"),

@@ -96,9 +96,14 @@ def _checked(command: ServeCommand) -> tuple[str | None, pathlib.Path]:
         )
         if not isinstance(folder, pathlib.Path):
             raise ConfigError(f"memories is {str(folder)!r}; give a folder on this machine's disk with --memories.")
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir() and there != storage.path(command.run_dir):  # load_run says that a run is not a folder
+            raise ConfigError(
+                f"memories is {str(folder)!r}, but {str(there)!r} is a file; give a folder with --memories."
+            )
         if command.token_file is None:
             return os.environ.get(_TOKEN) or None, folder
-        token = pathlib.Path(command.token_file).read_text("utf-8").strip()
+        token = pathlib.Path(command.token_file).read_text("utf-8", "replace").strip()
     if not token or not token.isascii() or len(token.split()) != 1:
         raise ConfigError(f"token_file is {command.token_file!r}; it should have one word of ASCII characters.")
     return token, folder

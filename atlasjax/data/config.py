@@ -1,7 +1,6 @@
 """`DataConfig`: what to read, how to cut it into sequences, and in what order."""
 
 import dataclasses
-import math
 import typing
 from typing import Literal
 
@@ -141,7 +140,7 @@ class DataConfig:
             )
         if self.weights:
             fits = self.source == "prepared" and len(self.weights) == len(self.paths)
-            fits = fits and all(check.is_number(weight) and 0 < weight < math.inf for weight in self.weights)
+            fits = fits and all(check.is_finite(weight) and weight > 0 for weight in self.weights)
             check.require(
                 fits,
                 "weights",

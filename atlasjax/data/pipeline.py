@@ -254,10 +254,12 @@ def _contiguous(
     needed = config.sequence_length + 1
     for tokens in streams:
         if len(tokens) < needed:
+            is_cut = not config.separate_validation and config.source != "prepared"
+            fraction = f", another validation_fraction (now {config.validation_fraction})" if is_cut else ""
             raise ValueError(
-                f"The {split} split is too short for one sequence: it has {len(tokens)} tokens, and sequence_length "
-                f"{config.sequence_length} needs {needed}. Use more text, a shorter sequence_length, or another "
-                f"validation_fraction (now {config.validation_fraction})."
+                f"The {split} {'split' if is_cut else 'text'} is too short for one sequence: it has {len(tokens)} tokens, and "
+                f"sequence_length {config.sequence_length} needs {needed}. Use more text{fraction}, or train with a shorter "
+                "sequence_length."
             )
     multiple = 1 if repeat else config.batch_size
     windows = [Windows(tokens, config.sequence_length, multiple) for tokens in streams]

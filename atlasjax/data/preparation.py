@@ -95,7 +95,8 @@ def prepare(
       The manifest. If the same config is already prepared, its manifest is returned.
 
     Raises:
-      ValueError: the config cannot be prepared, a document cannot be read, a split is empty, or the directory has other content.
+      ValueError: the config cannot be prepared, a document cannot be read, a split is empty, or the directory has other content. If
+        no part was finished, nothing stays of what this call made.
       FileNotFoundError: as `load_documents`.
       OSError: a file cannot be written.
       RuntimeError: a worker failed.
@@ -108,8 +109,9 @@ def prepare(
         return _prepare_in_store(config, target, request, workers, shard_tokens, on_report)
     inputs, folder = open_inputs(config), target
     _check_folder(folder)
+    new = [path for path in (folder / "lock", folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    with _locked(folder), _undone_if_bad(folder, new):
         if (folder / manifest_lib.FILE).exists():
             found = read_manifest(folder)
             _check_same(folder, found.source, request)
@@ -158,14 +160,20 @@ def _prepare_in_store(
         found = read_manifest(folder)
         _check_same(folder, found.source, request)
         return found
-    if begun.exists():
+    resumes = begun.exists()
+    if resumes:
         _check_same(folder, json.loads(begun.read_bytes()), request)
     elif folder.exists():
         raise ValueError(f"The folder {str(folder)!r} contains other files. Use an empty or new folder.")
     storage.write_whole(begun, json.dumps(request).encode())  # also shows that the bucket can be written
     wanted = hashlib.sha256(json.dumps([str(folder), request]).encode()).hexdigest()[:24]
     local = cache.folder() / "preparing" / wanted
-    manifest = prepare(config, local, workers=workers, shard_tokens=shard_tokens, on_report=on_report)
+    try:
+        manifest = prepare(config, local, workers=workers, shard_tokens=shard_tokens, on_report=on_report)
+    except (ValueError, FileNotFoundError):
+        if not resumes and not local.exists():
+            begun.unlink()
+        raise
     upload(local, folder, manifest)
     begun.unlink()
     shutil.rmtree(local)
@@ -212,6 +220,28 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
         except BlockingIOError:
             raise ValueError(f"Another process is preparing data in {str(folder)!r}.") from None
         yield
+
+
+@contextlib.contextmanager
+def _undone_if_bad(folder: pathlib.Path, new: list[pathlib.Path]) -> Iterator[None]:
+    """Removes what was made, and `new`, if the input is bad before a part is finished: the corrected one can have the folder."""
+    before = set(folder.iterdir())
+    try:
+        yield
+    except (ValueError, FileNotFoundError):
+        if not any((folder / "parts").glob("*.json")):
+            for path in set(folder.iterdir()) - before:
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+            with contextlib.suppress(OSError):  # a folder that is not empty stays, and so do those around it
+                for path in new:
+                    if path.is_dir():
+                        path.rmdir()
+                    else:
+                        path.unlink()
+        raise
 
 
 def _clean(folder: pathlib.Path) -> None:

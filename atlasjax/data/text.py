@@ -67,7 +67,8 @@ def text_pieces(path: storage.AnyPath, encoding: str = "utf-8", errors: Errors =
       Non-empty strings.
 
     Raises:
-      ValueError: the file has invalid bytes (the message gives the offset of the first) or cannot be decompressed.
+      ValueError: the file has invalid bytes (the message gives the offset of the first), lacks the byte-order mark that its
+        encoding needs, or cannot be decompressed.
     """
     decoder = codecs.getincrementaldecoder(encoding)(_HANDLERS[errors])
     at_start, read = True, 0
@@ -80,6 +81,10 @@ def text_pieces(path: storage.AnyPath, encoding: str = "utf-8", errors: Errors =
             raise ValueError(
                 f"The data file {str(path)!r} is not {encoding.upper()}: byte 0x{bad:02x} at offset {offset} ({error.reason}). "
                 "Set its encoding, e.g. --data.encoding latin-1, or use --data.errors replace or skip."
+            ) from None
+        except UnicodeError as error:  # no byte-order mark, where the encoding needs one
+            raise ValueError(
+                f"The data file {str(path)!r} is not {encoding.upper()}: {error}. Set its encoding, e.g. --data.encoding utf-16-le."
             ) from None
         if at_start and text:
             text, at_start = text.removeprefix("\ufeff"), False

@@ -67,6 +67,7 @@ def run_tasks(
         for process in processes:
             if process.is_alive():
                 process.kill()
+                process.join()  # from here on it writes nothing
         for queue_ in (waiting, done):
             queue_.cancel_join_thread()
             queue_.close()

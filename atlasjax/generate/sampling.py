@@ -12,13 +12,16 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from atlasjax import check
 
+_SMALLEST = float(np.finfo(np.float32).tiny)  # by which float32 can be divided; a lower temperature is greedy
+_LARGEST = 1e30  # a higher temperature or penalty is no different
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
     """How the next token is chosen. The steps are taken in the order repetition penalty, temperature, top-k, top-p, min-p.
 
     Attributes:
-      temperature: divides the logits. 0 takes the most likely token (greedy).
+      temperature: divides the logits. 0 takes the most likely token (greedy), and so does what is below 1.2e-38.
       top_k: sample only from the k most likely tokens. None means all.
       top_p: sample only from the smallest set of most likely tokens that reaches this probability (nucleus). None means all.
       min_p: sample only from tokens at least this times as likely as the most likely one (arXiv 2407.01082). None means all.
@@ -38,7 +41,12 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         temperature, top_k, penalty = self.temperature, self.top_k, self.repetition_penalty
         require = check.require
-        require(_is_finite(temperature) and temperature >= 0, "temperature", temperature, "0 (greedy) or more")
+        require(
+            check.is_finite(temperature) and temperature >= 0,
+            "temperature",
+            temperature,
+            "0 (greedy) or more, and finite",
+        )
         require(
             top_k is None or check.is_integer(top_k, 1),
             "top_k",
@@ -48,21 +56,22 @@ class SamplingConfig:
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
             require(
-                value is None or (_is_finite(value) and 0 < value <= 1),
+                value is None or (check.is_finite(value) and 0 < value <= 1),
                 name,
                 value,
                 "in (0, 1], or None for all tokens",
             )
-        require(_is_finite(penalty) and penalty > 0, "repetition_penalty", penalty, "positive (1 has no effect)")
+        require(
+            check.is_finite(penalty) and penalty > 0,
+            "repetition_penalty",
+            penalty,
+            "positive (1 has no effect) and finite",
+        )
 
     @property
     def penalizes(self) -> bool:
         """Whether it matters which tokens the text has already."""
         return self.repetition_penalty != 1
-
-
-def _is_finite(value: object) -> bool:
-    return check.is_number(value) and math.isfinite(value)
 
 
 def sample(
@@ -88,8 +97,8 @@ def sample(
     if config.penalizes:
         if seen is None:
             raise ValueError("sample: seen is None; a repetition penalty needs the tokens that the text has already.")
-        logits = penalized_logits(logits, seen, config.repetition_penalty)
-    if config.temperature == 0:
+        logits = penalized_logits(logits, seen, min(config.repetition_penalty, _LARGEST))
+    if config.temperature < _SMALLEST:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return jax.random.categorical(key, filtered_logits(logits, config)).astype(jnp.int32)
 
@@ -101,20 +110,22 @@ def penalized_logits(
 ) -> Float[Array, "batch vocab"]:
     """Logits with the repetition penalty on the tokens in `seen` (bool, of the logits' shape), float32 [batch, vocabulary]."""
     logits = logits.astype(jnp.float32)
+    penalty = jnp.clip(jnp.asarray(penalty, jnp.float32), 1 / _LARGEST, _LARGEST)  # else infinite logits, or NaN
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def filtered_logits(logits: Float[Array, "batch vocab"], config: SamplingConfig) -> Float[Array, "batch vocab"]:
-    """Logits after temperature (not 0), top-k, top-p and min-p, float32 [batch, vocabulary]. Excluded tokens have -inf."""
-    logits = logits.astype(jnp.float32) / config.temperature
+    """Logits after temperature, top-k, top-p and min-p, float32 [batch, vocabulary]. Excluded tokens have -inf.
+
+    They are relative to the largest logit of the row. A temperature of 0 excludes all tokens but the most likely.
+    """
+    logits = _divided(logits.astype(jnp.float32), min(max(float(config.temperature), _SMALLEST), _LARGEST))
     if config.top_k is not None and config.top_k < logits.shape[-1]:
         logits = _at_least(logits, jax.lax.top_k(logits, config.top_k)[0][..., -1:])
     if config.top_p is not None and config.top_p < 1:
         descending = -jnp.sort(-logits, axis=-1)
         probabilities = jax.nn.softmax(descending, axis=-1)
-        # A token is kept while the more likely ones have not reached top_p, so the first one always is.
-        kept = jnp.cumsum(probabilities, axis=-1) - probabilities < config.top_p
-        logits = _at_least(logits, jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True))
+        logits = _at_least(logits, _last_kept(descending, _before(probabilities) < config.top_p))
     if config.min_p is not None:
         logits = _at_least(logits, jnp.max(logits, axis=-1, keepdims=True) + math.log(config.min_p))
     return logits
@@ -142,11 +153,11 @@ class RowSampling(NamedTuple):
         """The arrays (NumPy) of one config per row. vocab_size: that of the logits."""
         rows = [
             (
-                c.temperature,
+                min(c.temperature, _LARGEST),
                 min(c.top_k or vocab_size, vocab_size),
                 c.top_p or 1.0,
                 c.min_p or 0.0,
-                c.repetition_penalty,
+                min(c.repetition_penalty, _LARGEST),
             )
             for c in configs
         ]
@@ -169,17 +180,18 @@ def sample_rows(
     """
     logits = penalized_logits(logits, seen, how.repetition_penalty[:, None])
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    is_drawn = how.temperature >= _SMALLEST
 
     def drawn() -> jax.Array:
-        scaled = logits / jnp.where(how.temperature > 0, how.temperature, 1.0)[:, None]
+        scaled = _divided(logits, jnp.clip(how.temperature, _SMALLEST, _LARGEST)[:, None])
         by_rank = jnp.any((how.top_k < logits.shape[-1]) | (how.top_p < 1))
         scaled = jax.lax.cond(by_rank, lambda: _ranked(scaled, how), lambda: scaled)
         scaled = _at_least(scaled, jnp.max(scaled, axis=-1, keepdims=True) + jnp.log(how.min_p)[:, None])
         # As in a batch of one row.
         tokens = jax.vmap(lambda key, row: jax.random.categorical(key, row[None])[0])(keys, scaled)
-        return jnp.where(how.temperature > 0, tokens.astype(jnp.int32), greedy)
+        return jnp.where(is_drawn, tokens.astype(jnp.int32), greedy)
 
-    return jax.lax.cond(jnp.any(how.temperature > 0), drawn, lambda: greedy)
+    return jax.lax.cond(jnp.any(is_drawn), drawn, lambda: greedy)
 
 
 def _ranked(logits: jax.Array, how: RowSampling) -> jax.Array:
@@ -187,10 +199,25 @@ def _ranked(logits: jax.Array, how: RowSampling) -> jax.Array:
     descending = -jnp.sort(-logits, axis=-1)
     last = jnp.take_along_axis(descending, how.top_k[:, None] - 1, axis=-1)
     descending = jnp.where(descending < last, -jnp.inf, descending)
-    probabilities = jax.nn.softmax(descending, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    before = _before(jax.nn.softmax(descending, axis=-1))
     kept = (descending >= last) & ((before < how.top_p[:, None]) | (how.top_p[:, None] >= 1))
-    return _at_least(logits, jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True))
+    return _at_least(logits, _last_kept(descending, kept))
+
+
+def _divided(logits: jax.Array, temperature: float | jax.Array) -> jax.Array:
+    """Logits relative to the largest of the row, over a temperature. The largest is 0, even if all others underflow to -inf."""
+    return (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
+
+
+def _before(probabilities: jax.Array) -> jax.Array:
+    """The sum of the more likely tokens, for each token in descending order."""
+    return jnp.cumsum(probabilities, axis=-1) - probabilities
+
+
+def _last_kept(descending: jax.Array, kept: jax.Array) -> jax.Array:
+    """The smallest logit that is kept. The first one always is: `top_p` itself may underflow to 0."""
+    first = jnp.arange(descending.shape[-1]) == 0
+    return jnp.min(jnp.where(kept | first, descending, jnp.inf), axis=-1, keepdims=True)
 
 
 def _at_least(logits: jax.Array, smallest: jax.Array) -> jax.Array:

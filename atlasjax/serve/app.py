@@ -313,7 +313,9 @@ class _Generation:
         most = service.tokenizer.vocab_size
         wrong = next((i for i in prompt if isinstance(i, int) and not 0 <= i < most), None)
         if wrong is not None:
-            raise RequestError(400, f"prompt has the token {wrong}; it should be in [0, {most}).", param="prompt")
+            raise RequestError(
+                400, f"prompt has the token {wrong!s:.200}; it should be in [0, {most}).", param="prompt"
+            )
         return np.asarray(prompt, np.int32)
 
 

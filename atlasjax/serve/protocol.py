@@ -126,10 +126,10 @@ def parse(body: bytes, *, chat: bool, model: str, most_tokens: int) -> Parsed:
         )  # fmt: skip
     except ValueError as error:
         raise RequestError(400, str(error), param=str(error).partition(" ")[0]) from None
-    options = fields.get("stream_options", {})
+    include_usage = _include_usage(fields.get("stream_options", {}))
     return Parsed(
         prompt, limit, bool(names), sampling, seed, tuple(stop), fields.get("memory"), fields.get("memory_from"),
-        fields.get("stream", False), options.get("include_usage") is True,
+        fields.get("stream", False), include_usage,
     )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def _fields(given: dict[str, object], known: dict[str, tuple[type, ...]]) -> dic
     fields = {name: value for name, value in given.items() if value is not None}
     for name, value in fields.items():
         if name in _ONLY:
-            if value not in _ONLY[name]:
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in _ONLY[name]):
                 raise RequestError(400, f"{name} is {value!r:.200}; this server does not have it.", param=name)
             continue
         try:
@@ -146,18 +146,20 @@ def _fields(given: dict[str, object], known: dict[str, tuple[type, ...]]) -> dic
         except ValueError as error:
             raise RequestError(400, str(error)[:500], param=name[:100]) from None
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            words = {
-                str: "a string",
-                int: "an integer",
-                float: "a number",
-                bool: "true or false",
-                list: "a list",
-                dict: "an object",
-            }
             raise _wrong(
-                name, value, " or ".join(words[kind] for kind in kinds if kind is not int or float not in kinds)
+                name, value, " or ".join(_WORDS[kind] for kind in kinds if kind is not int or float not in kinds)
             )
     return {name: value for name, value in fields.items() if name in known}
+
+
+def _include_usage(options: dict[str, object]) -> bool:
+    """The only field of `stream_options`."""
+    for name, value in options.items():
+        if name != "include_usage":
+            raise _wrong("stream_options", options, "an object with the field include_usage only")
+        if value is not None and not isinstance(value, bool):
+            raise _wrong("stream_options.include_usage", value, "true or false")
+    return options.get("include_usage") is True
 
 
 def _wrong(name: str, value: object, what: str) -> RequestError:

@@ -1,7 +1,6 @@
 """The configuration of a training run, and the differences between two of them."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 
@@ -73,7 +72,7 @@ class OptimizerConfig:
             value = getattr(self, name)
             if name in ("clip_norm", "ema_decay") and value is None:
                 continue
-            inside = check.is_number(value) and math.isfinite(value) and holds(value)
+            inside = check.is_finite(value) and holds(value)
             check.require(inside, f"optimizer.{name}", value, what)
         if self.trainable is not None:
             try:

@@ -444,8 +444,18 @@ def test_text_too_short_for_one_sequence(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("x" * 1000)
     config = DataConfig(source="text", paths=(str(path),), sequence_length=100, validation_fraction=0.1)
-    with pytest.raises(ValueError, match=r"validation split is too short .* it has 100 tokens, .* 100 needs 101"):
+    with pytest.raises(
+        ValueError, match=r"validation split is too short .* it has 100 tokens, .* 100 needs 101. .* \(now 0.1\)"
+    ):
         make_pipeline(config, BYTE, "validation")
+    separate = dataclasses.replace(
+        config, validation_paths=config.paths, sequence_length=2000
+    )  # as of `evaluate --text`
+    for split in ("train", "validation"):
+        with pytest.raises(
+            ValueError, match=f"The {split} text .* Use more text, or train with a shorter sequence_length.$"
+        ):
+            make_pipeline(separate, BYTE, split)
     config = dataclasses.replace(config, sequence_length=900)
     with pytest.raises(ValueError, match=r"train split is too short .* it has 900 tokens, .* 900 needs 901"):
         make_pipeline(config, BYTE, "train")

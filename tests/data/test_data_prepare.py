@@ -253,13 +253,14 @@ def test_a_worker_that_fails(tmp_path, how, message):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_bad_byte_is_named_and_the_rest_is_kept(tmp_path, workers, monkeypatch):
-    monkeypatch.setattr("atlasjax.data.inputs._PART_BYTES", 10)
+def test_a_bad_byte_is_named_and_the_rest_is_kept(tmp_path, workers):
     (tmp_path / "texts").mkdir()
-    (tmp_path / "texts/a.txt").write_text("good " * 100)
-    (tmp_path / "texts/b.txt").write_bytes(b"caf\xe9 " * 20)
-    config = DataConfig(source="text", paths=(str(tmp_path / "texts"),), validation_fraction=0)
-    with pytest.raises(ValueError, match=r"b.txt' is not UTF-8: byte 0xe9 at offset 3 .*--data.errors replace or skip"):
+    (tmp_path / "texts/a.jsonl").write_text('{"text": "%s"}' % ("good " * 100))
+    (tmp_path / "texts/b.jsonl").write_bytes(b'{"text": "%s"}' % (b"caf\xe9 " * 20))
+    config = DataConfig(source="jsonl", paths=(str(tmp_path / "texts"),), validation_fraction=0)
+    with pytest.raises(
+        ValueError, match=r"b.jsonl' is not UTF-8: byte 0xe9 at offset 13 .*--data.errors replace or skip"
+    ):
         prepare(config, tmp_path / "out", workers=workers)
     with pytest.raises(
         ValueError, match=r"contains another preparation: errors was 'strict' and is now 'skip'. Use another"
@@ -267,6 +268,21 @@ def test_a_bad_byte_is_named_and_the_rest_is_kept(tmp_path, workers, monkeypatch
         prepare(dataclasses.replace(config, errors="skip"), tmp_path / "out")
     manifest = prepare(dataclasses.replace(config, errors="skip"), tmp_path / "other")
     assert manifest.totals("train")["num_bytes"] == 500 + 80 + 4
+
+
+@pytest.mark.parametrize(("folder", "workers"), [("a/new/one", 0), ("a/new/one", 1), ("old", 0)])
+def test_bad_input_leaves_nothing_and_the_corrected_one_can_have_the_folder(tmp_path, folder, workers):
+    lines = tmp_path / "a.jsonl"
+    lines.write_text('{"text": "good"}\nbad\n')
+    (tmp_path / "old").mkdir()
+    config = DataConfig(source="jsonl", paths=(str(lines),), validation_fraction=0)
+    with pytest.raises(ValueError, match=r"Line 2 .* is not JSON"):
+        prepare(config, tmp_path / folder, workers=workers)
+    assert sorted(tmp_path.rglob("*")) == [lines, tmp_path / "old"]
+    lines.write_text('{"words": "good"}\n')
+    with pytest.raises(ValueError, match="has no field 'text'"):
+        prepare(config, tmp_path / folder)
+    prepare(dataclasses.replace(config, column="words"), tmp_path / folder)
 
 
 def test_folders_that_hold_something_else(sources, tmp_path):

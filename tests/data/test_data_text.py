@@ -47,6 +47,10 @@ def test_bad_bytes_name_the_file_the_place_and_the_options(tmp_path, monkeypatch
         read("text", tmp_path)
     with pytest.raises(ValueError, match=r"b.txt' is not ASCII: byte 0xc3 at offset 0 "):
         read("text", tmp_path, encoding="ascii")
+    with pytest.raises(
+        ValueError, match=r"b.txt' is not UTF-16: .* BOM. Set its encoding, e.g. --data.encoding utf-16-le"
+    ):
+        read("text", tmp_path, encoding="utf-16")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])

@@ -189,9 +189,17 @@ def test_bad_requests(server, client):
     extra = lambda **fields: create(extra_body=fields)
     for call, words, param in [
         (lambda: create(temperature=-1), "temperature is -1; it should be 0", "temperature"),
+        *((functools.partial(extra, **{name: 10**400}), f"{name} is an integer of more than 300 digits", name)
+          for name in ("temperature", "top_p", "min_p", "repetition_penalty")),
+        (lambda: create(prompt=[10**400]), r"prompt has the token 1000*; it should be in", "prompt"),
         (lambda: create(top_p=2), "top_p is 2; it should be in", "top_p"),
         (lambda: create(max_tokens=2001), r"max_tokens is 2001; it should be in \[0, 2000\]", "max_tokens"),
         (lambda: create(n=2), "n is 2; this server does not have it", "n"),
+        (lambda: extra(n=True), "n is True; this server does not have it", "n"),
+        (lambda: create(logprobs=0), "logprobs is 0; this server does not have it", "logprobs"),
+        (lambda: extra(stream_options={"foo": 1}), "stream_options is .*'foo'.* include_usage only", "stream_options"),
+        (lambda: extra(stream_options={"include_usage": 1}), "include_usage is 1; it should be true or false",
+         "stream_options.include_usage"),
         (lambda: create(stop=[""]), "stop is .* none of them empty", "stop"),
         (lambda: create(seed=-1), "seed is -1", "seed"),
         (lambda: create(prompt=""), "the prompt is empty", None),
@@ -207,6 +215,12 @@ def test_bad_requests(server, client):
         with pytest.raises(openai.BadRequestError, match=words) as caught:
             call()
         assert caught.value.param == param
+    create(
+        max_tokens=0,
+        n=1,
+        presence_penalty=0.0,
+        extra_body={"logprobs": False, "stream_options": {"include_usage": None}},
+    )
     with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
         create(model="gpt")
     with pytest.raises(openai.NotFoundError, match="there is no memory 'none'"):
@@ -292,6 +306,20 @@ def test_the_moving_average_is_asked_for(tmp_path, monkeypatch, capsys):
         assert cli.main(["serve", "--run-dir", str(tmp_path), *options]) == 2
         assert capsys.readouterr().err == "atlasjax: this is enough\n"
     assert given == [(str(tmp_path), None, False), (str(tmp_path), None, True), (str(tmp_path), 3, True)]
+
+
+def test_files_that_are_no_token_and_no_folder(tmp_path, capsys):
+    """Said before a model is loaded: there is none."""
+    (tmp_path / "file").write_bytes(b"caf\xe9")
+    for options, words in [
+        (["--token-file", "file"], "token_file is 'file'; it should have one word of ASCII characters."),
+        (["--memories", "file"], "memories is 'file', but 'file' is a file; give a folder with --memories."),
+        (["--memories", "file/in"], "memories is 'file/in', but 'file' is a file; give a folder with --memories."),
+        (["--run-dir", "file"], "there is no run in it"),
+    ]:
+        options = [str(tmp_path / one) if one.startswith("file") else one for one in options]
+        assert cli.main(["serve", "--run-dir", str(tmp_path), *options]) == 2
+        assert words in capsys.readouterr().err.replace(f"{tmp_path}/", "")
 
 
 PROGRAM = """

@@ -89,6 +89,14 @@ def test_prepared_in_a_bucket(server, source, tmp_path, disk):
     assert not list(copy.glob(".*.partial"))
 
 
+def test_bad_input_leaves_nothing_in_the_bucket(server, tmp_path, disk):
+    (tmp_path / "a.jsonl").write_text("bad\n")
+    config = DataConfig(source="jsonl", paths=(str(tmp_path / "a.jsonl"),), validation_fraction=0)
+    with pytest.raises(ValueError, match=r"Line 1 .* is not JSON"):
+        prepare(config, f"{SETS}/bad")
+    assert not [name for name in server.names() if name.startswith("sets/bad")]
+
+
 def test_an_upload_goes_on(server, source, disk):
     refused = Fault(lambda method, path: method == "GET" and "sets/later/manifest.json" in path, status=403)
     with server.faulty(refused), pytest.raises(storage.StoreError):

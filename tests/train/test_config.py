@@ -62,6 +62,21 @@ def test_unknown_field_is_corrected():
         from_dict(TrainConfig, values)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda values: values.pop("model"), "TrainConfig: model must be given"),
+        (lambda values: values.clear(), "TrainConfig: model must be given"),
+        (lambda values: values["optimizer"].update(eps=10**400), "OptimizerConfig.eps: must be float, got 1000"),
+    ],
+)
+def test_fields_that_are_missing_or_too_large(change, words):
+    values = to_dict(TrainConfig(ModelConfig()))
+    change(values)
+    with pytest.raises(ValueError, match=words):
+        from_dict(TrainConfig, values)
+
+
 def test_changes_are_sorted_by_what_they_mean():
     old = TrainConfig(ModelConfig())
     new = dataclasses.replace(

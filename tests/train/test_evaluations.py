@@ -111,7 +111,7 @@ def test_a_run_without_an_average(done, tmp_path):
     assert train(stopped).state.ema is None  # to drop it is allowed
     with pytest.raises(ConfigError, match=r"no moving average of its parameters \(optimizer.ema_decay\)"):
         load_run(saved, ema=True)
-    with pytest.raises(ConfigError, match=r"another seed \(optimizer.ema_decay: None → 0.3\)"):
+    with pytest.raises(ConfigError, match=r"must not change \(optimizer.ema_decay: None → 0.3\)"):
         train(dataclasses.replace(stopped, optimizer=run.optimizer))
 
 

@@ -64,7 +64,7 @@ class Measurement:
         if not check.is_integer(self.head_dim, 1):
             raise ValueError(f"head_dim={self.head_dim!r}, should be an integer ≥ 1.")
         ratio = self.ratio_to_xla
-        if not check.is_number(ratio) or not (math.isfinite(ratio) and ratio >= 0):
+        if not (check.is_finite(ratio) and ratio >= 0):
             raise ValueError(f"ratio_to_xla={ratio!r}, should be a finite number ≥ 0.")
         for name in ("device", "jax", "command"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
