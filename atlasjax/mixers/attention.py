@@ -23,11 +23,11 @@ from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.memory import Partition
-from atlasjax.memory.check import check_ids
+from atlasjax.memory.check import check_ids, whole_layer
 from atlasjax.mixers import fused_attention
 from atlasjax.mixers.divided_attention import Tokens, divided
-from atlasjax.mixers.rotary import rotate
-from atlasjax.mixers.shapes import check_shapes
+from atlasjax.mixers.rotary import check_rotary, rotate
+from atlasjax.mixers.shapes import check_dtype, check_shapes, check_sizes
 from atlasjax.mixers.softmax_attention import Source, apart, softmax_attention, together
 
 _AXES = {
@@ -36,6 +36,11 @@ _AXES = {
     "v": "batch time kv_heads value_dim",
     "persistent.keys": "persistent kv_heads key_dim",
     "persistent.values": "persistent kv_heads value_dim",
+}
+_CACHE_AXES = {
+    "cache.keys": "batch size kv_heads·key_dim",
+    "cache.values": "batch size kv_heads·value_dim",
+    "cache.position": "batch",
 }
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 256
 
@@ -82,7 +87,8 @@ def attention(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
-    check_attention("attention", q, k, v, window, rope_dim, persistent)
+    check_attention("attention", q, k, v, window, rope_theta, rope_dim, persistent, partition)
+    check.boolean("attention", "fused", fused)
     batch, time = q.shape[:2]
     if segment_ids is None:
         position, segment = jnp.broadcast_to(jnp.arange(time), (batch, time)), None
@@ -214,14 +220,30 @@ class WindowCache(NamedTuple):
 def init_cache(
     batch_size: int, max_length: int, kv_heads: int, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike
 ) -> KVCache:
-    """An empty cache for at most `max_length` tokens."""
+    """An empty cache for at most `max_length` tokens. `dtype` is that of keys and values.
+
+    Raises:
+      TypeError, ValueError: a size is not an integer ≥ 1, or dtype is not one of floating point.
+    """
+    where = "attention.init_cache"
+    check_sizes(
+        where, batch_size=batch_size, max_length=max_length, kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim
+    )
+    check_dtype(where, dtype)
     return KVCache(*_empty(batch_size, max_length, kv_heads, key_dim, value_dim, dtype))
 
 
 def init_window(
     batch_size: int, window: int, kv_heads: int, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike
 ) -> WindowCache:
-    """An empty cache for the last `window` tokens."""
+    """An empty cache for the last `window` tokens. `dtype` is that of keys and values.
+
+    Raises:
+      TypeError, ValueError: a size is not an integer ≥ 1, or dtype is not one of floating point.
+    """
+    where = "attention.init_window"
+    check_sizes(where, batch_size=batch_size, window=window, kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim)
+    check_dtype(where, dtype)
     return WindowCache(*_empty(batch_size, window, kv_heads, key_dim, value_dim, dtype))
 
 
@@ -258,7 +280,10 @@ def extend(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
-    check_attention("attention.extend", q, k, v, None, rope_dim, persistent)
+    where = "attention.extend"
+    sizes = check_attention(where, q, k, v, None, rope_theta, rope_dim, persistent, partition)
+    _check_cache(where, cache, layer, sizes)
+    cache = jax.tree.map(jnp.asarray, cache)  # a restored one may be of NumPy arrays
     time, place = q.shape[1], () if layer is None else (layer,)
     count = cache.position[place]
     position = count[:, None] + jnp.arange(time)
@@ -312,19 +337,31 @@ def check_attention(
     k: Float[Array, "batch time kv_heads key_dim"],
     v: Float[Array, "batch time kv_heads value_dim"],
     window: int | None,
+    rope_theta: float | None,
     rope_dim: int | None,
     persistent: Persistent | None,
-) -> None:
-    """Raises TypeError or ValueError for invalid arguments of `attention`."""
-    arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
-    if persistent is not None:
-        arrays |= {"persistent.keys": persistent.keys, "persistent.values": persistent.values}
-    sizes = check_shapes(where, _AXES, **arrays)
+    partition: Partition | None,
+) -> dict[str, int]:
+    """The sizes by axis name. Raises TypeError or ValueError for invalid arguments of `attention`."""
+    check.instance(where, "persistent", persistent, Persistent, optional=True)
+    check.instance(where, "partition", partition, Partition, optional=True)
+    sizes = check_shapes(where, _AXES, optional=("persistent",), q=q, k=k, v=v, persistent=persistent)
     if sizes["heads"] % sizes["kv_heads"]:
         raise ValueError(f"{where}: k has {sizes['kv_heads']} heads, which should divide the {sizes['heads']} of q.")
     check.integer(where, "rope_dim", rope_dim, optional=True)
-    if rope_dim is None and sizes["key_dim"] % 2:
-        raise ValueError(f"{where}: key_dim is {sizes['key_dim']}, should be even for rotary positions.")
     if rope_dim is not None and (rope_dim % 2 or rope_dim > sizes["key_dim"]):
         raise ValueError(f"{where}: rope_dim is {rope_dim}, should be even and at most key_dim={sizes['key_dim']}.")
+    check_rotary(where, rope_theta, sizes["key_dim"] if rope_dim is None else rope_dim)
     check.integer(where, "window", window, optional=True)
+    return sizes
+
+
+def _check_cache(where: str, cache: object, layer: jax.Array | int | None, sizes: dict[str, int]) -> None:
+    """Raises TypeError or ValueError unless it is a cache for tokens of these sizes, of all layers if `layer` is given."""
+    if not isinstance(cache, KVCache | WindowCache):
+        raise TypeError(f"{where}: cache must be a KVCache or a WindowCache, got {type(cache).__name__}.")
+    axes = _CACHE_AXES if layer is None else {name: f"layers {of_one}" for name, of_one in _CACHE_AXES.items()}
+    dims = {f"kv_heads·{dim}": sizes["kv_heads"] * sizes[dim] for dim in ("key_dim", "value_dim")}
+    check_shapes(where, axes, integers=("cache.position",), known=sizes | dims, cache=cache)
+    if layer is not None:
+        whole_layer(layer, cache, where)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from atlasjax import check
 from atlasjax.memory.grid import choose
 from atlasjax.mixers.blocks import block_source, continued, documents, unfinished, whole
+from atlasjax.mixers.rotary import check_rotary
 from atlasjax.mixers.shapes import check_shapes
 from atlasjax.mixers.softmax_attention import softmax_attention
 
@@ -29,6 +30,9 @@ _AXES = {
     "k": "batch time heads key_dim",
     "v": "batch time heads value_dim",
     "gate": "heads",
+    "state.block.keys": "batch block_size heads key_dim",
+    "state.block.values": "batch block_size heads value_dim",
+    "state.block.position": "batch",
 }
 
 Memory = TypeVar("Memory")
@@ -118,7 +122,7 @@ def extend(
     rope_theta: float | None,
 ) -> tuple[Float[Array, "batch time heads value_dim"], BlockMemoryState[Memory]]:
     """Attention for the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens."""
-    memory, (keys, values, position) = state
+    memory, (keys, values, position) = jax.tree.map(jnp.asarray, state)  # a restored one may be of NumPy arrays
     size, (batch, time) = keys.shape[1], q.shape[:2]
     rows = jnp.arange(batch)
     if time > 1:
@@ -183,24 +187,32 @@ def _mix(
     return (local + share * (past - local)).astype(v.dtype)
 
 
-def check_call(where: str, q: object, k: object, v: object, gate: object, block_size: int) -> None:
-    """Raises TypeError or ValueError for invalid arguments of an attention."""
+def check_call(where: str, q: object, k: object, v: object, gate: object, block_size: int, rope_theta: object) -> None:
+    """Raises TypeError or ValueError for invalid arguments of an attention over whole sequences."""
     sizes = check_shapes(where, _AXES, q=q, k=k, v=v, gate=gate)
-    if sizes["key_dim"] % 2:
-        raise ValueError(f"{where}: key_dim is {sizes['key_dim']}, should be even for rotary positions.")
+    check_rotary(where, rope_theta, sizes["key_dim"])
     check.integer(where, "block_size", block_size)
 
 
-def check_state_type(where: str, state: object, memory: type) -> None:
-    """Raises TypeError unless `state` is a BlockMemoryState whose memory has this type."""
+def check_extend(
+    where: str,
+    q: object,
+    k: object,
+    v: object,
+    gate: object,
+    state: object,
+    rope_theta: object,
+    memory: type,
+    axes: dict[str, str],
+) -> dict[str, int]:
+    """The sizes by axis name. Raises TypeError or ValueError for invalid arguments of an extend.
+
+    memory: the type of the state's memory. axes: its arrays → their axes, as for `check_shapes`.
+    """
     if not isinstance(state, BlockMemoryState) or not isinstance(state.memory, memory):
         raise TypeError(f"{where}: state must be the result of its own init_state or extend, got {state!r:.200}.")
-
-
-def check_state(where: str, state: BlockMemoryState[Memory], expected: Callable[[], BlockMemoryState]) -> None:
-    """Raises ValueError unless `state` has the shapes of `expected()`."""
-    wanted = jax.tree_util.tree_leaves_with_path(jax.eval_shape(expected))
-    for (path, want), have in zip(wanted, jax.tree.leaves(state), strict=True):
-        if have.shape != want.shape:
-            name = f"state{jax.tree_util.keystr(path)}"
-            raise ValueError(f"{where}: {name} has shape {have.shape}, should be {want.shape}.")
+    sizes = check_shapes(
+        where, _AXES | axes, integers=("state.block.position",), q=q, k=k, v=v, gate=gate, state=state
+    )  # fmt: skip
+    check_rotary(where, rope_theta, sizes["key_dim"])
+    return sizes

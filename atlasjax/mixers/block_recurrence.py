@@ -24,11 +24,18 @@ from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.mixers.blocks import continued, documents, unfinished, whole
-from atlasjax.mixers.rotary import rotate
-from atlasjax.mixers.shapes import check_shapes
+from atlasjax.mixers.rotary import check_rotary, rotate
+from atlasjax.mixers.shapes import check_dtype, check_shapes, check_sizes
 from atlasjax.mixers.softmax_attention import Source, softmax_attention
 
-_AXES = {"q": "batch time heads key_dim", "k": "batch time heads key_dim", "v": "batch time heads value_dim"}
+_AXES = {
+    "q": "batch time heads key_dim",
+    "k": "batch time heads key_dim",
+    "v": "batch time heads value_dim",
+    "state.keys": "batch 2 block_size heads key_dim",
+    "state.values": "batch 2 block_size heads value_dim",
+    "state.position": "batch",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +99,9 @@ def attention(
       TypeError, ValueError: invalid arguments.
     """
     where = "block_recurrence.attention"
-    _check(where, q, k, v, block_size)
+    check.integer(where, "block_size", block_size)
+    check.boolean(where, "stop_gradient", stop_gradient)
+    check_rotary(where, rope_theta, check_shapes(where, _AXES, q=q, k=k, v=v)["key_dim"])
     batch, time = q.shape[:2]
     if segment_ids is None:
         grid = whole(batch, time, block_size)
@@ -112,8 +121,14 @@ def attention(
 def init_state(
     batch_size: int, block_size: int, heads: int, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike
 ) -> BlockRecurrenceState:
-    """The state before the first token."""
-    check.integer("block_recurrence.init_state", "block_size", block_size)
+    """The state before the first token. Sizes as in `attention`; `dtype` is that of keys and values.
+
+    Raises:
+      TypeError, ValueError: a size is not an integer ≥ 1, or dtype is not one of floating point.
+    """
+    where = "block_recurrence.init_state"
+    check_sizes(where, batch_size=batch_size, block_size=block_size, heads=heads, key_dim=key_dim, value_dim=value_dim)
+    check_dtype(where, dtype)
     zeros = lambda dim: jnp.zeros((batch_size, 2, block_size, heads, dim), dtype)
     return BlockRecurrenceState(zeros(key_dim), zeros(value_dim), jnp.zeros(batch_size, jnp.int32))
 
@@ -139,11 +154,10 @@ def extend(
       TypeError, ValueError: invalid arguments.
     """
     where = "block_recurrence.extend"
-    _check(where, q, k, v, state.keys.shape[2])
-    for name, x, new in (("keys", state.keys, k), ("values", state.values, v)):
-        wanted = (q.shape[0], 2, state.keys.shape[2], *new.shape[2:])
-        if x.shape != wanted:
-            raise ValueError(f"{where}: state.{name} has shape {x.shape}, should be {wanted}.")
+    check.instance(where, "state", state, BlockRecurrenceState)
+    sizes = check_shapes(where, _AXES, integers=("state.position",), q=q, k=k, v=v, state=state)
+    check_rotary(where, rope_theta, sizes["key_dim"])
+    state = jax.tree.map(jnp.asarray, state)  # a restored one may be of NumPy arrays
     position = state.position[:, None] + jnp.arange(q.shape[1])
     q, k = rotate(q, position, rope_theta), rotate(k, position, rope_theta)
     k, v = k.astype(state.keys.dtype), v.astype(state.values.dtype)
@@ -200,10 +214,3 @@ def _attend_blocks(
     if q.shape[0] == 1:
         return block(tuple(x[0] for x in xs))[None]
     return jax.lax.map(functools.partial(jax.checkpoint, prevent_cse=False)(block), xs)
-
-
-def _check(where: str, q: object, k: object, v: object, block_size: int) -> None:
-    check.integer(where, "block_size", block_size)
-    key_dim = check_shapes(where, _AXES, q=q, k=k, v=v)["key_dim"]
-    if key_dim % 2:
-        raise ValueError(f"{where}: key_dim is {key_dim}, should be even for rotary positions.")

@@ -3,6 +3,9 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from atlasjax.memory.check import check_floating, check_ids, check_shape
+from atlasjax.mixers.shapes import check_series
+
 
 def causal_convolution(
     x: Float[Array, "batch time *channels"],
@@ -22,8 +25,22 @@ def causal_convolution(
 
     Returns:
       y, float32, with the shape of x, and the next state, in the dtype of `state` concatenated with x.
+
+    Raises:
+      TypeError, ValueError: invalid arguments.
     """
-    width, time = kernel.shape[0], x.shape[1]
+    where = "causal_convolution"
+    check_series(where, "x", x, "[batch, time, …]")
+    (batch, time), channels = x.shape[:2], x.shape[2:]
+    check_shape("kernel", kernel, ("width", *channels), where)
+    width = kernel.shape[0]
+    check_shape("state", state, (batch, width - 1, *channels), where)
+    check_floating("kernel", kernel, where)
+    check_floating("state", state, where)
+    if bias is not None:
+        check_floating("bias", check_shape("bias", bias, channels, where), where)
+    if segment_ids is not None:
+        check_ids(segment_ids, (batch, time), where)
     inputs = jnp.concatenate([state, x], axis=1)
     index = None
     if segment_ids is not None:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from atlasjax import check
 from atlasjax.memory.check import ARRAYS, check_floating, check_ids, check_shape
 from atlasjax.mixers.convolution import causal_convolution
-from atlasjax.mixers.shapes import check_shapes
+from atlasjax.mixers.shapes import check_dtype, check_shapes, check_sizes
 from atlasjax.names import lookup
 
 FUSIONS: dict[str, frozenset[str]] = {
@@ -86,8 +86,8 @@ _AXES = {
     "kernel": "width dim",
     "bias": "dim",
     "memory": "slots dim",
-    "gate_kernel": "dim gates dim",
-    "gate_bias": "gates dim",
+    "gate_kernel": "dim 2 dim",
+    "gate_bias": "2 dim",
 }
 
 
@@ -132,9 +132,13 @@ def associative_read(x: Float[Array, "*tokens dim"], memory: Float[Array, "slots
 
 
 def init_state(batch_size: int, width: int, dim: int, dtype: jnp.dtype) -> Float[Array, "batch past dim"]:
-    """The state before the first token: zeros [batch, width − 1, dim] of the given dtype. For the fusion "global", width is 1."""
-    for name, size in (("batch_size", batch_size), ("width", width), ("dim", dim)):
-        check.integer("gam.init_state", name, size)
+    """The state before the first token: zeros [batch, width − 1, dim] of the given dtype. For the fusion "global", width is 1.
+
+    Raises:
+      TypeError, ValueError: a size is not an integer ≥ 1, or dtype is not one of floating point.
+    """
+    check_sizes("gam.init_state", batch_size=batch_size, width=width, dim=dim)
+    check_dtype("gam.init_state", dtype)
     return jnp.zeros((batch_size, width - 1, dim), dtype)
 
 
@@ -169,10 +173,6 @@ def mix(
             need = "an array" if name in used else "None"
             raise ValueError(f"gam.mix: fusion {fusion!r} needs params.{name} to be {need}, got {_shape(value)}.")
     sizes = check_shapes("gam.mix", _AXES, optional=Params._fields, x=x, **params._asdict())
-    if sizes.get("gates", 2) != 2:
-        raise ValueError(
-            f"gam.mix: params.gate_kernel has {sizes['gates']} gates, should have 2, of shape [dim, 2, dim]."
-        )
     expected = (sizes["batch"], sizes.get("width", 1) - 1, sizes["dim"])
     if state is None:
         state = jnp.zeros(expected, x.dtype)

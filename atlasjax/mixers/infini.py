@@ -25,6 +25,17 @@ from jaxtyping import Array, Float, Int
 from atlasjax import check
 from atlasjax.mixers import block_memory
 from atlasjax.mixers.block_memory import BlockMemoryState
+from atlasjax.mixers.shapes import check_dtype, check_shapes, check_sizes
+
+_AXES = {
+    "state.memory.matrix": "batch heads key_dim value_dim",
+    "state.memory.normalizer": "batch heads key_dim",
+    "memory.matrix": "batch heads key_dim value_dim",
+    "memory.normalizer": "batch heads key_dim",
+    "x": "batch time heads key_dim",
+    "k": "batch time heads key_dim",
+    "v": "batch time heads value_dim",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +98,23 @@ def attention(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
-    block_memory.check_call("infini.attention", q, k, v, gate, block_size)
+    where = "infini.attention"
+    block_memory.check_call(where, q, k, v, gate, block_size, rope_theta)
+    check.number(where, "norm_eps", norm_eps, least=0)
     return block_memory.attention(
         q, k, v, gate, init_memory(q.shape[0], k.shape[2], k.shape[3], v.shape[3]), functools.partial(_read, norm_eps), write,
-        where="infini.attention", block_size=block_size, rope_theta=rope_theta, segment_ids=segment_ids,
+        where=where, block_size=block_size, rope_theta=rope_theta, segment_ids=segment_ids,
         max_segments=max_segments,
     )  # fmt: skip
 
 
 def init_memory(batch_size: int, heads: int, key_dim: int, value_dim: int) -> Associative:
-    """The empty memory."""
+    """The empty memory.
+
+    Raises:
+      ValueError: a size is not an integer ≥ 1.
+    """
+    check_sizes("infini.init_memory", batch_size=batch_size, heads=heads, key_dim=key_dim, value_dim=value_dim)
     return Associative(
         jnp.zeros((batch_size, heads, key_dim, value_dim), jnp.float32), jnp.zeros((batch_size, heads, key_dim), jnp.float32)
     )  # fmt: skip
@@ -108,9 +126,11 @@ def init_state(
     """The state before the first token. Sizes as in `attention`; `dtype` is that of the current block's keys and values.
 
     Raises:
-      ValueError: block_size is less than one.
+      TypeError, ValueError: a size is not an integer ≥ 1, or dtype is not one of floating point.
     """
-    check.integer("infini.init_state", "block_size", block_size)
+    where = "infini.init_state"
+    check_sizes(where, batch_size=batch_size, block_size=block_size, heads=heads, key_dim=key_dim, value_dim=value_dim)
+    check_dtype(where, dtype)
     memory = init_memory(batch_size, heads, key_dim, value_dim)
     return block_memory.init_state(memory, batch_size, block_size, heads, key_dim, value_dim, dtype)
 
@@ -138,12 +158,8 @@ def extend(
       TypeError, ValueError: invalid arguments.
     """
     where = "infini.extend"
-    block_memory.check_state_type(where, state, Associative)
-    size = state.block.keys.shape[1]
-    block_memory.check_call(where, q, k, v, gate, size)
-    (heads, key_dim), value_dim = k.shape[2:], v.shape[-1]
-    expected = lambda: init_state(q.shape[0], size, heads, key_dim, value_dim, k.dtype)
-    block_memory.check_state(where, state, expected)
+    block_memory.check_extend(where, q, k, v, gate, state, rope_theta, Associative, _AXES)
+    check.number(where, "norm_eps", norm_eps, least=0)
     return block_memory.extend(
         q, k, v, gate, state, functools.partial(_read, norm_eps), write, rope_theta=rope_theta
     )  # fmt: skip
@@ -159,14 +175,26 @@ def feature_map(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def read(
     memory: Associative, x: Float[Array, "batch time heads key_dim"]
 ) -> Float[Array, "batch time heads value_dim"]:
-    """A(x) = φ(x) M / (φ(x) · z), zero for an empty memory: [batch, time, heads, key_dim] → [.., value_dim], float32."""
+    """A(x) = φ(x) M / (φ(x) · z), zero for an empty memory: [batch, time, heads, key_dim] → [.., value_dim], float32.
+
+    Raises:
+      TypeError, ValueError: invalid arguments.
+    """
+    check.instance("infini.read", "memory", memory, Associative)
+    check_shapes("infini.read", _AXES, memory=memory, x=x)
     return _divide(feature_map(x), memory)
 
 
 def write(
     memory: Associative, k: Float[Array, "batch time heads key_dim"], v: Float[Array, "batch time heads value_dim"]
 ) -> Associative:
-    """The memory after the tokens k, v [batch, time, heads, dim] are written at once by the delta rule."""
+    """The memory after the tokens k, v [batch, time, heads, dim] are written at once by the delta rule.
+
+    Raises:
+      TypeError, ValueError: invalid arguments.
+    """
+    check.instance("infini.write", "memory", memory, Associative)
+    check_shapes("infini.write", _AXES, memory=memory, k=k, v=v)
     phi = feature_map(k)
     error = v.astype(jnp.float32) - _divide(phi, memory)
     return Associative(

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from atlasjax.mixers.shapes import check_shapes
+from atlasjax.memory.check import check_shape
+from atlasjax.mixers.shapes import check_shapes, check_sizes
 from atlasjax.names import lookup
 
 _CHUNK = 64  # tokens whose states are in memory at the same time; does not change the result
@@ -37,7 +38,12 @@ _Chunk = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def init_state(batch_size: int, channels: int, state_dim: int) -> Float[Array, "batch state channels"]:
-    """The state before the first token: zeros [batch, state, channels], float32."""
+    """The state before the first token: zeros [batch, state, channels], float32.
+
+    Raises:
+      ValueError: a size is not an integer ≥ 1.
+    """
+    check_sizes("mamba.init_state", batch_size=batch_size, channels=channels, state_dim=state_dim)
     return jnp.zeros((batch_size, state_dim, channels), jnp.float32)
 
 
@@ -81,7 +87,9 @@ def selective_scan(
         "selective_scan", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D, state=state, optional=("D", "state")
     )
     batch, time, channels = x.shape
-    _check_resets(resets, batch, time)
+    _check_resets("selective_scan", resets, batch, time)
+    if implementation is not None:
+        lookup("implementation", implementation, _IMPLEMENTATIONS)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     state = jnp.zeros((batch, sizes["state"], channels), wide) if state is None else state.astype(wide)
     keep = jnp.ones((batch, time), wide) if resets is None else jnp.where(resets, 0.0, 1.0).astype(wide)
@@ -102,7 +110,7 @@ def selective_scan(
         parallel = functools.partial(run, _associative)
         state, y = jax.lax.platform_dependent(cuda=parallel, rocm=parallel, default=functools.partial(run, _sequential))
     else:
-        state, y = run(lookup("implementation", implementation, _IMPLEMENTATIONS))
+        state, y = run(_IMPLEMENTATIONS[implementation])
     y = jnp.swapaxes(y.reshape(num_chunks * chunk, batch, channels)[:time], 0, 1)
     if D is not None:
         y = y + D.astype(wide) * x.astype(wide)
@@ -156,10 +164,11 @@ def reference(
     state: Float[Array, "batch state channels"] | None = None,
     resets: Bool[Array, "batch time"] | None = None,
 ) -> tuple[Float[Array, "batch time channels"], Float[Array, "batch state channels"]]:
-    """The definition, token by token; arguments and results as in `selective_scan`."""
+    """The definition, token by token; arguments, results and errors as in `selective_scan`."""
     sizes = check_shapes(
         "mamba.reference", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D, state=state, optional=("D", "state")
     )
+    _check_resets("mamba.reference", resets, *x.shape[:2])
     wide = jnp.promote_types(x.dtype, jnp.float32)
     x_, delta, A, B, C = (z.astype(wide) for z in (x, delta, A, B, C))
     start = jnp.zeros((x.shape[0], sizes["state"], x.shape[2]), wide) if state is None else state.astype(wide)
@@ -176,10 +185,9 @@ def reference(
     return jnp.swapaxes(y, 0, 1).astype(x.dtype), jnp.swapaxes(last, 1, 2)
 
 
-def _check_resets(resets: jax.Array | None, batch: int, time: int) -> None:
+def _check_resets(where: str, resets: jax.Array | None, batch: int, time: int) -> None:
     if resets is None:
         return
-    if resets.shape != (batch, time) or resets.dtype != jnp.bool_:
-        raise ValueError(
-            f"selective_scan: resets must be boolean [{batch}, {time}], got {resets.dtype} {tuple(resets.shape)}."
-        )
+    check_shape("resets", resets, (batch, time), where)
+    if resets.dtype != jnp.bool_:
+        raise TypeError(f"{where}: resets must be boolean, got {resets.dtype}.")

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from atlasjax import memory, rules
-from atlasjax.mixers.shapes import check_shapes
+from atlasjax import check, memory, rules
+from atlasjax.mixers.shapes import check_shapes, check_sizes
 
 RULE = rules.retnet()
 
@@ -28,7 +28,12 @@ _AXES = {
 
 
 def init_state(batch_size: int, heads: int, head_dim: int, state_dim: int) -> memory.MemoryState:
-    """The state before the first token: zeros {"W": [batch, heads, head_dim, state]}, float32."""
+    """The state before the first token: zeros {"W": [batch, heads, head_dim, state]}, float32.
+
+    Raises:
+      ValueError: a size is not an integer ≥ 1.
+    """
+    check_sizes("mamba2.init_state", batch_size=batch_size, heads=heads, head_dim=head_dim, state_dim=state_dim)
     return memory.init_state(RULE, _params(heads, head_dim, state_dim), batch_size=batch_size)
 
 
@@ -69,10 +74,9 @@ def ssd(
     Raises:
       TypeError, ValueError: invalid arguments, before anything is traced.
     """
-    sizes = check_shapes("ssd", _AXES, optional=("D",), x=x, delta=delta, A=A, B=B, C=C, D=D)
+    sizes = _check("ssd", x, delta, A, B, C, D)
+    check.instance("ssd", "gates", gates, memory.Gates)
     heads, groups = sizes["heads"], sizes["groups"]
-    if heads % groups:
-        raise ValueError(f"ssd: B has {groups} groups, which do not divide the {heads} heads of x.")
     wide = jnp.promote_types(x.dtype, jnp.float32)
     delta, A = delta.astype(wide), A.astype(wide)
     k, q = (jnp.repeat(z, heads // groups, axis=2).astype(x.dtype) for z in (B, C))
@@ -104,8 +108,11 @@ def reference(
 
     Returns:
       y: like x, and the final h, [batch, heads, head_dim, state].
+
+    Raises:
+      TypeError, ValueError: invalid arguments.
     """
-    sizes = check_shapes("mamba2.reference", _AXES, optional=("D",), x=x, delta=delta, A=A, B=B, C=C, D=D)
+    sizes = _check("mamba2.reference", x, delta, A, B, C, D)
     batch, time, heads, head_dim = x.shape
     B, C = (jnp.repeat(z, heads // sizes["groups"], axis=2) for z in (B, C))
     highest = jax.lax.Precision.HIGHEST
@@ -118,6 +125,15 @@ def reference(
 
     h, y = jax.lax.scan(token, jnp.zeros((batch, heads, head_dim, sizes["state"]), x.dtype), jnp.arange(time))
     return jnp.swapaxes(y, 0, 1), h
+
+
+def _check(where: str, x: object, delta: object, A: object, B: object, C: object, D: object) -> dict[str, int]:
+    sizes = check_shapes(where, _AXES, optional=("D",), x=x, delta=delta, A=A, B=B, C=C, D=D)
+    if sizes["heads"] % sizes["groups"]:
+        raise ValueError(
+            f"{where}: B has {sizes['groups']} groups, which do not divide the {sizes['heads']} heads of x."
+        )
+    return sizes
 
 
 def _params(heads: int, head_dim: int, state_dim: int) -> memory.MemoryParams:

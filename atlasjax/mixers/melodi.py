@@ -23,7 +23,7 @@ Logits, softmax, norms, the sums of the mixing and the memory are float32. Keys 
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,8 @@ from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.mixers.blocks import Grid, block_source, continued, documents, unfinished, whole
-from atlasjax.mixers.rotary import rotate
-from atlasjax.mixers.shapes import check_shapes
+from atlasjax.mixers.rotary import check_rotary, rotate
+from atlasjax.mixers.shapes import check_dtype, check_shapes, check_sizes
 from atlasjax.mixers.softmax_attention import Source, softmax_attention
 
 _AXES = {
@@ -45,6 +45,14 @@ _AXES = {
     "weights.context_norm": "dim",
     "weights.summary_norm": "dim",
     "weights.memory_norm": "dim",
+}
+_STATE_AXES = {
+    "state.memory.keys": "batch summary heads key_dim",
+    "state.memory.values": "batch summary heads value_dim",
+    "state.block.keys": "batch block_size heads key_dim",
+    "state.block.values": "batch block_size heads value_dim",
+    "state.mixed": "batch summary dim",
+    "state.position": "batch",
 }
 
 
@@ -138,7 +146,7 @@ def attention(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
-    layer = _make("melodi.attention", x, weights, rope_theta, norm_eps)
+    layer, _ = _make("melodi.attention", weights, rope_theta, norm_eps, x=x)
     batch, time = x.shape[:2]
     if segment_ids is None:
         grid = whole(batch, time, layer.block_size)
@@ -159,10 +167,11 @@ def init_state(batch_size: int, weights: Weights, dtype: jax.typing.DTypeLike) -
     """The state before the first token. `dtype` is that of later inputs x.
 
     Raises:
-      TypeError, ValueError: invalid weights.
+      TypeError, ValueError: invalid weights, batch_size is not an integer ≥ 1, or dtype is not one of floating point.
     """
-    x = jnp.zeros((batch_size, 1, weights.inputs.shape[0]), dtype)
-    layer = _make("melodi.init_state", x, weights, None, 1e-6)
+    check_sizes("melodi.init_state", batch_size=batch_size)
+    check_dtype("melodi.init_state", dtype)
+    layer, _ = _make("melodi.init_state", weights, None, 1e-6)
     memory, block = (layer.empty(batch_size, size, dtype) for size in (layer.summary, layer.block_size))
     return MelodiState(memory, block, layer.nothing_mixed(batch_size), jnp.zeros(batch_size, jnp.int32))
 
@@ -187,12 +196,10 @@ def extend(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
-    layer = _make("melodi.extend", x, weights, rope_theta, norm_eps)
-    wanted = jax.eval_shape(lambda: init_state(x.shape[0], weights, x.dtype))
-    for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(wanted), strict=True):
-        if got.shape != want.shape:
-            name = jax.tree_util.keystr(path)
-            raise ValueError(f"melodi.extend: state{name} has shape {got.shape}, should be {want.shape}.")
+    layer, sizes = _make("melodi.extend", weights, rope_theta, norm_eps, x=x)
+    check.instance("melodi.extend", "state", state, MelodiState)
+    check_shapes("melodi.extend", _STATE_AXES, integers=("state.position",), known=sizes, state=state)
+    state = jax.tree.map(jnp.asarray, state)  # a restored one may be of NumPy arrays
     return (_one_token if x.shape[1] == 1 else _piece)(layer, x, state)
 
 
@@ -344,8 +351,13 @@ class _Layer:
         return KeysAndValues(keys, values)
 
 
-def _make(where: str, x: object, weights: Weights, theta: float | None, eps: float) -> _Layer:
-    check_shapes(where, _AXES, x=x, **{f"weights.{name}": getattr(weights, name) for name in Weights._fields})
+def _make(
+    where: str, weights: Weights, theta: float | None, eps: float, **tokens: Any
+) -> tuple[_Layer, dict[str, int]]:
+    """The layer, and its sizes by axis name. tokens: x, where it is given."""
+    check.instance(where, "weights", weights, Weights)
+    sizes = check_shapes(where, _AXES, weights=weights, **tokens)
+    check.number(where, "norm_eps", eps, least=0)
     heads, width = weights.inputs.shape[1:]
     value_dim, rest = divmod(weights.out.shape[0], heads)
     key_dim = (width - value_dim) // 2
@@ -354,12 +366,13 @@ def _make(where: str, x: object, weights: Weights, theta: float | None, eps: flo
             f"{where}: weights.inputs has shape {weights.inputs.shape} and weights.out {weights.out.shape}, should be "
             "[dim, heads, 2·key_dim+value_dim] and [heads·value_dim, dim]."
         )
-    if key_dim % 2:
-        raise ValueError(f"{where}: key_dim is {key_dim}, should be even for rotary positions.")
+    check_rotary(where, theta, key_dim)
     total, summary = weights.mixing.shape
     if total <= summary:
         raise ValueError(
             f"{where}: weights.mixing has shape {weights.mixing.shape}, should be [block_size+summary, summary={summary}], "
             "block_size ≥ 1."
         )
-    return _Layer(weights, heads, key_dim, value_dim, total - summary, summary, theta, eps)
+    block_size = total - summary
+    sizes |= {"key_dim": key_dim, "value_dim": value_dim, "block_size": block_size}
+    return _Layer(weights, heads, key_dim, value_dim, block_size, summary, theta, eps), sizes

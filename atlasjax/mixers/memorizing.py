@@ -22,7 +22,13 @@ from jaxtyping import Array, Float, Int
 from atlasjax import check
 from atlasjax.mixers import block_memory
 from atlasjax.mixers.block_memory import BlockMemoryState
+from atlasjax.mixers.shapes import check_dtype, check_sizes
 from atlasjax.mixers.softmax_attention import Source, softmax_attention
+
+_AXES = {
+    "state.memory.keys": "batch queue_length heads key_dim",
+    "state.memory.values": "batch queue_length heads value_dim",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +93,12 @@ def attention(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
-    block_memory.check_call("memorizing.attention", q, k, v, gate, block_size)
-    check.integer("memorizing", "queue_length", queue_length)
+    where = "memorizing.attention"
+    block_memory.check_call(where, q, k, v, gate, block_size, rope_theta)
+    check.integer(where, "queue_length", queue_length)
     return block_memory.attention(
         q, k, v, gate, _empty(q.shape[0], queue_length, k, v), functools.partial(_read, block_size), _write,
-        where="memorizing.attention", block_size=block_size, rope_theta=rope_theta, segment_ids=segment_ids,
+        where=where, block_size=block_size, rope_theta=rope_theta, segment_ids=segment_ids,
         max_segments=max_segments,
     )  # fmt: skip
 
@@ -108,10 +115,14 @@ def init_state(
     """The state before the first token. Sizes as in `attention`; `dtype` is that of keys and values.
 
     Raises:
-      ValueError: queue_length or block_size is less than one.
+      TypeError, ValueError: a size is not an integer ≥ 1, or dtype is not one of floating point.
     """
-    check.integer("memorizing.init_state", "block_size", block_size)
-    check.integer("memorizing", "queue_length", queue_length)
+    where = "memorizing.init_state"
+    check_sizes(
+        where, batch_size=batch_size, queue_length=queue_length, block_size=block_size, heads=heads, key_dim=key_dim,
+        value_dim=value_dim,
+    )  # fmt: skip
+    check_dtype(where, dtype)
     zeros = lambda dim: jnp.zeros((batch_size, queue_length, heads, dim), dtype)
     queue = Queue(zeros(key_dim), zeros(value_dim))
     return block_memory.init_state(queue, batch_size, block_size, heads, key_dim, value_dim, dtype)
@@ -138,16 +149,9 @@ def extend(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
-    where = "memorizing.extend"
-    block_memory.check_state_type(where, state, Queue)
-    size, length = state.block.keys.shape[1], state.memory.keys.shape[1]
-    block_memory.check_call(where, q, k, v, gate, size)
-    (heads, key_dim), value_dim = k.shape[2:], v.shape[-1]
-    expected = lambda: init_state(q.shape[0], length, size, heads, key_dim, value_dim, k.dtype)
-    block_memory.check_state(where, state, expected)
-    return block_memory.extend(
-        q, k, v, gate, state, functools.partial(_read, size), _write, rope_theta=rope_theta
-    )  # fmt: skip
+    sizes = block_memory.check_extend("memorizing.extend", q, k, v, gate, state, rope_theta, Queue, _AXES)
+    read = functools.partial(_read, sizes["block_size"])
+    return block_memory.extend(q, k, v, gate, state, read, _write, rope_theta=rope_theta)
 
 
 def _empty(batch: int, length: int, k: jax.Array, v: jax.Array) -> Queue:

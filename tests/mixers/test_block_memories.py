@@ -150,6 +150,11 @@ def fresh(name, dtype=jnp.float32):
     return infini.init_state(BATCH, SIZE, HEADS, KEY, VALUE, dtype)
 
 
+def narrow(name):
+    state = fresh(name)
+    return state._replace(memory=state.memory._replace(values=state.memory.values[..., :-1]))
+
+
 def stream(name, x, state, cuts):
     pieces, shapes = [], jax.tree.map(lambda x: (x.shape, x.dtype), state)
     for start, stop in itertools.pairwise(cuts):
@@ -253,9 +258,21 @@ def test_infini_feature_map():
         (ValueError, lambda q, k, v: parallel("infini", q, k, v, size=0), "infini.attention: block_size .* ≥ 1, got 0"),
         (ValueError, lambda q, k, v: memorizing.init_state(2, -1, 5, 2, 4, 6, "float32"), "queue_length .* got -1"),
         (ValueError, lambda q, k, v: infini.init_state(2, True, 2, 4, 6, "float32"), "block_size .* got True"),
-        (ValueError, lambda q, k, v: infini.extend(q[:1], k[:1], v[:1], GATE, fresh("infini")), r"state.*should be \(1, 2, 4"),
+        (ValueError, lambda q, k, v: infini.extend(q[:1], k[:1], v[:1], GATE, fresh("infini")), r"state.*should be \[batch=1"),
         (TypeError, lambda q, k, v: infini.extend(q, k, v, GATE, fresh("memorizing")), "state must be the result of its own"),
         (TypeError, lambda q, k, v: memorizing.extend(q, k, v, GATE, None), "memorizing.extend: state must be .* got None"),
+        (TypeError, lambda q, k, v: infini.extend(q, k, v, GATE, fresh("infini")._replace(block=None)),
+         r"state.block.keys must be an array \[.*got NoneType"),
+        (ValueError, lambda q, k, v: memorizing.extend(q, k, v, GATE, narrow("memorizing")),
+         r"state.memory.values has shape .*should be \[batch=2, queue_length=4, heads=2, value_dim=6\]"),
+        (ValueError, lambda q, k, v: parallel("infini", q, k, v, theta=0), "infini.attention: rope_theta must .* got 0"),
+        (ValueError, lambda q, k, v: parallel("infini", q, k, v, norm_eps=None), "infini.attention: norm_eps must .* got None"),
+        (ValueError, lambda q, k, v: infini.init_state(-1, 3, 2, 4, 6, "float32"), "infini.init_state: batch_size .* got -1"),
+        (TypeError, lambda q, k, v: infini.init_state(2, 3, 2, 4, 6, "flot32"), "infini.init_state: dtype .* got 'flot32'"),
+        (ValueError, lambda q, k, v: memorizing.init_state(2, 4, 5, 0, 4, 6, "float32"), "memorizing.init_state: heads .* got 0"),
+        (ValueError, lambda q, k, v: infini.init_memory(2, 2, 4, None), "infini.init_memory: value_dim .* got None"),
+        (ValueError, lambda q, k, v: infini.read(None, q), "infini.read: memory must be a Associative, got None"),
+        (ValueError, lambda q, k, v: infini.write(infini.init_memory(1, 2, 4, 6), k, v), r"infini.write: k .*\[batch=1, time"),
         (ValueError, lambda q, k, v: parallel("infini", q, k, v, segment_ids=jnp.zeros((2, 3), int)), r"segment_ids has shape"),
     ],
 )  # fmt: skip

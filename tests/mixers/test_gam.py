@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from atlasjax.mixers import gam
+from atlasjax.mixers.convolution import causal_convolution
 
 BATCH, TIME, DIM, SLOTS = 2, 9, 5, 4
 mix = jax.jit(gam.mix, static_argnames="fusion")  # operation by operation takes far longer
@@ -154,7 +155,7 @@ def test_receptive_field_of_six_layers(fusion, field):
         (lambda p, x: gam.mix(p, x, segment_ids=jnp.zeros((2, 8), int)), ["segment_ids", "(2, 8)", "[2, 9]"]),
         (
             lambda p, x: gam.mix(p._replace(gate_kernel=jnp.zeros((5, 3, 5)), gate_bias=jnp.zeros((3, 5))), x),
-            ["gate_kernel", "3 gates", "2"],
+            ["gate_kernel", "(5, 3, 5)", "[dim=5, 2, dim=5]"],
         ),
         (lambda p, x: gam.mix(p, x, segment_ids=np.full((2, 9), 2**32)), ["segment_ids must be", "got 4294967296"]),
         (lambda p, x: gam.mix(p._asdict(), x), ["params must be a Params"]),
@@ -162,6 +163,10 @@ def test_receptive_field_of_six_layers(fusion, field):
         (lambda p, x: gam.associative_read(x[..., :3], p.memory), ["x is an array of shape (2, 9, 3)", "dim=5"]),
         (lambda p, x: gam.associative_read(None, p.memory), ["x is None"]),
         (lambda p, x: gam.init_state(2, 0, 5, x.dtype), ["width must be an integer ≥ 1, got 0"]),
+        (lambda p, x: gam.init_state(-1, 3, 5, x.dtype), ["gam.init_state: batch_size", "got -1"]),
+        (lambda p, x: causal_convolution(x, p.kernel[:, :3], x[:, :2]), ["kernel has shape (3, 3)", "[width, 5]"]),
+        (lambda p, x: causal_convolution(x, p.kernel, x[:1, :2]), ["state has shape (1, 2, 5)", "[2, 2, 5]"]),
+        (lambda p, x: causal_convolution(x[0, 0], p.kernel, x[:, :2]), ["causal_convolution: x has shape (5,)"]),
         (lambda p, x: gam.receptive_field(6, None), ["width must be an integer ≥ 1, got None"]),
         (lambda p, x: gam.receptive_field(6, 3, "globl"), ["Did you mean 'global'"]),
     ],
@@ -174,5 +179,7 @@ def test_errors_name_what_is_wrong(call, words):
     assert len(str(error.value).splitlines()) == 1
     with pytest.raises(TypeError, match="x must be floating point, got int32"):
         gam.mix(make("gated"), jnp.zeros((2, 3, 5), jnp.int32))
+    with pytest.raises(TypeError, match=r"gam\.init_state: dtype must be floating point, got int32"):
+        gam.init_state(2, 3, 5, jnp.int32)
     with pytest.raises(TypeError, match="state must be an array"):
         gam.mix(make("gated"), jnp.zeros((2, 3, 5)), "x")

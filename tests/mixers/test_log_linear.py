@@ -146,6 +146,65 @@ def test_refused():
         log_linear.num_levels(0)
 
 
+def small(time=9):
+    return inputs(time, np.float32)
+
+
+def fresh():
+    return log_linear.init_state(BATCH, HEADS, KEY, VALUE, 9)
+
+
+def stepped(state=None, **changed):
+    q, k, v, weights, retention, _ = (x[:, 0] for x in small())
+    given = {"q": q, "k": k, "v": v, "weights": weights, "retention": retention, **changed}
+    return log_linear.step(fresh() if state is None else state, **given)
+
+
+def whole(function=log_linear.attention, *state, **changed):
+    given = dict(zip(("q", "k", "v", "weights", "retention"), small()))
+    return function(*state, **(given | changed))
+
+
+def extended(**changed):
+    return whole(log_linear.extend, fresh(), **changed)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda q, k, v, u: whole(q=q.astype(int)), "log_linear.attention: q must be floating point, got int32"),
+        (lambda q, k, v, u: whole(q=[1]), r"log_linear.attention: q must be an array \[batch, time, .*got list"),
+        (lambda q, k, v, u: whole(v=v[:, :, :1]), r"v has shape \(2, 9, 1, 3\), should be \[batch=2, time=9, heads=2, value_dim\]"),
+        (lambda q, k, v, u: whole(retention=1.0), "retention must be an array .* got float"),
+        (lambda q, k, v, u: whole(weights=None), "weights must be an array .* got NoneType"),
+        (lambda q, k, v, u: whole(segment_ids=jnp.zeros((2, 8), int)), r"segment_ids has shape \(2, 8\), should be \[2, 9\]"),
+        (lambda q, k, v, u: whole(segment_ids=jnp.zeros((2, 9))), "attention: segment_ids must be integers, got float32"),
+        (lambda q, k, v, u: log_linear.segment_weights(u, k[:, :8]), r"segment_weights: keys has shape .*\[batch=2, time=9"),
+        (lambda q, k, v, u: log_linear.segment_weights(None, k), "log_linear.segment_weights: connector must be an array"),
+        (lambda q, k, v, u: log_linear.segment_weights(u, k, [0]), "log_linear.segment_weights: segment_ids must be an array"),
+        (lambda q, k, v, u: log_linear.step(None, q, k, v), "log_linear.step: state must be a LogLinearState, got None"),
+        (lambda q, k, v, u: stepped(fresh()._replace(states=None)), "state.states must be an array .* got NoneType"),
+        (lambda q, k, v, u: stepped(fresh()._replace(position=jnp.zeros(2))), "state.position must be integers, got float32"),
+        (lambda q, k, v, u: stepped(q=q[:1, 0]), r"log_linear.step: k has shape \(2, 2, 4\), should be \[batch=1, heads=2"),
+        (lambda q, k, v, u: stepped(fresh()._replace(key_sums=u)), r"state.key_sums has shape \(2, 9, 2, 4\), should be \[batch=2"),
+        (lambda q, k, v, u: stepped(log_linear.init_state(1, HEADS, KEY, VALUE, 9)), r"state.states has shape \(1, 2, 5, 3, 4\)"),
+        (lambda q, k, v, u: stepped(v=v[:, 0, :1]), r"v has shape \(2, 1, 3\), should be \[batch=2, heads=2, value_dim\]"),
+        (lambda q, k, v, u: stepped(weights=None, connector=u), r"connector has shape .*should be \[batch=2, heads=2, key_dim=4\]"),
+        (lambda q, k, v, u: stepped(weights=jnp.ones((2, 2, 4))), r"weights has shape .* should be \[2, 2, 5\] or more levels"),
+        (lambda q, k, v, u: extended(k=k[:, :8]), r"log_linear.extend: k has shape \(2, 8, 2, 4\), should be \[batch=2, time=9"),
+        (lambda q, k, v, u: extended(q=q[..., :3], k=k[..., :3]), r"log_linear.extend: state.states has .*key_dim=3"),
+        (lambda q, k, v, u: log_linear.init_state(-1, 2, 4, 4, 9), "log_linear.init_state: batch_size .* ≥ 1, got -1"),
+        (lambda q, k, v, u: log_linear.init_state(1, 2, 4, 4, 0), "log_linear.init_state: max_length .* ≥ 1, got 0"),
+        (lambda q, k, v, u: log_linear.level_of(1.5, 2), "level_of: t must be integers, got float"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(call, words):
+    q, k, v, _, _, u = small()
+    with pytest.raises((TypeError, ValueError), match=words) as error:
+        call(q, k, v, u)
+    assert len(str(error.value).splitlines()) == 1
+
+
 @pytest.mark.parametrize("plus_plus", [False, True])
 def test_packed_documents_are_alone(plus_plus, x64):
     """Also where an id comes back, and where lengths are powers of two and not."""

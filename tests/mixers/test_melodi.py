@@ -192,9 +192,21 @@ def test_bfloat16():
         (lambda x, w: parallel(x, w._replace(mixing=w.mixing[:SUMMARY])), r"mixing has shape \(3, 3\).*block_size ≥ 1"),
         (lambda x, w: parallel(x, w._replace(inputs=w.inputs[..., :-1])), r"weights.inputs has shape .*2·key_dim"),
         (lambda x, w: parallel(x, w._replace(inputs=w.inputs[..., :-2])), "key_dim is 3, should be even"),
-        (lambda x, w: M.extend(x, weights(summary=2), fresh()), r"state.memory.keys has shape .*should be \(2, 2, 2, 4\)"),
+        (lambda x, w: M.extend(x, weights(summary=2), fresh()), r"state.memory.keys has shape .*should be \[batch=2, summary=2"),
+        (lambda x, w: M.extend(x, w, None), "melodi.extend: state must be a MelodiState, got None"),
+        (lambda x, w: M.extend(x, w, (1, 2, 3, 4)), "melodi.extend: state must be a MelodiState"),
+        (lambda x, w: M.extend(x, w, fresh()._replace(block=(1, 2))), r"state.block.keys must be an array \[.*got NoneType"),
+        (lambda x, w: M.extend(x[:1], w, fresh()), r"state.memory.keys has shape .*should be \[batch=1"),
+        (lambda x, w: M.extend(x, w, fresh()._replace(position=jnp.zeros(2))), "state.position must be integers"),
+        (lambda x, w: parallel(x, None), "melodi.attention: weights must be a Weights, got None"),
+        (lambda x, w: parallel(None, w), r"melodi.attention: x must be an array \[batch, time, dim\], got NoneType"),
+        (lambda x, w: M.attention(x, w, norm_eps="x"), "melodi.attention: norm_eps must be a number ≥ 0, got 'x'"),
+        (lambda x, w: M.attention(x, w, rope_theta=-1), "melodi.attention: rope_theta must be a number > 0 or None, got -1"),
+        (lambda x, w: M.init_state(-1, w, jnp.float32), "melodi.init_state: batch_size must be an integer ≥ 1, got -1"),
+        (lambda x, w: M.init_state(2, None, jnp.float32), "melodi.init_state: weights must be a Weights, got None"),
+        (lambda x, w: M.init_state(2, w, jnp.int32), "melodi.init_state: dtype must be floating point, got int32"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(call, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         call(tokens(10), weights())

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from atlasjax.mixers.attention import attention, extend, init_cache
+from atlasjax.mixers.attention import Persistent, attention, extend, init_cache, init_window
 from atlasjax.mixers.softmax_attention import Source, softmax_attention
 
 BATCH, SIZE, KEY, VALUE = 2, 11, 4, 6
@@ -107,3 +107,39 @@ def test_heads_over_devices_stay_with_their_devices():
         y, cache = run(*token(t), cache)
         pieces.append(y)
     np.testing.assert_allclose(np.concatenate(pieces, axis=1), attention(q, k, v), rtol=0, atol=1e-6)
+
+
+def cached(heads=2, layers=(), **changed):
+    cache = init_cache(BATCH, 8, heads, KEY, VALUE, jnp.float32)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (*layers, *x.shape)), cache)._replace(**changed)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda q, k, v: extend(q, k, v, None), "attention.extend: cache must be a KVCache or a WindowCache, got NoneType"),
+        (lambda q, k, v: extend(q[:1], k[:1], v[:1], cached()), r"cache.keys has shape \(2, 8, 8\), should be \[batch=1, size, "),
+        (lambda q, k, v: extend(q, k, v, cached(3)), r"cache.keys has shape \(2, 8, 12\), should be .*kv_heads·key_dim=8\]"),
+        (lambda q, k, v: extend(q, k, v, cached(values=None)), r"cache.values must be an array \[.*got NoneType"),
+        (lambda q, k, v: extend(q, k, v, cached(position=jnp.zeros(BATCH))), "cache.position must be integers, got float32"),
+        (lambda q, k, v: extend(q, k, v, cached(), layer=0), r"cache.keys has shape .*should be \[layers, batch=2"),
+        (lambda q, k, v: extend(q, k, v, cached(layers=(3,))), r"cache.keys has shape .*should be \[batch=2, size"),
+        (lambda q, k, v: extend(q, k, v, cached(layers=(3,)), layer=3), r"layer has the value 3, should be in \[0, 2\]"),
+        (lambda q, k, v: extend(q, k, v, cached(layers=(3,)), layer=1.5), "layer must be an integer or None, got 1.5"),
+        (lambda q, k, v: attention(q, k, v, persistent=(k[0], v[0])), "attention: persistent must be a Persistent or None"),
+        (lambda q, k, v: attention(q, k, v, persistent=Persistent(k[0], None)), "persistent.values must be an array .* NoneType"),
+        (lambda q, k, v: attention(q, k, v, partition="data"), "attention: partition must be a Partition or None, got 'data'"),
+        (lambda q, k, v: attention(q, k, v, rope_theta=0), "attention: rope_theta must be a number > 0 or None, got 0"),
+        (lambda q, k, v: attention(q, k, v, fused=1), "attention: fused must be True or False, got 1"),
+        (lambda q, k, v: attention(q, k, v, segment_ids=[[0]]), "attention: segment_ids must be an array"),
+        (lambda q, k, v: init_cache(2, 0, 2, 4, 6, "float32"), "attention.init_cache: max_length must be an integer ≥ 1, got 0"),
+        (lambda q, k, v: init_cache(-1, 8, 2, 4, 6, "float32"), "attention.init_cache: batch_size must be .* got -1"),
+        (lambda q, k, v: init_window(2, 0, 2, 4, 6, "float32"), "attention.init_window: window must be an integer ≥ 1, got 0"),
+        (lambda q, k, v: init_window(2, 8, 2, 4, 6, "x"), "attention.init_window: dtype must be one of floating point, got 'x'"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(call, words):
+    arrays = (jnp.ones((BATCH, 3, 2, size)) for size in (KEY, KEY, VALUE))
+    with pytest.raises((TypeError, ValueError), match=words) as error:
+        call(*arrays)
+    assert len(str(error.value).splitlines()) == 1

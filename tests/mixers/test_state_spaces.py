@@ -194,8 +194,15 @@ def test_bad_arguments_are_named():
         mamba.selective_scan(x, delta[:, :3], A, B, C, D)
     with pytest.raises(ValueError, match=r"selective_scan: A has shape \(3, 5\)"):
         mamba.selective_scan(x, delta, A.T, B, C, D)
-    with pytest.raises(ValueError, match="resets must be boolean"):
+    with pytest.raises(TypeError, match="resets must be boolean, got float32"):
         mamba.selective_scan(x, delta, A, B, C, D, resets=jnp.zeros((2, 4)))
+    for where, function in (("selective_scan", mamba.selective_scan), ("mamba.reference", mamba.reference)):
+        with pytest.raises(TypeError, match=rf"{where}: resets must be an array of shape \[2, 4\], got list"):
+            function(x, delta, A, B, C, D, resets=[[True]])
+        with pytest.raises(ValueError, match=rf"{where}: resets has shape \(2, 3\), should be \[2, 4\]"):
+            function(x, delta, A, B, C, D, resets=jnp.zeros((2, 3), bool))
+    with pytest.raises(ValueError, match=r"mamba\.init_state: batch_size must be an integer ≥ 1, got -1"):
+        mamba.init_state(-1, 5, 3)
     with pytest.raises(TypeError, match="x must be floating point, got int32"):
         mamba.selective_scan(jnp.ones((2, 4, 5), jnp.int32), delta, A, B, C, D)
     with pytest.raises(ValueError, match="Did you mean 'associative'"):
@@ -203,3 +210,9 @@ def test_bad_arguments_are_named():
     x, delta, A, B, C, D = ssd_inputs(4)
     with pytest.raises(ValueError, match="ssd: B has 3 groups, which do not divide the 4 heads"):
         mamba2.ssd(x, delta, A, *(jnp.ones((2, 4, 3, 2)),) * 2, D)
+    with pytest.raises(ValueError, match=r"mamba2\.reference: B has 3 groups"):
+        mamba2.reference(x, delta, A, jnp.ones((2, 4, 3, 3)), jnp.ones((2, 4, 3, 3)))
+    with pytest.raises(ValueError, match="ssd: gates must be a Gates, got None"):
+        mamba2.ssd(x, delta, A, B, C, gates=None)
+    with pytest.raises(ValueError, match=r"mamba2\.init_state: heads must be an integer ≥ 1, got 0"):
+        mamba2.init_state(2, 0, 5, 3)

@@ -16,6 +16,7 @@ Coefficients, banks, logits and softmax are float32. State size and time per tok
 
 import dataclasses
 import functools
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -23,17 +24,30 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from atlasjax import check
 from atlasjax.mixers.blocks import block_source, continued, documents, unfinished, whole
 from atlasjax.mixers.elastic.banks import Bank
-from atlasjax.mixers.shapes import check_shapes
+from atlasjax.mixers.rotary import check_rotary
+from atlasjax.mixers.shapes import check_dtype, check_shapes, check_sizes
 from atlasjax.mixers.softmax_attention import Source, softmax_attention
 
-_AXES = {"q": "batch time heads key_dim", "k": "batch time heads key_dim", "v": "batch time heads value_dim"}
-_BANK_AXES = {
+_AXES = {
+    "q": "batch time heads key_dim",
+    "k": "batch time heads key_dim",
+    "v": "batch time heads value_dim",
     "bank.transitions": "blocks order order",
     "bank.kernels": "blocks order block_size",
     "reconstruction": "samples order",
 }
+_STATE_AXES = {
+    "state.coefficients": "batch order heads key_dim+value_dim",
+    "state.memory_keys": "batch samples heads key_dim",
+    "state.memory_values": "batch samples heads value_dim",
+    "state.keys": "batch block_size heads key_dim",
+    "state.values": "batch block_size heads value_dim",
+    "state.position": "batch",
+}
+_EMPTY = ("blocks", "order", "samples")  # axes that are empty without a memory
 
 
 @functools.partial(
@@ -66,12 +80,24 @@ class ElasticState:
 
 
 def blocks_needed(time: int, block_size: int) -> int:
-    """Number of bank blocks that a context of `time` tokens needs. The last block only reads, so it needs none."""
+    """Number of bank blocks that a context of `time` tokens needs. The last block only reads, so it needs none.
+
+    Raises:
+      ValueError: time is not an integer ≥ 0, or block_size not one ≥ 1.
+    """
+    check.integer("elastic.blocks_needed", "time", time, 0, kinds=Integral)
+    check.integer("elastic.blocks_needed", "block_size", block_size, kinds=Integral)
     return max(-(-time // block_size) - 1, 0)
 
 
 def no_bank(blocks: int, block_size: int) -> Bank:
-    """A bank of order 0, for attention within blocks without a memory."""
+    """A bank of order 0, for attention within blocks without a memory.
+
+    Raises:
+      ValueError: blocks is not an integer ≥ 0, or block_size not one ≥ 1.
+    """
+    check.integer("elastic.no_bank", "blocks", blocks, 0, kinds=Integral)
+    check.integer("elastic.no_bank", "block_size", block_size, kinds=Integral)
     return Bank(np.zeros((blocks, 0, 0), np.float32), np.zeros((blocks, 0, block_size), np.float32))
 
 
@@ -107,10 +133,10 @@ def attention(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
-    time = q.shape[1] if getattr(q, "ndim", 0) == 4 else 0
-    matrices = _check("elastic.attention", q, k, v, bank, reconstruction, time)
-    size, batch = matrices.block_size, q.shape[0]
     options: dict[str, Any] = {"rope_theta": rope_theta, "rotate_memory_queries": rotate_memory_queries}
+    matrices, _ = _check("elastic.attention", q, k, v, bank, reconstruction, None, **options)
+    time = q.shape[1]
+    size, batch = matrices.block_size, q.shape[0]
     if segment_ids is None:
         grid = whole(batch, time, size)
         q, k, v = (grid.lay(x) for x in (q, k, v))
@@ -134,7 +160,25 @@ def init_state(
     value_dim: int,
     dtype: jax.typing.DTypeLike,
 ) -> ElasticState:
-    """The state before the first token. Outputs of tokens beyond `max_length` are NaN."""
+    """The state before the first token. Outputs of tokens beyond `max_length` are NaN.
+
+    Args:
+      max_length: maximum number of tokens that will be read, ≥ 1.
+      reconstruction: R, as in `attention`, or None.
+      dtype: that of keys and values.
+      batch_size, block_size, heads, key_dim, value_dim: sizes, each ≥ 1.
+
+    Raises:
+      TypeError, ValueError: a size is not an integer ≥ 1, reconstruction is no array [samples, order], or dtype is not one of
+        floating point.
+    """
+    where = "elastic.init_state"
+    check_sizes(
+        where, batch_size=batch_size, max_length=max_length, block_size=block_size, heads=heads, key_dim=key_dim,
+        value_dim=value_dim,
+    )  # fmt: skip
+    check_dtype(where, dtype)
+    check_shapes(where, _AXES, optional=("reconstruction",), empty=_EMPTY, reconstruction=reconstruction)
     samples, order = (0, 0) if reconstruction is None else reconstruction.shape
     zeros = lambda size, dim: jnp.zeros((batch_size, size, heads, dim), dtype)
     return ElasticState(
@@ -173,10 +217,15 @@ def extend(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
-    matrices = _check("elastic.extend", q, k, v, bank, reconstruction, state.max_length)
-    _check_state(state, k, v, matrices)
+    where = "elastic.extend"
+    check.instance(where, "state", state, ElasticState)
+    options: dict[str, Any] = {"rope_theta": rope_theta, "rotate_memory_queries": rotate_memory_queries}
+    matrices, sizes = _check(where, q, k, v, bank, reconstruction, state.max_length, **options)
+    known = sizes | {"key_dim+value_dim": sizes["key_dim"] + sizes["value_dim"]}
+    check_shapes(where, _STATE_AXES, integers=("state.position",), empty=_EMPTY, known=known, state=state)
+    state = jax.tree.map(jnp.asarray, state)  # a restored one may be of NumPy arrays
     step = _one_token if q.shape[1] == 1 else _piece
-    y, after = step(q, k, v, state, matrices, rope_theta=rope_theta, rotate_memory_queries=rotate_memory_queries)
+    y, after = step(q, k, v, state, matrices, **options)
     position = state.position[:, None] + jnp.arange(q.shape[1])
     return jnp.where((position < state.max_length)[:, :, None, None], y, jnp.nan), after
 
@@ -334,43 +383,27 @@ def _check(
     v: object,
     bank: Bank,
     reconstruction: Float[np.ndarray, "samples order"] | Float[Array, "samples order"] | None,
-    time: int,
-) -> _Matrices:
+    time: int | None,
+    rope_theta: float | None,
+    rotate_memory_queries: bool,
+) -> tuple[_Matrices, dict[str, int]]:
+    """The matrices for `time` tokens, or for those of q if it is None, and the sizes by axis name."""
     sizes = check_shapes(where, _AXES, q=q, k=k, v=v)
-    if sizes["key_dim"] % 2:
-        raise ValueError(f"{where}: key_dim is {sizes['key_dim']}, should be even for rotary positions.")
-    known: dict[str, int] = {}
+    check_rotary(where, rope_theta, sizes["key_dim"])
+    check.boolean(where, "rotate_memory_queries", rotate_memory_queries)
+    check.instance(where, "bank", bank, Bank)
     if reconstruction is None:
         reconstruction = np.zeros((0, 0), np.float32)
-    named = {"bank.transitions": bank.transitions, "bank.kernels": bank.kernels, "reconstruction": reconstruction}
-    for name, x in named.items():
-        names, shape = _BANK_AXES[name].split(), np.shape(x)
-        own = dict(zip(names, shape))
-        if len(shape) != len(names) or tuple((own | known)[n] for n in names) != shape:
-            want = ", ".join(f"{n}={known[n]}" if n in known else n for n in names)
-            raise ValueError(f"{where}: {name} has shape {shape}, should be [{want}].")
-        known |= own
-    if bool(known["order"]) != bool(known["samples"]):
+    sizes |= check_shapes(where, _AXES, empty=_EMPTY, bank=bank, reconstruction=reconstruction)
+    if bool(sizes["order"]) != bool(sizes["samples"]):
         raise ValueError(
-            f"{where}: order {known['order']} with {known['samples']} samples: both must be 0, or neither."
+            f"{where}: order {sizes['order']} with {sizes['samples']} samples: both must be 0, or neither."
         )
-    needed = blocks_needed(time, known["block_size"])
-    if known["blocks"] < needed:
+    time = sizes["time"] if time is None else time
+    needed = blocks_needed(time, sizes["block_size"])
+    if sizes["blocks"] < needed:
         raise ValueError(
-            f"{where}: the bank has {known['blocks']} blocks of {known['block_size']} tokens, but {time} tokens need {needed}. "
+            f"{where}: the bank has {sizes['blocks']} blocks of {sizes['block_size']} tokens, but {time} tokens need {needed}. "
             f"Load a longer one: banks.load(…, blocks={needed})."
         )
-    return _Matrices(bank, reconstruction)
-
-
-def _check_state(state: ElasticState, k: jax.Array, v: jax.Array, matrices: _Matrices) -> None:
-    batch, heads, samples = k.shape[0], k.shape[2], matrices.reconstruction.shape[0]
-    wanted = {
-        "coefficients": (batch, matrices.order, heads, k.shape[-1] + v.shape[-1]),
-        "memory_keys": (batch, samples, heads, k.shape[-1]),
-        "keys": (batch, matrices.block_size, heads, k.shape[-1]),
-        "values": (batch, matrices.block_size, heads, v.shape[-1]),
-    }
-    for name, shape in wanted.items():
-        if getattr(state, name).shape != shape:
-            raise ValueError(f"elastic.extend: state.{name} has shape {getattr(state, name).shape}, should be {shape}.")
+    return _Matrices(bank, reconstruction), sizes

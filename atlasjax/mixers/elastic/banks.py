@@ -73,8 +73,9 @@ def load(
     check.integer("hippo", "block_size", block_size, 1, kinds=Integral)
     check.integer("hippo", "blocks", blocks, 0, kinds=Integral)
     lookup("discretization", discretization, DISCRETIZATIONS)
+    check.boolean("hippo", "legacy_hippo", legacy_hippo)
     folder = pathlib.Path(cache_dir) if cache_dir is not None else cache.folder()
-    return _load(int(order), int(block_size), int(blocks), discretization, bool(legacy_hippo), folder, progress)
+    return _load(int(order), int(block_size), int(blocks), discretization, legacy_hippo, folder, progress)
 
 
 @functools.lru_cache(maxsize=4)

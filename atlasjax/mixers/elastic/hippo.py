@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from atlasjax import check
-from atlasjax.memory.check import ARRAYS, check_floating
+from atlasjax.mixers.shapes import check_series
 from atlasjax.names import lookup
 
 
@@ -132,7 +132,7 @@ def compress(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
-    _check_series("compress", "signal", signal, "[..., time ≥ 1, channels]")
+    check_series("compress", "signal", signal, "[..., time ≥ 1, channels]")
     check.integer("compress", "start", start, 0, kinds=Integral)
     if (coefficients is None) != (start == 0):
         given = "None" if coefficients is None else "given"
@@ -141,7 +141,7 @@ def compress(
         )
     dtype = jnp.promote_types(signal.dtype, jnp.float32)
     if coefficients is not None:
-        _check_series("compress", "coefficients", coefficients, "[..., order, channels]")
+        check_series("compress", "coefficients", coefficients, "[..., order, channels]")
     p, k = block(order, start, start + signal.shape[-2], discretization=discretization, legacy_hippo=legacy_hippo)
     state = apply(jnp.asarray(k, dtype), signal.astype(dtype))
     if coefficients is None:
@@ -161,7 +161,7 @@ def reconstruct(
     Raises:
       TypeError, ValueError: as for `reconstruction`, or coefficients that are no floating-point array of at least two axes.
     """
-    _check_series("reconstruct", "coefficients", coefficients, "[..., order, channels]")
+    check_series("reconstruct", "coefficients", coefficients, "[..., order, channels]")
     matrix = reconstruction(coefficients.shape[-2], positions, length)
     return apply(jnp.asarray(matrix, jnp.promote_types(coefficients.dtype, jnp.float32)), coefficients)
 
@@ -171,24 +171,21 @@ def apply(matrix: Float[Array, "rows n"], x: Float[Array, "... n channels"]) -> 
     return jnp.matmul(matrix, x, precision=jax.lax.Precision.HIGHEST)
 
 
-def _check_series(where: str, name: str, x: object, axes: str) -> None:
-    if not isinstance(x, ARRAYS):
-        raise TypeError(f"{where}: {name} must be an array {axes}, got {type(x).__name__}.")
-    check_floating(name, x, where)
-    if x.ndim < 2 or 0 in x.shape:
-        raise ValueError(f"{where}: {name} has shape {x.shape}, should be {axes}, with no empty axis.")
-
-
-def check_positions(
-    name: str, positions: Float[np.ndarray, " samples"] | Float[Array, " samples"] | Sequence[float], length: float
-) -> Float[np.ndarray, " samples"]:
-    """Positions as float64 [samples ≥ 1]. Raises ValueError if one is outside [0, length]."""
+def check_length(length: float) -> None:
+    """Raises ValueError unless `length` is a number > 0."""
     try:
         positive = math.isfinite(length) and length > 0
     except TypeError:
         positive = False
     if not positive:
         raise ValueError(f"hippo: length must be a number > 0, got {length!r}.")
+
+
+def check_positions(
+    name: str, positions: Float[np.ndarray, " samples"] | Float[Array, " samples"] | Sequence[float], length: float
+) -> Float[np.ndarray, " samples"]:
+    """Positions as float64 [samples ≥ 1]. Raises ValueError if one is outside [0, length]."""
+    check_length(length)
     try:
         x = np.asarray(positions, np.float64)
     except (TypeError, ValueError):

@@ -11,19 +11,29 @@ import numpy as np
 from jaxtyping import Float
 
 from atlasjax import check
-from atlasjax.mixers.elastic.hippo import check_positions, reconstruction
+from atlasjax.mixers.elastic.hippo import check_length, check_positions, reconstruction
 from atlasjax.names import lookup
 
 Sampling = Callable[[int, float], np.ndarray]
 
 
 def uniform(count: int, length: float) -> Float[np.ndarray, " samples"]:
-    """x_j = j t / count. The newest sample is one spacing before the end."""
+    """x_j = j t / count. The newest sample is one spacing before the end.
+
+    Raises:
+      ValueError: count is not an integer ≥ 1, or length is not a number > 0.
+    """
+    _check(count, length)
     return np.arange(count) * (length / count)
 
 
 def uniform_mid(count: int, length: float) -> Float[np.ndarray, " samples"]:
-    """x_j = (j + ½) t / count: the middle of each of `count` equal parts."""
+    """x_j = (j + ½) t / count: the middle of each of `count` equal parts.
+
+    Raises:
+      ValueError: count is not an integer ≥ 1, or length is not a number > 0.
+    """
+    _check(count, length)
     return (np.arange(count) + 0.5) * (length / count)
 
 
@@ -33,13 +43,18 @@ def exponential(count: int, length: float, alpha: float | None = None) -> Float[
     With α None the newest sample is half a token before the end, α^(count−1) = 1 / (2t).
 
     Raises:
-      ValueError: alpha is outside (0, 1).
+      ValueError: count is not an integer ≥ 1, length is not a number > 0, or alpha is outside (0, 1).
     """
+    _check(count, length)
+    check.number("exponential", "alpha", alpha, above=0, below=1, optional=True)
     if alpha is None:
         alpha = (0.5 / max(length, 1.0)) ** (1 / max(count - 1, 1))
-    if not 0 < alpha < 1:
-        raise ValueError(f"exponential: alpha must lie in (0, 1), got {alpha!r}.")
     return length * (1 - alpha ** np.arange(count))
+
+
+def _check(count: object, length: float) -> None:
+    check.integer("hippo", "samples", count, 1, kinds=Integral)
+    check_length(length)
 
 
 SAMPLINGS: dict[str, Sampling] = {"uniform": uniform, "uniform_mid": uniform_mid, "exponential": exponential}
@@ -60,7 +75,7 @@ def positions(sampling: str | Sampling, count: int, length: float) -> Float[np.n
     Raises:
       ValueError: the name is unknown, an argument is out of range, or the positions are not `count` numbers in [0, length].
     """
-    check.integer("hippo", "samples", count, 1, kinds=Integral)
+    _check(count, length)
     function = lookup("sampling", sampling, SAMPLINGS) if isinstance(sampling, str) else sampling
     if not callable(function):
         raise ValueError(f"sampling must be a name or a function (count, length) → positions, got {sampling!r}.")

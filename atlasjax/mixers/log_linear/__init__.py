@@ -14,7 +14,8 @@ with the first's state. The work is O(T log T), and decoding keeps O(log T) stat
 
 from atlasjax.mixers.log_linear.levels import level_of, num_levels
 from atlasjax.mixers.log_linear.parallel import attention, segment_weights
-from atlasjax.mixers.log_linear.stream import LogLinearState, extend, init_state, step
+from atlasjax.mixers.log_linear.state import LogLinearState, init_state
+from atlasjax.mixers.log_linear.stream import extend, step
 
 __all__ = [
     "LogLinearState",

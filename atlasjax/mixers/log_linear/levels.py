@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from atlasjax import check
+from atlasjax.memory.check import ARRAYS
 
 
 def num_levels(length: int) -> int:
@@ -18,7 +19,14 @@ def num_levels(length: int) -> int:
 
 
 def level_of(t: Int[Array, "..."], s: Int[Array, "..."]) -> Int[Array, "..."]:
-    """level(t, s) = bit_length(t xor s) for integers ≥ 0."""
+    """level(t, s) = bit_length(t xor s) for integers ≥ 0.
+
+    Raises:
+      TypeError: t or s is not an array of integers.
+    """
+    for name, x in (("t", t), ("s", s)):
+        if not isinstance(x, (int, *ARRAYS)) or not jnp.issubdtype(jnp.result_type(x), jnp.integer):
+            raise TypeError(f"level_of: {name} must be integers, got {getattr(x, 'dtype', type(x).__name__)}.")
     different = jnp.bitwise_xor(t, s)
     return 32 - jax.lax.clz(different.astype(jnp.int32))
 

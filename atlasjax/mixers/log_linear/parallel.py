@@ -8,27 +8,11 @@ from jaxtyping import Array, Float, Int
 
 from atlasjax.memory import grid
 from atlasjax.memory.blocks import decay_products, dot, exact, neighbours
+from atlasjax.memory.check import check_ids
+from atlasjax.mixers.log_linear.check import check_segment_weights, check_whole
 from atlasjax.mixers.log_linear.levels import has_level, level_of, num_levels, softmax
 
 _BLOCK = 16  # tokens whose pairwise scores are formed; a power of two
-
-
-def _check(
-    where: str, q: jax.Array, k: jax.Array, v: jax.Array, weights: jax.Array, retention: jax.Array | None
-) -> None:
-    if q.ndim != 4 or 0 in q.shape:
-        raise ValueError(f"{where}: q has shape {q.shape}, should be [batch, time ≥ 1, heads, key_dim].")
-    lead = q.shape[:3]
-    for name, x, shape in (("k", k, q.shape), ("v", v, (*lead, "value_dim")), ("retention", retention, lead)):
-        if x is None:
-            continue
-        if x.ndim != len(shape) or any(a != b for a, b in zip(x.shape, shape) if not isinstance(b, str)):
-            raise ValueError(f"{where}: {name} has shape {x.shape}, should be {list(shape)}.")
-    needed = num_levels(q.shape[1])
-    if weights.ndim != 4 or weights.shape[:3] != lead or weights.shape[3] < needed:
-        raise ValueError(
-            f"{where}: weights has shape {weights.shape}, should be {[*lead, needed]} or more levels for {q.shape[1]} tokens."
-        )
 
 
 class _Layout(NamedTuple):
@@ -92,10 +76,12 @@ def attention(
       [batch, time, heads, value_dim], in q's dtype.
 
     Raises:
-      ValueError: a wrong shape.
+      TypeError, ValueError: invalid arguments.
     """
-    _check("log_linear.attention", q, k, v, weights, retention)
+    where = "log_linear.attention"
+    check_whole(where, q, k, v, weights, retention)
     if segment_ids is not None:
+        check_ids(segment_ids, q.shape[:2], where)
         layout = _layout(segment_ids)
         # Tokens before the segment are at levels that the token does not have.
         there = has_level(jnp.arange(weights.shape[-1]), layout.position[..., None, None])
@@ -157,9 +143,15 @@ def segment_weights(
 
     Returns:
       [batch, time, heads, num_levels(time)], at least float32. Zero at levels that a token does not have.
+
+    Raises:
+      TypeError, ValueError: invalid arguments.
     """
+    where = "log_linear.segment_weights"
+    check_segment_weights(where, connector, keys)
     time = connector.shape[1]
     if segment_ids is not None:
+        check_ids(segment_ids, connector.shape[:2], where)
         layout = _layout(segment_ids)
         scores = layout.gather(_segment_scores(layout.lay(connector), layout.lay(keys)))[..., : num_levels(time)]
         return softmax(scores, layout.position[:, :, None, None])

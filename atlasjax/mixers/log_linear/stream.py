@@ -1,52 +1,17 @@
 """Streaming log-linear attention: one token, or the next piece of a stream."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from atlasjax.memory.blocks import decay_products
-from atlasjax.mixers.log_linear.levels import level_of, num_levels, softmax
+from atlasjax.mixers.log_linear.check import check_stream
+from atlasjax.mixers.log_linear.levels import level_of, softmax
+from atlasjax.mixers.log_linear.state import LogLinearState
 
 _PIECE = 64  # tokens whose pairwise scores are formed
-
-
-class LogLinearState(NamedTuple):
-    """One state for each level, float32, with the batch axis first.
-
-    Attributes:
-      states: decayed Σ v kᵀ over each level's segment, [batch, heads, levels, value_dim, key_dim].
-      key_sums: Σ k over each level's segment, [batch, heads, levels, key_dim].
-      position: number of tokens read, [batch], int32.
-    """
-
-    states: Float[Array, "batch heads levels value_dim key_dim"]
-    key_sums: Float[Array, "batch heads levels key_dim"]
-    position: Int[Array, " batch"]
-
-
-def init_state(batch_size: int, heads: int, key_dim: int, value_dim: int, max_length: int) -> LogLinearState:
-    """The state before the first token, for at most `max_length` tokens. Each doubling of `max_length` adds a level.
-
-    Raises:
-      ValueError: max_length < 1.
-    """
-    levels = num_levels(max_length)
-    return LogLinearState(
-        states=jnp.zeros((batch_size, heads, levels, value_dim, key_dim)),
-        key_sums=jnp.zeros((batch_size, heads, levels, key_dim)),
-        position=jnp.zeros((batch_size,), jnp.int32),
-    )
-
-
-def _check_stream(where: str, state: LogLinearState, weights: jax.Array | None, connector: jax.Array | None) -> None:
-    if (weights is None) == (connector is None):
-        raise ValueError(f"{where}: give either weights or connector.")
-    levels = state.states.shape[2]
-    if weights is not None and weights.shape[-1] < levels:
-        raise ValueError(f"{where}: weights has {weights.shape[-1]} levels, should have {levels}.")
 
 
 def step(
@@ -71,9 +36,9 @@ def step(
       y: [batch, heads, value_dim], NaN beyond the state's max_length, and the next state.
 
     Raises:
-      ValueError: both or neither of weights and connector are given, or there are too few levels.
+      TypeError, ValueError: invalid arguments, among them both or neither of weights and connector, and too few levels.
     """
-    _check_stream("log_linear.step", state, weights, connector)
+    check_stream("log_linear.step", state, q, k, v, weights, retention, connector, time=False)
     levels, t = state.states.shape[2], state.position
     wide = state.states.dtype
     q_, k_, v_ = (x.astype(wide) for x in (q, k, v))
@@ -127,9 +92,9 @@ def extend(
       y: [batch, time, heads, value_dim], NaN beyond the state's max_length, and the next state.
 
     Raises:
-      ValueError: as for `step`.
+      TypeError, ValueError: as for `step`.
     """
-    _check_stream("log_linear.extend", state, weights, connector)
+    check_stream("log_linear.extend", state, q, k, v, weights, retention, connector, time=True)
     time, levels, wide = q.shape[1], state.states.shape[2], state.states.dtype
     if time == 1:
         first = lambda x: None if x is None else x[:, 0]

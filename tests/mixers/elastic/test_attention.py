@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -187,9 +188,27 @@ def test_bfloat16_has_a_float32_memory():
         (lambda q, k, v: A.attention(q, k, v, bank(1), None), r"reconstruction has shape \(0, 0\), should be"),
         (lambda q, k, v: A.attention(q, k, v, A.no_bank(1, 5), np.zeros((3, 0))), "order 0 with 3 samples"),
         (lambda q, k, v: A.extend(q, k, v, fresh(26), bank(4), R), "bank has 4 blocks of 5 tokens, but 26 tokens need 5"),
-        (lambda q, k, v: A.extend(q, k, v, fresh(26), bank(5), R[:3]), r"memory_keys has shape .*should be \(2, 3, 2, 4\)"),
+        (lambda q, k, v: A.extend(q, k, v, fresh(26), bank(5), R[:3]), r"memory_keys has shape .*should be \[batch=2, samples=3"),
+        (lambda q, k, v: A.extend(q, k, v, None, bank(5), R), "elastic.extend: state must be a ElasticState, got None"),
+        (lambda q, k, v: A.extend(q[:1], k[:1], v[:1], fresh(26), bank(5), R), r"coefficients has shape .*\[batch=1, order=7"),
+        (lambda q, k, v: A.extend(q, k, v, replace(fresh(26), position=jnp.zeros(2)), bank(5), R),
+         "state.position must be integers, got float32"),
+        (lambda q, k, v: A.extend(q, k, v, replace(fresh(26), keys=None), bank(5), R),
+         r"state.keys must be an array \[.*got NoneType"),
+        (lambda q, k, v: A.extend(q, k, v, fresh(26), None, R), "elastic.extend: bank must be a Bank, got None"),
+        (lambda q, k, v: A.attention(q, k, v, (1, 2), R), "elastic.attention: bank must be a Bank"),
+        (lambda q, k, v: A.attention(q, k, v, bank(1), R.tolist()), "reconstruction must be an array .*, got list"),
+        (lambda q, k, v: A.attention(q, k, v, bank(1), R, rope_theta="x"), "rope_theta must be a number > 0 or None, got 'x'"),
+        (lambda q, k, v: A.attention(q, k, v, bank(1), R, rotate_memory_queries=None), "rotate_memory_queries must be True or"),
+        (lambda q, k, v: A.attention(None, k, v, bank(1), R), r"elastic.attention: q must be an array \[batch, .*got NoneType"),
+        (lambda q, k, v: A.init_state(1, 0, 5, R, 2, 4, 6, "float32"), "elastic.init_state: max_length .* ≥ 1, got 0"),
+        (lambda q, k, v: A.init_state(-1, 9, 5, R, 2, 4, 6, "float32"), "elastic.init_state: batch_size must .* got -1"),
+        (lambda q, k, v: A.init_state(1, 9, 5, [1.0], 2, 4, 6, "float32"), "elastic.init_state: reconstruction must be an array"),
+        (lambda q, k, v: A.init_state(1, 9, 5, R, 2, 4, 6, int), "elastic.init_state: dtype must be floating point, got int"),
+        (lambda q, k, v: A.no_bank(-1, 5), "elastic.no_bank: blocks must be an integer ≥ 0, got -1"),
+        (lambda q, k, v: A.blocks_needed(5, 0), "elastic.blocks_needed: block_size must be an integer ≥ 1, got 0"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(call, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         call(*arrays(10))

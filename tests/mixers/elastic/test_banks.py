@@ -91,5 +91,7 @@ def test_sizes_and_bad_input(folder):
     for name, arguments in (("order", (0, 7, 1)), ("block_size", (5, 0, 1)), ("blocks", (5, 7, -1))):
         with pytest.raises(ValueError, match=f"{name} must be an integer"):
             banks.load(*arguments)
+    with pytest.raises(ValueError, match="legacy_hippo must be True or False, got 'no'"):
+        banks.load(5, 7, 1, legacy_hippo="no")
     with pytest.raises(ValueError, match="Unknown discretization 'euler'"):
         banks.load(5, 7, 1, discretization="euler", cache_dir=folder)

@@ -169,10 +169,14 @@ def test_forward_euler_warns_where_it_explodes():
         (lambda: hippo.reconstruction(4, [1.0], None), "length must be a number > 0, got None"),
         (lambda: hippo.kernel(4, 0, 2, discretization=None), "Unknown discretization None"),
         (lambda: sampling.positions("exponental", 4, 8), "sampling 'exponental'. Did you mean 'exponential'"),
+        (lambda: sampling.positions("uniform", 4, None), "length must be a number > 0, got None"),
+        (lambda: sampling.uniform(0, 8), "samples must be an integer ≥ 1, got 0"),
+        (lambda: sampling.uniform_mid(4, -1), "length must be a number > 0, got -1"),
+        (lambda: sampling.exponential(4, 8, alpha="x"), "alpha must be a number .* got 'x'"),
         (lambda: sampling.positions("uniform", 0, 8), "samples must be an integer ≥ 1, got 0"),
         (lambda: sampling.positions(lambda n, t: np.arange(n) - 1.0, 4, 8), r"must lie in \[0, 8\], got -1.0 at index 0"),
         (lambda: sampling.positions(lambda n, t: [t], 4, 8), "gave 1 positions, should be 4"),
-        (lambda: sampling.exponential(4, 8, alpha=1.0), r"alpha must lie in \(0, 1\), got 1.0"),
+        (lambda: sampling.exponential(4, 8, alpha=1.0), r"alpha must be a number in \(0, 1\) or None, got 1.0"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(call, words):
