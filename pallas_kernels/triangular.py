@@ -4,6 +4,7 @@ With `heads` > 1, the matrices [m, P · m] of P heads lie side by side (`side_by
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,28 +88,58 @@ unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def solve_unit_lower(lower: jax.Array, column: jax.Array, heads: int = 1) -> jax.Array:
-    """(I + L)⁻¹ times a column, which is in all lanes of its head (`side_by_side.columns_of`). As `unit_lower_inverse`.
+    """(I + L)⁻¹ times a column, which is in all lanes of its head (`side_by_side.columns_of`).
 
-    Its derivative takes no more products: with g = (I + L)⁻ᵀ dx it is g for the column, and −g xᵀ for L.
+    With [[L_1, 0], [A, L_2]] = L, it is x_1 = (I + L_1)⁻¹ b_1, x_2 = (I + L_2)⁻¹ (b_2 − A x_1), so that only the halves on the
+    diagonal are inverted (`unit_lower_inverse`), side by side as those of twice as many heads. The derivative takes no more
+    products: with g = (I + L)⁻ᵀ dx it is g for the column, and −g xᵀ for L.
     """
     return _solve_forward(lower, column, heads)[0]
 
 
-def _solve_forward(lower: jax.Array, column: jax.Array, heads: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    inverse = unit_lower_inverse(lower, heads)
-    x = weighted(inverse, column, heads)
-    return x, (inverse, x)
+class _Halves(NamedTuple):
+    """[[L_1, 0], [A, L_2]] = L of each head, as [m/2, P · m].
+
+    inverse: of L_1 in the first lanes of a head, and of L_2 in the others. across: A in the first lanes, zero in the others.
+    second: whether a lane is one of the others.
+    """
+
+    inverse: jax.Array
+    across: jax.Array
+    second: jax.Array
 
 
-def _solve_backward(heads: int, kept: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
-    inverse, x = kept
+def _in_halves(lower: jax.Array, heads: int) -> _Halves:
+    half = lower.shape[0] // 2
+    second = place((half, lower.shape[1]), 1, heads) >= half
+    inverse = unit_lower_inverse(jnp.where(second, lower[half:], lower[:half]), 2 * heads)
+    return _Halves(inverse, jnp.where(second, 0.0, lower[half:]), second)
+
+
+def _solve_forward(lower: jax.Array, column: jax.Array, heads: int) -> tuple[jax.Array, tuple[_Halves, jax.Array]]:
+    of, half = _in_halves(lower, heads), lower.shape[0] // 2
+    first = weighted(of.inverse, jnp.where(of.second, 0.0, column[:half]), 2 * heads)
+    across = head_sums(of.across * rows_of_columns(first, 2 * heads), heads)
+    second = weighted(of.inverse, jnp.where(of.second, column[half:] - across, 0.0), 2 * heads)
+    row = rows_of_columns(first + second, 2 * heads)
+    return columns_of(row, heads), (of, row)
+
+
+def _solve_backward(heads: int, kept: tuple[_Halves, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
+    of, x = kept
+    half, shape = d.shape[0] // 2, (d.shape[0], x.shape[1])
     # The cotangent of a column in all lanes is in parts, one for each lane.
     d = head_sums(d, heads) if heads > 1 else d
-    g = columns_of(jnp.sum(inverse * d, axis=0, keepdims=True), heads)
-    dlower = -g * rows_of_columns(x, heads)
-    dlower = jnp.where(place(inverse.shape, 0, heads) > place(inverse.shape, 1, heads), dlower, 0.0)
+    halves = jnp.where(of.second, d[half:], d[:half])
+    g = jnp.sum(of.inverse * halves, axis=0, keepdims=True)  # done in the lanes of second halves
+    moved = jnp.where(place(of.across.shape, 1, heads) == place(of.across.shape, 0, heads) + half, g, 0.0)
+    across = jnp.sum(of.across * head_sums(moved, heads), axis=0, keepdims=True)
+    first = jnp.sum(of.inverse * (halves - columns_of(across, 2 * heads)), axis=0, keepdims=True)
+    g = columns_of(jnp.where(of.second[:1], g, first), heads)
+    row, lane = place(shape, 0, heads), place(shape, 1, heads)
+    dlower = jnp.where(row > lane, -g * x, 0.0)
     if heads > 1:
-        g = jnp.where(place(inverse.shape, 1, heads) == 0, g, 0.0)
+        g = jnp.where(lane == 0, g, 0.0)
     return dlower, g
 
 

@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> None:
         default = default_config(preset)
     command = parse(TuneCommand, "tune", _DESCRIPTION, rest, TuneCommand(default, preset))
     with user_errors():
-        number("tune", "seconds", command.seconds, above=0)
+        number("tune", "seconds", command.seconds, least=0)
         calls = sizes_of(command.config)
     shared = []
     for sizes in calls:

@@ -132,7 +132,8 @@ def chunk_memory(
     names = tuple(sorted(weights))
     float32 = lambda w: w.astype(jnp.float32)
     on_tpu = newton_schulz is None and implementation == "pallas_tpu"
-    transposed = tall(weights) if on_tpu else ()
+    # Not with a LayerNorm inside: the compilers for v5e and v5p (libtpu 0.0.42) then fail with an internal error.
+    transposed = tall(weights) if on_tpu and norm is None else ()
     stored = lambda arrays: tuple(x.swapaxes(-1, -2) if name in transposed else x for name, x in zip(names, arrays))
     carry = [*stored(float32(weights[name]) for name in names)]
     of_norm = [] if norm is None else [float32(norm[name])[:, None] for name in ("scale", "bias")]

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from atlasjax.distributed import MeshConfig, make_mesh
-from atlasjax.train import CheckpointError, Checkpoints, NonFiniteError, TrainState, checkpoint, integrity
+from atlasjax.train import CheckpointError, Checkpoints, ConfigError, NonFiniteError, TrainState, checkpoint, integrity
 from tests.marks import some_slow
 from tests.train.tiny import child
 
@@ -223,7 +223,7 @@ def test_no_usable_checkpoint(copy):
 def test_a_step_that_is_not_there(saved):
     with (
         Checkpoints(saved) as checkpoints,
-        pytest.raises(CheckpointError, match=r"no checkpoint of step 3 .* \[2, 4, 6\]"),
+        pytest.raises(ConfigError, match=r"no checkpoint of step 3 .* \[2, 4, 6\]"),
     ):
         checkpoints.restore(abstract(make_state(6)), step=3)
 

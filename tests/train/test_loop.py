@@ -14,7 +14,6 @@ from atlasjax.data import DataConfig
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.distributed import MeshConfig
 from atlasjax.train import (
-    CheckpointError,
     ConfigError,
     Interrupted,
     NonFiniteError,
@@ -101,7 +100,7 @@ def test_load_run(done):
     assert loaded.model(loaded.tokenizer.encode("the ")[None]).shape == (1, 4, 256)
     with pytest.raises(ConfigError, match="no run in it"):
         load_run(run.run_dir + "x")
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3 .*\[2, 4\]"):
+    with pytest.raises(ConfigError, match=r"no checkpoint of step 3 .*\[2, 4\]"):
         load_run(run.run_dir, step=3)
 
 
