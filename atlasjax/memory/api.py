@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from atlasjax.check import integer, is_integer
+from atlasjax.check import integer
 from atlasjax.memory import backends, check
 from atlasjax.memory.fast_weights.kernels import PALLAS
 from atlasjax.memory.gates import Gates
@@ -67,11 +66,7 @@ def init_state(rule: Rule[Params, State], params: Params, *, batch_size: int, ma
     """
     check_rule(rule, "memory.init_state")
     sizes = {"batch_size": batch_size} | ({} if max_length is None else {"max_length": max_length})
-    for name, value in sizes.items():
-        # An integer, or a symbolic size of jax.export.
-        whole = is_integer(value, 1, kinds=numbers.Integral) or (is_symbolic_dim(value) and value >= 1)
-        if not whole:
-            raise ValueError(f"memory.init_state: {name} must be an integer ≥ 1, got {value!r}.")
+    check.check_sizes("memory.init_state", **sizes)
     return fresh_on_any_mesh(
         lambda params: rule.init_state(params, batch_size=batch_size, max_length=max_length), params
     )

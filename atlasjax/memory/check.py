@@ -1,12 +1,14 @@
 """Checks of arguments shared by all families of rules, made before tracing and compilation."""
 
 import functools
-from typing import Protocol, TypeVar
+import numbers
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
+from jax.export import is_symbolic_dim
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Int, PyTree
 
@@ -94,6 +96,13 @@ def check_shape(name: str, x: object, expected: tuple[int | str, ...], where: st
 
 def _pretty(expected: tuple[int | str, ...]) -> str:
     return "[" + ", ".join(str(e) for e in expected) + "]"
+
+
+def check_sizes(where: str, **sizes: Any) -> None:
+    """Raises ValueError unless all sizes are integers ≥ 1, or symbolic sizes of `jax.export`."""
+    for name, size in sizes.items():
+        if not (is_symbolic_dim(size) and size >= 1):
+            integer(where, name, size, kinds=numbers.Integral)
 
 
 def check_floating(name: str, x: Arrays, where: str) -> None:

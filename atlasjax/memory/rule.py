@@ -51,9 +51,8 @@ class Rule(abc.ABC, Generic[Params, State]):
 
     has_kernels: ClassVar[bool] = False  # whether backends other than "xla" and "reference" are considered
     has_connector: ClassVar[bool] = False  # whether `read` takes a connector
-    segments_continue: ClassVar[bool] = (
-        True  # whether `scan` takes segment_ids with a state, which the first segment continues
-    )
+    # Whether `scan` takes segment_ids with a state, which the first segment continues.
+    segments_continue: ClassVar[bool] = True
     # Choices of a `CachedRule` that this rule does not allow → the reason.
     caching_limits: ClassVar[Mapping[str, str]] = {
         'aggregation="soup"': 'is not supported for this rule: its reads cannot mix weights. Use "grm".'

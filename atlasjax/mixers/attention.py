@@ -23,11 +23,11 @@ from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.memory import Partition
-from atlasjax.memory.check import check_ids, whole_layer
+from atlasjax.memory.check import check_ids, check_sizes, whole_layer
 from atlasjax.mixers import fused_attention
 from atlasjax.mixers.divided_attention import Tokens, divided
 from atlasjax.mixers.rotary import check_rotary, rotate
-from atlasjax.mixers.shapes import check_dtype, check_shapes, check_sizes
+from atlasjax.mixers.shapes import check_dtype, check_shapes
 from atlasjax.mixers.softmax_attention import Source, apart, softmax_attention, together
 
 _AXES = {

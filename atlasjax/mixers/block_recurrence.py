@@ -23,9 +23,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
+from atlasjax.memory.check import check_sizes
 from atlasjax.mixers.blocks import continued, documents, unfinished, whole
 from atlasjax.mixers.rotary import check_rotary, rotate
-from atlasjax.mixers.shapes import check_dtype, check_shapes, check_sizes
+from atlasjax.mixers.shapes import check_dtype, check_shapes
 from atlasjax.mixers.softmax_attention import Source, softmax_attention
 
 _AXES = {

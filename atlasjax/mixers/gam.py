@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
-from atlasjax.memory.check import ARRAYS, check_floating, check_ids, check_shape
+from atlasjax.memory.check import ARRAYS, check_floating, check_ids, check_shape, check_sizes
 from atlasjax.mixers.convolution import causal_convolution
-from atlasjax.mixers.shapes import check_dtype, check_shapes, check_sizes
+from atlasjax.mixers.shapes import check_dtype, check_shapes
 from atlasjax.names import lookup
 
 FUSIONS: dict[str, frozenset[str]] = {

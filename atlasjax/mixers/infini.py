@@ -23,9 +23,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
+from atlasjax.memory.check import check_sizes
 from atlasjax.mixers import block_memory
 from atlasjax.mixers.block_memory import BlockMemoryState
-from atlasjax.mixers.shapes import check_dtype, check_shapes, check_sizes
+from atlasjax.mixers.shapes import check_dtype, check_shapes
 
 _AXES = {
     "state.memory.matrix": "batch heads key_dim value_dim",

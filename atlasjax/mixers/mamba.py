@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from atlasjax.memory.check import check_shape
-from atlasjax.mixers.shapes import check_shapes, check_sizes
+from atlasjax.memory.check import check_shape, check_sizes
+from atlasjax.mixers.shapes import check_shapes
 from atlasjax.names import lookup
 
 _CHUNK = 64  # tokens whose states are in memory at the same time; does not change the result

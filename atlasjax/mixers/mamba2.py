@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check, memory, rules
-from atlasjax.mixers.shapes import check_shapes, check_sizes
+from atlasjax.memory.check import check_sizes
+from atlasjax.mixers.shapes import check_shapes
 
 RULE = rules.retnet()
 

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
+from atlasjax.memory.check import check_sizes
 from atlasjax.mixers import block_memory
 from atlasjax.mixers.block_memory import BlockMemoryState
-from atlasjax.mixers.shapes import check_dtype, check_sizes
+from atlasjax.mixers.shapes import check_dtype
 from atlasjax.mixers.softmax_attention import Source, softmax_attention
 
 _AXES = {

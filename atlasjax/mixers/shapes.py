@@ -2,14 +2,11 @@
 
 import functools
 from collections.abc import Collection, Mapping
-from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.export import is_symbolic_dim
 
-from atlasjax import check
 from atlasjax.memory.check import ARRAYS, check_floating
 
 
@@ -73,13 +70,6 @@ def check_series(where: str, name: str, x: object, axes: str) -> None:
     check_floating(name, x, where)
     if x.ndim < 2 or 0 in x.shape:
         raise ValueError(f"{where}: {name} has shape {x.shape}, should be {axes}, with no empty axis.")
-
-
-def check_sizes(where: str, **sizes: Any) -> None:
-    """Raises ValueError unless all sizes are integers ≥ 1, or symbolic sizes of `jax.export`."""
-    for name, size in sizes.items():
-        if not is_symbolic_dim(size):
-            check.integer(where, name, size, kinds=Integral)
 
 
 def check_dtype(where: str, dtype: Any) -> None:

@@ -25,10 +25,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
+from atlasjax.memory.check import check_sizes
 from atlasjax.mixers.blocks import block_source, continued, documents, unfinished, whole
 from atlasjax.mixers.elastic.banks import Bank
 from atlasjax.mixers.rotary import check_rotary
-from atlasjax.mixers.shapes import check_dtype, check_shapes, check_sizes
+from atlasjax.mixers.shapes import check_dtype, check_shapes
 from atlasjax.mixers.softmax_attention import Source, softmax_attention
 
 _AXES = {

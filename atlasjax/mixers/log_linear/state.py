@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from atlasjax.memory.check import check_sizes
 from atlasjax.mixers.log_linear.levels import num_levels
-from atlasjax.mixers.shapes import check_sizes
 
 
 class LogLinearState(NamedTuple):
