@@ -1,4 +1,4 @@
-"""Lower triangular matrices of one block of m tokens: products of decays, and inverses. Restricted to what Mosaic compiles.
+"""Lower triangular matrices of one block of m tokens: products of decays, inverses, and systems. Restricted to what Mosaic compiles.
 
 With `heads` > 1, the matrices [m, P · m] of P heads lie side by side (`side_by_side`).
 """
@@ -9,10 +9,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import before
+from pallas_kernels.blocks import before, product
 from pallas_kernels.side_by_side import (
     columns_of,
     head_sums,
+    own,
     place,
     rows_of_columns,
     times,
@@ -86,21 +87,10 @@ def _inverse_backward(heads: int, x: jax.Array, d: jax.Array) -> tuple[jax.Array
 unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def solve_unit_lower(lower: jax.Array, column: jax.Array, heads: int = 1) -> jax.Array:
-    """(I + L)⁻¹ times a column, which is in all lanes of its head (`side_by_side.columns_of`).
-
-    With [[L_1, 0], [A, L_2]] = L, it is x_1 = (I + L_1)⁻¹ b_1, x_2 = (I + L_2)⁻¹ (b_2 − A x_1), so that only the halves on the
-    diagonal are inverted (`unit_lower_inverse`), side by side as those of twice as many heads. The derivative takes no more
-    products: with g = (I + L)⁻ᵀ dx it is g for the column, and −g xᵀ for L.
-    """
-    return _solve_forward(lower, column, heads)[0]
-
-
 class _Halves(NamedTuple):
     """[[L_1, 0], [A, L_2]] = L of each head, as [m/2, P · m].
 
-    inverse: of L_1 in the first lanes of a head, and of L_2 in the others. across: A in the first lanes, zero in the others.
+    inverse: of I + L_1 in the first lanes of a head, and of I + L_2 in the others. across: A in the first lanes, zero in the others.
     second: whether a lane is one of the others.
     """
 
@@ -116,7 +106,62 @@ def _in_halves(lower: jax.Array, heads: int) -> _Halves:
     return _Halves(inverse, jnp.where(second, 0.0, lower[half:]), second)
 
 
-def _solve_forward(lower: jax.Array, column: jax.Array, heads: int) -> tuple[jax.Array, tuple[_Halves, jax.Array]]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def solve(lower: jax.Array, right: jax.Array, heads: int = 1) -> jax.Array:
+    """(I + L)⁻¹ R of each head, [m, P · n], from a strictly lower triangular L [m, P · m] and R [m, P · n].
+
+    With [[L_1, 0], [A, L_2]] = L, it is U_1 = (I + L_1)⁻¹ R_1, U_2 = (I + L_2)⁻¹ (R_2 − A U_1). So only the halves on the diagonal are
+    inverted, side by side as those of twice as many heads. The derivative is G = (I + L)⁻ᵀ dU for R, and −G Uᵀ for L.
+    """
+    return _solve_forward(lower, right, heads)[0]
+
+
+def _solve_forward(lower: jax.Array, right: jax.Array, heads: int) -> tuple[jax.Array, tuple[_Halves, jax.Array]]:
+    of, half = _in_halves(lower, heads), lower.shape[0] // 2
+    first = product(of.inverse, _rows_of_half(right[:half], 0, heads), 1, 0)
+    rest = right[half:] - product(of.across, _rows_of_half(first, 0, heads), 1, 0)
+    solved = jnp.concatenate([first, product(of.inverse, _rows_of_half(rest, 1, heads), 1, 0)])
+    return solved, (of, solved)
+
+
+def _solve_backward(heads: int, kept: tuple[_Halves, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
+    of, solved = kept
+    half = d.shape[0] // 2
+    second = _of_half(product(of.inverse, d[half:], 0, 0), 1, heads)
+    rest = d[:half] - _of_half(product(of.across, second, 0, 0), 0, heads)
+    g = jnp.concatenate([_of_half(product(of.inverse, rest, 0, 0), 0, heads), second])
+    dlower = times_transposed(g, solved, heads)
+    return jnp.where(place(dlower.shape, 0, heads) > place(dlower.shape, 1, heads), -dlower, 0.0), g
+
+
+solve.defvjp(_solve_forward, _solve_backward)
+
+
+def _rows_of_half(x: jax.Array, half: int, heads: int) -> jax.Array:
+    """[m/2, P · n] → [P · m, P · n]: x in the rows of one half of its head, zero elsewhere. The right factor of that half's lanes."""
+    zero = jnp.zeros_like(x)
+    rows = jnp.concatenate([x if i == half else zero for i in range(2)] * heads)
+    return rows if heads == 1 else jnp.where(own(rows.shape, heads), rows, 0.0)
+
+
+def _of_half(x: jax.Array, half: int, heads: int) -> jax.Array:
+    """The transpose of `_rows_of_half`: [P · m, P · n] → [m/2, P · n]."""
+    if heads > 1:
+        x = jnp.where(own(x.shape, heads), x, 0.0)
+    rows = x.shape[0] // (2 * heads)
+    return functools.reduce(jnp.add, (x[i * rows : (i + 1) * rows] for i in range(half, 2 * heads, 2)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def solve_column(lower: jax.Array, column: jax.Array, heads: int = 1) -> jax.Array:
+    """`solve` for one column, which is in all lanes of its head (`side_by_side.columns_of`), by sums in place of products.
+
+    A product with one column keeps a matrix unit as long as one of whole matrices.
+    """
+    return _column_forward(lower, column, heads)[0]
+
+
+def _column_forward(lower: jax.Array, column: jax.Array, heads: int) -> tuple[jax.Array, tuple[_Halves, jax.Array]]:
     of, half = _in_halves(lower, heads), lower.shape[0] // 2
     first = weighted(of.inverse, jnp.where(of.second, 0.0, column[:half]), 2 * heads)
     across = head_sums(of.across * rows_of_columns(first, 2 * heads), heads)
@@ -125,7 +170,7 @@ def _solve_forward(lower: jax.Array, column: jax.Array, heads: int) -> tuple[jax
     return columns_of(row, heads), (of, row)
 
 
-def _solve_backward(heads: int, kept: tuple[_Halves, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _column_backward(heads: int, kept: tuple[_Halves, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
     of, x = kept
     half, shape = d.shape[0] // 2, (d.shape[0], x.shape[1])
     # The cotangent of a column in all lanes is in parts, one for each lane.
@@ -143,4 +188,4 @@ def _solve_backward(heads: int, kept: tuple[_Halves, jax.Array], d: jax.Array) -
     return dlower, g
 
 
-solve_unit_lower.defvjp(_solve_forward, _solve_backward)
+solve_column.defvjp(_column_forward, _column_backward)

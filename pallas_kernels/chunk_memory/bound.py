@@ -21,7 +21,7 @@ from pallas_kernels.arguments import Product
 from pallas_kernels.blocks import before, product
 from pallas_kernels.chunk_memory.gates import Decays, Gates
 from pallas_kernels.side_by_side import columns_of, head_sums, place, rows_of_columns, weighted
-from pallas_kernels.triangular import solve_unit_lower
+from pallas_kernels.triangular import solve_column
 
 Weights = dict[str, jax.Array]
 Factors = dict[str, tuple[jax.Array, jax.Array]]
@@ -130,7 +130,7 @@ def bounded_steps(step_bound: float, gates: Gates, decays: Decays, of: Windowed,
     safe = jnp.where(there, scale, 1.0)
     root = jnp.where(there, jax.lax.rsqrt(safe), 0.0)
     system = jnp.where(row > lane, root * (across * of.gram) * rows_of_columns(capped * root, heads), 0.0)
-    solved = solve_unit_lower(system, root * (safe + moved), heads)
+    solved = solve_column(system, root * (safe + moved), heads)
     return rows_of_columns(capped * jnp.where(there, root * solved, 1.0), heads)
 
 

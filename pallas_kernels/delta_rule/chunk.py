@@ -7,7 +7,7 @@ With A_t = α_1 … α_t, P[t,i] = α_{i+1} … α_t and the memory W_0 before t
     (I + diag(β) (P ∘ K Kᵀ)_{t>i}) U = β ⊙ (V − A ⊙ K W_0ᵀ)
     Y = A ⊙ Q W_0ᵀ + (P ∘ Q Kᵀ)_{t≥i} U        W_end = A_end W_0 + (P[end, ·]ᵀ ⊙ U)ᵀ K
 
-Decays are products, not quotients, so they are exact at α = 0. The system is inverted by `unit_lower_inverse`. Several
+Decays are products, not quotients, so they are exact at α = 0. The system is solved by the inverses of its halves (`solve`). Several
 narrow heads lie side by side (`side_by_side`).
 """
 
@@ -28,7 +28,7 @@ from pallas_kernels.side_by_side import (
     times_transposed,
     transposed_times,
 )
-from pallas_kernels.triangular import decay_products, unit_lower_inverse
+from pallas_kernels.triangular import decay_products, solve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class DeltaRuleChunk:
             start = self._start(gates, alpha, p, dim)
             wk, wq = start * wk, start * wq
         system = jnp.where(row > column, beta_of_row * times_transposed(k, k, heads, self.precision) * p, 0.0)
-        u = times(unit_lower_inverse(system, heads), beta * (v - wk), heads)
+        u = solve(system, beta * (v - wk), heads)
         y = wq + times(times_transposed(q, k, heads, self.precision) * p, u, heads, self.precision)
         if self.gated:
             start_of_keys = start if key_dim == dim else self._start(gates, alpha, p, key_dim)

@@ -22,7 +22,7 @@ from pallas_kernels.arguments import Arrays
 from pallas_kernels.blocks import HIGHEST, entry
 from pallas_kernels.linear_rule.scores import Pair, decayed
 from pallas_kernels.side_by_side import place, spread, times, times_transposed, transposed_times
-from pallas_kernels.triangular import unit_lower_inverse
+from pallas_kernels.triangular import solve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class LinearChunk:
             right = times_transposed(at.queries[1], w, heads, precision)
             right = rate * (v - right) if self.delta else -rate * (right + times(lowers[0], written, heads))
             by_row = rate if heads == 1 or v.shape[1] == shape[1] else spread(beta, heads, size)
-            u = times(unit_lower_inverse(by_row * lowers[-1], heads), right, heads)
+            u = solve(by_row * lowers[-1], right, heads)
             if self.delta:
                 written = u
             else:

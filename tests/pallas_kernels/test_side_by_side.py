@@ -55,8 +55,8 @@ def test_products_are_those_of_each_head(heads, size, a, b):
     )
 
 
-@pytest.mark.parametrize(("heads", "size"), [(heads, size) for heads, size, *_ in CASES])
-def test_inverses_and_decays_are_those_of_each_head(heads, size):
+@pytest.mark.parametrize(("heads", "size", "width"), [(heads, size, width) for heads, size, width, _ in CASES])
+def test_systems_and_decays_are_those_of_each_head(heads, size, width):
     strict = lambda x: jnp.where(jnp.tri(size, k=-1) > 0, x, 0.0)
 
     def inverse(x):
@@ -72,10 +72,16 @@ def test_inverses_and_decays_are_those_of_each_head(heads, size):
         return jax.scipy.linalg.solve_triangular(jnp.eye(size) + strict(x), row.T, lower=True, unit_diagonal=True).T
 
     def solved(x, rows):  # [m, P · m], [1, P · m]
-        found = triangular.solve_unit_lower(x, side_by_side.columns_of(rows, heads), heads)
+        found = triangular.solve_column(x, side_by_side.columns_of(rows, heads), heads)
         return side_by_side.rows_of_columns(found, heads)
 
     check(solved, solution, lower, random(heads, 1, size))
+
+    def solution_of(x, right):  # [m, m], [m, n]
+        return jax.scipy.linalg.solve_triangular(jnp.eye(size) + strict(x), right, lower=True, unit_diagonal=True)
+
+    solve = lambda x, right: triangular.solve(x, right, heads)
+    check(solve, solution_of, lower, random(heads, size, width))
 
     def products(decay):  # [m, 1]
         entries = [
