@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import HIGHEST, entry, product
+from pallas_kernels.blocks import HIGHEST, Precision, entry, product, selected
 from pallas_kernels.layout import LANES
 
 
@@ -55,17 +55,17 @@ diagonal.defvjp(lambda x, heads: (diagonal(x, heads), None), lambda heads, _, d:
 of_diagonal.defvjp(lambda x, heads: (of_diagonal(x, heads), None), lambda heads, _, d: (diagonal(d, heads),))
 
 
-def times(x: jax.Array, y: jax.Array, heads: int, precision: jax.lax.Precision = HIGHEST) -> jax.Array:
+def times(x: jax.Array, y: jax.Array, heads: int, precision: Precision = HIGHEST) -> jax.Array:
     """X Y of each head: [m, P · a], [a, P · b] → [m, P · b]."""
     return product(x, diagonal(y, heads), 1, 0, precision)
 
 
-def times_transposed(x: jax.Array, y: jax.Array, heads: int, precision: jax.lax.Precision = HIGHEST) -> jax.Array:
+def times_transposed(x: jax.Array, y: jax.Array, heads: int, precision: Precision = HIGHEST) -> jax.Array:
     """X Yᵀ of each head: [m, P · a], [n, P · a] → [m, P · n]."""
     return product(x, diagonal(y, heads), 1, 1, precision)
 
 
-def transposed_times(x: jax.Array, y: jax.Array, heads: int, precision: jax.lax.Precision = HIGHEST) -> jax.Array:
+def transposed_times(x: jax.Array, y: jax.Array, heads: int, precision: Precision = HIGHEST) -> jax.Array:
     """Xᵀ Y of each head: [m, P · a], [m, P · b] → [a, P · b]."""
     return of_diagonal(product(x, y, 0, 0, precision), heads)
 
@@ -74,7 +74,7 @@ def spread(rows: jax.Array, heads: int, width: int) -> jax.Array:
     """One row of m tokens for each head, [P, m], as a column in all of the head's lanes, [m, P · width]; of one head, [m, 1]."""
     if heads == 1:
         return columns_of(rows)
-    return product(rows, own((heads, heads * width), heads).astype(jnp.float32), 0, 0)
+    return selected(rows, own((heads, heads * width), heads).astype(jnp.float32), 0, 0)
 
 
 def place(shape: tuple[int, ...], axis: int, heads: int) -> jax.Array:

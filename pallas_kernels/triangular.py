@@ -1,4 +1,4 @@
-"""Lower triangular matrices of one block of m tokens: products of decays, inverses, and systems. Restricted to what Mosaic compiles.
+"""Lower triangular matrices of one block of m tokens: products of decays, inverses, systems. Restricted to what Mosaic compiles.
 
 With `heads` > 1, the matrices [m, P · m] of P heads lie side by side (`side_by_side`).
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import before, product
+from pallas_kernels.blocks import HIGHEST, Precision, before, product
 from pallas_kernels.side_by_side import (
     columns_of,
     head_sums,
@@ -23,11 +23,11 @@ from pallas_kernels.side_by_side import (
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def decay_products(decay: jax.Array, heads: int = 1) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def decay_products(decay: jax.Array, heads: int = 1, precision: Precision = HIGHEST) -> jax.Array:
     """P [m, m] from α [m, 1], m a power of two. P = (I − N)⁻¹, where N has α below its diagonal.
 
-    With several heads, α is given in all lanes of its head, [m, P · m].
+    With several heads, α is given in all lanes of its head, [m, P · m]. `precision` is that of the derivative's product.
     """
     size = decay.shape[0]
     shape = size, heads * size
@@ -41,22 +41,22 @@ def decay_products(decay: jax.Array, heads: int = 1) -> jax.Array:
     return jnp.where(row >= column, products, 0.0)
 
 
-def _decay_forward(decay: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:
-    products = decay_products(decay, heads)
+def _decay_forward(decay: jax.Array, heads: int, precision: Precision) -> tuple[jax.Array, jax.Array]:
+    products = decay_products(decay, heads, precision)
     return products, products
 
 
-def _decay_backward(heads: int, products: jax.Array, d: jax.Array) -> tuple[jax.Array]:
+def _decay_backward(heads: int, precision: Precision, products: jax.Array, d: jax.Array) -> tuple[jax.Array]:
     # dα_j = Σ_{t ≥ j > i} dP[t,i] P[t,j] P[j−1,i]. With several heads it is left in parts, one for each lane that has α_j.
-    parts = transposed_times(products, d, heads) * before(products, 0.0)
+    parts = transposed_times(products, d, heads, precision) * before(products, 0.0)
     return (jnp.sum(parts, axis=1, keepdims=True) if heads == 1 else parts,)
 
 
 decay_products.defvjp(_decay_forward, _decay_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def unit_lower_inverse(lower: jax.Array, heads: int = 1) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def unit_lower_inverse(lower: jax.Array, heads: int = 1, precision: Precision = HIGHEST) -> jax.Array:
     """(I + L)⁻¹ for a strictly lower triangular L [m, m], m a power of two.
 
     Recursively doubles the block size s: X ← X − X L_s X, where L_s is the part of L between adjacent blocks of s tokens. This uses
@@ -70,17 +70,17 @@ def unit_lower_inverse(lower: jax.Array, heads: int = 1) -> jax.Array:
         between = same & ((row >> level) > (column >> level))
         part = jnp.where(between, lower, 0.0)
         # X is the identity in the first step.
-        x = x - part if level == 0 else x - times(x, times(part, x, heads), heads)
+        x = x - part if level == 0 else x - times(x, times(part, x, heads, precision), heads, precision)
     return x
 
 
-def _inverse_forward(lower: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:
-    x = unit_lower_inverse(lower, heads)
+def _inverse_forward(lower: jax.Array, heads: int, precision: Precision) -> tuple[jax.Array, jax.Array]:
+    x = unit_lower_inverse(lower, heads, precision)
     return x, x
 
 
-def _inverse_backward(heads: int, x: jax.Array, d: jax.Array) -> tuple[jax.Array]:
-    dlower = -times_transposed(transposed_times(x, d, heads), x, heads)  # −Xᵀ dX Xᵀ
+def _inverse_backward(heads: int, precision: Precision, x: jax.Array, d: jax.Array) -> tuple[jax.Array]:
+    dlower = -times_transposed(transposed_times(x, d, heads, precision), x, heads, precision)  # −Xᵀ dX Xᵀ
     return (jnp.where(place(d.shape, 0, heads) > place(d.shape, 1, heads), dlower, 0.0),)
 
 
@@ -90,7 +90,7 @@ unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
 class _Halves(NamedTuple):
     """[[L_1, 0], [A, L_2]] = L of each head, as [m/2, P · m].
 
-    inverse: of I + L_1 in the first lanes of a head, and of I + L_2 in the others. across: A in the first lanes, zero in the others.
+    inverse: of I + L_1 in the first lanes of a head, and of I + L_2 in the others. across: A in the first lanes, else zero.
     second: whether a lane is one of the others.
     """
 
@@ -99,38 +99,43 @@ class _Halves(NamedTuple):
     second: jax.Array
 
 
-def _in_halves(lower: jax.Array, heads: int) -> _Halves:
+def _in_halves(lower: jax.Array, heads: int, precision: Precision) -> _Halves:
     half = lower.shape[0] // 2
     second = place((half, lower.shape[1]), 1, heads) >= half
-    inverse = unit_lower_inverse(jnp.where(second, lower[half:], lower[:half]), 2 * heads)
+    inverse = unit_lower_inverse(jnp.where(second, lower[half:], lower[:half]), 2 * heads, precision)
     return _Halves(inverse, jnp.where(second, 0.0, lower[half:]), second)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def solve(lower: jax.Array, right: jax.Array, heads: int = 1) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def solve(lower: jax.Array, right: jax.Array, heads: int = 1, precision: Precision = HIGHEST) -> jax.Array:
     """(I + L)⁻¹ R of each head, [m, P · n], from a strictly lower triangular L [m, P · m] and R [m, P · n].
 
-    With [[L_1, 0], [A, L_2]] = L, it is U_1 = (I + L_1)⁻¹ R_1, U_2 = (I + L_2)⁻¹ (R_2 − A U_1). So only the halves on the diagonal are
-    inverted, side by side as those of twice as many heads. The derivative is G = (I + L)⁻ᵀ dU for R, and −G Uᵀ for L.
+    With [[L_1, 0], [A, L_2]] = L, it is U_1 = (I + L_1)⁻¹ R_1, U_2 = (I + L_2)⁻¹ (R_2 − A U_1). So only the halves on the diagonal
+    are inverted, side by side as those of twice as many heads. The derivative is G = (I + L)⁻ᵀ dU for R, and −G Uᵀ for L.
     """
-    return _solve_forward(lower, right, heads)[0]
+    return _solve_forward(lower, right, heads, precision)[0]
 
 
-def _solve_forward(lower: jax.Array, right: jax.Array, heads: int) -> tuple[jax.Array, tuple[_Halves, jax.Array]]:
-    of, half = _in_halves(lower, heads), lower.shape[0] // 2
-    first = product(of.inverse, _rows_of_half(right[:half], 0, heads), 1, 0)
-    rest = right[half:] - product(of.across, _rows_of_half(first, 0, heads), 1, 0)
-    solved = jnp.concatenate([first, product(of.inverse, _rows_of_half(rest, 1, heads), 1, 0)])
+def _solve_forward(
+    lower: jax.Array, right: jax.Array, heads: int, precision: Precision
+) -> tuple[jax.Array, tuple[_Halves, jax.Array]]:
+    of, half = _in_halves(lower, heads, precision), lower.shape[0] // 2
+    dot = lambda x, y, place: product(x, _rows_of_half(y, place, heads), 1, 0, precision)
+    first = dot(of.inverse, right[:half], 0)
+    second = dot(of.inverse, right[half:] - dot(of.across, first, 0), 1)
+    solved = jnp.concatenate([first, second])
     return solved, (of, solved)
 
 
-def _solve_backward(heads: int, kept: tuple[_Halves, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
-    of, solved = kept
-    half = d.shape[0] // 2
-    second = _of_half(product(of.inverse, d[half:], 0, 0), 1, heads)
-    rest = d[:half] - _of_half(product(of.across, second, 0, 0), 0, heads)
-    g = jnp.concatenate([_of_half(product(of.inverse, rest, 0, 0), 0, heads), second])
-    dlower = times_transposed(g, solved, heads)
+def _solve_backward(
+    heads: int, precision: Precision, kept: tuple[_Halves, jax.Array], d: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    (of, solved), half = kept, d.shape[0] // 2
+    dot = lambda x, y, place: _of_half(product(x, y, 0, 0, precision), place, heads)
+    second = dot(of.inverse, d[half:], 1)
+    first = dot(of.inverse, d[:half] - dot(of.across, second, 0), 0)
+    g = jnp.concatenate([first, second])
+    dlower = times_transposed(g, solved, heads, precision)
     return jnp.where(place(dlower.shape, 0, heads) > place(dlower.shape, 1, heads), -dlower, 0.0), g
 
 
@@ -138,7 +143,7 @@ solve.defvjp(_solve_forward, _solve_backward)
 
 
 def _rows_of_half(x: jax.Array, half: int, heads: int) -> jax.Array:
-    """[m/2, P · n] → [P · m, P · n]: x in the rows of one half of its head, zero elsewhere. The right factor of that half's lanes."""
+    """[m/2, P · n] → [P · m, P · n]: x in the rows of one half of its head, else zero. The right factor of that half's lanes."""
     zero = jnp.zeros_like(x)
     rows = jnp.concatenate([x if i == half else zero for i in range(2)] * heads)
     return rows if heads == 1 else jnp.where(own(rows.shape, heads), rows, 0.0)
@@ -152,17 +157,19 @@ def _of_half(x: jax.Array, half: int, heads: int) -> jax.Array:
     return functools.reduce(jnp.add, (x[i * rows : (i + 1) * rows] for i in range(half, 2 * heads, 2)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def solve_column(lower: jax.Array, column: jax.Array, heads: int = 1) -> jax.Array:
-    """`solve` for one column, which is in all lanes of its head (`side_by_side.columns_of`), by sums in place of products.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def solve_column(lower: jax.Array, column: jax.Array, heads: int = 1, precision: Precision = HIGHEST) -> jax.Array:
+    """`solve` for one column, which is in all lanes of its head (`side_by_side.columns_of`), with its last products as sums.
 
     A product with one column keeps a matrix unit as long as one of whole matrices.
     """
-    return _column_forward(lower, column, heads)[0]
+    return _column_forward(lower, column, heads, precision)[0]
 
 
-def _column_forward(lower: jax.Array, column: jax.Array, heads: int) -> tuple[jax.Array, tuple[_Halves, jax.Array]]:
-    of, half = _in_halves(lower, heads), lower.shape[0] // 2
+def _column_forward(
+    lower: jax.Array, column: jax.Array, heads: int, precision: Precision
+) -> tuple[jax.Array, tuple[_Halves, jax.Array]]:
+    of, half = _in_halves(lower, heads, precision), lower.shape[0] // 2
     first = weighted(of.inverse, jnp.where(of.second, 0.0, column[:half]), 2 * heads)
     across = head_sums(of.across * rows_of_columns(first, 2 * heads), heads)
     second = weighted(of.inverse, jnp.where(of.second, column[half:] - across, 0.0), 2 * heads)
@@ -170,7 +177,9 @@ def _column_forward(lower: jax.Array, column: jax.Array, heads: int) -> tuple[ja
     return columns_of(row, heads), (of, row)
 
 
-def _column_backward(heads: int, kept: tuple[_Halves, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _column_backward(
+    heads: int, precision: Precision, kept: tuple[_Halves, jax.Array], d: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     of, x = kept
     half, shape = d.shape[0] // 2, (d.shape[0], x.shape[1])
     # The cotangent of a column in all lanes is in parts, one for each lane.

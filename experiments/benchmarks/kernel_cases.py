@@ -12,7 +12,7 @@ BATCH, TIME, HEADS = 1, 4096, 16  # as in a 340M model at d = 64
 MATRICES = 256  # matrices per call of newton_schulz
 STEPS = 5
 WINDOW = 4
-PASSES = {"HIGHEST": 6, "HIGH": 3}  # bfloat16 passes per float32 product; otherwise one
+PASSES = {"HIGHEST": 6}  # bfloat16 passes per float32 product; otherwise one
 
 VARIANTS = {
     "product": ("plain",),
@@ -31,8 +31,8 @@ class Case:
 
     Attributes:
       operation: a key of VARIANTS. "product" is one plain bfloat16 product [2 d, d] × [d, d], to calibrate the others.
-      variant: for newton_schulz its form; for delta_rule with or without decay; for linear_rule, which has a decay for each
-        channel, what it writes; for chunk_memory its structure with momentum and
+      variant: for newton_schulz its form, and "direct_three_passes" at the precision HIGH; for delta_rule with or without
+        decay; for linear_rule, which has a decay for each channel, what it writes; for chunk_memory its structure with momentum and
         retention, or ("mlp_window") OmegaNet's rule: a two-layer memory with retention and a window of four tokens, no momentum.
         "mlp_bounded" is Titans' rule with the library's bound (semantics 1.12), the others are the papers' recurrence.
       dim: d. For newton_schulz, matrices are d × 4 d; otherwise key_dim = value_dim = d.
@@ -87,6 +87,8 @@ def all_cases() -> list[Case]:
                         if not (engine == "xla" and variant == "direct" and dtype == "bfloat16")
                     ]
     cases += [Case("chunk_memory", "mlp", 64, "bfloat16", way, engine, 128) for way in DIRECTIONS for engine in ENGINES]
+    three = "direct_three_passes"
+    cases += [Case("newton_schulz", three, d, "float32", way, "pallas_tpu") for d in (64, 128) for way in DIRECTIONS]
 
     def rank(case: Case) -> int:
         if case.operation == "product":
@@ -150,10 +152,12 @@ def _newton_schulz(case: Case) -> tuple[Callable[..., Any], list[Any]]:
 
     from pallas_kernels.newton_schulz import newton_schulz
 
-    precision = jax.lax.Precision.HIGHEST if case.dtype == "float32" else jax.lax.Precision.DEFAULT
+    form, _, three = case.variant.partition("_")
+    exact = jax.lax.Precision.HIGH if three else jax.lax.Precision.HIGHEST
+    precision = exact if case.dtype == "float32" else jax.lax.Precision.DEFAULT
 
     def call(s: Any) -> Any:
-        return newton_schulz(s, STEPS, form=case.variant, implementation=case.engine, precision=precision)
+        return newton_schulz(s, STEPS, form=form, implementation=case.engine, precision=precision)
 
     return call, [_shape(MATRICES, case.dim, 4 * case.dim)]
 

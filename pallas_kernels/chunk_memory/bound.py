@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Product
-from pallas_kernels.blocks import before, product
+from pallas_kernels.blocks import HIGHEST, Precision, before, product
 from pallas_kernels.chunk_memory.gates import Decays, Gates
 from pallas_kernels.side_by_side import columns_of, head_sums, place, rows_of_columns, weighted
 from pallas_kernels.triangular import solve_column
@@ -64,7 +64,7 @@ class Windowed(NamedTuple):
 
 def windowed(
     gamma: jax.Array | None, falls: jax.Array, factors: Factors, along: jax.Array | None, along_momenta: jax.Array | None,
-    dot: Product,
+    dot: Product, precision: Precision,
 ) -> Windowed:  # fmt: skip
     """Of one head, from the factors of the gradients ∇_i of E tokens.
 
@@ -75,6 +75,7 @@ def windowed(
       along: ⟨∇_i, M_0⟩ [E, 1], or None.
       along_momenta: ⟨∇_i, S_0⟩ [E, 1], or None.
       dot: product of factors.
+      precision: precision of products with Γ.
     """
     parts = [dot(left, left, 1, 1) * dot(inputs, inputs, 1, 1) for left, inputs in factors.values()]
     gram = sum(parts[1:], parts[0])
@@ -82,18 +83,22 @@ def windowed(
         return Windowed(gram, falls, along, along_momenta)
     over = lambda x: weighted(gamma, x, 1)
     return Windowed(
-        product(product(gamma, gram, 1, 0), gamma, 1, 1), over(falls),
+        product(product(gamma, gram, 1, 0, precision), gamma, 1, 1, precision), over(falls),
         None if along is None else over(along), None if along_momenta is None else over(along_momenta),
     )  # fmt: skip
 
 
-def bounded_steps(step_bound: float, gates: Gates, decays: Decays, of: Windowed, heads: int = 1) -> jax.Array:
+def bounded_steps(
+    step_bound: float, gates: Gates, decays: Decays, of: Windowed, heads: int = 1, precision: Precision = HIGHEST
+) -> jax.Array:
     """The bounded step sizes η', a row [1, P · m].
 
     Args:
       step_bound: how far a token may step; 1 means onto its target.
       gates, decays: those of the chunk.
       of: the windowed gradients. `along` is required with retention, `along_momenta` with momentum.
+      heads: P.
+      precision: precision of the products that solve their system.
     """
     shape = of.gram.shape
     row, lane = place(shape, 0, heads), place(shape, 1, heads)
@@ -130,7 +135,7 @@ def bounded_steps(step_bound: float, gates: Gates, decays: Decays, of: Windowed,
     safe = jnp.where(there, scale, 1.0)
     root = jnp.where(there, jax.lax.rsqrt(safe), 0.0)
     system = jnp.where(row > lane, root * (across * of.gram) * rows_of_columns(capped * root, heads), 0.0)
-    solved = solve_column(system, root * (safe + moved), heads)
+    solved = solve_column(system, root * (safe + moved), heads, precision)
     return rows_of_columns(capped * jnp.where(there, root * solved, 1.0), heads)
 
 

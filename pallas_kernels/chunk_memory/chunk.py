@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays, Product
-from pallas_kernels.blocks import HIGHEST, entry, product
+from pallas_kernels.blocks import HIGHEST, Precision, entry, finer, product
 from pallas_kernels.chunk_memory.bound import Windowed, bounded_steps, decrease, windowed, within_norm
 from pallas_kernels.chunk_memory.gates import Coefficients, Gates, coefficients, decays, window_matrix
 from pallas_kernels.side_by_side import beside, columns, columns_of, rows_of_columns
@@ -82,7 +82,7 @@ class MemoryChunk:
       norm: whether there is a LayerNorm inside the memory.
       transposed: names of the weights whose matrices, also of momenta, are transposed (`tall`).
       window: c ≥ 1.
-      precision: precision of products with tokens and weights. Products of gates alone are exact.
+      precision: precision of products with tokens and weights. Those of gates alone are `blocks.finer`.
       step_bound: how far a token may step (`bound.bounded_steps`). None means that steps are η.
       norm_bound: maximum of ‖W‖_F / √rows of a weight or momentum at the chunk's start. None means no limit.
     """
@@ -93,7 +93,7 @@ class MemoryChunk:
     momentum: bool
     retention: bool
     window: int
-    precision: jax.lax.Precision = HIGHEST
+    precision: Precision = HIGHEST
     step_bound: float | None = None
     norm_bound: float | None = None
     norm: bool = False
@@ -142,17 +142,18 @@ class MemoryChunk:
                 gamma, decrease(gradients.slope, gradients.out, v), factors,
                 along(lambda name: gradients.products[name]) if self.retention else None,
                 along(lambda name: momentum[name].product(factors[name][1], dot)) if self.momentum else None,
-                dot,
+                dot, finer(self.precision),
             )  # fmt: skip
         return _Begun(scales, factors, gamma, of_window, left_over)
 
     def coefficients(self, heads: int, gates: Gates, of_window: Windowed | None) -> Coefficients:
         """From the gates of heads side by side, [1, P · m] each."""
-        of_gates = decays(gates, heads)
+        precision = finer(self.precision)
+        of_gates = decays(gates, heads, precision)
         step = gates.step
         if self.step_bound is not None:
             assert of_window is not None
-            step = bounded_steps(self.step_bound, gates, of_gates, of_window, heads)
+            step = bounded_steps(self.step_bound, gates, of_gates, of_window, heads, precision)
         return coefficients(of_gates, step)
 
     def _finish(self, carry: Arrays, q: jax.Array, begun: "_Begun", of_gates: Coefficients) -> tuple[Arrays, Arrays]:
@@ -164,7 +165,7 @@ class MemoryChunk:
         a, s, beta = column(of_gates.start), column(of_gates.started), column(of_gates.momentum_start)
         of_gradients = of_gates.memory
         if begun.gamma is not None:
-            of_gradients = product(of_gradients, begun.gamma, 1, 0)
+            of_gradients = product(of_gradients, begun.gamma, 1, 0, finer(self.precision))
 
         def linear(name: str, h: jax.Array) -> jax.Array:
             left, inputs = begun.factors[name]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import entry
+from pallas_kernels.blocks import HIGHEST, Precision, entry
 from pallas_kernels.side_by_side import columns_of, from_start, place, times
 from pallas_kernels.triangular import decay_products
 
@@ -50,7 +50,8 @@ class Coefficients(NamedTuple):
     momentum_start: jax.Array | None
 
 
-def decays(gates: Gates, heads: int = 1) -> Decays:
+def decays(gates: Gates, heads: int = 1, precision: Precision = HIGHEST) -> Decays:
+    """`precision` is that of their products."""
     m = gates.step.shape[1] // heads
     shape = m, heads * m
     row, lane = place(shape, 0, heads), place(shape, 1, heads)
@@ -59,14 +60,14 @@ def decays(gates: Gates, heads: int = 1) -> Decays:
         pairwise = (row >= lane).astype(jnp.float32)
     else:
         alpha = columns_of(gates.retention, heads)
-        pairwise = decay_products(alpha, heads)
+        pairwise = decay_products(alpha, heads, precision)
         a = from_start(alpha, pairwise, heads)
     pending = pairwise * gates.real
     if gates.momentum_decay is not None:
         theta = columns_of(gates.momentum_decay, heads)
-        products = decay_products(theta, heads)
+        products = decay_products(theta, heads, precision)
         beta = from_start(theta, products, heads)
-        pending = times(pending, products, heads)
+        pending = times(pending, products, heads, precision)
         s = from_start(theta, pending, heads)
     return Decays(a, pending, beta, products, s)
 

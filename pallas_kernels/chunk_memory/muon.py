@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.arguments import Arrays
-from pallas_kernels.blocks import HIGHEST, entry, iota, product, transposed
+from pallas_kernels.blocks import HIGHEST, Precision, entry, finer, iota, product, transposed
 from pallas_kernels.chunk_memory.bound import within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, after_window, gradient_factors, window_rows
 from pallas_kernels.chunk_memory.gates import window_matrix
@@ -27,9 +27,9 @@ from pallas_kernels.newton_schulz.reference import Triple
 from pallas_kernels.side_by_side import from_start
 from pallas_kernels.triangular import decay_products
 
-# Number of writes orthogonalized at a time, in a loop. Unrolled code takes long to compile, and exact products keep a matrix unit
-# busy with only a few matrices.
-_TOGETHER, _TOGETHER_BACKWARD = 2, 1
+# Number of writes orthogonalized at a time, in a loop, forward and backward. Unrolled code takes long to compile, and exact
+# products keep a matrix unit busy with fewer matrices.
+_TOGETHER = {HIGHEST: (2, 1), Precision.HIGH: (4, 2)}
 
 Matrices = tuple[jax.Array, ...]
 
@@ -39,20 +39,26 @@ def writes(numbers: int) -> int:
     return 8 if numbers <= 2**17 else 4
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def orthogonalized(triples: tuple[Triple, ...], matrices: Matrices) -> Matrices:
-    """Newton–Schulz of matrices with rows ≤ columns, in the form with fewer operations."""
-    run = lambda group: forms.forward(group, triples, _form(triples, matrices), HIGHEST)
-    return _in_groups(run, _TOGETHER, matrices)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def orthogonalized(triples: tuple[Triple, ...], precision: Precision, matrices: Matrices) -> Matrices:
+    """Newton–Schulz of matrices with rows ≤ columns, by `forms.cheapest`."""
+    form, precision = _form(triples, precision, matrices)
+    run = lambda group: forms.forward(group, triples, form, precision)
+    return _in_groups(run, _TOGETHER[precision][0], matrices)
 
 
-def _orthogonalized_forward(triples: tuple[Triple, ...], matrices: Matrices) -> tuple[Matrices, Matrices]:
-    return orthogonalized(triples, matrices), matrices
+def _orthogonalized_forward(
+    triples: tuple[Triple, ...], precision: Precision, matrices: Matrices
+) -> tuple[Matrices, Matrices]:
+    return orthogonalized(triples, precision, matrices), matrices
 
 
-def _orthogonalized_backward(triples: tuple[Triple, ...], matrices: Matrices, cotangents: Matrices) -> tuple[Matrices]:
-    run = lambda group, d: forms.backward(group, d, triples, _form(triples, matrices), HIGHEST)
-    return (_in_groups(run, _TOGETHER_BACKWARD, matrices, cotangents),)
+def _orthogonalized_backward(
+    triples: tuple[Triple, ...], precision: Precision, matrices: Matrices, cotangents: Matrices
+) -> tuple[Matrices]:
+    form, precision = _form(triples, precision, matrices)
+    run = lambda group, d: forms.backward(group, d, triples, form, precision)
+    return (_in_groups(run, _TOGETHER[precision][1], matrices, cotangents),)
 
 
 orthogonalized.defvjp(_orthogonalized_forward, _orthogonalized_backward)
@@ -81,9 +87,8 @@ def _in_groups(run: Callable[..., Sequence[jax.Array]], together: int, *lists: M
     return pl.run_scoped(loop, *(pltpu.VMEM((count, *x[0].shape), jnp.float32) for x in lists))
 
 
-def _form(triples: tuple[Triple, ...], matrices: Matrices) -> str:
-    rows, cols = matrices[0].shape
-    return forms.cheaper(rows, cols, len(triples))
+def _form(triples: tuple[Triple, ...], precision: Precision, matrices: Matrices) -> tuple[str, Precision]:
+    return forms.cheapest(*matrices[0].shape, len(triples), precision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +157,7 @@ class MuonChunk:
             S = [entry(beta, j) * first + product(rows * D[:, j : j + 1], cols, 0, 0) for j in writers]
             after_momenta.append(S[-1].T if tall else S[-1])
             if self.newton_schulz is None:
-                out = orthogonalized(self.triples, tuple(S))
+                out = orthogonalized(self.triples, finer(self.memory.precision), tuple(S))
             else:
                 out = tuple(self.newton_schulz(jnp.stack(S)))
             updates[name] = [x.T if tall else x for x in out]

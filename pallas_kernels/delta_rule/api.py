@@ -12,7 +12,9 @@ from pallas_kernels.layout import Beside, gates_to_chunks
 
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
 MOST_CHANNELS = 256  # maximum for keys and values
-_TOGETHER = 4  # groups of heads in one program on a TPU; the heads of a group lie side by side
+# Groups of heads in one program on a TPU; the heads of a group lie side by side. With more groups, products wait less for each
+# other, until the registers are full.
+_TOGETHER, _TOGETHER_NARROW = 4, 8
 _DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -90,12 +92,13 @@ def delta_rule(
         return gpu.delta_rule(q, k, v, beta, decay, initial, chunk_size, segments, interpret)
     gates = gates_to_chunks([(beta, 0.0)] if decay is None else [(beta, 0.0), (decay, 1.0)], chunk_size)
     beside = Beside.of(heads, chunk_size)
+    narrow = q.dtype == jnp.bfloat16 and chunk_size <= 64 and max(key_dim, value_dim) <= 128
     chunk = DeltaRuleChunk(decay is not None, token_precision(q.dtype), beside.heads)
     restarts = None
     if segments is not None:
         restarts = segments.marks, (beside.weights(segments.start_of_heads(segments.start)),)
     (final,), (y,) = chunk_scan(
-        chunk, (beside.weights(initial),), tuple(map(beside.tokens, (q, k, v))), beside.gates(gates), together=_TOGETHER,
-        interpret=interpret, dtype=q.dtype, restarts=restarts,
+        chunk, (beside.weights(initial),), tuple(map(beside.tokens, (q, k, v))), beside.gates(gates),
+        together=_TOGETHER_NARROW if narrow else _TOGETHER, interpret=interpret, dtype=q.dtype, restarts=restarts,
     )  # fmt: skip
     return y.reshape(v.shape), beside.separate(final, key_dim)

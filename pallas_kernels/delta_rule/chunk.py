@@ -7,8 +7,8 @@ With A_t = α_1 … α_t, P[t,i] = α_{i+1} … α_t and the memory W_0 before t
     (I + diag(β) (P ∘ K Kᵀ)_{t>i}) U = β ⊙ (V − A ⊙ K W_0ᵀ)
     Y = A ⊙ Q W_0ᵀ + (P ∘ Q Kᵀ)_{t≥i} U        W_end = A_end W_0 + (P[end, ·]ᵀ ⊙ U)ᵀ K
 
-Decays are products, not quotients, so they are exact at α = 0. The system is solved by the inverses of its halves (`solve`). Several
-narrow heads lie side by side (`side_by_side`).
+Decays are products, not quotients, so they are exact at α = 0. The system is solved by the inverses of its halves (`solve`).
+Several narrow heads lie side by side (`side_by_side`).
 """
 
 import dataclasses
@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays
-from pallas_kernels.blocks import HIGHEST, entry, product
+from pallas_kernels.blocks import HIGHEST, Precision, entry, finer, selected
 from pallas_kernels.side_by_side import (
     from_start,
     last_row,
+    of_diagonal,
     own,
     place,
     spread,
@@ -41,12 +42,12 @@ class DeltaRuleChunk:
     """
 
     gated: bool
-    precision: jax.lax.Precision = HIGHEST
+    precision: Precision = HIGHEST
     heads: int = 1
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         (w,), (q, k, v, gates) = carry, xs
-        heads, size = self.heads, q.shape[0]
+        heads, size, exact = self.heads, q.shape[0], finer(self.precision)
         key_dim, dim = k.shape[1] // heads, v.shape[1] // heads
         square = size, heads * size
         row, column = place(square, 0, heads), place(square, 1, heads)
@@ -57,11 +58,11 @@ class DeltaRuleChunk:
         p = (row >= column).astype(jnp.float32)
         if self.gated:
             alpha = spread(gates[heads:], heads, size)
-            p = decay_products(alpha, heads)
+            p = decay_products(alpha, heads, exact)
             start = self._start(gates, alpha, p, dim)
             wk, wq = start * wk, start * wq
         system = jnp.where(row > column, beta_of_row * times_transposed(k, k, heads, self.precision) * p, 0.0)
-        u = solve(system, beta * (v - wk), heads)
+        u = solve(system, beta * (v - wk), heads, exact)
         y = wq + times(times_transposed(q, k, heads, self.precision) * p, u, heads, self.precision)
         if self.gated:
             start_of_keys = start if key_dim == dim else self._start(gates, alpha, p, key_dim)
@@ -76,11 +77,11 @@ class DeltaRuleChunk:
         # P's first lane of each head is spread to all of the head's lanes.
         firsts = own((heads * size, heads * dim), heads, rows=1).astype(jnp.float32)
         alpha = alpha if dim == size else spread(gates[heads:], heads, dim)
-        return entry(alpha, 0) * product(p, firsts, 1, 0)
+        return entry(alpha, 0) * selected(p, firsts, 1, 0)
 
     def _at_end(self, p: jax.Array, dim: int) -> jax.Array:
         """P's last row of each head as a column, in all of its lanes, [m, P · dim]; of one head, [m, 1]."""
         if self.heads == 1:
             return last_row(p)
         last = jax.lax.broadcasted_iota(jnp.int32, (p.shape[0], self.heads * dim), 0) == p.shape[0] - 1
-        return transposed_times(p, last.astype(jnp.float32), self.heads)
+        return of_diagonal(selected(p, last.astype(jnp.float32), 0, 0), self.heads)

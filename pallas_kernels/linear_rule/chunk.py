@@ -15,11 +15,10 @@ terms in one: U = (I + diag(β) L)⁻¹ diag(β) (V − (Ã ⊙ K) W_0ᵀ), and 
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays
-from pallas_kernels.blocks import HIGHEST, entry
+from pallas_kernels.blocks import HIGHEST, Precision, entry, finer
 from pallas_kernels.linear_rule.scores import Pair, decayed
 from pallas_kernels.side_by_side import place, spread, times, times_transposed, transposed_times
 from pallas_kernels.triangular import solve
@@ -39,12 +38,13 @@ class LinearChunk:
 
     delta: bool
     decay_first: bool
-    precision: jax.lax.Precision = HIGHEST
+    precision: Precision = HIGHEST
     heads: int = 1
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         (w,), (q, k, v, decay, *removal, beta) = carry, xs
         heads, size, precision = self.heads, q.shape[0], self.precision
+        exact = finer(precision)
         rate = spread(beta, heads, v.shape[1] // heads)
         removes = self.delta or bool(removal)
         # Queries of the scores: q, and r if there is a removal. Keys: k, and s if it is not k.
@@ -54,11 +54,11 @@ class LinearChunk:
         if removes:
             r = removal[0] if removal else k
             queries = (*queries, r * decay if self.decay_first else r)
-            of_removal = [Pair(1, 0, HIGHEST)]
+            of_removal = [Pair(1, 0, exact)]
         if removal:
             keys = (*keys, removal[1])
             of_read.append(Pair(0, 1, precision))
-            of_removal.append(Pair(1, 1, HIGHEST))
+            of_removal.append(Pair(1, 1, exact))
         at = decayed(decay, queries, keys, (*of_read, *of_removal), heads)
         reads, lowers = at.scores[: len(of_read)], at.scores[len(of_read) :]
         shape = size, heads * size
@@ -71,9 +71,9 @@ class LinearChunk:
         written = rate * v  # what is written at k
         if removes:
             right = times_transposed(at.queries[1], w, heads, precision)
-            right = rate * (v - right) if self.delta else -rate * (right + times(lowers[0], written, heads))
+            right = rate * (v - right) if self.delta else -rate * (right + times(lowers[0], written, heads, exact))
             by_row = rate if heads == 1 or v.shape[1] == shape[1] else spread(beta, heads, size)
-            u = solve(by_row * lowers[-1], right, heads)
+            u = solve(by_row * lowers[-1], right, heads, exact)
             if self.delta:
                 written = u
             else:

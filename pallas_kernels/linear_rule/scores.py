@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays
+from pallas_kernels.blocks import Precision
 from pallas_kernels.side_by_side import place, times_transposed
 
 
@@ -22,7 +23,7 @@ class Pair(NamedTuple):
 
     query: int
     key: int
-    precision: jax.lax.Precision
+    precision: Precision
 
 
 class Decayed(NamedTuple):

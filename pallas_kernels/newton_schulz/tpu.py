@@ -17,9 +17,9 @@ from pallas_kernels.arguments import Interpret
 from pallas_kernels.newton_schulz import forms
 from pallas_kernels.newton_schulz.reference import Triple
 
-# Matrices per program. With a single bfloat16 pass the next product must come from another matrix. Six passes keep a matrix unit
-# busy by themselves, and more matrices only take longer to compile.
-_MOST_TOGETHER = {False: 8, True: 2}  # whether products are exact → number of matrices
+# Matrices per program, forward and backward. With a single bfloat16 pass the next product must come from another matrix. Six passes
+# keep a matrix unit busy by themselves, and more matrices only take longer to compile.
+_MOST_TOGETHER = {jax.lax.Precision.DEFAULT: (8, 8), jax.lax.Precision.HIGH: (4, 2), jax.lax.Precision.HIGHEST: (2, 1)}
 _VMEM = 64 * 2**20  # scoped limit; the smallest supported generation has 64 MiB
 _BUDGET = 24 * 2**20  # bytes of float32 blocks and intermediates, which limit the number of matrices per program
 
@@ -52,10 +52,7 @@ def together(rows: int, columns: int, steps: int, form: str, precision: jax.lax.
     large, small = tiles(rows, columns), tiles(rows, rows)
     kept = (steps if form == "direct" else 1) * large if backward else large
     per_matrix = 2 * (3 if backward else 2) * large + kept + (4 * steps if backward and form == "gram" else 4) * small
-    exact = precision == jax.lax.Precision.HIGHEST
-    if exact and backward:
-        return 1
-    count = _MOST_TOGETHER[exact]
+    count = _MOST_TOGETHER[precision][backward]
     while count > 1 and count * per_matrix > _BUDGET:
         count //= 2
     return count

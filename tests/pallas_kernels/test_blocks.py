@@ -1,0 +1,94 @@
+"""Products of the kernels: their precisions and derivatives."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import blocks, triangular
+from pallas_kernels.newton_schulz import newton_schulz
+
+AXES = [(1, 0), (1, 1), (0, 0), (0, 1)]
+Precision = jax.lax.Precision
+
+
+def random(*shape):
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), jnp.float32)
+
+
+def factors(x_axis, y_axis):
+    """[24, 40] and [40, 16], or their transposes."""
+    x, y = random(24, 40), random(40, 16)
+    return (x if x_axis else x.T), (y.T if y_axis else y)
+
+
+@pytest.mark.parametrize(("x_axis", "y_axis"), AXES)
+@pytest.mark.parametrize(("precision", "error"), [(Precision.HIGHEST, 1e-6), (Precision.HIGH, 2**-14)])
+def test_a_product_and_its_derivatives(precision, error, x_axis, y_axis):
+    x, y = factors(x_axis, y_axis)
+    d = random(24, 16)
+
+    def of(product):
+        out, pull = jax.vjp(product, x, y)
+        return out, *pull(d)
+
+    ours = of(lambda x, y: blocks.product(x, y, x_axis, y_axis, precision))
+    with jax.default_matmul_precision("highest"):
+        expected = of(lambda x, y: (x if x_axis else x.T) @ (y.T if y_axis else y))
+    for a, b in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=error * float(jnp.abs(b).max()))
+
+
+def test_three_passes_are_between_one_and_exact():
+    """The products of the halves, with each rounded to bfloat16 as a matrix unit does."""
+    x, y = factors(1, 0)
+    exact = np.asarray(x, np.float64) @ np.asarray(y, np.float64)
+    error = lambda found: float(np.abs(np.asarray(found, np.float64) - exact).max() / np.abs(exact).max())
+    rounded = functools.partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
+    one = error(jnp.matmul(rounded(x), rounded(y), precision=Precision.HIGHEST))
+    three = error(jax.jit(lambda x, y: blocks.product(x, y, 1, 0, Precision.HIGH))(x, y))
+    assert 1e-7 < three < one / 100
+
+
+@pytest.mark.parametrize(("x_axis", "y_axis"), AXES)
+def test_a_selection_is_exact(x_axis, y_axis):
+    x, _ = factors(x_axis, y_axis)
+    place = np.random.default_rng(0).permutation(40)[:16]
+    mask = jnp.zeros((40, 16)).at[place, np.arange(16)].set(1.0)
+    select = lambda x: blocks.selected(x, mask.T if y_axis else mask, x_axis, y_axis)
+    expected = (x if x_axis else x.T)[:, place]
+    out, pull = jax.vjp(jax.jit(select), x)
+    np.testing.assert_array_equal(out, expected)
+    d = random(24, 16)
+    back = jnp.zeros((24, 40)).at[:, place].set(d)
+    np.testing.assert_allclose(pull(d)[0], back if x_axis else back.T, rtol=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.5, 1.0, 1.9])
+@pytest.mark.parametrize("alike", [0.0, 0.9, 1.0])
+def test_a_system_in_three_passes_is_finer_than_the_rounding_of_its_solution(beta, alike):
+    """Delta rules read U in one pass of bfloat16, also where a chunk has one key, or removes more than there is."""
+    k, v = np.asarray(random(64, 48)), np.asarray(random(64, 32))
+    k = alike * k[:1] + (1 - alike) * k
+    k /= np.linalg.norm(k, axis=1, keepdims=True)
+    lower = np.tril(beta * k @ k.T, -1)
+    expected = np.linalg.solve(np.eye(64) + lower.astype(np.float64), beta * v.astype(np.float64))
+    found = triangular.solve(jnp.asarray(lower), jnp.asarray(beta * v), 1, Precision.HIGH)
+    rounding = np.abs(np.asarray(jnp.asarray(expected, jnp.bfloat16), np.float64) - expected).max()
+    assert np.abs(found - expected).max() < rounding / 10
+
+
+def test_newton_schulz_in_three_passes():
+    low_rank = random(16, 2) @ random(2, 64)
+    run = functools.partial(newton_schulz, implementation="pallas_tpu", interpret=True)
+    for s in (random(16, 64), low_rank):
+        exact = newton_schulz(s)
+        found = run(s, precision=Precision.HIGH)
+        assert 0 < float(jnp.abs(found - exact).max()) < 1e-3 * float(jnp.abs(exact).max())
+    d = random(16, 64)
+    s = random(16, 64)
+    expected = jax.vjp(newton_schulz, s)[1](d)[0]
+    found = jax.vjp(lambda s: run(s, precision=Precision.HIGH), s)[1](d)[0]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3 * float(jnp.abs(expected).max()))
