@@ -88,7 +88,8 @@ def _in_groups(run: Callable[..., Sequence[jax.Array]], together: int, *lists: M
 
 
 def _form(triples: tuple[Triple, ...], precision: Precision, matrices: Matrices) -> tuple[str, Precision]:
-    return forms.cheapest(*matrices[0].shape, len(triples), precision)
+    rows, cols = matrices[0].shape
+    return forms.cheapest(rows, cols, len(triples), precision)
 
 
 @dataclasses.dataclass(frozen=True)
