@@ -20,7 +20,7 @@ from pallas_kernels.newton_schulz.reference import Triple
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
 CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
 # Heads of a program → bytes of one head's carry, and the same weighed by what a chunk needs beside it, at most.
-_MOST_TOGETHER = {4: (3 * 2**17, 5 * 2**18), 2: (3 * 2**19, 13 * 2**19)}
+_MOST_TOGETHER = {8: (2**18, 2**18), 4: (3 * 2**17, 5 * 2**18), 2: (3 * 2**19, 13 * 2**19)}
 _DTYPES = (jnp.float32, jnp.bfloat16)
 Weights = dict[str, Float[Array, "batch heads _out _in"]]
 Scan = Callable[[Arrays, Arrays, Restarts], tuple[Arrays, Arrays]]
