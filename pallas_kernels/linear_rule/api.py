@@ -12,7 +12,7 @@ from pallas_kernels.linear_rule.chunk import LinearChunk
 
 IMPLEMENTATIONS = ("pallas_tpu", "reference")
 MOST_CHANNELS = 256  # maximum for keys and values
-_MOST_TOGETHER = 4  # groups of heads in one program; the heads of a group lie side by side
+_MOST_TOGETHER = 8  # groups of heads in one program; the heads of a group lie side by side
 _MOST_LANES = {jnp.dtype(jnp.float32): 512, jnp.dtype(jnp.bfloat16): 1024}  # of all of them
 _DTYPES = (jnp.float32, jnp.bfloat16)
 
@@ -109,7 +109,8 @@ def linear_rule(
     restarts = None
     if segments is not None:
         restarts = segments.marks, (beside.weights(segments.start_of_heads(segments.start)),)
-    together = max(1, min(_MOST_TOGETHER, _MOST_LANES[q.dtype] // (beside.heads * max(key_dim, value_dim))))
+    width = beside.heads * max(key_dim, value_dim, chunk_size)
+    together = max(1, min(_MOST_TOGETHER, _MOST_LANES[q.dtype] // width))
     gates = beside.gates(gates_to_chunks([(beta, 0.0)], chunk_size))
     (final,), (y,) = chunk_scan(
         chunk, (beside.weights(initial),), tuple(map(beside.tokens, tokens)), gates, together=together, interpret=interpret,
