@@ -31,7 +31,7 @@ class Case:
 
     Attributes:
       operation: a key of VARIANTS. "product" is one plain bfloat16 product [2 d, d] × [d, d], to calibrate the others.
-      variant: for newton_schulz its form, and "direct_three_passes" at the precision HIGH; for delta_rule with or without
+      variant: for newton_schulz its form, and "direct_three_passes" of bfloat16 (HIGH); for delta_rule with or without
         decay; for linear_rule, which has a decay for each channel, what it writes; for chunk_memory its structure with momentum and
         retention, or ("mlp_window") OmegaNet's rule: a two-layer memory with retention and a window of four tokens, no momentum.
         "mlp_bounded" is Titans' rule with the library's bound (semantics 1.12), the others are the papers' recurrence.
@@ -88,7 +88,7 @@ def all_cases() -> list[Case]:
                     ]
     cases += [Case("chunk_memory", "mlp", 64, "bfloat16", way, engine, 128) for way in DIRECTIONS for engine in ENGINES]
     three = "direct_three_passes"
-    cases += [Case("newton_schulz", three, d, "float32", way, "pallas_tpu") for d in (64, 128) for way in DIRECTIONS]
+    cases += [Case("newton_schulz", three, d, "bfloat16", way, "pallas_tpu") for d in (64, 128) for way in DIRECTIONS]
 
     def rank(case: Case) -> int:
         if case.operation == "product":
@@ -153,8 +153,8 @@ def _newton_schulz(case: Case) -> tuple[Callable[..., Any], list[Any]]:
     from pallas_kernels.newton_schulz import newton_schulz
 
     form, _, three = case.variant.partition("_")
-    exact = jax.lax.Precision.HIGH if three else jax.lax.Precision.HIGHEST
-    precision = exact if case.dtype == "float32" else jax.lax.Precision.DEFAULT
+    one_or_three = jax.lax.Precision.HIGH if three else jax.lax.Precision.DEFAULT
+    precision = jax.lax.Precision.HIGHEST if case.dtype == "float32" else one_or_three
 
     def call(s: Any) -> Any:
         return newton_schulz(s, STEPS, form=form, implementation=case.engine, precision=precision)
