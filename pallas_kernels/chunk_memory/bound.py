@@ -17,8 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import Product
-from pallas_kernels.blocks import HIGHEST, Precision, before, product
+from pallas_kernels.blocks import HIGHEST, Precision, before, finer, product
 from pallas_kernels.chunk_memory.gates import Decays, Gates
 from pallas_kernels.side_by_side import columns_of, head_sums, place, rows_of_columns, weighted
 from pallas_kernels.triangular import solve_column
@@ -30,6 +29,8 @@ Factors = dict[str, tuple[jax.Array, jax.Array]]
 LEAST = 2.0**-10
 SMALLEST = float(jnp.finfo(jnp.float32).tiny) ** 0.5  # of a divisor: the derivative of a quotient divides by its square
 _STRIP = 64  # rows
+# Scales a weight before its square, which overflows for entries above 2⁶⁴ otherwise. Above 2¹⁰⁴ the factor is zero.
+_UNIT = 2.0**-40
 
 
 def windowed_floor(floor: jax.Array, window_weights: jax.Array | None, past: jax.Array | None = None) -> jax.Array:
@@ -52,6 +53,17 @@ def decrease(slope: jax.Array, out: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.sum(slope * (out - v), axis=1, keepdims=True), 0.0)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gram(x: jax.Array, precision: Precision) -> jax.Array:
+    """x xᵀ. Its derivative is one product, (D + Dᵀ) x; that of `product` would be two."""
+    return product(x, x, 1, 1, precision)
+
+
+_gram.defvjp(
+    lambda x, precision: (_gram(x, precision), x), lambda precision, x, d: (product(d + d.T, x, 1, 0, precision),)
+)
+
+
 class Windowed(NamedTuple):
     """Of the windowed gradients G_t. gram: ⟨G_t, G_i⟩ [m, P · m]. Columns of tokens: falls, f_t; along, ⟨G_t, M_0⟩; along_momenta,
     ⟨G_t, S_0⟩. None without retention or momentum."""
@@ -64,7 +76,7 @@ class Windowed(NamedTuple):
 
 def windowed(
     gamma: jax.Array | None, falls: jax.Array, factors: Factors, along: jax.Array | None, along_momenta: jax.Array | None,
-    dot: Product, precision: Precision,
+    precision: Precision,
 ) -> Windowed:  # fmt: skip
     """Of one head, from the factors of the gradients ∇_i of E tokens.
 
@@ -74,13 +86,13 @@ def windowed(
       factors: factors of their gradients.
       along: ⟨∇_i, M_0⟩ [E, 1], or None.
       along_momenta: ⟨∇_i, S_0⟩ [E, 1], or None.
-      dot: product of factors.
-      precision: precision of products with Γ.
+      precision: precision of products of factors; those with Γ are `finer`.
     """
-    parts = [dot(left, left, 1, 1) * dot(inputs, inputs, 1, 1) for left, inputs in factors.values()]
+    parts = [_gram(left, precision) * _gram(inputs, precision) for left, inputs in factors.values()]
     gram = sum(parts[1:], parts[0])
     if gamma is None:
         return Windowed(gram, falls, along, along_momenta)
+    precision = finer(precision)
     over = lambda x: weighted(gamma, x, 1)
     return Windowed(
         product(product(gamma, gram, 1, 0, precision), gamma, 1, 1, precision), over(falls),
@@ -148,15 +160,12 @@ def within_norm(most: float, w: jax.Array) -> jax.Array:
 def _within_forward(most: float, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     # A few rows at a time, because an intermediate of a whole weight would take as much vector memory again.
     strips = [w[start : start + _STRIP] for start in range(0, w.shape[0], _STRIP)]
-    largest = functools.reduce(jnp.maximum, [_all(jnp.max, jnp.abs(strip)) for strip in strips])
-    # The square of a large entry could overflow.
-    unit = 1.0 / jnp.maximum(largest, 1.0)
-    square = functools.reduce(jnp.add, [_all(jnp.sum, jnp.square(strip * unit)) for strip in strips])
-    limit = most * unit
+    square = functools.reduce(jnp.add, [_all(jnp.sum, jnp.square(strip * _UNIT)) for strip in strips])
+    limit = most * _UNIT
     over = square > limit * limit
     square = jnp.where(over, square, 1.0)
     factor = jnp.where(over, limit * jax.lax.rsqrt(square), 1.0)
-    return factor, (w, jnp.where(over, -factor * unit / square * unit, 0.0))
+    return factor, (w, jnp.where(over, -factor * _UNIT / square * _UNIT, 0.0))
 
 
 def _within_backward(most: float, kept: tuple[jax.Array, ...], d: jax.Array) -> tuple[jax.Array]:

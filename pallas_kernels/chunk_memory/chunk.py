@@ -142,7 +142,7 @@ class MemoryChunk:
                 gamma, decrease(gradients.slope, gradients.out, v), factors,
                 along(lambda name: gradients.products[name]) if self.retention else None,
                 along(lambda name: momentum[name].product(factors[name][1], dot)) if self.momentum else None,
-                dot, finer(self.precision),
+                self.precision,
             )  # fmt: skip
         return _Begun(scales, factors, gamma, of_window, left_over)
 
