@@ -29,8 +29,9 @@ Factors = dict[str, tuple[jax.Array, jax.Array]]
 LEAST = 2.0**-10
 SMALLEST = float(jnp.finfo(jnp.float32).tiny) ** 0.5  # of a divisor: the derivative of a quotient divides by its square
 _STRIP = 64  # rows
-# Scales a weight before its square, which overflows for entries above 2⁶⁴ otherwise. Above 2¹⁰⁴ the factor is zero.
-_UNIT = 2.0**-40
+# To which a weight of the largest norm is scaled before its square, which could overflow otherwise. Entries 2²³ times smaller than
+# the norm do not count; if some are 2⁹⁶ times larger the factor may be zero.
+_LIMIT = 2.0**-40
 
 
 def windowed_floor(floor: jax.Array, window_weights: jax.Array | None, past: jax.Array | None = None) -> jax.Array:
@@ -160,12 +161,12 @@ def within_norm(most: float, w: jax.Array) -> jax.Array:
 def _within_forward(most: float, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     # A few rows at a time, because an intermediate of a whole weight would take as much vector memory again.
     strips = [w[start : start + _STRIP] for start in range(0, w.shape[0], _STRIP)]
-    square = functools.reduce(jnp.add, [_all(jnp.sum, jnp.square(strip * _UNIT)) for strip in strips])
-    limit = most * _UNIT
-    over = square > limit * limit
+    unit = _LIMIT / most
+    square = functools.reduce(jnp.add, [_all(jnp.sum, jnp.square(strip * unit)) for strip in strips])
+    over = square > _LIMIT * _LIMIT
     square = jnp.where(over, square, 1.0)
-    factor = jnp.where(over, limit * jax.lax.rsqrt(square), 1.0)
-    return factor, (w, jnp.where(over, -factor * _UNIT / square * _UNIT, 0.0))
+    factor = jnp.where(over, _LIMIT * jax.lax.rsqrt(square), 1.0)
+    return factor, (w, jnp.where(over, -factor * unit / square * unit, 0.0))
 
 
 def _within_backward(most: float, kept: tuple[jax.Array, ...], d: jax.Array) -> tuple[jax.Array]:

@@ -1,4 +1,4 @@
-"""Products of the kernels: their precisions and derivatives."""
+"""Parts of the kernels: precisions and derivatives of products, systems, norms."""
 
 import functools
 
@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from atlasjax.memory.fast_weights.bounds import within_norm
 from pallas_kernels import blocks, triangular
+from pallas_kernels.chunk_memory import bound
 from pallas_kernels.newton_schulz import newton_schulz
 
 AXES = [(1, 0), (1, 1), (0, 0), (0, 1)]
@@ -92,3 +94,17 @@ def test_newton_schulz_in_three_passes():
     expected = jax.vjp(newton_schulz, s)[1](d)[0]
     found = jax.vjp(lambda s: run(s, precision=Precision.HIGH), s)[1](d)[0]
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3 * float(jnp.abs(expected).max()))
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-3, 1.0, 1e4, 1e15, 1e30])
+def test_a_norm_is_limited_at_any_size(size):
+    """`memory.fast_weights.bounds.within_norm`, of which the kernel takes the factor and its derivative."""
+    w, d = size * random(130, 24), random(24, 130).T + random(131, 24)[1:]
+    most = 8.0 * 130**0.5
+    expected, pulled = jax.vjp(lambda w: within_norm(8.0, {"w": w})["w"], w)
+    found, pull = jax.vjp(lambda w: bound.within_norm(most, w) * w, w)
+    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=0)
+    (gradient,), (ours,) = pulled(d), pull(d)
+    if size < 1e10:  # of larger ones a part is below the smallest float32
+        np.testing.assert_allclose(ours, gradient, rtol=0, atol=2e-6 * float(jnp.abs(gradient).max()))
+    assert np.isfinite(ours).all()
