@@ -151,15 +151,16 @@ def test_floor_and_bytes_of_the_delta_rule_by_hand():
     (kernel,) = kernel_cases.kernels_of(*kernel_cases.program(case))
     levels = int(math.log2(m))
     tokens = 2 * m * m * dim * 3 + 2 * m * dim * dim * 3  # K Kᵀ, Q Kᵀ, (Q Kᵀ) U; K Wᵀ, Q Wᵀ, Uᵀ K: bfloat16
-    exact = 2 * (levels - 1) * 2 * m**3 + 2 * m * m * dim  # two products a level but the first, the solution
+    # Halves of the system side by side: two products a level but the first, and three for the solution.
+    system = 2 * (levels - 2) * m**3 + 3 * m * m * dim
     groups, beside = (
-        4,
+        8,
         2,
-    )  # of one program; heads side by side: a product of them has half of its entries outside of the diagonal
+    )  # groups of one program; heads side by side, whose products have zeros outside of the diagonal
     betas = 2 * beside * m * beside * (dim + m)  # as columns, in all lanes of a head in V, and in its system
-    assert sum(x.operations for x in kernel.products) == groups * (beside**2 * (tokens + exact) + betas)
-    passes = sum(x.operations * x.passes for x in kernel.products)
-    assert passes == groups * (beside**2 * (tokens + 6 * exact) + 6 * betas)
+    # Three passes are one product of three times the depth.
+    assert sum(x.operations for x in kernel.products) == groups * (beside**2 * (tokens + 3 * system) + 3 * betas)
+    assert {x.passes for x in kernel.products} == {1}
     rows, chunks = kernel_cases.HEADS, kernel_cases.TIME // m
     assert kernel.steps == rows // (groups * beside) * chunks
     each = 4 * m * dim * 2 + m * 4  # q, k, v, y; β
