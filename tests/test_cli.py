@@ -103,6 +103,15 @@ def test_evaluate_a_stream(trained, capsys):
     assert "bits per byte by position in the stream" in capsys.readouterr().out
 
 
+def test_a_text_shorter_than_a_sequence_can_be_read_as_a_stream(trained, tmp_path, capsys):
+    folder, _ = trained
+    (tmp_path / "short.txt").write_text("A short text.")
+    arguments = ["evaluate", "--run-dir", str(folder / "run"), "--text", str(tmp_path / "short.txt")]
+    assert cli.main(arguments) == 2
+    assert "--stream reads a text of any length" in capsys.readouterr().err
+    assert cli.main([*arguments, "--stream"]) == 0
+
+
 def test_generate_is_determined_by_the_seed(trained, capsys):
     folder, _ = trained
     texts = []

@@ -22,7 +22,7 @@ from atlasjax.cli.parsing import parse
 from atlasjax.cli.report import baselines
 from atlasjax.cli.tasks import TaskOptions, chat_template, load_tasks, run_tasks
 from atlasjax.data.config import DataConfig
-from atlasjax.data.pipeline import make_pipeline
+from atlasjax.data.pipeline import TextTooShortError, make_pipeline
 from atlasjax.data.prepared import load_tokens
 from atlasjax.evaluate.lm import LanguageModelResult, evaluate_stream
 from atlasjax.train import state as state_lib
@@ -83,6 +83,8 @@ def run(arguments: Sequence[str]) -> None:
         texts = _texts(command, loaded.config)
         results = (_streamed if command.stream else _parallel)(command, loaded, texts)
         references = baselines(texts[HELD_OUT]) if HELD_OUT in texts else {}
+    except TextTooShortError as error:
+        raise ConfigError(f"{error} --stream reads a text of any length.") from error
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from error
     whole = "" if command.max_batches is None else ", whole text"

@@ -22,6 +22,10 @@ from atlasjax.data.windows import Batch, TokenStream, Windows, token_stream
 _FOREVER = 2**45  # windows; Grain's endless repetition overflows when batches of size one are sliced
 
 
+class TextTooShortError(ValueError):
+    """A split has fewer tokens than one sequence."""
+
+
 class Position(TypedDict):
     """A position in the batches, which can be stored as JSON.
 
@@ -174,7 +178,8 @@ def make_pipeline(
       repeat: whether to repeat forever or stop after one pass. None repeats only for "train".
 
     Raises:
-      ValueError: batch_size is not divisible by process_count, the split is too short, or as `load_documents`.
+      ValueError: batch_size is not divisible by process_count, the split is too short (`TextTooShortError`), or as
+        `load_documents`.
       FileNotFoundError: as `load_documents`.
     """
     if not 0 <= process_index < process_count:
@@ -256,7 +261,7 @@ def _contiguous(
         if len(tokens) < needed:
             is_cut = not config.separate_validation and config.source != "prepared"
             fraction = f", another validation_fraction (now {config.validation_fraction})" if is_cut else ""
-            raise ValueError(
+            raise TextTooShortError(
                 f"The {split} {'split' if is_cut else 'text'} is too short for one sequence: it has {len(tokens)} tokens, and "
                 f"sequence_length {config.sequence_length} needs {needed}. Use more text{fraction}, or train with a shorter "
                 "sequence_length."
