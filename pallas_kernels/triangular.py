@@ -55,7 +55,6 @@ def _decay_backward(heads: int, precision: Precision, products: jax.Array, d: ja
 decay_products.defvjp(_decay_forward, _decay_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def unit_lower_inverse(lower: jax.Array, heads: int = 1, precision: Precision = HIGHEST) -> jax.Array:
     """(I + L)⁻¹ for a strictly lower triangular L [m, m], m a power of two.
 
@@ -72,19 +71,6 @@ def unit_lower_inverse(lower: jax.Array, heads: int = 1, precision: Precision = 
         # X is the identity in the first step.
         x = x - part if level == 0 else x - times(x, times(part, x, heads, precision), heads, precision)
     return x
-
-
-def _inverse_forward(lower: jax.Array, heads: int, precision: Precision) -> tuple[jax.Array, jax.Array]:
-    x = unit_lower_inverse(lower, heads, precision)
-    return x, x
-
-
-def _inverse_backward(heads: int, precision: Precision, x: jax.Array, d: jax.Array) -> tuple[jax.Array]:
-    dlower = -times_transposed(transposed_times(x, d, heads, precision), x, heads, precision)  # −Xᵀ dX Xᵀ
-    return (jnp.where(place(d.shape, 0, heads) > place(d.shape, 1, heads), dlower, 0.0),)
-
-
-unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 class _Halves(NamedTuple):

@@ -47,7 +47,7 @@ class DeltaRuleChunk:
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         (w,), (q, k, v, gates) = carry, xs
-        heads, size, exact = self.heads, q.shape[0], finer(self.precision)
+        heads, size, fine = self.heads, q.shape[0], finer(self.precision)
         key_dim, dim = k.shape[1] // heads, v.shape[1] // heads
         square = size, heads * size
         row, column = place(square, 0, heads), place(square, 1, heads)
@@ -58,11 +58,11 @@ class DeltaRuleChunk:
         p = (row >= column).astype(jnp.float32)
         if self.gated:
             alpha = spread(gates[heads:], heads, size)
-            p = decay_products(alpha, heads, exact)
+            p = decay_products(alpha, heads, fine)
             start = self._start(gates, alpha, p, dim)
             wk, wq = start * wk, start * wq
         system = jnp.where(row > column, beta_of_row * times_transposed(k, k, heads, self.precision) * p, 0.0)
-        u = solve(system, beta * (v - wk), heads, exact)
+        u = solve(system, beta * (v - wk), heads, fine)
         y = wq + times(times_transposed(q, k, heads, self.precision) * p, u, heads, self.precision)
         if self.gated:
             start_of_keys = start if key_dim == dim else self._start(gates, alpha, p, key_dim)

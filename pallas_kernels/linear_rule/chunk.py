@@ -44,7 +44,7 @@ class LinearChunk:
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         (w,), (q, k, v, decay, *removal, beta) = carry, xs
         heads, size, precision = self.heads, q.shape[0], self.precision
-        exact = finer(precision)
+        fine = finer(precision)
         rate = spread(beta, heads, v.shape[1] // heads)
         removes = self.delta or bool(removal)
         # Queries of the scores: q, and r if there is a removal. Keys: k, and s if it is not k.
@@ -54,11 +54,11 @@ class LinearChunk:
         if removes:
             r = removal[0] if removal else k
             queries = (*queries, r * decay if self.decay_first else r)
-            of_removal = [Pair(1, 0, exact)]
+            of_removal = [Pair(1, 0, fine)]
         if removal:
             keys = (*keys, removal[1])
             of_read.append(Pair(0, 1, precision))
-            of_removal.append(Pair(1, 1, exact))
+            of_removal.append(Pair(1, 1, fine))
         at = decayed(decay, queries, keys, (*of_read, *of_removal), heads)
         reads, lowers = at.scores[: len(of_read)], at.scores[len(of_read) :]
         shape = size, heads * size
@@ -71,9 +71,9 @@ class LinearChunk:
         written = rate * v  # what is written at k
         if removes:
             right = times_transposed(at.queries[1], w, heads, precision)
-            right = rate * (v - right) if self.delta else -rate * (right + times(lowers[0], written, heads, exact))
+            right = rate * (v - right) if self.delta else -rate * (right + times(lowers[0], written, heads, fine))
             by_row = rate if heads == 1 or v.shape[1] == shape[1] else spread(beta, heads, size)
-            u = solve(by_row * lowers[-1], right, heads, exact)
+            u = solve(by_row * lowers[-1], right, heads, fine)
             if self.delta:
                 written = u
             else:
