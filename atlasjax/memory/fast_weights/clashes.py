@@ -1,0 +1,59 @@
+"""The choices of a `MemoryRule` that cannot be combined."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atlasjax.memory.fast_weights.rule import MemoryRule
+
+
+def clashes(rule: "MemoryRule") -> Iterator[tuple[str, str]]:
+    """Incompatible pairs of choices: (one, "the other: why and what to do")."""
+    retention, optimizer, structure = (f"{n}={getattr(rule, n)!r}" for n in ("retention", "optimizer", "structure"))
+    matrix = rule.structure.is_matrix
+    online = rule.window == rule.chunk_size == 1
+    if rule.retention.gate not in (None, "scalar", "channel"):
+        yield retention, f"its gate={rule.retention.gate!r}, which should be None, 'scalar' or 'channel'."
+    if rule.retention.gate == "channel" and not matrix:
+        yield retention, f"{structure}: a decay per feature channel is defined for Matrix() only. Use Scalar()."
+    if rule.retention.decay_first and rule.retention.gate is None:
+        yield retention, "its gate=None: without a gate there is no decay that could come first. Use decay_first=False."
+    if rule.retention.decay_first and rule.chunk_size > 1:
+        yield (
+            retention,
+            f"chunk_size={rule.chunk_size}: gradients are taken at the memory of the chunk's start, which is "
+            "not decayed token by token. Use chunk_size=1.",
+        )
+    if rule.retention.has_map and rule.uses_muon:
+        yield (
+            retention,
+            f"{optimizer}: an orthogonalized step cannot be combined with a retention map. Use GradientDescent().",
+        )
+    if rule.chunk_size % rule.optimizer.every:
+        yield optimizer, f"chunk_size={rule.chunk_size}: `every` must divide the chunk size."
+    if rule.optimizer.per_channel and not matrix:
+        yield optimizer, f"{structure}: a step size per channel of the value is defined for Matrix() only."
+    if rule.optimizer.per_channel and rule.window > 1:
+        yield optimizer, f"window={rule.window}: a step size per channel is defined for window=1 only."
+    if rule.optimizer.is_implicit:
+        if not (matrix and rule.objective.gradient_is_error and online):
+            yield (
+                optimizer,
+                "the other choices: the step's minimizer is known for Matrix(), L2() and window=chunk_size=1 only.",
+            )
+        if not rule.retention.is_linear or rule.retention.has_map:
+            yield optimizer, f"{retention}: the step's minimizer is known for a decay α M only."
+        elif not (rule.retention.gate is None or rule.retention.decay_first):
+            yield (
+                optimizer,
+                f"{retention}: it decays first. Use Full(), Scalar(decay_first=True) or Channel(decay_first=True).",
+            )
+    if rule.objective.removes:
+        plain = rule.optimizer.is_linear and not rule.optimizer.has_momentum and not rule.optimizer.per_channel
+        decays = rule.retention.is_linear and not rule.retention.has_map and not rule.retention.decay_first
+        if not (matrix and online and plain and rule.features.is_identity and decays):
+            yield (
+                f"objective={rule.objective!r}",
+                "the other choices: it is defined for Matrix(), Identity(), GradientDescent(), a decay that does not come "
+                "first, and window=chunk_size=1 only.",
+            )
