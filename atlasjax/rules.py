@@ -28,7 +28,10 @@ def register(write: str) -> Callable[[Factory], Factory]:
 
     Raises:
       ValueError: another function is registered under this name.
+      TypeError: `write` is missing.
     """
+    if not isinstance(write, str):
+        raise TypeError(f'rules.register: write is {write!r}; it should be text, as in @rules.register("W_t = …").')
 
     def add(factory: Factory) -> Factory:
         name = factory.__name__

@@ -230,7 +230,8 @@ def check_state(rule: AnyRule, params: PyTree, state: PyTree, batch: int, heads:
     expected = _fresh_state(
         rule, structure, shapes, batch, rule.max_length(state), jax.dtypes.canonicalize_dtype(float)
     )
-    if type(state) is not type(expected):
+    bare = isinstance(expected, jax.ShapeDtypeStruct)  # an array, of which `expected` is only the shape
+    if not bare and type(state) is not type(expected):
         raise TypeError(f"{where}: state must be a {type(expected).__name__}, got {type(state).__name__}.")
     want_structure: object = jax.tree.structure(expected)
     if want_structure != jax.tree.structure(state):

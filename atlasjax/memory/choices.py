@@ -38,6 +38,24 @@ def check_choices(rule: "MemoryRule", params: "MemoryParams", key_dim: int) -> N
     _check(rule, weights, coefficients, key_dim, wide)
 
 
+def check_initial(rule: "MemoryRule", key: jax.Array, feature_dim: int, value_dim: int) -> None:
+    """Raises ValueError if the rule's structure or features return other initial values than they should."""
+    structure, wanted = rule.structure, rule.structure.weight_shapes(feature_dim, value_dim)
+    weights = jax.eval_shape(lambda key: structure.init(key, feature_dim, value_dim), key)
+    floating = lambda x: hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+    right = isinstance(weights, dict) and all(map(floating, weights.values()))
+    if not right or {name: w.shape for name, w in weights.items()} != dict(wanted):
+        raise ValueError(
+            f"{type(structure).__name__}.init returned {_described(weights)}; it should be a dict of floating-point arrays with "
+            f"the shapes of weight_shapes, {dict(wanted)}."
+        )
+    coefficients = rule.features.init()
+    if coefficients is not None and not floating(coefficients):
+        raise ValueError(
+            f"{type(rule.features).__name__}.init returned {coefficients!r}; it should be None or a floating-point array."
+        )
+
+
 @functools.lru_cache(maxsize=1024)
 def _check(
     rule: "MemoryRule",

@@ -83,6 +83,58 @@ def test_inside_a_cached_rule(aggregation, x64):
     assert_close(looked, expected[:, -1:], EXACT)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class OtherState:
+    sums: jax.Array
+    segment: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class OfDataclasses(MovingSum):
+    """The same rule, whose states are dataclasses."""
+
+    def init_state(self, *args, **options):
+        return OtherState(*super().init_state(*args, **options))
+
+    def scan(self, params, state, *args, **options):
+        y, after = super().scan(params, state, *args, **options)
+        return y, OtherState(*after)
+
+
+def test_states_that_are_dataclasses_inside_a_cached_rule(x64):
+    params, q, k, v, gates, u = inputs()
+    ids = jnp.broadcast_to(jnp.arange(TIME) // 5, (2, TIME))
+    rule = lambda one: memory.CachedRule(one, "grm", segment_size=4, capacity=2)
+    run = lambda one: memory.scan(
+        rule(one), params, None, q, k, v, gates._replace(connector=u), segment_ids=ids, max_segments=5
+    )
+    y, after = run(OfDataclasses())
+    expected, _ = run(RULE)
+    assert_close(y, expected, EXACT)
+    assert isinstance(after.online, OtherState)
+
+
+class Bare(MovingSum):
+    """The same rule, whose state is one array."""
+
+    def init_state(self, params, *, batch_size, max_length=None):
+        return jnp.zeros((batch_size, *params.scale.shape), params.scale.dtype)
+
+    def step(self, params, state, q, k, v, gates):
+        state = gates.retention[..., None] * state + k * v
+        return params.scale * q * state, state
+
+
+def test_a_state_may_be_one_array(x64):
+    params, q, k, v, gates, _ = inputs()
+    now = jax.tree.map(lambda x: x[:, 0], (q, k, v, gates))
+    y, after = memory.step(Bare(), params, memory.init_state(Bare(), params, batch_size=2), *now)
+    assert_close(y, params.scale * now[0] * now[1] * now[2], EXACT)
+    with pytest.raises(ValueError, match="state"):
+        memory.step(Bare(), params, after[:1], *now)
+
+
 def test_what_does_not_fit_is_named():
     params, q, k, v, gates, _ = inputs(dtype=jnp.float32)
     with pytest.raises(ValueError, match=r"k has shape \(2, 12, 2, 4\), should be \[2, 13, 2, 4\]"):

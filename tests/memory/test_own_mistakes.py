@@ -1,6 +1,8 @@
 """Mistakes in a user's own structure or loss, and in rarer arguments, are errors of one line that name what is wrong."""
 
 import dataclasses
+import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from atlasjax import memory, rules
-from atlasjax.memory import objectives, optimizers, structures
+from atlasjax.memory import features, objectives, optimizers, structures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,52 @@ def _rule(**parts):
 def test_a_structure_that_applies_each_weight_once_is_accepted():
     y, _ = _call(_rule(structure=Own()))
     assert jnp.isfinite(y).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class Started(Own):
+    """Starts with the weights `initial(shapes)`."""
+
+    initial: Callable = dict
+
+    def init(self, key, features, value_dim):
+        return self.initial(self.weight_shapes(features, value_dim))
+
+
+@pytest.mark.parametrize(
+    ("initial", "words"),
+    [
+        (lambda shapes: {"A": jnp.zeros(shapes["A"])}, "{A: float32.4, 4.}; it should be a dict of floating-point"),
+        (lambda shapes: [jnp.zeros(shape) for shape in shapes.values()], "returned .float32.4, 4., float32.4, 4..;"),
+        (lambda shapes: {name: jnp.zeros((4, 3)) for name in shapes}, "shapes of weight_shapes, {'A': .4, 4., 'B': .4, 4.}"),
+        (lambda shapes: {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()}, "{A: int32.4, 4., B: int32"),
+    ],
+    ids=["missing", "list", "shape", "dtype"],
+)  # fmt: skip
+def test_initial_weights_are_those_of_the_shapes(initial, words):
+    with pytest.raises(ValueError, match=r"Started.init returned") as error:
+        _call(_rule(structure=Started(initial=initial)))
+    assert re.search(words, str(error.value))
+
+
+@dataclasses.dataclass(frozen=True)
+class Coefficients(features.Features):
+    initial: Callable
+
+    def dim(self, key_dim):
+        return key_dim
+
+    def init(self):
+        return self.initial()
+
+    def apply(self, coefficients, x):
+        return coefficients * x
+
+
+@pytest.mark.parametrize("initial", [float, tuple, lambda: np.ones((), np.int32)])
+def test_initial_coefficients_are_a_floating_point_array(initial):
+    with pytest.raises(ValueError, match=r"Coefficients.init returned .+; it should be None or a floating-point array"):
+        _call(_rule(structure=Own(), features=Coefficients(initial)))
 
 
 @pytest.mark.parametrize(
@@ -123,3 +171,9 @@ def test_integer_gates_and_other_partitions_are_named(delta):
         memory.scan(rule, params, None, *tokens, memory.Gates(step_size=jnp.ones((), int)))
     with pytest.raises(TypeError, match=r"partition must be a memory.Partition or None, got 'data'"):
         memory.scan(rule, params, None, *tokens, memory.Gates(step_size=0.1), partition="data")
+
+
+@pytest.mark.parametrize("write", [lambda: rules.delta_rule(), None])
+def test_a_rule_is_registered_with_what_it_writes(write):
+    with pytest.raises(TypeError, match=r"rules.register: write is .*; it should be text"):
+        rules.register(write)

@@ -57,6 +57,51 @@ class Soft(retention.Retention):
         return jnp.sign(weight) * jnp.maximum(jnp.abs(alpha * weight) - 1e-3, 0.0)
 
 
+@dataclasses.dataclass(frozen=True)
+class SoftFirst(Soft):
+    """As strong a threshold as a bound can see, and gradients at the decayed memory."""
+
+    decay_first: bool = True
+
+    def decay(self, weight, alpha):
+        return jnp.sign(weight) * jnp.maximum(jnp.abs(alpha * weight) - 0.05, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Squashed(retention.Retention):
+    """A map, which nothing but its definition announces."""
+
+    decay_first: bool = False
+    is_linear = True
+
+    def map(self, accumulator):
+        return jnp.tanh(accumulator)
+
+
+@dataclasses.dataclass(frozen=True)
+class PostNorm(structures.Structure):
+    """Does not add its residual last."""
+
+    residual = True
+    norm = True
+
+    def weight_shapes(self, feature_dim, value_dim):
+        return {"W1": (value_dim, value_dim), "W2": (value_dim, feature_dim)}
+
+    def apply(self, linear, x, skip, norm):
+        return structures.layer_norm(skip + linear("W1", jnp.tanh(linear("W2", x))), norm)
+
+
+class Anchor(optimizers.Optimizer):
+    """Keeps the first memory."""
+
+    def init(self, weights):
+        return {"anchor": weights}
+
+    def update(self, state, gradient, step_size, momentum_decay):
+        return {name: -step_size * g for name, g in gradient.items()}, state
+
+
 def _call(rule, run=memory.scan, time=8, dtype=jnp.float32, **options):
     params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=4, value_dim=4)
     q, k, v = jax.random.normal(jax.random.key(1), (3, 1, time, 1, 4), dtype) / 2
@@ -65,7 +110,7 @@ def _call(rule, run=memory.scan, time=8, dtype=jnp.float32, **options):
 
 
 def _stepped(rule, params, state, q, k, v, gates):
-    state, ys = memory.init_state(rule, params, batch_size=1), []
+    state, ys = memory.init_state(rule, params, batch_size=1, max_length=q.shape[1]), []
     for t in range(q.shape[1]):
         now = lambda x, t=t: x[:, t]
         y, state = memory.step(rule, params, state, *map(now, (q, k, v)), jax.tree.map(now, gates))
@@ -86,13 +131,56 @@ _MLP = structures.MLP(expansion=1)
         memory.MemoryRule(objective=objectives.DotProduct(), optimizer=EverySecond(), chunk_size=4),
         memory.MemoryRule(Unsorted(), chunk_size=4, window=2),
         memory.MemoryRule(structures.MLP(depth=10, expansion=2), chunk_size=4),
+        memory.MemoryRule(_MLP, retention=SoftFirst(), chunk_size=1),
+        memory.MemoryRule(structures.Matrix(), retention=Squashed(decay_first=True), chunk_size=1),
+        memory.MemoryRule(
+            structures.Matrix(), optimizer=optimizers.GradientDescent(), retention=Squashed(True), chunk_size=1
+        ),
     ],
-    ids=["decay", "decay of a matrix", "every", "every, matrix", "every, dot product", "names", "ten matrices"],
-)
+    ids=[
+        "decay", "decay of a matrix", "every", "every, matrix", "every, dot product", "names", "ten matrices",
+        "soft threshold first", "map of the decayed, momentum", "map of the decayed",
+    ],
+)  # fmt: skip
 def test_as_the_definition(rule):
     expected = _call(rule, memory.reference)
     for run in (memory.scan, _stepped):
         np.testing.assert_allclose(_call(rule, run), expected, atol=1e-5 * jnp.abs(expected).max())
+
+
+def test_a_map_is_found_where_it_is_defined():
+    rule = lambda kind: memory.MemoryRule(structures.Matrix(), retention=kind, chunk_size=4)
+    assert rule(Squashed()).retention.has_map
+    assert jnp.abs(_call(rule(Squashed())) - _call(rule(retention.Scalar()))).max() > 1e-3
+    np.testing.assert_allclose(_call(rule(Squashed())), _call(rule(Squashed()), memory.reference), atol=1e-6)
+
+
+@pytest.mark.parametrize("wrapped", [memory.CachedRule, memory.LogLinearRule])
+def test_a_residual_that_is_not_added_last_in_cached_memories(wrapped):
+    rule = wrapped(memory.MemoryRule(PostNorm(), chunk_size=2), segment_size=4)
+    expected = _call(rule, memory.reference)
+    for run in (memory.scan, _stepped):
+        np.testing.assert_allclose(_call(rule, run), expected, atol=1e-5 * jnp.abs(expected).max())
+
+
+def test_a_fresh_state_that_keeps_the_first_memory_can_be_donated():
+    rule = memory.MemoryRule(_MLP, optimizer=Anchor(), chunk_size=2)
+    params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=4, value_dim=4)
+    gates = memory.suggested_gates(rule, batch_size=1, time=None, num_heads=1, key_dim=4)
+    x, state = jnp.ones((1, 1, 4)), memory.init_state(rule, params, batch_size=1)
+    y, _ = jax.jit(memory.step, static_argnums=0, donate_argnums=2)(rule, params, state, x, x, x, gates)
+    assert jnp.isfinite(y).all()
+
+
+def test_gradients_of_the_published_map_at_a_zero_memory():
+    rule = memory.MemoryRule(structures.Matrix(), retention=retention.Lq(2.5, published=True), chunk_size=2)
+    params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=4, value_dim=4)
+    x = jax.random.normal(jax.random.key(1), (1, 8, 1, 4)) / 2
+    gates = memory.suggested_gates(rule, batch_size=1, time=8, num_heads=1, key_dim=4)
+    loss = lambda run, x: jnp.sum(run(rule, params, None, x, x, x, gates)[0] ** 2)
+    gradient, expected = (jax.grad(lambda x, run=run: loss(run, x))(x) for run in (memory.scan, memory.reference))
+    assert jnp.isfinite(expected).all()
+    np.testing.assert_allclose(gradient, expected, atol=1e-5 * jnp.abs(expected).max())
 
 
 @pytest.mark.parametrize("rule", [rules.titans(4), memory.MemoryRule(_MLP, retention=Soft(), chunk_size=4)])

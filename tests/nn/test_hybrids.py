@@ -14,7 +14,15 @@ from atlasjax import memory, rules
 from atlasjax.generate import SamplingConfig, generate
 from atlasjax.memory.fast_weights import kernels
 from atlasjax.mixers.rotary import rotate
-from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig, logical_axes, state_bytes
+from atlasjax.nn import (
+    AttentionConfig,
+    CachingConfig,
+    LanguageModel,
+    MemoryConfig,
+    ModelConfig,
+    logical_axes,
+    state_bytes,
+)
 from atlasjax.nn.mixers import MIXERS
 from atlasjax.nn.parameters import values
 from tests.marks import some_slow
@@ -24,6 +32,14 @@ DIM, HEADS, HEAD, BATCH, TIME, SEGMENT, WINDOW = 12, 2, 4, 2, 22, 4, 5
 MEMORIES = {
     "titans": MemoryConfig("titans", chunk_size=2, expansion=1, max_step=0.1),
     "deep_transformer": MemoryConfig("deep_transformer", chunk_size=2, structure="matrix"),
+    **{
+        name: MemoryConfig("titans", chunk_size=2, structure="matrix", max_step=0.1, caching=caching)
+        for name, caching in {
+            "grm": CachingConfig("grm", segment_size=6),
+            "age": CachingConfig("ssc", segment_size=4, connector="age", capacity=4),
+            "log_linear": CachingConfig("log_linear", segment_size=4),
+        }.items()
+    },
 }
 MATRIX = MemoryConfig("delta_rule", chunk_size=2)
 # A deep memory with momentum in all; and in MAC, which keeps what retrieval reads, a softmax memory, whose state is another.
@@ -142,7 +158,8 @@ def mac(mixer, x):
         past.append(token @ mixer.queries.kernel[...])
         q = jax.nn.silu(sum(c * z for c, z in zip(mixer.conv.kernel[...], past[-3:], strict=True))).reshape(HEADS, HEAD)
         q = q / jnp.sqrt(jnp.sum(q * q, axis=-1, keepdims=True) + 1e-6)
-        h = memory.read(m.heads.rule, m.params, start, q[None, None])[0, 0]
+        u = None if mixer.connector is None else jnp.einsum("e,ehc->hc", token, mixer.connector.kernel[...])[None, None]
+        h = memory.read(m.heads.rule, m.params, start, q[None, None], u)[0, 0]
         retrieved = rms(h, mixer.retrieved_norm.scale[...]).reshape(-1) @ mixer.retrieved.kernel[...]
         for z in (token, retrieved):
             _, k, v = (z[0, 0] for z in mixer.attention.project(z[None, None]))
@@ -161,6 +178,17 @@ def test_layer_is_its_definition(name, rule):
     got = parallel(params, inputs())
     assert got.shape == (BATCH, TIME, DIM)
     close(got[1, :14], definition(nnx.merge(graphdef, params), inputs()[1, :14]))
+
+
+@pytest.mark.parametrize("rule", some_slow(["grm", "age", "log_linear"], ["age"]))
+def test_mac_of_cached_memories_is_its_definition_and_streams(rule):
+    graphdef, params, parallel = make("mac", rule)
+    got = parallel(params, inputs())
+    close(got[1, :14], mac(nnx.merge(graphdef, params), inputs()[1, :14]))
+    empty = nnx.merge(graphdef, params).init_state(BATCH, TIME)
+    close(stream("mac", rule, inputs(), empty, [0, 3, 4, 17, TIME])[0], got)
+    gradient = jax.grad(lambda p: jnp.sum(nnx.merge(graphdef, p)(inputs()) ** 2))(params)
+    assert np.abs(gradient["connector"]["kernel"][...]).max() > 1e-6
 
 
 # ---- what holds for every mixer ----

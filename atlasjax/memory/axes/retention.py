@@ -23,7 +23,7 @@ class Retention(Axis):
     Attributes:
       gate: the gate α: "scalar" for one per token and head, "channel" for one per feature channel, None for no gate (α = 1).
       decay_first: whether gradients are taken at the decayed memory. Requires chunks of one token.
-      has_map: whether there is a `map`. A state then stores A, and `MemoryRule.weights` gives M.
+      has_map: whether there is a `map`, as in every class that defines one. A state then stores A, and `MemoryRule.weights` is M.
       is_linear: claim: decay(A, α) = α A.
       is_bounded: claim: M_t is bounded, whatever is written.
       shortcuts: methods that give what others would, with fewer operations. A subclass does not inherit them from its parent.
@@ -38,8 +38,10 @@ class Retention(Axis):
     is_bounded: bool
 
     def __init_subclass__(cls, **arguments: object) -> None:
-        """The shortcuts of a parent would not see what a subclass overrides."""
+        """A class that defines `map` has one. The shortcuts of a parent would not see what a subclass overrides."""
         super().__init_subclass__(**arguments)
+        if "map" in cls.__dict__ and "has_map" not in cls.__dict__:
+            cls.has_map = True
         for name in Retention.shortcuts:
             if name not in cls.__dict__:
                 setattr(cls, name, Retention.__dict__[name])
@@ -169,12 +171,12 @@ def _power(x: jax.Array, exponent: float) -> jax.Array:
     return jax.lax.integer_pow(x, int(exponent)) if exponent == int(exponent) else x**exponent
 
 
-def _norm(q: float, x: jax.Array) -> jax.Array:
-    """‖x‖_q of all entries, without overflow; its derivative is zero where x is."""
-    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x)))  # see `_relative`
+def _norm(q: float, x: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
+    """‖x‖_q of all entries or over some axes, which stay, without overflow; its derivative is zero where x is."""
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis, keepdims=axis is not None))  # see `_relative`
     there = divisible(largest)
     safe = jnp.where(there, largest, 1.0)
-    powers = jnp.sum(_power(jnp.abs(x) / safe, q))
+    powers = jnp.sum(_power(jnp.abs(x) / safe, q), axis, keepdims=axis is not None)
     return jnp.where(there, safe * jnp.where(there, powers, 1.0) ** (1.0 / q), 0.0)
 
 
@@ -246,8 +248,8 @@ class Lq(Retention):
     def map(self, accumulator: jax.Array) -> jax.Array:
         if not self.published:
             return _mirror(self.q, accumulator)
-        safe, _, _, norm = _relative(self.q, accumulator)
-        return accumulator / _power(safe * norm, self.q - 2.0)
+        norm = _norm(self.q, accumulator, (-2, -1))
+        return accumulator / _power(jnp.where(norm > 0, norm, 1.0), self.q - 2.0)
 
     def change_along(self, accumulator: jax.Array, direction: jax.Array) -> jax.Array:
         """(q − 1) ‖D‖_q², which holds for every A and s: ½‖·‖_q² is (q − 1)-smooth with respect to ‖·‖_q for q ≥ 2."""

@@ -1,5 +1,6 @@
 """The state of a cached memory."""
 
+import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
@@ -96,8 +97,10 @@ def fresh_memory(rule: "CachedRule[Params]", params: Params, batch_size: int) ->
 
 
 def in_segment(state: PyTree, segment: Int[Array, " batch"] | None) -> PyTree:
-    """A state of the inner rule with the segment id of its last token, [batch], where it keeps one."""
-    return state._replace(segment=segment) if hasattr(state, "segment") else state
+    """A state of the inner rule with the segment id of its last token, [batch], where it has the field `segment`."""
+    if not hasattr(state, "segment"):
+        return state
+    return (dataclasses.replace if dataclasses.is_dataclass(state) else type(state)._replace)(state, segment=segment)
 
 
 def empty_cache(rule: "CachedRule[Params]", params: Params, online: PyTree, places: int) -> CachedState:

@@ -28,8 +28,9 @@ def read_state(rule: MemoryRule, params: MemoryParams, state: MemoryState, q: ja
 def read_cached(rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, weights: Weights, q: jax.Array) -> jax.Array:
     """Reads of one memory of one head without the residual: weights [out, in], q [n, key_dim] → [n, value_dim]."""
     x = rule.features.apply(params.coefficients, q)
-    skip = _no_residual(rule, weights, q)
-    return rule.structure.apply(lambda name, h: dot(h, weights[name].T, dtype), x, skip, params.norm)
+    skip = residual(rule, params, q)
+    y = rule.structure.apply(lambda name, h: dot(h, weights[name].T, dtype), x, skip, params.norm)
+    return y if skip is None else y - skip
 
 
 def residual(rule: MemoryRule, params: MemoryParams, q: jax.Array) -> jax.Array | None:
@@ -45,13 +46,8 @@ def read_mixed(
     weights: [n, out, in]; q: [tokens, key_dim]; gamma: [tokens, n]. Returns [tokens, value_dim].
     """
     x = rule.features.apply(params.coefficients, q)
-    each = jax.tree.map(lambda w: w[0], weights)
     zero = lambda name, h: jnp.zeros((h.shape[0], weights[name].shape[1]), h.dtype)
     shares = jnp.concatenate([jnp.zeros_like(gamma[:, :1]), gamma], axis=1)
-    return rule.structure.apply(mix(zero, weights, shares, dtype), x, _no_residual(rule, each, q), params.norm)
-
-
-def _no_residual(rule: MemoryRule, weights: Weights, q: jax.Array) -> jax.Array | None:
-    """Zeros instead of r(q), [n, value_dim]. None for a memory without a residual."""
-    outermost = next(iter(rule.structure.weight_shapes(1, 1)))
-    return jnp.zeros((q.shape[0], weights[outermost].shape[0]), q.dtype) if rule.structure.residual else None
+    skip = residual(rule, params, q)
+    y = rule.structure.apply(mix(zero, weights, shares, dtype), x, skip, params.norm)
+    return y if skip is None else y - skip

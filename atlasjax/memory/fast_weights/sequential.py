@@ -50,7 +50,10 @@ def sequential_block(
         if origin is not None:
             assert decrease is not None
             assert scale is not None
-            step_size = _bounded(rule, origin, memory, momentum, gradient, step_size, theta, decrease, scale)
+            before = memory
+            if rule.retention.decay_first:
+                before = {name: rule.retention.decay(w, retention) for name, w in memory.items()}
+            step_size = _bounded(rule, origin, before, momentum, gradient, step_size, theta, decrease, scale)
         after = rule.write(memory, momentum, gradient, retention, step_size, theta)
         if real is not None:
             after = jax.tree.map(lambda new, old: jnp.where(real > 0, new, old), after, carry)
@@ -74,7 +77,10 @@ def _bounded(
     decrease: jax.Array,
     scale: jax.Array,
 ) -> jax.Array:
-    """η' of one token, by the recurrence in the docstring of `bounds`. The optimizer is linear in the gradient."""
+    """η' of one token, by the recurrence in the docstring of `bounds`. The optimizer is linear in the gradient.
+
+    memory: A_{t−1}, decayed if its decay comes first, as `origin` is.
+    """
     eta = step_size
     if not origin.capped:
         eta = limits.capped(origin.step, eta, decrease, rule.change_along(origin.weights, gradient), theta)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.check import check_floating, check_residual, check_shape
-from atlasjax.memory.choices import check_choices
+from atlasjax.memory.choices import check_choices, check_initial
 
 if TYPE_CHECKING:
     from atlasjax.memory.fast_weights.rule import MemoryRule
@@ -76,6 +76,7 @@ def init_params(rule: "MemoryRule", key: PRNGKeyArray, *, num_heads: int, key_di
     """
     check_residual(rule.structure, key_dim, value_dim)
     feature_dim = rule.features.dim(key_dim)
+    check_initial(rule, key, feature_dim, value_dim)
     weights = jax.vmap(lambda k: rule.structure.init(k, feature_dim, value_dim))(jax.random.split(key, num_heads))
     initial = rule.features.init()
     coefficients = None if initial is None else jnp.tile(jnp.asarray(initial), (num_heads, *(1,) * initial.ndim))
@@ -105,8 +106,8 @@ def init_state(
     check_params(rule, params)
     num_heads, _, value_dim = rule.sizes(params)
     dtype = jnp.promote_types(next(iter(params.weights.values())).dtype, jnp.float32)
-    expand = lambda w: jnp.broadcast_to(w.astype(dtype), (batch_size, *w.shape))
-    memory = jax.tree.map(expand, rule.start(params.weights))
+    expand = lambda w: jnp.broadcast_to(w, (batch_size, *w.shape))
+    memory = jax.tree.map(expand, rule.start({name: w.astype(dtype) for name, w in params.weights.items()}))
     window = rule.window - 1
     keys = values = thresholds = count = None
     if window:
@@ -119,9 +120,9 @@ def init_state(
     constant = rule.has_constant_gradient
     return MemoryState(
         memory=memory,
-        # A copy, because a state whose leaves share a buffer could not be donated to a jitted call.
+        # Copies, because a state whose leaves share a buffer could not be donated to a jitted call.
         chunk_start=None if constant or rule.chunk_size == 1 else jax.tree.map(jnp.copy, memory),
-        momentum=rule.start_momentum(memory),
+        momentum=jax.tree.map(jnp.copy, rule.start_momentum(memory)),
         window_keys=keys,
         window_values=values,
         window_thresholds=thresholds,

@@ -68,7 +68,9 @@ def read_cached(rule: SoftmaxRule, dtype: jnp.dtype, weights: Weights, q: jax.Ar
     part = sums.partial_sums(rule, q, cache, jnp.ones((1, cache.keys.shape[0]), bool), dtype)
     h = sums.divide(part.value, part.mass if rule.normalized else None)
     linear = lambda name, x: h if name == rule.inner else dot(x, weights[name].T, dtype)
-    return rule.structure.apply(linear, q, jnp.zeros_like(q) if rule.structure.residual else None, None)
+    skip = q if rule.structure.residual else None
+    y = rule.structure.apply(linear, q, skip, None)
+    return y if skip is None else y - skip
 
 
 def reference_read(rule: SoftmaxRule, weights: Weights, x: jax.Array) -> jax.Array:

@@ -56,8 +56,9 @@ class MACMixer(nnx.Module):
     A token does not see retrieved tokens of later positions, because their queries are later tokens. x and r share the attention's
     projections. Titans' o = y ⊗ M(y) has the norms and the sigmoid of `MAGMixer`.
 
-    Works with any rule of `rules.REGISTRY`. Each segment needs the memory left by the segment before, so segments run sequentially,
-    also in training. Cost per token: the memory's, one more read, and attention over at most 2 · segment_size + persistent keys.
+    Works with any rule of `rules.REGISTRY`, also with Memory Caching: where a cache has a gate `connector`, retrieval has its own
+    u = x W_u, as it has its own queries. Each segment needs the memory left by the segment before, so segments run sequentially, in
+    training too. Cost per token: the memory's, one more read, and attention over at most 2 · segment_size + persistent keys.
     The state is bounded unless a softmax memory keeps every token (training then keeps one copy of its cache per segment).
 
     Args:
@@ -88,6 +89,10 @@ class MACMixer(nnx.Module):
         self.flow = None if truncation is None else truncation // self.segment_size
         self.queries = Linear((config.dim, inner), ("embed", "heads"), rngs=rngs)
         self.conv = CausalConv(config.conv_width, (inner,), ("heads",), rngs=rngs)
+        channels = rule.gate_channels(config.resolved_head_dim, config.value_dim).get("connector")
+        self.connector = (
+            None if channels is None else Linear((config.dim, heads, channels), ("embed", "heads", None), rngs=rngs)
+        )
         self.retrieved_norm = RMSNorm((heads, config.value_dim), ("heads", None), config.norm_eps)
         self.retrieved = Linear((heads * config.value_dim, config.dim), ("heads", "embed"), rngs=rngs)
         self.attention = AttentionHeads(config, None, rngs=rngs)
@@ -272,7 +277,8 @@ class MACMixer(nnx.Module):
         self, x: jax.Array, queries: jax.Array, start: PyTree, position: jax.Array
     ) -> tuple[jax.Array, jax.Array, _KeysAndValues, _KeysAndValues]:
         """Retrieval and projections: q, rotated q, and (rotated keys, values) of the tokens and of the retrieved tokens."""
-        h = memory.read(self.memory.rule, values(self.memory.memory), start, queries)
+        connector = None if self.connector is None else self.connector(x)
+        h = memory.read(self.memory.rule, values(self.memory.memory), start, queries, connector)
         r = self.retrieved(self.retrieved_norm(h).reshape(*x.shape[:2], -1))
         q, k, v = self.attention.project(x)
         _, rk, rv = self.attention.project(r)
