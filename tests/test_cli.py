@@ -12,14 +12,18 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+from flax import nnx
 
 from atlasjax import cli
 from atlasjax.config_json import to_dict
+from atlasjax.data.tokenizers import ByteTokenizer
+from atlasjax.nn import LanguageModel, ModelConfig
 from atlasjax.train.errors import CheckpointError, Interrupted
 from tests.marks import some_slow
-from tests.train.tiny import TEXT
+from tests.train.tiny import TEXT, config
 
 MODEL = [
     *("--model.dim", "16", "--model.num-layers", "1", "--model.num-heads", "2", "--model.mlp-dim", "32"),
@@ -65,6 +69,28 @@ def test_what_training_prints(trained):
     assert f"atlasjax train --run-dir {folder / 'run'} --steps 8" in out
     assert f"atlasjax generate --run-dir {folder / 'run'}" in out
     assert (folder / "run/loss_curve.png").exists()
+
+
+@pytest.mark.parametrize(("positions", "limit"), [(64, "51"), (15, "2"), (4, None)])
+def test_what_is_sampled_fits_the_learned_positions(positions, limit, tmp_path, monkeypatch, capsys):
+    from atlasjax.cli import train as command
+
+    model = ModelConfig(
+        dim=8, num_layers=1, num_heads=1, mlp_dim=8, mixer="attention", positions="learned", max_positions=positions
+    )
+    run = config(tmp_path, model=model, data_changes={"validation_fraction": 0.0, "sequence_length": 4})
+    monkeypatch.setattr(command, "merge", lambda *_: LanguageModel(model, rngs=nnx.Rngs(0)))
+    setup, state = SimpleNamespace(graphdef=None, tokenizer=ByteTokenizer()), SimpleNamespace(params=None)
+    command._report(
+        "a",
+        run,
+        SimpleNamespace(setup=setup, state=state, evaluation=None, step=4, resumed_from=0, checkpoint=tmp_path / "4"),
+    )
+    out = capsys.readouterr().out
+    assert ("sample:\nThe " in out) == (limit is not None)
+    assert [line.split()[-1] for line in out.splitlines() if line.startswith("sample more")] == (
+        [limit] if limit else []
+    )
 
 
 @pytest.mark.parametrize(
@@ -299,6 +325,24 @@ def test_a_bug_is_one_line_and_not_hidden(monkeypatch, capsys):
     assert capsys.readouterr().err == "atlasjax: ValueError: a bug (unexpected error; --debug shows the traceback)\n"
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["train", "--debug"])
+
+
+def test_a_pipe_that_ended_does_not_hide_the_code(monkeypatch, capsys):
+    from atlasjax.cli import train as command
+
+    class Closed(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    dropped = []
+    monkeypatch.setattr(cli, "_drop_output", lambda: dropped.append(1))
+    monkeypatch.setattr("sys.stdout", Closed())
+    monkeypatch.setattr(
+        command, "run", lambda arguments: (_ for _ in ()).throw(Interrupted("Stopped.", signal.SIGTERM))
+    )
+    assert (cli.main(["train"]), dropped) == (143, [1])
+    monkeypatch.setattr(command, "run", lambda arguments: None)
+    assert (cli.main(["train"]), dropped) == (141, [1, 1])
 
 
 def test_sigterm_says_what_happened(monkeypatch, capsys):

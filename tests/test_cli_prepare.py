@@ -20,15 +20,21 @@ def corpus(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def prepared(corpus):
-    """Two sets for packing documents: (folder, what the command printed)."""
-    arguments = [
+def prepare_arguments(corpus) -> list[str]:
+    return [
         *("prepare", "--data.source", "jsonl", "--data.paths", str(corpus), "--data.column", "body"),
         *("--data.packing", "documents", "--workers", "1"),
     ]
+
+
+@pytest.fixture(scope="module")
+def prepared(corpus):
+    """Two sets for packing documents: (folder, what the command printed)."""
     sets = (("one", "0"), ("two", "5"))
-    return corpus, [printed_by([*arguments, "--out", str(corpus / name), "--data.seed", seed]) for name, seed in sets]
+    return corpus, [
+        printed_by([*prepare_arguments(corpus), "--out", str(corpus / name), "--data.seed", seed])
+        for name, seed in sets
+    ]
 
 
 def train(folder, *sets, steps, run="run", more=()):
@@ -48,6 +54,9 @@ def test_what_prepare_prints(prepared):
     assert out.splitlines()[-1] == (
         f"train: atlasjax train --data.source prepared --data.paths {folder / 'one'} --data.packing documents"
     )
+    assert "already prepared" not in out
+    again = printed_by([*prepare_arguments(folder), "--out", str(folder / "one"), "--data.seed", "0"])
+    assert again.startswith(f"{folder / 'one'} was already prepared; nothing was done.\ntrain: 190 documents, ")
 
 
 def test_training_on_a_mixture_goes_on_where_it_was(prepared, capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """The command `atlasjax`: train, prepare, evaluate, generate, serve, import, export, tune, info."""
 
+import contextlib
 import importlib
 import os
 import signal
@@ -42,10 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = _interrupt_on(signal.SIGTERM)
     try:
         code = _command(given)
-        sys.stdout.flush()
+        try:
+            sys.stdout.flush()
+        except OSError:
+            if code == 0:
+                raise
+            _drop_output()  # the code already says why the command ended
         return code if code == 0 else _leave(code)
     except BrokenPipeError:  # the reader of a pipe has closed it, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter prints an error at exit
+        _drop_output()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt as stopped:
         number = stopped.args[0] if stopped.args else signal.SIGINT
@@ -59,6 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
+
+
+def _drop_output() -> None:
+    """Discards what could not be printed; otherwise the interpreter fails at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupt_on(number: signal.Signals) -> Callable[[int, FrameType | None], object] | int | None:
@@ -124,7 +135,8 @@ def _run(command: str, arguments: list[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"atlasjax: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal is gone; the exit code remains
+        print(f"atlasjax: {message}", file=sys.stderr, flush=True)
     return code
 
 

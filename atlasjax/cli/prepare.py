@@ -6,10 +6,11 @@ import sys
 import time
 from collections.abc import Sequence
 
+from atlasjax import storage
 from atlasjax.cli.parsing import parse
 from atlasjax.data.config import DataConfig
 from atlasjax.data.files import usable_cores
-from atlasjax.data.manifest import Manifest
+from atlasjax.data.manifest import FILE, Manifest
 from atlasjax.data.preparation import SHARD_TOKENS, Report, prepare
 from atlasjax.train.errors import ConfigError, RunError, user_errors
 from atlasjax.train.progress import duration
@@ -42,6 +43,7 @@ def run(arguments: Sequence[str]) -> None:
     shown = _Shown()
     with user_errors():
         try:
+            there = (storage.path(command.out).expanduser() / FILE).exists()
             manifest = prepare(
                 command.data, command.out, workers=workers, shard_tokens=command.shard_tokens, on_report=shown
             )
@@ -49,6 +51,8 @@ def run(arguments: Sequence[str]) -> None:
             raise RunError(str(error)) from error
         finally:
             shown.end()
+    if there:
+        print(f"{command.out} was already prepared; nothing was done.")
     _summary(command, manifest)
 
 

@@ -1,11 +1,13 @@
 """Output shared by several commands: baselines and samples."""
 
+import numpy as np
+
 from atlasjax.data.config import DataConfig
 from atlasjax.data.sources import load_text
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.evaluate.ngram import baselines as ngram_baselines
 from atlasjax.generate import SamplingConfig, generate
-from atlasjax.nn import LanguageModel
+from atlasjax.nn import LanguageModel, ModelConfig
 
 _BASELINE_CHARACTERS = 50_000_000  # beyond this, counting n-grams takes longer than it is worth
 
@@ -24,13 +26,23 @@ def baselines(config: DataConfig) -> dict[str, float]:
     return {"unigram of bytes": scores["unigram"], "interpolated trigram": scores["trigram"]}
 
 
+def tokens_that_fit(config: ModelConfig, prompt: np.ndarray, num_tokens: int) -> int:
+    """How many of `num_tokens` new tokens a model has positions for after a prompt."""
+    longest = config.max_positions
+    return num_tokens if longest is None else max(0, min(num_tokens, longest - len(prompt)))
+
+
 def sample_text(
     model: LanguageModel, tokenizer: Tokenizer, *, prompt: str = "The ", num_tokens: int = 200, seed: int = 0
-) -> str:
-    """A prompt and its continuation at temperature 0.8."""
+) -> str | None:
+    """A prompt and its continuation at temperature 0.8, or None if the model has no positions after the prompt."""
+    before = tokenizer.encode(prompt)
+    num_tokens = tokens_that_fit(model.config, before, num_tokens)
+    if not num_tokens:
+        return None
     tokens = generate(
         model,
-        tokenizer.encode(prompt)[None],
+        before[None],
         num_tokens,
         config=SamplingConfig(),
         seed=seed,

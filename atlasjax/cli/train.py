@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 import tyro
 
 from atlasjax import storage
+from atlasjax.cli.generate import GenerateCommand
 from atlasjax.cli.parsing import parse, pop_option
-from atlasjax.cli.report import baselines, sample_text
+from atlasjax.cli.report import baselines, sample_text, tokens_that_fit
 from atlasjax.cli.tune import offer
 from atlasjax.data.tokenizers import vocabulary
 from atlasjax.nn import AttentionConfig, BranchConfig, CachingConfig, MemoryConfig
@@ -161,14 +162,17 @@ def _report(name: str, config: TrainConfig, result: TrainResult) -> None:
             print(f"  {name:<28}{value:6.3f}")
     if references and result.step > result.resumed_from:
         plot_loss(config.run_dir, title=f"{name}, {result.step} steps", references=references)
-    print("\nsample:")
-    model = merge(result.setup.graphdef, result.state.params)
-    print(sample_text(model, result.setup.tokenizer, seed=config.seed))
+    model, tokenizer = merge(result.setup.graphdef, result.state.params), result.setup.tokenizer
+    if (sample := sample_text(model, tokenizer, seed=config.seed)) is not None:
+        print(f"\nsample:\n{sample}")
     run_dir = storage.path(config.run_dir)
     quoted = shlex.quote(str(run_dir))
     where = "" if run_dir == storage.path(default_config("atlas-tiny").run_dir) else f" --run-dir {quoted}"
     print(f"\ncheckpoint:   {run_dir / 'checkpoints' / result.checkpoint.name}")
     print(f"loss curve:   {run_dir / 'loss_curve.png'}")
     print(f"continue:     atlasjax train --run-dir {quoted} --steps {2 * max(config.steps, result.step)}")
-    print(f"sample more:  atlasjax generate{where} --prompt 'The statement'")
+    prompt, most = "The statement", GenerateCommand.max_tokens
+    if fitting := tokens_that_fit(config.model, tokenizer.encode(prompt), most):
+        limit = "" if fitting == most else f" --max-tokens {fitting}"
+        print(f"sample more:  atlasjax generate{where} --prompt {prompt!r}{limit}")
     print(f"measure:      atlasjax evaluate{where}", flush=True)

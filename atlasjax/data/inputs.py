@@ -4,7 +4,9 @@ Used by `prepare`. The documents and the training/validation split are those of 
 """
 
 import dataclasses
+import hashlib
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -73,11 +75,16 @@ class Inputs:
       parts: the parts of each input.
       splits: the documents of each split.
       identity: what must not change before an interrupted preparation resumes.
+      digest: SHA-256 of the identity, which a finished preparation keeps.
     """
 
     parts: tuple[tuple[Part, ...], ...]
     splits: dict[Split, Selection]
     identity: Mapping[str, object]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.identity).encode()).hexdigest()
 
     def texts(self, split: Split) -> Iterator[Pieces]:
         """The documents of a split, in the order of the source."""

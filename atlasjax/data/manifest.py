@@ -26,6 +26,7 @@ class Manifest:
       splits: for each split, its token files in order.
       source: fields of the `DataConfig` that it was prepared with, and the target number of tokens per file.
       versions: versions of the packages that made it.
+      inputs: digest of the names and sizes of what was read (`Inputs.digest`). None if an older version made it.
     """
 
     fingerprint: str
@@ -36,6 +37,7 @@ class Manifest:
     splits: dict[Split, tuple[TokenFile, ...]]
     source: dict[str, object]
     versions: dict[str, str]
+    inputs: str | None = None
 
     @property
     def token_dtype(self) -> np.dtype:
@@ -73,7 +75,8 @@ def read_manifest(folder: AnyPath) -> Manifest:
             raise ValueError(
                 f"The prepared data {str(folder)!r} has format {saved['format']}; this atlasjax reads format {_FORMAT}."
             )
-        fields = {field.name: saved[field.name] for field in dataclasses.fields(Manifest)}
+        fields = {field.name: saved[field.name] for field in dataclasses.fields(Manifest) if field.name != "inputs"}
+        fields["inputs"] = saved.get("inputs")
         fields["splits"] = {
             split: tuple(TokenFile(**file) for file in files) for split, files in saved["splits"].items()
         }

@@ -95,8 +95,9 @@ def prepare(
       The manifest. If the same config is already prepared, its manifest is returned.
 
     Raises:
-      ValueError: the config cannot be prepared, a document cannot be read, a split is empty, or the directory has other content. If
-        no part was finished, nothing stays of what this call made.
+      ValueError: the config cannot be prepared, a document cannot be read, a split is empty, the directory has other content, or
+        files of the source were added, removed or changed in size since it was prepared. If no part was finished, nothing stays of
+        what this call made.
       FileNotFoundError: as `load_documents`.
       OSError: a file cannot be written.
       RuntimeError: a worker failed.
@@ -107,26 +108,24 @@ def prepare(
     target = storage.path(directory).expanduser()
     if isinstance(target, storage.StorePath):
         return _prepare_in_store(config, target, request, workers, shard_tokens, on_report)
-    inputs, folder = open_inputs(config), target
+    folder = target
+    inputs = None if (folder / manifest_lib.FILE).exists() else open_inputs(config)
     _check_folder(folder)
     new = [path for path in (folder / "lock", folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder), _undone_if_bad(folder, new):
         if (folder / manifest_lib.FILE).exists():
-            found = read_manifest(folder)
-            _check_same(folder, found.source, request)
+            found = _finished(config, folder, request)
             _clean(folder)
             return found
+        inputs = inputs or open_inputs(config)
         begun = folder / _REQUEST
         wanted = {"request": request, "inputs": inputs.identity}
         if begun.exists():
             saved = json.loads(begun.read_bytes())
             _check_same(folder, saved["request"], request)
             if saved["inputs"] != json.loads(json.dumps(inputs.identity)):
-                raise ValueError(
-                    f"The source has changed since preparation in {str(folder)!r} began. Delete that folder, or use "
-                    "another one."
-                )
+                raise _changed(folder)
         storage.write_whole(begun, json.dumps(wanted).encode())
         tokenizer = _tokenizer(config, inputs, folder)
         (folder / "parts").mkdir(exist_ok=True)
@@ -139,7 +138,7 @@ def prepare(
         splits = _gather(folder, plans, tokenizer, workers, report)
         result = Manifest(
             tokenizer.fingerprint, tokenizer.vocab_size, token_dtype(tokenizer.vocab_size).name, config.packing,
-            _separator(config), splits, request, _versions(),
+            _separator(config), splits, request, _versions(), inputs.digest,
         )  # fmt: skip
         write_manifest(folder, result)
         _clean(folder)
@@ -157,9 +156,7 @@ def _prepare_in_store(
     """`prepare` on the disk of this machine, and the upload. Both resume; on another machine, the same command begins anew."""
     begun = folder / _REQUEST
     if (folder / manifest_lib.FILE).exists():
-        found = read_manifest(folder)
-        _check_same(folder, found.source, request)
-        return found
+        return _finished(config, folder, request)
     resumes = begun.exists()
     if resumes:
         _check_same(folder, json.loads(begun.read_bytes()), request)
@@ -178,6 +175,23 @@ def _prepare_in_store(
     begun.unlink()
     shutil.rmtree(local)
     return manifest
+
+
+def _finished(config: DataConfig, folder: storage.AnyPath, request: dict[str, object]) -> Manifest:
+    """The manifest of a finished folder, if it is of this request and of the source as it is now. The source may be gone."""
+    found = read_manifest(folder)
+    _check_same(folder, found.source, request)
+    if found.inputs is not None:
+        with contextlib.suppress(FileNotFoundError):
+            if open_inputs(config).digest != found.inputs:
+                raise _changed(folder)
+    return found
+
+
+def _changed(folder: storage.AnyPath) -> ValueError:
+    return ValueError(
+        f"The source has changed since preparation in {str(folder)!r} began. Delete that folder, or use another one."
+    )
 
 
 def _request(config: DataConfig) -> dict[str, object]:

@@ -144,7 +144,8 @@ def _fields(given: dict[str, object], known: dict[str, tuple[type, ...]]) -> dic
         try:
             kinds = lookup("field", name, known)
         except ValueError as error:
-            raise RequestError(400, str(error)[:500], param=name[:100]) from None
+            param = name[:100].encode(errors="backslashreplace").decode()  # JSON can escape what is no Unicode
+            raise RequestError(400, str(error)[:500], param=param) from None
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise _wrong(
                 name, value, " or ".join(_WORDS[kind] for kind in kinds if kind is not int or float not in kinds)

@@ -103,7 +103,7 @@ def train(
       CheckpointError: a checkpoint could not be written, or none of those there can be read.
       ProcessDiedError: another process of the run has ended.
       NonFiniteError: a loss, gradient or state is NaN or infinite; nothing of it is saved.
-      Interrupted: SIGINT or SIGTERM; the step in progress was finished and saved, or none had begun.
+      Interrupted: SIGINT, SIGTERM or SIGHUP; the step in progress was finished and saved, or none had begun.
     """
     started = time.perf_counter()
     with user_errors():
@@ -387,17 +387,17 @@ class _Run:
         with contextlib.suppress(CheckpointError):  # of an earlier step, which is not the reason to end
             self.checkpoints.wait()
         steps = self.checkpoints.steps()
-        last = (
-            f"The last good checkpoint is {self.checkpoints.path(steps[-1])}."
+        last, then = (
+            (f"The last good checkpoint is {self.checkpoints.path(steps[-1])}.", "resume from that checkpoint")
             if steps
-            else "No checkpoint was saved yet."
+            else ("No checkpoint was saved yet.", "start again")
         )
         memories = self._watch.summary()
         helps = [ADVICE] + [self._watch.helps] * bool(memories)
         if self._watch.suspected:
             helps.reverse()
         found = " ".join(filter(None, (what, last, memories)))
-        return f"{found} What helps: {'; '.join(helps)}. Run the same command with the change to resume from that checkpoint."
+        return f"{found} What helps: {'; '.join(helps)}. Run the same command with the change to {then}."
 
 
 def _tokens_per_step(config: TrainConfig) -> int:

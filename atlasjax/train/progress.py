@@ -1,8 +1,8 @@
 """Reports progress: a live bar on a terminal, plain lines elsewhere."""
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ def duration(seconds: float) -> str:
 class Progress:
     """Shows step, loss, tokens per second and the time left. A context manager.
 
-    The rate counts only the time between `start` and `pause`: not evaluation, compilation or saving.
+    The rate counts only the time between `start` and `pause`: not evaluation, compilation or saving. If the output cannot be
+    written, because its reader or its terminal is gone or its disk is full, training goes on without it.
 
     Args:
       first_step: number of steps already done.
@@ -53,7 +54,8 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with contextlib.suppress(OSError):
+                self._bar.stop()
 
     def start(self) -> None:
         """Start the clock: training continues."""
@@ -92,14 +94,18 @@ class Progress:
             assert self._task is not None
             self._bar.update(self._task, completed=step, text=text)
         else:
-            print(text, flush=True)
+            self.print(text)
 
-    @property
-    def print(self) -> Callable[[str], None]:
+    def print(self, line: str) -> None:
         """Prints a line without disturbing the bar."""
         if not self._active:
-            return lambda line: None
-        bar = self._bar
-        if bar is not None:
-            return lambda line: bar.console.print(line, markup=False, highlight=False)
-        return lambda line: print(line, flush=True)
+            return
+        try:
+            if self._bar is not None:
+                self._bar.console.print(line, markup=False, highlight=False)
+            else:
+                print(line, flush=True)
+        except OSError as error:
+            self._active = False
+            with contextlib.suppress(OSError):
+                print(f"Nothing more is shown ({error}); training goes on.", file=sys.stderr, flush=True)

@@ -99,8 +99,7 @@ class Setup:
 def prepare(config: TrainConfig) -> Setup:
     """Makes mesh, tokenizer, data and shardings of a run; compiles nothing.
 
-    The tokenizer is the one in the run's folder if there is one, so that a tokenizer that was trained for this run is not
-    trained again.
+    A run that has checkpoints keeps the tokenizer in its folder.
 
     Raises:
       ValueError: something in the config does not fit something else, or the data; the message names both.
@@ -155,19 +154,20 @@ def prepare(config: TrainConfig) -> Setup:
 
 
 def run_tokenizer(config: TrainConfig) -> Tokenizer:
-    """The tokenizer of a run: that of its folder, else that of the run it starts from, else a new one.
+    """The tokenizer of a run: that of its folder if it has checkpoints, else that of the run it starts from, else a new one.
 
-    Errors of a new one are those of `data.make_tokenizer`.
+    Without a checkpoint, the folder may have the tokenizer of an earlier start with other settings. Errors of a new one are those
+    of `data.make_tokenizer`.
 
     Raises:
       FileNotFoundError: the folder has checkpoints and no tokenizer; one that is trained again may be another one.
     """
     run_dir = run_folder(config.run_dir)
-    folder = run_dir / "tokenizer"
-    there = lexists(folder) or bool(complete_steps(run_dir / "checkpoints"))
-    if not there and config.init_from is not None:
-        folder, there = run_folder(config.init_from) / "tokenizer", True
-    return load_tokenizer(folder) if there else make_tokenizer(config.data)
+    if complete_steps(run_dir / "checkpoints"):
+        return load_tokenizer(run_dir / "tokenizer")
+    if config.init_from is not None:
+        return load_tokenizer(run_folder(config.init_from) / "tokenizer")
+    return make_tokenizer(config.data)
 
 
 # Read by `interop.text_ends` and `serve.chat`.
@@ -217,8 +217,11 @@ def check_resumable(config: TrainConfig) -> list[str]:
         saved, started = checkpoints.newest_config(), checkpoints.steps() != [0]
     if saved is None:
         return []
-    saved = to_dict(saved_config(saved))
-    architecture, fixed, free = changes_on_resume(saved, to_dict(config))
+    before = saved_config(saved)
+    architecture, fixed, free = changes_on_resume(to_dict(before), to_dict(config))
+    options = [line for line in free if line.startswith("optimizer.options:")]
+    if options and started and not (architecture or fixed) and not _same_optimizer_state(before, config):
+        fixed = options
     if architecture or (fixed and started):
         what = (
             "a checkpoint of another architecture"
@@ -230,6 +233,21 @@ def check_resumable(config: TrainConfig) -> list[str]:
             f"same settings to resume; init_from={config.run_dir} starts a new run from its parameters."
         )
     return free
+
+
+def _same_optimizer_state(before: TrainConfig, after: TrainConfig) -> bool:
+    """Whether the optimizers of two configs of the same model and trainable parameters have states of the same form."""
+    _, shapes = state_lib.model_shapes(after.model)
+    trainable = trainable_mask(after.optimizer.trainable, shapes)
+    mask = select(decay_mask(state_lib.pure(logical_axes(after.model))), trainable)
+    try:
+        states = [
+            jax.eval_shape(make_optimizer(config.optimizer, config.steps, mask).init, select(shapes, trainable))
+            for config in (before, after)
+        ]
+    except Exception:  # whatever a user's optimizer raises; `prepare` reports it
+        return True
+    return jax.tree.flatten(states[0]) == jax.tree.flatten(states[1])
 
 
 def lexists(path: storage.AnyPath) -> bool:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM stop a run after the step in progress."""
+"""SIGINT, SIGTERM and SIGHUP stop a run after the step in progress."""
 
 import signal
 import threading
@@ -14,7 +14,9 @@ from atlasjax.train.errors import Interrupted
 
 
 class StopSignals:
-    """Catches SIGINT and SIGTERM inside a `with` block. A second signal has its usual effect.
+    """Catches SIGINT, SIGTERM and SIGHUP inside a `with` block. A second signal has its usual effect, except SIGHUP.
+
+    SIGHUP, which a terminal sends when it closes, is left alone if it is ignored, as under nohup.
 
     Before `remember` is called, no step has begun, and the first signal raises Interrupted at once. Afterwards it is remembered.
 
@@ -31,16 +33,21 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT,) if self._service else (signal.SIGINT, signal.SIGTERM):
+            caught = [signal.SIGINT] if self._service else [signal.SIGINT, signal.SIGTERM]
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                caught.append(signal.SIGHUP)
+            for number in caught:
                 self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        self._restore(list(self._before))
 
     def _receive(self, number: int, _: FrameType | None) -> None:
+        if self._received:
+            return  # SIGHUP again: a closing terminal and its shell each send it, and the step still has to be saved
         self._received = number
-        self._restore()
+        self._restore([caught for caught in self._before if caught != signal.SIGHUP])
         if not self._remembers:
             raise Interrupted(
                 f"Stopped by signal {number} before the first step. Run the same command to start again or to "
@@ -52,10 +59,9 @@ class StopSignals:
         """From now on a signal is remembered, for `received`."""
         self._remembers = True
 
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+    def _restore(self, numbers: list[int]) -> None:
+        for number in numbers:
+            signal.signal(number, self._before.pop(number))
 
     def received(self, step: int, *, agree: bool) -> int:
         """Returns the signal's number, or 0: the same in all processes.

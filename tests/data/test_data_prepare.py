@@ -313,6 +313,24 @@ def test_a_source_that_changed_meanwhile(tmp_path, monkeypatch):
         prepare(config, tmp_path / "out")
 
 
+def test_a_source_that_changed_afterwards(tmp_path):
+    (tmp_path / "a.txt").write_text("some text\n" * 50)
+    config = DataConfig(source="text", paths=(str(tmp_path / "*.txt"),), validation_fraction=0)
+    done = prepare(config, tmp_path / "out")
+    (tmp_path / "b.txt").write_text("some more text\n" * 50)
+    with pytest.raises(ValueError, match=r"source has changed since preparation in .* began. Delete that folder"):
+        prepare(config, tmp_path / "out")
+    for text in ("a.txt", "b.txt"):
+        (tmp_path / text).unlink()
+    assert prepare(config, tmp_path / "out") == done  # the source is gone
+    manifest = tmp_path / "out/manifest.json"
+    saved = json.loads(manifest.read_bytes())
+    del saved["inputs"]
+    manifest.write_text(json.dumps(saved))  # of an older version
+    (tmp_path / "c.txt").write_text("another text\n" * 50)
+    assert prepare(config, tmp_path / "out") == dataclasses.replace(done, inputs=None)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

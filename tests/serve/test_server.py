@@ -233,6 +233,8 @@ def test_bad_requests(server, client):
     }.items():
         have, body = raw(server[0], "POST", "/v1/completions", **request)
         assert (have, body["error"]["type"]) == (status, "invalid_request_error")
+    have, body = raw(server[0], "POST", "/v1/completions", b'{"\\ud800": 1}')
+    assert (have, body["error"]["param"]) == (400, "\\ud800")
     assert raw(server[0], "GET", "/v1/nothing")[0] == 404
     assert raw(server[0], "GET", "/v1/completions")[0] == 405
     assert server[1].num_active == 0

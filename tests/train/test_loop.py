@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import pathlib
@@ -10,10 +11,12 @@ import signal
 
 import pytest
 
+from atlasjax.config_json import to_dict
 from atlasjax.data import DataConfig
-from atlasjax.data.tokenizers import ByteTokenizer
+from atlasjax.data.tokenizers import ByteTokenizer, make_tokenizer
 from atlasjax.distributed import MeshConfig
 from atlasjax.train import (
+    Checkpoints,
     ConfigError,
     Interrupted,
     NonFiniteError,
@@ -24,6 +27,9 @@ from atlasjax.train import (
     train,
 )
 from atlasjax.train import setup as setup_lib
+from atlasjax.train.progress import Progress
+from atlasjax.train.setup import run_tokenizer
+from atlasjax.train.signals import StopSignals
 from tests.marks import some_slow
 from tests.train.test_checkpoint import largest_file, truncate
 from tests.train.tiny import MODEL, config, train_losses
@@ -133,6 +139,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     ):
         train(run)
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["1"]
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    with pytest.raises(
+        NonFiniteError, match=r"No checkpoint was saved yet\. .* Run the same command .* to start again\."
+    ):
+        train(dataclasses.replace(run, checkpoint_every=0))
 
 
 @pytest.mark.parametrize("number", some_slow([signal.SIGINT, signal.SIGTERM], [signal.SIGINT]))
@@ -150,6 +161,54 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, number):
     assert signal.getsignal(number) is before
     result = train(dataclasses.replace(run, steps=5))
     assert result.resumed_from == 4
+
+
+def test_a_terminal_that_closes():
+    """Its shell sends SIGHUP too, and the second one does not end the process. Under nohup neither counts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with StopSignals() as signals:
+            signals.remember()
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.received(1, agree=False) == signal.SIGHUP
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.signal(signal.SIGHUP, signal.SIG_IGN) is signal.SIG_DFL
+        with StopSignals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(5, "Input/output error")])
+def test_output_that_is_closed_does_not_end_a_run(error, monkeypatch, capsys):
+    class Closed(io.StringIO):
+        def flush(self):
+            raise error
+
+    monkeypatch.setattr("sys.stdout", Closed())
+    with Progress(0, 4) as progress:
+        progress.report(1, 2.0)
+        progress.print("more")
+        progress.report(2, 2.0)
+    said = capsys.readouterr().err
+    assert said == f"Nothing more is shown ({error}); training goes on.\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "refused"),
+    [("{}", {"momentum": 0.9}, True), ({"momentum": 0.9}, {"momentum": 0.5}, False)],
+)
+def test_options_that_change_the_optimizers_state_are_refused(done, tmp_path, monkeypatch, old, new, refused):
+    run = config(tmp_path, optimizer=OptimizerConfig(name="optax:sgd", options=old))
+    changed = dataclasses.replace(run, optimizer=OptimizerConfig(name="optax:sgd", options=new))
+    shutil.copytree(pathlib.Path(done[0].run_dir) / "checkpoints", tmp_path / "run/checkpoints")
+    monkeypatch.setattr(Checkpoints, "newest_config", lambda _: to_dict(run))
+    if refused:
+        with pytest.raises(ValueError, match=r"must not change \(optimizer.options: '{}' → '{\"momentum\": ?0.9}'\)"):
+            setup_lib.check_resumable(changed)
+    else:
+        assert [line.partition(":")[0] for line in setup_lib.check_resumable(changed)] == ["optimizer.options"]
 
 
 def test_a_signal_before_the_first_step(tmp_path, monkeypatch):
@@ -226,6 +285,17 @@ def test_a_damaged_tokenizer(done, content, tmp_path):
     for use in (lambda: load_run(folder), lambda: train(dataclasses.replace(run, run_dir=str(folder)))):
         with pytest.raises(ConfigError, match=r"tokenizer .*(damaged|kind 3|missing)"):
             use()
+
+
+def test_the_tokenizer_of_a_start_without_a_checkpoint_is_not_used(done, tmp_path):
+    run, _ = done
+    other = config(tmp_path, data_changes={"tokenizer": "bpe:300"})
+    ByteTokenizer().save(tmp_path / "run/tokenizer")
+    assert run_tokenizer(other).fingerprint == make_tokenizer(other.data).fingerprint
+    make_tokenizer(other.data).save(tmp_path / "run/tokenizer")
+    assert isinstance(run_tokenizer(dataclasses.replace(other, init_from=run.run_dir)), ByteTokenizer)
+    shutil.copytree(pathlib.Path(run.run_dir) / "checkpoints", tmp_path / "run/checkpoints")
+    assert not isinstance(run_tokenizer(dataclasses.replace(other, init_from=run.run_dir)), ByteTokenizer)
 
 
 def test_nothing_is_written_through_a_link_at_a_temporary_name(tmp_path):
