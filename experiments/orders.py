@@ -55,7 +55,10 @@ def intervals(comparison: Comparison) -> list[str]:
 
 def table(paper: str, found: Iterable[Order]) -> Iterable[str]:
     """Lines of Markdown."""
-    yield f"**{paper}**: what it has in this order, and the paired differences here, in points; positive is what the paper says.\n"
+    yield (
+        f"**{paper}**: what it has in this order, and the paired differences here, in points; "
+        "a positive one agrees with the paper.\n"
+    )
     yield "| task | order | published | here | 95%, bootstrap | 95%, t | seeds | verdict | seeds needed |"
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |"
     for order in found:

@@ -1,14 +1,18 @@
 """The pages of the site: they build without a warning, their Python runs, their commands are real, their tables up to date."""
 
+import argparse
 import contextlib
 import importlib
 import importlib.util
+import os
 import pathlib
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 import tomllib
+from unittest import mock
 
 import pytest
 
@@ -20,6 +24,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 READMES = sorted((ROOT / "experiments").glob("*/README.md"))
+WITH_COMMANDS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *READMES]
 WITH_PYTHON = [page for page in PAGES if "```python" in page.read_text()]
 API = {
     "memory": "atlasjax.memory",
@@ -105,7 +110,7 @@ def _reached(*_, **__):
 
 
 def _run_atlasjax(arguments, monkeypatch):
-    targets = "train.train evaluate.load_run evaluate.load_tasks generate._checked info.plan_training prepare.prepare tune.tune"
+    targets = "train.train evaluate.load_run evaluate.load_tasks generate._checked info.plan_training tune.tune"
     for target in (
         *targets.split(),
         "import_weights.import_weights",
@@ -117,25 +122,34 @@ def _run_atlasjax(arguments, monkeypatch):
     monkeypatch.setattr("atlasjax.cli.train._with_vocabulary", lambda config: config)  # it opens tokenizers
     monkeypatch.setattr("atlasjax.cli.train._base", lambda *_: default_config("gated-deltanet-tiny"))  # it opens a run
     monkeypatch.setattr("atlasjax.cli.train.run_config", lambda _: None)  # it looks into folders and buckets
+    monkeypatch.setattr("atlasjax.cli.prepare.storage", mock.Mock(path=_reached))  # it looks into buckets
     monkeypatch.setattr("atlasjax.cli.info._sizes", lambda config: {})
     monkeypatch.setattr("atlasjax.cli.info.preset_names", lambda size: [f"atlas-{size}"])
     with contextlib.suppress(Reached):
         assert cli.main(arguments) == 0, arguments
 
 
-def _check_script(words):
-    path = ROOT / (words[1].replace(".", "/") + ".py" if words[0] == "-m" else words[0])
+def _run_script(words):
+    """The script until its options are parsed, if it has any."""
+    name, arguments = (words[1].replace(".", "/") + ".py", words[2:]) if words[0] == "-m" else (words[0], words[1:])
+    path = ROOT / name
     assert path.is_file(), f"{path} is not there"
-    source = path.read_text()
-    for option in (word.partition("=")[0].lstrip("-") for word in words if word.startswith("--")):
-        assert option in source or option.replace("-", "_") in source, f"{path} has no option {option}"
+    if "parse_args(" not in path.read_text():
+        assert not arguments, f"{path} has no options"
+        return
+    parse_args = argparse.ArgumentParser.parse_args
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):
+        patch.setattr(argparse.ArgumentParser, "parse_args", lambda *given: _reached(parse_args(*given)))
+        patch.setattr(sys, "argv", [name, *arguments])
+        with pytest.raises(Reached):
+            runpy.run_path(str(path), run_name="__main__")
 
 
 def _extras():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.parent.name if page in READMES else page.stem)
 def test_commands_are_real(page, monkeypatch, capsys):
     for command in commands(page.read_text()):
         match command:
@@ -143,9 +157,9 @@ def test_commands_are_real(page, monkeypatch, capsys):
                 _run_atlasjax(arguments, monkeypatch)
             case ["python", "-m", module, *_] if module in ("pytest", "pip") or importlib.util.find_spec(module):
                 if module.startswith("experiments"):
-                    _check_script(command[1:])
+                    _run_script(command[1:])
             case ["python", *words]:
-                _check_script(words)
+                _run_script(words)
             case ["pip", "install", *words]:
                 for extras in re.findall(r"\[(.*?)\]", " ".join(words)):
                     assert set(extras.split(",")) <= set(_extras())

@@ -54,8 +54,8 @@ def comparisons(lines: list[Compared], directions: Mapping[str, str]) -> Iterabl
     if not lines:
         return
     yield (
-        "Paired differences over seeds; positive is what the paper says. Runs needed: seeds with which a paired t test at 5% finds "
-        "this effect, at this spread, with a power of 80%.\n"
+        "Paired differences over seeds; a positive one agrees with the paper. Runs needed: seeds with which a paired t test at 5% "
+        "finds this effect, at this spread, with a power of 80%.\n"
     )
     for direction, title in directions.items():
         group = [line for line in lines if line.direction == direction]
