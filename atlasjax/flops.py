@@ -47,6 +47,8 @@ def _equation_flops(equation: core.JaxprEqn) -> int:
     if name == "cond":
         return max(_jaxpr_flops(branch.jaxpr) for branch in params["branches"])
     inner = sum(map(_jaxpr_flops, _sub_jaxprs(params)))
+    if name == "shard_map":  # its body has the shapes of one device's share
+        return inner * math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     return inner * params["length"] if name == "scan" else inner
 
 

@@ -311,7 +311,11 @@ def _fields(changes: dict[str, Any], size_name: str, architecture: str | None = 
 
 
 def _fit(fields: dict[str, Any], size: Size) -> ModelConfig:
-    """The config closest to the size's number of parameters, which is linear in the feed-forward width and number of layers."""
+    """The config closest to the size's number of parameters, which is linear in the feed-forward width and number of layers.
+
+    Raises:
+      ValueError: the narrowest feed-forward network is too wide.
+    """
     if size.parameters is None:
         return ModelConfig(**fields)
     if fields.get("ffn") == "none":
@@ -321,8 +325,15 @@ def _fit(fields: dict[str, Any], size: Size) -> ModelConfig:
     least = ModelConfig(**fields, mlp_dim=size.width_step)
     per_column = 2 * least.dim + 1 if least.ffn == "gelu" else 3 * least.dim
     per_step = per_column * least.num_layers * size.width_step
-    steps = 1 + round((size.parameters - count_parameters(least)) / per_step)
-    return dataclasses.replace(least, mlp_dim=max(1, steps) * size.width_step)
+    count = count_parameters(least)
+    steps = 1 + round((size.parameters - count) / per_step)
+    if steps < 1:
+        rule = f" and rule {least.memory.rule!r}" if has_memory(least) else ""
+        raise ValueError(
+            f"a model with mixer {least.mixer!r}{rule} has {count:,} parameters even with mlp_dim={least.mlp_dim}; of that size it "
+            f"should have about {size.parameters:,.0f}. Choose a larger size, or give the mixer or rule fewer parameters."
+        )
+    return dataclasses.replace(least, mlp_dim=steps * size.width_step)
 
 
 def _preset(architecture: str, size: str) -> ModelConfig:
@@ -371,16 +382,19 @@ def model_around(part: str | Callable[..., object], size: str = "tiny") -> Model
 
     Args:
       part: name of a rule or a mixer (a mixer if both have that name), or "package.module:object" for one of your own: a function
-        that returns a rule, or a mixer class called as `Class(config, rngs=rngs)`. The object itself is also accepted.
+        that returns a rule, or a mixer class called as `Class(config, rngs=rngs)`. The object itself is also accepted. The
+        library's mixers with a memory ("memory", "mac", "mag", "mal") have that of the preset "atlas".
       size: a name in `SIZES`.
 
     Raises:
-      ValueError: no such rule, mixer or size; the message suggests the nearest name.
+      ValueError: no such rule, mixer or size; the message suggests the nearest name. Or the part alone has too many parameters.
     """
     name, kind = name_of("model_around: part", part), "rule or mixer"
     lookup("size", size, SIZES)
     is_mixer = takes(resolve(kind, name, {**rules.REGISTRY, **MIXERS}), "rngs")
     changes = {"mixer": name} if is_mixer else {"mixer": "memory", "memory": name}
+    if name in BACKBONES.values():
+        changes["memory"] = "atlas"
     return _fit(_fields(changes, size), SIZES[size])
 
 

@@ -83,10 +83,15 @@ def sizes_of(config: TrainConfig) -> list[Sizes]:
         raise ValueError(f"the model has {what}; there is nothing to choose.")
     mesh = make_mesh(config.mesh)
     batch = config.data.batch_size // config.accumulation // batch_shards(mesh)
+    tensor, parts = mesh.shape["tensor"], mesh.shape.get("sequence", 1)
+    time = -(-config.data.sequence_length // parts)
+    # A device with a part of a sequence also runs a channel for each feature (`sequence_parallel`).
+    more = lambda rule, key_dim: rule.features.dim(key_dim) if parts > 1 and rule.undivided is None else 0
+    share = lambda heads: heads if heads % tensor else heads // tensor
     return [
         Sizes(  # rules with kernels are MemoryRules
             rule,  # type: ignore[arg-type]
-            max(batch, 1), config.data.sequence_length, max(heads // mesh.shape["tensor"], 1), key_dim, value_dim, model.dtype,
+            max(batch, 1), time, share(heads), key_dim, value_dim + more(rule, key_dim), model.dtype,
         )
         for rule, heads, key_dim, value_dim in served
     ]  # fmt: skip

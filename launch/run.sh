@@ -11,10 +11,12 @@ restarts=${RESTARTS:-20}
 wait_seconds=${RESTART_WAIT:-30}
 child=
 stopped=
-# bash would wait for the command and not pass the signal on.
-trap 'stopped=yes; [ -n "$child" ] && kill -TERM "$child" 2>/dev/null' TERM INT
+between=
+# bash would wait for the command and not pass the signal on. Between two tries there is nothing to save.
+trap 'stopped=yes; [ -n "$child" ] && kill -TERM "$child" 2>/dev/null; [ -z "$between" ] || exit 143' TERM INT
 
 for ((try = 0; ; try++)); do
+  between=
   "$@" &
   child=$!
   while :; do
@@ -27,11 +29,14 @@ for ((try = 0; ; try++)); do
     75 | 134 | 137 | 139) ;;
     *) exit "$code" ;;
   esac
+  between=yes
   [ -z "$stopped" ] || exit "$code"
   if ((try >= restarts)); then
     echo "launch/run.sh: exit code $code; $restarts restarts are used up." >&2
     exit "$code"
   fi
   echo "launch/run.sh: exit code $code; starting again in $wait_seconds s ($((try + 1)) of $restarts)." >&2
-  sleep "$wait_seconds"
+  sleep "$wait_seconds" &  # a signal ends `wait`, but not a command in the foreground
+  child=$!
+  wait "$child"
 done

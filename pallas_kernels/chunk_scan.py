@@ -27,6 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.arguments import BEGINS, EMPTY, Arrays, Index, Interpret
 from pallas_kernels.batching import rows_folded
 from pallas_kernels.layout import LANES
+from pallas_kernels.varying import pallas_call, vary_like
 
 # (carry, inputs) → (carry, outputs), all float32 matrices. Hashable, and restricted to operations that Mosaic compiles.
 Chunk = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
@@ -75,7 +76,8 @@ def chunk_scan(
         return x.reshape(x.shape[0], count, size, -1)  # blocks of whole chunks, which may be less than a tile
 
     shapes = Shapes(lanes, widths, widths_out)
-    final, ys = _scan(chunk, shapes, carry, (*map(flat, tokens), gates), interpret, jnp.dtype(dtype), restarts)
+    carry, xs, restarts = vary_like((carry, (*map(flat, tokens), gates), restarts))
+    final, ys = _scan(chunk, shapes, carry, xs, interpret, jnp.dtype(dtype), restarts)
     unflat = lambda y, width: y.reshape(y.shape[0], count * size, heads, -1)[:, :time, :, :width]
     return final, tuple(map(unflat, ys, widths_out))
 
@@ -98,10 +100,12 @@ class Lanes(NamedTuple):
         A block has whole tiles or all channels. Without vmap (`wanted` = 1) a program has one head.
         """
         sizes = [size for size in range(1, heads + 1) if heads % size == 0]
-        whole = [size for size in sizes if size == heads or all(size * width % LANES == 0 for width in widths)]
+        fills = lambda size: all(size * width % LANES == 0 for width in widths)
+        whole = [size for size in sizes if size == heads or fills(size)]
         fitting = [size for size in whole if size <= wanted]
-        # To fill whole tiles, more than wanted may be needed: of one tile, or twice as many (heads of 96 or 48).
-        few = lambda size: size * max(widths) <= LANES or size <= 2 * wanted
+        # More than wanted may be needed: of one tile, to fill whole tiles twice as many (heads of 96 or 48), to have all channels
+        # half as many again (11 heads of 64), because vector memory has no space for 13 where 8 are wanted.
+        few = lambda size: size * max(widths) <= LANES or size <= (2 * wanted if fills(size) else wanted * 3 // 2)
         narrow = [size for size in whole if few(size)] if wanted > 1 else []
         if fitting or narrow:
             return cls(max([*fitting, *narrow[:1]]), padded=False)
@@ -399,9 +403,9 @@ def _call(
     scratch: Sequence[tuple[int, ...]],
 ) -> Sequence[jax.Array]:
     order = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=_VMEM)
-    return pl.pallas_call(
+    return pallas_call(
         kernel,
-        out_shape=list(out_shape),
+        out_shape=out_shape,
         grid=grid,
         in_specs=list(in_specs),
         out_specs=list(out_specs),

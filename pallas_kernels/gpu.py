@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.arguments import Interpret, Product
+from pallas_kernels.varying import pallas_call
 
 LEAST = 16  # smallest number of rows and columns of a product on tensor cores
 
@@ -60,4 +60,4 @@ def call(
     write, because a load of a state could come before the iteration that writes it.
     """
     options |= {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=warps, num_stages=stages)}
-    return pl.pallas_call(kernel, interpret=interpret, **options)
+    return pallas_call(kernel, interpret=interpret, **options)

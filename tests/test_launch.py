@@ -207,6 +207,21 @@ def test_a_notice_reaches_the_command_which_may_finish(tmp_path):
     assert time.monotonic() - started < 20
 
 
+def test_a_notice_ends_the_wait_for_another_try(stubs):
+    running = subprocess.Popen(
+        [LAUNCH / "run.sh", "atlasjax"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "CODES": "75 0", "RESTART_WAIT": "3"},
+    )
+    assert "starting again in 3 s" in running.stderr.readline()
+    started = time.monotonic()
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(timeout=30) == 143
+    assert time.monotonic() - started < 2
+    assert len(stubs()) == 1
+
+
 def test_the_image_installs_what_exists():
     text = (LAUNCH / "Dockerfile").read_text()
     for copied in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE):

@@ -134,6 +134,22 @@ def test_description_is_what_a_real_model_has(name):
     assert described["state_bytes_per_sequence"] == sum(x.nbytes for x in jax.tree.leaves(model.init_cache(1, 96)))
 
 
+def test_a_mixer_with_a_memory_is_that_of_the_preset():
+    for suffix, mixer in presets.BACKBONES.items():
+        assert presets.model_around(mixer) == presets.get_preset(f"atlas-{suffix}-tiny")
+
+
+def all_monomials():
+    return rules.atlas()
+
+
+def test_a_part_with_too_many_parameters():
+    words = r"'tests.test_presets:all_monomials' has 1,6.* mlp_dim=8; .* about 1,070,000"
+    with pytest.raises(ValueError, match=words) as e:
+        presets.model_around(all_monomials)
+    assert "\n" not in str(e.value)
+
+
 def test_a_wrong_name_gets_a_suggestion():
     with pytest.raises(ValueError, match="Did you mean 'atlas-tiny'"):
         presets.get_preset("atlas-tyni")

@@ -11,6 +11,7 @@ import pytest
 from atlasjax import memory, rules
 from atlasjax.cli import main
 from atlasjax.cli.tune import offer
+from atlasjax.distributed import MeshConfig, make_mesh
 from atlasjax.memory import backends, tuned
 from atlasjax.memory.fast_weights import fastest
 from atlasjax.train import default_config
@@ -170,6 +171,31 @@ def test_the_sizes_of_a_preset():
         rules.retnet(),
         rules.gated_delta_rule(),
     ]
+
+
+def test_the_sizes_of_a_part_of_a_sequence(registry):
+    """`memory.scan` finds what was measured for them."""
+    registry(Fake("chosen", fails=True))
+    config = default_config("linear-attention-tiny")
+    config = dataclasses.replace(config, mesh=MeshConfig(data=2, tensor=1, sequence=4))
+    (found,) = sizes_of(config)
+    length, width = config.data.sequence_length, found.key_dim
+    assert (found.time, found.value_dim) == (length // 4, 2 * width)
+    tuned.write(tuned.Choice(*tuned.key_of(found.rule, width, found.value_dim, "float32"), "chosen", 3.0))
+    params = memory.init_params(found.rule, jax.random.key(0), num_heads=2, key_dim=width, value_dim=width)
+    arrays = [jnp.ones((2, 8, 2, width))] * 3
+    gates = memory.suggested_gates(found.rule, batch_size=2, time=8, num_heads=2, key_dim=width)
+    partition = memory.Partition(make_mesh(config.mesh), ("data",), time=("sequence",))
+    with pytest.raises(RuntimeError, match="no memory"):
+        jax.eval_shape(
+            lambda *arrays: memory.scan(found.rule, params, None, *arrays, gates, partition=partition), *arrays
+        )
+
+
+def test_heads_that_the_mesh_does_not_divide():
+    config = dataclasses.replace(default_config("titans-tiny"), mesh=MeshConfig(data=1, tensor=8))
+    (found,) = sizes_of(config)
+    assert found.num_heads == 4
 
 
 @pytest.mark.parametrize(

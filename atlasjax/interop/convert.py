@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import secrets
@@ -44,7 +45,8 @@ PEER = "peer"  # folder in a run's folder: what was imported with the weights
 _MANIFEST = "tensors.json"  # names, dtypes, order and files of the tensors that were imported
 _COPIED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-    "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", tensors.INDEX,
+    "chat_template.jinja", "chat_template.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", tensors.INDEX,
 )  # fmt: skip
 _OWN_TOKENIZERS = {
     "bpe.json": "tokenizer.json",
@@ -237,29 +239,35 @@ def _form_of(model: ModelConfig) -> tuple[Family, dict[str, object]]:
     """The family of a model that was not imported, and its config.json.
 
     Raises:
-      ConfigError: no family has its mixers, or the first one that has them lacks something else.
+      ConfigError: no family has its mixers, or those that have them lack something else. The message is about the nearest one.
     """
-    refused = None
+    refused: list[tuple[float, ConfigError]] = []
     for family in FAMILIES:
         if family.to_peer is not None and family.has_layers_of(model):
             given = family.to_peer(model)
             try:
-                _check_form(family, model, given)
-            except ConfigError as error:
-                refused = refused or error
-            else:
+                differences = family.differences(model, given)
+            except ConfigError as error:  # config.json cannot say it
+                refused.append((math.inf, error))
+                continue
+            if not differences:
                 return family, given
-    if refused is not None:
-        raise refused
+            refused.append((len(differences), _cannot_have(family, differences)))
+    if refused:
+        raise min(refused, key=lambda found: found[0])[1]
     known = ", ".join(sorted({" with ".join(family.mixers) for family in FAMILIES}))
     raise ConfigError(f"no public family has mixer {model.mixer!r}; those that can be exported are {known}.")
 
 
 def _check_form(family: Family, model: ModelConfig, given: Mapping[str, object]) -> None:
     """Raises ConfigError if the form that a config.json describes is not that of the model."""
-    difference = family.difference(model, given)
-    if difference is not None:
-        raise ConfigError(f"{family.name} cannot have this model: {difference}.")
+    differences = family.differences(model, given)
+    if differences:
+        raise _cannot_have(family, differences)
+
+
+def _cannot_have(family: Family, differences: list[str]) -> ConfigError:
+    return ConfigError(f"{family.name} cannot have this model: {differences[0]}.")
 
 
 def _checked(pieces: list[table.Piece], folder: tensors.Folder, extra: frozenset[str], name: str) -> list[table.Piece]:

@@ -1,6 +1,7 @@
 """What a family of public models is to the converter, and the reading of its config.json."""
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
@@ -188,18 +189,34 @@ class Family:
         """Whether our config has layers with these mixers only."""
         return self.mixers[0] in config.pattern and set(config.pattern) <= set(self.mixers)
 
-    def difference(self, config: ModelConfig, given: Mapping[str, object]) -> str | None:
-        """Where our config is not what a config.json says, as text; None if it is."""
+    def differences(self, config: ModelConfig, given: Mapping[str, object]) -> list[str]:
+        """Where our config is not what a config.json says, as texts."""
         wanted = self._what_matters(self.to_ours(given))
-        for name, ours in self._what_matters(config).items():
-            if name not in wanted or ours != wanted[name]:
-                return f"{name} is {ours!r}; in this form it is {wanted.get(name)!r}"
-        return None
+        return [
+            f"{name} is {ours!r}; in this form it is {wanted.get(name)!r}"
+            for name, ours in self._what_matters(config).items()
+            if name not in wanted or not _same(ours, wanted[name])
+        ]
 
     def _what_matters(self, config: ModelConfig) -> dict[str, object]:
         """What decides which function our config computes, by name."""
         found = {name: operator.attrgetter(name)(config) for name in (*_ALWAYS, *self.matters)}
         return found | _attention(config)
+
+
+def exact_fraction(part: int, whole: int) -> float:
+    """part / whole, where a peer computes the part as int(whole · fraction): rounded up if that would be one less."""
+    found = part / whole
+    return found if int(whole * found) == part else math.nextafter(found, math.inf)
+
+
+def _same(ours: object, theirs: object) -> bool:
+    """Whether two values in configs are equal, floats up to rounding: theirs may be a product that ours was not computed by."""
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=1e-9)
+    if dataclasses.is_dataclass(ours) and type(ours) is type(theirs):
+        return all(_same(getattr(ours, x.name), getattr(theirs, x.name)) for x in dataclasses.fields(ours))
+    return ours == theirs
 
 
 def _attention(config: ModelConfig) -> dict[str, object]:
@@ -226,6 +243,7 @@ _ALWAYS = (
     "ffn",
     "blocks",
     "norm",
+    "embedding_norm",
     "positions",
     "tie_embeddings",
     "norm_eps",

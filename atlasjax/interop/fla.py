@@ -1,10 +1,11 @@
 """Gated DeltaNet, DeltaNet and GLA as flash-linear-attention writes them (fla-hub/…), also with attention in some layers."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Literal, NotRequired, TypedDict
 
-from atlasjax.interop.family import Family, Fields, mixer_pattern
+from atlasjax.interop.family import Family, Fields, exact_fraction, mixer_pattern
 from atlasjax.interop.table import Row
 from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 from atlasjax.train.errors import ConfigError
@@ -181,9 +182,11 @@ def _shared(fields: Fields, dim: int) -> _Shared:
 
 
 def _whole(fields_of: str, name: str, value: float, what: str) -> int:
-    if value != int(value) or value < 1:
+    """`value` as an integer, if it is one up to rounding."""
+    whole = round(value)
+    if not math.isclose(value, whole, rel_tol=1e-9) or whole < 1:
         raise ConfigError(f"config.json of {fields_of}: {name} gives {value:g} {what}; it should be a whole number.")
-    return int(value)
+    return whole
 
 
 class _Sizes(TypedDict):
@@ -306,7 +309,10 @@ def _peer_gated_deltanet(config: ModelConfig) -> dict[str, object]:
 
 def _peer_sizes(config: ModelConfig) -> dict[str, object]:
     inner = config.num_heads * config.resolved_head_dim
-    return {"expand_k": inner / config.dim, "expand_v": config.value_expansion * inner / config.dim}
+    return {
+        "expand_k": exact_fraction(inner, config.dim),
+        "expand_v": exact_fraction(config.value_expansion * inner, config.dim),
+    }
 
 
 def _peer_deltanet(config: ModelConfig) -> dict[str, object]:

@@ -5,7 +5,7 @@ Only the language model is imported. The tensors of the vision tower and of mult
 
 from collections.abc import Mapping
 
-from atlasjax.interop.family import Family, Fields, mixer_pattern
+from atlasjax.interop.family import Family, Fields, exact_fraction, mixer_pattern
 from atlasjax.interop.table import Index, Row
 from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 from atlasjax.train.errors import ConfigError
@@ -215,7 +215,7 @@ def _to_peer(config: ModelConfig) -> dict[str, object]:
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": config.attention.rope_theta,
-            "partial_rotary_factor": (config.attention.rope_dim or sizes.key_dim) / sizes.key_dim,
+            "partial_rotary_factor": exact_fraction(config.attention.rope_dim or sizes.key_dim, sizes.key_dim),
         },
         "hidden_act": "silu",
         "tie_word_embeddings": config.tie_embeddings,

@@ -153,6 +153,6 @@ def _to_peer(config: ModelConfig) -> dict[str, object]:
 
 RWKV7 = Family(
     "rwkv7", ("rwkv7",), lambda given: given.get("model_type") == "rwkv7", _to_ours, _to_peer, rows,
-    ("num_heads", "resolved_head_dim", "value_dim", "resolved_mlp_dim", "embedding_norm", "rwkv7_ranks", "rwkv7.value_residual",
-     "rwkv7.norm_eps", "rwkv7.key_eps"),
+    ("num_heads", "resolved_head_dim", "value_dim", "resolved_mlp_dim", "rwkv7_ranks", "rwkv7.value_residual", "rwkv7.norm_eps",
+     "rwkv7.key_eps"),
 )  # fmt: skip

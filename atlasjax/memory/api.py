@@ -109,8 +109,8 @@ def scan(
         [batch, time, heads(, channels)]. `suggested_gates` gives initial values.
       segment_ids: optional integers ≥ 0, [batch, time]. Where the id changes, a new segment starts with a fresh memory and a new
         chunk, as if it were alone. The first segment continues from `state` if its id is that of the state's last token.
-      max_segments: static bound on the number of segments per row, required under jit. If a row has more segments, its state and
-        the outputs that do not fit are NaN.
+      max_segments: static bound on the number of segments per row, required under jit. More segments in a row are an error; under
+        jit, where the ids are not known, its state and the outputs that do not fit are NaN.
       implementation: "xla"; "pallas_tpu" or "pallas_gpu" (kernels of `pallas_kernels`, without forward-mode derivatives);
         "reference" (the definition, slow); or a backend registered with `register_backend`. None takes a kernel if `atlasjax tune`
         measured it as faster on this device, or one is recorded as faster (`memory.fastest`), if it supports the call and XLA need
@@ -358,4 +358,4 @@ def reference(
     check.check_arrays(where, params=params, state=state, q=q, k=k, v=v, gates=gates)
     if segment_ids is not None:
         segment_ids, _ = check.whole_segments(segment_ids, q.shape[1], q, where)
-    return rule.reference(params, state, q, k, v, gates, segment_ids)
+    return _on_any_mesh(rule, rule.reference, q.shape[1])(params, state, q, k, v, gates, segment_ids)

@@ -11,32 +11,14 @@ from typing import TypeVar
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pallas_kernels.varying import vary_like
+
 Tree = TypeVar("Tree")
 Carry = TypeVar("Carry")
 X = TypeVar("X")
 Y = TypeVar("Y")
 Params = TypeVar("Params")
 State = TypeVar("State")
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-    """The manual mesh axes over which an array varies."""
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def vary_like(tree: Tree, *others: object) -> Tree:
-    """Casts `tree` to vary over every manual mesh axis over which it or `others` vary. No effect outside shard_map."""
-    axes: set[str] = set()
-    for leaf in jax.tree.leaves((tree, others)):
-        axes |= _varying(leaf)
-    if not axes:
-        return tree
-
-    def vary(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - _varying(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, tree)
 
 
 def scan(body: Callable[[Carry, X], tuple[Carry, Y]], init: Carry, xs: X, *, reverse: bool = False) -> tuple[Carry, Y]:

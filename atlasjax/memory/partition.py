@@ -27,6 +27,7 @@ class Partition:
         passes linearly from token to token, linear attention and delta rules, and for Memory Caching with fresh segments.
 
     Raises:
+      TypeError: the axes are a string, not a tuple of names.
       ValueError: an axis is not in the mesh, or is named twice.
     """
 
@@ -36,6 +37,13 @@ class Partition:
     time: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("batch", "heads", "time"):
+            axes = getattr(self, name)
+            if isinstance(axes, str):
+                raise TypeError(
+                    f"Partition: {name} is {axes!r}; it should be a tuple of axis names, such as ({axes!r},)."
+                )
+            object.__setattr__(self, name, tuple(axes))  # a list cannot be hashed
         named = (*self.batch, *self.heads, *self.time)
         unknown = sorted(set(named) - set(self.mesh.axis_names))
         if unknown or len(set(named)) < len(named):
@@ -92,11 +100,17 @@ def partitioned(
             lambda params: rule.init_state(params, batch_size=q.shape[0], max_length=q.shape[1]), params
         )
         outputs = (tokens, jax.tree.map(of_state, after))
-        mapped = jax.shard_map(part, mesh=partition.mesh, in_specs=specs, out_specs=outputs, check_vma=False)
+        mapped = jax.shard_map(part, mesh=_mesh(partition), in_specs=specs, out_specs=outputs, check_vma=False)
         y, state = mapped(*arguments)
         return y[:, :length], state
 
     return call
+
+
+def _mesh(partition: Partition) -> Mesh | AbstractMesh:
+    """The partition's mesh, as the context has it if it has one: there some axes may be left to the compiler or be manual."""
+    context = jax.sharding.get_abstract_mesh()
+    return context if context.shape == partition.mesh.shape else partition.mesh
 
 
 def check_divided(rule: Rule, where: str, length: int, parts: int, *, packed: bool) -> None:

@@ -111,7 +111,7 @@ class AttentionHeads(nnx.Module):
 def _check_sizes(given: AttentionConfig, sizes: AttentionSizes) -> None:
     if sizes.heads % sizes.kv_heads:
         raise ValueError(f"AttentionConfig: kv_heads={sizes.kv_heads} must divide the {sizes.heads} heads of queries.")
-    if given.rope_dim is None and sizes.key_dim % 2:
+    if given.rope_theta is not None and given.rope_dim is None and sizes.key_dim % 2:
         raise ValueError(f"ModelConfig: head_dim={sizes.key_dim} must be even for rotary positions in attention.")
     if given.rope_dim is not None and (given.rope_dim % 2 or given.rope_dim > sizes.key_dim):
         raise ValueError(
@@ -212,6 +212,32 @@ def require_shared_heads(config: ModelConfig, mixer: str) -> None:
                 f"mixer {mixer!r}: attention.{name} is {getattr(given, name)!r}; it should be {getattr(plain, name)}, because the "
                 "attention has the heads of the memory."
             )
+
+
+def require_plain_attention(config: ModelConfig, mixer: str) -> None:
+    """Raises ValueError if the attention has a form that neither a mixer within blocks nor any other of the model takes."""
+    if any(":" in name or name in _WITH_ATTENTION for name in config.pattern):
+        return
+    given, plain = config.attention, AttentionConfig()
+    for name in (
+        "persistent_tokens",
+        "bias",
+        "rope_dim",
+        "qk_norm",
+        "num_heads",
+        "kv_heads",
+        "head_dim",
+        "value_dim",
+        "gate",
+    ):
+        if getattr(given, name) != getattr(plain, name):
+            raise ValueError(
+                f"mixer {mixer!r}: attention.{name} is {getattr(given, name)!r}; it should be {getattr(plain, name)!r}, because "
+                "attention within blocks takes only attention.rope_theta."
+            )
+
+
+_WITH_ATTENTION = ("attention", "swa", "mac", "mag", "mal")  # mixers of which a model may set more
 
 
 def output_projection(config: ModelConfig, rngs: nnx.Rngs, *, inner: int | None = None, bias: bool = False) -> Linear:

@@ -8,10 +8,11 @@ from atlasjax import check
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Softmax attention, for the mixers that have it.
+    """Softmax attention, for the mixers that have it. Those within blocks ("block_attention", "elastic", "memorizing", "infini",
+    "melodi", "block_recurrence") take only `rope_theta`.
 
     Attributes:
-      window: a token sees itself and the window − 1 tokens before it. Required by "swa", "mag" and "mal".
+      window: a token sees itself and the window − 1 tokens before it. Required by "swa", "mag" and "mal"; of no effect elsewhere.
       rope_theta: base of the rotary wavelengths, > 0. None: no rotary positions.
       bias: whether the query, key and value projections have biases.
       output_bias: whether with `bias` the output projection of "attention" and "swa" has one as well.

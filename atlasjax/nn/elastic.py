@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from atlasjax.mixers import elastic
-from atlasjax.nn.attention import output_projection
+from atlasjax.nn.attention import output_projection, require_plain_attention
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear
 
@@ -21,18 +21,19 @@ class BlockProjections(nnx.Module):
     """The projections of mixers with block attention: q, k, v = x W_in and the output projection W_out, without biases.
 
     Args:
-      config: dim, num_heads, head_dim (even), value_expansion, dtype, attention.rope_theta, output_scale.
+      config: dim, num_heads, head_dim (even, with rotary positions), value_expansion, dtype, attention.rope_theta, output_scale.
       rngs: source of the initial values.
 
     Raises:
-      ValueError: head_dim is odd.
+      ValueError: head_dim is odd, or the attention has a form that no layer of the model takes.
     """
 
     mixer: str  # name of the mixer, used in messages
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        require_plain_attention(config, self.mixer)
         heads, key_dim = config.num_heads, config.resolved_head_dim
-        if key_dim % 2:
+        if key_dim % 2 and config.attention.rope_theta is not None:
             raise ValueError(
                 f"ModelConfig: head_dim={key_dim} must be even for rotary positions in mixer {self.mixer!r}."
             )
@@ -64,7 +65,7 @@ class ElasticMixer(BlockProjections):
       rngs: source of the initial values.
 
     Raises:
-      ValueError: head_dim is odd.
+      ValueError: as for `BlockProjections`.
     """
 
     mixer = "elastic"

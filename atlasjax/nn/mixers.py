@@ -162,6 +162,12 @@ def check_divided(config: ModelConfig, parts: int, length: int | None = None, *,
     for name in dict.fromkeys(config.pattern):
         mixer = nnx.eval_shape(lambda name=name: make_mixer(name, config, rngs=nnx.Rngs(0)))
         reason = getattr(mixer, "undivided", NOT_DIVIDED)
+        truncation = getattr(mixer, "truncation", None)
+        if reason is None and truncation is not None:
+            raise ValueError(
+                f"mesh.sequence is {parts}, but memory.truncation of mixer {name!r} is {truncation}; give None, because gradients "
+                "flow through the whole sequence."
+            )
         if reason is None:
             continue
         rule = f" with rule {config.memory.rule!r}" if hasattr(mixer, "memory") else ""

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key, PyTree
 
@@ -74,7 +75,8 @@ class LanguageModel(nnx.Module):
         """Next-token logits at every position, in parallel.
 
         Args:
-          tokens: integers [batch, time], time ≥ 1.
+          tokens: integers [batch, time], time ≥ 1, each ≥ 0 and below vocab_size. Under jit, where this cannot be checked,
+            another one makes the logits at its place NaN, and others of its row.
           segment_ids: integers ≥ 0, [batch, time], for packed documents. All state is reset where the id changes.
           max_segments: static bound on the number of segments in a row. Required under jit with `segment_ids`.
           dropout_keys: typed PRNG keys [batch], one per row, for training with the config's dropout. None: no dropout.
@@ -83,7 +85,8 @@ class LanguageModel(nnx.Module):
           float32 [batch, time, vocab_size].
 
         Raises:
-          TypeError, ValueError: an argument has a wrong dtype or shape, or there are more tokens than learned positions.
+          TypeError, ValueError: an argument has a wrong dtype or shape, a token is not in the vocabulary, or there are more tokens
+            than learned positions.
         """
         return self.logits(self.hidden(tokens, segment_ids, max_segments, dropout_keys=dropout_keys))
 
@@ -128,7 +131,7 @@ class LanguageModel(nnx.Module):
         self, tokens: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
     ) -> tuple[jax.Array, Norms]:
         """Like `hidden`, and also returns the memory size of each layer of the pattern, [repetitions, batch, heads] or None."""
-        _check_tokens(tokens, "LanguageModel")
+        _check_tokens(tokens, self.config.vocab_size, "LanguageModel")
         if segment_ids is not None:
             check_ids(segment_ids, tokens.shape, "LanguageModel")
         graphdef, params = nnx.split(self.layers, nnx.Param)
@@ -176,16 +179,16 @@ class LanguageModel(nnx.Module):
         However a sequence is split into calls, the logits are those of `__call__` on the whole sequence, up to rounding.
 
         Args:
-          tokens: integers [batch, time], time ≥ 1.
+          tokens: integers [batch, time], time ≥ 1, as for `__call__`.
           cache: from `init_cache` or the previous `extend`.
 
         Returns:
           logits float32 [batch, time, vocab_size], and the next cache, of the same size.
 
         Raises:
-          TypeError, ValueError: an argument has a wrong dtype or shape.
+          TypeError, ValueError: an argument has a wrong dtype or shape, or a token is not in the vocabulary.
         """
-        _check_tokens(tokens, "extend")
+        _check_tokens(tokens, self.config.vocab_size, "extend")
         batch = {leaf.shape[1] for leaf in jax.tree.leaves(cache)}
         if batch - {tokens.shape[0]}:
             raise ValueError(f"extend: tokens has shape {tokens.shape}, but the cache has batch size {batch}.")
@@ -229,7 +232,9 @@ class LanguageModel(nnx.Module):
         return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     def _embed(self, tokens: jax.Array, position: jax.Array | None) -> jax.Array:
-        x = read_table(self.embedding[...], HEAD_AXES)[tokens]
+        # What is not in the vocabulary gets NaN: under jit it cannot be refused, and a negative id would count from the end.
+        table = read_table(self.embedding[...], HEAD_AXES)
+        x = table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         if self.positions is not None:
             table = read_table(self.positions[...])
             x = x + table.at[position].get(mode="fill", fill_value=jnp.nan)  # beyond the table: NaN
@@ -252,10 +257,16 @@ class LanguageModel(nnx.Module):
         return keys[0], keys[1:]
 
 
-def _check_tokens(tokens: jax.Array, where: str) -> None:
+def _check_tokens(tokens: jax.Array, vocab_size: int, where: str) -> None:
     if not isinstance(tokens, ARRAYS):
         raise TypeError(f"{where}: tokens must be an integer array [batch, time], got {type(tokens).__name__}.")
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"{where}: tokens must be integers, got {tokens.dtype}.")
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"{where}: tokens has shape {tokens.shape}, should be [batch ≥ 1, time ≥ 1].")
+    if isinstance(tokens, jax.core.Tracer) or not getattr(tokens, "is_fully_addressable", True):
+        return
+    ids = np.asarray(tokens)
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise ValueError(f"{where}: tokens has the id {wrong}, should be ≥ 0 and below vocab_size={vocab_size}.")

@@ -59,18 +59,29 @@ def device_hours(config: TrainConfig, topology: str, utilization: float = UTILIZ
 
 
 def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
-    """A mesh for a topology: at least one sequence of a microbatch per data × fsdp device, remaining devices on `tensor`.
+    """A mesh for a topology: equally many sequences of a microbatch on each data × fsdp device, and as few devices as that takes
+    on `tensor`.
 
     Args:
       config: the run. Its microbatch and number of heads determine the mesh.
       topology: e.g. "v5e:16x16".
+
+    Raises:
+      ValueError: no such mesh divides the microbatch. The message gives a batch size that one divides.
     """
     target = Topology.parse(topology)
     devices, groups = target.num_devices, target.groups
-    microbatch = config.data.batch_size // config.accumulation
-    tensor = 1
-    while devices // tensor > microbatch and config.model.num_heads % (2 * tensor) == 0:
-        tensor *= 2
+    batch, accumulation = config.data.batch_size, config.accumulation
+    # `tensor` divides the heads and stays in a slice or host.
+    most = math.gcd(devices // groups, config.model.num_heads)
+    sizes = (n for n in range(1, most + 1) if most % n == 0 and batch % (accumulation * devices // n) == 0)
+    tensor = next(sizes, None)
+    if tensor is None:
+        least = accumulation * devices // most
+        raise ValueError(
+            f"data.batch_size is {batch} with an accumulation of {accumulation}, which no mesh of {topology} divides; it should be "
+            f"a multiple of {least}, e.g. {-(-batch // least) * least}."
+        )
     fsdp = 1
     while fsdp < 16 and (devices // tensor) % (2 * fsdp * groups) == 0:  # `data` crosses the slices or hosts
         fsdp *= 2

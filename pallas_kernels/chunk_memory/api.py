@@ -16,6 +16,7 @@ from pallas_kernels.chunk_memory.muon import MuonChunk, writes
 from pallas_kernels.chunk_scan import Restarts, chunk_scan
 from pallas_kernels.layout import from_chunks, gates_to_chunks, to_chunks
 from pallas_kernels.newton_schulz.reference import Triple
+from pallas_kernels.varying import vary_like
 
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
 CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
@@ -220,6 +221,7 @@ def _scan_blocks(scan: Scan, carry: Arrays, xs: Arrays, restarts: Restarts, bloc
 
     xs: q, k, v [rows, chunks, chunk_size, dim] and gates [rows, chunks, n, chunk_size]. restarts: of the chunks.
     """
+    carry, xs, restarts = vary_like((carry, xs, restarts))
     *tokens, gates = xs
     rows, count, size = tokens[0].shape[:3]
     split = lambda x: jnp.moveaxis(x.reshape(rows, count, size // block, block, -1), 1, 0)

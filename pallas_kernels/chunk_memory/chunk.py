@@ -25,6 +25,7 @@ from pallas_kernels.blocks import HIGHEST, Precision, entry, finer, product
 from pallas_kernels.chunk_memory.bound import Windowed, bounded_steps, decrease, windowed, within_norm
 from pallas_kernels.chunk_memory.gates import Coefficients, Gates, coefficients, decays, window_matrix
 from pallas_kernels.side_by_side import beside, columns, columns_of, rows_of_columns
+from pallas_kernels.varying import vary_like
 
 Linear = Callable[[str, jax.Array], jax.Array]
 Stage = Callable[..., Any]
@@ -317,6 +318,7 @@ def gradient_factors(
         return structure.apply(linear, k, k, norm), (inputs, products)
 
     zeros = {name: jnp.zeros((k.shape[0], width), jnp.float32) for name, width in widths.items()}
+    zeros = vary_like(zeros, k)  # under shard_map, the derivative of what does not vary would be summed over devices
     value, pullback, (inputs, products) = jax.vjp(out, zeros, has_aux=True)
     slope = jax.grad(lambda y: jnp.sum(objective.loss(y, v, None)))(value)
     (left,) = pullback(slope)

@@ -34,6 +34,7 @@ from pallas_kernels.chunk_scan import Restarts
 from pallas_kernels.gpu import LEAST, padded
 from pallas_kernels.newton_schulz import MOST_COLUMNS, MOST_ROWS, newton_schulz
 from pallas_kernels.side_by_side import rows_of_columns
+from pallas_kernels.varying import vary_like
 
 Y = TypeVar("Y")  # a tree of arrays
 Limits = tuple[float, ...] | None
@@ -170,7 +171,8 @@ def chunk_memory(
         window = tuple(line(x, past) for x, past in zip((k, v, gates[..., 1:2, :].mT), past, strict=True))
     start = tuple(_pad(w, *widths(name, w)) for name, w in zip(names, start))
     restarts = None if restarts is None else (restarts[0], start)
-    final, y = memory_scan(chunk, limits, interpret, carry, (q, k, v, gates), window, restarts)
+    arrays = vary_like((carry, (q, k, v, gates), window, restarts))
+    final, y = memory_scan(chunk, limits, interpret, *arrays)
     return tuple(x[:, : shape[1], : shape[2]] for x, shape in zip(final, wanted)), y[..., :value_dim]
 
 

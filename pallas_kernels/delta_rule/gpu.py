@@ -20,6 +20,7 @@ from pallas_kernels.delta_rule.read import read, read_backward
 from pallas_kernels.delta_rule.state_pass import state_pass
 from pallas_kernels.delta_rule.tiles import Chunks
 from pallas_kernels.gpu import padded
+from pallas_kernels.varying import vary_like
 
 # Which chunks begin with the initial memory, int32 [batch · heads, chunks], and that memory, like the first. None without segments.
 _Restarts = tuple[jax.Array, jax.Array] | None
@@ -50,10 +51,11 @@ def delta_rule(
         start = pad(segments.start_rows(segments.start))
         first = jnp.where(begins[:, :1, None], start, first)
         restarts = begins.at[:, 0].set(False).astype(jnp.int32), start
-    y, last = _delta_rule(
+    arrays = vary_like((
         tokens(q, keys), tokens(k, keys), tokens(v, values),
-        gate(beta, 0.0), None if decay is None else gate(decay, 1.0), first, restarts, Chunks(heads, size), interpret,
-    )  # fmt: skip
+        gate(beta, 0.0), None if decay is None else gate(decay, 1.0), first, restarts,
+    ))  # fmt: skip
+    y, last = _delta_rule(*arrays, Chunks(heads, size), interpret)
     return y[:, :time, :, :value_dim], last[:, :value_dim, :key_dim].reshape(initial.shape)
 
 

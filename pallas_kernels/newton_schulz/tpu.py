@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.arguments import Interpret
 from pallas_kernels.newton_schulz import forms
 from pallas_kernels.newton_schulz.reference import Triple
+from pallas_kernels.varying import pallas_call
 
 # Matrices per program, forward and backward. With a single bfloat16 pass the next product must come from another matrix. Six passes
 # keep a matrix unit busy by themselves, and more matrices only take longer to compile.
@@ -64,12 +65,12 @@ def _call(
     number, rows, columns = inputs[0].shape
     padded = -(-number // count) * count
     block = pl.BlockSpec((count, rows, columns), lambda i: (i, 0, 0))
-    y = pl.pallas_call(
+    (y,) = pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((padded, rows, columns), jnp.float32),
+        out_shape=[jax.ShapeDtypeStruct((padded, rows, columns), jnp.float32)],
         grid=(padded // count,),
         in_specs=[block] * len(inputs),
-        out_specs=block,
+        out_specs=[block],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=_VMEM),
         cost_estimate=cost,
         interpret=interpret,

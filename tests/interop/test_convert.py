@@ -1,5 +1,6 @@
 """Import and export of public weights without PyTorch: exact round trips, refusals, and what a run of them can do."""
 
+import dataclasses
 import json
 
 import jax
@@ -11,7 +12,7 @@ from safetensors.numpy import load_file
 from atlasjax import cli
 from atlasjax.distributed import make_mesh
 from atlasjax.interop import FAMILIES, convert, export_weights, import_weights, layout
-from atlasjax.nn import HeadNormConfig, ModelConfig, SSMConfig
+from atlasjax.nn import AttentionConfig, HeadNormConfig, ModelConfig, SSMConfig
 from atlasjax.presets import get_preset
 from atlasjax.train import Checkpoints
 from atlasjax.train.errors import CheckpointError, ConfigError
@@ -40,7 +41,9 @@ def files(folder):
 def test_round_trip_is_exact(tmp_path, name, dtype, count):
     """Every file is the imported one, byte for byte: tensors in the dtype and order that they had, index, config.json."""
     source = peers.write(tmp_path / "source", name, dtype=dtype, files=count)
-    (source / "generation_config.json").write_text("{}")
+    others = "generation_config processor_config preprocessor_config video_preprocessor_config chat_template"
+    for beside in others.split():
+        (source / f"{beside}.json").write_text("{}")
     done = import_weights(source, tmp_path / "run", tokenizer="byte")
     assert (done.family, done.tensors) == (
         name.removesuffix(" tied").partition(" with ")[0],
@@ -338,6 +341,12 @@ def test_nothing_is_left_of_a_failed_import(tmp_path, monkeypatch):
     assert list((tmp_path / "deep").iterdir()) == []
 
 
+def shared_norm(eps, **fields):
+    """A model whose heads' norm has an eps of `eps` millionths, as a decimal."""
+    sizes = {"dim": 24, "num_layers": 2, "num_heads": 2, **fields}
+    return ModelConfig(**sizes, head_norm=HeadNormConfig(shared=True, eps=float(f"{eps}e-6")))
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -346,6 +355,14 @@ def test_nothing_is_left_of_a_failed_import(tmp_path, monkeypatch):
         (ModelConfig(mixer="gla"), "head_norm is .*shared=False.* it is .*shared=True"),
         (ModelConfig(mixer="mamba2", ssm=SSMConfig(head_dim=32)), "ffn is 'swiglu'; in this form it is 'none'"),
         (ModelConfig(mixer="gla", head_norm=HeadNormConfig(shared=True), norm="layer"), "norm is 'layer'"),
+        (
+            ModelConfig(mixer="mamba", ffn="none", embedding_norm=True),
+            "embedding_norm is True; in this form it is False",
+        ),
+        (
+            dataclasses.replace(get_preset("qwen3.5-0.8b"), conv_width=2, positions="learned", max_positions=8),
+            "qwen3_5 cannot have this model: positions is 'learned'",  # of three families the one with the fewest differences
+        ),
     ],
 )
 def test_refuses_to_export_what_no_form_has(config, words):
@@ -354,6 +371,28 @@ def test_refuses_to_export_what_no_form_has(config, words):
 
     with pytest.raises(ConfigError, match=words):
         check()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "sizes"),
+    [
+        ("delta_net", shared_norm(5, mixer="deltanet", head_dim=5), {"expand_k": (24, 10)}),
+        ("gla", ModelConfig(mixer="gla", dim=720, num_heads=8, head_dim=104, head_norm=HeadNormConfig(True)),
+         {"expand_k": (720, 832), "expand_v": (720, 832)}),
+        ("delta_net", shared_norm(10, mixer="deltanet", dim=7, num_heads=1, head_dim=10), {"expand_k": (7, 10)}),
+        ("olmo_hybrid", shared_norm(960, mixer=("gated_deltanet", "attention"), block=("pre_norm", "post_norm"), head_dim=96,
+                               attention=AttentionConfig(qk_norm="all", head_dim=12, value_dim=12)), {}),
+        ("qwen3_5", shared_norm(96, mixer=("gated_deltanet", "attention"), norm="rms_plus_one", head_dim=96,
+                           attention=AttentionConfig(rope_dim=60, head_dim=88, value_dim=88, qk_norm="head", gate=True)),
+         {"partial_rotary_factor": (88, 60)}),
+    ],
+)  # fmt: skip
+def test_rounding_is_no_difference(name, config, sizes):
+    """The eps of a form is a product that a config may not have been computed by; peers compute int(whole · fraction)."""
+    family, given = convert._form_of(config)
+    assert family.name == name
+    given |= given.get("rope_parameters", {})
+    assert {field: (whole, int(whole * given[field])) for field, (whole, _) in sizes.items()} == sizes
 
 
 def test_the_preset_of_a_family_is_what_would_be_imported():

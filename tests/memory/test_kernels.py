@@ -295,3 +295,8 @@ def test_bad_partitions():
         memory.scan(rule, params, None, *rest, partition=Partition(mesh, ("data",)))
     with pytest.raises(ValueError, match=r"should name different axes of the mesh, which has \('data', 'tensor'\)"):
         Partition(mesh, ("batch",))
+    with pytest.raises(
+        TypeError, match=r"Partition: batch is 'data'; it should be a tuple of axis names, such as \('data',\)"
+    ):
+        Partition(mesh, "data")
+    assert Partition(mesh, ["data"]) == Partition(mesh, ("data",))

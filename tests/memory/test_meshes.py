@@ -1,14 +1,17 @@
 """`memory.scan` under `jax.shard_map` as it is, and on meshes with explicit axes: values, state and gradients of one device."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from atlasjax import memory, rules
-from atlasjax.memory.fast_weights import slots
+from atlasjax.memory import Partition
+from atlasjax.memory.fast_weights import kernels, linear_kernels, slots
 from tests.marks import some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs
 from tests.memory.own_ideas import IDEAS
@@ -120,6 +123,97 @@ def test_on_explicit_axes(name, x64):
         assert_close(have, want, 1e-9)
 
 
+def test_the_definition_on_explicit_axes(x64):
+    rule = CASES["delta_rule"]
+    params, *tokens = inputs(rule)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    split = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, TOKENS)), tokens)
+    found = memory.reference(rule, params, None, *split)
+    assert jax.typeof(found[0]).sharding.spec == PartitionSpec("data", None, "model", None)
+    assert_close(found, memory.reference(rule, params, None, *tokens), 1e-9)
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_a_partition_on_explicit_axes(context, x64):
+    rule = CASES["delta_rule"]
+    params, *tokens = inputs(rule)
+
+    def summed(partition):
+        def run(*arguments):
+            found = memory.scan(rule, arguments[0], None, *arguments[1:], partition=partition)
+            return total(rule, found), found
+
+        return run
+
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    split = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, TOKENS)), tokens)
+    with jax.set_mesh(mesh) if context else contextlib.nullcontext():
+        found = graded(summed(Partition(mesh, ("data",), ("model",))), params, *split)
+    assert_close(found, graded(summed(None), params, *tokens), 1e-9)
+
+
+def test_a_partition_of_tokens_where_another_axis_is_manual(x64):
+    """Its mesh is that of the devices, in which no axis is manual."""
+    rule = CASES["delta_rule"]
+    params, *tokens = inputs(rule)
+    mesh = jax.make_mesh((2, 2), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
+    run = lambda *arguments: memory.scan(
+        rule, arguments[0], None, *arguments[1:], partition=Partition(mesh, time=("sequence",))
+    )
+    rows = PartitionSpec("data")
+    specs = (PartitionSpec(), *(rows,) * 4)
+    found = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=rows, axis_names={"data"}))(params, *tokens)
+    assert_close(found, memory.scan(rule, params, None, *tokens), 1e-9)
+
+
+def shared_by_rows(rule, implementation, mesh):
+    """The gradients, and their function, of a sum over devices that share the parameters and each have rows of the batch."""
+
+    def local(*arguments):
+        found = memory.scan(rule, arguments[0], None, *arguments[1:], implementation=implementation)
+        return jax.lax.psum(total(rule, found), "data")
+
+    rows = PartitionSpec("data")
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(PartitionSpec(), *(rows,) * 4), out_specs=PartitionSpec(), check_vma=True
+    )
+    return jax.value_and_grad(mapped, argnums=range(5))
+
+
+def test_a_kernel_under_shard_map(monkeypatch):
+    """Values and gradients, in the interpreter of TPU kernels, which can run there (`interpret=True` cannot)."""
+    monkeypatch.setattr(
+        linear_kernels, "delta_rule", functools.partial(linear_kernels.delta_rule, interpret=pltpu.InterpretParams())
+    )
+    monkeypatch.setattr(kernels, "_FREE_CHUNK", 8)
+    rule = RULES["delta_rule"]
+    arguments = make_inputs(rule, time=9, heads=1)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    found = jax.jit(shared_by_rows(rule, "pallas_tpu", mesh))(*arguments)
+    assert_close(found, jax.jit(shared_by_rows(rule, "xla", mesh))(*arguments), 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "implementation"),
+    [
+        (rules.linear_attention(), "pallas_gpu"),
+        (rules.delta_rule().unbounded(), "pallas_gpu"),
+        pytest.param(rules.titans(16).unbounded(), "pallas_gpu", marks=pytest.mark.slow),
+        (rules.titans(8), "pallas_tpu"),
+        (rules.gla(), "pallas_tpu"),
+        pytest.param(rules.atlas(8), "pallas_tpu", marks=pytest.mark.slow),
+    ],
+    ids=["linear_attention_gpu", "delta_rule_gpu", "titans_gpu", "titans", "gla", "atlas"],
+)
+def test_kernels_are_traced_under_shard_map(rule, implementation):
+    """Sums over devices are those of the scalar and, backward, of the parameters; the derivatives inside a kernel have none."""
+    arguments = make_inputs(rule, time=32, key_dim=16, value_dim=16)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    program = str(jax.make_jaxpr(shared_by_rows(rule, implementation, mesh))(*arguments))
+    assert "pallas_call" in program
+    assert program.count("psum") == 1 + len(jax.tree.leaves(arguments[0]))
+
+
 @each_on_explicit_axes("titans", "omeganet", "own_adam", "own_loss_matrix", "dot", "dot_delta", "cached")
 def test_fresh_states_and_reads_on_explicit_axes(name, x64):
     """Without a mesh in the context: parameters and queries have it."""
@@ -154,6 +248,17 @@ def test_a_step_on_explicit_axes(name, x64):
         split = jax.tree.map(lambda x: jax.device_put(x, sharding), now)
         after = jax.jit(lambda *arguments: memory.step(rule, *arguments))(params, state, *split)
     assert_close(after, expected, 1e-9)
+
+
+def test_a_step_of_a_log_linear_memory_on_explicit_axes(x64):
+    rule = memory.LogLinearRule(RULES["delta_rule"], segment_size=2, levels=3)
+    params, *tokens = make_inputs(RULES["delta_rule"], dtype=jnp.float64)
+    *now, gates = jax.tree.map(lambda x: x[:, 0], tokens)
+    now = (*now, gates._replace(connector=jnp.ones((2, 2, 4))))
+    state = memory.init_state(rule, params, batch_size=2)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    split = jax.device_put(now, NamedSharding(mesh, PartitionSpec("data", "model")))
+    assert_close(memory.step(rule, params, state, *split), memory.step(rule, params, state, *now), 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,16 @@ from flax import nnx
 
 from atlasjax import config_json
 from atlasjax.mixers.elastic import banks, sampling
-from atlasjax.nn import BlockAttentionConfig, ElasticConfig, ElasticMixer, LanguageModel, ModelConfig, count_parameters
+from atlasjax.nn import (
+    AttentionConfig,
+    BlockAttentionConfig,
+    BranchConfig,
+    ElasticConfig,
+    ElasticMixer,
+    LanguageModel,
+    ModelConfig,
+    count_parameters,
+)
 from atlasjax.nn.elastic import bank, reconstruction
 
 ELASTIC = ElasticConfig(order=6, samples=5, block_size=8, context=32)
@@ -159,3 +168,35 @@ def test_bad_config_is_named(changes, words):
 def test_odd_heads_are_refused():
     with pytest.raises(ValueError, match="head_dim=7 must be even"):
         LanguageModel(dataclasses.replace(CONFIG, mixer="elastic", head_dim=7), rngs=nnx.Rngs(0))
+
+
+WITHIN_BLOCKS = ("block_attention", "elastic", "memorizing", "infini", "melodi", "block_recurrence")
+
+
+def abstract(**changes):
+    """Shapes of the logits."""
+    config = dataclasses.replace(CONFIG, **changes)
+    model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(model, nnx.Param)
+    return jax.eval_shape(lambda params: nnx.merge(graphdef, params)(tokens(9)), params).shape
+
+
+@pytest.mark.parametrize("mixer", WITHIN_BLOCKS)
+def test_heads_may_be_odd_without_rotary_positions(mixer):
+    assert abstract(mixer=(mixer, "attention"), head_dim=7, attention=AttentionConfig(rope_theta=None)) == (2, 9, 40)
+
+
+@pytest.mark.parametrize("mixer", WITHIN_BLOCKS)
+def test_refuses_attention_that_no_layer_takes(mixer):
+    for name, value in (
+        ("qk_norm", "head"), ("bias", True), ("persistent_tokens", 2), ("kv_heads", 1), ("gate", True), ("rope_dim", 4),
+        ("num_heads", 4), ("head_dim", 4), ("value_dim", 4),
+    ):  # fmt: skip
+        for pattern in (mixer, (mixer, "memory")):
+            config = dataclasses.replace(CONFIG, mixer=pattern, attention=AttentionConfig(**{name: value}))
+            with pytest.raises(ValueError, match=rf"mixer '{mixer}': attention\.{name} is {value!r}; it should be "):
+                count_parameters(config)
+    # Other layers, or the branch, may take it.
+    attention = AttentionConfig(window=4, kv_heads=1, qk_norm="head")
+    assert abstract(mixer=(mixer, "swa"), attention=attention) == (2, 9, 40)
+    assert abstract(mixer=mixer, branch=BranchConfig("swa", attention=attention)) == (2, 9, 40)

@@ -267,6 +267,15 @@ def test_layers_differ_and_initialization_is_reproducible():
     assert not np.array_equal(params["embedding"].get_value(), other["embedding"].get_value())
 
 
+def test_tokens_outside_the_vocabulary_are_nan_under_jit():
+    model = LanguageModel(make_config("delta_rule", mixer="attention", num_layers=1), rngs=nnx.Rngs(0))
+    good, run = tokens(time=3), jax.jit(model)
+    for wrong in (VOCAB, -1):
+        logits = run(good.at[0, 1].set(wrong))
+        assert np.isnan(logits[0, 1]).all()
+        np.testing.assert_array_equal(logits[1], run(good)[1])
+
+
 def test_bad_arguments_are_named():
     graphdef, params, _ = make(make_config("delta_rule"))
     model = nnx.merge(graphdef, params)
@@ -276,6 +285,13 @@ def test_bad_arguments_are_named():
         model([[1, 2]])
     with pytest.raises(ValueError, match=r"tokens has shape \(3,\)"):
         model(jnp.zeros(3, jnp.int32))
+    for wrong in (VOCAB, -1, 2**32):
+        with pytest.raises(
+            ValueError, match=rf"LanguageModel: tokens has the id {wrong}, should be ≥ 0 and below vocab_size={VOCAB}"
+        ):
+            model(np.array([[3, wrong, 2]]))
+    with pytest.raises(ValueError, match=rf"extend: tokens has the id {VOCAB}"):
+        model.extend(jnp.full((2, 1), VOCAB), model.init_cache(2))
     with pytest.raises(ValueError, match=r"LanguageModel: segment_ids must be ≥ 0 and below 2\^31, got 4294967296"):
         model(jnp.zeros((1, 3), jnp.int32), np.array([[0, 0, 2**32]]))
     with pytest.raises(ValueError, match=r"segment_ids has shape \(1, 2\), should be \[1, 3\]"):

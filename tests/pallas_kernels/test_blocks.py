@@ -10,6 +10,7 @@ import pytest
 from atlasjax.memory.fast_weights.bounds import within_norm
 from pallas_kernels import blocks, triangular
 from pallas_kernels.chunk_memory import bound
+from pallas_kernels.chunk_scan import Lanes
 from pallas_kernels.newton_schulz import newton_schulz
 
 AXES = [(1, 0), (1, 1), (0, 0), (0, 1)]
@@ -52,6 +53,26 @@ def test_three_passes_are_between_one_and_exact():
     one = error(jnp.matmul(rounded(x), rounded(y), precision=Precision.HIGHEST))
     three = error(jax.jit(lambda x, y: blocks.product(x, y, 1, 0, Precision.HIGH))(x, y))
     assert 1e-7 < three < one / 100
+
+
+@pytest.mark.parametrize(
+    ("heads", "wanted", "width", "together", "padded"),
+    [
+        (16, 8, 64, 8, False),
+        (12, 8, 96, 4, False),
+        (4, 2, 96, 4, False),  # fills whole tiles
+        (9, 8, 64, 9, False),  # all channels
+        (11, 8, 64, 11, False),
+        (13, 8, 64, 1, True),  # vector memory has no space for all of them
+        (15, 8, 64, 5, True),
+        (17, 8, 64, 1, True),
+        (13, 8, 8, 13, False),  # in one tile
+        (7, 4, 64, 1, True),
+        (16, 1, 64, 1, True),
+    ],
+)
+def test_the_heads_of_a_program(heads, wanted, width, together, padded):
+    assert Lanes.of(heads, wanted, {width}) == Lanes(together, padded)
 
 
 @pytest.mark.parametrize(("x_axis", "y_axis"), AXES)

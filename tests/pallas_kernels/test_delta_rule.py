@@ -58,6 +58,7 @@ SHAPES = [
     ("pallas_tpu", (1, 37, 6, 16, 8), 32),  # two heads side by side, and three such groups, which 4 does not divide
     ("pallas_tpu", (1, 37, 4, 16, 16), 16),  # four heads side by side
     ("pallas_tpu", (1, 37, 3, 8, 8), 8),  # heads that share no factor with 16
+    ("pallas_tpu", (1, 16, 13, 16, 16), 16),  # so many of these that each has its own program
     ("pallas_gpu", (2, 37, 2, 8, 16), 16),
     ("pallas_gpu", (1, 70, 1, 96, 40), 64),  # several parts of keys and of values
     ("pallas_gpu", (1, 5, 1, 4, 20), 8),

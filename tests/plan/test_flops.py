@@ -2,6 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from atlasjax.plan import count_flops
 
@@ -39,3 +42,14 @@ def test_convolution():
 def test_a_branch_counts_the_dearest():
     f = lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x)
     assert count_flops(f, X, W) == 2 * MATMUL
+
+
+def test_a_shard_map_counts_all_devices():
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    rows = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P(("a", "b")), P()), out_specs=P(("a", "b")))
+    assert count_flops(rows, X, W) == MATMUL
+    half = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), axis_names={"a"})
+    assert count_flops(half, X, W) == MATMUL
+    # Every device computes all of what is not divided.
+    whole = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P(), P()), out_specs=P())
+    assert count_flops(whole, X, W) == 4 * MATMUL

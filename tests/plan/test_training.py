@@ -9,6 +9,7 @@ from atlasjax.distributed import MeshConfig
 from atlasjax.plan import device_hours, forward_flops_per_token, plan_training, suggested_mesh
 from atlasjax.plan.topology import Topology, check_topology
 from atlasjax.train import default_config
+from atlasjax.train.fits import check_divisible
 
 TOPOLOGY = "v5e:16x16"
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
@@ -31,6 +32,37 @@ def test_the_suggested_mesh_of_gpus():
     assert suggested_mesh(config, "h100:8") == MeshConfig(-1, 8, 1)
     assert suggested_mesh(config, "2x h100:8") == MeshConfig(-1, 8, 1)  # data 2, one for each host
     assert Topology.parse("2x h100:8").num_devices == 16
+
+
+@pytest.mark.parametrize(
+    ("topology", "batch", "mesh"),
+    [
+        ("h100:8", 6, MeshConfig(-1, 2, 4)), ("h100:8", 12, MeshConfig(-1, 4, 2)), ("h100:2", 3, MeshConfig(-1, 1, 2)),
+        ("h100:6", 3, MeshConfig(-1, 1, 2)), ("2x h100:8", 6, MeshConfig(-1, 1, 8)),
+    ],
+)  # fmt: skip
+def test_the_suggested_mesh_divides_any_batch(topology, batch, mesh):
+    config = batches_of(batch)
+    assert suggested_mesh(config, topology) == mesh
+    check_divisible(config, mesh.resolve(Topology.parse(topology).num_devices))
+
+
+@pytest.mark.parametrize(
+    ("topology", "batch", "accumulation", "works"),
+    [("h100:6", 4, 1, 6), ("h100:3", 8, 1, 9), ("2x h100:8", 3, 1, 4), ("h100:3", 8, 2, 12)],
+)
+def test_a_batch_that_no_mesh_divides(topology, batch, accumulation, works):
+    with pytest.raises(ValueError, match=rf"data.batch_size is {batch} .* e.g. {works}\.$"):
+        suggested_mesh(batches_of(batch, accumulation), topology)
+    suggested_mesh(batches_of(works, accumulation), topology)
+
+
+def batches_of(batch, accumulation=1):
+    """A run of a model with eight heads."""
+    config = default_config("swa-tiny")
+    model = dataclasses.replace(config.model, num_heads=8)
+    data = dataclasses.replace(config.data, batch_size=batch)
+    return dataclasses.replace(config, model=model, data=data, accumulation=accumulation)
 
 
 def test_device_hours():

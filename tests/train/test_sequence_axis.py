@@ -183,6 +183,18 @@ def test_mixers_that_are_not_divided(mixer, changes, words):
     check_divided(config, 1)
 
 
+@pytest.mark.parametrize("in_branch", [False, True])
+def test_truncation_is_refused(in_branch):
+    of_memory = MemoryConfig(rule="gated_delta_rule", truncation=64)
+    branch = BranchConfig("memory", memory=of_memory)
+    config = model(mixer="gla", branch=branch) if in_branch else model(mixer="memory", memory=of_memory)
+    with pytest.raises(
+        ValueError, match=r"mesh.sequence is 2, but memory.truncation of mixer 'memory' is 64; give None"
+    ):
+        check_divided(config, 2, 128)
+    check_divided(config, 1, 128)
+
+
 def test_every_other_mixer_of_the_tests_above_is_divided():
     for each in MODELS.values():
         check_divided(each, 4)

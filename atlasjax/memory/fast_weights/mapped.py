@@ -91,7 +91,9 @@ def _left_over(
     """1 + x_t/n_t of the docstring of `bounds`."""
     assert token.bounded is not None
     if rule.retention.decay_first:  # then the chunk's start is decayed, too
-        stored = {name: token.retention * w for name, w in stored.items()}
+        alpha = token.retention
+        assert alpha is not None
+        stored = {name: alpha * w for name, w in stored.items()}
         weights = rule.weights(stored)
     if momentum is not None:
         assert token.momentum_decay is not None

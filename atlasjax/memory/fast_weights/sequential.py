@@ -52,6 +52,7 @@ def sequential_block(
             assert scale is not None
             before = memory
             if rule.retention.decay_first:
+                assert retention is not None
                 before = {name: rule.retention.decay(w, retention) for name, w in memory.items()}
             step_size = _bounded(rule, origin, before, momentum, gradient, step_size, theta, decrease, scale)
         after = rule.write(memory, momentum, gradient, retention, step_size, theta)

@@ -13,6 +13,7 @@ from atlasjax.memory.log_linear.state import LogLinearState
 from atlasjax.memory.rule import Params
 
 
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def xla_step(
     rule: LogLinearRule[Params],
     params: Params,

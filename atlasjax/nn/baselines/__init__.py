@@ -1,4 +1,4 @@
-"""Baseline mixers (SEMANTICS 7), one file each. They follow the protocol `atlasjax.nn.mixers.Mixer`."""
+"""Baseline mixers, one file each. They follow the protocol `atlasjax.nn.mixers.Mixer`."""
 
 from atlasjax.nn.baselines.block_recurrence import BlockRecurrenceMixer
 from atlasjax.nn.baselines.deltanet import DeltaNetMixer

@@ -20,7 +20,7 @@ class BlockRecurrenceMixer(BlockProjections):
       rngs: source of the initial values.
 
     Raises:
-      ValueError: head_dim is odd.
+      ValueError: as for `BlockProjections`.
     """
 
     mixer = "block_recurrence"

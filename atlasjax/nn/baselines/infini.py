@@ -24,7 +24,7 @@ class InfiniMixer(BlockProjections):
       rngs: source of the initial values.
 
     Raises:
-      ValueError: head_dim is odd.
+      ValueError: as for `BlockProjections`.
     """
 
     mixer = "infini"

@@ -22,7 +22,7 @@ class MelodiMixer(BlockProjections):
       rngs: source of the initial values. Summary tokens are standard normal, the scale of the layer norm's outputs.
 
     Raises:
-      ValueError: head_dim is odd.
+      ValueError: as for `BlockProjections`.
     """
 
     mixer = "melodi"
