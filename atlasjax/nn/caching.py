@@ -84,6 +84,12 @@ class CachingConfig:
 _CACHED = {field.name for field in dataclasses.fields(memory.CachedRule)} - {"rule"}
 
 
+def connector_projection(rule: memory.Rule, dim: int, num_heads: int, key_dim: int, *, rngs: nnx.Rngs) -> Linear | None:
+    """W_u of u = x W_u, for a layer input of width `dim`; None for a rule without the gate `connector`."""
+    channels = rule.gate_channels(key_dim).get("connector")
+    return None if channels is None else Linear((dim, num_heads, channels), ("embed", "heads", None), rngs=rngs)
+
+
 class CacheGates(nnx.Module):
     """The gates of Memory Caching around a layer's recurrence: u_t = x_t W_u, and one λ per head, initially 0, if `blended`.
 
@@ -95,12 +101,8 @@ class CacheGates(nnx.Module):
     """
 
     def __init__(self, rule: memory.Rule, dim: int, num_heads: int, key_dim: int, *, rngs: nnx.Rngs):
-        gates = rule.gate_channels(key_dim)
-        channels = gates.get("connector")
-        self.connector = (
-            None if channels is None else Linear((dim, num_heads, channels), ("embed", "heads", None), rngs=rngs)
-        )
-        self.blend = param(jnp.zeros(num_heads), "heads") if "blend" in gates else None
+        self.connector = connector_projection(rule, dim, num_heads, key_dim, rngs=rngs)
+        self.blend = param(jnp.zeros(num_heads), "heads") if "blend" in rule.gate_channels(key_dim) else None
 
     def __call__(self, x: jax.Array, gates: memory.Gates) -> memory.Gates:
         """The recurrence's gates and those of Memory Caching, for the layer input x [batch, time, dim]."""

@@ -15,6 +15,7 @@ from atlasjax.memory.truncation import cut
 from atlasjax.mixers.attention import KVCache, init_cache
 from atlasjax.mixers.softmax_attention import Source, apart, softmax_attention, together
 from atlasjax.nn.attention import AttentionHeads, require_shared_heads
+from atlasjax.nn.caching import connector_projection
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.hybrids.mag import GatedHeads
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, l2_normalize
@@ -89,10 +90,7 @@ class MACMixer(nnx.Module):
         self.flow = None if truncation is None else truncation // self.segment_size
         self.queries = Linear((config.dim, inner), ("embed", "heads"), rngs=rngs)
         self.conv = CausalConv(config.conv_width, (inner,), ("heads",), rngs=rngs)
-        channels = rule.gate_channels(config.resolved_head_dim, config.value_dim).get("connector")
-        self.connector = (
-            None if channels is None else Linear((config.dim, heads, channels), ("embed", "heads", None), rngs=rngs)
-        )
+        self.connector = connector_projection(rule, config.dim, heads, config.resolved_head_dim, rngs=rngs)
         self.retrieved_norm = RMSNorm((heads, config.value_dim), ("heads", None), config.norm_eps)
         self.retrieved = Linear((heads * config.value_dim, config.dim), ("heads", "embed"), rngs=rngs)
         self.attention = AttentionHeads(config, None, rngs=rngs)
