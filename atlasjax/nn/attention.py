@@ -1,5 +1,6 @@
 """Softmax attention as a layer: over all tokens (Transformer++) or over a sliding window."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -203,37 +204,28 @@ def required_window(config: ModelConfig, mixer: str) -> int:
     return config.attention.window
 
 
+_OF_HEADS = ("num_heads", "kv_heads", "head_dim", "value_dim", "gate")
+
+
 def require_shared_heads(config: ModelConfig, mixer: str) -> None:
     """Raises ValueError if the attention has a gate, or sizes of its own: that of a hybrid has the heads of the memory."""
-    given, plain = config.attention, AttentionConfig()
-    for name in ("num_heads", "kv_heads", "head_dim", "value_dim", "gate"):
-        if getattr(given, name) != getattr(plain, name):
-            raise ValueError(
-                f"mixer {mixer!r}: attention.{name} is {getattr(given, name)!r}; it should be {getattr(plain, name)}, because the "
-                "attention has the heads of the memory."
-            )
+    _require_defaults(config, mixer, _OF_HEADS, "the attention has the heads of the memory")
 
 
 def require_plain_attention(config: ModelConfig, mixer: str) -> None:
     """Raises ValueError if the attention has a form that neither a mixer within blocks nor any other of the model takes."""
-    if any(":" in name or name in _WITH_ATTENTION for name in config.pattern):
-        return
+    if not any(":" in name or name in _WITH_ATTENTION for name in config.pattern):
+        fields = ("persistent_tokens", "bias", "rope_dim", "qk_norm", *_OF_HEADS)
+        _require_defaults(config, mixer, fields, "attention within blocks takes only attention.rope_theta")
+
+
+def _require_defaults(config: ModelConfig, mixer: str, fields: Sequence[str], why: str) -> None:
     given, plain = config.attention, AttentionConfig()
-    for name in (
-        "persistent_tokens",
-        "bias",
-        "rope_dim",
-        "qk_norm",
-        "num_heads",
-        "kv_heads",
-        "head_dim",
-        "value_dim",
-        "gate",
-    ):
+    for name in fields:
         if getattr(given, name) != getattr(plain, name):
             raise ValueError(
                 f"mixer {mixer!r}: attention.{name} is {getattr(given, name)!r}; it should be {getattr(plain, name)!r}, because "
-                "attention within blocks takes only attention.rope_theta."
+                f"{why}."
             )
 
 

@@ -142,8 +142,7 @@ def prepare(config: TrainConfig) -> Setup:
     trainable = trainable_mask(config.optimizer.trainable, shapes)
     some, every = counted(shapes, trainable)
     fits.check_fits(config, mesh.shape, every, memory, trainable=some)
-    mask = select(decay_mask(state_lib.pure(logical_axes(config.model))), trainable)
-    optimizer = make_optimizer(config.optimizer, config.steps, mask)
+    optimizer = _optimizer(config, trainable)
     check_optimizer(config.optimizer.name, optimizer, select(shapes, trainable))
     ema = config.optimizer.ema_decay is not None
     shardings, skipped = state_lib.state_shardings(config.model, optimizer, mesh, trainable, ema=ema)
@@ -151,6 +150,11 @@ def prepare(config: TrainConfig) -> Setup:
         config, mesh, tokenizer, train_data, validation, graphdef, optimizer, trainable,
         learning_rate(config.optimizer, config.steps), shardings, skipped,
     )  # fmt: skip
+
+
+def _optimizer(config: TrainConfig, trainable: PyTree | None) -> optax.GradientTransformation:
+    mask = select(decay_mask(state_lib.pure(logical_axes(config.model))), trainable)
+    return make_optimizer(config.optimizer, config.steps, mask)
 
 
 def run_tokenizer(config: TrainConfig) -> Tokenizer:
@@ -239,11 +243,9 @@ def _same_optimizer_state(before: TrainConfig, after: TrainConfig) -> bool:
     """Whether the optimizers of two configs of the same model and trainable parameters have states of the same form."""
     _, shapes = state_lib.model_shapes(after.model)
     trainable = trainable_mask(after.optimizer.trainable, shapes)
-    mask = select(decay_mask(state_lib.pure(logical_axes(after.model))), trainable)
     try:
         states = [
-            jax.eval_shape(make_optimizer(config.optimizer, config.steps, mask).init, select(shapes, trainable))
-            for config in (before, after)
+            jax.eval_shape(_optimizer(config, trainable).init, select(shapes, trainable)) for config in (before, after)
         ]
     except Exception:  # whatever a user's optimizer raises; `prepare` reports it
         return True
