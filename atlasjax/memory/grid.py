@@ -113,7 +113,7 @@ def segmented_layout(
     The first segment continues from the state if its id equals the state's, or if the state has no id: it is fresh, or has
     read only calls without ids.
     """
-    batch, time = segment_ids.shape
+    time = segment_ids.shape[1]
     num_slots = min(time, (time + (chunk - 1) * (max_segments + 1)) // chunk)
     previous = jnp.concatenate([jnp.where(segment < 0, segment_ids[:, 0], segment)[:, None], segment_ids[:, :-1]], 1)
     starts = segment_ids != previous
@@ -126,10 +126,10 @@ def segmented_layout(
     slot = jnp.cumsum(opens, axis=1) - 1
     seen = jnp.where(carried, count[:, None] + t, t - last_start)  # tokens of the segment before this one
 
-    rows = jnp.arange(batch)[:, None]
     # Only tokens that open a slot write. The others are sent out of range and dropped.
     target = jnp.where(opens, slot, num_slots)
-    scatter = lambda x, fill: jnp.full((batch, num_slots), fill, x.dtype).at[rows, target].set(x, mode="drop").T
+    put = lambda x, fill, target: jnp.full(num_slots, fill, x.dtype).at[target].set(x, mode="drop")
+    scatter = lambda x, fill: jax.vmap(put, in_axes=(0, None, 0))(x, fill, target).T
     return Layout(
         num_slots=num_slots,
         place=slot * width + offset,
@@ -180,9 +180,8 @@ def document_pieces(segment_ids: jax.Array, max_segments: int, size: int) -> Pie
     zeros = jnp.zeros(segment_ids.shape[0], jnp.int32)
     where = segmented_layout(segment_ids, max_segments, size, size, 1, zeros, zeros, zeros - 1)
     assert where.place is not None
-    row = jnp.arange(segment_ids.shape[0])[:, None]
-    lengths = jnp.zeros((segment_ids.shape[0], where.num_slots), jnp.int32)
-    lengths = lengths.at[row, where.place // size].add(1, mode="drop").T
+    count = lambda slots: jnp.zeros(where.num_slots, jnp.int32).at[slots].add(1, mode="drop")
+    lengths = jax.vmap(count)(where.place // size).T
     return Pieces(where.num_slots, size, where.place, lengths, where.resets, where.overflow)
 
 
@@ -210,14 +209,16 @@ def lay(
     start = (
         jnp.full((x.shape[0], places, *rest), fill, x.dtype) if held is None else pad(held[:, :places].astype(x.dtype))
     )
-    return start.at[jnp.arange(x.shape[0])[:, None], place].set(x, mode="drop", unique_indices=True)
+    # Mapped over the batch, because XLA keeps a mapped axis divided over devices. Of an axis of indices it gathers all rows.
+    put = lambda start, place, x: start.at[place].set(x, mode="drop", unique_indices=True)
+    return jax.vmap(put)(start, place, x)
 
 
 def pick(y: jax.Array, time: int, place: jax.Array | None = None) -> jax.Array:
     """The inverse of `lay`: [batch, places, …] → [batch, time, …]. NaN for a token that was dropped."""
     if place is None:
         return y[:, :time]
-    return y.at[jnp.arange(y.shape[0])[:, None], place].get(mode="fill", fill_value=jnp.nan)
+    return jax.vmap(lambda y, place: y.at[place].get(mode="fill", fill_value=jnp.nan))(y, place)
 
 
 def lay_chunks(
@@ -237,6 +238,20 @@ def pick_chunks(y: jax.Array, time: int, place: jax.Array | None = None) -> jax.
     """The inverse of `lay_chunks`, from all chunks or the first ones: [chunks, batch, size, …] → [batch, time, …]."""
     y = jnp.moveaxis(y, 0, 1)
     return pick(y.reshape(y.shape[0], -1, *y.shape[3:]), time, place)
+
+
+def as_rows(x: jax.Array) -> jax.Array:
+    """[pieces, batch, …] → [batch · pieces, …], for a call that takes each piece as a sequence of its own.
+
+    The batch is the outer axis, because XLA can keep only the outer axis of the two divided over devices. With the batch inside,
+    every device would compute the pieces of all devices.
+    """
+    return jnp.swapaxes(x, 0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def from_rows(x: jax.Array, pieces: int) -> jax.Array:
+    """The inverse of `as_rows`: [batch · pieces, …] → [pieces, batch, …]."""
+    return jnp.swapaxes(x.reshape(x.shape[0] // pieces, pieces, *x.shape[1:]), 0, 1)
 
 
 def choose(condition: jax.Array, a: Tree, b: Tree) -> Tree:

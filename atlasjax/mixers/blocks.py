@@ -6,6 +6,7 @@ block) and pieces of a stream are all laid out on one grid of blocks, which is t
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -80,12 +81,12 @@ def documents(
     """
     most = check_segments(segment_ids, max_segments, x, where)
     assert most is not None
-    batch, time = segment_ids.shape
+    time = segment_ids.shape[1]
     position, _ = segment_positions(segment_ids)
     slot = jnp.cumsum(position % size == 0, axis=1) - 1
     count = min((time + most * (size - 1)) // size, time)  # a document's last block may be partly empty
-    rows = jnp.arange(batch)[:, None]
-    index = jnp.zeros((batch, count), jnp.int32).at[rows, slot].set(position // size, mode="drop").T
+    put = lambda slot, block: jnp.zeros(count, jnp.int32).at[slot].set(block, mode="drop")
+    index = jax.vmap(put)(slot, position // size).T
     return Grid(size, index, time, slot * size + position % size, touched=count)
 
 

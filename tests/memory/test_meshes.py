@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from atlasjax import memory, rules
 from atlasjax.memory import Partition
 from atlasjax.memory.fast_weights import kernels, linear_kernels, slots
+from atlasjax.plan.compiled import collective_counts
 from tests.marks import some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs
 from tests.memory.own_ideas import IDEAS
@@ -277,3 +278,39 @@ def test_devices_of_a_cpu_divide_heads_without_communication(name, monkeypatch):
     program = jax.jit(gradient).lower(params, *tokens).compile().as_text()
     found = [n for n in ("all-reduce", "all-gather", "all-to-all", "collective-permute") if f" {n}(" in program]
     assert not found
+
+
+DIVIDED = {
+    "titans": RULES["titans"],
+    "delta_rule": RULES["delta_rule"],
+    "deep_transformer": rules.deep_transformer(8),
+    "grm": CASES["cached"],
+    "ssc": memory.CachedRule(RULES["titans"], "ssc", segment_size=16),
+    "soup": memory.CachedRule(RULES["titans"], "soup", segment_size=16),
+    "log_linear": memory.LogLinearRule(RULES["titans"], segment_size=16),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", some_slow(DIVIDED, {"soup", "deep_transformer", "log_linear"}))
+def test_devices_keep_their_own_sequences(name, packed):
+    """A batch divided over devices, which XLA partitions: nothing but the parameters' gradients goes from one to another."""
+    rule, mesh = DIVIDED[name], jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    params = memory.init_params(rule, jax.random.key(0), num_heads=2, key_dim=4, value_dim=4)
+    gates = memory.suggested_gates(rule, batch_size=8, time=37, num_heads=2, key_dim=4)
+    token = jnp.zeros((8, 37, 2, 4))
+    ids = jnp.repeat(jnp.arange(2), jnp.array([5, 32]))[None].repeat(8, 0) if packed else None
+
+    def loss(params, q, k, v, gates, ids):
+        y, _ = memory.scan(rule, params, None, q, k, v, gates, segment_ids=ids, max_segments=2 if packed else None)
+        return jnp.sum(jnp.sin(y))
+
+    of_tokens = (rows, rows, rows, rows)
+    run = jax.jit(
+        jax.grad(loss, argnums=range(5)), in_shardings=(whole, *of_tokens, rows), out_shardings=(whole, *of_tokens)
+    )
+    text = run.lower(params, token, token, token, gates, ids).compile().as_text()
+    counts = collective_counts(text)
+    assert counts.pop("all-reduce") > 0
+    assert set(counts.values()) == {0}

@@ -198,11 +198,13 @@ def read_selected(
     token, which, place = jax.vmap(jax.vmap(lay))(index)
     rows = jnp.take_along_axis(q, token[..., None], axis=2).reshape(batch, heads, blocks, size, -1)
     run = over_heads(rule, dtype)
-    b, h = jnp.arange(batch)[:, None], jnp.arange(heads)
+    pick = jax.vmap(
+        jax.vmap(lambda w, i: w[i], in_axes=(1, 0)), in_axes=(1, 0)
+    )  # XLA keeps mapped axes divided over devices
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def block(params, memories, rows, which):
-        return run(params, jax.tree.map(lambda w: w[which, b, h], memories), rows)
+        return run(params, jax.tree.map(lambda w: pick(w, which), memories), rows)
 
     xs = (jnp.moveaxis(rows, 2, 0), jnp.moveaxis(which, 2, 0))
     _, out = meshes.scan(lambda _, x: (None, block(params, memories, *x)), None, xs)

@@ -80,4 +80,10 @@ def unnormalized(rule: CachedRule, scores: jax.Array, visible: jax.Array | None,
 
 def select(rule: CachedRule, scores: jax.Array, visible: jax.Array) -> jax.Array:
     """Indices of the top k visible memories by score, [..., k]. Ties go to the lower index; invisible memories come last."""
-    return jax.lax.top_k(jnp.where(visible, scores, -jnp.inf), min(rule.top_k, scores.shape[-1]))[1]
+    low = jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
+    number, chosen = jnp.arange(scores.shape[-1]), []
+    # One after another, because XLA would gather the whole batch on every device for `top_k`.
+    for _ in range(min(rule.top_k, scores.shape[-1])):
+        chosen.append(jax.lax.argmax(low, low.ndim - 1, jnp.int32))
+        low = jnp.where(number == chosen[-1][..., None], -jnp.inf, low)
+    return jnp.stack(chosen, axis=-1)

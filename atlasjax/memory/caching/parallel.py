@@ -92,12 +92,10 @@ def write_segments(
     starts = None
     count, batch, size = rows.q.shape[:3]
     if rule.start == "fresh":
-        flat = lambda x: x.reshape(-1, *x.shape[2:])
-        apart = lambda x: x.reshape(count, batch, *x.shape[1:])
-        q, k, v, gates, *_ = jax.tree.map(flat, rows)
-        short = None if lengths is None else lengths.reshape(-1)
+        q, k, v, gates, *_ = jax.tree.map(grid.as_rows, rows)
+        short = None if lengths is None else grid.as_rows(lengths)
         y, ends = rule.rule.scan(params, None, q, k, v, gates, lengths=short)
-        y, ends = apart(y), jax.tree.map(apart, ends)
+        y, ends = jax.tree.map(lambda x: grid.from_rows(x, count), (y, ends))
     else:
         fresh = fresh_memory(rule, params, batch)
 

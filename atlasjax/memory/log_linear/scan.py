@@ -103,11 +103,13 @@ def _parallel(
     wide = jnp.promote_types(dtype, jnp.float32)
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
     count, last = -(-time // size), (time - 1) // size
-    rows = jax.tree.map(lambda x: _flat(grid.lay_chunks(x, count, size)), tokens)
-    lengths = jnp.full((count, batch), size).at[-1].set(time - last * size).reshape(-1) if time % size else None
+    rows = jax.tree.map(lambda x: grid.as_rows(grid.lay_chunks(x, count, size)), tokens)
+    lengths = None
+    if time % size:
+        lengths = grid.as_rows(jnp.full((count, batch), size).at[-1].set(time - last * size))
     y, ends = rule.rule.scan(params, None, *rows, lengths=lengths)
-    ends = jax.tree.map(lambda x: x.reshape(count, batch, *x.shape[1:]), ends)
-    own_read = grid.pick_chunks(y.reshape(count, batch, size, *y.shape[2:]), time)
+    y, ends = jax.tree.map(lambda x: grid.from_rows(x, count), (y, ends))
+    own_read = grid.pick_chunks(y, time)
     up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
     q, own_read, weights = up(tokens[0]), up(own_read), up(weights)
 
@@ -132,11 +134,6 @@ def _parallel(
     return jnp.swapaxes(y, 1, 2).astype(dtype), state
 
 
-def _flat(x: jax.Array) -> jax.Array:
-    """[a, batch, …] → [a · batch, …]."""
-    return x.reshape(-1, *x.shape[2:])
-
-
 def _at(tree: Tree, index: int | slice) -> Tree:
     return jax.tree.map(lambda x: x[index], tree)
 
@@ -149,9 +146,9 @@ def _continued(
     rule: LogLinearRule[Params], params: Params, starts: State, tokens: _Tokens, pairs: int, span: int
 ) -> State:
     """The memories [pairs, batch, …] of `span` tokens each, from those of their first halves."""
-    second = lambda x: _flat(_pairs(x, 1, pairs, span)[:, :, span // 2 : span].swapaxes(0, 1))
-    _, ends = rule.continue_segments(params, jax.tree.map(_flat, starts), *jax.tree.map(second, tokens))
-    return jax.tree.map(lambda x, like: x.reshape(like.shape), ends, starts)
+    second = lambda x: grid.as_rows(_pairs(x, 1, pairs, span)[:, :, span // 2 : span].swapaxes(0, 1))
+    _, ends = rule.continue_segments(params, jax.tree.map(grid.as_rows, starts), *jax.tree.map(second, tokens))
+    return jax.tree.map(lambda x: grid.from_rows(x, pairs), ends)
 
 
 def _pairs(x: jax.Array, axis: int, pairs: int, span: int) -> jax.Array:

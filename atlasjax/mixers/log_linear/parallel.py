@@ -39,16 +39,16 @@ class _Layout(NamedTuple):
 
 def _layout(segment_ids: jax.Array) -> _Layout:
     """Places the segments in order of rounded length, the longest first, so that each starts at a multiple of its own."""
-    batch, time = segment_ids.shape
+    time = segment_ids.shape[1]
     t = jnp.arange(time)
     starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     segment = jnp.cumsum(starts, axis=1) - 1
-    rows = jnp.arange(batch)[:, None]
-    lengths = jnp.zeros((batch, time), jnp.int32).at[rows, segment].add(1)
+    lengths = jax.vmap(lambda segment: jnp.zeros(time, jnp.int32).at[segment].add(1))(segment)
     rounded = jnp.where(lengths > 0, jnp.left_shift(1, 32 - jax.lax.clz(jnp.maximum(lengths - 1, 0))), 0)
     order = jnp.argsort(-rounded, axis=1)
     ordered = jnp.take_along_axis(rounded, order, axis=1)
-    begin = jnp.zeros_like(rounded).at[rows, order].set(jnp.cumsum(ordered, axis=1) - ordered)
+    put = lambda order, x: jnp.zeros_like(x).at[order].set(x)
+    begin = jax.vmap(put)(order, jnp.cumsum(ordered, axis=1) - ordered)
     position = t - jax.lax.cummax(jnp.where(starts, t, 0), axis=1)
     # A length n is rounded up to at most 2n − 1.
     size = 1 << (2 * time - 2).bit_length()

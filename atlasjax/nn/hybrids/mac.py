@@ -157,7 +157,9 @@ class MACMixer(nnx.Module):
         )
         _, (y, norms) = jax.lax.scan(jax.checkpoint(segment, prevent_cse=False), fresh, xs)
         if norms is not None:
-            norms = norms.at[last, jnp.arange(batch)].get(mode="fill", fill_value=jnp.nan)
+            norms = jax.vmap(lambda x, last: x.at[last].get(mode="fill", fill_value=jnp.nan), in_axes=(1, 0))(
+                norms, last
+            )
         return grid.pick_chunks(y, time, place), norms
 
     def _ends(self, count: int) -> jax.Array | None:
