@@ -20,6 +20,7 @@ from flax import nnx
 from atlasjax import cli
 from atlasjax.config_json import to_dict
 from atlasjax.data.tokenizers import ByteTokenizer
+from atlasjax.interop.text_ends import TextEnds
 from atlasjax.nn import LanguageModel, ModelConfig
 from atlasjax.train.errors import CheckpointError, Interrupted
 from tests.marks import some_slow
@@ -159,6 +160,15 @@ def test_generate_is_determined_by_the_seed(trained, capsys):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_generate_ends_at_the_end_tokens_of_imported_weights(trained, monkeypatch):
+    folder, _ = trained
+    arguments = ["generate", "--run-dir", str(folder / "run"), "--prompt", "the ", "--max-tokens", "20"]
+    whole = printed_by(arguments).removesuffix("\n")
+    end = next(byte for byte in whole.encode()[4:] if byte < 128)
+    monkeypatch.setattr("atlasjax.cli.generate.text_ends", lambda run_dir: TextEnds(None, (end,)))
+    assert printed_by(arguments) == "the " + whole[4:].partition(chr(end))[0] + "\n"
+
+
 def test_the_printed_command_goes_on(trained, monkeypatch):
     """Every option of the run was overridden, and none is in the command: what was saved gives them."""
     from atlasjax.cli import train as command
@@ -245,6 +255,7 @@ def test_nothing_is_announced_before_the_request_is_known_to_be_sound(tmp_path, 
         (["generate", "--prompt", "a\udcff"], "prompt is not valid Unicode at character 1"),
         (["evaluate", "--samples", "3"], "--samples is for --tasks, which is not given"),
         (["evaluate", "--log-samples"], "--log-samples is for --tasks, which is not given"),
+        (["evaluate", "--piece", "64"], "--piece is for --stream, which is not given"),
         (["evaluate", "--tasks"], "--tasks is empty"),
         (["evaluate", "--max-batches", "-2"], "max_batches is -2; it should be at least 1"),
         (["evaluate", "--max-batches", "0"], "max_batches is 0; it should be at least 1"),
@@ -291,6 +302,15 @@ def test_user_errors_are_one_line_and_exit_code_2(arguments, words, capsys, tmp_
     assert error.startswith("atlasjax: ")
     assert len(error.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_terminal_cannot_write_is_replaced(monkeypatch):
+    from atlasjax.cli import train as command
+
+    monkeypatch.setattr(command, "run", lambda arguments: print("Olé"))
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert cli.main(["train"]) == 0
+    assert sys.stdout.buffer.getvalue() == b"Ol?\n"
 
 
 def test_a_signal_gives_its_exit_code(monkeypatch, capsys):
@@ -410,6 +430,7 @@ def test_the_default_run_is_what_the_readme_says():
         (["--tasks", "lambada", "--batch-size", "0"], "batch_size is 0; it should be at least 1."),
         (["--tasks", "lambada", "--stream", "--window", "8"], "--stream reads whole documents, so it takes no --window."),
         (["--tasks", "lambada", "--text", "book.txt"], "--text does not go with --tasks lambada."),
+        (["--tasks", "lambada", "--stream", "--piece", "8"], "--piece does not go with --tasks lambada."),
         (["--tasks", "niah_1", "--stream"], "--stream does not go with --tasks niah_1."),
         (["--tasks", "niah_1", "--lengths", "4kb"], "lengths has '4kb'; it should be a number of tokens such as 4096 or 4k."),
         (["--tasks", "niah_1", "--depths", "120"], "depths has 120; it should be in [0, 100]."),

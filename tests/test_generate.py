@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from atlasjax.generate import SamplingConfig, filtered_logits, generate, sample, stream
+from atlasjax.generate import SamplingConfig, filtered_logits, generate, read, sample, stream
 from atlasjax.generate.context import prefill
 from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
 
@@ -137,6 +137,14 @@ def test_refused_sampling(changes, words):
 def test_refused_prompts(prompt):
     with pytest.raises(ValueError, match=r"prompt is .* integer array \[batch, time\]"):
         generate(model(), prompt, 1)
+
+
+@pytest.mark.parametrize("token", [-1, 32])
+def test_refused_tokens(token):
+    with pytest.raises(ValueError, match=rf"prompt has the token {token}; it should have tokens in \[0, 32\)"):
+        generate(model(), [[1, 2], [token]], 1)
+    with pytest.raises(ValueError, match=f"prompt has the token {token}"):
+        read(model(), [[token, 1]])
 
 
 @pytest.mark.parametrize(("num_tokens", "block"), [(0, 1), (1, 0)])

@@ -181,6 +181,32 @@ def test_bytes_that_are_no_text():
     assert len(endless.feed([0xFF] * 50)) >= 47  # what can no longer become a character does not wait
 
 
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_character_that_began_before_the_stream(size):
+    text = "né😀".encode()
+    for cut in range(len(text)):
+        pieces = fed(TextStream(tokenizer("byte"), text[:cut]), [*text[cut:], 0x41], size)
+        begun = len(text[:cut].decode(errors="ignore"))  # whole characters before it
+        assert "".join(pieces) == (text.decode() + "A")[begun:]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_spaces_do_not_depend_on_how_tokens_are_fed(size):
+    one = tokenizer("sentencepiece")
+    tokens = [one._processor.piece_to_id(piece) for piece in ("▁t", "▁", "▁a")]
+    assert "".join(fed(TextStream(one), tokens, size)) == one.decode(tokens) == "t  a"
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_end_tokens(size):
+    one = tokenizer("byte")
+    tokens = [*"né".encode(), 7, *b"more"]
+    stream = TextStream(one, end_tokens=(9, 7))
+    assert ("".join(fed(stream, tokens, size)), stream.stopped) == ("né", True)
+    stream = TextStream(one, stop=["né!"], end_tokens=(7,))  # what may begin a stop string is given at last
+    assert "".join(fed(stream, tokens, size)) == "né"
+
+
 def before_stop(text: str, stop: list[str]) -> str:
     """The text as far as it is before the stop string that is complete first."""
     for end in range(len(text) + 1):

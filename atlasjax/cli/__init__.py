@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit code: 0; 1 if a run failed; 2 if the request is invalid; 70 for an unexpected error; 75 if another process of the run
       ended (restart all of them to resume); 128 + n after signal n.
     """
+    if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # characters that the terminal's encoding lacks
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]

@@ -78,6 +78,8 @@ def run(arguments: Sequence[str]) -> None:
         for field in dataclasses.fields(given):
             if getattr(given, field.name) != getattr(type(given), field.name):
                 raise ConfigError(f"--{field.name.replace('_', '-')} is for --tasks, which is not given.")
+    if command.piece != EvaluateCommand.piece and not command.stream:
+        raise ConfigError("--piece is for --stream, which is not given.")
     loaded = _loaded(command)
     try:
         texts = _texts(command, loaded.config)
@@ -105,7 +107,9 @@ def _run_tasks(command: EvaluateCommand) -> None:
     others = tuple(name for name in options.tasks if not is_long_context(name))
     # Options that do not go with a task are refused before anything runs.
     both = {"tasks", "batch_size", "log_samples"}
-    refused: list[tuple[object, str, Sequence[str]]] = [(command, "max_batches", options.tasks)]
+    refused: list[tuple[object, str, Sequence[str]]] = [
+        (command, name, options.tasks) for name in ("max_batches", "piece")
+    ]
     if not others:
         refused += [(command, "stream", ours)]
         refused += [(options, field.name, ours) for field in dataclasses.fields(options) if field.name not in both]

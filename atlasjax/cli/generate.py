@@ -13,6 +13,7 @@ import tyro
 from atlasjax import storage
 from atlasjax.cli.parsing import parse
 from atlasjax.generate import Context, SamplingConfig, TextStream, load_context, read, save_context, stream
+from atlasjax.interop.text_ends import text_ends
 from atlasjax.nn import ModelConfig
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.load import load_run
@@ -36,7 +37,7 @@ class GenerateCommand:
     """Number of tokens to generate."""
     sampling: Annotated[SamplingConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=SamplingConfig)
     stop: tuple[str, ...] = ()
-    """The text ends before the first of these strings."""
+    """The text ends before the first of these strings, or at an end token of imported weights."""
     samples: int = 1
     """Number of texts. The prompt is read once."""
     seed: int = 0
@@ -83,7 +84,8 @@ def run(arguments: Sequence[str]) -> None:
             model, None if last is None else last[None], command.max_tokens, config=command.sampling, seed=command.seed,
             vocab_size=tokenizer.vocab_size, context=context, num_samples=command.samples,
         )  # fmt: skip
-    texts = [TextStream(tokenizer, before, command.stop) for _ in range(command.samples)]
+        ends = text_ends(command.run_dir).ends
+    texts = [TextStream(tokenizer, before, command.stop, ends) for _ in range(command.samples)]
     _print(prompt, texts, blocks)
 
 

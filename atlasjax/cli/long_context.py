@@ -184,7 +184,8 @@ class _Cells:
             ready.folder.mkdir(parents=True, exist_ok=True)
             return
         try:
-            for line in self.file.read_bytes().decode().splitlines()[1:]:
+            # Not `splitlines`: answers may have other characters that end a line.
+            for line in self.file.read_bytes().decode().removesuffix("\n").split("\n")[1:]:
                 name, depth, fields = json.loads(line)
                 self._results[name, fields["length"], depth] = report.of_json(fields)
                 self._lines.append(line)

@@ -71,7 +71,8 @@ class DataConfig:
     document (`documents`). `auto` uses blocks for the embedded text; for other sources it uses documents if there are enough, and
     otherwise the tail."""
     validation_fraction: float = 0.05
-    """Fraction of the text (or of the documents) that is held out, in [0, 0.5]. 0 means no validation split."""
+    """Fraction of the text (or of the documents) that is held out, in [0, 0.5]. 0 means no validation split. Blocks and documents
+    are every n-th one, where n is 1 / fraction, rounded: 0.4 holds out every second one."""
 
     tokenizer: str = "byte"
     """"byte", "bpe:<vocabulary size>" (trained on the training split), "bpe:<path of a tokenizers JSON file>" or
@@ -182,5 +183,5 @@ class DataConfig:
 
     @property
     def held_out_period(self) -> int:
-        """n such that every n-th block or document is held out."""
+        """n such that every n-th block or document is held out; 1 / `validation_fraction`, rounded."""
         return max(2, round(1 / self.validation_fraction))

@@ -14,6 +14,7 @@ import numpy as np
 from atlasjax import storage
 from atlasjax.data.config import DataConfig, Split
 from atlasjax.data.documents import Documents
+from atlasjax.data.files import expand
 from atlasjax.data.sources import default_held_out, load_documents, open_documents
 from atlasjax.data.text import json_documents, text_files, text_pieces
 
@@ -74,8 +75,8 @@ class Inputs:
     Attributes:
       parts: the parts of each input.
       splits: the documents of each split.
-      identity: what must not change before an interrupted preparation resumes.
-      digest: SHA-256 of the identity, which a finished preparation keeps.
+      identity: what must not change before an interrupted preparation resumes: the parts, the splits, and the name and size of
+        each file.
     """
 
     parts: tuple[tuple[Part, ...], ...]
@@ -84,7 +85,18 @@ class Inputs:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.identity).encode()).hexdigest()
+        """SHA-256 of the identity, which a finished preparation keeps."""
+        return _digest(self.identity)
+
+    def has_digest(self, digest: str) -> bool:
+        """Whether a finished preparation was made from these inputs. Older versions kept a digest without the files."""
+        without_files = {name: value for name, value in self.identity.items() if name != "files"}
+        return digest in (self.digest, _digest(without_files))
+
+    def has_identity(self, saved: Mapping[str, object]) -> bool:
+        """Whether an interrupted preparation, whose identity was read from JSON, can go on. Older versions kept no files."""
+        own = json.loads(json.dumps(self.identity))
+        return all(own.get(name) == value for name, value in saved.items())
 
     def texts(self, split: Split) -> Iterator[Pieces]:
         """The documents of a split, in the order of the source."""
@@ -97,6 +109,10 @@ class Inputs:
                 yield document
 
 
+def _digest(identity: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+
 def open_inputs(config: DataConfig) -> Inputs:
     """Find the documents of a config. Files are listed, not read.
 
@@ -105,28 +121,31 @@ def open_inputs(config: DataConfig) -> Inputs:
     """
     if config.separate_validation:
         train, validation = _input(config, separate=False), _input(config, separate=True)
-        return _inputs((train, validation), {"train": Selection(0), "validation": Selection(1)})
+        return _inputs(config, (train, validation), {"train": Selection(0), "validation": Selection(1)})
     if not config.has_validation:
-        return _inputs((_input(config, separate=False),), {"train": Selection(0)})
+        return _inputs(config, (_input(config, separate=False),), {"train": Selection(0)})
     # Only the source `text` needs the number of its documents, which are files.
     files = _text_files(config, config.paths) if config.source == "text" else []
     how = default_held_out(config, len(files)) if config.held_out == "auto" else config.held_out
     if how == "tail" and config.source == "text":
         both = tuple(_file_parts(config, files, split) for split in ("train", "validation"))
-        return _inputs(both, {"train": Selection(0), "validation": Selection(1)})
+        return _inputs(config, both, {"train": Selection(0), "validation": Selection(1)})
     if how in ("tail", "blocks"):
         both = tuple(_document_parts(load_documents(config, split)) for split in ("train", "validation"))
-        return _inputs(both, {"train": Selection(0), "validation": Selection(1)})
+        return _inputs(config, both, {"train": Selection(0), "validation": Selection(1)})
     period = config.held_out_period
     splits: dict[Split, Selection] = {
         "train": Selection(0, period, complement=True),
         "validation": Selection(0, period),
     }
-    return _inputs((_input(config, separate=False),), splits)
+    return _inputs(config, (_input(config, separate=False),), splits)
 
 
-def _inputs(parts: tuple[tuple[Part, ...], ...], splits: dict[Split, Selection]) -> Inputs:
+def _inputs(config: DataConfig, parts: tuple[tuple[Part, ...], ...], splits: dict[Split, Selection]) -> Inputs:
+    suffixes = {"text": config.suffixes, "jsonl": (".jsonl",), "parquet": (".parquet",)}.get(config.source)
+    files = [] if suffixes is None else expand((*config.paths, *config.validation_paths), suffixes)[0]
     identity = {
+        "files": [(str(file), file.stat().st_size) for file in files],
         "parts": [[(part.name, part.size) for part in each] for each in parts],
         "splits": {name: dataclasses.asdict(selection) for name, selection in splits.items()},
     }

@@ -66,7 +66,8 @@ class BatchIterator(Iterator[Batch]):
             raise ValueError(
                 "This is not a data position: it should be a dict with the keys 'pipeline' and 'position'."
             )
-        saved = state["pipeline"]
+        # Positions in prepared documents did not have it at first.
+        saved = {"max_segments": self._identity.get("max_segments"), **state["pipeline"]}
         names = sorted(saved.keys() | self._identity.keys())
         differences = [
             f"{name} was {saved.get(name)!r} and is now {self._identity.get(name)!r}"
@@ -220,10 +221,11 @@ def _shuffle_seed(config: DataConfig, split: Split) -> int | None:
 
 def _prepared(config: DataConfig, tokenizer: Tokenizer, split: Split, where: tuple[int, int], repeat: bool) -> Pipeline:
     joined, sets = open_prepared(config, tokenizer, split)
+    own = {"max_segments": config.max_segments} if config.packing == "documents" else {}
     streams = [each.tokens for each in sets]
     # Evaluation reads everything once, regardless of the weights.
     weights = config.weights if config.weights and repeat else None
-    identity = _identity(config, tokenizer, split, repeat, **prepared_identity(config, sets))
+    identity = _identity(config, tokenizer, split, repeat, **prepared_identity(config, sets), **own)
     if config.packing == "contiguous":
         whole = None if weights is None else whole_weights(weights)
         return _contiguous(config, split, streams if weights else [joined], whole, identity, where, repeat)

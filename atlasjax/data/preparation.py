@@ -124,7 +124,7 @@ def prepare(
         if begun.exists():
             saved = json.loads(begun.read_bytes())
             _check_same(folder, saved["request"], request)
-            if saved["inputs"] != json.loads(json.dumps(inputs.identity)):
+            if not inputs.has_identity(saved["inputs"]):
                 raise _changed(folder)
         storage.write_whole(begun, json.dumps(wanted).encode())
         tokenizer = _tokenizer(config, inputs, folder)
@@ -183,7 +183,7 @@ def _finished(config: DataConfig, folder: storage.AnyPath, request: dict[str, ob
     _check_same(folder, found.source, request)
     if found.inputs is not None:
         with contextlib.suppress(FileNotFoundError):
-            if open_inputs(config).digest != found.inputs:
+            if not open_inputs(config).has_digest(found.inputs):
                 raise _changed(folder)
     return found
 

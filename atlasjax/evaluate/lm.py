@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from jaxtyping import PyTree
 
+from atlasjax.generate.context import check_tokens
 from atlasjax.nn import LanguageModel
 
 
@@ -100,16 +101,18 @@ def evaluate_stream(
       float32 [streams, time - 1].
 
     Raises:
-      ValueError: there are fewer than two tokens or more than a model with learned positions can read, or `piece` is not
-        positive.
+      ValueError: there are fewer than two tokens or more than a model with learned positions can read, one is not in the
+        vocabulary, or `piece` is not positive.
     """
-    tokens = np.atleast_2d(np.asarray(tokens, np.int32))
+    tokens = np.atleast_2d(np.asarray(tokens))
     if tokens.ndim != 2 or tokens.shape[1] < 2:
         raise ValueError(f"tokens has shape {tokens.shape}; it should be [streams, time] with at least two tokens.")
     if piece < 1:
         raise ValueError(f"piece is {piece}; it should be positive.")
+    check_tokens(tokens, model.config.vocab_size, "tokens")
     model.check_length(tokens.shape[1] - 1, "tokens")
     graphdef, params = nnx.split(model, nnx.Param)
+    tokens = tokens.astype(np.int32)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     cache = model.init_cache(*inputs.shape)
     losses = []

@@ -10,8 +10,9 @@ not grow with it if the cache is bounded, and new lengths compile nothing.
 import dataclasses
 import functools
 import itertools
+import numbers
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from numpy.typing import ArrayLike
 from atlasjax import check
 from atlasjax.evaluate.beginnings import shared_beginnings
 from atlasjax.generate import Context, SamplingConfig, TextStream, stream
+from atlasjax.generate.context import check_tokens
 from atlasjax.generate.text import Decodes
 from atlasjax.nn import LanguageModel
 
@@ -51,12 +53,27 @@ class Score:
         return float(self.token_log_likelihoods.sum(dtype=np.float64))
 
 
+class _Tail(NamedTuple):
+    """What is read of a pair after the beginning of its context.
+
+    Attributes:
+      slot: the place of its context among those that are read together.
+      pair: its index.
+      tokens: the end of its context and its continuation, int32 [time].
+    """
+
+    slot: int
+    pair: int
+    tokens: np.ndarray
+
+
 class Scorer:
     """Reads prompts with a model, a batch at a time.
 
     Every call on the device has `batch_size` rows (with fewer prompts, a power of two) and one of the lengths in `pieces`, so the
     number of compiled programs does not depend on the lengths of the prompts. If a mixer keeps every token, room is made for a
-    power of two of them, and there are programs for each. Rows of unequal length do not change each other's numbers.
+    power of two of them, and there are programs for each. Where learned positions end, a piece may be shorter. Rows of unequal
+    length do not change each other's numbers.
 
     Args:
       model: a `LanguageModel`.
@@ -94,9 +111,12 @@ class Scorer:
           One `Score` for each pair, in their order.
 
         Raises:
-          ValueError: a row is empty or not of integers, or a pair is longer than a model with learned positions can read.
+          ValueError: a row is empty, not of integers or has a token that is not in the vocabulary, or a pair is longer than a model
+            with learned positions can read.
         """
-        rows = [(_row("context", context), _row("continuation", continuation)) for context, continuation in pairs]
+        rows = [
+            (self._row("context", context), self._row("continuation", continuation)) for context, continuation in pairs
+        ]
         for context, continuation in rows:
             self.model.check_length(len(context) + len(continuation) - 1, "context and continuation")
         reader = self._for(len(rows))
@@ -108,13 +128,16 @@ class Scorer:
         # A beginning is read by itself if otherwise more than one batch would read it.
         contexts = [rows[group[0]][0] for group in groups]
         for length, members in shared_beginnings(contexts, reader.pieces[0], reader.batch_size + 1):
-            alike, start = [groups[i] for i in members], None
+            plans = [
+                reader._plan(rows, some, length) for some in _batches([groups[i] for i in members], reader.batch_size)
+            ]
+            start = None
             if length:
-                longest = max(len(rows[index][0]) + len(rows[index][1]) for group in alike for index in group)
-                start = reader._cache(reader._room(longest + reader.pieces[-1]))
+                start = reader._cache(max(room for _, _, room in plans))
                 start = reader._read([contexts[members[0]][:length]], start)[1]
-            for some in _batches(alike, reader.batch_size):
-                for index, score in reader._scores(rows, some, length, start):
+            for heads, batches, room in plans:
+                cache = reader._cache(room) if start is None else start
+                for index, score in reader._scores(rows, heads, batches, cache):
                     scores[index] = score
                     on_result(index, score)
         return [scores[index] for index in range(len(rows))]
@@ -130,10 +153,10 @@ class Scorer:
           A context of `batch_size` rows. Those after the prompts repeat the last one.
 
         Raises:
-          ValueError: there are no prompts or too many, one is empty or not of integers, or it is longer than a model with learned
-            positions can read.
+          ValueError: there are no prompts or too many, one is empty, not of integers or has a token that is not in the vocabulary,
+            or it is longer than a model with learned positions can read.
         """
-        rows = [_row("prompt", prompt) for prompt in prompts]
+        rows = [self._row("prompt", prompt) for prompt in prompts]
         check.require(
             1 <= len(rows) <= self.batch_size, "the number of prompts", len(rows), f"in [1, {self.batch_size}]"
         )
@@ -150,7 +173,7 @@ class Scorer:
     def generate(
         self,
         prompts: Sequence[ArrayLike],
-        num_tokens: int | Sequence[int],
+        num_tokens: int | np.integer | Sequence[int],
         tokenizer: Decodes,
         *,
         stop: Sequence[Sequence[str]] = (),
@@ -179,24 +202,25 @@ class Scorer:
         Raises:
           ValueError: as for `read`, a stop string is empty, or a number of tokens is not positive.
         """
-        rows = [_row("prompt", prompt) for prompt in prompts]
-        most = [num_tokens] * len(rows) if isinstance(num_tokens, int) else list(num_tokens)
+        rows = [self._row("prompt", prompt) for prompt in prompts]
+        most = [num_tokens] * len(rows) if isinstance(num_tokens, int | np.integer) else list(num_tokens)
         stops = list(stop) or [()] * len(rows)
         for name, values in (("num_tokens", most), ("stop", stops)):
             check.require(
                 len(values) == len(rows), f"the length of {name}", len(values), f"that of prompts, {len(rows)}"
             )
         for row, number in zip(rows, most):
-            check.integer("generate", "num_tokens", number)
+            check.integer("generate", "num_tokens", number, kinds=numbers.Integral)
             self.model.check_length(len(row) + number, "prompt and num_tokens")
+        most = list(map(int, most))
         texts: dict[int, str] = {}
         # Prompts that ask for equally many tokens are neighbours, so that short answers do not wait for long ones.
         order = sorted(range(len(rows)), key=lambda index: (-most[index], -len(rows[index])))
         reader = self._for(len(rows))
         for batch in reader._fitting(order, rows, most):
-            streams = [TextStream(tokenizer, rows[index], stops[index]) for index in batch]
+            streams = [TextStream(tokenizer, rows[index], stops[index], end_tokens) for index in batch]
             pieces = reader._generated([rows[index] for index in batch], [most[index] for index in batch], streams,
-                                     end_tokens, config, seed, vocab_size)  # fmt: skip
+                                       config, seed, vocab_size)  # fmt: skip
             for index, text in zip(batch, pieces, strict=True):
                 texts[index] = text
                 on_result(index, text)
@@ -222,8 +246,8 @@ class Scorer:
             yield batch
 
     def _generated(
-        self, rows: list[np.ndarray], most: list[int], streams: list[TextStream], end_tokens: Sequence[int],
-        config: SamplingConfig, seed: int, vocab_size: int | None,
+        self, rows: list[np.ndarray], most: list[int], streams: list[TextStream], config: SamplingConfig, seed: int,
+        vocab_size: int | None,
     ) -> list[str]:  # fmt: skip
         # Whole blocks, so that one program serves all numbers of tokens; learned positions may end before.
         longest, last = max(most), self.model.config.max_positions
@@ -239,50 +263,68 @@ class Scorer:
             for i, tokens in enumerate(np.asarray(block)[: len(rows)]):
                 if ended[i]:
                     continue
-                tokens = tokens[: most[i] - done]
-                ends = np.flatnonzero(np.isin(tokens, list(end_tokens)))
-                texts[i] += streams[i].feed(tokens[: ends[0]] if len(ends) else tokens)
-                ended[i] = streams[i].stopped or bool(len(ends)) or most[i] <= done + _BLOCK
+                texts[i] += streams[i].feed(tokens[: most[i] - done])
+                ended[i] = streams[i].stopped or most[i] <= done + _BLOCK
             done += _BLOCK
             if all(ended):
                 break
         return [text + rest.finish() for text, rest in zip(texts, streams, strict=True)]
 
-    def _scores(
-        self, rows: list[tuple[np.ndarray, np.ndarray]], groups: Sequence[list[int]], length: int, start: PyTree | None
-    ) -> Iterator[tuple[int, Score]]:
-        """(index, score) of pairs, given in up to `batch_size` groups with one context each.
+    def _plan(
+        self, rows: list[tuple[np.ndarray, np.ndarray]], groups: Sequence[list[int]], length: int
+    ) -> tuple[list[np.ndarray], list[tuple[int, list[_Tail]]], int]:
+        """How to read pairs, given in up to `batch_size` groups with one context each, all after the same `length` tokens.
 
-        `start` is the cache after `length` tokens that all contexts begin with, or None for 0.
+        Returns:
+          Of each group, what is read of its context by itself; batches of what is read after that, each with the number of tokens
+          of its longest row, padding included; and the room that all of this needs.
         """
         # What is read of a context before its continuations: whole pieces, and not its last token, whose logits are needed.
         ends, tails = [], []
         for slot, group in enumerate(groups):
             piece = self.pieces[0 if len(group) == 1 else -1]
             ends.append(max(length, (len(rows[group[0]][0]) - 1) // piece * piece))
-            tails += [(slot, index, np.concatenate(rows[index])[ends[slot] :]) for index in group]
-        if start is None:
-            start = self._cache(self._room(max(ends[slot] + self._padded(len(tail) - 1) for slot, _, tail in tails)))
+            for index in group:
+                context, continuation = rows[index]
+                tails.append(_Tail(slot, index, np.concatenate([context[ends[slot] :], continuation])))
         heads = [rows[group[0]][0][length:end] for group, end in zip(groups, ends, strict=True)]
+        tails.sort(key=lambda tail: -len(tail.tokens))
+        # Padding beyond the room or the learned positions would be NaN, and in the next layer so would the tokens before it.
+        last = self.model.config.max_positions
+        batches, room = [], 1
+        while tails:
+            padded = -(-(len(tails[0].tokens) - 1) // self.pieces[-1]) * self.pieces[-1]
+            if last is not None:
+                padded = min(padded, last - ends[tails[0].slot])
+            fitting = [tail for tail in tails if last is None or ends[tail.slot] + padded <= last][: self.batch_size]
+            batches.append((padded, fitting))
+            room = max(room, padded + max(ends[tail.slot] for tail in fitting))
+            taken = {tail.pair for tail in fitting}
+            tails = [tail for tail in tails if tail.pair not in taken]
+        return heads, batches, self._room(room)
+
+    def _scores(
+        self, rows: list[tuple[np.ndarray, np.ndarray]], heads: list[np.ndarray], batches: list[tuple[int, list[_Tail]]],
+        start: PyTree,
+    ) -> Iterator[tuple[int, Score]]:  # fmt: skip
+        """(index, score) of the pairs of a plan. `start` is the cache after what all contexts begin with."""
         cache = self._read(heads, start)[1]
-        tails.sort(key=lambda tail: -len(tail[2]))
-        for batch in _batches(tails, self.batch_size):
-            slots = _filled([slot for slot, _, _ in batch], self.batch_size)
-            likelihoods, greedy = self._score([tail for _, _, tail in batch], _take(cache, slots))
+        for length, batch in batches:
+            slots = _filled([tail.slot for tail in batch], self.batch_size)
+            likelihoods, greedy = self._score([tail.tokens for tail in batch], length, _take(cache, slots))
             for row, (_, index, tail) in enumerate(batch):
                 part = slice(len(tail) - 1 - len(rows[index][1]), len(tail) - 1)
                 yield index, Score(likelihoods[row, part], bool(greedy[row, part].all()))
 
-    def _score(self, tails: list[np.ndarray], cache: PyTree) -> tuple[np.ndarray, np.ndarray]:
-        """ln p and whether it is the most likely token, [batch_size, time]: of every token but the first, padding included."""
-        length = self._padded(max(map(len, tails)) - 1)
+    def _score(self, tails: list[np.ndarray], length: int, cache: PyTree) -> tuple[np.ndarray, np.ndarray]:
+        """ln p and whether it is the most likely token, [batch_size, length]: of every token but the first, padding included."""
         # The padding comes after the tokens, so it changes nothing but states that are not used any more.
         tokens = np.zeros((self.batch_size, length + 1), np.int32)
         for row, tail in zip(tokens, tails):
             row[: len(tail)] = tail
         results, start = [], 0
         while start < length:
-            piece = next(piece for piece in self.pieces if piece <= length - start)
+            piece = next((piece for piece in self.pieces if piece <= length - start), length - start)
             part = slice(start, start + piece)
             *result, cache = _score_piece(
                 self._graphdef, self._params, tokens[:, :-1][:, part], tokens[:, 1:][:, part], cache
@@ -312,8 +354,14 @@ class Scorer:
             logits, cache = _read_rest(self._graphdef, self._params, tokens, rest, logits, cache)
         return logits, cache
 
-    def _padded(self, length: int) -> int:
-        return -(-length // self.pieces[-1]) * self.pieces[-1]
+    def _row(self, name: str, row: ArrayLike) -> np.ndarray:
+        array = np.asarray(row)
+        if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(
+                f"{name} is {array.dtype} {list(array.shape)}; it should be integers [time] with at least one token."
+            )
+        check_tokens(array, self.model.config.vocab_size, name)
+        return array.astype(np.int32)
 
     def _room(self, length: int) -> int:
         """Tokens to make room for, so that few different numbers occur."""
@@ -323,15 +371,6 @@ class Scorer:
         if self._empty is None or self._empty[0] != room:
             self._empty = room, self.model.init_cache(self.batch_size, room)
         return self._empty[1]
-
-
-def _row(name: str, row: ArrayLike) -> np.ndarray:
-    array = np.asarray(row)
-    if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(
-            f"{name} is {array.dtype} {list(array.shape)}; it should be integers [time] with at least one token."
-        )
-    return array.astype(np.int32)
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

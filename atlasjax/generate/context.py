@@ -92,10 +92,10 @@ def read(
       max_length: number of tokens for which to make room, text to be generated included. None: as many as are read.
 
     Raises:
-      ValueError: a prompt is empty or not of rank 2, the context has another number of rows, or there are more tokens than the
-        model has learned positions.
+      ValueError: a prompt is empty or not of rank 2 or has a token that is not in the vocabulary, the context has another number of
+        rows, or there are more tokens than the model has learned positions.
     """
-    prompts = rows_of(prompt)
+    prompts = rows_of(prompt, model.config.vocab_size)
     context = None if context is None else context.for_batch(len(prompts))
     before = np.zeros(len(prompts), np.int32) if context is None else context.num_tokens
     num_tokens = before + np.array([len(row) for row in prompts], np.int32)
@@ -124,11 +124,11 @@ def read(
     return Context(cache, logits, seen, num_tokens, max_length)
 
 
-def rows_of(prompt: ArrayLike | None) -> list[np.ndarray]:
+def rows_of(prompt: ArrayLike | None, vocab_size: int) -> list[np.ndarray]:
     """The rows of a prompt, int32 [time ≥ 1] each.
 
     Raises:
-      ValueError: it is not an array of integers [batch, time], or a list of such rows.
+      ValueError: it is not an array of integers [batch, time], or a list of such rows; or a token is not in the vocabulary.
     """
     if isinstance(prompt, list | tuple) and len({np.shape(row) for row in prompt}) > 1:
         arrays = [np.asarray(row)[None] for row in prompt]
@@ -140,7 +140,20 @@ def rows_of(prompt: ArrayLike | None) -> list[np.ndarray]:
                 f"prompt is {array.dtype} {list(array.shape)}; it should be an integer array [batch, time] with at least one "
                 "token, or a list of such rows."
             )
+        check_tokens(array, vocab_size, "prompt")
     return [row.astype(np.int32) for array in arrays for row in array]
+
+
+def check_tokens(tokens: np.ndarray, vocab_size: int, where: str) -> None:
+    """Raises ValueError if a token is not in the vocabulary. Under `jit` the model cannot, and its logits would be NaN.
+
+    The message starts with `where`.
+    """
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if outside.size:
+        raise ValueError(
+            f"{where} has the token {outside[0]}; it should have tokens in [0, {vocab_size}), the vocabulary."
+        )
 
 
 def copied(cache: PyTree) -> PyTree:

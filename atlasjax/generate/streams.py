@@ -44,8 +44,9 @@ def generate(
       int32 [batch · num_samples, num_tokens]; the samples of a row are neighbours.
 
     Raises:
-      ValueError: a prompt is empty or not of rank 2, a number is not positive, the context has another number of rows, or prompt
-        and tokens together exceed the maximum length of a model with learned positions.
+      ValueError: a prompt is empty or not of rank 2 or has a token that is not in the vocabulary, a number is not positive, the
+        context has another number of rows, or prompt and tokens together exceed the maximum length of a model with learned
+        positions.
     """
     blocks = stream(
         model, prompt, num_tokens, config=config, seed=seed, block=num_tokens, vocab_size=vocab_size, context=context,
@@ -67,7 +68,7 @@ def stream(
     Raises:
       ValueError: as for `generate`, or `block` is not positive.
     """
-    prompts = None if prompt is None and context is not None else rows_of(prompt)
+    prompts = None if prompt is None and context is not None else rows_of(prompt, model.config.vocab_size)
     counts = {"num_tokens": num_tokens, "block": block, "vocab_size": vocab_size, "num_samples": num_samples}
     for name, value in counts.items():
         check.require(value is None or value >= 1, name, value, "at least 1")

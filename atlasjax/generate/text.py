@@ -21,27 +21,30 @@ class Decodes(Protocol):
 class TextStream:
     """The text of one stream of tokens, given as soon as it is certain.
 
-    A character whose bytes are in several tokens is given when it is complete. With stop strings, the text ends before the one that
-    is complete first (of several, the longest), and what may be the beginning of one waits. However the tokens are fed, all pieces
-    together are the same text.
+    A character whose bytes are in several tokens is given when it is complete, even if its first bytes came before the stream. With
+    stop strings, the text ends before the one that is complete first (of several, the longest), and what may be the beginning of
+    one waits. However the tokens are fed, all pieces together are the same text.
 
     Args:
       tokenizer: has `decode`.
       before: the tokens before the first one. Some tokenizers write the first token of a text without its space.
       stop: strings that end the text.
+      end_tokens: tokens that end the text. They are not part of it.
 
     Attributes:
-      stopped: whether a stop string was found. No more text follows.
+      stopped: whether a stop string or an end token was found. No more text follows.
 
     Raises:
       ValueError: a stop string is empty.
     """
 
-    def __init__(self, tokenizer: Decodes, before: Iterable[int] = (), stop: Sequence[str] = ()):
+    def __init__(
+        self, tokenizer: Decodes, before: Iterable[int] = (), stop: Sequence[str] = (), end_tokens: Iterable[int] = ()
+    ):
         if "" in stop:
             raise ValueError("stop is ''; a stop string should have at least one character.")
         self.stopped = False
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokenizer, self._stop, self._end_tokens = tokenizer, tuple(stop), frozenset(map(int, end_tokens))
         self._before = [int(i) for i in before][-_BEFORE:]
         self._tokens: list[int] = []  # since the last place at which all text was complete
         self._shown = 0  # characters of their text that were taken
@@ -51,12 +54,19 @@ class TextStream:
         """The text that is certain with these tokens and was not before; may be empty."""
         if self.stopped:
             return ""
-        self._tokens += [int(i) for i in tokens]
+        new_tokens = [int(i) for i in tokens]
+        end = next((at for at, token in enumerate(new_tokens) if token in self._end_tokens), None)
+        if end is not None:
+            found = self.feed(new_tokens[:end])
+            found += self.finish()
+            self.stopped = True
+            return found
+        self._tokens += new_tokens
         text = self._text()
         end = max(len(text.rstrip(_UNKNOWN)), len(text) - _MOST_UNKNOWN)
         new, self._shown = text[self._shown : end], max(self._shown, end)
         if text and end == len(text):
-            self._before, self._tokens, self._shown = self._tokens, [], 0
+            self._before, self._tokens, self._shown = (self._before + self._tokens)[-_BEFORE:], [], 0
         return self._until_stop(new)
 
     def finish(self) -> str:
@@ -72,7 +82,10 @@ class TextStream:
     def _text(self) -> str:
         """The text of the tokens, after that of those before them."""
         before = self._tokenizer.decode(self._before) if self._before else ""
-        return self._tokenizer.decode(self._before + self._tokens)[len(before) :]
+        text = self._tokenizer.decode(self._before + self._tokens)
+        # A character that was incomplete before them belongs to it.
+        shared = next((i for i, (a, b) in enumerate(zip(before, text)) if a != b), min(len(before), len(text)))
+        return text[shared:]
 
     def _until_stop(self, new: str) -> str:
         text = self._waiting + new

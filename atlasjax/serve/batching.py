@@ -21,6 +21,7 @@ import numpy as np
 
 from atlasjax import check
 from atlasjax.generate import Context, RowSampling, SamplingConfig, TextStream
+from atlasjax.generate.context import check_tokens
 from atlasjax.nn import LanguageModel
 from atlasjax.serve.requests import ClosedError, Done, Event, Failed, Piece, QueueFullError, Request, Tokenizes
 from atlasjax.serve.slots import SlotRow, Slots, key_data, step_inputs
@@ -127,7 +128,8 @@ class Batcher:
           on_event: called by `step` with each `Piece` of text, and at last with `Done` or `Failed`. It should return quickly.
 
         Raises:
-          ValueError: the request has nothing to read, a number is out of range, or the text would be too long.
+          ValueError: the request has nothing to read, a number is out of range, a token is not in the vocabulary, or the text would
+            be too long.
           QueueFullError: too many requests are waiting.
           ClosedError: the batcher has stopped.
         """
@@ -138,6 +140,7 @@ class Batcher:
         )
         if prompt.ndim != 1 or (prompt.size and not np.issubdtype(prompt.dtype, np.integer)):
             raise ValueError(f"tokens is {prompt.dtype} {list(prompt.shape)}; it should be integers [time].")
+        check_tokens(prompt, self.model.config.vocab_size, "tokens")
         if not prompt.size and context is None:
             raise ValueError("the prompt is empty; it should have at least one token.")
         start = self.slots.no_text if context is None else self.slots.fitted(context)

@@ -64,7 +64,8 @@ class Slots:
         self._sizes = [*(size for size in (4**i for i in range(16)) if size < number), number]
         width = model.config.vocab_size
         shapes = lambda length: jax.eval_shape(lambda: model.init_cache(1, length))
-        self.keeps_tokens = shapes(max_length) != shapes(2 * max_length)
+        # Not twice as long: a cache of segments has the same shapes for all lengths up to a segment.
+        self.keeps_tokens = shapes(max_length) != shapes(max_length + 2**30)
         self._row = shapes(max_length)
         self._no_text = Context(
             model.init_cache(1, max_length), jnp.zeros((1, width), jnp.float32), np.zeros((1, width), bool),

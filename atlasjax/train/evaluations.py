@@ -19,9 +19,18 @@ _SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parqu
 
 
 def text_data(data: DataConfig, paths: tuple[str, ...]) -> DataConfig:
-    """The data of a run with other files as validation text, all of which is read: text, or JSON lines or Parquet by the suffix."""
-    ends = lambda suffixes: all(path.endswith(suffixes) for path in paths)
-    source = next((name for name, suffixes in _SUFFIXES.items() if ends(suffixes)), "text")
+    """The data of a run with other files as validation text, all of which is read: text, or JSON lines or Parquet by the suffix.
+
+    Raises:
+      ValueError: the files are of several of these kinds.
+    """
+    kind = lambda path: next((name for name, ends in _SUFFIXES.items() if path.lower().endswith(ends)), "text")
+    source = kind(paths[0])
+    other = next((path for path in paths if kind(path) != source), None)
+    if other is not None:
+        raise ValueError(
+            f"text is {paths[0]!r} ({source}) and {other!r} ({kind(other)}); all files should be of one kind."
+        )
     if source == "parquet":  # which has no bytes to decode
         data = dataclasses.replace(data, encoding="utf-8", errors="strict")
     return dataclasses.replace(

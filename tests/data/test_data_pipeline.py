@@ -246,6 +246,13 @@ def test_position_of_another_pipeline_is_refused(config):
         other = iter(make_pipeline(dataclasses.replace(config, **change), BYTE, "train"))
         with pytest.raises(ValueError, match=f"position belongs to another pipeline: .*{message}"):
             other.set_state(state)
+    if config.packing == "documents":
+        other = iter(make_pipeline(dataclasses.replace(config, max_segments=6), BYTE, "train"))
+        with pytest.raises(ValueError, match="max_segments was 5 and is now 6"):
+            other.set_state(state)
+    if config.source == "prepared":  # positions of an older version did not have it
+        old = {name: value for name, value in state["pipeline"].items() if name != "max_segments"}
+        iter(make_pipeline(config, BYTE, "train")).set_state({**state, "pipeline": old})
     with pytest.raises(ValueError, match="split was 'train' and is now 'validation'"):
         iter(make_pipeline(config, BYTE, "validation")).set_state(state)
     with pytest.raises(ValueError, match="not a data position"):

@@ -1,7 +1,9 @@
 """Prepared data: the same documents as on the fly, whatever the workers and wherever it was stopped."""
 
+import contextlib
 import dataclasses
 import gzip
+import hashlib
 import json
 import os
 import pathlib
@@ -12,6 +14,8 @@ import sys
 import time
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from atlasjax.data import DataConfig, load_documents, make_pipeline, make_tokenizer, preparation
@@ -310,6 +314,65 @@ def test_a_source_that_changed_meanwhile(tmp_path, monkeypatch):
             prepare(config, tmp_path / "out")
     (tmp_path / "a.txt").write_text("some more text\n" * 50)
     with pytest.raises(ValueError, match=r"source has changed since preparation in .* began. Delete that folder"):
+        prepare(config, tmp_path / "out")
+
+
+def _write_texts(folder, kind, sizes):
+    folder.mkdir(exist_ok=True)
+    for old in folder.iterdir():
+        old.unlink()
+    for name, size in sizes.items():
+        if kind == "parquet":
+            rows = pa.table({"text": [f"{name} {i}" + " more" * size for i in range(9)]})
+            pq.write_table(rows, folder / f"{name}.parquet", compression="none", use_dictionary=False)
+        else:
+            line = json.dumps({"text": name * size}) + "\n" if kind == "jsonl" else name * size
+            (folder / f"{name}.{'jsonl' if kind == 'jsonl' else 'txt'}").write_text(line)
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+@pytest.mark.parametrize("stopped", [True, False])
+def test_each_file_is_compared_by_name_and_size(kind, stopped, tmp_path, monkeypatch):
+    sizes = {"a": 500, "b": 500}
+    _write_texts(tmp_path / "in", kind, sizes)
+    _write_texts(tmp_path / "validation", kind, {"v": 500})
+    folders = {"paths": (str(tmp_path / "in"),), "validation_paths": (str(tmp_path / "validation"),)}
+    config = DataConfig(source=kind, **folders)
+    with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+        if stopped:
+            patch.setattr(preparation, "_gather", lambda *_: (_ for _ in ()).throw(Stopped))
+            stack.enter_context(pytest.raises(Stopped))
+        prepare(config, tmp_path / "out")
+    for changed in ({"a": 400, "b": 600}, {"a": 500, "c": 500}, {"a": 500}):
+        _write_texts(tmp_path / "in", kind, changed)
+        with pytest.raises(ValueError, match="source has changed since"):
+            prepare(config, tmp_path / "out")
+    _write_texts(tmp_path / "in", kind, sizes)
+    _write_texts(tmp_path / "validation", kind, {"w": 500})
+    with pytest.raises(ValueError, match="source has changed since"):
+        prepare(config, tmp_path / "out")
+    _write_texts(tmp_path / "validation", kind, {"v": 500})
+    prepare(config, tmp_path / "out")
+
+
+def test_preparations_of_an_older_version_go_on(tmp_path, monkeypatch):
+    """Those whose identity did not have each file."""
+    (tmp_path / "a.txt").write_text("some text\n" * 50)
+    config = DataConfig(source="text", paths=(str(tmp_path / "a.txt"),), validation_fraction=0)
+    old = {name: value for name, value in open_inputs(config).identity.items() if name != "files"}
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "_gather", lambda *_: (_ for _ in ()).throw(Stopped))
+        with pytest.raises(Stopped):
+            prepare(config, tmp_path / "out")
+    begun = tmp_path / "out/prepare.json"
+    begun.write_text(json.dumps({**json.loads(begun.read_text()), "inputs": old}))
+    done = prepare(config, tmp_path / "out")
+    manifest = tmp_path / "out/manifest.json"
+    digest = hashlib.sha256(json.dumps(old).encode()).hexdigest()
+    manifest.write_text(json.dumps({**json.loads(manifest.read_bytes()), "inputs": digest}))
+    assert prepare(config, tmp_path / "out") == dataclasses.replace(done, inputs=digest)
+    (tmp_path / "a.txt").write_text("some more text\n" * 50)
+    with pytest.raises(ValueError, match="source has changed since"):
         prepare(config, tmp_path / "out")
 
 

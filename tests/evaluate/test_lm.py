@@ -73,7 +73,15 @@ def test_a_stream_has_the_numbers_of_one_parallel_call(piece):
     assert result.nats == pytest.approx(expected.sum(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("tokens", "piece", "words"), [([1], 4, "at least two tokens"), ([1, 2, 3], 0, "piece is 0")])
+@pytest.mark.parametrize(
+    ("tokens", "piece", "words"),
+    [
+        ([1], 4, "at least two tokens"),
+        ([1, 2, 3], 0, "piece is 0"),
+        ([1, 32, 3], 4, r"tokens has the token 32; it should have tokens in \[0, 32\)"),
+        ([1, 2, -1], 4, "tokens has the token -1"),
+    ],
+)
 def test_refused_streams(tokens, piece, words):
     with pytest.raises(ValueError, match=words):
         evaluate_stream(model(), np.array(tokens), BYTES, piece=piece)

@@ -16,6 +16,7 @@ from atlasjax.data.tokenizers import BpeTokenizer, ByteTokenizer
 from atlasjax.evaluate import long_context
 from atlasjax.evaluate.long_context import TASKS, Haystack, Plan, Prompt, Result, Run, Setting, figures, joined, scoring
 from atlasjax.evaluate.long_context.babilong import PLACES
+from atlasjax.evaluate.long_context.task import Value
 from atlasjax.evaluate.scoring import Score, Scorer
 from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
 from atlasjax.train import TrainConfig
@@ -353,6 +354,14 @@ def test_a_text_that_is_too_short_is_refused():
             TASKS[task].check(Plan(), BYTES, HAYSTACK, np.zeros(9, np.int32))
 
 
+def test_depths_that_are_no_whole_percent_have_rows_of_their_own():
+    values = [Value({"score": 1.0}, math.nan, 1, depth) for depth in (None, 0.12, 0.125, 0.07)]
+    table = long_context.report.table([Result("niah_1", 64, values, 64, 1.0, 0, [])])
+    assert [row.split("|")[3].strip() for row in table.splitlines()[2:]] == [
+        "all", "depth 12%", "depth 12.5%", "depth 7%"
+    ]  # fmt: skip
+
+
 def test_names():
     with pytest.raises(ValueError, match="Unknown task 'niah1'\\. Did you mean 'niah_1'"):
         long_context.find("niah1")
@@ -414,7 +423,8 @@ def test_an_interrupted_command_goes_on(tmp_path, monkeypatch, capsys):
             cells.append(len(prompts))
             if len(cells) == stop_at:
                 raise RuntimeError("the machine went away")
-            return super().generate(prompts, num_tokens, tokenizer, stop=stop, end_tokens=(7,), vocab_size=vocab_size)
+            texts = super().generate(prompts, num_tokens, tokenizer, stop=stop, end_tokens=(7,), vocab_size=vocab_size)
+            return [f"{text}\u2028\u2029\x85\r\x0c" for text in texts]  # which `splitlines` takes for ends of lines
 
     monkeypatch.setattr("atlasjax.cli.long_context.Scorer", Stopping)
     arguments = ["evaluate", "--tasks", "phonebook", "babilong_1", "--lengths", "1k", "2k", "--depths", "0", "100"]
@@ -422,7 +432,7 @@ def test_an_interrupted_command_goes_on(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "stopped/evaluations"
     assert cli.main([*arguments, str(folder.parent)]) == 70
     (file,) = folder.iterdir()
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = [json.loads(line) for line in file.read_text().removesuffix("\n").split("\n")]
     assert rows[0]["tasks"] == ["phonebook", "babilong_1"]
     assert [(name, depth, result["length"]) for name, depth, result in rows[1:]] == [("phonebook", 0.0, 1024)]
     assert rows[1][2]["values"][0]["metrics"] == {"score": 1.0}

@@ -1,5 +1,6 @@
 """Scores and continuations of prompts of unequal length, against the plain forward pass."""
 
+import dataclasses
 import functools
 
 import jax
@@ -133,6 +134,36 @@ def test_new_lengths_compile_nothing():
     assert (num_programs(), streams._decode._cache_size()) == programs
 
 
+@pytest.mark.parametrize(
+    ("changes", "sizes", "many"),
+    [
+        # The one context of 57 tokens ends late; the other is read with a long padding.
+        ({"positions": "none", "max_positions": None}, [(57, 2), (57, 3), (3, 10)], 1),
+        ({"max_positions": 50}, [(46, 3), (46, 4), (3, 2), (3, 40), (50, 1)], 1),
+        ({"max_positions": 5}, [(4, 2), (1, 1), (1, 5)], 1),
+        ({"max_positions": 50}, [(46, 3), (44, 7), (17, 30), (17, 29)], 5),  # a beginning that is read once
+    ],
+)
+def test_padding_stays_in_the_room_and_in_the_learned_positions(changes, sizes, many):
+    """What is beyond is NaN, and attention of the next layer brings it to the tokens before it."""
+    model = LanguageModel(
+        dataclasses.replace(CONFIG, mixer=("attention", "swa"), attention=AttentionConfig(window=32), **changes),
+        rngs=nnx.Rngs(0),
+    )
+    rng = np.random.default_rng(2)
+    pairs = [(TEXT[:n], rng.integers(0, 256, m)) for _ in range(many) for n, m in sizes]
+    if many > 1:  # contexts that differ after the beginning
+        pairs = [(np.append(context[:-1], i), continuation) for i, (context, continuation) in enumerate(pairs)]
+    run = jax.jit(lambda tokens: model(tokens))
+    for score, (context, continuation) in zip(Scorer(model, batch_size=4, pieces=(16, 8)).score(pairs), pairs):
+        row = np.zeros((1, changes["max_positions"] or LONGEST + 16), np.int32)
+        text = np.concatenate([context, continuation])[:-1]
+        row[0, : len(text)] = text
+        logp = jax.nn.log_softmax(run(row)[0, len(context) - 1 : len(text)])
+        expected = np.asarray(logp)[np.arange(len(continuation)), continuation]
+        np.testing.assert_allclose(score.token_log_likelihoods, expected, rtol=2e-5, atol=2e-5)
+
+
 def test_greedy_continuations():
     prompts = [TEXT[:n] for n in (1, 6, 9, 23, 31)]
     decode = ByteTokenizer().decode
@@ -142,6 +173,7 @@ def test_greedy_continuations():
     texts = scorer().generate(prompts, numbers, ByteTokenizer(), on_result=known.__setitem__)
     assert texts == [decode(tokens[:n]) for tokens, n in zip(want, numbers, strict=True)]
     assert texts == [known[i] for i in range(len(prompts))]
+    assert scorer().generate(prompts[:1], np.int64(3), ByteTokenizer()) == [decode(want[0][:3])]
     ended = scorer().generate(prompts, 9, ByteTokenizer(), end_tokens=[int(want[0][2]), int(want[3][4])])
     for text, tokens in zip(ended, want, strict=True):
         ends = np.flatnonzero(np.isin(tokens, [want[0][2], want[3][4]]))
@@ -172,6 +204,9 @@ def test_rows_that_fit_only_apart_are_read_apart():
         (lambda: scorer().score([([], [1])]), "context is float64"),
         (lambda: scorer().score([([1], [])]), "continuation is float64"),
         (lambda: scorer().score([(TEXT[:60], TEXT[:6])]), "65 tokens, but the model has learned positions"),
+        (lambda: scorer().score([([1, 256], [1])]), "context has the token 256; it should have tokens in"),
+        (lambda: scorer().score([([1], [-1])]), "continuation has the token -1"),
+        (lambda: scorer().read([[256]]), "prompt has the token 256"),
         (lambda: scorer().read([[1]] * 4), "the number of prompts is 4"),
         (lambda: scorer().generate([TEXT[:60]], 5, ByteTokenizer()), "65 tokens, but the model has learned positions"),
         (lambda: scorer().generate([[1]], 0, ByteTokenizer()), "num_tokens must be an integer ≥ 1"),

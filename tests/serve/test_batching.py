@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.generate import SamplingConfig, context, generate
 from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
+from atlasjax.nn.caching import CachingConfig
 from atlasjax.serve import BatchConfig, Batcher, ClosedError, Done, Failed, Piece, QueueFullError, Request
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -202,6 +204,8 @@ def test_refused():
     for fields, words in [
         ({"tokens": ids("")}, "the prompt is empty"),
         ({"tokens": np.zeros(2)}, r"tokens is float64 \[2\]"),
+        ({"tokens": [256]}, "tokens has the token 256; it should have tokens in"),
+        ({"tokens": [3, -1]}, "tokens has the token -1"),
         ({"max_tokens": -1}, "max_tokens must be an integer ≥ 0, got -1"),
         ({"seed": -1}, "seed is -1"),
         ({"max_tokens": 64}, "the text has 65 tokens, 64 of them to be generated; it should have at most 64"),
@@ -221,6 +225,14 @@ def test_refused():
     for ticket in tickets:
         ticket.cancel()
     assert not batcher().step()
+
+
+@pytest.mark.parametrize("room", [8, 64])
+def test_a_cache_of_segments_bounds_the_texts(room):
+    """Also one with room for less than a segment, whose shapes are those of twice the room."""
+    memory = MemoryConfig(rule="linear_attention", caching=CachingConfig("grm", segment_size=16))
+    segments = dataclasses.replace(CONFIG, mixer="memory", memory=memory, positions="none", max_positions=None)
+    assert Batcher(LanguageModel(segments, rngs=nnx.Rngs(0)), Ascii(), BatchConfig(slots=1, room=room)).longest == room
 
 
 def test_closed():

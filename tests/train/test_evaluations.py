@@ -144,3 +144,7 @@ def test_what_is_refused(tmp_path):
     ):
         OptimizerConfig(ema_decay=1.0)
     assert text_data(DataConfig(), ("x.parquet",)).source == "parquet"
+    assert text_data(DataConfig(), ("x.JSONL", "y.jsonl.gz")).source == "jsonl"
+    for paths in (("x.jsonl", "y.txt"), ("folder", "x.parquet")):
+        with pytest.raises(ValueError, match="all files should be of one kind"):
+            text_data(DataConfig(), paths)

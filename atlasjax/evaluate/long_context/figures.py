@@ -48,7 +48,7 @@ def _heat_map(figure: "Figure", axes: "Axes", results: Sequence[Result]) -> None
         for x, score in enumerate(row):
             axes.text(x, y, f"{score:.2f}", ha="center", va="center", color="black" if score > 0.6 else "white")
     axes.set_xticks(range(len(results)), [f"{result.length:,}" for result in results])
-    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    axes.set_yticks(range(len(depths)), [f"{100 * depth:g}%" for depth in depths])
     axes.set_xlabel("length (tokens, answer included)")
     axes.set_ylabel("depth of the answer")
     figure.colorbar(image, label="score")

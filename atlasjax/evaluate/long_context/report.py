@@ -80,7 +80,7 @@ def of_json(fields: Mapping[str, Any]) -> Result:
 def _where(value: Value) -> str:
     if value.positions is not None:
         return f"positions {value.positions[0]:,} to {value.positions[1]:,}"
-    return "all" if value.depth is None else f"depth {value.depth:.0%}"
+    return "all" if value.depth is None else f"depth {100 * value.depth:g}%"
 
 
 def _number(value: Value, metric: str) -> str:
