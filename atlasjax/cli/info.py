@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from atlasjax.cli.parsing import parse
+from atlasjax.data.config import Packing
 from atlasjax.distributed.mesh import MeshConfig
 from atlasjax.nn import ModelConfig
 from atlasjax.nn.mixers import memory_calls
@@ -38,6 +39,8 @@ class InfoCommand:
     """Sequences per batch of the plan. None: the preset's."""
     sequence_length: int | None = None
     """Tokens per sequence. None: the preset's."""
+    packing: Packing | None = None
+    """How text becomes the sequences of the plan: contiguous, or documents (packed). None: the preset's."""
     accumulation: int | None = None
     """Microbatches per step of the plan. None: the preset's."""
     implementation: str | None = None
@@ -94,6 +97,7 @@ def _config(command: InfoCommand, preset: str) -> TrainConfig:
         config.data,
         batch_size=_given(command.batch_size, config.data.batch_size),
         sequence_length=_given(command.sequence_length, config.data.sequence_length),
+        packing=config.data.packing if command.packing is None else command.packing,
     )
     accumulation = _given(command.accumulation, config.accumulation)
     config = dataclasses.replace(config, data=data, accumulation=accumulation)

@@ -103,9 +103,10 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
     shardings, _ = state_lib.state_shardings(config.model, optimizer, mesh, trainable, ema=ema)
     state = state_lib.abstract_state(config.model, optimizer, shardings, trainable, ema=ema)
     batch = abstract_batch(config, mesh)
+    max_segments = config.data.max_segments if "segment_ids" in batch else None
     step = jit_train_step(
-        graphdef, optimizer, schedule, shardings, mesh, microbatches=config.accumulation, loss=config.loss,
-        trainable=trainable, ema_decay=ema_decay,
+        graphdef, optimizer, schedule, shardings, mesh, microbatches=config.accumulation, max_segments=max_segments,
+        loss=config.loss, trainable=trainable, ema_decay=ema_decay,
     )  # fmt: skip
     started = time.perf_counter()
     with target.compiler.lowering(mesh):
@@ -119,6 +120,7 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
             optimizer=optimizer,
             schedule=schedule,
             microbatches=config.accumulation,
+            max_segments=max_segments,
             loss=config.loss,
             trainable=trainable,
             ema_decay=ema_decay,
@@ -147,9 +149,11 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
 
 
 def abstract_batch(config: TrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and shardings of a batch of contiguous text."""
+    """Shapes and shardings of a batch of the run's text."""
     shape, where = (config.data.batch_size, config.data.sequence_length), batch_sharding(mesh)
     dtypes = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    if config.data.packing == "documents":
+        dtypes["segment_ids"] = jnp.int32
     return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for name, dtype in dtypes.items()}
 
 

@@ -118,14 +118,15 @@ def status_plans() -> str:
     """Training steps compiled for pods and GPUs."""
     lines = [
         (
-            f"`{row['preset']}`",
+            f"`{row['preset']}`" + (", packed documents" if row.get("packing") == "documents" else ""),
             row["topology"],
             row["implementation"],
             _no_plan(row["error"]) if row.get("plan") is None else "yes" if row["fits"] else "no",
             "" if row.get("plan") is None else f"{row['total_bytes'] / 2**30:.2f}",
         )
         for row in sorted(
-            rows(BENCHMARKS / "plans.jsonl"), key=lambda row: (row["preset"], row["topology"], row["implementation"])
+            rows(BENCHMARKS / "plans.jsonl"),
+            key=lambda row: (row["preset"], row["topology"], row["implementation"], row.get("packing", "contiguous")),
         )
     ]
     return table(("preset", "devices", "memories by", "fits", "GiB per device"), lines, right=(4,))

@@ -3,6 +3,7 @@
     python experiments/benchmarks/plans.py                       # atlas-340m and atlas-1.3b for three pods, kernels and XLA engine
     python experiments/benchmarks/plans.py --preset titans-340m --topology v5e:16x16 --implementation pallas_tpu
     python experiments/benchmarks/plans.py --preset titans-340m --topology h100:8 '2x h100:8'
+    python experiments/benchmarks/plans.py --preset titans-340m --topology v5e:16x16 --implementation xla --packing documents
     python experiments/benchmarks/plans.py --size 340m 345m 22m --topology v5e:16x16 h100:8 --implementation xla   # all presets
 
 One line of JSON per plan is appended to `--out`. Finished plans are skipped; `--again` repeats them, and the later line counts.
@@ -17,10 +18,12 @@ import functools
 import importlib.metadata
 import pathlib
 import sys
+import typing
 
 # When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
+from atlasjax.data.config import Packing
 from atlasjax.plan import cuda, device_hours, plan_training, suggested_mesh
 from atlasjax.plan.topology import Topology
 from atlasjax.plan.training import UTILIZATION
@@ -44,22 +47,24 @@ Device-hours: of all devices together for all tokens of the preset's run, at an 
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "xla")
 
 
-def config(preset: str, topology: str, implementation: str) -> TrainConfig:
+def config(preset: str, topology: str, implementation: str, packing: Packing = "contiguous") -> TrainConfig:
     """A preset's training run with one implementation of its memories, on the mesh that `atlasjax info` suggests."""
     run = default_config(preset)
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, packing=packing))
     memory = dataclasses.replace(run.model.memory, implementation=implementation)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, memory=memory))
     return dataclasses.replace(run, mesh=suggested_mesh(run, topology))
 
 
-def plan(preset: str, topology: str, implementation: str) -> Row:
+def plan(preset: str, topology: str, implementation: str, packing: Packing = "contiguous") -> Row:
     """The row of one plan, with "error" if planning failed."""
-    run = config(preset, topology, implementation)
+    run = config(preset, topology, implementation, packing)
     row: Row = {
         "preset": preset,
         "topology": topology,
         "implementation": implementation,
         "accumulation": run.accumulation,
+        "packing": packing,
     }
     compiler = "jax-cuda13-plugin" if on_gpus(topology) else "libtpu"
     row |= {name: importlib.metadata.version(name) for name in ("jax", compiler)}
@@ -75,8 +80,8 @@ def on_gpus(topology: str) -> bool:
     return Topology.parse(topology).generation in cuda.ACCELERATORS
 
 
-def key(row: Row) -> tuple[str, str, str]:
-    return row["preset"], row["topology"], row["implementation"]
+def key(row: Row) -> tuple[str, str, str, str]:
+    return row["preset"], row["topology"], row["implementation"], row.get("packing", "contiguous")
 
 
 @functools.cache
@@ -94,14 +99,15 @@ def table(rows: list[Row]) -> str:
     ]  # fmt: skip
     refused = []
     for row in sorted({key(row): row for row in rows}.values(), key=key):
-        preset, topology, implementation = key(row)
+        preset, topology, implementation, packing = key(row)
+        name = preset if packing == "contiguous" else f"{preset}, packed documents"
         if "error" in row:
-            refused.append(f"- {preset}, {topology}, {implementation}: {row['error']}")
+            refused.append(f"- {name}, {topology}, {implementation}: {row['error']}")
             continue
         made, gib = row["plan"], lambda x: f"{x / 2**30:.2f}"
         kinds = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
         page.append(
-            f"| {preset} | {topology} | {implementation} | {row['accumulation']} | {' × '.join(map(str, made['mesh'].values()))} | "
+            f"| {name} | {topology} | {implementation} | {row['accumulation']} | {' × '.join(map(str, made['mesh'].values()))} | "
             f"{gib(made['argument_bytes'])} | {gib(made['temp_bytes'])} | {gib(row['total_bytes'])} | "
             f"{Topology.parse(topology).accelerator.memory_gib} | {'yes' if row['fits'] else 'no'} | "
             f"{_number(made['flops'] / 1e15)} | {_number(_hours(preset, topology))} | {made['kernels']} | "
@@ -120,6 +126,9 @@ def main() -> None:
     parser.add_argument("--size", nargs="+", help="all presets of these sizes, in place of --preset")
     parser.add_argument("--topology", nargs="+", default=TOPOLOGIES)
     parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
+    parser.add_argument(
+        "--packing", choices=typing.get_args(Packing), default="contiguous", help="how text becomes sequences"
+    )
     parser.add_argument("--again", action="store_true", help="repeat finished plans")
     parser.add_argument(
         "--out", type=pathlib.Path, default=HERE / "plans.jsonl", help="file of rows; the table is beside it"
@@ -133,9 +142,9 @@ def main() -> None:
             for topology in options.topology:
                 if implementation == ("pallas_tpu" if on_gpus(topology) else "pallas_gpu"):
                     continue
-                if (preset, topology, implementation) in done and not options.again:
+                if (preset, topology, implementation, options.packing) in done and not options.again:
                     continue
-                row = plan(preset, topology, implementation)
+                row = plan(preset, topology, implementation, options.packing)
                 append_row(options.out, row)
                 rows.append(row)
                 print(preset, topology, implementation, row.get("error") or f"{row['total_bytes']:,} bytes", flush=True)

@@ -3,11 +3,15 @@
 import dataclasses
 import importlib.util
 
+import jax
 import pytest
 
-from atlasjax.distributed import MeshConfig
+from atlasjax.data.pipeline import make_pipeline
+from atlasjax.data.tokenizers import make_tokenizer
+from atlasjax.distributed import MeshConfig, make_mesh
 from atlasjax.plan import device_hours, forward_flops_per_token, plan_training, suggested_mesh
 from atlasjax.plan.topology import Topology, check_topology
+from atlasjax.plan.training import abstract_batch
 from atlasjax.train import default_config
 from atlasjax.train.fits import check_divisible
 
@@ -89,6 +93,19 @@ def test_device_hours():
 def test_unknown_topologies(topology, words):
     with pytest.raises(ValueError, match=words):
         check_topology(topology)
+
+
+@pytest.mark.parametrize("packing", ["contiguous", "documents"])
+def test_the_batch_is_that_of_the_run(packing):
+    config = default_config("swa-tiny")
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=packing))
+    batch = abstract_batch(config, make_mesh(MeshConfig(1), jax.devices()[:1]))
+    pipeline = make_pipeline(config.data, make_tokenizer(config.data), "train")
+    first = next(iter(pipeline))
+    assert {name: (x.shape, x.dtype) for name, x in batch.items()} == {
+        name: (x.shape, x.dtype) for name, x in first.items() if name in batch
+    }
+    assert (pipeline.max_segments is not None) == ("segment_ids" in batch)
 
 
 @needs_libtpu
