@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -111,24 +110,29 @@ def parameter_shardings(
     return jax.tree_util.tree_map_with_path(sharding, logical_axes, shapes, is_leaf=is_axes), skipped_lines
 
 
-def optimizer_shardings(
-    optimizer: optax.GradientTransformation, optimizer_state: PyTree, param_shardings: PyTree, mesh: Mesh
-) -> PyTree:
-    """Shardings of the optimizer state: moments like their parameters, everything else (step counts) replicated.
+def optimizer_shardings(optimizer_state: PyTree, shapes: PyTree, param_shardings: PyTree, mesh: Mesh) -> PyTree:
+    """Shardings of the optimizer state: moments like their parameters, everything else replicated.
+
+    An array belongs to a parameter if its path ends with the parameter's path. It is split like the parameter if it has the same
+    shape. Step counts and statistics of another shape, such as Adafactor's rows and columns, are small.
 
     Args:
-      optimizer: the transformation that owns the state.
-      optimizer_state: its (abstract) state, `jax.eval_shape(optimizer.init, params)`.
-      param_shardings: tree of the parameters' shardings.
+      optimizer_state: the (abstract) state, `jax.eval_shape(optimizer.init, params)`.
+      shapes: the parameters that it belongs to, as arrays or ShapeDtypeStructs.
+      param_shardings: the same tree, of their shardings.
       mesh: the mesh.
     """
-    return optax.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        optimizer_state,
-        param_shardings,
-        transform_non_params=lambda _: replicated(mesh),
-    )
+    leaves = zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(param_shardings), strict=True)
+    params = {path: (leaf.shape, sharding) for (path, leaf), sharding in leaves}
+
+    def place(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        for start in range(len(path) + 1):
+            shape, sharding = params.get(path[start:], (None, None))
+            if shape == leaf.shape:
+                return sharding
+        return replicated(mesh)
+
+    return jax.tree_util.tree_map_with_path(place, optimizer_state)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -18,7 +18,7 @@ from atlasjax.plan.topology import Topology, check_topology
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.fits import check_divisible
-from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
+from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer, muon_axes
 from atlasjax.train.step import jit_train_step, train_step
 from atlasjax.train.trainable import select, trainable_mask
 from atlasjax.train.utilization import PEAK_FLOPS, forward_flops_per_token
@@ -95,8 +95,8 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
     check_divisible(config, mesh.shape)
     graphdef, shapes = state_lib.model_shapes(config.model)
     trainable = trainable_mask(config.optimizer.trainable, shapes)
-    mask = select(decay_mask(state_lib.pure(logical_axes(config.model))), trainable)
-    optimizer = make_optimizer(config.optimizer, config.steps, mask)
+    axes = select(state_lib.pure(logical_axes(config.model)), trainable)
+    optimizer = make_optimizer(config.optimizer, config.steps, decay_mask(axes), muon_axes(axes))
     schedule = learning_rate(config.optimizer, config.steps)
     ema_decay = config.optimizer.ema_decay
     ema = ema_decay is not None

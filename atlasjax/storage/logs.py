@@ -1,8 +1,10 @@
 """Logs of lines: a file that only grows, or in a store a folder of numbered parts, since a bucket has no append."""
 
+import contextlib
 import os
 import pathlib
 import time
+from collections.abc import Iterator
 from typing import BinaryIO, Protocol
 
 from atlasjax.storage.paths import AnyPath, StoreError, StorePath
@@ -32,10 +34,20 @@ class Log(Protocol):
         ...
 
 
+@contextlib.contextmanager
+def naming(path: pathlib.Path) -> Iterator[None]:
+    """Adds the path to errors of writing to an open file, as on a full disk: they name no file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 class FileLog:
     """A file that only grows. After a line that a killed process left incomplete a new one begins."""
 
     def __init__(self, path: pathlib.Path):
+        self._path = path
         self._file: BinaryIO = path.open("a+b")
         size = self._file.seek(0, os.SEEK_END)
         self.empty = not size
@@ -50,11 +62,13 @@ class FileLog:
     def commit(self) -> None: ...
 
     def close(self) -> None:
-        self._file.close()
+        with naming(self._path):  # what could not be written is tried again
+            self._file.close()
 
     def _write(self, content: bytes) -> None:
-        self._file.write(content)
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(content)
+            self._file.flush()
 
 
 class PartsLog:

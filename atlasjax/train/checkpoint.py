@@ -10,6 +10,7 @@ its final name from the start, and is complete once it contains commit_success.t
 import concurrent.futures
 import contextlib
 import dataclasses
+import re
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -131,6 +132,11 @@ class Checkpoints:
         """The complete checkpoints, oldest first, damaged ones included."""
         with storage.explaining(self.directory):
             return sorted([*self._folders.unreadable, *(found.step for found in self._checkpointer.checkpoints)])
+
+    @property
+    def unreadable(self) -> dict[int, str]:
+        """Step → why it cannot be read, for the checkpoints whose metadata cannot be interpreted."""
+        return {step: f"cannot be read ({cause})" for step, cause in self._folders.unreadable.items()}
 
     def path(self, step: int) -> storage.AnyPath:
         """The folder of a step."""
@@ -278,9 +284,9 @@ class Checkpoints:
         raise CheckpointError(f"No usable checkpoint in {self.directory}:{reasons}")
 
     def _load(self, step: int, target: dict[str, PyTree]) -> dict[str, PyTree]:
-        cause = self._folders.unreadable.get(step)
-        if cause is not None:
-            raise CheckpointError(f"cannot be read ({cause})")
+        if step in self.unreadable:
+            raise CheckpointError(self.unreadable[step])
+        cause: str | None = None
         away: storage.StoreError | None = None
         with quiet("asyncio", "concurrent.futures"), no_leftovers():
             try:
@@ -339,11 +345,25 @@ class Checkpoints:
             cause = None if error is None else root_cause(error)
             if error is not None:
                 join_writers(self._other_threads)  # before process 0 removes what they have written
+            elif jax.process_index() == 0:
+                cause = self._unmerged(step)
             if agree:
                 cause = agreed_cause(cause)
             if cause is not None:
                 raise SaveError(self._failed(step, cause)) from error
         self.failures = 0
+
+    def _unmerged(self, step: int) -> str | None:
+        """Why a step that Orbax has saved could never be read, None if it can; such a step is removed.
+
+        Orbax merges what the processes have written, and says nothing if it finds none of it.
+        """
+        folder = self.path(step)
+        with contextlib.suppress(OSError):  # of a store; then nothing is known
+            if not (folder / "params" / "manifest.ocdbt").exists():
+                folder.rmtree() if isinstance(folder, storage.StorePath) else shutil.rmtree(folder, ignore_errors=True)
+                return "params/manifest.ocdbt is missing, without which its arrays cannot be read"
+        return None
 
     def _reopen(self, step: int) -> None:
         """After a failed save: Orbax has already forgotten the checkpoints that it would have replaced."""
@@ -391,6 +411,22 @@ class Checkpoints:
             "There is no earlier checkpoint."
         )  # fmt: skip
         return f"Saving the checkpoint of step {step} failed: {cause}. {kept}"
+
+
+def check_path(run_dir: storage.AnyPath) -> None:
+    r"""Checks that Orbax can read what it saves in a folder of this machine.
+
+    It merges what the processes have written with `glob`, to which [x] is a pattern, and TensorStore reads a backslash as a slash.
+
+    Raises:
+      ValueError: the absolute path has [x] or a backslash.
+    """
+    found = re.search(r"\\|\[[^/]*\]", str(run_dir.absolute()))
+    if found and not isinstance(run_dir, storage.StorePath):
+        raise ValueError(
+            f"run_dir is {str(run_dir)!r}, whose absolute path has {found[0]!r}; it should have no brackets and no backslashes, "
+            "because no checkpoint could be read from there."
+        )
 
 
 def complete_steps(directory: storage.AnyPath) -> list[int]:

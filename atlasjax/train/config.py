@@ -23,8 +23,9 @@ class OptimizerConfig:
 
     Attributes:
       name: "adamw", or "package.module:function" for any function that returns an optax transformation: "optax:lion",
-        "optax.contrib:muon", or one of your own. It is called with the schedule, `options`, and the mask of the parameters that
-        decay if it has a parameter `mask` or `weight_decay_mask`. The function itself is also accepted, and stored as that name.
+        "optax.contrib:muon", or one of your own. It is called with the schedule, `options`, the mask of the parameters that decay
+        if it has a parameter `mask` or `weight_decay_mask`, and the axes of the matrices if it has a parameter
+        `muon_weight_dimension_numbers`. The function itself is also accepted, and stored as that name.
       options: keyword arguments of that function, as a JSON object. A dictionary is also accepted, and stored as text. b1, b2, eps
         and weight_decay below belong to AdamW.
       schedule: "cosine", "linear", "wsd" (warm-up, stable, decay), "constant", or "package.module:function", which is called with

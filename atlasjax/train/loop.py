@@ -21,7 +21,7 @@ from atlasjax.distributed.sharding import global_batch
 from atlasjax.evaluate.lm import LanguageModelResult
 from atlasjax.train import compiled_programs, lock, preflight, runtime_errors, saves
 from atlasjax.train import setup as setup_lib
-from atlasjax.train.checkpoint import Checkpoints
+from atlasjax.train.checkpoint import Checkpoints, check_path
 from atlasjax.train.compiled_programs import CompiledPrograms
 from atlasjax.train.config import HELD_OUT, TrainConfig, run_folder
 from atlasjax.train.errors import (
@@ -108,6 +108,7 @@ def train(
     started = time.perf_counter()
     with user_errors():
         run_dir = run_folder(config.run_dir)
+        check_path(run_dir)
     hosts = _join(config)
     main = jax.process_index() == 0
     with StopSignals() as signals, contextlib.ExitStack() as held, runtime_errors.explained(run_dir):
@@ -210,11 +211,16 @@ def _first_state(setup: Setup, checkpoints: Checkpoints, data: BatchIterator) ->
     with user_errors():
         setup_lib.set_position(data, restored.positions)
     notes = []
+    # Orbax does not see those that are unreadable, so it would never delete an old one.
+    older = [(step, reason) for step, reason in checkpoints.unreadable.items() if step < restored.step]
     for step, reason in restored.skipped:
         aside = checkpoints.set_aside(step)
         notes.append(
             f"The checkpoint of step {step} is unusable: {reason}. It is now in {aside}; using the one before it."
         )
+    for step, reason in older:
+        aside = checkpoints.set_aside(step)
+        notes.append(f"The checkpoint of step {step} is unusable: {reason}. It is now in {aside}.")
     notes.append(f"Resuming from step {restored.step} ({checkpoints.path(restored.step)}).")
     return restored.state, restored.step, notes
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from atlasjax import storage
+from atlasjax.storage.logs import naming
 
 _RESUMED = "resumed"
 
@@ -122,13 +123,15 @@ class _Events:
         self.writer = SummaryWriter(self._folder, purge_step=after_step + 1)
 
     def commit(self) -> None:
-        self.writer.flush()
+        with naming(pathlib.Path(self._folder)):
+            self.writer.flush()
         if self._bucket is not None:
             for file in pathlib.Path(self._folder).iterdir():
                 storage.write_whole(self._bucket / file.name, file.read_bytes())
 
     def close(self) -> None:
-        self.writer.close()
+        with naming(pathlib.Path(self._folder)):
+            self.writer.close()
         self.commit()
         if self._temporary is not None:
             self._temporary.cleanup()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
@@ -74,20 +75,51 @@ def decay_mask(logical_axes: PyTree) -> PyTree:
     Returns:
       The same tree of bools.
     """
-    return jax.tree.map(
-        lambda axes: len(_MATRIX_AXES.intersection(axes)) >= 2,
-        logical_axes,
-        is_leaf=lambda node: isinstance(node, PartitionSpec),
-    )
+    return jax.tree.map(_is_matrix, logical_axes, is_leaf=lambda node: isinstance(node, PartitionSpec))
 
 
-def make_optimizer(config: OptimizerConfig, steps: int, mask: PyTree) -> optax.GradientTransformation:
+def _is_matrix(axes: PartitionSpec) -> bool:
+    return len(_MATRIX_AXES.intersection(axes)) >= 2
+
+
+def muon_axes(logical_axes: PyTree) -> PyTree:
+    """Which axes of each parameter are those of the matrix that Muon orthogonalizes.
+
+    A kernel is [in, out]: its first named axis is read; the second one, with what follows it (the channels of a head), is written.
+    A memory's initial weight is [heads, out, in], a matrix per head. All axes that are neither ("layers", and unnamed ones in
+    between, which stack projections) hold matrices that are orthogonalized each by itself.
+
+    Args:
+      logical_axes: as for `decay_mask`.
+
+    Returns:
+      The same tree of MuonDimensionNumbers. None, which leaves a parameter to Adam, for what is not a matrix, and for embeddings
+      and output tables, as Muon's authors do.
+    """
+
+    def numbers(axes: PartitionSpec) -> optax.contrib.MuonDimensionNumbers | None:
+        names = tuple(axes)
+        if not _is_matrix(axes) or "vocab" in names:
+            return None
+        if "memory_out" in names:
+            return optax.contrib.MuonDimensionNumbers(names.index("memory_in"), names.index("memory_out"))
+        first, second, *_ = (i for i, name in enumerate(names) if name in _MATRIX_AXES)
+        return optax.contrib.MuonDimensionNumbers(first, tuple(range(second, len(names))))
+
+    return jax.tree.map(numbers, logical_axes, is_leaf=lambda node: isinstance(node, PartitionSpec))
+
+
+def make_optimizer(
+    config: OptimizerConfig, steps: int, mask: PyTree, dimension_numbers: PyTree | None = None
+) -> optax.GradientTransformation:
     """Returns clipping followed by AdamW or the optimizer that the config names, with its schedule.
 
     Args:
       config: the optimizer's settings.
       steps: number of steps of the whole run, for the schedule.
       mask: tree of bools that says which parameters decay.
+      dimension_numbers: the parameters' matrices (`muon_axes`), for an optimizer with a parameter
+        `muon_weight_dimension_numbers`. None: what that optimizer does by default.
 
     Raises:
       ValueError: the optimizer does not take its options, or is not an optax transformation.
@@ -96,7 +128,10 @@ def make_optimizer(config: OptimizerConfig, steps: int, mask: PyTree) -> optax.G
     if ":" in config.name:
         make = resolve("optimizer", config.name, {})
         taken = [name for name in ("mask", "weight_decay_mask") if takes(make, name)]
-        given = {} if not taken or taken[0] in json.loads(config.options) else {taken[0]: mask}
+        given = {taken[0]: mask} if taken else {}
+        if dimension_numbers is not None and takes(make, "muon_weight_dimension_numbers"):
+            given["muon_weight_dimension_numbers"] = dimension_numbers
+        given = {name: value for name, value in given.items() if name not in json.loads(config.options)}
         update = call_with("optimizer", config.name, make, rate, options=config.options, **given)
         if not (callable(getattr(update, "init", None)) and callable(getattr(update, "update", None))):
             raise ValueError(f"optimizer {config.name!r} gave {update!r}, should be an optax.GradientTransformation.")

@@ -36,7 +36,10 @@ def root_cause(error: BaseException) -> str:
         seen.append(cause)
         cause = cause.__cause__ or cause.__context__
     lines = str(seen[-1]).strip().splitlines()
-    return (lines[0] if lines else type(seen[-1]).__name__)[:300].rstrip(". ")
+    line = lines[0] if lines else type(seen[-1]).__name__
+    if "No space left on device" in line:  # TensorStore says RESOURCE_EXHAUSTED, as a device whose memory is full
+        line = f"the disk is full ({line.removeprefix('RESOURCE_EXHAUSTED: ')[:250]})"
+    return line[:300].rstrip(". ")
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ def explained(run_dir: storage.AnyPath) -> Iterator[None]:
         # A store loses connections too; and if a process were lost, they could not have agreed that a save failed.
         alone = jax.process_count() == 1 or isinstance(error, storage.StoreError | SaveError)
         cause = None if alone else lost_process(error)
-        if cause is None and "RESOURCE_EXHAUSTED" in str(error):
+        # A RunError is explained already, and a save whose disk is full says RESOURCE_EXHAUSTED too.
+        if cause is None and "RESOURCE_EXHAUSTED" in str(error) and not isinstance(error, RunError | OSError):
             said = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)[:200].strip(" .")
             raise RunError(
                 f"The step does not fit the device's memory ({said}). What helps: a larger accumulation, a shorter "

@@ -27,7 +27,7 @@ from atlasjax.train.config import HELD_OUT, TrainConfig, changes_on_resume, run_
 from atlasjax.train.cores import mesh_of, usable_cpu_devices
 from atlasjax.train.evaluations import evaluation_data
 from atlasjax.train.initial import check_base
-from atlasjax.train.optimizer import check_optimizer, decay_mask, learning_rate, make_optimizer
+from atlasjax.train.optimizer import check_optimizer, decay_mask, learning_rate, make_optimizer, muon_axes
 from atlasjax.train.state import TrainState
 from atlasjax.train.trainable import counted, select, trainable_mask
 
@@ -153,8 +153,8 @@ def prepare(config: TrainConfig) -> Setup:
 
 
 def _optimizer(config: TrainConfig, trainable: PyTree | None) -> optax.GradientTransformation:
-    mask = select(decay_mask(state_lib.pure(logical_axes(config.model))), trainable)
-    return make_optimizer(config.optimizer, config.steps, mask)
+    axes = select(state_lib.pure(logical_axes(config.model)), trainable)
+    return make_optimizer(config.optimizer, config.steps, decay_mask(axes), muon_axes(axes))
 
 
 def run_tokenizer(config: TrainConfig) -> Tokenizer:

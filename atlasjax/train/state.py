@@ -113,14 +113,15 @@ def state_shardings(
     """The shardings of a TrainState as the same tree, and a line for each mesh axis that a parameter could not be split over."""
     _, shapes = model_shapes(config)
     param_shardings, skipped = sharding.parameter_shardings(pure(logical_axes(config)), shapes, mesh)
-    optimizer_state = jax.eval_shape(optimizer.init, select(shapes, trainable))
+    trained, trained_shardings = select(shapes, trainable), select(param_shardings, trainable)
+    optimizer_state = jax.eval_shape(optimizer.init, trained)
     whole = sharding.replicated(mesh)
     shardings = TrainState(
         params=param_shardings,
-        optimizer=sharding.optimizer_shardings(optimizer, optimizer_state, select(param_shardings, trainable), mesh),
+        optimizer=sharding.optimizer_shardings(optimizer_state, trained, trained_shardings, mesh),
         key=whole,
         step=whole,
-        ema=select(param_shardings, trainable) if ema else None,
+        ema=trained_shardings if ema else None,
     )
     return shardings, skipped
 

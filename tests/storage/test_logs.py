@@ -1,5 +1,8 @@
 """A log in a store is a folder of parts, and reads like the file that it would be on a disk."""
 
+import errno
+import pathlib
+
 import pytest
 
 from atlasjax import storage
@@ -58,6 +61,17 @@ def test_lines_that_cannot_be_written_come_with_the_next_part(monkeypatch):
     log.append(b"3")
     assert storage.read_log(folder) == b"1\n2\n3\n"
     folder.rmtree()
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_a_full_disk_names_the_file(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.symlink_to("/dev/full")
+    log = storage.open_log(path)
+    for write in (lambda: log.append(b"1"), log.close):  # closing writes again what could not be written
+        with pytest.raises(OSError, match=r"No space left on device: '.*/x.jsonl'") as caught:
+            write()
+        assert caught.value.errno == errno.ENOSPC
 
 
 def test_a_copy_on_a_disk_is_read_too(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shutil
 
 import chex
@@ -15,6 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from atlasjax.distributed import MeshConfig, make_mesh
 from atlasjax.train import CheckpointError, Checkpoints, ConfigError, NonFiniteError, TrainState, checkpoint, integrity
+from atlasjax.train.checkpoint import check_path
+from atlasjax.train.errors import RunError, SaveError
+from atlasjax.train.quiet import root_cause
+from atlasjax.train.runtime_errors import explained
 from tests.marks import some_slow
 from tests.train.tiny import child
 
@@ -273,6 +278,36 @@ def test_a_write_that_fails_leaves_nothing_half_written(copy):
     assert sorted(path.name for path in copy.iterdir()) == ["2", "4", "6"]
     with Checkpoints(copy) as checkpoints:
         assert checkpoints.restore(abstract(make_state(6))).step == 6
+
+
+def test_a_save_whose_arrays_could_not_be_read_is_a_failure(tmp_path):
+    """Orbax calls it complete; in a folder [x] it finds none of what it has written."""
+    folder = tmp_path / "[x]"
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(make_state(2), [None], CONFIG)
+        with pytest.raises(
+            SaveError, match=r"step 2 failed: params/manifest.ocdbt is missing, .* no earlier checkpoint"
+        ):
+            checkpoints.wait()
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "found"), [("lr[1e-3]", "[1e-3]"), ("[x]/run", "[x]"), ("a\\b", "\\")])
+def test_a_path_from_which_orbax_could_not_read_is_refused(tmp_path, name, found):
+    with pytest.raises(ValueError, match=f"run_dir is .*, whose absolute path has {re.escape(repr(found))}; it should"):
+        check_path(tmp_path / name)
+    check_path(tmp_path / "a]b[c")  # no pattern of glob
+
+
+def test_a_full_disk_is_said():
+    """TensorStore calls it RESOURCE_EXHAUSTED, as XLA does a device's memory."""
+    said = f'RESOURCE_EXHAUSTED: Failed writing: "{"x" * 300}": Failed to write 8 bytes to file 45: No space left on device [28]'
+    cause = root_cause(ValueError(said))
+    assert cause.startswith('the disk is full (Failed writing: "xxx')
+    with pytest.raises(SaveError, match="Saving failed: RESOURCE_EXHAUSTED"), explained(pathlib.Path("run")):
+        raise SaveError(f"Saving failed: {said}")
+    with pytest.raises(RunError, match="does not fit the device's memory"), explained(pathlib.Path("run")):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes")
 
 
 def test_what_a_killed_save_left_is_cleared_away(copy):

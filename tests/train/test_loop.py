@@ -23,6 +23,7 @@ from atlasjax.train import (
     OptimizerConfig,
     load_run,
     lock,
+    loop,
     metrics,
     train,
 )
@@ -123,6 +124,22 @@ def test_a_truncated_checkpoint_is_reported_and_the_one_before_is_used(tmp_path,
     assert train_losses(run.run_dir) == before
     assert result.checkpoint.is_dir()
     assert (tmp_path / "run/damaged/4").is_dir()
+
+
+def test_an_old_checkpoint_that_is_unreadable_is_set_aside(done, tmp_path):
+    """Orbax does not see it, so it would stay for ever beside those that are kept."""
+    finished, _ = done
+    run = dataclasses.replace(finished, run_dir=str(tmp_path / "run"))
+    shutil.copytree(finished.run_dir, run.run_dir)
+    (tmp_path / "run/checkpoints/2/_CHECKPOINT_METADATA").write_text("[1]")
+    setup = setup_lib.prepare(run)
+    with Checkpoints(tmp_path / "run/checkpoints") as checkpoints:
+        _, resumed_from, notes = loop._first_state(setup, checkpoints, iter(setup.train_data))
+        assert (resumed_from, checkpoints.steps()) == (4, [4])
+    aside = tmp_path / "run/damaged/2"
+    assert aside.is_dir()
+    assert "The checkpoint of step 2 is unusable: cannot be read (its metadata" in notes[0]
+    assert notes[0].endswith(f"It is now in {aside}.")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
@@ -322,6 +339,7 @@ def test_nothing_is_written_through_a_link_at_a_temporary_name(tmp_path):
         ({"model": dataclasses.replace(MODEL, vocab_size=100)}, "model.vocab_size is 100; it should be at least 256"),
         ({"data_changes": {"sequence_length": 10_000}}, "too short for one sequence"),
         ({"data_changes": {"paths": ("/nonexistent/text.txt",)}}, "/nonexistent/text.txt"),
+        ({"run_dir": "runs/lr[1e-3]"}, r"run_dir is 'runs/lr\[1e-3\]', whose absolute path has '\[1e-3\]'"),
     ],
 )
 def test_bad_input_leaves_no_folder_behind(tmp_path, changes, words):

@@ -1,14 +1,21 @@
-"""The learning-rate schedule, and which parameters decay."""
+"""The learning-rate schedule, which parameters decay, and optimizers of optax: on a mesh, and on stacked layers."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from atlasjax.distributed import MeshConfig, make_mesh
 from atlasjax.nn import ModelConfig, logical_axes
 from atlasjax.train import OptimizerConfig
 from atlasjax.train import state as state_lib
-from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
+from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer, muon_axes
+from tests.train.tiny import MODEL
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def test_schedule():
@@ -89,3 +96,81 @@ def test_a_run_can_go_on_with_or_without_clipping():
     params = {"w": jnp.zeros((2, 2))}
     states = [make_optimizer(OptimizerConfig(clip_norm=norm), 10, {"w": True}).init(params) for norm in (None, 1.0)]
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+
+
+@pytest.mark.parametrize(
+    ("axes", "read", "written"),
+    [
+        (("layers", "heads", "embed"), 1, (2,)),
+        (("layers", "embed", "heads", None), 1, (2, 3)),  # the heads' channels
+        (("layers", "embed", None, "mlp"), 1, (3,)),  # two projections
+        (("layers", "heads", "memory_out", "memory_in"), 3, 2),
+        (("layers", "memory_in", "embed"), 1, (2,)),
+    ],
+)
+def test_the_matrices_of_muon(axes, read, written):
+    assert muon_axes({"w": P(*axes)}) == {"w": optax.contrib.MuonDimensionNumbers(read, written)}
+
+
+@pytest.mark.parametrize(
+    "axes", [("vocab", "embed"), ("embed", "vocab"), ("layers", "embed"), ("layers", "conv", "heads")]
+)
+def test_what_muon_leaves_to_adam(axes):
+    assert muon_axes({"w": P(*axes)}) == {"w": None}
+
+
+def test_muon_orthogonalizes_the_matrix_of_each_layer():
+    axes = {
+        "kernel": P("layers", "embed", "heads", None),
+        "stack": P("layers", "embed", None, "mlp"),
+        "norm": P("layers", "embed"),
+    }
+    shapes = {"kernel": (2, 8, 2, 3), "stack": (2, 8, 2, 6), "norm": (2, 8)}
+    gradients = {name: jax.random.normal(jax.random.key(i), shapes[name]) for i, name in enumerate(axes)}
+    config = OptimizerConfig(name="optax.contrib:muon", learning_rate=1.0, warmup_steps=0, clip_norm=None)
+    optimizer = make_optimizer(config, 10, decay_mask(axes), muon_axes(axes))
+    first = lambda optimizer: jax.jit(
+        lambda gradients: optimizer.update(gradients, optimizer.init(gradients), gradients)[0]
+    )
+    updates, alone = first(optimizer)(gradients), first(optax.contrib.muon(1.0))
+
+    for layer in range(2):
+        expected = alone(gradients["kernel"][layer].reshape(8, 6)).reshape(8, 2, 3)
+        np.testing.assert_allclose(updates["kernel"][layer], expected, rtol=1e-4, atol=1e-5)
+        for part in range(2):
+            expected = alone(gradients["stack"][layer, :, part])
+            np.testing.assert_allclose(updates["stack"][layer, :, part], expected, rtol=1e-4, atol=1e-5)
+    size = np.abs(updates["norm"])
+    np.testing.assert_allclose(size, size[0, 0], rtol=1e-4)  # the first step of Adam
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("optax:lion", {}),
+        ("optax:adafactor", {"min_dim_size_to_factor": 8}),
+        ("optax:novograd", {}),
+        ("optax.contrib:muon", {"weight_decay": 0.1}),
+    ],
+)
+def test_a_step_on_a_mesh_is_the_step_of_one_device(name, options):
+    """Also where the state has no array, or an array of another shape, for a parameter."""
+    axes = state_lib.pure(logical_axes(MODEL))
+    config = OptimizerConfig(name=name, options=options, learning_rate=0.01, warmup_steps=0)
+    optimizer = make_optimizer(config, 10, decay_mask(axes), muon_axes(axes))
+    _, shapes = state_lib.model_shapes(MODEL)
+    rng = np.random.default_rng(0)
+    random = lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32)
+    params, gradients = jax.tree.map(random, shapes), jax.tree.map(random, shapes)
+
+    def step(params, gradients):
+        updates, state = optimizer.update(gradients, optimizer.init(params), params)
+        return optax.apply_updates(params, updates), state
+
+    expected = jax.jit(step)(params, gradients)
+    shardings, _ = state_lib.state_shardings(MODEL, optimizer, make_mesh(MeshConfig(1, 2, 2)))
+    place = lambda tree: jax.device_put(tree, shardings.params)
+    made = jax.jit(step, out_shardings=(shardings.params, shardings.optimizer))(place(params), place(gradients))
+    chex.assert_trees_all_close(jax.device_get(made), jax.device_get(expected), rtol=1e-3, atol=1e-5)
+    split = [x for x in jax.tree.leaves(made[1]) if not x.sharding.is_fully_replicated]
+    assert split, "nothing of the state is split"
