@@ -29,7 +29,7 @@ from atlasjax.names import lookup
 from atlasjax.nn import ModelConfig, logical_axes
 from atlasjax.storage import AnyPath, local_path, write_whole
 from atlasjax.train import state as state_lib
-from atlasjax.train.checkpoint import Checkpoints
+from atlasjax.train.checkpoint import Checkpoints, check_path
 from atlasjax.train.config import TrainConfig, run_folder
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.load import load_run
@@ -104,10 +104,11 @@ def import_weights(
 
     Raises:
       ConfigError: the family or its form is not known here; tensors are unknown, missing, of another shape or dtype; a file is
-        missing or damaged, or a pickle; there is no tokenizer; or run_dir exists.
+        missing or damaged, or a pickle; there is no tokenizer; or run_dir exists or has brackets in its path.
     """
     with user_errors():
         source, target = local_path(path), local_path(run_dir)
+        check_path(target)
     given = _peer_config(source)
     family = _family(given)
     with user_errors():

@@ -304,6 +304,8 @@ def test_refuses_places_and_tokenizers(tmp_path):
     ]:
         with pytest.raises(ConfigError, match=words):
             import_weights(path, tmp_path / "other")
+    with pytest.raises(ConfigError, match="should have no brackets"):
+        import_weights(source, tmp_path / "lr[1e-3]", tokenizer="byte")
     with pytest.raises(ConfigError, match=r"path is .*, which exists"):
         export_weights(run_dir, source)
     for call in (
