@@ -7,7 +7,7 @@ found.effect, found.bootstrap, found.student, found.verdict
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import scipy.stats
@@ -157,3 +157,15 @@ def compare(better: Sequence[float], worse: Sequence[float]) -> Comparison:
     if not all(map(math.isfinite, found)):
         raise ValueError(f"compare: a difference is not finite: {found}.")
     return Comparison(found, float(np.mean(found)), bootstrap(found), student(found))
+
+
+def clearly_above(values: Mapping[int, float], level: float | Mapping[int, float]) -> bool:
+    """Whether a thing is above a level by the rule of `Comparison.verdict`.
+
+    Args:
+      values: seed → number.
+      level: one number, or seed → number, of which the seeds that both have count.
+    """
+    levels = level if isinstance(level, Mapping) else dict.fromkeys(values, level)
+    seeds = sorted(values.keys() & levels.keys())
+    return bool(seeds) and compare([values[s] for s in seeds], [levels[s] for s in seeds]).verdict == "reproduced"

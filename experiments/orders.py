@@ -3,10 +3,12 @@
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from experiments.intervals import Comparison, compare
+from experiments.intervals import Comparison, clearly_above, compare
 
 Published = Mapping[str, Mapping[str, float]]  # model → task → accuracy in percent
 Ours = Mapping[tuple[str, str], Mapping[int, float]]  # (task, model) → seed → accuracy
+Levels = Mapping[str, float | Mapping[int, float]]  # task → the accuracy that needs no memory, or seed → it
+AT_CHANCE = "at chance"  # in place of a verdict: neither model is clearly above what needs no memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +19,7 @@ class Order:
       paper, task, better, worse: what is claimed.
       published: the accuracies of both in percent.
       comparison: ours, over the seeds that both have.
+      at_chance: neither model is clearly above what needs no memory, so the comparison decides nothing.
     """
 
     paper: str
@@ -25,10 +28,20 @@ class Order:
     worse: str
     published: tuple[float, float]
     comparison: Comparison
+    at_chance: bool = False
+
+    @property
+    def verdict(self) -> str:
+        return AT_CHANCE if self.at_chance else self.comparison.verdict
 
 
 def orders(
-    paper: str, published: Published, ours: Ours, tasks: Iterable[str], pairs: Iterable[tuple[str, str]]
+    paper: str,
+    published: Published,
+    ours: Ours,
+    tasks: Iterable[str],
+    pairs: Iterable[tuple[str, str]],
+    levels: Levels | None = None,
 ) -> list[Order]:
     """The orders of `pairs` of models for which there are rows of both; equal published numbers have none."""
     pairs, found = list(pairs), []
@@ -41,7 +54,9 @@ def orders(
             if seeds := sorted(sides[0].keys() & sides[1].keys()):
                 comparison = compare(*([side[seed] for seed in seeds] for side in sides))
                 numbers = published[better][task], published[worse][task]
-                found.append(Order(paper, task, better, worse, numbers, comparison))
+                level = (levels or {}).get(task)
+                chance = level is not None and not any(clearly_above(side, level) for side in sides)
+                found.append(Order(paper, task, better, worse, numbers, comparison, chance))
     return found
 
 
@@ -57,13 +72,14 @@ def table(paper: str, found: Iterable[Order]) -> Iterable[str]:
     """Lines of Markdown."""
     yield (
         f"**{paper}**: what it has in this order, and the paired differences here, in points; "
-        "a positive one agrees with the paper.\n"
+        f"a positive one agrees with the paper. {AT_CHANCE.capitalize()}: neither model is clearly above "
+        "what needs no memory.\n"
     )
     yield "| task | order | published | here | 95%, bootstrap | 95%, t | seeds | verdict | seeds needed |"
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |"
     for order in found:
         ours = order.comparison
-        needed = ours.runs_needed if ours.verdict == "undecided" else None
+        needed = ours.runs_needed if order.verdict == "undecided" else None
         published = f"{order.published[0]:g} – {order.published[1]:g}"
         cells = (
             order.task.replace("_", " "),
@@ -72,4 +88,4 @@ def table(paper: str, found: Iterable[Order]) -> Iterable[str]:
             f"{100 * ours.effect:+.1f}",
             *intervals(ours),
         )
-        yield (f"| {' | '.join(cells)} | {ours.seeds} | {ours.verdict} | {'' if needed is None else f'{needed:,}'} |")
+        yield (f"| {' | '.join(cells)} | {ours.seeds} | {order.verdict} | {'' if needed is None else f'{needed:,}'} |")

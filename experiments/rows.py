@@ -1,13 +1,17 @@
 """Result files: one line of JSON for each finished row, so that a stopped command goes on where it was."""
 
 import dataclasses
+import fcntl
+import hashlib
 import json
+import os
 import pathlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 Row = dict[str, Any]
 K = TypeVar("K", bound=Hashable)
+OWN_TEXTS = ("embedded", "books")  # names of the rows of texts that need no --text
 
 
 def read_rows(path: pathlib.Path) -> list[Row]:
@@ -21,7 +25,7 @@ def read_rows(path: pathlib.Path) -> list[Row]:
     if whole != text:
         print(f"{path}: the last line was cut short; it is removed and measured again.")
     rows = []
-    for number, line in enumerate(whole.splitlines(), 1):
+    for number, line in enumerate(whole.split("\n")[:-1], 1):  # splitlines would also split within a line, at U+2028
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
@@ -30,13 +34,17 @@ def read_rows(path: pathlib.Path) -> list[Row]:
 
 
 def append_rows(path: pathlib.Path, rows: Iterable[Row]) -> None:
-    """Appends rows with one write, in place of a last line without its end."""
+    """Appends rows with one write, in place of a last line without its end. Several processes may do so at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     with path.open("ab+") as file:
-        file.seek(0)
-        text = file.read()
-        file.truncate(text.rfind(b"\n") + 1)
+        fcntl.flock(file, fcntl.LOCK_EX)  # no other process may write between the look at the end and the new end
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
         file.write(lines.encode())
 
 
@@ -48,12 +56,15 @@ def append_row(path: pathlib.Path, row: Row) -> None:
 def rows_of_recipe(path: pathlib.Path, recipe: Any, key: Callable[[Row], K]) -> dict[K, Row]:
     """The newest row of each key, all of one recipe, a dataclass that the rows have as "recipe".
 
+    A field that a row's recipe lacks has its default: it was added after the row was measured.
+
     Raises:
       ValueError: a row was measured with another recipe, or a line is not JSON.
     """
     rows = read_rows(path)
+    defaults = {f.name: f.default for f in dataclasses.fields(recipe) if f.default is not dataclasses.MISSING}
     for row in rows:
-        if row["recipe"] != dataclasses.asdict(recipe):
+        if {**defaults, **row["recipe"]} != dataclasses.asdict(recipe):
             raise ValueError(f"{path} has rows of another recipe, {row['recipe']}. Give another --out.")
     return {key(row): row for row in rows}
 
@@ -61,3 +72,41 @@ def rows_of_recipe(path: pathlib.Path, recipe: Any, key: Callable[[Row], K]) -> 
 def by_model(row: Row) -> str:
     """The key of rows with one for each model."""
     return row["model"]
+
+
+def text_name(paths: Sequence[str]) -> str:
+    """The name of the rows of texts: the names of their files without the suffix; of an input.txt, the name of its folder.
+
+    Raises:
+      ValueError: it is a name of rows of the texts that need no --text.
+    """
+    files = [pathlib.Path(path) for path in paths]
+    name = "+".join(file.resolve().parent.name if file.name == "input.txt" else file.stem for file in files)
+    if name in OWN_TEXTS:
+        raise ValueError(
+            f"--text {' '.join(paths)}: {name!r} names the rows of the text without --text; rename the file."
+        )
+    return name
+
+
+def text_identity(paths: Sequence[str]) -> str:
+    """Names and hash of texts, for a recipe: rows of other texts must not count as rows of these."""
+    files = [pathlib.Path(path) for path in paths]
+    digest = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
+    return f"{text_name(paths)}, sha256 {digest[:16]}"
+
+
+def commands_of_paper(command: str, names: Sequence[str], out: str) -> list[str]:
+    """Lines with the commands of --size paper: that of one accelerator, and those of two hosts, each with half of the models.
+
+    Each host writes to a folder of its own: hosts may share a file system without sharing its locks.
+    """
+    parts = [part for part in (names[::2], names[1::2]) if part]
+    each = [f"    {command} --models {' '.join(part)} --out {out}/host-{host}" for host, part in enumerate(parts)]
+    return [
+        "One accelerator, row by row:",
+        f"    {command} --out {out}",
+        "Two hosts, each with its own models and its own folder; then their rows in one file:",
+        *each,
+        f"    cat {out}/host-*/paper.jsonl > {out}/paper.jsonl",
+    ]

@@ -6,6 +6,7 @@ from collections import Counter
 from experiments.evidence.directions import DIRECTIONS, EXPERIMENTS, Direction
 from experiments.evidence.sources import Line, language_spread
 from experiments.intervals import LEAST_SEEDS, Interval, runs_needed
+from experiments.orders import AT_CHANCE
 
 LANGUAGE = "bits per byte"
 
@@ -14,24 +15,32 @@ def verdict(lines: list[Line]) -> str:
     """Of a direction: that of its decided lines if they agree, "in part" if others have enough seeds and decide nothing."""
     if not lines:
         return "not run"
-    decided = {line.comparison.verdict for line in lines} - {"undecided"}
+    decided = {line.verdict for line in lines} & {"reproduced", "refuted here"}
     if not decided:
         return "undecided"
     if len(decided) > 1:
         return "depends on the setting"
-    left = any(line.comparison.verdict == "undecided" and line.comparison.seeds >= LEAST_SEEDS for line in lines)
+    left = any(line.verdict in ("undecided", AT_CHANCE) and line.comparison.seeds >= LEAST_SEEDS for line in lines)
     return decided.pop() + (" in part" if left else "")
 
 
+def distinct(lines: list[Line]) -> list[Line]:
+    """Without repetitions: keys of 16 numbers make a larger budget the same experiment, with the same differences."""
+    found: dict[tuple[tuple[float, ...], str], Line] = {}
+    for line in lines:
+        found.setdefault((line.comparison.differences, line.source), line)
+    return list(found.values())
+
+
 def summary() -> str:
-    """One line for each direction."""
+    """One line for each direction. Lines with the same differences count once."""
     text = [
         "| | direction | paper | verdict | comparisons: reproduced, refuted here, undecided | seeds | plots |",
         "| ---: | --- | --- | --- | --- | ---: | --- |",
     ]
     for number, direction in enumerate(DIRECTIONS, 1):
         lines = direction.lines()
-        counts = Counter(line.comparison.verdict for line in lines)
+        counts = Counter(line.verdict for line in distinct(lines))
         told = ", ".join(str(counts[name]) for name in ("reproduced", "refuted here", "undecided")) if lines else ""
         seeds = sorted({line.comparison.seeds for line in lines})
         spread = "" if not seeds else str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]}–{seeds[-1]}"
@@ -81,7 +90,7 @@ def _row(line: Line) -> str:
         "" if alone else _interval(found.student),
         found.seeds,
         f"{line.tokens:,}",
-        found.verdict,
+        line.verdict,
     )
     return "| " + " | ".join(map(str, cells)) + " |"
 
@@ -95,7 +104,7 @@ def _power(lines: list[Line]) -> str:
     own, alone = [], []
     for line in lines:
         found = line.comparison
-        if found.verdict != "undecided":
+        if line.verdict != "undecided":
             continue
         if found.spread is not None:
             own.append((line, found.spread, found.runs_needed))

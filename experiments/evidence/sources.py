@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 
 from experiments.capacity.report import TITLES, area
-from experiments.intervals import Comparison, compare
+from experiments.intervals import Comparison, clearly_above, compare
 from experiments.language.compare import compared as by_position
 from experiments.mad.report import orders
 from experiments.mad.tasks import TASKS
-from experiments.mqar.report import best
+from experiments.mqar.report import best, chance
 from experiments.needles import report as of_needles
+from experiments.needles.tasks import TASKS as NEEDLES
+from experiments.orders import AT_CHANCE
 from experiments.rows import Row, read_rows
 from experiments.studies.compare import compared
 from experiments.studies.models import LENGTH
@@ -37,6 +39,7 @@ class Line:
       unit: of the differences.
       tokens: tokens that each run read.
       source: the folder of the experiment.
+      aside: why the comparison decides nothing, whatever its intervals: both sides at chance, or a control.
     """
 
     setting: str
@@ -44,6 +47,11 @@ class Line:
     unit: str
     tokens: int
     source: str
+    aside: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return self.aside or self.comparison.verdict
 
 
 @functools.cache
@@ -55,6 +63,11 @@ def paired(better: dict[Any, float], worse: dict[Any, float]) -> Comparison | No
     """The comparison over the seeds that both have, None without any."""
     seeds = sorted(better.keys() & worse.keys())
     return compare([better[seed] for seed in seeds], [worse[seed] for seed in seeds]) if seeds else None
+
+
+def at_chance(sides: Iterable[dict[int, float]], level: float) -> str:
+    """`AT_CHANCE` if neither side is clearly above it."""
+    return "" if any(clearly_above(side, level) for side in sides) else AT_CHANCE
 
 
 # Capacity.
@@ -93,14 +106,16 @@ def mqar(pairs: Iterable[tuple[str, str]]) -> list[Line]:
             a, b = chosen.get((better, width)), chosen.get((worse, width))
             if a is None or b is None:
                 continue
-            comparison = paired(*({row["seed"]: row["accuracy"] for row in group} for group in (a, b)))
+            sides = [{row["seed"]: row["accuracy"] for row in group} for group in (a, b)]
+            comparison = paired(*sides)
             if comparison is None:
                 continue
             recipe = a[0]["recipe"]
+            aside = at_chance(sides, chance(recipe["vocab_size"], recipe["length"], recipe["pairs"]))
             size = f"{a[0]['state_floats']:,} and {b[0]['state_floats']:,} floats of state"
             tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
             told = f"{better} against {worse}, width {width}, {recipe['steps']:,} steps, {size}"
-            found.append(Line(told, comparison, "accuracy", tokens, "mqar"))
+            found.append(Line(told, comparison, "accuracy", tokens, "mqar", aside))
     return found
 
 
@@ -112,12 +127,14 @@ def recall(pairs: Iterable[tuple[str, str]]) -> list[Line]:
         a, b = groups.get((better, 64)), groups.get((worse, 64))
         if a is None or b is None:
             continue
-        comparison = paired(*({row["seed"]: row["accuracy"] for row in group} for group in (a, b)))
-        if comparison is not None:
+        sides = [{row["seed"]: row["accuracy"] for row in group} for group in (a, b)]
+        if (comparison := paired(*sides)) is not None:
             size = f"{a[0]['state_floats']:,} and {b[0]['state_floats']:,} floats of state"
             recipe = a[0]["recipe"]
             tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
-            found.append(Line(f"{better} against {worse}, width 64, {size}", comparison, "accuracy", tokens, "recall"))
+            aside = at_chance(sides, chance(recipe["vocab_size"], recipe["length"], [recipe["num_pairs"]]))
+            told = f"{better} against {worse}, width 64, {size}"
+            found.append(Line(told, comparison, "accuracy", tokens, "recall", aside))
     return found
 
 
@@ -128,7 +145,8 @@ def mad() -> list[Line]:
     for order in orders(found, "ATLAS, Table 4"):
         recipe, told = found[0]["recipe"], f"{order.better} against {order.worse}: {order.task.replace('_', ' ')}"
         tokens = recipe["steps"] * recipe["batch_size"] * TASKS[order.task].time
-        lines.append(Line(f"{told}, width {recipe['width']}", order.comparison, "accuracy", tokens, "mad"))
+        aside = AT_CHANCE if order.at_chance else ""
+        lines.append(Line(f"{told}, width {recipe['width']}", order.comparison, "accuracy", tokens, "mad", aside))
     return lines
 
 
@@ -138,13 +156,21 @@ def needles(pairs: Iterable[tuple[str, str]]) -> list[Line]:
     found = []
     for better, worse in pairs:
         if better in groups and worse in groups:
-            sides = ({row["seed"]: of_needles.accuracy(row) for row in groups[name]} for name in (better, worse))
+            sides = [{row["seed"]: of_needles.accuracy(row) for row in groups[name]} for name in (better, worse)]
             if (comparison := paired(*sides)) is not None:
                 recipe = groups[better][0]["recipe"]
                 tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
                 where = f"needles and places in texts of {recipe['lengths'][0]:,} to {recipe['lengths'][-1]:,} tokens"
-                found.append(Line(f"{better} against {worse}: {where}", comparison, "accuracy", tokens, "needles"))
+                aside = at_chance(sides, needles_chance())
+                told = f"{better} against {worse}: {where}"
+                found.append(Line(told, comparison, "accuracy", tokens, "needles", aside))
     return found
+
+
+@functools.cache
+def needles_chance() -> float:
+    """The mean over the tasks of the needles."""
+    return float(np.mean([task.chance() for task in NEEDLES.values()]))
 
 
 def needles_at_test_time(setting: str, values: Sequence[int]) -> list[Line]:
@@ -240,10 +266,15 @@ def language_spread() -> float:
     return math.sqrt(sum(v * n for v, n in variances) / sum(n for _, n in variances))
 
 
+def texts(experiment: str) -> list[str]:
+    """The names of the texts of which an experiment has rows."""
+    return sorted(path.stem for path in (ROOT / "experiments" / experiment / "results").glob("*.jsonl"))
+
+
 def studies(direction: str) -> list[Line]:
     """The comparisons of `experiments.studies` for one of its directions."""
     found = []
-    for text in ("embedded", "tinyshakespeare"):
+    for text in texts("studies"):
         if group := rows(f"studies/results/{text}.jsonl"):
             recipe = group[0]["recipe"]
             tokens = recipe["steps"] * recipe["batch_size"] * LENGTH
@@ -258,7 +289,7 @@ def studies(direction: str) -> list[Line]:
 def language(direction: str) -> list[Line]:
     """The comparisons of `experiments.language` for one of its directions: by the position in the context."""
     found = []
-    for text in ("books", "embedded"):
+    for text in texts("language"):
         if group := rows(f"language/results/{text}.jsonl"):
             recipe = group[0]["recipe"]
             tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]

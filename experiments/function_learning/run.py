@@ -5,8 +5,9 @@
     python experiments/function_learning/run.py wide        # more at d = 256: expansion 4, and Muon; an hour or two
     python experiments/function_learning/run.py full        # every shape and optimizer at d = 256; an accelerator's work
 
-Each writes `results.jsonl`, `table.md` and one figure per width to `--out`. Rows in `results.jsonl` are not measured again, so the
-same command resumes a stopped run (Ctrl-C), and a larger `--seeds` adds seeds.
+Each writes `results.jsonl`, `table.md` and one figure per width to `--out`: this folder, whose rows are on the page of evidence, or
+runs/function_learning for `quick`. Rows in `results.jsonl` are not measured again, so the same command resumes a stopped run
+(Ctrl-C), and a larger `--seeds` adds seeds.
 """
 
 import argparse
@@ -23,6 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from experiments.function_learning.results import BLOCK, LAST, Row, Store
 
+HERE = pathlib.Path(__file__).resolve().parent
 SETTINGS = ("low_rank", "mlp", "attention_mlp", "attention_as_input", "window_attention_mlp")
 RATES = {
     "sgd": (0.01, 0.03, 0.1, 0.3, 1.0),
@@ -189,13 +191,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS, metavar="SETTING")
     parser.add_argument("--optimizers", nargs="+", choices=RATES, default=tuple(RATES), metavar="OPTIMIZER")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, counted from 0 (default: 3)")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/function_learning"))
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="folder; default: this one, or runs/function_learning for quick"
+    )
     parser.add_argument(
         "--report", action="store_true", help="only write table.md and the figures from the existing rows"
     )
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.seeds <= SWEEP_SEED:
         parser.error(f"--seeds must be from 1 to {SWEEP_SEED}, got {arguments.seeds}.")
+    if arguments.out is None:
+        arguments.out = pathlib.Path("runs/function_learning") if arguments.plan == "quick" else HERE
+    results = arguments.out / "results.jsonl"
+    if arguments.report and not (results.exists() and results.stat().st_size):
+        parser.error(f"--report: {results} has no rows. Give the --out of a run.")
     return arguments
 
 

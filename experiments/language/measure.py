@@ -28,6 +28,7 @@ class Recipe:
       length: tokens (bytes) per sequence.
       bin: positions of the context that share a number.
       held_out: fraction of each text that is not trained on, its end.
+      text: names and hash of the texts (`rows.text_identity`). None: the books of --texts-dir, or the embedded text.
 
     Raises:
       ValueError: a number is out of range.
@@ -39,6 +40,7 @@ class Recipe:
     length: int = LENGTH
     bin: int = 64
     held_out: float = 0.1
+    text: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "sweep_steps", "batch_size", "length", "bin"):

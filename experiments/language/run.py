@@ -22,7 +22,7 @@ from experiments.language.measure import BOOKS, SWEEP_SEED, Recipe, measure, swe
 from experiments.language.models import MODELS, model
 from experiments.language.paper import plan
 from experiments.language.report import write
-from experiments.rows import Row, append_row, rows_of_recipe
+from experiments.rows import Row, append_row, rows_of_recipe, text_identity, text_name
 
 HERE = pathlib.Path(__file__).parent
 TEXTS_DIR = HERE.parents[2] / "shared" / "data"
@@ -46,7 +46,7 @@ def texts_of(text: list[str] | None, texts_dir: pathlib.Path) -> tuple[str, tupl
     for file in text:
         if not pathlib.Path(file).is_file():
             raise ValueError(f"--text {file}: no such file.")
-    return "+".join(pathlib.Path(file).stem for file in text), tuple(text)
+    return text_name(text), tuple(text)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -57,7 +57,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="learning rates of the short runs")
     parser.add_argument("--text", nargs="+", help="UTF-8 text files")
     parser.add_argument("--texts-dir", type=pathlib.Path, default=TEXTS_DIR)
-    for field in dataclasses.fields(Recipe):
+    numbers = [field for field in dataclasses.fields(Recipe) if field.name != "text"]
+    for field in numbers:
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results", help="folder of the results")
     parser.add_argument("--report", action="store_true", help="train nothing, only write the table and the plot")
@@ -73,7 +74,8 @@ def main(argv: list[str] | None = None) -> None:
         for chosen in options.only:
             model(chosen)  # fail on a wrong name before anything is trained
         name, texts = texts_of(options.text, options.texts_dir)
-        recipe = Recipe(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Recipe)})
+        identity = text_identity(options.text) if options.text else None
+        recipe = Recipe(**{field.name: getattr(options, field.name) for field in numbers}, text=identity)
         path = options.out / f"{name}.jsonl"
         rows = rows_of_recipe(path, recipe, key_of)
     except ValueError as error:

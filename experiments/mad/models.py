@@ -9,13 +9,17 @@ import numpy as np
 
 from atlasjax.names import lookup
 from atlasjax.nn import ModelConfig
+from experiments.mqar.models import CONVOLUTION
 from experiments.mqar.models import MODELS as PARTS
 from experiments.mqar.models import model as mqar_model
 from experiments.recall.training import Network, language_model
 
+NO_MIXER = "none"  # convolutions and SwiGLU alone: what every model of the small layout has besides its mixer
+
 # Most informative first. OmegaNet of the paper has powers as features: it is Atlas without Muon.
 MODELS = {
     "attention": "attention",
+    NO_MIXER: "attention",
     "gla": "gla",
     "delta": "delta",
     "titans": "titans",
@@ -34,11 +38,15 @@ def model(name: str, width: int, vocab_size: int, *, convolutions: bool) -> Mode
 
     With `convolutions` that of the MQAR experiment, for small budgets: every mixer is preceded by a layer with a convolution over 3
     tokens, the mixers have none, and four SwiGLU have half the hidden width. Attention too then soon finds the token before.
+    `NO_MIXER` has two of these convolutions, each followed by a whole SwiGLU, in both layouts.
 
     Raises:
       ValueError: no such model, or the heads do not divide the width.
     """
     part = lookup("MAD model", name, MODELS)
+    if name == NO_MIXER:
+        alone = mqar_model(part, width, vocab_size)
+        return dataclasses.replace(alone, num_layers=2, mixer=(CONVOLUTION,) * 2, ffn="swiglu", mlp_dim=_hidden(width))
     if convolutions:
         return dataclasses.replace(mqar_model(part, width, vocab_size), ffn="swiglu", mlp_dim=_hidden(width) // 2)
     spec, fields = PARTS[part], mqar_model(part, width, vocab_size)

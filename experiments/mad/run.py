@@ -20,7 +20,7 @@ from atlasjax.names import lookup
 from experiments.mad.report import table
 from experiments.mad.tasks import TASKS, Task
 from experiments.recall.training import Sequences
-from experiments.rows import Row, append_rows, rows_of_recipe
+from experiments.rows import Row, append_rows, commands_of_paper, rows_of_recipe
 
 HERE = pathlib.Path(__file__).parent
 SETTINGS = ("width", "steps", "batch_size", "test_sequences")
@@ -145,8 +145,7 @@ def plan(tasks: list[str], models: list[str], recipe: Recipe, runs: int, out: st
             lines.append(f"{task:20} {name:12} {count_parameters(config):11,} {state:12,} {flops / 1e15:13.3f}")
     lines += [
         f"Together {total / 1e15:,.0f} PFLOP: {total / 40e12 / 3600:,.0f} hours of one accelerator at 40 TFLOP/s.",
-        "One accelerator, row by row; on a pod, each host with other --models, or other --tasks, and its own --out:",
-        f"    python -m experiments.mad.run --size paper --go --seeds {seeds} --out {out}",
+        *commands_of_paper(f"python -m experiments.mad.run --size paper --go --seeds {seeds}", models, out),
     ]
     return "\n".join(lines)
 

@@ -72,6 +72,11 @@ class Task:
         tokens, labels = self.draw(self, n, rng, split == "train", fixed)
         return tokens.astype(np.int32), labels.astype(np.int32)
 
+    def chance(self) -> float:
+        """The macro accuracy of a guess among the tokens that are labels in tests: one over their number."""
+        labels = self.sequences(320, 0, "test")[1]
+        return 1 / len(np.unique(labels[labels != IGNORE]))
+
 
 def _shifted(tokens: np.ndarray, labels: np.ndarray, training: bool) -> Arrays:
     return tokens[:, :-1], (tokens if training else labels)[:, 1:]

@@ -22,7 +22,7 @@ from atlasjax.data.associative_recall import RecallConfig, recall_sequences
 from experiments.mqar.models import MODELS, model
 from experiments.mqar.report import write
 from experiments.recall.training import Sequences
-from experiments.rows import Row, append_rows, rows_of_recipe
+from experiments.rows import Row, append_rows, commands_of_paper, rows_of_recipe
 
 HERE = pathlib.Path(__file__).parent
 Key = tuple[str, int, int, float]
@@ -122,6 +122,7 @@ def plan(names: list[str], widths: list[int], rates: list[float], seeds: int, re
     from atlasjax.nn.abstract import count_parameters, state_bytes
 
     tokens = recipe.steps * recipe.batch_size * recipe.length
+    command = f"python -m experiments.mqar.run --size paper --go --widths {' '.join(map(str, widths))} --seeds {seeds}"
     lines = [
         f"{tokens / 1e6:,.0f} million tokens per run; {len(names)} models × {len(widths)} widths × {seeds} seeds × {len(rates)} "
         f"rates = {len(names) * len(widths) * seeds * len(rates):,} runs.",
@@ -137,8 +138,7 @@ def plan(names: list[str], widths: list[int], rates: list[float], seeds: int, re
             lines.append(f"{name:24} {width:5} {count_parameters(config):11,} {state:12,} {flops / 1e15:13.2f}")
     lines += [
         f"Together {total / 1e15:,.0f} PFLOP: {total / 40e12 / 3600:,.0f} hours of one accelerator at 40 TFLOP/s.",
-        "One accelerator, row by row; on a pod, each host with other --models:",
-        f"    python -m experiments.mqar.run --size paper --go --widths {' '.join(map(str, widths))} --seeds {seeds} --out {out}",
+        *commands_of_paper(command, names, out),
     ]
     return "\n".join(lines)
 

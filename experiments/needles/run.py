@@ -31,7 +31,7 @@ from experiments.recall.training import (
     last_loss,
     measurement,
 )
-from experiments.rows import Row, append_rows, rows_of_recipe
+from experiments.rows import Row, append_rows, commands_of_paper, rows_of_recipe
 
 HERE = pathlib.Path(__file__).parent
 RATES = (3e-3, 1e-2)
@@ -189,8 +189,7 @@ def plan(models: list[str], rates: list[float], seeds: int, recipe: Recipe, out:
         lines.append(f"{name:18} {count_parameters(config):11,} {state:20,} {flops / 1e15:13.2f}")
     lines += [
         f"Together {total / 1e15:,.0f} PFLOP: {total / 40e12 / 3600:,.0f} hours of one accelerator at 40 TFLOP/s.",
-        "One accelerator, row by row; on a pod, each host with other --models:",
-        f"    python -m experiments.needles.run --size paper --go --seeds {seeds} --out {out}",
+        *commands_of_paper(f"python -m experiments.needles.run --size paper --go --seeds {seeds}", models, out),
     ]
     return "\n".join(lines)
 

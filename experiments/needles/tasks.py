@@ -10,6 +10,7 @@ position whose output is to be it, `IGNORE` elsewhere. All questions are at the 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -74,6 +75,34 @@ class Task:
         rows = [self._sequence(length, rng, split == "train", haystack) for _ in range(n)]
         tokens, labels = (np.asarray(part, np.int32) for part in zip(*rows, strict=True))
         return tokens, labels
+
+    def guesses(self) -> dict[str, float]:
+        """The share of answers in tests that a reader has who does not look at the name that is asked for.
+
+        Returns:
+          "any value": as many of all value tokens as the answer has, different ones, at random. "a value of the text": one of the
+          values that the text states, at random. "the last value of the text": that.
+        """
+        random, last = [], []
+        tokens, labels = self.sequences(500, 128, 0, "test")
+        for row, label in zip(tokens, labels, strict=True):
+            answer = label[label != IGNORE]
+            stated = row[: np.argmax(row == ASK)]
+            values = stated[(stated >= VALUE) & (stated < ASK)].reshape(-1, len(answer))
+            right = (values == answer).all(1)
+            random.append(right.mean())
+            last.append(right[-1])
+        free = range(VALUES - len(answer) + 1, VALUES + 1)
+        return {
+            "any value": 1 / math.prod(free),
+            "a value of the text": float(np.mean(random)),
+            "the last value of the text": float(np.mean(last)),
+        }
+
+    def chance(self) -> float:
+        """The best of these guesses. If the text has one value alone, "any value": to say it, a model must have found it."""
+        found = self.guesses()
+        return found["any value"] if found["a value of the text"] == 1 else max(found.values())
 
     def _sequence(self, length: int, rng: np.random.Generator, training: bool, haystack: np.ndarray) -> Arrays:
         facts = self.draw(rng, training)

@@ -31,18 +31,24 @@ PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
     "caching": (
         ("titans-grm", "titans-soup"),
         ("titans-soup", "titans-ssc"),
-        *((f"titans-{name}", "titans") for name in ("grm", "soup", "ssc", "residual")),
+        *((f"titans-{name}", "titans") for name in ("grm", "soup", "ssc")),
     ),
-    "gate": (("titans-grm", "titans-residual"),),
+    "residual": (("titans-residual", "titans"),),
+    "gating": (("titans-grm", "titans-residual"),),
     "sampling": (("elastic-exp", "elastic-uniform"),),
     "gam": (("gam", "gam-global"), ("gam-global", "gam-sum"), ("gam-sum", "gam-local")),
-}
+    "gam and attention": (("gam", "transformer++"), ("gam", CONTROL)),
+    "language": tuple(
+        (name, other) for other in ("titans", "transformer++", CONTROL, "gated-delta-rule") for name in ("atlas", "omeganet")
+    ),
+}  # fmt: skip
 
 
 def models() -> list[str]:
     """The models of the pairs, each once: those of pairs that cost least first, then as above."""
-    cheap = ("omega", "deep", "sampling", "gam", "caching", "gate", "dot", "muon", "polynomial", "gated")
-    return list(dict.fromkeys(model for name in cheap for pair in PAIRS[name] for model in pair))
+    cheap = ("omega", "deep", "sampling", "gam", "caching", "residual", "dot", "muon", "polynomial", "gated")
+    order = dict.fromkeys((*cheap, *PAIRS))
+    return list(dict.fromkeys(model for name in order for pair in PAIRS[name] for model in pair))
 
 
 def default_config(name: str) -> Any:

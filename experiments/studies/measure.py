@@ -30,6 +30,7 @@ class Recipe:
       batch_size: sequences per step, of 512 bytes each.
       learning_rate: peak rate of AdamW; warm-up over a tenth of the steps, cosine decay to a tenth of the peak.
       eval_batches: batches of held-out text. None: all of it.
+      text: name and hash of the text (`rows.text_identity`). None: the embedded text.
 
     Raises:
       ValueError: a number is out of range.
@@ -39,6 +40,7 @@ class Recipe:
     batch_size: int = 4
     learning_rate: float = 4e-3
     eval_batches: int | None = None
+    text: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "eval_batches"):
@@ -50,7 +52,7 @@ class Recipe:
 
     def run(self, seed: int, text: str | None) -> training.Recipe:
         """The training run of a seed. `text`: a file, or None for the embedded text."""
-        return training.Recipe(sequence_length=LENGTH, seed=seed, text=text, **dataclasses.asdict(self))
+        return training.Recipe(**{**dataclasses.asdict(self), "text": text}, sequence_length=LENGTH, seed=seed)
 
 
 def measure(name: str, seed: int, recipe: Recipe, text: str | None = None) -> Row:

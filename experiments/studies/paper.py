@@ -42,7 +42,7 @@ def plan() -> str:
             *costs(runs()),
             "On every host of a pod (prepare the texts with `atlasjax prepare`; other --seed and --run-dir for more seeds):",
             *(f"    {command}" for _, _, command in runs()),
-            "Then, for directions 13 and 15, of every run of Elastic Memory and its baselines:",
+            "Then, for sampling at test time and corruption, of every run of Elastic Memory and its baselines:",
             "    python -m experiments.studies.run --run-dir runs/elastic-uniform-1x",
         ]
     )

@@ -139,7 +139,7 @@ def plot(rows: list[Row], path: pathlib.Path, title: str) -> None:
     _plot_sizes(sizes, groups)
     _plot_comparisons(swaps, rows, ("sampling", "swap"), "sampling: positive favours exponential")
     _plot_noise(noise, groups)
-    _plot_comparisons(gates, rows, ("gate", "caching"), "gates: positive favours the context, and caching")
+    _plot_comparisons(gates, rows, ("gate", "gating", "caching"), "gates: positive favours the context, and caching")
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
 
@@ -154,7 +154,8 @@ def _plot_sizes(axes: Any, groups: dict[str, list[Row]]) -> None:
     for name, (color, style) in styles.items():
         if name in groups:
             axes.axhline(_mean(groups[name]), color=color, linestyle=style, label=name)
-    axes.set_xscale("log", base=2)
+    if any(name.startswith("elastic") for name in groups):  # a logarithmic axis without points cannot be drawn
+        axes.set_xscale("log", base=2)
     axes.set(xlabel="coefficients N of the elastic memory", ylabel="held-out bits per byte", title="size of the memory")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)

@@ -20,7 +20,7 @@ import pathlib
 import sys
 import time
 
-from experiments.rows import Row, append_row, rows_of_recipe
+from experiments.rows import Row, append_row, rows_of_recipe, text_identity, text_name
 from experiments.studies.measure import Recipe, measure, memory_layer, tested
 from experiments.studies.models import MODELS, model
 from experiments.studies.paper import plan
@@ -77,8 +77,6 @@ def main(argv: list[str] | None = None) -> None:
     if options.size == "paper":
         print(plan())
         return
-    name = "embedded" if options.text is None else pathlib.Path(options.text).stem
-    path = options.out / f"{name}.jsonl"
     try:
         if options.run_dir is not None:
             print(json.dumps(tests_of(options.run_dir, options.eval_batches), indent=1))
@@ -89,7 +87,10 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--text {options.text}: no such file.")
         for chosen in options.only:
             model(chosen)  # fail on a wrong name before anything is trained
-        recipe = Recipe(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Recipe)})
+        text = [] if options.text is None else [options.text]
+        path = options.out / f"{text_name(text) if text else 'embedded'}.jsonl"
+        fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(Recipe)}
+        recipe = Recipe(**{**fields, "text": text_identity(text) if text else None})
         rows = rows_of_recipe(path, recipe, key_of)
     except ValueError as error:
         parser.error(str(error))

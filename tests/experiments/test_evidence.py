@@ -3,6 +3,8 @@
 That docs/evidence.md is what the rows give is in tests/test_site.py, with the other generated pages.
 """
 
+import dataclasses
+
 import pytest
 
 from experiments.evidence import page, sources
@@ -13,8 +15,8 @@ from experiments.intervals import compare
 BETTER, WORSE, OPEN = [1.0, 1.1, 0.9, 1.0], [-1.0, -1.1, -0.9, -1.0], [1.0, -1.0, 1.1, -1.2]
 
 
-def line(differences, unit="accuracy"):
-    return Line("a against b", compare(differences, [0.0] * len(differences)), unit, 1000, "capacity")
+def line(differences, unit="accuracy", aside=""):
+    return Line("a against b", compare(differences, [0.0] * len(differences)), unit, 1000, "capacity", aside)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +68,46 @@ def test_larger_curves_are_better(monkeypatch):
     assert compared.comparison.differences == pytest.approx((0.5, 0.4))
 
 
-def test_there_are_nineteen_directions_and_each_has_a_command():
-    assert len(DIRECTIONS) == 19
+def test_each_direction_has_a_command_and_a_name():
+    assert len({direction.name for direction in DIRECTIONS}) == len(DIRECTIONS)
     for direction in DIRECTIONS:
         assert direction.experiments
         assert set(direction.experiments) <= set(EXPERIMENTS)
+        assert {line.source for line in direction.lines()} <= set(direction.experiments)
+
+
+def test_lines_test_the_claim_that_names_them():
+    of = lambda words: [line for d in DIRECTIONS if words in d.name for line in d.lines()]
+    assert not [line for line in of("GRM is better than Soup") if "residual" in line.setting]
+    assert all("-age" in line.setting for line in of("should see the context"))
+    assert not [line for line in of("Muon is the better") if "Muon 1," in line.setting]
+    assert {line.aside for line in of("even without a gate") if "linear-residual" in line.setting} == {"control"}
+    assert {line.unit for line in of("a larger memory is better")} == {"bits per byte"}
+
+
+def test_lines_without_a_verdict_decide_nothing():
+    aside = line(WORSE, aside="at chance")
+    assert page.verdict([line(BETTER), aside]) == "reproduced in part"
+    assert page.verdict([line(BETTER), line(WORSE, aside="control")]) == "reproduced"
+    assert page.verdict([aside]) == "undecided"
+    assert page._row(aside).endswith("| at chance |")
+    assert page._power([aside]) == ""
+
+
+def test_equal_lines_count_once():
+    other = Line("c against d", compare([0.5], [0.0]), "accuracy", 1000, "capacity")
+    lines = [line(BETTER), other, dataclasses.replace(line(BETTER), setting="a larger budget")]
+    assert page.distinct(lines) == lines[:2]
+
+
+def test_recall_at_chance_has_no_verdict(monkeypatch):
+    recipe = {"vocab_size": 128, "length": 64, "pairs": [4, 8, 16], "steps": 1, "batch_size": 1}
+    row = {"width": 16, "learning_rate": 0.01, "state_floats": 1, "recipe": recipe}
+    found = [
+        {**row, "model": name, "seed": seed, "accuracy": accuracy + seed / 1000}
+        for name, accuracy in (("good", 0.5), ("poor", 0.13), ("worse", 0.1))
+        for seed in range(3)
+    ]
+    monkeypatch.setattr(sources, "rows", lambda path: found if "small" in path else ())
+    verdicts = [line.verdict for line in sources.mqar([("good", "poor"), ("poor", "worse")])]
+    assert verdicts == ["reproduced", "at chance"]

@@ -183,6 +183,15 @@ def test_bad_input_is_refused(tmp_path, capsys):
         Store.open(tmp_path / "results.jsonl")
 
 
+def test_rows_are_where_the_page_of_evidence_reads_them(tmp_path, capsys):
+    assert run.parse([]).out == run.HERE
+    assert (run.HERE / "results.jsonl").is_file()
+    assert run.parse(["quick"]).out != run.HERE  # short sequences would stand beside those of the results
+    with pytest.raises(SystemExit):
+        run.parse(["--report", "--out", str(tmp_path)])
+    assert "results.jsonl has no rows" in capsys.readouterr().err
+
+
 def test_the_report_counts_seeds():
     shape = {"kind": "run", "dim": 8, "length": 256, "hidden_layers": 2, "expansion": 1, "learning_rate": 0.1}
     values = {

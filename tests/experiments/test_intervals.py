@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from experiments.intervals import bootstrap, bootstrap_of, compare, runs_needed, student
+from experiments.intervals import bootstrap, bootstrap_of, clearly_above, compare, runs_needed, student
 
 
 def test_student_interval_is_scipys():
@@ -72,3 +72,11 @@ def test_runs_needed_at_the_ends():
     assert runs_needed(1.0, 1e-6) is None
     assert runs_needed(0.0, 1.0) == runs_needed(1e-6, 1.0) == 3
     assert compare([1.0], [0.0]).runs_needed is None
+
+
+def test_clearly_above_is_a_verdict():
+    assert clearly_above({0: 0.5, 1: 0.52, 2: 0.51}, 0.4)
+    assert not clearly_above({0: 0.5, 1: 0.3, 2: 0.6}, 0.4)
+    assert not clearly_above({0: 0.5}, 0.4)  # one seed
+    assert not clearly_above({0: 0.5, 1: 0.52, 2: 0.51}, {0: 0.4, 1: 0.6, 2: 0.5})
+    assert not clearly_above({}, 0.4)

@@ -10,7 +10,7 @@ import pytest
 from atlasjax.data.associative_recall import IGNORE
 from experiments.evidence import sources
 from experiments.mad import run
-from experiments.mad.models import MODELS, macro_accuracy, model, network
+from experiments.mad.models import MODELS, NO_MIXER, macro_accuracy, model, network
 from experiments.mad.report import PUBLISHED, chosen, orders, table
 from experiments.mad.tasks import TASKS
 
@@ -185,13 +185,21 @@ def test_the_autoencoder_decodes_from_the_last_position_alone():
     )  # which only the decoder reads
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != NO_MIXER])
 def test_models_in_both_layouts(name):
     small, plain = (model(name, 32, 16, convolutions=flag) for flag in (True, False))
     assert (small.num_layers, plain.num_layers) == (4, 2)
     assert plain.pattern == small.pattern[1::2]
     assert small.num_layers * small.mlp_dim == plain.num_layers * plain.mlp_dim
     assert small.ffn == plain.ffn == "swiglu"
+
+
+def test_the_model_without_a_mixer_has_convolutions_and_as_much_swiglu():
+    alone, other = (model(name, 32, 16, convolutions=True) for name in (NO_MIXER, "attention"))
+    assert set(alone.pattern) == {"gam"}
+    assert alone.gam.fusion == "local"
+    assert alone.num_layers * alone.mlp_dim == other.num_layers * other.mlp_dim
+    assert alone == model(NO_MIXER, 32, 16, convolutions=False)
 
 
 def _row(task, name, seed, rate, accuracy):
@@ -212,6 +220,20 @@ def test_orders_are_paired_at_the_best_rates():
     assert order.comparison.differences == pytest.approx((-0.2, -0.2, -0.19))
     assert order.comparison.verdict == "refuted here"
     assert "| memorization | atlas > attention | 91.4 – 83.8 | -19.7 |" in table(rows)
+
+
+def test_orders_at_chance_have_no_verdict():
+    rows = [
+        _row("compression", name, seed, 0.01, accuracy + seed / 1000)
+        for name, accuracy in (("atlas", 0.1), ("attention", 0.2), ("titans", 0.12))
+        for seed in range(3)
+    ]
+    verdicts = lambda rows: {order.worse: order.verdict for order in orders(rows, "ATLAS, Table 4")}
+    assert verdicts(rows) == {"attention": "refuted here", "titans": "refuted here"}
+    rows += [_row("compression", NO_MIXER, seed, 0.01, 0.15) for seed in range(3)]
+    assert verdicts(rows) == {"attention": "refuted here", "titans": "at chance"}
+    assert "| atlas > titans | 51.6 – 49.6 | -2.0 | -2.0 to -2.0 | -2.0 to -2.0 | 3 | at chance |" in table(rows)
+    assert "| chance |  |  | 6.2 |  |" in table(rows)
 
 
 def test_the_evidence_has_what_atlas_beats(monkeypatch):
@@ -252,6 +274,7 @@ def test_the_plan_of_the_paper_trains_nothing(monkeypatch, capsys, tmp_path):
     out = capsys.readouterr().out
     assert "1 models × 2 tasks × 18 runs" in out
     assert "--size paper --go" in out
+    assert f"--models delta --out {tmp_path}/host-0" in out
     assert not list(tmp_path.iterdir())
 
 

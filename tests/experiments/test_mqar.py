@@ -9,7 +9,7 @@ from atlasjax.data.associative_recall import IGNORE
 from atlasjax.nn.abstract import state_bytes
 from experiments.mqar import run
 from experiments.mqar.models import model
-from experiments.mqar.report import best
+from experiments.mqar.report import best, chance
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,11 @@ def test_the_plan_of_the_paper_trains_nothing(monkeypatch, capsys, tmp_path):
     out = capsys.readouterr().out
     assert "819 million tokens per run" in out
     assert "--size paper --go" in out
+    assert f"--models delta --out {tmp_path}/host-0" in out
+
+
+def test_chance_is_one_of_the_listed_values():
+    assert chance(128, 64, [4, 8, 16]) == pytest.approx((1 / 4 + 1 / 8 + 1 / 16) / 3)
 
 
 def test_the_best_rate_and_the_order_of_seeds():

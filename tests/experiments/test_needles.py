@@ -75,6 +75,17 @@ def test_places_are_the_last_of_several():
     assert len({x for row in tokens.tolist() for x in row if NAME <= x < VALUE}) == 8  # people only
 
 
+def test_guesses_of_a_reader_who_ignores_the_name():
+    found = {name: list(task.guesses().values()) for name, task in TASKS.items()}
+    assert found["niah_1"] == found["niah_2"] == [1 / 32, 1, 1]
+    assert found["niah_3"] == [1 / (32 * 31 * 30 * 29), 1, 1]
+    equal = 1 / 8 + 7 / 8 / 32  # one of eight, or another with the same value
+    assert found["multi_key"] == pytest.approx([1 / 32, equal, equal], abs=0.05)
+    assert found["places_1"][2] > found["places_1"][1] + 0.1
+    assert TASKS["niah_1"].chance() == 1 / 32
+    assert TASKS["places_2"].chance() == found["places_2"][2]
+
+
 def test_sequences_depend_on_seed_and_split_and_needles_are_anywhere():
     task = TASKS["niah_2"]
     tokens, labels = task.sequences(40, 256, 3)

@@ -21,6 +21,7 @@ from experiments.studies.measure import bits, memory_floats, memory_layer
 from experiments.studies.models import BLOCK, LENGTH, MODELS, model
 from experiments.studies.paper import runs
 from experiments.studies.reconstruction import Recorded, reconstruction
+from experiments.studies.report import write
 
 
 def small(name):
@@ -132,13 +133,32 @@ def test_signs_of_the_comparisons():
     found = {line.told: line.comparison for line in compared(rows)}
     assert found["elastic-exp-1x against elastic-uniform-1x"].effect == pytest.approx(0.1)
     assert found["elastic-exp-2x against elastic-exp-1x"].effect == pytest.approx(0.1)
-    assert found["elastic-exp-2x against elastic-exp-1x: keys and values lost"].effect == pytest.approx(0.01)
+    assert found["elastic-exp-2x against elastic-exp-1x: share of keys and values lost"].effect == pytest.approx(0.01)
+    assert found["elastic-exp-2x against elastic-exp-1x: mean squared error"].effect == pytest.approx(0.1)
     assert found["titans-grm against titans-grm-age"].effect == pytest.approx(-0.3)
     assert found["elastic-uniform-1x, tested exponential against tested uniform"].effect == pytest.approx(0.101)
     noise = "elastic-exp-1x against memorizing-1x, 50% noise in all layers: "
     assert found[f"{noise}rise of the loss"].effect == pytest.approx(-0.2)
-    assert found[f"{noise}loss, as in the table"].effect == pytest.approx(0.2)
+    assert found[f"{noise}loss"].effect == pytest.approx(0.2)
     assert {line.direction for line in compared(rows)} <= set(DIRECTIONS)
+
+
+def test_signs_under_corruption_are_those_of_the_papers_table():
+    rows = rows_of({"elastic-exp-1x": (2.0, 0.5), "memorizing-1x": (2.4, 0.3)})
+    orders = {line.told: line.comparison.effect for line in compared(rows) if line.direction == "orders"}
+    rises = "memorizing-1x against elastic-exp-1x, {}: rise of the loss"
+    assert orders[rises.format("75% noise in the memory layer")] == pytest.approx(0.2)
+    assert orders[rises.format("75% noise in all layers")] == pytest.approx(0.2)
+    assert "elastic-exp-1x against memorizing-1x, 50% noise in all layers: rise of the loss" in orders
+    assert not [told for told in orders if told.endswith("75% noise in the memory layer: loss")]  # 3.316 both
+    assert len(orders) == 11
+
+
+def test_rows_of_models_without_an_elastic_memory_are_plotted(tmp_path):
+    (row, *_) = rows_of({"block": (2.0, 0.1)})
+    sizes = {"parameters": 1, "memory_floats": 0, "seconds": 1.0, "recipe": dataclasses.asdict(measure.Recipe())}
+    write([{**row, **sizes}], tmp_path / "x.jsonl")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
 def test_rows_resume_seed_by_seed(tmp_path, monkeypatch, capsys):
@@ -159,6 +179,24 @@ def test_rows_resume_seed_by_seed(tmp_path, monkeypatch, capsys):
     assert [(row["model"], row["seed"]) for row in rows] == order
     assert "Noise in keys and values" in capsys.readouterr().out
     assert (tmp_path / "embedded.png").stat().st_size > 10_000
+
+
+def test_rows_of_another_text_with_the_same_name_are_refused(tmp_path, monkeypatch, capsys):
+    def row_of(name, seed, recipe, text):
+        (row, *_) = rows_of({name: (2.0, 0.1)})
+        return {**row, "parameters": 10, "memory_floats": 5, "seconds": 1.0, "recipe": dataclasses.asdict(recipe)}
+
+    monkeypatch.setattr(run, "measure", row_of)
+    book = tmp_path / "book.txt"
+    book.write_text("The whale.")
+    options = ["--only", "block", "--seeds", "1", "--out", str(tmp_path), "--text", str(book)]
+    run.main(options)
+    run.main(options)
+    assert len((tmp_path / "book.jsonl").read_text().splitlines()) == 1
+    book.write_text("The white whale.")
+    with pytest.raises(SystemExit):
+        run.main(options)
+    assert "rows of another recipe" in capsys.readouterr().err
 
 
 def test_commands_of_the_paper_are_real(monkeypatch):
@@ -192,9 +230,12 @@ def test_commands_of_the_paper_are_real(monkeypatch):
         (["--steps", "0"], "steps must be at least 1"),
         (["--learning-rate", "-1"], "learning_rate must be above 0"),
         (["--text", "missing.txt"], "missing.txt: no such file"),
+        (["--text", "embedded.txt"], "'embedded' names the rows"),
     ],
 )
-def test_bad_options_are_refused(options, words, capsys):
+def test_bad_options_are_refused(options, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "embedded.txt").write_text("a text")
     with pytest.raises(SystemExit):
         run.main(options)
     assert words in capsys.readouterr().err
