@@ -426,7 +426,7 @@ def describe(config: ModelConfig, *, length: int | None = None) -> dict[str, int
 
     Args:
       config: the model.
-      length: number of tokens in a sequence. Used, and required, only if a mixer keeps every token.
+      length: number of tokens in a sequence, as max_length of `LanguageModel.init_cache`, for the mixers that use it.
 
     Returns:
       parameters: the number of parameters.
@@ -434,7 +434,7 @@ def describe(config: ModelConfig, *, length: int | None = None) -> dict[str, int
       state_bytes_per_sequence: bytes of the cache of one sequence in decoding, for any length or for `length` tokens.
 
     Raises:
-      ValueError: length is None and a mixer keeps every token.
+      ValueError: length is None and a mixer requires it.
     """
     return {
         "parameters": count_parameters(config),

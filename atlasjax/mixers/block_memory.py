@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.memory.grid import choose
-from atlasjax.mixers.blocks import block_source, continued, documents, unfinished, whole
+from atlasjax.mixers.blocks import block_source, continued, continued_queries, documents, unfinished, whole
 from atlasjax.mixers.rotary import check_rotary
 from atlasjax.mixers.shapes import check_shapes
 from atlasjax.mixers.softmax_attention import softmax_attention
@@ -87,11 +87,10 @@ def attention(
     if segment_ids is None:
         grid = whole(batch, time, block_size)
         if grid.touched == 1:  # a single block has no memory to read
-            place = jnp.broadcast_to(jnp.arange(time), (batch, time))
-            return softmax_attention(block_source(q, place, k, v, rope_theta))
+            return softmax_attention(block_source(q, None, k, v, rope_theta))
     else:
         grid = documents(segment_ids, max_segments, q, block_size, where)
-    blocks = (*(grid.lay(x) for x in (q, k, v)), grid.index, None)
+    blocks = (grid.lay(q), None, grid.lay(k), grid.lay(v), grid.index, None)
     y, _ = _read_blocks(blocks, gate, empty, read, write, rope_theta)
     return grid.pick(y)
 
@@ -127,18 +126,23 @@ def extend(
     rows = jnp.arange(batch)
     if time > 1:
         grid, last = continued(position, time, size), unfinished(position, time, size)
+        queries, places = continued_queries(position, time, size)
         kb, vb = grid.lay(k, keys), grid.lay(v, values)
         full = jnp.arange(grid.touched)[:, None] < last
-        blocks = (*(x[: grid.touched] for x in (grid.lay(q), kb, vb, grid.index)), full)
+        blocks = (queries.lay(q), places, kb[: grid.touched], vb[: grid.touched], queries.index, full)
         y, memory = _read_blocks(blocks, gate, memory, read, write, rope_theta)
-        return grid.pick(y), BlockMemoryState(memory, CurrentBlock(kb[last, rows], vb[last, rows], position + time))
+        return queries.pick(y), BlockMemoryState(memory, CurrentBlock(kb[last, rows], vb[last, rows], position + time))
     place = position % size
     keys, values = keys.at[rows, place].set(k[:, 0]), values.at[rows, place].set(v[:, 0])
     y = _mix(q, place[:, None], keys, values, memory, position // size, gate, read, rope_theta)
-    full = place == size - 1
-    store = lambda memory: choose(full, write(memory, keys, values), memory)
-    memory = jax.lax.cond(jnp.any(full), store, lambda memory: memory, memory)
+    memory = _write_full(write, memory, keys, values, place == size - 1)
     return y, BlockMemoryState(memory, CurrentBlock(keys, values, position + 1))
+
+
+def _write_full(write: Write[Memory], memory: Memory, k: jax.Array, v: jax.Array, full: jax.Array) -> Memory:
+    """The memory after a block that is written only in the rows where it is full, boolean [batch]."""
+    store = lambda memory: choose(full, write(memory, k, v), memory)
+    return jax.lax.cond(jnp.any(full), store, lambda memory: memory, memory)
 
 
 def _read_blocks(
@@ -151,19 +155,17 @@ def _read_blocks(
 ) -> tuple[jax.Array, Memory]:
     """Reads the blocks one after another.
 
-    blocks: q, k, v [blocks, batch, size, …]; the index of each block in its document, [blocks, batch]; and which blocks are full
-    and are written to the memory, boolean [blocks, batch]. None writes all of them: a block that is not full is the last of its
-    document or of the row, so nothing reads its write.
+    blocks: q [blocks, batch, queries, …] and their places in the blocks, [blocks, batch, queries], or None for all places; k, v
+    [blocks, batch, size, …]; the index of each block in its document, [blocks, batch]; and which blocks are full and are written to
+    the memory, boolean [blocks, batch]. None writes all of them: a block that is not full is the last of its document or of the
+    row, so nothing reads its write.
     """
-    batch, size = blocks[0].shape[1:3]
-    place = jnp.broadcast_to(jnp.arange(size), (batch, size))
 
     def block(memory: Memory, xs: tuple[Any, ...]) -> tuple[Memory, jax.Array]:
-        q, k, v, index, full = xs
+        q, place, k, v, index, full = xs
         memory = choose(index > 0, memory, jax.tree.map(jnp.zeros_like, memory))
         y = _mix(q, place, k, v, memory, index, gate, read, rope_theta)
-        after = write(memory, k, v)
-        return after if full is None else choose(full, after, memory), y
+        return write(memory, k, v) if full is None else _write_full(write, memory, k, v, full), y
 
     memory, y = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), memory, blocks)
     return y, memory
@@ -171,7 +173,7 @@ def _read_blocks(
 
 def _mix(
     q: jax.Array,
-    place: jax.Array,
+    place: jax.Array | None,
     k: jax.Array,
     v: jax.Array,
     memory: Memory,
@@ -180,7 +182,7 @@ def _mix(
     read: Read[Memory],
     rope_theta: float | None,
 ) -> jax.Array:
-    """Attention of queries at positions `place` [batch, queries] of one block with keys and values k, v [batch, size, …]."""
+    """Attention of queries at positions `place` of one block, as for `block_source`, with keys and values k, v [batch, size, …]."""
     local = softmax_attention(block_source(q, place, k, v, rope_theta)).astype(jnp.float32)
     past = read(memory, q, index).astype(jnp.float32)
     share = jnp.where(index[:, None] > 0, jax.nn.sigmoid(gate.astype(jnp.float32)), 0.0)[:, None, :, None]

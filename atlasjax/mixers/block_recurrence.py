@@ -16,7 +16,7 @@ Logits and softmax are float32. State size and time per token do not depend on t
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.memory.check import check_sizes
-from atlasjax.mixers.blocks import continued, documents, unfinished, whole
+from atlasjax.mixers.blocks import causal, continued, continued_queries, documents, unfinished, whole
 from atlasjax.mixers.rotary import check_rotary, rotate
 from atlasjax.mixers.shapes import check_dtype, check_shapes
 from atlasjax.mixers.softmax_attention import Source, softmax_attention
@@ -107,6 +107,9 @@ def attention(
     if segment_ids is None:
         grid = whole(batch, time, block_size)
         position = jnp.broadcast_to(jnp.arange(time), (batch, time))
+        if grid.touched == 1:  # there is no previous block
+            q, k = rotate(q, position, rope_theta), rotate(k, position, rope_theta)
+            return softmax_attention(Source(q, k, v, causal(None, time)))
     else:
         grid = documents(segment_ids, max_segments, q, block_size, where)
         assert grid.place is not None
@@ -116,7 +119,8 @@ def attention(
     pk, pv = before(kb), before(vb)
     if stop_gradient:
         pk, pv = jax.lax.stop_gradient((pk, pv))
-    return grid.pick(_attend_blocks(grid.lay(rotate(q, position, rope_theta)), kb, vb, pk, pv, grid.index))
+    q = grid.lay(rotate(q, position, rope_theta))
+    return grid.pick(_attend_blocks(q, None, kb, vb, pk, pv, grid.index))
 
 
 def init_state(
@@ -185,12 +189,13 @@ def _piece(
     """Places the new tokens on the block grid after those of the current block, then computes as for a whole sequence."""
     (batch, time), size = q.shape[:2], state.keys.shape[2]
     grid, rows, half = continued(state.position, time, size), jnp.arange(batch), state.position // size % 2
+    queries, places = continued_queries(state.position, time, size)
     lay = lambda x, held: grid.lay(x, held[rows, half])
     kb, vb = lay(k, state.keys), lay(v, state.values)
     before = lambda x, held: jnp.concatenate([held[rows, 1 - half][None], x[:-1]])
     pk, pv = before(kb, state.keys), before(vb, state.values)
-    cut = lambda *arrays: (x[: grid.touched] for x in arrays)
-    y = grid.pick(_attend_blocks(*cut(grid.lay(q), kb, vb, pk, pv, grid.index)))
+    touched = (x[: grid.touched] for x in (kb, vb, pk, pv, grid.index))
+    y = queries.pick(_attend_blocks(queries.lay(q), places, *touched))
     last = unfinished(state.position, time, size)
     even = ((half + last) % 2 == 0)[:, None, None, None]
 
@@ -202,16 +207,28 @@ def _piece(
 
 
 def _attend_blocks(
-    q: jax.Array, k: jax.Array, v: jax.Array, before_k: jax.Array, before_v: jax.Array, index: jax.Array
+    q: jax.Array,
+    place: jax.Array | None,
+    k: jax.Array,
+    v: jax.Array,
+    before_k: jax.Array,
+    before_v: jax.Array,
+    index: jax.Array,
 ) -> jax.Array:
-    """Attention block by block. All are [blocks, batch, L, heads, dim], q and k rotated; index: each block's in its document."""
-    causal = jnp.tril(jnp.ones((q.shape[2], q.shape[2]), bool))[None]
+    """Attention block by block.
 
-    def block(xs: tuple[jax.Array, ...]) -> jax.Array:
-        q, k, v, before_k, before_v, m = xs
-        return softmax_attention(Source(q, k, v, causal), Source(q, before_k, before_v, (m > 0)[:, None, None]))
+    Args:
+      q: rotated, [blocks, batch, queries, heads, dim].
+      place: position of each query in its block, [blocks, batch, queries]. None: they are those of all tokens of the blocks.
+      k, v: the blocks' rotated keys, and their values, [blocks, batch, L, heads, dim].
+      before_k, before_v: those of the previous blocks.
+      index: each block's in its document, [blocks, batch].
+    """
 
-    xs = (q, k, v, before_k, before_v, index)
-    if q.shape[0] == 1:
-        return block(tuple(x[0] for x in xs))[None]
+    def block(xs: tuple[Any, ...]) -> jax.Array:
+        q, place, k, v, before_k, before_v, m = xs
+        own = Source(q, k, v, causal(place, k.shape[1]))
+        return softmax_attention(own, Source(q, before_k, before_v, (m > 0)[:, None, None]))
+
+    xs = (q, place, k, v, before_k, before_v, index)
     return jax.lax.map(functools.partial(jax.checkpoint, prevent_cse=False)(block), xs)

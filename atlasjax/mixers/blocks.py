@@ -8,7 +8,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from atlasjax.memory import grid
 from atlasjax.memory.check import check_segments
@@ -53,10 +53,10 @@ class Grid:
 
 
 def whole(batch: int, time: int, size: int) -> Grid:
-    """The grid of whole sequences: ⌈time / size⌉ blocks, of which the last may not be full."""
+    """The grid of whole sequences: ⌈time / size⌉ blocks, of which the last may not be full. A single one has only `time` slots."""
     count = -(-time // size)
     index = jnp.broadcast_to(jnp.arange(count)[:, None], (count, batch))
-    return Grid(size, index, time, touched=count)
+    return Grid(min(size, time), index, time, touched=count)
 
 
 def documents(
@@ -70,7 +70,7 @@ def documents(
 
     Args:
       segment_ids: integers [batch, time].
-      max_segments: static bound on the number of documents in a row. Required under jit. Tokens of documents beyond the bound may
+      max_segments: static bound on the number of documents in a row. Required under jit. Tokens of documents beyond the bound
         have no slot.
       x: the tokens [batch, time, …].
       size: tokens per block.
@@ -82,23 +82,48 @@ def documents(
     most = check_segments(segment_ids, max_segments, x, where)
     assert most is not None
     time = segment_ids.shape[1]
-    position, _ = segment_positions(segment_ids)
+    position, segment = segment_positions(segment_ids)
     slot = jnp.cumsum(position % size == 0, axis=1) - 1
     count = min((time + most * (size - 1)) // size, time)  # a document's last block may be partly empty
     put = lambda slot, block: jnp.zeros(count, jnp.int32).at[slot].set(block, mode="drop")
     index = jax.vmap(put)(slot, position // size).T
-    return Grid(size, index, time, slot * size + position % size, touched=count)
+    # Tokens without a slot get distinct places beyond the last one, because the scatter declares its indices unique.
+    place = jnp.where(segment < most, slot * size + position % size, count * size + jnp.arange(time))
+    return Grid(size, index, time, place, touched=count)
 
 
 def continued(position: Int[Array, " batch"], time: int, size: int) -> Grid:
     """The grid of the next `time` tokens of a stream after `position` [batch] tokens, starting inside the current block.
 
-    It has one block for each block that may be full afterwards, and one more: see `unfinished`.
+    It has one block for each block that may be full afterwards, and one more: see `unfinished`. Its blocks hold keys and values.
+    For the queries see `continued_queries`.
     """
     count = (size - 1 + time) // size + 1
     place = (position % size)[:, None] + jnp.arange(time)
     index = position // size + jnp.arange(count)[:, None]
     return Grid(size, index, time, place, touched=(2 * size - 2 + time) // size)
+
+
+def continued_queries(
+    position: Int[Array, " batch"], time: int, size: int
+) -> tuple[Grid, Int[Array, "blocks batch width"]]:
+    """The grid of the queries of `continued`: its touched blocks, with slots for the new tokens only.
+
+    A piece that is shorter than a block has at most `time` queries in each of the blocks it touches, so the blocks have as many
+    slots, which are filled from the first on.
+
+    Returns:
+      The grid, and the position of each slot in its block of `size` tokens. Slots beyond the last position repeat it; they are
+      empty.
+    """
+    keys, width = continued(position, time, size), min(size, time)
+    assert keys.place is not None
+    index = keys.index[: keys.touched]
+    first = jnp.where(jnp.arange(keys.touched)[:, None] == 0, position % size, 0)
+    block, offset = keys.place // size, keys.place % size
+    place = block * width + jnp.where(block == 0, offset - position[:, None] % size, offset)
+    places = jnp.minimum(first[:, :, None] + jnp.arange(width), size - 1)
+    return Grid(width, index, time, place, touched=keys.touched), places
 
 
 def unfinished(position: Int[Array, " batch"], time: int, size: int) -> Int[Array, " batch"]:
@@ -108,7 +133,7 @@ def unfinished(position: Int[Array, " batch"], time: int, size: int) -> Int[Arra
 
 def block_source(
     q: Float[Array, "batch queries heads key_dim"],
-    place: Int[Array, "batch queries"],
+    place: Int[Array, "batch queries"] | None,
     k: Float[Array, "batch size heads key_dim"],
     v: Float[Array, "batch size heads value_dim"],
     rope_theta: float | None,
@@ -117,10 +142,16 @@ def block_source(
 
     Args:
       q: before rotation, [batch, queries, heads, key_dim].
-      place: position of each query in the block, [batch, queries].
+      place: position of each query in the block, [batch, queries]. None: they are those of all tokens of the block.
       k, v: all tokens of the block, before rotation, [batch, size, heads, dim].
       rope_theta: base of the rotary wavelengths. None means no rotation.
     """
     places = jnp.arange(k.shape[1])[None]
-    visible = places[:, None] <= place[:, :, None]
-    return Source(rotate(q, place, rope_theta), rotate(k, places, rope_theta), v, visible)
+    q = rotate(q, places if place is None else place, rope_theta)
+    return Source(q, rotate(k, places, rope_theta), v, causal(place, k.shape[1]))
+
+
+def causal(place: Int[Array, "batch queries"] | None, size: int) -> Bool[Array, "_batch queries size"]:
+    """Which tokens of a block of `size` the queries at these positions see. None: those of all its tokens."""
+    places = jnp.arange(size)
+    return places <= (places[None] if place is None else place)[:, :, None]

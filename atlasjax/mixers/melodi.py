@@ -31,7 +31,8 @@ from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.memory.check import check_sizes
-from atlasjax.mixers.blocks import Grid, block_source, continued, documents, unfinished, whole
+from atlasjax.memory.grid import choose
+from atlasjax.mixers.blocks import block_source, continued, continued_queries, documents, unfinished, whole
 from atlasjax.mixers.rotary import check_rotary, rotate
 from atlasjax.mixers.shapes import check_dtype, check_shapes
 from atlasjax.mixers.softmax_attention import Source, softmax_attention
@@ -121,6 +122,9 @@ class MelodiState(NamedTuple):
     position: Int[Array, " batch"]
 
 
+_Carry = tuple[KeysAndValues, jax.Array]  # the memory, and the mixing's sum over the current block
+
+
 def attention(
     x: Float[Array, "batch time dim"],
     weights: Weights,
@@ -151,7 +155,7 @@ def attention(
     batch, time = x.shape[:2]
     if segment_ids is None:
         grid = whole(batch, time, layer.block_size)
-        place = jnp.broadcast_to(jnp.arange(time), (batch, time)) % layer.block_size
+        place = jnp.broadcast_to(jnp.arange(time) % layer.block_size, (batch, time))
     else:
         grid = documents(segment_ids, max_segments, x, layer.block_size, "melodi.attention")
         assert grid.place is not None
@@ -159,9 +163,11 @@ def attention(
     q, k, v = layer.rotated(x, place)
     q, k, v = grid.lay(q), grid.lay(k), grid.lay(v)
     if grid.touched == 1:  # a single block has no memory to read
-        return grid.pick(layer.attend(q[0], layer.places(batch), k[0], v[0], None)[None])
+        return grid.pick(layer.attend(q[0], None, k[0], v[0], None)[None])
     start = layer.empty(batch, layer.summary, x.dtype), layer.nothing_mixed(batch)
-    return grid.pick(_read_blocks(layer, q, k, v, x, grid, start)[0])
+    lies = grid.lay(jnp.ones((batch, time), bool))
+    y, _ = _read_blocks(layer, (q, None, k, v, grid.lay(x), lies, grid.index, None), start)
+    return grid.pick(y)
 
 
 def init_state(batch_size: int, weights: Weights, dtype: jax.typing.DTypeLike) -> MelodiState:
@@ -209,73 +215,71 @@ def _one_token(layer: "_Layer", x: jax.Array, state: MelodiState) -> tuple[jax.A
     index, place = state.position // size, state.position % size
     q, k, v = layer.rotated(x, place[:, None])
     keys, values = (held.at[rows, place].set(new[:, 0]) for held, new in zip(state.block, (k, v)))
-    memory = (*state.memory, _visible(index))
-    y = layer.attend(q, place[:, None], keys, values, memory)
+    source = (*state.memory, _visible(index))
+    y = layer.attend(q, place[:, None], keys, values, source)
     normed = layer.context(x, y)[:, 0]
     taps = layer.weights.mixing[place].astype(x.dtype)
     mixed = state.mixed + jnp.einsum("bn,bd->bnd", taps, normed, preferred_element_type=jnp.float32)
-    full = place == size - 1
+    memory, mixed = _write_full(layer, (state.memory, mixed), keys, values, source, place == size - 1)
+    return y, MelodiState(memory, KeysAndValues(keys, values), mixed, state.position + 1)
 
-    def write(before: tuple[KeysAndValues, jax.Array]) -> tuple[KeysAndValues, jax.Array]:
-        after = layer.write(keys, values, memory, mixed), jnp.zeros_like(mixed)
-        return jax.tree.map(lambda a, b: jnp.where(full.reshape(-1, *(1,) * (a.ndim - 1)), a, b), after, before)
 
-    before = state.memory, mixed
-    memory_after, mixed_after = jax.lax.cond(jnp.any(full), write, lambda before: before, before)
-    return y, MelodiState(memory_after, KeysAndValues(keys, values), mixed_after, state.position + 1)
+def _write_full(
+    layer: "_Layer", before: _Carry, k: jax.Array, v: jax.Array, source: tuple[jax.Array, ...], full: jax.Array
+) -> _Carry:
+    """The memory and the mixing's sum after a block, which changes them only in the rows where it is full, boolean [batch]."""
+
+    def write(before: _Carry) -> _Carry:
+        _, mixed = before
+        return choose(full, (layer.write(k, v, source, mixed), jnp.zeros_like(mixed)), before)
+
+    return jax.lax.cond(jnp.any(full), write, lambda before: before, before)
 
 
 def _piece(layer: "_Layer", x: jax.Array, state: MelodiState) -> tuple[jax.Array, MelodiState]:
     """Places the new tokens on the block grid after those of the current block, then computes as for a whole sequence."""
     size, (batch, time) = layer.block_size, x.shape[:2]
-    grid, rows = continued(state.position, time, size), jnp.arange(batch)
+    grid, last = continued(state.position, time, size), unfinished(state.position, time, size)
+    queries, places = continued_queries(state.position, time, size)
     q, k, v = layer.rotated(x, (state.position[:, None] + jnp.arange(time)) % size)
     kb, vb = grid.lay(k, state.block.keys), grid.lay(v, state.block.values)
-    y, before, end = _read_blocks(layer, grid.lay(q), kb, vb, x, grid, (state.memory, state.mixed))
-    last = unfinished(state.position, time, size)
-    memory, mixed = jax.tree.map(lambda x, end: jnp.concatenate([x, end[None]])[last, rows], before, end)
-    block = KeysAndValues(kb[last, rows], vb[last, rows])
-    return grid.pick(y), MelodiState(memory, block, mixed, state.position + time)
+    lies, full = queries.lay(jnp.ones((batch, time), bool)), jnp.arange(grid.touched)[:, None] < last
+    touched = (x[: grid.touched] for x in (kb, vb))
+    blocks = (queries.lay(q), places, *touched, queries.lay(x), lies, queries.index, full)
+    y, (memory, mixed) = _read_blocks(layer, blocks, (state.memory, state.mixed))
+    block = jax.tree.map(lambda x: x[last, jnp.arange(batch)], KeysAndValues(kb, vb))
+    return queries.pick(y), MelodiState(memory, block, mixed, state.position + time)
 
 
-def _read_blocks(
-    layer: "_Layer",
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    x: jax.Array,
-    grid: Grid,
-    start: tuple[KeysAndValues, jax.Array],
-) -> tuple[jax.Array, tuple[KeysAndValues, jax.Array], tuple[KeysAndValues, jax.Array]]:
-    """Reads the touched blocks one after another.
+def _read_blocks(layer: "_Layer", blocks: tuple[Any, ...], start: _Carry) -> tuple[jax.Array, _Carry]:
+    """Reads the blocks one after another.
 
     Args:
-      q, k, v: rotated and laid out in blocks, [blocks, batch, L, heads, dim].
-      x: the tokens, [batch, time, dim].
+      blocks: rotated q [blocks, batch, queries, heads, dim], and their places in the blocks, [blocks, batch, queries], or None
+        for all places; rotated k, and v [blocks, batch, L, heads, dim]; x [blocks, batch, queries, dim], and whether a token lies
+        there; the index of each block in its document, [blocks, batch]; and which blocks are full and are written to the memory,
+        boolean [blocks, batch]. None writes all of them: a block that is not full is the last of its document or of the row, so
+        nothing reads its write.
       start: the memory before the first block, and the mixing's partial sum for that block.
 
     Returns:
-      o_x [blocks, batch, L, dim]; the memory before each block and each block's mixing sum; the same two after the last block.
+      o_x [blocks, batch, queries, dim]; the memory and the mixing's sum after the last block.
     """
-    batch = x.shape[0]
-    lies = grid.lay(jnp.ones(x.shape[:2], bool))
-    place = layer.places(batch)
 
-    def block(
-        carry: tuple[KeysAndValues, jax.Array], xs: tuple[jax.Array, ...]
-    ) -> tuple[tuple[KeysAndValues, jax.Array], tuple[jax.Array, tuple[KeysAndValues, jax.Array]]]:
+    def block(carry: _Carry, xs: tuple[Any, ...]) -> tuple[_Carry, jax.Array]:
         memory, mixed = carry
-        q, k, v, x, lies, m = xs
+        q, place, k, v, x, lies, m, full = xs
         source = (*memory, _visible(m))
         y = layer.attend(q, place, k, v, source)
         normed = jnp.where(lies[:, :, None], layer.context(x, y), 0)
-        mixed = mixed + layer.mix(normed, layer.weights.mixing[: layer.block_size])
-        after = layer.write(k, v, source, mixed), jnp.zeros_like(mixed)
-        return after, (y, (memory, mixed))
+        taps = layer.weights.mixing[: layer.block_size]
+        mixed = mixed + layer.mix(normed, taps if place is None else taps[place])
+        if full is None:
+            return (layer.write(k, v, source, mixed), jnp.zeros_like(mixed)), y
+        return _write_full(layer, (memory, mixed), k, v, source, full), y
 
-    xs = tuple(a[: grid.touched] for a in (q, k, v, grid.lay(x), lies, grid.index))
-    end, (y, before) = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), start, xs)
-    return y, before, end
+    end, y = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), start, blocks)
+    return y, end
 
 
 def _visible(index: jax.Array) -> jax.Array:
@@ -295,9 +299,6 @@ class _Layer:
     summary: int
     theta: float | None
     eps: float
-
-    def places(self, batch: int) -> jax.Array:
-        return jnp.broadcast_to(jnp.arange(self.block_size), (batch, self.block_size))
 
     def empty(self, batch: int, size: int, dtype: jax.typing.DTypeLike) -> KeysAndValues:
         zeros = lambda dim: jnp.zeros((batch, size, self.heads, dim), dtype)
@@ -321,13 +322,14 @@ class _Layer:
         return self.normed(x.astype(jnp.float32) + y, self.weights.context_norm, x.dtype)
 
     def mix(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        """[batch, tokens, dim], [tokens, summary] → float32 [batch, summary, dim]."""
-        return jnp.einsum("btd,tn->bnd", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        """[batch, tokens, dim], [(batch,) tokens, summary] → float32 [batch, summary, dim]."""
+        taps = "btn" if kernel.ndim == 3 else "tn"
+        return jnp.einsum(f"btd,{taps}->bnd", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
 
     def attend(
-        self, q: jax.Array, place: jax.Array, k: jax.Array, v: jax.Array, memory: tuple[jax.Array, ...] | None
+        self, q: jax.Array, place: jax.Array | None, k: jax.Array, v: jax.Array, memory: tuple[jax.Array, ...] | None
     ) -> jax.Array:
-        """o_x for rotated queries at positions [batch, queries] of a block with rotated keys k: [batch, queries, dim]."""
+        """o_x for rotated queries at positions `place` of a block (`block_source`), with rotated keys k: [batch, queries, dim]."""
         sources = [block_source(q, place, k, v, None)]
         if memory is not None:
             sources.append(Source(q, *memory))

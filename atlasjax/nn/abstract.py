@@ -56,10 +56,10 @@ def state_bytes(config: ModelConfig, *, length: int | None = None) -> int:
 
     Args:
       config: the model.
-      length: number of tokens. It is used, and required, only if a mixer keeps every token.
+      length: number of tokens, as max_length of `LanguageModel.init_cache`, for the mixers that use it.
 
     Raises:
-      ValueError: length is None and a mixer keeps every token.
+      ValueError: length is None and a mixer requires it.
     """
     graphdef, params = nnx.split(abstract_model(config), nnx.Param)
     cache = jax.eval_shape(lambda p: nnx.merge(graphdef, p).init_cache(1, length), params)

@@ -215,7 +215,7 @@ def require_shared_heads(config: ModelConfig, mixer: str) -> None:
 def require_plain_attention(config: ModelConfig, mixer: str) -> None:
     """Raises ValueError if the attention has a form that neither a mixer within blocks nor any other of the model takes."""
     if not any(":" in name or name in _WITH_ATTENTION for name in config.pattern):
-        fields = ("persistent_tokens", "bias", "rope_dim", "qk_norm", *_OF_HEADS)
+        fields = ("persistent_tokens", "bias", "output_bias", "rope_dim", "qk_norm", "fused", *_OF_HEADS)
         _require_defaults(config, mixer, fields, "attention within blocks takes only attention.rope_theta")
 
 

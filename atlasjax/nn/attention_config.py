@@ -9,7 +9,8 @@ from atlasjax import check
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
     """Softmax attention, for the mixers that have it. Those within blocks ("block_attention", "elastic", "memorizing", "infini",
-    "melodi", "block_recurrence") take only `rope_theta`.
+    "melodi", "block_recurrence") take only `rope_theta`. A model without any others must leave all other fields except `window` and
+    `segment_size` at their defaults.
 
     Attributes:
       window: a token sees itself and the window − 1 tokens before it. Required by "swa", "mag" and "mal"; of no effect elsewhere.
@@ -17,7 +18,7 @@ class AttentionConfig:
       bias: whether the query, key and value projections have biases.
       output_bias: whether with `bias` the output projection of "attention" and "swa" has one as well.
       persistent_tokens: number of learned keys and values that every token sees, ≥ 0.
-      segment_size: tokens per segment in "mac", ≥ 1. A multiple of the memory's chunk size.
+      segment_size: tokens per segment in "mac", ≥ 1. A multiple of the memory's chunk size. Of no effect elsewhere.
       rope_dim: number of channels of a head that are rotated (partial RoPE), even. None: all.
       qk_norm: RMS norm of queries and keys before the rotation: "none"; "head", of each head, all with the same scale [head_dim];
         or "all", of all heads together. It is 1 + scale with the model's norm "rms_plus_one".

@@ -42,11 +42,11 @@ class Mixer(Protocol):
 
         Args:
           batch_size: number of sequences.
-          max_length: maximum number of tokens that will be read, for a state that keeps every token. Other mixers ignore it.
-            Outputs beyond it are NaN.
+          max_length: maximum number of tokens that will be read. Required by mixers that keep every token or segment, and by
+            "elastic", which has matrices for every block of tokens. Outputs beyond it are NaN. Most other mixers ignore it.
 
         Raises:
-          ValueError: max_length is None and the state keeps every token.
+          ValueError: max_length is None and the mixer requires it.
         """
 
     def extend(self, x: Float[Array, "batch time dim"], state: PyTree) -> tuple[Float[Array, "batch time dim"], PyTree]:

@@ -159,11 +159,12 @@ class LanguageModel(nnx.Module):
 
         Args:
           batch_size: number of sequences, ≥ 1.
-          max_length: maximum number of tokens that will be read, ≥ 1. It is used, and required, only if a mixer keeps every token.
-            The size of all other states does not depend on the number of tokens read. Logits of tokens beyond it are NaN.
+          max_length: maximum number of tokens that will be read, ≥ 1. Required if a mixer keeps every token or segment, or is
+            "elastic", which has matrices for every block of tokens. Logits of tokens beyond it are NaN. Most other mixers ignore
+            it: the size of their states does not depend on the number of tokens read.
 
         Raises:
-          ValueError: an argument is out of range, or max_length is None and a mixer keeps every token.
+          ValueError: an argument is out of range, or max_length is None and a mixer requires it.
         """
         check.integer("init_cache", "batch_size", batch_size)
         check.integer("init_cache", "max_length", max_length, optional=True)

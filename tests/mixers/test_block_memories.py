@@ -200,9 +200,6 @@ def test_documents(name):
     y = jax.jit(lambda *x: parallel(name, *x, segment_ids=jnp.asarray(ids), max_segments=4))(*x)
     for start, stop in ((0, 4), (4, 5), (5, 12), (12, 14)):
         close(y[:, start:stop], jitted(name)(*(a[:, start:stop] for a in x)))
-    few = jax.jit(lambda ids, *x: parallel(name, *x, segment_ids=ids, max_segments=2))(jnp.asarray(ids), *x)
-    close(few[:, :12], y[:, :12])
-    assert np.all(np.isnan(few[:, 12:]) | (np.abs(few - y)[:, 12:] < 1e-4))
 
 
 @pytest.mark.parametrize("name", NAMES)

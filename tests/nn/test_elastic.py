@@ -190,7 +190,7 @@ def test_heads_may_be_odd_without_rotary_positions(mixer):
 def test_refuses_attention_that_no_layer_takes(mixer):
     for name, value in (
         ("qk_norm", "head"), ("bias", True), ("persistent_tokens", 2), ("kv_heads", 1), ("gate", True), ("rope_dim", 4),
-        ("num_heads", 4), ("head_dim", 4), ("value_dim", 4),
+        ("num_heads", 4), ("head_dim", 4), ("value_dim", 4), ("fused", True), ("output_bias", False),
     ):  # fmt: skip
         for pattern in (mixer, (mixer, "memory")):
             config = dataclasses.replace(CONFIG, mixer=pattern, attention=AttentionConfig(**{name: value}))

@@ -26,7 +26,8 @@ from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.memory.check import check_sizes
-from atlasjax.mixers.blocks import block_source, continued, documents, unfinished, whole
+from atlasjax.memory.grid import choose
+from atlasjax.mixers.blocks import block_source, continued, continued_queries, documents, unfinished, whole
 from atlasjax.mixers.elastic.banks import Bank
 from atlasjax.mixers.rotary import check_rotary
 from atlasjax.mixers.shapes import check_dtype, check_shapes
@@ -136,18 +137,16 @@ def attention(
     """
     options: dict[str, Any] = {"rope_theta": rope_theta, "rotate_memory_queries": rotate_memory_queries}
     matrices, _ = _check("elastic.attention", q, k, v, bank, reconstruction, None, **options)
-    time = q.shape[1]
-    size, batch = matrices.block_size, q.shape[0]
+    (batch, time), size = q.shape[:2], matrices.block_size
     if segment_ids is None:
         grid = whole(batch, time, size)
         q, k, v = (grid.lay(x) for x in (q, k, v))
         if grid.touched == 1:  # a single block has no memory to read
-            place = jnp.broadcast_to(jnp.arange(size), (batch, size))
-            return _attend(q[0], place, k[0], v[0], None, grid.index[0], **options)[:, :time]
+            return _attend(q[0], None, k[0], v[0], None, grid.index[0], **options)
         return grid.pick(_attend_blocks(q, k, v, matrices.uniform_states(k, v), grid.index, matrices, **options))
     grid = documents(segment_ids, max_segments, q, size, "elastic.attention")
     q, k, v = (grid.lay(x) for x in (q, k, v))
-    states = matrices.states(k, v, grid.index, _empty_coefficients(batch, matrices, k, v))[:-1]
+    states = matrices.states(k, v, grid.index)
     return grid.pick(_attend_blocks(q, k, v, states, grid.index, matrices, **options))
 
 
@@ -210,7 +209,8 @@ def extend(
       q, k, v, rope_theta, rotate_memory_queries: as in `attention`.
       state: from `init_state` or the previous `extend`.
       bank: a bank of at least `blocks_needed(state.max_length, L)` blocks.
-      reconstruction: R. If it differs from the previous call's, samples change from the next block on.
+      reconstruction: R. If it differs from the previous call's, samples change from the next block on, however the stream is
+        split.
 
     Returns:
       The output of `attention`, NaN for tokens beyond max_length, and the next state.
@@ -237,24 +237,10 @@ def _one_token(
     size, rows = matrices.block_size, jnp.arange(q.shape[0])
     index, place = state.position // size, state.position % size
     keys, values = state.keys.at[rows, place].set(k[:, 0]), state.values.at[rows, place].set(v[:, 0])
-    samples = state.memory_keys, state.memory_values
-    y = _attend(q, place[:, None], keys, values, samples, index > 0, **options)
-
-    def write(state: ElasticState) -> ElasticState:
-        full = place == size - 1
-        states = matrices.states(keys[None], values[None], index[None], state.coefficients)
-        choose = lambda new, old: jnp.where(full[:, None, None, None], new, old)
-        coefficients = choose(states[1], state.coefficients)
-        mk, mv = matrices.sample(coefficients, keys, values)
-        return dataclasses.replace(
-            state,
-            coefficients=coefficients,
-            memory_keys=choose(mk, state.memory_keys),
-            memory_values=choose(mv, state.memory_values),
-        )
-
-    state = jax.lax.cond(jnp.any(place == size - 1), write, lambda state: state, state)
-    return y, dataclasses.replace(state, keys=keys, values=values, position=state.position + 1)
+    memory = state.coefficients, state.memory_keys, state.memory_values
+    y = _attend(q, place[:, None], keys, values, memory[1:], index > 0, **options)
+    memory = matrices.write(memory, keys, values, index, place == size - 1)
+    return y, ElasticState(*memory, keys, values, state.position + 1, state.max_length)
 
 
 def _piece(
@@ -262,17 +248,24 @@ def _piece(
 ) -> tuple[jax.Array, ElasticState]:
     """Places the new tokens on the block grid after those of the current block, then computes as for a whole sequence."""
     size, (batch, time) = matrices.block_size, q.shape[:2]
-    grid = continued(state.position, time, size)
-    queries, kb, vb = grid.lay(q), grid.lay(k, state.keys), grid.lay(v, state.values)
-    states = matrices.states(kb[:-1], vb[:-1], grid.index[:-1], state.coefficients)
-    cut = lambda x: x[: grid.touched]
-    y = grid.pick(_attend_blocks(cut(queries), cut(kb), cut(vb), cut(states), cut(grid.index), matrices, **options))
-    last, every = unfinished(state.position, time, size), jnp.arange(batch)
-    coefficients = states[last, every]
-    mk, mv = matrices.sample(coefficients, k, v)
-    return y, ElasticState(
-        coefficients, mk, mv, kb[last, every], vb[last, every], state.position + time, state.max_length
-    )
+    grid, last = continued(state.position, time, size), unfinished(state.position, time, size)
+    queries, places = continued_queries(state.position, time, size)
+    kb, vb = grid.lay(k, state.keys), grid.lay(v, state.values)
+    full = jnp.arange(grid.touched)[:, None] < last
+
+    def block(memory: _Memory, xs: tuple[jax.Array, ...]) -> tuple[_Memory, jax.Array]:
+        q, place, k, v, index, full = xs
+        y = _attend(q, place, k, v, memory[1:], index > 0, **options)
+        return matrices.write(memory, k, v, index, full), y
+
+    xs = (queries.lay(q), places, kb[: grid.touched], vb[: grid.touched], queries.index, full)
+    memory = state.coefficients, state.memory_keys, state.memory_values
+    memory, y = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), memory, xs)
+    keys, values = (x[last, jnp.arange(batch)] for x in (kb, vb))
+    return queries.pick(y), ElasticState(*memory, keys, values, state.position + time, state.max_length)
+
+
+_Memory = tuple[jax.Array, jax.Array, jax.Array]  # coefficients, and the keys and values sampled from them
 
 
 class _Matrices:
@@ -305,24 +298,40 @@ class _Matrices:
         _, later = jax.lax.scan(step, writes[0], (self.transitions[1:count], writes[1:]))
         return jnp.concatenate([empty, writes[:1], later])
 
-    def states(self, k: jax.Array, v: jax.Array, index: jax.Array, initial: jax.Array) -> jax.Array:
-        """C before each block and after the last, where every row has its own block numbers.
+    def states(self, k: jax.Array, v: jax.Array, index: jax.Array) -> jax.Array:
+        """C before each block of documents, where every row has its own block numbers.
 
-        k, v: [blocks, batch, L, …]; index: [blocks, batch], 0 at a document's first block. Returns [blocks + 1, batch, order, …].
+        k, v: [blocks, batch, L, …]; index: [blocks, batch], 0 at a document's first block. Returns [blocks, batch, order, …].
         """
-        last = self.transitions.shape[0] - 1
-        if last < 0 or not self.order:
-            return jnp.zeros((k.shape[0] + 1, *initial.shape), jnp.float32)
+        x = _together(k, v)
+        empty = jnp.zeros((x.shape[1], self.order, *x.shape[3:]), jnp.float32)
+        if not self.kernels.size:
+            return jnp.broadcast_to(empty, (x.shape[0], *empty.shape))
 
         def step(c: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             x, m = xs
             c = jnp.where((m > 0)[:, None, None, None], c, 0)
-            m = jnp.minimum(m, last)  # no later block reads what is written beyond the bank
-            new = _einsum("bnk,bkhd->bnhd", self.transitions[m], c) + _einsum("bnl,blhd->bnhd", self.kernels[m], x)
-            return new, c
+            return self.advance(c, x, m), c
 
-        final, before = jax.lax.scan(step, initial, (_together(k, v), index))
-        return jnp.concatenate([before, final[None]])
+        return jax.lax.scan(step, empty, (x, index))[1]
+
+    def advance(self, c: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
+        """P_m C + K_m x for a block's tokens x [batch, L, heads, dims], with the number m of each row's block, [batch]."""
+        m = jnp.minimum(index, self.kernels.shape[0] - 1)  # no later block reads what is written beyond the bank
+        return _einsum("bnk,bkhd->bnhd", self.transitions[m], c) + _einsum("bnl,blhd->bnhd", self.kernels[m], x)
+
+    def write(self, memory: "_Memory", k: jax.Array, v: jax.Array, index: jax.Array, full: jax.Array) -> "_Memory":
+        """The memory after a block of a stream, which is written only in the rows where it is full, boolean [batch]."""
+        if not self.kernels.size:
+            return memory
+
+        def store(memory: _Memory) -> _Memory:
+            c, mk, mv = memory
+            c = jnp.where((index > 0)[:, None, None, None], c, 0)
+            c = self.advance(c, _together(k, v), index)
+            return choose(full, (c, *self.sample(c, mk, mv)), memory)
+
+        return jax.lax.cond(jnp.any(full), store, lambda memory: memory, memory)
 
     def sample(self, coefficients: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values at the sampled positions, in the dtypes of k and v: [batch, samples, heads, dim]."""
@@ -342,21 +351,17 @@ def _attend_blocks(
     q: jax.Array, k: jax.Array, v: jax.Array, states: jax.Array, index: jax.Array, matrices: _Matrices, **options: Any
 ) -> jax.Array:
     """Attention block by block: q, k, v [blocks, batch, L, heads, dim], C before each block, and its index in its document."""
-    batch, size = q.shape[1:3]
-    place = jnp.broadcast_to(jnp.arange(size), (batch, size))
 
     def block(xs: tuple[jax.Array, ...]) -> jax.Array:
         q, k, v, coefficients, m = xs
-        return _attend(q, place, k, v, matrices.sample(coefficients, k, v), m > 0, **options)
+        return _attend(q, None, k, v, matrices.sample(coefficients, k, v), m > 0, **options)
 
-    if q.shape[0] == 1:
-        return block((q[0], k[0], v[0], states[0], index[0]))[None]
     return jax.lax.map(jax.checkpoint(block, prevent_cse=False), (q, k, v, states, index))
 
 
 def _attend(
     q: jax.Array,
-    place: jax.Array,
+    place: jax.Array | None,
     k: jax.Array,
     v: jax.Array,
     samples: tuple[jax.Array, jax.Array] | None,
@@ -365,16 +370,12 @@ def _attend(
     rope_theta: float | None,
     rotate_memory_queries: bool,
 ) -> jax.Array:
-    """Attention of queries at positions `place` [batch, queries] of one block with keys and values k, v [batch, L, …]."""
+    """Attention of queries at positions `place` of one block, as for `block_source`, with keys and values k, v [batch, L, …]."""
     block = block_source(q, place, k, v, rope_theta)
     sources = [block]
     if samples is not None and samples[0].shape[1]:
         sources.append(Source(block.q if rotate_memory_queries else q, *samples, has_memory[:, None, None]))
     return softmax_attention(*sources)
-
-
-def _empty_coefficients(batch: int, matrices: _Matrices, k: jax.Array, v: jax.Array) -> jax.Array:
-    return jnp.zeros((batch, matrices.order, k.shape[-2], k.shape[-1] + v.shape[-1]), jnp.float32)
 
 
 def _check(

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float
 
 from atlasjax import cache, check
-from atlasjax.mixers.elastic.hippo import DISCRETIZATIONS, block, build_bytes
+from atlasjax.mixers.elastic.hippo import DISCRETIZATIONS, amplification, build, build_bytes
 from atlasjax.names import lookup
 
 _FORMAT = 1  # version of the file format; changing it invalidates all older files
@@ -68,6 +68,9 @@ def load(
 
     Raises:
       ValueError: an argument is out of range.
+
+    Warns:
+      RuntimeWarning: the discretization is unstable in one of the blocks. The first one is named. See `hippo.transition`.
     """
     check.integer("hippo", "order", order, 1, kinds=Integral)
     check.integer("hippo", "block_size", block_size, 1, kinds=Integral)
@@ -96,7 +99,24 @@ def _load(
         transitions[first:last], kernels[first:last] = (x[: last - first] for x in found)
     for x in (transitions, kernels):
         x.flags.writeable = False
+    if discretization != "zoh":
+        _warn_if_unstable(Bank(transitions, kernels), size, discretization)
     return Bank(transitions, kernels)
+
+
+def _warn_if_unstable(bank: Bank, size: int, discretization: str) -> None:
+    """Also for banks from the cache: only they are read when a run is started again."""
+    for m, (p, k) in enumerate(zip(*bank)):
+        largest = amplification(p, k, (m + 1) * size)
+        if not largest <= 1 + 1e-6:  # rounded to float32
+            warnings.warn(
+                f"elastic bank: discretization={discretization!r} with order={p.shape[0]} is unstable in block {m} of {size} "
+                f"tokens: it amplifies a signal {largest:.1e}-fold, where the exact factor is at most 1. Large factors make the "
+                "outputs useless or NaN. Use 'zoh', which is exact, or a smaller order.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return
 
 
 def blocks_of_a_file(order: int, block_size: int) -> int:
@@ -112,7 +132,7 @@ def _build(
         if progress is not None:
             peak = build_bytes(order, size) / 1e9
             progress(f"elastic bank: block {m} of order {order}, {size} tokens; building it takes {peak:.2f} GB")
-        p, k = block(order, m * size, (m + 1) * size, discretization=discretization, legacy_hippo=legacy)
+        p, k = build(order, m * size, (m + 1) * size, discretization, legacy)
         bank.transitions[m - first], bank.kernels[m - first] = p, k
     return bank
 

@@ -71,11 +71,28 @@ def block(
     check.integer("hippo", "start", start, 0, kinds=Integral)
     check.integer("hippo", "stop", stop, start + 1, kinds=Integral)
     check.boolean("hippo", "legacy_hippo", legacy_hippo)
-    steps = lookup("discretization", discretization, DISCRETIZATIONS)
+    lookup("discretization", discretization, DISCRETIZATIONS)
+    p, k = build(order, start, stop, discretization, legacy_hippo, parts)
+    if discretization != "zoh":
+        largest = amplification(p, k, stop)
+        if not largest <= 1:
+            warnings.warn(
+                f"hippo: discretization={discretization!r} with order={order} is unstable over tokens {start} to {stop}: it "
+                f"amplifies a signal {largest:.1e}-fold, where the exact factor is at most 1. Use 'zoh', which is exact, or a "
+                "smaller order.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    return p, k
+
+
+def build(
+    order: int, start: int, stop: int, discretization: str, legacy_hippo: bool, parts: str = "PK"
+) -> tuple[np.ndarray, np.ndarray]:
+    """`block` without checks and warnings."""
+    steps = DISCRETIZATIONS[discretization]
     if steps is not None:
-        p, k = _stepwise(order, start, stop, steps, legacy_hippo)
-        _warn_if_exploded(order, start, stop, discretization, p, k)
-        return p, k
+        return _stepwise(order, start, stop, steps, legacy_hippo)
     first, last = start + legacy_hippo, stop + legacy_hippo
     p = _dilation(order, first / last) if "P" in parts else np.zeros((0, 0))
     if "K" not in parts:
@@ -313,14 +330,9 @@ def _solve_transposed(step: float, n: np.ndarray, b: np.ndarray, y: np.ndarray) 
     return x
 
 
-def _warn_if_exploded(order: int, start: int, stop: int, discretization: str, p: np.ndarray, k: np.ndarray) -> None:
-    # The exact matrices have ‖P‖ ≤ 1 and ‖K‖ ≤ 1/√stop, because a projection does not enlarge a signal.
-    largest = max(float(np.abs(p).max()), float(np.abs(k).max()) * math.sqrt(stop))
-    if not largest <= 1:
-        warnings.warn(
-            f"hippo: discretization={discretization!r} with order={order} is unstable over tokens {start} to {stop}: it "
-            f"amplifies a signal {largest:.1e}-fold, where the exact factor is at most 1. Use 'zoh', which is exact, or a "
-            "smaller order.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+def amplification(p: np.ndarray, k: np.ndarray, stop: int) -> float:
+    """A lower bound of the factor by which P and K, up to `stop` tokens, amplify a signal. Above 1 they are unstable.
+
+    The exact matrices have ‖P‖ ≤ 1 and ‖K‖ ≤ 1/√stop, because a projection does not enlarge a signal.
+    """
+    return max(float(np.abs(p).max()), float(np.abs(k).max()) * math.sqrt(stop))

@@ -1,5 +1,7 @@
 """The cache of banks: what it holds, how it grows, and what happens to broken files."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -75,6 +77,23 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(folder):
     with pytest.warns(UserWarning, match="cannot be written.*ATLASJAX_CACHE"):
         bank, _ = load(folder / "file", 1)
     np.testing.assert_allclose(bank.kernels[0], hippo.kernel(ORDER, 0, SIZE), atol=1e-6)
+
+
+def test_an_unstable_bank_is_announced_once(folder):
+    """Also when it comes from the cache, and only for blocks that were asked for."""
+    order, size = 16, 8
+    for _ in ("built", "cached"):
+        banks._load.cache_clear()
+        with pytest.warns(RuntimeWarning) as caught:
+            banks.load(order, size, 3, discretization="forward", cache_dir=folder)
+        assert [str(w.message).partition(", where")[0] for w in caught] == [
+            "elastic bank: discretization='forward' with order=16 is unstable in block 0 of 8 tokens: it amplifies a signal "
+            "5.2e+08-fold"
+        ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        banks.load(order, size, 0, discretization="forward", cache_dir=folder)
+        banks.load(order, size, 3, discretization="backward", cache_dir=folder)
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
