@@ -93,7 +93,7 @@ def scan(
 
     A sequence may be split into calls at any token: the outputs and the final state are those of a single call. Batch elements and
     heads are independent. Works under jit, grad, vmap and shard_map, and on meshes with explicit axes. The backward pass stores one
-    memory per chunk.
+    memory per chunk. Forward-mode derivatives (jvp, jacfwd) exist for a `MemoryRule`, not for a `SoftmaxRule`.
 
     Args:
       rule: the memory rule, static under jit: a `MemoryRule`, `SoftmaxRule`, `CachedRule` or user-defined `Rule`.
@@ -158,21 +158,42 @@ def scan(
         check.check_gate_ranges(gates, where)
     if state is not None and segment_ids is None:
         check.check_room(rule, state, q.shape[1], where)
-    call: ScanCall[Params, State] = functools.partial(backends.run, implementation, rule, max_segments=max_segments)
     if at_chunk_start and state is not None and segment_ids is not None:
         raise ValueError(f"{where}: at_chunk_start is given with segment_ids, whose segments have their own chunks.")
-    started = _from_chunk_start(rule, call)
-    first = started if at_chunk_start and state is not None else call
     if truncation is not None:
         check_truncation(rule, truncation, where)
         if partition is not None and partition.time:
             raise ValueError(f"{where}: truncation is given, but partition.time divides the tokens over devices.")
+    run = _scan if truncation is None and partition is None else _jitted_scan
+    return run(
+        rule, rule.for_heads(params, q.shape[2]), state, q, k, v, gates, segment_ids, max_segments=max_segments,
+        implementation=implementation, partition=partition, at_chunk_start=bool(at_chunk_start), truncation=truncation,
+    )  # fmt: skip
+
+
+def _scan(
+    rule: Rule[Params, State], params: Params, state: State | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
+    segment_ids: jax.Array | None, *, max_segments: int | None, implementation: str | None, partition: Partition | None,
+    at_chunk_start: bool, truncation: int | None,
+) -> tuple[jax.Array, State]:  # fmt: skip
+    """`scan` after its checks."""
+    call: ScanCall[Params, State] = functools.partial(backends.run, implementation, rule, max_segments=max_segments)
+    started = _from_chunk_start(rule, call)
+    first = started if at_chunk_start and state is not None else call
+    if truncation is not None:
         aligned = segment_ids is None and (at_chunk_start or state is None)
         first = truncated(rule, first, started if aligned else call, truncation)
-    call = first
     if partition is not None:
-        call = partitioned(partition, rule, call)
-    return _on_any_mesh(rule, call, q.shape[1])(params, state, q, k, v, gates, segment_ids)
+        first = partitioned(partition, rule, first)
+    return _on_any_mesh(rule, first, q.shape[1])(params, state, q, k, v, gates, segment_ids)
+
+
+# The engines are jitted themselves. What runs them in pieces or in parts is not, and would be compiled again by every call.
+_jitted_scan = jax.jit(
+    _scan,
+    static_argnames=("rule", "max_segments", "implementation", "partition", "at_chunk_start", "truncation"),
+    inline=True,
+)
 
 
 def _from_chunk_start(rule: Rule[Params, State], call: ScanCall[Params, State]) -> ScanCall[Params, State]:
@@ -246,6 +267,7 @@ def step(
     if check_gates:
         check.check_gate_ranges(gates, where)
     check.check_room(rule, own, 1, where)
+    params = rule.for_heads(params, q.shape[1])
     if layer is None:
         return _on_any_mesh(rule, rule.step, 1)(params, state, q, k, v, gates)
     run = lambda params, states, q, k, v, gates, layer: step_layer(rule, params, states, layer, q, k, v, gates)

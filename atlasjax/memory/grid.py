@@ -254,6 +254,12 @@ def from_rows(x: jax.Array, pieces: int) -> jax.Array:
     return jnp.swapaxes(x.reshape(x.shape[0] // pieces, pieces, *x.shape[1:]), 0, 1)
 
 
+def widened(tree: Tree, dtype: jnp.dtype) -> Tree:
+    """The same arrays, where those of floating point are at least as wide as `dtype`: float32 states of float64 tokens."""
+    widen = lambda x: x.astype(jnp.promote_types(x.dtype, dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return jax.tree.map(widen, tree)
+
+
 def choose(condition: jax.Array, a: Tree, b: Tree) -> Tree:
     """For each batch element, the leaves of `a` where the condition [batch] holds, otherwise those of `b`."""
     expand = lambda x: condition.reshape(-1, *(1,) * (x.ndim - 1))

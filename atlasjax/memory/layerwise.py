@@ -4,6 +4,7 @@ XLA keeps them in one place. What is taken out of them is copied, and so is what
 of a large state reads it where it lies, and writes only what changes (`Rule.step_layer`).
 """
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,8 @@ def put_layer(states: PyTree, state: PyTree, i: jax.Array | None, x: jax.Array) 
     if i is None:
         return state
     i = after(i, x)
-    return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, i, 0), states, state)
+    put = lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one.astype(all_.dtype), i, 0)
+    return jax.tree.map(put, states, state)
 
 
 def put_slots(
@@ -69,6 +71,7 @@ def after(i: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(i, x, cpu=never, default=lambda i, x: i)
 
 
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def step_layer(
     rule: "Rule[Params, State]",
     params: "Params",

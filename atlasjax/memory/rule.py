@@ -187,6 +187,10 @@ class Rule(abc.ABC, Generic[Params, State]):
     def check_params(self, params: Params, where: str) -> None:
         """Raises TypeError or ValueError if `params` does not belong to this rule."""
 
+    def for_heads(self, params: Params, heads: int) -> Params:
+        """Parameters that fit any number of heads (`sizes`), for this number: inside a `shard_map` a call has some of the heads."""
+        return params
+
     def max_length(self, state: object) -> int | None:
         """The `max_length` with which a state was created, None if it has no effect. `state` has not been checked."""
         return None

@@ -70,7 +70,7 @@ def truncated(
             number, tokens = xs
             # The gradient of the first piece reaches the state that the call was given.
             y, state = call(params, cut(state, number > 0), *tokens)
-            return state, y
+            return meshes.vary_like(state, xs), y
 
         end, y = meshes.scan(piece, start, (jnp.arange(count), whole))
         y = jnp.swapaxes(y, 0, 1).reshape(batch, count * tokens, *y.shape[3:])

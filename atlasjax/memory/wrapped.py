@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from typing import Self, TypeVar
 
 import jax
@@ -12,6 +13,15 @@ from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import Params, Rule, Sizes
 
 State = TypeVar("State")
+
+
+def check_lengths(rule: Rule[Params, PyTree], where: str) -> None:
+    """Raises ValueError unless the `scan` of a rule takes `lengths`, which the rule around it gives."""
+    parameters = inspect.signature(rule.scan).parameters.values()
+    if not any(p.name == "lengths" or p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters):
+        raise ValueError(
+            f"{where}: {type(rule).__name__}.scan does not take lengths, and should: see memory.Rule.scan."
+        )
 
 
 class WrappedRule(Rule[Params, State]):
@@ -88,6 +98,9 @@ class WrappedRule(Rule[Params, State]):
 
     def check_params(self, params: Params, where: str) -> None:
         self.rule.check_params(params, where)
+
+    def for_heads(self, params: Params, heads: int) -> Params:
+        return self.rule.for_heads(params, heads)
 
     def suggested_steps(
         self,

@@ -3,13 +3,19 @@
 import jax
 import pytest
 
+from atlasjax.memory import api, layerwise
+from atlasjax.memory.caching import scan as caching_scan
+from atlasjax.memory.caching import step as caching_step
 from atlasjax.memory.fast_weights import kernels, reference, scan, step
+from atlasjax.memory.log_linear import scan as log_linear_scan
+from atlasjax.memory.log_linear import step as log_linear_step
 from atlasjax.memory.softmax import scan as softmax_scan
 from atlasjax.memory.softmax import step as softmax_step
 
 TRACED = (
     scan.xla_scan, step.xla_step, reference.reference_scan, kernels.pallas_scan, softmax_scan.xla_scan,
-    softmax_step.xla_step,
+    softmax_step.xla_step, caching_scan.xla_scan, caching_step.xla_step, log_linear_scan.xla_scan, log_linear_step.xla_step,
+    layerwise.step_layer, api._jitted_scan,
 )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from atlasjax import memory
+from atlasjax import memory, rules
+from atlasjax.memory import structures
 from atlasjax.memory.fast_weights.chunk import plan as chunk_plan
 from tests.marks import some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs, objective
@@ -257,8 +258,18 @@ def test_read_looks_without_writing():
     np.testing.assert_allclose(memory.read(rule, params, state, q[:, -1:])[:, 0], y[:, -1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture
+def compiled():
+    """The programs compiled so far."""
+    events = []
+    count = lambda event, seconds, **_: events.append(event) if event.endswith("backend_compile_duration") else None
+    jax.monitoring.register_event_duration_secs_listener(count)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(count)
+
+
 @pytest.mark.parametrize("name", ["titans_matrix", "delta_rule"])
-def test_outside_jit_a_call_is_one_program(name):
+def test_outside_jit_a_call_is_one_program(name, compiled):
     """Operation by operation it was hundreds, and the loop over chunks was compiled again in every call."""
     rule = RULES[name]
     params, *tokens = make_inputs(rule, batch=1, time=29, heads=3)
@@ -270,18 +281,54 @@ def test_outside_jit_a_call_is_one_program(name):
         "read": lambda: memory.read(rule, params, state, tokens[0]),
         "reference": lambda: memory.reference(rule, params, None, *tokens),
     }
-    compiled = []
-    count = lambda event, seconds, **_: compiled.append(event) if event.endswith("backend_compile_duration") else None
-    jax.monitoring.register_event_duration_secs_listener(count)
-    try:
-        for call, first in calls.items():
-            first()
-            assert len(compiled) == 1, call
-            compiled.clear()
-            first()
-            assert not compiled, call
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count)
+    compiled.clear()
+    for call, first in calls.items():
+        first()
+        assert len(compiled) == 1, call
+        compiled.clear()
+        first()
+        assert not compiled, call
+
+
+AROUND = {
+    "titans_matrix": RULES["titans_matrix"],
+    "grm": memory.CachedRule(RULES["delta_rule"], "grm", 4, connector="query"),
+    "ssc": memory.CachedRule(RULES["delta_rule"], "ssc", 4, connector="query"),
+    "soup": memory.CachedRule(rules.dla(2, structures.MLP(expansion=1)), "soup", 4, connector="query"),
+    "log_linear": memory.LogLinearRule(RULES["delta_rule"], 4, levels=2),
+}
+
+
+@pytest.mark.parametrize("name", some_slow(AROUND, {"soup"}))
+def test_outside_jit_a_call_is_compiled_once(name, compiled):
+    """From a state, in the states of all layers, and in pieces: none of their loops is compiled again."""
+    rule = AROUND[name]
+    params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=2, value_dim=2)
+    tokens = (*jnp.ones((3, 1, 32, 1, 2)), memory.suggested_gates(rule, batch_size=1, time=32, num_heads=1, key_dim=2))
+    state = memory.init_state(rule, params, batch_size=1, max_length=40)
+    states, now = jax.tree.map(lambda x: x[None], state), jax.tree.map(lambda x: x[:, 0], tokens)
+    calls = {
+        "step": lambda: memory.step(rule, params, state, *now),
+        "step of a layer": lambda: memory.step(rule, params, states, *now, layer=0),
+        "scan from a state": lambda: memory.scan(rule, params, state, *tokens),
+        "truncated scan": lambda: memory.scan(rule, params, None, *tokens, truncation=16),
+    }
+    for call, run in calls.items():
+        run()
+        compiled.clear()
+        run()
+        assert not compiled, call
+
+
+def test_outside_jit_a_partition_is_compiled_once(compiled):
+    rule = RULES["delta_rule"]
+    params, *tokens = make_inputs(rule, batch=1, time=8)
+    mesh = jax.make_mesh((2,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
+    run = lambda: memory.scan(rule, params, None, *tokens, partition=memory.Partition(mesh, time=("sequence",)))
+    run()
+    compiled.clear()
+    run()
+    assert not compiled
 
 
 def test_newton_schulz_steps_change_at_run_time():

@@ -90,6 +90,18 @@ def test_a_step_in_the_states_of_all_layers(name):
         np.testing.assert_allclose(have, want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["titans", "dot", "grm"])
+def test_float64_tokens_leave_float32_states(name, x64):
+    """The states of all layers stay as they are, as the carry of a loop has to."""
+    rule = CASES[name]
+    with jax.enable_x64(False):
+        params, states, tokens = inputs(rule)
+    params, token = jax.tree.map(lambda x: x[0], params), jax.tree.map(lambda x: x[0, 0].astype(jnp.float64), tokens)
+    y, after = jax.eval_shape(lambda: memory.step(rule, params, states, *token, layer=1))
+    assert y.dtype == jnp.float64
+    assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(states)]
+
+
 def test_a_subclass_without_a_step_of_its_own_steps_in_place():
     @dataclasses.dataclass(frozen=True)
     class Named(memory.CachedRule):

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from atlasjax import memory, rules
-from atlasjax.memory import Partition
+from atlasjax.memory import Partition, structures
 from atlasjax.memory.fast_weights import kernels, linear_kernels, slots
 from atlasjax.plan.compiled import collective_counts
 from tests.marks import some_slow
@@ -89,6 +89,32 @@ def test_under_shard_map(name, x64):
     have = graded(jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1]), params, *tokens)
     for a, b in zip(have, graded(summed, params, *tokens), strict=True):
         assert_close(a, b, 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["truncation", "state", "step"])
+def test_heads_of_a_softmax_memory_without_parameters(kind):
+    """`SoftmaxParams.num_heads` says how many heads there are on all devices."""
+    rule = memory.SoftmaxRule(structures.Matrix())
+    if kind != "truncation":
+        rule = memory.CachedRule(rule, "grm", segment_size=2, connector="query")
+    params = memory.init_params(rule, jax.random.key(0), num_heads=2, key_dim=4, value_dim=4)
+    tokens = (
+        *jax.random.normal(jax.random.key(1), (3, 1, 5, 2, 4)),
+        memory.Gates(jnp.full((1, 5, 2), 0.9), jnp.ones((1, 5, 2))),
+    )
+    state = None if kind == "truncation" else memory.init_state(rule, params, batch_size=1, max_length=8)
+
+    def run(state, tokens):
+        if kind != "step":
+            return memory.scan(rule, params, state, *tokens, truncation=2 if state is None else None)[0]
+        for t in range(3):
+            y, state = memory.step(rule, params, state, *jax.tree.map(lambda x, t=t: x[:, t], tokens))
+        return y[:, None]
+
+    mesh, heads = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,)), PartitionSpec(None, None, "model")
+    of_state = jax.tree.map(lambda x: PartitionSpec() if x.ndim == 1 else PartitionSpec(None, "model"), state)
+    found = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(of_state, heads), out_specs=heads))(state, tokens)
+    assert_close(found, jax.jit(run)(state, tokens), 1e-5)
 
 
 def each_on_explicit_axes(*names):

@@ -151,6 +151,12 @@ def test_what_does_not_fit_is_named():
         memory.CachedRule(RULE, "soup")
     with pytest.raises(ValueError, match="rule must be a MemoryRule or a SoftmaxRule, got CachedRule"):
         memory.CachedRule(memory.CachedRule(RULE))
+    short = type("NoLengths", (MovingSum,), {"scan": lambda self, params, state, q, k, v, gates: None})()
+    for wrapped in (memory.CachedRule, memory.LogLinearRule):
+        with pytest.raises(
+            ValueError, match=r"Rule: NoLengths\.scan does not take lengths, and should: see memory\.Rule\.scan"
+        ):
+            wrapped(short)
     with pytest.raises(ValueError, match="connector is given, but a MovingSum does not use it"):
         memory.read(RULE, params, memory.init_state(RULE, params, batch_size=2), q, q)
     with pytest.raises(TypeError, match="abstract"):

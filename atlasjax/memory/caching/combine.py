@@ -175,6 +175,8 @@ def read_selected(
     """
     count = next(iter(memories.values())).shape[0]
     batch, heads, tokens, k = index.shape
+    if not tokens:
+        return jnp.zeros((batch, heads, 0, rule.sizes(params).value_dim), q.dtype)
     size = min(_BLOCK, tokens)
     blocks = math.ceil(tokens * k / size) + count
 

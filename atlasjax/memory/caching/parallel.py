@@ -19,7 +19,6 @@ from atlasjax.memory.grid import choose
 from atlasjax.memory.rule import Params
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "max_segments"), inline=True)
 def parallel_scan(
     rule: CachedRule[Params],
     params: Params,

@@ -10,7 +10,7 @@ from atlasjax.memory.caching import state as states_lib
 from atlasjax.memory.caching.state import CachedState
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import Params, Rule, ScanCall
-from atlasjax.memory.wrapped import WrappedRule
+from atlasjax.memory.wrapped import WrappedRule, check_lengths
 from atlasjax.names import lookup
 
 AGGREGATIONS = {
@@ -67,8 +67,8 @@ class CachedRule(WrappedRule[Params, CachedState]):
         trained memory can be given a cache without a change. Not in the paper.
 
     Raises:
-      ValueError: an unknown name, a number out of range, a segment size that is not a multiple of the chunk size, or a choice
-        that softmax memories do not support.
+      ValueError: an unknown name, a number out of range, a segment size that is not a multiple of the chunk size, a choice
+        that softmax memories do not support, or a rule of your own whose `scan` does not take `lengths`.
     """
 
     has_connector: ClassVar[bool] = True
@@ -92,6 +92,7 @@ class CachedRule(WrappedRule[Params, CachedState]):
                 f"CachedRule: rule must be a MemoryRule or a SoftmaxRule, got {type(self.rule).__name__}. (Or a memory.Rule of "
                 "your own with cached_weights and read_cached.)"
             )
+        check_lengths(self.rule, "CachedRule")
         tables = {
             "aggregation": AGGREGATIONS, "gate": GATES, "connector": CONNECTORS, "pooling": POOLINGS, "start": STARTS,
         }  # fmt: skip

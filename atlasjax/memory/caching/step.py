@@ -13,14 +13,17 @@ from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import CachedState, tokens_of
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.gates import Gates
+from atlasjax.memory.grid import widened
 from atlasjax.memory.layerwise import put_layer, step_layer, take_layer
 from atlasjax.memory.rule import Params
 
 
+@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def xla_step(
     rule: CachedRule[Params], params: Params, state: CachedState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates
 ) -> tuple[jax.Array, CachedState]:
     """`CachedRule.step`."""
+    state = widened(state, q.dtype)
     state = cache.push(rule, params, state, state.position == rule.segment_size)
 
     def own(soup: Soup | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> tuple[jax.Array, PyTree]:
@@ -48,8 +51,10 @@ def xla_step_layer(
     state = numbers._replace(cached=states.cached)
     y, online, total = _token(rule, params, state, q, k, v, gates, own, layer)
     numbers = numbers._replace(key_sum=total, position=numbers.position + 1)
-    put = lambda name: getattr(states, name).at[layer].set(getattr(numbers, name))
-    changed = {name: put(name) for name in ("key_sum", "position", "cached_count")}
+    put = lambda all_, one: all_.at[layer].set(one.astype(all_.dtype))
+    changed = {
+        name: put(getattr(states, name), getattr(numbers, name)) for name in ("key_sum", "position", "cached_count")
+    }
     return y, states._replace(online=online, **changed)
 
 

@@ -11,7 +11,7 @@ from atlasjax.memory.gates import Gates
 from atlasjax.memory.log_linear import state as states_lib
 from atlasjax.memory.log_linear.state import LogLinearState
 from atlasjax.memory.rule import Params, Rule
-from atlasjax.memory.wrapped import WrappedRule
+from atlasjax.memory.wrapped import WrappedRule, check_lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,8 @@ class LogLinearRule(WrappedRule[Params, LogLinearState]):
       levels: maximum number of levels, at least 1: what lies more than C · 2^levels tokens back may be forgotten. 15 as published.
 
     Raises:
-      ValueError: a number out of range, a segment size that is not a multiple of the chunk size, or a rule that cannot be cached.
+      ValueError: a number out of range, a segment size that is not a multiple of the chunk size, or a rule that cannot be cached
+        (one of your own: whose `scan` does not take `lengths`).
     """
 
     has_connector: ClassVar[bool] = True
@@ -54,6 +55,7 @@ class LogLinearRule(WrappedRule[Params, LogLinearState]):
                 f"LogLinearRule: rule must be a MemoryRule, got {type(self.rule).__name__}. (Or a memory.Rule of your own with "
                 "cached_weights and read_cached.)"
             )
+        check_lengths(self.rule, "LogLinearRule")
         if 'start="carry"' in self.rule.caching_limits:
             raise ValueError(
                 f"LogLinearRule: rule is a {type(self.rule).__name__}, should be one whose state does not grow with the text: "

@@ -19,6 +19,7 @@ from atlasjax.memory.rule import Params, State
 _Tokens = tuple[jax.Array, jax.Array, jax.Array, Gates]  # q, k, v and the gates of the inner rule
 
 
+@functools.partial(jax.jit, static_argnames=("rule", "max_segments"), inline=True)
 def xla_scan(
     rule: LogLinearRule[Params],
     params: Params,
@@ -93,7 +94,6 @@ def _sequential(
     return grid.pick_chunks(y, time, where.place).astype(dtype), state
 
 
-@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def _parallel(
     rule: LogLinearRule[Params], params: Params, tokens: _Tokens, weights: jax.Array
 ) -> tuple[jax.Array, LogLinearState]:

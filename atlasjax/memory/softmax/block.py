@@ -246,7 +246,7 @@ def run_block(
                 rho_old[None],
                 sees,
             )
-            h = sums.divide(value + dot(kappa, a_old, dtype), mass)
+            h = sums.divide(value + sums.weighted(kappa, a_old, dtype), mass)
         left, factors, out = gradients(rule, weights, h, k_chunk, v_chunk, dtype)
         coef = with_bound(rule, coef, left, factors, out, v_chunk)
 
@@ -271,10 +271,10 @@ def run_block(
         kappa, value, mass = sums.join(rule, query_part, decay, momentum, raw, weight, sees)
         kappa_old, kappa = kappa[:, :old], kappa[:, old:]
         if old:
-            value = value + A[:, None] * dot(kappa_old, a_old, dtype)
+            value = value + A[:, None] * sums.weighted(kappa_old, a_old, dtype)
             if s is not None and carry.momentum is not None:
-                value = value + s[:, None] * dot(kappa_old, carry.momentum[:old], dtype)
-        h = sums.divide(value + dot(kappa * coef.gradients, left, dtype), mass)
+                value = value + s[:, None] * sums.weighted(kappa_old, carry.momentum[:old], dtype)
+        h = sums.divide(value + sums.weighted(kappa * coef.gradients, left, dtype), mass)
         y = read_out(rule, h, q, weights, weights_momentum, factors, A, s, coef.gradients, dtype)
 
         # Commit.

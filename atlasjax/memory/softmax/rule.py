@@ -39,6 +39,8 @@ class SoftmaxRule(Rule[SoftmaxParams, SoftmaxState]):
 
     With α = η = γ = 1, a matrix memory and the dot-product loss, the normalized memory is softmax attention.
 
+    `memory.scan` writes out its backward pass, so it has no forward-mode derivatives (jvp, jacfwd).
+
     Attributes:
       structure: `Matrix()`, `MLP(depth=2)` without a norm, or another of two matrices of which only the last reads the features. An
         MLP's residual is x itself, so its key_dim = value_dim.
@@ -159,6 +161,9 @@ class SoftmaxRule(Rule[SoftmaxParams, SoftmaxState]):
 
     def check_params(self, params: SoftmaxParams, where: str) -> None:
         states_lib.check_params(self, params, where)
+
+    def for_heads(self, params: SoftmaxParams, heads: int) -> SoftmaxParams:
+        return params if params.weights else dataclasses.replace(params, num_heads=heads)
 
     def scan(
         self,

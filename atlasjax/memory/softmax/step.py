@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import meshes
-from atlasjax.memory.blocks import Factors, dot
+from atlasjax.memory.blocks import Factors
 from atlasjax.memory.gates import Gates, Weights
-from atlasjax.memory.grid import choose
+from atlasjax.memory.grid import choose, widened
 from atlasjax.memory.layerwise import change_some, put_layer, put_slots, take_layer
 from atlasjax.memory.softmax import sums
 from atlasjax.memory.softmax.block import gradients, moved, read_out, with_bound, write_weights
@@ -60,7 +60,7 @@ def read_open(
         own = jax.lax.dynamic_index_in_dim(coef.gradients, chunk.last, keepdims=False)
     raw = sums.scores(rule, q, chunk.k, dtype)
     kappa, value, mass = sums.join(rule, part, chunk.A, chunk.s, raw, chunk.entries[None], chunk.sees[None])
-    h = sums.divide(value + dot(kappa * own, left, dtype), mass)
+    h = sums.divide(value + sums.weighted(kappa * own, left, dtype), mass)
     rows = lambda x: None if x is None else jnp.broadcast_to(x, q.shape[:1])
     C = jnp.broadcast_to(own, (q.shape[0], own.shape[0]))
     y = read_out(rule, h, q, weights, momentum, factors, rows(chunk.A), rows(chunk.s), C, dtype)  # type: ignore[arg-type]
@@ -245,6 +245,7 @@ def xla_step(
     gates: Gates,
 ) -> tuple[jax.Array, SoftmaxState]:
     """One token: q, k: [batch, heads, key_dim], v: [batch, heads, value_dim], gates [batch, heads(, n)]."""
+    state = widened(state, q.dtype)
     y, written = _write(rule, state, q, k, v, gates, _sums_of(rule, _cache(state)))
     y = y.astype(q.dtype)
     if not rule.pending:
@@ -267,7 +268,7 @@ def xla_step_layer(
     gates: Gates,
 ) -> tuple[jax.Array, SoftmaxState]:
     """`xla_step` in the states of all layers: a token is written into its place of the tail, and the cache at a chunk's end."""
-    state = take_layer(states, layer)
+    state = widened(take_layer(states, layer), q.dtype)
     y, written = _write(rule, state, q, k, v, gates, _sums_of_layer(rule, _cache(states), layer))
     if not rule.pending:  # every token changes the whole cache
         return y.astype(q.dtype), put_layer(states, _committed(rule, params, state, written, q.dtype), layer, y)
@@ -282,7 +283,7 @@ def xla_step_layer(
     states = states._replace(tail=tail, position=states.position.at[layer].set(state.position + 1))
 
     def commit(states: SoftmaxState) -> SoftmaxState:
-        one = take_layer(states, layer)
+        one = widened(take_layer(states, layer), q.dtype)
         return put_layer(
             states, choose(full, _committed(rule, params, one, written, q.dtype), one), layer, one.num_tokens
         )

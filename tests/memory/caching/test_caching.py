@@ -348,6 +348,15 @@ def test_more_memories_than_places_is_nan_not_a_wrong_number():
     assert np.isnan(run(ids, *short)).any()
 
 
+@pytest.mark.parametrize("name", ["grm_sigmoid_sum", "ssc_one"])
+def test_a_read_of_no_queries(name):
+    rule = CASES[name]
+    params, q, _, _, gates = make_inputs(rule, dtype=jnp.float32)
+    state = memory.init_state(rule, params, batch_size=2, max_length=20)
+    connector = None if gates.connector is None else gates.connector[:, :0]
+    assert memory.read(rule, params, state, q[:, :0], connector).shape == (2, 0, 2, 4)
+
+
 def test_bounded_by_a_capacity():
     """An endless stream: the state keeps its size, and outputs depend on the last memories only."""
     rule = CachedRule(rules.linear_attention(), "grm", SIZE, capacity=2)

@@ -188,6 +188,30 @@ def test_old_entries_with_strong_keys(short_blocks):
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(result))
 
 
+def test_old_entries_in_float16():
+    """κ of an old key that matches well is e^{score − log ρ}, which exceeds the maximum of float16, 65504."""
+    rule, time = SoftmaxRule(MATRIX, scale=1.0), 40
+    k = jnp.tile(jnp.array([0.0, 1.0]), (1, time, 1, 1)).at[:, 0].set(jnp.array([3.5, 0.0])).astype(jnp.float16)
+    q, v = k.at[:, -1].set(k[:, 0]), jnp.ones_like(k)
+    params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=2, value_dim=2)
+    gates = memory.Gates(retention=0.7, step_size=1.0)
+    now = lambda *tokens: tuple(x[:, -1:] for x in tokens)
+
+    @jax.jit
+    def run(q, k, v):
+        """The last token's read: from a fresh memory, with gradients, after a state, by a step, and without a write."""
+        last = lambda v: jnp.sum(memory.scan(rule, params, None, q, k, v, gates)[0][:, -1])
+        total, slope = jax.value_and_grad(last)(v)
+        state = memory.init_state(rule, params, batch_size=1, max_length=time)
+        state = memory.scan(rule, params, state, *(x[:, :-1] for x in (q, k, v)), gates)[1]
+        y, after = memory.scan(rule, params, state, *now(q, k, v), gates)
+        token, _ = memory.step(rule, params, state, *(x[:, 0] for x in now(q, k, v)), gates)
+        return total / 2, jnp.sum(slope) / 2, y, token, memory.read(rule, params, after, *now(q))
+
+    for x in run(q, k, v):  # reads are averages of values, which are ones
+        np.testing.assert_allclose(x.astype(jnp.float32), 1.0, atol=5e-3)
+
+
 def test_what_left_the_cache_is_not_read(short_blocks):
     """A masked product would still carry NaN on: 0 · NaN. So the work per token is bounded by the window and the block."""
     rule = RULES["sliding"]

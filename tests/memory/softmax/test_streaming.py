@@ -52,6 +52,19 @@ def test_every_split(name, x64, short_blocks):
     assert_close(looked[:, 0], y[:, -1], EXACT, what="read")
 
 
+def test_float64_tokens_after_a_float32_state(x64):
+    """The state becomes as wide as the tokens, by a step as by a scan."""
+    rule = RULES["swdt"]
+    params, q, k, v, gates = make_inputs(rule, batch=1, time=2, dtype=jnp.float64)
+    state = memory.init_state(rule, jax.tree.map(lambda x: x.astype(jnp.float32), params), batch_size=1)
+    assert state.keys.dtype == jnp.float32
+    expected, after = jax.jit(lambda: memory.scan(rule, params, state, q, k, v, gates))()
+    for t in range(2):
+        y, state = memory.step(rule, params, state, *jax.tree.map(lambda x, t=t: x[:, t], (q, k, v, gates)))
+    assert_close((y, state), (expected[:, -1], after), EXACT)
+    assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype("float64"), jnp.dtype("int32")}
+
+
 SEGMENTS = np.array([[0] * 4 + [1] * 1 + [2] * 9 + [7] * 10, [3] * 24, [0, 1, 2, 3] * 2 + [4] * 16])
 
 
