@@ -56,6 +56,25 @@ def put_slots(
     return jax.lax.scatter(all_, index, new.astype(all_.dtype), numbers, mode="drop", unique_indices=True)
 
 
+def take_slots(
+    all_: jax.Array, i: Int[Array, ""] | None, slots: Int[Array, "batch heads n"]
+) -> Float[Array, "batch heads n ..."]:
+    """The given slots of each head, read where they lie.
+
+    all_: [layers, batch, heads, slots, …], of which layer i is read, or with i None a layer's own states [batch, heads, slots, …].
+    """
+    lead = 0 if i is None else 1
+    rest = all_.shape[lead + 3 :]
+    # With axes of the batch and the heads, which XLA can divide over devices.
+    numbers = jax.lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(3, 3 + len(rest))), collapsed_slice_dims=(*range(lead), lead + 2),
+        start_index_map=(*range(lead), lead + 2), operand_batching_dims=(lead, lead + 1), start_indices_batching_dims=(0, 1),
+    )  # fmt: skip
+    index = slots[..., None] if i is None else jnp.stack([jnp.full_like(slots, i), slots], axis=-1)
+    sizes = (*(1,) * (lead + 3), *rest)
+    return jax.lax.gather(all_, index, numbers, sizes, mode="clip")
+
+
 def change_some(
     change: Callable[[Tree], Tree], states: Tree, where: Bool[Array, " batch"], x: Float[Array, "..."] | None = None
 ) -> Tree:

@@ -321,22 +321,36 @@ DIVIDED = {
 @pytest.mark.parametrize("name", some_slow(DIVIDED, {"soup", "deep_transformer", "log_linear"}))
 def test_devices_keep_their_own_sequences(name, packed):
     """A batch divided over devices, which XLA partitions: nothing but the parameters' gradients goes from one to another."""
-    rule, mesh = DIVIDED[name], jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
-    params = memory.init_params(rule, jax.random.key(0), num_heads=2, key_dim=4, value_dim=4)
-    gates = memory.suggested_gates(rule, batch_size=8, time=37, num_heads=2, key_dim=4)
-    token = jnp.zeros((8, 37, 2, 4))
+    rule, params, tokens, (rows, whole) = divided(name)
     ids = jnp.repeat(jnp.arange(2), jnp.array([5, 32]))[None].repeat(8, 0) if packed else None
 
     def loss(params, q, k, v, gates, ids):
         y, _ = memory.scan(rule, params, None, q, k, v, gates, segment_ids=ids, max_segments=2 if packed else None)
         return jnp.sum(jnp.sin(y))
 
-    of_tokens = (rows, rows, rows, rows)
-    run = jax.jit(
-        jax.grad(loss, argnums=range(5)), in_shardings=(whole, *of_tokens, rows), out_shardings=(whole, *of_tokens)
-    )
-    text = run.lower(params, token, token, token, gates, ids).compile().as_text()
-    counts = collective_counts(text)
+    shardings = (whole, rows, rows, rows, rows)
+    run = jax.jit(jax.grad(loss, argnums=range(5)), in_shardings=(*shardings, rows), out_shardings=shardings)
+    counts = collective_counts(run.lower(params, *tokens, ids).compile().as_text())
     assert counts.pop("all-reduce") > 0
     assert set(counts.values()) == {0}
+
+
+@pytest.mark.parametrize("name", some_slow(DIVIDED, {"soup", "deep_transformer", "log_linear"}))
+def test_devices_keep_their_own_streams(name):
+    rule, params, tokens, (rows, whole) = divided(name)
+    state = memory.init_state(rule, params, batch_size=8, max_length=64)
+    run = jax.jit(
+        lambda params, state, *tokens: memory.scan(rule, params, state, *tokens),
+        in_shardings=(whole, rows, *(rows,) * 4), out_shardings=rows,
+    )  # fmt: skip
+    assert set(collective_counts(run.lower(params, state, *tokens).compile().as_text()).values()) == {0}
+
+
+def divided(name):
+    """A rule of `DIVIDED`, its parameters, tokens and gates, and the shardings of a batch over four devices and of parameters."""
+    rule, mesh = DIVIDED[name], jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    params = memory.init_params(rule, jax.random.key(0), num_heads=2, key_dim=4, value_dim=4)
+    gates = memory.suggested_gates(rule, batch_size=8, time=37, num_heads=2, key_dim=4)
+    token = jnp.zeros((8, 37, 2, 4))
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    return rule, params, (token, token, token, gates), (rows, whole)

@@ -1,5 +1,6 @@
 """The cache of a state: a segment's memory moves to it, and tokens read it together with their own memory."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -13,19 +14,18 @@ from atlasjax.memory.caching.state import CachedState, fresh_memory, in_segment
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import choose
-from atlasjax.memory.layerwise import change_some, put_layer, put_slots, take_layer
+from atlasjax.memory.layerwise import change_some, put_layer, put_slots, take_layer, take_slots
 from atlasjax.memory.rule import Params
 
 
 def push(rule: CachedRule[Params], params: Params, state: CachedState, full: jax.Array) -> CachedState:
     """Where `full` [batch] is True, moves the segment's memory to the cache and begins a new segment."""
     places = state.keys.shape[2]
-    row, place = jnp.arange(full.shape[0]), state.cached_count % places
+    slot = jnp.where(full, state.cached_count % places, places)  # one beyond the last is left out
     weights, keys = _to_cache(rule, state)
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        at = old[row, :, place]
-        return old.at[row, :, place].set(jnp.where(full.reshape(-1, *(1,) * (new.ndim - 1)), new.astype(old.dtype), at))
+        return jax.vmap(lambda old, slot, new: old.at[:, slot].set(new, mode="drop"))(old, slot, new.astype(old.dtype))
 
     cached = {name: put(old, weights[name]) for name, old in state.cached.items()}
     state = state._replace(online=_next_memory(rule, params, state, full), cached=cached, keys=put(state.keys, keys))
@@ -101,15 +101,15 @@ def read_cache(
     """
     batch, heads, tokens = q.shape[:3]
     order, there = _by_age(state)
-    row = jnp.arange(batch)[:, None]
-    keys = jnp.moveaxis(state.keys, 2, 1)[row, order]  # [batch, N, heads, key_dim]
+    keys = jax.vmap(lambda keys, order: keys[:, order])(state.keys, order)  # [batch, heads, N, key_dim]
+    places = order.shape[1]
     if u is not None and rule.connector == "age":
-        age = jnp.sum(there, axis=-1, keepdims=True) - jnp.arange(keys.shape[1])
-        scores, own = gating.by_age(u, jnp.broadcast_to(age[:, None, None], (*u.shape[:3], keys.shape[1]))), u[..., 0]
+        age = jnp.sum(there, axis=-1, keepdims=True) - jnp.arange(places)
+        scores, own = gating.by_age(u, jnp.broadcast_to(age[:, None, None], (*u.shape[:3], places))), u[..., 0]
     elif u is None:
-        scores, own = jnp.zeros((batch, heads, tokens, keys.shape[1]), q.dtype), jnp.zeros(q.shape[:3], q.dtype)
+        scores, own = jnp.zeros((batch, heads, tokens, places), q.dtype), jnp.zeros(q.shape[:3], q.dtype)
     else:
-        scores = jnp.einsum("bhtd,bnhd->bhtn", u, keys, precision=jax.lax.Precision.HIGHEST)
+        scores = jnp.einsum("bhtd,bhnd->bhtn", u, keys, precision=jax.lax.Precision.HIGHEST)
         own = gating.score(u, own_keys)
     seen = jnp.broadcast_to(there[:, None, None], scores.shape)
     if rule.aggregation == "ssc":
@@ -117,16 +117,10 @@ def read_cache(
         pick = lambda x: jnp.take_along_axis(x, chosen, axis=-1)
         gamma, mine = gating.gamma(rule, pick(scores), own, pick(seen), blend)
         place = jnp.take_along_axis(jnp.broadcast_to(order[:, None, None], scores.shape), chosen, axis=-1)
-        index = jnp.where(pick(seen), place, keys.shape[1])
+        index = jnp.where(pick(seen), place, places)
         if tokens == 1:
-            lead = () if layer is None else (layer,)
-            at = lambda w: w[
-                *lead,
-                jnp.arange(batch)[:, None, None],
-                jnp.arange(heads)[:, None],
-                jnp.minimum(place[:, :, 0], keys.shape[1] - 1),
-            ]
-            others = combine.read_all(rule.rule, dtype, params, jax.tree.map(at, state.cached), q, gamma)
+            selected = jax.tree.map(functools.partial(take_slots, i=layer, slots=place[:, :, 0]), state.cached)
+            others = combine.read_all(rule.rule, dtype, params, selected, q, gamma)
         else:
             by_memory = jax.tree.map(lambda w: jnp.moveaxis(w, 2, 0), state.cached)
             others = combine.read_selected(rule.rule, dtype, params, by_memory, q, index, gamma)

@@ -200,16 +200,15 @@ def read_selected(
     token, which, place = jax.vmap(jax.vmap(lay))(index)
     rows = jnp.take_along_axis(q, token[..., None], axis=2).reshape(batch, heads, blocks, size, -1)
     run = over_heads(rule, dtype)
-    pick = jax.vmap(
-        jax.vmap(lambda w, i: w[i], in_axes=(1, 0)), in_axes=(1, 0)
-    )  # XLA keeps mapped axes divided over devices
+    by_row = jax.tree.map(lambda w: jnp.moveaxis(w, 0, 2), memories)  # [batch, heads, n, out, in]
+    pick = jax.vmap(jax.vmap(lambda w, i: w[i]))  # XLA keeps mapped axes divided over devices
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def block(params, memories, rows, which):
-        return run(params, jax.tree.map(lambda w: pick(w, which), memories), rows)
+    def block(params, by_row, rows, which):
+        return run(params, jax.tree.map(lambda w: pick(w, which), by_row), rows)
 
     xs = (jnp.moveaxis(rows, 2, 0), jnp.moveaxis(which, 2, 0))
-    _, out = meshes.scan(lambda _, x: (None, block(params, memories, *x)), None, xs)
+    _, out = meshes.scan(lambda _, x: (None, block(params, by_row, *x)), None, xs)
     out = jnp.moveaxis(out, 0, 2).reshape(batch, heads, blocks * size, -1)
     # Empty reads have no slot and get zeros.
     read = jax.vmap(jax.vmap(lambda x, p: x.at[p].get(mode="fill", fill_value=0.0)))(out, place)

@@ -60,11 +60,10 @@ def _sequential(
     where: grid.Pieces,
 ) -> tuple[jax.Array, LogLinearState]:
     """A call that continues from a state anywhere in a segment, or has packed documents."""
-    batch, time = tokens[0].shape[:2]
-    dtype = tokens[0].dtype
+    time, dtype = tokens[0].shape[1], tokens[0].dtype
     wide = jnp.promote_types(dtype, jnp.float32)
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
-    copies = max(1, len(state.levels))
+    copies = states.count_writers(state)
     resets = jnp.zeros_like(where.lengths, bool) if where.resets is None else where.resets
 
     def piece(
@@ -74,15 +73,15 @@ def _sequential(
         state = state._replace(position=jnp.where(reset, 0, state.position))
         begins = (length > 0) & (state.position % rule.segment_size == 0)
         state, number = states.begin_segment(rule, params, state, begins)
-        repeated = jax.tree.map(lambda x: jnp.concatenate([x] * copies), row)
-        lengths = jnp.where(states.written(number, state), jnp.concatenate([length] * copies), 0)
+        repeated, lengths = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), (row, length))
+        lengths = jnp.where(states.written(number, state), lengths, 0)
         before = states.writers(state)
         y, after = rule.rule.scan(params, before, *repeated, lengths=lengths)
         after = jax.tree.map(lambda x, like: x.astype(like.dtype), after, before)
         state = states.with_written(state, after)
         up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
         real = (jnp.arange(where.width) < length[:, None])[..., None, None]
-        own = up(jnp.where(real, y[:batch], 0.0))
+        own = up(jnp.where(real, y[::copies], 0.0))
         y = states.read_levels(rule, up_params, state, number, up(row[0]), own, up(weights), dtype)
         state = state._replace(position=state.position + length.astype(jnp.int32))
         return state, jnp.swapaxes(y, 1, 2)

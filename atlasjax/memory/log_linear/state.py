@@ -74,21 +74,30 @@ def bit(number: Int[Array, " batch"], j: int) -> Bool[Array, " batch"]:
 
 
 def writers(state: LogLinearState) -> PyTree:
-    """The states that a segment may write, own and levels from 1 on, as one state of a larger batch. Level 0 is never written: it
-    is the memory of a whole segment."""
-    return jax.tree.map(lambda *x: jnp.concatenate(x), state.own, *state.levels[1:])
+    """The states that a segment may write, own and levels from 1 on, as one state of `count_writers` rows for each of the batch.
+    Level 0 is never written: it is the memory of a whole segment."""
+    return jax.tree.map(_rows, state.own, *state.levels[1:])
+
+
+def count_writers(state: LogLinearState) -> int:
+    """The number of `writers`."""
+    return max(1, len(state.levels))
+
+
+def _rows(*x: jax.Array) -> jax.Array:
+    """Arrays [batch, …] as one of [batch · n, …]. The batch is the outer axis, as in `grid.as_rows`."""
+    return jnp.stack(x, axis=1).reshape(x[0].shape[0] * len(x), *x[0].shape[1:])
 
 
 def written(number: Int[Array, " batch"], state: LogLinearState) -> Bool[Array, " rows"]:
     """Which rows of `writers` a segment writes."""
     higher = [~bit(number, j) & bit(number, j - 1) for j in range(1, len(state.levels))]
-    return jnp.concatenate([jnp.ones(number.shape, bool), *higher])
+    return _rows(jnp.ones(number.shape, bool), *higher)
 
 
 def with_written(state: LogLinearState, after: PyTree) -> LogLinearState:
     """The state with the memories of `writers` after they were written."""
-    batch = state.position.shape[0]
-    part = lambda i: jax.tree.map(lambda x: x[i * batch : (i + 1) * batch], after)
+    part = lambda i: jax.tree.map(lambda x: x[i :: count_writers(state)], after)
     higher = tuple(part(i) for i in range(1, len(state.levels)))
     return state._replace(own=part(0), levels=state.levels[:1] + higher)
 

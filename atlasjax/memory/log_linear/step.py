@@ -24,20 +24,20 @@ def xla_step(
     gates: Gates,
 ) -> tuple[jax.Array, LogLinearState]:
     """`LogLinearRule.step`."""
-    batch, dtype = q.shape[0], q.dtype
+    dtype = q.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
     assert gates.connector is not None
     weights = jax.nn.softplus(gates.connector.astype(wide))
     state, number = states.begin_segment(rule, params, state, state.position % rule.segment_size == 0)
     before = states.writers(state)
-    copies = max(1, len(state.levels))
-    repeat = lambda x: jnp.concatenate([x] * copies)
+    copies = states.count_writers(state)
+    repeat = lambda x: jnp.repeat(x, copies, axis=0)
     tokens = jax.tree.map(repeat, (q, k, v, gates._replace(connector=None)))
     y, after = rule.rule.step(params, before, *tokens)
     state = states.with_written(state, choose(states.written(number, state), after, before))
     up = lambda x: x.astype(wide)[:, :, None]
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
-    y = states.read_levels(rule, up_params, state, number, up(q), up(y[:batch]), weights[:, :, None], dtype)
+    y = states.read_levels(rule, up_params, state, number, up(q), up(y[::copies]), weights[:, :, None], dtype)
     return y[:, :, 0].astype(dtype), state._replace(position=state.position + 1)
 
 
