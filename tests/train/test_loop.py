@@ -183,6 +183,8 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, number):
 def test_a_terminal_that_closes():
     """Its shell sends SIGHUP too, and the second one does not end the process. Under nohup neither counts."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # Where the tests run in the background of a shell, it is ignored.
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with StopSignals() as signals:
             signals.remember()
@@ -195,6 +197,7 @@ def test_a_terminal_that_closes():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGINT, interrupt)
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(5, "Input/output error")])

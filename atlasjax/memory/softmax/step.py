@@ -272,11 +272,11 @@ def xla_step_layer(
     y, written = _write(rule, state, q, k, v, gates, _sums_of_layer(rule, _cache(states), layer))
     if not rule.pending:  # every token changes the whole cache
         return y.astype(q.dtype), put_layer(states, _committed(rule, params, state, written, q.dtype), layer, y)
-    last, row = rule.window - 1 + state.position, jnp.arange(q.shape[0])
+    last = rule.window - 1 + state.position
 
     def put(all_: jax.Array, new: jax.Array) -> jax.Array:
         slot = last if new.shape[2] == written.tail.keys.shape[2] else state.position
-        return put_slots(all_, new[row, :, slot], layer, slot)
+        return put_slots(all_, jax.vmap(lambda new, slot: new[:, slot])(new, slot), layer, slot)
 
     tail = jax.tree.map(put, states.tail, written.tail)
     full = state.position == rule.pending
