@@ -318,7 +318,7 @@ DIVIDED = {
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", some_slow(DIVIDED, {"soup", "deep_transformer", "log_linear"}))
+@pytest.mark.parametrize("name", some_slow(DIVIDED, {"titans", "soup", "deep_transformer", "log_linear"}))
 def test_devices_keep_their_own_sequences(name, packed):
     """A batch divided over devices, which XLA partitions: nothing but the parameters' gradients goes from one to another."""
     rule, params, tokens, (rows, whole) = divided(name)
@@ -335,7 +335,7 @@ def test_devices_keep_their_own_sequences(name, packed):
     assert set(counts.values()) == {0}
 
 
-@pytest.mark.parametrize("name", some_slow(DIVIDED, {"soup", "deep_transformer", "log_linear"}))
+@pytest.mark.parametrize("name", some_slow(DIVIDED, {"titans", "soup", "deep_transformer", "log_linear"}))
 def test_devices_keep_their_own_streams(name):
     rule, params, tokens, (rows, whole) = divided(name)
     state = memory.init_state(rule, params, batch_size=8, max_length=64)

@@ -180,7 +180,7 @@ def test_layer_is_its_definition(name, rule):
     close(got[1, :14], definition(nnx.merge(graphdef, params), inputs()[1, :14]))
 
 
-@pytest.mark.parametrize("rule", some_slow(["grm", "age", "log_linear"], ["age"]))
+@pytest.mark.parametrize("rule", some_slow(["grm", "age", "log_linear"], ["age", "log_linear"]))
 def test_mac_of_cached_memories_is_its_definition_and_streams(rule):
     graphdef, params, parallel = make("mac", rule)
     got = parallel(params, inputs())
