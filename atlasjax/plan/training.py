@@ -11,16 +11,15 @@ from atlasjax.config_json import from_dict, to_dict
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import batch_sharding
 from atlasjax.flops import count_flops
-from atlasjax.nn import logical_axes
 from atlasjax.plan import child, compiled
 from atlasjax.plan.compiled import Plan
 from atlasjax.plan.topology import Topology, check_topology
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.fits import check_divisible
-from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer, muon_axes
+from atlasjax.train.optimizer import learning_rate, run_optimizer
 from atlasjax.train.step import jit_train_step, train_step
-from atlasjax.train.trainable import select, trainable_mask
+from atlasjax.train.trainable import trainable_mask
 from atlasjax.train.utilization import PEAK_FLOPS, forward_flops_per_token
 
 UTILIZATION = 0.4  # of the devices' peak, where a plan has to assume one
@@ -95,8 +94,7 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
     check_divisible(config, mesh.shape)
     graphdef, shapes = state_lib.model_shapes(config.model)
     trainable = trainable_mask(config.optimizer.trainable, shapes)
-    axes = select(state_lib.pure(logical_axes(config.model)), trainable)
-    optimizer = make_optimizer(config.optimizer, config.steps, decay_mask(axes), muon_axes(axes))
+    optimizer = run_optimizer(config, trainable)
     schedule = learning_rate(config.optimizer, config.steps)
     ema_decay = config.optimizer.ema_decay
     ema = ema_decay is not None

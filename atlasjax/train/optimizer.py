@@ -11,7 +11,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from atlasjax.names import call_with, resolve, takes
-from atlasjax.train.config import OptimizerConfig
+from atlasjax.nn import logical_axes
+from atlasjax.train.config import OptimizerConfig, TrainConfig
+from atlasjax.train.state import pure
+from atlasjax.train.trainable import select
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array | int], jax.Array]:
@@ -107,6 +110,20 @@ def muon_axes(logical_axes: PyTree) -> PyTree:
         return optax.contrib.MuonDimensionNumbers(first, tuple(range(second, len(names))))
 
     return jax.tree.map(numbers, logical_axes, is_leaf=lambda node: isinstance(node, PartitionSpec))
+
+
+def run_optimizer(config: TrainConfig, trainable: PyTree | None = None) -> optax.GradientTransformation:
+    """The optimizer of a run: `make_optimizer` for its model's parameters.
+
+    Args:
+      config: the run.
+      trainable: tree of bools that says which parameters are trained (`trainable_mask`). None: all.
+
+    Raises:
+      ValueError: as for `make_optimizer`.
+    """
+    axes = select(pure(logical_axes(config.model)), trainable)
+    return make_optimizer(config.optimizer, config.steps, decay_mask(axes), muon_axes(axes))
 
 
 def make_optimizer(

@@ -19,7 +19,6 @@ from atlasjax.data.pipeline import BatchIterator, Pipeline, Position, make_pipel
 from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import make_mesh
 from atlasjax.distributed.sharding import row_reader
-from atlasjax.nn import logical_axes
 from atlasjax.train import fits
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints, complete_steps
@@ -27,7 +26,7 @@ from atlasjax.train.config import HELD_OUT, TrainConfig, changes_on_resume, run_
 from atlasjax.train.cores import mesh_of, usable_cpu_devices
 from atlasjax.train.evaluations import evaluation_data
 from atlasjax.train.initial import check_base
-from atlasjax.train.optimizer import check_optimizer, decay_mask, learning_rate, make_optimizer, muon_axes
+from atlasjax.train.optimizer import check_optimizer, learning_rate, run_optimizer
 from atlasjax.train.state import TrainState
 from atlasjax.train.trainable import counted, select, trainable_mask
 
@@ -142,7 +141,7 @@ def prepare(config: TrainConfig) -> Setup:
     trainable = trainable_mask(config.optimizer.trainable, shapes)
     some, every = counted(shapes, trainable)
     fits.check_fits(config, mesh.shape, every, memory, trainable=some)
-    optimizer = _optimizer(config, trainable)
+    optimizer = run_optimizer(config, trainable)
     check_optimizer(config.optimizer.name, optimizer, select(shapes, trainable))
     ema = config.optimizer.ema_decay is not None
     shardings, skipped = state_lib.state_shardings(config.model, optimizer, mesh, trainable, ema=ema)
@@ -150,11 +149,6 @@ def prepare(config: TrainConfig) -> Setup:
         config, mesh, tokenizer, train_data, validation, graphdef, optimizer, trainable,
         learning_rate(config.optimizer, config.steps), shardings, skipped,
     )  # fmt: skip
-
-
-def _optimizer(config: TrainConfig, trainable: PyTree | None) -> optax.GradientTransformation:
-    axes = select(state_lib.pure(logical_axes(config.model)), trainable)
-    return make_optimizer(config.optimizer, config.steps, decay_mask(axes), muon_axes(axes))
 
 
 def run_tokenizer(config: TrainConfig) -> Tokenizer:
@@ -245,7 +239,8 @@ def _same_optimizer_state(before: TrainConfig, after: TrainConfig) -> bool:
     trainable = trainable_mask(after.optimizer.trainable, shapes)
     try:
         states = [
-            jax.eval_shape(_optimizer(config, trainable).init, select(shapes, trainable)) for config in (before, after)
+            jax.eval_shape(run_optimizer(config, trainable).init, select(shapes, trainable))
+            for config in (before, after)
         ]
     except Exception:  # whatever a user's optimizer raises; `prepare` reports it
         return True

@@ -35,17 +35,16 @@ def training_step(preset: str, length: int):
     import jax.numpy as jnp
 
     from atlasjax.distributed import MeshConfig, make_mesh
-    from atlasjax.nn import logical_axes
     from atlasjax.train import state as state_lib
     from atlasjax.train.defaults import default_config
-    from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
+    from atlasjax.train.optimizer import learning_rate, run_optimizer
     from atlasjax.train.step import jit_train_step
 
     config = default_config(preset)
     model, mesh = config.model, make_mesh(MeshConfig(1), jax.devices()[:1])
     if model.max_positions is not None:
         model = dataclasses.replace(model, max_positions=length)
-    optimizer = make_optimizer(config.optimizer, config.steps, decay_mask(state_lib.pure(logical_axes(model))))
+    optimizer = run_optimizer(dataclasses.replace(config, model=model))
     graphdef, _ = state_lib.model_shapes(model)
     shardings, _ = state_lib.state_shardings(model, optimizer, mesh)
     state = state_lib.abstract_state(model, optimizer, shardings)
