@@ -128,8 +128,7 @@ def segmented_layout(
 
     # Only tokens that open a slot write. The others are sent out of range and dropped.
     target = jnp.where(opens, slot, num_slots)
-    put = lambda x, fill, target: jnp.full(num_slots, fill, x.dtype).at[target].set(x, mode="drop")
-    scatter = lambda x, fill: jax.vmap(put, in_axes=(0, None, 0))(x, fill, target).T
+    scatter = lambda x, fill: scattered(x, num_slots, target, fill).T
     return Layout(
         num_slots=num_slots,
         place=slot * width + offset,
@@ -183,6 +182,14 @@ def document_pieces(segment_ids: jax.Array, max_segments: int, size: int) -> Pie
     count = lambda slots: jnp.zeros(where.num_slots, jnp.int32).at[slots].add(1, mode="drop")
     lengths = jax.vmap(count)(where.place // size).T
     return Pieces(where.num_slots, size, where.place, lengths, where.resets, where.overflow)
+
+
+def scattered(x: jax.Array, count: int, slot: jax.Array, fill: jax.typing.ArrayLike) -> jax.Array:
+    """[batch, time] → [batch, count], with each x in its slot [batch, time] and `fill` elsewhere. Slots out of range are left out.
+
+    Tokens may share a slot if their x is the same; `lay` is for places that are all distinct. Mapped over the batch, as there.
+    """
+    return jax.vmap(lambda x, slot: jnp.full(count, fill, x.dtype).at[slot].set(x, mode="drop"))(x, slot)
 
 
 def lay(

@@ -6,7 +6,6 @@ block) and pieces of a stream are all laid out on one grid of blocks, which is t
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -85,8 +84,7 @@ def documents(
     position, segment = segment_positions(segment_ids)
     slot = jnp.cumsum(position % size == 0, axis=1) - 1
     count = min((time + most * (size - 1)) // size, time)  # a document's last block may be partly empty
-    put = lambda slot, block: jnp.zeros(count, jnp.int32).at[slot].set(block, mode="drop")
-    index = jax.vmap(put)(slot, position // size).T
+    index = grid.scattered(position // size, count, slot, 0).T
     # Tokens without a slot get distinct places beyond the last one, because the scatter declares its indices unique.
     place = jnp.where(segment < most, slot * size + position % size, count * size + jnp.arange(time))
     return Grid(size, index, time, place, touched=count)

@@ -47,8 +47,7 @@ def _layout(segment_ids: jax.Array) -> _Layout:
     rounded = jnp.where(lengths > 0, jnp.left_shift(1, 32 - jax.lax.clz(jnp.maximum(lengths - 1, 0))), 0)
     order = jnp.argsort(-rounded, axis=1)
     ordered = jnp.take_along_axis(rounded, order, axis=1)
-    put = lambda order, x: jnp.zeros_like(x).at[order].set(x)
-    begin = jax.vmap(put)(order, jnp.cumsum(ordered, axis=1) - ordered)
+    begin = grid.lay(jnp.cumsum(ordered, axis=1) - ordered, time, order)
     position = t - jax.lax.cummax(jnp.where(starts, t, 0), axis=1)
     # A length n is rounded up to at most 2n − 1.
     size = 1 << (2 * time - 2).bit_length()
