@@ -30,10 +30,11 @@ from experiments.rows import read_rows
 
 HERE = pathlib.Path(__file__).resolve().parent
 BATCH, TIME, HEADS = 8, 8192, 16
-# Without bounded steps, which the GPU kernels do not support.
 RULES = {
-    "omeganet": lambda: rules.omeganet(chunk_size=64, window=4, features=features.Identity()).unbounded(),
-    "titans": lambda: rules.titans(chunk_size=64).unbounded(),
+    "omeganet": lambda: rules.omeganet(chunk_size=64, window=4, features=features.Identity()),
+    "omeganet, unbounded": lambda: RULES["omeganet"]().unbounded(),
+    "titans": lambda: rules.titans(chunk_size=64),
+    "titans, unbounded": lambda: RULES["titans"]().unbounded(),
     "delta_rule": lambda: rules.delta_rule().unbounded(),
     "gated_delta_rule": lambda: rules.gated_delta_rule().unbounded(),
 }
@@ -42,7 +43,7 @@ ENGINES, DIRECTIONS = ("xla", "pallas_gpu"), ("forward", "both")
 
 def cases() -> list[tuple[str, int, str, str]]:
     """(rule, head dimension, engine, direction) of each case. Tokens are bfloat16."""
-    dims = {"omeganet": (64, 128), "titans": (64,), "delta_rule": (64, 128), "gated_delta_rule": (64, 128)}
+    dims = {name: (64,) if name.startswith("titans") else (64, 128) for name in RULES}
     return [(name, d, engine, way) for name in RULES for d in dims[name] for engine in ENGINES for way in DIRECTIONS]
 
 

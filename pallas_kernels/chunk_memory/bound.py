@@ -101,55 +101,86 @@ def windowed(
     )  # fmt: skip
 
 
-def bounded_steps(
-    step_bound: float, gates: Gates, decays: Decays, of: Windowed, heads: int = 1, precision: Precision = HIGHEST
-) -> jax.Array:
-    """The bounded step sizes η', a row [1, P · m].
+class System(NamedTuple):
+    """What the system of a chunk's step sizes takes from its gates. Columns of tokens, and one matrix.
 
-    Args:
-      step_bound: how far a token may step; 1 means onto its target.
-      gates, decays: those of the chunk.
-      of: the windowed gradients. `along` is required with retention, `along_momenta` with momentum.
-      heads: P.
-      precision: precision of the products that solve their system.
+    step: η. most: step · (1 − θ). floor: n − f. retained: a_{t−1} − 1, of ⟨G_t, M_0⟩, or None without retention. share: s_{t−1} +
+    u_t β_{t−1}, of ⟨G_t, S_0⟩, or None without momentum. across: (T_α T_θ + u_t T_θ)[t−1, j], [m, P · m].
     """
-    shape = of.gram.shape
-    row, lane = place(shape, 0, heads), place(shape, 1, heads)
+
+    step: jax.Array
+    most: jax.Array
+    floor: jax.Array
+    retained: jax.Array | None
+    share: jax.Array | None
+    across: jax.Array
+
+
+def system(step_bound: float, gates: Gates, decays: Decays, heads: int = 1) -> System:
+    """Of a chunk with these gates. step_bound: how far a token may step; 1 means onto its target. heads: P."""
     assert gates.floor is not None
     step, floor = columns_of(gates.step, heads), columns_of(gates.floor, heads)
-    square = head_sums(jnp.where(row == lane, of.gram, 0.0), heads)
+    retained = None if decays.start is None else before(decays.start, 1.0) - 1.0
+    across = before(decays.pending, 0.0)
+    if gates.momentum_decay is None:
+        return System(step, jnp.full_like(step, step_bound), floor, retained, None, across)
+    assert decays.momentum is not None
+    assert decays.momentum_start is not None
+    assert decays.started is not None
+    theta = columns_of(gates.momentum_decay, heads)
+    left_of_theta = jnp.maximum(1.0 - theta, LEAST)
+    pending = theta / left_of_theta
+    share = before(decays.started, 0.0) + pending * before(decays.momentum_start, 1.0)
+    across = across + pending * before(decays.momentum, 0.0)
+    return System(step, step_bound * left_of_theta, floor, retained, share, across)
 
-    most = step_bound * of.falls / jnp.where(square >= SMALLEST, square, 1.0)
-    pending = None
-    if gates.momentum_decay is not None:
-        theta = columns_of(gates.momentum_decay, heads)
-        left_of_theta = jnp.maximum(1.0 - theta, LEAST)
-        pending = theta / left_of_theta
-        most = most * left_of_theta
-    capped = jnp.where(square >= SMALLEST, jnp.minimum(step, most), step)
+
+class Equations(NamedTuple):
+    """(I + L) y = r, whose solution `steps` turns into step sizes.
+
+    lower: L [m, P · m], strictly lower triangular. right: r. capped: η̄. root: 1 / √n, or 0 where n is zero: η' = η̄ root y, or η̄.
+    Columns of tokens but for L.
+    """
+
+    lower: jax.Array
+    right: jax.Array
+    capped: jax.Array
+    root: jax.Array
+
+
+def equations(known: System, of: Windowed, heads: int = 1) -> Equations:
+    """Of the windowed gradients, with `along` if there is retention and `along_momenta` if there is momentum."""
+    shape = of.gram.shape
+    row, lane = place(shape, 0, heads), place(shape, 1, heads)
+    square = head_sums(jnp.where(row == lane, of.gram, 0.0), heads)
+    most = known.most * of.falls / jnp.where(square >= SMALLEST, square, 1.0)
+    capped = jnp.where(square >= SMALLEST, jnp.minimum(known.step, most), known.step)
 
     moved = jnp.zeros_like(capped)
-    if decays.start is not None:
-        assert of.along is not None
-        moved = (before(decays.start, 1.0) - 1.0) * of.along
-    across = before(decays.pending, 0.0)
-    if pending is not None:
-        assert decays.momentum is not None
-        assert decays.momentum_start is not None
-        assert decays.started is not None
-        assert of.along_momenta is not None
-        share = before(decays.started, 0.0) + pending * before(decays.momentum_start, 1.0)
-        moved = moved + share * of.along_momenta
-        across = across + pending * before(decays.momentum, 0.0)
+    for share, along in ((known.retained, of.along), (known.share, of.along_momenta)):
+        if share is not None:
+            assert along is not None
+            moved = moved + share * along
 
     # The unknowns are multiplied by √n, which keeps the system's entries of similar size.
-    scale = of.falls + floor
+    scale = of.falls + known.floor
     there = scale >= SMALLEST
     safe = jnp.where(there, scale, 1.0)
     root = jnp.where(there, jax.lax.rsqrt(safe), 0.0)
-    system = jnp.where(row > lane, root * (across * of.gram) * rows_of_columns(capped * root, heads), 0.0)
-    solved = solve_column(system, root * (safe + moved), heads, precision)
-    return rows_of_columns(capped * jnp.where(there, root * solved, 1.0), heads)
+    entries = root * (known.across * of.gram) * rows_of_columns(capped * root, heads)
+    return Equations(jnp.where(row > lane, entries, 0.0), root * (safe + moved), capped, root)
+
+
+def steps(of: Equations, solved: jax.Array) -> jax.Array:
+    """The bounded step sizes η', a column, from the solution."""
+    return of.capped * jnp.where(of.root > 0.0, of.root * solved, 1.0)
+
+
+def bounded_steps(known: System, of: Windowed, heads: int = 1, precision: Precision = HIGHEST) -> jax.Array:
+    """The bounded step sizes η', a row [1, P · m]. precision: of the products that solve their system."""
+    system = equations(known, of, heads)
+    solved = solve_column(system.lower, system.right, heads, precision)
+    return rows_of_columns(steps(system, solved), heads)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays, Product
 from pallas_kernels.blocks import HIGHEST, Precision, entry, finer, product
-from pallas_kernels.chunk_memory.bound import Windowed, bounded_steps, decrease, windowed, within_norm
+from pallas_kernels.chunk_memory.bound import Windowed, bounded_steps, decrease, system, windowed, within_norm
 from pallas_kernels.chunk_memory.gates import Coefficients, Gates, coefficients, decays, window_matrix
 from pallas_kernels.side_by_side import beside, columns, columns_of, rows_of_columns
 from pallas_kernels.varying import vary_like
@@ -154,7 +154,8 @@ class MemoryChunk:
         step = gates.step
         if self.step_bound is not None:
             assert of_window is not None
-            step = bounded_steps(self.step_bound, gates, of_gates, of_window, heads, precision)
+            known = system(self.step_bound, gates, of_gates, heads)
+            step = bounded_steps(known, of_window, heads, precision)
         return coefficients(of_gates, step)
 
     def _finish(self, carry: Arrays, q: jax.Array, begun: "_Begun", of_gates: Coefficients) -> tuple[Arrays, Arrays]:

@@ -24,11 +24,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import BEGINS, EMPTY, Arrays, Interpret
 from pallas_kernels.blocks import entry, product
-from pallas_kernels.chunk_memory.bound import within_norm
+from pallas_kernels.chunk_memory.bound import system, within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Structure
 from pallas_kernels.chunk_memory.gates import coefficients, decays, window_matrix
+from pallas_kernels.chunk_memory.gpu_bound import MOST_TOKENS, Solved
 from pallas_kernels.chunk_memory.gpu_kernels import state_cotangents, states
-from pallas_kernels.chunk_memory.gpu_step import Layers, Tokens, block_tokens
+from pallas_kernels.chunk_memory.gpu_step import Layers, StepGates, Tokens, block_tokens, places
 from pallas_kernels.chunk_memory.muon import MuonChunk
 from pallas_kernels.chunk_scan import Restarts
 from pallas_kernels.gpu import LEAST, padded
@@ -38,9 +39,8 @@ from pallas_kernels.varying import vary_like
 
 Y = TypeVar("Y")  # a tree of arrays
 Limits = tuple[float, ...] | None
-_Kept = tuple[
-    Arrays, jax.Array | None, Arrays, Arrays, jax.Array | None
-]  # carry before each chunk, scales, xs, window, marks
+# carry before each chunk, scales, systems, xs, window, marks
+_Kept = tuple[Arrays, jax.Array | None, Solved | None, Arrays, Arrays, jax.Array | None]
 
 _MOST_CHANNELS = 256  # of keys (with their features) and values; a step holds all channels of its tokens
 _TOGETHER = 2**28  # bytes of one hidden array [rows, chunks, tokens, hidden] of the parallel parts
@@ -74,8 +74,8 @@ def unsupported_by_gpu(
     width = weights[layers.outer].shape[-1]
     if layers.inner and width % LEAST:
         return f"the hidden width {width} is not a multiple of {LEAST}"
-    if step_bound is not None:
-        return f"steps bounded by {step_bound} require solving a system per chunk, which the GPU kernel does not do"
+    if step_bound is not None and chunk_size > MOST_TOKENS:
+        return f"chunk_size={chunk_size} with bounded steps, should be at most {MOST_TOKENS}"
     return None
 
 
@@ -205,7 +205,7 @@ def memory_scan(
     """Scans a memory over the chunks of many rows.
 
     Args:
-      chunk: a chunk whose structure has `Layers`, without bounds; static.
+      chunk: a chunk whose structure has `Layers`, without a bound on norms; static.
       limits: limits on ‖W‖_F of each weight and its momentum, by name, at the starts of chunks. The carry is within them. None
         means no limits.
       interpret: passed to `pallas_call`.
@@ -232,16 +232,16 @@ def _forward(
     restarts: Restarts,
 ) -> tuple[tuple[Arrays, jax.Array], _Kept]:
     tokens = _tokens(chunk, xs, window)
-    before, last, scales = states(chunk, limits, interpret, carry, tokens, restarts, xs[0].dtype)
+    before, last, scales, solved = states(chunk, limits, interpret, carry, tokens, restarts, xs[0].dtype)
     read = lambda state, xs, window: chunk((*state, *window), _wide(xs))[1][0]
     y = _all_chunks(read, before, xs, window)
-    return (last, y), (before, scales, xs, window, None if restarts is None else restarts[0])
+    return (last, y), (before, scales, solved, xs, window, None if restarts is None else restarts[0])
 
 
 def _backward(
     chunk: MemoryChunk, limits: Limits, interpret: Interpret, kept: _Kept, cotangents: tuple[Arrays, jax.Array]
 ) -> tuple[Arrays, Arrays, Arrays, tuple[None, Arrays] | None]:
-    before, scales, xs, window, marks = kept
+    before, scales, solved, xs, window, marks = kept
     dfinal, dy = cotangents
     count = len(before)
 
@@ -263,7 +263,7 @@ def _backward(
     dstate, *dtokens = _all_chunks(from_reads, before, xs, window, dy)
     tokens = _tokens(chunk, xs, window)
     after, dfirst, dstart = state_cotangents(
-        chunk, limits, interpret, before, scales, tokens, dstate, dfinal, marks, xs[0].dtype
+        chunk, limits, interpret, before, scales, solved, tokens, dstate, dfinal, marks, xs[0].dtype
     )
     more = _all_chunks(from_writes, before, xs, window, after)
     dxs, dwindow = jax.tree.map(jnp.add, tuple(dtokens), tuple(more))
@@ -289,32 +289,56 @@ def _wide(xs: Arrays) -> Arrays:
 
 
 def _tokens(chunk: MemoryChunk, xs: Arrays, window: Arrays) -> Tokens:
-    """Inputs of a state's step for each chunk: `blocks` of (k, v, C_end [1 or 2, E]), and a, s, β at its end, [rows, chunks, 3]."""
-
-    def at_end(gates: jax.Array, real: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        rows = chunk.named(gates)
-        at_end = coefficients(decays(rows), rows.step)
-        m = rows.step.shape[1]
-        weights = [x for x in (entry(at_end.memory, m - 1), at_end.momentum) if x is not None]
-        if real is not None:
-            gamma = window_matrix(gates[-chunk.window :].T, real.shape[0]) * rows_of_columns(
-                jnp.concatenate([real, rows.real.T])
-            )
-            weights = [product(x, gamma, 1, 0) for x in weights]
-        one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
-        last = lambda x, absent: absent if x is None else x[-1, 0]
-        return jnp.concatenate(weights), jnp.stack(
-            [last(at_end.start, one), last(at_end.started, zero), last(at_end.momentum_start, zero)]
-        )
-
+    """Inputs of a state's step for each chunk."""
     _, k, v, gates = xs
     real = window[2] if window else None
-    weights, scales = jax.vmap(jax.vmap(at_end))(gates, real)
-    split = window[0].shape[2] if window else 0
     size = block_tokens(max(k.shape[-1], v.shape[-1]), k.dtype)
     parts = lambda x, axis: jnp.split(x, list(range(size, x.shape[axis], size)), axis)
-    in_parts = lambda k, v, weights: list(zip(parts(k, 2), parts(v, 2), parts(weights, 3)))
-    blocks = in_parts(k, v, weights[..., split:])
+    blocks = list(zip(parts(k, 2), parts(v, 2)))
     if window:
-        blocks += in_parts(window[0], window[1], weights[..., :split])
-    return {"blocks": blocks, "scales": scales}
+        blocks += zip(parts(window[0], 2), parts(window[1], 2))
+    of_blocks = lambda x: [x[..., place.start : place.start + place.size] for place in places(blocks)]
+    over_chunks = lambda f: jax.vmap(jax.vmap(functools.partial(f, chunk)))
+    weights, scales = over_chunks(_at_end)(gates, real)
+    if chunk.step_bound is None:
+        return {"blocks": blocks, "weights": of_blocks(weights), "scales": scales, "step_gates": None}
+    columns, across, gamma = over_chunks(_of_steps)(gates, real)
+    step_gates: StepGates = {"columns": columns, "across": across, "gamma": gamma}
+    return {"blocks": blocks, "weights": [], "scales": scales, "step_gates": step_gates}
+
+
+def _at_end(chunk: MemoryChunk, gates: jax.Array, real: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Of one chunk: the weights of its gradients in W and S at its end [1 or 2, E], and a, s, β there [3]."""
+    rows = chunk.named(gates)
+    at_end = coefficients(decays(rows), rows.step)
+    m = rows.step.shape[1]
+    weights = [x for x in (entry(at_end.memory, m - 1), at_end.momentum) if x is not None]
+    if real is not None:
+        weights = [product(x, _gamma(chunk, gates, real), 1, 0) for x in weights]
+    one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+    last = lambda x, absent: absent if x is None else x[-1, 0]
+    return jnp.concatenate(weights), jnp.stack(
+        [last(at_end.start, one), last(at_end.started, zero), last(at_end.momentum_start, zero)]
+    )
+
+
+def _of_steps(
+    chunk: MemoryChunk, gates: jax.Array, real: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The arrays of `StepGates` for one chunk."""
+    assert chunk.step_bound is not None
+    rows = chunk.named(gates)
+    of_gates = decays(rows)
+    *columns, across = system(chunk.step_bound, rows, of_gates)
+    at_end = coefficients(of_gates, -jnp.ones_like(rows.step))
+    last = [x for x in (entry(at_end.memory, across.shape[0] - 1), at_end.momentum) if x is not None]
+    found = [x[:, 0] for x in columns if x is not None] + [x[0] for x in last]
+    return jnp.stack(found), across, None if real is None else _gamma(chunk, gates, real)
+
+
+def _gamma(chunk: MemoryChunk, gates: jax.Array, real: jax.Array) -> jax.Array:
+    """Γ [m, E] over the tokens of a chunk and of the window before it. real: of the window's tokens, [w, 1]."""
+    before = real.shape[0]
+    gamma = window_matrix(gates[-chunk.window :].T, before)
+    gamma = gamma * rows_of_columns(jnp.concatenate([real, chunk.named(gates).real.T]))
+    return jnp.concatenate([gamma[:, before:], gamma[:, :before]], axis=1)

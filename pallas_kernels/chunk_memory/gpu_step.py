@@ -1,6 +1,8 @@
 """What both GPU kernels of the chunkwise memory do with a chunk's tokens, tile by tile of the hidden width."""
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, TypeVar
 
@@ -25,13 +27,32 @@ class Tokens(TypedDict):
     """Inputs of the kernels for each chunk.
 
     Attributes:
-      blocks: for each block of E tokens, k and v [rows, chunks, E, dim], and the weights of their gradients in the next W and S,
-        [rows, chunks, 1 or 2, E].
+      blocks: k and v [rows, chunks, E_b, dim] of each block of tokens, E = Σ E_b of the chunk and then of the window before it.
+      weights: of the gradients of each block in the next W and S, [rows, chunks, 1 or 2, E_b]. With bounded steps none: `states`
+        finds them.
       scales: a chunk's coefficients of W in W, of S in W and of S in S, [rows, chunks, 3].
+      step_gates: what bounded steps take from the gates; None without a bound.
     """
 
-    blocks: list[tuple[jax.Array, jax.Array, jax.Array]]
+    blocks: list[tuple[jax.Array, jax.Array]]
+    weights: list[jax.Array]
     scales: jax.Array
+    step_gates: "StepGates | None"
+
+
+class StepGates(TypedDict):
+    """What the bounded step sizes of each chunk of m tokens take from its gates.
+
+    Attributes:
+      columns: the columns of `bound.System` in its order, then the weights at the chunk's end of windowed gradients in W and S for
+        steps of −1, [rows, chunks, n, m].
+      across: as in `bound.System`, [rows, chunks, m, m].
+      gamma: Γ, [rows, chunks, m, E]; None without a window.
+    """
+
+    columns: jax.Array
+    across: jax.Array
+    gamma: jax.Array | None
 
 
 _TOGETHER = 80 * 64  # numbers in the sums of one loop over tiles, which are held in registers
@@ -126,8 +147,12 @@ class Step:
 
     def part(self, ref: jax.Ref, i: Index, name: str, j: Index) -> jax.Ref:
         """Index of tile j of a weight [chunks, out, in] before chunk i in its reference."""
-        columns = pl.ds(j * _TILE, _TILE)
-        return ref.at[(i, slice(None), columns) if name == self.layers.outer else (i, columns, slice(None))]
+        tile = self.columns(j)
+        return ref.at[(i, slice(None), tile) if name == self.layers.outer else (i, tile, slice(None))]
+
+    def columns(self, j: Index) -> Slice:
+        """Tile j of the hidden width."""
+        return pl.ds(j * _TILE, _TILE)
 
     def load(self, refs: Refs, i: Index, j: Index) -> Matrices:
         return {name: self.part(ref, i, name, j)[...] for name, ref in refs.items()}
@@ -164,13 +189,26 @@ class Step:
 
         self.tiles(tile, None)
 
+    @property
+    def width(self) -> int:
+        """Hidden channels."""
+        return self.count * _TILE
+
     def projections(self, block: "Block", w: Matrices) -> Matrices:
         return {name: self.dot(block.k, w[name], 1, 1) for name in self.layers.inner}
 
     def hidden(self, block: "Block", z: Matrices, j: Index) -> jax.Array:
         if z:
             return self.layers.hidden(z)
-        return block.key_tile(pl.ds(j * _TILE, _TILE))
+        return block.key_tile(self.columns(j))
+
+    def gradients(self, block: "Block", g: jax.Array, w: Matrices, j: Index) -> tuple[jax.Array, Matrices]:
+        """Of a tile: h, the input of the outer weight, and the left factors of the gradients of the inner ones.
+
+        g: the outer weight's left factor, [E, value_dim]."""
+        if not self.layers.inner:
+            return self.hidden(block, {}, j), {}
+        return self.factors(self.projections(block, w), self.dot(g, w[self.layers.outer], 1, 0))
 
     def factors(self, z: Matrices, u: jax.Array) -> tuple[jax.Array, Matrices]:
         """h, and the gradient of each projection from u, the gradient of h."""
@@ -200,22 +238,33 @@ class Step:
 
     def gradient(self, block: "Block", out: jax.Array) -> jax.Array:
         """∇ℓ of W_outer h."""
-        loss = lambda out: jnp.sum(
-            self.objective.loss(self.layers.readout(block.k.astype(jnp.float32), out), block.v, None)
-        )
-        return jax.grad(loss)(out)
+        return jax.grad(lambda out: self._loss(block, self._readout(block, out)))(out)
+
+    def decrease(self, block: "Block", out: jax.Array) -> jax.Array:
+        """First-order decrease of each token's loss down to its target, [E], from W_outer h."""
+        value = self._readout(block, out)
+        slope = jax.grad(functools.partial(self._loss, block))(value)
+        return jnp.maximum(jnp.sum(slope * (value - block.v), axis=1), 0.0)
+
+    def _readout(self, block: "Block", out: jax.Array) -> jax.Array:
+        return self.layers.readout(block.k.astype(jnp.float32), out)
+
+    def _loss(self, block: "Block", value: jax.Array) -> jax.Array:
+        return jnp.sum(self.objective.loss(value, block.v, None))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Block:
     """The E tokens of a step. Each use reloads them, because holding them through the loops over tiles would fill the registers.
 
     Attributes:
-      refs: k, v [chunks, E, dim] and the weights of their gradients in the next W and S [chunks, 1 or 2, E].
+      refs: k, v [chunks, E_b, dim].
+      of_gradients: the weights of their gradients in the next W and S, [chunks, 1 or 2, E_b].
       i: the chunk.
     """
 
-    refs: tuple[jax.Ref, jax.Ref, jax.Ref]
+    refs: tuple[jax.Ref, jax.Ref]
+    of_gradients: jax.Ref
     i: Index
 
     @property
@@ -231,16 +280,23 @@ class Block:
 
     @property
     def weights(self) -> tuple[jax.Array, ...]:
-        """Columns [E, 1]."""
-        return tuple(self.refs[2][self.i, place, :][:, None] for place in range(self.refs[2].shape[1]))
+        """Columns [E_b, 1]."""
+        return tuple(self.of_gradients[self.i, part, :][:, None] for part in range(self.of_gradients.shape[1]))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ScratchBlock(Block):
-    """g, d: [E, value_dim], scratch for the kernel's results on these tokens."""
+    """g, d: [E_b, value_dim], scratch for the kernel's results on these tokens. place: theirs among the E tokens."""
 
     g: jax.Ref
     d: jax.Ref
+    place: pl.Slice
+
+
+def places(blocks: Sequence[tuple[jax.Array, jax.Array]]) -> list[pl.Slice]:
+    """Where the tokens of each block are among those of all, from k and v of each [..., E_b, dim]."""
+    sizes = [k.shape[-2] for k, _ in blocks]
+    return [pl.Slice(start, size) for start, size in zip(itertools.accumulate([0, *sizes]), sizes)]
 
 
 def block_tokens(channels: int, dtype: jax.typing.DTypeLike) -> int:
@@ -248,10 +304,11 @@ def block_tokens(channels: int, dtype: jax.typing.DTypeLike) -> int:
     return 64 if _narrow(channels, dtype) else 32
 
 
-def num_warps(tokens: Tokens) -> int:
+def num_warps(tokens: Tokens, *, backward: bool) -> int:
     """Number of warps: four, so that a multiprocessor can hold two programs, unless eight spill less."""
-    k, v, _ = tokens["blocks"][0]
-    return 4 if _narrow(max(k.shape[-1], v.shape[-1]), k.dtype) else 8
+    k, v = tokens["blocks"][0]
+    many = backward and tokens["step_gates"] is not None
+    return 4 if _narrow(max(k.shape[-1], v.shape[-1]), k.dtype) and not many else 8
 
 
 def _narrow(channels: int, dtype: jax.typing.DTypeLike) -> bool:

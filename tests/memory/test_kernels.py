@@ -154,10 +154,10 @@ def test_goes_on_from_a_state(name, interpreted):
     ids=str,
 )
 def test_on_gpus(name, structure, interpreted):
-    """37 tokens: two chunks of 16, and five tokens that the XLA engine takes; norms are bounded, and act."""
+    """37 tokens: two chunks of 16, and five tokens that the XLA engine takes; steps and norms are bounded, and act."""
     rule = RULES[name]
     if name == "omeganet":
-        bound = Bound(step=None, slope=0.5, weight_norm=0.6)
+        bound = Bound(slope=0.5, weight_norm=0.6)
         rule = dataclasses.replace(rule, structure=structure, chunk_size=16, bound=bound)
     params, *rest = make_inputs(rule, batch=1, key_dim=8, value_dim=8)
     scan = functools.partial(memory.scan, implementation="pallas_gpu")
@@ -209,7 +209,10 @@ def test_what_gpus_refuse():
     assert reasons["gated_delta_rule"] is None
     assert "no GPU kernel has been written for retention=Channel" in reasons["gla"]
     assert reasons["swla"] is None
-    assert "steps bounded by 1.0 require solving a system per chunk" in reasons["titans_matrix"]
+    assert reasons["titans_matrix"] is None  # whose steps are bounded
+    long = dataclasses.replace(RULES["titans_matrix"], chunk_size=128)
+    params, q, *_ = jax.eval_shape(lambda: make_inputs(long, time=300))
+    assert "chunk_size=128 with bounded steps" in kernels.unsupported("pallas_gpu", long, params, None, q, False)
 
 
 def test_gpus_that_are_too_old(monkeypatch):

@@ -98,9 +98,8 @@ DEEP = [
 
 def rule_for(name, implementation):
     rule = RULES[name]
-    if implementation == "pallas_gpu" and rule.bound is not None:  # whose steps are not bounded, in chunks of 16
-        bound = dataclasses.replace(rule.bound, step=None)
-        rule = dataclasses.replace(rule, bound=bound, chunk_size=16, structure=structures.Matrix())
+    if implementation == "pallas_gpu" and rule.bound is not None:
+        rule = dataclasses.replace(rule, chunk_size=16, structure=structures.Matrix())
     return rule
 
 

@@ -44,6 +44,9 @@ def kernels():
     yield "chunk_memory mlp 64", *omega()
     yield "chunk_memory mlp 64 of bounded norms and slopes", *omega(norm_bound=1024.0)
     yield "chunk_memory mlp 64 packed", *omega(packed=True, norm_bound=1024.0)
+    titans = functools.partial(chunk_memories, structures.MLP(), 64, 1, "bfloat16", "retention", "momentum_decay")
+    yield "chunk_memory mlp 64 of bounded steps", *titans(norm_bound=1024.0, step_bound=1.0)
+    yield "chunk_memory mlp 64 of bounded steps, window", *omega(norm_bound=1024.0, step_bound=1.0)
     muon = {"newton_schulz": coefficients(SCHEDULES["standard"], 5), "every": 8}
     both = ("retention", "momentum_decay")
     yield "chunk_memory muon 64", *chunk_memories(structures.MLP(), 64, 4, "bfloat16", *both, **muon)

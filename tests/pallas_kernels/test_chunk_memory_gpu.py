@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from atlasjax.memory import objectives, structures
@@ -50,6 +51,47 @@ def test_norm_bound(structure, shape, gates, window):
     arrays, values = inputs(structure, *shape, gates=gates, window=window)
     expected = run(structure, L2, arrays, values, chunk_size=16, norm_bound=0.3, implementation="reference")
     close(run(structure, L2, arrays, values, norm_bound=0.3, **GPU), expected, 2e-5)
+
+
+def large_steps(structure, shape, gates, window):
+    """Steps far too large for keys that are nearly one."""
+    arrays, values = inputs(structure, *shape, gates=gates, window=window)
+    weights, momenta, q, k, v = arrays
+    floor = jnp.asarray(np.random.default_rng(2).uniform(0.0, 0.1, shape[:3]), jnp.float32)
+    values |= {"step_size": 20.0 * values["step_size"], "floor": floor}
+    return (weights, momenta, q, k[:, :1] + 0.1 * k, v), values
+
+
+@pytest.mark.parametrize(
+    ("structure", "objective", "shape", "gates", "window", "chunk_size"),
+    [
+        (NARROW, L2, (1, 20, 1, 16), ("retention", "momentum_decay"), 5, 16),
+        (MATRIX, L2, (2, 20, 1, 8), (), 1, 16),
+        if_slow(
+            MATRIX, objectives.Lp(3.0), (1, 37, 1, 16), ("retention", "momentum_decay"), 20, 16
+        ),  # longer than a chunk
+        if_slow(GATED, L2, (1, 37, 1, 16), ("momentum_decay",), 20, 16),
+        # Blocks of 32 tokens, without and with those of a window.
+        if_slow(NARROW, L2, (1, 70, 1, 16), ("retention", "momentum_decay"), 1, 64),
+        if_slow(NARROW, L2, (1, 70, 1, 16), ("retention",), 40, 64),
+    ],
+    ids=str,
+)
+def test_bounded(structure, objective, shape, gates, window, chunk_size):
+    arrays, values = large_steps(structure, shape, gates, window)
+    options = {"chunk_size": chunk_size, "step_bound": 0.7, "norm_bound": 0.5}
+    expected = run(structure, objective, arrays, values, **options, implementation="reference")
+    close(run(structure, objective, arrays, values, **{**GPU, **options}), expected, 2e-5)
+
+
+def test_bounded_in_bfloat16():
+    arrays, values = large_steps(MATRIX, (1, 36, 1, 16), ("retention", "momentum_decay"), 1)
+    arrays = (*arrays[:2], *(x.astype(jnp.bfloat16) for x in arrays[2:]))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+    options = {"chunk_size": 16, "step_bound": 1.0}
+    expected = run(MATRIX, L2, wide, values, **options, implementation="reference")[0]
+    f = jax.jit(lambda arrays, gates: chunk_memory(MATRIX, L2, *arrays, **gates, **{**GPU, **options}))
+    close(f(arrays, values), expected, 3e-2)
 
 
 @pytest.mark.slow  # blocks of 16 are above
@@ -99,7 +141,7 @@ def test_what_it_does_not_serve():
     for message, structure, options in [
         ("chunk_size=8, should be at least 16", MLP, {"chunk_size": 8}),
         ("more than one hidden layer", structures.MLP(depth=3, expansion=2), {}),
-        ("steps bounded by 1.0 require solving a system per chunk", MLP, {"step_bound": 1.0}),
+        ("chunk_size=128 with bounded steps", MLP, {"step_bound": 1.0, "chunk_size": 128}),
     ]:
         with pytest.raises(ValueError, match=message):
             scan(structure, **{**GPU, **options})

@@ -83,15 +83,18 @@ def test_values_and_gradients(structure, gates, window, options, implementation)
 
 
 @pytest.mark.parametrize("window", [1, if_slow(5)])
-def test_bounded(window):
-    arrays, values, past, segments = packed(MATRIX, 5, 1, 4, BOTH, window, 8)
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
+def test_bounded(window, implementation):
+    size = 8 if implementation == "pallas_tpu" else 16
+    arrays, values, past, segments = packed(MATRIX, size - 3, 1, 4, BOTH, window, size)
     floor = jnp.asarray(np.random.default_rng(2).uniform(0.0, 0.1, values["step_size"].shape), jnp.float32)
     values |= {"step_size": 20.0 * values["step_size"], "floor": floor}
     if past is not None:
         past = past._replace(floor=0.1 * jnp.abs(past.keys[..., 0]))
-    options = {"chunk_size": 8, "step_bound": 0.7, "norm_bound": 0.5}
+    options = {"chunk_size": size, "step_bound": 0.7, "norm_bound": 0.5}
     expected = run(MATRIX, arrays, values, past, segments, **options, implementation="reference")
-    close(run(MATRIX, arrays, values, past, segments, **options, interpret=True), expected, 2e-5)
+    found = run(MATRIX, arrays, values, past, segments, **options, implementation=implementation, interpret=True)
+    close(found, expected, 2e-5)
 
 
 @pytest.mark.parametrize("implementation", ["pallas_tpu", if_slow("pallas_gpu")])
