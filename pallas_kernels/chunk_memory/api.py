@@ -45,6 +45,7 @@ def chunk_memory(
     every: int = 1,
     step_bound: float | None = None,
     floor: Float[Array, "batch time heads"] | None = None,
+    threshold: Float[Array, "batch time heads"] | None = None,
     norm_bound: float | None = None,
     window: Window | None = None,
     segments: Segments | None = None,
@@ -75,6 +76,8 @@ def chunk_memory(
       step_bound: > 0 replaces η by η' of `bound`, which scales each step by the remaining error of its token. With 1 a token steps
         at most onto its target. Not with `newton_schulz`.
       floor: for each token, added to the decrease of its loss before dividing by it, [batch, time, heads]. None means 0.
+      threshold: the third argument of `Objective.loss`, δ of Huber's loss, [batch, time, heads]. Not with `newton_schulz`, nor
+        with window_weights.
       norm_bound: > 0 scales each weight and momentum with ‖W‖_F > norm_bound · √rows back to this norm at the start of a chunk.
       window: the tokens before the first one, for c > 1. None means that there are none.
       segments: packed segments on a grid of chunks of chunk_size tokens, which divides time. Padding needs η = 0 and α = θ = 1, and
@@ -92,7 +95,9 @@ def chunk_memory(
       ValueError: wrong shapes or dtypes, an unknown implementation or chunk size, or a memory that the implementation does not
         support.
     """
-    _check(weights, momenta, q, k, v, step_size, retention, momentum_decay, window_weights, floor, window)
+    _check(weights, momenta, q, k, v, step_size, retention, momentum_decay, window_weights, floor, threshold, window)
+    if threshold is not None and (newton_schulz is not None or window_weights is not None):
+        raise ValueError("chunk_memory: threshold cannot be used with newton_schulz, nor with window_weights.")
     if segments is not None:
         segments.check("chunk_memory", q.shape[0], q.shape[1], chunk_size)
     if newton_schulz is not None and momenta is None:
@@ -112,7 +117,7 @@ def chunk_memory(
             "momentum_decay": ones if momentum_decay is None else momentum_decay,
             "window_weights": ones[..., None] if window_weights is None else window_weights,
             "floor": 0.0 * ones if floor is None else floor,
-        }
+        } | ({} if threshold is None else {"threshold": threshold})
         return reference.chunk_memory(
             structure, objective, weights, momenta, q, k, v, gates, chunk_size, newton_schulz, every,
             step_bound, norm_bound, window, segments, norm,
@@ -150,13 +155,15 @@ def chunk_memory(
     precision = token_precision(q.dtype)
     chunk = MemoryChunk(
         structure, objective, names, momentum_decay is not None, retention is not None, size, precision,
-        step_bound=step_bound, norm_bound=norm_bound, norm=norm is not None, transposed=transposed,
+        step_bound=step_bound, norm_bound=norm_bound, norm=norm is not None, threshold=threshold is not None,
+        transposed=transposed,
     )  # fmt: skip
     real = ones if segments is None else jnp.broadcast_to(segments.real[:, :, None], ones.shape)
     rows = [(step_size, 0.0), (real, 0.0), *((x, 1.0) for x in (retention, momentum_decay) if x is not None)]
     if step_bound is not None:
         of_window = None if window is None else window.real_floor
         rows.append((0.0 * ones if floor is None else windowed_floor(floor, window_weights, of_window), 0.0))
+    rows += [] if threshold is None else [(threshold, 1.0)]
     rows += [] if window_weights is None else [(window_weights, 0.0)]
     start: Arrays = ()
     if segments is not None and segments.start is not None:
@@ -252,6 +259,7 @@ def _check(
     momentum_decay: jax.Array | None,
     window_weights: jax.Array | None,
     floor: jax.Array | None,
+    threshold: jax.Array | None,
     window: Window | None,
 ) -> None:
     if q.ndim != 4 or v.ndim != 4 or not q.shape[1]:
@@ -266,6 +274,7 @@ def _check(
         "retention": (retention, tokens),
         "momentum_decay": (momentum_decay, tokens),
         "floor": (floor, tokens),
+        "threshold": (threshold, tokens),
         "window_weights": (
             window_weights,
             (*tokens, window_weights.shape[-1] if window_weights is not None and window_weights.ndim == 4 else "c"),

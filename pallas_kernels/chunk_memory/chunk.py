@@ -39,9 +39,9 @@ class Structure(Protocol):
 
 
 class Objective(Protocol):
-    """ℓ of each token, [m], from M(k) and v [m, value_dim]."""
+    """ℓ of each token, [m], from M(k) and v [m, value_dim], and the gate `threshold` [m] if the memory has one."""
 
-    def loss(self, out: jax.Array, v: jax.Array, threshold: None) -> jax.Array: ...
+    def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None) -> jax.Array: ...
 
 
 def tall(weights: Mapping[str, jax.Array]) -> tuple[str, ...]:
@@ -74,13 +74,14 @@ class MemoryChunk:
     the memory [1, value_dim], which do not change; with momentum, S in the form of the weights; for c > 1, keys and values of the
     window [`window_rows`, dim] and whether they are real [`window_rows`, 1]. Inputs: q, k, v [m, dim] and gates [n, m] with the
     rows η, real (1, or 0 for padding), α if `retention`, θ if `momentum`, n − a of the windowed losses if `step_bound`,
-    γ_0 … γ_{c−1} if c > 1. m is a power of two.
+    the objective's δ if `threshold`, γ_0 … γ_{c−1} if c > 1. m is a power of two.
 
     Attributes:
       structure, objective: hashable; residual structures add φ(k) = k itself.
       names: names of the weights, in the carry's order.
       momentum, retention: whether there are S and θ, and whether there is α.
       norm: whether there is a LayerNorm inside the memory.
+      threshold: whether the objective has one for each token; then c = 1.
       transposed: names of the weights whose matrices, also of momenta, are transposed (`tall`).
       window: c ≥ 1.
       precision: precision of products with tokens and weights. Those of gates alone are `blocks.finer`.
@@ -98,6 +99,7 @@ class MemoryChunk:
     step_bound: float | None = None
     norm_bound: float | None = None
     norm: bool = False
+    threshold: bool = False
     transposed: tuple[str, ...] = ()
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
@@ -135,7 +137,8 @@ class MemoryChunk:
             gamma = gamma * rows_of_columns(real)
         widths = {name: w.out for name, w in memory.items()}
         weight = lambda name, h: memory[name].product(h, dot)
-        gradients = gradient_factors(self.structure, self.objective, weight, widths, k, v, norm)
+        threshold = self.named(rows).threshold
+        gradients = gradient_factors(self.structure, self.objective, weight, widths, k, v, norm, threshold)
         factors, of_window = gradients.factors, None
         if self.step_bound is not None:
             along = lambda products: _total(factors[name][0] * products(name) for name in self.names)
@@ -231,6 +234,7 @@ class MemoryChunk:
             row(2) if self.retention else None,
             row(theta) if self.momentum else None,
             None if self.step_bound is None else row(floor),
+            row(floor + (self.step_bound is not None)) if self.threshold else None,
         )
 
 
@@ -302,9 +306,9 @@ class Gradients(NamedTuple):
 
 def gradient_factors(
     structure: Structure, objective: Objective, weight: Linear, widths: dict[str, int], k: jax.Array, v: jax.Array,
-    norm: Norm | None = None,
+    norm: Norm | None = None, threshold: jax.Array | None = None,
 ) -> Gradients:  # fmt: skip
-    """∇ℓ of each token as factors, at the weights W given by `weight(name, h)` = h Wᵀ [E, widths[name]].
+    """∇ℓ of each token as factors, at the weights W given by `weight(name, h)` = h Wᵀ [E, widths[name]]. threshold: a row [1, E].
 
     See `atlasjax.memory.fast_weights.chunk.gradient_factors`.
     """
@@ -321,7 +325,8 @@ def gradient_factors(
     zeros = {name: jnp.zeros((k.shape[0], width), jnp.float32) for name, width in widths.items()}
     zeros = vary_like(zeros, k)  # under shard_map, the derivative of what does not vary would be summed over devices
     value, pullback, (inputs, products) = jax.vjp(out, zeros, has_aux=True)
-    slope = jax.grad(lambda y: jnp.sum(objective.loss(y, v, None)))(value)
+    of_token = None if threshold is None else jnp.sum(columns_of(threshold), axis=1)
+    slope = jax.grad(lambda y: jnp.sum(objective.loss(y, v, of_token)))(value)
     (left,) = pullback(slope)
     return Gradients({name: (left[name], inputs[name]) for name in widths}, products, value, slope)
 

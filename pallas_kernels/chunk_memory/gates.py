@@ -15,13 +15,14 @@ from pallas_kernels.triangular import decay_products
 
 
 class Gates(NamedTuple):
-    """Rows [1, P · m], where retention, momentum_decay and floor may be None (see `MemoryChunk`)."""
+    """Rows [1, P · m], where retention, momentum_decay, floor and threshold may be None (see `MemoryChunk`)."""
 
     step: jax.Array
     real: jax.Array
     retention: jax.Array | None
     momentum_decay: jax.Array | None
     floor: jax.Array | None
+    threshold: jax.Array | None
 
 
 class Decays(NamedTuple):

@@ -29,7 +29,7 @@ from pallas_kernels.chunk_memory.chunk import MemoryChunk, Structure
 from pallas_kernels.chunk_memory.gates import coefficients, decays, window_matrix
 from pallas_kernels.chunk_memory.gpu_bound import MOST_TOKENS, Solved
 from pallas_kernels.chunk_memory.gpu_kernels import state_cotangents, states
-from pallas_kernels.chunk_memory.gpu_step import Layers, StepGates, Tokens, block_tokens, places
+from pallas_kernels.chunk_memory.gpu_step import Layers, Tokens, block_tokens, places
 from pallas_kernels.chunk_memory.muon import MuonChunk
 from pallas_kernels.chunk_scan import Restarts
 from pallas_kernels.gpu import LEAST, padded
@@ -300,11 +300,15 @@ def _tokens(chunk: MemoryChunk, xs: Arrays, window: Arrays) -> Tokens:
     of_blocks = lambda x: [x[..., place.start : place.start + place.size] for place in places(blocks)]
     over_chunks = lambda f: jax.vmap(jax.vmap(functools.partial(f, chunk)))
     weights, scales = over_chunks(_at_end)(gates, real)
+    threshold = chunk.named(gates).threshold
+    of_losses = [] if threshold is None else of_blocks(threshold[..., 0, :])
+    found: Tokens = {
+        "blocks": blocks, "weights": of_blocks(weights), "scales": scales, "thresholds": of_losses, "step_gates": None,
+    }  # fmt: skip
     if chunk.step_bound is None:
-        return {"blocks": blocks, "weights": of_blocks(weights), "scales": scales, "step_gates": None}
+        return found
     columns, across, gamma = over_chunks(_of_steps)(gates, real)
-    step_gates: StepGates = {"columns": columns, "across": across, "gamma": gamma}
-    return {"blocks": blocks, "weights": [], "scales": scales, "step_gates": step_gates}
+    return {**found, "weights": [], "step_gates": {"columns": columns, "across": across, "gamma": gamma}}
 
 
 def _at_end(chunk: MemoryChunk, gates: jax.Array, real: jax.Array | None) -> tuple[jax.Array, jax.Array]:

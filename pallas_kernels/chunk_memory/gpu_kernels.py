@@ -23,6 +23,7 @@ from pallas_kernels.chunk_memory.gpu_step import (
     places,
     rows_call,
     settings,
+    thresholds,
     zero,
 )
 from pallas_kernels.chunk_scan import Restarts
@@ -73,10 +74,11 @@ def states(
         def gradients_of(i: Index) -> tuple[Sequence[Block], list[jax.Array]]:
             """The tokens of chunk i, and ∇ℓ of W_outer h of each block."""
             if of_steps is None:
-                free = [Block(*refs, i) for refs in zip(tokens["blocks"], tokens["weights"])]
+                free = [Block(*refs, i) for refs in zip(tokens["blocks"], tokens["weights"], thresholds(tokens))]
                 return free, [step.gradient(block, out) for block, out in zip(free, step.outs(free, before[0], i))]
-            parts = zip(tokens["blocks"], of_steps["weights"], scratch, places(tokens["blocks"]))
-            blocks = [ScratchBlock(refs, weights, i, g, g, place) for refs, weights, g, place in parts]
+            parts = zip(tokens["blocks"], of_steps["weights"], thresholds(tokens))
+            more = zip(parts, scratch, places(tokens["blocks"]))
+            blocks = [ScratchBlock(*refs, i, g, g, place) for refs, g, place in more]
             bounded = BoundedSteps(chunk, step, interpret, blocks, before, tokens["step_gates"], of_steps, i)
             for block, out in zip(blocks, step.outs(blocks, before[0], i)):
                 block.g[...] = step.gradient(block, out)
@@ -196,8 +198,9 @@ def state_cotangents(
             i = chunks - 1 - t
             # g = ∇ℓ of W_outer h and d = ∂g/∂out ᵀ dg pass through memory, because they would spill if held in registers.
             of_gradients = tokens["weights"] if of_steps is None else of_steps["weights"]
-            parts = zip(tokens["blocks"], of_gradients, scratch, places(tokens["blocks"]))
-            blocks = [ScratchBlock(refs, column, i, g, d, place) for refs, column, (g, d), place in parts]
+            parts = zip(tokens["blocks"], of_gradients, thresholds(tokens))
+            with_scratch = zip(parts, scratch, places(tokens["blocks"]))
+            blocks = [ScratchBlock(*refs, i, g, d, place) for refs, (g, d), place in with_scratch]
             a, s, beta = (tokens["scales"][i, place] for place in range(3))
             outs = step.outs(blocks, weights, i)
             for block, out in zip(blocks, outs):

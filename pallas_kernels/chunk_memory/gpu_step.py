@@ -31,12 +31,14 @@ class Tokens(TypedDict):
       weights: of the gradients of each block in the next W and S, [rows, chunks, 1 or 2, E_b]. With bounded steps none: `states`
         finds them.
       scales: a chunk's coefficients of W in W, of S in W and of S in S, [rows, chunks, 3].
+      thresholds: of the objective, for each block, [rows, chunks, E_b]; empty if it has none.
       step_gates: what bounded steps take from the gates; None without a bound.
     """
 
     blocks: list[tuple[jax.Array, jax.Array]]
     weights: list[jax.Array]
     scales: jax.Array
+    thresholds: list[jax.Array]
     step_gates: "StepGates | None"
 
 
@@ -250,7 +252,7 @@ class Step:
         return self.layers.readout(block.k.astype(jnp.float32), out)
 
     def _loss(self, block: "Block", value: jax.Array) -> jax.Array:
-        return jnp.sum(self.objective.loss(value, block.v, None))
+        return jnp.sum(self.objective.loss(value, block.v, block.threshold))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -260,11 +262,13 @@ class Block:
     Attributes:
       refs: k, v [chunks, E_b, dim].
       of_gradients: the weights of their gradients in the next W and S, [chunks, 1 or 2, E_b].
+      thresholds: [chunks, E_b], or None.
       i: the chunk.
     """
 
     refs: tuple[jax.Ref, jax.Ref]
     of_gradients: jax.Ref
+    thresholds: jax.Ref | None
     i: Index
 
     @property
@@ -274,6 +278,10 @@ class Block:
     @property
     def v(self) -> jax.Array:
         return self.refs[1][self.i].astype(jnp.float32)
+
+    @property
+    def threshold(self) -> jax.Array | None:
+        return None if self.thresholds is None else self.thresholds[self.i]
 
     def key_tile(self, which: Slice) -> jax.Array:
         return self.refs[0][self.i, :, which].astype(jnp.float32)
@@ -291,6 +299,11 @@ class ScratchBlock(Block):
     g: jax.Ref
     d: jax.Ref
     place: pl.Slice
+
+
+def thresholds(tokens: Tokens) -> Sequence[Any]:
+    """Those of each block, or None."""
+    return tokens["thresholds"] or [None] * len(tokens["blocks"])
 
 
 def places(blocks: Sequence[tuple[jax.Array, jax.Array]]) -> list[pl.Slice]:

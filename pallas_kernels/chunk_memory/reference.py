@@ -48,10 +48,13 @@ def chunk_memory(
         real = jnp.concatenate([window.real, real], axis=1)
     matmul = lambda w: lambda name, h: jnp.matmul(h, w[name].T, precision=jax.lax.Precision.HIGHEST)
 
-    def gradient(w: Weights, k: jax.Array, v: jax.Array, norm: Weights | None) -> tuple[Weights, jax.Array]:
+    def gradient(
+        w: Weights, k: jax.Array, v: jax.Array, threshold: jax.Array | None, norm: Weights | None
+    ) -> tuple[Weights, jax.Array]:
         """∇ℓ, and the first-order decrease of the loss down to the target."""
         out = lambda w: structure.apply(matmul(w), k[None], k[None], norm)
-        loss = lambda out: objective.loss(out, v[None], None)[0]
+        of_token = None if threshold is None else threshold[None]
+        loss = lambda out: objective.loss(out, v[None], of_token)[0]
         fall = jnp.maximum(jnp.sum(jax.grad(loss)(out(w)) * (out(w) - v)), 0.0)
         return jax.grad(lambda w: loss(out(w)))(w), fall
 
@@ -116,7 +119,8 @@ def chunk_memory(
             for j in range(c):
                 i = jnp.maximum(t + past - j, 0)
                 seen = (t + past >= j) & real[i]
-                g, fall = gradient(start, k[i], v[i], norm)
+                threshold = gates["threshold"][i] if "threshold" in gates else None  # there is no window then
+                g, fall = gradient(start, k[i], v[i], threshold, norm)
                 scale = jnp.where(seen, gates["window_weights"][t, j], 0.0)
                 total = jax.tree.map(lambda total, g, scale=scale: total + scale * g, total, g)
                 a, n = a + scale * fall, n + scale * (fall + gates["floor"][i])

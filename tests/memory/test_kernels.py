@@ -17,8 +17,9 @@ from tests.memory.cases import RULES, assert_close, make_inputs, objective
 SUPPORTED = {
     "linear_attention", "delta_rule", "delta_rule_chunk8", "retnet", "polysketch", "longhorn", "gated_delta_rule", "titans",
     "titans_matrix", "titans_no_momentum", "titans_deep", "dla", "swla", "omeganet", "omeganet_powers", "omeganet_sketch",
-    "momentum_full_retention", "gated", "moneta_row", "atlas", "atlas_plus_plus", "titans_unbounded", "titans_at_its_limits",
-    "own_features", "deep_small", "ttt_linear", "ttt_mlp", "ttt_mlp_small", "gla", "rwkv7", "rwkv7_one_key", "delta_rule_decay",
+    "momentum_full_retention", "gated", "gated_small", "moneta_row", "atlas", "atlas_plus_plus", "titans_unbounded",
+    "titans_at_its_limits", "own_features", "deep_small", "yaad", "ttt_linear", "ttt_mlp", "ttt_mlp_small", "gla", "rwkv7",
+    "rwkv7_one_key", "delta_rule_decay",
 }  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def if_slow(*values):
     [
         "delta_rule", "gated_delta_rule", "longhorn", "gla", "rwkv7", if_slow("rwkv7_one_key"), "delta_rule_decay",
         if_slow("titans_matrix"), if_slow("omeganet"), if_slow("titans"),
-        if_slow("moneta_row"), if_slow("swla"), if_slow("polysketch"), if_slow("dla"), if_slow("gated"),
+        if_slow("moneta_row"), if_slow("swla"), if_slow("polysketch"), if_slow("dla"), if_slow("gated"), if_slow("yaad"),
         "ttt_linear", if_slow("ttt_mlp"),
     ],
 )  # fmt: skip
@@ -77,6 +78,7 @@ def alike(rule, **options):
         if_slow("delta_rule_chunk8", {}),
         if_slow("moneta_row", {}),
         if_slow("dla", {}),
+        if_slow("yaad", {}),
     ],
 )
 def test_active_bound(name, gates, interpreted):
@@ -150,13 +152,14 @@ def test_goes_on_from_a_state(name, interpreted):
         ("gated_delta_rule", structures.Matrix()),
         if_slow("omeganet", structures.Matrix()),  # test_chunk_memory_gpu.py has both
         if_slow("omeganet", structures.MLP()),
+        if_slow("yaad", structures.Matrix()),
     ],
     ids=str,
 )
 def test_on_gpus(name, structure, interpreted):
     """37 tokens: two chunks of 16, and five tokens that the XLA engine takes; steps and norms are bounded, and act."""
     rule = RULES[name]
-    if name == "omeganet":
+    if name != "gated_delta_rule":
         bound = Bound(slope=0.5, weight_norm=0.6)
         rule = dataclasses.replace(rule, structure=structure, chunk_size=16, bound=bound)
     params, *rest = make_inputs(rule, batch=1, key_dim=8, value_dim=8)
@@ -189,6 +192,7 @@ def test_what_is_supported():
     assert "Channel" in reasons["muon_matrix_channel"]
     assert "chunk_size=12" in reasons["atlas_every"]
     assert "KL" in reasons["memora"]
+    assert "Huber" in reasons["yaad_window"]
     assert "chunk_size=4, should be one of" in reasons["omeganet_window_over_chunk"]
 
 

@@ -88,6 +88,8 @@ DEEP = [
     if_slow("omeganet", "pallas_gpu"),
     if_slow("omeganet", "pallas_tpu"),
     if_slow("titans", "pallas_tpu"),
+    if_slow("yaad", "pallas_tpu"),
+    if_slow("yaad", "pallas_gpu"),
     if_slow("titans_at_its_limits", "pallas_gpu"),
     if_slow("swla", "pallas_gpu"),
     if_slow("momentum_full_retention", "pallas_tpu"),

@@ -47,21 +47,26 @@ def segments(start):
     return Segments(marks, start, jax.ShapeDtypeStruct((BATCH, TIME), "float32"))
 
 
-def memory(structure, dim, window, dtype, bound="steps", packed=False, **options):
-    """A chunk memory with all gates, and its arguments; bound: of "steps", norms and slopes, of "norms" and slopes, or None."""
+def memory(structure, dim, window, dtype, bound="steps", packed=False, loss=None, **options):
+    """A chunk memory with all gates, and its arguments; bound: of "steps", norms and slopes, of "norms" and slopes, or None.
+
+    loss: an objective with thresholds, which take the place of the window's weights. None means L2.
+    """
     shapes = structure.weight_shapes(dim, dim).items()
     weights = {name: jax.ShapeDtypeStruct((BATCH, HEADS, *shape), "float32") for name, shape in shapes}
     norms = [{name: jax.ShapeDtypeStruct((HEADS, dim), "float32") for name in ("scale", "bias")}] * structure.norm
     restarts = [segments({name: jax.ShapeDtypeStruct((HEADS, *shape), "float32") for name, shape in shapes})] * packed
 
     def call(weights, momenta, q, k, v, step_size, retention, theta, floor, gamma, *others):
-        given = {"step_size": step_size, "retention": retention, "momentum_decay": theta, "window_weights": gamma}
+        given = {"step_size": step_size, "retention": retention, "momentum_decay": theta}
+        given |= {"window_weights": gamma} if loss is None else {"threshold": gamma[..., 0]}
         if bound is not None:
             given["norm_bound"] = 1024.0
         if bound == "steps":
             given |= {"step_bound": 1.0, "floor": floor}
         given |= dict(zip(["norm"] * len(norms) + ["segments"] * len(restarts), others))
-        objective = objectives.L2() if bound is None else LimitedSlope(objectives.L2(), 1024.0)
+        objective = objectives.L2() if loss is None else loss
+        objective = objective if bound is None else LimitedSlope(objective, 1024.0)
         return chunk_memory(structure, objective, weights, momenta, q, k, v, **given, **options)[0]
 
     return call, [weights, weights, *tokens(dim, dtype), *gates(4), *gates(1, window), *norms, *restarts]
@@ -98,6 +103,7 @@ def kernels():
     yield "chunk_memory matrix 96", *memory(structures.Matrix(), 96, 12, "float32")
     yield "chunk_memory mlp, unbounded", *memory(structures.MLP(), 64, 4, "bfloat16", bound=None)
     yield "chunk_memory mlp with LayerNorm", *memory(structures.MLP(norm=True), 64, 1, "bfloat16")
+    yield "chunk_memory huber", *memory(structures.Matrix(), 64, 1, "bfloat16", loss=objectives.Huber())
     yield "chunk_memory packed", *memory(structures.MLP(), 64, 4, "bfloat16", packed=True)
     # Few steps and a write in eight tokens: what is written out for each matrix is what takes long to compile.
     muon = {"newton_schulz": coefficients(SCHEDULES["standard"], 2), "every": 8, "chunk_size": 16, "bound": "norms"}

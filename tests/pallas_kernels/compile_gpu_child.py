@@ -47,6 +47,8 @@ def kernels():
     titans = functools.partial(chunk_memories, structures.MLP(), 64, 1, "bfloat16", "retention", "momentum_decay")
     yield "chunk_memory mlp 64 of bounded steps", *titans(norm_bound=1024.0, step_bound=1.0)
     yield "chunk_memory mlp 64 of bounded steps, window", *omega(norm_bound=1024.0, step_bound=1.0)
+    huber = functools.partial(chunk_memories, structures.Matrix(), 64, 1, "bfloat16", "retention", "threshold")
+    yield "chunk_memory matrix 64 huber", *huber(loss=objectives.Huber(), norm_bound=1024.0, step_bound=1.0)
     muon = {"newton_schulz": coefficients(SCHEDULES["standard"], 5), "every": 8}
     both = ("retention", "momentum_decay")
     yield "chunk_memory muon 64", *chunk_memories(structures.MLP(), 64, 4, "bfloat16", *both, **muon)
@@ -70,7 +72,7 @@ def segments(start, time):
     return Segments(marks, start, jax.ShapeDtypeStruct((2, time), "float32"))
 
 
-def chunk_memories(structure, dim, window, dtype, *gates, packed=False, **options):
+def chunk_memories(structure, dim, window, dtype, *gates, packed=False, loss=objectives.L2(), **options):
     """A chunk memory with some gates, and the shapes of its arguments."""
     array = lambda *shape, dtype="float32": jax.ShapeDtypeStruct((2, *shape), dtype)
     weights = {name: array(4, *shape) for name, shape in structure.weight_shapes(dim, dim).items()}
@@ -89,8 +91,7 @@ def chunk_memories(structure, dim, window, dtype, *gates, packed=False, **option
         if restarts:
             gates = gates | {"segments": restarts[0]}
         given = {"chunk_size": 64, "implementation": "pallas_gpu", **gates, **options}
-        limited = LimitedSlope(objectives.L2(), 1024.0)
-        objective = limited if "norm_bound" in options else objectives.L2()
+        objective = LimitedSlope(loss, 1024.0) if "norm_bound" in options else loss
         return chunk_memory(structure, objective, weights, momenta, q, k, v, **given)[0]
 
     return call, [weights, momenta, *tokens, values, *restarts]

@@ -33,7 +33,7 @@ def inputs(structure, batch, time, heads, dim, *, gates, window=1, dtype="float3
         for name, s in shapes.items()
     }
     weights, momenta = normal(1.0), normal(0.1) if "momentum_decay" in gates else None
-    ranges = {"step_size": (0.01, 0.1), "retention": (0.0, 1.0), "momentum_decay": (0.0, 0.9)}
+    ranges = {"step_size": (0.01, 0.1), "retention": (0.0, 1.0), "momentum_decay": (0.0, 0.9), "threshold": (0.1, 1.0)}
     values = {name: rng.uniform(*ranges[name], tokens) for name in ("step_size", *gates)}
     if window > 1:
         values["window_weights"] = rng.uniform(0, 1, (*tokens, window))
@@ -85,6 +85,7 @@ def test_values_and_gradients(structure, objective, shape, gates, window):
         (MATRIX, objectives.Lp(3.0), (2, 21, 2, 4), ("retention", "momentum_decay"), 5),  # the last chunk is not full
         if_slow(GATED, L2, (1, 16, 1, 4), ("momentum_decay",), 12),  # the window is longer than a chunk
         if_slow(structures.MLP(depth=3, expansion=1), L2, (1, 17, 1, 4), ("retention",), 1),
+        (MATRIX, objectives.Huber(), (1, 21, 2, 4), ("retention", "threshold"), 1),
     ],
     ids=str,
 )

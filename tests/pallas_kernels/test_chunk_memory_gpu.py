@@ -71,6 +71,7 @@ def large_steps(structure, shape, gates, window):
             MATRIX, objectives.Lp(3.0), (1, 37, 1, 16), ("retention", "momentum_decay"), 20, 16
         ),  # longer than a chunk
         if_slow(GATED, L2, (1, 37, 1, 16), ("momentum_decay",), 20, 16),
+        (MATRIX, objectives.Huber(), (1, 20, 1, 8), ("retention", "threshold"), 1, 16),
         # Blocks of 32 tokens, without and with those of a window.
         if_slow(NARROW, L2, (1, 70, 1, 16), ("retention", "momentum_decay"), 1, 64),
         if_slow(NARROW, L2, (1, 70, 1, 16), ("retention",), 40, 64),

@@ -14,7 +14,7 @@ MOST_SPILLED = {
     "h200": {
         "chunk_memory mlp 64": 128,
         "chunk_memory mlp 64 of bounded norms and slopes": 184,
-        "chunk_memory mlp 64 packed": 200,
+        "chunk_memory mlp 64 packed": 208,
         "chunk_memory mlp 64 of bounded steps": 512,
         "chunk_memory mlp 64 of bounded steps, window": 1788,
         "delta_rule 96 packed": 4,
@@ -28,6 +28,9 @@ MOST_SPILLED = {
         "chunk_memory mlp 64": 552,
         "chunk_memory mlp 64 of bounded norms and slopes": 516,
         "chunk_memory mlp 64 packed": 580,
+        "chunk_memory mlp 64 of bounded steps": 1524,
+        "chunk_memory mlp 64 of bounded steps, window": 1988,
+        "chunk_memory matrix 64 huber": 644,
         "chunk_memory muon 64": 180,
         "delta_rule 64": 1396,
         "delta_rule 128 gated": 1576,
@@ -55,7 +58,7 @@ def test_kernels_compile(gpu):
     for direction in ("forward", "backward"):
         found = [case for case, name, *_ in kernels if case.startswith("newton_schulz") and direction in name]
         assert len(found) == 8
-    assert sum(name.startswith("chunk_memory") for _, name, *_ in kernels) == 12
+    assert sum(name.startswith("chunk_memory") for _, name, *_ in kernels) == 14
     assert sum(case.startswith("delta_rule") for case, *_ in kernels) == 30
     for case, name, _, spilled, shared, _ in kernels:
         most = MOST_SPILLED[gpu].get(case, 0)
@@ -68,7 +71,7 @@ def test_kernels_compile(gpu):
 @needs_cuda
 def test_a_t4_is_too_old():
     lines = compiled("t4")
-    assert len(lines) == 20
+    assert len(lines) == 21
     for line in lines:
         assert "refused" in line
         assert "Triton support is only enabled for" in line

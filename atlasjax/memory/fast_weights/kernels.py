@@ -59,7 +59,8 @@ def _known(rule: MemoryRule) -> dict[str, tuple[object, bool]]:
     """
     supported: dict[str, tuple[type, ...]] = {
         "structure": (structures.Matrix, structures.MLP, structures.GatedMLP),
-        "objective": (objectives.L2, objectives.DotProduct, objectives.Lp, objectives.RemoveAndReplace),
+        "objective": (objectives.L2, objectives.DotProduct, objectives.Lp, objectives.RemoveAndReplace)
+        + (objectives.Huber,) * (rule.window == 1 and not rule.uses_muon),
         "optimizer": (optimizers.GradientDescent, optimizers.Implicit, optimizers.Momentum, optimizers.Muon),
         "retention": (retention.Full, retention.Scalar)
         + (retention.Channel,) * (linear_kernels.kernel_of(rule) is not None),
@@ -272,7 +273,9 @@ def _chunks(
         structure = _Branch(structure)
     query, query_skip = _featured(rule, params, q)
 
-    def written(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def written(
+        k: jax.Array, v: jax.Array, threshold: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Keys and values of the kernel, and their floor."""
         key, skip = _featured(rule, params, k)
         wide = v.astype(jnp.float32)
@@ -280,17 +283,17 @@ def _chunks(
         floor = None
         if rule.step_bound is not None:
             # Uses v without the residual subtracted: the output of zero is that of the whole memory, not of the branch.
-            empty = limits.toward_target(rule.limited_objective, jnp.zeros_like(wide), wide, None)
+            empty = limits.toward_target(rule.limited_objective, jnp.zeros_like(wide), wide, threshold)
             floor = bounds.softened(jnp.zeros((), jnp.float32), jnp.maximum(jnp.sum(empty, axis=-1), 0.0))
         return key.astype(q.dtype), value.astype(q.dtype), floor
 
-    key, value, floor = written(k, v)
+    key, value, floor = written(k, v, gates.threshold)
     window = None
     if past is not None and past.window_keys is not None:
         assert past.window_values is not None
         assert past.window_count is not None
         by_token = lambda x: jnp.swapaxes(x, 1, 2)
-        keys, values, of_window = written(by_token(past.window_keys), by_token(past.window_values))
+        keys, values, of_window = written(by_token(past.window_keys), by_token(past.window_values), None)
         of_window = None if of_window is None else by_token(of_window)
         window = Window(by_token(keys), by_token(values), past.window_count, of_window)
     assert gates.step_size is not None
@@ -303,8 +306,8 @@ def _chunks(
         structure, rule.limited_objective, before.memory, before.momentum, query.astype(q.dtype), key, value,
         step_size=gates.step_size, retention=gates.retention, momentum_decay=gates.momentum_decay,
         window_weights=gates.window_weights, implementation=implementation, chunk_size=_chunk_size(rule),
-        step_bound=rule.step_bound, floor=floor, norm_bound=rule.norm_bound, window=window, segments=segments,
-        norm=params.norm, **muon,
+        step_bound=rule.step_bound, floor=floor, threshold=gates.threshold, norm_bound=rule.norm_bound, window=window,
+        segments=segments, norm=params.norm, **muon,
     )  # fmt: skip
     if apart:
         y = (y + query_skip).astype(q.dtype)

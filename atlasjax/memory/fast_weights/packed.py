@@ -107,6 +107,7 @@ def pack(
         step_size=lay_gate(gates.step_size),
         momentum_decay=lay_gate(gates.momentum_decay, 1.0),
         window_weights=lay_gate(gates.window_weights),
+        threshold=lay_gate(gates.threshold, 1.0),
         removal_key=lay_gate(gates.removal_key),
         removal=lay_gate(gates.removal),
     )
