@@ -314,17 +314,18 @@ def places(blocks: Sequence[tuple[jax.Array, jax.Array]]) -> list[pl.Slice]:
 
 def block_tokens(channels: int, dtype: jax.typing.DTypeLike) -> int:
     """Tokens per block, chosen so that a step spills almost nothing at d = 64 and 128 with bfloat16 products."""
-    return 64 if _narrow(channels, dtype) else 32
+    return 64 if narrow(channels, dtype) else 32
 
 
 def num_warps(tokens: Tokens, *, backward: bool) -> int:
     """Number of warps: four, so that a multiprocessor can hold two programs, unless eight spill less."""
     k, v = tokens["blocks"][0]
     many = backward and tokens["step_gates"] is not None
-    return 4 if _narrow(max(k.shape[-1], v.shape[-1]), k.dtype) and not many else 8
+    return 4 if narrow(max(k.shape[-1], v.shape[-1]), k.dtype) and not many else 8
 
 
-def _narrow(channels: int, dtype: jax.typing.DTypeLike) -> bool:
+def narrow(channels: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Whether blocks of 64 tokens leave registers for a step."""
     return channels <= 64 and jnp.dtype(dtype) == jnp.bfloat16
 
 
