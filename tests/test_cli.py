@@ -375,6 +375,12 @@ def test_sigterm_says_what_happened(monkeypatch, capsys):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_python_m_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "atlasjax", "trian"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "train" in done.stderr
+
+
 def test_help_is_quick_and_imports_nothing_heavy():
     code = "import sys; from atlasjax import cli; cli.main(['--help']); print(sorted({'jax', 'tyro', 'grain'} & set(sys.modules)))"
     started = time.perf_counter()
