@@ -70,7 +70,7 @@ MAY_IMPORT = {
     | FOUNDATION,
     "atlasjax.plan": {"atlasjax", "atlasjax.distributed", "atlasjax.nn", "atlasjax.train"} | FOUNDATION,
 }
-ON_TOP = {"atlasjax", "atlasjax.cli"}  # may import all; nothing below knows the command line
+ON_TOP = {"atlasjax", "atlasjax.__main__", "atlasjax.cli"}  # may import all; nothing below knows the command line
 # Inside `atlasjax.memory`: each room or module and what it may import of it besides itself.
 _SHARED = {"axes", "blocks", "check", "gates", "grid", "layerwise", "limits", "meshes", "rule"}
 _FAMILIES = {"fast_weights", "softmax", "caching", "log_linear"}

@@ -63,7 +63,8 @@ def imports() -> dict[str, set[str]]:
             here = room(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
             others = {room(name) for name in imported(path) if name.split(".")[0] in PACKAGES and "__" not in name}
             found[here] = found.get(here, set()) | (others - {here})
-    left_out = {"atlasjax", *FOUNDATION}  # the package itself loads its rooms when they are asked for
+    # The package itself loads its rooms when they are asked for, and `python -m` its command.
+    left_out = {"atlasjax", "atlasjax.__main__", *FOUNDATION}
     return {name: others - left_out for name, others in found.items() if name not in left_out}
 
 
