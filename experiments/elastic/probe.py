@@ -98,7 +98,7 @@ def swap_sampling(run: Run, batches: int) -> Iterator[dict[str, Any]]:
 
     trained = run.config.model.elastic
     most = trained.samples or trained.order
-    for samples in (most, most // 2, most // 4):
+    for samples in [n for n in (most, most // 2, most // 4) if n]:
         for sampling in SAMPLINGS:
             changes = {"sampling": sampling, "samples": samples, "alpha": None}
             if sampling == trained.sampling:
