@@ -22,7 +22,7 @@ import atlasjax
 from atlasjax import memory, rules
 
 assert "site-packages" in atlasjax.__file__, atlasjax.__file__
-for name in ("py.typed", "memory/fastest.json"):
+for name in ("py.typed", "memory/fast_weights/fastest.json"):
     assert (importlib.resources.files("atlasjax") / name).is_file(), name
 rule = rules.atlas(chunk_size=4, window=2)
 sizes = {"num_heads": 1, "key_dim": 4, "value_dim": 4}
