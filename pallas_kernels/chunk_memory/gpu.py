@@ -26,7 +26,7 @@ from pallas_kernels.arguments import BEGINS, EMPTY, Arrays, Interpret
 from pallas_kernels.blocks import entry, product
 from pallas_kernels.chunk_memory.bound import system, within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Structure
-from pallas_kernels.chunk_memory.gates import coefficients, decays, window_matrix
+from pallas_kernels.chunk_memory.gates import Coefficients, coefficients, decays, window_matrix
 from pallas_kernels.chunk_memory.gpu_bound import MOST_TOKENS, Solved
 from pallas_kernels.chunk_memory.gpu_kernels import state_cotangents, states
 from pallas_kernels.chunk_memory.gpu_step import Layers, Tokens, block_tokens, places
@@ -315,8 +315,7 @@ def _at_end(chunk: MemoryChunk, gates: jax.Array, real: jax.Array | None) -> tup
     """Of one chunk: the weights of its gradients in W and S at its end [1 or 2, E], and a, s, β there [3]."""
     rows = chunk.named(gates)
     at_end = coefficients(decays(rows), rows.step)
-    m = rows.step.shape[1]
-    weights = [x for x in (entry(at_end.memory, m - 1), at_end.momentum) if x is not None]
+    weights = _of_gradients(at_end)
     if real is not None:
         weights = [product(x, _gamma(chunk, gates, real), 1, 0) for x in weights]
     one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
@@ -334,10 +333,15 @@ def _of_steps(
     rows = chunk.named(gates)
     of_gates = decays(rows)
     *columns, across = system(chunk.step_bound, rows, of_gates)
-    at_end = coefficients(of_gates, -jnp.ones_like(rows.step))
-    last = [x for x in (entry(at_end.memory, across.shape[0] - 1), at_end.momentum) if x is not None]
+    last = _of_gradients(coefficients(of_gates, -jnp.ones_like(rows.step)))
     found = [x[:, 0] for x in columns if x is not None] + [x[0] for x in last]
     return jnp.stack(found), across, None if real is None else _gamma(chunk, gates, real)
+
+
+def _of_gradients(of_chunk: Coefficients) -> list[jax.Array]:
+    """The weights of windowed gradients in W, and in S if there is momentum, at the chunk's end: rows [1, m]."""
+    last = of_chunk.memory.shape[0] - 1
+    return [x for x in (entry(of_chunk.memory, last), of_chunk.momentum) if x is not None]
 
 
 def _gamma(chunk: MemoryChunk, gates: jax.Array, real: jax.Array) -> jax.Array:
