@@ -192,7 +192,6 @@ def _scan(
 _jitted_scan = jax.jit(
     _scan,
     static_argnames=("rule", "max_segments", "implementation", "partition", "at_chunk_start", "truncation"),
-    inline=True,
 )
 
 

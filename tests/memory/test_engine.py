@@ -296,12 +296,13 @@ AROUND = {
     "ssc": memory.CachedRule(RULES["delta_rule"], "ssc", 4, connector="query"),
     "soup": memory.CachedRule(rules.dla(2, structures.MLP(expansion=1)), "soup", 4, connector="query"),
     "log_linear": memory.LogLinearRule(RULES["delta_rule"], 4, levels=2),
+    "swdt": rules.swdt(chunk_size=8, window=4),
 }
 
 
 @pytest.mark.parametrize("name", some_slow(AROUND, {"soup"}))
 def test_outside_jit_a_call_is_compiled_once(name, compiled):
-    """From a state, in the states of all layers, and in pieces: none of their loops is compiled again."""
+    """From a state, in the states of all layers, in pieces, and backward: none of their loops is compiled again."""
     rule = AROUND[name]
     params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=2, value_dim=2)
     tokens = (*jnp.ones((3, 1, 32, 1, 2)), memory.suggested_gates(rule, batch_size=1, time=32, num_heads=1, key_dim=2))
@@ -312,6 +313,7 @@ def test_outside_jit_a_call_is_compiled_once(name, compiled):
         "step of a layer": lambda: memory.step(rule, params, states, *now, layer=0),
         "scan from a state": lambda: memory.scan(rule, params, state, *tokens),
         "truncated scan": lambda: memory.scan(rule, params, None, *tokens, truncation=16),
+        "gradient": lambda: jax.grad(lambda q, *rest: memory.scan(rule, params, None, q, *rest)[0].sum())(*tokens),
     }
     for call, run in calls.items():
         run()

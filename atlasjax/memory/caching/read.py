@@ -13,7 +13,7 @@ from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.rule import Params
 
 
-@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
+@functools.partial(jax.jit, static_argnames=("rule",))
 def read_state(
     rule: CachedRule[Params],
     params: Params,

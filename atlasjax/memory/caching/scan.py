@@ -18,7 +18,7 @@ from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import Params
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "max_segments"), inline=True)
+@functools.partial(jax.jit, static_argnames=("rule", "max_segments"))
 def xla_scan(
     rule: CachedRule[Params],
     params: Params,

@@ -123,7 +123,7 @@ def unsupported(
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "rule", "max_segments"), inline=True)
+@functools.partial(jax.jit, static_argnames=("implementation", "rule", "max_segments"))
 def pallas_scan(
     implementation: str,
     rule: MemoryRule,

@@ -13,7 +13,7 @@ from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Weights
 
 
-@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
+@functools.partial(jax.jit, static_argnames=("rule",))
 def read_state(rule: MemoryRule, params: MemoryParams, state: MemoryState, q: jax.Array) -> jax.Array:
     """M_t(φ(q)) for queries [batch, time, heads, key_dim]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)

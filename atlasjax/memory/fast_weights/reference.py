@@ -136,7 +136,7 @@ def _token(rule: MemoryRule, params: MemoryParams, initial: dict, carry: dict, t
     return carry, read_one(rule, params, M, token["q"])
 
 
-@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
+@functools.partial(jax.jit, static_argnames=("rule",))
 def reference_scan(
     rule: MemoryRule,
     params: MemoryParams,

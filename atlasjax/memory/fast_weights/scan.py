@@ -15,7 +15,7 @@ from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.grid import MaybeArray, choose
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "max_segments"), inline=True)
+@functools.partial(jax.jit, static_argnames=("rule", "max_segments"))
 def xla_scan(
     rule: MemoryRule,
     params: MemoryParams,

@@ -19,7 +19,7 @@ from atlasjax.memory.rule import Params, State
 _Tokens = tuple[jax.Array, jax.Array, jax.Array, Gates]  # q, k, v and the gates of the inner rule
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "max_segments"), inline=True)
+@functools.partial(jax.jit, static_argnames=("rule", "max_segments"))
 def xla_scan(
     rule: LogLinearRule[Params],
     params: Params,

@@ -16,7 +16,7 @@ from atlasjax.memory.softmax.step import OpenChunk, open_chunk, read_open, seen
 from atlasjax.memory.softmax.tape import Cache
 
 
-@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
+@functools.partial(jax.jit, static_argnames=("rule",))
 def read_state(rule: SoftmaxRule, params: SoftmaxParams, state: SoftmaxState, q: jax.Array) -> jax.Array:
     """M_t(φ*(q)) for queries [batch, time, heads, key_dim]."""
     wide = jnp.promote_types(q.dtype, state.keys.dtype)

@@ -109,7 +109,7 @@ def _token(rule: SoftmaxRule, initial: dict, carry: dict, token: dict) -> tuple[
     return jax.tree.map(lambda a, b: jnp.where(token["real"], a, b), carry, before), y
 
 
-@functools.partial(jax.jit, static_argnames=("rule",), inline=True)
+@functools.partial(jax.jit, static_argnames=("rule",))
 def reference_scan(
     rule: SoftmaxRule,
     params: SoftmaxParams,

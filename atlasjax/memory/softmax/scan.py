@@ -40,7 +40,7 @@ def plan(rule: SoftmaxRule, time: int, dtype: jnp.dtype) -> tuple[int, int]:
     return rule.chunk_size, max(1, min(_BLOCK_TOKENS // rule.chunk_size, -(-time // rule.chunk_size)))
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "max_segments"), inline=True)
+@functools.partial(jax.jit, static_argnames=("rule", "max_segments"))
 def xla_scan(
     rule: SoftmaxRule,
     params: SoftmaxParams,
