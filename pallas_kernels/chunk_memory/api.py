@@ -171,7 +171,8 @@ def chunk_memory(
     first: Arrays = (*carry, *before)
     block = chunk_size
     if newton_schulz is not None:
-        block = min(chunk_size, every * writes(sum(w.shape[-2] * w.shape[-1] for w in weights.values())))
+        numbers = sum(w.shape[-2] * w.shape[-1] for w in weights.values())
+        block = min(chunk_size, every * writes(numbers, q.dtype))
         begins = jnp.broadcast_to((jnp.arange(time) % chunk_size < block)[:, None], ones.shape)
         rows.append((begins, 0.0))
         first, start = (*carry[: len(names)], *first), start * 2  # M_{t'}, then M

@@ -30,13 +30,20 @@ from pallas_kernels.triangular import decay_products
 # Number of writes orthogonalized at a time, in a loop, forward and backward. Unrolled code takes long to compile, and exact
 # products keep a matrix unit busy with fewer matrices.
 _TOGETHER = {HIGHEST: (2, 1), Precision.HIGH: (4, 2)}
+# In matrices treated at once backward: their intermediate results of two of 256 × 512 exceed the vector memory of a TPU v5p.
+_MOST_NUMBERS_BACKWARD = 2**17
 
 Matrices = tuple[jax.Array, ...]
 
 
-def writes(numbers: int) -> int:
-    """Writes per block of a memory with `numbers` weights. The momentum and the update of each write are on chip."""
-    return 8 if numbers <= 2**17 else 4
+def writes(numbers: int, dtype: jax.typing.DTypeLike) -> int:
+    """Writes per block of a memory with `numbers` weights. The momentum and the update of each write are on chip.
+
+    dtype: of the tokens. Beside float32 ones products are exact, and what they are made of takes space too.
+    """
+    if numbers <= 2**17:
+        return 8
+    return 2 if jnp.dtype(dtype) == jnp.float32 else 4
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -58,7 +65,10 @@ def _orthogonalized_backward(
 ) -> tuple[Matrices]:
     form, precision = _form(triples, precision, matrices)
     run = lambda group, d: forms.backward(group, d, triples, form, precision)
-    return (_in_groups(run, _TOGETHER[precision][1], matrices, cotangents),)
+    together = _TOGETHER[precision][1]
+    while together > 1 and together * matrices[0].size > _MOST_NUMBERS_BACKWARD:
+        together //= 2
+    return (_in_groups(run, together, matrices, cotangents),)
 
 
 orthogonalized.defvjp(_orthogonalized_forward, _orthogonalized_backward)

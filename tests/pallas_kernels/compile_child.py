@@ -110,7 +110,7 @@ def kernels():
     yield "chunk_memory muon", *memory(structures.MLP(), 32, 4, "bfloat16", **muon)
 
 
-def atlas(dim):
+def atlas(dim, dtype):
     """The memory of Atlas' presets: five steps for each token, features of twice the head's dimension."""
     rule = rules.atlas(features=features.Powers(2))
     sizes = {"num_heads": HEADS, "key_dim": dim, "value_dim": dim}
@@ -120,7 +120,7 @@ def atlas(dim):
         given = memory_lib.Gates(retention=retention, step_size=step_size, momentum_decay=theta, window_weights=gamma)
         return memory_lib.scan(rule, params, None, q, k, v, given, implementation="pallas_tpu")[0]
 
-    return call, [params, *tokens(dim, "bfloat16"), *gates(3), *gates(1, rule.window)]
+    return call, [params, *tokens(dim, dtype), *gates(3), *gates(1, rule.window)]
 
 
 def wide_kernels():
@@ -135,8 +135,8 @@ def wide_kernels():
     yield "chunk_memory gated_mlp 128", *memory(structures.GatedMLP(), 128, 1, "bfloat16")
     for dim in (64, 128):  # long chunks leave space for fewer heads in a program
         yield f"chunk_memory mlp {dim}, chunks of 256", *memory(structures.MLP(), dim, 1, "bfloat16", chunk_size=256)
-    for dim in (64, 96, 128):
-        yield f"chunk_memory muon, atlas {dim}", *atlas(dim)
+    for dim, dtype in ((64, "bfloat16"), (96, "bfloat16"), (128, "bfloat16"), (128, "float32")):
+        yield f"chunk_memory muon, atlas {dim} {dtype}", *atlas(dim, dtype)
 
 
 def main(topology_names, which="all"):

@@ -48,5 +48,5 @@ def test_kernels_compile(topology):
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_wide_kernels_compile(topology):
     lines = compiled(topology, "wide")
-    assert len(lines) == 13
+    assert len(lines) == 14
     check(lines)
