@@ -174,7 +174,7 @@ def test_bad_input():
 )
 def test_muon(structure, gates, window, chunk_size, every, writes, monkeypatch):
     """Chunks of one and of several blocks, of four writes as those of large memories are and of eight; the last one is not full."""
-    monkeypatch.setattr(api, "writes", lambda numbers: writes)
+    monkeypatch.setattr(api, "writes", lambda numbers, dtype: writes)
     arrays, values = inputs(structure, 1, 21, 2, 4, gates=gates, window=window)
     options = {"chunk_size": chunk_size, "every": every, "newton_schulz": coefficients(SCHEDULES["standard"], 2)}
     expected = run(structure, L2, arrays, values, **options, implementation="reference")
