@@ -266,8 +266,9 @@ def test_refused():
     wide, q, *_ = jax.eval_shape(lambda: make_inputs(rule, key_dim=256, value_dim=256, time=16))
     reason = lambda rule, dtype: kernels.unsupported("pallas_tpu", rule, wide, None, q.update(dtype=dtype), False)
     assert "1,048,576 numbers per head, more than 655,360" in reason(rule, jnp.dtype("float32"))
+    assert "1,048,576 numbers per head, more than 655,360" in reason(rule.unbounded(), jnp.dtype("float32"))
     assert reason(rule, jnp.dtype("bfloat16")) is None
-    assert reason(rule.unbounded(), jnp.dtype("float32")) is None
+    assert "more than 655,360" in reason(dataclasses.replace(rule, chunk_size=256), jnp.dtype("bfloat16"))
 
 
 @pytest.mark.parametrize(

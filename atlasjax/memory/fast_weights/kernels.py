@@ -33,13 +33,13 @@ from pallas_kernels.gpu import too_old
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
 _FREE_CHUNK = 64  # where the chunk size has no effect
-# Most numbers in a head's weights and momenta, without and with Muon. Several copies of them share a core's vector memory, with
-# Muon also the momenta and updates of a few writes. Two-layer memories of this size compile for v5e, v5p and v6e: d = 256, and
-# d = 128 for Atlas. For Atlas with d = 256 the backward kernel needs 166 MiB with one write at a time; a v5e has 128 and a v5p 64.
-_MOST_NUMBERS = {False: 2**20 + 2**17, True: 2**18 + 2**17}
-# Bounded steps need more. d = 256 fits with bfloat16 products and chunks of 128, d = 192 with either float32 or longer chunks, and
-# d = 128 with both.
-_MOST_BOUNDED, _LONG_CHUNK = (2**20 + 2**17, 2**19 + 2**17, 2**18), 128
+# Most numbers in a head's weights and momenta. Several copies of them share a core's vector memory, of which a v5p has 64 MiB.
+# Two-layer memories of these sizes compile for v5e, v5p and v6e: d = 256 with bfloat16 products and chunks of 128, d = 192 with
+# either float32 or longer chunks, and d = 128 with both.
+_MOST_NUMBERS, _LONG_CHUNK = (2**20 + 2**17, 2**19 + 2**17, 2**18), 128
+# Muon also keeps the momenta and updates of a few writes there: d = 128 for Atlas. With d = 256 its backward kernel needs 166 MiB
+# with one write at a time.
+_MOST_NUMBERS_OF_MUON = 2**18 + 2**17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +90,9 @@ def unsupported(
     time = q.shape[1]
     numbers = sum(math.prod(w.shape[1:]) for w in params.weights.values()) * (1 + rule.optimizer.has_momentum)
     on_gpu = implementation == "pallas_gpu"
-    most = math.inf if on_gpu else _MOST_NUMBERS[rule.uses_muon]
-    if not on_gpu and rule.step_bound is not None:
-        most = _MOST_BOUNDED[(q.dtype == jnp.float32) + (rule.chunk_size > _LONG_CHUNK)]
+    most = math.inf if on_gpu else _MOST_NUMBERS[(q.dtype == jnp.float32) + (rule.chunk_size > _LONG_CHUNK)]
+    if rule.uses_muon and not on_gpu:
+        most = _MOST_NUMBERS_OF_MUON
     every = rule.optimizer.every
     reasons = {
         **{f"{name}={value!r}": not known for name, (value, known) in _known(rule).items()},
