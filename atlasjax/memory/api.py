@@ -92,8 +92,9 @@ def scan(
     """Writes and reads a sequence: for every token, one step of the rule, then y_t = M_t(φ(q_t)).
 
     A sequence may be split into calls at any token: the outputs and the final state are those of a single call. Batch elements and
-    heads are independent. Works under jit, grad, vmap and shard_map, and on meshes with explicit axes. The backward pass stores one
-    memory per chunk. Forward-mode derivatives (jvp, jacfwd) exist for a `MemoryRule`, not for a `SoftmaxRule`.
+    heads are independent. Works under jit, grad, vmap and shard_map, and on meshes with explicit axes. Outside jit, a
+    call and its gradient are compiled once for each rule and shape. The backward pass stores one memory per chunk. Forward-mode
+    derivatives (jvp, jacfwd) exist for a `MemoryRule`, not for a `SoftmaxRule`.
 
     Args:
       rule: the memory rule, static under jit: a `MemoryRule`, `SoftmaxRule`, `CachedRule` or user-defined `Rule`.
