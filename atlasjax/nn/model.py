@@ -1,5 +1,6 @@
 """The language model: stacked layers run by `lax.scan`, in parallel over the sequence or streaming."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from atlasjax import check
-from atlasjax.memory.check import ARRAYS, check_ids
+from atlasjax.memory.check import ARRAYS, check_ids, check_segments
 from atlasjax.mesh_axes import HEAD_AXES
 from atlasjax.mixers.attention import segment_positions
 from atlasjax.nn.config import ModelConfig
@@ -38,7 +39,8 @@ class LanguageModel(nnx.Module):
     """A decoder-only language model: memories that learn at test time (A §5), or other mixers, in a Llama-like block.
 
     To use it as a pure function, call `graphdef, params = nnx.split(model, nnx.Param)` once and `nnx.merge(graphdef, params)`
-    inside jitted functions. The model has no other state. The decoding cache is an explicit argument and result.
+    inside jitted functions. The model has no other state. The decoding cache is an explicit argument and result. Outside jit, a
+    call and its gradient are compiled once for each definition and shape.
 
     Args:
       config: sizes, dtype and mixers.
@@ -132,8 +134,16 @@ class LanguageModel(nnx.Module):
     ) -> tuple[jax.Array, Norms]:
         """Like `hidden`, and also returns the memory size of each layer of the pattern, [repetitions, batch, heads] or None."""
         _check_tokens(tokens, self.config.vocab_size, "LanguageModel")
-        if segment_ids is not None:
-            check_ids(segment_ids, tokens.shape, "LanguageModel")
+        if segment_ids is not None and check_ids(segment_ids, tokens.shape, "LanguageModel") is not None:
+            max_segments = check_segments(segment_ids, max_segments, tokens, "LanguageModel")
+        if isinstance(tokens, jax.core.Tracer):
+            return self._run_layers(tokens, segment_ids, max_segments, dropout_keys)
+        return _compiled_run(*nnx.split(self, nnx.Param), tokens, segment_ids, max_segments, dropout_keys)
+
+    def _run_layers(
+        self, tokens: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
+    ) -> tuple[jax.Array, Norms]:
+        """`_run` after its checks."""
         graphdef, params = nnx.split(self.layers, nnx.Param)
         keys, layer_keys = self._dropout_keys(tokens, dropout_keys)
 
@@ -193,6 +203,12 @@ class LanguageModel(nnx.Module):
         batch = {leaf.shape[1] for leaf in jax.tree.leaves(cache)}
         if batch - {tokens.shape[0]}:
             raise ValueError(f"extend: tokens has shape {tokens.shape}, but the cache has batch size {batch}.")
+        if isinstance(tokens, jax.core.Tracer):
+            return self._extend_layers(tokens, cache)
+        return _compiled_extend(*nnx.split(self, nnx.Param), tokens, cache)
+
+    def _extend_layers(self, tokens: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
+        """`extend` after its checks."""
         graphdef, params = nnx.split(self.layers, nnx.Param)
 
         def run(x: jax.Array, states: PyTree) -> tuple[jax.Array, PyTree]:
@@ -256,6 +272,22 @@ class LanguageModel(nnx.Module):
         repetitions = self.config.num_layers // len(self.config.pattern)
         keys = jax.vmap(lambda key: jax.random.split(key, 1 + repetitions), out_axes=1)(dropout_keys)
         return keys[0], keys[1:]
+
+
+# Outside jit the loop over layers would be compiled again by every call, and so would its gradient.
+@functools.partial(jax.jit, static_argnames=("graphdef", "max_segments"))
+def _compiled_run(
+    graphdef: nnx.GraphDef, params: nnx.State, tokens: jax.Array, segment_ids: jax.Array | None, max_segments: int | None,
+    dropout_keys: jax.Array | None,
+) -> tuple[jax.Array, Norms]:  # fmt: skip
+    return nnx.merge(graphdef, params)._run_layers(tokens, segment_ids, max_segments, dropout_keys)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef",))
+def _compiled_extend(
+    graphdef: nnx.GraphDef, params: nnx.State, tokens: jax.Array, cache: PyTree
+) -> tuple[jax.Array, PyTree]:
+    return nnx.merge(graphdef, params)._extend_layers(tokens, cache)
 
 
 def _check_tokens(tokens: jax.Array, vocab_size: int, where: str) -> None:

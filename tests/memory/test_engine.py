@@ -258,16 +258,6 @@ def test_read_looks_without_writing():
     np.testing.assert_allclose(memory.read(rule, params, state, q[:, -1:])[:, 0], y[:, -1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.fixture
-def compiled():
-    """The programs compiled so far."""
-    events = []
-    count = lambda event, seconds, **_: events.append(event) if event.endswith("backend_compile_duration") else None
-    jax.monitoring.register_event_duration_secs_listener(count)
-    yield events
-    jax.monitoring.unregister_event_duration_listener(count)
-
-
 @pytest.mark.parametrize("name", ["titans_matrix", "delta_rule"])
 def test_outside_jit_a_call_is_one_program(name, compiled):
     """Operation by operation it was hundreds, and the loop over chunks was compiled again in every call."""

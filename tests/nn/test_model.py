@@ -117,6 +117,28 @@ def test_packed_row_is_its_documents(rule):
             np.testing.assert_allclose(packed[row, start:stop], alone, atol=2e-5, rtol=1e-4)
 
 
+def test_outside_jit_a_call_is_compiled_once(compiled):
+    """And is what it is under jit, with packed documents too."""
+    graphdef, params, run = make(make_config("delta_rule"))
+    model = nnx.merge(graphdef, params)
+    ids = jnp.array([[0] * 5 + [1] * 9, [2] * 14])
+    cache = model.init_cache(BATCH, 2 * TIME)
+    calls = {
+        "call": lambda: model(tokens()),
+        "packed": lambda: model(tokens(), ids),
+        "extend": lambda: model.extend(tokens(), cache)[0],
+        "gradient": lambda: nnx.grad(lambda model: model(tokens()).mean())(model),
+    }
+    for call, outside in calls.items():
+        outside()
+        compiled.clear()
+        outside()
+        assert not compiled, call
+    np.testing.assert_allclose(calls["call"](), run(params, tokens()), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(calls["extend"](), run(params, tokens()), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(calls["packed"]()[:1, 5:], model(tokens()[:1, 5:]), rtol=1e-4, atol=1e-4)
+
+
 @functools.cache
 def loss_of(graphdef):
     def loss(params, tokens):
