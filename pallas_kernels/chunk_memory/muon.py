@@ -30,7 +30,7 @@ from pallas_kernels.triangular import decay_products
 # Number of writes orthogonalized at a time, in a loop, forward and backward. Unrolled code takes long to compile, and exact
 # products keep a matrix unit busy with fewer matrices.
 _TOGETHER = {HIGHEST: (2, 1), Precision.HIGH: (4, 2)}
-# In matrices treated at once backward: their intermediate results of two of 256 × 512 exceed the vector memory of a TPU v5p.
+# Most numbers in the matrices of one such group backward. What two of 256 × 512 need is more than a v5p's vector memory.
 _MOST_NUMBERS_BACKWARD = 2**17
 
 Matrices = tuple[jax.Array, ...]
@@ -39,7 +39,7 @@ Matrices = tuple[jax.Array, ...]
 def writes(numbers: int, dtype: jax.typing.DTypeLike) -> int:
     """Writes per block of a memory with `numbers` weights. The momentum and the update of each write are on chip.
 
-    dtype: of the tokens. Beside float32 ones products are exact, and what they are made of takes space too.
+    dtype: of the tokens. With float32 tokens products are exact, which takes more space.
     """
     if numbers <= 2**17:
         return 8

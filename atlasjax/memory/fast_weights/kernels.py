@@ -34,7 +34,7 @@ from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
 _FREE_CHUNK = 64  # where the chunk size has no effect
 # Most numbers in a head's weights and momenta. Several copies of them share a core's vector memory, of which a v5p has 64 MiB.
-# Two-layer memories of these sizes compile for v5e, v5p and v6e: d = 256 with bfloat16 products and chunks of 128, d = 192 with
+# Two-layer memories of these sizes compile for v5e, v5p and v6e: d = 256 with bfloat16 tokens and chunks of up to 128, d = 192 with
 # either float32 or longer chunks, and d = 128 with both.
 _MOST_NUMBERS, _LONG_CHUNK = (2**20 + 2**17, 2**19 + 2**17, 2**18), 128
 # Muon also keeps the momenta and updates of a few writes there: d = 128 for Atlas. With d = 256 its backward kernel needs 166 MiB
