@@ -136,9 +136,10 @@ class LanguageModel(nnx.Module):
         _check_tokens(tokens, self.config.vocab_size, "LanguageModel")
         if segment_ids is not None and check_ids(segment_ids, tokens.shape, "LanguageModel") is not None:
             max_segments = check_segments(segment_ids, max_segments, tokens, "LanguageModel")
-        if isinstance(tokens, jax.core.Tracer):
+        parts = self._parts(tokens)
+        if parts is None:
             return self._run_layers(tokens, segment_ids, max_segments, dropout_keys)
-        return _compiled_run(*nnx.split(self, nnx.Param), tokens, segment_ids, max_segments, dropout_keys)
+        return _compiled_run(*parts, tokens, segment_ids, max_segments, dropout_keys)
 
     def _run_layers(
         self, tokens: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
@@ -203,9 +204,8 @@ class LanguageModel(nnx.Module):
         batch = {leaf.shape[1] for leaf in jax.tree.leaves(cache)}
         if batch - {tokens.shape[0]}:
             raise ValueError(f"extend: tokens has shape {tokens.shape}, but the cache has batch size {batch}.")
-        if isinstance(tokens, jax.core.Tracer):
-            return self._extend_layers(tokens, cache)
-        return _compiled_extend(*nnx.split(self, nnx.Param), tokens, cache)
+        parts = self._parts(tokens)
+        return self._extend_layers(tokens, cache) if parts is None else _compiled_extend(*parts, tokens, cache)
 
     def _extend_layers(self, tokens: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
         """`extend` after its checks."""
@@ -230,6 +230,21 @@ class LanguageModel(nnx.Module):
             x, layers = run(self._embed(tokens, position), cache.layers)
             cache = PositionedCache(layers, cache.position + time)
         return self.logits(self.norm(x)), cache
+
+    def _parts(self, tokens: jax.Array) -> tuple[nnx.GraphDef, nnx.State] | None:
+        """The static definition and the parameters, with which a call outside jit compiles itself.
+
+        None under jit; and where an attribute is something else than parameters and hashable values, such as a function in place of
+        the norm: then there is no static definition.
+        """
+        if isinstance(tokens, jax.core.Tracer):
+            return None
+        graphdef, params, *others = nnx.split(self, nnx.Param, ...)
+        try:
+            hash(graphdef)
+        except TypeError:
+            return None
+        return None if any(others) else (graphdef, params)
 
     def check_length(self, length: int, where: str) -> None:
         """Raises ValueError if `length` exceeds the number of learned positions. The message starts with `where`."""

@@ -137,6 +137,8 @@ def test_outside_jit_a_call_is_compiled_once(compiled):
     np.testing.assert_allclose(calls["call"](), run(params, tokens()), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(calls["extend"](), run(params, tokens()), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(calls["packed"]()[:1, 5:], model(tokens()[:1, 5:]), rtol=1e-4, atol=1e-4)
+    model.of_a_user = {"not": "hashable"}
+    np.testing.assert_allclose(calls["call"](), run(params, tokens()), rtol=1e-5, atol=1e-5)
 
 
 @functools.cache
