@@ -165,6 +165,8 @@ def scan(
         check_truncation(rule, truncation, where)
         if partition is not None and partition.time:
             raise ValueError(f"{where}: truncation is given, but partition.time divides the tokens over devices.")
+        if q.shape[1] <= truncation:  # one piece
+            truncation = None
     run = _scan if truncation is None and partition is None else _jitted_scan
     return run(
         rule, rule.for_heads(params, q.shape[2]), state, q, k, v, gates, segment_ids, max_segments=max_segments,
@@ -183,7 +185,7 @@ def _scan(
     first = started if at_chunk_start and state is not None else call
     if truncation is not None:
         aligned = segment_ids is None and (at_chunk_start or state is None)
-        first = truncated(rule, first, started if aligned else call, truncation)
+        first = truncated(rule, started if aligned else call, truncation)
     if partition is not None:
         first = partitioned(partition, rule, first)
     return _on_any_mesh(rule, first, q.shape[1])(params, state, q, k, v, gates, segment_ids)

@@ -31,16 +31,13 @@ def cut(state: Tree, where: jax.Array) -> Tree:
     return jax.tree.map(lambda x: jnp.where(where, jax.lax.stop_gradient(x), x), state)
 
 
-def truncated(
-    rule: Rule[Params, State], first: ScanCall[Params, State], call: ScanCall[Params, State], tokens: int
-) -> ScanCall[Params, State]:
+def truncated(rule: Rule[Params, State], call: ScanCall[Params, State], tokens: int) -> ScanCall[Params, State]:
     """A scan in pieces of `tokens` tokens, counted from the start of the call. No gradient flows from a piece into an earlier one.
 
     Args:
       rule: the rule.
-      first: a scan of a call that is not longer than one piece.
       call: a scan of a piece, from a state.
-      tokens: length of a piece.
+      tokens: length of a piece, shorter than the call.
     """
 
     def run(
@@ -53,8 +50,6 @@ def truncated(
         segment_ids: jax.Array | None,
     ) -> tuple[jax.Array, State]:
         batch, time = q.shape[:2]
-        if time <= tokens:
-            return first(params, state, q, k, v, gates, segment_ids)
         given, count = (q, k, v, gates, segment_ids), time // tokens
         start: State = rule.init_state(params, batch_size=batch, max_length=time) if state is None else state
 
