@@ -15,6 +15,7 @@ last axis to 128 lanes and copy the whole cache into another layout for the prod
 it as it lies.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -133,6 +134,7 @@ def segment_positions(
     return t - jax.lax.cummax(jnp.where(starts, t, 0), axis=1), jnp.cumsum(starts, axis=1) - 1
 
 
+@functools.partial(jax.jit, static_argnames=("window", "split_heads"))
 def _in_blocks(
     q: jax.Array,
     rotated: jax.Array,

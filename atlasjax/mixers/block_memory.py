@@ -8,9 +8,11 @@
     read:  (memory, q [batch, time, heads, key_dim], index of the block in its document [batch]) → [batch, time, heads, value_dim]
     write: (memory, k, v [batch, block_size, heads, dim] of a full block) → memory
 
+`read` is a pytree (`jax.tree_util.Partial`), and `write` a function of a module: calls with equal ones share a compiled program.
 Both take queries and keys without rotation, as in the two papers.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -19,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
+from atlasjax.memory.check import check_segments
 from atlasjax.memory.grid import choose
 from atlasjax.mixers.blocks import block_source, continued, continued_queries, documents, unfinished, whole
 from atlasjax.mixers.rotary import check_rotary
@@ -83,13 +86,32 @@ def attention(
     max_segments: int | None,
 ) -> Float[Array, "batch time heads value_dim"]:
     """Attention over whole sequences, see `memorizing.attention`. `empty` is the memory before the first block."""
+    most = check_segments(segment_ids, max_segments, q, where)
+    return _whole(q, k, v, gate, empty, read, segment_ids, write, block_size, rope_theta, most)
+
+
+@functools.partial(jax.jit, static_argnames=("write", "block_size", "rope_theta", "max_segments"))
+def _whole(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gate: jax.Array,
+    empty: Memory,
+    read: Read[Memory],
+    segment_ids: jax.Array | None,
+    write: Write[Memory],
+    block_size: int,
+    rope_theta: float | None,
+    max_segments: int | None,
+) -> jax.Array:
     batch, time = q.shape[:2]
     if segment_ids is None:
         grid = whole(batch, time, block_size)
         if grid.touched == 1:  # a single block has no memory to read
             return softmax_attention(block_source(q, None, k, v, rope_theta))
     else:
-        grid = documents(segment_ids, max_segments, q, block_size, where)
+        assert max_segments is not None
+        grid = documents(segment_ids, max_segments, block_size)
     blocks = (grid.lay(q), None, grid.lay(k), grid.lay(v), grid.index, None)
     y, _ = _read_blocks(blocks, gate, empty, read, write, rope_theta)
     return grid.pick(y)
@@ -109,6 +131,7 @@ def init_state(
     return BlockMemoryState(memory, CurrentBlock(zeros(key_dim), zeros(value_dim), jnp.zeros(batch_size, jnp.int32)))
 
 
+@functools.partial(jax.jit, static_argnames=("write", "rope_theta"))
 def extend(
     q: Float[Array, "batch time heads key_dim"],
     k: Float[Array, "batch time heads key_dim"],
@@ -121,7 +144,7 @@ def extend(
     rope_theta: float | None,
 ) -> tuple[Float[Array, "batch time heads value_dim"], BlockMemoryState[Memory]]:
     """Attention for the next tokens of a stream, any time ≥ 1. Rows may have read different numbers of tokens."""
-    memory, (keys, values, position) = jax.tree.map(jnp.asarray, state)  # a restored one may be of NumPy arrays
+    memory, (keys, values, position) = state
     size, (batch, time) = keys.shape[1], q.shape[:2]
     rows = jnp.arange(batch)
     if time > 1:

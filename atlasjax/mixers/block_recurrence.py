@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
-from atlasjax.memory.check import check_sizes
+from atlasjax.memory.check import check_segments, check_sizes
 from atlasjax.mixers.blocks import causal, continued, continued_queries, documents, unfinished, whole
 from atlasjax.mixers.rotary import check_rotary, rotate
 from atlasjax.mixers.shapes import check_dtype, check_shapes
@@ -103,6 +103,21 @@ def attention(
     check.integer(where, "block_size", block_size)
     check.boolean(where, "stop_gradient", stop_gradient)
     check_rotary(where, rope_theta, check_shapes(where, _AXES, q=q, k=k, v=v)["key_dim"])
+    most = check_segments(segment_ids, max_segments, q, where)
+    return _whole(q, k, v, segment_ids, block_size, rope_theta, stop_gradient, most)
+
+
+@functools.partial(jax.jit, static_argnames=("block_size", "rope_theta", "stop_gradient", "max_segments"))
+def _whole(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    block_size: int,
+    rope_theta: float | None,
+    stop_gradient: bool,
+    max_segments: int | None,
+) -> jax.Array:
     batch, time = q.shape[:2]
     if segment_ids is None:
         grid = whole(batch, time, block_size)
@@ -111,7 +126,8 @@ def attention(
             q, k = rotate(q, position, rope_theta), rotate(k, position, rope_theta)
             return softmax_attention(Source(q, k, v, causal(None, time)))
     else:
-        grid = documents(segment_ids, max_segments, q, block_size, where)
+        assert max_segments is not None
+        grid = documents(segment_ids, max_segments, block_size)
         assert grid.place is not None
         position = grid.place  # the blocks of a document are contiguous, and only differences of positions matter
     kb, vb = grid.lay(rotate(k, position, rope_theta)), grid.lay(v)
@@ -162,7 +178,13 @@ def extend(
     check.instance(where, "state", state, BlockRecurrenceState)
     sizes = check_shapes(where, _AXES, integers=("state.position",), q=q, k=k, v=v, state=state)
     check_rotary(where, rope_theta, sizes["key_dim"])
-    state = jax.tree.map(jnp.asarray, state)  # a restored one may be of NumPy arrays
+    return _extend(q, k, v, state, rope_theta)
+
+
+@functools.partial(jax.jit, static_argnames=("rope_theta",))
+def _extend(
+    q: jax.Array, k: jax.Array, v: jax.Array, state: BlockRecurrenceState, rope_theta: float | None
+) -> tuple[jax.Array, BlockRecurrenceState]:
     position = state.position[:, None] + jnp.arange(q.shape[1])
     q, k = rotate(q, position, rope_theta), rotate(k, position, rope_theta)
     k, v = k.astype(state.keys.dtype), v.astype(state.values.dtype)

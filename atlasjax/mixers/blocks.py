@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from atlasjax.memory import grid
-from atlasjax.memory.check import check_segments
 from atlasjax.mixers.attention import segment_positions
 from atlasjax.mixers.rotary import rotate
 from atlasjax.mixers.softmax_attention import Source
@@ -58,35 +57,21 @@ def whole(batch: int, time: int, size: int) -> Grid:
     return Grid(min(size, time), index, time, touched=count)
 
 
-def documents(
-    segment_ids: Int[Array, "batch time"],
-    max_segments: int | None,
-    x: Float[Array, "batch time ..."],
-    size: int,
-    where: str,
-) -> Grid:
+def documents(segment_ids: Int[Array, "batch time"], max_segments: int, size: int) -> Grid:
     """The grid of packed documents. A new document, and with it a new block, begins where the id changes.
 
     Args:
       segment_ids: integers [batch, time].
-      max_segments: static bound on the number of documents in a row. Required under jit. Tokens of documents beyond the bound
-        have no slot.
-      x: the tokens [batch, time, …].
+      max_segments: static bound on the number of documents in a row. Tokens of documents beyond the bound have no slot.
       size: tokens per block.
-      where: name of the calling function, for messages.
-
-    Raises:
-      TypeError, ValueError: invalid segment_ids or max_segments.
     """
-    most = check_segments(segment_ids, max_segments, x, where)
-    assert most is not None
     time = segment_ids.shape[1]
     position, segment = segment_positions(segment_ids)
     slot = jnp.cumsum(position % size == 0, axis=1) - 1
-    count = min((time + most * (size - 1)) // size, time)  # a document's last block may be partly empty
+    count = min((time + max_segments * (size - 1)) // size, time)  # a document's last block may be partly empty
     index = grid.scattered(position // size, count, slot, 0).T
     # Tokens without a slot get distinct places beyond the last one, because the scatter declares its indices unique.
-    place = jnp.where(segment < most, slot * size + position % size, count * size + jnp.arange(time))
+    place = jnp.where(segment < max_segments, slot * size + position % size, count * size + jnp.arange(time))
     return Grid(size, index, time, place, touched=count)
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
@@ -103,7 +104,7 @@ def attention(
     block_memory.check_call(where, q, k, v, gate, block_size, rope_theta)
     check.number(where, "norm_eps", norm_eps, least=0)
     return block_memory.attention(
-        q, k, v, gate, init_memory(q.shape[0], k.shape[2], k.shape[3], v.shape[3]), functools.partial(_read, norm_eps), write,
+        q, k, v, gate, init_memory(q.shape[0], k.shape[2], k.shape[3], v.shape[3]), Partial(_read, norm_eps), write,
         where=where, block_size=block_size, rope_theta=rope_theta, segment_ids=segment_ids,
         max_segments=max_segments,
     )  # fmt: skip
@@ -162,7 +163,7 @@ def extend(
     block_memory.check_extend(where, q, k, v, gate, state, rope_theta, Associative, _AXES)
     check.number(where, "norm_eps", norm_eps, least=0)
     return block_memory.extend(
-        q, k, v, gate, state, functools.partial(_read, norm_eps), write, rope_theta=rope_theta
+        q, k, v, gate, state, Partial(_read, norm_eps), write, rope_theta=rope_theta
     )  # fmt: skip
 
 

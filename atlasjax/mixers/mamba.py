@@ -83,15 +83,28 @@ def selective_scan(
     Raises:
       TypeError, ValueError: invalid arguments, before anything is traced.
     """
-    sizes = check_shapes(
-        "selective_scan", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D, state=state, optional=("D", "state")
-    )
-    batch, time, channels = x.shape
-    _check_resets("selective_scan", resets, batch, time)
+    check_shapes("selective_scan", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D, state=state, optional=("D", "state"))
+    _check_resets("selective_scan", resets, *x.shape[:2])
     if implementation is not None:
         lookup("implementation", implementation, _IMPLEMENTATIONS)
+    return _selective_scan(x, delta, A, B, C, D, state, resets, implementation)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def _selective_scan(
+    x: jax.Array,
+    delta: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None,
+    state: jax.Array | None,
+    resets: jax.Array | None,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    batch, time, channels = x.shape
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    state = jnp.zeros((batch, sizes["state"], channels), wide) if state is None else state.astype(wide)
+    state = jnp.zeros((batch, A.shape[1], channels), wide) if state is None else state.astype(wide)
     keep = jnp.ones((batch, time), wide) if resets is None else jnp.where(resets, 0.0, 1.0).astype(wide)
 
     chunk = min(_CHUNK, time)
@@ -165,13 +178,25 @@ def reference(
     resets: Bool[Array, "batch time"] | None = None,
 ) -> tuple[Float[Array, "batch time channels"], Float[Array, "batch state channels"]]:
     """The definition, token by token; arguments, results and errors as in `selective_scan`."""
-    sizes = check_shapes(
-        "mamba.reference", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D, state=state, optional=("D", "state")
-    )
+    check_shapes("mamba.reference", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D, state=state, optional=("D", "state"))
     _check_resets("mamba.reference", resets, *x.shape[:2])
+    return _reference(x, delta, A, B, C, D, state, resets)
+
+
+@jax.jit
+def _reference(
+    x: jax.Array,
+    delta: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None,
+    state: jax.Array | None,
+    resets: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
     wide = jnp.promote_types(x.dtype, jnp.float32)
     x_, delta, A, B, C = (z.astype(wide) for z in (x, delta, A, B, C))
-    start = jnp.zeros((x.shape[0], sizes["state"], x.shape[2]), wide) if state is None else state.astype(wide)
+    start = jnp.zeros((x.shape[0], A.shape[1], x.shape[2]), wide) if state is None else state.astype(wide)
     resets = jnp.zeros(x.shape[:2], bool) if resets is None else resets
 
     def token(h, t):

@@ -113,9 +113,16 @@ def reference(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
-    sizes = _check("mamba2.reference", x, delta, A, B, C, D)
+    _check("mamba2.reference", x, delta, A, B, C, D)
+    return _reference(x, delta, A, B, C, D)
+
+
+@jax.jit
+def _reference(
+    x: jax.Array, delta: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     batch, time, heads, head_dim = x.shape
-    B, C = (jnp.repeat(z, heads // sizes["groups"], axis=2) for z in (B, C))
+    B, C = (jnp.repeat(z, heads // z.shape[2], axis=2) for z in (B, C))
     highest = jax.lax.Precision.HIGHEST
 
     def token(h, t):
@@ -124,7 +131,7 @@ def reference(
         y = jnp.einsum("bhpn,bhn->bhp", h, C[:, t], precision=highest)
         return h, y if D is None else y + D[:, None] * x[:, t]
 
-    h, y = jax.lax.scan(token, jnp.zeros((batch, heads, head_dim, sizes["state"]), x.dtype), jnp.arange(time))
+    h, y = jax.lax.scan(token, jnp.zeros((batch, heads, head_dim, B.shape[3]), x.dtype), jnp.arange(time))
     return jnp.swapaxes(y, 0, 1), h
 
 

@@ -23,6 +23,7 @@ Logits, softmax, norms, the sums of the mixing and the memory are float32. Keys 
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
-from atlasjax.memory.check import check_sizes
+from atlasjax.memory.check import check_segments, check_sizes
 from atlasjax.memory.grid import choose
 from atlasjax.mixers.blocks import block_source, continued, continued_queries, documents, unfinished, whole
 from atlasjax.mixers.rotary import check_rotary, rotate
@@ -152,12 +153,18 @@ def attention(
       TypeError, ValueError: invalid arguments.
     """
     layer, _ = _make("melodi.attention", weights, rope_theta, norm_eps, x=x)
+    return _whole(layer, x, segment_ids, check_segments(segment_ids, max_segments, x, "melodi.attention"))
+
+
+@functools.partial(jax.jit, static_argnames=("max_segments",))
+def _whole(layer: "_Layer", x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None) -> jax.Array:
     batch, time = x.shape[:2]
     if segment_ids is None:
         grid = whole(batch, time, layer.block_size)
         place = jnp.broadcast_to(jnp.arange(time) % layer.block_size, (batch, time))
     else:
-        grid = documents(segment_ids, max_segments, x, layer.block_size, "melodi.attention")
+        assert max_segments is not None
+        grid = documents(segment_ids, max_segments, layer.block_size)
         assert grid.place is not None
         place = grid.place % layer.block_size
     q, k, v = layer.rotated(x, place)
@@ -206,10 +213,10 @@ def extend(
     layer, sizes = _make("melodi.extend", weights, rope_theta, norm_eps, x=x)
     check.instance("melodi.extend", "state", state, MelodiState)
     check_shapes("melodi.extend", _STATE_AXES, integers=("state.position",), known=sizes, state=state)
-    state = jax.tree.map(jnp.asarray, state)  # a restored one may be of NumPy arrays
     return (_one_token if x.shape[1] == 1 else _piece)(layer, x, state)
 
 
+@jax.jit
 def _one_token(layer: "_Layer", x: jax.Array, state: MelodiState) -> tuple[jax.Array, MelodiState]:
     size, rows = layer.block_size, jnp.arange(x.shape[0])
     index, place = state.position // size, state.position % size
@@ -236,6 +243,7 @@ def _write_full(
     return jax.lax.cond(jnp.any(full), write, lambda before: before, before)
 
 
+@jax.jit
 def _piece(layer: "_Layer", x: jax.Array, state: MelodiState) -> tuple[jax.Array, MelodiState]:
     """Places the new tokens on the block grid after those of the current block, then computes as for a whole sequence."""
     size, (batch, time) = layer.block_size, x.shape[:2]
@@ -287,6 +295,11 @@ def _visible(index: jax.Array) -> jax.Array:
     return (index > 0)[:, None, None]
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("weights",),
+    meta_fields=("heads", "key_dim", "value_dim", "block_size", "summary", "theta", "eps"),
+)
 @dataclasses.dataclass(frozen=True)
 class _Layer:
     """The weights of a call, and the operations that use them."""

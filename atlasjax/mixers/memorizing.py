@@ -12,11 +12,11 @@ gradients flow across blocks.
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
@@ -98,7 +98,7 @@ def attention(
     block_memory.check_call(where, q, k, v, gate, block_size, rope_theta)
     check.integer(where, "queue_length", queue_length)
     return block_memory.attention(
-        q, k, v, gate, _empty(q.shape[0], queue_length, k, v), functools.partial(_read, block_size), _write,
+        q, k, v, gate, _empty(q.shape[0], queue_length, k, v), Partial(_read, block_size), _write,
         where=where, block_size=block_size, rope_theta=rope_theta, segment_ids=segment_ids,
         max_segments=max_segments,
     )  # fmt: skip
@@ -151,7 +151,7 @@ def extend(
       TypeError, ValueError: invalid arguments.
     """
     sizes = block_memory.check_extend("memorizing.extend", q, k, v, gate, state, rope_theta, Queue, _AXES)
-    read = functools.partial(_read, sizes["block_size"])
+    read = Partial(_read, sizes["block_size"])
     return block_memory.extend(q, k, v, gate, state, read, _write, rope_theta=rope_theta)
 
 

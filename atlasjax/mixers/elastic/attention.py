@@ -17,7 +17,7 @@ Coefficients, banks, logits and softmax are float32. State size and time per tok
 import dataclasses
 import functools
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
-from atlasjax.memory.check import check_sizes
+from atlasjax.memory.check import check_segments, check_sizes
 from atlasjax.memory.grid import choose
 from atlasjax.mixers.blocks import block_source, continued, continued_queries, documents, unfinished, whole
 from atlasjax.mixers.elastic.banks import Bank
@@ -135,8 +135,22 @@ def attention(
     Raises:
       TypeError, ValueError: invalid arguments.
     """
+    where = "elastic.attention"
     options: dict[str, Any] = {"rope_theta": rope_theta, "rotate_memory_queries": rotate_memory_queries}
-    matrices, _ = _check("elastic.attention", q, k, v, bank, reconstruction, None, **options)
+    matrices, _ = _check(where, q, k, v, bank, reconstruction, None, **options)
+    return _whole(q, k, v, matrices, segment_ids, check_segments(segment_ids, max_segments, q, where), **options)
+
+
+@functools.partial(jax.jit, static_argnames=("max_segments", "rope_theta", "rotate_memory_queries"))
+def _whole(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    matrices: "_Matrices",
+    segment_ids: jax.Array | None,
+    max_segments: int | None,
+    **options: Any,
+) -> jax.Array:
     (batch, time), size = q.shape[:2], matrices.block_size
     if segment_ids is None:
         grid = whole(batch, time, size)
@@ -144,7 +158,8 @@ def attention(
         if grid.touched == 1:  # a single block has no memory to read
             return _attend(q[0], None, k[0], v[0], None, grid.index[0], **options)
         return grid.pick(_attend_blocks(q, k, v, matrices.uniform_states(k, v), grid.index, matrices, **options))
-    grid = documents(segment_ids, max_segments, q, size, "elastic.attention")
+    assert max_segments is not None
+    grid = documents(segment_ids, max_segments, size)
     q, k, v = (grid.lay(x) for x in (q, k, v))
     states = matrices.states(k, v, grid.index)
     return grid.pick(_attend_blocks(q, k, v, states, grid.index, matrices, **options))
@@ -224,7 +239,13 @@ def extend(
     matrices, sizes = _check(where, q, k, v, bank, reconstruction, state.max_length, **options)
     known = sizes | {"key_dim+value_dim": sizes["key_dim"] + sizes["value_dim"]}
     check_shapes(where, _STATE_AXES, integers=("state.position",), empty=_EMPTY, known=known, state=state)
-    state = jax.tree.map(jnp.asarray, state)  # a restored one may be of NumPy arrays
+    return _extend(q, k, v, state, matrices, **options)
+
+
+@functools.partial(jax.jit, static_argnames=("rope_theta", "rotate_memory_queries"))
+def _extend(
+    q: jax.Array, k: jax.Array, v: jax.Array, state: ElasticState, matrices: "_Matrices", **options: Any
+) -> tuple[jax.Array, ElasticState]:
     step = _one_token if q.shape[1] == 1 else _piece
     y, after = step(q, k, v, state, matrices, **options)
     position = state.position[:, None] + jnp.arange(q.shape[1])
@@ -268,14 +289,20 @@ def _piece(
 _Memory = tuple[jax.Array, jax.Array, jax.Array]  # coefficients, and the keys and values sampled from them
 
 
-class _Matrices:
+class _Matrices(NamedTuple):
     """Bank and reconstruction matrix as float32 arrays on the device, and the operations that use them."""
 
-    def __init__(self, bank: Bank, reconstruction: Float[np.ndarray, "samples order"] | Float[Array, "samples order"]):
-        constant = lambda x: jnp.asarray(x, jnp.float32)
-        self.transitions, self.kernels = constant(bank.transitions), constant(bank.kernels)
-        self.reconstruction = constant(reconstruction)
-        self.order, self.block_size = self.kernels.shape[1:]
+    transitions: jax.Array
+    kernels: jax.Array
+    reconstruction: jax.Array
+
+    @property
+    def order(self) -> int:
+        return self.kernels.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        return self.kernels.shape[2]
 
     def uniform_states(self, k: jax.Array, v: jax.Array) -> jax.Array:
         """C before each block of whole sequences: k, v [blocks, batch, L, …] → [blocks, batch, order, heads, dims].
@@ -408,4 +435,5 @@ def _check(
             f"{where}: the bank has {sizes['blocks']} blocks of {sizes['block_size']} tokens, but {time} tokens need {needed}. "
             f"Load a longer one: banks.load(…, blocks={needed})."
         )
-    return _Matrices(bank, reconstruction), sizes
+    constant = lambda x: jnp.asarray(x, jnp.float32)
+    return _Matrices(*map(constant, (bank.transitions, bank.kernels, reconstruction))), sizes

@@ -81,6 +81,19 @@ def attention(
     check_whole(where, q, k, v, weights, retention)
     if segment_ids is not None:
         check_ids(segment_ids, q.shape[:2], where)
+    return _whole(q, k, v, weights, retention, segment_ids)
+
+
+@jax.jit
+def _whole(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    weights: jax.Array,
+    retention: jax.Array | None,
+    segment_ids: jax.Array | None,
+) -> jax.Array:
+    if segment_ids is not None:
         layout = _layout(segment_ids)
         # Tokens before the segment are at levels that the token does not have.
         there = has_level(jnp.arange(weights.shape[-1]), layout.position[..., None, None])
@@ -88,7 +101,7 @@ def attention(
         more = num_levels(layout.size) - own.shape[-1]
         own = jnp.pad(own, ((0, 0),) * 3 + ((0, max(more, 0)),))
         decay = None if retention is None else layout.lay(retention, 1.0)
-        return layout.gather(attention(layout.lay(q), layout.lay(k), layout.lay(v), own, decay))
+        return layout.gather(_whole(layout.lay(q), layout.lay(k), layout.lay(v), own, decay, None))
     wide = jnp.promote_types(q.dtype, jnp.float32)
     time = q.shape[1]
     size = max(1 << (time - 1).bit_length(), 1)
@@ -148,9 +161,15 @@ def segment_weights(
     """
     where = "log_linear.segment_weights"
     check_segment_weights(where, connector, keys)
-    time = connector.shape[1]
     if segment_ids is not None:
         check_ids(segment_ids, connector.shape[:2], where)
+    return _segment_weights(connector, keys, segment_ids)
+
+
+@jax.jit
+def _segment_weights(connector: jax.Array, keys: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    time = connector.shape[1]
+    if segment_ids is not None:
         layout = _layout(segment_ids)
         scores = layout.gather(_segment_scores(layout.lay(connector), layout.lay(keys)))[..., : num_levels(time)]
         return softmax(scores, layout.position[:, :, None, None])

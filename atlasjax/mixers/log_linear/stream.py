@@ -39,6 +39,19 @@ def step(
       TypeError, ValueError: invalid arguments, among them both or neither of weights and connector, and too few levels.
     """
     check_stream("log_linear.step", state, q, k, v, weights, retention, connector, time=False)
+    return _step(state, q, k, v, weights, retention, connector)
+
+
+@jax.jit
+def _step(
+    state: LogLinearState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    weights: jax.Array | None,
+    retention: jax.Array | None,
+    connector: jax.Array | None,
+) -> tuple[jax.Array, LogLinearState]:
     levels, t = state.states.shape[2], state.position
     wide = state.states.dtype
     q_, k_, v_ = (x.astype(wide) for x in (q, k, v))
@@ -95,10 +108,23 @@ def extend(
       TypeError, ValueError: as for `step`.
     """
     check_stream("log_linear.extend", state, q, k, v, weights, retention, connector, time=True)
+    return _extend(state, q, k, v, weights, retention, connector)
+
+
+@jax.jit
+def _extend(
+    state: LogLinearState,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    weights: jax.Array | None,
+    retention: jax.Array | None,
+    connector: jax.Array | None,
+) -> tuple[jax.Array, LogLinearState]:
     time, levels, wide = q.shape[1], state.states.shape[2], state.states.dtype
     if time == 1:
         first = lambda x: None if x is None else x[:, 0]
-        y, state = step(state, q[:, 0], k[:, 0], v[:, 0], first(weights), first(retention), first(connector))
+        y, state = _step(state, q[:, 0], k[:, 0], v[:, 0], first(weights), first(retention), first(connector))
         return y[:, None], state
     block = min(_PIECE, time)
     count = -(-time // block)
