@@ -156,8 +156,11 @@ class KL(Retention):
         return jnp.sum(left * left * (square - mean * mean))
 
     def stored_and_mapped(self, accumulator: jax.Array) -> tuple[jax.Array, jax.Array]:
-        stored = self.start(accumulator)
-        return stored, jnp.exp(stored)
+        largest = jax.lax.stop_gradient(jnp.max(accumulator, axis=-1, keepdims=True))  # no derivative depends on it
+        shifted = accumulator - largest
+        powers = jnp.exp(shifted)  # one exponential for both; the second would be a fifth of the forward pass on a CPU
+        total = jnp.sum(powers, axis=-1, keepdims=True)
+        return shifted - jnp.log(total), powers / total
 
     def slope(self, value_dim: int) -> float:
         return value_dim**-0.5  # between 1 (all weight on one entry) and 1/D (spread evenly, the start)
