@@ -19,7 +19,8 @@ from experiments.stability.report import write_report
 from experiments.stability.train import keep_compiled_programs, watch
 
 ROWS = pathlib.Path(__file__).parent / "results" / "wide.jsonl"
-RULES = ("titans", "omeganet", "atlas", "dla", "yaad", "ttt-mlp", "titans-mac", "gated-deltanet")
+CONTROL = "transformer++"  # no memory: what attention does at these rates
+MODELS = ("titans", "omeganet", "atlas", "dla", "yaad", "ttt-mlp", "titans-mac", "gated-deltanet", CONTROL)
 TABLE_7_RATE = 1.5e-3
 STEPS, TOKENS = 200, 512
 
@@ -50,7 +51,7 @@ def main() -> None:
     keep_compiled_programs()
     done = {(row["preset"], row["times_the_rate"]) for row in read_rows(options.rows)}
     for factor in () if options.report else (1, 3):
-        for name in options.only or RULES:
+        for name in options.only or MODELS:
             if (name, factor) in done:
                 continue
             row = {"preset": name, "times_the_rate": factor, **watch(config_of(name, factor))}
