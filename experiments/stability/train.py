@@ -89,8 +89,11 @@ def run(case: Case, texts_dir: pathlib.Path) -> dict[str, Any]:
     return {**dataclasses.asdict(case), **watch(config_of(case, texts_dir))}
 
 
-def watch(config: Any) -> dict[str, Any]:
-    """The result of a run. If it diverges, this has the step at which its loss or gradient was not finite."""
+def watch(config: Any, steps: pathlib.Path | None = None) -> dict[str, Any]:
+    """The result of a run. If it diverges, this has the step at which its loss or gradient was not finite.
+
+    steps: a file that gets a line of JSON for every step: loss, gradient norm, and the largest memory of each layer.
+    """
     import jax
     import numpy as np
 
@@ -112,6 +115,10 @@ def watch(config: Any) -> dict[str, Any]:
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["gradient_norm"]))
+        if steps is not None:
+            largest = {layer: float(norm.max()) for layer, norm in metrics["memory_norm"].items()}
+            line = {"step": number, "loss": losses[-1], "gradient_norm": norms[-1], "memory_norm": largest}
+            append_row(steps, line)
         if not (math.isfinite(losses[-1]) and math.isfinite(norms[-1])):
             diverged = number
             break

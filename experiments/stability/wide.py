@@ -46,6 +46,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of architectures")
     parser.add_argument("--rows", type=pathlib.Path, default=ROWS)
+    parser.add_argument(
+        "--steps", type=pathlib.Path, help="a file for a line of JSON for every step, with the largest memories"
+    )
     parser.add_argument("--report", action="store_true", help="only write the table")
     options = parser.parse_args()
     keep_compiled_programs()
@@ -54,7 +57,7 @@ def main() -> None:
         for name in options.only or MODELS:
             if (name, factor) in done:
                 continue
-            row = {"preset": name, "times_the_rate": factor, **watch(config_of(name, factor))}
+            row = {"preset": name, "times_the_rate": factor, **watch(config_of(name, factor), options.steps)}
             append_row(options.rows, row)
             print(row, flush=True)
     if options.rows == ROWS:
