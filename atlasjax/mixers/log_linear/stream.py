@@ -13,6 +13,9 @@ from atlasjax.mixers.log_linear.state import LogLinearState
 
 _PIECE = 64  # tokens whose pairwise scores are formed
 
+# q, k, v, weights, retention and connector.
+_Tokens = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]
+
 
 def step(
     state: LogLinearState,
@@ -39,19 +42,12 @@ def step(
       TypeError, ValueError: invalid arguments, among them both or neither of weights and connector, and too few levels.
     """
     check_stream("log_linear.step", state, q, k, v, weights, retention, connector, time=False)
-    return _step(state, q, k, v, weights, retention, connector)
+    return _step(state, (q, k, v, weights, retention, connector))
 
 
 @jax.jit
-def _step(
-    state: LogLinearState,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    weights: jax.Array | None,
-    retention: jax.Array | None,
-    connector: jax.Array | None,
-) -> tuple[jax.Array, LogLinearState]:
+def _step(state: LogLinearState, tokens: _Tokens) -> tuple[jax.Array, LogLinearState]:
+    q, k, v, weights, retention, connector = tokens
     levels, t = state.states.shape[2], state.position
     wide = state.states.dtype
     q_, k_, v_ = (x.astype(wide) for x in (q, k, v))
@@ -108,23 +104,15 @@ def extend(
       TypeError, ValueError: as for `step`.
     """
     check_stream("log_linear.extend", state, q, k, v, weights, retention, connector, time=True)
-    return _extend(state, q, k, v, weights, retention, connector)
+    return _extend(state, (q, k, v, weights, retention, connector))
 
 
 @jax.jit
-def _extend(
-    state: LogLinearState,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    weights: jax.Array | None,
-    retention: jax.Array | None,
-    connector: jax.Array | None,
-) -> tuple[jax.Array, LogLinearState]:
+def _extend(state: LogLinearState, tokens: _Tokens) -> tuple[jax.Array, LogLinearState]:
+    q, k, v, weights, retention, connector = tokens
     time, levels, wide = q.shape[1], state.states.shape[2], state.states.dtype
     if time == 1:
-        first = lambda x: None if x is None else x[:, 0]
-        y, state = _step(state, q[:, 0], k[:, 0], v[:, 0], first(weights), first(retention), first(connector))
+        y, state = _step(state, jax.tree.map(lambda x: x[:, 0], tokens))
         return y[:, None], state
     block = min(_PIECE, time)
     count = -(-time // block)
@@ -142,21 +130,18 @@ def _extend(
     if weights is not None:
         weights = weights[..., :levels]
     lengths = jnp.minimum(time - jnp.arange(count, dtype=jnp.int32) * block, block)
-    tokens = (*map(parts, (q, k, v, weights)), parts(retention, 1.0), parts(connector))
+    pieces = (*map(parts, (q, k, v, weights)), parts(retention, 1.0), parts(connector))
     # The gradient of a piece needs only the state before it.
     run = jax.checkpoint(_extend_piece, prevent_cse=False)
-    state, y = jax.lax.scan(run, state, (tokens, lengths))
+    state, y = jax.lax.scan(run, state, (pieces, lengths))
     y = jnp.moveaxis(y, 0, 1)  # [batch, pieces, heads, block, value_dim]
     return jnp.swapaxes(y, 2, 3).reshape(q.shape[0], -1, *v.shape[2:])[:, :time].astype(q.dtype), state
-
-
-# q, k, v, weights, decay and connector of a piece.
-_Tokens = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array | None]
 
 
 def _extend_piece(state: LogLinearState, xs: tuple[_Tokens, jax.Array]) -> tuple[LogLinearState, jax.Array]:
     """Tokens [batch, heads, block, …], of which the first `length` exist. The others have zero keys and values."""
     (q, k, v, weights, decay, connector), length = xs
+    assert decay is not None  # ones where there is no decay
     einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     levels, block, wide = state.states.shape[2], q.shape[2], q.dtype
     level = jnp.arange(levels)
