@@ -36,6 +36,10 @@ _AXES = {
 # keep [time, batch]) → (the next h, y [time, batch, channels])
 _Chunk = Callable[..., tuple[jax.Array, jax.Array]]
 
+# x, Δ, A, B, C, D, state and resets of a call.
+_Optional = jax.Array | None
+_Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, _Optional, _Optional, _Optional]
+
 
 def init_state(batch_size: int, channels: int, state_dim: int) -> Float[Array, "batch state channels"]:
     """The state before the first token: zeros [batch, state, channels], float32.
@@ -87,21 +91,12 @@ def selective_scan(
     _check_resets("selective_scan", resets, *x.shape[:2])
     if implementation is not None:
         lookup("implementation", implementation, _IMPLEMENTATIONS)
-    return _selective_scan(x, delta, A, B, C, D, state, resets, implementation)
+    return _selective_scan((x, delta, A, B, C, D, state, resets), implementation)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
-def _selective_scan(
-    x: jax.Array,
-    delta: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None,
-    state: jax.Array | None,
-    resets: jax.Array | None,
-    implementation: str | None,
-) -> tuple[jax.Array, jax.Array]:
+def _selective_scan(inputs: _Inputs, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+    x, delta, A, B, C, D, state, resets = inputs
     batch, time, channels = x.shape
     wide = jnp.promote_types(x.dtype, jnp.float32)
     state = jnp.zeros((batch, A.shape[1], channels), wide) if state is None else state.astype(wide)
@@ -180,20 +175,12 @@ def reference(
     """The definition, token by token; arguments, results and errors as in `selective_scan`."""
     check_shapes("mamba.reference", _AXES, x=x, delta=delta, A=A, B=B, C=C, D=D, state=state, optional=("D", "state"))
     _check_resets("mamba.reference", resets, *x.shape[:2])
-    return _reference(x, delta, A, B, C, D, state, resets)
+    return _reference((x, delta, A, B, C, D, state, resets))
 
 
 @jax.jit
-def _reference(
-    x: jax.Array,
-    delta: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None,
-    state: jax.Array | None,
-    resets: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
+def _reference(inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
+    x, delta, A, B, C, D, state, resets = inputs
     wide = jnp.promote_types(x.dtype, jnp.float32)
     x_, delta, A, B, C = (z.astype(wide) for z in (x, delta, A, B, C))
     start = jnp.zeros((x.shape[0], A.shape[1], x.shape[2]), wide) if state is None else state.astype(wide)
