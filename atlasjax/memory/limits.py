@@ -7,7 +7,8 @@ from atlasjax.memory import meshes
 from atlasjax.memory.axes.objectives import Objective
 from atlasjax.memory.blocks import divisible
 
-_LEAST = 2.0**-10  # lower bound of 1 − θ: slower momentum is treated as if it ended after 1,024 tokens
+# How many times momentum may add a token's write to the memory. Less follows long momentum less; more limits each write more.
+HORIZON = 64.0
 
 
 def toward_target(objective: Objective, out: jax.Array, v: jax.Array, threshold: jax.Array | None) -> jax.Array:
@@ -17,17 +18,13 @@ def toward_target(objective: Objective, out: jax.Array, v: jax.Array, threshold:
     return slope * (out - v)
 
 
-def least_forgetting(momentum_decay: jax.Array) -> jax.Array:
-    """1 − θ, at least 2⁻¹⁰."""
-    return jnp.maximum(1.0 - momentum_decay, _LEAST)
+def within_horizon(horizon: float, momentum_decay: jax.Array) -> jax.Array:
+    """min(θ, 1 − 1/H): whatever θ is from now on, momentum adds S at most H times."""
+    return jnp.minimum(momentum_decay, 1.0 - 1.0 / horizon)
 
 
-def capped(
-    step: float, step_size: jax.Array, decrease: jax.Array, square: jax.Array, momentum_decay: jax.Array | None
-) -> jax.Array:
-    """η̄ = min(η, step (1 − θ) a/‖g‖²), elementwise, and η where the gradient is zero."""
+def capped(step: float, step_size: jax.Array, decrease: jax.Array, square: jax.Array) -> jax.Array:
+    """η̄ = min(η, step a/‖g‖²), elementwise, and η where the gradient is zero."""
     there = divisible(square)
     most = step * decrease / jnp.where(there, square, 1.0)
-    if momentum_decay is not None:
-        most = most * least_forgetting(momentum_decay)
     return jnp.where(there, jnp.minimum(step_size, most), step_size)

@@ -283,6 +283,7 @@ def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
             if bound is not None:
                 objective = LimitedSlope(objective, bound.slope)
                 limits = {"step_bound": bound.step, "norm_bound": bound.weight_norm}
+                limits |= {"horizon": bound.horizon} if momentum else {}
             return chunk_memory(
                 structure, objective, weights, momenta, q, k, v, **named(given), **limits, chunk_size=case.chunk
             )[0]

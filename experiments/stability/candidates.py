@@ -83,7 +83,7 @@ def pivot(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, dec
 def share(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:
     decrease = gates.gamma @ origin.losses.decrease / gates.step_size.shape[0]
     square = jnp.diagonal(_windowed_gram(factors, gates))
-    return limits.capped(1.0, gates.step_size, decrease, square, gates.momentum_decay)
+    return limits.capped(1.0 / origin.horizon, gates.step_size, decrease, square)
 
 
 def unchanged(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:

@@ -12,6 +12,7 @@ One head of 16 channels, the rule's default chunk, values of about unit length, 
     huge          random keys of length 10,000
     adversarial   4,096 keys of unit length found by gradient ascent on the norm of the memory's weights, repeated
     bold          step size 1, momentum 0.99 and similar keys, as a user may try first
+    momentum      θ = 1 and η = 10⁻⁶, but θ = 0.05 and η = 1 at a random 3% of tokens; similar keys, values of length 20
     bfloat16      4,096 random tokens in bfloat16 and float32: the largest difference of the outputs over their largest size
 
 Each finished row is one line of JSON in `results/read.jsonl` and is skipped.
@@ -28,7 +29,7 @@ from experiments.rows import append_row, read_rows
 HERE = pathlib.Path(__file__).parent
 ROWS = HERE / "results" / "read.jsonl"
 DIM, PIECE, TOKENS, SHORT = 16, 8192, 1_007_616, 4096
-CASES = ("initial", "retention", "equal", "huge", "adversarial", "bold", "bfloat16")
+CASES = ("initial", "retention", "equal", "huge", "adversarial", "bold", "momentum", "bfloat16")
 # These rules keep every token and read it again for each later one, so a million tokens would take days.
 WHOLE_CACHE = ("deep_transformer", "dot")
 
@@ -57,7 +58,7 @@ def inputs(rule: Any, case: str, key: Any, keys: Any, time: int) -> tuple[Any, .
         k = jnp.broadcast_to(first, shape)
     elif case == "huge":
         k = 1e4 * k
-    elif case == "bold":
+    elif case in ("bold", "momentum"):
         k = unit(first + 0.3 * k)
     elif case == "adversarial":
         k = jnp.tile(unit(keys), (-(-time // SHORT), 1))[:time].reshape(shape)
@@ -67,6 +68,10 @@ def inputs(rule: Any, case: str, key: Any, keys: Any, time: int) -> tuple[Any, .
     if case == "bold":
         full = lambda x, value: None if x is None else jnp.full_like(x, value)
         gates = gates._replace(step_size=full(gates.step_size, 1.0), momentum_decay=full(gates.momentum_decay, 0.99))
+    if case == "momentum":
+        v = 20.0 * unit(v)
+        rare = jax.random.uniform(decay, gates.momentum_decay.shape) < 0.03
+        gates = gates._replace(step_size=jnp.where(rare, 1.0, 1e-6), momentum_decay=jnp.where(rare, 0.05, 1.0))
     return q, k, v, gates
 
 
@@ -127,7 +132,8 @@ def run(name: str, case: str) -> dict[str, Any] | None:
     gates = rule.gate_channels(DIM, DIM)
     if (
         (case == "retention" and "retention" not in gates)
-        or (case == "bold" and "step_size" not in gates)
+        or (case in ("bold", "momentum") and "step_size" not in gates)
+        or (case == "momentum" and "momentum_decay" not in gates)
         or (case == "adversarial" and softmax)
     ):
         return None

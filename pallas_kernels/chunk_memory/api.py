@@ -44,6 +44,7 @@ def chunk_memory(
     newton_schulz: tuple[Triple, ...] | None = None,
     every: int = 1,
     step_bound: float | None = None,
+    horizon: float = 1.0,
     floor: Float[Array, "batch time heads"] | None = None,
     threshold: Float[Array, "batch time heads"] | None = None,
     norm_bound: float | None = None,
@@ -75,6 +76,7 @@ def chunk_memory(
       every: with Muon, the memory is written only at every `every`-th token of its chunk; a power of two that divides chunk_size.
       step_bound: > 0 replaces η by η' of `bound`, which scales each step by the remaining error of its token. With 1 a token steps
         at most onto its target. Not with `newton_schulz`.
+      horizon: H ≥ 1, with step_bound and momentum: how many times momentum may add a token's write. θ must be at most 1 − 1/H.
       floor: for each token, added to the decrease of its loss before dividing by it, [batch, time, heads]. None means 0.
       threshold: the third argument of `Objective.loss`, δ of Huber's loss, [batch, time, heads]. Not with `newton_schulz`, nor
         with window_weights.
@@ -120,7 +122,7 @@ def chunk_memory(
         } | ({} if threshold is None else {"threshold": threshold})
         return reference.chunk_memory(
             structure, objective, weights, momenta, q, k, v, gates, chunk_size, newton_schulz, every,
-            step_bound, norm_bound, window, segments, norm,
+            step_bound, horizon, norm_bound, window, segments, norm,
         )  # fmt: skip
     if chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_memory: chunk_size={chunk_size}, should be a power of two from 8 to 256.")
@@ -155,7 +157,7 @@ def chunk_memory(
     precision = token_precision(q.dtype)
     chunk = MemoryChunk(
         structure, objective, names, momentum_decay is not None, retention is not None, size, precision,
-        step_bound=step_bound, norm_bound=norm_bound, norm=norm is not None, threshold=threshold is not None,
+        step_bound=step_bound, horizon=horizon, norm_bound=norm_bound, norm=norm is not None, threshold=threshold is not None,
         transposed=transposed,
     )  # fmt: skip
     real = ones if segments is None else jnp.broadcast_to(segments.real[:, :, None], ones.shape)

@@ -2,9 +2,9 @@
 
 `atlasjax.memory.fast_weights.bounds` defines and derives the recurrence. This module has its arithmetic for a chunk that begins
 with the memory M_0 at which its gradients are taken. With G_t = Σ_i Γ[t,i] ∇_i, f_t the windowed first-order decrease of the
-loss down to the target, n_t = f_t + floor_t and u_t = θ_t / (1 − θ_t),
+loss down to the target, n_t = f_t + floor_t and u_t = H θ_t,
 
-    η̄_t = min(η_t, step · (1 − θ_t) f_t / ‖G_t‖²)        η'_t = η̄_t (1 + x_t / n_t)
+    η̄_t = min(η_t, step/H · f_t / ‖G_t‖²)        η'_t = η̄_t (1 + x_t / n_t)
     x_t = (a_{t−1} − 1) ⟨G_t, M_0⟩ + (s_{t−1} + u_t β_{t−1}) ⟨G_t, S_0⟩ − Σ_{j<t} (T_α T_θ + u_t T_θ)[t−1, j] η'_j ⟨G_t, G_j⟩
 
 This is one unit lower-triangular system, and ⟨∇_i, ∇_j⟩ = (left_i · left_j)(input_i · input_j) for each weight.
@@ -25,8 +25,6 @@ from pallas_kernels.triangular import solve_column
 Weights = dict[str, jax.Array]
 Factors = dict[str, tuple[jax.Array, jax.Array]]
 
-# Lower bound of 1 − θ, as in `atlasjax.memory.fast_weights.bounds`: slower momentum is treated as if it ended after 1,024 tokens.
-LEAST = 2.0**-10
 SMALLEST = float(jnp.finfo(jnp.float32).tiny) ** 0.5  # of a divisor: the derivative of a quotient divides by its square
 _STRIP = 64  # rows
 # To which a weight of the largest norm is scaled before its square, which could overflow otherwise. Entries 2²³ times smaller than
@@ -104,8 +102,9 @@ def windowed(
 class System(NamedTuple):
     """What the system of a chunk's step sizes takes from its gates. Columns of tokens, and one matrix.
 
-    step: η. most: step · (1 − θ). floor: n − f. retained: a_{t−1} − 1, of ⟨G_t, M_0⟩, or None without retention. share: s_{t−1} +
-    u_t β_{t−1}, of ⟨G_t, S_0⟩, or None without momentum. across: (T_α T_θ + u_t T_θ)[t−1, j], [m, P · m].
+    step: η. most: step / H, the same for all tokens. floor: n − f. retained: a_{t−1} − 1, of ⟨G_t, M_0⟩, or None without
+    retention. share: s_{t−1} + u_t β_{t−1}, of ⟨G_t, S_0⟩, or None without momentum. across: (T_α T_θ + u_t T_θ)[t−1, j],
+    [m, P · m].
     """
 
     step: jax.Array
@@ -116,23 +115,22 @@ class System(NamedTuple):
     across: jax.Array
 
 
-def system(step_bound: float, gates: Gates, decays: Decays, heads: int = 1) -> System:
-    """Of a chunk with these gates. step_bound: how far a token may step; 1 means onto its target. heads: P."""
+def system(step_bound: float, horizon: float, gates: Gates, decays: Decays, heads: int = 1) -> System:
+    """Of a chunk with these gates. step_bound: how far a token may step; 1 means onto its target. horizon: H. heads: P."""
     assert gates.floor is not None
     step, floor = columns_of(gates.step, heads), columns_of(gates.floor, heads)
     retained = None if decays.start is None else before(decays.start, 1.0) - 1.0
     across = before(decays.pending, 0.0)
+    most = jnp.full_like(step, step_bound / horizon)
     if gates.momentum_decay is None:
-        return System(step, jnp.full_like(step, step_bound), floor, retained, None, across)
+        return System(step, most, floor, retained, None, across)
     assert decays.momentum is not None
     assert decays.momentum_start is not None
     assert decays.started is not None
-    theta = columns_of(gates.momentum_decay, heads)
-    left_of_theta = jnp.maximum(1.0 - theta, LEAST)
-    pending = theta / left_of_theta
+    pending = horizon * columns_of(gates.momentum_decay, heads)
     share = before(decays.started, 0.0) + pending * before(decays.momentum_start, 1.0)
     across = across + pending * before(decays.momentum, 0.0)
-    return System(step, step_bound * left_of_theta, floor, retained, share, across)
+    return System(step, most, floor, retained, share, across)
 
 
 class Equations(NamedTuple):

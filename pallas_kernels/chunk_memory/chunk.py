@@ -86,6 +86,7 @@ class MemoryChunk:
       window: c ≥ 1.
       precision: precision of products with tokens and weights. Those of gates alone are `blocks.finer`.
       step_bound: how far a token may step (`bound.bounded_steps`). None means that steps are η.
+      horizon: H, how many times momentum may add a token's write; θ is at most 1 − 1/H. 1 without momentum.
       norm_bound: maximum of ‖W‖_F / √rows of a weight or momentum at the chunk's start. None means no limit.
     """
 
@@ -97,6 +98,7 @@ class MemoryChunk:
     window: int
     precision: Precision = HIGHEST
     step_bound: float | None = None
+    horizon: float = 1.0
     norm_bound: float | None = None
     norm: bool = False
     threshold: bool = False
@@ -157,7 +159,7 @@ class MemoryChunk:
         step = gates.step
         if self.step_bound is not None:
             assert of_window is not None
-            known = system(self.step_bound, gates, of_gates, heads)
+            known = system(self.step_bound, self.horizon, gates, of_gates, heads)
             step = bounded_steps(known, of_window, heads, precision)
         return coefficients(of_gates, step)
 

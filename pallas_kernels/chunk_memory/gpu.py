@@ -332,7 +332,7 @@ def _of_steps(
     assert chunk.step_bound is not None
     rows = chunk.named(gates)
     of_gates = decays(rows)
-    *columns, across = system(chunk.step_bound, rows, of_gates)
+    *columns, across = system(chunk.step_bound, chunk.horizon, rows, of_gates)
     last = _of_gradients(coefficients(of_gates, -jnp.ones_like(rows.step)))
     found = [x[:, 0] for x in columns if x is not None] + [x[0] for x in last]
     return jnp.stack(found), across, None if real is None else _gamma(chunk, gates, real)

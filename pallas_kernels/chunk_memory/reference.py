@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import BEGINS, Segments, Window
-from pallas_kernels.chunk_memory.bound import LEAST, SMALLEST
+from pallas_kernels.chunk_memory.bound import SMALLEST
 from pallas_kernels.chunk_memory.chunk import Objective, Structure
 from pallas_kernels.newton_schulz.reference import Triple, newton_schulz
 
@@ -24,6 +24,7 @@ def chunk_memory(
     triples: tuple[Triple, ...] | None,
     every: int,
     step_bound: float | None,
+    horizon: float,
     norm_bound: float | None,
     window: Window | None,
     segments: Segments | None,
@@ -93,12 +94,10 @@ def chunk_memory(
             a, n = fall
             inner = lambda x, y: jax.tree.reduce(jnp.add, jax.tree.map(lambda x, y: jnp.sum(x * y), x, y))
             change = jax.tree.map(jnp.subtract, w, start)
-            most = step_bound * a
+            most = step_bound / horizon * a
             if s is not None:
                 theta = gates["momentum_decay"][t]
-                rest = jnp.maximum(1.0 - theta, LEAST)
-                change = jax.tree.map(lambda x, s: x + theta / rest * s, change, s)
-                most = rest * most
+                change = jax.tree.map(lambda x, s: x + horizon * theta * s, change, s)
             square = inner(g, g)
             size = jnp.where(
                 square >= SMALLEST, jnp.minimum(size, most / jnp.where(square >= SMALLEST, square, 1.0)), size

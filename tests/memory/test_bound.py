@@ -25,8 +25,10 @@ def similar(k, spread):
 
 
 def bold(rule, dtype=jnp.float64, time=37, spread=0.3, step_size=1.0, **overrides):
-    """Inputs at which the papers' recurrence diverges: keys that are alike and large steps."""
+    """Inputs at which the papers' recurrence diverges: keys that are alike, large steps, and momentum that never fades."""
     params, q, k, v, gates = make_inputs(rule, dtype=dtype, time=time, step_size=step_size, **overrides)
+    if gates.momentum_decay is not None:
+        gates = gates._replace(momentum_decay=jnp.where(gates.momentum_decay > 0.6, 1.0, gates.momentum_decay))
     return params, q, similar(k, spread), v, gates
 
 
@@ -74,6 +76,53 @@ def test_squared_norms_grow_by_no_more_than_the_steps_times_the_squared_targets(
         for name, norm in norms.items():
             assert norm.shape == allowed.shape
             assert (norm <= (start[name] + allowed) * (1 + 1e-9)).all(), (name, spread)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 1e3])
+@pytest.mark.parametrize("horizon", [1.5, 4.0, 64.0])
+def test_squared_norms_with_momentum_and_any_decays(horizon, spread, x64):
+    """The inequality of SEMANTICS 1.12 for the larger of ‖M‖² and ‖M + (H − 1) S‖², with decays from 0 to 1 at random."""
+    bound = Bound(horizon=horizon, weight_norm=None, slope=None)
+    rule = MemoryRule(MATRIX, objectives.L2(), optimizer=optimizers.Momentum(), chunk_size=16, bound=bound)
+    params, _, k, v, gates = bold(rule, time=160, spread=spread, step_size=1.0, retention=1.0)
+    rng = np.random.default_rng(0)
+    decays = rng.choice([0.0, 0.05, 0.5, 1.0], gates.momentum_decay.shape, p=[0.05, 0.05, 0.1, 0.8])
+    sizes = rng.choice([0.0, 1e-3, 1.0], gates.step_size.shape, p=[0.6, 0.2, 0.2])
+    gates = gates._replace(momentum_decay=jnp.asarray(decays), step_size=jnp.asarray(sizes))
+    square = lambda w: jnp.sum(w["W"] ** 2, axis=(-2, -1))
+
+    def step(state, token):
+        _, state = memory.step(rule, params, state, token[0], *token)
+        ahead = jax.tree.map(lambda w, s: w + (horizon - 1) * s, state.memory, state.momentum)
+        return state, jnp.maximum(square(state.memory), square(ahead))
+
+    state = memory.init_state(rule, params, batch_size=2)
+    _, norms = jax.lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (k, v, gates)))
+    share = jnp.minimum(
+        horizon * gates.step_size, 1.0 / jnp.sum(k * k, -1)
+    )  # H η̄: a token steps at most onto its target
+    allowed = jnp.cumsum(share * jnp.sum(v * v, -1) * (1 + 1e-4), axis=1)
+    assert (norms <= (square(state.memory) + jnp.moveaxis(allowed, 1, 0)) * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("structure", [MATRIX, structures.MLP(), structures.GatedMLP()], ids=str)
+def test_momentum_does_not_repeat_a_full_step(structure):
+    """A few tokens with a small θ and large steps between tokens with θ = 1 and almost none. A limit by each token's own θ does
+    not hold: the memories ended at 66,060, 1,154 and 1,564."""
+    rule = dataclasses.replace(rules.titans(), structure=structure)
+    params, _, k, v, gates = make_inputs(rule, batch=1, heads=1, time=2048, key_dim=16, value_dim=16)
+    k = similar(k, 1.0)
+    v = 20.0 * v / jnp.linalg.norm(v, axis=-1, keepdims=True)
+    rare = jnp.asarray(np.random.default_rng(0).uniform(size=gates.step_size.shape) < 0.03)
+    gates = memory.Gates(
+        retention=jnp.ones_like(gates.retention), step_size=jnp.where(rare, 1.0, 1e-6),
+        momentum_decay=jnp.where(rare, 0.05, 1.0),
+    )  # fmt: skip
+    y, state = memory.scan(rule, params, None, k, k, v, gates)
+    assert rule.weight_norm(state).max() < 20.0
+    assert jnp.abs(y).max() < 200.0
+    _, state = memory.scan(rule.unbounded(), params, None, k, k, v, gates)
+    assert not rule.weight_norm(state).max() < 200.0
 
 
 def test_a_memory_that_diverges_without_the_bound_learns_with_it():
@@ -273,6 +322,7 @@ def test_suggested_gates_are_a_rules_gates(name):
     {
         "step must be a number > 0 or None, got 0": lambda: Bound(step=0),
         "slope must be a number > 0 or None, got -1": lambda: Bound(slope=-1),
+        "horizon must be a number ≥ 1, got 0.5": lambda: Bound(horizon=0.5),
         "weight_norm must be a number > 0 or None, got 'x'": lambda: Bound(weight_norm="x"),
         "bound must be a Bound or None, got 1.0": lambda: MemoryRule(bound=1.0),
         "suggested_gates: time must be an integer ≥ 1, got 0": lambda: memory.suggested_gates(

@@ -63,7 +63,7 @@ def memory(structure, dim, window, dtype, bound="steps", packed=False, loss=None
         if bound is not None:
             given["norm_bound"] = 1024.0
         if bound == "steps":
-            given |= {"step_bound": 1.0, "floor": floor}
+            given |= {"step_bound": 1.0, "horizon": 64.0, "floor": floor}
         given |= dict(zip(["norm"] * len(norms) + ["segments"] * len(restarts), others))
         objective = objectives.L2() if loss is None else loss
         objective = objective if bound is None else LimitedSlope(objective, 1024.0)

@@ -45,7 +45,7 @@ def kernels():
     yield "chunk_memory mlp 64 of bounded norms and slopes", *omega(norm_bound=1024.0)
     yield "chunk_memory mlp 64 packed", *omega(packed=True, norm_bound=1024.0)
     titans = functools.partial(chunk_memories, structures.MLP(), 64, 1, "bfloat16", "retention", "momentum_decay")
-    yield "chunk_memory mlp 64 of bounded steps", *titans(norm_bound=1024.0, step_bound=1.0)
+    yield "chunk_memory mlp 64 of bounded steps", *titans(norm_bound=1024.0, step_bound=1.0, horizon=64.0)
     yield "chunk_memory mlp 64 of bounded steps, window", *omega(norm_bound=1024.0, step_bound=1.0)
     huber = functools.partial(chunk_memories, structures.Matrix(), 64, 1, "bfloat16", "retention", "threshold")
     yield "chunk_memory matrix 64 huber", *huber(loss=objectives.Huber(), norm_bound=1024.0, step_bound=1.0)

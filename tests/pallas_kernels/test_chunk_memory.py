@@ -96,7 +96,7 @@ def test_bounded(structure, objective, shape, gates, window):
     arrays = weights, momenta, q, k[:, :1] + 0.1 * k, v
     floor = jnp.asarray(np.random.default_rng(2).uniform(0.0, 0.1, shape[:3]), jnp.float32)
     values |= {"step_size": 20.0 * values["step_size"], "floor": floor}
-    options = {"chunk_size": 8, "step_bound": 0.7, "norm_bound": 0.5}
+    options = {"chunk_size": 8, "step_bound": 0.7, "horizon": 4.0, "norm_bound": 0.5}
     expected = run(structure, objective, arrays, values, **options, implementation="reference")
     close(run(structure, objective, arrays, values, **options, interpret=True), expected, 2e-5)
 

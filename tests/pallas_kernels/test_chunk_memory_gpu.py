@@ -80,7 +80,7 @@ def large_steps(structure, shape, gates, window):
 )
 def test_bounded(structure, objective, shape, gates, window, chunk_size):
     arrays, values = large_steps(structure, shape, gates, window)
-    options = {"chunk_size": chunk_size, "step_bound": 0.7, "norm_bound": 0.5}
+    options = {"chunk_size": chunk_size, "step_bound": 0.7, "horizon": 4.0, "norm_bound": 0.5}
     expected = run(structure, objective, arrays, values, **options, implementation="reference")
     close(run(structure, objective, arrays, values, **{**GPU, **options}), expected, 2e-5)
 

@@ -91,7 +91,7 @@ def test_bounded(window, implementation):
     values |= {"step_size": 20.0 * values["step_size"], "floor": floor}
     if past is not None:
         past = past._replace(floor=0.1 * jnp.abs(past.keys[..., 0]))
-    options = {"chunk_size": size, "step_bound": 0.7, "norm_bound": 0.5}
+    options = {"chunk_size": size, "step_bound": 0.7, "horizon": 4.0, "norm_bound": 0.5}
     expected = run(MATRIX, arrays, values, past, segments, **options, implementation="reference")
     found = run(MATRIX, arrays, values, past, segments, **options, implementation=implementation, interpret=True)
     close(found, expected, 2e-5)

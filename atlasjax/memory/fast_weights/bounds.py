@@ -6,16 +6,20 @@ gradient of the recurrence and
 
     a_t = Σ_j γ_{t,j} ⟨∂ℓ/∂out, out − v⟩_{t−j}      first-order decrease of the loss down to the target
     n_t = a_t + 1e-4 · (a_t of an output of zero)    so that a small error cannot make a step large
-    x_t = ⟨g_t, M_{t−1} + θ_t/(1 − θ_t) S_{t−1} − M_{t'}⟩      change of the loss since M_{t'}, including that by momentum to come
+    x_t = ⟨g_t, M_{t−1} + H θ_t S_{t−1} − M_{t'}⟩      change of the loss since M_{t'}, including that by momentum to come
 
 the step size of the recurrence becomes
 
-    η'_t = η̄_t (1 + x_t/n_t),      η̄_t = min(η_t, step · (1 − θ_t) a_t / ‖g_t‖²)
+    η'_t = η̄_t (1 + x_t/n_t),      η̄_t = min(η_t, step/H · a_t / ‖g_t‖²)
 
 For ℓ2, a_t is the squared error, and 1 + x_t/n_t is the fraction of the error, along its own direction, that remains at token t. It
 may be negative after an overshoot. η̄ keeps a single token from stepping past its target: for a matrix memory it means that
-η̄_t ‖φ(k_t)‖² ≤ step · (1 − θ_t). Both use only the current and earlier tokens, so the rule stays causal. x_t needs only what a
+η̄_t ‖φ(k_t)‖² ≤ step/H. Both use only the current and earlier tokens, so the rule stays causal. x_t needs only what a
 state holds, so streaming stays exact. Within a chunk x_t is linear in earlier steps: a unit lower-triangular system (`solve`).
+
+H is `Bound.horizon` with momentum, and 1 without. θ_t is at most 1 − 1/H, so momentum adds a write at most H times, whatever the
+later θ are. A limit that uses the token's own θ_t is not enough: a token with a small θ takes a full step, and tokens with θ near 1
+then repeat it. Wherever the actual θ are smaller, the memory ends between M_{t−1} and the point that x_t assumes.
 
 Why the memory cannot diverge (step ≤ 1; n = a; no momentum): consider a weight W in which the output is homogeneous of degree one.
 This holds for W1 always; for W2 under ReLU, and under GELU up to a bounded term. Then ⟨g_t, W_{t'}⟩ = a_t + ⟨∂ℓ/∂out, v − r⟩, where
@@ -64,6 +68,8 @@ class Bound:
     Attributes:
       step: > 0, how far a token may step, to first order. 1 means onto its target, 2 equally far past it. None means that step
         sizes are the gates, as in the papers.
+      horizon: H ≥ 1, how many times momentum may add a token's write. With `step`, θ is at most 1 − 1/H, and a write at most 1/H
+        of the step. Optimizers without momentum do not use it.
       slope: > 0, the maximum of |∂ℓ/∂out| over the channels of a token, to which the loss of a token with a larger one is scaled
         down. None means no limit.
       weight_norm: > 0, the maximum of ‖W‖_F / √rows, the root mean square of a weight's row norms, at the start of a chunk. None
@@ -74,12 +80,14 @@ class Bound:
     """
 
     step: float | None = 1.0
+    horizon: float = limits.HORIZON
     slope: float | None = 1024.0
     weight_norm: float | None = 1024.0
 
     def __post_init__(self) -> None:
         for name in ("step", "slope", "weight_norm"):
             check.number("Bound", name, getattr(self, name), above=0, optional=True)
+        check.number("Bound", "horizon", self.horizon, least=1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -112,17 +120,12 @@ def softened(decrease: jax.Array, empty: jax.Array) -> jax.Array:
     return decrease + _SOFTENING * empty
 
 
-def pending(momentum_decay: jax.Array) -> jax.Array:
-    """θ/(1 − θ): the number of times that momentum will still add S_{t−1} to the memory."""
-    return momentum_decay / limits.least_forgetting(momentum_decay)
-
-
 def capped_delta(step: float, step_size: jax.Array, key: jax.Array) -> jax.Array:
     """η̄ of a delta rule, where a/‖g‖² = 1/‖φ(k)‖². step_size: [...] or [..., value_dim]; key: [..., D]."""
     square = row_sums(key * key)
     if step_size.ndim == key.ndim:
         square = square[..., None]
-    return limits.capped(step, step_size, jnp.ones_like(square), square, None)
+    return limits.capped(step, step_size, jnp.ones_like(square), square)
 
 
 def capped_removal(step: float, removal_key: jax.Array, removal: jax.Array) -> jax.Array:

@@ -226,7 +226,7 @@ def run_chunk(
         if rule.step_bound is not None and decrease is not None:
             (name,) = gradients
             square = jnp.square(gradients[name].left) * jnp.sum(jnp.square(gradients[name].inputs), -1, keepdims=True)
-            scale = limits.capped(rule.step_bound, scale, decrease, square, None)
+            scale = limits.capped(rule.step_bound, scale, decrease, square)
         if not rule.is_sequential:
             # Windows are one token long, so step sizes per row can be moved into the left factors.
             factors = {name: blocks.Factors(scale * left, inputs) for name, (left, inputs) in gradients.items()}
@@ -266,7 +266,8 @@ def run_chunk(
         if losses is not None:
             assert rule.step_bound is not None
             capped = rule.optimizer.per_channel
-            origin = step_sizes.Origin(rule.step_bound, chunk_start, gradients, losses, moved, capped)
+            step = rule.step_bound / rule.horizon
+            origin = step_sizes.Origin(step, rule.horizon, chunk_start, gradients, losses, moved, capped)
         return block_fn(rule, memory, momentum, factors, gates, origin, read, plan.dtype)
 
     tokens = (gradients, factors, losses, real)

@@ -267,6 +267,7 @@ def _chunks(
 
     past: the state whose window precedes the first token. None means that nothing does. segments: as in `chunk_memory`.
     """
+    gates = rule.within_horizon(gates)
     structure: Any = rule.structure
     apart = structure.residual and not rule.features.is_identity
     if apart:
@@ -306,8 +307,8 @@ def _chunks(
         structure, rule.limited_objective, before.memory, before.momentum, query.astype(q.dtype), key, value,
         step_size=gates.step_size, retention=gates.retention, momentum_decay=gates.momentum_decay,
         window_weights=gates.window_weights, implementation=implementation, chunk_size=_chunk_size(rule),
-        step_bound=rule.step_bound, floor=floor, threshold=gates.threshold, norm_bound=rule.norm_bound, window=window,
-        segments=segments, norm=params.norm, **muon,
+        step_bound=rule.step_bound, horizon=rule.horizon, floor=floor, threshold=gates.threshold, norm_bound=rule.norm_bound,
+        window=window, segments=segments, norm=params.norm, **muon,
     )  # fmt: skip
     if apart:
         y = (y + query_skip).astype(q.dtype)

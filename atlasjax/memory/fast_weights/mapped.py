@@ -61,7 +61,7 @@ def mapped_block(
         if not origin.capped:
             change = jax.vmap(lambda g: rule.change_along_factors(origin.weights, g))(gradients)
             decrease = exact(gates.gamma, origin.losses.decrease)
-            step_size = limits.capped(origin.step, step_size, decrease, change, gates.momentum_decay)
+            step_size = limits.capped(origin.step, step_size, decrease, change)
 
     def write(carry: tuple[Weights, OptimizerState, Weights], token: _Token):
         stored, momentum, weights = carry
@@ -97,7 +97,7 @@ def _left_over(
         weights = rule.weights(stored)
     if momentum is not None:
         assert token.momentum_decay is not None
-        coming = bounds.pending(token.momentum_decay)
+        coming = rule.horizon * token.momentum_decay
         weights = rule.weights({name: w + coming * momentum[name] for name, w in stored.items()})
     along = sum(jnp.sum(f.left * exact(weights[name], f.inputs.T).T) for name, f in token.gradient.items())
     return bounds.left_over(along - token.bounded.start, token.bounded.scale)

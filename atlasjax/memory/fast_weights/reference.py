@@ -49,13 +49,11 @@ def _gradient(
 
 
 def _bounded(
-    rule: MemoryRule, params: MemoryParams, before: dict, S: dict, origin: dict, g: dict, token: dict, keys: jax.Array,
-    values: jax.Array, thresholds: jax.Array, gamma: jax.Array,
+    rule: MemoryRule, params: MemoryParams, before: dict, S: dict, origin: dict, g: dict, eta: jax.Array,
+    theta: jax.Array, keys: jax.Array, values: jax.Array, thresholds: jax.Array, gamma: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """η'_t from the step size η_t, see `bounds`. before: M_{t−1} and origin: M_{t'}, both as stored in a state."""
     assert rule.step_bound is not None
-    eta = token["step_size"]
-    theta = token["momentum_decay"] if rule.optimizer.has_momentum else None
     outputs = jax.vmap(lambda k: read_one(rule, params, origin, k))(keys)
     decreases = limits.toward_target(rule.limited_objective, outputs, values, thresholds)  # [c, value_dim]
     empty = limits.toward_target(rule.limited_objective, jnp.zeros_like(outputs), values, thresholds)
@@ -64,11 +62,11 @@ def _bounded(
 
     if rule.optimizer.per_channel:
         (gradient,) = g.values()
-        eta = limits.capped(rule.step_bound, eta, decreases[0], jnp.sum(gradient * gradient, axis=-1), None)
+        eta = limits.capped(rule.step_bound, eta, decreases[0], jnp.sum(gradient * gradient, axis=-1))
     else:
-        eta = limits.capped(rule.step_bound, eta, decrease, rule.change_along(origin, g), theta)
-    if theta is not None:
-        before = jax.tree.map(lambda x, s: x + bounds.pending(theta) * s, before, S)
+        eta = limits.capped(rule.step_bound / rule.horizon, eta, decrease, rule.change_along(origin, g))
+    if rule.optimizer.has_momentum:
+        before = jax.tree.map(lambda x, s: x + rule.horizon * theta * s, before, S)
     change = jax.tree.map(jnp.subtract, rule.weights(before), rule.weights(origin))
     return eta * bounds.left_over(sum((jnp.sum(g[name] * change[name]) for name in g), jnp.zeros((), eta.dtype)), scale)
 
@@ -100,6 +98,8 @@ def _token(rule: MemoryRule, params: MemoryParams, initial: dict, carry: dict, t
         carry[name] = jax.tree.map(lambda new, old: jnp.where(starts_chunk, new, old), begun, carry[name])
     at_start = jax.tree.map(lambda m, g: jnp.where(starts_chunk, m, g), carry["M"], carry["chunk_start"])
     alpha, theta, eta = token["retention"], token["momentum_decay"], token["step_size"]
+    if rule.step_bound is not None and rule.optimizer.has_momentum:
+        theta = jnp.minimum(theta, 1.0 - 1.0 / rule.horizon)
     decay = lambda weights: {name: rule.retention.decay(w, alpha) for name, w in weights.items()}
     origin = decay(at_start) if rule.retention.decay_first else at_start
 
@@ -115,7 +115,7 @@ def _token(rule: MemoryRule, params: MemoryParams, initial: dict, carry: dict, t
 
     if rule.step_bound is not None:
         before = decay(carry["M"]) if rule.retention.decay_first else carry["M"]
-        eta = _bounded(rule, params, before, carry["S"], origin, g, token, *window)
+        eta = _bounded(rule, params, before, carry["S"], origin, g, eta, theta, *window)
     if rule.optimizer.is_implicit:
         S, M = carry["S"], {"W": _minimizer(rule, params, decay(carry["M"])["W"], token)}
     else:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax import check
+from atlasjax.memory import limits
 from atlasjax.memory.axes import features as features_lib
 from atlasjax.memory.axes import objectives, optimizers, structures
 from atlasjax.memory.axes import retention as retention_lib
@@ -127,6 +128,19 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
         """
         free = not self.optimizer.is_linear or not self.objective.has_target or self.objective.removes
         return None if self.bound is None or free else self.bound.step
+
+    @property
+    def horizon(self) -> float:
+        """H of `Bound.horizon` if the steps are bounded and have momentum, otherwise 1."""
+        if self.bound is None or self.step_bound is None or not self.optimizer.has_momentum:
+            return 1.0
+        return self.bound.horizon
+
+    def within_horizon(self, gates: Gates) -> Gates:
+        """The gates with θ ≤ 1 − 1/H if the steps are bounded and have momentum, otherwise the same."""
+        if self.step_bound is None or gates.momentum_decay is None or not self.optimizer.has_momentum:
+            return gates
+        return gates._replace(momentum_decay=limits.within_horizon(self.horizon, gates.momentum_decay))
 
     @property
     def limited_objective(self) -> objectives.Objective:

@@ -37,6 +37,7 @@ def xla_scan(
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     batch, time, heads, _ = q.shape
+    gates = rule.within_horizon(gates)
     fresh = state is None
     if state is None:
         state = init_state(rule, params, batch_size=batch)

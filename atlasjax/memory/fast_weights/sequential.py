@@ -84,9 +84,9 @@ def _bounded(
     """
     eta = step_size
     if not origin.capped:
-        eta = limits.capped(origin.step, eta, decrease, rule.change_along(origin.weights, gradient), theta)
+        eta = limits.capped(origin.step, eta, decrease, rule.change_along(origin.weights, gradient))
     if theta is not None:
-        memory = jax.tree.map(lambda x, s: x + bounds.pending(theta) * s, memory, momentum)
+        memory = jax.tree.map(lambda x, s: x + origin.horizon * theta * s, memory, momentum)
     change = jax.tree.map(jnp.subtract, rule.weights(memory), rule.weights(origin.weights))
     moved = sum((jnp.sum(gradient[name] * change[name]) for name in gradient), jnp.zeros((), eta.dtype))
     return eta * bounds.left_over(moved, scale)

@@ -35,6 +35,7 @@ def xla_step(
     """One token. q, k: [batch, heads, key_dim]; v: [batch, heads, value_dim]; gates: [batch, heads(, n)]; soup: see `xla_scan`."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     batch, heads, _ = q.shape
+    gates = rule.within_horizon(gates)
     sizes = Plan(1, 1, 1, q.dtype)
 
     def up(x: MaybeArray) -> MaybeArray:

@@ -5,7 +5,7 @@ unknowns:
 
     x_t = ⟨G_t, a_{t−1} M_0 + s_{t−1} S_0 − M_{t'}⟩ + u_t β_{t−1} ⟨G_t, S_0⟩ − Σ_{j<t} (T_α T_θ + u T_θ)[t−1, j] η'_j ⟨G_t, G_j⟩
 
-with G_t = Σ_i Γ[t,i] ∇_i and u_t = θ_t/(1 − θ_t). Row t − 1 belongs to the previous token, or to the start of the block for t = 0.
+with G_t = Σ_i Γ[t,i] ∇_i and u_t = H θ_t. Row t − 1 belongs to the previous token, or to the start of the block for t = 0.
 """
 
 from typing import NamedTuple
@@ -41,7 +41,8 @@ class Origin(NamedTuple):
     """The reference point for the bounded steps of a block.
 
     Attributes:
-      step: `Bound.step`.
+      step: `Bound.step`, divided by H.
+      horizon: H, `MemoryRule.horizon`.
       weights: M_{t'} as stored, name → [out, in].
       gradients: the factors of ∇_i, never scaled by step sizes. (A block's own factors are, with one step size per channel.)
       losses: the `Losses` of the E tokens.
@@ -50,6 +51,7 @@ class Origin(NamedTuple):
     """
 
     step: float
+    horizon: float
     weights: Weights
     gradients: dict[str, Factors]
     losses: Losses
@@ -65,7 +67,7 @@ def _before(x: jax.Array, first: float) -> jax.Array:
 def _capped(origin: Origin, gates: BlockGates, decrease: jax.Array, square: jax.Array) -> jax.Array:
     if origin.capped:
         return gates.step_size
-    return limits.capped(origin.step, gates.step_size, decrease, square, gates.momentum_decay)
+    return limits.capped(origin.step, gates.step_size, decrease, square)
 
 
 def _along(gradients: dict[str, Factors], weights: Weights) -> jax.Array:
@@ -119,7 +121,7 @@ def dual_steps(
         assert decays.momentum is not None
         assert decays.momentum_start is not None
         assert decays.started is not None
-        pending = bounds.pending(gates.momentum_decay)
+        pending = origin.horizon * gates.momentum_decay
         share = _before(decays.started, 0.0) + pending * _before(decays.momentum_start, 1.0)
         moved = moved + share * windowed(_along(origin.gradients, momentum))
         across = exact(across, decays.momentum) + scaled_rows(pending, _before(decays.momentum, 0.0))
@@ -152,7 +154,7 @@ def channel_steps(
     if momentum is not None:
         assert gates.momentum_decay is not None
         beta, carried = decay_products(gates.momentum_decay)
-        pending = bounds.pending(gates.momentum_decay)
+        pending = origin.horizon * gates.momentum_decay
         started = jnp.einsum("tjd,j->td", pairwise, beta, precision=highest)
         share = _before(started, 0.0) + (pending * _before(beta, 1.0))[:, None]
         soon = pending[:, None] * _before(carried, 0.0)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory import meshes
 from atlasjax.memory.blocks import decay_products, divisible, window_matrix
-from atlasjax.memory.limits import least_forgetting
+from atlasjax.memory.limits import HORIZON, within_horizon
 from atlasjax.memory.softmax.rule import SoftmaxRule
 
 
@@ -31,7 +31,7 @@ class Writes(NamedTuple):
 
     Attributes:
       steps: η_t γ_{t,j}, [b, E].
-      limit: step · (1 − θ_t), [b].
+      limit: step / H, [b], where H is `limits.HORIZON` with momentum and 1 without.
       momentum: T_θ, [b, b], None without momentum.
       commit: 1 if the chunk is committed, otherwise 0.
     """
@@ -94,11 +94,12 @@ def coefficients(
     b = step_size.shape[0]
     D = jnp.where(counts, -step_size[:, None] * window_matrix(window_weights), 0.0)
     beta = s = pairwise = None
-    limit = jnp.ones_like(step_size)
+    step_bound = rule.step_bound if rule.is_bounded else None
     steps = -D
     if rule.optimizer.has_momentum:
+        if step_bound is not None:
+            momentum_decay, step_bound = within_horizon(HORIZON, momentum_decay), step_bound / HORIZON
         beta, pairwise = decay_products(momentum_decay)
-        limit = least_forgetting(momentum_decay)
         D = _product(pairwise, D)
     if rule.retention.gate is None:
         A, between = jnp.ones_like(step_size), jnp.tril(jnp.ones((b, b), step_size.dtype))
@@ -113,8 +114,8 @@ def coefficients(
     if beta is not None:
         end, end_momentum = Transition(last(A, 1.0), last(s, 0.0), last(beta, 1.0)), last(D, 0.0)
     writes = None
-    if rule.step_bound is not None and rule.is_bounded:
-        writes = Writes(steps, rule.step_bound * limit, pairwise, commit.astype(steps.dtype))
+    if step_bound is not None:
+        writes = Writes(steps, jnp.full_like(step_size, step_bound), pairwise, commit.astype(steps.dtype))
     return Coefficients(A, s, C, between, end, last(C, 0.0), end_momentum, last(between, 0.0), writes)
 
 

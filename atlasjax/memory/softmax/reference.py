@@ -77,9 +77,10 @@ def _token(rule: SoftmaxRule, initial: dict, carry: dict, token: dict) -> tuple[
         decrease = jnp.maximum(jnp.sum(limits.toward_target(rule.objective, outputs, values, None), axis=-1), 0.0)
         squares = jax.tree.map(lambda g: jnp.sum(g * g, axis=(1, 2)), g_weights)
         square = jnp.sum(g_a * g_a, axis=1) + rule.chunk_size * sum(squares.values(), jnp.zeros_like(decrease))
-        momentum_decay = theta if rule.optimizer.has_momentum else None
+        horizon = limits.HORIZON if rule.optimizer.has_momentum else 1.0
+        theta = jnp.minimum(theta, 1.0 - 1.0 / horizon)
         eta = limits.capped(
-            rule.step_bound, eta, jnp.sum(gamma * decrease), jnp.sum(gamma) * jnp.sum(gamma * square), momentum_decay
+            rule.step_bound / horizon, eta, jnp.sum(gamma * decrease), jnp.sum(gamma) * jnp.sum(gamma * square)
         )
     if not rule.optimizer.has_momentum:
         theta = 0.0
