@@ -31,6 +31,7 @@ TOLERANCES = {"bfloat16": 5e-2, "float32": 1e-3}
 MUON_TOLERANCE = 1e-2
 _SHORTEST = 0.02  # seconds of one measurement; starting a call takes longer than a small call
 _FEWEST = 3  # rounds
+_KERNEL_CHUNK = 64  # tokens of a kernel's chunk where a rule's own has no effect; the largest that kernels choose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,9 +174,8 @@ def _checked(sizes: Sizes, backend: Backend) -> Result:
     if reason is not None:
         return Result(backend.name, f"not supported: {reason}")
     muon = not sizes.rule.optimizer.is_linear
-    small = dataclasses.replace(
-        sizes, batch_size=1, num_heads=2, time=2 * sizes.rule.chunk_size + 4, dtype="float32" if muon else sizes.dtype
-    )
+    time = 2 * max(sizes.rule.chunk_size, _KERNEL_CHUNK) + 4  # a delta rule's own chunk is one token
+    small = dataclasses.replace(sizes, batch_size=1, num_heads=2, time=time, dtype="float32" if muon else sizes.dtype)
     try:
         found = _function(small, backend.name)(*_inputs(small))
     except Exception as problem:

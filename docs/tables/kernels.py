@@ -5,6 +5,7 @@ import json
 import re
 from typing import Any
 
+from atlasjax.memory.fast_weights.fastest import LEAST_RATIO
 from docs.tables.rules import PLATFORMS
 from docs.tables.source import BENCHMARKS, ROOT, rows, table
 
@@ -35,7 +36,9 @@ def status_kernels() -> str:
             {
                 row["device"]
                 for row in recorded
-                if _kernel_of(row["kernel"]) == kernel and row["implementation"] == implementation
+                if _kernel_of(row["kernel"]) == kernel
+                and row["implementation"] == implementation
+                and row["ratio_to_xla"] > LEAST_RATIO
             }
         )
         lines.append(

@@ -3,6 +3,7 @@
     python experiments/benchmarks/kernels_measured.py                      # 4 × 8,192 tokens, 16 heads, d = 64 and 128, bfloat16
     python experiments/benchmarks/kernels_measured.py --only omeganet delta_rule --dims 64
     python experiments/benchmarks/kernels_measured.py --record             # also into atlasjax/memory/fast_weights/fastest.json
+    python experiments/benchmarks/kernels_measured.py --compile            # only fills $JAX_COMPILATION_CACHE_DIR
     JAX_PLATFORMS=cpu python experiments/benchmarks/kernels_measured.py --batch 1 --tokens 2048 --heads 4 --dims 64 --dtype float32
 
 Each operation is timed forward, and forward and backward with the gradients of all inputs and parameters: with the XLA engine, the
@@ -14,17 +15,22 @@ outputs and gradients are compared with the definition in float64. A wrong kerne
 One line of JSON per case is appended to `--out`. Finished cases of this device, jax version and size are skipped, so the command
 resumes where it was stopped. `--again` repeats measurements; the later line counts. The table (`.md`) is rewritten from the lines
 each time.
+
+Most of the time is compiling and checking. `--compile` does only these, in as many processes as you start (each with `--only`):
+programs go to JAX_COMPILATION_CACHE_DIR, results of checks to the file `--checks`, from which the same command without `--compile`
+takes them. `on_gpu.py` does both.
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import platform as machine
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 # When run as a script, Python searches only the folder of this file.
@@ -32,6 +38,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from atlasjax.names import lookup
 from experiments.benchmarks import measured_cases, measured_report
+from experiments.benchmarks.kernel_cases import DIRECTIONS
 from experiments.benchmarks.measured_cases import ENGINES, OPERATIONS, PLATFORM_NAMES, Case
 from experiments.rows import Row, append_row, read_rows
 
@@ -98,6 +105,30 @@ def jax_program(case: Case, engine: str) -> Program:
     return Program(repeat, lambda: jax.device_get(compiled(*arguments)), figures)
 
 
+def compile_only(cases: list[Case], device: Device, known: dict[Any, Row], engines: Collection[str]) -> None:
+    """Checks these engines of the cases and compiles JAX's into its compilation cache. What fails is printed, and left."""
+    import jax
+
+    for case in cases:
+        for engine in case.engines:
+            if engine not in engines or unavailable(engine, device) is not None:
+                continue
+            of = dataclasses.replace(case, operation="delta_rule") if engine.startswith("attention") else case
+            started = checked = time.perf_counter()
+            try:
+                text = f"{check(of, engine, device, known)}"
+                checked = time.perf_counter()
+                if engine in measured_cases.OTHER_LIBRARIES:
+                    torch_program(of, engine, device).run(1)
+                else:
+                    run = measured_cases.program(measured_cases.function(of, engine), of.direction)
+                    jax.jit(run).lower(*measured_cases.shapes(of)).compile()
+            except Exception as error:  # of a compiler, or of a call that the engine does not support
+                text = f"{type(error).__name__}: {reason_of(error)}"
+            took = f"checked in {checked - started:.1f} s, compiled in {time.perf_counter() - checked:.1f} s"
+            print(f"{case.name}, {engine}, {took}: {text}", flush=True)
+
+
 def torch_program(case: Case, engine: str, device: Device) -> Program:
     from experiments.benchmarks import measured_torch
 
@@ -124,6 +155,24 @@ def unavailable(engine: str, device: Device) -> str | None:
             return "needs a CPU or a CUDA GPU"
         return measured_torch.missing(engine)
     return None
+
+
+class Checks(dict[Any, Row]):
+    """(small case, engine) → the result of its check; kept in a file, if there is one, which several processes may share."""
+
+    def __init__(self, device: Device, path: pathlib.Path | None = None):
+        self._path, self._origin = path, {"device": device.name, "jax": device.jax, "sources": sources()}
+        for row in [] if path is None else read_rows(path):
+            if {name: row[name] for name in self._origin} == self._origin:
+                super().__setitem__((Case(**row["case"]), row["engine"]), row["result"])
+
+    def __setitem__(self, key: Any, result: Row) -> None:
+        super().__setitem__(key, result)
+        if self._path is not None:
+            case, engine = key
+            append_row(
+                self._path, {"case": dataclasses.asdict(case), "engine": engine, **self._origin, "result": result}
+            )
 
 
 def check(case: Case, engine: str, device: Device, known: dict[Any, Row]) -> Row:
@@ -193,8 +242,13 @@ def run_cases(
     again: bool,
     command: str,
     measure: Any = measure,
+    seconds: float = math.inf,
+    known: dict[Any, Row] | None = None,
 ) -> list[Row]:
-    """Measures all cases that have no line yet (all with `again`), appending each at once. Returns every line of the file."""
+    """Measures all cases that have no line yet (all with `again`), appending each at once. Returns every line of the file.
+
+    None is begun later than `seconds` after the start.
+    """
     lines = read_rows(path)
     done = measured_report.latest(lines)
     todo = [case for case in cases if again or measured_report.key(case, device.name, device.jax) not in done]
@@ -206,9 +260,13 @@ def run_cases(
     kept = [done[measured_report.key(case, device.name, device.jax)] for case in cases if case not in todo]
     if older := sum(line["sources"] != digest for line in kept):
         print(f"{older} of them were measured with an older version of the engines; --again repeats them", flush=True)
-    known: dict[Any, Row] = {}
+    known = {} if known is None else known
+    first = time.perf_counter()
     for number, case in enumerate(todo, 1):
         started = time.perf_counter()
+        if started - first > seconds:
+            print(f"{len(todo) - number + 1} cases are left: the same command measures them", flush=True)
+            break
         rows = measure(case, device, repeats, known)
         line: Row = {"case": dataclasses.asdict(case), "device": device.name, "platform": device.platform}
         line |= {"jax": device.jax, "sources": digest, "command": command, "engines": rows}
@@ -243,9 +301,14 @@ def main() -> None:
     parser.add_argument("--matrices", type=int, default=256, help="of newton_schulz")
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128], help="head dimensions")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of tokens")
+    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS), help="passes")
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"operations: {', '.join(OPERATIONS)}")
     parser.add_argument("--repeats", type=int, default=9, help="rounds")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case later than this after the first")
     parser.add_argument("--again", action="store_true", help="measure finished cases again")
+    parser.add_argument("--compile", action="store_true", help="only check, and compile into jax's compilation cache")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="of --compile")
+    parser.add_argument("--checks", type=pathlib.Path, help="file of the results of checks, to share them")
     parser.add_argument(
         "--record", action="store_true", help="write the results into atlasjax/memory/fast_weights/fastest.json"
     )
@@ -269,12 +332,17 @@ def main() -> None:
     except ValueError as error:
         sys.exit(str(error))
     device = find_device()
-    cases = measured_cases.all_cases(names, options.dims, options.dtype, **sizes)
+    cases = measured_cases.all_cases(names, options.dims, options.dtype, **sizes, directions=options.directions)
+    known = Checks(device, options.checks)
+    if options.compile:
+        return compile_only(cases, device, known, options.engines)
     words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     words += ["--dims", *map(str, options.dims), "--dtype", options.dtype, "--repeats", str(options.repeats)]
     words += ["--only", *options.only] if options.only else []
+    words += ["--directions", *options.directions] if len(options.directions) < len(DIRECTIONS) else []
     command = " ".join(["python experiments/benchmarks/kernels_measured.py", *words])
-    lines = run_cases(cases, device, options.out, options.repeats, options.again, command)
+    more = {"seconds": options.seconds, "known": known}
+    lines = run_cases(cases, device, options.out, options.repeats, options.again, command, **more)
     options.out.with_suffix(".md").write_text(measured_report.page(lines))
     measured_report.show(lines, cases, device)
     if options.record:

@@ -5,13 +5,14 @@ jax is imported only where a program is built, so that a table of finished rows 
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.benchmarks.kernel_cases import DIRECTIONS, STEPS, WINDOW
 
 CHUNK = 64
-# Operation → its kernel, as named in `memory.fastest`; None if no choice depends on it.
+# Operation → its kernel, as named in `memory.fastest`; None if no choice depends on it. Those named "_bounded" are the rules as
+# `atlasjax.rules` makes them and presets use them, the others are without a bound, as in the papers and in other libraries.
 OPERATIONS: dict[str, str | None] = {
     "newton_schulz": None,
     "newton_schulz_gram": None,
@@ -19,7 +20,10 @@ OPERATIONS: dict[str, str | None] = {
     "gated_delta_rule": "delta_rule",
     "gla": "linear_rule",
     "rwkv7": "linear_rule",
+    "omeganet_bounded": "chunk_memory_bounded",
+    "titans_bounded": "chunk_memory_bounded",
     "omeganet": "chunk_memory",
+    "dla_bounded": "chunk_memory",  # no bounded steps, because its loss has no target
     "dla": "chunk_memory",
     "titans": "chunk_memory",
     "atlas": "chunk_memory_muon",
@@ -84,7 +88,15 @@ class Case:
 
 
 def all_cases(
-    operations: list[str], dims: list[int], dtype: str, *, tokens: int, batch: int, heads: int, matrices: int
+    operations: list[str],
+    dims: list[int],
+    dtype: str,
+    *,
+    tokens: int,
+    batch: int,
+    heads: int,
+    matrices: int,
+    directions: Sequence[str] = DIRECTIONS,
 ) -> list[Case]:
     cases = []
     for operation in operations:
@@ -94,7 +106,7 @@ def all_cases(
         of = dtype
         if operation.startswith("newton_schulz"):
             sizes, of = {"batch": matrices, "tokens": 0, "heads": 0}, "float32"
-        cases += [Case(operation, dim, of, direction, **sizes) for dim in dims for direction in DIRECTIONS]
+        cases += [Case(operation, dim, of, direction, **sizes) for dim in dims for direction in directions]
     return cases
 
 
@@ -115,12 +127,13 @@ def tolerance(case: Case) -> float:
 
 
 def rule(operation: str) -> Any:
-    """The rule without a bound, like the other libraries, and as the GPU kernels require."""
+    """The rule of an operation, with the library's bound if its name says so."""
     from atlasjax import rules
     from atlasjax.memory import features
 
     identity = features.Identity()
-    return {
+    name = operation.removesuffix("_bounded")
+    made = {
         "delta_rule": rules.delta_rule,
         "gated_delta_rule": rules.gated_delta_rule,
         "gla": lambda: rules.gla(CHUNK),
@@ -130,27 +143,40 @@ def rule(operation: str) -> Any:
         "titans": lambda: rules.titans(CHUNK),
         "atlas": lambda: rules.atlas(CHUNK, WINDOW, features=identity, newton_schulz_steps=STEPS),
         "ttt_linear": rules.ttt_linear,
-    }[operation]().unbounded()
+    }[name]()
+    return made if name != operation else made.unbounded()
+
+
+@functools.lru_cache(maxsize=2)  # of all engines, operations and directions of one size, and of what it is checked with
+def _tokens(shape: tuple[int, ...], dtype: str) -> tuple[Any, ...]:
+    """q, k, v and the cotangent [*shape], queries and keys of unit length."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    q, k, v, dy = (rng.standard_normal(shape, np.float32) for _ in range(4))
+    return tuple(x.astype(jnp.dtype(dtype)) for x in (_unit(q), _unit(k), v, dy))
+
+
+def _unit(x: Any) -> Any:
+    import numpy as np
+
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
 def inputs(case: Case) -> tuple[Any, ...]:
     """NumPy arrays of a case: (s,), or (params, q, k, v, gates) with unit-length queries and keys, and last the cotangent."""
     import jax
-    import jax.numpy as jnp
     import numpy as np
 
     from atlasjax import memory
 
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: rng.standard_normal(shape, np.float32)
+    rng = np.random.default_rng(1)
     if case.is_matrices:
         shape = case.batch, case.dim, 4 * case.dim
-        return normal(*shape), normal(*shape)
+        return rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32)
     shape = case.batch, case.tokens, case.heads
-    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
-    q, k, v, dy = (x.astype(jnp.dtype(case.dtype)) for x in (
-        unit(normal(*shape, case.dim)), unit(normal(*shape, case.dim)), normal(*shape, case.dim), normal(*shape, case.dim)
-    ))  # fmt: skip
+    q, k, v, dy = _tokens((*shape, case.dim), case.dtype)
     of = rule(case.operation)
     ranges = {"retention": (0.95, 1.0), "momentum_decay": (0.5, 0.9), "window_weights": (0.2, 1.0)}
     ranges |= {"removal": (0.0, 1.0), "removal_key": (-1.0, 1.0)}
@@ -158,9 +184,27 @@ def inputs(case: Case) -> tuple[Any, ...]:
     gates = {}
     for name, channels in of.gate_channels(case.dim, case.dim).items():
         gates[name] = rng.uniform(*ranges[name], shape if channels is None else (*shape, channels)).astype(np.float32)
-        gates[name] = unit(gates[name]) if name == "removal_key" else gates[name]
+        gates[name] = _unit(gates[name]) if name == "removal_key" else gates[name]
     params = memory.init_params(of, jax.random.key(0), num_heads=case.heads, key_dim=case.dim, value_dim=case.dim)
     return jax.tree.map(np.asarray, params), q, k, v, memory.Gates(**gates), dy
+
+
+def shapes(case: Case) -> tuple[Any, ...]:
+    """Shapes and dtypes of `inputs`."""
+    import jax
+    import jax.numpy as jnp
+
+    from atlasjax import memory
+
+    if case.is_matrices:
+        return (jax.ShapeDtypeStruct((case.batch, case.dim, 4 * case.dim), jnp.float32),) * 2
+    of, shape = rule(case.operation), (case.batch, case.tokens, case.heads)
+    sizes = {"num_heads": case.heads, "key_dim": case.dim, "value_dim": case.dim}
+    params = jax.eval_shape(lambda: memory.init_params(of, jax.random.key(0), **sizes))
+    tokens = jax.ShapeDtypeStruct((*shape, case.dim), jnp.dtype(case.dtype))
+    channels = of.gate_channels(case.dim, case.dim)
+    gates = {name: jax.ShapeDtypeStruct((*shape, *([n] if n else [])), jnp.float32) for name, n in channels.items()}
+    return params, tokens, tokens, tokens, memory.Gates(**gates), tokens
 
 
 def function(case: Case, engine: str) -> Callable[..., Any]:

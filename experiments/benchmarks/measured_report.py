@@ -146,8 +146,9 @@ def show(lines: list[Row], cases: list[Case], device: Any) -> None:
     for i, name in enumerate(_COLUMNS):
         table.add_column(name, justify="left" if i < 3 else "right")
     done = latest(lines)
-    found = [done[key(case, device.name, device.jax)] for case in cases]
-    for case, line in zip(cases, found, strict=True):
+    measured = [case for case in cases if key(case, device.name, device.jax) in done]
+    found = [done[key(case, device.name, device.jax)] for case in measured]
+    for case, line in zip(measured, found, strict=True):
         first = [f"{case.operation}\n{sizes(case)}", case.direction]
         rows = cells(case, line["engines"])
         for i, row in enumerate(rows):
@@ -161,7 +162,7 @@ def show(lines: list[Row], cases: list[Case], device: Any) -> None:
 def measurements(lines: list[Row], cases: list[Case], device: Any, command: str) -> tuple[list[Any], list[str]]:
     """Rows for `memory.fastest` from the cases of a run, and the reasons why others are missing.
 
-    A kernel's ratio is the smallest over its operations, forward and backward, all of which must be in the run. Calls that
+    A kernel's ratio is the smallest over its operations, forward and backward, all of which must be in the run and done. Calls that
     `memory.scan` reports as unsupported do not count. Other failures and wrong results count as 0.
     """
     from atlasjax.memory.fast_weights.fastest import PLATFORMS, Measurement
@@ -174,7 +175,7 @@ def measurements(lines: list[Row], cases: list[Case], device: Any, command: str)
     done = latest(lines)
     found: list[Measurement] = []
     lacking = []
-    both = [case for case in cases if case.direction == "both"]
+    both = [case for case in cases if case.direction == "both" and key(case, device.name, device.jax) in done]
     groups = dict.fromkeys((OPERATIONS[case.operation], case.dim, case.dtype) for case in both)
     for kernel, dim, dtype in groups:
         if kernel is None:

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from atlasjax.memory.fast_weights import fastest
-from experiments.benchmarks import kernels_measured, measured_cases, measured_report, measured_torch
+from atlasjax.memory.fast_weights import fastest, kernels
+from experiments.benchmarks import kernels_measured, measured_cases, measured_report, measured_torch, on_gpu
 from experiments.benchmarks.kernels_measured import Device, Program
 from experiments.benchmarks.measured_cases import ENGINES, OPERATIONS, Case
 from tests.marks import some_slow
@@ -121,6 +121,10 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path, capsys):
     run(dataclasses.replace(H200, jax="0.12.0"))
     run(CPU)
     assert len(ran) == 4 + 3 + 3, "another device, another jax"
+    short = [dataclasses.replace(x, dim=32) for x in cases]
+    kernels_measured.run_cases(short, H200, path, 3, False, COMMAND, measure, seconds=-1.0)
+    assert len(ran) == 10
+    assert "3 cases are left" in capsys.readouterr().out
     path.write_text(path.read_text().replace(kernels_measured.sources(), "older"))
     run()
     assert "3 of them were measured with an older version of the engines" in capsys.readouterr().out
@@ -158,7 +162,8 @@ def test_tables(tmp_path, capsys):
 def test_what_is_recorded_is_the_least_ratio(tmp_path, capsys):
     path = tmp_path / "fastest.json"
     cases = [x for x in measured_cases.all_cases(list(OPERATIONS), [64], "bfloat16", **SIZES) if x.direction == "both"]
-    kernel = {"omeganet": 0.1, "dla": 0.05, "titans": 0.15, "delta_rule": 0.01}
+    kernel = {"omeganet": 0.1, "dla": 0.05, "dla_bounded": 0.06, "titans": 0.15, "delta_rule": 0.01}
+    kernel |= {"omeganet_bounded": 0.2, "titans_bounded": 0.4}
     lines = [
         line(x, xla=timed(0.3), pallas_gpu=timed(kernel[x.operation]) if x.operation in kernel else {"failed": "wrong"})
         for x in cases
@@ -170,8 +175,9 @@ def test_what_is_recorded_is_the_least_ratio(tmp_path, capsys):
     kernels_measured.record(lines, cases, H200, COMMAND, path)
     rows = {row.kernel: row for row in fastest.read(path)}
     assert rows["chunk_memory"].ratio_to_xla == 2.0
+    assert rows["chunk_memory_bounded"].ratio_to_xla == 0.75
     assert rows["delta_rule"].ratio_to_xla == 0.0, "the gated one was wrong"
-    assert set(rows) == {"chunk_memory", "delta_rule", "linear_rule"}
+    assert set(rows) == {"chunk_memory", "chunk_memory_bounded", "delta_rule", "linear_rule"}
     assert "not recorded: chunk_memory_muon, d = 64, bfloat16: pallas_gpu ran none of it" in capsys.readouterr().out
     assert fastest.fastest("chunk_memory", 64, "bfloat16", path) == {"cuda": "pallas_gpu"}
 
@@ -188,7 +194,9 @@ def test_what_is_recorded_is_the_least_ratio(tmp_path, capsys):
     before = path.read_text()
     kernels_measured.record(lines, [x for x in cases if x.operation == "titans"], H200, COMMAND, path)
     assert path.read_text() == before
-    assert "the run is without dla, omeganet" in capsys.readouterr().out
+    kernels_measured.record(lines[:1], cases, H200, COMMAND, path)
+    assert path.read_text() == before, "the run was stopped early"
+    assert "the run is without dla, dla_bounded, omeganet" in capsys.readouterr().out
     kernels_measured.record([line(x, CPU, xla=timed(1.0)) for x in cases], cases, CPU, COMMAND, path)
     assert path.read_text() == before
     assert [x.name for x in tmp_path.iterdir()] == ["fastest.json"]
@@ -211,6 +219,17 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "newton_schulz, 2 matrices 16 × 64" in out.with_suffix(".md").read_text()
     run()
     assert "2 of 2 cases are in lines.jsonl" in capsys.readouterr().out
+    checks = tmp_path / "checks.jsonl"
+    run("--checks", str(checks), "--compile", "--directions", "both")
+    assert "xla, checked in" in capsys.readouterr().out
+    (kept,) = [json.loads(text) for text in checks.read_text().splitlines()]
+    assert kept["result"]["error"] == found[1]["engines"]["xla"]["error"]
+    kept["result"]["error"]["values"] = 0.5
+    checks.write_text(json.dumps(kept) + "\n")
+    run("--checks", str(checks), "--again", "--directions", "both")
+    last = json.loads(out.read_text().splitlines()[-1])
+    assert last["engines"]["xla"]["error"]["values"] == 0.5, "not checked again"
+    assert len(out.read_text().splitlines()) == 3
     for more, message in {
         ("--only", "omeganett"): "Did you mean 'omeganet'",
         ("--dims", "0"): "--dims 0, should be at least 1",
@@ -221,6 +240,11 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 
 def test_cases_cover_what_the_table_of_the_fastest_asks():
+    """Each operation is in the row that `memory.scan` reads for its rule, and in the command that measures a GPU."""
+    assert {*on_gpu.OPERATIONS, *on_gpu.WITHOUT_KERNEL} == set(OPERATIONS)
+    for name, kernel in OPERATIONS.items():
+        if kernel is not None:
+            assert kernels.kernel_of(measured_cases.rule(name)) == kernel
     assert set(OPERATIONS.values()) - {None} == set(fastest.KERNELS)
     assert all(ENGINES[engine] == platform for engine, platform in fastest.PLATFORMS.items())
     cases = measured_cases.all_cases(list(OPERATIONS), [64, 128], "bfloat16", **SIZES)
@@ -228,7 +252,10 @@ def test_cases_cover_what_the_table_of_the_fastest_asks():
     for x in cases:
         assert set(x.engines) <= set(ENGINES)
         if not x.is_matrices:
-            assert measured_cases.rule(x.operation)
+            assert measured_cases.rule(x.operation).is_bounded == x.operation.endswith("_bounded")
+            small = measured_cases.small(x)
+            arrays = jax.tree.map(lambda a: (a.shape, a.dtype), measured_cases.inputs(small))
+            assert arrays == jax.tree.map(lambda a: (a.shape, a.dtype), measured_cases.shapes(small))
             assert x.tokens == (128 if x.operation == "atlas" else 2048)
 
 

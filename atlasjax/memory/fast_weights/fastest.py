@@ -20,8 +20,8 @@ PATH = pathlib.Path(__file__).with_name("fastest.json")
 LEAST_RATIO = 1.1  # above measurement noise
 # Implementation → platform, as named by `jax.lax.platform_dependent`.
 PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
-# "chunk_memory_muon": chunk_memory with per-token Muon, which is a separate program.
-KERNELS = ("chunk_memory", "chunk_memory_muon", "delta_rule", "linear_rule")
+# "chunk_memory_bounded": that with bounded steps (`Bound.step`); "chunk_memory_muon": with Muon. These are separate kernels.
+KERNELS = ("chunk_memory", "chunk_memory_bounded", "chunk_memory_muon", "delta_rule", "linear_rule")
 DTYPES = ("float32", "bfloat16")
 _Key = tuple[str, str, int, str, str, str]
 

@@ -73,7 +73,9 @@ def kernel_of(rule: MemoryRule) -> str:
     linear = linear_kernels.kernel_of(rule)
     if linear is not None:
         return linear
-    return "chunk_memory_muon" if rule.uses_muon else "chunk_memory"
+    if rule.uses_muon:
+        return "chunk_memory_muon"
+    return "chunk_memory" if rule.step_bound is None else "chunk_memory_bounded"
 
 
 def unsupported(

@@ -1,0 +1,323 @@
+"""Checks and times kernels, training steps and commands on an NVIDIA GPU, all in about ten minutes.
+
+    python experiments/benchmarks/on_gpu.py --out build/gpu                 # `--seconds 1800` for all of it on a slow machine
+    JAX_PLATFORMS=cpu python experiments/benchmarks/on_gpu.py --small --out build/gpu     # tries the command itself
+
+It runs in phases, and what a phase lacks when its time is up is left out:
+
+1. machine: the device, versions, and its ceilings, measured: a bfloat16 product of 8,192³ and a large copy.
+2. compile: `kernels_measured.py --compile` and `training_measured.py --compile`, in as many processes as there are cores.
+3. kernels: `kernels_measured.py --record`, alone on the machine, with the programs and checks of phase 2.
+4. training: `training_measured.py`.
+5. commands: `atlasjax tune`, and `atlasjax train` for a few steps.
+
+Results are copied to `--out` after each phase. Programs, checks and finished rows stay in `--scratch`, from which the same command
+goes on.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+FASTEST = ROOT / "atlasjax/memory/fast_weights/fastest.json"
+# The most telling first: what the presets run.
+OPERATIONS = (
+    "omeganet_bounded", "titans_bounded", "delta_rule", "gated_delta_rule", "newton_schulz", "newton_schulz_gram", "dla_bounded",
+    "omeganet", "titans", "dla", "atlas",
+)  # fmt: skip
+QUICK = ("delta_rule", "gated_delta_rule", "newton_schulz", "newton_schulz_gram")  # to compile
+WITHOUT_KERNEL = ("gla", "rwkv7", "ttt_linear")  # on GPUs
+DIMS = (64, 128)
+LIBRARIES = ("fla", "titans_pytorch")
+ATTENTION = ("attention", "attention_cudnn")
+PRESET = "titans-170m"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A process. `operation`: whose kernel it is the first to run."""
+
+    arguments: tuple[str, ...]
+    operation: str = ""
+
+    @property
+    def name(self) -> str:
+        return " ".join(str(word).rpartition("/")[2] for word in self.arguments)
+
+
+class Run:
+    """The phases' processes, their output and the time that is left."""
+
+    def __init__(self, out: pathlib.Path, scratch: pathlib.Path, seconds: float, small: bool):
+        self.out, self.scratch, self.small, self.shown = out, scratch, small, 10
+        self.end = time.monotonic() + seconds
+        for folder in (out, scratch / "logs"):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.log = (scratch / "log.txt").open("a")
+        self.environment = os.environ | {
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+            "JAX_COMPILATION_CACHE_DIR": str(scratch / "programs"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "ATLASJAX_CACHE": str(scratch / "atlasjax"),
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+        }
+        # The CPU computes the definitions in float64.
+        self.environment.setdefault("JAX_PLATFORMS", "cuda,cpu")
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.end - time.monotonic())
+
+    def say(self, text: str) -> None:
+        """Writes to the log, and in short to the terminal."""
+        print(text, file=self.log, flush=True)
+        first, *lines = text.strip().splitlines()
+        lines = [line for line in lines if line.strip() and not set(line) & set("┃│━─")]
+        print("\n".join(line[:200] for line in [first, *lines[-self.shown :]]), flush=True)
+
+    def start(self, job: Job, output: int | None = None, **environment: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, *job.arguments], cwd=ROOT, env=self.environment | environment, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    def alone(self, seconds: float, *arguments: object) -> None:
+        """Runs one process for at most some seconds. Its output is printed and kept."""
+        job, started = Job(tuple(map(str, arguments))), time.monotonic()
+        path = self.scratch / "logs" / "alone.txt"
+        with path.open("wb") as file:
+            process = self.start(job, file.fileno())
+            try:
+                process.wait(max(1.0, min(seconds, self.left)))
+            except subprocess.TimeoutExpired:
+                stop(process)
+        text = path.read_text(errors="replace")
+        self.say(f"--- {job.name}: exit {process.returncode}, {time.monotonic() - started:.0f} s\n{text}")
+        self.collect()
+
+    def together(self, jobs: Sequence[Job], seconds: float) -> list[str]:
+        """Runs processes, as many at once as there are cores. Returns the operations of those that did not end well."""
+        ends, started = time.monotonic() + min(seconds, self.left), time.monotonic()
+        waiting, bad = list(enumerate(jobs)), []
+        running: dict[int, tuple[Job, subprocess.Popen[bytes], float]] = {}
+        path = lambda number: self.scratch / "logs" / f"{number:03}.txt"
+        most = max(1, (os.cpu_count() or 2) - 2)
+        # They only compile, so each takes the memory that it needs. What a library finds out about its speed beside others is
+        # of no use.
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "FLA_CACHE_RESULTS": "0"}
+        while (waiting or running) and time.monotonic() < ends:
+            while waiting and len(running) < most:
+                number, job = waiting.pop(0)
+                with path(number).open("wb") as file:
+                    running[number] = job, self.start(job, file.fileno(), **environment), time.monotonic()
+            for number, (job, process, began) in list(running.items()):
+                if process.poll() is not None:
+                    del running[number]
+                    text = path(number).read_text(errors="replace")
+                    self.say(f"--- {job.name}: exit {process.returncode}, {time.monotonic() - began:.0f} s\n{text}")
+                    if process.returncode or "CUDA_ERROR" in text:
+                        bad.append(job.operation)
+            time.sleep(0.2)
+        for number, (job, process, began) in running.items():
+            stop(process)
+            text = path(number).read_text(errors="replace")
+            self.say(f"--- {job.name}: stopped after {time.monotonic() - began:.0f} s\n{text}")
+            bad.append(job.operation)
+        bad += [job.operation for _, job in waiting]
+        for _, job in waiting:
+            self.say(f"--- {job.name}: no time")
+        self.say(f"{len(jobs)} processes, {most} at once, took {time.monotonic() - started:.0f} s")
+        self.collect()
+        return list(dict.fromkeys(filter(None, bad)))
+
+    def collect(self) -> None:
+        """Copies what there is to `out`."""
+        names = ("log.txt", "machine.json", "checks.jsonl", "kernels_measured.jsonl", "kernels_measured.md")
+        for name in (*names, "training_measured.jsonl", "training_measured.md"):
+            if (self.scratch / name).exists():
+                shutil.copy(self.scratch / name, self.out / name)
+        shutil.copy(FASTEST, self.out / FASTEST.name)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and those that it started."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def machine(path: pathlib.Path, small: bool) -> None:
+    """Writes the device, the versions and the measured ceilings."""
+    import importlib.metadata
+
+    import jax
+    import jax.numpy as jnp
+
+    names = ("jax", "jaxlib", "flax", "numpy", "torch", "triton", "fla-core", "titans-pytorch")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    row = {"devices": [device.device_kind for device in jax.devices()], "versions": versions}
+    query = "--query-gpu=name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit"
+    if shutil.which("nvidia-smi"):
+        row["nvidia_smi"] = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    size, numbers = (256, 2**20) if small else (8192, 2**31)
+    a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (numbers,), jnp.bfloat16)
+
+    def seconds(function, *arrays):
+        run = jax.jit(function)
+        jax.block_until_ready(run(*arrays))
+        found = []
+        for _ in range(10):
+            started = time.perf_counter()
+            for _ in range(10):
+                out = run(*arrays)
+            jax.block_until_ready(out)
+            found.append((time.perf_counter() - started) / 10)
+        return sorted(found)[5]
+
+    row["product_teraflops"] = round(2 * size**3 / seconds(jnp.matmul, a, b) / 1e12, 1)
+    row["copy_terabytes_per_second"] = round(2 * 2 * numbers / seconds(lambda x: -x, x) / 1e12, 3)
+    path.write_text(json.dumps(row, indent=1) + "\n")
+    print(json.dumps(row))
+
+
+def sizes(small: bool) -> list[str]:
+    return ["--tokens", "128", "--batch", "1", "--heads", "2", "--matrices", "2"] if small else []
+
+
+def compilations(scratch: pathlib.Path, small: bool) -> list[Job]:
+    """The processes of the second phase, in the order in which their results are wanted."""
+    kernels, training = str(HERE / "kernels_measured.py"), str(HERE / "training_measured.py")
+
+    def job(operation: str, dim: int, *engines: str) -> Job:
+        words = ["--compile", "--checks", str(scratch / "checks.jsonl"), "--only", operation, "--dims", str(dim)]
+        words += ["--directions", "both", *["forward"] * (dim == DIMS[0]), "--engines", *engines, *sizes(small)]
+        return Job((kernels, *words), f"{operation} {dim}")
+
+    def apart(names: Sequence[str], dim: int) -> list[Job]:
+        return [job(name, dim, engine) for name in names for engine in ("pallas_gpu", "xla")]
+
+    bounded, rest = OPERATIONS[:2], [name for name in OPERATIONS[2:] if name not in QUICK]
+    jobs = apart(bounded, DIMS[0]) + apart(bounded, DIMS[1])
+    for dim in DIMS:
+        jobs += [job(name, dim, "pallas_gpu", "xla") for name in QUICK] + [job("delta_rule", dim, *ATTENTION)]
+    steps = [Job((training, "--compile", *training_sizes(small), "--only", case)) for case in training_cases(small)]
+    jobs += steps[:6] + apart(rest, DIMS[0])
+    jobs += [job(name, dim, *LIBRARIES) for dim in DIMS for name in ("delta_rule", "gated_delta_rule", "titans")]
+    jobs += [Job(("-m", "atlasjax", "tune", *command_sizes(small), "--seconds", "0")), *steps[6:]]
+    jobs += apart(rest, DIMS[1]) + [job(name, DIMS[0], "xla", *LIBRARIES) for name in WITHOUT_KERNEL]
+    return jobs[4::10] if small else jobs
+
+
+def training_cases(small: bool) -> list[str]:
+    if small:
+        return ["linear-attention-tiny/xla"]
+    from experiments.benchmarks.training_measured import CASES
+
+    return list(CASES)
+
+
+def training_sizes(small: bool) -> list[str]:
+    return ["--batch", "1", "--length", "64", "--rounds", "1"] if small else []
+
+
+def command_sizes(small: bool) -> list[str]:
+    words = ["--preset", "linear-attention-tiny" if small else PRESET, "--mesh.data", "1"]
+    return [*words, "--data.batch-size", "16", "--accumulation", "1", *["--data.sequence-length", "64"] * small]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for results")
+    parser.add_argument(
+        "--scratch", type=pathlib.Path, default=pathlib.Path("/tmp/atlasjax_gpu"), help="folder to go on from"
+    )
+    parser.add_argument("--seconds", type=float, default=570.0, help="of the whole command")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to try the command")
+    parser.add_argument("--phases", nargs="+", default=["machine", "compile", "kernels", "training", "commands"])
+    parser.add_argument("--machine", type=pathlib.Path, help=argparse.SUPPRESS)  # the process of the first phase
+    options = parser.parse_args()
+    if options.machine is not None:
+        return machine(options.machine, options.small)
+    sys.path.insert(0, str(ROOT))
+    run = Run(options.out.resolve(), options.scratch.resolve(), options.seconds, options.small)
+    phases, small, scratch = options.phases, options.small, run.scratch
+    if "machine" in phases:
+        run.alone(60, HERE / "on_gpu.py", "--out", run.out, "--machine", scratch / "machine.json", *["--small"] * small)
+    late: list[str] = []
+    if "compile" in phases:
+        late = run.together(compilations(scratch, small), 0.42 * run.left)
+        run.say(f"not compiled, or not to the end: {', '.join(late)}")
+    kernels = [HERE / "kernels_measured.py", "--out", scratch / "kernels_measured.jsonl", *sizes(small)]
+    kernels += ["--checks", scratch / "checks.jsonl", "--repeats", 1 if small else 7]
+
+    def measure(share: float, dim: int, direction: str, names: Sequence[str]) -> None:
+        seconds = share * run.left
+        words = ["--dims", dim, "--directions", direction, "--only", *names, "--seconds", max(1.0, seconds - 20)]
+        if names and seconds > 1:
+            run.alone(seconds, *kernels, *words)
+
+    # What did not end well may break the device for what comes after it in the same process.
+    ready = {dim: [name for name in OPERATIONS if f"{name} {dim}" not in late] for dim in DIMS}
+    if small:
+        ready = {dim: names[2:4] for dim, names in ready.items()}
+    if "kernels" in phases:
+        measure(0.4, DIMS[0], "both", ready[DIMS[0]])
+        measure(0.4, DIMS[1], "both", ready[DIMS[1]])
+    if "training" in phases:
+        words = ["--out", scratch / "training_measured.jsonl", *training_sizes(small), "--only", *training_cases(small)]
+        run.alone(0.6 * run.left, HERE / "training_measured.py", *words)
+    if "kernels" in phases:
+        measure(0.5, DIMS[0], "forward", ready[DIMS[0]])
+        for name in [name for name in late if name.split()[0] in OPERATIONS]:
+            if "commands" not in phases and run.left > 40:
+                measure(1.0, int(name.split()[1]), "both", [name.split()[0]])
+        for dim in DIMS:  # of all that is finished
+            run.alone(30, *kernels, "--dims", dim, "--directions", "both", "--seconds", 0, "--record")
+    if "commands" in phases:
+        run.alone(0.5 * run.left, "-m", "atlasjax", "tune", *command_sizes(small), "--seconds", 1 if small else 10)
+        words = ["--steps", 30, "--eval-every", 0, "--eval-batches", 1, "--checkpoint-every", 0, "--log-every", 5]
+        words += ["--run-dir", scratch / f"run-{time.time():.0f}"]
+        run.alone(run.left, "-m", "atlasjax", "train", *command_sizes(small), *words)
+    if "kernels" in phases and run.left > 40:
+        measure(1.0, DIMS[0], "both", WITHOUT_KERNEL)
+    run.collect()
+    summary(run)
+
+
+def summary(run: Run) -> None:
+    """Prints the results in short: the last lines of a long output are those that are read."""
+    from experiments.benchmarks import measured_report
+    from experiments.benchmarks.measured_cases import Case
+    from experiments.rows import read_rows
+
+    for line in measured_report.latest(read_rows(run.scratch / "kernels_measured.jsonl")).values():
+        print(f"{Case(**line['case']).name}: {measured_report.summary(line['engines'])}")
+    for line in read_rows(run.scratch / "training_measured.jsonl"):
+        print({name: x for name, x in line.items() if name not in ("seconds", "sources", "jax", "device")})
+    print(
+        FASTEST.read_text() if FASTEST.stat().st_size < 4000 else f"{FASTEST.name} has {FASTEST.stat().st_size} bytes"
+    )
+    print(f"{run.left:.0f} s were left")
+
+
+if __name__ == "__main__":
+    main()
