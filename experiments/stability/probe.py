@@ -35,8 +35,10 @@ def probe(model: Any, tokens: Any) -> dict[str, Any]:
         jax.debug.callback(record, norm, ends)  # layers run in a scan
         return y, after
 
+    jax.clear_caches()  # a model that was compiled before would not call `watched`
     with mock.patch.object(memory, "scan", watched):
         jax.block_until_ready(model(jnp.asarray(tokens)))
         jax.effects_barrier()
+    jax.clear_caches()
     rounded = {name: [float(f"{x:.4g}") for x in ends] for name, ends in gates.items()}
     return {"weight_norm": round(max(norms), 2) if norms else None, "gates": rounded}
