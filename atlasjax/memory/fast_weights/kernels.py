@@ -140,6 +140,7 @@ def pallas_scan(
 ) -> tuple[jax.Array, MemoryState]:
     """`xla_scan` by "pallas_tpu" or "pallas_gpu", for a call that it supports. There is no forward-mode derivative."""
     before = init_state(rule, params, batch_size=q.shape[0]) if state is None else state
+    gates = rule.within_horizon(gates)  # before padding, whose θ is 1
     if linear_kernels.kernel_of(rule) is not None:
         calls = q, k, v, gates, segment_ids, max_segments, _FREE_CHUNK
         return linear_kernels.scan(implementation, rule, params, before, *calls)
@@ -269,7 +270,6 @@ def _chunks(
 
     past: the state whose window precedes the first token. None means that nothing does. segments: as in `chunk_memory`.
     """
-    gates = rule.within_horizon(gates)
     structure: Any = rule.structure
     apart = structure.residual and not rule.features.is_identity
     if apart:
