@@ -15,7 +15,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 # Must be set before anything imports jax. With "cpu" the plugin does not look for a device but still provides its compiler.
-os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="2", XLA_FLAGS=f"--xla_dump_to={tempfile.mkdtemp()}")
+# From jax 0.11 on PTX is dumped only if an emitter is named.
+os.environ.update(
+    JAX_PLATFORMS="cpu",
+    TF_CPP_MIN_LOG_LEVEL="2",
+    XLA_FLAGS=f"--xla_dump_emitter_re=.* --xla_dump_to={tempfile.mkdtemp()}",
+)
 
 import jax
 import numpy as np
@@ -24,7 +29,7 @@ from jax.sharding import SingleDeviceSharding
 from atlasjax.plan.cuda import TARGETS
 from atlasjax.plan.topology import Topology
 
-DUMP = pathlib.Path(os.environ["XLA_FLAGS"].partition("=")[2])
+DUMP = pathlib.Path(os.environ["XLA_FLAGS"].rpartition("=")[2])
 atexit.register(shutil.rmtree, DUMP, ignore_errors=True)
 
 

@@ -23,6 +23,7 @@ takes them. `on_gpu.py` does both.
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -194,11 +195,15 @@ def check(case: Case, engine: str, device: Device, known: dict[Any, Row]) -> Row
     return known[little, engine]
 
 
-def measure(case: Case, device: Device, repeats: int, known: dict[Any, Row]) -> dict[str, Row]:
+def measure(
+    case: Case, device: Device, repeats: int, known: dict[Any, Row], engines: Collection[str] = tuple(ENGINES)
+) -> dict[str, Row]:
     """Engine → its row: seconds of every round, compiled figures and error, or "refused" or "failed" with the reason."""
     rows: dict[str, Row] = {}
     programs: dict[str, tuple[Program, int]] = {}
     for engine in case.engines:
+        if engine not in engines:
+            continue
         rows[engine] = row = {}
         if (reason := unavailable(engine, device)) is not None:
             row["refused"] = reason
@@ -307,7 +312,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case later than this after the first")
     parser.add_argument("--again", action="store_true", help="measure finished cases again")
     parser.add_argument("--compile", action="store_true", help="only check, and compile into jax's compilation cache")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="of --compile")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="all by default")
     parser.add_argument("--checks", type=pathlib.Path, help="file of the results of checks, to share them")
     parser.add_argument(
         "--record", action="store_true", help="write the results into atlasjax/memory/fast_weights/fastest.json"
@@ -339,9 +344,10 @@ def main() -> None:
     words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     words += ["--dims", *map(str, options.dims), "--dtype", options.dtype, "--repeats", str(options.repeats)]
     words += ["--only", *options.only] if options.only else []
+    words += ["--engines", *options.engines] if len(options.engines) < len(ENGINES) else []
     words += ["--directions", *options.directions] if len(options.directions) < len(DIRECTIONS) else []
     command = " ".join(["python experiments/benchmarks/kernels_measured.py", *words])
-    more = {"seconds": options.seconds, "known": known}
+    more = {"measure": functools.partial(measure, engines=options.engines), "seconds": options.seconds, "known": known}
     lines = run_cases(cases, device, options.out, options.repeats, options.again, command, **more)
     options.out.with_suffix(".md").write_text(measured_report.page(lines))
     measured_report.show(lines, cases, device)

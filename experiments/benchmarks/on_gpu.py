@@ -38,7 +38,6 @@ OPERATIONS = (
 QUICK = ("delta_rule", "gated_delta_rule", "newton_schulz", "newton_schulz_gram")  # to compile
 WITHOUT_KERNEL = ("gla", "rwkv7", "ttt_linear")  # on GPUs
 DIMS = (64, 128)
-LIBRARIES = ("fla", "titans_pytorch")
 ATTENTION = ("attention", "attention_cudnn")
 PRESET = "titans-170m"
 
@@ -75,6 +74,8 @@ class Run:
         }
         # The CPU computes the definitions in float64.
         self.environment.setdefault("JAX_PLATFORMS", "cuda,cpu")
+        # PyTorch runs in the same process and takes its own.
+        self.environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
     @property
     def left(self) -> float:
@@ -210,7 +211,7 @@ def compilations(scratch: pathlib.Path, small: bool) -> list[Job]:
     def job(operation: str, dim: int, *engines: str) -> Job:
         words = ["--compile", "--checks", str(scratch / "checks.jsonl"), "--only", operation, "--dims", str(dim)]
         words += ["--directions", "both", *["forward"] * (dim == DIMS[0]), "--engines", *engines, *sizes(small)]
-        return Job((kernels, *words), f"{operation} {dim}")
+        return Job((kernels, *words), f"{operation} {dim}" if set(engines) & {"xla", "pallas_gpu"} else engines[-1])
 
     def apart(names: Sequence[str], dim: int) -> list[Job]:
         return [job(name, dim, engine) for name in names for engine in ("pallas_gpu", "xla")]
@@ -218,12 +219,12 @@ def compilations(scratch: pathlib.Path, small: bool) -> list[Job]:
     bounded, rest = OPERATIONS[:2], [name for name in OPERATIONS[2:] if name not in QUICK]
     jobs = apart(bounded, DIMS[0]) + apart(bounded, DIMS[1])
     for dim in DIMS:
-        jobs += [job(name, dim, "pallas_gpu", "xla") for name in QUICK] + [job("delta_rule", dim, *ATTENTION)]
+        jobs += [job(name, dim, "pallas_gpu", "xla") for name in QUICK]
+        jobs += [job("delta_rule", dim, *ATTENTION), *(job(name, dim, "fla") for name in QUICK[:2])]
     steps = [Job((training, "--compile", *training_sizes(small), "--only", case)) for case in training_cases(small)]
     jobs += steps[:6] + apart(rest, DIMS[0])
-    jobs += [job(name, dim, *LIBRARIES) for dim in DIMS for name in ("delta_rule", "gated_delta_rule", "titans")]
     jobs += [Job(("-m", "atlasjax", "tune", *command_sizes(small), "--seconds", "0")), *steps[6:]]
-    jobs += apart(rest, DIMS[1]) + [job(name, DIMS[0], "xla", *LIBRARIES) for name in WITHOUT_KERNEL]
+    jobs += apart(rest, DIMS[1]) + [job(name, DIMS[0], "xla", "fla") for name in WITHOUT_KERNEL]
     return jobs[4::10] if small else jobs
 
 
@@ -266,6 +267,8 @@ def main() -> None:
     if "compile" in phases:
         late = run.together(compilations(scratch, small), 0.42 * run.left)
         run.say(f"not compiled, or not to the end: {', '.join(late)}")
+    from experiments.benchmarks.measured_cases import ENGINES
+
     kernels = [HERE / "kernels_measured.py", "--out", scratch / "kernels_measured.jsonl", *sizes(small)]
     kernels += ["--checks", scratch / "checks.jsonl", "--repeats", 1 if small else 7]
 
@@ -275,6 +278,8 @@ def main() -> None:
         if names and seconds > 1:
             run.alone(seconds, *kernels, *words)
 
+    if "fla" in late:  # compiling its many variants would take the time of all others
+        kernels += ["--engines", *(name for name in ENGINES if name != "fla")]
     # What did not end well may break the device for what comes after it in the same process.
     ready = {dim: [name for name in OPERATIONS if f"{name} {dim}" not in late] for dim in DIMS}
     if small:
