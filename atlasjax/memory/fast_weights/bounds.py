@@ -68,21 +68,21 @@ class Bound:
     Attributes:
       step: > 0, how far a token may step, to first order. 1 means onto its target, 2 equally far past it. None means that step
         sizes are the gates, as in the papers.
-      horizon: H ≥ 1, how many times momentum may add a token's write. With `step`, θ is at most 1 − 1/H, and a write at most 1/H
-        of the step. Optimizers without momentum do not use it.
       slope: > 0, the maximum of |∂ℓ/∂out| over the channels of a token, to which the loss of a token with a larger one is scaled
         down. None means no limit.
       weight_norm: > 0, the maximum of ‖W‖_F / √rows, the root mean square of a weight's row norms, at the start of a chunk. None
         means no limit.
+      horizon: H ≥ 1, how many times momentum may add a token's write. With `step`, θ is at most 1 − 1/H, and a write at most 1/H
+        of the step. Optimizers without momentum do not use it.
 
     Raises:
-      ValueError: a number is not positive.
+      ValueError: a number is not positive, or `horizon` is below 1.
     """
 
     step: float | None = 1.0
-    horizon: float = limits.HORIZON
     slope: float | None = 1024.0
     weight_norm: float | None = 1024.0
+    horizon: float = limits.HORIZON
 
     def __post_init__(self) -> None:
         for name in ("step", "slope", "weight_norm"):
