@@ -8,7 +8,7 @@ from atlasjax.memory.axes.objectives import Objective
 from atlasjax.memory.blocks import divisible
 
 # How many times momentum may add a token's write to the memory. Less follows long momentum less; more limits each write more.
-HORIZON = 64.0
+HORIZON = 32.0
 
 
 def toward_target(objective: Objective, out: jax.Array, v: jax.Array, threshold: jax.Array | None) -> jax.Array:

@@ -120,7 +120,7 @@ def test_momentum_does_not_repeat_a_full_step(structure):
     )  # fmt: skip
     y, state = memory.scan(rule, params, None, k, k, v, gates)
     assert rule.weight_norm(state).max() < 20.0
-    assert jnp.abs(y).max() < 200.0
+    assert jnp.abs(y).max() < 1000.0  # values have length 20, and a gated MLP is of degree three; it was 10¹⁰
     _, state = memory.scan(rule.unbounded(), params, None, k, k, v, gates)
     assert not rule.weight_norm(state).max() < 200.0
 

@@ -54,7 +54,7 @@ class SoftmaxRule(Rule[SoftmaxParams, SoftmaxState]):
         weight for every token, e^{±1/√key_dim}; see `for_unit_keys`.
       chunk_size: b ≥ 1, as in `MemoryRule`. No effect for a matrix memory with the dot-product loss.
       step_bound: > 0, how far the tokens of a chunk may step together, to first order; 1 means onto their targets. It acts for a
-        loss with a target (DOT), with Z. With momentum, θ is at most 1 − 1/64 and a write at most 1/64 of the step. None means
+        loss with a target (DOT), with Z. With momentum, θ is at most 1 − 1/32 and a write at most 1/32 of the step. None means
         that step sizes are the gates, as in the paper. docs/semantics.md, 2.5.
 
     Raises:
