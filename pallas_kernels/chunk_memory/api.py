@@ -44,7 +44,7 @@ def chunk_memory(
     newton_schulz: tuple[Triple, ...] | None = None,
     every: int = 1,
     step_bound: float | None = None,
-    horizon: float = 1.0,
+    horizon: float | None = None,
     floor: Float[Array, "batch time heads"] | None = None,
     threshold: Float[Array, "batch time heads"] | None = None,
     norm_bound: float | None = None,
@@ -76,7 +76,8 @@ def chunk_memory(
       every: with Muon, the memory is written only at every `every`-th token of its chunk; a power of two that divides chunk_size.
       step_bound: > 0 replaces η by η' of `bound`, which scales each step by the remaining error of its token. With 1 a token steps
         at most onto its target. Not with `newton_schulz`.
-      horizon: H ≥ 1, with step_bound and momentum: how many times momentum may add a token's write. θ must be at most 1 − 1/H.
+      horizon: H ≥ 1, how many times momentum may add a token's write. Required with step_bound and momentum; θ must be at most
+        1 − 1/H.
       floor: for each token, added to the decrease of its loss before dividing by it, [batch, time, heads]. None means 0.
       threshold: the third argument of `Objective.loss`, δ of Huber's loss, [batch, time, heads]. Not with `newton_schulz`, nor
         with window_weights.
@@ -106,6 +107,9 @@ def chunk_memory(
         raise ValueError("chunk_memory: newton_schulz needs momenta S and momentum_decay θ, but they are None.")
     if newton_schulz is not None and step_bound is not None:
         raise ValueError("chunk_memory: step_bound is for gradient steps and cannot be used with newton_schulz.")
+    if step_bound is not None and momentum_decay is not None and (horizon is None or horizon < 1):
+        raise ValueError(f"chunk_memory: horizon={horizon}, should be a number ≥ 1 with step_bound and momentum_decay.")
+    horizon = 1.0 if horizon is None else horizon
     if norm is not None and (newton_schulz is not None or implementation == "pallas_gpu"):
         raise ValueError('chunk_memory: norm cannot be used with newton_schulz, nor with implementation="pallas_gpu".')
     if implementation not in IMPLEMENTATIONS:

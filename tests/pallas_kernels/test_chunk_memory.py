@@ -155,6 +155,8 @@ def test_bad_input():
             (weights, momenta, q, k, v),
             {"step_bound": 1.0, "newton_schulz": SCHEDULES["standard"]},
         ),
+        ("horizon=None, should be a number ≥ 1 with step_bound", (weights, momenta, q, k, v), {"step_bound": 1.0}),
+        ("horizon=0.5, should be a number ≥ 1", (weights, momenta, q, k, v), {"step_bound": 1.0, "horizon": 0.5}),
         ("chunk_size=12, should be a power of two", (weights, momenta, q, k, v), {"chunk_size": 12}),
         ("implementation='cuda', should be one of", (weights, momenta, q, k, v), {"implementation": "cuda"}),
     ]:

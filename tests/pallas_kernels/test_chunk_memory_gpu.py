@@ -89,7 +89,7 @@ def test_bounded_in_bfloat16():
     arrays, values = large_steps(MATRIX, (1, 36, 1, 16), ("retention", "momentum_decay"), 1)
     arrays = (*arrays[:2], *(x.astype(jnp.bfloat16) for x in arrays[2:]))
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
-    options = {"chunk_size": 16, "step_bound": 1.0}
+    options = {"chunk_size": 16, "step_bound": 1.0, "horizon": 32.0}
     expected = run(MATRIX, L2, wide, values, **options, implementation="reference")[0]
     f = jax.jit(lambda arrays, gates: chunk_memory(MATRIX, L2, *arrays, **gates, **{**GPU, **options}))
     close(f(arrays, values), expected, 3e-2)
@@ -142,7 +142,7 @@ def test_what_it_does_not_serve():
     for message, structure, options in [
         ("chunk_size=8, should be at least 16", MLP, {"chunk_size": 8}),
         ("more than one hidden layer", structures.MLP(depth=3, expansion=2), {}),
-        ("chunk_size=128 with bounded steps", MLP, {"step_bound": 1.0, "chunk_size": 128}),
+        ("chunk_size=128 with bounded steps", MLP, {"step_bound": 1.0, "horizon": 32.0, "chunk_size": 128}),
     ]:
         with pytest.raises(ValueError, match=message):
             scan(structure, **{**GPU, **options})
