@@ -106,6 +106,11 @@ def jax_program(case: Case, engine: str) -> Program:
     return Program(repeat, lambda: jax.device_get(compiled(*arguments)), figures)
 
 
+def computed(case: Case, engine: str) -> Case:
+    """What an engine computes for a case. Attention has no use for a rule: one check and program for all operations."""
+    return dataclasses.replace(case, operation="delta_rule") if engine.startswith("attention") else case
+
+
 def compile_only(cases: list[Case], device: Device, known: dict[Any, Row], engines: Collection[str]) -> None:
     """Checks these engines of the cases and compiles JAX's into its compilation cache. What fails is printed, and left."""
     import jax
@@ -114,7 +119,7 @@ def compile_only(cases: list[Case], device: Device, known: dict[Any, Row], engin
         for engine in case.engines:
             if engine not in engines or unavailable(engine, device) is not None:
                 continue
-            of = dataclasses.replace(case, operation="delta_rule") if engine.startswith("attention") else case
+            of = computed(case, engine)
             started = checked = time.perf_counter()
             try:
                 text = f"{check(of, engine, device, known)}"
@@ -208,8 +213,7 @@ def measure(
         if (reason := unavailable(engine, device)) is not None:
             row["refused"] = reason
             continue
-        # Attention has no use for a rule: one check for all operations.
-        of = dataclasses.replace(case, operation="delta_rule") if engine.startswith("attention") else case
+        of = computed(case, engine)
         try:
             row |= check(of, engine, device, known)
             if "failed" in row:

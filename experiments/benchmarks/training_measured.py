@@ -98,10 +98,12 @@ def page(lines: list[Row]) -> str:
             "| preset | with | tokens/s | MFU | temporary GB | loss of the first step, of the last |\n"
             "| --- | --- | ---: | ---: | ---: | --- |"
         )
-        found = {line["case"]: line for line in lines}
-        for case, line in found.items():
-            if (line["device"], line["jax"], line["batch"], line["length"]) != (device, jax, batch, length):
-                continue
+        of_group = [
+            line
+            for line in lines
+            if (line["device"], line["jax"], line["batch"], line["length"]) == (device, jax, batch, length)
+        ]
+        for case, line in {line["case"]: line for line in of_group}.items():
             preset, _, engine = case.partition("/")
             if "failed" in line:
                 text.append(f"| `{preset}` | {engine} | failed: {line['failed']} | | | |")
