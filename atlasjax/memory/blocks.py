@@ -108,6 +108,23 @@ def row_sums(x: jax.Array) -> jax.Array:
     return exact(x, jnp.ones((x.shape[-1], 1), x.dtype))[..., 0]
 
 
+@jax.custom_jvp
+def largest_entry(x: jax.Array) -> jax.Array:
+    """`jnp.max` over the last axis, whose derivative goes to one of the largest entries.
+
+    That of `jnp.max` compares every entry with the maximum and divides by how many are equal. A compiler that computes `x` a second
+    time for it, and rounds otherwise, finds none, and the derivative is 0/0.
+    """
+    return jnp.max(x, axis=-1)
+
+
+@largest_entry.defjvp
+def _largest_entry_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (x,), (tangent,) = primals, tangents
+    chosen = jnp.arange(x.shape[-1]) == jnp.argmax(x, axis=-1, keepdims=True)
+    return largest_entry(x), jnp.sum(jnp.where(chosen, tangent, 0.0), axis=-1)
+
+
 def inner(a: jax.Array, b: jax.Array) -> jax.Array:
     """⟨a, b⟩ over the last two axes, [..., 1, 1], as a product: see `spread`."""
     return jnp.einsum("...oi,...oi->...", a, b, precision=jax.lax.Precision.HIGHEST)[..., None, None]

@@ -49,6 +49,7 @@ from atlasjax.memory.blocks import (
     divisible,
     exact,
     inner,
+    largest_entry,
     row_sums,
     scaled_columns,
     scaled_rows,
@@ -97,8 +98,8 @@ def _limited(slope: float, out: jax.Array) -> jax.Array:
 
 
 def _limited_backward(slope: float, _: None, d: jax.Array) -> tuple[jax.Array]:
-    largest = jnp.max(jnp.abs(d), axis=-1, keepdims=True)
-    return (spread(slope / jnp.maximum(largest, slope), d.shape[-1], -1) * d,)
+    most = jnp.maximum(largest_entry(jnp.abs(d)), slope)[..., None]
+    return (spread(slope / most, d.shape[-1], -1) * d,)
 
 
 _limited.defvjp(lambda slope, out: (out, None), _limited_backward)
@@ -130,7 +131,7 @@ def capped_delta(step: float, step_size: jax.Array, key: jax.Array) -> jax.Array
 
 def capped_removal(step: float, removal_key: jax.Array, removal: jax.Array) -> jax.Array:
     """Removal rates a, scaled so that max(a) ‖κ̂‖² ≤ step. removal_key, removal: [..., D]."""
-    most = jnp.max(removal, axis=-1) * row_sums(removal_key * removal_key)
+    most = largest_entry(removal) * row_sums(removal_key * removal_key)
     share = jnp.where(most > step, step / jnp.where(most > step, most, 1.0), 1.0)
     return removal * spread(share[..., None], removal.shape[-1], -1)
 
