@@ -337,7 +337,8 @@ class _Layer:
     def mix(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
         """[batch, tokens, dim], [(batch,) tokens, summary] → float32 [batch, summary, dim]."""
         taps = "btn" if kernel.ndim == 3 else "tn"
-        return jnp.einsum(f"btd,{taps}->bnd", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        # In this order, because XLA's CPU backend of jax 0.12 refuses bfloat16 products that contract the middle axis of the first.
+        return jnp.einsum(f"{taps},btd->bnd", kernel.astype(x.dtype), x, preferred_element_type=jnp.float32)
 
     def attend(
         self, q: jax.Array, place: jax.Array | None, k: jax.Array, v: jax.Array, memory: tuple[jax.Array, ...] | None

@@ -10,6 +10,7 @@ from jax.test_util import check_grads
 
 from atlasjax import memory, rules
 from atlasjax.memory import Bound, check, features, objectives, optimizers, retention, structures
+from atlasjax.memory.blocks import largest_entry
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from tests.marks import some_slow
@@ -344,3 +345,11 @@ def test_a_bound_is_part_of_a_rules_identity():
     assert rules.delta_rule().step_bound == rules.gated_delta_rule().step_bound == 2.0
     assert dataclasses.replace(rules.omeganet(), bound=Bound(step=None)).step_bound is None
     assert MemoryRule(features=features.Polynomial(2), bound=Bound(weight_norm=None)).norm_bound is None
+
+
+def test_the_derivative_of_the_largest_entry_goes_to_one():
+    """Nothing is divided by the number of equal entries, which a compiler may find to be none."""
+    x = jnp.asarray([[1.0, 3.0, 2.0], [2.0, 2.0, 1.0]])
+    gradient = jax.grad(lambda x: jnp.sum(largest_entry(x) * jnp.asarray([5.0, 7.0])))
+    np.testing.assert_array_equal(gradient(x), [[0.0, 5.0, 0.0], [7.0, 0.0, 0.0]])
+    assert " div " not in str(jax.make_jaxpr(gradient)(x))
