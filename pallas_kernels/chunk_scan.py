@@ -2,22 +2,23 @@
 
     carry, y_i = chunk(carry, x_i)        for the chunks i of each head
 
-The grid is batch × groups of heads × chunks, and the last dimension runs in order. So the carry is a scratch buffer that each chunk
-finds as the previous chunk left it. Device memory holds only the inputs, the outputs and, if gradients are needed, the carry before
-each chunk. The backward kernel processes the chunks in reverse: it recomputes a chunk from the carry before it, differentiates it
-(`jax.vjp` inside the kernel) and keeps the cotangent of the carry in scratch.
+The grid is batch × groups of heads × groups of chunks, and the last dimension runs in order. So the carry is a scratch buffer that
+each chunk finds as the previous chunk left it. Device memory holds only the inputs, the outputs and, if gradients are needed, the
+carry before each chunk. The backward kernel processes the chunks in reverse: it recomputes a chunk from the carry before it,
+differentiates it (`jax.vjp` inside the kernel) and keeps the cotangent of the carry in scratch.
 
 Tokens are read and written as [batch, time, heads · dim], as projections produce them, so no layout changes around the kernel. A
 program advances several neighbouring heads together (`Lanes`): their channels fill whole tiles of 128 lanes, and while the matrix
-unit computes a product of one head, those of the others hide its latency.
+unit computes a product of one head, those of the others hide its latency. It may also advance several chunks in turn (`Unroll`):
+what does not depend on the carry, such as a chunk's system, is then computed while the chunk before it ends.
 
-With packed segments, a chunk that begins a segment finds the initial carry instead, and empty chunks are skipped. Backward, the
-cotangent of the carry before such a chunk is that of the initial carry, and the previous segment's is zero.
+With packed segments, a chunk that begins a segment finds the initial carry instead, and programs of empty chunks only are skipped.
+Backward, the cotangent of the carry before such a chunk is that of the initial carry, and the previous segment's is zero.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.arguments import BEGINS, EMPTY, Arrays, Index, Interpret
 from pallas_kernels.batching import rows_folded
-from pallas_kernels.layout import LANES
+from pallas_kernels.chunk_program import Blocks, Chunk, Lanes, Shapes, Unroll, wide
 from pallas_kernels.varying import pallas_call, vary_like
-
-# (carry, inputs) → (carry, outputs), all float32 matrices. Hashable, and restricted to operations that Mosaic compiles.
-Chunk = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
 
 Item = TypeVar("Item")
 
@@ -41,8 +39,8 @@ _VMEM = 64 * 2**20  # scoped limit; the smallest supported generation has 64 MiB
 
 
 def chunk_scan(
-    chunk: Chunk, carry: Arrays, tokens: Arrays, gates: jax.Array, *, together: int = 1, interpret: Interpret = False,
-    dtype: jax.typing.DTypeLike = jnp.float32, restarts: Restarts = None,
+    chunk: Chunk, carry: Arrays, tokens: Arrays, gates: jax.Array, *, together: int = 1, unroll: Unroll = Unroll(),
+    interpret: Interpret = False, dtype: jax.typing.DTypeLike = jnp.float32, restarts: Restarts = None,
 ) -> tuple[Arrays, Arrays]:  # fmt: skip
     """Scans a chunk function over the chunks of every head.
 
@@ -53,6 +51,7 @@ def chunk_scan(
       gates: [batch, heads, chunks, n, m] for chunks of m tokens, at least one chunk. They mark the padding after the last token.
       together: number of heads that one program should advance together, if the heads can be divided so. `chunk.of_heads` then
         takes arrays of several heads, or if it has none `chunk` is vmapped. 1 never vmaps it.
+      unroll: number of chunks that one program should advance. Fewer if that does not divide the number of chunks.
       interpret: passed to `pallas_call`.
       dtype: dtype of the outputs.
       restarts: CONTINUES, BEGINS or EMPTY (see `arguments`) for each chunk, int32 [batch, chunks], and the first arrays of the
@@ -75,84 +74,11 @@ def chunk_scan(
         x = jnp.pad(x, ((0, 0), (0, count * size - time), (0, 0), (0, lanes.stride(width) - width)))
         return x.reshape(x.shape[0], count, size, -1)  # blocks of whole chunks, which may be less than a tile
 
-    shapes = Shapes(lanes, widths, widths_out)
+    shapes = Shapes(lanes, widths, widths_out, unroll.dividing(count))
     carry, xs, restarts = vary_like((carry, (*map(flat, tokens), gates), restarts))
     final, ys = _scan(chunk, shapes, carry, xs, interpret, jnp.dtype(dtype), restarts)
     unflat = lambda y, width: y.reshape(y.shape[0], count * size, heads, -1)[:, :time, :, :width]
     return final, tuple(map(unflat, ys, widths_out))
-
-
-class Lanes(NamedTuple):
-    """How the channels of heads lie in the lanes of a program.
-
-    Attributes:
-      together: number of heads in one program.
-      padded: whether each head begins a tile of 128 lanes. Otherwise heads follow each other without space.
-    """
-
-    together: int
-    padded: bool
-
-    @classmethod
-    def of(cls, heads: int, wanted: int, widths: set[int]) -> "Lanes":
-        """The largest division of the heads into groups of at most `wanted`, without padding if one fills whole tiles.
-
-        A block has whole tiles or all channels. Without vmap (`wanted` = 1) a program has one head.
-        """
-        sizes = [size for size in range(1, heads + 1) if heads % size == 0]
-        fills = lambda size: all(size * width % LANES == 0 for width in widths)
-        whole = [size for size in sizes if size == heads or fills(size)]
-        fitting = [size for size in whole if size <= wanted]
-        # More than wanted may be needed: of one tile, to fill whole tiles twice as many (heads of 96 or 48), to have all channels
-        # half as many again (11 heads of 64), because vector memory has no space for 13 where 8 are wanted.
-        few = lambda size: size * max(widths) <= LANES or size <= (2 * wanted if fills(size) else wanted * 3 // 2)
-        narrow = [size for size in whole if few(size)] if wanted > 1 else []
-        if fitting or narrow:
-            return cls(max([*fitting, *narrow[:1]]), padded=False)
-        return cls(max(size for size in sizes if size <= wanted), padded=True)
-
-    def stride(self, width: int) -> int:
-        """Lanes from one head to the next."""
-        return -(-width // LANES) * LANES if self.padded else width
-
-    def split(self, x: jax.Array, width: int) -> jax.Array:
-        """[m, lanes] → [together, m, width], or [m, width] for one head."""
-        if self.together == 1:
-            return x[:, :width]
-        stride = self.stride(width)
-        return jnp.stack([x[:, i * stride : i * stride + width] for i in range(self.together)])
-
-    def store(self, ref: jax.Ref, y: jax.Array) -> None:
-        """The inverse of `split`, into a block."""
-        width = y.shape[-1]
-        stride = self.stride(width)
-        y = y.astype(ref.dtype)
-        if stride == width:
-            ref[...] = y if self.together == 1 else jnp.concatenate(list(y), axis=1)
-        else:
-            for i in range(self.together):
-                ref[:, i * stride : i * stride + width] = y if self.together == 1 else y[i]
-
-
-class Shapes(NamedTuple):
-    """Where heads lie in lanes, and the channels of one head of each input and output that has tokens."""
-
-    lanes: Lanes
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-    def chunk(self, chunk: Chunk) -> Chunk:
-        """`chunk` for all heads of a program, by its own `of_heads` if it has one."""
-        return chunk if self.lanes.together == 1 else getattr(chunk, "of_heads", None) or jax.vmap(chunk)
-
-    def read(self, refs: Sequence[jax.Ref]) -> Arrays:
-        """Inputs of a chunk: those with tokens, then gates."""
-        *tokens, gates = _wide(refs)
-        return (*map(self.lanes.split, tokens, self.inputs), self.heads(gates))
-
-    def heads(self, x: jax.Array) -> jax.Array:
-        """A block [together, …, …] as the chunk takes it."""
-        return x[0] if self.lanes.together == 1 else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 4, 5))
@@ -200,10 +126,6 @@ def _scan_backward(
 _scan.defvjp(_scan_forward, _scan_backward)
 
 
-def _wide(refs: Sequence[jax.Ref]) -> Arrays:
-    return tuple(ref[...].astype(jnp.float32) for ref in refs)
-
-
 def _copy(to: Sequence[jax.Ref], refs: Sequence[jax.Ref]) -> None:
     for ref, value in zip(to, refs, strict=True):
         ref[...] = value[...].astype(ref.dtype)
@@ -214,35 +136,33 @@ def _zero(refs: Sequence[jax.Ref]) -> None:
         ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
 
-class _Blocks(NamedTuple):
-    """Block specs on the grid batch × groups of heads × chunks. `chunk`: grid step → chunk."""
+def _store(refs: Sequence[jax.Ref], values: Sequence[jax.Array]) -> None:
+    for ref, value in zip(refs, values, strict=True):
+        ref[...] = value.reshape(ref.shape).astype(ref.dtype)
 
-    shapes: Shapes
-    size: int
-    chunk: Callable[[Index], Index]
 
-    def of_heads(self, arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[pl.BlockSpec]:
-        """Arrays [batch, heads, …, …]."""
-        shape = lambda x: (None, self.shapes.lanes.together, *x.shape[2:])
-        return [pl.BlockSpec(shape(x), lambda row, group, i: (row, group, 0, 0)) for x in arrays]
+def _where(condition: jax.Array, of: Iterable[jax.Array], otherwise: Iterable[jax.Array]) -> Arrays:
+    return tuple(jnp.where(condition, x, y) for x, y in zip(of, otherwise, strict=True))
 
-    def of_chunks(self, arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[pl.BlockSpec]:
-        """Arrays [batch, heads, chunks, …, …]."""
-        shape = lambda x: (None, self.shapes.lanes.together, None, *x.shape[3:])
-        return [pl.BlockSpec(shape(x), lambda row, group, i: (row, group, self.chunk(i), 0, 0)) for x in arrays]
 
-    def of_tokens(self, widths: Sequence[int]) -> list[pl.BlockSpec]:
-        """Arrays [batch, chunks, m, lanes]."""
-        lanes = self.shapes.lanes
-        shape = lambda width: (None, None, self.size, lanes.together * lanes.stride(width))
-        return [pl.BlockSpec(shape(width), lambda row, group, i: (row, self.chunk(i), 0, group)) for width in widths]
+def _zeros(arrays: Sequence[jax.Array]) -> Arrays:
+    return tuple(map(jnp.zeros_like, arrays))
 
-    def of_marks(self, marks: Sequence[jax.Array]) -> list[pl.BlockSpec]:
-        """Marks [batch, 1, chunks], in scalar memory."""
-        return [
-            pl.BlockSpec((None, *x.shape[1:]), lambda row, group, i: (row, 0, 0), memory_space=pltpu.SMEM)
-            for x in marks
-        ]
+
+def _marks_of(marks: Sequence[jax.Ref], group: Index, unroll: int) -> list[jax.Array]:
+    """The marks of the chunks of a program, if there are any. Between them, carries are selected: branches would keep what the
+    chunks have in common from overlapping."""
+    return [marks[0][0, group * unroll + c] for c in range(unroll) if marks]
+
+
+def _unless_empty(marks: list[jax.Array], advance: Callable[[], None], results: Sequence[jax.Ref]) -> None:
+    """`advance()`, or zeros for the results of a program whose chunks are all empty."""
+    if not marks:
+        advance()
+        return
+    empty = functools.reduce(jnp.logical_and, [mark == EMPTY for mark in marks])
+    pl.when(jnp.logical_not(empty))(advance)
+    pl.when(empty)(lambda: _zero(results))
 
 
 def _marks(restarts: Restarts) -> tuple[jax.Array, ...]:
@@ -255,13 +175,13 @@ def _forward(
     restarts: Restarts, *, keep: bool,
 ) -> tuple[Arrays, Arrays, Arrays]:  # fmt: skip
     """The final carry, the outputs and, with `keep`, the carry before each chunk, which is undefined for empty chunks."""
-    marks, start = _marks(restarts), () if restarts is None else restarts[1]
-    sizes = len(carry), len(xs), len(marks), len(start)
-    advanced = shapes.chunk(chunk)
+    all_marks, start = _marks(restarts), () if restarts is None else restarts[1]
+    sizes = len(carry), len(xs), len(all_marks), len(start)
+    advanced, unroll = shapes.chunk(chunk), shapes.unroll.forward
 
     @rows_folded
     def call(*arrays: jax.Array) -> Arrays:
-        carry, xs, marks, start = _groups(arrays, sizes)
+        carry, xs, all_marks, start = _groups(arrays, sizes)
         batch, heads, count, _, size = xs[-1].shape
         lanes = shapes.lanes
         final = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in carry]
@@ -276,44 +196,49 @@ def _forward(
             def _() -> None:
                 _copy(scratch, first_refs)
 
-            def advance() -> None:
-                if keep:
-                    _copy(before_refs, scratch)
-                state, y = advanced(tuple(map(shapes.heads, _wide(scratch))), shapes.read(x_refs))
-                for ref, value in zip(scratch, state, strict=True):
-                    ref[...] = value.reshape(ref.shape)
-                for ref, value in zip(y_refs, y, strict=True):
-                    lanes.store(ref, value)
+            marks = _marks_of(mark_refs, pl.program_id(2), unroll)
 
             def begin() -> None:
                 _copy(scratch[: len(start_refs)], start_refs)
                 _zero(scratch[len(start_refs) :])
 
-            if mark_refs:
-                mark = mark_refs[0][0, pl.program_id(2)]
-                pl.when(mark == BEGINS)(begin)
-                pl.when(mark != EMPTY)(advance)
-                pl.when(mark == EMPTY)(lambda: _zero(y_refs))
-            else:
-                advance()
+            def advance() -> None:
+                state = shapes.heads(scratch)
+                for c in range(unroll):
+                    if marks and c:
+                        start = shapes.heads(start_refs)
+                        state = _where(marks[c] == BEGINS, (*start, *_zeros(state[len(start) :])), state)
+                    if keep:
+                        _store([ref.at[:, c] for ref in before_refs], state)
+                    after, y = advanced(state, shapes.read(x_refs, c))
+                    if marks and unroll > 1:
+                        after, y = (_where(marks[c] == EMPTY, *x) for x in ((state, after), (_zeros(y), y)))
+                    state = after
+                    for ref, value in zip(y_refs, y, strict=True):
+                        lanes.store(ref.at[c], value)
+                _store(scratch, state)
 
-            @pl.when(pl.program_id(2) == count - 1)
+            if marks:
+                pl.when(marks[0] == BEGINS)(begin)
+            _unless_empty(marks, advance, y_refs)
+
+            @pl.when(pl.program_id(2) == count // unroll - 1)
             def _() -> None:
                 _copy(final_refs, scratch)
 
-        block = _Blocks(shapes, size, lambda i: i)
+        block = Blocks(shapes, size, unroll, lambda i: i)
         return tuple(
             _call(
-                kernel, (batch, heads // lanes.together, count), "chunk_scan", interpret, arrays,
+                kernel, (batch, heads // lanes.together, count // unroll), "chunk_scan", interpret, arrays,
                 [*block.of_heads(carry), *block.of_tokens(shapes.inputs), *block.of_chunks(xs[-1:]),
-                 *block.of_marks(marks), *block.of_heads(start)],
+                 *block.of_marks(all_marks), *block.of_heads(start)],
                 [*final, *ys, *before],
                 [*block.of_heads(final), *block.of_tokens(shapes.outputs), *block.of_chunks(before)],
                 [(lanes.together, *x.shape[2:]) for x in carry],
             )
         )  # fmt: skip
 
-    results = call(*carry, *xs, *marks, *start)
+    results = call(*carry, *xs, *all_marks, *start)
     final, ys, before = _groups(results, (len(carry), len(shapes.outputs), len(carry) if keep else 0))
     return final, ys, before
 
@@ -323,13 +248,13 @@ def _backward(
     restarts: Restarts,
 ) -> tuple[Arrays, Arrays, Arrays]:  # fmt: skip
     """The cotangents of the first carry, of the inputs, and of the first arrays of the carry with which segments begin."""
-    marks, num_start = _marks(restarts), 0 if restarts is None else len(restarts[1])
-    sizes = len(before), len(xs), len(dcarry), len(dys), len(marks)
-    advanced = shapes.chunk(chunk)
+    all_marks, num_start = _marks(restarts), 0 if restarts is None else len(restarts[1])
+    sizes = len(before), len(xs), len(dcarry), len(dys), len(all_marks)
+    advanced, unroll = shapes.chunk(chunk), shapes.unroll.backward
 
     @rows_folded
     def call(*arrays: jax.Array) -> Arrays:
-        _, xs, dcarry, _, marks = _groups(arrays, sizes)
+        _, xs, dcarry, _, all_marks = _groups(arrays, sizes)
         batch, heads, count, _, size = xs[-1].shape
         lanes = shapes.lanes
         dfirst = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in dcarry]
@@ -345,48 +270,58 @@ def _backward(
                 _copy(scratch, dfinal_refs)
                 _zero(dstart_refs)
 
+            marks = _marks_of(mark_refs, reverse(pl.program_id(2)), unroll)
+
             def advance() -> None:
-                pullback = jax.vjp(advanced, tuple(map(shapes.heads, _wide(before_refs))), shapes.read(x_refs))[1]
-                dy = tuple(map(lanes.split, _wide(dy_refs), shapes.outputs))
-                dstate, (*dtokens, dgates) = pullback((tuple(map(shapes.heads, _wide(scratch))), dy))
-                for ref, value in zip(scratch, dstate, strict=True):
-                    ref[...] = value.reshape(ref.shape)
-                for ref, value in zip(dx_refs, dtokens):
-                    lanes.store(ref, value)
-                dx_refs[-1][...] = dgates.reshape(dx_refs[-1].shape).astype(dx_refs[-1].dtype)
+                dstate = shapes.heads(scratch)
+                for c in reversed(range(unroll)):
+                    before = shapes.heads([ref.at[:, c] for ref in before_refs])
+                    pullback = jax.vjp(advanced, before, shapes.read(x_refs, c))[1]
+                    dy = tuple(map(lanes.split, wide([ref.at[c] for ref in dy_refs]), shapes.outputs))
+                    dbefore, dx = pullback((dstate, dy))
+                    if marks and unroll > 1:
+                        dbefore, dx = (_where(marks[c] == EMPTY, *d) for d in ((dstate, dbefore), (_zeros(dx), dx)))
+                    if marks and c:
+                        begins, zeros = marks[c] == BEGINS, _zeros(dbefore)
+                        add(_where(begins, dbefore, zeros))
+                        dbefore = _where(begins, zeros, dbefore)
+                    dstate, (*dtokens, dgates) = dbefore, dx
+                    for ref, value in zip(dx_refs, dtokens):
+                        lanes.store(ref.at[c], value)
+                    _store([dx_refs[-1].at[:, c]], [dgates])
+                _store(scratch, dstate)
+
+            def add(dstate: Arrays) -> None:
+                # The block of a group of heads stays in vector memory from step to step.
+                for total, d in zip(dstart_refs, dstate):
+                    total[...] += d.reshape(total.shape)
 
             def begin() -> None:
-                # The block of a group of heads stays in vector memory from step to step.
-                for total, ref in zip(dstart_refs, scratch):
-                    total[...] += ref[...]
+                add(wide(scratch))
                 _zero(scratch)
 
-            if mark_refs:
-                mark = mark_refs[0][0, reverse(pl.program_id(2))]
-                pl.when(mark != EMPTY)(advance)
-                pl.when(mark == EMPTY)(lambda: _zero(dx_refs))
-                pl.when(mark == BEGINS)(begin)
-            else:
-                advance()
+            _unless_empty(marks, advance, dx_refs)
+            if marks:
+                pl.when(marks[0] == BEGINS)(begin)
 
-            @pl.when(pl.program_id(2) == count - 1)
+            @pl.when(pl.program_id(2) == count // unroll - 1)
             def _() -> None:
                 _copy(dfirst_refs, scratch)
 
-        reverse = lambda i: count - 1 - i
-        block = _Blocks(shapes, size, reverse)
+        reverse = lambda i: count // unroll - 1 - i
+        block = Blocks(shapes, size, unroll, reverse)
         of_inputs = [*block.of_tokens(shapes.inputs), *block.of_chunks(xs[-1:])]
         return tuple(
             _call(
-                kernel, (batch, heads // lanes.together, count), "chunk_scan_backward", interpret, arrays,
+                kernel, (batch, heads // lanes.together, count // unroll), "chunk_scan_backward", interpret, arrays,
                 [*block.of_chunks(arrays[: len(before)]), *of_inputs, *block.of_heads(dcarry), *block.of_tokens(shapes.outputs),
-                 *block.of_marks(marks)],
+                 *block.of_marks(all_marks)],
                 [*dfirst, *dxs, *dstart], [*block.of_heads(dfirst), *of_inputs, *block.of_heads(dstart)],
                 [(lanes.together, *x.shape[2:]) for x in dcarry],
             )
         )  # fmt: skip
 
-    results = call(*before, *xs, *dcarry, *dys, *marks)
+    results = call(*before, *xs, *dcarry, *dys, *all_marks)
     dfirst, dxs, dstart = _groups(results, (len(dcarry), len(xs), num_start))
     return dfirst, dxs, dstart
 

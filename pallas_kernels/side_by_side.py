@@ -72,8 +72,8 @@ def transposed_times(x: jax.Array, y: jax.Array, heads: int, precision: Precisio
 
 def spread(rows: jax.Array, heads: int, width: int) -> jax.Array:
     """One row of m tokens for each head, [P, m], as a column in all of the head's lanes, [m, P · width]; of one head, [m, 1]."""
-    if heads == 1:
-        return columns_of(rows)
+    if heads == 1 or width == rows.shape[1]:
+        return columns_of(jnp.concatenate([rows[i : i + 1] for i in range(heads)], axis=1), heads)
     return selected(rows, own((heads, heads * width), heads).astype(jnp.float32), 0, 0)
 
 
@@ -107,11 +107,6 @@ def columns_of(rows: jax.Array, heads: int = 1) -> jax.Array:
 def columns(rows: jax.Array) -> jax.Array:
     """[n, m] → [m, n] of one head, for a few rows. Per-token values are stored as rows, 8 of them to a tile."""
     return jnp.concatenate([columns_of(rows[i : i + 1]) for i in range(rows.shape[0])], axis=1)
-
-
-def last_row(x: jax.Array) -> jax.Array:
-    """The last row of x [m, n] of one head, as a column [n, 1]."""
-    return columns_of(entry(x, x.shape[0] - 1))
 
 
 def rows_of_columns(columns: jax.Array, heads: int = 1) -> jax.Array:

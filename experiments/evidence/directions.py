@@ -180,12 +180,11 @@ def _gap() -> list[Line]:
 
 
 def _elastic_memory() -> list[Line]:
-    others = [("elastic-exp", name) for name in ("block-attention", "memorizing", "infini", "melodi")]
-    return _whole(others) + studies("memory") + language("memory")
+    return _whole(PAIRS["elastic"]) + studies("memory") + language("memory")
 
 
 def _hybrid() -> list[Line]:
-    return _whole([("atlas-mag", "atlas"), ("atlas-mag", "atlas-mal"), ("titans-mag", "titans")]) + language("hybrid")
+    return _whole(PAIRS["hybrid"]) + language("hybrid")
 
 
 DIRECTIONS = (
@@ -319,14 +318,13 @@ DIRECTIONS = (
     ),
     Direction(
         "Language: Atlas and OmegaNet are better than Titans, Transformer++ and the gated delta rule", "A §6.1, Table 2",
-        lambda: _whole([*PAIRS["language"], ("atlas", "gated-deltanet"), ("omeganet", "gated-deltanet")]),
-        ("zoo", "stability"),
+        lambda: _whole(PAIRS["language"]), ("zoo", "stability"),
         note=lambda: "attention-lmm is softmax attention in the layer of a memory (direction 7), a control that the paper does "
         "not have. gated-delta-rule is the rule in that layer, and gated-deltanet the block of its paper.",
     ),
     Direction(
         "GAM is better than a Transformer", "G Table 1",
-        lambda: _whole([*PAIRS["gam and attention"], ("gam", "gam-transformer"), ("gam", "mamba")]), ("zoo", "stability"),
+        lambda: _whole(PAIRS["gam and attention"]), ("zoo", "stability"),
         note=lambda: "gam-transformer is G's baseline; Transformer++ is newer. attention-lmm is attention with short convolutions "
         "and the output gate of a memory layer. GAM has a convolution too, so attention-lmm is the closer comparison. G's table "
         "also has Mamba.",

@@ -37,9 +37,13 @@ PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
     "gating": (("titans-grm", "titans-residual"),),
     "sampling": (("elastic-exp", "elastic-uniform"),),
     "gam": (("gam", "gam-global"), ("gam-global", "gam-sum"), ("gam-sum", "gam-local")),
-    "gam and attention": (("gam", "transformer++"), ("gam", CONTROL)),
+    "gam and attention": (("gam", "transformer++"), ("gam", CONTROL), ("gam", "gam-transformer"), ("gam", "mamba")),
+    "elastic": tuple(("elastic-exp", other) for other in ("block-attention", "memorizing", "infini", "melodi")),
+    "hybrid": (("atlas-mag", "atlas"), ("atlas-mag", "atlas-mal"), ("titans-mag", "titans")),
     "language": tuple(
-        (name, other) for other in ("titans", "transformer++", CONTROL, "gated-delta-rule") for name in ("atlas", "omeganet")
+        (name, other)
+        for other in ("titans", "transformer++", CONTROL, "gated-delta-rule", "gated-deltanet")
+        for name in ("atlas", "omeganet")
     ),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from pallas_kernels.chunk_memory import gpu, reference
 from pallas_kernels.chunk_memory.bound import windowed_floor
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Objective, Structure, tall, window_rows
 from pallas_kernels.chunk_memory.muon import MuonChunk, writes
+from pallas_kernels.chunk_program import Unroll
 from pallas_kernels.chunk_scan import Restarts, chunk_scan
 from pallas_kernels.layout import from_chunks, gates_to_chunks, to_chunks
 from pallas_kernels.newton_schulz.reference import Triple
@@ -22,6 +23,10 @@ IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
 CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
 # Heads of a program → bytes of one head's carry, and the same weighed by what a chunk needs beside it, at most.
 _MOST_TOGETHER = {8: (2**18, 2**18), 4: (3 * 2**17, 5 * 2**18), 2: (3 * 2**19, 13 * 2**19)}
+# Heads of a program → its chunks. The widest memories leave no vector memory for a second one.
+_UNROLL = {8: Unroll(4, 2), 4: Unroll(2, 2), 2: Unroll(2, 2), 1: Unroll()}
+# With a bound, for lack of registers, a second one would save nothing in the backward kernel of narrow memories.
+_UNROLL_BOUNDED = {**_UNROLL, 8: Unroll(4, 1)}
 _DTYPES = (jnp.float32, jnp.bfloat16)
 Weights = dict[str, Float[Array, "batch heads _out _in"]]
 Scan = Callable[[Arrays, Arrays, Restarts], tuple[Arrays, Arrays]]
@@ -184,8 +189,10 @@ def chunk_memory(
         first, start = (*carry[: len(names)], *first), start * 2  # M_{t'}, then M
     gate_rows = gates_to_chunks(rows, chunk_size)
     if on_tpu:
+        together = _together(first, chunk_size, q.dtype)
+        unroll = (_UNROLL if step_bound is None else _UNROLL_BOUNDED)[together]
         final, (y,) = chunk_scan(
-            chunk, first, (q, k, v), gate_rows, together=_together(first, chunk_size, q.dtype), interpret=interpret, dtype=q.dtype,
+            chunk, first, (q, k, v), gate_rows, together=together, unroll=unroll, interpret=interpret, dtype=q.dtype,
             restarts=None if segments is None else (segments.marks, start),
         )  # fmt: skip
     else:

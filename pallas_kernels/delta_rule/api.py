@@ -5,6 +5,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import Interpret, Segments
 from pallas_kernels.blocks import token_precision
+from pallas_kernels.chunk_program import Unroll
 from pallas_kernels.chunk_scan import chunk_scan
 from pallas_kernels.delta_rule import gpu, reference
 from pallas_kernels.delta_rule.chunk import DeltaRuleChunk
@@ -15,6 +16,8 @@ MOST_CHANNELS = 256  # maximum for keys and values
 # Groups of heads in one program on a TPU; the heads of a group lie side by side. With more groups, products wait less for each
 # other, until the registers are full.
 _TOGETHER, _TOGETHER_NARROW = 4, 8
+# Chunks in one program, whose systems do not depend on each other.
+_UNROLL, _UNROLL_NARROW = Unroll(2, 1), Unroll(4, 2)
 _DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -99,6 +102,7 @@ def delta_rule(
         restarts = segments.marks, (beside.weights(segments.start_of_heads(segments.start)),)
     (final,), (y,) = chunk_scan(
         chunk, (beside.weights(initial),), tuple(map(beside.tokens, (q, k, v))), beside.gates(gates),
-        together=_TOGETHER_NARROW if narrow else _TOGETHER, interpret=interpret, dtype=q.dtype, restarts=restarts,
+        together=_TOGETHER_NARROW if narrow else _TOGETHER, unroll=_UNROLL_NARROW if narrow else _UNROLL,
+        interpret=interpret, dtype=q.dtype, restarts=restarts,
     )  # fmt: skip
     return y.reshape(v.shape), beside.separate(final, key_dim)

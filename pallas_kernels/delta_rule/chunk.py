@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import Arrays
 from pallas_kernels.blocks import HIGHEST, Precision, entry, finer, selected
 from pallas_kernels.side_by_side import (
+    columns_of,
     from_start,
-    last_row,
     of_diagonal,
     own,
     place,
@@ -53,17 +53,20 @@ class DeltaRuleChunk:
         row, column = place(square, 0, heads), place(square, 1, heads)
         beta = spread(gates[:heads], heads, dim)
         beta_of_row = beta if heads == 1 or dim == size else spread(gates[:heads], heads, size)
-        wk = times_transposed(k, w, heads, self.precision)
-        wq = times_transposed(q, w, heads, self.precision)
+        rows = jnp.concatenate([k, q])  # both take the same factors through the matrix unit
+        of_memory = times_transposed(rows, w, heads, self.precision)
+        of_keys = times_transposed(rows, k, heads, self.precision)
+        wk, wq = of_memory[:size], of_memory[size:]
+        kk, kq = of_keys[:size], of_keys[size:]
         p = (row >= column).astype(jnp.float32)
         if self.gated:
             alpha = spread(gates[heads:], heads, size)
             p = decay_products(alpha, heads, fine)
             start = self._start(gates, alpha, p, dim)
             wk, wq = start * wk, start * wq
-        system = jnp.where(row > column, beta_of_row * times_transposed(k, k, heads, self.precision) * p, 0.0)
+        system = jnp.where(row > column, beta_of_row * kk * p, 0.0)
         u = solve(system, beta * (v - wk), heads, fine)
-        y = wq + times(times_transposed(q, k, heads, self.precision) * p, u, heads, self.precision)
+        y = wq + times(kq * p, u, heads, self.precision)
         if self.gated:
             start_of_keys = start if key_dim == dim else self._start(gates, alpha, p, key_dim)
             w, u = entry(start_of_keys, size - 1) * w, self._at_end(p, dim) * u
@@ -72,16 +75,15 @@ class DeltaRuleChunk:
     def _start(self, gates: jax.Array, alpha: jax.Array, p: jax.Array, dim: int) -> jax.Array:
         """A in all lanes of each head, [m, P · dim]; of one head, [m, 1]."""
         heads, size = self.heads, p.shape[0]
-        if heads == 1:
-            return from_start(alpha, p)
+        if heads == 1 or dim == size:
+            return from_start(alpha, p, heads)
         # P's first lane of each head is spread to all of the head's lanes.
         firsts = own((heads * size, heads * dim), heads, rows=1).astype(jnp.float32)
-        alpha = alpha if dim == size else spread(gates[heads:], heads, dim)
-        return entry(alpha, 0) * selected(p, firsts, 1, 0)
+        return entry(spread(gates[heads:], heads, dim), 0) * selected(p, firsts, 1, 0)
 
     def _at_end(self, p: jax.Array, dim: int) -> jax.Array:
         """P's last row of each head as a column, in all of its lanes, [m, P · dim]; of one head, [m, 1]."""
-        if self.heads == 1:
-            return last_row(p)
+        if self.heads == 1 or dim == p.shape[0]:
+            return columns_of(entry(p, p.shape[0] - 1), self.heads)
         last = jax.lax.broadcasted_iota(jnp.int32, (p.shape[0], self.heads * dim), 0) == p.shape[0] - 1
         return of_diagonal(selected(p, last.astype(jnp.float32), 0, 0), self.heads)

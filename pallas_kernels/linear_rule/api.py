@@ -5,6 +5,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import Interpret, Segments
 from pallas_kernels.blocks import token_precision
+from pallas_kernels.chunk_program import Unroll
 from pallas_kernels.chunk_scan import chunk_scan
 from pallas_kernels.layout import Beside, gates_to_chunks
 from pallas_kernels.linear_rule import reference
@@ -14,6 +15,8 @@ IMPLEMENTATIONS = ("pallas_tpu", "reference")
 MOST_CHANNELS = 256  # maximum for keys and values
 _MOST_TOGETHER = 8  # groups of heads in one program; the heads of a group lie side by side
 _MOST_LANES = {jnp.dtype(jnp.float32): 512, jnp.dtype(jnp.bfloat16): 1024}  # of all of them
+# Chunks in one program, without and with a removal. A second one in the backward kernel saves 3% and compiles twice as long.
+_UNROLL, _UNROLL_REMOVAL = Unroll(4, 1), Unroll(2, 1)
 _DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -111,10 +114,11 @@ def linear_rule(
         restarts = segments.marks, (beside.weights(segments.start_of_heads(segments.start)),)
     width = beside.heads * max(key_dim, value_dim, chunk_size)
     together = max(1, min(_MOST_TOGETHER, _MOST_LANES[q.dtype] // width))
+    unroll = _UNROLL_REMOVAL if delta or removal is not None else _UNROLL
     gates = beside.gates(gates_to_chunks([(beta, 0.0)], chunk_size))
     (final,), (y,) = chunk_scan(
-        chunk, (beside.weights(initial),), tuple(map(beside.tokens, tokens)), gates, together=together, interpret=interpret,
-        dtype=q.dtype, restarts=restarts,
+        chunk, (beside.weights(initial),), tuple(map(beside.tokens, tokens)), gates, together=together, unroll=unroll,
+        interpret=interpret, dtype=q.dtype, restarts=restarts,
     )  # fmt: skip
     return y[:, :time].reshape(v.shape), beside.separate(final, key_dim)
 

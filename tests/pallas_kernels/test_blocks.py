@@ -10,7 +10,7 @@ import pytest
 from atlasjax.memory.fast_weights.bounds import within_norm
 from pallas_kernels import blocks, triangular
 from pallas_kernels.chunk_memory import bound
-from pallas_kernels.chunk_scan import Lanes
+from pallas_kernels.chunk_program import Lanes
 from pallas_kernels.newton_schulz import newton_schulz
 
 AXES = [(1, 0), (1, 1), (0, 0), (0, 1)]
