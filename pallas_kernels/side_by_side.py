@@ -70,9 +70,12 @@ def transposed_times(x: jax.Array, y: jax.Array, heads: int, precision: Precisio
     return of_diagonal(product(x, y, 0, 0, precision), heads)
 
 
-def spread(rows: jax.Array, heads: int, width: int) -> jax.Array:
-    """One row of m tokens for each head, [P, m], as a column in all of the head's lanes, [m, P · width]; of one head, [m, 1]."""
-    if heads == 1 or width == rows.shape[1]:
+def spread(rows: jax.Array, heads: int, width: int, *, by_product: bool = False) -> jax.Array:
+    """One row of m tokens for each head, [P, m], as a column in all of the head's lanes, [m, P · width]; of one head, [m, 1].
+
+    by_product: for kernels whose matrix units wait for arithmetic on vectors. Widths other than m always take a product.
+    """
+    if heads == 1 or (width == rows.shape[1] and not by_product):
         return columns_of(jnp.concatenate([rows[i : i + 1] for i in range(heads)], axis=1), heads)
     return selected(rows, own((heads, heads * width), heads).astype(jnp.float32), 0, 0)
 

@@ -45,8 +45,8 @@ class LinearChunk:
         (w,), (q, k, v, decay, *removal, beta) = carry, xs
         heads, size, precision = self.heads, q.shape[0], self.precision
         fine = finer(precision)
-        rate = spread(beta, heads, v.shape[1] // heads)
         removes = self.delta or bool(removal)
+        rate = spread(beta, heads, v.shape[1] // heads, by_product=not removes)
         # Queries of the scores: q, and r if there is a removal. Keys: k, and s if it is not k.
         queries: Arrays = (q * decay,)
         keys: Arrays = (k,)
