@@ -116,8 +116,9 @@ def read_table(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def candidates_tables(rows: list[dict[str, Any]]) -> str:
-    from experiments.stability.candidates import CANDIDATES
+def candidates_tables(rows: list[dict[str, Any]], trained: list[dict[str, Any]]) -> str:
+    """trained: rows of `train.py`, which has the runs of two of the candidates."""
+    from experiments.stability.candidates import CANDIDATES, IN_TRAIN
 
     parts: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
@@ -147,6 +148,11 @@ def candidates_tables(rows: list[dict[str, Any]]) -> str:
         groups: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
         for row in parts["train"]:
             groups[row["task"]["text"]][row["task"]["candidate"]].append(row)
+        for text_name, group in groups.items():
+            for name, bounded in IN_TRAIN.items():
+                group[name] = [
+                    r for r in trained if (r["preset"], r["text"], r["bounded"]) == ("titans", text_name, bounded)
+                ]
         lines = [[t, *(_scores(c[name]) if c[name] else "–" for name in names)] for t, c in groups.items()]
         text += "\n## Training\n\ntitans-tiny at its defaults: held-out bits per byte, mean (lowest – highest) over seeds.\n\n"
         text += _table(["text", *names], lines)
@@ -195,7 +201,7 @@ def write_report() -> None:
     if rows := read_rows(RESULTS / "read.jsonl"):
         (RESULTS / "read.md").write_text(read_table(rows))
     if rows := read_rows(RESULTS / "candidates.jsonl"):
-        (RESULTS / "candidates.md").write_text(candidates_tables(rows).lstrip())
+        (RESULTS / "candidates.md").write_text(candidates_tables(rows, read_rows(RESULTS / "train.jsonl")).lstrip())
     if rows := read_rows(RESULTS / "wide.jsonl"):
         (RESULTS / "wide.md").write_text(wide_table(rows))
 

@@ -6,6 +6,7 @@ import pytest
 from atlasjax.data import make_pipeline
 from atlasjax.data.tokenizers import ByteTokenizer
 from experiments.evidence import sources
+from experiments.stability import candidates, report
 from experiments.stability.pairs import PAIRS, models
 from experiments.stability.train import SEEDS, TEXTS, Case, cases, config_of
 
@@ -50,3 +51,14 @@ def test_lines_of_whole_runs(monkeypatch):
     assert line.comparison.differences == pytest.approx((0.25, 0.25, 0.25))
     assert (line.tokens, line.source) == (307_200, "stability")
     assert "good against bad: embedded" in line.setting
+
+
+def test_training_of_candidates_takes_runs_that_train_has():
+    tasks = [task for task in candidates.tasks() if task["part"] == "train"]
+    assert {task["candidate"] for task in tasks} | set(candidates.IN_TRAIN) == set(candidates.CANDIDATES)
+    done = lambda loss: {"bits_per_byte": loss, "diverged_at": None}
+    rows = [{"task": task, **done(3.0 + task["seed"] / 10)} for task in tasks if task["candidate"] == "share"]
+    run = lambda preset, bounded, loss: {"preset": preset, "text": "embedded", "bounded": bounded, **done(loss)}
+    trained = [run("titans", True, 2.0), run("titans", False, 2.5), run("atlas", True, 9.0)]
+    (line,) = (x for x in report.candidates_tables(rows, trained).splitlines() if x.startswith("| embedded"))
+    assert line == "| embedded | 2.500 | 2.000 | – | – | 3.100 (3.000 – 3.200) | – |"
