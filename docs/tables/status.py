@@ -85,13 +85,15 @@ def accelerators() -> list[str]:
 def status_rules() -> str:
     """Each named rule: whether it is tested against the definition, and which kernels support it and which models were trained."""
     plain, softmax = _cases("tests/memory/cases.py", "RULES"), _cases("tests/memory/softmax/cases.py", "RULES")
-    texts = ("embedded", "tinyshakespeare")
-    trained = {text: {row["model"] for row in rows(f"experiments/zoo/results/{text}.jsonl")} for text in texts}
+    trained: dict[str, set[str]] = {"embedded": set(), "tinyshakespeare": set(), "moby_dick": set()}
+    for row in rows("experiments/stability/results/train.jsonl"):
+        if row["bounded"] and row["diverged_at"] is None:
+            trained[row["text"]].add(row["preset"])
 
     def line(name: str) -> Iterable[object]:
         cases = softmax if isinstance(rules.REGISTRY[name](), memory.SoftmaxRule) else plain
         proven = any(case == name or name in _names(value) for case, value in cases.items())
-        models = [text for text in texts if rule_name(name) in trained[text]]
+        models = [text for text, presets in trained.items() if rule_name(name) in presets]
         kernels = [supported(name, implementation) for implementation in PLATFORMS]
         return (f"`{name}`", "yes" if proven else "no", *kernels, ", ".join(models) or "no")
 
