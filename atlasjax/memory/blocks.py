@@ -17,6 +17,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory.products import product
+
 # φ(q) [tokens, D], its part of degree one if the structure adds it to its output, and gates of a soup [tokens, n] if there is one.
 Queries = tuple[jax.Array, jax.Array | None, jax.Array | None]
 Linear = Callable[[str, jax.Array], jax.Array]
@@ -60,18 +62,24 @@ class Factors(NamedTuple):
 def dot(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """a @ b with inputs in the compute dtype; accumulation and result are at least float32."""
     wide = jnp.promote_types(dtype, jnp.float32)
+    if a.ndim == b.ndim == 2:
+        return product(a.astype(dtype), b.astype(dtype), "nn", wide)
     return jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=wide)
 
 
-def applied(h: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def applied(h: jax.Array, weight: jax.Array, dtype: jnp.dtype, precision: jax.lax.Precision | None = None) -> jax.Array:
     """h @ weight.T as in `dot`, for rows h [tokens, in] and weight [out, in]."""
-    wide = jnp.promote_types(dtype, jnp.float32)
-    return jax.lax.dot_general(
-        h.astype(dtype), weight.astype(dtype), (((1,), (1,)), ((), ())), preferred_element_type=wide
-    )
+    return product(h.astype(dtype), weight.astype(dtype), "nt", jnp.promote_types(dtype, jnp.float32), precision)
+
+
+def outer(left: jax.Array, inputs: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Σ_i left[i] ⊗ inputs[i] as in `dot`, [out, in], of rows left [tokens, out] and inputs [tokens, in]."""
+    return product(left.astype(dtype), inputs.astype(dtype), "tn", jnp.promote_types(dtype, jnp.float32))
 
 
 def exact(a: jax.Array, b: jax.Array) -> jax.Array:
+    if a.ndim == b.ndim == 2:
+        return product(a, b, "nn", jnp.promote_types(a.dtype, b.dtype), jax.lax.Precision.HIGHEST)
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -287,4 +295,4 @@ def outer_sum(weights: jax.Array, factors: Factors, dtype: jnp.dtype) -> jax.Arr
         left = scaled_rows(weights, left)
     else:
         inputs = scaled_rows(weights, inputs)
-    return dot(left.T, inputs, dtype)
+    return outer(left, inputs, dtype)

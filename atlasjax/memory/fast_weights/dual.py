@@ -85,14 +85,14 @@ def channel_block(
     C = jnp.einsum("tjd,ji->tid", pairwise, D, precision=jax.lax.Precision.HIGHEST)
 
     def linear(_: str, h: jax.Array) -> jax.Array:
-        out = dot(a * h, memory[name].T, dtype)
+        out = blocks.applied(a * h, memory[name], dtype)
         if momentum is not None:
-            out = out + dot(s * h, momentum[name].T, dtype)
+            out = out + blocks.applied(s * h, momentum[name], dtype)
         scores = jnp.einsum("td,tid,id->ti", h, C, inputs, precision=jax.lax.Precision.HIGHEST)
         return out + dot(scores, left, dtype)
 
     y = read(linear)
-    M = a[-1] * memory[name] + dot(left.T, C[-1] * inputs, dtype)
+    M = a[-1] * memory[name] + blocks.outer(left, C[-1] * inputs, dtype)
     if momentum is None:
         return {name: M}, None, y
     M = M + s[-1] * momentum[name]

@@ -6,7 +6,7 @@ Each write has its own matrices (`orthogonal`). Only those of one short block ex
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.blocks import BlockGates, Factors, Read, decay_products, dot, exact
+from atlasjax.memory.blocks import BlockGates, Factors, Read, applied, decay_products, exact
 from atlasjax.memory.fast_weights import orthogonal, step_sizes
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.gates import Weights
@@ -44,7 +44,7 @@ def muon_block(
 
     def linear(name: str, h: jax.Array) -> jax.Array:
         started = h if a is None else h * (a[:, None] if a.ndim == 1 else a)
-        return dot(started, memory[name].T, dtype) + updates[name].read(h, decay, dtype)
+        return applied(started, memory[name], dtype) + updates[name].read(h, decay, dtype)
 
     y = read(linear)
     started = lambda name: memory[name] if a is None else a[-1] * memory[name]
@@ -65,7 +65,7 @@ def unwritten_block(
     """`muon_block` of one token that does not write: the momentum takes its gradient, and nothing is orthogonalized."""
     decay = None if gates.retention is None else gates.retention[0]
     decayed = lambda x: x if decay is None else decay * x
-    y = read(lambda name, h: dot(decayed(h), memory[name].T, dtype))
+    y = read(lambda name, h: applied(decayed(h), memory[name], dtype))
     momenta = _momenta(momentum, factors, gates, slice(None))
     return jax.tree.map(decayed, memory), {name: S.last() for name, S in momenta.items()}, y
 

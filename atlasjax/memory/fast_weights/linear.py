@@ -24,10 +24,12 @@ import jax.numpy as jnp
 
 from atlasjax.memory import meshes
 from atlasjax.memory.blocks import (
+    applied,
     decay_products,
     dot,
     exact,
     neighbours,
+    outer,
     row_sums,
     scaled_columns,
     scaled_rows,
@@ -124,7 +126,7 @@ def prepare(rule: MemoryRule, dtype: jnp.dtype, tokens: Tokens) -> Prepared:
     if removal is None:
         assert pair is not None
         assert key_end is not None
-        return Prepared(None, None, None, None, dot(pair.value.T, key_end, dtype), last)
+        return Prepared(None, None, None, None, outer(pair.value, key_end, dtype), last)
 
     before, shift = start, not rule.retention.decay_first
     if start is not None and shift:
@@ -134,7 +136,7 @@ def prepare(rule: MemoryRule, dtype: jnp.dtype, tokens: Tokens) -> Prepared:
     if pair is not None and key_end is not None:
         given = -exact(score(pair.key), pair.value)
         right = given if right is None else right + given
-        added = pair.value.T @ key_end
+        added = outer(pair.value, key_end, key_end.dtype)
     assert right is not None
     removed, lower, write_end = _times(before, removal.key), score(removal.write), _times(end, removal.write)
     if removal.rate.ndim == 2:
@@ -152,10 +154,10 @@ def advance(W: jax.Array, block: Prepared) -> tuple[jax.Array, jax.Array | None]
     if block.removed is not None:
         assert block.written is not None
         assert block.write_end is not None
-        u = block.written - block.removed @ W.T
+        u = block.written - applied(block.removed, W, W.dtype)
         if block.system is not None:
             u = _substitute(*block.system, u)
-        after = after + u.T @ block.write_end
+        after = after + outer(u, block.write_end, W.dtype)
     if block.added is not None:
         after = after + block.added
     return after, u
@@ -165,9 +167,9 @@ def read(dtype: jnp.dtype, tokens: Tokens, W: jax.Array, u: jax.Array | None) ->
     """y of the block's queries, [m, value_dim], from W before the block."""
     h = tokens.query
     score = functools.partial(_scores, h, decay=tokens.decay, strict=False, shift=False)
-    y = dot(_times(_from_start_and_to_end(tokens.decay)[0], h), W.T, dtype)
+    y = applied(_times(_from_start_and_to_end(tokens.decay)[0], h), W, dtype)
     if tokens.removal is not None and u is not None:
-        y = y + score(tokens.removal.write) @ u
+        y = y + dot(score(tokens.removal.write), u, u.dtype)
     if tokens.added is not None:
         y = y + dot(score(tokens.added.key), tokens.added.value, dtype)
     return y
@@ -220,7 +222,7 @@ def _scores(queries: jax.Array, keys: jax.Array, *, decay: jax.Array | None, str
             pairwise = jnp.concatenate([jnp.zeros_like(pairwise[:1]), pairwise[:-1]])
         elif strict:
             pairwise = jnp.tril(pairwise, -1)
-    return exact(queries, keys.T) * pairwise
+    return applied(queries, keys, queries.dtype, jax.lax.Precision.HIGHEST) * pairwise
 
 
 def _channel_scores(queries: jax.Array, keys: jax.Array, decay: jax.Array, *, strict: bool, shift: bool) -> jax.Array:

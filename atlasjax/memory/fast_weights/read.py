@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.blocks import dot
+from atlasjax.memory.blocks import applied
 from atlasjax.memory.fast_weights.chunk import mix
 from atlasjax.memory.fast_weights.reference import read_one
 from atlasjax.memory.fast_weights.rule import MemoryRule
@@ -29,7 +29,7 @@ def read_cached(rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, weight
     """Reads of one memory of one head without the residual: weights [out, in], q [n, key_dim] → [n, value_dim]."""
     x = rule.features.apply(params.coefficients, q)
     skip = residual(rule, params, q)
-    y = rule.structure.apply(lambda name, h: dot(h, weights[name].T, dtype), x, skip, params.norm)
+    y = rule.structure.apply(lambda name, h: applied(h, weights[name], dtype), x, skip, params.norm)
     return y if skip is None else y - skip
 
 

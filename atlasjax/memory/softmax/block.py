@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlasjax.memory import meshes
-from atlasjax.memory.blocks import Factors, dot
+from atlasjax.memory.blocks import Factors, applied, dot, outer
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.limits import toward_target
 from atlasjax.memory.softmax import sums
@@ -131,7 +131,7 @@ def gradients(
             if name == rule.inner:
                 return h + change
             inputs[name] = x
-            return dot(x, weights[name].T, dtype) + zeros[name]
+            return applied(x, weights[name], dtype) + zeros[name]
 
         out = rule.structure.apply(linear, k, k, None)
         return jnp.sum(rule.objective.loss(out, v)), (inputs, out)
@@ -163,16 +163,16 @@ def write_weights(
     weights: Weights, momentum: Weights | None, factors: dict[str, Factors], c: Coefficients, dtype: jnp.dtype
 ) -> tuple[Weights, Weights | None]:
     """The ordinary weights and their momentum after a chunk."""
-    outer = lambda f, by: dot((f.left * by[:, None]).T, f.inputs, dtype)
+    weighed = lambda f, by: outer(f.left * by[:, None], f.inputs, dtype)
     new = {
-        name: moved(w, None if momentum is None else momentum[name], c.end) + outer(factors[name], c.end_gradients)
+        name: moved(w, None if momentum is None else momentum[name], c.end) + weighed(factors[name], c.end_gradients)
         for name, w in weights.items()
     }
     if momentum is None:
         return new, None
     assert c.end.momentum_decay is not None
     assert c.end_momentum is not None
-    return new, {n: c.end.momentum_decay * s + outer(factors[n], c.end_momentum) for n, s in momentum.items()}
+    return new, {n: c.end.momentum_decay * s + weighed(factors[n], c.end_momentum) for n, s in momentum.items()}
 
 
 def read_out(
@@ -184,11 +184,11 @@ def read_out(
     def linear(name: str, x: jax.Array) -> jax.Array:
         if name == rule.inner:
             return h
-        out = A[:, None] * dot(x, weights[name].T, dtype)
+        out = A[:, None] * applied(x, weights[name], dtype)
         if momentum is not None and s is not None:
-            out = out + s[:, None] * dot(x, momentum[name].T, dtype)
+            out = out + s[:, None] * applied(x, momentum[name], dtype)
         left, inputs = factors[name]
-        return out + dot(dot(x, inputs.T, dtype) * C, left, dtype)
+        return out + dot(applied(x, inputs, dtype) * C, left, dtype)
 
     return rule.structure.apply(linear, q, q, None)
 

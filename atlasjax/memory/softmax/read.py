@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.blocks import dot
+from atlasjax.memory.blocks import applied
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.softmax import sums
 from atlasjax.memory.softmax.reference import read_one
@@ -67,7 +67,7 @@ def read_cached(rule: SoftmaxRule, dtype: jnp.dtype, weights: Weights, q: jax.Ar
     cache = Cache(weights["keys"], weights["coefficients"], None, weights["decay"][:, 0])
     part = sums.partial_sums(rule, q, cache, jnp.ones((1, cache.keys.shape[0]), bool), dtype)
     h = sums.divide(part.value, part.mass if rule.normalized else None)
-    linear = lambda name, x: h if name == rule.inner else dot(x, weights[name].T, dtype)
+    linear = lambda name, x: h if name == rule.inner else applied(x, weights[name], dtype)
     skip = q if rule.structure.residual else None
     y = rule.structure.apply(linear, q, skip, None)
     return y if skip is None else y - skip

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.blocks import dot
+from atlasjax.memory.blocks import applied, dot
 from atlasjax.memory.softmax.rule import SoftmaxRule
 from atlasjax.memory.softmax.tape import Cache
 
@@ -35,7 +35,7 @@ class Partial(NamedTuple):
 
 def scores(rule: SoftmaxRule, x: jax.Array, keys: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """scale · x·k: [r, n]."""
-    return dot(x, keys.T, dtype) * rule.score_scale(x.shape[-1])
+    return applied(x, keys, dtype) * rule.score_scale(x.shape[-1])
 
 
 def _limit(dtype: jnp.dtype) -> float:

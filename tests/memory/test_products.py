@@ -1,0 +1,87 @@
+"""`products.product` against jax's own products, and what it is for: derivatives without transposes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlasjax.flops import count_flops
+from atlasjax.memory.products import product
+
+FORMS = {"nn": "ta,ab->tb", "nt": "ta,ba->tb", "tn": "ta,tb->ab"}
+SHAPES = {"nn": ((3, 5), (5, 4)), "nt": ((3, 5), (4, 5)), "tn": ((3, 5), (3, 4))}
+each_form = pytest.mark.parametrize("form", FORMS)
+
+
+def arrays(form, dtype, *lead):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.standard_normal((*lead, *shape)), dtype) for shape in SHAPES[form])
+
+
+def own(form, dtype=jnp.float32):
+    return functools.partial(product, form=form, dtype=dtype)
+
+
+def jaxs(form, dtype=jnp.float32):
+    return functools.partial(jnp.einsum, FORMS[form], preferred_element_type=dtype)
+
+
+def derivatives(f, x, y, over):
+    """Value, gradients, a forward derivative, and a gradient of a gradient, each of f mapped by `over`."""
+    f = over(f)
+    loss = lambda x, y: jnp.sum(f(x, y).astype(jnp.float32) ** 3)
+    slopes = jax.grad(loss, argnums=(0, 1))
+    again = jax.grad(lambda x, y: sum(jnp.sum(s.astype(jnp.float32) ** 2) for s in slopes(x, y)), argnums=(0, 1))
+    return f(x, y), slopes(x, y), jax.jvp(f, (x, y), (y.mean() * x, x.mean() * y))[1], again(x, y)
+
+
+@each_form
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
+def test_values_and_derivatives(form, dtype, lead):
+    x, y = arrays(form, dtype, *lead)
+    over = lambda f: functools.reduce(lambda f, _: jax.vmap(f), lead, f)
+    for a, b in zip(*(jax.tree.leaves(derivatives(f(form), x, y, over)) for f in (own, jaxs)), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * float(jnp.abs(b).max()))
+
+
+@each_form
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 2), (2, 0)])
+def test_mapped_axes(form, axes):
+    """An axis anywhere, and a factor that serves the whole batch."""
+    x, y = (
+        jnp.moveaxis(z, 0, axis) if axis is not None else z[0]
+        for z, axis in zip(arrays(form, jnp.float32, 2), axes, strict=True)
+    )
+    over = lambda f: jax.vmap(f, in_axes=axes)
+    for a, b in zip(*(jax.tree.leaves(derivatives(f(form), x, y, over)) for f in (own, jaxs)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * float(jnp.abs(b).max()))
+
+
+@each_form
+def test_gradients_of_a_batch_have_no_transposes(form):
+    gradients = lambda f: str(
+        jax.make_jaxpr(jax.vmap(lambda x, y, d: jax.vjp(f, x, y)[1](d)))(
+            *arrays(form, jnp.float32, 2), jax.vmap(jaxs(form))(*arrays(form, jnp.float32, 2))
+        )
+    )
+    assert "transpose" not in gradients(own(form))
+    # jax's own have one, except of x yᵀ.
+    assert ("transpose[" in gradients(jaxs(form))) == (form != "nt")
+
+
+@each_form
+def test_operations_are_counted(form):
+    x, y = arrays(form, jnp.float32, 2)
+    gradients = lambda f: jax.grad(lambda x, y: jax.vmap(f)(x, y).sum(), argnums=(0, 1))
+    assert count_flops(gradients(own(form)), x, y) == count_flops(gradients(jaxs(form)), x, y) == 3 * 2 * 2 * 3 * 4 * 5
+
+
+def test_precision_is_kept():
+    x, y = arrays("nn", jnp.float32)
+    f = lambda x, y: product(x, y, "nn", jnp.float32, jax.lax.Precision.HIGHEST).sum()
+    program = jax.jit(jax.grad(f, argnums=(0, 1))).lower(x, y).as_text()
+    assert program.count("dot_general") == program.count("precision = [HIGHEST, HIGHEST]") == 2
