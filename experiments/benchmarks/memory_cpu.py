@@ -203,7 +203,7 @@ def stream(args):
     }
 
 
-def by_xla(chunk, carry, tokens, gates, *, dtype, together=1, interpret=False, restarts=None):
+def by_xla(chunk, carry, tokens, gates, *, dtype, together=1, unroll=None, interpret=False, restarts=None):
     """`pallas_kernels.chunk_scan` with the chunk function of the TPU kernel compiled by XLA for all heads at once."""
     import jax
     import jax.numpy as jnp
