@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.extend import core
 
-from atlasjax.memory import products
-
 
 def count_flops(function: Callable[..., object], *arguments: object) -> int:
     """Returns the matmul and convolution FLOPs (2 per multiply-add) of one call, over the whole batch and all devices.
@@ -36,8 +34,8 @@ def _equation_flops(equation: core.JaxprEqn) -> int:
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         return 2 * output * math.prod(shapes[0][axis] for axis in contracted)
-    if name == products.NAME:
-        return products.flops(shapes[0], getattr(equation.outvars[0].aval, "shape", ()), params["form"])
+    if name == "matrix_product":  # `memory.products`
+        return 2 * output * shapes[0][-2 if params["form"] == "tn" else -1]
     if name == "conv_general_dilated":
         kernel = shapes[1]
         outputs = kernel[params["dimension_numbers"].rhs_spec[0]]

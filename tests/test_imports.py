@@ -75,12 +75,13 @@ MAY_IMPORT = {
 }
 ON_TOP = {"atlasjax", "atlasjax.__main__", "atlasjax.cli"}  # may import all; nothing below knows the command line
 # Inside `atlasjax.memory`: each room or module and what it may import of it besides itself.
-_SHARED = {"axes", "blocks", "check", "gates", "grid", "layerwise", "limits", "meshes", "rule"}
+_SHARED = {"axes", "blocks", "check", "gates", "grid", "layerwise", "limits", "meshes", "products", "rule"}
 _FAMILIES = {"fast_weights", "softmax", "caching", "log_linear"}
 MEMORY_MAY_IMPORT = {
     "axes": {"blocks"},
     "gates": set(),
-    "blocks": set(),
+    "blocks": {"products"},
+    "products": set(),
     "limits": {"axes", "blocks", "meshes"},
     "meshes": set(),
     "grid": set(),

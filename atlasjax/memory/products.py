@@ -6,7 +6,6 @@ speed, and reads results across their rows. Here the three products are one prim
 """
 
 import functools
-import math
 from typing import Any, Literal
 
 import jax
@@ -19,18 +18,12 @@ from pallas_kernels.varying import vary_like
 Form = Literal["nn", "nt", "tn"]  # x y, x yᵀ, xᵀ y: which factor is transposed, as in BLAS
 Precision = jax.lax.Precision
 
-NAME = "matrix_product"  # of the primitive
 _CONTRACTED = {"nn": (-1, -2), "nt": (-1, -1), "tn": (-2, -2)}
 
 
 def product(x: jax.Array, y: jax.Array, form: Form, dtype: jnp.dtype, precision: Precision | None = None) -> jax.Array:
     """x y ("nn"), x yᵀ ("nt") or xᵀ y ("tn") of two matrices, with leading axes of both as a batch. `dtype` is the result's."""
     return _product.bind(*vary_like((x, y)), form=form, dtype=jnp.dtype(dtype), precision=precision)
-
-
-def flops(shape: tuple[int, ...], result: tuple[int, ...], form: Form) -> int:
-    """Operations of a product, from the shapes of x and of the result."""
-    return 2 * math.prod(result) * shape[_CONTRACTED[form][0]]
 
 
 def _dimensions(x: Any, y: Any, form: Form) -> jax.lax.DotDimensionNumbers:
@@ -74,7 +67,7 @@ def _batched(arrays: tuple[jax.Array, jax.Array], axes: tuple[Any, Any], **optio
     return product(x, y, **options), 0
 
 
-_product = Primitive(NAME)
+_product = Primitive("matrix_product")
 _product.def_impl(jax.jit(_dot_general, static_argnames=("form", "dtype", "precision")))
 _product.def_abstract_eval(_shape)
 ad.defbilinear(_product, _of_x, _of_y)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.blocks import applied, dot, exact
+from atlasjax.memory.blocks import applied, dot
+from atlasjax.memory.products import product
 from atlasjax.memory.softmax.rule import SoftmaxRule
 from atlasjax.memory.softmax.tape import Cache
 
@@ -78,7 +79,7 @@ def partial_sums(rule: SoftmaxRule, x: jax.Array, cache: Cache, visible: jax.Arr
         shift = jnp.where(shift == -jnp.inf, 0.0, shift)
     kappa = _kappa(raw, shift, visible)
     if rule.normalized:
-        mass = exact(kappa, cache.decay[:, None])[:, 0]
+        mass = product(kappa, cache.decay[:, None], "nn", kappa.dtype, jax.lax.Precision.HIGHEST)[:, 0]
     momentum = None if cache.momentum is None else weighted(kappa, cache.momentum, dtype)
     return Partial(
         jnp.zeros((r,), raw.dtype) if shift is None else shift,
