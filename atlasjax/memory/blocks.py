@@ -68,7 +68,7 @@ def dot(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def applied(h: jax.Array, weight: jax.Array, dtype: jnp.dtype, precision: jax.lax.Precision | None = None) -> jax.Array:
-    """h @ weight.T as in `dot`, for rows h [tokens, in] and weight [out, in]."""
+    """h @ weight.T as in `dot`, for rows h [tokens, in] and weight [out, in]. precision: that of the product; None is jax's."""
     return product(h.astype(dtype), weight.astype(dtype), "nt", jnp.promote_types(dtype, jnp.float32), precision)
 
 
