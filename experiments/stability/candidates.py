@@ -67,18 +67,23 @@ def pivot(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, dec
     # With momentum, a gradient counts as often as it is added by the chunk's end.
     scale = root * carried
     gram = scale[:, None] * _windowed_gram(factors, gates) * scale
-    eta = gates.step_size
 
-    def row(L: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # p is one over what is left of ρ in the token's direction. With alike keys each token squares it, and it overflows.
+    # Where less than a millionth is left, a token does not write.
+    def row(carry: tuple[jax.Array, jax.Array], t: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        L, eta = carry
+        inverse = jnp.where(eta > 0, 1.0, 0.0) / jnp.where(eta > 0, eta, 1.0)
+
         def entry(j: jax.Array, values: jax.Array) -> jax.Array:
-            known = jnp.sum(jnp.where(jnp.arange(m) < j, values * L[j] / jnp.where(eta > 0, eta, 1.0), 0.0))
+            known = jnp.sum(jnp.where(jnp.arange(m) < j, values * L[j] * inverse, 0.0))
             return values.at[j].set(jnp.where(j < t, eta[j] * (-gram[t, j] - known), 0.0))
 
         values = jax.lax.fori_loop(0, m, entry, jnp.zeros(m))
-        p = gram[t, t] + jnp.sum(values**2 / jnp.where(eta > 0, eta, 1.0))
-        return L.at[t].set(values), eta[t] / (1 + eta[t] * p)
+        p = gram[t, t] + jnp.sum(values**2 * inverse)
+        step = jnp.where(p < 1e6, eta[t], 0.0)
+        return (L.at[t].set(values), eta.at[t].set(step)), step / (1 + step * jnp.where(p < 1e6, p, 0.0))
 
-    return jax.lax.scan(row, jnp.zeros((m, m)), jnp.arange(m))[1]
+    return jax.lax.scan(row, (jnp.zeros((m, m)), gates.step_size), jnp.arange(m))[1]
 
 
 def share(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:
