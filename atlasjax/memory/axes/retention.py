@@ -184,10 +184,9 @@ def _norm(q: float, x: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Ar
 
 
 class _Relative(NamedTuple):
-    """‖A‖_q = safe · norm and |A| = safe · size, with powers = size^{q−2}. [..., out, in] and [..., 1, 1]."""
+    """‖A‖_q = safe · norm and powers = (|A| / safe)^{q−2}. [..., out, in] and [..., 1, 1]."""
 
     safe: jax.Array
-    size: jax.Array
     powers: jax.Array
     norm: jax.Array
 
@@ -195,20 +194,24 @@ class _Relative(NamedTuple):
 def _relative(q: float, A: jax.Array) -> _Relative:
     # ‖A‖_q is computed as max · (Σ (|a| / max)^q)^{1/q}, without overflow or division by zero. Its value does not depend on the
     # number used for max, so max is not differentiated; its square could underflow.
-    size = jnp.abs(A)
-    largest = jax.lax.stop_gradient(jnp.max(size, axis=(-2, -1), keepdims=True))
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(A), axis=(-2, -1), keepdims=True))
     there = divisible(largest)
     safe = jnp.where(there, largest, 1.0)
-    size = size / safe
-    powers = _power(size, q - 2.0)
-    total = inner(powers * size, size)
-    return _Relative(safe, size, powers, jnp.where(there, total, 1.0) ** (1.0 / q))
+    if q % 2 == 0:  # the sign does not matter, and at q = 4 both powers are the same: two passes over A less
+        size = A * (1.0 / safe)
+        powers, half = _power(size, q - 2.0), _power(size, q / 2.0)
+        total = inner(half, half)
+    else:
+        size = jnp.abs(A) / safe
+        powers = _power(size, q - 2.0)
+        total = inner(powers * size, size)
+    return _Relative(safe, powers, jnp.where(there, total, 1.0) ** (1.0 / q))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _mirror(q: float, A: jax.Array) -> jax.Array:
     """∇ ½‖A‖_q² for each matrix of A [..., out, in]."""
-    _, _, powers, norm = _relative(q, A)
+    _, powers, norm = _relative(q, A)
     return A * (powers / norm ** (q - 2.0))
 
 
@@ -216,9 +219,9 @@ def _mirror(q: float, A: jax.Array) -> jax.Array:
 def _mirror_jvp(q: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """M and the Hessian of ½‖A‖_q² along D, (q − 1) (|A|/N)^{q−2} D − (q − 2) ⟨M, D⟩ M / N² with N = ‖A‖_q."""
     (A,), (D,) = primals, tangents
-    safe, _, powers, norm = _relative(q, A)
+    safe, powers, norm = _relative(q, A)
     ratio = powers / norm ** (q - 2.0)
-    unit = A * ratio / (safe * norm)  # M/N
+    unit = A * (ratio / (safe * norm))  # M/N
     return A * ratio, (q - 1.0) * ratio * D - (q - 2.0) * inner(unit, D) * unit
 
 

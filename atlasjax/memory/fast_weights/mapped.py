@@ -13,7 +13,7 @@ import numpy as np
 
 from atlasjax.memory import limits, meshes
 from atlasjax.memory.axes.optimizers import OptimizerState
-from atlasjax.memory.blocks import BlockGates, Factors, Queries, Read, dot, exact, row_sums
+from atlasjax.memory.blocks import BlockGates, Factors, Queries, Read, dot, exact, row_sums, scaled
 from atlasjax.memory.fast_weights import bounds, step_sizes
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.gates import Weights
@@ -74,7 +74,7 @@ def mapped_block(
             if token.real is not None:
                 steps = {name: token.real * step for name, step in steps.items()}
         a = token.retention
-        stored = {name: (w if a is None else a * w) + steps[name] for name, w in stored.items()}
+        stored = {name: (w if a is None else scaled(a, w)) + steps[name] for name, w in stored.items()}
         stored, weights = rule.stored_and_mapped(stored)
         y = read.apply(lambda name, h: dot(weights[name], h.T, dtype).T, jax.tree.map(lambda x: x[None], token.queries))
         return (stored, momentum, weights), y[0]
