@@ -72,6 +72,19 @@ def applied(h: jax.Array, weight: jax.Array, dtype: jnp.dtype, precision: jax.la
     return product(h.astype(dtype), weight.astype(dtype), "nt", jnp.promote_types(dtype, jnp.float32), precision)
 
 
+@jax.custom_jvp
+def gram(x: jax.Array) -> jax.Array:
+    """x xᵀ of rows x [tokens, in]. It is symmetric, so its derivative takes one product and not one for each factor."""
+    return applied(x, x, x.dtype)
+
+
+@gram.defjvp
+def _gram_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (x,), (dx,) = primals, tangents
+    change = applied(dx, x, x.dtype)
+    return gram(x), change + change.T
+
+
 def outer(left: jax.Array, inputs: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Σ_i left[i] ⊗ inputs[i] as in `dot`, [out, in], of rows left [tokens, out] and inputs [tokens, in]."""
     return product(left.astype(dtype), inputs.astype(dtype), "tn", jnp.promote_types(dtype, jnp.float32))
@@ -227,6 +240,21 @@ def unit_lower_inverse(lower: jax.Array) -> jax.Array:
 def _unit_lower_inverse_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     inverse = unit_lower_inverse(*primals)
     return inverse, -exact(exact(inverse, tangents[0]), inverse)
+
+
+@jax.custom_jvp
+def unit_lower_solve(lower: jax.Array, right: jax.Array) -> jax.Array:
+    """(I + L)⁻¹ r of a strictly lower triangular L [m, m] and r [m]. Its derivative needs no products of matrices."""
+    return exact(unit_lower_inverse(lower), right)
+
+
+@unit_lower_solve.defjvp
+def _unit_lower_solve_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    inverse = unit_lower_inverse(primals[0])
+    solved = exact(inverse, primals[1])
+    return solved, exact(inverse, tangents[1] - exact(tangents[0], solved))
 
 
 def window_matrix(gamma: jax.Array) -> jax.Array:

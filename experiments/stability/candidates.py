@@ -41,7 +41,7 @@ PARTS = ("train", "stream", "cost", "capacity")
 
 
 def _windowed_gram(factors: Any, gates: Any) -> jax.Array:
-    return gates.gamma @ step_sizes._gram(factors, factors) @ gates.gamma.T
+    return gates.gamma @ step_sizes._products(factors, factors) @ gates.gamma.T
 
 
 def triangular(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:

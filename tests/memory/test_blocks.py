@@ -34,3 +34,34 @@ def test_its_derivative_has_no_sum_over_an_axis():
     program = str(jax.make_jaxpr(pullback)(jnp.ones((4, 1, 3)), jnp.ones((4, 8, 3))))
     assert "split" in program, program
     assert "reduce_sum" not in program, program
+
+
+def test_gram_has_the_derivatives_of_the_product_of_rows(x64):
+    x, dx, weight = (
+        np.random.default_rng(i).standard_normal(shape) for i, shape in enumerate([(5, 3), (5, 3), (5, 5)])
+    )
+    for of in (lambda f, x: jax.jvp(f, (x,), (dx,)), lambda f, x: jax.vjp(f, x)[1](jnp.asarray(weight))):
+        for got, wanted in zip(of(blocks.gram, x), of(lambda x: x @ x.T, x), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_gram_takes_one_product_for_its_derivative():
+    text = str(jax.make_jaxpr(jax.grad(lambda x: jnp.sin(blocks.gram(x)).sum()))(jnp.ones((4, 4))))
+    assert text.count("matrix_product") == 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_unit_lower_solve_has_the_derivatives_of_a_solve(size, x64):
+    rng = np.random.default_rng(size)
+    lower, right = np.tril(rng.standard_normal((size, size)), -1), rng.standard_normal(size)
+    changes = np.tril(rng.standard_normal((size, size)), -1), rng.standard_normal(size)
+    wanted = lambda lower, right: jnp.linalg.solve(jnp.eye(size) + jnp.tril(lower, -1), right)
+    solve = lambda lower, right: blocks.unit_lower_solve(jnp.tril(lower, -1), right)
+    second = lambda f: jax.hessian(lambda x: f(x * lower, right).sum())(1.5)
+    for of in (
+        lambda f: jax.jvp(f, (lower, right), changes),
+        lambda f: jax.vjp(f, lower, right)[1](jnp.arange(1.0, size + 1)),
+        lambda f: [second(f)],
+    ):
+        for got, expected in zip(of(solve), of(wanted), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-9)

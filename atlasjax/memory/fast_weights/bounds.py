@@ -47,14 +47,13 @@ from atlasjax.memory import limits
 from atlasjax.memory.axes.objectives import Objective
 from atlasjax.memory.blocks import (
     divisible,
-    exact,
     inner,
     largest_entry,
     row_sums,
     scaled_columns,
     scaled_rows,
     spread,
-    unit_lower_inverse,
+    unit_lower_solve,
 )
 
 # Keeps a small error from making a step large. Errors below √1e-4 of their targets are not corrected for the chunk's earlier
@@ -156,7 +155,7 @@ def solve(moved: jax.Array, scale: jax.Array, products: jax.Array) -> jax.Array:
     safe = jnp.where(there, scale, 1.0)
     root = jnp.where(there, jax.lax.rsqrt(safe), 0.0)
     lower = jnp.tril(scaled_columns(root, scaled_rows(root, products)), -1)  # the unknowns are multiplied by √n
-    solved = exact(unit_lower_inverse(lower), root * (safe + moved))
+    solved = unit_lower_solve(lower, root * (safe + moved))
     return jnp.where(there, root * solved, 1.0)
 
 

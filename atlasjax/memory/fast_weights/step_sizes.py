@@ -21,6 +21,7 @@ from atlasjax.memory.blocks import (
     applied,
     decay_products,
     exact,
+    gram,
     row_sums,
     scaled_columns,
     scaled_rows,
@@ -76,13 +77,10 @@ def _along(gradients: dict[str, Factors], weights: Weights) -> jax.Array:
     return sum(parts[1:], parts[0])
 
 
-def _gram(a: dict[str, Factors], b: dict[str, Factors]) -> jax.Array:
+def _products(a: dict[str, Factors], b: dict[str, Factors]) -> jax.Array:
     """⟨∇_i, ∇_j⟩, summed over all weights: [E, E]."""
-    parts = [
-        applied(a[name].left, b[name].left, a[name].left.dtype)
-        * applied(a[name].inputs, b[name].inputs, a[name].left.dtype)
-        for name in a
-    ]
+    of_rows = lambda x, y: gram(x) if x is y else applied(x, y, x.dtype)
+    parts = [of_rows(a[name].left, b[name].left) * of_rows(a[name].inputs, b[name].inputs) for name in a]
     return sum(parts[1:], parts[0])
 
 
@@ -97,15 +95,15 @@ def dual_steps(
     """η' [m] of a block with scalar retention, without forming gradients. Arguments as in `dual.dual_block`."""
     m = gates.step_size.shape[0]
     diagonal = jnp.eye(m, dtype=bool)
-    gram = _gram(origin.gradients, factors)
+    products = _products(origin.gradients, factors)
     if gates.gamma.shape[1] == m:  # no window: Γ is diagonal
         own = row_sums(jnp.where(diagonal, gates.gamma, 0.0))
         windowed = lambda x: own * x
-        gram = scaled_columns(own, scaled_rows(own, gram))
+        products = scaled_columns(own, scaled_rows(own, products))
     else:
         windowed = lambda x: exact(gates.gamma, x)
-        gram = exact(windowed(gram), gates.gamma.T)
-    step_size = _capped(origin, gates, windowed(origin.losses.decrease), row_sums(jnp.where(diagonal, gram, 0.0)))
+        products = exact(windowed(products), gates.gamma.T)
+    step_size = _capped(origin, gates, windowed(origin.losses.decrease), row_sums(jnp.where(diagonal, products, 0.0)))
 
     moved = jnp.zeros_like(step_size)
     a = None if decays.start is None else _before(decays.start, 1.0)
@@ -125,7 +123,7 @@ def dual_steps(
         share = _before(decays.started, 0.0) + pending * _before(decays.momentum_start, 1.0)
         moved = moved + share * windowed(_along(origin.gradients, momentum))
         across = exact(across, decays.momentum) + scaled_rows(pending, _before(decays.momentum, 0.0))
-    return step_size * bounds.solve(moved, windowed(origin.losses.scale), scaled_columns(step_size, across * gram))
+    return step_size * bounds.solve(moved, windowed(origin.losses.scale), scaled_columns(step_size, across * products))
 
 
 def channel_steps(
