@@ -16,10 +16,12 @@ it as it lies.
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
@@ -44,6 +46,7 @@ _CACHE_AXES = {
     "cache.position": "batch",
 }
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 256
+_PARTS = 4  # of a sequence, whose queries read the keys up to the part's end: more parts read less in vain, and compile longer
 
 
 class Persistent(NamedTuple):
@@ -113,16 +116,38 @@ def _whole(
     window: int | None, persistent: Persistent | None,
 ) -> jax.Array:  # fmt: skip
     """`attention` of rotated queries and keys in XLA's operations."""
-    time = q.shape[1]
-    if window is None:
-        return _in_blocks(q, rotated, k, v, position, position, segment, segment, None, persistent)
-    # A window longer than the sequence would only add padding.
-    before = min(window, time)
-    pad = lambda x, fill: jnp.pad(x, ((0, 0), (before, 0), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+    if window is None or window >= q.shape[1]:
+        return _causal(q, rotated, k, v, position, segment, persistent)
+    pad = lambda x, fill: jnp.pad(x, ((0, 0), (window, 0), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
     k_segment = None if segment is None else pad(segment, -1)
     return _in_blocks(
-        q, rotated, pad(k, 0), pad(v, 0), position, pad(position, -1), segment, k_segment, before, persistent
+        q, rotated, pad(k, 0), pad(v, 0), position, pad(position, -1), segment, k_segment, window, persistent
     )
+
+
+@jax.jit
+def _causal(
+    q: jax.Array, rotated: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array, segment: jax.Array | None,
+    persistent: Persistent | None,
+) -> jax.Array:  # fmt: skip
+    """`attention` without a window. Queries of the first part of a sequence do not read the keys of the later ones."""
+    time = q.shape[1]
+
+    def part(start: int, stop: int) -> jax.Array:
+        own, before = (lambda x: x[:, start:stop]), (lambda x: x[:, :stop])
+        of_segments = (None, None) if segment is None else (own(segment), before(segment))
+        keys = before(k), before(v)
+        return _in_blocks(
+            own(q), own(rotated), *keys, own(position), before(position), *of_segments, None, persistent
+        )  # fmt: skip
+
+    if time <= _LARGEST_BLOCK:
+        return part(0, time)
+    blocks = -(-time // _LARGEST_BLOCK)
+    edges = np.linspace(0, blocks, min(blocks, _PARTS) + 1).round().astype(int) * _LARGEST_BLOCK
+    pairs = itertools.pairwise(np.minimum(edges, time).tolist())
+    # What is kept for the gradient is all arrays once, not the keys and weights of each part.
+    return jnp.concatenate([jax.checkpoint(functools.partial(part, *ends))() for ends in pairs], axis=1)
 
 
 def segment_positions(

@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from atlasjax.memory.products import product
+
+_F32 = jnp.dtype(jnp.float32)
 _FEW = 32  # as many queries times heads are read in one matrix product per row
 _MASKED = -1e30  # not −∞, which would give NaN derivatives in rows of padding that see no key
 
@@ -58,14 +61,21 @@ def softmax_attention(*sources: Source, split_heads: bool = False) -> Float[Arra
 
 def _products(q: jax.Array, k: jax.Array) -> jax.Array:
     """Queries [batch, time, heads, key_dim] times keys [(batch,) size, heads, key_dim]: float32 [batch, heads, time, size]."""
-    keys = "bshd" if k.ndim == 4 else "shd"
-    return jnp.einsum(f"bthd,{keys}->bhts", q, k, preferred_element_type=jnp.float32)
+    return product(jnp.swapaxes(q, 1, 2), _columns(k, q.shape[0]), "nn", _F32)
 
 
 def _sums(weights: jax.Array, v: jax.Array) -> jax.Array:
     """Weights [batch, heads, time, size] times values [(batch,) size, heads, dim]: float32 [batch, time, heads, dim]."""
-    values = "bshv" if v.ndim == 4 else "shv"
-    return jnp.einsum(f"bhts,{values}->bthv", weights, v, preferred_element_type=jnp.float32)
+    return jnp.swapaxes(product(weights, _columns(v, weights.shape[0]), "nt", _F32), 1, 2)
+
+
+def _columns(x: jax.Array, batch: int) -> jax.Array:
+    """[(batch,) size, heads, dim] with a token for each column, [batch, heads, dim, size].
+
+    So no product, and no derivative of one, has to transpose the logits or the weights, which XLA's CPU backend does slowly: the
+    transposed factors are those of few rows.
+    """
+    return jnp.broadcast_to(jnp.moveaxis(x, -3, -1), (batch, *x.shape[-2:], x.shape[-3]))
 
 
 def _few_products(q: jax.Array, k: jax.Array) -> jax.Array:

@@ -3,9 +3,9 @@
     python experiments/benchmarks/softmax_memories_cpu.py                     # 1,024 and 2,048 tokens
     python experiments/benchmarks/softmax_memories_cpu.py --lengths 4096 --repeats 3
 
-float32, 4 heads of 64, batch 1, gradients of every input and parameter. Attention is `jax.nn.dot_product_attention`. Each round
-times attention and every memory once, in turn, and the minima over rounds are compared, because only ratios within one run are
-meaningful. Prints a table and, with `--out`, appends one JSON line.
+float32, 4 heads of 64, batch 1, gradients of every input and parameter. Attention is `atlasjax.mixers.attention` without rotation,
+beside `jax.nn.dot_product_attention`. Each round times both and every memory once, in turn, and the minima over rounds are compared,
+because only ratios within one run are meaningful. Prints a table and, with `--out`, appends one JSON line.
 """
 
 import argparse
@@ -62,6 +62,7 @@ def compiled(length):
     import jax
 
     from atlasjax import memory
+    from atlasjax.mixers.attention import attention
 
     def runner(loss, *args):
         run = jax.jit(jax.grad(loss, argnums=tuple(range(len(args))))).lower(*args).compile()
@@ -69,8 +70,9 @@ def compiled(length):
 
     names = rules()
     q, k, v, _ = inputs(next(iter(names.values())), length)
-    attention = lambda q, k, v: (jax.nn.dot_product_attention(q, k, v, is_causal=True) ** 2).sum()
-    runs = {"softmax attention": runner(attention, q, k, v)}
+    own = lambda q, k, v: (attention(q, k, v, rope_theta=None) ** 2).sum()
+    of_jax = lambda q, k, v: (jax.nn.dot_product_attention(q, k, v, is_causal=True) ** 2).sum()
+    runs = {"softmax attention": runner(own, q, k, v), "softmax attention, of jax.nn": runner(of_jax, q, k, v)}
     for name, rule in names.items():
         params = memory.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=DIM, value_dim=DIM)
         loss = lambda params, q, k, v, gates, rule=rule: (memory.scan(rule, params, None, q, k, v, gates)[0] ** 2).sum()

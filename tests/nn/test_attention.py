@@ -72,10 +72,11 @@ def test_tokens_divided_over_devices(window):
         jax.tree.map(close, found, expected)
 
 
-# One block, several, and a last one that is not full; windows of one token, odd ones, longer than a block, than the sequence.
+# One block, several, and a last one that is not full; windows of one token, odd ones, longer than a block, than the sequence. The
+# blocks of 1,300 tokens are in four parts of one and two.
 CASES = [
     (7, None, 0), (300, None, 3), (7, 1, 0), (7, 3, 2), (7, 50, 0), (64, 5, 0), (150, 5, 1), (150, 64, 0), (150, 97, 0),
-    (600, 280, 0),
+    (600, 280, 0), (600, 601, 0), (1300, None, 1),
 ]  # fmt: skip
 
 
@@ -114,6 +115,13 @@ def test_segments(window):
     close(y, definition(**x, window=window, segments=numbered))
     alone = {name: x[name][:, 31:101] for name in "qkv"}
     close(y[:, 31:101], A.attention(**alone, persistent=x["persistent"], window=window, rope_theta=THETA))
+
+
+def test_segments_over_several_parts():
+    lengths = [300, 1, 499, 240]
+    x, numbered = arrays(sum(lengths)), np.repeat([[0, 1, 2, 3]] * 2, lengths, axis=1)
+    run = jax.jit(lambda x: A.attention(**x, rope_theta=THETA, segment_ids=jnp.asarray(numbered)))
+    close(run(x), definition(**x, segments=numbered))
 
 
 @functools.partial(jax.jit, static_argnames="window")
