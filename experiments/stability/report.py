@@ -68,13 +68,15 @@ def train_table(rows: list[dict[str, Any]]) -> str:
 
 
 def wide_table(rows: list[dict[str, Any]]) -> str:
-    from experiments.stability.wide import STEPS, TABLE_7_RATE, TOKENS
+    from experiments.stability.wide import EVERY, STEPS, TABLE_7_RATE, TOKENS
 
     rate = lambda row: f"{row['times_the_rate'] * TABLE_7_RATE:g}"
     lines = [[row["preset"], rate(row), *_cells([row])] for row in rows]
     return (
         f"{len(rows)} runs of two layers as wide as those of the 340M models, {STEPS} steps of {TOKENS} bytes of the embedded "
-        f"text, in bfloat16, {_diverged(rows)} diverged. {_LEGEND}"
+        f"text, in bfloat16, {_diverged(rows)} diverged. {_LEGEND}".rstrip()
+        + "".join(f" Memories of {name} write once every {every} tokens." for name, every in EVERY.items())
+        + "\n\n"
         + _table(["preset", "learning rate", *_CELLS], sorted(lines))
     )
 
