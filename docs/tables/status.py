@@ -117,7 +117,9 @@ def status_proofs() -> str:
 
 
 def status_plans() -> str:
-    """Training steps compiled for pods and GPUs."""
+    """Training steps compiled for pods and GPUs. Of repeated plans the last one counts."""
+    key = lambda row: (row["preset"], row["topology"], row["implementation"], row.get("packing", "contiguous"))
+    newest = {key(row): row for row in rows(BENCHMARKS / "plans.jsonl")}
     lines = [
         (
             f"`{row['preset']}`" + (", packed documents" if row.get("packing") == "documents" else ""),
@@ -126,10 +128,7 @@ def status_plans() -> str:
             _no_plan(row["error"]) if row.get("plan") is None else "yes" if row["fits"] else "no",
             "" if row.get("plan") is None else f"{row['total_bytes'] / 2**30:.2f}",
         )
-        for row in sorted(
-            rows(BENCHMARKS / "plans.jsonl"),
-            key=lambda row: (row["preset"], row["topology"], row["implementation"], row.get("packing", "contiguous")),
-        )
+        for _, row in sorted(newest.items())
     ]
     return table(("preset", "devices", "memories by", "fits", "GiB per device"), lines, right=(4,))
 
