@@ -118,7 +118,8 @@ def status_proofs() -> str:
 
 def status_plans() -> str:
     """Training steps compiled for pods and GPUs. Of repeated plans the last one counts."""
-    key = lambda row: (row["preset"], row["topology"], row["implementation"], row.get("packing", "contiguous"))
+    from experiments.benchmarks.plans import key
+
     newest = {key(row): row for row in rows(BENCHMARKS / "plans.jsonl")}
     lines = [
         (
