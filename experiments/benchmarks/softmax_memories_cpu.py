@@ -4,7 +4,7 @@
     python experiments/benchmarks/softmax_memories_cpu.py --lengths 4096 --repeats 3
 
 float32, 4 heads of 64, batch 1, gradients of every input and parameter. Attention is `atlasjax.mixers.attention` without rotation,
-beside `jax.nn.dot_product_attention`. Each round times both and every memory once, in turn, and the minima over rounds are compared,
+beside `jax.nn.dot_product_attention`. Each round times both and every memory once, in turn. The minima over rounds are compared,
 because only ratios within one run are meaningful. Prints a table and, with `--out`, appends one JSON line.
 """
 
