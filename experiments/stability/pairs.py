@@ -33,6 +33,7 @@ PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
         ("titans-soup", "titans-ssc"),
         *((f"titans-{name}", "titans") for name in ("grm", "soup", "ssc")),
     ),
+    "log-linear": tuple((f"titans-{name}", "titans-log-linear") for name in ("grm", "soup", "ssc")),
     "residual": (("titans-residual", "titans"),),
     "gating": (("titans-grm", "titans-residual"),),
     "sampling": (("elastic-exp", "elastic-uniform"),),
