@@ -11,7 +11,7 @@ REFERENCE = "transformer++"
 # The main rows of the papers' comparisons of speed: M Figure 4, A's rules, E Table 8, G Table 2.
 MODELS = (
     "swa", "gla", "gated-deltanet", "titans", "titans-residual", "titans-grm", "titans-soup", "titans-ssc", "dla", "omeganet",
-    "atlas", "elastic-exp", "memorizing", "infini", "gam",
+    "atlas", "elastic-exp", "memorizing", "infini", "melodi", "gam", "gam-transformer", "mamba",
 )  # fmt: skip
 KINDS = ("training", "decoding")
 DECODED = 64  # tokens that are sampled after a text

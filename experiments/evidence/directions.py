@@ -3,10 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Iterable
 
+from experiments.efficiency.measure import REFERENCE
 from experiments.evidence.sources import (
     Line,
     ablation,
     capacity,
+    efficiency,
     function_muon,
     function_order,
     gam_scaling,
@@ -33,6 +35,7 @@ EXPERIMENTS = {
     "stability": ("python -m experiments.stability.train", "../experiments/stability/results/train.md"),
     "studies": ("python -m experiments.studies.run", "../experiments/studies/results/embedded.png"),
     "language": ("python -m experiments.language.run", "../experiments/language/results/books.png"),
+    "efficiency": ("python -m experiments.efficiency.run", "../experiments/efficiency/results/cpu-tiny.png"),
     "ablation": ("python -m experiments.ablation.run", "../experiments/ablation/results/ablation.png"),
     "function_learning": (
         "python experiments/function_learning/run.py",
@@ -187,6 +190,11 @@ def _hybrid() -> list[Line]:
     return _whole(PAIRS["hybrid"]) + language("hybrid")
 
 
+_CACHED_SPEED = [("titans", "titans-ssc"), ("titans-ssc", "titans-grm"), ("titans-ssc", "titans-soup")]
+_CACHED_SPEED += [(f"titans-{name}", REFERENCE) for name in ("ssc", "grm", "soup")]
+_ROUNDS = "Seeds are rounds in which each model was timed in turn with Transformer++. A line holds for one device and XLA's engine."
+
+
 DIRECTIONS = (
     Direction(
         "The Omega rule is better than the online rule", "A §3.2, Table 6", _omega,
@@ -339,5 +347,24 @@ DIRECTIONS = (
         "A hybrid with attention (MAG) is better than the memory alone and than MAL", "A §6.6, Table 6", _hybrid,
         ("zoo", "stability", "language"),
         note=lambda: "In A's Table 6 MAL is behind Atlas alone, so these two are not compared. Titans is not in that table.",
+    ),
+    Direction(
+        "Speed of training: Memory Caching is between its memory alone and Transformer++, and SSC costs least", "M §4.7, Fig. 4",
+        lambda: efficiency(_CACHED_SPEED), ("efficiency",),
+        note=lambda: f"{_ROUNDS} M's figure is a plot without numbers. M says that the longer the context, the more "
+        "efficient is caching, compared with attention.",
+    ),
+    Direction(
+        "Speed of training: Elastic Memory is faster than Transformer++, Infini-Transformer and Melodi", "E §3.7, Table 8",
+        lambda: efficiency([("elastic-exp", other) for other in (REFERENCE, "infini", "melodi")] + [("memorizing", "elastic-exp")]),
+        ("efficiency",),
+        note=lambda: f"{_ROUNDS} E has 1.06 times the speed of Transformer++, 1.66 times that of Infini-Transformer and 1.93 times "
+        "that of Melodi; Memorizing Transformer is 1.02 times as fast as Elastic Memory, and the last lines have that order.",
+    ),
+    Direction(
+        "Speed of training: GAM is faster than a Transformer and than Mamba", "G §5.1",
+        lambda: efficiency([("gam", "gam-transformer"), ("gam", "mamba")]), ("efficiency",),
+        note=lambda: f"{_ROUNDS} gam-transformer is G's baseline. G has epochs of 117.2, 131.9 and 127.1 s, with "
+        "texts of 256 tokens.",
     ),
 )  # fmt: skip

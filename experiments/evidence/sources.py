@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments.capacity.report import TITLES, area
+from experiments.efficiency.measure import REFERENCE
 from experiments.intervals import Comparison, clearly_above, compare
 from experiments.language.compare import compared as by_position
 from experiments.mad.report import orders
@@ -350,7 +351,38 @@ def function_muon() -> list[Line]:
     return found
 
 
-# Scaling.
+# Speed.
+
+
+def efficiency(pairs: Iterable[tuple[str, str]], kind: str = "training") -> list[Line]:
+    """(faster, slower) models: tokens per second at each length and on each device, in doublings.
+
+    Models of a row are timed in turn with Transformer++, so each is measured in its speed: round by round, which are the seeds.
+    """
+    found = []
+    for name in texts("efficiency"):
+        group = [row for row in rows(f"efficiency/results/{name}.jsonl") if row["kind"] == kind]
+        speeds = {(row["model"], row["length"]): _doublings(row) for row in group}
+        for (faster, slower), length in itertools.product(pairs, sorted({row["length"] for row in group})):
+            sides = [
+                dict.fromkeys(range(group[0]["recipe"]["rounds"]), 0.0)
+                if model == REFERENCE
+                else speeds.get((model, length), {})
+                for model in (faster, slower)
+            ]
+            if (comparison := paired(*sides)) is not None:
+                recipe = group[0]["recipe"]
+                tokens = max(1, recipe["tokens"] // length) * length
+                told = f"{faster} against {slower}: {kind}, {length:,} tokens, {group[0]['device'].split(':')[0]}, {recipe['size']}"
+                found.append(Line(told, comparison, "doublings of speed", tokens, "efficiency"))
+    return found
+
+
+def _doublings(row: Row) -> dict[int, float]:
+    """Round → log2 of the speed over Transformer++'s; empty if either needs too much memory."""
+    if row["seconds"] is None or row["reference_seconds"] is None:
+        return {}
+    return {i: math.log2(b / a) for i, (a, b) in enumerate(zip(row["seconds"], row["reference_seconds"], strict=True))}
 
 
 def gam_scaling() -> str:

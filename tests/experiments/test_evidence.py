@@ -57,6 +57,21 @@ def test_a_lower_loss_is_better(monkeypatch):
     assert len(sources.ablation([("good", "missing")])) == 0
 
 
+def test_a_higher_speed_is_better(monkeypatch):
+    found = [
+        {"kind": kind, "model": name, "length": 512, "seconds": seconds, "reference_seconds": [2.0, 4.0, 9.0],
+         "device": "cpu: cpu", "recipe": {"rounds": 3, "tokens": 1024, "size": "tiny"}}
+        for kind, name, seconds in (("training", "good", [1.0, 2.0, 4.5]), ("training", "bad", [4.0, 8.0, 18.0]),
+                                    ("training", "large", None), ("decoding", "good", [9.0, 9.0, 9.0]))
+    ]  # fmt: skip
+    monkeypatch.setattr(sources, "rows", lambda path: found)
+    monkeypatch.setattr(sources, "texts", lambda name: ["cpu-tiny"])
+    pairs = [("good", "bad"), ("good", "transformer++"), ("bad", "transformer++"), ("large", "bad")]
+    lines = sources.efficiency(pairs)
+    assert [line.comparison.differences for line in lines] == [(2.0,) * 3, (1.0,) * 3, (-1.0,) * 3]
+    assert lines[0].tokens == 1024
+
+
 def test_larger_curves_are_better(monkeypatch):
     found = [
         {"budget": 256, "passes": 1, "keys": "narrow", "memory": name, "floats": 256, "recalled": curves,
