@@ -21,6 +21,7 @@ import sys
 import time
 
 HEADS, DIM, CHUNK = 4, 64, 64
+REST_SECONDS = 0.3  # between two runs: idle threads of PyTorch keep spinning for a while
 
 
 def inputs(length, dtype="float32", seed=0):
@@ -33,14 +34,17 @@ def inputs(length, dtype="float32", seed=0):
     return unit(normal()), unit(normal()), normal(), (gate(0.95, 1), gate(0.0, 0.01), gate(0.5, 0.95))
 
 
-def best(run, repeats):
-    run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def best_in_turn(runs, repeats):
+    """The least seconds of each function. They take turns, so that slow moments of a shared machine meet all of them."""
+    times = [[] for _ in runs]
+    for turn in range(repeats + 1):
+        for seconds, run in zip(times, runs, strict=True):
+            start = time.perf_counter()
+            run()
+            if turn:  # the first turn warms up
+                seconds.append(time.perf_counter() - start)
+            time.sleep(REST_SECONDS)
+    return [min(seconds) for seconds in times]
 
 
 def ours(length, chunk=CHUNK):
@@ -69,8 +73,8 @@ def over_heads(args):
     return put(params, "heads"), *(put(x, None, None, "heads") for x in tokens)
 
 
-def theirs(length, chunk_size, batch_size, repeats):
-    """Seconds of forward and backward of titans-pytorch's NeuralMemory with the same sizes."""
+def theirs(length, chunk_size, batch_size):
+    """Forward and backward of titans-pytorch's NeuralMemory with the same sizes, a function without arguments."""
     import torch
     from titans_pytorch import MemoryMLP, NeuralMemory
 
@@ -93,17 +97,17 @@ def theirs(length, chunk_size, batch_size, repeats):
         y, _ = model(x)
         (y**2).sum().backward()
 
-    return best(run, repeats)
+    return run
 
 
-def matmul_rate():
-    """GFLOP/s of a large float32 product on this machine."""
+def product():
+    """(a large float32 product, its FLOP): its rate is the machine's."""
     import jax
     import jax.numpy as jnp
 
     x = jnp.ones((2048, 2048))
     f = jax.jit(lambda x: x @ x)
-    return 2 * 2048**3 / best(lambda: f(x).block_until_ready(), 5) / 1e9
+    return lambda: f(x).block_until_ready(), 2 * 2048**3
 
 
 def speed(args):
@@ -111,16 +115,25 @@ def speed(args):
 
     jax.config.update("jax_num_cpu_devices", args.devices)
 
-    def seconds_of(length):
+    def program(length):
         run, values = ours(length)
         values = over_heads(values)
         compiled = run.lower(*values).compile()
-        return best(lambda: jax.block_until_ready(compiled(*values)), args.repeats)
+        return lambda: jax.block_until_ready(compiled(*values))
 
-    length, small, repeats = args.length, 512, args.repeats
-    seconds = seconds_of(length)
-    rate = matmul_rate()
-    ours_small = seconds_of(small)
+    length, small = args.length, 512
+    matmul, matmul_flops = product()
+    runs = {"ours_s": program(length), "ours_512_s": program(small), "matmul": matmul}
+    try:
+        import titans_pytorch  # noqa: F401
+        import torch
+    except ImportError:
+        print("titans-pytorch is not installed (pip install -e '.[oracle]'): only our own times.")
+    else:
+        torch.set_num_threads(os.cpu_count() or 1)
+        runs |= {"titans_chunk64_s": theirs(length, 64, None), "titans_per_token_512_s": theirs(small, 1, 64)}
+    seconds = dict(zip(runs, best_in_turn(list(runs.values()), args.repeats), strict=True))
+    rate = matmul_flops / seconds.pop("matmul") / 1e9
     # Two-layer memory of expansion 4: a product with one weight is 8 d² FLOP. Forward: 3 products for the gradients, 6 for
     # reads (M, S and the scores), 4 for the new M and S, and 4 of width `chunk`; twice as many backward; recomputation once.
     forward = 2 * HEADS * (4 * DIM * DIM * (3 + 4 + 4) + CHUNK * (2 * DIM + 2 * 4 * DIM))
@@ -129,25 +142,15 @@ def speed(args):
         "length": length,
         "threads": os.cpu_count(),
         "devices": args.devices,
-        "ours_s": seconds,
-        "ours_tokens_per_s": length / seconds,
+        **seconds,
+        "ours_tokens_per_s": length / seconds["ours_s"],
         "matmul_gflops": rate,
         "mflop_per_token": flops / length / 1e6,
-        "share_of_matmul_rate": flops / seconds / 1e9 / rate,
+        "share_of_matmul_rate": flops / seconds["ours_s"] / 1e9 / rate,
     }
-    try:
-        import titans_pytorch  # noqa: F401
-        import torch
-    except ImportError:
-        print("titans-pytorch is not installed (pip install -e '.[oracle]'): only our own times.")
-    else:
-        torch.set_num_threads(os.cpu_count() or 1)
-        result["titans_chunk64_s"] = theirs(length, 64, None, repeats)
-        # After our own runs, because its idle threads keep spinning for a while.
-        result["titans_per_token_512_s"] = theirs(small, 1, 64, repeats)
-        result["ours_512_s"] = ours_small
-        result["ratio_to_fastest_mode"] = result["titans_chunk64_s"] / seconds
-        result["ratio_to_same_function"] = result["titans_per_token_512_s"] / ours_small
+    if "titans_chunk64_s" in seconds:
+        result["ratio_to_fastest_mode"] = seconds["titans_chunk64_s"] / seconds["ours_s"]
+        result["ratio_to_same_function"] = seconds["titans_per_token_512_s"] / seconds["ours_512_s"]
     return result
 
 
@@ -263,12 +266,9 @@ def forms(args):
         first, second = (jax.tree.leaves(f(params, q, k, v, gates)) for f in compiled.values())
         for x, y in zip(first, second):
             assert jnp.abs(x - y).max() <= 1e-3 * jnp.abs(x).max()
-        times = dict.fromkeys(compiled, float("inf"))
-        arguments = (params, q, k, v, gates)
-        for _ in range(args.repeats):  # in turn
-            for form, f in compiled.items():
-                run = functools.partial(f, *arguments)
-                times[form] = min(times[form], best(lambda run=run: jax.block_until_ready(run()), 1))
+        runs = [functools.partial(f, params, q, k, v, gates) for f in compiled.values()]
+        seconds = best_in_turn([lambda run=run: jax.block_until_ready(run()) for run in runs], args.repeats)
+        times = dict(zip(compiled, seconds, strict=True))
         result |= {f"{name}_{form}_s": seconds for form, seconds in times.items()}
         result[f"{name}_ratio"] = times["kernels_form"] / times["engine"]
     return result
@@ -294,7 +294,7 @@ def main():
     commands = {"speed": speed, "bytes": bytes_, "stream": stream, "forms": forms, "import": import_}
     parser.add_argument("what", choices=commands)
     parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument(
         "--devices",
         type=int,

@@ -77,11 +77,12 @@ def plot(rows: list[Row], path: pathlib.Path) -> None:
     """Relative speed against length, one part for each kind; bars from the slowest to the fastest round."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    figure = Figure(figsize=(14, 6), layout="constrained")
+    figure = Figure(figsize=(15, 6), layout="constrained")
     FigureCanvasAgg(figure)
     parts = list(_parts(rows))
-    for axes, (kind, _, models) in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
+    for axes, (kind, lengths, models) in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
         for number, (name, found) in enumerate(models.items()):
             points = [(length, row) for length, row in sorted(found.items()) if relative(row) is not None]
             if not points:
@@ -96,9 +97,13 @@ def plot(rows: list[Row], path: pathlib.Path) -> None:
         axes.axhline(1, color="black", linewidth=0.8, label=REFERENCE)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set(xlabel="tokens of the text", ylabel=f"tokens per second over {REFERENCE}'s", title=TITLES[kind])
         axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=9, handlelength=3)
     figure.savefig(path, dpi=120)
 
 
