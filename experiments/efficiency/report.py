@@ -11,12 +11,18 @@ from experiments.rows import Row
 TITLES = {"training": "Training step", "decoding": f"Decoding of {DECODED} tokens after a text"}
 
 
-def relative(row: Row) -> float | None:
-    """Tokens per second over the reference's: the median over rounds, whose two times are of one moment. None if either needs too
-    much memory."""
+def ratios(row: Row) -> list[float]:
+    """Tokens per second over the reference's in each round, whose two times are of one moment. Empty if either needs too much
+    memory."""
     if row["seconds"] is None or row["reference_seconds"] is None:
-        return None
-    return statistics.median(b / a for a, b in zip(row["seconds"], row["reference_seconds"], strict=True))
+        return []
+    return [b / a for a, b in zip(row["seconds"], row["reference_seconds"], strict=True)]
+
+
+def relative(row: Row) -> float | None:
+    """The median of `ratios`, None without any."""
+    found = ratios(row)
+    return statistics.median(found) if found else None
 
 
 def speed(row: Row, which: str = "seconds") -> float | None:
@@ -82,18 +88,20 @@ def plot(rows: list[Row], path: pathlib.Path) -> None:
     figure = Figure(figsize=(15, 6), layout="constrained")
     FigureCanvasAgg(figure)
     parts = list(_parts(rows))
+    legend: dict[str, Any] = {}  # label → its line: the parts may have different models
     for axes, (kind, lengths, models) in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
-        for number, (name, found) in enumerate(models.items()):
-            points = [(length, row) for length, row in sorted(found.items()) if relative(row) is not None]
+        for name, found in models.items():
+            number = MODELS.index(name)  # the same color in each part
+            points = {length: ratios(row) for length, row in sorted(found.items()) if ratios(row)}
             if not points:
                 continue
-            ratios = [
-                [b / a for a, b in zip(row["seconds"], row["reference_seconds"], strict=True)] for _, row in points
+            middle = [statistics.median(each) for each in points.values()]
+            spread = [
+                [m - min(each) for m, each in zip(middle, points.values())],
+                [max(each) - m for m, each in zip(middle, points.values())],
             ]
-            middle = [statistics.median(each) for each in ratios]
-            spread = [[m - min(r) for m, r in zip(middle, ratios)], [max(r) - m for m, r in zip(middle, ratios)]]
             style: dict[str, Any] = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
-            axes.errorbar([length for length, _ in points], middle, spread, marker=".", capsize=2, label=name, **style)
+            axes.errorbar(list(points), middle, spread, marker=".", capsize=2, label=name, **style)
         axes.axhline(1, color="black", linewidth=0.8, label=REFERENCE)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -103,7 +111,8 @@ def plot(rows: list[Row], path: pathlib.Path) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set(xlabel="tokens of the text", ylabel=f"tokens per second over {REFERENCE}'s", title=TITLES[kind])
         axes.grid(alpha=0.3, which="both")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=9, handlelength=3)
+        legend |= {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(legend.values()), list(legend), loc="outside right upper", fontsize=9, handlelength=3)
     figure.savefig(path, dpi=120)
 
 

@@ -155,8 +155,7 @@ def _whole(pairs: Iterable[tuple[str, str]]) -> list[Line]:
 
 
 def _log_linear() -> list[Line]:
-    cached = [f"{memory}-{way}" for memory in ("titans", "dla") for way in ("grm", "soup", "ssc")]
-    texts = trained([(name, f"{name.split('-')[0]}-log-linear") for name in cached])
+    texts = trained([*PAIRS["log-linear"], *((f"dla-{way}", "dla-log-linear") for way in ("grm", "soup", "ssc"))])
     return mqar([("linear-grm-8", "log_linear"), ("linear-ssc-8", "log_linear")]) + texts
 
 

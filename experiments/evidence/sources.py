@@ -15,6 +15,7 @@ import numpy as np
 
 from experiments.capacity.report import TITLES, area
 from experiments.efficiency.measure import REFERENCE
+from experiments.efficiency.report import ratios
 from experiments.intervals import Comparison, clearly_above, compare
 from experiments.language.compare import compared as by_position
 from experiments.mad.report import orders
@@ -362,8 +363,9 @@ def efficiency(pairs: Iterable[tuple[str, str]], kind: str = "training") -> list
     found = []
     for name in texts("efficiency"):
         group = [row for row in rows(f"efficiency/results/{name}.jsonl") if row["kind"] == kind]
-        speeds = {(row["model"], row["length"]): _doublings(row) for row in group}
-        for (faster, slower), length in itertools.product(pairs, sorted({row["length"] for row in group})):
+        speeds = {(row["model"], row["length"]): dict(enumerate(map(math.log2, ratios(row)))) for row in group}
+        tokens = {row["length"]: row["tokens"] for row in group}
+        for (faster, slower), length in itertools.product(pairs, sorted(tokens)):
             sides = [
                 dict.fromkeys(range(group[0]["recipe"]["rounds"]), 0.0)
                 if model == REFERENCE
@@ -371,18 +373,10 @@ def efficiency(pairs: Iterable[tuple[str, str]], kind: str = "training") -> list
                 for model in (faster, slower)
             ]
             if (comparison := paired(*sides)) is not None:
-                recipe = group[0]["recipe"]
-                tokens = max(1, recipe["tokens"] // length) * length
-                told = f"{faster} against {slower}: {kind}, {length:,} tokens, {group[0]['device'].split(':')[0]}, {recipe['size']}"
-                found.append(Line(told, comparison, "doublings of speed", tokens, "efficiency"))
+                where = f"{group[0]['device'].split(':')[0]}, {group[0]['recipe']['size']}"
+                told = f"{faster} against {slower}: {kind}, {length:,} tokens, {where}"
+                found.append(Line(told, comparison, "doublings of speed", tokens[length], "efficiency"))
     return found
-
-
-def _doublings(row: Row) -> dict[int, float]:
-    """Round → log2 of the speed over Transformer++'s; empty if either needs too much memory."""
-    if row["seconds"] is None or row["reference_seconds"] is None:
-        return {}
-    return {i: math.log2(b / a) for i, (a, b) in enumerate(zip(row["seconds"], row["reference_seconds"], strict=True))}
 
 
 def gam_scaling() -> str:

@@ -59,8 +59,8 @@ def test_a_lower_loss_is_better(monkeypatch):
 
 def test_a_higher_speed_is_better(monkeypatch):
     found = [
-        {"kind": kind, "model": name, "length": 512, "seconds": seconds, "reference_seconds": [2.0, 4.0, 9.0],
-         "device": "cpu: cpu", "recipe": {"rounds": 3, "tokens": 1024, "size": "tiny"}}
+        {"kind": kind, "model": name, "length": 512, "tokens": 1024, "seconds": seconds,
+         "reference_seconds": [2.0, 4.0, 9.0], "device": "cpu: cpu", "recipe": {"rounds": 3, "size": "tiny"}}
         for kind, name, seconds in (("training", "good", [1.0, 2.0, 4.5]), ("training", "bad", [4.0, 8.0, 18.0]),
                                     ("training", "large", None), ("decoding", "good", [9.0, 9.0, 9.0]))
     ]  # fmt: skip
