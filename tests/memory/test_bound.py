@@ -187,6 +187,19 @@ def test_packed_segments_where_the_bound_acts(x64):
     assert_close(packed, memory.reference(rule, params, None, *rest, segment_ids=ids)[0], 1e-9)
 
 
+@pytest.mark.parametrize("name", ["titans", "muon_matrix_channel"])
+def test_a_fresh_call_of_one_chunk_begins_within_the_bound(name, x64):
+    """Such a call begins one memory for all rows; a learned start may be larger than the bound."""
+    rule = dataclasses.replace(RULES[name], chunk_size=16, bound=Bound(weight_norm=0.1))
+    params, *rest = bold(rule, time=16)
+    norm = lambda w: jnp.linalg.norm(w, axis=(-2, -1)) / w.shape[-2] ** 0.5
+    assert any((norm(w) > 0.1).any() for w in params.weights.values())
+    fn = lambda scan: jax.jit(
+        jax.value_and_grad(lambda *args: objective(scan, rule, *args), argnums=(0, 1, 2, 3, 4), has_aux=True)
+    )
+    assert_close(fn(memory.scan)(params, *rest), fn(memory.reference)(params, *rest), 1e-8)
+
+
 def test_online_rules_are_the_papers_while_their_steps_are_safe(x64):
     rule = rules.titans_no_momentum(1)
     params, *rest = make_inputs(rule, dtype=jnp.float64)

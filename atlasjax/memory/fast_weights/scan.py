@@ -73,7 +73,7 @@ def xla_scan(
         where.first,
         None if soup is None else jax.tree.map(lambda x: x.astype(wide), soup.weights),
     )
-    y, carry = _run_slots(rule, sizes, q.dtype, operands)
+    y, carry = _run_slots(rule, sizes, q.dtype, operands, fresh)
     y = from_slots(y, sizes, where, time)
     return y, state_after(rule, state, carry, where, k, v, gates, segment_ids, lengths)
 
@@ -82,13 +82,15 @@ def xla_scan(
 _Operands = tuple[MemoryParams, Carry, SlotInputs, jax.Array | None, Weights | None]
 
 
-def _run_slots(rule: MemoryRule, sizes: Plan, dtype: jnp.dtype, operands: _Operands) -> tuple[jax.Array, Carry]:
-    """All slots of a call, in the form that the rule allows. Operands as in `slots.scan_slots`."""
+def _run_slots(
+    rule: MemoryRule, sizes: Plan, dtype: jnp.dtype, operands: _Operands, fresh: bool
+) -> tuple[jax.Array, Carry]:
+    """All slots of a call, in the form that the rule allows. Operands and `fresh` as in `slots.scan_slots`."""
     params, carry, inputs, _, _ = operands
     if rule.is_linear:
         y, memory = linear_scan(rule, dtype, params, carry.memory, inputs[0], inputs[2])
         return y, carry._replace(memory=memory, chunk_start=memory)
-    run = functools.partial(scan_slots, rule, sizes, dtype)
+    run = functools.partial(scan_slots, rule, sizes, dtype, fresh=fresh)
     lanes = cpu_lanes(sizes, params)
     if lanes == 1:
         return run(1, *operands)

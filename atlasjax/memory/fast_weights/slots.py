@@ -79,12 +79,15 @@ def scan_slots(
     inputs: SlotInputs,
     first: jax.Array | None,
     soup: Weights | None,
+    *,
+    fresh: bool = False,
 ) -> tuple[jax.Array, Carry]:
     """All slots of a call.
 
     Args:
       rule, sizes, dtype: static; dtype of the outputs.
       lanes: static, the number of separate groups of heads, a divisor of the number of heads.
+      fresh: static, whether the memory and momentum of `carry` are those of `init_state`.
       params: in the state's dtype.
       carry: the carry before the first slot.
       inputs: the slots.
@@ -110,6 +113,13 @@ def scan_slots(
     def by_batch(begins, params, chunk_start, memory, momentum, *rest):
         momentum = begin(rule.begin_momentum, momentum, begins)
         return all_chunks(params, chunk_start, begin(rule.begin_chunk, memory, begins), momentum, *rest)
+
+    def all_from_start(begins, params, chunk_start, memory, momentum, *rest):
+        # Every row begins its only chunk with the same memory, so one row is begun for all.
+        initial = jax.tree.map(lambda w: w[None], rule.start(params.weights))
+        begun = rule.begin_chunk(initial), rule.begin_momentum(rule.start_momentum(initial))
+        memory, momentum = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), begun)
+        return all_chunks(params, chunk_start, memory, momentum, *rest)
 
     checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
     lane_params = tuple(zip(_split(params, lanes, 0), _split(soup, lanes, 1)))
@@ -174,7 +184,10 @@ def scan_slots(
         xs = jax.tree.map(lambda x: x[grouped:], xs)
         remaining -= grouped
     if remaining:
-        carries, y = meshes.scan(lambda c, x: run_slot(c, x, None, checkpoint(by_batch)), carries, xs)
+        _, resets, filled = inputs[1:]
+        only = fresh and inputs[1].shape[0] == 1 and first is None and resets is None and filled is None
+        chunk_fn = checkpoint(all_from_start if only else by_batch)
+        carries, y = meshes.scan(lambda c, x: run_slot(c, x, None, chunk_fn), carries, xs)
         outputs.append(y)
     y = jax.tree.map(lambda *parts: jnp.concatenate(parts) if len(parts) > 1 else parts[0], *outputs)
     return _join(y, 2), _join(carries, 1)
