@@ -46,6 +46,17 @@ PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
         for other in ("titans", "transformer++", CONTROL, "gated-delta-rule", "gated-deltanet")
         for name in ("atlas", "omeganet")
     ),
+    # By the perplexity of WikiText in A Table 2, where both sizes agree.
+    "baselines": (
+        ("titans", "gated-deltanet"),
+        ("gated-deltanet", "mamba2"),
+        ("mamba2", "deltanet"),
+        ("deltanet", "transformer++"),
+        ("transformer++", "retnet"),
+        ("gated-deltanet-h2", "gated-deltanet"),
+        ("titans", "dla"),
+        ("dla", "deltanet"),
+    ),
 }  # fmt: skip
 
 
