@@ -325,7 +325,7 @@ DIRECTIONS = (
     ),
     Direction(
         "Language: Atlas and OmegaNet are better than Titans, Transformer++ and the gated delta rule", "A §6.1, Table 2",
-        lambda: _whole(PAIRS["language"]), ("zoo", "stability"),
+        lambda: _whole(PAIRS["language"]) + language("language"), ("zoo", "stability", "language"),
         note=lambda: "attention-lmm is softmax attention in the layer of a memory (direction 7), a control that the paper does "
         "not have. gated-delta-rule is the rule in that layer, and gated-deltanet the block of its paper.",
     ),
@@ -365,5 +365,12 @@ DIRECTIONS = (
         lambda: efficiency([("gam", "gam-transformer"), ("gam", "mamba")]), ("efficiency",),
         note=lambda: f"{_ROUNDS} gam-transformer is G's baseline. G has epochs of 117.2, 131.9 and 127.1 s, with "
         "texts of 256 tokens. Mamba has a fused kernel there and none here.",
+    ),
+    Direction(
+        "Language: the order of the baselines, Titans, Gated DeltaNet, Mamba-2, DeltaNet, Transformer++, RetNet", "A Table 2",
+        lambda: _whole(PAIRS["baselines"]) + language("baselines"), ("zoo", "stability", "language"),
+        note=lambda: "The order of the perplexities of WikiText, without pairs that the two sizes order differently. Gated "
+        "DeltaNet-H2 is before Gated DeltaNet, and DLA (760M) between Gated DeltaNet and DeltaNet. Here Transformer++ and "
+        "RetNet have no short convolutions, and the others have.",
     ),
 )  # fmt: skip

@@ -18,6 +18,8 @@ DIRECTIONS = {
     "sampling": "Elastic Memory: exponential sampling is better than uniform (E Tables 2, 3)",
     "memory": "Elastic Memory is better than no memory (E Table 2)",
     "hybrid": "A hybrid with attention is better than the memory alone (A Table 6)",
+    "language": "Atlas and OmegaNet are better than Titans, Transformer++ and Gated DeltaNet (A Table 2)",
+    "baselines": "The order of ATLAS's baselines (A Table 2)",
 }
 # Direction → the models of each pair, the better one first.
 PAIRS: dict[str, list[tuple[str, str]]] = {
@@ -29,6 +31,15 @@ PAIRS: dict[str, list[tuple[str, str]]] = {
     "sampling": [("elastic-exp", "elastic-uniform")],
     "memory": [("elastic-exp", "swa")],
     "hybrid": [("titans-mag", "titans")],
+    "language": [
+        (name, other) for other in ("titans", "transformer++", "gated-deltanet") for name in ("atlas", "omeganet")
+    ],
+    "baselines": [
+        ("titans", "gated-deltanet"),
+        ("gated-deltanet", "transformer++"),
+        ("titans", "dla"),
+        ("dla", "transformer++"),
+    ],
 }
 
 
