@@ -9,10 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlasjax import memory
-from experiments.capacity.memories import VALUE_DIM, Shape
+from experiments.capacity.memories import VALUE_DIM, Shape, connector
 
-# Name → (dimensions in which keys lie, cosine between any two of them on average).
-KEYS = {"independent": (256, 0.0), "narrow": (16, 0.0), "correlated": (256, 0.5)}
+# Name → (dimensions in which keys lie, cosine between two of a topic on average, pairs of a topic; None: all pairs are of one).
+KEYS = {
+    "independent": (256, 0.0, None),
+    "narrow": (16, 0.0, None),
+    "correlated": (256, 0.5, None),
+    "topics": (256, 0.5, 24),
+}
 TOLERANCE = 0.1  # a pair is stored if ‖M(k) − v‖² is below this; ‖v‖ = 1
 
 
@@ -44,10 +49,11 @@ def draw(keys: str, key_dim: int, count: int, seed: int) -> tuple[np.ndarray, np
     A seed has one list of tokens for all memories. Keys are the tokens under a random isometry into `key_dim` dimensions, or onto
     them if there are fewer, as a model would project them; then they have unit length.
     """
-    dim, cosine = KEYS[keys]
+    dim, cosine, topic = KEYS[keys]
     unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
     rng = np.random.default_rng([seed, 0])
-    tokens, shared = unit(rng.standard_normal((count, dim))), unit(rng.standard_normal(dim))
+    tokens = unit(rng.standard_normal((count, dim)))
+    shared = unit(rng.standard_normal((-(-count // topic) if topic else 1, dim)))[np.arange(count) // (topic or count)]
     values = unit(rng.standard_normal((count, VALUE_DIM)))
     tokens = np.sqrt(cosine) * shared + np.sqrt(1 - cosine) * tokens
     rng = np.random.default_rng([seed, 1, key_dim])
@@ -69,7 +75,7 @@ def read_back(
     """
     drawn = [draw(keys, shape.key_dim, max(pairs), seed) for seed in seeds]
     k, v = (jnp.asarray(np.stack(part)) for part in zip(*drawn, strict=True))
-    columns = {name: jnp.asarray([g[name] for g in gates], jnp.float32) for name in gates[0]}
+    columns = {name: jnp.asarray([g.get(name, 0.0) for g in gates], jnp.float32) for name in (*gates[0], "connector")}
     numbers = jnp.asarray(pairs), jnp.asarray(passes)
     recalled, stored = _compiled(shape, k, v, jnp.asarray(seeds), columns, *numbers)
     return np.moveaxis(np.asarray(recalled), 0, -1), np.moveaxis(np.asarray(stored), 0, -1)
@@ -80,16 +86,21 @@ def _one(shape: Shape, n: jax.Array, passes: jax.Array, k: jax.Array, v: jax.Arr
     rule = shape.rule
     sizes = {"num_heads": 1, "key_dim": shape.key_dim, "value_dim": VALUE_DIM}
     params = memory.init_params(rule, jax.random.key(seed), **sizes)
-    decays = gates["window_decay"] ** jnp.arange(rule.window)
+    decays = gates["window_decay"] ** jnp.arange(shape.written.window)
     chosen = {"step_size": gates["step_size"], "momentum_decay": gates["momentum_decay"], "window_weights": decays}
+    chosen["connector"] = jnp.zeros(
+        rule.gate_channels(shape.key_dim, VALUE_DIM).get("connector") or 0
+    )  # reads alone need it
     values = {name: chosen[name][None, None] for name in rule.gate_channels(shape.key_dim, VALUE_DIM)}
 
     def write(i: jax.Array, state: Any) -> Any:
         key, value = k[i % n][None, None], v[i % n][None, None]
         return memory.step(rule, params, state, key, key, value, memory.Gates(**values))[1]
 
-    state = jax.lax.fori_loop(0, n * passes, write, memory.init_state(rule, params, batch_size=1))
-    read = memory.read(rule, params, state, k[None, :, None])[0, :, 0]
+    fresh = memory.init_state(rule, params, batch_size=1, max_length=len(k))
+    state = jax.lax.fori_loop(0, n * passes, write, fresh)
+    q = k[None, :, None]
+    read = memory.read(rule, params, state, q, connector(shape, q, gates["connector"]))[0, :, 0]
     there = jnp.arange(len(k)) < n
     scores = jnp.where(there, read @ v.T, -jnp.inf)
     finite = jnp.all(jnp.isfinite(read), axis=-1)  # a diverged memory recalls nothing

@@ -5,13 +5,13 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from atlasjax import memory
-from atlasjax.memory import features, objectives, optimizers, retention, structures
+from atlasjax.memory import CachedRule, LogLinearRule, Rule, features, objectives, optimizers, retention, structures
 from atlasjax.memory.fast_weights.rule import MemoryRule
 
 VALUE_DIM = 16
@@ -56,7 +56,10 @@ class Memory:
       window: c, the pairs on which a step descends.
       optimizer: "descent" (no momentum), "momentum" or "muon".
       steps: Newton–Schulz steps of Muon.
-      free: whether the budget counts the memory's weights only, as the paper does, and not the window's pairs and the momentum.
+      free: whether the budget counts the weights of the memory that is written only, as the papers do, and not the window's pairs,
+        the momentum and cached memories.
+      caching: an aggregation of Memory Caching, "log-linear", or "" for one memory.
+      segment: pairs after which a memory is cached.
     """
 
     depth: int = 1
@@ -67,8 +70,15 @@ class Memory:
     optimizer: Literal["descent", "momentum", "muon"] = "descent"
     steps: int = 5
     free: bool = False
+    caching: Literal["", "residual", "grm", "soup", "ssc", "log-linear"] = ""
+    segment: int = 16
 
 
+# Aggregation → sizes of the connector that are tried (`connector`).
+CONNECTORS = {**dict.fromkeys(("grm", "soup", "ssc"), (4.0, 16.0, 64.0)), "log-linear": (0.7, 1.0, 1.4)}
+_CACHING: dict[str, Literal["residual", "grm", "soup", "ssc", "log-linear"]] = {
+    "Residual": "residual", "GRM": "grm", "Soup": "soup", "SSC": "ssc", "Log-Linear": "log-linear",
+}  # fmt: skip
 _WINDOWS = (2, 4, 8, 16)
 MEMORIES: dict[str, Memory] = {
     "linear": Memory(),
@@ -105,6 +115,11 @@ MEMORIES: dict[str, Memory] = {
     "deep 2, polynomial 2, Muon 5, c=4, buffers free": Memory(
         depth=2, features="polynomial", degree=2, optimizer="muon", window=4, free=True
     ),
+    **{  # a soup of matrices is a GRM
+        f"linear, {name}": Memory(caching=way, free=True) for name, way in _CACHING.items() if way != "soup"
+    },
+    **{f"deep 2, {name}": Memory(depth=2, caching=way, free=True) for name, way in _CACHING.items()},
+    **{f"linear, GRM, segments of {n}": Memory(caching="grm", segment=n, free=True) for n in (4, 8, 32)},
 }
 
 
@@ -112,30 +127,45 @@ MEMORIES: dict[str, Memory] = {
 class Shape:
     """A memory with its sizes: the rule and the size of a key."""
 
-    rule: MemoryRule
+    written: MemoryRule
     key_dim: int
+    caching: str = ""
+    segment: int = 16
+
+    @property
+    def rule(self) -> Rule:
+        """`written`, or the rule that caches it."""
+        if not self.caching:
+            return self.written
+        if self.caching == "log-linear":
+            return LogLinearRule(self.written, segment_size=self.segment)
+        return CachedRule(self.written, aggregation=self.caching, segment_size=self.segment)
 
     @property
     def label(self) -> str:
-        hidden = getattr(self.rule.structure, "hidden", None)
-        size = getattr(self.rule.features, "size", None)
+        hidden = getattr(self.written.structure, "hidden", None)
+        size = getattr(self.written.features, "size", None)
         return f"keys {self.key_dim}" + (f", hidden {hidden}" if hidden else "") + (f", sketch {size}" if size else "")
 
 
-def floats(shape: Shape, free: bool = False) -> int:
-    """Numbers that the memory carries from token to token. free: of its weights alone."""
+def floats(shape: Shape, free: bool = False, pairs: int = 192) -> int:
+    """Numbers that the memory carries from token to token. free: of the weights of the memory that is written.
 
-    def state() -> memory.MemoryState:
+    pairs: a state that grows with them is counted after so many.
+    """
+    rule = shape.written if free else shape.rule
+
+    def state() -> Any:
         sizes = {"num_heads": 1, "key_dim": shape.key_dim, "value_dim": VALUE_DIM}
-        params = memory.init_params(shape.rule, jax.random.key(0), **sizes)
-        return memory.init_state(shape.rule, params, batch_size=1)
+        params = memory.init_params(rule, jax.random.key(0), **sizes)
+        return memory.init_state(rule, params, batch_size=1, max_length=pairs)
 
     found = jax.eval_shape(state)
     leaves = jax.tree.leaves(found.memory if free else found)
     return sum(math.prod(x.shape) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating))
 
 
-def _rule(memory: Memory, hidden: int, size: int) -> MemoryRule:
+def _shape(memory: Memory, key_dim: int, hidden: int = 0, size: int = 0) -> Shape:
     """The paper's recurrence: no bound, chunks of one token, and no decay, because every pair is to be kept."""
     maps: dict[str, Callable[[], features.Features]] = {
         "identity": features.Identity,
@@ -148,11 +178,12 @@ def _rule(memory: Memory, hidden: int, size: int) -> MemoryRule:
         "momentum": optimizers.Momentum(),
         "muon": optimizers.Muon(memory.steps),
     }
-    return MemoryRule(
+    written = MemoryRule(
         structures.Matrix() if memory.depth == 1 else Deep(memory.depth, hidden),
         objectives.L2() if memory.objective == "l2" else objectives.DotProduct(),
         maps[memory.features](), inner[memory.optimizer], retention.Full(), window=memory.window, chunk_size=1, bound=None,
     )  # fmt: skip
+    return Shape(written, key_dim, memory.caching, memory.segment)
 
 
 def _largest(make: Callable[[int], Shape], budget: int, free: bool) -> Shape | None:
@@ -180,31 +211,48 @@ def shapes(name: str, budget: int | None) -> tuple[Shape, ...]:
 
 def _tried(spec: Memory, budget: int | None) -> Iterator[Shape | None]:
     if budget is None:
-        yield Shape(_rule(spec, 4 * VALUE_DIM, 4 * SAME_KEYS), SAME_KEYS)
+        yield _shape(spec, SAME_KEYS, 4 * VALUE_DIM, 4 * SAME_KEYS)
     elif spec.features == "sketch":
         for key_dim in KEY_DIMS:
-            yield _largest(lambda size, d=key_dim: Shape(_rule(spec, 0, size), d), budget, spec.free)
+            yield _largest(lambda size, d=key_dim: _shape(spec, d, size=size), budget, spec.free)
     elif spec.depth == 1:
-        yield _largest(lambda size: Shape(_rule(spec, 0, 0), size), budget, spec.free)
+        yield _largest(lambda size: _shape(spec, size), budget, spec.free)
     else:
         for key_dim in KEY_DIMS if spec.features == "identity" else DEEP_FEATURE_KEYS:
-            yield _largest(lambda size, d=key_dim: Shape(_rule(spec, size, 0), d), budget, spec.free)
+            yield _largest(lambda size, d=key_dim: _shape(spec, d, size), budget, spec.free)
 
 
 def rates(spec: Memory, shape: Shape) -> list[dict[str, float]]:
-    """The gates that are tried: step size, decay of the momentum, and γ_j = decay^j of the window.
+    """The gates that are tried: step size, decay of the momentum, γ_j = decay^j of the window, and `connector` of caching.
 
     Without Muon, a step size is given as a multiple of 1/(‖φ‖² Σ γ), where one step of a matrix memory lands on its target.
     """
     momenta = (0.0,) if spec.optimizer == "descent" else (0.0, 0.9) if spec.optimizer == "muon" else (0.5, 0.9)
     decays = (1.0,) if spec.window == 1 else (0.5, 1.0)
     found = []
-    for theta, decay in itertools.product(momenta, decays):
+    connectors = CONNECTORS.get(spec.caching, (0.0,))
+    for theta, decay, connector in itertools.product(momenta, decays, connectors):
         total = sum(decay**j for j in range(spec.window))
         if spec.optimizer == "muon":
             sizes = [0.003, 0.01, 0.03, 0.1, 0.3]
         else:
-            unit = (1 - theta) / (shape.rule.features.square_norm(shape.key_dim) * total)
+            unit = (1 - theta) / (shape.written.features.square_norm(shape.key_dim) * total)
             sizes = [unit * m for m in (0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 4.0)]
-        found += [{"step_size": s, "momentum_decay": theta, "window_decay": decay} for s in sizes]
+        others = {"momentum_decay": theta, "window_decay": decay} | ({"connector": connector} if spec.caching else {})
+        found += [{"step_size": s, **others} for s in sizes]
     return found
+
+
+def connector(shape: Shape, q: jax.Array, size: jax.Array) -> jax.Array | None:
+    """What the caching of a memory weighs its memories by, where it does. q: [..., key_dim] → [..., channels].
+
+    Memory Caching: u = size · q, so that a gate depends on the cosine of the query and a segment's mean key. Log-Linear memories:
+    the weight of level j is size^j.
+    """
+    channels = shape.rule.gate_channels(shape.key_dim, VALUE_DIM).get("connector")
+    if channels is None:
+        return None
+    if shape.caching == "log-linear":
+        weights = size ** jnp.maximum(jnp.arange(channels) - 1, 0)
+        return jnp.broadcast_to(jnp.log(jnp.expm1(weights)), (*q.shape[:-1], channels))
+    return size * q

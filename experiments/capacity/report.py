@@ -10,7 +10,8 @@ from experiments.intervals import bootstrap, bootstrap_of
 from experiments.rows import Row
 
 LEVEL = 0.9  # the capacity is the number of pairs at which the fraction falls below this
-TITLES = {"independent": "independent keys", "narrow": "keys in 16 dimensions", "correlated": "keys of cosine 0.5"}
+TITLES = {"independent": "independent keys", "narrow": "keys in 16 dimensions", "correlated": "keys of cosine 0.5",
+          "topics": "topics of 24 pairs"}  # fmt: skip
 PLOTTED = ("linear", "linear, c=4", "linear, c=16, buffers free", "linear, Muon, buffers free", "powers 2", "polynomial 2",
            "polynomial 3", "deep 2", "deep 3", "deep 2, Muon 5, c=4, buffers free")  # fmt: skip
 

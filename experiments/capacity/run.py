@@ -52,7 +52,7 @@ def measure(keys: str, budget: int, passes: int, name: str, recipe: Recipe) -> R
         row[f"{criterion}_by"] = [
             {"shape": labels[i][0].label, **{n: float(f"{x:.3g}") for n, x in labels[i][1].items()}} for i in best
         ]
-    row["floats"] = max(floats(shape) for shape in tried)
+    row["floats"] = max(floats(shape, pairs=recipe.pairs[-1]) for shape in tried)
     row["weights"] = max(floats(shape, free=True) for shape in tried)
     row["tried"] = len(labels)
     row["seconds"] = round(time.perf_counter() - started, 1)
@@ -92,6 +92,8 @@ def main(argv: list[str] | None = None) -> None:
             if not shapes(name, budget or None):
                 print(f"Left out: memory {name!r} has no size within {budget} floats.")
         wanted = [key for key in wanted if shapes(key[3], key[1] or None)]
+        # Segments would hold the same pairs again in every pass, which is not a longer memory.
+        wanted = [key for key in wanted if key[2] == 1 or not MEMORIES[key[3]].caching]
     except ValueError as error:
         parser.error(str(error))
     path = options.out / "capacity.jsonl"

@@ -129,7 +129,15 @@ def _dot() -> list[Line]:
     return found + zoo(PAIRS["dot"]) + trained(PAIRS["dot"])
 
 
+def _stored(pairs: Iterable[tuple[str, str]]) -> list[Line]:
+    """Memories of the capacity experiment, linear and deep, with caches whose size is free."""
+    named = lambda memory, name: f"{memory}, {name}" if name else memory
+    found = [(named(m, a), named(m, b)) for m in ("linear", "deep 2") for a, b in pairs]
+    return capacity(found, budgets=(0, 1024))
+
+
 def _caching() -> list[Line]:
+    held = [("GRM", "Soup"), ("Soup", "SSC"), ("GRM", "SSC"), ("SSC", ""), ("Soup", ""), ("GRM", "")]
     pairs = [("titans-grm-8", "titans-soup-8"), ("titans-soup-8", "titans-ssc-8"), ("titans-ssc-8", "titans")]
     pairs += [("titans-grm-8", "titans"), ("linear-grm-8", "linear-ssc-8")]
     pairs += [(f"linear-{name}-8", "linear") for name in ("grm", "ssc")]
@@ -140,12 +148,12 @@ def _caching() -> list[Line]:
         ("titans-ssc", "titans"),
         ("titans-grm", "titans"),
     ]
-    return mqar(pairs) + recall([("linear-4-grm", "linear-4")]) + needles(asked) + texts
+    return _stored(held) + mqar(pairs) + recall([("linear-4-grm", "linear-4")]) + needles(asked) + texts
 
 
 def _residual() -> list[Line]:
     same = [dataclasses.replace(line, aside="control") for line in mqar([("linear-residual-8", "linear")])]
-    return mqar([("titans-residual-8", "titans")]) + same + _whole(PAIRS["residual"])
+    return _stored([("Residual", "")]) + mqar([("titans-residual-8", "titans")]) + same + _whole(PAIRS["residual"])
 
 
 def _whole(pairs: Iterable[tuple[str, str]]) -> list[Line]:
@@ -156,7 +164,8 @@ def _whole(pairs: Iterable[tuple[str, str]]) -> list[Line]:
 
 def _log_linear() -> list[Line]:
     texts = trained([*PAIRS["log-linear"], *((f"dla-{way}", "dla-log-linear") for way in ("grm", "soup", "ssc"))])
-    return mqar([("linear-grm-8", "log_linear"), ("linear-ssc-8", "log_linear")]) + texts
+    held = [(name, "Log-Linear") for name in ("GRM", "Soup", "SSC")]
+    return _stored(held) + mqar([("linear-grm-8", "log_linear"), ("linear-ssc-8", "log_linear")]) + texts
 
 
 def _context() -> list[Line]:
@@ -165,7 +174,7 @@ def _context() -> list[Line]:
 
 def _gating() -> list[Line]:
     recalled = mqar([(f"{memory}-grm-8", f"{memory}-residual-8") for memory in ("titans", "linear")])
-    return recalled + _whole(PAIRS["gating"]) + studies("gating")
+    return _stored([("GRM", "Residual")]) + recalled + _whole(PAIRS["gating"]) + studies("gating")
 
 
 def _gap() -> list[Line]:
@@ -242,8 +251,10 @@ DIRECTIONS = (
     ),
     Direction(
         "Memory caching: GRM is better than Soup, that than SSC, and that than the memory alone", "M §4, Tables 1–4", _caching,
-        ("mqar", "recall", "needles", "zoo", "stability", "studies", "language"),
-        note=lambda: "For a linear memory GRM and Soup are the same function. M's text puts SSC second.",
+        ("capacity", "mqar", "recall", "needles", "zoo", "stability", "studies", "language"),
+        note=lambda: "For a linear memory GRM and Soup are the same function. M's text puts SSC second. Memories of the capacity "
+        "experiment are not trained, have as many weights, and the caches come on top, as in the paper. The size of the gate's "
+        "scores is chosen as the step size is.",
     ),
     Direction(
         "The gate of caching should see the context", "M Fig. 5", _context, ("mqar", "studies"),
@@ -294,20 +305,21 @@ DIRECTIONS = (
         "their step sizes are chosen for each number of steps; Atlas in the needles is trained with 5 steps.",
     ),
     Direction(
-        "Memory caching is better than Log-Linear memories", "M §4.2, Tables 1–4", _log_linear, ("mqar", "stability"),
+        "Memory caching is better than Log-Linear memories", "M §4.2, Tables 1–4", _log_linear, ("capacity", "mqar", "stability"),
         note=lambda: "Both keep several memories of a sequence. Log-Linear ones grow with the distance, and their number with the "
         "logarithm of the length. In M's Tables 2 to 4 GRM, Soup and SSC are ahead with both memories in almost every column.",
     ),
     Direction(
         "Memory caching: even without a gate (Residual) it is better than the memory alone", "M §3.1, §4.6", _residual,
-        ("mqar", "zoo", "stability"),
-        note=lambda: "M's Tables 1 to 4 have no Residual. A linear memory with Residual is the same memory (M §3.1), except that "
-        "its trained initial value, which starts at zero, counts once for each segment. So this line is a control: it measures "
-        "what training alone makes of two forms of one memory, and decides nothing.",
+        ("capacity", "mqar", "zoo", "stability"),
+        note=lambda: "A linear memory with Residual that writes by the dot product, as in MQAR, is "
+        "the same memory (M §3.1), except that its trained initial value, which starts at zero, counts once for each segment. "
+        "So that line is a control: it measures what training alone makes of two forms of one memory, and decides nothing. "
+        "Memories of the capacity experiment write by the squared error, so a fresh start changes what a segment writes.",
     ),
     Direction(
         "Memory caching: a gate is better than none (GRM than Residual)", "M §4.6, Fig. 5", _gating,
-        ("mqar", "zoo", "stability", "studies"),
+        ("capacity", "mqar", "zoo", "stability", "studies"),
         note=lambda: '"ones": GRM whose gate is 1. In the paper the perplexity of GRM changes by 1.5% (13.3 against 13.5), and the '
         "accuracy of retrieval by 8 points.",
     ),

@@ -7,14 +7,25 @@ import pytest
 
 from experiments.capacity import run
 from experiments.capacity.measure import KEYS, Recipe, draw, read_back
-from experiments.capacity.memories import MEMORIES, VALUE_DIM, Memory, floats, shapes
+from experiments.capacity.memories import MEMORIES, VALUE_DIM, Memory, connector, floats, shapes
 from experiments.capacity.report import area, capacity
 
 GATES = [{"step_size": 1.0, "momentum_decay": 0.0, "window_decay": 1.0}]
 
 
 @pytest.mark.parametrize(
-    "name", ["linear", "linear, c=4", "polynomial 2", "sketch 2", "deep 2", "deep 3", "linear, Muon"]
+    "name",
+    [
+        "linear",
+        "linear, c=4",
+        "polynomial 2",
+        "sketch 2",
+        "deep 2",
+        "deep 3",
+        "linear, Muon",
+        "linear, GRM",
+        "deep 2, Soup",
+    ],
 )
 def test_memories_fill_their_budget(name):
     free = MEMORIES[name].free
@@ -27,6 +38,8 @@ def test_memories_fill_their_budget(name):
     )  # the three earlier pairs of the window
     (free_one,) = shapes("linear, c=4, buffers free", 1024)
     assert floats(free_one, free=True) == 1024 < floats(free_one)
+    (cached,) = shapes("linear, GRM", 1024)  # 40 pairs: two cached memories of 16, and the one that is written
+    assert floats(cached, pairs=40) == 3 * (1024 + cached.key_dim)
 
 
 def test_what_does_not_fit_has_no_shape():
@@ -36,13 +49,17 @@ def test_what_does_not_fit_has_no_shape():
 
 @pytest.mark.parametrize("kind", list(KEYS))
 def test_pairs(kind):
-    dim, cosine = KEYS[kind]
+    dim, cosine, topic = KEYS[kind]
     keys, values = draw(kind, 32, 200, seed=3)
     for drawn in (keys, values):
         np.testing.assert_allclose(np.linalg.norm(drawn, axis=-1), 1, atol=1e-5)
     assert np.linalg.matrix_rank(keys) == min(dim, 32)
-    between = (keys @ keys.T)[~np.eye(200, dtype=bool)]
-    assert abs(between.mean() - cosine) < 0.15
+    of = np.arange(200) // (topic or 200)
+    same = of[:, None] == of
+    cosines = keys @ keys.T
+    assert abs(cosines[same & ~np.eye(200, dtype=bool)].mean() - cosine) < 0.15
+    if topic:
+        assert abs(cosines[~same].mean()) < 0.15
     np.testing.assert_array_equal(values, draw(kind, 8, 200, seed=3)[1])  # a seed has the same pairs for every memory
     assert not np.array_equal(values, draw(kind, 32, 200, seed=4)[1])
 
@@ -56,6 +73,36 @@ def test_a_matrix_holds_as_many_pairs_as_its_keys_have_dimensions():
     np.testing.assert_array_equal(stored[0, :, :2], 1)
     assert stored[0, :, 2].max() < 0.3
     assert recalled[0, :, 2].max() < 0.7
+
+
+@pytest.mark.parametrize(
+    "name", ["linear, GRM", "linear, SSC", "linear, Residual", "linear, Log-Linear", "deep 2, Soup"]
+)
+def test_one_segment_is_the_memory_alone_and_more_are_not(name):
+    (cached,), (alone,) = shapes(name, None), shapes(name.split(",")[0], None)
+    gates = [{**GATES[0], "step_size": 0.2, "connector": 1.0}]
+    read = lambda shape: read_back(shape, "topics", 1, gates, [0, 1], [8, 16, 96])
+    for one, other in zip(read(cached), read(alone), strict=True):
+        np.testing.assert_array_equal(one[..., :2], other[..., :2])
+    assert not np.array_equal(read(cached)[0][..., 2], read(alone)[0][..., 2])
+
+
+def test_gates_of_caches_see_the_query():
+    (shape,) = shapes("linear, GRM", None)
+    q = np.ones((1, 3, 1, 16), np.float32)
+    np.testing.assert_array_equal(connector(shape, q, 4.0), 4 * q)
+    (levels,) = shapes("linear, Log-Linear", None)
+    weights = np.log1p(np.exp(connector(levels, q, 2.0)))  # softplus, as the rule has it
+    np.testing.assert_allclose(weights[0, 0, 0, :4], [1, 1, 2, 4], rtol=1e-5)
+    for plain in ("linear", "linear, Residual"):
+        assert connector(shapes(plain, None)[0], q, 4.0) is None
+
+
+def test_caching_reads_a_text_once(tmp_path, capsys):
+    options = ["--budgets", "0", "--pairs", "2", "4", "--seeds", "2", "--tuning-seeds", "1", "--keys", "topics"]
+    run.main([*options, "--memories", "linear, GRM", "--passes", "1", "30", "--out", str(tmp_path)])
+    (line,) = (tmp_path / "capacity.jsonl").read_text().splitlines()
+    assert json.loads(line)["passes"] == 1
 
 
 def test_capacity_is_where_the_curve_falls_below_for_good():
