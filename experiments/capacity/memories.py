@@ -45,11 +45,23 @@ class Deep(structures.Structure):
 
 
 @dataclasses.dataclass(frozen=True)
+class Gated(Deep):
+    """M(x) = W1 (σ(W2 x) ⊙ W3 x) (A Eq. 43), with a hidden width of its own and no residual, as `Deep`."""
+
+    def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
+        return super().weight_shapes(feature_dim, value_dim) | {"W3": (self.hidden, feature_dim)}
+
+    def apply(self, linear: structures.Linear, x: jax.Array, skip: jax.Array | None, norm: object) -> jax.Array:
+        return linear("W1", structures.gelu(linear("W2", x)) * linear("W3", x))
+
+
+@dataclasses.dataclass(frozen=True)
 class Memory:
     """What a memory is, without its size.
 
     Attributes:
-      depth: matrices; 1 is a matrix memory.
+      depth: matrices on the way from a key to a value; 1 is a matrix memory.
+      gated: whether the hidden units have a gate of their own; a depth of 2.
       features: the feature map.
       degree: its degree.
       objective: the inner loss.
@@ -63,6 +75,7 @@ class Memory:
     """
 
     depth: int = 1
+    gated: bool = False
     features: Literal["identity", "powers", "polynomial", "sketch"] = "identity"
     degree: int = 1
     objective: Literal["l2", "dot"] = "l2"
@@ -111,6 +124,10 @@ MEMORIES: dict[str, Memory] = {
         for steps in (1, 2, 3, 5, 7)
     },
     "deep 2, Muon 5, c=4, buffers free": Memory(depth=2, optimizer="muon", window=4, free=True),
+    "gated": Memory(depth=2, gated=True),
+    "gated, momentum, buffers free": Memory(depth=2, gated=True, optimizer="momentum", free=True),
+    "gated, Muon 5, buffers free": Memory(depth=2, gated=True, optimizer="muon", free=True),
+    "gated, c=4, buffers free": Memory(depth=2, gated=True, window=4, free=True),
     "deep 2, polynomial 2": Memory(depth=2, features="polynomial", degree=2),
     "deep 2, polynomial 2, Muon 5, c=4, buffers free": Memory(
         depth=2, features="polynomial", degree=2, optimizer="muon", window=4, free=True
@@ -178,8 +195,9 @@ def _shape(memory: Memory, key_dim: int, hidden: int = 0, size: int = 0) -> Shap
         "momentum": optimizers.Momentum(),
         "muon": optimizers.Muon(memory.steps),
     }
+    structure = (Gated if memory.gated else Deep)(memory.depth, hidden)
     written = MemoryRule(
-        structures.Matrix() if memory.depth == 1 else Deep(memory.depth, hidden),
+        structures.Matrix() if memory.depth == 1 else structure,
         objectives.L2() if memory.objective == "l2" else objectives.DotProduct(),
         maps[memory.features](), inner[memory.optimizer], retention.Full(), window=memory.window, chunk_size=1, bound=None,
     )  # fmt: skip

@@ -90,7 +90,9 @@ def _deep() -> list[Line]:
 
 
 def _gated() -> list[Line]:
-    found = mqar([("omega-gated", "omega"), ("atlas-gated", "atlas")])
+    ways = ("", ", momentum, buffers free", ", Muon 5, buffers free", ", c=4, buffers free")
+    found = capacity([(f"gated{way}", f"deep 2{way}") for way in ways])
+    found += mqar([("omega-gated", "omega"), ("atlas-gated", "atlas")])
     return found + zoo([("atlas++", "atlas")]) + trained(PAIRS["gated"]) + ablation([("gated memory", "base")])
 
 
@@ -223,7 +225,10 @@ DIRECTIONS = (
         "A matrix with wide enough independent keys reaches that limit. TTT-Linear is TTT-MLP with a matrix, and RetNet's rule DLA "
         "with one. Linear attention also has no decay, and the gated delta rule takes its gradients at each token.",
     ),
-    Direction("A gated memory is better than an MLP", "A Table 6, Atlas++", _gated, ("mqar", "zoo", "stability", "ablation")),
+    Direction(
+        "A gated memory is better than an MLP", "A Table 6, Atlas++", _gated,
+        ("capacity", "mqar", "zoo", "stability", "ablation"),
+    ),
     Direction(
         "A wider window is better", "A Fig. 5", _windows, ("capacity", "mqar", "ablation"),
         note=lambda: "Each line compares a window with the next smaller one.",
@@ -315,7 +320,8 @@ DIRECTIONS = (
         note=lambda: "A linear memory with Residual that writes by the dot product, as in MQAR, is "
         "the same memory (M §3.1), except that its trained initial value, which starts at zero, counts once for each segment. "
         "So that line is a control: it measures what training alone makes of two forms of one memory, and decides nothing. "
-        "Memories of the capacity experiment write by the squared error, so a fresh start changes what a segment writes.",
+        "Memories of the capacity experiment write by the squared error, so a fresh start changes what a segment writes. M's "
+        "Tables 1 to 4 have no Residual.",
     ),
     Direction(
         "Memory caching: a gate is better than none (GRM than Residual)", "M §4.6, Fig. 5", _gating,
