@@ -14,6 +14,12 @@ TITLES = {"independent": "independent keys", "narrow": "keys in 16 dimensions", 
           "topics": "topics of 24 pairs"}  # fmt: skip
 PLOTTED = ("linear", "linear, c=4", "linear, c=16, buffers free", "linear, Muon, buffers free", "powers 2", "polynomial 2",
            "polynomial 3", "deep 2", "deep 3", "deep 2, Muon 5, c=4, buffers free")  # fmt: skip
+CACHED = (
+    "deep 2",
+    *(f"deep 2, {name}" for name in ("Residual", "Log-Linear", "SSC", "Soup", "GRM")),
+    "linear",
+    "linear, GRM",
+)
 
 
 def capacity(fractions: np.ndarray, pairs: Sequence[int]) -> np.ndarray:
@@ -93,7 +99,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: list[Row], budget: int, path: pathlib.Path) -> None:
+def plot(rows: list[Row], plotted: Sequence[str], title: str, path: pathlib.Path) -> None:
     """Recalled fraction against pairs: a panel for each kind of keys (across) and number of passes (down)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -104,7 +110,7 @@ def plot(rows: list[Row], budget: int, path: pathlib.Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(passes), len(kinds), sharex=True, sharey=True, squeeze=False)
     handles: dict[str, Any] = {}
-    names = [name for name in PLOTTED if any(row["memory"] == name for row in rows)]
+    names = [name for name in plotted if any(row["memory"] == name for row in rows)]
     for i, count in enumerate(passes):
         for j, kind in enumerate(kinds):
             axes = panels[i][j]
@@ -123,15 +129,20 @@ def plot(rows: list[Row], budget: int, path: pathlib.Path) -> None:
             if i == len(passes) - 1:
                 axes.set_xlabel("pairs written")
         panels[i][0].set_ylabel("fraction recalled")
-    size = f"at most {budget:,} floats" if budget else "keys of 16 numbers"
-    figure.legend(list(handles.values()), list(handles), loc="outside right upper", fontsize=8, title=size)
+    figure.legend(list(handles.values()), list(handles), loc="outside right upper", fontsize=8, title=title)
     figure.savefig(path, dpi=120)
 
 
 def write(rows: list[Row], folder: pathlib.Path) -> str:
-    """Writes capacity.md and a plot for each budget. Returns the table."""
+    """Writes capacity.md and, for each budget, a plot and one of cached memories. Returns the table."""
     text = table(rows)
     (folder / "capacity.md").write_text(text)
     for budget in {row["budget"] for row in rows}:
-        plot([row for row in rows if row["budget"] == budget], budget, folder / f"capacity_{budget or 'any'}.png")
+        group = [row for row in rows if row["budget"] == budget]
+        size = f"at most {budget:,} floats" if budget else "keys of 16 numbers"
+        plot(group, PLOTTED, size, folder / f"capacity_{budget or 'any'}.png")
+        cached = [row for row in group if row["memory"] in CACHED and row["passes"] == 1]
+        if any("GRM" in row["memory"] for row in cached):
+            title = f"{size}\nand cached memories"
+            plot(cached, CACHED, title, folder / f"capacity_{budget or 'any'}_cached.png")
     return text
