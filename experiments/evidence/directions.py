@@ -312,8 +312,8 @@ DIRECTIONS = (
     Direction(
         "Memory caching is better than Log-Linear memories", "M §4.2, Tables 1–4", _log_linear, ("capacity", "mqar", "stability"),
         note=lambda: "Both keep several memories of a sequence. Log-Linear ones grow with the distance, and their number with the "
-        "logarithm of the length. In M's Tables 2 to 4 GRM, Soup and SSC are ahead with both memories in almost every column. In the "
-        "capacity experiment the weights of the levels are the same for all tokens; a trained model chooses them for each.",
+        "logarithm of the length. In M's Tables 2 to 4 GRM, Soup and SSC are ahead with both memories in almost every column. In "
+        "the capacity experiment the weights of the levels are the same for all tokens; a trained model chooses them for each.",
     ),
     Direction(
         "Memory caching: even without a gate (Residual) it is better than the memory alone", "M §3.1, §4.6", _residual,
