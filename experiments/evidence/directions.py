@@ -1,23 +1,17 @@
-"""The directions that the four papers claim, and the comparisons that decide them."""
+"""The directions that the four papers claim. `lines.py` has the comparisons that decide them."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from experiments.efficiency.measure import REFERENCE
+from experiments.evidence import lines
 from experiments.evidence.sources import (
     Line,
-    ablation,
-    capacity,
     efficiency,
-    function_muon,
     function_order,
     gam_scaling,
     language,
     mad,
-    mqar,
-    needles,
-    needles_at_test_time,
-    recall,
     studies,
     trained,
     zoo,
@@ -63,184 +57,44 @@ class Direction:
     note: Callable[[], str] = lambda: ""
 
 
-_WINDOWS = (2, 4, 8, 16)
-
-
-def _omega() -> list[Line]:
-    pairs = [("linear, c=4", "linear"), ("linear, c=16", "linear"), ("linear, c=4, buffers free", "linear")]
-    pairs += [("deep 2, c=4", "deep 2"), ("deep 2, c=16, buffers free", "deep 2")]
-    texts = zoo([("omeganet", "titans-no-momentum")]) + trained(PAIRS["omega"]) + language("omega")
-    recalled = mqar([("omega", "omega-online")]) + needles([("omega", "omega-online")])
-    return capacity(pairs) + recalled + texts + ablation([("base", "c=1")])
-
-
-def _polynomial() -> list[Line]:
-    names = ("powers 2", "polynomial 2", "powers 3", "polynomial 3", "sketch 2")
-    found = capacity([(name, "linear") for name in names], budgets=(256, 1024))
-    found += capacity([(name, "linear") for name in names], budgets=(0,))
-    pairs = [("omega-powers", "omega"), ("omega-matrix-powers", "omega-matrix")]
-    return found + mqar(pairs) + trained(PAIRS["polynomial"]) + ablation([("base", "without polynomial features")])
-
-
-def _deep() -> list[Line]:
-    found = capacity([("deep 2", "linear"), ("deep 3", "linear")], budgets=(0, 256, 1024))
-    texts = zoo([("dla", "linear-attention")]) + trained(PAIRS["deep"]) + language("deep")
-    recalled = mqar([("omega", "omega-matrix")]) + needles([("omega", "omega-matrix")])
-    return found + recalled + texts + ablation([("base", "linear memory")])
-
-
-def _gated() -> list[Line]:
-    ways = ("", ", momentum, buffers free", ", Muon 5, buffers free", ", c=4, buffers free")
-    found = capacity([(f"gated{way}", f"deep 2{way}") for way in ways])
-    found += mqar([("omega-gated", "omega"), ("atlas-gated", "atlas")])
-    return found + zoo([("atlas++", "atlas")]) + trained(PAIRS["gated"]) + ablation([("gated memory", "base")])
-
-
-def _windows() -> list[Line]:
-    names = ["linear", *(f"linear, c={c}" for c in _WINDOWS)]
-    free = ["linear", *(f"linear, c={c}, buffers free" for c in _WINDOWS)]
-    found = capacity(zip(names[1:], names)) + capacity(zip(free[1:], free))
-    models = ["omega-online", "omega-2", "omega", "omega-8", "omega-16"]
-    variants = ["c=1", "c=2", "base", "c=8", "c=16"]
-    return found + mqar(zip(models[1:], models)) + ablation(zip(variants[1:], variants))
-
-
-def _muon() -> list[Line]:
-    found = capacity(
-        [
-            ("linear, Muon, buffers free", "linear, momentum, buffers free"),
-            ("deep 2, Muon 5, buffers free", "deep 2, momentum, buffers free"),
-        ]
-    )
-    found += function_muon() + mqar([("atlas", "omega-powers")]) + needles([("atlas", "omeganet")])
-    texts = zoo([("atlas", "omeganet")]) + trained(PAIRS["muon"]) + language("muon")
-    return found + texts + ablation([("base", "without Muon")])
-
-
-def _newton_schulz_steps() -> list[Line]:
-    steps = (1, 2, 3, 5, 7)
-    matrix = ["linear, Muon, buffers free" if n == 5 else f"linear, Muon {n}, buffers free" for n in steps]
-    deep = [f"deep 2, Muon {n}, buffers free" for n in steps]
-    found = capacity(zip(matrix[1:], matrix)) + capacity(zip(deep[1:], deep))
-    return found + needles_at_test_time("newton_schulz_steps", steps)
-
-
-def _dot() -> list[Line]:
-    found = mqar([("dot", "deep_transformer"), ("deep_transformer", "attention"), ("dot", "attention")])
-    found += needles([("dot", "deep_transformer"), ("deep_transformer", "attention"), ("dot", "attention")])
-    return found + zoo(PAIRS["dot"]) + trained(PAIRS["dot"])
-
-
-def _stored(pairs: Iterable[tuple[str, str]]) -> list[Line]:
-    """Memories of the capacity experiment, linear and deep, with caches whose size is free."""
-    named = lambda memory, name: f"{memory}, {name}" if name else memory
-    found = [(named(m, a), named(m, b)) for m in ("linear", "deep 2") for a, b in pairs]
-    return capacity(found, budgets=(0, 1024))
-
-
-def _caching() -> list[Line]:
-    held = [("GRM", "Soup"), ("Soup", "SSC"), ("GRM", "SSC"), ("SSC", ""), ("Soup", ""), ("GRM", "")]
-    pairs = [("titans-grm-8", "titans-soup-8"), ("titans-soup-8", "titans-ssc-8"), ("titans-ssc-8", "titans")]
-    pairs += [("titans-grm-8", "titans"), ("linear-grm-8", "linear-ssc-8")]
-    pairs += [(f"linear-{name}-8", "linear") for name in ("grm", "ssc")]
-    texts = zoo(PAIRS["caching"]) + trained(PAIRS["caching"]) + studies("caching") + language("caching")
-    asked = [
-        ("titans-grm", "titans-soup"),
-        ("titans-soup", "titans-ssc"),
-        ("titans-ssc", "titans"),
-        ("titans-grm", "titans"),
-    ]
-    return _stored(held) + mqar(pairs) + recall([("linear-4-grm", "linear-4")]) + needles(asked) + texts
-
-
-def _residual() -> list[Line]:
-    same = [dataclasses.replace(line, aside="control") for line in mqar([("linear-residual-8", "linear")])]
-    return _stored([("Residual", "")]) + mqar([("titans-residual-8", "titans")]) + same + _whole(PAIRS["residual"])
-
-
-def _whole(pairs: Iterable[tuple[str, str]]) -> list[Line]:
-    """Both kinds of runs of tiny models."""
-    pairs = list(pairs)
-    return zoo(pairs) + trained(pairs)
-
-
-def _log_linear() -> list[Line]:
-    texts = trained([*PAIRS["log-linear"], *((f"dla-{way}", "dla-log-linear") for way in ("grm", "soup", "ssc"))])
-    held = [(name, "Log-Linear") for name in ("GRM", "Soup", "SSC")]
-    return _stored(held) + mqar([("linear-grm-8", "log_linear"), ("linear-ssc-8", "log_linear")]) + texts
-
-
-def _context() -> list[Line]:
-    return mqar([(f"{memory}-grm-8", f"{memory}-grm-8-age") for memory in ("titans", "linear")]) + studies("gate")
-
-
-def _gating() -> list[Line]:
-    recalled = mqar([(f"{memory}-grm-8", f"{memory}-residual-8") for memory in ("titans", "linear")])
-    return _stored([("GRM", "Residual")]) + recalled + _whole(PAIRS["gating"]) + studies("gating")
-
-
-def _gap() -> list[Line]:
-    pairs = [
-        ("attention", "titans"),
-        ("attention", "titans-grm-8"),
-        ("attention", "linear"),
-        ("attention", "linear-grm-8"),
-        ("attention", "delta"),
-    ]
-    small = recall([("attention", "linear-4"), ("attention", "linear-4-grm")])
-    found = needles([("attention", name) for name in ("titans", "titans-grm", "gated_delta", "delta")])
-    return mqar(pairs) + small + found + language("gap")
-
-
-def _elastic_memory() -> list[Line]:
-    return _whole(PAIRS["elastic"]) + studies("memory") + language("memory")
-
-
-def _hybrid() -> list[Line]:
-    return _whole(PAIRS["hybrid"]) + language("hybrid")
-
-
-_CACHED_SPEED = [("titans", "titans-ssc"), ("titans-ssc", "titans-grm"), ("titans-ssc", "titans-soup")]
-_CACHED_SPEED += [(f"titans-{name}", REFERENCE) for name in ("ssc", "grm", "soup")]
 _ROUNDS = "Seeds are rounds in which each model was timed in turn with Transformer++. A line holds for one device and XLA's engine."
-
 
 DIRECTIONS = (
     Direction(
-        "The Omega rule is better than the online rule", "A §3.2, Table 6", _omega,
+        "The Omega rule is better than the online rule", "A §3.2, Table 6", lines.omega,
         ("capacity", "mqar", "needles", "zoo", "stability", "language", "ablation"),
         note=lambda: "A window's pairs are part of the state. Unless a line says that buffers are free, they are counted. "
         "SWLA differs from RetNet's rule in the window alone, OmegaNet from Titans without momentum also in its features.",
     ),
     Direction(
-        "Polynomial features are better than none", "A Prop. 2, Table 6", _polynomial,
+        "Polynomial features are better than none", "A Prop. 2, Table 6", lines.polynomial,
         ("capacity", "mqar", "stability", "ablation"),
         note=lambda: "Lines with equal floats give the linear memory keys as wide as the features. Lines with keys of 16 numbers "
         "are those of Proposition 2: the features may then have any number of floats.",
     ),
     Direction(
-        "A deep memory is better than a matrix", "A Theorem 1, Table 6", _deep,
+        "A deep memory is better than a matrix", "A Theorem 1, Table 6", lines.deep,
         ("capacity", "mqar", "needles", "zoo", "stability", "language", "ablation"),
         note=lambda: "n floats cannot store more than n/16 independent random values of 16 numbers exactly, whatever the depth. "
         "A matrix with wide enough independent keys reaches that limit. TTT-Linear is TTT-MLP with a matrix, and RetNet's rule DLA "
         "with one. Linear attention also has no decay, and the gated delta rule takes its gradients at each token.",
     ),
     Direction(
-        "A gated memory is better than an MLP", "A Table 6, Atlas++", _gated,
+        "A gated memory is better than an MLP", "A Table 6, Atlas++", lines.gated,
         ("capacity", "mqar", "zoo", "stability", "ablation"),
     ),
     Direction(
-        "A wider window is better", "A Fig. 5", _windows, ("capacity", "mqar", "ablation"),
+        "A wider window is better", "A Fig. 5", lines.windows, ("capacity", "mqar", "ablation"),
         note=lambda: "Each line compares a window with the next smaller one.",
     ),
     Direction(
-        "Muon is the better inner optimizer", "A §5", _muon,
+        "Muon is the better inner optimizer", "A §5", lines.muon,
         ("capacity", "function_learning", "mqar", "needles", "zoo", "stability", "language", "ablation"),
         note=lambda: "The paper's own Table 6 has a lower perplexity without Muon (19.65 against 19.97). The tiny presets differ "
         "in more: Atlas has half of OmegaNet's hidden units, and Newton–Schulz every 32 tokens.",
     ),
     Direction(
-        "DOT is better than DeepTransformer, and that better than Transformer++", "A §4, Table 2", _dot,
+        "DOT is better than DeepTransformer, and that better than Transformer++", "A §4, Table 2", lines.dot,
         ("mqar", "needles", "zoo", "stability"),
         note=lambda: "In the tiny presets the softmax memories have short convolutions before their keys, as every memory, and "
         "Transformer++ has none. attention-lmm is softmax attention with these convolutions and the output gate of a memory "
@@ -255,19 +109,19 @@ DIRECTIONS = (
         ("function_learning",),
     ),
     Direction(
-        "Memory caching: GRM is better than Soup, that than SSC, and that than the memory alone", "M §4, Tables 1–4", _caching,
-        ("capacity", "mqar", "recall", "needles", "zoo", "stability", "studies", "language"),
-        note=lambda: "For a linear memory GRM and Soup are the same function. M's text puts SSC second. Memories of the capacity "
-        "experiment are not trained, have as many weights, and the caches come on top, as in the paper. The size of the gate's "
-        "scores is chosen as the step size is.",
+        "Memory caching: GRM is better than Soup, and that than SSC", "M §4, Tables 1–4", lines.caching_order,
+        ("capacity", "mqar", "needles", "zoo", "stability"),
+        note=lambda: "For a linear memory GRM and Soup are the same function. M's text puts SSC second. That they are better than "
+        "the memory alone is direction 32.",
     ),
     Direction(
-        "The gate of caching should see the context", "M Fig. 5", _context, ("mqar", "studies"),
+        "The gate of caching should see the context", "M Fig. 5", lines.context, ("mqar", "studies"),
         note=lambda: '"age": the gate is a projection of the input alone, one for each age of a memory. In the paper the '
         "perplexity of GRM changes by 1% (13.3 against 13.4), and the accuracy of retrieval by 7.5 points.",
     ),
     Direction(
-        "Attention is still ahead in recall", "M §4.3, Table 3; A §6.5, Table 5", _gap, ("mqar", "recall", "needles", "language"),
+        "Attention is still ahead in recall", "M §4.3, Table 3; A §6.5, Table 5", lines.gap,
+        ("mqar", "recall", "needles", "language"),
         note=lambda: "Whether caching narrows the gap is in the direction on caching. M does not claim it of language, and in A "
         "Table 2 memories are ahead of Transformer++ in perplexity.",
     ),
@@ -295,7 +149,7 @@ DIRECTIONS = (
     ),
     Direction(
         "GAM: both pathways are better than the global one, that than their sum, that than the local one; linear scaling",
-        "G Tables 2, 3", lambda: _whole(PAIRS["gam"]), ("zoo", "stability"), note=gam_scaling,
+        "G Tables 2, 3", lambda: lines.whole_runs(PAIRS["gam"]), ("zoo", "stability"), note=gam_scaling,
     ),
     Direction(
         "MAD: Atlas is better than every baseline", "A Table 4", mad, ("mad",),
@@ -304,19 +158,20 @@ DIRECTIONS = (
     ),
     Direction(
         "More Newton–Schulz steps in the test memorize better", "A §5",
-        lambda: _newton_schulz_steps(), ("capacity", "needles"),
+        lines.newton_schulz_steps, ("capacity", "needles"),
         note=lambda: "The paper calls the number of steps a test-time compute parameter that can potentially improve memorization. "
         "Each line compares a number of steps with the next smaller one. Memories of the capacity experiment are not trained, and "
         "their step sizes are chosen for each number of steps; Atlas in the needles is trained with 5 steps.",
     ),
     Direction(
-        "Memory caching is better than Log-Linear memories", "M §4.2, Tables 1–4", _log_linear, ("capacity", "mqar", "stability"),
+        "Memory caching is better than Log-Linear memories", "M §4.2, Tables 1–4", lines.log_linear,
+        ("capacity", "mqar", "stability"),
         note=lambda: "Both keep several memories of a sequence. Log-Linear ones grow with the distance, and their number with the "
         "logarithm of the length. In M's Tables 2 to 4 GRM, Soup and SSC are ahead with both memories in almost every column. In "
         "the capacity experiment the weights of the levels are the same for all tokens; a trained model chooses them for each.",
     ),
     Direction(
-        "Memory caching: even without a gate (Residual) it is better than the memory alone", "M §3.1, §4.6", _residual,
+        "Memory caching: even without a gate (Residual) it is better than the memory alone", "M §3.1, §4.6", lines.residual,
         ("capacity", "mqar", "zoo", "stability"),
         note=lambda: "A linear memory with Residual that writes by the dot product, as in MQAR, is "
         "the same memory (M §3.1), except that its trained initial value, which starts at zero, counts once for each segment. "
@@ -325,7 +180,7 @@ DIRECTIONS = (
         "Tables 1 to 4 have no Residual.",
     ),
     Direction(
-        "Memory caching: a gate is better than none (GRM than Residual)", "M §4.6, Fig. 5", _gating,
+        "Memory caching: a gate is better than none (GRM than Residual)", "M §4.6, Fig. 5", lines.gating,
         ("capacity", "mqar", "zoo", "stability", "studies"),
         note=lambda: '"ones": GRM whose gate is 1. In the paper the perplexity of GRM changes by 1.5% (13.3 against 13.5), and the '
         "accuracy of retrieval by 8 points.",
@@ -344,31 +199,31 @@ DIRECTIONS = (
     ),
     Direction(
         "Language: Atlas and OmegaNet are better than Titans, Transformer++ and the gated delta rule", "A §6.1, Table 2",
-        lambda: _whole(PAIRS["language"]) + language("language"), ("zoo", "stability", "language"),
+        lambda: lines.whole_runs(PAIRS["language"]) + language("language"), ("zoo", "stability", "language"),
         note=lambda: "attention-lmm is softmax attention in the layer of a memory (direction 7), a control that the paper does "
         "not have. gated-delta-rule is the rule in that layer, and gated-deltanet the block of its paper.",
     ),
     Direction(
         "GAM is better than a Transformer", "G Table 1",
-        lambda: _whole(PAIRS["gam and attention"]), ("zoo", "stability"),
+        lambda: lines.whole_runs(PAIRS["gam and attention"]), ("zoo", "stability"),
         note=lambda: "gam-transformer is G's baseline; Transformer++ is newer. attention-lmm is attention with short convolutions "
         "and the output gate of a memory layer. GAM has a convolution too, so attention-lmm is the closer comparison. G's table "
         "also has Mamba.",
     ),
     Direction(
-        "Elastic Memory is better than no memory and than other memories", "E §3.2, Table 2", _elastic_memory,
+        "Elastic Memory is better than no memory and than other memories", "E §3.2, Table 2", lines.elastic_memory,
         ("zoo", "stability", "studies", "language"),
         note=lambda: "block, block-attention: attention within blocks, no memory. memorizing-1x is a queue of as many numbers as "
         "the elastic memory, memorizing-all one of all earlier tokens.",
     ),
     Direction(
-        "A hybrid with attention (MAG) is better than the memory alone and than MAL", "A §6.6, Table 6", _hybrid,
+        "A hybrid with attention (MAG) is better than the memory alone and than MAL", "A §6.6, Table 6", lines.hybrid,
         ("zoo", "stability", "language"),
         note=lambda: "In A's Table 6 MAL is behind Atlas alone, so these two are not compared. Titans is not in that table.",
     ),
     Direction(
         "Speed of training: Memory Caching is between its memory alone and Transformer++, and SSC costs least", "M §4.7, Fig. 4",
-        lambda: efficiency(_CACHED_SPEED), ("efficiency",),
+        lambda: efficiency(lines.CACHED_SPEED), ("efficiency",),
         note=lambda: f"{_ROUNDS} M's figure is a plot without numbers. M says that the longer the context, the more "
         "efficient is caching, compared with attention. Segments of the tiny presets have 64 tokens at every length.",
     ),
@@ -387,9 +242,15 @@ DIRECTIONS = (
     ),
     Direction(
         "Language: the order of the baselines, Titans, Gated DeltaNet, Mamba-2, DeltaNet, Transformer++, RetNet", "A Table 2",
-        lambda: _whole(PAIRS["baselines"]) + language("baselines"), ("zoo", "stability", "language"),
+        lambda: lines.whole_runs(PAIRS["baselines"]) + language("baselines"), ("zoo", "stability", "language"),
         note=lambda: "The order of the perplexities of WikiText, without pairs that the two sizes order differently. Gated "
         "DeltaNet-H2 is before Gated DeltaNet, and DLA (760M) between Gated DeltaNet and DeltaNet. Here Transformer++ and "
         "RetNet have no short convolutions, and the others have.",
+    ),
+    Direction(
+        "Memory caching with a gate (GRM, Soup, SSC) is better than the memory alone", "M §4, Tables 1–4", lines.caching,
+        ("capacity", "mqar", "recall", "needles", "zoo", "stability", "studies", "language"),
+        note=lambda: "Memories of the capacity experiment are not trained and have as many weights on both sides; the caches come "
+        "on top, as in the paper. The size of the gate's scores is chosen as the step size is. Their order is direction 9.",
     ),
 )  # fmt: skip
