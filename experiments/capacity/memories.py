@@ -264,8 +264,8 @@ def rates(spec: Memory, shape: Shape) -> list[dict[str, float]]:
 def connector(shape: Shape, q: jax.Array, size: jax.Array) -> jax.Array | None:
     """What the caching of a memory weighs its memories by, where it does. q: [..., key_dim] → [..., channels].
 
-    Memory Caching: u = size · q, so that a gate depends on the cosine of the query and a segment's mean key. Log-Linear memories:
-    the weight of level j is size^j.
+    Memory Caching: u = size · q, so that a gate depends on the inner product of the query and a segment's mean key. Log-Linear
+    memories: the weight of level j is size^j.
     """
     channels = shape.rule.gate_channels(shape.key_dim, VALUE_DIM).get("connector")
     if channels is None:
