@@ -88,10 +88,11 @@ def _one(shape: Shape, n: jax.Array, passes: jax.Array, k: jax.Array, v: jax.Arr
     params = memory.init_params(rule, jax.random.key(seed), **sizes)
     decays = gates["window_decay"] ** jnp.arange(shape.written.window)
     chosen = {"step_size": gates["step_size"], "momentum_decay": gates["momentum_decay"], "window_weights": decays}
+    channels = rule.gate_channels(shape.key_dim, VALUE_DIM)
     chosen["connector"] = jnp.zeros(
-        rule.gate_channels(shape.key_dim, VALUE_DIM).get("connector") or 0
-    )  # reads alone need it
-    values = {name: chosen[name][None, None] for name in rule.gate_channels(shape.key_dim, VALUE_DIM)}
+        channels.get("connector") or 0
+    )  # of the reads that come with writes, which nobody uses
+    values = {name: chosen[name][None, None] for name in channels}
 
     def write(i: jax.Array, state: Any) -> Any:
         key, value = k[i % n][None, None], v[i % n][None, None]

@@ -248,15 +248,14 @@ def rates(spec: Memory, shape: Shape) -> list[dict[str, float]]:
     momenta = (0.0,) if spec.optimizer == "descent" else (0.0, 0.9) if spec.optimizer == "muon" else (0.5, 0.9)
     decays = (1.0,) if spec.window == 1 else (0.5, 1.0)
     found = []
-    connectors = CONNECTORS.get(spec.caching, (0.0,))
-    for theta, decay, connector in itertools.product(momenta, decays, connectors):
+    for theta, decay, scale in itertools.product(momenta, decays, CONNECTORS.get(spec.caching, (0.0,))):
         total = sum(decay**j for j in range(spec.window))
         if spec.optimizer == "muon":
             sizes = [0.003, 0.01, 0.03, 0.1, 0.3]
         else:
             unit = (1 - theta) / (shape.written.features.square_norm(shape.key_dim) * total)
             sizes = [unit * m for m in (0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 4.0)]
-        others = {"momentum_decay": theta, "window_decay": decay} | ({"connector": connector} if spec.caching else {})
+        others = {"momentum_decay": theta, "window_decay": decay} | ({"connector": scale} if spec.caching else {})
         found += [{"step_size": s, **others} for s in sizes]
     return found
 

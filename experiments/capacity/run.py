@@ -93,6 +93,9 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"Left out: memory {name!r} has no size within {budget} floats.")
         wanted = [key for key in wanted if shapes(key[3], key[1] or None)]
         # Segments would hold the same pairs again in every pass, which is not a longer memory.
+        cached = [name for name in options.memories if MEMORIES[name].caching]
+        if cached and max(options.passes) > 1:
+            print(f"Left out with more than one pass, because they read each pair once: {'; '.join(cached)}.")
         wanted = [key for key in wanted if key[2] == 1 or not MEMORIES[key[3]].caching]
     except ValueError as error:
         parser.error(str(error))

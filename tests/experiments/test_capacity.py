@@ -103,6 +103,7 @@ def test_caching_reads_a_text_once(tmp_path, capsys):
     run.main([*options, "--memories", "linear, GRM", "--passes", "1", "30", "--out", str(tmp_path)])
     (line,) = (tmp_path / "capacity.jsonl").read_text().splitlines()
     assert json.loads(line)["passes"] == 1
+    assert "because they read each pair once: linear, GRM." in capsys.readouterr().out
 
 
 def test_capacity_is_where_the_curve_falls_below_for_good():
