@@ -75,7 +75,8 @@ def read_back(
     """
     drawn = [draw(keys, shape.key_dim, max(pairs), seed) for seed in seeds]
     k, v = (jnp.asarray(np.stack(part)) for part in zip(*drawn, strict=True))
-    columns = {name: jnp.asarray([g.get(name, 0.0) for g in gates], jnp.float32) for name in (*gates[0], "connector")}
+    chosen = [{"connector": 0.0, **g} for g in gates]  # a memory without caches has none
+    columns = {name: jnp.asarray([g[name] for g in chosen], jnp.float32) for name in chosen[0]}
     numbers = jnp.asarray(pairs), jnp.asarray(passes)
     recalled, stored = _compiled(shape, k, v, jnp.asarray(seeds), columns, *numbers)
     return np.moveaxis(np.asarray(recalled), 0, -1), np.moveaxis(np.asarray(stored), 0, -1)

@@ -195,9 +195,9 @@ def _shape(memory: Memory, key_dim: int, hidden: int = 0, size: int = 0) -> Shap
         "momentum": optimizers.Momentum(),
         "muon": optimizers.Muon(memory.steps),
     }
-    structure = (Gated if memory.gated else Deep)(memory.depth, hidden)
+    deep = Gated if memory.gated else Deep
     written = MemoryRule(
-        structures.Matrix() if memory.depth == 1 else structure,
+        structures.Matrix() if memory.depth == 1 else deep(memory.depth, hidden),
         objectives.L2() if memory.objective == "l2" else objectives.DotProduct(),
         maps[memory.features](), inner[memory.optimizer], retention.Full(), window=memory.window, chunk_size=1, bound=None,
     )  # fmt: skip

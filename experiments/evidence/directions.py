@@ -223,7 +223,7 @@ DIRECTIONS = (
     ),
     Direction(
         "Speed of training: Memory Caching is between its memory alone and Transformer++, and SSC costs least", "M §4.7, Fig. 4",
-        lambda: efficiency(lines.CACHED_SPEED), ("efficiency",),
+        lines.caching_speed, ("efficiency",),
         note=lambda: f"{_ROUNDS} M's figure is a plot without numbers. M says that the longer the context, the more "
         "efficient is caching, compared with attention. Segments of the tiny presets have 64 tokens at every length.",
     ),

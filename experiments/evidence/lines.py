@@ -8,6 +8,7 @@ from experiments.evidence.sources import (
     Line,
     ablation,
     capacity,
+    efficiency,
     function_muon,
     language,
     mqar,
@@ -98,15 +99,14 @@ def _stored(pairs: Iterable[tuple[str, str]]) -> list[Line]:
 def caching_order() -> list[Line]:
     """GRM, Soup and SSC among each other."""
     held = [("GRM", "Soup"), ("Soup", "SSC"), ("GRM", "SSC")]
-    models = [("titans-grm", "titans-soup"), ("titans-soup", "titans-ssc")]
+    models = PAIRS["caching order"]
     recalled = [*((f"{a}-8", f"{b}-8") for a, b in models), ("linear-grm-8", "linear-ssc-8")]
     return _stored(held) + mqar(recalled) + needles(models) + whole_runs(models)
 
 
 def caching() -> list[Line]:
     """GRM, Soup and SSC against the memory alone."""
-    ways = ("grm", "soup", "ssc")
-    models = [(f"titans-{way}", "titans") for way in ways]
+    models = PAIRS["caching"]
     recalled = [*((f"{a}-8", b) for a, b in models), *((f"linear-{way}-8", "linear") for way in ("grm", "ssc"))]
     found = (
         _stored([(way, "") for way in ("GRM", "Soup", "SSC")]) + mqar(recalled) + recall([("linear-4-grm", "linear-4")])
@@ -161,5 +161,6 @@ def hybrid() -> list[Line]:
     return whole_runs(PAIRS["hybrid"]) + language("hybrid")
 
 
-CACHED_SPEED = [("titans", "titans-ssc"), ("titans-ssc", "titans-grm"), ("titans-ssc", "titans-soup")]
-CACHED_SPEED += [(f"titans-{name}", REFERENCE) for name in ("ssc", "grm", "soup")]
+def caching_speed() -> list[Line]:
+    pairs = [("titans", "titans-ssc"), ("titans-ssc", "titans-grm"), ("titans-ssc", "titans-soup")]
+    return efficiency([*pairs, *((f"titans-{name}", REFERENCE) for name in ("ssc", "grm", "soup"))])
