@@ -1,6 +1,7 @@
 """Matrix operations on one block of tokens, shared by the kernels of several memories and restricted to what Mosaic compiles."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +37,21 @@ def product(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, precision: Pre
       precision: DEFAULT is one pass of bfloat16 on a TPU, HIGHEST is exact (six passes). HIGH is three, of x and y as sums of two
         bfloat16 numbers each, without the product of the smaller ones; Mosaic does not have it.
     """
+    return product_of(x, y, x_axis, y_axis, precision, lambda y: y)
+
+
+def product_of(
+    x: jax.Array,
+    y: jax.Array,
+    x_axis: int,
+    y_axis: int,
+    precision: Precision,
+    arranged: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """`product` of x and `arranged(y)`, without a derivative of its own; `arranged` only moves entries and adds zeros."""
     if precision != Precision.HIGH:
-        return _dot(x, y, x_axis, y_axis, precision)
-    (x, x_rest), (y, y_rest) = _halves(x), _halves(y)
+        return _dot(x, arranged(y), x_axis, y_axis, precision)
+    (x, x_rest), (y, y_rest) = halves(x), map(arranged, halves(y))
     # One product whose sum runs over all three, so that nothing is added outside of the matrix unit.
     x, y = jnp.concatenate([x, x, x_rest], x_axis), jnp.concatenate([y, y_rest, y], y_axis)
     return _dot(x, y, x_axis, y_axis, Precision.DEFAULT)
@@ -52,9 +65,9 @@ def _dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, precision: Precis
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def selected(x: jax.Array, mask: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
     """`product` with a matrix of zeros and ones, exact with one pass for the three bfloat16 numbers whose sum is x."""
-    x, rest = _halves(x)
+    x, rest = halves(x)
     return _dot(
-        jnp.concatenate([x, *_halves(rest)], x_axis),
+        jnp.concatenate([x, *halves(rest)], x_axis),
         jnp.concatenate([mask] * 3, y_axis),
         x_axis,
         y_axis,
@@ -70,7 +83,7 @@ def _selected_backward(x_axis: int, y_axis: int, mask: jax.Array, d: jax.Array) 
 selected.defvjp(lambda x, mask, x_axis, y_axis: (selected(x, mask, x_axis, y_axis), mask), _selected_backward)
 
 
-def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x rounded to bfloat16, and the rest, as float32.
 
     By bits, because XLA, which compiles this for the interpreter, drops a conversion to bfloat16 and back.
@@ -121,7 +134,15 @@ def transposed(x: jax.Array) -> jax.Array:
     return selected(x, (iota(size, 0) == iota(size, 1)).astype(jnp.float32), 0, 0)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def entry(x: jax.Array, place: int) -> jax.Array:
-    """One row of x [m, n], [1, n]."""
-    here = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) == place
-    return jnp.sum(jnp.where(here, x, 0.0), axis=0, keepdims=True)
+    """One row of x [m, n], [1, n]. Has its own derivative, because that of a slice would be a pad."""
+    return x[place : place + 1]
+
+
+def _entry_backward(place: int, like: jax.Array, d: jax.Array) -> tuple[jax.Array]:
+    here = jax.lax.broadcasted_iota(jnp.int32, like.shape, 0) == place
+    return (jnp.where(here, d, 0.0),)
+
+
+entry.defvjp(lambda x, place: (entry(x, place), x), _entry_backward)

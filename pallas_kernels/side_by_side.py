@@ -6,13 +6,13 @@ plain products.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import HIGHEST, Precision, entry, product, selected
+from pallas_kernels.blocks import HIGHEST, Precision, entry, product, product_of, selected
 from pallas_kernels.layout import LANES
 
 
@@ -55,19 +55,96 @@ diagonal.defvjp(lambda x, heads: (diagonal(x, heads), None), lambda heads, _, d:
 of_diagonal.defvjp(lambda x, heads: (of_diagonal(x, heads), None), lambda heads, _, d: (diagonal(d, heads),))
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def times(x: jax.Array, y: jax.Array, heads: int, precision: Precision = HIGHEST) -> jax.Array:
     """X Y of each head: [m, P · a], [a, P · b] → [m, P · b]."""
-    return product(x, diagonal(y, heads), 1, 0, precision)
+    return product_of(x, y, 1, 0, precision, lambda y: diagonal(y, heads))
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def times_transposed(x: jax.Array, y: jax.Array, heads: int, precision: Precision = HIGHEST) -> jax.Array:
     """X Yᵀ of each head: [m, P · a], [n, P · a] → [m, P · n]."""
-    return product(x, diagonal(y, heads), 1, 1, precision)
+    return product_of(x, y, 1, 1, precision, lambda y: diagonal(y, heads))
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def transposed_times(x: jax.Array, y: jax.Array, heads: int, precision: Precision = HIGHEST) -> jax.Array:
     """Xᵀ Y of each head: [m, P · a], [m, P · b] → [a, P · b]."""
     return of_diagonal(product(x, y, 0, 0, precision), heads)
+
+
+def _derivatives(of: Any, of_x: Callable[..., jax.Array], of_y: Callable[..., jax.Array]) -> None:
+    """Sets the derivatives of one of the three products, which are others of them: functions of x, y, the cotangent, and how."""
+    of.defvjp(
+        lambda x, y, *how: (of(x, y, *how), (x, y)),
+        lambda heads, precision, xy, d: (of_x(*xy, d, heads, precision), of_y(*xy, d, heads, precision)),
+    )
+
+
+_derivatives(
+    times,
+    lambda x, y, d, *how: times_transposed(d, y, *how),
+    lambda x, y, d, *how: transposed_times(x, d, *how),
+)
+_derivatives(
+    times_transposed,
+    lambda x, y, d, *how: times(d, y, *how),
+    lambda x, y, d, *how: transposed_times(d, x, *how),
+)
+_derivatives(
+    transposed_times,
+    lambda x, y, d, *how: times_transposed(y, d, *how),
+    lambda x, y, d, *how: times(x, d, *how),
+)
+
+
+def lanes_of(rows: jax.Array) -> jax.Array:
+    """One row for each head, [P, m], beside each other, [1, P · m]."""
+    return jnp.concatenate([rows[i : i + 1] for i in range(rows.shape[0])], axis=1)
+
+
+def rows_of(lanes: jax.Array, heads: int) -> jax.Array:
+    """The inverse of `lanes_of`."""
+    size = lanes.shape[1] // heads
+    return jnp.concatenate([lanes[:, i * size : (i + 1) * size] for i in range(heads)])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def weighted_outer(x: jax.Array, y: jax.Array, weights: jax.Array, precision: Precision = HIGHEST) -> jax.Array:
+    """Xᵀ diag(w) Y of each head: [m, P · a], [m, P · b] and w [P, m] → [a, P · b].
+
+    The tokens of Xᵀ are in lanes, as those of w are, which need not be spread to a column.
+    """
+    return _outer_forward(x, y, weights, precision)[0]
+
+
+def _in_rows(weights: jax.Array, rows: int) -> jax.Array:
+    """[P, m] → [rows, m], each head's weights in the rows of its part."""
+    heads, size = weights.shape
+    return jnp.concatenate([jnp.broadcast_to(weights[i : i + 1], (rows // heads, size)) for i in range(heads)])
+
+
+_Kept = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def _outer_forward(x: jax.Array, y: jax.Array, weights: jax.Array, precision: Precision) -> tuple[jax.Array, _Kept]:
+    turned = x.T
+    weighted = turned * _in_rows(weights, turned.shape[0])
+    return of_diagonal(product(weighted, y, 1, 0, precision), weights.shape[0]), (turned, weighted, y, weights)
+
+
+def _outer_backward(precision: Precision, kept: _Kept, d: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    turned, weighted, y, weights = kept
+    rows, heads = turned.shape[0], weights.shape[0]
+    d = diagonal(d, heads)
+    dweighted = product(d, y, 1, 1, precision)
+    each = turned * dweighted
+    of_head = (each[i : i + rows // heads] for i in range(0, rows, rows // heads))
+    dweights = jnp.concatenate([jnp.sum(part, axis=0, keepdims=True) for part in of_head])
+    return (dweighted * _in_rows(weights, rows)).T, product(weighted, d, 0, 0, precision), dweights
+
+
+weighted_outer.defvjp(_outer_forward, _outer_backward)
 
 
 def spread(rows: jax.Array, heads: int, width: int, *, by_product: bool = False) -> jax.Array:
@@ -76,8 +153,17 @@ def spread(rows: jax.Array, heads: int, width: int, *, by_product: bool = False)
     by_product: for kernels whose matrix units wait for arithmetic on vectors. Widths other than m always take a product.
     """
     if heads == 1 or (width == rows.shape[1] and not by_product):
-        return columns_of(jnp.concatenate([rows[i : i + 1] for i in range(heads)], axis=1), heads)
+        return columns_of(lanes_of(rows), heads)
     return selected(rows, own((heads, heads * width), heads).astype(jnp.float32), 0, 0)
+
+
+def running_products(x: jax.Array) -> jax.Array:
+    """The product of each entry of x [m, n] with all those above it; m is a power of two."""
+    shift = 1
+    while shift < x.shape[0]:
+        x = jnp.concatenate([x[:shift], x[shift:] * x[:-shift]])
+        shift *= 2
+    return x
 
 
 def place(shape: tuple[int, ...], axis: int, heads: int) -> jax.Array:
@@ -91,10 +177,17 @@ def head_sums(x: jax.Array, heads: int) -> jax.Array:
     if heads == 1:
         return jnp.sum(x, axis=1, keepdims=True)
     lane, width = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1), x.shape[1] // heads
-    total = jnp.zeros_like(x)
-    for head in range(heads):
-        here = (lane >= head * width) & (lane < (head + 1) * width)
-        total = jnp.where(here, jnp.sum(jnp.where(here, x, 0.0), axis=1, keepdims=True), total)
+    own_lanes = [(lane >= head * width) & (lane < (head + 1) * width) for head in range(heads)]
+    return in_own_lanes([jnp.where(here, x, 0.0) for here in own_lanes])
+
+
+def in_own_lanes(parts: Sequence[jax.Array]) -> jax.Array:
+    """For each head one matrix [m, P · w]: the sum of its row in all of the head's lanes, [m, P · w]."""
+    lane, width = jax.lax.broadcasted_iota(jnp.int32, parts[0].shape, 1), parts[0].shape[1] // len(parts)
+    sums = [jnp.sum(part, axis=1, keepdims=True) for part in parts]
+    total = jnp.broadcast_to(sums[0], parts[0].shape)
+    for head, other in enumerate(sums[1:], 1):
+        total = jnp.where(lane >= head * width, other, total)
     return total
 
 
@@ -104,7 +197,9 @@ def columns_of(rows: jax.Array, heads: int = 1) -> jax.Array:
     Exact, and without a product, which would keep a matrix unit as long as one of whole matrices.
     """
     shape = rows.shape[1] // heads, rows.shape[1]
-    return head_sums(jnp.where(place(shape, 0, heads) == place(shape, 1, heads), rows, 0.0), heads)
+    row, lane = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    parts = [jnp.where(row + head * shape[0] == lane, rows, 0.0) for head in range(heads)]
+    return jnp.sum(parts[0], axis=1, keepdims=True) if heads == 1 else in_own_lanes(parts)
 
 
 def columns(rows: jax.Array) -> jax.Array:
@@ -118,13 +213,34 @@ def rows_of_columns(columns: jax.Array, heads: int = 1) -> jax.Array:
     return jnp.sum(jnp.where(place(shape, 0, heads) == place(shape, 1, heads), columns, 0.0), axis=0, keepdims=True)
 
 
+def first_column(x: jax.Array, heads: int = 1) -> jax.Array:
+    """The first column of each head of [m, P · m], in all of the head's lanes; of one head, [m, 1]."""
+    return head_sums(jnp.where(place(x.shape, 1, heads) == 0, x, 0.0), heads)
+
+
 def from_start(decay: jax.Array, products: jax.Array, heads: int = 1) -> jax.Array:
-    """α_0 … α_t of each head, a column as those of `columns_of`, from α as such a column and P [m, P · m].
+    """α_0 … α_t of each head, a column as those of `columns_of`, from α as such a column and P = `triangular.decay_products`(α).
 
     P[t,0] has the products of the decays after the first token; times α_0 they are from the start.
     """
-    first = jnp.where(place(products.shape, 1, heads) == 0, products, 0.0)
-    return entry(decay, 0) * head_sums(first, heads)
+    return entry(decay, 0) * _after_first(products, decay, heads)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _after_first(products: jax.Array, decay: jax.Array, heads: int) -> jax.Array:
+    """`first_column` of P, computed from α, because a sum over lanes takes longer. In derivatives it is a function of P."""
+    column = jnp.where(jax.lax.broadcasted_iota(jnp.int32, decay.shape, 0) == 0, 1.0, decay)
+    return running_products(column)
+
+
+def _after_first_backward(heads: int, kept: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
+    products, decay = kept
+    return jnp.where(place(products.shape, 1, heads) == 0, head_sums(d, heads), 0.0), jnp.zeros_like(decay)
+
+
+_after_first.defvjp(
+    lambda products, decay, heads: (_after_first(products, decay, heads), (products, decay)), _after_first_backward
+)
 
 
 def weighted(x: jax.Array, columns: jax.Array, heads: int) -> jax.Array:

@@ -9,13 +9,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import HIGHEST, Precision, before, product
+from pallas_kernels.blocks import HIGHEST, Precision, before, product, product_of
 from pallas_kernels.side_by_side import (
     columns_of,
     head_sums,
     own,
     place,
     rows_of_columns,
+    running_products,
     times,
     times_transposed,
     transposed_times,
@@ -32,12 +33,7 @@ def decay_products(decay: jax.Array, heads: int = 1, precision: Precision = HIGH
     size = decay.shape[0]
     shape = size, heads * size
     row, column = place(shape, 0, heads), place(shape, 1, heads)
-    products = jnp.where(row > column, decay, 1.0)  # products of the last 2^k decays
-    shift = 1
-    while shift < size:
-        earlier = jnp.concatenate([jnp.ones((shift, shape[1]), products.dtype), products[:-shift]])
-        products = products * earlier
-        shift *= 2
+    products = running_products(jnp.where(row > column, decay, 1.0))
     return jnp.where(row >= column, products, 0.0)
 
 
@@ -62,15 +58,32 @@ def unit_lower_inverse(lower: jax.Array, heads: int = 1, precision: Precision = 
     only products of whole matrices, forms no powers of L that could overflow, and is as accurate as substitution.
     """
     row, column = place(lower.shape, 0, heads), place(lower.shape, 1, heads)
-    x = (row == column).astype(jnp.float32)
-    for level in range(lower.shape[0].bit_length() - 1):
+    x = _inverse_of_fours(lower, row, column)
+    for level in range(2, lower.shape[0].bit_length() - 1):
         # Bit operations, because integer division needs to know the TPU generation.
         same = (row >> (level + 1)) == (column >> (level + 1))
         between = same & ((row >> level) > (column >> level))
         part = jnp.where(between, lower, 0.0)
-        # X is the identity in the first step.
-        x = x - part if level == 0 else x - times(x, times(part, x, heads, precision), heads, precision)
+        x = x - times(x, times(part, x, heads, precision), heads, precision)
     return x
+
+
+def _inverse_of_fours(lower: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+    """The first two levels of `unit_lower_inverse`: blocks of four tokens, without a product.
+
+    Of [[X_1, 0], [C, X_2]], X_1 = [[1, 0], [−a, 1]] and X_2 = [[1, 0], [−b, 1]], the corner is −X_2 C X_1.
+    """
+    to_left = lambda x, by: jnp.concatenate([x[:, by:], x[:, :by]], axis=1)
+    down = lambda x, by: jnp.concatenate([x[-by:], x[:-by]])
+    r, c = row & 3, column & 3
+    next_column = to_left(lower, 1)
+    a = jnp.where(r == 2, down(lower, 1), down(lower, 2))
+    corner = jnp.where(c == 0, lower - next_column * a, lower)
+    b = jnp.where(c == 0, to_left(lower, 2), next_column)
+    corner = jnp.where(r == 3, corner - b * down(corner, 1), corner)
+    fours, pairs = (row >> 2) == (column >> 2), (row >> 1) == (column >> 1)
+    below = jnp.where(pairs, lower, corner)
+    return jnp.where(fours & (row >= column), jnp.where(row == column, 1.0, -below), 0.0)
 
 
 class _Halves(NamedTuple):
@@ -106,7 +119,7 @@ def _solve_forward(
     lower: jax.Array, right: jax.Array, heads: int, precision: Precision
 ) -> tuple[jax.Array, tuple[_Halves, jax.Array]]:
     of, half = _in_halves(lower, heads, precision), lower.shape[0] // 2
-    dot = lambda x, y, place: product(x, _rows_of_half(y, place, heads), 1, 0, precision)
+    dot = lambda x, y, place: product_of(x, y, 1, 0, precision, lambda y: _rows_of_half(y, place, heads))
     first = dot(of.inverse, right[:half], 0)
     second = dot(of.inverse, right[half:] - dot(of.across, first, 0), 1)
     solved = jnp.concatenate([first, second])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.blocks import HIGHEST, Precision, entry
-from pallas_kernels.side_by_side import columns_of, from_start, place, times
+from pallas_kernels.side_by_side import columns_of, first_column, from_start, place, times
 from pallas_kernels.triangular import decay_products
 
 
@@ -69,7 +69,7 @@ def decays(gates: Gates, heads: int = 1, precision: Precision = HIGHEST) -> Deca
         products = decay_products(theta, heads, precision)
         beta = from_start(theta, products, heads)
         pending = times(pending, products, heads, precision)
-        s = from_start(theta, pending, heads)
+        s = entry(theta, 0) * first_column(pending, heads)
     return Decays(a, pending, beta, products, s)
 
 

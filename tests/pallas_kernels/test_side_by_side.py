@@ -55,6 +55,13 @@ def test_products_are_those_of_each_head(heads, size, a, b):
     )
 
 
+@pytest.mark.parametrize(("heads", "size", "a", "b"), CASES)
+def test_a_weighted_outer_product_is_that_of_each_head(heads, size, a, b):
+    ours = lambda x, y, weights: side_by_side.weighted_outer(x, y, side_by_side.rows_of(weights, heads))
+    of_head = lambda x, y, weights: x.T @ (weights.T * y)
+    check(ours, of_head, random(heads, size, a), random(heads, size, b), random(heads, 1, size))
+
+
 @pytest.mark.parametrize(("heads", "size", "width"), [(heads, size, width) for heads, size, width, _ in CASES])
 def test_systems_and_decays_are_those_of_each_head(heads, size, width):
     strict = lambda x: jnp.where(jnp.tri(size, k=-1) > 0, x, 0.0)
