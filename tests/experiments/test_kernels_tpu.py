@@ -151,13 +151,12 @@ def test_floor_and_bytes_of_the_delta_rule_by_hand():
     (kernel,) = kernel_cases.kernels_of(*kernel_cases.program(case))
     levels = int(math.log2(m))
     tokens = 2 * m * m * dim * 3 + 2 * m * dim * dim * 3  # K Kᵀ, Q Kᵀ, (Q Kᵀ) U; K Wᵀ, Q Wᵀ, Uᵀ K: bfloat16
-    # Halves of the system side by side: two products a level but the first, and three for the solution.
-    system = 2 * (levels - 2) * m**3 + 3 * m * m * dim
+    # Halves of the system side by side: two products a level but the first two, and three for the solution.
+    system = 2 * (levels - 3) * m**3 + 3 * m * m * dim
     # Groups of one program, of heads side by side, whose products have zeros outside of the diagonal; and its chunks.
     groups, beside, unroll = 8, 2, 4
-    betas = 2 * beside * m * beside * dim  # as columns, in all lanes of a head in V; in its system they take no product
-    # Three passes are one product of three times the depth.
-    of_group = beside**2 * (tokens + 3 * system) + 3 * betas
+    # Three passes are one product of three times the depth. β stays a row, which takes no product.
+    of_group = beside**2 * (tokens + 3 * system)
     assert sum(x.operations for x in kernel.products) == unroll * groups * of_group
     assert {x.passes for x in kernel.products} == {1}
     rows, chunks = kernel_cases.HEADS, kernel_cases.TIME // m
