@@ -94,7 +94,7 @@ def test_a_selection_is_exact(x_axis, y_axis):
 def test_a_system_in_three_passes_is_finer_than_the_rounding_of_its_solution(beta, alike):
     """Delta rules read U in one pass of bfloat16, also where a chunk has one key, or removes more than there is.
 
-    The mean over ten systems: with β = 1.9 and similar keys the error of one of them is up to twice as large or half of it.
+    Each of ten systems; with β = 1.9 and similar keys, where the error of one is up to twice as large or half of it, their mean.
     """
     rng, ratios = np.random.default_rng(0), []
     for _ in range(10):
@@ -103,10 +103,11 @@ def test_a_system_in_three_passes_is_finer_than_the_rounding_of_its_solution(bet
         k /= np.linalg.norm(k, axis=1, keepdims=True)
         lower = np.tril(beta * k @ k.T, -1)
         expected = np.linalg.solve(np.eye(64) + lower.astype(np.float64), beta * v.astype(np.float64))
-        found = triangular.solve(jnp.asarray(lower), jnp.asarray(beta * v), 1, Precision.HIGH)
+        solved = triangular.solve(jnp.asarray(lower), jnp.asarray(beta * v), 1, Precision.HIGH)
         rounding = np.abs(np.asarray(jnp.asarray(expected, jnp.bfloat16), np.float64) - expected).max()
-        ratios.append(np.abs(found - expected).max() / rounding)
-    assert np.mean(ratios) < 1 / 10
+        ratios.append(np.abs(solved - expected).max() / rounding)
+    found = np.mean(ratios) if beta > 1 and 0 < alike < 1 else np.max(ratios)
+    assert found < 1 / 10
 
 
 def test_newton_schulz_in_three_passes():
