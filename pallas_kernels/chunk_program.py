@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,17 @@ from pallas_kernels.layout import LANES
 
 # (carry, inputs) → (carry, outputs), all float32 matrices. Hashable, and restricted to operations that Mosaic compiles.
 Chunk = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
+
+
+def in_turn(function: Callable[..., Any], *trees: Any) -> Any:
+    """`jax.vmap(function)(*trees)`, written out for one entry of the leading axes after another.
+
+    The compiler keeps the order of such operations roughly. So a value is used soon after it is computed, and fewer registers are
+    spilled than where each operation is done for all entries. Only chains of products that wait for each other are faster by vmap.
+    """
+    count = jax.tree.leaves(trees)[0].shape[0]
+    results = [function(*jax.tree.map(lambda x, i=i: x[i], trees)) for i in range(count)]
+    return jax.tree.map(lambda *parts: jnp.stack(parts), *results)
 
 
 class Unroll(NamedTuple):

@@ -147,12 +147,12 @@ def _outer_backward(precision: Precision, kept: _Kept, d: jax.Array) -> tuple[ja
 weighted_outer.defvjp(_outer_forward, _outer_backward)
 
 
-def spread(rows: jax.Array, heads: int, width: int, *, by_product: bool = False) -> jax.Array:
+def spread(rows: jax.Array, heads: int, width: int) -> jax.Array:
     """One row of m tokens for each head, [P, m], as a column in all of the head's lanes, [m, P · width]; of one head, [m, 1].
 
-    by_product: for kernels whose matrix units wait for arithmetic on vectors. Widths other than m always take a product.
+    Widths other than m take a product.
     """
-    if heads == 1 or (width == rows.shape[1] and not by_product):
+    if heads == 1 or width == rows.shape[1]:
         return columns_of(lanes_of(rows), heads)
     return selected(rows, own((heads, heads * width), heads).astype(jnp.float32), 0, 0)
 

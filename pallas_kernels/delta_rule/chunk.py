@@ -12,12 +12,14 @@ exact at α = 0. The system is solved by the inverses of its halves (`solve`). N
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays
 from pallas_kernels.blocks import HIGHEST, Precision, entry, finer, selected
+from pallas_kernels.chunk_program import in_turn
 from pallas_kernels.side_by_side import (
     from_start,
     lanes_of,
@@ -30,6 +32,24 @@ from pallas_kernels.side_by_side import (
     weighted_outer,
 )
 from pallas_kernels.triangular import decay_products, solve
+
+
+class _System(NamedTuple):
+    """What a chunk's tokens have with each other, without the memory.
+
+    Attributes:
+      lower: (P ∘ K Kᵀ)_{t>i}, [m, P · m].
+      upper: (P ∘ Q Kᵀ)_{t≥i}, [m, P · m].
+      start: A, [m, P · value_dim], or None without decays.
+      whole: A_end, [1, P · key_dim], or None.
+      at_end: P[end, ·], [P, m].
+    """
+
+    lower: jax.Array
+    upper: jax.Array
+    start: jax.Array | None
+    whole: jax.Array | None
+    at_end: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,32 +66,44 @@ class DeltaRuleChunk:
     heads: int = 1
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-        (w,), (q, k, v, gates) = carry, xs
-        heads, size, fine = self.heads, q.shape[0], finer(self.precision)
+        return self._advance(carry, xs, self._system(xs))
+
+    def of_heads(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+        """For several groups of heads. All systems are solved together, because the products of one wait for each other."""
+        # The decays of the gated rule do better together too.
+        of = jax.vmap(self._system)(xs) if self.gated else in_turn(self._system, xs)
+        return jax.vmap(self._advance)(carry, xs, of)
+
+    def _system(self, xs: Arrays) -> _System:
+        q, k, v, gates = xs
+        heads, size = self.heads, q.shape[0]
         key_dim, dim = k.shape[1] // heads, v.shape[1] // heads
         square = size, heads * size
         row, column = place(square, 0, heads), place(square, 1, heads)
-        beta = lanes_of(gates[:heads])
-        rows = jnp.concatenate([k, q])  # both take the same factors through the matrix unit
-        of_memory = times_transposed(rows, w, heads, self.precision)
-        of_keys = times_transposed(rows, k, heads, self.precision)
-        wk, wq = of_memory[:size], of_memory[size:]
+        of_keys = times_transposed(jnp.concatenate([k, q]), k, heads, self.precision)
         kk, kq = of_keys[:size], of_keys[size:]
         p = (row >= column).astype(jnp.float32)
-        at_end = gates[:heads]
+        at_end, start, whole = gates[:heads], None, None
         if self.gated:
             alpha = spread(gates[heads:], heads, size)
-            p = decay_products(alpha, heads, fine)
+            p = decay_products(alpha, heads, finer(self.precision))
             start = self._start(gates, alpha, p, dim)
-            wk, wq = start * wk, start * wq
+            whole = entry(start if key_dim == dim else self._start(gates, alpha, p, key_dim), size - 1)
             at_end = at_end * rows_of(entry(p, size - 1), heads)
-        written = p * beta
-        u = solve(jnp.where(row > column, kk * written, 0.0), v - wk, heads, fine)
-        y = wq + times(kq * written, u, heads, self.precision)
-        if self.gated:
-            start_of_keys = start if key_dim == dim else self._start(gates, alpha, p, key_dim)
-            w = entry(start_of_keys, size - 1) * w
-        return (w + weighted_outer(u, k, at_end, self.precision),), (y,)
+        written = p * lanes_of(gates[:heads])
+        return _System(jnp.where(row > column, kk * written, 0.0), kq * written, start, whole, at_end)
+
+    def _advance(self, carry: Arrays, xs: Arrays, of: _System) -> tuple[Arrays, Arrays]:
+        (w,), (q, k, v, _) = carry, xs
+        heads, size, precision = self.heads, q.shape[0], self.precision
+        # Keys and queries take the same factor through the matrix unit, here and in `_system`.
+        of_memory = times_transposed(jnp.concatenate([k, q]), w, heads, precision)
+        wk, wq = of_memory[:size], of_memory[size:]
+        if of.start is not None and of.whole is not None:
+            wk, wq, w = of.start * wk, of.start * wq, of.whole * w
+        u = solve(of.lower, v - wk, heads, finer(precision))
+        y = wq + times(of.upper, u, heads, precision)
+        return (w + weighted_outer(u, k, of.at_end, precision),), (y,)
 
     def _start(self, gates: jax.Array, alpha: jax.Array, p: jax.Array, dim: int) -> jax.Array:
         """A in all lanes of each head, [m, P · dim]; of one head, [m, 1]."""

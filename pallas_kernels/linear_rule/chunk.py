@@ -14,13 +14,15 @@ terms in one: U = (I + diag(β) L)⁻¹ diag(β) (V − (Ã ⊙ K) W_0ᵀ), and 
 """
 
 import dataclasses
+import functools
 
-import jax.numpy as jnp
+import jax
 
 from pallas_kernels.arguments import Arrays
-from pallas_kernels.blocks import HIGHEST, Precision, entry, finer
-from pallas_kernels.linear_rule.scores import Pair, decayed
-from pallas_kernels.side_by_side import place, spread, times, times_transposed, transposed_times
+from pallas_kernels.blocks import HIGHEST, Precision, finer
+from pallas_kernels.chunk_program import in_turn
+from pallas_kernels.linear_rule.scores import Decayed, Pair, decayed
+from pallas_kernels.side_by_side import lanes_of, spread, times, times_transposed, transposed_times, weighted_outer
 from pallas_kernels.triangular import solve
 
 
@@ -42,42 +44,48 @@ class LinearChunk:
     heads: int = 1
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-        (w,), (q, k, v, decay, *removal, beta) = carry, xs
-        heads, size, precision = self.heads, q.shape[0], self.precision
-        fine = finer(precision)
-        removes = self.delta or bool(removal)
-        rate = spread(beta, heads, v.shape[1] // heads, by_product=not removes)
-        # Queries of the scores: q, and r if there is a removal. Keys: k, and s if it is not k.
+        return self._advance(carry, xs, self._decayed(xs))
+
+    def of_heads(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+        """For several groups of heads. Decays in turn, and systems together, whose products wait for each other."""
+        at = in_turn(self._decayed, xs)
+        advance = functools.partial(in_turn, self._advance) if len(at.scores) == 1 else jax.vmap(self._advance)
+        return advance(carry, xs, at)
+
+    def _decayed(self, xs: Arrays) -> Decayed:
+        """Queries q, and r if there is a removal; keys k, and s if it is not k. Scores of q with all keys, then those of r."""
+        q, k, _, decay, *removal, _ = xs
+        fine = finer(self.precision)
         queries: Arrays = (q * decay,)
-        keys: Arrays = (k,)
-        of_read, of_removal = [Pair(0, 0, precision)], list[Pair]()
-        if removes:
+        if self.delta or removal:
             r = removal[0] if removal else k
             queries = (*queries, r * decay if self.decay_first else r)
-            of_removal = [Pair(1, 0, fine)]
-        if removal:
-            keys = (*keys, removal[1])
-            of_read.append(Pair(0, 1, precision))
-            of_removal.append(Pair(1, 1, fine))
-        at = decayed(decay, queries, keys, (*of_read, *of_removal), heads)
-        reads, lowers = at.scores[: len(of_read)], at.scores[len(of_read) :]
-        shape = size, heads * size
-        own = place(shape, 0, heads) == place(shape, 1, heads)
-        reads = tuple(
-            jnp.where(own, times_transposed(q, key, heads, precision), x) for key, x in zip((k, *removal[1:]), reads)
-        )
-        y = times_transposed(at.queries[0], w, heads, precision)
-        w_end = entry(at.whole, size - 1) * w
+        keys: Arrays = (k, *removal[1:])
+        pairs = [Pair(0, key, self.precision, own=0) for key in range(len(keys))]
+        if len(queries) > 1:
+            pairs += [Pair(1, key, fine) for key in range(len(keys))]
+        return decayed(decay, queries, keys, (q,), tuple(pairs), self.heads)
+
+    def _advance(self, carry: Arrays, xs: Arrays, at: Decayed) -> tuple[Arrays, Arrays]:
+        (w,), (_, _, v, _, *removal, beta) = carry, xs
+        heads, size, precision = self.heads, v.shape[0], self.precision
+        y, w_end = times_transposed(at.queries[0], w, heads, precision), at.whole * w
+        if not (self.delta or removal):
+            # β stays rows, with tokens in lanes.
+            y = y + times(at.scores[0] * lanes_of(beta), v, heads, precision)
+            return (w_end + weighted_outer(v, at.keys[0], beta, precision),), (y,)
+        fine = finer(precision)
+        reads, lowers = at.scores[: len(at.keys)], at.scores[len(at.keys) :]
+        rate = spread(beta, heads, v.shape[1] // heads)
         written = rate * v  # what is written at k
-        if removes:
-            right = times_transposed(at.queries[1], w, heads, precision)
-            right = rate * (v - right) if self.delta else -rate * (right + times(lowers[0], written, heads, fine))
-            by_row = rate if heads == 1 or v.shape[1] == shape[1] else spread(beta, heads, size)
-            u = solve(by_row * lowers[-1], right, heads, fine)
-            if self.delta:
-                written = u
-            else:
-                y = y + times(reads[1], u, heads, precision)
-                w_end = w_end + transposed_times(u, at.keys[1], heads, precision)
+        right = times_transposed(at.queries[1], w, heads, precision)
+        right = rate * (v - right) if self.delta else -rate * (right + times(lowers[0], written, heads, fine))
+        by_row = rate if heads == 1 or v.shape[1] == heads * size else spread(beta, heads, size)
+        u = solve(by_row * lowers[-1], right, heads, fine)
+        if self.delta:
+            written = u
+        else:
+            y = y + times(reads[1], u, heads, precision)
+            w_end = w_end + transposed_times(u, at.keys[1], heads, precision)
         y = y + times(reads[0], written, heads, precision)
         return (w_end + transposed_times(written, at.keys[0], heads, precision),), (y,)
