@@ -66,13 +66,20 @@ class DeltaRuleChunk:
     heads: int = 1
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-        return self._advance(carry, xs, self._system(xs))
+        of_memory = self._of_memory(carry, xs)
+        return self._advance(carry, xs, of_memory, self._system(xs))
 
     def of_heads(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-        """For several groups of heads. All systems are solved together, because the products of one wait for each other."""
-        # The decays of the gated rule do better together too.
-        of = jax.vmap(self._system)(xs) if self.gated else in_turn(self._system, xs)
-        return jax.vmap(self._advance)(carry, xs, of)
+        """For several groups of heads. Systems are solved together, because the products of one wait for each other."""
+        # Systems in turn spill fewer registers, but not those with decays.
+        if self.gated:
+            return jax.vmap(self)(carry, xs)
+        of = in_turn(self._system, xs)
+        return jax.vmap(self._advance)(carry, xs, jax.vmap(self._of_memory)(carry, xs), of)
+
+    def _of_memory(self, carry: Arrays, xs: Arrays) -> jax.Array:
+        """[K; Q] W_0ᵀ, [2 m, P · value_dim]. Both take the same factor through the matrix unit, here and in `_system`."""
+        return times_transposed(jnp.concatenate([xs[1], xs[0]]), carry[0], self.heads, self.precision)
 
     def _system(self, xs: Arrays) -> _System:
         q, k, v, gates = xs
@@ -93,11 +100,9 @@ class DeltaRuleChunk:
         written = p * lanes_of(gates[:heads])
         return _System(jnp.where(row > column, kk * written, 0.0), kq * written, start, whole, at_end)
 
-    def _advance(self, carry: Arrays, xs: Arrays, of: _System) -> tuple[Arrays, Arrays]:
-        (w,), (q, k, v, _) = carry, xs
-        heads, size, precision = self.heads, q.shape[0], self.precision
-        # Keys and queries take the same factor through the matrix unit, here and in `_system`.
-        of_memory = times_transposed(jnp.concatenate([k, q]), w, heads, precision)
+    def _advance(self, carry: Arrays, xs: Arrays, of_memory: jax.Array, of: _System) -> tuple[Arrays, Arrays]:
+        (w,), (_, k, v, _) = carry, xs
+        heads, size, precision = self.heads, k.shape[0], self.precision
         wk, wq = of_memory[:size], of_memory[size:]
         if of.start is not None and of.whole is not None:
             wk, wq, w = of.start * wk, of.start * wq, of.whole * w

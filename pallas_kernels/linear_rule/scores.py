@@ -110,9 +110,9 @@ def decayed(
             for tile, y in zip(later, products):
                 x[tile] = jnp.where((column >> level) == tile // length - 1, y[0], x[tile])
         for tile in range(count):
-            of_part, neighbour = (of_queries, -1) if tile & length else (of_keys, 1)
+            of_part, beside = (of_queries, -1) if tile & length else (of_keys, 1)
             for x in of_part:
-                x[tile] = x[tile] * wholes[tile // length + neighbour]
+                x[tile] = x[tile] * wholes[tile // length + beside]
         wholes = [x * y for x, y in zip(wholes[::2], wholes[1::2])]
     join = lambda x: flat(jnp.concatenate(x))
     return Decayed(
