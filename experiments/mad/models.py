@@ -78,19 +78,20 @@ def network(config: ModelConfig, length: int, *, decodes_last: bool) -> Network:
         decoder = {"kernels": kernels, "biases": [jnp.zeros(width)] * 2, "scales": [jnp.ones(width)] * 3}
         return {"model": plain.init(rest), "decoder": decoder}
 
-    def logits(params: Any, tokens: jax.Array) -> jax.Array:
-        inside, decoder = plain.bind(params["model"]), params["decoder"]
+    def hidden(params: Any, tokens: jax.Array) -> jax.Array:
+        decoder = params["decoder"]
         norm = lambda x, scale: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + config.norm_eps) * scale
-        x = inside.hidden(tokens)[:, -1:] + positions
+        x = plain.hidden(params["model"], tokens)[:, -1:] + positions
         for kernel, bias, scale in zip(decoder["kernels"], decoder["biases"], decoder["scales"][:-1], strict=True):
             x = jax.nn.gelu(norm(x, scale) @ kernel + bias)
-        return inside.logits(norm(x, decoder["scales"][-1]))
+        return norm(x, decoder["scales"][-1])
 
     mask = {
         "model": plain.mask,
         "decoder": {"kernels": [True] * 2, "biases": [False] * 2, "scales": [False] * 3},
     }
-    return dataclasses.replace(plain, init=init, logits=logits, mask=mask)
+    head = lambda params, x: plain.head(params["model"], x)
+    return dataclasses.replace(plain, init=init, hidden=hidden, head=head, mask=mask)
 
 
 def _sines(length: int, width: int) -> np.ndarray:

@@ -14,12 +14,10 @@ import dataclasses
 import pathlib
 import time
 
-import numpy as np
-
 from atlasjax.names import lookup
 from experiments.mad.report import table
 from experiments.mad.tasks import TASKS, Task
-from experiments.recall.training import Sequences
+from experiments.recall.training import Sequences, Training, epochs, one_length
 from experiments.rows import Row, append_rows, commands_of_paper, rows_of_recipe
 
 HERE = pathlib.Path(__file__).parent
@@ -79,14 +77,11 @@ class Work:
     def batch_size(self) -> int:
         return self.recipe.batch_size
 
-    def training(self, seed: int) -> Sequences:
-        """All sequences in the order of training: shuffled anew in each epoch."""
+    def training(self, seed: int) -> Training:
+        """The batches of a seed: all sequences, shuffled anew in each epoch."""
         shown = self.steps * self.batch_size
         count = min(shown, self.task.train_sequences)
-        tokens, labels = self.task.sequences(count, seed)
-        rng = np.random.default_rng(seed)
-        order = np.concatenate([rng.permutation(count) for _ in range(-(-shown // count))])[:shown]
-        return tokens[order], labels[order]
+        return one_length(self.task.sequences(count, seed), epochs(shown, count, seed), self.batch_size)
 
     def tests(self, seed: int) -> dict[int, Sequences]:
         return {self.length: self.task.sequences(self.recipe.test_sequences, seed, "test")}
@@ -139,7 +134,8 @@ def plan(tasks: list[str], models: list[str], recipe: Recipe, runs: int, out: st
         work = Work(TASKS[task], recipe)
         for name in models:
             config = model(name, recipe.width, work.task.vocab_size, convolutions=recipe.convolutions)
-            flops = 3 * forward_flops(config, work.length) * work.steps * work.batch_size
+            body, head = forward_flops(config, work.length)
+            flops = 3 * (body + work.length * head) * work.steps * work.batch_size
             total += flops * runs
             state = state_bytes(config, length=work.length) // 4
             lines.append(f"{task:20} {name:12} {count_parameters(config):11,} {state:12,} {flops / 1e15:13.3f}")

@@ -23,16 +23,22 @@ class Model:
       memory: fields of `MemoryConfig`, for mixers that have a memory.
       head_dim: size of a head; at most the width.
       fields: further fields of `ModelConfig`.
+      alone: without convolutions before the mixers, which have their own, over 4 tokens.
     """
 
     mixers: tuple[str, str]
     memory: dict[str, Any] | None = None
     head_dim: int = WIDE
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    alone: bool = False
 
 
 def _mixer(name: str, second: str | None = None, **fields: Any) -> Model:
     return Model((name, second or name), None, WIDE, fields)
+
+
+def _ssm(name: str) -> Model:
+    return _mixer(name, ssm=SSMConfig(state_dim=16, head_dim=16))
 
 
 def _matrix(rule: str, second: str = "memory", **memory: Any) -> Model:
@@ -89,8 +95,8 @@ MODELS: dict[str, Model] = {
     "omega-2": _deep(**_omega, window=2),
     "omega-8": _deep(**_omega, window=8),
     "omega-16": _deep(**_omega, window=16),
-    "mamba2": _mixer("mamba2", ssm=SSMConfig(state_dim=16, head_dim=16)),
-    "log_linear_mamba2": _mixer("log_linear_mamba2", ssm=SSMConfig(state_dim=16, head_dim=16)),
+    "mamba2": _ssm("mamba2"),
+    "log_linear_mamba2": _ssm("log_linear_mamba2"),
     "log_linear": _mixer("log_linear"),
     "gla": _mixer("gla"),
     "retnet": _mixer("retnet"),
@@ -109,13 +115,15 @@ MODELS: dict[str, Model] = {
         for aggregation in ("grm", "soup", "ssc", "residual")
     },
     "gam": Model(("gam", "gam"), fields={"gam": GAMConfig(slots=64)}),
+    # The layout of the replicated figures: two blocks of Mamba-2, whose convolution is its own.
+    **{f"{name}-alone": dataclasses.replace(_ssm(name), alone=True) for name in ("mamba2", "log_linear_mamba2")},
 }
 
 
 def model(name: str, width: int, vocab_size: int) -> ModelConfig:
     """A model of `MODELS`: float32, no feed-forward networks, and twice a convolution over 3 tokens and a mixer.
 
-    The mixers have no convolution of their own, except GAM, which has one in each of its four layers.
+    The mixers have no convolution of their own, except GAM, which has one in each of its four layers, and those that stand alone.
 
     Raises:
       ValueError: no such model, or the heads do not divide the width.
@@ -124,11 +132,11 @@ def model(name: str, width: int, vocab_size: int) -> ModelConfig:
     head_dim = min(spec.head_dim, width)
     if width % head_dim:
         raise ValueError(f"MQAR model {name!r}: heads of {head_dim} do not divide the width {width}.")
-    mixers = [part for mixer in spec.mixers for part in (CONVOLUTION, mixer)]
+    mixers = spec.mixers if spec.alone else [part for mixer in spec.mixers for part in (CONVOLUTION, mixer)]
     fields: dict[str, Any] = {"gam": GAMConfig(fusion="local", conv_width=3)} | spec.fields
     if spec.memory is not None:
         fields["memory"] = MemoryConfig(**spec.memory)
     return ModelConfig(
-        vocab_size=vocab_size, dim=width, num_layers=4, num_heads=width // head_dim, head_dim=head_dim, mixer=tuple(mixers),
-        ffn="none", conv_width=1, dtype="float32", remat=False, **fields,
+        vocab_size=vocab_size, dim=width, num_layers=len(mixers), num_heads=width // head_dim, head_dim=head_dim,
+        mixer=tuple(mixers), ffn="none", conv_width=4 if spec.alone else 1, dtype="float32", remat=False, **fields,
     )  # fmt: skip

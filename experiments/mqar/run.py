@@ -7,11 +7,14 @@
     python -m experiments.mqar.run --size paper                                          # prints the plan; --go runs it
 
 Rows are lines of `<out>/<size>.jsonl`, one for each model, width, seed and learning rate. All runs of a model and width train in
-one compiled program. Finished rows are skipped, so the same command resumes a stopped run, model by model.
+one compiled program. Finished rows are skipped, so the same command resumes a stopped run. A model that was stopped on the way goes
+on from a copy of its state, which is written every five minutes.
 """
 
 import argparse
 import dataclasses
+import hashlib
+import json
 import pathlib
 import time
 from typing import Any
@@ -21,7 +24,7 @@ import numpy as np
 from atlasjax.data.associative_recall import RecallConfig, recall_sequences
 from experiments.mqar.models import MODELS, model
 from experiments.mqar.report import write
-from experiments.recall.training import Sequences
+from experiments.recall.training import Sequences, Training, epochs, one_length
 from experiments.rows import Row, append_rows, commands_of_paper, rows_of_recipe
 
 HERE = pathlib.Path(__file__).parent
@@ -33,12 +36,15 @@ class Recipe:
     """Settings shared by all models of a table.
 
     Attributes:
-      vocab_size, length: V and L of the task, padded with zeros.
+      vocab_size, length: V and L of the task, padded with zeros. L is the longest if `lengths` are given.
       pairs: numbers of pairs. Each sequence has one of them, equally often, and each has its own test.
       steps: number of optimizer steps.
       batch_size: sequences per step.
       sequences: number of training sequences, which repeat. None: no sequence is seen twice.
       test_sequences: for each number of pairs.
+      lengths: L of each number of pairs, which needs `sizes`. None: `length` for all.
+      sizes: different training sequences of each number of pairs, which then has batches of its own, as in Zoology. None: a batch
+        has all numbers of pairs.
     """
 
     vocab_size: int = 128
@@ -48,6 +54,8 @@ class Recipe:
     batch_size: int = 32
     sequences: int | None = None
     test_sequences: int = 300
+    lengths: list[int] | None = None
+    sizes: list[int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "test_sequences"):
@@ -58,19 +66,57 @@ class Recipe:
         for pairs in self.pairs:
             self._task(pairs)
 
-    def _task(self, pairs: int) -> RecallConfig:
-        return RecallConfig(vocab_size=self.vocab_size, length=self.length, num_pairs=pairs)
+        for name in ("lengths", "sizes"):
+            value = getattr(self, name)
+            if value is not None and len(value) != len(self.pairs):
+                raise ValueError(f"MQAR: {name} needs one number for each of {self.pairs} pairs, got {value}.")
+        if self.lengths is not None and self.sizes is None:
+            raise ValueError(f"MQAR: lengths={self.lengths} need sizes: a batch has one length.")
+        if self.sizes is not None and min(self.sizes) < self.batch_size:
+            raise ValueError(f"MQAR: sizes must be at least batch_size={self.batch_size}, got {self.sizes}.")
 
-    def training(self, seed: int) -> Sequences:
-        """All sequences of a seed in the order of training: an equal share of each number of pairs, shuffled."""
+    def _length(self, pairs: int) -> int:
+        return self.length if self.lengths is None else self.lengths[self.pairs.index(pairs)]
+
+    def _task(self, pairs: int) -> RecallConfig:
+        return RecallConfig(vocab_size=self.vocab_size, length=self._length(pairs), num_pairs=pairs)
+
+    def shown(self) -> tuple[int, int]:
+        """Tokens and queries of a whole training."""
+        sizes = self.sizes or [1] * len(self.pairs)
+        each = self.steps * self.batch_size / sum(sizes)
+        tokens = sum(size * self._length(n) for n, size in zip(self.pairs, sizes, strict=True))
+        return round(each * tokens), round(each * sum(size * n for n, size in zip(self.pairs, sizes, strict=True)))
+
+    def training(self, seed: int) -> Training:
+        """The batches of a seed. With one length, an equal share of each number of pairs, shuffled anew in each epoch."""
+        if self.sizes is not None:
+            return self._cells(seed, self.sizes)
         shown = self.steps * self.batch_size
         count = min(shown, self.sequences or shown)
         sizes = [count // len(self.pairs) + (i < count % len(self.pairs)) for i in range(len(self.pairs))]
         parts = [recall_sequences(self._task(n), size, seed) for n, size in zip(self.pairs, sizes, strict=True) if size]
         tokens, labels = (np.concatenate(part) for part in zip(*parts, strict=True))
-        rng = np.random.default_rng(seed)
-        order = np.concatenate([rng.permutation(count) for _ in range(-(-shown // count))])[:shown]
-        return tokens[order], labels[order]
+        return one_length((tokens, labels), epochs(shown, count, seed), self.batch_size)
+
+    def _cells(self, seed: int, sizes: list[int]) -> Training:
+        """Each number of pairs has batches of its own. An epoch has all whole batches, in a random order that all seeds share.
+
+        So all runs of a compiled program have the same length at each step.
+        """
+        parts = [recall_sequences(self._task(n), size, seed) for n, size in zip(self.pairs, sizes, strict=True)]
+        rng, orders = np.random.default_rng(seed), np.random.default_rng(0)
+        whole = [size // self.batch_size for size in sizes]
+        chosen, rows = [], []
+        for _ in range(-(-self.steps // sum(whole))):
+            shuffled = [
+                rng.permutation(size)[: n * self.batch_size].reshape(n, -1)
+                for size, n in zip(sizes, whole, strict=True)
+            ]
+            order = orders.permutation(sum(whole))
+            chosen.append(np.repeat(np.arange(len(sizes)), whole)[order])
+            rows.append(np.concatenate(shuffled)[order])
+        return Training(parts, np.concatenate(chosen)[: self.steps], np.concatenate(rows)[: self.steps])
 
     def tests(self, seed: int) -> dict[int, Sequences]:
         """Test sequences by number of pairs."""
@@ -78,11 +124,21 @@ class Recipe:
 
 
 # "long": the models of "small" still improve after 600 steps, and their best rate is the highest.
-# "paper": the setting of the replicated figures of Mamba-2 and Log-Linear Mamba-2, 100,000 sequences and 32 epochs.
+# "paper": Zoology's mixture, in which Mamba-2 and Log-Linear Mamba-2 have replicated figures. 32 epochs of 390 + 4 · 78 batches.
 SIZES = {
     "small": Recipe(),
     "long": Recipe(steps=2000),
-    "paper": Recipe(8192, 256, [4, 8, 16, 32, 64], 100_000 * 32 // 256, 256, 100_000, 1000),
+    "paper": Recipe(
+        8192,
+        256,
+        [4, 8, 16, 32, 64],
+        32 * (390 + 4 * 78),
+        256,
+        None,
+        1000,
+        lengths=[64, 128, 256, 256, 256],
+        sizes=[100_000, 20_000, 20_000, 20_000, 20_000],
+    ),
 }
 RATES = {"small": (1e-3, 3e-3, 1e-2), "long": (1e-2, 3e-2), "paper": (1e-3, 3e-3, 1e-2)}
 
@@ -91,8 +147,10 @@ def key_of(row: Row) -> Key:
     return row["model"], row["width"], row["seed"], row["learning_rate"]
 
 
-def measure(name: str, width: int, recipe: Recipe, runs: list[tuple[int, float]]) -> list[Row]:
-    """The rows of a model's runs at one width."""
+def measure(
+    name: str, width: int, recipe: Recipe, runs: list[tuple[int, float]], partial: pathlib.Path | None = None
+) -> list[Row]:
+    """The rows of a model's runs at one width. `partial`: see `training.fit`."""
     from atlasjax.nn.abstract import count_parameters, state_bytes
     from experiments.recall.training import train
 
@@ -105,7 +163,7 @@ def measure(name: str, width: int, recipe: Recipe, runs: list[tuple[int, float]]
                 f"[{spent:5.0f} s] {name}, width {width}: step {step}/{recipe.steps}, best loss {loss:.3f}", flush=True
             )
 
-    found = train(config, recipe, runs, say)
+    found = train(config, recipe, runs, say, partial=partial)
     sizes = {
         "parameters": count_parameters(config),
         "state_floats": state_bytes(config, length=recipe.length) // 4,
@@ -117,11 +175,19 @@ def measure(name: str, width: int, recipe: Recipe, runs: list[tuple[int, float]]
     ]  # fmt: skip
 
 
+def partial_path(
+    out: pathlib.Path, name: str, width: int, recipe: Recipe, runs: list[tuple[int, float]]
+) -> pathlib.Path:
+    """Where an unfinished training of these runs is kept."""
+    what = json.dumps([name, width, dataclasses.asdict(recipe), runs])
+    return out / "partial" / f"{name}-{width}-{hashlib.sha256(what.encode()).hexdigest()[:12]}.npz"
+
+
 def plan(names: list[str], widths: list[int], rates: list[float], seeds: int, recipe: Recipe, out: str) -> str:
     """What the runs would take: parameters, floats of state and training FLOPs (three times the forward pass)."""
     from atlasjax.nn.abstract import count_parameters, state_bytes
 
-    tokens = recipe.steps * recipe.batch_size * recipe.length
+    tokens, queries = recipe.shown()
     command = f"python -m experiments.mqar.run --size paper --go --widths {' '.join(map(str, widths))} --seeds {seeds}"
     lines = [
         f"{tokens / 1e6:,.0f} million tokens per run; {len(names)} models × {len(widths)} widths × {seeds} seeds × {len(rates)} "
@@ -132,7 +198,8 @@ def plan(names: list[str], widths: list[int], rates: list[float], seeds: int, re
     for name in names:
         for width in widths:
             config = model(name, width, recipe.vocab_size)
-            flops = 3 * forward_flops(config, recipe.length) / recipe.length * tokens
+            body, head = forward_flops(config, recipe.length)
+            flops = 3 * (body / recipe.length * tokens + head * queries)
             total += flops * seeds * len(rates)
             state = state_bytes(config, length=recipe.length) // 4
             lines.append(f"{name:24} {width:5} {count_parameters(config):11,} {state:12,} {flops / 1e15:13.2f}")
@@ -143,8 +210,8 @@ def plan(names: list[str], widths: list[int], rates: list[float], seeds: int, re
     return "\n".join(lines)
 
 
-def forward_flops(config: Any, length: int) -> int:
-    """Of one sequence."""
+def forward_flops(config: Any, length: int) -> tuple[int, int]:
+    """Of the layers for one sequence, and of the head for one token."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -153,7 +220,9 @@ def forward_flops(config: Any, length: int) -> int:
     from atlasjax.nn.abstract import abstract_model
 
     graphdef, params = nnx.split(abstract_model(config), nnx.Param)
-    return count_flops(lambda p, x: nnx.merge(graphdef, p)(x), params, jax.ShapeDtypeStruct((1, length), jnp.int32))
+    tokens, hidden = jax.ShapeDtypeStruct((1, length), jnp.int32), jax.ShapeDtypeStruct((1, config.dim), config.dtype)
+    body = count_flops(lambda p, x: nnx.merge(graphdef, p).hidden(x), params, tokens)
+    return body, count_flops(lambda p, x: nnx.merge(graphdef, p).logits(x), params, hidden)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -194,8 +263,10 @@ def main(argv: list[str] | None = None) -> None:
             wanted = [(seed, rate) for seed in range(options.seeds) for rate in rates]
             missing = [run for run in wanted if (name, width, *run) not in rows]
             if missing:
-                found = measure(name, width, recipe, missing)
+                partial = partial_path(options.out, name, width, recipe, missing)
+                found = measure(name, width, recipe, missing, partial)
                 append_rows(path, found)
+                partial.unlink(missing_ok=True)
                 rows |= {key_of(row): row for row in found}
     if rows:
         print(write(list(rows.values()), path))

@@ -88,8 +88,8 @@ class Variant:
             longer = jnp.repeat(mine[..., -1:], self.value - kept, axis=-1)
             return jnp.concatenate((before, mine[..., :kept], longer, after), axis=-1)
 
-        logits = lambda params, tokens: network.logits(jax.tree_util.tree_map_with_path(resized, params), tokens)
-        return dataclasses.replace(network, logits=logits)
+        hidden = lambda params, tokens: network.hidden(jax.tree_util.tree_map_with_path(resized, params), tokens)
+        return dataclasses.replace(network, hidden=hidden)
 
 
 def model(name: str, width: int, vocab_size: int) -> ModelConfig:

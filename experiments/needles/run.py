@@ -26,10 +26,13 @@ from experiments.recall.training import (
     Measure,
     Network,
     Sequences,
+    Training,
+    epochs,
     fit,
     language_model,
     last_loss,
     measurement,
+    one_length,
 )
 from experiments.rows import Row, append_rows, commands_of_paper, rows_of_recipe
 
@@ -72,16 +75,15 @@ class Recipe:
             for length in (self.length, self.lengths[0]):
                 task.sequences(1, length, 0)
 
-    def training(self, seed: int) -> Sequences:
-        """All sequences of a seed in the order of training: an equal share of each task, shuffled."""
+    def training(self, seed: int) -> Training:
+        """The batches of a seed: an equal share of each task, shuffled; each sequence once."""
         count = self.steps * self.batch_size
         sizes = [count // len(TASKS) + (i < count % len(TASKS)) for i in range(len(TASKS))]
         parts = [
             task.sequences(size, self.length, seed) for task, size in zip(TASKS.values(), sizes, strict=True) if size
         ]
-        order = np.random.default_rng(seed).permutation(count)
-        tokens, labels = (np.concatenate(part)[order] for part in zip(*parts, strict=True))
-        return tokens, labels
+        tokens, labels = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return one_length((tokens, labels), epochs(count, count, seed), self.batch_size)
 
     def tests(self, seed: int) -> dict[int, Sequences]:
         """Test sequences by length, of all tasks in turn: [tasks * test_sequences, length]."""
@@ -183,7 +185,8 @@ def plan(models: list[str], rates: list[float], seeds: int, recipe: Recipe, out:
     total = 0.0
     for name in models:
         config = model(name, recipe.width, VOCAB_SIZE)
-        flops = 3 * forward_flops(config, recipe.length) / recipe.length * tokens
+        body, _ = forward_flops(config, recipe.length)  # the head reads only the answers
+        flops = 3 * body / recipe.length * tokens
         total += flops * seeds * len(rates)
         state = state_bytes(config, length=longest) // 4
         lines.append(f"{name:18} {count_parameters(config):11,} {state:20,} {flops / 1e15:13.2f}")

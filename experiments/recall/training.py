@@ -2,9 +2,10 @@
 
 import dataclasses
 import importlib.metadata
+import pathlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import optax
 from atlasjax.data.associative_recall import IGNORE, RecallConfig, recall_accuracy, recall_sequences
 from atlasjax.nn import LanguageModel, ModelConfig, logical_axes
 from atlasjax.train import state as state_lib
+from atlasjax.train.loss import cross_entropy_sum
 from atlasjax.train.optimizer import decay_mask
 
 # Fused sums of these versions end the process with a segmentation fault where a sum of products has seven axes or more, which a
@@ -22,6 +24,8 @@ _FAULTY = ("0.10.2", "0.11.0")
 _OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
 
 PIECE = 50  # steps per call of the compiled program
+KEEP_SECONDS = 300  # between two copies of an unfinished training's state
+LOGITS = 2**19  # that exist at a time: 2 MB, half a core's share of the caches
 Sequences = tuple[np.ndarray, np.ndarray]
 Measure = Callable[[Any, Sequence[Sequences]], np.ndarray]
 
@@ -53,9 +57,9 @@ class Recipe:
     def task(self) -> RecallConfig:
         return RecallConfig(vocab_size=self.vocab_size, length=self.length, num_pairs=self.num_pairs)
 
-    def training(self, seed: int) -> Sequences:
-        """All sequences of a seed in the order of training, tokens and labels."""
-        return recall_sequences(self.task(), self.steps * self.batch_size, seed)
+    def training(self, seed: int) -> "Training":
+        count = self.steps * self.batch_size
+        return one_length(recall_sequences(self.task(), count, seed), np.arange(count), self.batch_size)
 
     def tests(self, seed: int) -> dict[int, Sequences]:
         """Test sequences by number of pairs."""
@@ -68,15 +72,21 @@ class Network:
 
     Attributes:
       init: key → parameters.
-      logits: (parameters, tokens [batch, time]) → [batch, time, vocab_size].
+      hidden: (parameters, tokens [batch, time]) → the head's input [batch, time, dim].
+      head: (parameters, the head's input [..., dim]) → logits [..., vocab_size].
       mask: which parameters decay, a tree of bools.
       bind: parameters → the language model with them.
     """
 
     init: Callable[[jax.Array], Any]
-    logits: Callable[[Any, jax.Array], jax.Array]
+    hidden: Callable[[Any, jax.Array], jax.Array]
+    head: Callable[[Any, jax.Array], jax.Array]
     mask: Any
     bind: Callable[[Any], LanguageModel]
+
+    def logits(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """The logits of all positions: [batch, time] → [batch, time, vocab_size]."""
+        return self.head(params, self.hidden(params, tokens))
 
 
 def language_model(config: ModelConfig) -> Network:
@@ -85,20 +95,49 @@ def language_model(config: ModelConfig) -> Network:
     bind = lambda params: state_lib.merge(graphdef, params)
     mask = decay_mask(state_lib.pure(logical_axes(config)))
     return Network(
-        lambda key: state_lib.init_params(config, key), lambda params, tokens: bind(params)(tokens), mask, bind
+        lambda key: state_lib.init_params(config, key),
+        lambda params, tokens: bind(params).hidden(tokens),
+        lambda params, hidden: bind(params).logits(hidden),
+        mask,
+        bind,
     )
+
+
+class Training(NamedTuple):
+    """The batches of a seed.
+
+    Attributes:
+      parts: sequences, each part with a length of its own.
+      part: int [steps], the part of each batch.
+      rows: int [steps, batch_size], its sequences there.
+    """
+
+    parts: list[Sequences]
+    part: np.ndarray
+    rows: np.ndarray
+
+
+def one_length(sequences: Sequences, order: np.ndarray, batch_size: int) -> Training:
+    """Batches of sequences of one length, in the order [steps * batch_size]."""
+    rows = order.reshape(-1, batch_size)
+    return Training([sequences], np.zeros(len(rows), int), rows)
 
 
 class Trainable(Protocol):
     """What `train` needs of a recipe; `Recipe` has it."""
 
-    length: int
     steps: int
     batch_size: int
 
-    def training(self, seed: int) -> Sequences: ...
+    def training(self, seed: int) -> Training: ...
 
     def tests(self, seed: int) -> dict[int, Sequences]: ...
+
+
+def epochs(shown: int, count: int, seed: int) -> np.ndarray:
+    """[shown] indices of `count` sequences: a new permutation in each epoch."""
+    rng = np.random.default_rng(seed)
+    return np.concatenate([rng.permutation(count) for _ in range(-(-shown // count))])[:shown]
 
 
 def train(
@@ -109,23 +148,24 @@ def train(
     *,
     decay: float = 0.1,
     score: Callable[[jax.Array, jax.Array], jax.Array] = recall_accuracy,
+    partial: pathlib.Path | None = None,
 ) -> list[dict[str, Any]]:
     """Trains `model` once for each of `runs`, all in parallel, and measures each.
 
     Args:
       model: its config, or a network.
       recipe: all other settings.
-      runs, say, decay: see `fit`.
+      runs, say, decay, partial: see `fit`.
       score: (logits, labels) of all test sequences → accuracy.
 
     Returns:
       For each run: accuracy on test sequences from a separate stream of its seed, the mean over the numbers of pairs if there are
       several, then also by_pairs; loss of its last steps in nats per query, None if it is not finite; seconds_of_all, the time of
-      all runs together.
+      all runs together since this call.
     """
     network = model if isinstance(model, Network) else language_model(model)
     started = time.perf_counter()
-    params, losses = fit(network, recipe, runs, say, decay=decay)
+    params, losses = fit(network, recipe, runs, say, decay=decay, partial=partial)
     tests = {seed: recipe.tests(seed) for seed in {seed for seed, _ in runs}}
     measure = measurement(network, score)
     # Number of pairs → accuracy of each run.
@@ -149,12 +189,13 @@ def fit(
     say: Callable[[int, float], None],
     *,
     decay: float = 0.1,
+    partial: pathlib.Path | None = None,
 ) -> tuple[Any, np.ndarray]:
     """Trains a network once for each of `runs`, all in parallel.
 
     AdamW with weight decay on matrices, a learning rate that falls from its peak to zero as half a cosine, no warm-up and no
-    clipping. The loss is the cross entropy at the queries. A seed determines the initial parameters and the sequences, so runs of
-    the same seed differ only in the rate.
+    clipping. The loss is the cross entropy at the queries; the head is applied to no other position. A seed determines the initial
+    parameters and the sequences, so runs of the same seed differ only in the rate.
 
     Args:
       network: what is trained.
@@ -162,6 +203,8 @@ def fit(
       runs: (seed, learning rate) of each run.
       say: called with the step and the lowest loss of the runs, every `PIECE` steps.
       decay: the weight decay.
+      partial: a file for the state of an unfinished training, written every `KEEP_SECONDS`. If it exists, training goes on from it;
+        the caller names it by everything that the runs depend on, and deletes it once it has their rows.
 
     Returns:
       The parameters, each array with the runs as its first axis, and the losses [runs, steps] in nats per query.
@@ -175,35 +218,107 @@ def fit(
         params = network.init(jax.random.key(seed))
         return params, optimizer(rate).init(params)
 
-    def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-        logits = network.logits(params, tokens)
-        asked = labels != IGNORE
-        entropy = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(asked, labels, 0))
-        return jnp.mean(entropy, where=asked)
+    def loss(params: Any, batch: _Batch) -> jax.Array:
+        hidden = network.hidden(params, batch.tokens)
+        asked = batch.labels != IGNORE
+        total = cross_entropy_sum(
+            lambda x: network.head(params, x),
+            hidden.reshape(1, -1, hidden.shape[-1])[:, batch.queries],
+            jnp.where(asked, batch.labels, 0)[None],
+            asked[None],
+            chunk=_queries_at_once(network, params, hidden),
+        )
+        return total / jnp.sum(asked)
 
-    def advance(carry: Any, rate: jax.Array, tokens: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
-        def step(carry: Any, batch: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+    def advance(carry: Any, rate: jax.Array, batches: _Batch) -> tuple[Any, jax.Array]:
+        def step(carry: Any, batch: _Batch) -> tuple[Any, jax.Array]:
             params, state = carry
-            value, gradients = jax.value_and_grad(loss)(params, *batch)
+            value, gradients = jax.value_and_grad(loss)(params, batch)
             updates, state = optimizer(rate).update(gradients, state, params)
             return (optax.apply_updates(params, updates), state), value
 
-        return jax.lax.scan(step, carry, (tokens, labels))
+        return jax.lax.scan(step, carry, batches)
 
     seeds, rates = zip(*runs, strict=True)
-    shape = (recipe.steps, recipe.batch_size, recipe.length)
-    sequences = {seed: [part.reshape(shape) for part in recipe.training(seed)] for seed in set(seeds)}
-    peaks = jnp.asarray(rates)
+    trainings = {seed: recipe.training(seed) for seed in set(seeds)}
+    peaks, parts = jnp.asarray(rates), len(trainings[seeds[0]].parts)
+    places = [max(_most_queries(training, part) for training in trainings.values()) for part in range(parts)]
     carry = jax.jit(jax.vmap(start))(jnp.asarray(seeds), peaks)
+    losses = np.zeros((len(runs), 0), np.float32)
+    if partial is not None and partial.exists():
+        losses, carry = _load(partial, carry)
     compiled = jax.jit(jax.vmap(advance), donate_argnums=0, compiler_options=_compiler_options())
-    losses = []
-    for begin in range(0, recipe.steps, PIECE):
-        steps = slice(begin, begin + PIECE)
-        tokens, labels = (np.stack([sequences[seed][part][steps] for seed in seeds]) for part in (0, 1))
-        carry, found = compiled(carry, peaks, tokens, labels)  # [runs, steps, batch, length]
-        losses.append(np.asarray(found))
-        say(min(begin + PIECE, recipe.steps), float(np.min(found.mean(1))))
-    return carry[0], np.concatenate(losses, axis=1)
+    begin, kept = losses.shape[1], time.perf_counter()
+    while begin < recipe.steps:
+        # Neighboring batches may differ in length, and a scan over steps has one length.
+        end = min(begin + PIECE, recipe.steps) if parts == 1 else begin + 1
+        batches = {seed: _batches(training, begin, end, places) for seed, training in trainings.items()}
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(batches[seed] for seed in seeds))
+        carry, found = compiled(carry, peaks, stacked)  # [runs, steps, …]
+        losses = np.concatenate((losses, np.asarray(found)), axis=1)
+        begin = end
+        if begin % PIECE == 0 or begin == recipe.steps:
+            say(begin, float(np.min(losses[:, -PIECE:].mean(1))))
+            if partial is not None and begin < recipe.steps and time.perf_counter() - kept > KEEP_SECONDS:
+                _save(partial, losses, carry)
+                kept = time.perf_counter()
+    return carry[0], losses
+
+
+class _Batch(NamedTuple):
+    """Sequences of one step; of several with a leading axis.
+
+    Attributes:
+      tokens: [batch, length].
+      queries: places of the queries in the flattened batch [n], then zeros.
+      labels: of the queries [n], then `IGNORE`.
+    """
+
+    tokens: Any
+    queries: Any
+    labels: Any
+
+
+def _batches(training: Training, begin: int, end: int, places: Sequence[int]) -> _Batch:
+    """Those of the steps from `begin` to `end`, all of one part; places: part → n."""
+    part = training.part[begin]
+    tokens, labels = (array[training.rows[begin:end]] for array in training.parts[part])
+    queries = np.zeros((end - begin, places[part]), np.int32)
+    answers = np.full_like(queries, IGNORE)
+    for i, mine in enumerate(labels.reshape(end - begin, -1)):
+        asked = np.flatnonzero(mine != IGNORE)
+        queries[i, : len(asked)], answers[i, : len(asked)] = asked, mine[asked]
+    return _Batch(tokens, queries, answers)
+
+
+def _most_queries(training: Training, part: int) -> int:
+    """The largest number of queries in a batch of a part; 0 if it has no batch."""
+    asked = (training.parts[part][1] != IGNORE).sum(1)
+    return int(asked[training.rows[training.part == part]].sum(1).max(initial=0))
+
+
+def _queries_at_once(network: Network, params: Any, hidden: jax.Array) -> int:
+    """How many logits exist at a time: as many as fit into a core's cache."""
+    vocab_size = jax.eval_shape(network.head, params, hidden).shape[-1]
+    return max(1, LOGITS // vocab_size)
+
+
+def _save(path: pathlib.Path, losses: np.ndarray, carry: Any) -> None:
+    """Writes the state of a training. A kill leaves the file before or the file after, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new.npz")
+    np.savez(new, losses, *map(np.asarray, jax.tree.leaves(carry)))
+    new.replace(path)
+
+
+def _load(path: pathlib.Path, like: Any) -> tuple[np.ndarray, Any]:
+    """Reads what `_save` wrote, for a carry like `like`."""
+    with np.load(path) as file:
+        losses, *leaves = (file[name] for name in file.files)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(like)]
+    if [leaf.shape for leaf in leaves] != shapes:
+        raise ValueError(f"{path} is the state of another training: its arrays have other shapes. Delete it.")
+    return losses, jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def last_loss(losses: np.ndarray) -> float | None:

@@ -147,7 +147,8 @@ def test_compression_asks_for_all_tokens_and_memorization_for_one_mapping():
 
 
 def test_training_sequences_repeat_after_their_number():
-    tokens, labels = run.Work(TASKS["memorization"], run.Recipe(steps=20, batch_size=32)).training(0)
+    (sequences,), _, rows = run.Work(TASKS["memorization"], run.Recipe(steps=20, batch_size=32)).training(0)
+    tokens, labels = (array[rows.ravel()] for array in sequences)
     assert tokens.shape == labels.shape == (640, 32)
     assert len(np.unique(tokens, axis=0)) == 256
     np.testing.assert_array_equal(np.sort(tokens[:256], axis=None), np.sort(tokens[256:512], axis=None))

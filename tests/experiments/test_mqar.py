@@ -2,7 +2,10 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from atlasjax.data.associative_recall import IGNORE
@@ -10,6 +13,8 @@ from atlasjax.nn.abstract import state_bytes
 from experiments.mqar import run
 from experiments.mqar.models import model
 from experiments.mqar.report import best, chance
+from experiments.recall import training
+from experiments.recall.training import language_model
 
 
 @pytest.mark.parametrize(
@@ -30,13 +35,93 @@ def test_matrices_and_deep_memories_have_as_many_floats_from_width_32_on():
 
 
 def test_training_has_every_number_of_pairs_equally_often():
-    tokens, labels = run.Recipe(steps=10, batch_size=30).training(0)
+    (sequences,), part, rows = run.Recipe(steps=10, batch_size=30).training(0)
+    assert rows.shape == (10, 30)
+    assert not part.any()
+    tokens, labels = (array[rows.ravel()] for array in sequences)
     assert tokens.shape == (300, 64)
     asked = (labels != IGNORE).sum(1)
     assert {int(n): int(count) for n, count in zip(*np.unique(asked, return_counts=True))} == {4: 100, 8: 100, 16: 100}
-    few, _ = run.Recipe(steps=10, batch_size=30, sequences=60).training(0)
-    assert few.shape == (300, 64)
-    assert len(np.unique(few, axis=0)) <= 60
+    few = run.Recipe(steps=10, batch_size=30, sequences=60).training(0)
+    assert len(few.parts[0][0]) == 60
+    for epoch in few.rows.reshape(5, 60):
+        assert sorted(epoch) == list(range(60))
+
+
+CELLS = run.Recipe(64, 32, [2, 4, 8], 12, 5, None, 8, lengths=[8, 16, 32], sizes=[16, 10, 5])
+
+
+def test_numbers_of_pairs_with_lengths_of_their_own_have_batches_of_their_own():
+    parts, part, rows = CELLS.training(0)
+    assert [tokens.shape for tokens, _ in parts] == [(16, 8), (10, 16), (5, 32)]
+    assert [np.unique((labels != IGNORE).sum(1)).tolist() for _, labels in parts] == [[2], [4], [8]]
+    assert rows.shape == (12, 5)
+    for epoch in (slice(0, 6), slice(6, 12)):  # 3 + 2 + 1 whole batches
+        assert np.bincount(part[epoch]).tolist() == [3, 2, 1]
+        for cell, count in enumerate([15, 10, 5]):
+            of_cell = rows[epoch][part[epoch] == cell].ravel()
+            assert len(set(of_cell)) == count
+    assert part[:6].tolist() != part[6:].tolist()
+    _, same, other = CELLS.training(1)
+    np.testing.assert_array_equal(part, same)
+    assert (rows != other).any()
+    assert {n: tokens.shape for n, (tokens, _) in CELLS.tests(0).items()} == {2: (8, 8), 4: (8, 16), 8: (8, 32)}
+
+
+def test_the_paper_has_the_published_mixture():
+    paper = run.SIZES["paper"]
+    assert paper.steps == 32 * sum(size // 256 for size in paper.sizes)
+    assert paper.shown() == pytest.approx((777e6, 89.5e6), rel=2e-3)
+
+
+def test_the_loss_is_that_of_the_logits_at_the_queries(monkeypatch):
+    """Batches of three lengths, and logits of three queries at a time."""
+    net = language_model(model("delta", 16, 64))
+    rate, losses = 1e-2, []
+    params = jax.jit(net.init)(jax.random.key(0))
+    tx = optax.adamw(lambda t: rate * 0.5 * (1 + jnp.cos(jnp.pi * t / 12)), weight_decay=0.1, mask=net.mask)
+    state = tx.init(params)
+
+    @jax.jit
+    def loss(params, tokens, labels):
+        entropy = optax.softmax_cross_entropy_with_integer_labels(net.logits(params, tokens), jnp.maximum(labels, 0))
+        return jnp.sum(entropy * (labels >= 0)) / jnp.sum(labels >= 0)
+
+    parts, part, rows = CELLS.training(0)
+    for cell, chosen in zip(part, rows, strict=True):
+        value, slope = jax.value_and_grad(loss)(params, *(array[chosen] for array in parts[cell]))
+        updates, state = tx.update(slope, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+    monkeypatch.setattr(training, "LOGITS", 3 * 64)
+    found, seen = training.fit(net, CELLS, [(0, rate)], lambda *_: None)
+    np.testing.assert_allclose(seen[0], losses, rtol=1e-4)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(a[0], b, atol=2e-3 * float(jnp.abs(b).max()))
+
+
+def test_a_stopped_training_goes_on_from_its_copy(tmp_path, monkeypatch):
+    net, runs = language_model(model("gam", 16, 64)), [(0, 1e-2), (1, 1e-2)]
+    monkeypatch.setattr(training, "PIECE", 4)
+    monkeypatch.setattr(training, "KEEP_SECONDS", 0)
+    whole = training.fit(net, CELLS, runs, lambda *_: None)
+
+    def stop(step, _):
+        if step == 8:
+            raise KeyboardInterrupt
+
+    path, steps = tmp_path / "partial" / "gam.npz", []
+    with pytest.raises(KeyboardInterrupt):
+        training.fit(net, CELLS, runs, stop, partial=path)
+    rest = training.fit(net, CELLS, runs, lambda step, _: steps.append(step), partial=path)
+    assert steps == [8, 12]
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(rest), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert [file.name for file in path.parent.iterdir()] == ["gam.npz"]
+    with pytest.raises(ValueError, match=r"gam.npz is the state of another training"):
+        training.fit(language_model(model("delta", 16, 64)), CELLS, runs, lambda *_: None, partial=path)
+    of = lambda *changes: run.partial_path(tmp_path, "gam", 16, *changes)
+    assert len({of(CELLS, runs), of(CELLS, runs[:1]), of(run.Recipe(), runs)}) == 3
 
 
 @pytest.mark.slow  # of the functions that test_mad.py resumes by
@@ -58,9 +143,16 @@ def test_the_plan_of_the_paper_trains_nothing(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(run, "measure", lambda *_: pytest.fail("trained"))
     run.main(["--size", "paper", "--models", "delta", "--widths", "16", "--out", str(tmp_path)])
     out = capsys.readouterr().out
-    assert "819 million tokens per run" in out
+    assert "777 million tokens per run" in out
     assert "--size paper --go" in out
     assert f"--models delta --out {tmp_path}/host-0" in out
+
+
+def test_lengths_need_sizes_and_both_one_number_for_each():
+    with pytest.raises(ValueError, match=r"lengths=\[64, 64, 64\] need sizes"):
+        run.Recipe(lengths=[64, 64, 64])
+    with pytest.raises(ValueError, match=r"sizes needs one number for each of \[4, 8, 16\] pairs, got \[100\]"):
+        run.Recipe(sizes=[100])
 
 
 def test_chance_is_one_of_the_listed_values():
@@ -82,6 +174,7 @@ def test_the_best_rate_and_the_order_of_seeds():
         (["--models", "titan"], "Did you mean 'titans'"),
         (["--seeds", "0"], "--seeds must be at least 1"),
         (["--models", "delta", "--widths", "40"], "do not divide the width 40"),
+        (["--size", "paper", "--batch-size", "30000"], "sizes must be at least batch_size=30000"),
     ],
 )
 def test_bad_options_are_refused(options, words, capsys):

@@ -117,7 +117,10 @@ def test_too_short_a_text_is_refused():
 
 def test_training_has_an_equal_share_of_each_task():
     recipe = run.Recipe(steps=3, batch_size=6)
-    tokens, labels = recipe.training(0)
+    (sequences,), part, rows = recipe.training(0)
+    assert not part.any()
+    assert rows.shape == (3, 6)
+    tokens, labels = (array[rows.ravel()] for array in sequences)
     assert tokens.shape == labels.shape == (18, 128)
     own = np.concatenate([task.sequences(3, 128, 0)[0] for task in TASKS.values()])
     np.testing.assert_array_equal(np.unique(tokens, axis=0), np.unique(own, axis=0))
