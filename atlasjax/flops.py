@@ -36,6 +36,8 @@ def _equation_flops(equation: core.JaxprEqn) -> int:
         return 2 * output * math.prod(shapes[0][axis] for axis in contracted)
     if name == "matrix_product":  # `memory.products`
         return 2 * output * shapes[0][-2 if params["form"] == "tn" else -1]
+    if name == "dense_product":  # `memory.products`
+        return 2 * output * shapes[0][-1]
     if name == "conv_general_dilated":
         kernel = shapes[1]
         outputs = kernel[params["dimension_numbers"].rhs_spec[0]]

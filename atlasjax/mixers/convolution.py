@@ -1,5 +1,6 @@
 """Depthwise causal convolution as a pure function: y_t = bias + Σ_j kernel[j] ⊙ x_{t − (width − 1) + j}."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -52,6 +53,7 @@ def causal_convolution(
         # One sum. XLA's CPU backend would compute a sum of terms again for each weight of a memory that y writes.
         y = jnp.sum(kernel * inputs.astype(jnp.float32), axis=1, keepdims=True)
         return (y if bias is None else y + bias), inputs[:, time:]
+    kernel = _own_rows(kernel)
     y = jnp.zeros(x.shape, jnp.float32)
     for j in range(width):
         tap = inputs[:, j : j + time].astype(jnp.float32)
@@ -60,3 +62,15 @@ def causal_convolution(
             tap = jnp.where(same.reshape(*same.shape, *(1,) * (x.ndim - 2)), tap, 0.0)
         y = y + kernel[j] * tap
     return (y if bias is None else y + bias), inputs[:, time:]
+
+
+def _own_rows(kernel: jax.Array) -> jax.Array:
+    """The kernel as a sum over rows, of which all but one are zero.
+
+    Under a scan over layers, the kernel is a slice at an index that the program computes. XLA's CPU backend would read each row as
+    a slice of that slice, anew for every element, and not vectorize the loop. With a SiLU after it, the convolution would take 7
+    times as long. A sum is computed before the loop.
+    """
+    width = kernel.shape[0]
+    same = jnp.eye(width, dtype=kernel.dtype).reshape(width, width, *(1,) * (kernel.ndim - 1))
+    return jnp.sum(same * kernel, axis=1)

@@ -12,6 +12,7 @@ from flax import nnx
 
 from atlasjax import memory
 from atlasjax.memory import Gates
+from atlasjax.memory.products import dense
 from atlasjax.memory.suggested import initial_gates
 from atlasjax.nn.layers import l2_normalize
 from atlasjax.nn.parameters import normal, param
@@ -71,7 +72,7 @@ class GateProjection(nnx.Module):
         """Layer input [..., dim] → gates [..., heads] or [..., heads, channels], float32."""
         # By default TPUs multiply float32 matrices in bfloat16, which is not accurate enough for 1 − α.
         highest = jax.lax.Precision.HIGHEST
-        logits = jnp.einsum("...e,ehn->...hn", x.astype(jnp.float32), self.kernel[...], precision=highest)
+        logits = dense(x.astype(jnp.float32), self.kernel[...], precision=highest)
         logits = logits + self.bias[...]
         gates, start = {}, 0
         for name, channels in self.channels:

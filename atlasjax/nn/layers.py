@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from atlasjax.memory.products import dense
 from atlasjax.mixers.convolution import causal_convolution
 from atlasjax.nn.parameters import normal, param
 
@@ -91,7 +92,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., fan_in] → [..., *out], in x's dtype."""
-        y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=1)
+        y = dense(x, self.kernel[...].astype(x.dtype))
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 

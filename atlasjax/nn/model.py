@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from atlasjax import check
 from atlasjax.memory.check import ARRAYS, check_ids, check_segments
+from atlasjax.memory.products import dense
 from atlasjax.mesh_axes import HEAD_AXES
 from atlasjax.mixers.attention import segment_positions
 from atlasjax.nn.config import ModelConfig
@@ -161,7 +162,7 @@ class LanguageModel(nnx.Module):
     def logits(self, hidden: Float[Array, "*tokens dim"]) -> Float[Array, "*tokens vocab"]:
         """The head: [..., dim] → float32 [..., vocab_size]."""
         kernel = self.embedding[...].T if self.head is None else self.head.kernel[...]
-        return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        return dense(hidden, kernel.astype(hidden.dtype), jnp.float32)
 
     def init_cache(self, batch_size: int, max_length: int | None = None) -> PyTree:
         """The cache before the first token: the mixers' states, every leaf [repetitions, batch, …].

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from atlasjax.flops import count_flops
-from atlasjax.memory.products import product
+from atlasjax.memory.products import dense, product
 
 FORMS = {"nn": "ta,ab->tb", "nt": "ta,ba->tb", "tn": "ta,tb->ab"}
 SHAPES = {"nn": ((3, 5), (5, 4)), "nt": ((3, 5), (4, 5)), "tn": ((3, 5), (3, 4))}
@@ -85,3 +85,52 @@ def test_precision_is_kept():
     f = lambda x, y: product(x, y, "nn", jnp.float32, jax.lax.Precision.HIGHEST).sum()
     program = jax.jit(jax.grad(f, argnums=(0, 1))).lower(x, y).as_text()
     assert program.count("dot_general") == program.count("precision = [HIGHEST, HIGHEST]") == 2
+
+
+def _tensordot(dtype=None, precision=None):
+    return lambda x, y: jnp.tensordot(x, y, axes=1, precision=precision, preferred_element_type=dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("lead", [(), (7,), (2, 3)])
+@pytest.mark.parametrize("out", [(4,), (2, 4), ()])
+def test_dense_and_its_derivatives(dtype, lead, out):
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((*lead, 5), (5, *out)))
+    tolerance = 1e-6 if dtype == jnp.float32 else 2e-2
+    for result in (None, jnp.float32):
+        f = lambda x, y, result=result: dense(x, y, result)
+        found, expected = (derivatives(g, x, kernel, lambda f: f) for g in (f, _tensordot(result)))
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            a, b = (np.asarray(z, np.float32) for z in (a, b))
+            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 2), (2, 0)])
+def test_dense_over_mapped_axes(axes):
+    rng = np.random.default_rng(1)
+    x, kernel = (
+        jnp.asarray(np.moveaxis(z, 0, axis) if axis is not None else z[0], jnp.float32)
+        for z, axis in zip((rng.standard_normal((3, 4, 6, 5)), rng.standard_normal((3, 5, 2, 4))), axes, strict=True)
+    )
+    over = lambda f: jax.vmap(f, in_axes=axes)
+    found, expected = (jax.tree.leaves(derivatives(f, x, kernel, over)) for f in (dense, _tensordot()))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * float(jnp.abs(b).max()))
+
+
+def test_the_derivative_by_a_kernel_copies_no_token_in_transposed_order():
+    """What `dense` is for. jax's own derivative has a copy with 24 outputs as rows, and the 64 tokens as columns."""
+    x, kernel = jnp.ones((4, 16, 8)), jnp.ones((8, 24))
+    slope = lambda f: jax.jit(jax.grad(lambda x, y: jnp.sum(jax.nn.silu(f(x, y))), (0, 1))).lower(x, kernel)
+    assert "f32[24,64]" in slope(_tensordot()).compile().as_text()
+    assert "f32[24,64]" not in slope(dense).compile().as_text()
+
+
+def test_precision_and_operations_of_dense():
+    highest, x, kernel = jax.lax.Precision.HIGHEST, jnp.ones((4, 16, 8)), jnp.ones((8, 24))
+    slopes = lambda f: jax.grad(lambda x, y: f(x, y).sum(), argnums=(0, 1))
+    program = jax.jit(slopes(lambda x, y: dense(x, y, precision=highest))).lower(x, kernel).as_text()
+    assert program.count("dot_general") == program.count("precision = [HIGHEST, HIGHEST]") == 2
+    assert count_flops(slopes(dense), x, kernel) == count_flops(slopes(_tensordot()), x, kernel) == 3 * 2 * 64 * 8 * 24

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from atlasjax import memory
+from atlasjax.memory.products import dense
 from atlasjax.nn.attention import output_projection
 from atlasjax.nn.caching import CacheGates
 from atlasjax.nn.config import ModelConfig
@@ -267,4 +268,4 @@ class HeadProjections(nnx.Module):
 
 def float32_product(x: jax.Array, linear: Linear) -> jax.Array:
     """`linear(x)` in full float32, for gates. A TPU's default bfloat16 product is not accurate enough for a retention near 1."""
-    return jnp.tensordot(x.astype(jnp.float32), linear.kernel[...], axes=1, precision=jax.lax.Precision.HIGHEST)
+    return dense(x.astype(jnp.float32), linear.kernel[...], precision=jax.lax.Precision.HIGHEST)
