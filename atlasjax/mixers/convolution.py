@@ -65,7 +65,7 @@ def causal_convolution(
 
 
 def _own_rows(kernel: jax.Array) -> jax.Array:
-    """The kernel as a sum over rows, of which all but one are zero.
+    """The kernel again, each row computed as a sum over all rows, of which the others count zero times.
 
     Under a scan over layers, the kernel is a slice at an index that the program computes. XLA's CPU backend would read each row as
     a slice of that slice, anew for every element, and not vectorize the loop. With a SiLU after it, the convolution would take 7
