@@ -1,8 +1,10 @@
 """The cross entropy of next tokens, without the logits of a whole sequence at once."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +38,9 @@ def cross_entropy_sum(
 ) -> jax.Array:  # fmt: skip
     """Returns the weighted sum of the cross entropies of all tokens, in nats, a float32 scalar.
 
-    With a chunk, the logits of that many tokens of each sequence exist at a time; the backward pass computes them again. The result
-    differs from that of all tokens at once only by the order of a sum.
+    With a chunk, the logits of that many tokens of each sequence exist at a time. If gradients are needed, they are computed then,
+    so that no logit is computed twice. The result differs from that of all tokens at once only by the order of a sum.
+    A chunk excludes forward-mode derivatives (jvp, jacfwd).
 
     Args:
       head: hidden [..., dim] → logits [..., vocabulary].
@@ -51,16 +54,17 @@ def cross_entropy_sum(
         so that none needs another's tokens.
     """
 
-    def total(hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+    def total(head: Callable[..., jax.Array], hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
         logits = head(hidden).astype(jnp.float32)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         if z_loss:
             losses += z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))
-        return jnp.sum(losses * weights.astype(jnp.float32))
+        return jnp.sum(losses * weights)
 
+    weights = weights.astype(jnp.float32)
     time = targets.shape[1] // parts
     if chunk is None or chunk >= time:
-        return total(hidden, targets, weights)
+        return total(head, hidden, targets, weights)
     chunks = -(-time // chunk)
 
     def split(x: jax.Array) -> jax.Array:
@@ -71,9 +75,43 @@ def cross_entropy_sum(
         x = jnp.pad(x, (*((0, 0),) * len(rows), *pad))
         return jnp.moveaxis(x.reshape(*rows, chunks, chunk, *x.shape[len(rows) + 1 :]), len(rows), 0)
 
-    @jax.checkpoint
-    def add(carry: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        return carry + total(*part), None
+    chunked = split(hidden), split(targets), split(weights)
+    # A custom derivative is one of arguments, so the parameters in `head` become arguments.
+    pure, params = jax.closure_convert(head, chunked[0][0])
+    return _sum_of_chunks(lambda params, *x: total(lambda hidden: pure(hidden, *params), *x), tuple(params), chunked)
 
-    start = jnp.zeros((), jnp.float32)
-    return jax.lax.scan(add, start, (split(hidden), split(targets), split(weights)))[0]
+
+_Params = tuple[jax.Array, ...]  # in the head
+_Chunks = tuple[jax.Array, jax.Array, jax.Array]  # hidden, targets and weights of one chunk; of all with a leading axis
+_Gradients = tuple[_Params, jax.Array, jax.Array]  # of the parameters, hidden and weights
+_Loss = Callable[..., jax.Array]  # (parameters, hidden, targets, weights) of a chunk → its sum
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_of_chunks(loss: _Loss, params: _Params, chunks: _Chunks) -> jax.Array:
+    def add(carry: jax.Array, chunk: _Chunks) -> tuple[jax.Array, None]:
+        return carry + loss(params, *chunk), None
+
+    return jax.lax.scan(add, jnp.zeros((), jnp.float32), chunks)[0]
+
+
+def _sum_forward(loss: _Loss, params: _Params, chunks: _Chunks) -> tuple[jax.Array, _Gradients]:
+    """The sum, and all gradients for a cotangent of 1."""
+
+    def add(carry: tuple[jax.Array, _Params], chunk: _Chunks) -> tuple[tuple[jax.Array, _Params], Any]:
+        value, (dparams, *dchunk) = jax.value_and_grad(loss, argnums=(0, 1, 3))(params, *chunk)
+        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), carry, (value, dparams)), dchunk
+
+    sums = tuple(jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in params)
+    (total, sums), (dhidden, dweights) = jax.lax.scan(add, (jnp.zeros((), jnp.float32), sums), chunks)
+    return total, (tuple(x.astype(like.dtype) for x, like in zip(sums, params, strict=True)), dhidden, dweights)
+
+
+def _sum_backward(
+    loss: _Loss, gradients: _Gradients, d: jax.Array
+) -> tuple[_Params, tuple[jax.Array, None, jax.Array]]:
+    dparams, dhidden, dweights = jax.tree.map(lambda x: (x * d).astype(x.dtype), gradients)
+    return dparams, (dhidden, None, dweights)
+
+
+_sum_of_chunks.defvjp(_sum_forward, _sum_backward)
