@@ -46,6 +46,7 @@ def chunk_scan(
 
     Args:
       chunk: the function of one chunk of one head; static. Its inputs are one matrix [m, dim] for each of `tokens`, and [n, m].
+        `chunk.differentiated`, if there is one, is the same function for the backward kernel.
       carry: the carry before the first chunk, float32 [batch, heads, …, …] each.
       tokens: [batch, time, heads, dim] each, any floating dtype; `chunk` gets float32.
       gates: [batch, heads, chunks, n, m] for chunks of m tokens, at least one chunk. They mark the padding after the last token.
@@ -250,7 +251,8 @@ def _backward(
     """The cotangents of the first carry, of the inputs, and of the first arrays of the carry with which segments begin."""
     all_marks, num_start = _marks(restarts), 0 if restarts is None else len(restarts[1])
     sizes = len(before), len(xs), len(dcarry), len(dys), len(all_marks)
-    advanced, unroll = shapes.chunk(chunk), shapes.unroll.backward
+    # A chunk may have another form of itself whose derivative is faster.
+    advanced, unroll = shapes.chunk(getattr(chunk, "differentiated", chunk)), shapes.unroll.backward
 
     @rows_folded
     def call(*arrays: jax.Array) -> Arrays:

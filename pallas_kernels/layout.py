@@ -5,8 +5,21 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128  # of a tile
+
+
+def matrix_unit() -> int:
+    """Rows and columns of a matrix unit of the TPU for which a program is traced: 128, and 256 from v6e on.
+
+    128 if there is no TPU, as for the interpreter. To compile for another device than jax's, trace in the context of its mesh
+    (`jax.sharding.use_abstract_mesh`).
+    """
+    try:
+        return pltpu.get_tpu_info().mxu_column_size
+    except ValueError:  # not a TPU
+        return 128
 
 
 def to_chunks(x: jax.Array, size: int, fill: float = 0.0) -> jax.Array:

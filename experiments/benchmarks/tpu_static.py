@@ -257,21 +257,25 @@ def measure(case: Any, chip: Chip, folder: pathlib.Path) -> dict[str, Any]:
     """
     import jax
     from jax.experimental import topologies
-    from jax.sharding import SingleDeviceSharding
+    from jax.sharding import Mesh, SingleDeviceSharding, use_abstract_mesh
 
     from experiments.benchmarks import kernel_cases
 
     function, shapes = kernel_cases.program(case)
-    device = SingleDeviceSharding(topologies.get_topology_desc(chip.topology, platform="tpu").devices[0])
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
-    compiled = jax.jit(function).lower(*jax.tree.map(place, shapes)).compile()
+    device = topologies.get_topology_desc(chip.topology, platform="tpu").devices[0]
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))
+    mesh = Mesh([device], ("chip",)).abstract_mesh  # tells kernels for which device
+    with use_abstract_mesh(mesh):
+        compiled = jax.jit(function).lower(*jax.tree.map(place, shapes)).compile()
     text = compiled.as_text()
     outside = estimated_cycles(text)
     if case.engine == "xla":
         return {"outside": outside, "kernels": []}
     scheduled, arrays = schedules(folder), kernel_arrays(text)
     kernels = []
-    for kernel in kernel_cases.kernels_of(function, shapes):
+    with use_abstract_mesh(mesh):
+        traced = kernel_cases.kernels_of(function, shapes)
+    for kernel in traced:
         # XLA numbers kernels of the same name in its own order.
         alike = [x for x in arrays if re.fullmatch(rf"{re.escape(kernel.name)}(\.\d+)?", x)]
         (name,) = [x for x in alike if len(arrays[x]) == kernel.arrays]

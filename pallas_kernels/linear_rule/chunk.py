@@ -20,8 +20,8 @@ import jax
 
 from pallas_kernels.arguments import Arrays
 from pallas_kernels.blocks import HIGHEST, Precision, finer
-from pallas_kernels.chunk_program import in_turn
-from pallas_kernels.linear_rule.scores import Decayed, Pair, decayed
+from pallas_kernels.chunk_program import computed_again, in_turn
+from pallas_kernels.linear_rule.scores import Decayed, Pair, decayed, read
 from pallas_kernels.side_by_side import lanes_of, spread, times, times_transposed, transposed_times, weighted_outer
 from pallas_kernels.triangular import solve
 
@@ -36,56 +36,77 @@ class LinearChunk:
     Attributes:
       delta: whether r = s = k.
       decay_first: whether the removal reads the decayed memory.
+      turned: whether scores are computed in both orders, as their derivative needs them.
+      turned_backward: the same for the backward kernel.
     """
 
     delta: bool
     decay_first: bool
     precision: Precision = HIGHEST
     heads: int = 1
+    turned: bool = False
+    turned_backward: bool = False
+
+    @property
+    def differentiated(self) -> "LinearChunk":
+        """The same function as the backward kernel needs it."""
+        return dataclasses.replace(self, turned=self.turned_backward)
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         return self._advance(carry, xs, self._decayed(xs))
 
     def of_heads(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         """For several groups of heads. Decays in turn, and systems together, whose products wait for each other."""
+        if self.turned and not self._removes(xs):
+            return in_turn(functools.partial(computed_again, self), carry, xs)
         at = in_turn(self._decayed, xs)
-        advance = functools.partial(in_turn, self._advance) if len(at.scores) == 1 else jax.vmap(self._advance)
+        advance = jax.vmap(self._advance) if self._removes(xs) else functools.partial(in_turn, self._advance)
         return advance(carry, xs, at)
+
+    def _removes(self, xs: Arrays) -> bool:
+        return self.delta or len(xs) > 5  # r and s
 
     def _decayed(self, xs: Arrays) -> Decayed:
         """Queries q, and r if there is a removal; keys k, and s if it is not k. Scores of q with all keys, then those of r."""
         q, k, _, decay, *removal, _ = xs
         fine = finer(self.precision)
         queries: Arrays = (q * decay,)
-        if self.delta or removal:
+        if self._removes(xs):
             r = removal[0] if removal else k
             queries = (*queries, r * decay if self.decay_first else r)
         keys: Arrays = (k, *removal[1:])
-        pairs = [Pair(0, key, self.precision, own=0) for key in range(len(keys))]
+        pairs = [Pair(0, key, self.precision, own=0, turned=self.turned) for key in range(len(keys))]
         if len(queries) > 1:
             pairs += [Pair(1, key, fine) for key in range(len(keys))]
         return decayed(decay, queries, keys, (q,), tuple(pairs), self.heads)
 
     def _advance(self, carry: Arrays, xs: Arrays, at: Decayed) -> tuple[Arrays, Arrays]:
-        (w,), (_, _, v, _, *removal, beta) = carry, xs
-        heads, size, precision = self.heads, v.shape[0], self.precision
+        (w,), (_, _, v, *_, beta) = carry, xs
+        heads, precision = self.heads, self.precision
         y, w_end = times_transposed(at.queries[0], w, heads, precision), at.whole * w
-        if not (self.delta or removal):
+        removes = self._removes(xs)
+        if not (removes or self.turned):
             # β stays rows, with tokens in lanes.
             y = y + times(at.scores[0] * lanes_of(beta), v, heads, precision)
             return (w_end + weighted_outer(v, at.keys[0], beta, precision),), (y,)
-        fine = finer(precision)
-        reads, lowers = at.scores[: len(at.keys)], at.scores[len(at.keys) :]
         rate = spread(beta, heads, v.shape[1] // heads)
-        written = rate * v  # what is written at k
-        right = times_transposed(at.queries[1], w, heads, precision)
-        right = rate * (v - right) if self.delta else -rate * (right + times(lowers[0], written, heads, fine))
-        by_row = rate if heads == 1 or v.shape[1] == heads * size else spread(beta, heads, size)
-        u = solve(by_row * lowers[-1], right, heads, fine)
+        written: Arrays = (rate * v,)  # at each of the keys
+        if removes:
+            right = times_transposed(at.queries[1], w, heads, precision)
+            written = self._after_removal(at, right, rate, v, beta)
+        for scores, keys, x in zip(at.scores, at.keys, written):
+            y = y + read(scores, x, heads, precision)
+            w_end = w_end + transposed_times(x, keys, heads, precision)
+        return (w_end,), (y,)
+
+    def _after_removal(self, at: Decayed, right: jax.Array, rate: jax.Array, v: jax.Array, beta: jax.Array) -> Arrays:
+        """What is written at each of the keys, [m, P · value_dim] each. `right` is what the memory before the chunk has at r."""
+        heads, size, fine = self.heads, v.shape[0], finer(self.precision)
+        *of_keys, of_removal = at.scores[len(at.keys) :]
         if self.delta:
-            written = u
+            right = rate * (v - right)
         else:
-            y = y + times(reads[1], u, heads, precision)
-            w_end = w_end + transposed_times(u, at.keys[1], heads, precision)
-        y = y + times(reads[0], written, heads, precision)
-        return (w_end + transposed_times(written, at.keys[0], heads, precision),), (y,)
+            right = -rate * (right + read(of_keys[0], rate * v, heads, fine))
+        by_row = rate if heads == 1 or v.shape[1] == heads * size else spread(beta, heads, size)
+        u = solve(by_row * of_removal, right, heads, fine)
+        return (u,) if self.delta else (rate * v, u)

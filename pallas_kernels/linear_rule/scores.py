@@ -8,6 +8,11 @@ second up to t) · (those of the first after i). So the scores between them are 
 
 Arrays are in tiles of 8 rows, those of a register. All tiles have the same masks for parts within them. From 8 tokens on, a part is
 a number of whole tiles: only queries of second parts and keys of first parts are multiplied, without masks.
+
+**Derivatives.** The cotangent of the keys is a product with the transposed cotangent of the scores. To transpose matrices of heads
+that lie side by side takes long, and half of such a product is of one head's scores with the queries of another. But `read`, which
+uses the scores, gets the transposed cotangent by a product of its own. So in the backward kernel scores exist in both orders
+(`Turned`): through those with queries in rows come the cotangents of queries, and through those with keys in rows those of keys.
 """
 
 import functools
@@ -18,7 +23,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays
 from pallas_kernels.blocks import Precision, entry
-from pallas_kernels.side_by_side import times_transposed
+from pallas_kernels.side_by_side import times, times_transposed
 
 _ROWS = 8  # of a tile
 _LEVELS = 3  # that lie within one: parts of 1, 2 and 4 tokens
@@ -28,12 +33,24 @@ class Pair(NamedTuple):
     """Whose scores are wanted: the places of one of the queries and one of the keys, and the precision of their products.
 
     `own` is the place of what is multiplied with a token's own key, among the third arguments of `decayed`; None gives zero there.
+    `turned` gives the scores in both orders.
     """
 
     query: int
     key: int
     precision: Precision
     own: int | None = None
+    turned: bool = False
+
+
+class Turned(NamedTuple):
+    """Scores [m, P · m] with queries in rows, and the same with keys in rows. Only for `read`: each needs its own cotangent."""
+
+    by_query: jax.Array
+    by_key: jax.Array
+
+
+Scores = jax.Array | Turned
 
 
 class Decayed(NamedTuple):
@@ -49,7 +66,7 @@ class Decayed(NamedTuple):
     queries: Arrays
     keys: Arrays
     whole: jax.Array
-    scores: Arrays
+    scores: tuple[Scores, ...]
 
 
 def decayed(
@@ -70,24 +87,37 @@ def decayed(
     number = lambda width, axis: jax.lax.broadcasted_iota(jnp.int32, (1, _ROWS, width), axis)
     row, column, token = number(heads * size, 1), number(heads * size, 2) & (size - 1), number(decay.shape[1], 1)
     in_tile = column & (_ROWS - 1)
+    orders = [(pair, by_key) for pair in pairs for by_key in (False, True)[: 1 + pair.turned]]
 
-    # Within tiles. What a tile's rows have with the keys of other tiles is masked at the end.
-    across = lambda left, pair: tall(times_transposed(left, flat(keys[pair.key]), heads, pair.precision))
-    own_key, key_before = row == in_tile, (row == in_tile + 1) & ((in_tile & 1) == 0)
+    def products(query: jax.Array, key: jax.Array, pair: Pair, by_key: bool) -> jax.Array:
+        """Of all queries with all keys, in tiles."""
+        left, right = (key, query) if by_key else (query, key)
+        right = jax.lax.stop_gradient(right) if pair.turned else right
+        return tall(times_transposed(left, right, heads, pair.precision))
+
+    def between(level: int, by_key: bool) -> jax.Array:
+        """Whether a tile's row and column are a query and a key of neighbouring parts."""
+        query, key = (in_tile >> level, row >> level) if by_key else (row >> level, in_tile >> level)
+        return (query == key + 1) & ((key & 1) == 0)
+
+    # Within tiles. What a tile's rows have with the columns of other tiles is masked at the end.
     scores = []
-    for pair in pairs:
+    for pair, by_key in orders:
+        query, key = queries[pair.query], keys[pair.key]
         if pair.own is None:
-            scores.append(jnp.where(key_before, across(queries[pair.query], pair), 0.0))
+            before = products(query, key, pair, by_key)
+        elif by_key:
+            of_own, before = (products(x, key, pair, by_key) for x in (own[pair.own], query))
         else:  # both take the same keys through the matrix unit
-            both = across(jnp.concatenate([own[pair.own], queries[pair.query]]), pair)
-            of_own, before = _parts(both, 2)
-            scores.append(jnp.where(own_key, of_own, jnp.where(key_before, before, 0.0)))
+            of_own, before = _parts(products(jnp.concatenate([own[pair.own], query]), key, pair, by_key), 2)
+        before = jnp.where(between(0, by_key), before, 0.0)
+        scores.append(before if pair.own is None else _placed(row == in_tile, of_own, before))
     whole = tall(decay)  # the product of the decays of a token's part
     queries, keys = tuple(map(tall, queries)), tuple(map(tall, keys))
     for level in range(_LEVELS):
-        if level:
-            between = ((row >> level) == (in_tile >> level) + 1) & (((in_tile >> level) & 1) == 0)
-            scores = [jnp.where(between, across(flat(queries[pair.query]), pair), x) for pair, x in zip(pairs, scores)]
+        for i, (pair, by_key) in enumerate(orders if level else []):
+            found = products(flat(queries[pair.query]), flat(keys[pair.key]), pair, by_key)
+            scores[i] = _placed(between(level, by_key), found, scores[i])
         neighbour, second = exchanged(whole, level), ((token >> level) & 1) == 1
         of_query, of_key = jnp.where(second, neighbour, 1.0), jnp.where(second, 1.0, neighbour)
         queries, keys = tuple(of_query * x for x in queries), tuple(of_key * x for x in keys)
@@ -102,25 +132,63 @@ def decayed(
     wholes = tiles(whole)  # of each part; all rows of a tile are equal
     for level in range(_LEVELS, size.bit_length() - 1):
         length = 1 << (level - _LEVELS)  # tiles of a part
-        later = [tile for tile in range(count) if tile & length]
-        for x, pair in zip(of_scores, pairs):
-            left = flat(jnp.concatenate([of_queries[pair.query][tile] for tile in later]))
-            right = flat(jnp.concatenate(of_keys[pair.key]))
-            products = tiles(tall(times_transposed(left, right, heads, pair.precision)))
-            for tile, y in zip(later, products):
-                x[tile] = jnp.where((column >> level) == tile // length - 1, y[0], x[tile])
+        for x, (pair, by_key) in zip(of_scores, orders):
+            its_queries, its_keys = of_queries[pair.query], of_keys[pair.key]
+            rows = [tile for tile in range(count) if bool(tile & length) != by_key]
+            if by_key:
+                its_keys = [its_keys[tile] for tile in rows]
+            else:
+                its_queries = [its_queries[tile] for tile in rows]
+            found = products(flat(jnp.concatenate(its_queries)), flat(jnp.concatenate(its_keys)), pair, by_key)
+            for tile, y in zip(rows, tiles(found)):
+                part = tile // length + (1 if by_key else -1)
+                x[tile] = _placed((column >> level) == part, y[0], x[tile])
         for tile in range(count):
             of_part, beside = (of_queries, -1) if tile & length else (of_keys, 1)
             for x in of_part:
                 x[tile] = x[tile] * wholes[tile // length + beside]
         wholes = [x * y for x, y in zip(wholes[::2], wholes[1::2])]
     join = lambda x: flat(jnp.concatenate(x))
+    ordered = iter([jnp.concatenate(x) for x in of_scores])
     return Decayed(
         tuple(map(join, of_queries)),
         tuple(map(join, of_keys)),
         entry(wholes[0][0], 0),
-        tuple(jnp.concatenate(x) for x in of_scores),
+        tuple(Turned(next(ordered), next(ordered)) if pair.turned else next(ordered) for pair in pairs),
     )
+
+
+def read(scores: Scores, x: jax.Array, heads: int, precision: Precision) -> jax.Array:
+    """What queries read of x [m, P · w], one row for each key: `times(scores, x)`."""
+    return times(scores, x, heads, precision) if isinstance(scores, jax.Array) else _read(scores, x, heads, precision)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _read(scores: Turned, x: jax.Array, heads: int, precision: Precision) -> jax.Array:
+    return times(scores.by_query, x, heads, precision)
+
+
+def _read_backward(
+    heads: int, precision: Precision, kept: tuple[jax.Array, jax.Array], d: jax.Array
+) -> tuple[Turned, jax.Array]:
+    by_key, x = kept
+    dscores = Turned(times_transposed(d, x, heads, precision), times_transposed(x, d, heads, precision))
+    return dscores, times(by_key, d, heads, precision)
+
+
+_read.defvjp(lambda scores, x, *how: (_read(scores, x, *how), (scores.by_key, x)), _read_backward)
+
+
+@jax.custom_vjp
+def _placed(here: jax.Array, x: jax.Array, rest: jax.Array) -> jax.Array:
+    """x here, and elsewhere the rest, which was masked to its own places before: so its cotangent need not be masked here."""
+    return jnp.where(here, x, rest)
+
+
+_placed.defvjp(
+    lambda here, x, rest: (_placed(here, x, rest), here),
+    lambda here, d: (None, jnp.where(here, d, 0.0), d),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

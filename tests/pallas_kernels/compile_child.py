@@ -17,7 +17,7 @@ os.environ.update(libtpu.environment())  # before anything imports jax
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding, use_abstract_mesh
 
 from atlasjax import memory as memory_lib
 from atlasjax import rules
@@ -140,14 +140,18 @@ def wide_kernels():
 
 
 def main(topology_names, which="all"):
-    place_of = lambda name: SingleDeviceSharding(topologies.get_topology_desc(name, platform="tpu").devices[0])
+    place_of = lambda name: topologies.get_topology_desc(name, platform="tpu").devices[0]
     devices = [place_of(name) for name in topology_names.split(",")]
     for index, (name, function, shapes) in enumerate({"wide": wide_kernels}.get(which, kernels)()):
         # Marks are integers, which have no gradient.
         loss = lambda arguments, function=function: jnp.sum(function(*arguments).astype(jnp.float32) ** 2)
         for device in [devices[index % len(devices)]] if which == "some" else devices:
-            place = lambda x, device=device: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
-            compiled = jax.jit(jax.value_and_grad(loss, allow_int=True)).lower(jax.tree.map(place, shapes)).compile()
+            sharding = SingleDeviceSharding(device)
+            place = lambda x, sharding=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            with use_abstract_mesh(Mesh([device], ("chip",)).abstract_mesh):  # tells kernels for which device
+                compiled = (
+                    jax.jit(jax.value_and_grad(loss, allow_int=True)).lower(jax.tree.map(place, shapes)).compile()
+                )
             count = compiled.as_text().count('custom_call_target="tpu_custom_call"')
             print(f"{name}: {count} kernels, {compiled.memory_analysis().temp_size_in_bytes} bytes", flush=True)
 

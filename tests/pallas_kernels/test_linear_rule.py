@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from atlasjax.plan.libtpu import ACCELERATORS
 from pallas_kernels.arguments import BEGINS, CONTINUES, EMPTY, Segments
-from pallas_kernels.linear_rule import linear_rule
+from pallas_kernels.layout import matrix_unit
+from pallas_kernels.linear_rule import api, linear_rule
 from tests.pallas_kernels.test_delta_rule import close
 
 # Name → whether the removal is at k, and whether it has keys of its own.
@@ -63,6 +65,25 @@ def test_values_and_gradients(rule, shape, chunk_size, decay_first):
     expected = run(rule, args, implementation="reference", decay_first=decay_first)
     found = run(rule, args, chunk_size=chunk_size, decay_first=decay_first, interpret=True)
     close(found, expected, 2e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_wide_matrix_units(rule, monkeypatch):
+    """The form of the backward kernel for matrix units of 256 rows."""
+    args = inputs(1, 37, 6, 16, 8)
+    narrow = run(rule, args, chunk_size=16, interpret=True)
+    monkeypatch.setattr(api, "matrix_unit", lambda: 256)
+    wide = run(rule, args, chunk_size=16, interpret=True)
+    close(wide, run(rule, args, implementation="reference"), 2e-6)
+    assert any(bool(jnp.any(x != y)) for x, y in zip(narrow, wide))  # another program
+
+
+@pytest.mark.parametrize(("chip", "edge"), [("v5e", 128), ("v5p", 128), ("v6e", 256)])
+def test_matrix_unit_of_a_chip(chip, edge):
+    assert matrix_unit() == 128  # of the interpreter
+    device = jax.sharding.AbstractDevice(ACCELERATORS[chip].kind, num_cores=1, platform="tpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)):
+        assert matrix_unit() == edge
 
 
 @pytest.mark.parametrize("rule", RULES)
