@@ -9,6 +9,7 @@ order before it multiplies. `dense` is a layer's product, with derivatives that 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -21,7 +22,29 @@ from pallas_kernels.varying import vary_like
 Form = Literal["nn", "nt", "tn"]  # x y, x yᵀ, xᵀ y: which factor is transposed, as in BLAS
 Precision = jax.lax.Precision
 
+_Derivatives = tuple[Callable[..., jax.Array], Callable[..., jax.Array]]
+
 _CONTRACTED = {"nn": (-1, -2), "nt": (-1, -1), "tn": (-2, -2)}
+
+
+def _bilinear(
+    name: str, function: Callable[..., jax.Array], options: tuple[str, ...], shape: Callable[..., Any],
+    derivatives: _Derivatives, batched: Callable[..., Any],
+) -> Primitive:  # fmt: skip
+    """A primitive that computes `function` of two arrays and `options`, which are static.
+
+    Args:
+      shape: of the arrays' shapes and the options, the result's.
+      derivatives: by each array, from the cotangent and both arrays, of which the one it is by is only known by its `aval`.
+      batched: of arrays with a batch and its axes (None: without it), the result and its axis.
+    """
+    primitive = Primitive(name)
+    primitive.def_impl(jax.jit(function, static_argnames=options))
+    primitive.def_abstract_eval(shape)
+    ad.defbilinear(primitive, *derivatives)
+    batching.primitive_batchers[primitive] = batched
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
+    return primitive
 
 
 def product(x: jax.Array, y: jax.Array, form: Form, dtype: jnp.dtype, precision: Precision | None = None) -> jax.Array:
@@ -70,12 +93,7 @@ def _batched(arrays: tuple[jax.Array, jax.Array], axes: tuple[Any, Any], **optio
     return product(x, y, **options), 0
 
 
-_product = Primitive("matrix_product")
-_product.def_impl(jax.jit(_dot_general, static_argnames=("form", "dtype", "precision")))
-_product.def_abstract_eval(_shape)
-ad.defbilinear(_product, _of_x, _of_y)
-batching.primitive_batchers[_product] = _batched
-mlir.register_lowering(_product, mlir.lower_fun(_dot_general, multiple_results=False))
+_product = _bilinear("matrix_product", _dot_general, ("form", "dtype", "precision"), _shape, (_of_x, _of_y), _batched)
 
 
 def dense(
@@ -117,9 +135,6 @@ def _dense_batched(arrays: tuple[jax.Array, jax.Array], axes: tuple[Any, Any], *
     return jax.vmap(each, in_axes=axes)(*arrays), 0
 
 
-_dense = Primitive("dense_product")
-_dense.def_impl(jax.jit(_rows_times, static_argnames=("dtype", "precision")))
-_dense.def_abstract_eval(_dense_shape)
-ad.defbilinear(_dense, _of_inputs, _of_kernel)
-batching.primitive_batchers[_dense] = _dense_batched
-mlir.register_lowering(_dense, mlir.lower_fun(_rows_times, multiple_results=False))
+_dense = _bilinear(
+    "dense_product", _rows_times, ("dtype", "precision"), _dense_shape, (_of_inputs, _of_kernel), _dense_batched
+)

@@ -244,23 +244,25 @@ def fit(
     peaks, parts = jnp.asarray(rates), len(trainings[seeds[0]].parts)
     places = [max(_most_queries(training, part) for training in trainings.values()) for part in range(parts)]
     carry = jax.jit(jax.vmap(start))(jnp.asarray(seeds), peaks)
-    losses = np.zeros((len(runs), 0), np.float32)
+    losses = np.full((len(runs), recipe.steps), np.nan, np.float32)
+    begin = 0
     if partial is not None and partial.exists():
-        losses, carry = _load(partial, carry)
+        before, carry = _load(partial, carry)
+        begin = before.shape[1]
+        losses[:, :begin] = before
     compiled = jax.jit(jax.vmap(advance), donate_argnums=0, compiler_options=_compiler_options())
-    begin, kept = losses.shape[1], time.perf_counter()
+    kept = time.perf_counter()
     while begin < recipe.steps:
         # Neighboring batches may differ in length, and a scan over steps has one length.
         end = min(begin + PIECE, recipe.steps) if parts == 1 else begin + 1
         batches = {seed: _batches(training, begin, end, places) for seed, training in trainings.items()}
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(batches[seed] for seed in seeds))
-        carry, found = compiled(carry, peaks, stacked)  # [runs, steps, …]
-        losses = np.concatenate((losses, np.asarray(found)), axis=1)
+        carry, losses[:, begin:end] = compiled(carry, peaks, stacked)  # [runs, steps, …]
         begin = end
         if begin % PIECE == 0 or begin == recipe.steps:
-            say(begin, float(np.min(losses[:, -PIECE:].mean(1))))
+            say(begin, float(np.min(losses[:, max(begin - PIECE, 0) : begin].mean(1))))
             if partial is not None and begin < recipe.steps and time.perf_counter() - kept > KEEP_SECONDS:
-                _save(partial, losses, carry)
+                _save(partial, losses[:, :begin], carry)
                 kept = time.perf_counter()
     return carry[0], losses
 
