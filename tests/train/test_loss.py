@@ -59,6 +59,32 @@ def test_gradients_in_chunks(dtype):
     )
 
 
+def test_gradients_of_weights_in_chunks():
+    head, hidden, targets, weights = inputs()
+    loss = lambda weights, chunk: cross_entropy_sum(lambda h: h @ head, hidden, targets, weights, chunk=chunk)
+    np.testing.assert_allclose(jax.grad(loss)(weights, 3), jax.grad(loss)(weights, None), rtol=1e-5)
+
+
+def test_second_derivatives_in_chunks():
+    head, hidden, targets, weights = inputs()
+    direction = jax.random.normal(jax.random.key(9), head.shape)
+
+    def along(head, chunk):  # a derivative of the gradient, in both modes
+        gradient = jax.grad(lambda h: cross_entropy_sum(lambda x: x @ h, hidden, targets, weights, chunk=chunk))
+        backward = jax.grad(lambda h: jnp.vdot(gradient(h), direction))(head)
+        return backward, jax.jvp(gradient, (head,), (direction,))[1]
+
+    whole, parts = along(head, None), along(head, 3)
+    chex.assert_trees_all_close(parts, whole, atol=1e-5 * float(jnp.max(jnp.abs(whole[0]))))
+
+
+def test_no_logit_is_computed_twice():
+    head, hidden, targets, weights = inputs()
+    loss = lambda head, hidden: cross_entropy_sum(lambda h: h @ head, hidden, targets, weights, chunk=1)
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(head, hidden).as_text()
+    assert text.count("stablehlo.dot_general") == 3  # the logits, and what both factors have of their cotangent
+
+
 def test_no_array_holds_the_logits_of_all_tokens():
     head, hidden, targets, weights = inputs()
     hidden, targets, weights = (jnp.tile(x, (1, 16) + (1,) * (x.ndim - 2)) for x in (hidden, targets, weights))
