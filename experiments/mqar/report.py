@@ -73,11 +73,11 @@ def table(rows: list[Row], size: str = "small") -> str:
         "| --- |" + " ---: |" * (7 + len(pairs)),
     ]
     for (name, width), group in sorted(best(rows).items(), key=lambda item: (item[0][1], -_mean(item[1], "accuracy"))):
-        low, high = bootstrap([row["accuracy"] for row in group])
+        interval = "{:.3f} – {:.3f}".format(*bootstrap([row["accuracy"] for row in group])) if len(group) > 1 else ""
         each = [np.mean([_at(row, n) for row in group]) for n in pairs]
         lines.append(
             f"| {name} | {width} | {group[0]['state_floats']:,} | {group[0]['parameters']:,} | {_mean(group, 'accuracy'):.3f} | "
-            f"{low:.3f} – {high:.3f} | {' | '.join(f'{x:.3f}' for x in each)} | {len(group)} | {group[0]['learning_rate']:g} |"
+            f"{interval} | {' | '.join(f'{x:.3f}' for x in each)} | {len(group)} | {group[0]['learning_rate']:g} |"
         )
     guess = lambda pairs: f"{chance(recipe['vocab_size'], recipe['length'], pairs):.3f}"
     lines.append(f"| chance |  |  |  | {guess(pairs)} |  | {' | '.join(guess([n]) for n in pairs)} |  |  |")
