@@ -6,14 +6,12 @@ The environment must be set before anything imports jax, so functions here impor
 import importlib.util
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atlasjax.plan.accelerator import Accelerator
 
 if TYPE_CHECKING:
     import jax
-    from jax.sharding import Mesh
 
 SHAPE = r"[1-9]\d*"
 EXAMPLES = "h100:8, or 2x h100:8 for two hosts"
@@ -122,13 +120,6 @@ def options() -> dict[str, Any]:
     find output tile sizes").
     """
     return {"xla_gpu_enable_triton_gemm": False}
-
-
-def lowering(mesh: "Mesh") -> AbstractContextManager[Any]:
-    """The context in which a program for a mesh of GPUs is lowered: it tells Pallas for which device."""
-    import jax
-
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def target_config(generation: str) -> str:

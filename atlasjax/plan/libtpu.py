@@ -6,14 +6,12 @@ The environment must be set before anything imports jax, so functions here impor
 import importlib.util
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from atlasjax.plan.accelerator import Accelerator
 
 if TYPE_CHECKING:
     import jax
-    from jax.sharding import Mesh
 
 SHAPE = r"\d+(x\d+){1,2}"
 EXAMPLES = "v5e:16x16, v5p:8x8x8, or 2x v5e:16x16 for two slices"
@@ -87,10 +85,3 @@ def options() -> dict[str, Any]:
     if jax.__version_info__ >= (0, 11):
         return {"optimization_level": "O0"}
     return {"exec_time_optimization_effort": -1.0}
-
-
-def lowering(mesh: "Mesh") -> AbstractContextManager[Any]:
-    """The context in which a program for a mesh of TPUs is lowered: it tells kernels for which device."""
-    import jax
-
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from atlasjax.names import lookup
@@ -13,7 +12,6 @@ from atlasjax.plan.accelerator import Accelerator
 
 if TYPE_CHECKING:
     import jax
-    from jax.sharding import Mesh
 
 
 class Compiler(Protocol):
@@ -34,9 +32,6 @@ class Compiler(Protocol):
 
     def options(self) -> dict[str, Any]:
         """Compiler options."""
-
-    def lowering(self, mesh: "Mesh") -> AbstractContextManager[Any]:
-        """The context in which a program for these devices is lowered."""
 
 
 @dataclasses.dataclass(frozen=True)

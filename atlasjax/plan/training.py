@@ -107,7 +107,7 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
         loss=config.loss, trainable=trainable, ema_decay=ema_decay,
     )  # fmt: skip
     started = time.perf_counter()
-    with target.compiler.lowering(mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # tells kernels for which device
         program = step.lower(state, batch).compile(compiler_options=target.compiler.options())
     seconds = time.perf_counter() - started
     flops = count_flops(

@@ -48,7 +48,7 @@ def measure(preset: str, chip: str, batch: int, tokens: int) -> dict:
     key, start = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
     arguments = jax.tree.map(place, (params, logits, cache, None, key, start))
     options = {"config": SamplingConfig(), "length": SAMPLED, "vocab_size": None}
-    with topology.compiler.lowering(jax.sharding.Mesh([device], "one")):
+    with jax.sharding.use_abstract_mesh(jax.sharding.Mesh([device], "one").abstract_mesh):
         lowered = streams._decode.lower(graphdef, *arguments, **options)
     memory = lowered.compile(topology.compiler.options()).memory_analysis()
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
