@@ -13,8 +13,6 @@ on from a copy of its state, which is written every five minutes.
 
 import argparse
 import dataclasses
-import hashlib
-import json
 import pathlib
 import time
 from typing import Any
@@ -24,7 +22,7 @@ import numpy as np
 from atlasjax.data.associative_recall import RecallConfig, recall_sequences
 from experiments.mqar.models import MODELS, model
 from experiments.mqar.report import write
-from experiments.recall.training import Sequences, Training, epochs, one_length
+from experiments.recall.training import Sequences, Training, epochs, one_length, partial_path
 from experiments.rows import Row, append_rows, commands_of_paper, rows_of_recipe
 
 HERE = pathlib.Path(__file__).parent
@@ -175,14 +173,6 @@ def measure(
     ]  # fmt: skip
 
 
-def partial_path(
-    out: pathlib.Path, name: str, width: int, recipe: Recipe, runs: list[tuple[int, float]]
-) -> pathlib.Path:
-    """Where an unfinished training of these runs is kept."""
-    what = json.dumps([name, width, dataclasses.asdict(recipe), runs])
-    return out / "partial" / f"{name}-{width}-{hashlib.sha256(what.encode()).hexdigest()[:12]}.npz"
-
-
 def plan(names: list[str], widths: list[int], rates: list[float], seeds: int, recipe: Recipe, out: str) -> str:
     """What the runs would take: parameters, floats of state and training FLOPs (three times the forward pass)."""
     from atlasjax.nn.abstract import count_parameters, state_bytes
@@ -263,7 +253,7 @@ def main(argv: list[str] | None = None) -> None:
             wanted = [(seed, rate) for seed in range(options.seeds) for rate in rates]
             missing = [run for run in wanted if (name, width, *run) not in rows]
             if missing:
-                partial = partial_path(options.out, name, width, recipe, missing)
+                partial = partial_path(options.out, f"{name}-{width}", recipe, missing)
                 found = measure(name, width, recipe, missing, partial)
                 append_rows(path, found)
                 partial.unlink(missing_ok=True)

@@ -1,7 +1,9 @@
 """Trains one model with several seeds and learning rates at once, in one compiled program."""
 
 import dataclasses
+import hashlib
 import importlib.metadata
+import json
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -265,6 +267,12 @@ def fit(
                 _save(partial, losses[:, :begin], carry)
                 kept = time.perf_counter()
     return carry[0], losses
+
+
+def partial_path(out: pathlib.Path, name: str, recipe: Any, runs: Sequence[tuple[int, float]]) -> pathlib.Path:
+    """Where `fit` keeps an unfinished training of these runs: a name for what they depend on. `recipe` is a dataclass."""
+    what = json.dumps([name, dataclasses.asdict(recipe), list(runs)])
+    return out / "partial" / f"{name}-{hashlib.sha256(what.encode()).hexdigest()[:12]}.npz"
 
 
 class _Batch(NamedTuple):
