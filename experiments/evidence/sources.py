@@ -115,9 +115,8 @@ def mqar(pairs: Iterable[tuple[str, str]]) -> list[Line]:
             recipe = a[0]["recipe"]
             aside = at_chance(sides, chance(recipe["vocab_size"], recipe["length"], recipe["pairs"]))
             size = f"{a[0]['state_floats']:,} and {b[0]['state_floats']:,} floats of state"
-            tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
             told = f"{better} against {worse}, width {width}, {recipe['steps']:,} steps, {size}"
-            found.append(Line(told, comparison, "accuracy", tokens, "mqar", aside))
+            found.append(Line(told, comparison, "accuracy", _tokens(recipe), "mqar", aside))
     return found
 
 
@@ -154,19 +153,26 @@ def mad() -> list[Line]:
 
 def needles(pairs: Iterable[tuple[str, str]]) -> list[Line]:
     """(better, worse) models: questions answered, the mean over tasks and lengths, each at its best learning rate."""
-    groups = of_needles.chosen(rows("needles/results/small.jsonl"))
     found = []
-    for better, worse in pairs:
-        if better in groups and worse in groups:
-            sides = [{row["seed"]: of_needles.accuracy(row) for row in groups[name]} for name in (better, worse)]
-            if (comparison := paired(*sides)) is not None:
-                recipe = groups[better][0]["recipe"]
-                tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
-                where = f"needles and places in texts of {recipe['lengths'][0]:,} to {recipe['lengths'][-1]:,} tokens"
-                aside = at_chance(sides, needles_chance())
-                told = f"{better} against {worse}: {where}"
-                found.append(Line(told, comparison, "accuracy", tokens, "needles", aside))
+    for (better, worse), groups in itertools.product(pairs, _needles_sizes()):
+        if better not in groups or worse not in groups:
+            continue
+        sides = [{row["seed"]: of_needles.accuracy(row) for row in groups[name]} for name in (better, worse)]
+        if (comparison := paired(*sides)) is not None:
+            recipe = groups[better][0]["recipe"]
+            where = f"needles and places in texts of {recipe['lengths'][0]:,} to {recipe['lengths'][-1]:,} tokens"
+            told = f"{better} against {worse}: {where}, {recipe['steps']:,} steps"
+            aside = at_chance(sides, needles_chance())
+            found.append(Line(told, comparison, "accuracy", _tokens(recipe), "needles", aside))
     return found
+
+
+def _needles_sizes() -> list[of_needles.Groups]:
+    return [of_needles.chosen(rows(f"needles/results/{size}.jsonl")) for size in ("small", "long")]
+
+
+def _tokens(recipe: Row) -> int:
+    return recipe["steps"] * recipe["batch_size"] * recipe["length"]
 
 
 @functools.cache
@@ -183,9 +189,10 @@ def needles_at_test_time(setting: str, values: Sequence[int]) -> list[Line]:
       values: increasing. Each is compared with the one before.
     """
     found = []
-    for name, group in of_needles.chosen(rows("needles/results/small.jsonl")).items():
+    for name, group in (item for groups in _needles_sizes() for item in groups.items()):
+        recipe = group[0]["recipe"]
         for less, more in itertools.pairwise(values):
-            for length in (str(n) for n in group[0]["recipe"]["lengths"][:2]):
+            for length in map(str, recipe["lengths"][:2]):
                 sides = [
                     {row["seed"]: of_needles.tested(row, setting, x, length) for row in group} for x in (more, less)
                 ]
@@ -193,10 +200,11 @@ def needles_at_test_time(setting: str, values: Sequence[int]) -> list[Line]:
                     continue
                 comparison = paired(*sides)  # type: ignore[arg-type]
                 assert comparison is not None
-                recipe = group[0]["recipe"]
-                tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
-                told = f"{name}, {setting.replace('_', ' ')} {more} against {less} in the test: {int(length):,} tokens"
-                found.append(Line(told, comparison, "accuracy", tokens, "needles"))
+                told = (
+                    f"{name}, {setting.replace('_', ' ')} {more} against {less} in the test: {int(length):,} tokens, "
+                    f"{recipe['steps']:,} steps"
+                )
+                found.append(Line(told, comparison, "accuracy", _tokens(recipe), "needles"))
     return found
 
 

@@ -120,7 +120,7 @@ def test_a_stopped_training_goes_on_from_its_copy(tmp_path, monkeypatch):
     assert [file.name for file in path.parent.iterdir()] == ["gam.npz"]
     with pytest.raises(ValueError, match=r"gam.npz is the state of another training"):
         training.fit(language_model(model("delta", 16, 64)), CELLS, runs, lambda *_: None, partial=path)
-    of = lambda *changes: run.partial_path(tmp_path, "gam", 16, *changes)
+    of = lambda *changes: training.partial_path(tmp_path, "gam-16", *changes)
     assert len({of(CELLS, runs), of(CELLS, runs[:1]), of(run.Recipe(), runs)}) == 3
 
 

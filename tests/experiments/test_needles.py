@@ -221,10 +221,12 @@ def test_the_table_has_published_orders_and_test_time_changes():
 
 def test_the_evidence_pairs_seeds_at_the_best_rates(monkeypatch):
     rows = [_row(name, seed, 0.5 + 0.1 * (name == "titans")) for name in ("titans", "delta") for seed in range(3)]
-    monkeypatch.setattr(sources, "rows", lambda path: tuple(rows))
-    (line,) = sources.needles([("titans", "delta"), ("titans", "atlas")])
-    assert line.comparison.effect == pytest.approx(0.1)
-    assert line.tokens == 1500 * 16 * 128
+    longer = [row | {"recipe": row["recipe"] | {"steps": 6000}} for row in rows]
+    monkeypatch.setattr(sources, "rows", lambda path: tuple(longer if "long" in path else rows))
+    found = sources.needles([("titans", "delta"), ("titans", "atlas")])
+    assert [line.comparison.effect for line in found] == pytest.approx([0.1, 0.1])
+    assert [line.tokens for line in found] == [1500 * 16 * 128, 6000 * 16 * 128]
+    assert [line.setting.split(", ")[-1] for line in found] == ["1,500 steps", "6,000 steps"]
 
 
 def test_published_models_and_tasks_are_known():
