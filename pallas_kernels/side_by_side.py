@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import HIGHEST, Precision, entry, product, product_of, selected
+from pallas_kernels.blocks import HIGHEST, Precision, product, product_of, selected
 from pallas_kernels.layout import LANES
 
 
@@ -150,11 +150,53 @@ weighted_outer.defvjp(_outer_forward, _outer_backward)
 def spread(rows: jax.Array, heads: int, width: int) -> jax.Array:
     """One row of m tokens for each head, [P, m], as a column in all of the head's lanes, [m, P · width]; of one head, [m, 1].
 
-    Widths other than m take a product.
+    Widths other than m or whole tiles take a product.
     """
-    if heads == 1 or width == rows.shape[1]:
-        return columns_of(lanes_of(rows), heads)
+    if heads == 1 or width == rows.shape[1] or _whole_tiles(heads * rows.shape[1], heads, width):
+        return widened(columns_of(lanes_of(rows), heads), heads, width)
     return selected(rows, own((heads, heads * width), heads).astype(jnp.float32), 0, 0)
+
+
+def _whole_tiles(lanes: int, heads: int, width: int) -> bool:
+    return in_tile(lanes, heads) and width % LANES == 0
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def widened(column: jax.Array, heads: int, width: int) -> jax.Array:
+    """A column in all lanes of each head, [m, P · m], in lanes of another number, [m, P · width]; of one head, [m, 1].
+
+    Widths other than m or whole tiles take a product.
+    """
+    size = column.shape[1] // heads
+    if heads == 1 or width == size:
+        return column
+    if not _whole_tiles(column.shape[1], heads, width):
+        return selected(column, own((heads * size, heads * width), heads, rows=1).astype(jnp.float32), 1, 0)
+    of_head = [lanes_at(column, jnp.full(column.shape, head * size)) for head in range(heads)]
+    return jnp.concatenate([tile for tile in of_head for _ in range(width // LANES)], axis=1)
+
+
+def _widened_backward(heads: int, width: int, size: int, d: jax.Array) -> tuple[jax.Array]:
+    # The cotangent of a column is in parts, one for each lane of its head.
+    if heads == 1 or width == size:
+        return (d,)
+    if not _whole_tiles(heads * size, heads, width):
+        return (selected(d, own((heads * size, heads * width), heads, rows=1).astype(jnp.float32), 1, 1),)
+    lane = jax.lax.broadcasted_iota(jnp.int32, (d.shape[0], LANES), 1)
+    total = jnp.zeros(lane.shape, jnp.float32)
+    for head in range(heads):
+        tiles = [d[:, start : start + LANES] for start in range(head * width, (head + 1) * width, LANES)]
+        part, shift = functools.reduce(jnp.add, tiles), LANES // 2
+        while shift >= size:
+            part = part + jnp.concatenate([part[:, shift:], part[:, :shift]], axis=1)
+            shift //= 2
+        total = jnp.where((lane >= head * size) & (lane < (head + 1) * size), part, total)
+    return (total,)
+
+
+widened.defvjp(
+    lambda column, heads, width: (widened(column, heads, width), column.shape[1] // heads), _widened_backward
+)
 
 
 def running_products(x: jax.Array) -> jax.Array:
@@ -191,6 +233,19 @@ def in_own_lanes(parts: Sequence[jax.Array]) -> jax.Array:
     return total
 
 
+def in_tile(width: int, heads: int) -> bool:
+    """Whether several heads fill the lanes of one tile, within which `lanes_at` moves entries."""
+    return heads > 1 and width == LANES
+
+
+def lanes_at(x: jax.Array, lanes: jax.Array) -> jax.Array:
+    """x[r, lanes[r, l]] of [m, 128], without a derivative: one operation for each tile, where a sum over lanes takes several."""
+    # Under vmap the places must have the batch axis of x, because Mosaic has only gathers along an axis. The selection, which
+    # gives them one, is removed by the compiler.
+    return jnp.take_along_axis(x, jnp.where(x == x, lanes, lanes), axis=1, mode="promise_in_bounds")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def columns_of(rows: jax.Array, heads: int = 1) -> jax.Array:
     """A row of m tokens for each head, [1, P · m], as a column in all of the head's lanes, [m, P · m]; of one head, [m, 1].
 
@@ -198,8 +253,17 @@ def columns_of(rows: jax.Array, heads: int = 1) -> jax.Array:
     """
     shape = rows.shape[1] // heads, rows.shape[1]
     row, lane = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    if in_tile(rows.shape[1], heads):
+        return lanes_at(jnp.broadcast_to(rows, shape), row + (lane & -shape[0]))
     parts = [jnp.where(row + head * shape[0] == lane, rows, 0.0) for head in range(heads)]
     return jnp.sum(parts[0], axis=1, keepdims=True) if heads == 1 else in_own_lanes(parts)
+
+
+# The cotangent of a column in all lanes is in parts, one for each lane.
+columns_of.defvjp(
+    lambda rows, heads: (columns_of(rows, heads), None),
+    lambda heads, _, d: (rows_of_columns(d if heads == 1 else head_sums(d, heads), heads),),
+)
 
 
 def columns(rows: jax.Array) -> jax.Array:
@@ -213,34 +277,37 @@ def rows_of_columns(columns: jax.Array, heads: int = 1) -> jax.Array:
     return jnp.sum(jnp.where(place(shape, 0, heads) == place(shape, 1, heads), columns, 0.0), axis=0, keepdims=True)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def first_column(x: jax.Array, heads: int = 1) -> jax.Array:
     """The first column of each head of [m, P · m], in all of the head's lanes; of one head, [m, 1]."""
-    return head_sums(jnp.where(place(x.shape, 1, heads) == 0, x, 0.0), heads)
+    if not in_tile(x.shape[1], heads):
+        return head_sums(jnp.where(place(x.shape, 1, heads) == 0, x, 0.0), heads)
+    lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return lanes_at(x, lane & -(x.shape[1] // heads))
 
 
-def from_start(decay: jax.Array, products: jax.Array, heads: int = 1) -> jax.Array:
-    """α_0 … α_t of each head, a column as those of `columns_of`, from α as such a column and P = `triangular.decay_products`(α).
-
-    P[t,0] has the products of the decays after the first token; times α_0 they are from the start.
-    """
-    return entry(decay, 0) * _after_first(products, decay, heads)
+def _first_backward(heads: int, lanes: int, d: jax.Array) -> tuple[jax.Array]:
+    return (jnp.where(place((d.shape[0], lanes), 1, heads) == 0, d if heads == 1 else head_sums(d, heads), 0.0),)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _after_first(products: jax.Array, decay: jax.Array, heads: int) -> jax.Array:
-    """`first_column` of P, computed from α, because a sum over lanes takes longer. In derivatives it is a function of P."""
-    column = jnp.where(jax.lax.broadcasted_iota(jnp.int32, decay.shape, 0) == 0, 1.0, decay)
-    return running_products(column)
+first_column.defvjp(lambda x, heads: (first_column(x, heads), x.shape[1]), _first_backward)
 
 
-def _after_first_backward(heads: int, kept: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
-    products, decay = kept
-    return jnp.where(place(products.shape, 1, heads) == 0, head_sums(d, heads), 0.0), jnp.zeros_like(decay)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def diagonal_column(x: jax.Array, heads: int = 1) -> jax.Array:
+    """The diagonal of each head of [m, P · m], in all of the head's lanes; of one head, [m, 1]."""
+    row, lane = (jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) for axis in (0, 1))
+    if in_tile(x.shape[1], heads):
+        return lanes_at(x, row + (lane & -x.shape[0]))
+    return head_sums(jnp.where(row == place(x.shape, 1, heads), x, 0.0), heads)
 
 
-_after_first.defvjp(
-    lambda products, decay, heads: (_after_first(products, decay, heads), (products, decay)), _after_first_backward
-)
+def _diagonal_backward(heads: int, lanes: int, d: jax.Array) -> tuple[jax.Array]:
+    shape = d.shape[0], lanes
+    return (jnp.where(place(shape, 0, heads) == place(shape, 1, heads), d if heads == 1 else head_sums(d, heads), 0.0),)
+
+
+diagonal_column.defvjp(lambda x, heads: (diagonal_column(x, heads), x.shape[1]), _diagonal_backward)
 
 
 def weighted(x: jax.Array, columns: jax.Array, heads: int) -> jax.Array:

@@ -9,10 +9,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import HIGHEST, Precision, before, product, product_of
+from pallas_kernels.blocks import HIGHEST, Precision, before, entry, product, product_of
 from pallas_kernels.side_by_side import (
     columns_of,
     head_sums,
+    in_tile,
+    lanes_at,
     own,
     place,
     rows_of_columns,
@@ -25,27 +27,63 @@ from pallas_kernels.side_by_side import (
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def decay_products(decay: jax.Array, heads: int = 1, precision: Precision = HIGHEST) -> jax.Array:
-    """P [m, m] from α [m, 1], m a power of two. P = (I − N)⁻¹, where N has α below its diagonal.
+def decay_products(decay: jax.Array, heads: int = 1, precision: Precision = HIGHEST) -> tuple[jax.Array, jax.Array]:
+    """P [m, P · m], with P[t,i] = α_{i+1} … α_t for t ≥ i, else 0, and α_0 … α_t, a column, from α, a row [1, P · m].
 
-    With several heads, α is given in all lanes of its head, [m, P · m]. `precision` is that of the derivative's product.
+    m is a power of two. Columns are in all lanes of their head; of one head they are [m, 1]. `precision` is that of the
+    derivative's product.
     """
-    size = decay.shape[0]
-    shape = size, heads * size
-    row, column = place(shape, 0, heads), place(shape, 1, heads)
-    products = running_products(jnp.where(row > column, decay, 1.0))
-    return jnp.where(row >= column, products, 0.0)
+    return (_products_by_tiles if in_tile(decay.shape[1], heads) else _products_by_columns)(decay, heads)
 
 
-def _decay_forward(decay: jax.Array, heads: int, precision: Precision) -> tuple[jax.Array, jax.Array]:
-    products = decay_products(decay, heads, precision)
-    return products, products
+def _products_by_columns(decay: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:
+    column = columns_of(decay, heads)
+    shape = decay.shape[1] // heads, decay.shape[1]
+    row, lane = place(shape, 0, heads), place(shape, 1, heads)
+    products = running_products(jnp.where(row > lane, column, 1.0))
+    return jnp.where(row >= lane, products, 0.0), running_products(column)
 
 
-def _decay_backward(heads: int, precision: Precision, products: jax.Array, d: jax.Array) -> tuple[jax.Array]:
-    # dα_j = Σ_{t ≥ j > i} dP[t,i] P[t,j] P[j−1,i]. With several heads it is left in parts, one for each lane that has α_j.
-    parts = transposed_times(products, d, heads, precision) * before(products, 0.0)
-    return (jnp.sum(parts, axis=1, keepdims=True) if heads == 1 else parts,)
+def _products_by_tiles(decay: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:
+    """Eight tokens at a time, the rows of a tile. Those of all tiles within themselves are one tile, [8, P · m]."""
+    size, shape = decay.shape[1] // heads, (8, decay.shape[1])
+    row, lane = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    decay = jnp.broadcast_to(decay, shape)
+    within = running_products(jnp.where(row > (lane & 7), lanes_at(decay, (lane & -8) + row), 1.0))
+    begun = within * decay  # and the lane's own decay
+    within, last = jnp.where(row >= (lane & 7), within, 0.0), entry(within, 7)
+    tile, head = (lane & (size - 1)) >> 3, lane & -size
+    # Up to the tile before: the products after each lane's token, and from the start.
+    after, start = jnp.zeros(shape, jnp.float32), jnp.ones(shape, jnp.float32)
+    products, starts = [], []
+    for number in range(size // 8):
+        of_tile = lanes_at(begun, head + 8 * number)
+        products.append(jnp.where(tile == number, within, of_tile * after))
+        starts.append(of_tile * start)
+        whole = entry(of_tile, 7)
+        after, start = jnp.where(tile == number, last, after * whole), start * whole
+    return jnp.concatenate(products), jnp.concatenate(starts)
+
+
+_Products = tuple[jax.Array, jax.Array]
+
+
+def _decay_forward(decay: jax.Array, heads: int, precision: Precision) -> tuple[_Products, _Products]:
+    found = decay_products(decay, heads, precision)
+    return found, found
+
+
+def _decay_backward(heads: int, precision: Precision, kept: _Products, d: _Products) -> tuple[jax.Array]:
+    # dα_j = Σ_{t ≥ j > i} dP[t,i] P[t,j] P[j−1,i], and the products from the start are those after a token −1. The last column of
+    # P has no decay, so that its place is free for them.
+    products, start = kept
+    dproducts, dstart = d
+    lane = place(products.shape, 1, heads)
+    last = lane == products.shape[0] - 1
+    dproducts = jnp.where(last, dstart if heads == 1 else head_sums(dstart, heads), dproducts)
+    left = jnp.where(last, before(start, 1.0), before(products, 0.0))
+    parts = transposed_times(products, dproducts, heads, precision) * left
+    return (rows_of_columns(head_sums(parts, heads), heads),)
 
 
 decay_products.defvjp(_decay_forward, _decay_backward)

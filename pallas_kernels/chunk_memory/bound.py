@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.blocks import HIGHEST, Precision, before, finer, product
 from pallas_kernels.chunk_memory.gates import Decays, Gates
-from pallas_kernels.side_by_side import columns_of, head_sums, place, rows_of_columns, weighted
+from pallas_kernels.side_by_side import columns_of, diagonal_column, place, rows_of_columns, weighted
 from pallas_kernels.triangular import solve_column
 
 Weights = dict[str, jax.Array]
@@ -150,7 +150,7 @@ def equations(known: System, of: Windowed, heads: int = 1) -> Equations:
     """Of the windowed gradients, with `along` if there is retention and `along_momenta` if there is momentum."""
     shape = of.gram.shape
     row, lane = place(shape, 0, heads), place(shape, 1, heads)
-    square = head_sums(jnp.where(row == lane, of.gram, 0.0), heads)
+    square = diagonal_column(of.gram, heads)
     most = known.most * of.falls / jnp.where(square >= SMALLEST, square, 1.0)
     capped = jnp.where(square >= SMALLEST, jnp.minimum(known.step, most), known.step)
 

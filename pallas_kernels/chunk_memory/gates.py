@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.blocks import HIGHEST, Precision, entry
-from pallas_kernels.side_by_side import columns_of, first_column, from_start, place, times
+from pallas_kernels.side_by_side import first_column, place, times
 from pallas_kernels.triangular import decay_products
 
 
@@ -60,16 +60,12 @@ def decays(gates: Gates, heads: int = 1, precision: Precision = HIGHEST) -> Deca
     if gates.retention is None:
         pairwise = (row >= lane).astype(jnp.float32)
     else:
-        alpha = columns_of(gates.retention, heads)
-        pairwise = decay_products(alpha, heads, precision)
-        a = from_start(alpha, pairwise, heads)
+        pairwise, a = decay_products(gates.retention, heads, precision)
     pending = pairwise * gates.real
     if gates.momentum_decay is not None:
-        theta = columns_of(gates.momentum_decay, heads)
-        products = decay_products(theta, heads, precision)
-        beta = from_start(theta, products, heads)
+        products, beta = decay_products(gates.momentum_decay, heads, precision)
         pending = times(pending, products, heads, precision)
-        s = entry(theta, 0) * first_column(pending, heads)
+        s = entry(beta, 0) * first_column(pending, heads)
     return Decays(a, pending, beta, products, s)
 
 

@@ -24,7 +24,6 @@ from pallas_kernels.chunk_memory.chunk import MemoryChunk, after_window, gradien
 from pallas_kernels.chunk_memory.gates import window_matrix
 from pallas_kernels.newton_schulz import forms
 from pallas_kernels.newton_schulz.reference import Triple
-from pallas_kernels.side_by_side import from_start
 from pallas_kernels.triangular import decay_products
 
 # Number of writes orthogonalized at a time, in a loop, forward and backward. Unrolled code takes long to compile, and exact
@@ -129,12 +128,12 @@ class MuonChunk:
         count = len(names)
         group = lambda i: dict(zip(names, carry[i * count : (i + 1) * count]))
         start, memory, momenta = group(0), group(1), group(2)
-        q, k, v, gates = xs
-        gates = self.transposed(gates)
+        q, k, v, rows = xs
+        gates = self.transposed(rows)
         step, real = gates[:, :1], gates[:, 1:2]
-        alpha = gates[:, 2:3] if self.memory.retention else None
+        alpha = rows[2:3] if self.memory.retention else None
         index = 2 + self.memory.retention
-        theta = gates[:, index : index + 1]
+        theta = rows[index : index + 1]
         begins = entry(gates[:, -1:], 0)
         if (norm_bound := self.memory.norm_bound) is not None:
             begun = lambda w: (begins * within_norm(norm_bound * w.shape[0] ** 0.5, w) + (1.0 - begins)) * w
@@ -151,11 +150,11 @@ class MuonChunk:
         widths = {name: w.shape[0] for name, w in start.items()}
         factors = gradient_factors(structure, self.memory.objective, at_start, widths, k, v).factors
 
-        products = decay_products(theta)
-        beta = from_start(theta, products)
+        products, beta = decay_products(theta)
         D = -real * product(gamma, products, 1, 1)  # [E, m]: coefficient of each token's gradient in each token's S
-        pairwise = (iota(m, 0) >= iota(m, 1)).astype(jnp.float32) if alpha is None else decay_products(alpha)
-        a = None if alpha is None else from_start(alpha, pairwise)
+        pairwise, a = (iota(m, 0) >= iota(m, 1)).astype(jnp.float32), None
+        if alpha is not None:
+            pairwise, a = decay_products(alpha)
         writers = range(self.every - 1, m, self.every)
 
         updates: dict[str, list[jax.Array]] = {}
@@ -164,8 +163,8 @@ class MuonChunk:
             left, inputs = factors[name]
             tall = left.shape[1] > inputs.shape[1]
             first = momenta[name].T if tall else momenta[name]
-            rows, cols = (inputs, left) if tall else (left, inputs)
-            S = [entry(beta, j) * first + product(rows * D[:, j : j + 1], cols, 0, 0) for j in writers]
+            high, wide = (inputs, left) if tall else (left, inputs)
+            S = [entry(beta, j) * first + product(high * D[:, j : j + 1], wide, 0, 0) for j in writers]
             after_momenta.append(S[-1].T if tall else S[-1])
             if self.newton_schulz is None:
                 out = orthogonalized(self.triples, finer(self.memory.precision), tuple(S))

@@ -18,18 +18,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays
-from pallas_kernels.blocks import HIGHEST, Precision, entry, finer, selected
+from pallas_kernels.blocks import HIGHEST, Precision, entry, finer
 from pallas_kernels.chunk_program import in_turn
 from pallas_kernels.side_by_side import (
-    from_start,
     lanes_of,
-    own,
     place,
     rows_of,
-    spread,
     times,
     times_transposed,
     weighted_outer,
+    widened,
 )
 from pallas_kernels.triangular import decay_products, solve
 
@@ -71,9 +69,6 @@ class DeltaRuleChunk:
 
     def of_heads(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         """For several groups of heads. Systems are solved together, because the products of one wait for each other."""
-        # Systems in turn spill fewer registers, but not those with decays.
-        if self.gated:
-            return jax.vmap(self)(carry, xs)
         of = in_turn(self._system, xs)
         return jax.vmap(self._advance)(carry, xs, jax.vmap(self._of_memory)(carry, xs), of)
 
@@ -92,10 +87,9 @@ class DeltaRuleChunk:
         p = (row >= column).astype(jnp.float32)
         at_end, start, whole = gates[:heads], None, None
         if self.gated:
-            alpha = spread(gates[heads:], heads, size)
-            p = decay_products(alpha, heads, finer(self.precision))
-            start = self._start(gates, alpha, p, dim)
-            whole = entry(start if key_dim == dim else self._start(gates, alpha, p, key_dim), size - 1)
+            p, start = decay_products(lanes_of(gates[heads:]), heads, finer(self.precision))
+            column, start = start, widened(start, heads, dim)
+            whole = entry(start if key_dim == dim else widened(column, heads, key_dim), size - 1)
             at_end = at_end * rows_of(entry(p, size - 1), heads)
         written = p * lanes_of(gates[:heads])
         return _System(jnp.where(row > column, kk * written, 0.0), kq * written, start, whole, at_end)
@@ -109,12 +103,3 @@ class DeltaRuleChunk:
         u = solve(of.lower, v - wk, heads, finer(precision))
         y = wq + times(of.upper, u, heads, precision)
         return (w + weighted_outer(u, k, of.at_end, precision),), (y,)
-
-    def _start(self, gates: jax.Array, alpha: jax.Array, p: jax.Array, dim: int) -> jax.Array:
-        """A in all lanes of each head, [m, P · dim]; of one head, [m, 1]."""
-        heads, size = self.heads, p.shape[0]
-        if heads == 1 or dim == size:
-            return from_start(alpha, p, heads)
-        # P's first lane of each head is spread to all of the head's lanes.
-        firsts = own((heads * size, heads * dim), heads, rows=1).astype(jnp.float32)
-        return entry(spread(gates[heads:], heads, dim), 0) * selected(p, firsts, 1, 0)

@@ -90,17 +90,58 @@ def test_systems_and_decays_are_those_of_each_head(heads, size, width):
     solve = lambda x, right: triangular.solve(x, right, heads)
     check(solve, solution_of, lower, random(heads, size, width))
 
-    def products(decay):  # [m, 1]
-        entries = [
-            [jnp.prod(decay[i + 1 : t + 1]) if i <= t else jnp.zeros(()) for i in range(size)] for t in range(size)
-        ]
-        return jnp.stack([jnp.stack(row) for row in entries])
 
-    def ours(decay):  # [m, P]
-        lanes = decay if heads == 1 else side_by_side.spread(decay.T, heads, size)
-        return triangular.decay_products(lanes, heads)
+TILES = [
+    (1, 8),
+    (3, 16),
+    (4, 4),
+    (1, 128),
+    (2, 64),
+    (4, 32),
+    (8, 16),
+    (16, 8),
+]  # heads and tokens; the last four fill a tile
 
-    check(ours, products, random(heads, size, 1))
+
+@pytest.mark.parametrize(("heads", "size"), TILES)
+def test_decays_are_those_of_each_head(heads, size):
+    """Also where a decay is zero, and with derivatives of the products and of those from the start."""
+
+    def products(decay):  # [1, m]
+        row, lane = jnp.arange(size)[:, None], jnp.arange(size)
+        each = jnp.where((row[..., None] >= jnp.arange(size)) & (jnp.arange(size) > lane[:, None]), decay[0], 1.0)
+        return jnp.where(row >= lane, jnp.prod(each, axis=-1), 0.0)
+
+    def start(decay):
+        return jnp.broadcast_to(jnp.cumprod(decay[0])[:, None], (size, size if heads > 1 else 1))
+
+    decay = jax.nn.sigmoid(random(heads, 1, size) + 2).at[:, 0, size // 2].set(0.0)
+    check(lambda decay: triangular.decay_products(decay, heads)[0], products, decay)
+    check(lambda decay: triangular.decay_products(decay, heads)[1], start, decay)
+
+
+@pytest.mark.parametrize(("heads", "size"), TILES)
+def test_columns_are_in_all_lanes_of_their_head(heads, size):
+    in_lanes = lambda column, width=size: jnp.broadcast_to(column[:, None], (size, width if heads > 1 else 1))
+    rows, x = random(heads, 1, size), random(heads, size, size)
+    check(lambda rows: side_by_side.columns_of(rows, heads), lambda row: in_lanes(row[0]), rows)
+    check(lambda x: side_by_side.first_column(x, heads), lambda x: in_lanes(x[:, 0]), x)
+    check(lambda x: side_by_side.diagonal_column(x, heads), lambda x: in_lanes(jnp.diagonal(x)), x)
+    for width in (size, 24, 128, 256):
+        wide = lambda rows, width=width: side_by_side.spread(side_by_side.rows_of(rows, heads), heads, width)
+        check(wide, lambda row, width=width: in_lanes(row[0], width), rows)
+        wide = lambda rows, width=width: side_by_side.widened(side_by_side.columns_of(rows, heads), heads, width)
+        check(wide, lambda row, width=width: in_lanes(row[0], width), rows)
+
+
+@pytest.mark.parametrize("batch", [(3,), (2, 3)])
+def test_lanes_are_moved_for_all_groups_of_heads(batch):
+    rows = random(*batch, 1, 128)
+    function = lambda row: side_by_side.columns_of(row, 2)
+    found = functools.reduce(lambda f, _: jax.vmap(f), batch, function)(rows)
+    np.testing.assert_array_equal(
+        found, jnp.stack([function(row) for row in rows.reshape(-1, 1, 128)]).reshape(found.shape)
+    )
 
 
 @pytest.mark.parametrize(("heads", "size", "width", "_"), CASES)
