@@ -6,6 +6,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.layout import matrix_unit
+
 Precision = jax.lax.Precision
 HIGHEST = Precision.HIGHEST
 
@@ -59,6 +61,10 @@ def product_of(
 
 def _dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, precision: Precision) -> jax.Array:
     axes = (((x_axis,), (y_axis,)), ((), ()))
+    if precision == Precision.DEFAULT and matrix_unit() > 128:
+        # A register has twice as many bfloat16 numbers, and filling these larger units takes longer than the products. On v5e it
+        # does not, and the units round float32 operands themselves.
+        x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
     return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
 
 

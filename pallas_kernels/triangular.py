@@ -9,9 +9,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import HIGHEST, Precision, before, entry, product, product_of
+from pallas_kernels.blocks import HIGHEST, Precision, before, entry, halves, product, product_of
+from pallas_kernels.layout import LANES
 from pallas_kernels.side_by_side import (
     columns_of,
+    diagonal,
     head_sums,
     in_tile,
     lanes_at,
@@ -102,8 +104,62 @@ def unit_lower_inverse(lower: jax.Array, heads: int = 1, precision: Precision = 
         same = (row >> (level + 1)) == (column >> (level + 1))
         between = same & ((row >> level) > (column >> level))
         part = jnp.where(between, lower, 0.0)
-        x = x - times(x, times(part, x, heads, precision), heads, precision)
+        if in_tile(lower.shape[1], heads) and lower.shape[0] >= 16:
+            x = _merged_by_tiles(x, part, heads, 1 << level, precision)
+        else:
+            x = x - times(x, times(part, x, heads, precision), heads, precision)
     return x
+
+
+def _merged_by_tiles(x: jax.Array, part: jax.Array, heads: int, s: int, precision: Precision) -> jax.Array:
+    """X − X L_s X for blocks of s ≥ 4 tokens. Only the rows of second blocks change.
+
+    L_s leads from first to second blocks, so that one product sums over the lanes of first blocks and the other over the rest.
+    """
+    second = _rows_of(x, s, 1)
+    change = _times_at(_rows_of(part, s, 1), s, 0, _rows_of(x, s, 0), heads, precision)
+    changed = second - _times_at(second, s, 1, change, heads, precision)
+    rows = range(0, x.shape[0], 8)
+    if s >= 8:
+        tiles = {row: changed[8 * i : 8 * i + 8] for i, row in enumerate(row for row in rows if row & s)}
+        return jnp.concatenate([tiles.get(row, x[row : row + 8]) for row in rows])
+    upper = jax.lax.broadcasted_iota(jnp.int32, (8, x.shape[1]), 0) < 4
+    tiles = {row: changed[row // 16 * 8 : row // 16 * 8 + 8] for row in rows}
+    turned = {row: tile if row & 8 else jnp.concatenate([tile[4:], tile[:4]]) for row, tile in tiles.items()}
+    return jnp.concatenate([jnp.where(upper, x[row : row + 8], turned[row]) for row in rows])
+
+
+def _rows_of(x: jax.Array, s: int, place: int) -> jax.Array:
+    """The rows of every other block of s rows of [m, n], from the first (place 0) or the second on: [m / 2, n]."""
+    rows = range(0, x.shape[0], 8)
+    if s >= 8:
+        return jnp.concatenate([x[row : row + 8] for row in rows if bool(row & s) == bool(place)])
+    # Halves of two tiles become one: the half that is not in its place is turned into it.
+    turned = lambda tile: jnp.concatenate([tile[4:], tile[:4]])
+    upper = jax.lax.broadcasted_iota(jnp.int32, (8, x.shape[1]), 0) < 4
+    pairs = ((x[row : row + 8], x[row + 8 : row + 16]) for row in range(0, x.shape[0], 16))
+    return jnp.concatenate(
+        [jnp.where(upper, turned(a), b) if place else jnp.where(upper, a, turned(b)) for a, b in pairs]
+    )
+
+
+def _lanes_of(x: jax.Array, s: int, place: int) -> jax.Array:
+    """The lanes of every other block of s lanes of [r, 128], from the first (place 0) or the second on: [r, 128], each twice."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) & (LANES // 2 - 1)
+    return lanes_at(x, ((lane & -s) << 1) + (lane & (s - 1)) + place * s)
+
+
+def _times_at(x: jax.Array, s: int, place: int, y: jax.Array, heads: int, precision: Precision) -> jax.Array:
+    """X Y of each head, where only every other block of s lanes of X is a factor: [r, 128], [m / 2, P · n] → [r, P · n].
+
+    The rows of Y are those of these lanes. So a product has half the depth.
+    """
+    half = LANES // 2
+    if precision != Precision.HIGH:
+        return product(_lanes_of(x, s, place)[:, :half], diagonal(y, heads), 1, 0, precision)
+    (x, x_rest), (y, y_rest) = halves(x), (diagonal(part, heads) for part in halves(y))
+    x = jnp.concatenate([_lanes_of(x, s, place), _lanes_of(x_rest, s, place)[:, :half]], axis=1)
+    return product(x, jnp.concatenate([y, y_rest, y]), 1, 0, Precision.DEFAULT)
 
 
 def _inverse_of_fours(lower: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:

@@ -43,7 +43,7 @@ def polynomial() -> list[Line]:
 def deep() -> list[Line]:
     found = capacity([("deep 2", "linear"), ("deep 3", "linear")], budgets=(0, 256, 1024))
     texts = zoo([("dla", "linear-attention")]) + trained(PAIRS["deep"]) + language("deep")
-    recalled = mqar([("omega", "omega-matrix")]) + needles([("omega", "omega-matrix")])
+    recalled = mqar([("omega", "omega-matrix"), ("dla", "linear")]) + needles([("omega", "omega-matrix")])
     return found + recalled + texts + ablation([("base", "linear memory")])
 
 

@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from atlasjax.memory import objectives, structures
+from pallas_kernels import blocks
 from pallas_kernels.chunk_memory import api, chunk_memory
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
@@ -99,6 +100,25 @@ def test_bounded(structure, objective, shape, gates, window):
     options = {"chunk_size": 8, "step_bound": 0.7, "horizon": 4.0, "norm_bound": 0.5}
     expected = run(structure, objective, arrays, values, **options, implementation="reference")
     close(run(structure, objective, arrays, values, **options, interpret=True), expected, 2e-5)
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_heads_that_fill_a_tile(bounded):
+    arrays, values = inputs(MLP, 1, 40, 4, 4, gates=("retention", "momentum_decay"))
+    options = {"chunk_size": 32}
+    if bounded:
+        values["floor"] = jnp.full((1, 40, 4), 0.05)
+        options |= {"step_bound": 0.7, "horizon": 4.0, "norm_bound": 0.5}
+    expected = run(MLP, L2, arrays, values, **options, implementation="reference")
+    close(run(MLP, L2, arrays, values, **options, interpret=True), expected, 2e-5)
+
+
+def test_bfloat16_operands_of_wide_matrix_units(monkeypatch):
+    arrays, values = inputs(MLP, 1, 40, 4, 16, gates=("retention", "momentum_decay"), dtype="bfloat16")
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+    expected = run(MLP, L2, wide, values, chunk_size=32, implementation="reference")
+    monkeypatch.setattr(blocks, "matrix_unit", lambda: 256)
+    close(run(MLP, L2, arrays, values, chunk_size=32, interpret=True), expected, 3e-2)
 
 
 def test_a_bound_that_does_not_act():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import blocks
 from pallas_kernels.delta_rule import delta_rule
 from pallas_kernels.delta_rule.state_pass import state_pass
 from pallas_kernels.delta_rule.tiles import Chunks
@@ -59,6 +60,9 @@ SHAPES = [
     ("pallas_tpu", (1, 37, 4, 16, 16), 16),  # four heads side by side
     ("pallas_tpu", (1, 37, 3, 8, 8), 8),  # heads that share no factor with 16
     ("pallas_tpu", (1, 16, 13, 16, 16), 16),  # so many of these that each has its own program
+    ("pallas_tpu", (1, 70, 2, 8, 64), 64),  # heads that fill a tile
+    ("pallas_tpu", (1, 40, 4, 128, 8), 32),
+    ("pallas_tpu", (1, 20, 8, 16, 16), 16),
     ("pallas_gpu", (2, 37, 2, 8, 16), 16),
     ("pallas_gpu", (1, 70, 1, 96, 40), 64),  # several parts of keys and of values
     ("pallas_gpu", (1, 5, 1, 4, 20), 8),
@@ -95,6 +99,17 @@ def test_bfloat16_inputs(implementation, shape, chunk_size):
     exact = run(True, [x.astype(jnp.float32) for x in args], implementation="reference")
     found = run(True, args, implementation=implementation, chunk_size=chunk_size, interpret=True)
     close([x.astype(jnp.float32) for x in found], exact, 2e-2)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_bfloat16_operands_of_wide_matrix_units(gated, monkeypatch):
+    args = inputs(1, 70, 2, 16, 16, gated=gated, dtype="bfloat16")
+    exact = run(gated, [x.astype(jnp.float32) for x in args], implementation="reference")
+    narrow = run(gated, args, interpret=True)
+    monkeypatch.setattr(blocks, "matrix_unit", lambda: 256)
+    found = run(gated, args, interpret=True)
+    close([x.astype(jnp.float32) for x in found], exact, 2e-2)
+    assert any(bool(jnp.any(x != y)) for x, y in zip(narrow, found))  # the interpreter's products are exact otherwise
 
 
 @pytest.mark.parametrize(("implementation", "cuts"), [("pallas_tpu", (1, 28, 13, 16)), ("pallas_gpu", (13, 16))])

@@ -55,6 +55,7 @@ def run(rule, args, **options):
         ((2, 37, 2, 8, 16), 16, False),  # two heads side by side
         ((1, 37, 6, 16, 8), 32, True),  # two heads side by side, and three such groups
         ((1, 37, 3, 8, 8), 8, False),
+        ((1, 40, 4, 8, 128), 32, False),  # heads that fill a tile
         ((1, 16, 1, 16, 8), 16, True),
         pytest.param((1, 64, 1, 32, 32), 32, False, marks=pytest.mark.slow),
         pytest.param((1, 100, 2, 64, 64), 64, True, marks=pytest.mark.slow),

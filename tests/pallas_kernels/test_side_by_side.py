@@ -9,7 +9,16 @@ import pytest
 
 from pallas_kernels import side_by_side, triangular
 
-CASES = [(1, 8, 4, 8), (2, 8, 16, 4), (3, 16, 16, 16), (4, 4, 8, 24)]  # heads, tokens, and two widths
+# Heads, tokens, and two widths. The last three fill a tile.
+CASES = [
+    (1, 8, 4, 8),
+    (2, 8, 16, 4),
+    (3, 16, 16, 16),
+    (4, 4, 8, 24),
+    (2, 64, 16, 64),
+    (4, 32, 32, 8),
+    (1, 128, 16, 128),
+]
 
 
 def random(*shape):
