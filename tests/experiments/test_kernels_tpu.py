@@ -151,8 +151,9 @@ def test_floor_and_bytes_of_the_delta_rule_by_hand():
     (kernel,) = kernel_cases.kernels_of(*kernel_cases.program(case))
     levels = int(math.log2(m))
     tokens = 2 * m * m * dim * 3 + 2 * m * dim * dim * 3  # K Kᵀ, Q Kᵀ, (Q Kᵀ) U; K Wᵀ, Q Wᵀ, Uᵀ K: bfloat16
-    # Halves of the system side by side: two products a level but the first two, and three for the solution.
-    system = 2 * (levels - 3) * m**3 + 3 * m * m * dim
+    # Halves of the system side by side: two products a level but the first two, of half the rows and of half the depth, and three
+    # for the solution.
+    system = 2 * (levels - 3) * m**3 // 4 + 3 * m * m * dim
     # Groups of one program, of heads side by side, whose products have zeros outside of the diagonal; and its chunks.
     groups, beside, unroll = 8, 2, 4
     # Three passes are one product of three times the depth. β stays a row, which takes no product.
