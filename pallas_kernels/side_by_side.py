@@ -239,7 +239,10 @@ def in_tile(width: int, heads: int) -> bool:
 
 
 def lanes_at(x: jax.Array, lanes: jax.Array) -> jax.Array:
-    """x[r, lanes[r, l]] of [m, 128], without a derivative: one operation for each tile, where a sum over lanes takes several."""
+    """x[r, lanes[r, l]] of [m, 128]: one operation for each tile, where a sum over lanes takes several. TPUs have it from v4 on.
+
+    Only for functions with a derivative of their own, because that of a gather would be a scatter, which Mosaic lacks.
+    """
     # Under vmap the places must have the batch axis of x, because Mosaic has only gathers along an axis. The selection, which
     # gives them one, is removed by the compiler.
     return jnp.take_along_axis(x, jnp.where(x == x, lanes, lanes), axis=1, mode="promise_in_bounds")

@@ -7,7 +7,7 @@ With A_t = α_1 … α_t, P[t,i] = α_{i+1} … α_t β_i and the memory W_0 bef
     (I + (P ∘ K Kᵀ)_{t>i}) U = V − A ⊙ K W_0ᵀ
     Y = A ⊙ Q W_0ᵀ + (P ∘ Q Kᵀ)_{t≥i} U        W_end = A_end W_0 + Uᵀ diag(P[end, ·]) K
 
-So β and P[end, ·] stay rows, with tokens in lanes, and only α is spread to columns. Decays are products, not quotients, so they are
+So β and P[end, ·] stay rows, with tokens in lanes, and only A is a column. Decays are products, not quotients, so they are
 exact at α = 0. The system is solved by the inverses of its halves (`solve`). Narrow heads lie side by side (`side_by_side`).
 """
 
