@@ -262,11 +262,15 @@ def columns_of(rows: jax.Array, heads: int = 1) -> jax.Array:
     return jnp.sum(parts[0], axis=1, keepdims=True) if heads == 1 else in_own_lanes(parts)
 
 
-# The cotangent of a column in all lanes is in parts, one for each lane.
 columns_of.defvjp(
     lambda rows, heads: (columns_of(rows, heads), None),
-    lambda heads, _, d: (rows_of_columns(d if heads == 1 else head_sums(d, heads), heads),),
+    lambda heads, _, d: (rows_of_columns(sum_of_parts(d, heads), heads),),
 )
+
+
+def sum_of_parts(d: jax.Array, heads: int) -> jax.Array:
+    """The cotangent of a column, from that of a column in all lanes of its head, where each lane has a part of it."""
+    return d if heads == 1 else head_sums(d, heads)
 
 
 def columns(rows: jax.Array) -> jax.Array:
@@ -290,7 +294,7 @@ def first_column(x: jax.Array, heads: int = 1) -> jax.Array:
 
 
 def _first_backward(heads: int, lanes: int, d: jax.Array) -> tuple[jax.Array]:
-    return (jnp.where(place((d.shape[0], lanes), 1, heads) == 0, d if heads == 1 else head_sums(d, heads), 0.0),)
+    return (jnp.where(place((d.shape[0], lanes), 1, heads) == 0, sum_of_parts(d, heads), 0.0),)
 
 
 first_column.defvjp(lambda x, heads: (first_column(x, heads), x.shape[1]), _first_backward)
@@ -307,7 +311,7 @@ def diagonal_column(x: jax.Array, heads: int = 1) -> jax.Array:
 
 def _diagonal_backward(heads: int, lanes: int, d: jax.Array) -> tuple[jax.Array]:
     shape = d.shape[0], lanes
-    return (jnp.where(place(shape, 0, heads) == place(shape, 1, heads), d if heads == 1 else head_sums(d, heads), 0.0),)
+    return (jnp.where(place(shape, 0, heads) == place(shape, 1, heads), sum_of_parts(d, heads), 0.0),)
 
 
 diagonal_column.defvjp(lambda x, heads: (diagonal_column(x, heads), x.shape[1]), _diagonal_backward)

@@ -21,6 +21,7 @@ from pallas_kernels.side_by_side import (
     place,
     rows_of_columns,
     running_products,
+    sum_of_parts,
     times,
     times_transposed,
     transposed_times,
@@ -82,7 +83,7 @@ def _decay_backward(heads: int, precision: Precision, kept: _Products, d: _Produ
     dproducts, dstart = d
     lane = place(products.shape, 1, heads)
     last = lane == products.shape[0] - 1
-    dproducts = jnp.where(last, dstart if heads == 1 else head_sums(dstart, heads), dproducts)
+    dproducts = jnp.where(last, sum_of_parts(dstart, heads), dproducts)
     left = jnp.where(last, before(start, 1.0), before(products, 0.0))
     parts = transposed_times(products, dproducts, heads, precision) * left
     return (rows_of_columns(head_sums(parts, heads), heads),)
@@ -123,10 +124,9 @@ def _merged_by_tiles(x: jax.Array, part: jax.Array, heads: int, s: int, precisio
     if s >= 8:
         tiles = {row: changed[8 * i : 8 * i + 8] for i, row in enumerate(row for row in rows if row & s)}
         return jnp.concatenate([tiles.get(row, x[row : row + 8]) for row in rows])
-    upper = jax.lax.broadcasted_iota(jnp.int32, (8, x.shape[1]), 0) < 4
-    tiles = {row: changed[row // 16 * 8 : row // 16 * 8 + 8] for row in rows}
-    turned = {row: tile if row & 8 else jnp.concatenate([tile[4:], tile[:4]]) for row, tile in tiles.items()}
-    return jnp.concatenate([jnp.where(upper, x[row : row + 8], turned[row]) for row in rows])
+    pairs = {row: changed[row // 16 * 8 : row // 16 * 8 + 8] for row in rows}
+    lower_half = {row: tile if row & 8 else _turned(tile) for row, tile in pairs.items()}
+    return jnp.concatenate([_upper_and_lower(x[row : row + 8], lower_half[row]) for row in rows])
 
 
 def _rows_of(x: jax.Array, s: int, place: int) -> jax.Array:
@@ -135,12 +135,20 @@ def _rows_of(x: jax.Array, s: int, place: int) -> jax.Array:
     if s >= 8:
         return jnp.concatenate([x[row : row + 8] for row in rows if bool(row & s) == bool(place)])
     # Halves of two tiles become one: the half that is not in its place is turned into it.
-    turned = lambda tile: jnp.concatenate([tile[4:], tile[:4]])
-    upper = jax.lax.broadcasted_iota(jnp.int32, (8, x.shape[1]), 0) < 4
     pairs = ((x[row : row + 8], x[row + 8 : row + 16]) for row in range(0, x.shape[0], 16))
     return jnp.concatenate(
-        [jnp.where(upper, turned(a), b) if place else jnp.where(upper, a, turned(b)) for a, b in pairs]
+        [_upper_and_lower(_turned(a), b) if place else _upper_and_lower(a, _turned(b)) for a, b in pairs]
     )
+
+
+def _turned(tile: jax.Array) -> jax.Array:
+    """A tile with its upper and lower four rows exchanged."""
+    return jnp.concatenate([tile[4:], tile[:4]])
+
+
+def _upper_and_lower(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The upper four rows of tile a and the lower four of tile b."""
+    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, a.shape, 0) < 4, a, b)
 
 
 def _lanes_of(x: jax.Array, s: int, place: int) -> jax.Array:
@@ -275,8 +283,7 @@ def _column_backward(
 ) -> tuple[jax.Array, jax.Array]:
     of, x = kept
     half, shape = d.shape[0] // 2, (d.shape[0], x.shape[1])
-    # The cotangent of a column in all lanes is in parts, one for each lane.
-    d = head_sums(d, heads) if heads > 1 else d
+    d = sum_of_parts(d, heads)
     halves = jnp.where(of.second, d[half:], d[:half])
     g = jnp.sum(of.inverse * halves, axis=0, keepdims=True)  # done in the lanes of second halves
     moved = jnp.where(place(of.across.shape, 1, heads) == place(of.across.shape, 0, heads) + half, g, 0.0)
