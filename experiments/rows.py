@@ -96,8 +96,8 @@ def text_identity(paths: Sequence[str]) -> str:
     return f"{text_name(paths)}, sha256 {digest[:16]}"
 
 
-def commands_of_paper(command: str, names: Sequence[str], out: str) -> list[str]:
-    """Lines with the commands of --size paper: that of one accelerator, and those of two hosts, each with half of the models.
+def commands_of_paper(command: str, names: Sequence[str], out: str, size: str = "paper") -> list[str]:
+    """Lines with the commands of a size as large as the paper's: of one accelerator, and of two hosts with half of the models each.
 
     Each host writes to a folder of its own: hosts may share a file system without sharing its locks.
     """
@@ -108,5 +108,5 @@ def commands_of_paper(command: str, names: Sequence[str], out: str) -> list[str]
         f"    {command} --out {out}",
         "Two hosts, each with its own models and its own folder; then their rows in one file:",
         *each,
-        f"    cat {out}/host-*/paper.jsonl > {out}/paper.jsonl",
+        f"    cat {out}/host-*/{size}.jsonl > {out}/{size}.jsonl",
     ]

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from atlasjax.data.associative_recall import RecallConfig, recall_sequences
+from atlasjax.data.associative_recall import Filler, RecallConfig, recall_sequences
 from experiments.mqar.models import MODELS, model
 from experiments.mqar.report import write
 from experiments.recall.training import Sequences, Training, epochs, one_length, partial_path
@@ -34,7 +34,7 @@ class Recipe:
     """Settings shared by all models of a table.
 
     Attributes:
-      vocab_size, length: V and L of the task, padded with zeros. L is the longest if `lengths` are given.
+      vocab_size, length: V and L of the task. L is the longest if `lengths` are given.
       pairs: numbers of pairs. Each sequence has one of them, equally often, and each has its own test.
       steps: number of optimizer steps.
       batch_size: sequences per step.
@@ -43,6 +43,8 @@ class Recipe:
       lengths: L of each number of pairs, which needs `sizes`. None: `length` for all.
       sizes: different training sequences of each number of pairs, which then has batches of its own, as in Zoology. None: a batch
         has all numbers of pairs.
+      filler: the tokens between queries, see `RecallConfig`.
+      test_lengths: L of each number of pairs in its test. None: that of training.
     """
 
     vocab_size: int = 128
@@ -54,6 +56,8 @@ class Recipe:
     test_sequences: int = 300
     lengths: list[int] | None = None
     sizes: list[int] | None = None
+    filler: Filler = "zeros"
+    test_lengths: list[int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "test_sequences"):
@@ -61,13 +65,13 @@ class Recipe:
                 raise ValueError(f"MQAR: {name} must be at least 1, got {getattr(self, name)}.")
         if not self.pairs:
             raise ValueError("MQAR: needs at least one number of pairs.")
-        for pairs in self.pairs:
-            self._task(pairs)
-
-        for name in ("lengths", "sizes"):
+        for name in ("lengths", "sizes", "test_lengths"):
             value = getattr(self, name)
             if value is not None and len(value) != len(self.pairs):
                 raise ValueError(f"MQAR: {name} needs one number for each of {self.pairs} pairs, got {value}.")
+        for pairs in self.pairs:
+            self._task(pairs)
+            self._task(pairs, self.test_lengths)
         if self.lengths is not None and self.sizes is None:
             raise ValueError(f"MQAR: lengths={self.lengths} need sizes: a batch has one length.")
         if self.sizes is not None and min(self.sizes) < self.batch_size:
@@ -76,8 +80,10 @@ class Recipe:
     def _length(self, pairs: int) -> int:
         return self.length if self.lengths is None else self.lengths[self.pairs.index(pairs)]
 
-    def _task(self, pairs: int) -> RecallConfig:
-        return RecallConfig(vocab_size=self.vocab_size, length=self._length(pairs), num_pairs=pairs)
+    def _task(self, pairs: int, lengths: list[int] | None = None) -> RecallConfig:
+        """The task of a number of pairs, with its own of `lengths`, or as in training."""
+        length = self._length(pairs) if lengths is None else lengths[self.pairs.index(pairs)]
+        return RecallConfig(vocab_size=self.vocab_size, length=length, num_pairs=pairs, filler=self.filler)
 
     def shown(self) -> tuple[int, int]:
         """Tokens and queries of a whole training."""
@@ -118,27 +124,33 @@ class Recipe:
 
     def tests(self, seed: int) -> dict[int, Sequences]:
         """Test sequences by number of pairs."""
-        return {n: recall_sequences(self._task(n), self.test_sequences, seed, split="test") for n in self.pairs}
+        tasks = {n: self._task(n, self.test_lengths) for n in self.pairs}
+        return {n: recall_sequences(task, self.test_sequences, seed, split="test") for n, task in tasks.items()}
 
 
 # "long": the models of "small" still improve after 600 steps, and their best rate is the highest.
 # "paper": Zoology's mixture, in which Mamba-2 and Log-Linear Mamba-2 have replicated figures. 32 epochs of 390 + 4 · 78 batches.
+# "paper_zeros": the same with zeros between queries, and tests of the lengths of training.
+_ZEROS = Recipe(
+    8192,
+    256,
+    [4, 8, 16, 32, 64],
+    32 * (390 + 4 * 78),
+    256,
+    None,
+    1000,
+    lengths=[64, 128, 256, 256, 256],
+    sizes=[100_000, 20_000, 20_000, 20_000, 20_000],
+)
 SIZES = {
     "small": Recipe(),
     "long": Recipe(steps=2000),
-    "paper": Recipe(
-        8192,
-        256,
-        [4, 8, 16, 32, 64],
-        32 * (390 + 4 * 78),
-        256,
-        None,
-        1000,
-        lengths=[64, 128, 256, 256, 256],
-        sizes=[100_000, 20_000, 20_000, 20_000, 20_000],
-    ),
+    "paper": dataclasses.replace(_ZEROS, filler="random", test_lengths=[64, 64, 64, 128, 256]),
+    "paper_zeros": _ZEROS,
 }
-RATES = {"small": (1e-3, 3e-3, 1e-2), "long": (1e-2, 3e-2), "paper": (1e-3, 3e-3, 1e-2)}
+PLANNED = ("paper", "paper_zeros")  # sizes that are run with --go only
+_RATES = (1e-3, 3e-3, 1e-2)
+RATES = {"small": _RATES, "long": (1e-2, 3e-2), "paper": _RATES, "paper_zeros": _RATES}
 
 
 def key_of(row: Row) -> Key:
@@ -173,12 +185,14 @@ def measure(
     ]  # fmt: skip
 
 
-def plan(names: list[str], widths: list[int], rates: list[float], seeds: int, recipe: Recipe, out: str) -> str:
+def plan(
+    size: str, names: list[str], widths: list[int], rates: list[float], seeds: int, recipe: Recipe, out: str
+) -> str:
     """What the runs would take: parameters, floats of state and training FLOPs (three times the forward pass)."""
     from atlasjax.nn.abstract import count_parameters, state_bytes
 
     tokens, queries = recipe.shown()
-    command = f"python -m experiments.mqar.run --size paper --go --widths {' '.join(map(str, widths))} --seeds {seeds}"
+    command = f"python -m experiments.mqar.run --size {size} --go --widths {' '.join(map(str, widths))} --seeds {seeds}"
     lines = [
         f"{tokens / 1e6:,.0f} million tokens per run; {len(names)} models × {len(widths)} widths × {seeds} seeds × {len(rates)} "
         f"rates = {len(names) * len(widths) * seeds * len(rates):,} runs.",
@@ -195,7 +209,7 @@ def plan(names: list[str], widths: list[int], rates: list[float], seeds: int, re
             lines.append(f"{name:24} {width:5} {count_parameters(config):11,} {state:12,} {flops / 1e15:13.2f}")
     lines += [
         f"Together {total / 1e15:,.0f} PFLOP: {total / 40e12 / 3600:,.0f} hours of one accelerator at 40 TFLOP/s.",
-        *commands_of_paper(command, names, out),
+        *commands_of_paper(command, names, out, size),
     ]
     return "\n".join(lines)
 
@@ -218,9 +232,13 @@ def forward_flops(config: Any, length: int) -> tuple[int, int]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="small")
-    parser.add_argument("--go", action="store_true", help="with --size paper: run it, do not only print the plan")
+    parser.add_argument(
+        "--go", action="store_true", help="with --size paper or paper_zeros: run it, do not only print the plan"
+    )
     parser.add_argument("--models", nargs="+", metavar="MODEL", default=list(MODELS))
-    parser.add_argument("--widths", nargs="+", type=int, metavar="WIDTH", help="default: 16; paper: 16 32 64")
+    parser.add_argument(
+        "--widths", nargs="+", type=int, metavar="WIDTH", help="default: 16; of both paper sizes: 16 32 64"
+    )
     parser.add_argument(
         "--rates", nargs="+", type=float, metavar="RATE", help="learning rates; the default depends on --size"
     )
@@ -232,7 +250,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--report", action="store_true", help="train nothing, only write the table and the plots")
     options = parser.parse_args(argv)
     rates = options.rates or list(RATES[options.size])
-    widths = options.widths or ([16, 32, 64] if options.size == "paper" else [16])
+    widths = options.widths or ([16, 32, 64] if options.size in PLANNED else [16])
     changed = {n: getattr(options, n) for n in ("steps", "batch_size", "test_sequences") if getattr(options, n)}
     try:
         if options.seeds < 1:
@@ -243,8 +261,8 @@ def main(argv: list[str] | None = None) -> None:
                 model(name, width, recipe.vocab_size)  # fail before anything is trained
     except ValueError as error:
         parser.error(str(error))
-    if options.size == "paper" and not options.go and not options.report:
-        print(plan(options.models, widths, rates, options.seeds, recipe, str(options.out)))
+    if options.size in PLANNED and not options.go and not options.report:
+        print(plan(options.size, options.models, widths, rates, options.seeds, recipe, str(options.out)))
         return
     path = options.out / f"{options.size}.jsonl"
     rows = rows_of_recipe(path, recipe, key_of)

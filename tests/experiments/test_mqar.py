@@ -1,5 +1,6 @@
 """experiments/mqar: models have the sizes that are said, the mixture of pairs is even, and runs are kept and resumed."""
 
+import dataclasses
 import json
 
 import jax
@@ -72,6 +73,19 @@ def test_the_paper_has_the_published_mixture():
     paper = run.SIZES["paper"]
     assert paper.steps == 32 * sum(size // 256 for size in paper.sizes)
     assert paper.shown() == pytest.approx((777e6, 89.5e6), rel=2e-3)
+
+
+def test_the_paper_is_tested_at_lengths_of_its_own_between_random_tokens():
+    tests = dataclasses.replace(run.SIZES["paper"], test_sequences=2).tests(seed=0)
+    assert {pairs: tokens.shape for pairs, (tokens, _) in tests.items()} == {
+        4: (2, 64), 8: (2, 64), 16: (2, 64), 32: (2, 128), 64: (2, 256),
+    }  # fmt: skip
+    tokens, labels = tests[4]
+    between = tokens[:, 8:][labels[:, 8:] == IGNORE]
+    assert np.count_nonzero(between) > 0.9 * between.size
+    tokens, labels = dataclasses.replace(run.SIZES["paper_zeros"], test_sequences=2).tests(seed=0)[8]
+    assert tokens.shape == (2, 128)
+    assert not tokens[:, 16:][labels[:, 16:] == IGNORE].any()
 
 
 def test_the_loss_is_that_of_the_logits_at_the_queries(monkeypatch):
