@@ -160,13 +160,16 @@ def equations(known: System, of: Windowed, heads: int = 1) -> Equations:
             assert along is not None
             moved = moved + share * along
 
-    # The unknowns are multiplied by √n, which keeps the system's entries of similar size.
+    # The unknowns are multiplied by √n, which keeps the system's entries of similar size. That of a token whose n is zero is 1. Its
+    # step is zero too, but the step's derivative with respect to the token is not, so later tokens keep its column.
     scale = of.falls + known.floor
     there = scale >= SMALLEST
     safe = jnp.where(there, scale, 1.0)
-    root = jnp.where(there, jax.lax.rsqrt(safe), 0.0)
-    entries = root * (known.across * of.gram) * rows_of_columns(capped * root, heads)
-    return Equations(jnp.where(row > lane, entries, 0.0), root * (safe + moved), capped, root)
+    column = jnp.where(there, jax.lax.rsqrt(safe), 1.0)
+    root = jnp.where(there, column, 0.0)
+    entries = root * (known.across * of.gram) * rows_of_columns(capped * column, heads)
+    right = jnp.where(there, root * (safe + moved), 1.0)
+    return Equations(jnp.where(row > lane, entries, 0.0), right, capped, root)
 
 
 def steps(of: Equations, solved: jax.Array) -> jax.Array:

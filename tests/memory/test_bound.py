@@ -366,3 +366,34 @@ def test_the_derivative_of_the_largest_entry_goes_to_one():
     gradient = jax.grad(lambda x: jnp.sum(largest_entry(x) * jnp.asarray([5.0, 7.0])))
     np.testing.assert_array_equal(gradient(x), [[0.0, 5.0, 0.0], [7.0, 0.0, 0.0]])
     assert " div " not in str(jax.make_jaxpr(gradient)(x))
+
+
+def without_effect(rule, dtype=jnp.float64, time=11, **overrides):
+    """Inputs with tokens whose n is zero: values of zero that an empty memory reads first, and writes without weight."""
+    params, q, k, v, gates = make_inputs(rule, dtype=dtype, time=time, batch=1, step_size=0.5, **overrides)
+    if all(w.ndim == 3 and name == "W" for name, w in params.weights.items()):
+        params = params._replace(weights=jax.tree.map(jnp.zeros_like, params.weights))
+        v = v.at[:, :2].set(0.0)
+    if gates.window_weights is not None:
+        gates = gates._replace(window_weights=gates.window_weights.at[:, :1].set(0.0).at[:, 5:8].set(0.0))
+    return params, q, k, v, gates
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rules.delta_rule(4),
+        MemoryRule(MATRIX, objectives.L2(), optimizer=optimizers.Momentum(), window=3, chunk_size=4),
+        MemoryRule(MATRIX, objectives.L2(), optimizer=GD, window=2, chunk_size=8),
+        rules.omeganet(chunk_size=8, window=3),
+    ],
+    ids=["delta", "momentum", "window", "omeganet"],
+)
+def test_the_derivative_of_a_step_that_is_zero(rule, x64):
+    """Of a token with n = 0: its value and its step are zero, but not how later tokens depend on it."""
+    inputs = without_effect(rule)
+    gradients = [
+        jax.jit(jax.grad(lambda *arrays, fn=fn: objective(fn, rule, *arrays)[0], argnums=(0, 1, 2, 3, 4)))(*inputs)
+        for fn in (memory.scan, memory.reference)
+    ]
+    assert_close(*gradients, 1e-10)

@@ -10,9 +10,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from atlasjax import memory
-from atlasjax.memory import Bound, Partition, structures
+from atlasjax.memory import Bound, Partition, objectives, optimizers, structures
 from atlasjax.memory.fast_weights import kernels, linear_kernels
+from atlasjax.memory.fast_weights.rule import MemoryRule
 from tests.memory.cases import RULES, assert_close, make_inputs, objective
+from tests.memory.test_bound import without_effect
 
 SUPPORTED = {
     "linear_attention", "delta_rule", "delta_rule_chunk8", "retnet", "polysketch", "longhorn", "gated_delta_rule", "titans",
@@ -89,6 +91,23 @@ def test_active_bound(name, gates, interpreted):
     assert_close(found, expected, 2e-5)
     free = memory.scan(rule.unbounded(), arrays[0], None, *arrays[1:])[0]
     assert jnp.abs(free - found[0][1][0]).max() > 0.1 * jnp.abs(free).max()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        MemoryRule(
+            structures.Matrix(), objectives.L2(), optimizer=optimizers.GradientDescent(), window=2, chunk_size=8
+        ),
+        if_slow(
+            MemoryRule(structures.Matrix(), objectives.L2(), optimizer=optimizers.Momentum(), window=3, chunk_size=8)
+        ),
+    ],
+)
+def test_the_derivative_of_a_step_that_is_zero(rule, interpreted):
+    arrays = without_effect(rule, dtype=jnp.float32, time=16)
+    found, expected = (gradients(fn, rule)(*arrays) for fn in (PALLAS, memory.reference))
+    assert_close(found, expected, 2e-5)
 
 
 def test_active_bound_in_bfloat16(interpreted):

@@ -153,9 +153,11 @@ def solve(moved: jax.Array, scale: jax.Array, products: jax.Array) -> jax.Array:
         return left_over(moved, scale)
     there = divisible(scale)
     safe = jnp.where(there, scale, 1.0)
-    root = jnp.where(there, jax.lax.rsqrt(safe), 0.0)
-    lower = jnp.tril(scaled_columns(root, scaled_rows(root, products)), -1)  # the unknowns are multiplied by √n
-    solved = unit_lower_solve(lower, root * (safe + moved))
+    root = jnp.where(there, jax.lax.rsqrt(safe), 1.0)
+    # The unknowns are multiplied by √n. That of a token whose n is zero is 1. Its step is zero too, but the step's derivative with
+    # respect to the token is not, so later tokens keep its column.
+    lower = jnp.tril(scaled_columns(root, scaled_rows(jnp.where(there, root, 0.0), products)), -1)
+    solved = unit_lower_solve(lower, jnp.where(there, root * (safe + moved), 1.0))
     return jnp.where(there, root * solved, 1.0)
 
 
