@@ -9,6 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ TOLERANCES = {"bfloat16": 5e-2, "float32": 1e-3}
 MUON_TOLERANCE = 1e-2
 _SHORTEST = 0.02  # seconds of one measurement; starting a call takes longer than a small call
 _FEWEST = 3  # rounds
+_FIRST = 5  # tokens before a state that is inside a chunk, and of the first of two documents
 _KERNEL_CHUNK = 64  # tokens of a kernel's chunk where a rule's own has no effect; the largest that kernels choose
 
 
@@ -107,7 +109,14 @@ def candidates() -> list[Backend]:
 def is_open(sizes: Sizes) -> bool:
     """Whether a backend could run these calls on this device, and nothing was measured for them yet."""
     key = tuned.key_of(sizes.rule, sizes.key_dim, sizes.value_dim, sizes.dtype)
-    return key not in tuned.read() and any(_unsupported(sizes, backend) is None for backend in candidates())
+    return key not in tuned.read() and any(_could_run(sizes, backend) for backend in candidates())
+
+
+def _could_run(sizes: Sizes, backend: Backend) -> bool:
+    try:
+        return _unsupported(sizes, backend) is None
+    except Exception:  # `tune` reports it
+        return False
 
 
 def tune(
@@ -120,7 +129,7 @@ def tune(
 
     Args:
       sizes: the calls to measure.
-      seconds: about how long to time, compilation not counted. Every backend has at least three rounds.
+      seconds: about how long all of it may take, with compilation. Every backend has at least three rounds.
       say: is told each result, one line each.
       save: whether the choice is saved in the cache folder, where `memory.scan` finds it. If there is only the XLA engine,
         nothing is saved.
@@ -128,6 +137,7 @@ def tune(
     Returns:
       The choice, and the result of each backend, "xla" first.
     """
+    deadline = time.perf_counter() + seconds
     results = {"xla": Result("xla")} | {backend.name: _checked(sizes, backend) for backend in candidates()}
     programs: dict[str, Callable[[], PyTree]] = {}
     for name, result in results.items():
@@ -135,11 +145,13 @@ def tune(
             continue
         try:
             programs[name] = _compiled(sizes, name)
+            jax.block_until_ready(programs[name]())
         except Exception as error:  # of a compiler or an allocator; the other backends go on
+            programs.pop(name, None)
             results[name] = dataclasses.replace(result, problem=f"failed: {_first_line(error)}")
     if "xla" not in programs:
         raise RuntimeError(f"the XLA engine cannot run this size: {results['xla'].problem}")
-    for name, taken in _in_turn(programs, seconds).items():
+    for name, taken in _in_turn(programs, deadline).items():
         results[name] = dataclasses.replace(results[name], seconds=taken)
     for result in results.values():
         say(_line(result, results["xla"].seconds))
@@ -155,8 +167,14 @@ def _choose(sizes: Sizes, results: dict[str, Result]) -> Choice:
     ratios = {name: own / result.seconds for name, result in results.items() if result.seconds and name != "xla"}
     best = max(ratios, key=ratios.__getitem__, default="xla")
     ratio = ratios.get(best, 0.0)
+    return choice_of(sizes, best if ratio > LEAST_RATIO else "xla", round(ratio, 3))
+
+
+def choice_of(sizes: Sizes, implementation: str, ratio_to_xla: float) -> Choice:
+    """A choice for these calls on this machine's device."""
     key = tuned.key_of(sizes.rule, sizes.key_dim, sizes.value_dim, sizes.dtype)
-    return Choice(*key, best if ratio > LEAST_RATIO else "xla", round(ratio, 3))
+    own = tuned.own_sources(BACKENDS[implementation])
+    return Choice(*key, (sizes.batch_size, sizes.time, sizes.num_heads), implementation, own, ratio_to_xla)
 
 
 def _line(result: Result, xla: float | None) -> str:
@@ -170,29 +188,36 @@ def _line(result: Result, xla: float | None) -> str:
 
 def _checked(sizes: Sizes, backend: Backend) -> Result:
     """The result of a backend before it is timed: whether it supports the calls and gives the definition's numbers."""
-    reason = _unsupported(sizes, backend)
+    try:
+        reason = _unsupported(sizes, backend)
+    except Exception as problem:
+        return Result(backend.name, f"failed: {_first_line(problem)}")
     if reason is not None:
         return Result(backend.name, f"not supported: {reason}")
     muon = not sizes.rule.optimizer.is_linear
     time = 2 * max(sizes.rule.chunk_size, _KERNEL_CHUNK) + 4  # a delta rule's own chunk is one token
     small = dataclasses.replace(sizes, batch_size=1, num_heads=2, time=time, dtype="float32" if muon else sizes.dtype)
-    try:
-        found = _function(small, backend.name)(*_inputs(small))
-    except Exception as problem:
-        return Result(backend.name, f"failed: {_first_line(problem)}")
-    error = _error(found, _definition(small))
-    most = MUON_TOLERANCE if muon else TOLERANCES[small.dtype]
-    wrong = (
-        "" if error <= most else f"wrong: relative error {error:.1e}, allowed {most:g}; please report it with this line"
-    )
-    return Result(backend.name, wrong, error=error)
+    most, largest = MUON_TOLERANCE if muon else TOLERANCES[small.dtype], 0.0
+    for what, call in _CALLS.items():
+        try:
+            if not call.is_for(small, backend):
+                continue
+            error = _error(call.run(small, backend.name, False), _definition(what, small))
+        except Exception as problem:
+            return Result(backend.name, f"failed{what}: {_first_line(problem)}")
+        largest = max(largest, error)
+        if not error <= most:
+            problem_of = f"wrong{what}: relative error {error:.1e}, allowed {most:g}; please report it with this line"
+            return Result(backend.name, problem_of, error=error)
+    return Result(backend.name, error=largest)
 
 
-def _unsupported(sizes: Sizes, backend: Backend) -> str | None:
+def _unsupported(sizes: Sizes, backend: Backend, packed: bool = False, with_state: bool = False) -> str | None:
     shape = sizes.batch_size, sizes.time, sizes.num_heads, sizes.key_dim
     params = jax.eval_shape(lambda: _params(sizes))
+    start = jax.eval_shape(lambda params: memory.init_state(sizes.rule, params, batch_size=sizes.batch_size), params)
     q: PyTree = jax.ShapeDtypeStruct(shape, jnp.dtype(sizes.dtype))
-    return backend.unsupported(sizes.rule, params, None, q, False)
+    return backend.unsupported(sizes.rule, params, start if with_state else None, q, packed)
 
 
 def _error(found: PyTree, expected: PyTree) -> float:
@@ -206,12 +231,63 @@ def _error(found: PyTree, expected: PyTree) -> float:
     return largest
 
 
-def _definition(sizes: Sizes) -> PyTree:
-    """Outputs and gradients of `memory.reference`, in float32 with exact products."""
-    exact = dataclasses.replace(sizes, dtype="float32")
-    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), _inputs(sizes))
+class _Call(NamedTuple):
+    """A call that is compared with the definition.
+
+    Attributes:
+      is_for: (sizes, backend) → whether the backend says that it can run it.
+      run: (sizes, implementation, exact) → the arrays to compare; see `_arrays`.
+    """
+
+    is_for: Callable[[Sizes, Backend], bool]
+    run: Callable[[Sizes, str, bool], PyTree]
+
+
+@functools.lru_cache(maxsize=3)
+def _definition(what: str, sizes: Sizes) -> PyTree:
+    """What `memory.reference` gives for one of `_CALLS`, in float32 with exact products."""
     with jax.default_matmul_precision("highest"):
-        return _function(exact, "reference")(*arrays)
+        return _CALLS[what].run(sizes, "reference", True)
+
+
+def _whole(sizes: Sizes, implementation: str, exact: bool) -> PyTree:
+    """Outputs and gradients of a sequence from a fresh memory."""
+    return _function(sizes, implementation)(*_arrays(sizes, exact))
+
+
+def _continued(sizes: Sizes, implementation: str, exact: bool) -> PyTree:
+    """Outputs and the final state of a sequence that goes on inside a chunk."""
+    params, *tokens, _ = _arrays(sizes, exact)
+    _, *first, _ = _arrays(sizes, True)
+    _, state = memory.reference(sizes.rule, params, None, *jax.tree.map(lambda x: x[:, :_FIRST], first))
+    rest = jax.tree.map(lambda x: x[:, _FIRST:], tokens)
+    y, after = memory.scan(sizes.rule, params, state, *rest, implementation=implementation)
+    return y, after
+
+
+def _packed(sizes: Sizes, implementation: str, exact: bool) -> PyTree:
+    """Outputs of two documents in one row."""
+    params, *tokens, _ = _arrays(sizes, exact)
+    ids = (jnp.arange(sizes.time) >= _FIRST).astype(jnp.int32)[None]
+    options: dict[str, Any] = {"segment_ids": ids, "max_segments": 2, "implementation": implementation}
+    return memory.scan(sizes.rule, params, None, *tokens, **options)[0]
+
+
+def _arrays(sizes: Sizes, exact: bool) -> tuple[Any, ...]:
+    """`_inputs`; with `exact` the same numbers in float32."""
+    arrays = _inputs(sizes)
+    return jax.tree.map(lambda x: x.astype(jnp.float32), arrays) if exact else arrays
+
+
+def _supports(packed: bool, with_state: bool) -> Callable[[Sizes, Backend], bool]:
+    return lambda sizes, backend: _unsupported(sizes, backend, packed, with_state) is None
+
+
+_CALLS = {
+    "": _Call(lambda *_: True, _whole),
+    " after a state": _Call(_supports(packed=False, with_state=True), _continued),
+    " for packed documents": _Call(_supports(packed=True, with_state=False), _packed),
+}
 
 
 def _params(sizes: Sizes) -> memory.MemoryParams:
@@ -270,16 +346,14 @@ def _compiled(sizes: Sizes, implementation: str) -> Callable[[], PyTree]:
     return lambda: program(*arrays)
 
 
-def _in_turn(programs: dict[str, Callable[[], PyTree]], seconds: float) -> dict[str, float]:
-    """The median time of each program over rounds in which all take turns."""
+def _in_turn(programs: dict[str, Callable[[], PyTree]], deadline: float) -> dict[str, float]:
+    """The median time of each program, which has run before, over rounds in which all take turns."""
     calls = {}
     for name, program in programs.items():
-        jax.block_until_ready(program())
         started = time.perf_counter()
         jax.block_until_ready(program())
         calls[name] = max(1, min(100, math.ceil(_SHORTEST / (time.perf_counter() - started))))
     rounds: dict[str, list[float]] = {name: [] for name in programs}
-    deadline = time.perf_counter() + seconds
     while len(next(iter(rounds.values()))) < _FEWEST or (
         time.perf_counter() < deadline and len(next(iter(rounds.values()))) < 9 * _FEWEST
     ):

@@ -100,6 +100,11 @@ def sizes(**changes):
     )
 
 
+def choice(key, implementation, ratio=3.0, shape=(1, 8, 2)):
+    own = tuned.own_sources(backends.BACKENDS[implementation]) if implementation in backends.BACKENDS else ""
+    return tuned.Choice(*key, shape, implementation, own, ratio)
+
+
 def test_the_fastest_that_is_right_is_chosen(registry, tmp_path):
     registry(Fake("slow", delay=0.2))
     registry(Fake("fast", delay=0.01))
@@ -109,9 +114,10 @@ def test_the_fastest_that_is_right_is_chosen(registry, tmp_path):
     registry(Fake("picky", reason="q is too small"))
     registry(Fake("elsewhere", platform="tpu"))
     said = []
-    choice, results = tune(sizes(), seconds=0.0, say=said.append)
-    assert choice.implementation == "fast"
-    assert choice.ratio_to_xla > 1.5
+    found, results = tune(sizes(), seconds=0.0, say=said.append)
+    assert found.implementation == "fast"
+    assert found.ratio_to_xla > 1.5
+    assert found.shape == (1, 16, 2)
     problems = {result.name: result.problem for result in results}
     assert list(problems) == ["xla", "slow", "fast", "faster_and_wrong", "not_a_number", "broken", "picky"]
     assert problems["slow"] == problems["fast"] == problems["xla"] == ""
@@ -135,19 +141,106 @@ def test_scan_follows_the_choice(registry):
 
     plain = scan()
     key = tuned.key_of(RULE, 4, 4, "float32")
-    tuned.write(tuned.Choice(*key, "doubled", 3.0))
+    tuned.write(choice(key, "doubled"))
     assert jnp.allclose(scan(), 2 * plain)
     assert not jnp.allclose(scan(jnp.bfloat16), 2 * plain, atol=0.1), "another dtype was not measured"
-    tuned.write(tuned.Choice(*key, "xla", 0.9))
+    tuned.write(choice(key, "xla", 0.9))
     assert jnp.allclose(scan(), plain)
-    assert len(tuned.read()) == 1
-    tuned.write(tuned.Choice(key[0], "0.0.1", *key[2:], "doubled", 3.0))
-    tuned.write(tuned.Choice(key[0], key[1], "other sources", *key[3:], "doubled", 3.0))
+    assert len(tuned.read()[key]) == 1
+    tuned.write(choice((key[0], "0.0.1", *key[2:]), "doubled"))
+    tuned.write(choice((key[0], key[1], "other sources", *key[3:]), "doubled"))
     assert jnp.allclose(scan(), plain), "measured with another jax, or other kernels"
+    tuned.write(choice(key, "doubled", shape=(64, 4096, 16)))
+    assert jnp.allclose(scan(), plain), "the other call is nearer in size"
+    tuned.write(choice(key, "xla", shape=(64, 4096, 16)))
+    tuned.write(choice(key, "doubled"))
+    assert jnp.allclose(scan(), 2 * plain)
+
+
+def test_a_choice_does_not_count_in_a_job_of_several_processes(registry, monkeypatch):
+    """Each host has a cache folder of its own, and all must run the same program."""
+    registry(Fake("doubled", factor=2.0))
+    tuned.write(choice(tuned.key_of(RULE, 4, 4, "float32"), "doubled"))
+    q = jnp.zeros((1, 8, 2, 4))
+    assert [backend.name for backend in backends._preferred(RULE, q, q)] == ["doubled"]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert backends._preferred(RULE, q, q) == []
+
+
+def test_a_choice_does_not_outlive_the_module_of_a_backend(registry):
+    registry(Fake("doubled", factor=2.0))
+    made = choice(tuned.key_of(RULE, 4, 4, "float32"), "doubled")
+    assert made.backend, "it is not of this library"
+    tuned.write(dataclasses.replace(made, backend="another"))
+    q = jnp.zeros((1, 8, 2, 4))
+    assert backends._preferred(RULE, q, q) == []
+
+
+def test_rules_of_ones_own_with_equal_names_are_different():
+    @dataclasses.dataclass(frozen=True)
+    class L2(type(RULE.objective)):
+        pass
+
+    own = dataclasses.replace(RULE, objective=L2())
+    assert tuned.key_of(RULE, 4, 4, "float32")[3] == repr(RULE)
+    assert tuned.own_sources(own)
+    assert tuned.key_of(own, 4, 4, "float32")[3] != repr(own)
+
+
+class Forgetful(Fake):
+    """Takes every call for one document from a fresh memory, or returns the wrong state."""
+
+    def scan(self, rule, params, state, q, k, v, gates, segment_ids, max_segments):
+        if self.reason == "segments":
+            return rule.scan(params, state, q, k, v, gates, None, None)
+        y, after = rule.scan(params, state, q, k, v, gates, segment_ids, max_segments)
+        return y, jax.tree.map(jnp.zeros_like, after) if state is not None else after
+
+    def unsupported(self, rule, params, state, q, packed):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("ignores", "words"), [("segments", "wrong for packed documents"), ("state", "wrong after a state")]
+)
+def test_states_and_packed_documents_are_compared_too(registry, ignores, words):
+    registry(Forgetful("forgetful", reason=ignores))
+    made, results = tune(sizes(), seconds=0.0, say=lambda _: None)
+    assert made.implementation == "xla"
+    assert results[1].problem.startswith(words)
+
+
+class Falling(Fake):
+    """Right in the check, and out of memory at the size of the model."""
+
+    def scan(self, rule, params, state, q, *rest):
+        def fail(x):
+            raise RuntimeError("RESOURCE_EXHAUSTED: no memory")
+
+        if q.shape[1] == 16:
+            q = jax.pure_callback(fail, jax.ShapeDtypeStruct(q.shape, q.dtype), jax.lax.stop_gradient(q))
+        return rule.scan(params, state, q, *rest)
+
+
+def test_a_backend_that_fails_when_it_runs_is_no_end(registry):
+    registry(Falling("falling"))
+    registry(Fake("fast", delay=0.01))
+
+    def refuse(*_):
+        raise ValueError("the probe failed")
+
+    asked = Fake("asked")
+    asked.unsupported = refuse
+    registry(asked)
+    made, results = tune(sizes(), seconds=0.0, say=lambda _: None)
+    assert made.implementation == "fast"
+    problems = {result.name: result.problem for result in results}
+    assert problems["falling"].startswith("failed: ")
+    assert problems["asked"] == "failed: ValueError: the probe failed"
 
 
 def test_a_backend_that_is_gone_is_not_taken(registry):
-    tuned.write(tuned.Choice(*tuned.key_of(RULE, 4, 4, "float32"), "gone", 3.0))
+    tuned.write(choice(tuned.key_of(RULE, 4, 4, "float32"), "gone"))
     q = jnp.zeros((1, 8, 2, 4))
     assert backends._preferred(RULE, q, q) == []
 
@@ -158,6 +251,20 @@ def test_a_damaged_file_is_no_choice(registry, tmp_path):
         UserWarning, match=r"tuned.json cannot be read .*; its choices do not count. Run `atlasjax tune` again"
     ):
         assert tuned.read() == {}
+
+
+def test_a_row_of_another_version_is_kept_and_does_not_count(registry, tmp_path):
+    made = choice(tuned.key_of(RULE, 4, 4, "float32"), "xla")
+    row = json.loads(json.dumps(dataclasses.asdict(made)))
+    newer, damaged = {**row, "stars": 5}, {**row, "device": ["x"]}
+    (tmp_path / tuned.FILE).write_text(json.dumps([newer, damaged, row]))
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert tuned.read() == {made.key: [made]}
+    other = choice(tuned.key_of(RULE, 8, 8, "float32"), "xla")
+    tuned.write(other)
+    assert json.loads((tmp_path / tuned.FILE).read_text())[:2] == [newer, damaged]
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert tuned.read() == {made.key: [made], other.key: [other]}
 
 
 def test_the_sizes_of_a_preset():
@@ -181,7 +288,7 @@ def test_the_sizes_of_a_part_of_a_sequence(registry):
     (found,) = sizes_of(config)
     length, width = config.data.sequence_length, found.key_dim
     assert (found.time, found.value_dim) == (length // 4, 2 * width)
-    tuned.write(tuned.Choice(*tuned.key_of(found.rule, width, found.value_dim, "float32"), "chosen", 3.0))
+    tuned.write(choice(tuned.key_of(found.rule, width, found.value_dim, "float32"), "chosen"))
     params = memory.init_params(found.rule, jax.random.key(0), num_heads=2, key_dim=width, value_dim=width)
     arrays = [jnp.ones((2, 8, 2, width))] * 3
     gates = memory.suggested_gates(found.rule, batch_size=2, time=8, num_heads=2, key_dim=width)
@@ -227,6 +334,41 @@ def test_what_is_shared_fits_the_shipped_table(registry, tmp_path, capsys, monke
     assert row.ratio_to_xla > 1
 
 
+def test_a_kernel_that_is_wrong_is_shared_as_one_that_is_never_chosen(registry, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuned, "platform", lambda: "tpu")
+    monkeypatch.setitem(backends.BACKENDS, "pallas_tpu", Fake("pallas_tpu", factor=1.5, platform="tpu"))
+    registry(Fake("mine", delay=0.01, platform="tpu"))
+    share = tmp_path / "share.json"
+    assert main(["tune", *SMALL, "--share", str(share)]) == 0
+    (row,) = fastest.read(share)
+    assert (row.implementation, row.ratio_to_xla) == ("pallas_tpu", 0.0)
+
+
+def test_a_cache_that_cannot_be_written(registry, tmp_path, capsys, monkeypatch):
+    """The measurement is shown and shared, and a run goes on."""
+    monkeypatch.setattr(tuned, "platform", lambda: "tpu")
+    monkeypatch.setitem(backends.BACKENDS, "pallas_tpu", Fake("pallas_tpu", platform="tpu"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ATLASJAX_CACHE", str(tmp_path / "file" / "folder"))
+    share = tmp_path / "share.json"
+    assert main(["tune", *SMALL, "--share", str(share)]) == 1
+    shown = capsys.readouterr()
+    assert "chosen: pallas_tpu, but not saved" in shown.out
+    assert "the choice does not count" in shown.err
+    assert len(fastest.read(share)) == 1
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda text: "n")
+    monkeypatch.setattr("atlasjax.cli.tune.sizes_of", lambda config: [sizes()])
+    offer(default_config("linear-attention-tiny"), "linear-attention-tiny")
+    assert "No choice was saved" in capsys.readouterr().out
+
+
+def test_a_named_backend_is_not_measured_silently(registry, capsys):
+    assert main(["tune", *SMALL, "--model.memory.implementation", "tests.test_tune:NAMED"]) == 2
+    assert "only calls that name it use" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("answer", "chosen", "again"), [("", "fast", False), ("n", "xla", False), (None, None, True)])
 def test_a_run_asks_once(registry, monkeypatch, capsys, answer, chosen, again):
     config = default_config("linear-attention-tiny")
@@ -237,11 +379,11 @@ def test_a_run_asks_once(registry, monkeypatch, capsys, answer, chosen, again):
     monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or answer)
     small = sizes()
     monkeypatch.setattr("atlasjax.cli.tune.sizes_of", lambda config: [small])
-    monkeypatch.setattr("atlasjax.cli.tune.tune", lambda sizes, seconds: tune(sizes, seconds=0.0))
+    monkeypatch.setattr("atlasjax.cli.tune.tune", lambda sizes, seconds, save: tune(sizes, seconds=0.0, save=save))
     offer(config, "linear-attention-tiny")
     assert len(asked) == (answer is not None)
-    found = tuned.read().get(tuned.key_of(RULE, 4, 4, "float32"))
-    assert (found and found.implementation) == chosen
+    found = tuned.read().get(tuned.key_of(RULE, 4, 4, "float32"), [])
+    assert [one.implementation for one in found] == ([chosen] if chosen else [])
     capsys.readouterr()
     offer(config, "linear-attention-tiny")
     assert len(asked) == (answer is not None), "asked once"
@@ -253,3 +395,29 @@ def test_a_run_asks_once(registry, monkeypatch, capsys, answer, chosen, again):
 def test_a_run_on_this_cpu_asks_nothing(capsys):
     offer(default_config("titans-tiny"), "titans-tiny")
     assert capsys.readouterr().out == ""
+
+
+def test_an_answer_that_is_cut_off_is_no(registry, monkeypatch, capsys):
+    registry(Fake("fast"))
+
+    def cut_off(text):
+        raise EOFError
+
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", cut_off)
+    monkeypatch.setattr("atlasjax.cli.tune.sizes_of", lambda config: [sizes()])
+    offer(default_config("linear-attention-tiny"), "linear-attention-tiny")
+    assert "Training with XLA." in capsys.readouterr().out
+    assert tuned.read() == {}
+
+
+NAMED = Fake("named")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("Fake", "Fake is a class; give an instance"), ("sizes", "function has no name")]
+)
+def test_a_named_backend_is_one(name, words):
+    with pytest.raises(ValueError, match=words):
+        backends.backend_of(f"tests.test_tune:{name}")

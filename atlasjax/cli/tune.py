@@ -20,7 +20,7 @@ from atlasjax.memory.tuned import Choice
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.defaults import default_config
 from atlasjax.train.errors import RunError, user_errors
-from atlasjax.tune import Result, Sizes, is_open, sizes_of, tune
+from atlasjax.tune import Result, Sizes, choice_of, is_open, sizes_of, tune
 
 _DESCRIPTION = """Checks and times the kernels of a model's memory on this machine's device, and remembers the fastest.
 
@@ -39,7 +39,7 @@ class TuneCommand:
     preset: str = "atlas-340m"
     """Model and sizes, "<rule>-<size>"."""
     seconds: float = _SECONDS
-    """About how long to time, compilation not counted."""
+    """About how long it may take, with compilation. Every kernel is timed at least three times."""
     share: str | None = None
     """A file to write the measurement to, in the form of the table that is shipped with atlasjax."""
 
@@ -54,17 +54,26 @@ def run(arguments: Sequence[str]) -> None:
     with user_errors():
         number("tune", "seconds", command.seconds, least=0)
         calls = sizes_of(command.config)
-    shared = []
+        named = command.config.model.memory.implementation
+        if named is not None and ":" in named:
+            raise ValueError(
+                f"model.memory.implementation is {named!r}, which only calls that name it use. Backends that are registered "
+                "(`memory.register_backend`) are measured: leave it out, or call `atlasjax.tune.tune` where yours is registered."
+            )
+    shared, problems = [], []
     for sizes in calls:
         choice, results = _tune(sizes, command.seconds / len(calls), preset)
         if command.share is not None:
             shared.append(_measurement(sizes, choice, results, preset))
+        problems += _saved(choice, results)
     if command.share is not None:
         _share(command.share, shared)
+    if problems:
+        raise RunError(problems[0])
 
 
 def _tune(sizes: Sizes, seconds: float, preset: str) -> tuple[Choice, list[Result]]:
-    """Measures one call of a model, and says what was chosen."""
+    """Measures one call of a model; saves nothing."""
     kind = jax.devices()[0].device_kind
     print(
         f"{kind}: batch {sizes.batch_size}, {sizes.time:,} tokens, {sizes.num_heads} heads, keys {sizes.key_dim}, values "
@@ -72,14 +81,23 @@ def _tune(sizes: Sizes, seconds: float, preset: str) -> tuple[Choice, list[Resul
         flush=True,
     )
     try:
-        choice, results = tune(sizes, seconds=seconds)
+        return tune(sizes, seconds=seconds, save=False)
     except RuntimeError as error:
         raise RunError(str(error)) from error
+
+
+def _saved(choice: Choice, results: Sequence[Result]) -> list[str]:
+    """Saves a choice and says so. Returns why it could not be saved, if so."""
     if len(results) == 1:
         print(f"There is no other backend for this platform ({tuned.platform()}): nothing to choose.", flush=True)
-    else:
-        print(f"chosen: {choice.implementation}; saved in {cache.folder() / tuned.FILE}", flush=True)
-    return choice, results
+        return []
+    try:
+        path = tuned.write(choice)
+    except OSError as error:
+        print(f"chosen: {choice.implementation}, but not saved", flush=True)
+        return [f"the choice does not count: {cache.folder() / tuned.FILE} cannot be written ({error})."]
+    print(f"chosen: {choice.implementation}; saved in {path}", flush=True)
+    return []
 
 
 def offer(config: TrainConfig, preset: str) -> None:
@@ -102,16 +120,24 @@ def offer(config: TrainConfig, preset: str) -> None:
             flush=True,
         )
         return
-    answer = input(f"No kernel was measured on this {kind} yet. Check and time them now, in about two minutes? [Y/n] ")
-    if answer.strip().lower() in ("", "y", "yes"):
+    question = f"No kernel was measured on this {kind} yet. Check and time them now, in about two minutes? [Y/n] "
+    try:
+        answer = input(question).strip().lower()
+    except EOFError:
+        print("\nTraining with XLA.", flush=True)
+        return
+    yes = answer in ("", "y", "yes")
+    try:
         for sizes in calls:
-            choice, _ = tune(sizes, seconds=_SECONDS / len(calls))
-            print(f"chosen: {choice.implementation}", flush=True)
+            choice = tune(sizes, seconds=_SECONDS / len(calls), save=False)[0] if yes else choice_of(sizes, "xla", 0.0)
+            tuned.write(choice)
+            if yes:
+                print(f"chosen: {choice.implementation}", flush=True)
+    except (OSError, RuntimeError) as error:  # the run goes on without a choice
+        print(f"No choice was saved: {error}. Training with XLA; `{command}` measures later.", flush=True)
     else:
-        for sizes in calls:
-            key = tuned.key_of(sizes.rule, sizes.key_dim, sizes.value_dim, sizes.dtype)
-            tuned.write(Choice(*key, "xla", 0.0))
-        print(f"Training with XLA; not asked again. `{command}` measures later.", flush=True)
+        if not yes:
+            print(f"Training with XLA; not asked again. `{command}` measures later.", flush=True)
 
 
 def _measurement(sizes: Sizes, choice: Choice, results: Sequence[Result], preset: str) -> Measurement:
@@ -120,14 +146,17 @@ def _measurement(sizes: Sizes, choice: Choice, results: Sequence[Result], preset
     Raises:
       RunError: no kernel that it could hold was measured.
     """
-    measured = [result.name for result in results if result.error is not None]
-    kernels = [name for name in measured if name in {backend.name for backend in PALLAS}]
-    if not kernels or sizes.key_dim != sizes.value_dim:
+    own = {backend.name for backend in PALLAS}
+    kernels = [result for result in results if result.error is not None and result.name in own]
+    xla = next(result.seconds for result in results if result.name == "xla")
+    if not kernels or xla is None or sizes.key_dim != sizes.value_dim:
         raise RunError(
             "there is nothing to share: no kernel of atlasjax was measured at equal key and value dimensions."
         )
+    kernel = kernels[0]
+    ratio = 0.0 if kernel.problem or kernel.seconds is None else round(xla / kernel.seconds, 3)  # 0: never to be chosen
     return Measurement(
-        tuned.platform(), kernel_of(sizes.rule), sizes.key_dim, sizes.dtype, kernels[0], choice.ratio_to_xla, choice.device,
+        tuned.platform(), kernel_of(sizes.rule), sizes.key_dim, sizes.dtype, kernel.name, ratio, choice.device,
         choice.jax, f"atlasjax tune --preset {preset} --share FILE",
     )  # fmt: skip
 

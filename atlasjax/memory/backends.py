@@ -123,10 +123,7 @@ def register_backend(backend: Backend) -> None:
     Raises:
       ValueError: the name is already registered, or a member of `Backend` is missing.
     """
-    parts = ("name", "platform", "is_partitioned", "unsupported", "is_preferred", "scan")
-    missing = [part for part in parts if not hasattr(backend, part)]
-    if missing:
-        raise ValueError(f"register_backend: {type(backend).__name__} has no {', '.join(missing)}; see memory.Backend.")
+    _check("register_backend", backend)
     if backend.name in BACKENDS:
         raise ValueError(f"register_backend: the name {backend.name!r} is already registered.")
     BACKENDS[backend.name] = backend
@@ -136,9 +133,22 @@ def backend_of(implementation: str) -> Backend:
     """The backend with a given name.
 
     Raises:
-      ValueError: there is none. The message suggests the nearest name.
+      ValueError: there is none, and the message suggests the nearest name; or what "package.module:object" names is no backend.
     """
-    return resolve("implementation", implementation, BACKENDS)
+    backend: Backend = resolve("implementation", implementation, BACKENDS)
+    if implementation not in BACKENDS:
+        _check(f"implementation={implementation!r}", backend)
+    return backend
+
+
+def _check(where: str, backend: object) -> None:
+    """Refuses what is no backend: a class, or an object without one of the members."""
+    if isinstance(backend, type):
+        raise ValueError(f"{where}: {backend.__name__} is a class; give an instance, {backend.__name__}().")
+    parts = ("name", "platform", "is_partitioned", "unsupported", "is_preferred", "scan")
+    missing = [part for part in parts if not hasattr(backend, part)]
+    if missing:
+        raise ValueError(f"{where}: {type(backend).__name__} has no {', '.join(missing)}; see memory.Backend.")
 
 
 def needs_partition(implementation: str | None, rule: Any, q: jax.Array, v: jax.Array) -> bool:
@@ -153,13 +163,18 @@ def _preferred(rule: Any, q: jax.Array, v: jax.Array) -> list[Backend]:
 
     What was measured on this machine decides for its platform, where the backends themselves do not.
     """
-    measured = tuned.implementation(rule, q, v)
+    measured = tuned.choice_for(rule, q, v)
     here = None if measured is None else tuned.platform()
+
+    def is_chosen(backend: Backend) -> bool:
+        assert measured is not None
+        return backend.name == measured.implementation and tuned.own_sources(backend) == measured.backend
+
     return [
         backend
         for backend in BACKENDS.values()
         if backend.platform is not None
-        and (backend.name == measured if backend.platform == here else backend.is_preferred(rule, q, v))
+        and (is_chosen(backend) if backend.platform == here else backend.is_preferred(rule, q, v))
     ]
 
 

@@ -1,13 +1,16 @@
 """The backends of `memory.scan` that `atlasjax tune` measured as fastest on this machine, kept in the cache folder.
 
-`memory.scan(implementation=None)` follows a choice for its rule, sizes and dtype on jax's default device. Choices that were
-measured with another version of jax, of the engines or of the kernels do not count.
+`memory.scan(implementation=None)` follows a choice for its rule, head sizes and dtype on jax's default device; of several, that of
+the call whose size is nearest to its own. Choices that were measured with another version of jax, of the engines or of the kernels
+do not count. None counts in a job of several processes: each has a cache folder of its own, and all must run the same program.
 """
 
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
+import math
 import os
 import pathlib
 import warnings
@@ -18,7 +21,16 @@ import jax.numpy as jnp
 from atlasjax import cache
 
 FILE = "tuned.json"
-Key = tuple[str, str, str, str, int, int, str]  # what identifies a choice: its fields but the result
+Key = tuple[str, str, str, str, int, int, str]  # what a choice is for: device, versions, rule, head sizes and dtype
+_KNOWN = {
+    "atlasjax",
+    "pallas_kernels",
+    "builtins",
+    "jax",
+    "jaxlib",
+    "numpy",
+}  # packages whose versions are in the key, or fixed
+Shape = tuple[int, int, int]  # batch, time and heads of a call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +41,12 @@ class Choice:
       device: its kind, such as "TPU v5 lite".
       jax: version of jax.
       sources: digest of engines and kernels (`sources`).
-      rule: repr of the rule.
+      rule: repr of the rule, with a digest of the modules of parts that are not of this library.
       key_dim, value_dim: of a head.
       dtype: of tokens.
+      shape: batch, time and heads of the call that was measured, on one device.
       implementation: the backend to take: "xla", or one that was right and faster.
+      backend: digest of that backend's module if it is not of this library (`own_sources`), otherwise "".
       ratio_to_xla: the XLA engine's time / that of the fastest other backend that was right, forward and backward. 0 if there is
         none.
     """
@@ -44,12 +58,17 @@ class Choice:
     key_dim: int
     value_dim: int
     dtype: str
+    shape: Shape
     implementation: str
+    backend: str
     ratio_to_xla: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))  # a list in JSON
 
     @property
     def key(self) -> Key:
-        """What identifies it: all but the result."""
+        """What it is for."""
         return self.device, self.jax, self.sources, self.rule, self.key_dim, self.value_dim, self.dtype
 
 
@@ -64,57 +83,103 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
+def own_sources(*parts: object) -> str:
+    """A digest of the modules that define the parts, and their fields, if these are not of this library; "" if all are."""
+    found: set[str] = set()
+
+    def visit(part: object) -> None:
+        kind = type(part)
+        if kind.__module__.partition(".")[0] not in _KNOWN:
+            try:
+                content = pathlib.Path(inspect.getsourcefile(kind) or "").read_bytes()
+            except (OSError, TypeError):  # defined in a notebook
+                content = b""
+            found.add(f"{kind.__module__}.{kind.__qualname__} {hashlib.sha256(content).hexdigest()}")
+        if dataclasses.is_dataclass(part):
+            for field in dataclasses.fields(part):
+                visit(getattr(part, field.name))
+
+    for part in parts:
+        visit(part)
+    return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:16] if found else ""
+
+
 def key_of(rule: object, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike) -> Key:
     """The key of a choice for a rule on jax's default device."""
-    kind = jax.devices()[0].device_kind
-    return kind, jax.__version__, sources(), repr(rule), key_dim, value_dim, jnp.dtype(dtype).name
+    kind, own = jax.devices()[0].device_kind, own_sources(rule)
+    name = f"{rule!r} {own}" if own else repr(rule)
+    return kind, jax.__version__, sources(), name, key_dim, value_dim, jnp.dtype(dtype).name
 
 
-def read(folder: pathlib.Path | None = None) -> dict[Key, Choice]:
-    """All choices of the cache folder by key; none, with a warning, if its file cannot be read."""
+def read(folder: pathlib.Path | None = None) -> dict[Key, list[Choice]]:
+    """The choices of the cache folder by key. What cannot be read does not count, with a warning."""
     path = (folder or cache.folder()) / FILE
     try:
         modified = path.stat().st_mtime_ns
     except OSError:
         return {}
-    return _read(path, modified)
+    return _read(path, modified)[0]
 
 
 @functools.lru_cache(maxsize=4)
-def _read(path: pathlib.Path, modified: int) -> dict[Key, Choice]:
+def _read(path: pathlib.Path, modified: int) -> tuple[dict[Key, list[Choice]], list[object]]:
+    """The choices of a file by key, and its rows that are none, such as those of another version of this library."""
     try:
-        choices = [Choice(**row) for row in json.loads(path.read_text())]
-    except (OSError, ValueError, TypeError) as error:
-        warnings.warn(
-            f"{path} cannot be read ({error}); its choices do not count. Run `atlasjax tune` again.", stacklevel=2
-        )
-        return {}
-    return {choice.key: choice for choice in choices}
+        rows = json.loads(path.read_text())
+        if not isinstance(rows, list):
+            raise ValueError("it is not a list")
+    except (OSError, ValueError) as error:
+        _warn(path, error)
+        return {}, []
+    choices: dict[Key, list[Choice]] = {}
+    others: list[object] = []
+    for row in rows:
+        try:
+            choice = Choice(**row)
+            hash((choice.key, choice.shape))
+            math.prod(choice.shape)
+            choices.setdefault(choice.key, []).append(choice)
+        except TypeError as error:
+            others.append(row)
+            _warn(path, error)
+    return choices, others
+
+
+def _warn(path: pathlib.Path, error: Exception) -> None:
+    warnings.warn(
+        f"{path} cannot be read ({error}); its choices do not count. Run `atlasjax tune` again.", stacklevel=3
+    )
 
 
 def write(choice: Choice, folder: pathlib.Path | None = None) -> pathlib.Path:
-    """Adds a choice to the cache folder, in the place of one with the same key. Returns the file.
+    """Adds a choice to the cache folder, in the place of one of the same key and shape. Returns the file.
 
     Raises:
       OSError: the folder cannot be written.
     """
     folder = folder or cache.folder()
     folder.mkdir(parents=True, exist_ok=True)
-    choices = read(folder) | {choice.key: choice}
     path = folder / FILE
+    found, others = _read(path, path.stat().st_mtime_ns) if path.exists() else ({}, [])
+    kept = [one for group in found.values() for one in group if (one.key, one.shape) != (choice.key, choice.shape)]
     beside = path.with_name(f".{FILE}.{os.getpid()}")
-    beside.write_text(json.dumps([dataclasses.asdict(one) for one in choices.values()], indent=1) + "\n")
+    rows = [*others, *map(dataclasses.asdict, [*kept, choice])]
+    beside.write_text(json.dumps(rows, indent=1) + "\n")
     beside.replace(path)
     return path
 
 
-def implementation(rule: object, q: jax.Array, v: jax.Array) -> str | None:
-    """The backend chosen for a call on jax's default device; None if nothing was measured for it. Arguments as in `memory.scan`."""
+def choice_for(rule: object, q: jax.Array, v: jax.Array) -> Choice | None:
+    """What was measured for a call on jax's default device, or for the call nearest to it in size; None if nothing was.
+
+    Arguments as in `memory.scan`.
+    """
     choices = read()
-    if not choices:
+    if not choices or jax.process_count() > 1:
         return None
-    choice = choices.get(key_of(rule, q.shape[-1], v.shape[-1], q.dtype))
-    return None if choice is None else choice.implementation
+    found = choices.get(key_of(rule, q.shape[-1], v.shape[-1], q.dtype), [])
+    distance = lambda choice: abs(math.log(max(1, math.prod(choice.shape)) / max(1, math.prod(q.shape[:3]))))
+    return min(found, key=distance, default=None)
 
 
 def platform() -> str:
