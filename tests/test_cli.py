@@ -68,6 +68,7 @@ def test_what_training_prints(trained):
         assert words in out
     assert f"checkpoint:   {folder / 'run/checkpoints/4'}" in out
     assert f"atlasjax train --run-dir {folder / 'run'} --steps 8" in out
+    assert f"atlasjax evaluate --run-dir {folder / 'run'}\n" in out
     assert f"atlasjax generate --run-dir {folder / 'run'}" in out
     assert (folder / "run/loss_curve.png").exists()
 
@@ -92,6 +93,7 @@ def test_what_is_sampled_fits_the_learned_positions(positions, limit, tmp_path, 
     assert [line.split()[-1] for line in out.splitlines() if line.startswith("sample more")] == (
         [limit] if limit else []
     )
+    assert out.splitlines()[-1].endswith(" --text FILE"), "nothing was held out"
 
 
 @pytest.mark.parametrize(

@@ -175,4 +175,5 @@ def _report(name: str, config: TrainConfig, result: TrainResult) -> None:
     if fitting := tokens_that_fit(config.model, tokenizer.encode(prompt), most):
         limit = "" if fitting == most else f" --max-tokens {fitting}"
         print(f"sample more:  atlasjax generate{where} --prompt {prompt!r}{limit}")
-    print(f"measure:      atlasjax evaluate{where}", flush=True)
+    text = "" if result.evaluation is not None or config.evaluation_sets else " --text FILE"  # nothing was held out
+    print(f"measure:      atlasjax evaluate{where}{text}", flush=True)

@@ -52,7 +52,8 @@ def load_documents(config: DataConfig, split: Split) -> Documents:
     check.literal("split", split, Split)
     if split == "validation" and not config.has_validation:
         raise ValueError(
-            "There is no validation split: validation_fraction is 0 and no separate validation data is given."
+            "There is no validation split: validation_fraction is 0 and no separate validation data is given "
+            "(data.validation_paths; `atlasjax evaluate --text FILE`)."
         )
     documents = open_documents(config, separate=config.separate_validation and split == "validation")
     if config.separate_validation or not config.has_validation:

@@ -256,7 +256,12 @@ def _form_of(model: ModelConfig) -> tuple[Family, dict[str, object]]:
             refused.append((len(differences), _cannot_have(family, differences)))
     if refused:
         raise min(refused, key=lambda found: found[0])[1]
-    known = ", ".join(sorted({" with ".join(family.mixers) for family in FAMILIES}))
+    others: dict[str, set[str]] = {}  # of each family's mixer, those that further layers may have
+    for family in FAMILIES:
+        others.setdefault(family.mixers[0], set()).update(family.mixers[1:])
+    known = ", ".join(
+        f"{name} (or with {' and '.join(sorted(more))})" if more else name for name, more in sorted(others.items())
+    )
     raise ConfigError(f"no public family has mixer {model.mixer!r}; those that can be exported are {known}.")
 
 

@@ -108,7 +108,7 @@ def reference(
     """The definition, token by token, from a zero state; arguments as in `ssd`.
 
     Returns:
-      y: like x, and the final h, [batch, heads, head_dim, state].
+      y: like x, in x's dtype, and the final h, [batch, heads, head_dim, state], float32 (float64 for float64 inputs).
 
     Raises:
       TypeError, ValueError: invalid arguments.
@@ -121,7 +121,9 @@ def reference(
 def _reference(
     x: jax.Array, delta: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    batch, time, heads, head_dim = x.shape
+    (batch, time, heads, head_dim), dtype = x.shape, x.dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+    x, delta, A, B, C = (z.astype(wide) for z in (x, delta, A, B, C))
     B, C = (jnp.repeat(z, heads // z.shape[2], axis=2) for z in (B, C))
     highest = jax.lax.Precision.HIGHEST
 
@@ -131,8 +133,8 @@ def _reference(
         y = jnp.einsum("bhpn,bhn->bhp", h, C[:, t], precision=highest)
         return h, y if D is None else y + D[:, None] * x[:, t]
 
-    h, y = jax.lax.scan(token, jnp.zeros((batch, heads, head_dim, B.shape[3]), x.dtype), jnp.arange(time))
-    return jnp.swapaxes(y, 0, 1), h
+    h, y = jax.lax.scan(token, jnp.zeros((batch, heads, head_dim, B.shape[3]), wide), jnp.arange(time))
+    return jnp.swapaxes(y, 0, 1).astype(dtype), h
 
 
 def _check(where: str, x: object, delta: object, A: object, B: object, C: object, D: object) -> dict[str, int]:

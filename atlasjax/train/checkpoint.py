@@ -280,8 +280,8 @@ class Checkpoints:
                 return self._load(candidate, target), candidate, skipped
             except CheckpointError as error:
                 skipped.append((candidate, str(error)))
-        reasons = "".join(f"\n  {self.path(step)}: {reason}" for step, reason in skipped) or " there is none"
-        raise CheckpointError(f"No usable checkpoint in {self.directory}:{reasons}")
+        reasons = "; ".join(f"{self.path(step)}: {reason}" for step, reason in skipped) or "there is none"
+        raise CheckpointError(f"No usable checkpoint in {self.directory}: {reasons}")
 
     def _load(self, step: int, target: dict[str, PyTree]) -> dict[str, PyTree]:
         if step in self.unreadable:

@@ -352,7 +352,10 @@ def shared_norm(eps, **fields):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (ModelConfig(), "no public family has mixer 'memory'"),
+        (
+            ModelConfig(),
+            r"mixer 'memory'; those that can be exported are deltanet \(or with attention and swa\), .*, mamba, mamba2,",
+        ),
         (ModelConfig(mixer=("mamba2", "swa")), "no public family has mixer"),
         (ModelConfig(mixer="gla"), "head_norm is .*shared=False.* it is .*shared=True"),
         (ModelConfig(mixer="mamba2", ssm=SSMConfig(head_dim=32)), "ffn is 'swiglu'; in this form it is 'none'"),

@@ -103,6 +103,18 @@ def test_ssd_is_its_reference(time):
         close(loss_and_gradients(mamba2.ssd, inputs), loss_and_gradients(mamba2.reference, inputs), 2e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_ssd_is_its_reference_in_narrow_types(dtype):
+    inputs = ssd_inputs(19)
+    x, delta, A, B, C, D = inputs
+    narrow = (x.astype(dtype), delta, A, B.astype(dtype), C.astype(dtype), D)
+    found, expected = mamba2.ssd(*narrow), mamba2.reference(*narrow)
+    assert found[0].dtype == expected[0].dtype == dtype
+    assert expected[1].dtype == jnp.float32
+    wide = lambda y: jax.tree.map(lambda z: z.astype(jnp.float32), y)
+    close(wide((found[0], found[1].memory["W"])), wide(expected), 3e-2)
+
+
 def test_default_is_the_sequential_form_on_a_cpu():
     inputs = mamba_inputs(70)
     y, h = mamba.selective_scan(*inputs)

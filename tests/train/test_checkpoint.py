@@ -223,6 +223,7 @@ def test_no_usable_checkpoint(copy):
     with Checkpoints(copy) as checkpoints, pytest.raises(CheckpointError, match="No usable checkpoint") as info:
         checkpoints.restore(abstract(make_state(6)))
     assert all(f"/{step}:" in str(info.value) for step in (2, 4, 6))
+    assert "\n" not in str(info.value)
 
 
 def test_a_step_that_is_not_there(saved):
