@@ -87,9 +87,9 @@ class DeltaRuleChunk:
         p = (row >= column).astype(jnp.float32)
         at_end, start, whole = gates[:heads], None, None
         if self.gated:
-            p, column = decay_products(lanes_of(gates[heads:]), heads, finer(self.precision))
-            start = widened(column, heads, dim)
-            whole = entry(start if key_dim == dim else widened(column, heads, key_dim), size - 1)
+            p, products = decay_products(lanes_of(gates[heads:]), heads, finer(self.precision))
+            start = widened(products, heads, dim)
+            whole = entry(start if key_dim == dim else widened(products, heads, key_dim), size - 1)
             at_end = at_end * rows_of(entry(p, size - 1), heads)
         written = p * lanes_of(gates[:heads])
         return _System(jnp.where(row > column, kk * written, 0.0), kq * written, start, whole, at_end)

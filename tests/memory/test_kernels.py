@@ -59,6 +59,18 @@ def test_outputs_state_and_gradients(name, interpreted):
     assert_close(found, expected, 2e-5)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["gated_delta_rule", "retnet", if_slow("gla"), if_slow("rwkv7"), if_slow("delta_rule_decay"), if_slow("titans")],
+)
+def test_a_memory_that_keeps_everything(name, interpreted):
+    """Decays of one, as of a gate that rounds to it."""
+    rule = RULES[name]
+    params, *rest = make_inputs(rule, batch=1, time=24, retention=1.0)
+    found, expected = (gradients(fn, rule)(params, *rest) for fn in (PALLAS, memory.reference))
+    assert_close(found, expected, 2e-5)
+
+
 ACTIVE = Bound(step=0.8, slope=0.5, weight_norm=0.6)
 
 

@@ -26,6 +26,8 @@ def inputs(batch, time, heads, key_dim, value_dim, *, gated, same_keys=False, dt
     v = rng.standard_normal((batch, time, heads, value_dim))
     beta = rng.uniform(0.2, 1.0, (batch, time, heads))
     decay = rng.uniform(0.0, 1.0, (batch, time, heads)) * (rng.random((batch, time, heads)) > 0.2)  # some are zero
+    decay = np.where(rng.random((batch, time, heads)) > 0.8, 1.0, decay)  # and some one, such as the first
+    decay[:, :2] = 1.0
     initial = rng.standard_normal((batch, heads, value_dim, key_dim))
     arrays = [jnp.asarray(x, dtype) for x in (q, k, v)]
     return (*arrays, *(jnp.asarray(x, jnp.float32) for x in (beta, *((decay,) if gated else ()), initial)))
