@@ -5,12 +5,15 @@ it traces a loop, with a message about the loop.
 """
 
 import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from atlasjax.check import is_integer
+from atlasjax.memory.axes.features import Features
 from atlasjax.memory.axes.structures import Structure
 from atlasjax.memory.gates import Weights
 
@@ -21,10 +24,34 @@ if TYPE_CHECKING:
 
 _TOKENS = 2
 Shape = tuple[int, ...]
+T = TypeVar("T")
+_TRACED = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+class PartError(ValueError):
+    """A part of a rule fails, or does not return what it should. The message has one line, and names the class and the method."""
+
+
+def check_parts(rule: "MemoryRule", key_dim: int, value_dim: int, key: jax.Array | None = None) -> None:
+    """Raises PartError if a part of the rule fails, or returns another shape than it should, for memories of these sizes.
+
+    Called before anything is computed with the parts. `key` is what `Structure.init` will get, None if that is not known.
+    """
+    feature_dim = check_feature_dim(rule.features, key_dim)
+    _check_key_dim(rule.features, key_dim, feature_dim)
+    weights = _initial_weights(rule.structure, key, feature_dim, value_dim)
+    shapes = tuple((name, weights[name].shape) for name in _weight_shapes(rule.structure, feature_dim, value_dim))
+    coefficients = _initial_coefficients(rule.features)
+    of_head = None if coefficients is None else coefficients.shape
+    _check(rule, shapes, of_head, key_dim, _state_dtype(weights), _default_float())
 
 
 def check_choices(rule: "MemoryRule", params: "MemoryParams", key_dim: int) -> None:
-    """Raises ValueError if a part of the rule returns another shape than it should. Arrays may be traced; only shapes are used.
+    """`check_parts` for the sizes of parameters. Arrays may be traced; only shapes and dtypes are used.
 
     Args:
       rule: the memory rule.
@@ -34,26 +61,39 @@ def check_choices(rule: "MemoryRule", params: "MemoryParams", key_dim: int) -> N
     # In the structure's order: JAX sorts the names of a dictionary.
     weights = tuple((name, params.weights[name].shape[1:]) for name in rule.structure.weight_shapes(1, 1))
     coefficients = None if params.coefficients is None else params.coefficients.shape[1:]
-    wide = jax.dtypes.canonicalize_dtype(jnp.float64)
-    _check(rule, weights, coefficients, key_dim, wide)
+    dtype = _state_dtype(params.weights)
+    _check(rule, weights, coefficients, key_dim, dtype, _default_float())
 
 
 def check_initial(rule: "MemoryRule", key: jax.Array, feature_dim: int, value_dim: int) -> None:
-    """Raises ValueError if the rule's structure or features return other initial values than they should."""
-    structure, wanted = rule.structure, rule.structure.weight_shapes(feature_dim, value_dim)
-    weights = jax.eval_shape(lambda key: structure.init(key, feature_dim, value_dim), key)
-    floating = lambda x: hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-    right = isinstance(weights, dict) and all(map(floating, weights.values()))
-    if not right or {name: w.shape for name, w in weights.items()} != dict(wanted):
-        raise ValueError(
-            f"{type(structure).__name__}.init returned {_described(weights)}; it should be a dict of floating-point arrays with "
-            f"the shapes of weight_shapes, {dict(wanted)}."
-        )
-    coefficients = rule.features.init()
-    if coefficients is not None and not floating(coefficients):
-        raise ValueError(
-            f"{type(rule.features).__name__}.init returned {coefficients!r}; it should be None or a floating-point array."
-        )
+    """Raises PartError if the rule's structure or features return other initial values than they should."""
+    _initial_weights(rule.structure, key, feature_dim, value_dim)
+    _initial_coefficients(rule.features)
+
+
+def check_feature_dim(features: Features, key_dim: int) -> int:
+    """`features.dim(key_dim)`. Raises PartError if it is not an integer ≥ 1."""
+    told = f"{type(features).__name__}.dim"
+    size = _tried(told, lambda: features.dim(key_dim))
+    if not is_integer(size, 1, kinds=numbers.Integral):
+        raise PartError(f"{told} returned {size!r} for a key of size {key_dim}; it should be an integer ≥ 1.")
+    return int(size)
+
+
+@functools.lru_cache(maxsize=1024)
+def check_softmax_choices(rule: "SoftmaxRule", value_dim: int) -> None:
+    """`check_parts` of a softmax rule, whose features have any number of channels."""
+    _check_writing(rule, _weight_shapes(rule.structure, value_dim, value_dim), jnp.dtype(jnp.float32))
+
+
+def _default_float() -> jnp.dtype:
+    """float64 where JAX has 64 bits: a part may then return another dtype than it does without them."""
+    return jax.dtypes.canonicalize_dtype(float)
+
+
+def _state_dtype(weights: Mapping[str, Any]) -> jnp.dtype:
+    """The dtype of a fresh state of a memory with these weights."""
+    return jnp.promote_types(next(iter(weights.values())).dtype, jnp.float32)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -63,17 +103,11 @@ def _check(
     coefficients: Shape | None,
     key_dim: int,
     dtype: jnp.dtype,
+    default_float: jnp.dtype,  # the parts may use it
 ) -> None:
     array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
     _check_features(rule, array(_TOKENS, key_dim), None if coefficients is None else array(*coefficients))
     _check_writing(rule, dict(weights), dtype)
-
-
-@functools.lru_cache(maxsize=1024)
-def check_softmax_choices(rule: "SoftmaxRule", value_dim: int) -> None:
-    """`check_choices` of a softmax rule, whose features have any number of channels."""
-    dtype = jax.dtypes.canonicalize_dtype(jnp.float64)
-    _check_writing(rule, rule.structure.weight_shapes(value_dim, value_dim), dtype)
 
 
 def _check_writing(rule: "MemoryRule | SoftmaxRule", weights: Mapping[str, Shape], dtype: jnp.dtype) -> None:
@@ -88,11 +122,73 @@ def _check_writing(rule: "MemoryRule | SoftmaxRule", weights: Mapping[str, Shape
         _check_optimizer(rule, matrices, array, value_dim)
 
 
+def _weight_shapes(structure: Structure, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
+    """`structure.weight_shapes`, checked."""
+    told = f"{type(structure).__name__}.weight_shapes"
+    shapes = _tried(told, lambda: structure.weight_shapes(feature_dim, value_dim))
+    returned = f"{told} returned {shapes!r} for features of size {feature_dim} and values of size {value_dim}"
+    if not isinstance(shapes, dict) or not shapes or not all(map(_is_shape, shapes.values())):
+        raise PartError(f"{returned}; it should be a dict, name → (out, in), of at least one weight with integers ≥ 1.")
+    outermost, *_, innermost = [*shapes, *shapes]  # the same name if there is one
+    rows, columns = shapes[outermost][0], shapes[innermost][1]
+    if rows != value_dim or columns != feature_dim:
+        raise PartError(
+            f"{returned}; the first weight, {outermost!r}, should be the outermost with {value_dim} rows, and the last, "
+            f"{innermost!r}, should read the features with {feature_dim} columns."
+        )
+    smallest = _tried(f"{told}(1, 1)", lambda: structure.weight_shapes(1, 1))
+    if not isinstance(smallest, dict) or list(smallest) != list(shapes):
+        raise PartError(f"{returned}, and {smallest!r} for sizes of 1; the names should not depend on the sizes.")
+    return {name: (int(rows), int(columns)) for name, (rows, columns) in shapes.items()}
+
+
+def _is_shape(value: object) -> bool:
+    """Whether it is a tuple of two integers ≥ 1."""
+    return isinstance(value, tuple) and len(value) == 2 and all(is_integer(x, 1, kinds=numbers.Integral) for x in value)
+
+
+def _initial_weights(
+    structure: Structure, key: jax.Array | None, feature_dim: int, value_dim: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """What `structure.init` returns, checked."""
+    wanted, told = _weight_shapes(structure, feature_dim, value_dim), f"{type(structure).__name__}.init"
+    init = lambda: structure.init(jax.random.key(0) if key is None else key, feature_dim, value_dim)
+    weights = _tried(told, lambda: jax.eval_shape(init))
+    right = isinstance(weights, dict) and all(map(_is_floating, weights.values()))
+    if not right or {name: w.shape for name, w in weights.items()} != wanted:
+        raise PartError(
+            f"{told} returned {_described(weights)}; it should be a dict of floating-point arrays with the shapes of "
+            f"weight_shapes, {wanted}."
+        )
+    return weights
+
+
+def _initial_coefficients(features: Features) -> Any:
+    """What `features.init` returns, checked."""
+    told = f"{type(features).__name__}.init"
+    coefficients = _tried(told, features.init)
+    if coefficients is not None and not _is_floating(coefficients):
+        raise PartError(f"{told} returned {coefficients!r}; it should be None or a floating-point array.")
+    return coefficients
+
+
+def _check_key_dim(features: Features, key_dim: int, feature_dim: int) -> None:
+    told = f"{type(features).__name__}.key_dim"
+    found = _tried(told, lambda: features.key_dim(feature_dim))
+    if found != key_dim:
+        raise PartError(f"{told} returned {found!r} for {feature_dim} features; it should be {key_dim}.")
+
+
 def _check_features(rule: "MemoryRule", keys: Any, coefficients: Any) -> None:
-    kind, key_dim = rule.features, keys.shape[-1]
-    features = jax.eval_shape(kind.apply, coefficients, keys)
-    size = kind.dim(key_dim)
-    _same_shape(f"{type(kind).__name__}.apply", f"for keys of shape {keys.shape}", features, (_TOKENS, size))
+    kind, given = rule.features, f"for keys of shape {keys.shape}"
+    absent = () if coefficients is not None else ("coefficients is None, as init returns",)
+    expected = {"apply": (_TOKENS, check_feature_dim(kind, keys.shape[-1]))}
+    if rule.structure.residual:
+        expected["degree_one"] = keys.shape
+    for method, shape in expected.items():
+        told = f"{type(kind).__name__}.{method}"
+        result = _tried(told, functools.partial(jax.eval_shape, getattr(kind, method), coefficients, keys), absent)
+        _same_shape(told, given, result, shape)
 
 
 def _check_structure(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any], array: Any, value_dim: int) -> None:
@@ -106,7 +202,7 @@ def _check_structure(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any],
             check_applied(kind, name, matrices, applied)
             applied[name] = h
             if jnp.ndim(h) != 2 or h.shape != (_TOKENS, matrices[name].shape[1]):
-                raise ValueError(
+                raise PartError(
                     f"{told}: the weight {name!r} of shape {matrices[name].shape} is applied to an array of shape {jnp.shape(h)}; "
                     f"it should be ({_TOKENS}, {matrices[name].shape[1]}) for {_TOKENS} tokens."
                 )
@@ -117,7 +213,10 @@ def _check_structure(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any],
         check_all_applied(kind, matrices, applied)
         return out
 
-    out = jax.eval_shape(apply, matrices, array(_TOKENS, feature_dim), array(_TOKENS, value_dim), array(value_dim))
+    absent = [] if kind.residual else ["skip is None; with residual = True it is the residual of the memory"]
+    absent += [] if kind.norm else ["norm is None; with norm = True it has a scale and a bias"]
+    arguments = matrices, array(_TOKENS, feature_dim), array(_TOKENS, value_dim), array(value_dim)
+    out = _tried(told, lambda: jax.eval_shape(apply, *arguments), absent)
     _same_shape(told, f"for features of shape {(_TOKENS, feature_dim)}", out, (_TOKENS, value_dim))
 
 
@@ -125,78 +224,117 @@ def _check_objective(rule: "MemoryRule | SoftmaxRule", array: Any, value_dim: in
     kind = rule.objective
     if kind.removes:
         return
-    out, threshold = array(_TOKENS, value_dim), array(_TOKENS) if kind.uses_threshold else None
-    loss = jax.eval_shape(kind.loss, out, out, threshold)
-    _same_shape(
-        f"{type(kind).__name__}.loss", f"for outputs {out.shape}", loss, (_TOKENS,), "one number for each token, "
-    )
+    told, out = f"{type(kind).__name__}.loss", array(_TOKENS, value_dim)
+    threshold = array(_TOKENS) if kind.uses_threshold else None
+    absent = () if kind.uses_threshold else ("threshold is None; with uses_threshold = True it is the gate",)
+    loss = _tried(told, lambda: jax.eval_shape(kind.loss, out, out, threshold), absent)
+    _same_shape(told, f"for outputs {out.shape}", loss, (_TOKENS,), "one number for each token, ")
 
 
 def _check_retention(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any], array: Any) -> None:
     kind = rule.retention
     for matrix in matrices.values():
-        given = f"for a weight of shape {matrix.shape}"
+        alpha = array(matrix.shape[1]) if kind.gate == "channel" else array()
+        vectors = array(matrix.shape[0]), array(matrix.shape[1])
+        calls: dict[str, tuple[tuple[Any, ...], Shape]] = {}
         if kind.gate is not None or not kind.is_linear:
-            alpha = array(matrix.shape[1]) if kind.gate == "channel" else array()
-            decayed = jax.eval_shape(kind.decay, matrix, alpha)
-            _same_shape(f"{type(kind).__name__}.decay", given, decayed, matrix.shape)
+            calls["decay"] = (matrix, alpha), matrix.shape
         if kind.has_map:
-            for method in ("start", "map"):
-                mapped = jax.eval_shape(getattr(kind, method), matrix)
-                _same_shape(f"{type(kind).__name__}.{method}", given, mapped, matrix.shape)
+            calls |= {"start": ((matrix,), matrix.shape), "map": ((matrix,), matrix.shape)}
             if rule.step_bound is not None:
-                change = jax.eval_shape(kind.change_along, matrix, matrix)
-                _same_shape(f"{type(kind).__name__}.change_along", given, change, ())
+                calls |= {"change_along": ((matrix, matrix), ()), "change_along_outer": ((matrix, *vectors), ())}
+        for method, (arguments, shape) in calls.items():
+            told = f"{type(kind).__name__}.{method}"
+            result = _tried(told, functools.partial(jax.eval_shape, getattr(kind, method), *arguments))
+            _same_shape(told, f"for a weight of shape {matrix.shape}", result, shape)
 
 
 def _check_optimizer(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any], array: Any, value_dim: int) -> None:
     kind, told = rule.optimizer, f"{type(rule.optimizer).__name__}.update"
-    state = jax.eval_shape(kind.init, matrices)
+    state = _tried(f"{type(kind).__name__}.init", lambda: jax.eval_shape(kind.init, matrices))
     if any(not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(state)):
-        raise ValueError(
+        raise PartError(
             f"{type(kind).__name__}.init returned the state {_described(state)}; all its arrays should be floating point, also "
             "a count."
         )
     step_size = array(value_dim, 1) if kind.per_channel else array()
     momentum_decay = array() if kind.has_momentum else None
-    result = jax.eval_shape(kind.update, state, matrices, step_size, momentum_decay)
+    absent = [] if kind.has_momentum else ["momentum_decay is None; with has_momentum = True it is the gate"]
+    absent += ["state is None, as init returns"] if state is None else []
+    result = _tried(told, lambda: jax.eval_shape(kind.update, state, matrices, step_size, momentum_decay), absent)
     if not isinstance(result, tuple) or len(result) != 2:
-        raise ValueError(
+        raise PartError(
             f"{told} returned {_described(result)}; it should be a tuple: the steps, and the state after them."
         )
     steps, after = result
     expected = {name: matrix.shape for name, matrix in matrices.items()}
     if not isinstance(steps, dict) or {name: jnp.shape(step) for name, step in steps.items()} != expected:
-        raise ValueError(
+        raise PartError(
             f"{told} returned the steps {_described(steps)}; there should be one for each weight, {expected}."
         )
     if _described(after) != _described(state):
-        raise ValueError(
+        raise PartError(
             f"{told} returned the state {_described(after)}; it should be like that of init, {_described(state)}."
         )
 
 
 def check_applied(structure: Structure, name: str, weights: Weights, applied: Weights) -> None:
-    """Raises ValueError unless `name` is a weight that `structure.apply` has not applied yet: gradients need each of them once."""
+    """Raises PartError unless `name` is a weight that `structure.apply` has not applied yet: gradients need each of them once."""
     told = f"{type(structure).__name__}.apply"
     if name not in weights:
-        raise ValueError(
+        raise PartError(
             f"{told} uses the weight {name!r}, which weight_shapes does not have (it has {', '.join(weights)})."
         )
     if name in applied:
-        raise ValueError(f"{told} uses the weight {name!r} twice; every weight should be applied exactly once.")
+        raise PartError(f"{told} uses the weight {name!r} twice; every weight should be applied exactly once.")
 
 
 def check_all_applied(structure: Structure, weights: Weights, applied: Weights) -> None:
-    """Raises ValueError if `structure.apply` has not applied one of the weights."""
+    """Raises PartError if `structure.apply` has not applied one of the weights."""
     if unused := [name for name in weights if name not in applied]:
-        raise ValueError(f"{type(structure).__name__}.apply does not use the weight {unused[0]!r} of weight_shapes.")
+        raise PartError(f"{type(structure).__name__}.apply does not use the weight {unused[0]!r} of weight_shapes.")
+
+
+def _tried(told: str, call: Callable[[], T], absent: Sequence[str] = ()) -> T:
+    """What the call of a method returns.
+
+    Args:
+      told: class and method.
+      call: calls it.
+      absent: a note for each argument that is None, for the message where the method uses one.
+
+    Raises:
+      PartError: it fails.
+    """
+    try:
+        return call()
+    except PartError:
+        raise
+    except Exception as error:
+        if isinstance(error, NotImplementedError) and str(error) == told:
+            raise PartError(f"{told} is not implemented.") from error
+        notes: Sequence[str] = ()
+        if isinstance(error, AssertionError) or "None" in str(error):
+            notes = absent
+        elif isinstance(error, _TRACED):
+            notes = ("JAX traces it without values: use jnp.where instead of `if`, and neither float() nor NumPy",)
+        first = next(iter(str(error).splitlines()), "").rstrip(".")
+        clear = first and isinstance(error, TypeError | ValueError)  # a KeyError's message is only the key
+        reason = first if clear else f"{type(error).__name__}: {first}".rstrip(": ")
+        noted = f" ({'; '.join(notes)})" if notes else ""
+        raise PartError(f"{told} failed: {reason}{noted}.") from error
 
 
 def _same_shape(told: str, given: str, result: Any, shape: Shape, meaning: str = "") -> None:
     if not hasattr(result, "shape") or result.shape != shape:
         got = result.shape if hasattr(result, "shape") else _described(result)
-        raise ValueError(f"{told} returned shape {got} {given}; it should be {meaning}{shape}.")
+        raise PartError(f"{told} returned shape {got} {given}; it should be {meaning}{shape}.")
+    if not _is_floating(result):
+        raise PartError(f"{told} returned {result.dtype} {given}; it should be floating point.")
+
+
+def _is_floating(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _described(tree: Any) -> str:

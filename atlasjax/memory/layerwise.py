@@ -26,13 +26,57 @@ def take_layer(states: PyTree, i: jax.Array | None) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), states)
 
 
-def put_layer(states: PyTree, state: PyTree, i: jax.Array | None, x: jax.Array) -> PyTree:
-    """States [layers, …] with the next state of layer i. x: what the layer computed from its state, such as its output."""
+def put_layer(states: PyTree, state: PyTree, i: jax.Array | None, x: jax.Array, where: str = "put_layer") -> PyTree:
+    """States [layers, …] with the next state of layer i.
+
+    Args:
+      states: of all layers.
+      state: the next state of layer i, of the same tree structure and shapes as one of `states`. It is cast to their dtypes, which
+        are of the same kind: tokens in float64 leave float32 states.
+      i: the layer, an integer. None: `states` are a layer's own, and the result is `state`.
+      x: what the layer computed from its state, such as its output.
+      where: what the message starts with.
+
+    Raises:
+      ValueError: `state` has another tree structure, shape or kind of dtype. JAX would write a smaller array into a corner of the
+        larger, and a cast to integers would truncate.
+    """
     if i is None:
         return state
+    before = jax.eval_shape(lambda states: jax.tree.map(lambda array: array[0], states), states)
+    if change := changed(before, state, cast=True):
+        raise ValueError(f"{where}: the next state has {change}.")
     i = after(i, x)
-    put = lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one.astype(all_.dtype), i, 0)
+    put = lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, jnp.asarray(one, all_.dtype), i, 0)
     return jax.tree.map(put, states, state)
+
+
+def changed(before: PyTree, after: PyTree, *, cast: bool = False) -> str | None:
+    """Where a state and the next one first differ in tree structure, shape or dtype, such as "float32 [2] at ['x'], should have
+    int32 [2] as before"; None if they do not.
+
+    Args:
+      before, after: pytrees of arrays or `jax.ShapeDtypeStruct`.
+      cast: whether a floating-point dtype may become another one, and an integer dtype too.
+    """
+    old, new = (
+        {jax.tree_util.keystr(path): one for path, one in jax.tree_util.tree_leaves_with_path(abstract)}
+        for abstract in jax.eval_shape(lambda *trees: trees, before, after)
+    )
+    for path in dict.fromkeys((*old, *new)):
+        had, has = (f"{x[path].dtype} {list(x[path].shape)}" if path in x else "nothing" for x in (old, new))
+        both = [x[path] for x in (old, new) if path in x]
+        casts = cast and len(both) == 2 and both[0].shape == both[1].shape and _one_kind(*(one.dtype for one in both))
+        if had != has and not casts:
+            return f"{has} at {path or 'its root'}, should have {had} as before"
+    was: object = jax.tree.structure(before)
+    now: object = jax.tree.structure(after)
+    return None if was == now else f"the tree structure {now}, should have {was} as before"
+
+
+def _one_kind(*dtypes: jnp.dtype) -> bool:
+    """Whether all dtypes are floating-point, or all are integers."""
+    return any(all(jnp.issubdtype(dtype, kind) for dtype in dtypes) for kind in (jnp.floating, jnp.integer))
 
 
 def put_slots(
@@ -105,7 +149,7 @@ def step_layer(
     if steps_in_place(rule):
         return rule.step_layer(params, states, layer, q, k, v, gates)
     y, state = rule.step(params, take_layer(states, layer), q, k, v, gates)
-    return y, put_layer(states, state, layer, y)
+    return y, put_layer(states, state, layer, y, f"{type(rule).__name__}.step")
 
 
 def steps_in_place(rule: "Rule") -> bool:

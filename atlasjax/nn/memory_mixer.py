@@ -1,6 +1,6 @@
 """A memory as a layer: projections, short convolutions and gates around `atlasjax.memory`."""
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,8 @@ class MemoryHeads(nnx.Module):
     Raises:
       ValueError: values are wider than keys, but the memory has a residual.
     """
+
+    takes_memory: ClassVar[bool] = True  # its rule is that of `ModelConfig.memory`
 
     def __init__(self, config: ModelConfig, *, output_gate: bool = False, similar_keys: bool = False, rngs: nnx.Rngs):
         dim, heads, head_dim, expansion = config.dim, config.num_heads, config.resolved_head_dim, config.value_expansion

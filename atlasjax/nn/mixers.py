@@ -9,7 +9,7 @@ from typing import Protocol, TypeGuard, cast, runtime_checkable
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from atlasjax.memory.layerwise import put_layer, take_layer
+from atlasjax.memory.layerwise import changed, put_layer, take_layer
 from atlasjax.memory.partition import check_divided as check_divided_rule
 from atlasjax.names import call_with, resolve
 from atlasjax.nn import baselines
@@ -26,7 +26,8 @@ from atlasjax.nn.partition import NOT_DIVIDED
 class Mixer(Protocol):
     """An `nnx.Module` constructed by `Class(config, rngs=rngs, **options)` from a `ModelConfig` and its `mixer_options`.
 
-    Create its parameters with `atlasjax.nn.param`, which names their axes for sharding.
+    Create its parameters with `atlasjax.nn.param` or `atlasjax.nn.Linear`, which name their axes for sharding. It has no other
+    arrays, and no random numbers but those of `rngs.params()`. A mixer of your own is checked when a model is built with it.
     """
 
     def __call__(
@@ -35,7 +36,7 @@ class Mixer(Protocol):
         segment_ids: Int[Array, "batch time"] | None = None,
         max_segments: int | None = None,
     ) -> Float[Array, "batch time dim"]:
-        """Whole sequences: [batch, time, dim] → [batch, time, dim]. Token t sees only tokens ≤ t of its own segment."""
+        """Whole sequences: [batch, time, dim] → the same shape and dtype. Token t sees only tokens ≤ t of its own segment."""
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> PyTree:
         """The state before the first token: a pytree of arrays with the batch axis first.
@@ -50,7 +51,7 @@ class Mixer(Protocol):
         """
 
     def extend(self, x: Float[Array, "batch time dim"], state: PyTree) -> tuple[Float[Array, "batch time dim"], PyTree]:
-        """The output for the next piece [batch, time ≥ 1, dim], and the next state.
+        """The output for the next piece [batch, time ≥ 1, dim], and the next state, of the same tree structure, shapes and dtypes.
 
         However a sequence is split into pieces, the outputs are those of `__call__` on the whole sequence, up to rounding.
         """
@@ -106,14 +107,22 @@ def extend_layer(
     layer: Int[Array, ""],
     first: Float[Array, "batch time ..."] | None = None,
 ) -> tuple[Float[Array, "batch time dim"], PyTree]:
-    """`LayerwiseMixer.extend_layer` of any mixer. first: as for `observe`."""
-    if _is_layerwise(mixer):
+    """`LayerwiseMixer.extend_layer` of any mixer. first: as for `observe`.
+
+    Raises:
+      ValueError: the state that `extend` returns has another tree structure, shape or dtype than the one before it.
+    """
+    if is_layerwise(mixer):
         return mixer.extend_layer(x, states, layer)
-    y, state = mixer.extend(x, take_layer(states, layer), **with_first(mixer, first))
+    before = take_layer(states, layer)
+    y, state = mixer.extend(x, before, **with_first(mixer, first))
+    if change := changed(before, state):
+        raise ValueError(f"{type(mixer).__name__}.extend: the next state has {change}.")
     return y, put_layer(states, state, layer, y)
 
 
-def _is_layerwise(mixer: Mixer) -> TypeGuard[LayerwiseMixer]:
+def is_layerwise(mixer: Mixer) -> TypeGuard[LayerwiseMixer]:
+    """Whether the class of a mixer defines `extend_layer` itself."""
     return "extend_layer" in vars(type(mixer))
 
 
@@ -170,7 +179,7 @@ def check_divided(config: ModelConfig, parts: int, length: int | None = None, *,
             )
         if reason is None:
             continue
-        rule = f" with rule {config.memory.rule!r}" if hasattr(mixer, "memory") else ""
+        rule = f" with rule {config.memory.rule!r}" if _takes_memory(mixer) else ""
         raise ValueError(
             f"mesh.sequence is {parts}, but the tokens of mixer {name!r}{rule} cannot be divided over devices: {reason}. Give "
             "mesh.sequence 1 and a larger mesh.data, fsdp or tensor; or a mixer whose state passes linearly (gated_deltanet, gla, "
@@ -179,6 +188,11 @@ def check_divided(config: ModelConfig, parts: int, length: int | None = None, *,
     for call in memory_calls(config):
         one = call.rule.part_multiple * parts
         check_divided_rule(call.rule, "mesh.sequence", one if length is None else length, parts, packed=packed)
+
+
+def _takes_memory(mixer: Mixer) -> bool:
+    """Whether `ModelConfig.memory` describes a memory of a mixer (class attribute `takes_memory` of the mixer or of a part)."""
+    return any(getattr(module, "takes_memory", False) for _, module in nnx.iter_modules(cast(nnx.Module, mixer)))
 
 
 def memory_calls(config: ModelConfig) -> list[MemoryCall]:

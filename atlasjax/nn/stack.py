@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from atlasjax.memory.layerwise import put_layer, take_layer
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import GELU, ChannelMixing, LayerNorm, RMSNorm, SwiGLU, dropout
+from atlasjax.nn.mixer_check import check_own_mixers
 from atlasjax.nn.mixers import FirstValuesMixer, check_caching, extend_layer, make_mixer, observe
 from atlasjax.nn.parameters import param
 
@@ -259,6 +260,7 @@ def stack_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer | Pattern:
     """All layers as one `Layer`, or all repetitions as one `Pattern`. Every parameter gets a leading axis "layers"."""
 
     check_caching(config)
+    check_own_mixers(config)
 
     def make(key: jax.Array) -> Layer | Pattern:
         rngs = nnx.Rngs(params=key)

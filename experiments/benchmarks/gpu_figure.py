@@ -1,5 +1,11 @@
-"""Draws the GPU figure of `docs/kernels.md`: `python experiments/benchmarks/gpu_figure.py`."""
+"""Draws the GPU figure of `docs/kernels.md`.
 
+    python experiments/benchmarks/gpu_figure.py
+
+Replaces the image in `docs/figures`, or that of `--out`.
+"""
+
+import argparse
 import pathlib
 import sys
 from typing import Any
@@ -12,7 +18,7 @@ PATH = pathlib.Path(__file__).parents[2] / "docs" / "figures" / "gpu_chunks.png"
 _PITCH, _WIDTH, _COUNT = 3.0, 2.1, 4
 
 
-def draw(path: pathlib.Path = PATH) -> None:
+def draw(path: pathlib.Path) -> None:
     """Shows which part of a row's chunks is a sequential kernel, and which part XLA computes for all chunks at once."""
     figure, (forward, backward) = figure_of((11, 7.6), 2, 1)
     _panel(
@@ -35,6 +41,14 @@ def draw(path: pathlib.Path = PATH) -> None:
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=PATH, help="the image to write")
+    args = parser.parse_args()
+    draw(args.out)
+    print(f"wrote {args.out}")
 
 
 def _panel(axes: Any, title: str, step: int, work: list[str], between: list[str]) -> None:
@@ -74,5 +88,4 @@ def _panel(axes: Any, title: str, step: int, work: list[str], between: list[str]
 
 
 if __name__ == "__main__":
-    draw()
-    print(f"wrote {PATH}")
+    main()

@@ -1,20 +1,22 @@
 """Memory of each device when the tokens of a linear memory are divided over devices, and the two grow together.
 
     python -m experiments.benchmarks.sequence_parallel
+    python -m experiments.benchmarks.sequence_parallel --out build/sequence_parallel.jsonl
 
 Forward and backward of `memory.scan` with `Partition(mesh, time=…)`: the gated delta rule, 16 heads of 64, batch 1, bfloat16, 8,192
 tokens for each of 1 to 64 simulated CPU devices, so up to 524,288 tokens. Nothing runs: the bytes are those of the compiled
-program, and the exchanged ones those of its collectives' results on one device. Prints the rows and replaces those of the file.
+program, and the exchanged ones those of its collectives' results on one device. Prints the rows and replaces those of `--out`.
 """
 
+import argparse
 import os
 import pathlib
 import re
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=64"
+from experiments.rows import append_rows
+
 ROWS = pathlib.Path(__file__).with_suffix(".jsonl")
-TOKENS, HEADS, DIM = 8192, 16, 64
+DEVICES, TOKENS, HEADS, DIM = (1, 4, 16, 64), 8192, 16, 64
 _BYTES = {"f32": 4, "bf16": 2, "s32": 4}
 _COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
@@ -61,14 +63,18 @@ def measure(devices: int) -> dict[str, int]:
 
 
 def main() -> None:
-    from experiments.rows import append_rows
-
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=ROWS, help="the rows, of which old ones are replaced")
+    args = parser.parse_args()
+    # JAX reads both when it is first used.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={max(DEVICES)}"
     rows = []
-    for devices in (1, 4, 16, 64):
+    for devices in DEVICES:
         rows.append(measure(devices))
         print(rows[-1], flush=True)
-    ROWS.unlink(missing_ok=True)
-    append_rows(ROWS, rows)
+    args.out.unlink(missing_ok=True)
+    append_rows(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+from experiments.evidence.counting import NO_BETTER
 from experiments.evidence.directions import DIRECTIONS, EXPERIMENTS, Direction
 from experiments.evidence.sources import Line, language_spread
 from experiments.intervals import LEAST_SEEDS, Interval, runs_needed
@@ -20,7 +21,9 @@ def verdict(lines: list[Line]) -> str:
         return "undecided"
     if len(decided) > 1:
         return "depends on the setting"
-    left = any(line.verdict in ("undecided", AT_CHANCE) and line.comparison.seeds >= LEAST_SEEDS for line in lines)
+    left = any(
+        line.verdict in ("undecided", AT_CHANCE, NO_BETTER) and line.comparison.seeds >= LEAST_SEEDS for line in lines
+    )
     return decided.pop() + (" in part" if left else "")
 
 
@@ -73,8 +76,8 @@ def _section(number: int, direction: Direction) -> str:
             *(_row(line) for line in lines),
             "",
         ]
-        if power := _power(lines):
-            text += [power, ""]
+        for part in filter(None, (_counted(lines), _power(lines))):
+            text += [part, ""]
     commands = [EXPERIMENTS[name][0] for name in direction.experiments]
     text += ["```sh", *commands, "```", ""]
     return "\n".join(text)
@@ -97,6 +100,16 @@ def _row(line: Line) -> str:
 
 def _interval(interval: Interval) -> str:
     return f"{interval[0]:+.3f} to {interval[1]:+.3f}"
+
+
+def _counted(lines: list[Line]) -> str:
+    """The language models of a direction that are not clearly better than a trigram, each once for each text."""
+    found: dict[str, dict[str, None]] = {}
+    for line in lines:
+        where, models = line.counted
+        found.setdefault(where, {}).update(dict.fromkeys(models))
+    said = [f"{where}: {', '.join(models)}" for where, models in found.items() if models]
+    return f"**Not clearly better than a trigram**, in bits per byte: {'; '.join(said)}." if said else ""
 
 
 def _power(lines: list[Line]) -> str:

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from experiments.capacity.report import TITLES, area
-from experiments.efficiency.measure import REFERENCE
-from experiments.efficiency.report import ratios
+from experiments.evidence import counting
 from experiments.intervals import Comparison, clearly_above, compare
-from experiments.language.compare import compared as by_position
+from experiments.language import compare as of_language
 from experiments.mad.report import orders
 from experiments.mad.tasks import TASKS
 from experiments.mqar.report import best, chance
@@ -25,10 +24,13 @@ from experiments.needles import report as of_needles
 from experiments.needles.tasks import TASKS as NEEDLES
 from experiments.orders import AT_CHANCE
 from experiments.rows import Row, read_rows
-from experiments.studies.compare import compared
+from experiments.studies.compare import BYTES, compared
 from experiments.studies.models import LENGTH
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+Losses = dict[str, dict[int, float]]  # model → seed → bits per byte
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,10 @@ class Line:
       unit: of the differences.
       tokens: tokens that each run read.
       source: the folder of the experiment.
-      aside: why the comparison decides nothing, whatever its intervals: both sides at chance, or a control.
+      aside: why the comparison decides nothing, whatever its intervals: both sides at chance or no better than a trigram, a
+        control, or a comparison that the papers do not make.
+      counted: of language models, where they are compared, and those that are not clearly better than a trigram, each with its
+        mean loss.
     """
 
     setting: str
@@ -50,6 +55,7 @@ class Line:
     tokens: int
     source: str
     aside: str = ""
+    counted: tuple[str, tuple[str, ...]] = ("", ())
 
     @property
     def verdict(self) -> str:
@@ -70,6 +76,27 @@ def paired(better: dict[Any, float], worse: dict[Any, float]) -> Comparison | No
 def at_chance(sides: Iterable[dict[int, float]], level: float) -> str:
     """`AT_CHANCE` if neither side is clearly above it."""
     return "" if any(clearly_above(side, level) for side in sides) else AT_CHANCE
+
+
+def of_texts(
+    setting: str, comparison: Comparison, tokens: int, source: str, text: str, losses: Losses, where: str = ""
+) -> Line:
+    """A line of language models, which is set aside if none of them has learned more than counting (`counting.beats`).
+
+    Args:
+      setting, comparison, tokens, source: as in `Line`.
+      text: the text of their runs.
+      losses: each of them → seed → held-out bits per byte.
+      where: what the page calls these runs.
+    """
+    trigram = counting.level(source, text)
+    weak = tuple(
+        f"{name} {np.mean(list(by_seed.values())):.3f}"
+        for name, by_seed in losses.items()
+        if not counting.beats(by_seed, trigram)
+    )
+    aside = counting.NO_BETTER if len(weak) == len(losses) else ""
+    return Line(setting, comparison, BYTES, tokens, source, aside, (f"{where or text} (trigram {trigram:.3f})", weak))
 
 
 # Capacity.
@@ -215,13 +242,20 @@ def zoo(pairs: Iterable[tuple[str, str]]) -> list[Line]:
     """(better, worse) tiny models: held-out bits per byte."""
     found = []
     for text in ("embedded", "tinyshakespeare"):
-        found += _language(pairs, f"zoo/results/{text}.jsonl", f"{text}, tiny models", "zoo")
+        found += _language(pairs, f"zoo/results/{text}.jsonl", f"{text}, tiny models", "zoo", text)
     return found
+
+
+def state_sizes(*models: str) -> str:
+    """The bytes of state of some tiny presets, by the rows of the zoo."""
+    found = {row["model"]: row["state_bytes"] for row in rows("zoo/results/embedded.jsonl")}
+    said = " and ".join(f"{found[name]:,} bytes in {name}" for name in models)
+    return f"The state of the tiny presets has {said}."
 
 
 def ablation(pairs: Iterable[tuple[str, str]]) -> list[Line]:
     """(better, worse) variants of atlas-tiny: held-out bits per byte."""
-    return _language(pairs, "ablation/results/ablation.jsonl", "embedded, atlas-tiny", "ablation")
+    return _language(pairs, "ablation/results/ablation.jsonl", "embedded, atlas-tiny", "ablation", "embedded")
 
 
 def trained(pairs: Iterable[tuple[str, str]]) -> list[Line]:
@@ -242,24 +276,27 @@ def trained(pairs: Iterable[tuple[str, str]]) -> list[Line]:
     tokens = steps * data.batch_size * data.sequence_length
     found = []
     for (better, worse), text in itertools.product(pairs, dict.fromkeys(texts)):
-        comparison = paired(losses.get((worse, text), {}), losses.get((better, text), {}))
+        sides = {name: losses.get((name, text), {}) for name in (better, worse)}
+        comparison = paired(sides[worse], sides[better])  # a lower loss is better
         if comparison is not None:
-            told = f"{better} against {worse}: {text}, whole runs of tiny models"
-            found.append(Line(told, comparison, "bits per byte", tokens, "stability"))
+            where = f"{text}, whole runs of tiny models"
+            told = f"{better} against {worse}: {where}"
+            found.append(of_texts(told, comparison, tokens, "stability", text, sides, where))
     return found
 
 
-def _language(pairs: Iterable[tuple[str, str]], path: str, where: str, source: str) -> list[Line]:
-    losses: dict[str, dict[int, float]] = {}
+def _language(pairs: Iterable[tuple[str, str]], path: str, where: str, source: str, text: str) -> list[Line]:
+    losses: Losses = {}
     tokens = 0
     for row in rows(path):
         losses.setdefault(row["model"], {})[row["recipe"]["seed"]] = row["bits_per_byte"]
         tokens = row["tokens"]
     found = []
     for better, worse in pairs:
-        comparison = paired(losses.get(worse, {}), losses.get(better, {}))  # a lower loss is better
+        sides = {name: losses.get(name, {}) for name in (better, worse)}
+        comparison = paired(sides[worse], sides[better])  # a lower loss is better
         if comparison is not None:
-            found.append(Line(f"{better} against {worse}: {where}", comparison, "bits per byte", tokens, source))
+            found.append(of_texts(f"{better} against {worse}: {where}", comparison, tokens, source, text, sides, where))
     return found
 
 
@@ -281,18 +318,26 @@ def texts(experiment: str) -> list[str]:
     return sorted(path.stem for path in (ROOT / "experiments" / experiment / "results").glob("*.jsonl"))
 
 
+def models_of(told: str) -> list[str]:
+    """The models of a comparison that `experiments.studies` or `experiments.language` tells: "a against b, …: …"."""
+    return told.partition(":")[0].partition(",")[0].split(" against ")
+
+
 def studies(direction: str) -> list[Line]:
     """The comparisons of `experiments.studies` for one of its directions."""
     found = []
     for text in texts("studies"):
-        if group := rows(f"studies/results/{text}.jsonl"):
+        group = list(rows(f"studies/results/{text}.jsonl"))
+        losses: Losses = {}
+        for row in group:
+            losses.setdefault(row["model"], {})[row["seed"]] = row["bits_per_byte"]
+        for line in (line for line in compared(group) if line.direction == direction):
             recipe = group[0]["recipe"]
             tokens = recipe["steps"] * recipe["batch_size"] * LENGTH
-            found += [
-                Line(f"{line.told}: {text}", line.comparison, line.unit, tokens, "studies")
-                for line in compared(list(group))
-                if line.direction == direction
-            ]
+            sides = {name: losses[name] for name in models_of(line.told)}
+            told, where = f"{line.told}: {text}", f"{text}, studies"
+            made = of_texts(told, line.comparison, tokens, "studies", text, sides, where)
+            found.append(dataclasses.replace(made, unit=line.unit))
     return found
 
 
@@ -300,109 +345,14 @@ def language(direction: str) -> list[Line]:
     """The comparisons of `experiments.language` for one of its directions: by the position in the context."""
     found = []
     for text in texts("language"):
-        if group := rows(f"language/results/{text}.jsonl"):
+        group = rows(f"language/results/{text}.jsonl")
+        runs = of_language.chosen(group)
+        for line in (line for line in of_language.compared(group) if line.direction == direction):
             recipe = group[0]["recipe"]
             tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
-            found += [
-                Line(f"{line.told}, {text}", line.comparison, line.unit, tokens, "language")
-                for line in by_position(group)
-                if line.direction == direction
-            ]
+            sides = {
+                name: {seed: row["bits_per_byte"] for seed, row in runs[name].items()} for name in models_of(line.told)
+            }
+            made = of_texts(f"{line.told}, {text}", line.comparison, tokens, "language", text, sides)
+            found.append(dataclasses.replace(made, unit=line.unit))
     return found
-
-
-# Function learning.
-
-MAPPINGS = {
-    "low_rank": "1, low rank", "mlp": "2, MLP", "attention_mlp": "3, attention then MLP",
-    "attention_as_input": "4, attention as input", "window_attention_mlp": "5, window attention then MLP",
-}  # fmt: skip
-
-
-def _function_rows() -> dict[tuple[Any, ...], dict[int, float]]:
-    """(width, hidden layers, expansion, optimizer, mapping) → seed → log2 of the last loss; diverged runs are left out."""
-    found: dict[tuple[Any, ...], dict[int, float]] = {}
-    for row in rows("function_learning/results.jsonl"):
-        if row["kind"] == "run" and row["last"] is not None:
-            key = (row["dim"], row["hidden_layers"], row["expansion"], row["optimizer"], row["setting"])
-            found.setdefault(key, {})[row["seed"]] = math.log2(row["last"])
-    return found
-
-
-def function_order(pairs: Iterable[tuple[str, str]], dim: int = 256) -> list[Line]:
-    """(easier, harder) mappings at one width, for every shape and optimizer: halvings of the last loss."""
-    table, found = _function_rows(), []
-    for easier, harder in pairs:
-        for width, hidden, expansion, optimizer, setting in sorted(table):
-            if width != dim or setting != easier:
-                continue
-            a, b = (table.get((width, hidden, expansion, optimizer, name), {}) for name in (easier, harder))
-            comparison = paired(b, a)
-            if comparison is not None:
-                memory = f"{hidden} hidden layers, {expansion}x, {optimizer}, d = {width}"
-                told = f"{MAPPINGS[easier]}, against {MAPPINGS[harder]}: {memory}"
-                found.append(Line(told, comparison, "halvings of the loss", 4096, "function_learning"))
-    return found
-
-
-def function_muon() -> list[Line]:
-    """Muon against the best of the paper's three optimizers, for every mapping and shape: halvings of the last loss."""
-    table, found = _function_rows(), []
-    for dim, hidden, expansion, optimizer, setting in sorted(table):
-        if optimizer != "muon":
-            continue
-        others = {o: table.get((dim, hidden, expansion, o, setting), {}) for o in ("sgd", "rmsprop", "adam")}
-        best_name = min((o for o in others if others[o]), key=lambda o: float(np.mean(list(others[o].values()))))
-        comparison = paired(others[best_name], table[dim, hidden, expansion, "muon", setting])
-        if comparison is not None:
-            told = f"Muon against {best_name}: mapping {MAPPINGS[setting]}; {hidden} hidden layers, {expansion}x, d = {dim}"
-            found.append(Line(told, comparison, "halvings of the loss", 4096, "function_learning"))
-    return found
-
-
-# Speed.
-
-
-def efficiency(pairs: Iterable[tuple[str, str]], kind: str = "training") -> list[Line]:
-    """(faster, slower) models: tokens per second at each length and on each device, in doublings.
-
-    Models of a row are timed in turn with Transformer++, so each is measured in its speed: round by round, which are the seeds.
-    """
-    found = []
-    for name in texts("efficiency"):
-        group = [row for row in rows(f"efficiency/results/{name}.jsonl") if row["kind"] == kind]
-        speeds = {(row["model"], row["length"]): dict(enumerate(map(math.log2, ratios(row)))) for row in group}
-        tokens = {row["length"]: row["tokens"] for row in group}
-        for (faster, slower), length in itertools.product(pairs, sorted(tokens)):
-            sides = [
-                dict.fromkeys(range(group[0]["recipe"]["rounds"]), 0.0)
-                if model == REFERENCE
-                else speeds.get((model, length), {})
-                for model in (faster, slower)
-            ]
-            if (comparison := paired(*sides)) is not None:
-                where = f"{group[0]['device'].split(':')[0]}, {group[0]['recipe']['size']}"
-                told = f"{faster} against {slower}: {kind}, {length:,} tokens, {where}"
-                found.append(Line(told, comparison, "doublings of speed", tokens[length], "efficiency"))
-    return found
-
-
-def gam_scaling() -> str:
-    """How time and memory of GAM's block and of attention's grow from the shortest to the longest text."""
-    said = []
-    for name, field, what in (
-        ("scaling-cpu", "seconds", "time"),
-        ("bytes-cpu", "temporary_bytes", "temporary memory"),
-    ):
-        found = sorted(rows(f"gam/results/{name}.jsonl"), key=lambda row: row["length"])
-        if not found:
-            continue
-        exponents = []
-        for block in ("gam", "attention"):
-            ends = [(row["length"], row["blocks"][block][field]) for row in (found[0], found[-1])]
-            exponents.append(math.log(ends[1][1] / ends[0][1]) / math.log(ends[1][0] / ends[0][0]))
-        said.append(
-            f"{what} from {found[0]['length']:,} to {found[-1]['length']:,} tokens grows like the length to the power of "
-            f"{exponents[0]:.2f} (GAM) and {exponents[1]:.2f} (attention)"
-        )
-    return "; ".join(said)

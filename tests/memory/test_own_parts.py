@@ -79,6 +79,23 @@ class Squashed(retention.Retention):
 
 
 @dataclasses.dataclass(frozen=True)
+class Ball(retention.Retention):
+    """A map of a whole matrix to the unit ball, written for one matrix."""
+
+    def start(self, accumulator):
+        return accumulator - jnp.mean(accumulator)
+
+    def map(self, accumulator):
+        accumulator = accumulator - jnp.mean(accumulator)
+        return accumulator / jnp.sqrt(1.0 + jnp.sum(accumulator * accumulator))
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearBall(Ball):
+    is_linear = True
+
+
+@dataclasses.dataclass(frozen=True)
 class PostNorm(structures.Structure):
     """Does not add its residual last."""
 
@@ -136,10 +153,13 @@ _MLP = structures.MLP(expansion=1)
         memory.MemoryRule(
             structures.Matrix(), optimizer=optimizers.GradientDescent(), retention=Squashed(True), chunk_size=1
         ),
+        memory.MemoryRule(_MLP, retention=Ball(), chunk_size=4),
+        memory.MemoryRule(_MLP, retention=LinearBall(), chunk_size=4),
     ],
     ids=[
         "decay", "decay of a matrix", "every", "every, matrix", "every, dot product", "names", "ten matrices",
-        "soft threshold first", "map of the decayed, momentum", "map of the decayed",
+        "soft threshold first", "map of the decayed, momentum", "map of the decayed", "map of a whole matrix",
+        "linear, map of a whole matrix",
     ],
 )  # fmt: skip
 def test_as_the_definition(rule):
@@ -153,6 +173,28 @@ def test_a_map_is_found_where_it_is_defined():
     assert rule(Squashed()).retention.has_map
     assert jnp.abs(_call(rule(Squashed())) - _call(rule(retention.Scalar()))).max() > 1e-3
     np.testing.assert_allclose(_call(rule(Squashed())), _call(rule(Squashed()), memory.reference), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Ball, LinearBall])
+@pytest.mark.parametrize("wrap", [lambda rule: rule, lambda rule: memory.CachedRule(rule, segment_size=4)])
+def test_a_map_of_a_whole_matrix_is_that_of_each_head(kind, wrap):
+    """Two heads and two batch elements together are as each of them alone."""
+    inner = memory.MemoryRule(_MLP, retention=kind(), chunk_size=4)
+    rule = wrap(inner)
+    params = memory.init_params(rule, jax.random.key(0), num_heads=2, key_dim=4, value_dim=4)
+    q, k, v = jax.random.normal(jax.random.key(1), (3, 2, 8, 2, 4)) / 2
+    gates = memory.suggested_gates(rule, batch_size=2, time=8, num_heads=2, key_dim=4)
+    y, state = memory.scan(rule, params, None, q, k, v, gates)
+    reads = memory.read(rule, params, state, q)
+    for row, head in ((0, 0), (1, 1)):
+        one = lambda x, row=row, head=head: x[row : row + 1, :, head : head + 1]
+        params_one = jax.tree.map(lambda x, head=head: x[head : head + 1], params)
+        alone, after = memory.scan(rule, params_one, None, *map(one, (q, k, v)), jax.tree.map(one, gates))
+        np.testing.assert_allclose(one(y), alone, atol=1e-6)
+        np.testing.assert_allclose(one(reads), memory.read(rule, params_one, after, one(q)), atol=1e-6)
+        if rule is inner:
+            mapped = inner.retention.map(state.memory["W1"][row, head])
+            np.testing.assert_allclose(inner.weights(state.memory)["W1"][row, head], mapped, atol=1e-6)
 
 
 @pytest.mark.parametrize("wrapped", [memory.CachedRule, memory.LogLinearRule])

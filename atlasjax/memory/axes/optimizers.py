@@ -44,8 +44,9 @@ class Optimizer(Axis):
     schedule: str
 
     def init(self, weights: dict[str, jax.Array]) -> OptimizerState:
-        """S_0 of one head, from M_0 (name → [out, in]): any pytree of float32 arrays, also of counts, or None
-        without a state."""
+        """S_0 of one head, from M_0 (name → [out, in]): any pytree of floating-point arrays, also of counts, or None without a
+        state. `update` must keep their shapes and dtypes. They are float32 in it, and float64 for float64 inputs.
+        """
         return jax.tree.map(jnp.zeros_like, weights) if self.has_momentum else None
 
     def update(

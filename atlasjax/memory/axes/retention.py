@@ -7,6 +7,7 @@ these the weights in `MemoryParams` and `MemoryState` are accumulators, and `Mem
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -17,8 +18,15 @@ from atlasjax.memory.axes.base import Axis
 from atlasjax.memory.blocks import divisible, exact, inner
 
 
+def each_matrix(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """`function` of every matrix [out, in] of x [..., out, in]: it is written for one matrix, and may mix all of its entries."""
+    for _ in range(x.ndim - 2):
+        function = jax.vmap(function)
+    return function(x)
+
+
 class Retention(Axis):
-    """Base class of retentions: A_t = decay(A_{t−1}, α_t) + Δ_t, and M_t = map(A_t).
+    """Base class of retentions: A_t = decay(A_{t−1}, α_t) + Δ_t, and M_t = map(A_t). Every method is called with one matrix.
 
     Attributes:
       gate: the gate α: "scalar" for one per token and head, "channel" for one per feature channel, None for no gate (α = 1).
@@ -51,11 +59,11 @@ class Retention(Axis):
         return alpha * weight
 
     def start(self, accumulator: jax.Array) -> jax.Array:
-        """The form in which an initial accumulator [..., out, in] is stored. It must have the same map."""
+        """The form in which an accumulator [out, in] is stored. It must have the same map."""
         return accumulator
 
     def map(self, accumulator: jax.Array) -> jax.Array:
-        """M from an accumulator, both [..., out, in]."""
+        """M from an accumulator, both [out, in]."""
         return accumulator
 
     def slope(self, value_dim: int) -> float:

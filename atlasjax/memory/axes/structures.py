@@ -83,7 +83,8 @@ class Structure(Axis):
     def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
         """Name → (out, in). The first matrix is the outermost, with out = value_dim. The last one reads the features.
 
-        Names do not depend on the sizes. It is called with 1 and 1 where only names are needed.
+        Sizes are integers ≥ 1. Names and their order do not depend on the arguments: it is called with 1 and 1 where only names
+        are needed.
         """
         raise NotImplementedError(f"{type(self).__name__}.weight_shapes")
 

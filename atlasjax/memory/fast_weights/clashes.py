@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from atlasjax.check import is_integer
+from pallas_kernels.newton_schulz import SCHEDULES
+
 if TYPE_CHECKING:
     from atlasjax.memory.fast_weights.rule import MemoryRule
 
@@ -24,11 +27,22 @@ def clashes(rule: "MemoryRule") -> Iterator[tuple[str, str]]:
             f"chunk_size={rule.chunk_size}: gradients are taken at the memory of the chunk's start, which is "
             "not decayed token by token. Use chunk_size=1.",
         )
+    if rule.uses_muon:
+        steps, schedule = (getattr(rule.optimizer, name, None) for name in ("steps", "schedule"))
+        if not is_integer(steps, 0):
+            yield optimizer, f"its steps={steps!r}, which should be an integer ≥ 0 as it orthogonalizes."
+        if schedule not in SCHEDULES:
+            known = " or ".join(map(repr, SCHEDULES))
+            yield optimizer, f"its schedule={schedule!r}, which should be {known} as it orthogonalizes."
+        if not rule.optimizer.has_momentum:
+            yield optimizer, "its has_momentum=False, which should be True as it orthogonalizes its momentum."
     if rule.retention.has_map and rule.uses_muon:
         yield (
             retention,
             f"{optimizer}: an orthogonalized step cannot be combined with a retention map. Use GradientDescent().",
         )
+    if not is_integer(rule.optimizer.every, 1):
+        yield optimizer, f"its every={rule.optimizer.every!r}, which should be an integer ≥ 1."
     if rule.chunk_size % rule.optimizer.every:
         yield optimizer, f"chunk_size={rule.chunk_size}: `every` must divide the chunk size."
     if rule.optimizer.per_channel and not matrix:

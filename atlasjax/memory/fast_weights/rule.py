@@ -18,6 +18,7 @@ from atlasjax.memory.axes.base import check_choice
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.blocks import Factors, exact
 from atlasjax.memory.check import check_range
+from atlasjax.memory.choices import check_feature_dim, check_parts
 from atlasjax.memory.fast_weights import state as states_lib
 from atlasjax.memory.fast_weights.bounds import Bound, LimitedSlope, largest_norm, within_norm
 from atlasjax.memory.fast_weights.clashes import clashes
@@ -227,8 +228,10 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
         return "its reads are not linear in the memory" if self.structure.residual or self.structure.norm else None
 
     def start(self, weights: Weights) -> Weights:
-        """The stored form of the learned initial `weights`: M_0, or its accumulator if the retention has a map."""
-        return jax.tree.map(self.retention.start, weights) if self.retention.has_map else weights
+        """The stored form of `weights`, name → [..., out, in]: M_0, or its accumulator if the retention has a map."""
+        if not self.retention.has_map:
+            return weights
+        return {name: retention_lib.each_matrix(self.retention.start, w) for name, w in weights.items()}
 
     def begin_chunk(self, stored: Weights) -> Weights:
         """The stored memory at the start of a chunk, scaled to within `norm_bound`."""
@@ -273,10 +276,12 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
 
     def weights(self, stored: Weights) -> Weights:
         """The memory M_t from its stored form, through the retention's map if there is one; name → [..., out, in]."""
-        return jax.tree.map(self.retention.map, stored) if self.retention.has_map else stored
+        if not self.retention.has_map:
+            return stored
+        return {name: retention_lib.each_matrix(self.retention.map, w) for name, w in stored.items()}
 
     def stored_and_mapped(self, accumulators: Weights) -> tuple[Weights, Weights]:
-        """`start` of accumulators, and the memory; name → [..., out, in]."""
+        """`start` of accumulators, and the memory; name → [out, in]."""
         both = {name: self.retention.stored_and_mapped(w) for name, w in accumulators.items()}
         return {name: stored for name, (stored, _) in both.items()}, {
             name: memory for name, (_, memory) in both.items()
@@ -304,7 +309,7 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
           key_dim: size of a key. Per-channel retention has one α for each of the `features.dim(key_dim)` channels.
           value_dim: size of a value, for a step size per channel. None means key_dim.
         """
-        feature_dim = self.features.dim(key_dim)
+        feature_dim = check_feature_dim(self.features, key_dim)
         gates: dict[str, int | None] = {}
         if self.retention.gate is not None:
             gates["retention"] = feature_dim if self.retention.gate == "channel" else None
@@ -348,6 +353,7 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
         return states_lib.soup(states, weights)
 
     def init_params(self, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> MemoryParams:
+        check_parts(self, key_dim, value_dim, key)
         return states_lib.init_params(self, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
 
     def init_state(self, params: MemoryParams, *, batch_size: int, max_length: int | None = None) -> MemoryState:
@@ -462,6 +468,7 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
     ) -> tuple[np.ndarray, float]:
         from atlasjax.memory.fast_weights.suggested import suggested_steps
 
+        check_parts(self, key_dim, value_dim)  # a model asks for them before it creates the parameters
         return suggested_steps(self, key_dim, value_dim, forgetting, momentum_decay, window_weights, similar_keys)
 
     def check_state(self, params: MemoryParams, state: MemoryState, batch: int, heads: int, where: str) -> None:
