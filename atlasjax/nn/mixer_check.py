@@ -21,8 +21,8 @@ from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.mixers import FirstValuesMixer, Mixer, ObservedMixer, is_layerwise, make_mixer, observe, with_first
 
 _BATCH = 2
-# Tokens of whole sequences, and whether they are packed. 5 is odd and short, 64 is a multiple of most chunks.
-_WHOLE = ((5, False), (64, True), (64, False), (5, True))
+# Tokens of whole sequences, and whether they are packed. 5 is odd and short, 64 is a multiple of most chunks, 4,096 of all.
+_WHOLE = ((5, False), (64, True), (64, False), (5, True), (4096, False), (4096, True))
 _PIECES = (1, 3)  # tokens that are read at once
 _LENGTH = 128  # max_length of a state
 _SEGMENTS = 2
@@ -35,7 +35,7 @@ def check_own_mixers(config: ModelConfig) -> None:
 
     `__call__` or `observe`, `init_state` and `extend` or `extend_layer` are evaluated abstractly, whichever the model uses. An
     `init_state` or `extend` that raises NotImplementedError is of a mixer that does not decode. Whole sequences may be restricted,
-    to some lengths, or to packed or single documents: of four combinations one must be accepted.
+    to some lengths, or to packed or single documents: of six combinations one must be accepted.
 
     Raises:
       ValueError: a mixer has a parameter without logical axes, another array than parameters, or a method that takes or returns

@@ -42,6 +42,8 @@ class Recorded(ElasticMixer):
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v = super()._project(x)
         last = (x.shape[1] - 1) // self.block_size * self.block_size
+        if last == 0:  # of one block there is nothing in the memory
+            return q, k, v
         history = jnp.concatenate([k, v], axis=-1)[:, :last].astype(jnp.float32)
         history = history.reshape(*history.shape[:2], -1)
         settings = self.elastic

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from atlasjax import memory
 from atlasjax.memory import features, objectives, optimizers, retention, structures
 from atlasjax.memory.fast_weights.rule import MemoryRule
-from tests.memory.cases import assert_close, make_inputs
+from tests.memory.cases import assert_close, make_inputs, objective
 
 
 @st.composite
@@ -97,3 +98,46 @@ def compare(rule, time, cut, seed):
         y, state = jax.jit(streamed)()
         assert_close(y, expected, 1e-9)
         assert_close(state, final, 1e-9)
+
+
+def extreme(kind, seed, q, k, v, gates):
+    """The same inputs with some gates at the ends of their ranges, or with keys or values that are zero or equal."""
+    rng = np.random.default_rng(seed)
+    some = lambda x: rng.random(x.shape) < 0.35
+    if kind == "gates":
+        ends = {
+            name: jnp.where(some(x), 0.0, jnp.where(some(x), 1.0, x))
+            for name, x in gates._asdict().items()
+            if x is not None and name in ("retention", "momentum_decay", "window_weights")
+        }
+        return q, k, v, gates._replace(**ends)
+    if kind == "values":
+        return q, k, jnp.where(some(v[..., :1]), 0.0, v), gates
+    if kind == "keys":
+        return q, jnp.where(some(k[..., :1]), 0.0, k), v, gates
+    return q, jnp.broadcast_to(k[:, :1], k.shape), v, gates
+
+
+@random_calls(2)
+def test_gradients_at_extremes(rule, time, cut, seed):
+    compare_gradients(rule, time, cut, seed)
+
+
+@pytest.mark.slow
+@random_calls(60)
+def test_gradients_at_extremes_many_times(rule, time, cut, seed):
+    compare_gradients(rule, time, cut, seed)
+
+
+def compare_gradients(rule, time, cut, seed):
+    kind = ("gates", "values", "keys", "equal keys")[cut % 4]
+    with jax.enable_x64(True):
+        params, *inputs = make_inputs(rule, batch=1, heads=1, time=time, dtype=jnp.float64, seed=seed)
+        if seed % 2 and rule.structure == structures.Matrix():
+            params = params._replace(weights=jax.tree.map(jnp.zeros_like, params.weights))
+        arrays = params, *extreme(kind, seed, *inputs)
+        found, expected = (
+            jax.jit(jax.grad(lambda *arrays, fn=fn: objective(fn, rule, *arrays)[0], argnums=(0, 1, 2, 3, 4)))(*arrays)
+            for fn in (memory.scan, memory.reference)
+        )
+        assert_close(found, expected, 1e-7)
