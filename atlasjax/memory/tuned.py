@@ -95,7 +95,7 @@ def own_sources(*parts: object) -> str:
             except (OSError, TypeError):  # defined in a notebook
                 content = b""
             found.add(f"{kind.__module__}.{kind.__qualname__} {hashlib.sha256(content).hexdigest()}")
-        if dataclasses.is_dataclass(part):
+        if dataclasses.is_dataclass(part) and not isinstance(part, type):
             for field in dataclasses.fields(part):
                 visit(getattr(part, field.name))
 
