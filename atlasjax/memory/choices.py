@@ -65,12 +65,6 @@ def check_choices(rule: "MemoryRule", params: "MemoryParams", key_dim: int) -> N
     _check(rule, weights, coefficients, key_dim, dtype, _default_float())
 
 
-def check_initial(rule: "MemoryRule", key: jax.Array, feature_dim: int, value_dim: int) -> None:
-    """Raises PartError if the rule's structure or features return other initial values than they should."""
-    _initial_weights(rule.structure, key, feature_dim, value_dim)
-    _initial_coefficients(rule.features)
-
-
 def check_feature_dim(features: Features, key_dim: int) -> int:
     """`features.dim(key_dim)`. Raises PartError if it is not an integer ≥ 1."""
     told = f"{type(features).__name__}.dim"

@@ -353,7 +353,6 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
         return states_lib.soup(states, weights)
 
     def init_params(self, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> MemoryParams:
-        check_parts(self, key_dim, value_dim, key)
         return states_lib.init_params(self, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
 
     def init_state(self, params: MemoryParams, *, batch_size: int, max_length: int | None = None) -> MemoryState:

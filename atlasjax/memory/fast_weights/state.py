@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.check import check_floating, check_residual, check_shape
-from atlasjax.memory.choices import check_choices, check_initial
+from atlasjax.memory.choices import check_choices, check_parts
 
 if TYPE_CHECKING:
     from atlasjax.memory.fast_weights.rule import MemoryRule
@@ -74,9 +74,9 @@ def init_params(rule: "MemoryRule", key: PRNGKeyArray, *, num_heads: int, key_di
       ValueError: a size is less than one, key_dim ≠ value_dim for a memory with a residual, or a part of the rule returns a wrong
         shape.
     """
+    check_parts(rule, key_dim, value_dim, key)
     check_residual(rule.structure, key_dim, value_dim)
     feature_dim = rule.features.dim(key_dim)
-    check_initial(rule, key, feature_dim, value_dim)
     weights = jax.vmap(lambda k: rule.structure.init(k, feature_dim, value_dim))(jax.random.split(key, num_heads))
     initial = rule.features.init()
     coefficients = None if initial is None else jnp.tile(jnp.asarray(initial), (num_heads, *(1,) * initial.ndim))
@@ -84,9 +84,7 @@ def init_params(rule: "MemoryRule", key: PRNGKeyArray, *, num_heads: int, key_di
     if rule.structure.norm:
         shape = num_heads, value_dim
         norm = {"scale": jnp.ones(shape, jnp.float32), "bias": jnp.zeros(shape, jnp.float32)}
-    params = MemoryParams(weights, coefficients, norm)
-    check_choices(rule, params, key_dim)
-    return params
+    return MemoryParams(weights, coefficients, norm)
 
 
 def init_state(
