@@ -6,7 +6,7 @@ it traces a loop, with a message about the loop.
 
 import functools
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -44,7 +44,7 @@ def check_parts(rule: "MemoryRule", key_dim: int, value_dim: int, key: jax.Array
     feature_dim = check_feature_dim(rule.features, key_dim)
     _check_key_dim(rule.features, key_dim, feature_dim)
     weights = _initial_weights(rule.structure, key, feature_dim, value_dim)
-    shapes = tuple((name, weights[name].shape) for name in _weight_shapes(rule.structure, feature_dim, value_dim))
+    shapes = tuple((name, weights[name].shape) for name in check_weight_shapes(rule.structure, feature_dim, value_dim))
     coefficients = _initial_coefficients(rule.features)
     of_head = None if coefficients is None else coefficients.shape
     _check(rule, shapes, of_head, key_dim, _state_dtype(weights), _default_float())
@@ -68,7 +68,7 @@ def check_choices(rule: "MemoryRule", params: "MemoryParams", key_dim: int) -> N
 def check_feature_dim(features: Features, key_dim: int) -> int:
     """`features.dim(key_dim)`. Raises PartError if it is not an integer ≥ 1."""
     told = f"{type(features).__name__}.dim"
-    size = _tried(told, lambda: features.dim(key_dim))
+    size = tried(told, lambda: features.dim(key_dim))
     if not is_integer(size, 1, kinds=numbers.Integral):
         raise PartError(f"{told} returned {size!r} for a key of size {key_dim}; it should be an integer ≥ 1.")
     return int(size)
@@ -77,7 +77,7 @@ def check_feature_dim(features: Features, key_dim: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def check_softmax_choices(rule: "SoftmaxRule", value_dim: int) -> None:
     """`check_parts` of a softmax rule, whose features have any number of channels."""
-    _check_writing(rule, _weight_shapes(rule.structure, value_dim, value_dim), jnp.dtype(jnp.float32))
+    _check_writing(rule, check_weight_shapes(rule.structure, value_dim, value_dim), jnp.dtype(jnp.float32))
 
 
 def _default_float() -> jnp.dtype:
@@ -116,10 +116,10 @@ def _check_writing(rule: "MemoryRule | SoftmaxRule", weights: Mapping[str, Shape
         _check_optimizer(rule, matrices, array, value_dim)
 
 
-def _weight_shapes(structure: Structure, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
-    """`structure.weight_shapes`, checked."""
+def check_weight_shapes(structure: Structure, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
+    """`structure.weight_shapes(feature_dim, value_dim)`. Raises PartError if it is not as documented there."""
     told = f"{type(structure).__name__}.weight_shapes"
-    shapes = _tried(told, lambda: structure.weight_shapes(feature_dim, value_dim))
+    shapes = tried(told, lambda: structure.weight_shapes(feature_dim, value_dim))
     returned = f"{told} returned {shapes!r} for features of size {feature_dim} and values of size {value_dim}"
     if not isinstance(shapes, dict) or not shapes or not all(map(_is_shape, shapes.values())):
         raise PartError(f"{returned}; it should be a dict, name → (out, in), of at least one weight with integers ≥ 1.")
@@ -130,7 +130,7 @@ def _weight_shapes(structure: Structure, feature_dim: int, value_dim: int) -> di
             f"{returned}; the first weight, {outermost!r}, should be the outermost with {value_dim} rows, and the last, "
             f"{innermost!r}, should read the features with {feature_dim} columns."
         )
-    smallest = _tried(f"{told}(1, 1)", lambda: structure.weight_shapes(1, 1))
+    smallest = tried(f"{told}(1, 1)", lambda: structure.weight_shapes(1, 1))
     if not isinstance(smallest, dict) or list(smallest) != list(shapes):
         raise PartError(f"{returned}, and {smallest!r} for sizes of 1; the names should not depend on the sizes.")
     return {name: (int(rows), int(columns)) for name, (rows, columns) in shapes.items()}
@@ -145,9 +145,9 @@ def _initial_weights(
     structure: Structure, key: jax.Array | None, feature_dim: int, value_dim: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """What `structure.init` returns, checked."""
-    wanted, told = _weight_shapes(structure, feature_dim, value_dim), f"{type(structure).__name__}.init"
+    wanted, told = check_weight_shapes(structure, feature_dim, value_dim), f"{type(structure).__name__}.init"
     init = lambda: structure.init(jax.random.key(0) if key is None else key, feature_dim, value_dim)
-    weights = _tried(told, lambda: jax.eval_shape(init))
+    weights = tried(told, lambda: jax.eval_shape(init))
     right = isinstance(weights, dict) and all(map(_is_floating, weights.values()))
     if not right or {name: w.shape for name, w in weights.items()} != wanted:
         raise PartError(
@@ -160,7 +160,7 @@ def _initial_weights(
 def _initial_coefficients(features: Features) -> Any:
     """What `features.init` returns, checked."""
     told = f"{type(features).__name__}.init"
-    coefficients = _tried(told, features.init)
+    coefficients = tried(told, features.init)
     if coefficients is not None and not _is_floating(coefficients):
         raise PartError(f"{told} returned {coefficients!r}; it should be None or a floating-point array.")
     return coefficients
@@ -168,7 +168,7 @@ def _initial_coefficients(features: Features) -> Any:
 
 def _check_key_dim(features: Features, key_dim: int, feature_dim: int) -> None:
     told = f"{type(features).__name__}.key_dim"
-    found = _tried(told, lambda: features.key_dim(feature_dim))
+    found = tried(told, lambda: features.key_dim(feature_dim))
     if found != key_dim:
         raise PartError(f"{told} returned {found!r} for {feature_dim} features; it should be {key_dim}.")
 
@@ -181,7 +181,7 @@ def _check_features(rule: "MemoryRule", keys: Any, coefficients: Any) -> None:
         expected["degree_one"] = keys.shape
     for method, shape in expected.items():
         told = f"{type(kind).__name__}.{method}"
-        result = _tried(told, functools.partial(jax.eval_shape, getattr(kind, method), coefficients, keys), absent)
+        result = tried(told, functools.partial(jax.eval_shape, getattr(kind, method), coefficients, keys), absent)
         _same_shape(told, given, result, shape)
 
 
@@ -210,7 +210,7 @@ def _check_structure(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any],
     absent = [] if kind.residual else ["skip is None; with residual = True it is the residual of the memory"]
     absent += [] if kind.norm else ["norm is None; with norm = True it has a scale and a bias"]
     arguments = matrices, array(_TOKENS, feature_dim), array(_TOKENS, value_dim), array(value_dim)
-    out = _tried(told, lambda: jax.eval_shape(apply, *arguments), absent)
+    out = tried(told, lambda: jax.eval_shape(apply, *arguments), absent)
     _same_shape(told, f"for features of shape {(_TOKENS, feature_dim)}", out, (_TOKENS, value_dim))
 
 
@@ -221,7 +221,7 @@ def _check_objective(rule: "MemoryRule | SoftmaxRule", array: Any, value_dim: in
     told, out = f"{type(kind).__name__}.loss", array(_TOKENS, value_dim)
     threshold = array(_TOKENS) if kind.uses_threshold else None
     absent = () if kind.uses_threshold else ("threshold is None; with uses_threshold = True it is the gate",)
-    loss = _tried(told, lambda: jax.eval_shape(kind.loss, out, out, threshold), absent)
+    loss = tried(told, lambda: jax.eval_shape(kind.loss, out, out, threshold), absent)
     _same_shape(told, f"for outputs {out.shape}", loss, (_TOKENS,), "one number for each token, ")
 
 
@@ -239,13 +239,13 @@ def _check_retention(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any],
                 calls |= {"change_along": ((matrix, matrix), ()), "change_along_outer": ((matrix, *vectors), ())}
         for method, (arguments, shape) in calls.items():
             told = f"{type(kind).__name__}.{method}"
-            result = _tried(told, functools.partial(jax.eval_shape, getattr(kind, method), *arguments))
+            result = tried(told, functools.partial(jax.eval_shape, getattr(kind, method), *arguments))
             _same_shape(told, f"for a weight of shape {matrix.shape}", result, shape)
 
 
 def _check_optimizer(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any], array: Any, value_dim: int) -> None:
     kind, told = rule.optimizer, f"{type(rule.optimizer).__name__}.update"
-    state = _tried(f"{type(kind).__name__}.init", lambda: jax.eval_shape(kind.init, matrices))
+    state = tried(f"{type(kind).__name__}.init", lambda: jax.eval_shape(kind.init, matrices))
     if any(not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(state)):
         raise PartError(
             f"{type(kind).__name__}.init returned the state {_described(state)}; all its arrays should be floating point, also "
@@ -255,7 +255,7 @@ def _check_optimizer(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any],
     momentum_decay = array() if kind.has_momentum else None
     absent = [] if kind.has_momentum else ["momentum_decay is None; with has_momentum = True it is the gate"]
     absent += ["state is None, as init returns"] if state is None else []
-    result = _tried(told, lambda: jax.eval_shape(kind.update, state, matrices, step_size, momentum_decay), absent)
+    result = tried(told, lambda: jax.eval_shape(kind.update, state, matrices, step_size, momentum_decay), absent)
     if not isinstance(result, tuple) or len(result) != 2:
         raise PartError(
             f"{told} returned {_described(result)}; it should be a tuple: the steps, and the state after them."
@@ -272,7 +272,7 @@ def _check_optimizer(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any],
         )
 
 
-def check_applied(structure: Structure, name: str, weights: Weights, applied: Weights) -> None:
+def check_applied(structure: Structure, name: str, weights: Collection[str], applied: Collection[str]) -> None:
     """Raises PartError unless `name` is a weight that `structure.apply` has not applied yet: gradients need each of them once."""
     told = f"{type(structure).__name__}.apply"
     if name not in weights:
@@ -283,13 +283,13 @@ def check_applied(structure: Structure, name: str, weights: Weights, applied: We
         raise PartError(f"{told} uses the weight {name!r} twice; every weight should be applied exactly once.")
 
 
-def check_all_applied(structure: Structure, weights: Weights, applied: Weights) -> None:
+def check_all_applied(structure: Structure, weights: Collection[str], applied: Collection[str]) -> None:
     """Raises PartError if `structure.apply` has not applied one of the weights."""
     if unused := [name for name in weights if name not in applied]:
         raise PartError(f"{type(structure).__name__}.apply does not use the weight {unused[0]!r} of weight_shapes.")
 
 
-def _tried(told: str, call: Callable[[], T], absent: Sequence[str] = ()) -> T:
+def tried(told: str, call: Callable[[], T], absent: Sequence[str] = ()) -> T:
     """What the call of a method returns.
 
     Args:

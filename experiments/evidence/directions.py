@@ -16,7 +16,7 @@ from experiments.evidence.sources import (
     zoo,
 )
 from experiments.evidence.speed import efficiency, gam_scaling, not_run
-from experiments.stability.pairs import CONTROL, PAIRS
+from experiments.stability.pairs import BASELINE, PAIRS
 
 # Experiment → its command and its plot, or its table.
 EXPERIMENTS = {
@@ -212,7 +212,7 @@ DIRECTIONS = (
     ),
     Direction(
         "GAM is better than a Transformer", "G Table 1",
-        lambda: lines.gam("transformer++", CONTROL, "gam-transformer"), ("zoo", "stability"),
+        lambda: lines.gam("transformer++", BASELINE, "gam-transformer"), ("zoo", "stability"),
         note=lambda: "gam-transformer is G's baseline; Transformer++ is newer. Where gam-transformer is no better than a "
         "trigram (below), a line says that GAM learns faster, and nothing of what that Transformer reaches. "
         f"attention-lmm is attention with short convolutions and the output gate of a memory layer. {_OURS} GAM has a convolution "

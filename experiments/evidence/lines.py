@@ -19,13 +19,13 @@ from experiments.evidence.sources import (
     zoo,
 )
 from experiments.evidence.speed import efficiency
-from experiments.stability.pairs import CONTROL, PAIRS
+from experiments.stability.pairs import BASELINE, PAIRS
 
 _WINDOWS = (2, 4, 8, 16)
 # In place of a verdict: no paper has this comparison, and it helps to read those that one has.
 NOT_CLAIMED = "not claimed"
 # Models without a claim: attention in the layer of a memory, and Titans as a hybrid, where A Table 6 has Atlas alone.
-_WITHOUT_A_CLAIM = {CONTROL, "titans-mag"}
+_WITHOUT_A_CLAIM = {BASELINE, "titans-mag"}
 
 
 def omega() -> list[Line]:

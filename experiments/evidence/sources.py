@@ -79,7 +79,14 @@ def at_chance(sides: Iterable[dict[int, float]], level: float) -> str:
 
 
 def of_texts(
-    setting: str, comparison: Comparison, tokens: int, source: str, text: str, losses: Losses, where: str = ""
+    setting: str,
+    comparison: Comparison,
+    tokens: int,
+    source: str,
+    text: str,
+    losses: Losses,
+    where: str = "",
+    unit: str = BYTES,
 ) -> Line:
     """A line of language models, which is set aside if none of them has learned more than counting (`counting.beats`).
 
@@ -88,6 +95,7 @@ def of_texts(
       text: the text of their runs.
       losses: each of them → seed → held-out bits per byte.
       where: what the page calls these runs.
+      unit: as in `Line`.
     """
     trigram = counting.level(source, text)
     weak = tuple(
@@ -96,7 +104,7 @@ def of_texts(
         if not counting.beats(by_seed, trigram)
     )
     aside = counting.NO_BETTER if len(weak) == len(losses) else ""
-    return Line(setting, comparison, BYTES, tokens, source, aside, (f"{where or text} (trigram {trigram:.3f})", weak))
+    return Line(setting, comparison, unit, tokens, source, aside, (f"{where or text} (trigram {trigram:.3f})", weak))
 
 
 # Capacity.
@@ -336,8 +344,7 @@ def studies(direction: str) -> list[Line]:
             tokens = recipe["steps"] * recipe["batch_size"] * LENGTH
             sides = {name: losses[name] for name in models_of(line.told)}
             told, where = f"{line.told}: {text}", f"{text}, studies"
-            made = of_texts(told, line.comparison, tokens, "studies", text, sides, where)
-            found.append(dataclasses.replace(made, unit=line.unit))
+            found.append(of_texts(told, line.comparison, tokens, "studies", text, sides, where, line.unit))
     return found
 
 
@@ -353,6 +360,6 @@ def language(direction: str) -> list[Line]:
             sides = {
                 name: {seed: row["bits_per_byte"] for seed, row in runs[name].items()} for name in models_of(line.told)
             }
-            made = of_texts(f"{line.told}, {text}", line.comparison, tokens, "language", text, sides)
-            found.append(dataclasses.replace(made, unit=line.unit))
+            told = f"{line.told}, {text}"
+            found.append(of_texts(told, line.comparison, tokens, "language", text, sides, unit=line.unit))
     return found

@@ -6,7 +6,7 @@
 from typing import Any
 
 # Attention in the layer of a memory: Transformer++ has no convolutions before its keys, and every memory has them.
-CONTROL = "attention-lmm"
+BASELINE = "attention-lmm"
 
 # Direction → its pairs, those that differ in the claim alone first.
 PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -23,8 +23,8 @@ PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
     "muon": (("atlas", "omeganet"),),
     "dot": (
         ("dot", "deep-transformer"),
-        ("deep-transformer", CONTROL),
-        ("dot", CONTROL),
+        ("deep-transformer", BASELINE),
+        ("dot", BASELINE),
         ("deep-transformer", "transformer++"),
         ("dot", "transformer++"),
     ),
@@ -35,12 +35,12 @@ PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
     "gating": (("titans-grm", "titans-residual"),),
     "sampling": (("elastic-exp", "elastic-uniform"),),
     "gam": (("gam", "gam-global"), ("gam-global", "gam-sum"), ("gam-sum", "gam-local")),
-    "gam and attention": (("gam", "transformer++"), ("gam", CONTROL), ("gam", "gam-transformer"), ("gam", "mamba")),
+    "gam and attention": (("gam", "transformer++"), ("gam", BASELINE), ("gam", "gam-transformer"), ("gam", "mamba")),
     "elastic": tuple(("elastic-exp", other) for other in ("block-attention", "memorizing", "infini", "melodi")),
     "hybrid": (("atlas-mag", "atlas"), ("atlas-mag", "atlas-mal"), ("titans-mag", "titans")),
     "language": tuple(
         (name, other)
-        for other in ("titans", "transformer++", CONTROL, "gated-delta-rule", "gated-deltanet")
+        for other in ("titans", "transformer++", BASELINE, "gated-delta-rule", "gated-deltanet")
         for name in ("atlas", "omeganet")
     ),
     # By the perplexity of WikiText in A Table 2, where both sizes agree.
@@ -77,13 +77,13 @@ def models() -> list[str]:
 
 
 def default_config(name: str) -> Any:
-    """The training configuration of a tiny preset, or of the control with the settings of Transformer++."""
+    """The training configuration of a tiny preset, or of our own baseline with the settings of Transformer++."""
     import dataclasses
 
     from atlasjax.presets import model_around
     from atlasjax.train import defaults
     from experiments.language.models import attention
 
-    if name != CONTROL:
+    if name != BASELINE:
         return defaults.default_config(f"{name}-tiny")
     return dataclasses.replace(defaults.default_config("transformer++-tiny"), model=model_around(attention))

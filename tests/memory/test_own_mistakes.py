@@ -177,3 +177,34 @@ def test_integer_gates_and_other_partitions_are_named(delta):
 def test_a_rule_is_registered_with_what_it_writes(write):
     with pytest.raises(TypeError, match=r"rules.register: write is .*; it should be text"):
         rules.register(write)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapeless(Own):
+    def weight_shapes(self, features, value_dim):
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tall(Own):
+    """Returns shapes with the two sizes exchanged."""
+
+    def weight_shapes(self, features, value_dim):
+        return {"A": (value_dim, 2), "B": (features + 1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("structure", "words"),
+    [
+        (Shapeless(), "Shapeless.weight_shapes returned None for features of size 1"),
+        (Tall(), "the last, 'B', should read the features with 1 columns"),
+        (Own(("A", "C")), "Own.apply uses the weight 'C', which weight_shapes does not have"),
+        (Own(("A", "A")), "Own.apply uses the weight 'A' twice"),
+        (Own(("A", "B", 3)), "Own.apply uses the weight 3, which"),
+        (Own(None), "Own.apply failed: 'NoneType' object is not iterable"),
+    ],
+)
+def test_a_softmax_rule_tells_what_is_wrong_with_its_structure(structure, words):
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        memory.SoftmaxRule(structure, chunk_size=4)
+    assert "\n" not in str(error.value)

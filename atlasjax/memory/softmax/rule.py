@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax import check
+from atlasjax.memory import choices
 from atlasjax.memory.axes import objectives, optimizers, structures
 from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import Axis, check_choice
@@ -298,10 +299,13 @@ _KINDS: dict[str, type[Axis]] = {
 def _readers(structure: structures.Structure) -> list[str]:
     """The matrices that read the features."""
     found: list[str] = []
-    shapes = structure.weight_shapes(1, 1)
+    applied: set[str] = set()
+    shapes = choices.check_weight_shapes(structure, 1, 1)
 
     def apply(x: jax.Array) -> jax.Array:
         def linear(name: str, h: jax.Array) -> jax.Array:
+            choices.check_applied(structure, name, shapes, applied)
+            applied.add(name)
             if h is x:
                 found.append(name)
             return jnp.zeros((1, shapes[name][0]))
@@ -309,7 +313,8 @@ def _readers(structure: structures.Structure) -> list[str]:
         return structure.apply(linear, x, x if structure.residual else None, None)
 
     # Traced and not run, because creating a rule must not initialize devices before `jax.distributed.initialize`.
-    jax.eval_shape(apply, jax.ShapeDtypeStruct((1, 1), jnp.float32))
+    told = f"{type(structure).__name__}.apply"
+    choices.tried(told, lambda: jax.eval_shape(apply, jax.ShapeDtypeStruct((1, 1), jnp.float32)))
     return found
 
 
@@ -320,7 +325,7 @@ def _clashes(rule: SoftmaxRule) -> Iterator[str]:
     if rule.structure.norm:
         yield f"{structure}: a LayerNorm inside is not supported for softmax memories; use norm=False."
     elif not rule.structure.is_matrix and (
-        len(rule.structure.weight_shapes(1, 1)) != 2 or _readers(rule.structure) != [rule.inner]
+        len(choices.check_weight_shapes(rule.structure, 1, 1)) != 2 or _readers(rule.structure) != [rule.inner]
     ):
         yield f"{structure}: a softmax memory must be Matrix(), or have two matrices, one of which reads φ*, such as MLP(depth=2)."
     if rule.objective.removes or rule.objective.uses_threshold:
