@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import unittest.mock
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +25,7 @@ from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.interop.text_ends import TextEnds
 from atlasjax.nn import LanguageModel, ModelConfig
 from atlasjax.train.errors import CheckpointError, Interrupted
+from atlasjax.train.plot import plot_loss
 from tests.marks import some_slow
 from tests.train.tiny import TEXT, config
 
@@ -56,12 +59,19 @@ def printed_by(arguments: list[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(folder):
+def plotted():
+    """What the command of `trained` plots last."""
+    with unittest.mock.patch("atlasjax.cli.train.plot_loss", wraps=plot_loss) as mock:
+        yield mock
+
+
+@pytest.fixture(scope="module")
+def trained(folder, plotted):
     """A run of four steps, trained by the command: (folder, what it printed)."""
     return folder, printed_by(train_arguments(folder, 4))
 
 
-def test_what_training_prints(trained):
+def test_what_training_prints(trained, plotted):
     folder, out = trained
     assert "step 4/4" in out
     for words in ("this model, 4 steps", "unigram of bytes", "interpolated trigram", "sample:\nThe "):
@@ -71,6 +81,7 @@ def test_what_training_prints(trained):
     assert f"atlasjax evaluate --run-dir {folder / 'run'}\n" in out
     assert f"atlasjax generate --run-dir {folder / 'run'}" in out
     assert (folder / "run/loss_curve.png").exists()
+    assert plotted.call_args.kwargs["title"] == f"{PRESET[1]}, 4 steps"
 
 
 @pytest.mark.parametrize(("positions", "limit"), [(64, "51"), (15, "2"), (4, None)])
@@ -375,6 +386,36 @@ def test_sigterm_says_what_happened(monkeypatch, capsys):
     assert cli.main(["train"]) == 143
     assert capsys.readouterr().err == "atlasjax: stopped by signal 15.\n"
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_garbage_collection_is_not_lost(number, monkeypatch, capsys):
+    """Python drops the exceptions of its callbacks, of which jax has one."""
+    from atlasjax.cli import train as command
+
+    sent = []
+
+    def callback(phase, info):
+        if not sent:
+            sent.append(phase)
+            os.kill(os.getpid(), number)
+
+    def run(arguments):
+        gc.callbacks.append(callback)
+        gc.collect()
+        time.sleep(30)
+
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hook = sys.unraisablehook
+    monkeypatch.setattr(command, "run", run)
+    try:
+        assert cli.main(["train"]) == 128 + number
+    finally:
+        gc.callbacks.remove(callback)
+        signal.signal(signal.SIGINT, interrupt)
+    assert sent
+    assert capsys.readouterr().err == f"atlasjax: stopped by signal {number}.\n"
+    assert sys.unraisablehook is hook
 
 
 def test_python_m_is_the_command():

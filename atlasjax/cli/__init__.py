@@ -1,6 +1,7 @@
 """The command `atlasjax`: train, prepare, evaluate, generate, serve, import, export, tune, info."""
 
 import contextlib
+import functools
 import importlib
 import os
 import signal
@@ -24,6 +25,7 @@ COMMANDS = {
     "info": "sizes and costs of presets, and memory per device on TPUs or GPUs",
 }
 _MODULES = {"import": "import_weights", "export": "export_weights"}  # the others have the name of their command
+_AGAIN = 0.02  # seconds after which a lost signal is sent again
 USER_ERROR, RUN_ERROR, BUG, TRY_AGAIN = 2, 1, 70, 75  # the last two as in sysexits.h
 
 
@@ -43,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]
     before = _interrupt_on(signal.SIGTERM)
+    unraisable = sys.unraisablehook
+    sys.unraisablehook = functools.partial(_sent_again, unraisable)
     try:
         code = _command(given)
         try:
@@ -65,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
         return _leave(_fail(f"{said} (unexpected error; --debug shows the traceback)", BUG))
     finally:
+        sys.unraisablehook = unraisable
         if before is not None:
             signal.signal(signal.SIGTERM, before)
 
@@ -83,6 +88,22 @@ def _interrupt_on(number: signal.Signals) -> Callable[[int, FrameType | None], o
         raise KeyboardInterrupt(number)
 
     return signal.signal(number, interrupt)
+
+
+def _sent_again(hook: Callable[["sys.UnraisableHookArgs"], object], lost: "sys.UnraisableHookArgs") -> None:
+    """Sends a signal again whose exception Python has dropped: it came in a callback, such as jax's of garbage collection."""
+    errors = sys.modules.get("atlasjax.train.errors")
+    if isinstance(lost.exc_value, KeyboardInterrupt):
+        number = next(iter(lost.exc_value.args), signal.SIGINT)
+    elif errors is not None and isinstance(lost.exc_value, errors.Interrupted):
+        number = lost.exc_value.signal
+    else:
+        hook(lost)
+        return
+    # Later, when the callback has ended. In the main thread, whose system calls it then interrupts.
+    again = threading.Timer(_AGAIN, signal.pthread_kill, (threading.main_thread().ident, number))
+    again.daemon = True
+    again.start()
 
 
 def _leave(code: int) -> int:

@@ -13,8 +13,9 @@ import tyro
 from atlasjax import storage
 from atlasjax.cli.parsing import parse
 from atlasjax.generate import ContextFiles
+from atlasjax.interop.text_ends import text_ends
 from atlasjax.serve import BatchConfig, Batcher, Worker
-from atlasjax.serve.chat import Chat, chat_of, end_tokens_of
+from atlasjax.serve.chat import Chat, chat_of
 from atlasjax.serve.limits import Limits
 from atlasjax.serve.memories import Memories, MemoryLimits
 from atlasjax.train.errors import ConfigError, user_errors
@@ -113,6 +114,6 @@ def _conversation(command: ServeCommand) -> tuple[Chat, tuple[int, ...]]:
     run_dir = storage.path(command.run_dir)
     with user_errors():
         try:
-            return chat_of(run_dir), end_tokens_of(run_dir)
+            return chat_of(run_dir), text_ends(run_dir).ends
         except ImportError as error:
             raise ConfigError(f"the run has a chat template; pip install 'atlasjax[serve]' ({error}).") from None

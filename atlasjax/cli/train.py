@@ -158,8 +158,8 @@ def _report(name: str, config: TrainConfig, result: TrainResult) -> None:
         rows = {f"this model, {result.step} steps{tokens}": result.evaluation.bits_per_byte, **references}
         if HELD_OUT in result.ema_evaluations:
             rows["its moving average"] = result.ema_evaluations[HELD_OUT].bits_per_byte
-        for name, value in rows.items():
-            print(f"  {name:<28}{value:6.3f}")
+        for what, value in rows.items():
+            print(f"  {what:<28}{value:6.3f}")
     if references and result.step > result.resumed_from:
         plot_loss(config.run_dir, title=f"{name}, {result.step} steps", references=references)
     model, tokenizer = merge(result.setup.graphdef, result.state.params), result.setup.tokenizer

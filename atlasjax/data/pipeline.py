@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
@@ -66,8 +67,9 @@ class BatchIterator(Iterator[Batch]):
             raise ValueError(
                 "This is not a data position: it should be a dict with the keys 'pipeline' and 'position'."
             )
-        # Positions in prepared documents did not have it at first.
-        saved = {"max_segments": self._identity.get("max_segments"), **state["pipeline"]}
+        # Older positions do not have them.
+        later = ("max_segments", "tokens_crc32")
+        saved = {name: value for name, value in self._identity.items() if name in later} | state["pipeline"]
         names = sorted(saved.keys() | self._identity.keys())
         differences = [
             f"{name} was {saved.get(name)!r} and is now {self._identity.get(name)!r}"
@@ -195,7 +197,7 @@ def make_pipeline(
     if config.packing == "documents":
         return _documents(config, tokenizer, split, documents, *where, repeat)
     stream = token_stream(documents, tokenizer, config.separator)
-    identity = _identity(config, tokenizer, split, repeat, num_tokens=len(stream))
+    identity = _identity(config, tokenizer, split, repeat, num_tokens=len(stream), tokens_crc32=zlib.crc32(stream.data))
     return _contiguous(config, split, [stream], None, identity, where, repeat)
 
 

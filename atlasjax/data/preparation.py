@@ -350,7 +350,14 @@ def _plan(
     documents, tokens = sum(file.documents for file in files), sum(file.tokens for file in files)
     count = selection.count(documents)
     if not count or not tokens:
-        why = f"every {selection.period}th of {documents} documents" if selection.period else f"{documents} documents"
+        others = "all but " if selection.complement else ""
+        why = (
+            f"{others}every {selection.period}th of {documents} documents"
+            if selection.period
+            else f"{documents} documents"
+        )
+        if documents and not tokens:
+            raise ValueError(f"The {split} split is empty: it is {why}, and none of them has any text.")
         raise ValueError(
             f"The {split} split is empty: it is {why}, with {tokens} tokens in total. Use more text, another "
             f"validation_fraction (now {config.validation_fraction}) or separate validation data."

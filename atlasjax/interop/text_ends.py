@@ -1,8 +1,8 @@
 """The tokens that public weights use for the beginning and the end of texts."""
 
-import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from atlasjax import storage
 from atlasjax.interop.convert import PEER
 from atlasjax.storage import AnyPath
 from atlasjax.train.config import run_folder
@@ -23,16 +23,17 @@ class TextEnds(NamedTuple):
 def text_ends(run_dir: str | AnyPath) -> TextEnds:
     """The tokens of an imported run, from the files that came with its weights; none for a run that was not imported.
 
-    tokenizer_config.json names them; generation_config.json and config.json have ids.
+    tokenizer_config.json names them; generation_config.json and config.json have ids, the latter also in its `text_config`.
 
     Raises:
-      ValueError: run_dir is not a folder's name.
+      ValueError: run_dir is not a folder's name, or a file is damaged.
     """
     peer = run_folder(run_dir) / PEER
-    named, tokens = _json(peer / "tokenizer_config.json"), _json(peer / "tokenizer.json")
+    named, tokens = storage.read_object(peer / "tokenizer_config.json"), storage.read_object(peer / "tokenizer.json")
     of = {str(token.get("content")): token.get("id") for token in tokens.get("added_tokens", [])}
     of |= {str(token.get("content")): int(i) for i, token in named.get("added_tokens_decoder", {}).items()}
-    configs = [_json(peer / name) for name in ("generation_config.json", "config.json")]
+    configs = [storage.read_object(peer / name) for name in ("generation_config.json", "config.json")]
+    configs += [config["text_config"] for config in configs if isinstance(config.get("text_config"), dict)]
 
     def ids(kind: str) -> tuple[int, ...]:
         name = named.get(f"{kind}_token")
@@ -43,7 +44,3 @@ def text_ends(run_dir: str | AnyPath) -> TextEnds:
         return tuple(dict.fromkeys(i for i in found if i is not None))
 
     return TextEnds(next(iter(ids("bos")), None), ids("eos"))
-
-
-def _json(file: AnyPath) -> dict[str, Any]:
-    return json.loads(file.read_bytes()) if file.is_file() else {}

@@ -24,6 +24,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
+from atlasjax.memory.blocks import divisible
 from atlasjax.memory.check import check_sizes
 from atlasjax.mixers import block_memory
 from atlasjax.mixers.block_memory import BlockMemoryState
@@ -89,7 +90,7 @@ def attention(
       gate: β, [heads].
       block_size: L ≥ 1 tokens per block.
       rope_theta: base of the rotary wavelengths. None means no rotation.
-      norm_eps: added to the mean square of the read in RMSNorm.
+      norm_eps: > 0, added to the mean square of the read in RMSNorm.
       segment_ids: integers [batch, time]. A new document begins where the id changes; memory and blocks are reset there.
       max_segments: static bound on the number of documents in a row. Required under jit with `segment_ids`. Tokens of documents
         beyond the bound get NaN.
@@ -102,7 +103,7 @@ def attention(
     """
     where = "infini.attention"
     block_memory.check_call(where, q, k, v, gate, block_size, rope_theta)
-    check.number(where, "norm_eps", norm_eps, least=0)
+    check.number(where, "norm_eps", norm_eps, above=0)
     return block_memory.attention(
         q, k, v, gate, init_memory(q.shape[0], k.shape[2], k.shape[3], v.shape[3]), Partial(_read, norm_eps), write,
         where=where, block_size=block_size, rope_theta=rope_theta, segment_ids=segment_ids,
@@ -161,7 +162,7 @@ def extend(
     """
     where = "infini.extend"
     block_memory.check_extend(where, q, k, v, gate, state, rope_theta, Associative, _AXES)
-    check.number(where, "norm_eps", norm_eps, least=0)
+    check.number(where, "norm_eps", norm_eps, above=0)
     return block_memory.extend(
         q, k, v, gate, state, Partial(_read, norm_eps), write, rope_theta=rope_theta
     )  # fmt: skip
@@ -205,10 +206,20 @@ def write(
 
 
 def _divide(phi: jax.Array, memory: Associative) -> jax.Array:
-    total = _einsum("bthk,bhk->bth", phi, memory.normalizer)
-    empty = total <= 0
-    y = _einsum("bthk,bhkv->bthv", phi, memory.matrix) / jnp.where(empty, 1.0, total)[..., None]
-    return jnp.where(empty[..., None], 0.0, y)
+    # φ = eˣ may be 1e-30: the quotient is as good as any, but its derivative divides by the square of the total. So both factors
+    # are scaled to about 1, which changes neither the quotient nor its derivatives.
+    phi = phi * _scale(jnp.max(phi, axis=-1, keepdims=True))
+    scale = _scale(jnp.max(memory.normalizer, axis=-1, keepdims=True))
+    total = _einsum("bthk,bhk->bth", phi, memory.normalizer * scale)
+    filled = divisible(total)
+    y = _einsum("bthk,bhkv->bthv", phi, memory.matrix * scale[..., None]) / jnp.where(filled, total, 1.0)[..., None]
+    return jnp.where(filled[..., None], y, 0.0)
+
+
+def _scale(x: jax.Array) -> jax.Array:
+    """A power of two that takes x > 0 to [1/2, 1), so that multiplying rounds nothing; 1 for x = 0. Without a derivative."""
+    _, exponent = jnp.frexp(jax.lax.stop_gradient(x))
+    return jnp.ldexp(jnp.ones_like(x), -jnp.clip(exponent, -126, 126))
 
 
 # v − A(k) is a difference of similar numbers, which bfloat16 products, the default on accelerators, would swamp in rounding error.

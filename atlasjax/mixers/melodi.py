@@ -141,7 +141,7 @@ def attention(
       x: [batch, time, dim].
       weights: used in x's dtype.
       rope_theta: base of the rotary wavelengths. None means no rotation.
-      norm_eps: added to the mean square in the norms.
+      norm_eps: > 0, added to the mean square in the norms.
       segment_ids: integers [batch, time]. A new document begins where the id changes; memory and blocks are reset there.
       max_segments: static bound on the number of documents in a row. Required under jit with `segment_ids`. Tokens of documents
         beyond the bound get NaN.
@@ -374,7 +374,7 @@ def _make(
     """The layer, and its sizes by axis name. tokens: x, where it is given."""
     check.instance(where, "weights", weights, Weights)
     sizes = check_shapes(where, _AXES, weights=weights, **tokens)
-    check.number(where, "norm_eps", eps, least=0)
+    check.number(where, "norm_eps", eps, above=0)
     heads, width = weights.inputs.shape[1:]
     value_dim, rest = divmod(weights.out.shape[0], heads)
     key_dim = (width - value_dim) // 2

@@ -1,10 +1,10 @@
 """The text of a conversation: by the template of the tokenizer's folder, or in a plain form."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from atlasjax import storage
 from atlasjax.storage import AnyPath
 
 _ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
@@ -138,7 +138,7 @@ def chat_of(run_dir: AnyPath) -> Chat:
       ValueError: a file is damaged.
     """
     for place in _PLACES:
-        config = _json(run_dir / place / "tokenizer_config.json")
+        config = storage.read_object(run_dir / place / "tokenizer_config.json")
         file = run_dir / place / "chat_template.jinja"
         template = file.read_bytes().decode("utf-8") if file.is_file() else config.get("chat_template")
         if isinstance(template, list):  # several, each with a name
@@ -147,30 +147,6 @@ def chat_of(run_dir: AnyPath) -> Chat:
             special = {name: _token(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
             return TemplateChat(template, {name: text for name, text in special.items() if text is not None})
     return PlainChat()
-
-
-def end_tokens_of(run_dir: AnyPath) -> tuple[int, ...]:
-    """The tokens that end a text, of imported weights: `eos_token_id` of generation_config.json, or else of config.json.
-
-    Raises:
-      ValueError: a file is damaged.
-    """
-    for name in ("generation_config.json", "config.json"):
-        for config in (found := _json(run_dir / "peer" / name), found.get("text_config", {})):
-            ids = config.get("eos_token_id")
-            if ids is not None:
-                return tuple(ids) if isinstance(ids, list) else (ids,)
-    return ()
-
-
-def _json(file: AnyPath) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{str(file)!r} is not JSON ({error}).") from None
-    return found if isinstance(found, dict) else {}
 
 
 def _token(value: Any) -> str | None:

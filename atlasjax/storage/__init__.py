@@ -11,6 +11,7 @@ from atlasjax.storage.paths import (
     is_outage,
     local_path,
     path,
+    read_object,
     write_whole,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "open_log",
     "path",
     "read_log",
+    "read_object",
     "write_whole",
 ]

@@ -4,6 +4,7 @@ import contextlib
 import fnmatch
 import functools
 import glob
+import json
 import logging
 import os
 import pathlib
@@ -275,6 +276,21 @@ def local_path(name: str | os.PathLike[str]) -> pathlib.Path:
             f"{str(found)!r} is in a store; it should be on a disk of this machine: copy it, or mount the store."
         )
     return found
+
+
+def read_object(path: AnyPath) -> dict[str, Any]:
+    """A file's JSON object; {} if there is no file, or if it has another value.
+
+    Raises:
+      ValueError: it is not JSON.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is not JSON ({error}).") from None
+    return found if isinstance(found, dict) else {}
 
 
 def write_whole(path: AnyPath, content: bytes) -> None:

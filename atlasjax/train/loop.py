@@ -35,6 +35,7 @@ from atlasjax.train.errors import (
 from atlasjax.train.evaluations import Evaluations
 from atlasjax.train.initial import base_params
 from atlasjax.train.metrics import MetricsWriter
+from atlasjax.train.metrics import read as read_metrics
 from atlasjax.train.plot import plot_loss
 from atlasjax.train.progress import Progress
 from atlasjax.train.setup import Setup
@@ -263,9 +264,12 @@ class _Run:
     ) -> TrainState:  # fmt: skip
         """Takes the remaining steps, and evaluates, saves and reports between them."""
         config = self.config
-        if first >= config.steps:
+        done = first >= config.steps
+        if done:
             progress.print(f"All {config.steps} steps are done. Set a larger number of steps to continue.")
-            self._evaluate(state)
+        missed = self._missed_evaluation(first)
+        if (done or missed) and self._evaluate(state) and missed:
+            self._record_evaluation(first, writer, progress)
         if not first and config.init_from is not None and self._evaluate(state):
             self._record_evaluation(0, writer, progress)  # what the other run's model can do here
         for step in range(first + 1, config.steps + 1):
@@ -296,7 +300,7 @@ class _Run:
                 self.programs.save()
             if on_step is not None:
                 on_step(step)
-            if stop and not last:
+            if stop and not (last and not self.setup.evaluation_data):
                 raise Interrupted(
                     f"Stopped by signal {stop} after step {step}, saved in {self.checkpoints.path(step)}. Run the same "
                     "command to resume.",
@@ -353,6 +357,17 @@ class _Run:
             if state.ema is not None:
                 self.ema_results = self._evaluations(state.averaged)
         return True
+
+    def _missed_evaluation(self, first: int) -> bool:
+        """Whether the step that a run resumes from was due for evaluation, and a signal stopped the run before it."""
+        due = first and (first >= self.config.steps or _every(first, self.config.eval_every))
+        if not due or not self.setup.evaluation_data:
+            return False
+        found = False
+        if jax.process_index() == 0:
+            records = read_metrics(run_folder(self.config.run_dir) / "metrics.jsonl")
+            found = any(record["step"] == first and record["kind"].startswith("evaluation") for record in records)
+        return not multihost_utils.broadcast_one_to_all(np.asarray(found))
 
     def _record_evaluation(self, step: int, writer: MetricsWriter, progress: Progress) -> None:
         seen = step * _tokens_per_step(self.config)

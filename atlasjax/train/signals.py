@@ -49,15 +49,20 @@ class StopSignals:
         self._received = number
         self._restore([caught for caught in self._before if caught != signal.SIGHUP])
         if not self._remembers:
-            raise Interrupted(
-                f"Stopped by signal {number} before the first step. Run the same command to start again or to "
-                "resume from the last checkpoint.",
-                number,
-            )
+            self._stop()
 
     def remember(self) -> None:
-        """From now on a signal is remembered, for `received`."""
+        """From now on a signal is remembered, for `received`. Raises Interrupted for one from before, whose exception was lost."""
         self._remembers = True
+        if self._received:
+            self._stop()
+
+    def _stop(self) -> None:
+        raise Interrupted(
+            f"Stopped by signal {self._received} before the first step. Run the same command to start again or to resume from "
+            "the last checkpoint.",
+            self._received,
+        )
 
     def _restore(self, numbers: list[int]) -> None:
         for number in numbers:

@@ -408,6 +408,16 @@ def test_what_cannot_be_prepared(tmp_path, fields, message):
         prepare(DataConfig(**fields), tmp_path / "out")
 
 
+def test_documents_without_text_cannot_be_prepared(tmp_path):
+    file = tmp_path / "empty.jsonl"
+    file.write_text('{"text": ""}\n' * 100)
+    config = DataConfig(source="jsonl", paths=(str(file),), packing="documents")
+    with pytest.raises(
+        ValueError, match=r"split is empty: it is .*every 20th of 100 documents, and none of them has any text"
+    ):
+        prepare(config, tmp_path / "out")
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, sources):
     folder = tmp_path_factory.mktemp("finished")

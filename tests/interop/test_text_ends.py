@@ -8,7 +8,6 @@ import pytest
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.interop.text_ends import text_ends
 from atlasjax.nn import ModelConfig
-from atlasjax.serve.chat import end_tokens_of
 from atlasjax.train import TrainConfig
 from atlasjax.train.setup import write_run_files
 
@@ -27,6 +26,9 @@ CONFIG = {"bos_token_id": 1, "eos_token_id": 2}
         ({"config.json": CONFIG}, (1, (2,))),
         ({"config.json": CONFIG, "generation_config.json": {"eos_token_id": [4, 2]}}, (1, (4, 2))),
         ({"config.json": CONFIG, "tokenizer_config.json": NAMED, "tokenizer.json": ADDED}, (5, (0, 2))),
+        ({"config.json": {"eos_token_id": None, "text_config": CONFIG}}, (1, (2,))),
+        ({"config.json": {"text_config": CONFIG}, "tokenizer_config.json": WITH_IDS}, (1, (7, 2))),
+        ({"config.json": [1]}, (None, ())),
     ],
 )
 def test_text_ends(tmp_path, files, expected):
@@ -34,6 +36,13 @@ def test_text_ends(tmp_path, files, expected):
     for name, content in files.items():
         (tmp_path / "peer" / name).write_text(json.dumps(content))
     assert text_ends(tmp_path) == expected
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    (tmp_path / "peer").mkdir()
+    (tmp_path / "peer/generation_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"generation_config\.json' is not JSON"):
+        text_ends(tmp_path)
 
 
 def test_a_run_that_starts_from_an_imported_one_has_them_too(tmp_path):
@@ -46,7 +55,6 @@ def test_a_run_that_starts_from_an_imported_one_has_them_too(tmp_path):
     config = TrainConfig(ModelConfig(), run_dir=str(tmp_path / "new"), init_from=str(tmp_path / "imported"))
     write_run_files(types.SimpleNamespace(config=config, tokenizer=ByteTokenizer()))
     assert text_ends(tmp_path / "new") == (None, (5, 6))
-    assert end_tokens_of(tmp_path / "new") == (5, 6)
     assert {path.name for path in (tmp_path / "new/peer").iterdir()} == {
         "generation_config.json",
         "chat_template.jinja",

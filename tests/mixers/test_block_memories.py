@@ -264,6 +264,7 @@ def test_infini_feature_map():
          r"state.memory.values has shape .*should be \[batch=2, queue_length=4, heads=2, value_dim=6\]"),
         (ValueError, lambda q, k, v: parallel("infini", q, k, v, theta=0), "infini.attention: rope_theta must .* got 0"),
         (ValueError, lambda q, k, v: parallel("infini", q, k, v, norm_eps=None), "infini.attention: norm_eps must .* got None"),
+        (ValueError, lambda q, k, v: parallel("infini", q, k, v, norm_eps=0), "norm_eps must be a number > 0, got 0"),
         (ValueError, lambda q, k, v: infini.init_state(-1, 3, 2, 4, 6, "float32"), "infini.init_state: batch_size .* got -1"),
         (TypeError, lambda q, k, v: infini.init_state(2, 3, 2, 4, 6, "flot32"), "infini.init_state: dtype .* got 'flot32'"),
         (ValueError, lambda q, k, v: memorizing.init_state(2, 4, 5, 0, 4, 6, "float32"), "memorizing.init_state: heads .* got 0"),
@@ -276,3 +277,27 @@ def test_infini_feature_map():
 def test_bad_input_is_named(error, call, words):
     with pytest.raises(error, match=words):
         call(*arrays(10))
+
+
+@pytest.mark.parametrize("shift", [-25.0, -60.0, -80.0])
+def test_infini_with_very_negative_keys_and_queries(shift):
+    """φ(x + s) = eˢ φ(x) for negative numbers, and reads are quotients: neither they nor their gradients depend on s."""
+    q, k, v = arrays(7)
+    q, k, weights = -abs(q), -abs(k), jax.random.normal(jax.random.key(5), v.shape)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
+    def read(q, k, v, shift):
+        memory = infini.init_memory(BATCH, HEADS, KEY, VALUE)
+        for keys, values in ((k, v), (q, v[:, ::-1])):
+            memory = infini.write(memory, keys + shift, values)
+        y = infini.read(memory, q + shift)
+        return jnp.sum(weights * y), y
+
+    def assert_near(x, expected):
+        np.testing.assert_allclose(x, expected, atol=1e-4 * float(jnp.abs(expected).max()))
+
+    jax.tree.map(assert_near, read(q, k, v, shift), read(q, k, v, 0.0))
+    total = lambda *arrays: jnp.sum(infini.attention(*arrays, GATE, block_size=SIZE, rope_theta=None))
+    gradients = jax.jit(jax.grad(total, (0, 1, 2)))(q + shift, k + shift, v)
+    assert all(bool(jnp.isfinite(x).all()) for x in gradients)

@@ -200,7 +200,7 @@ def test_bfloat16():
         (lambda x, w: M.extend(x, w, fresh()._replace(position=jnp.zeros(2))), "state.position must be integers"),
         (lambda x, w: parallel(x, None), "melodi.attention: weights must be a Weights, got None"),
         (lambda x, w: parallel(None, w), r"melodi.attention: x must be an array \[batch, time, dim\], got NoneType"),
-        (lambda x, w: M.attention(x, w, norm_eps="x"), "melodi.attention: norm_eps must be a number ≥ 0, got 'x'"),
+        (lambda x, w: M.attention(x, w, norm_eps="x"), "melodi.attention: norm_eps must be a number > 0, got 'x'"),
         (lambda x, w: M.attention(x, w, rope_theta=-1), "melodi.attention: rope_theta must be a number > 0 or None, got -1"),
         (lambda x, w: M.init_state(-1, w, jnp.float32), "melodi.init_state: batch_size must be an integer ≥ 1, got -1"),
         (lambda x, w: M.init_state(2, None, jnp.float32), "melodi.init_state: weights must be a Weights, got None"),

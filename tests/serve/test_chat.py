@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from atlasjax.serve.chat import Message, PlainChat, chat_of, end_tokens_of
+from atlasjax.serve.chat import Message, PlainChat, chat_of
 
 MESSAGES = [
     Message("system", "Be brief."),
@@ -28,7 +28,6 @@ def test_the_plain_form(tmp_path):
     assert isinstance(chat, PlainChat)
     assert chat.text(MESSAGES) == "System: Be brief.\n\nUser: Who?\n\nAssistant: She.\n\nUser: Why?\n\nAssistant:"
     assert chat.text(MESSAGES[-1:], "text") == "\n\nUser: Why?\n\nAssistant:"
-    assert end_tokens_of(tmp_path) == ()
 
 
 @pytest.mark.parametrize("where", ["file", "config", "named"])
@@ -56,15 +55,3 @@ def test_templates(tmp_path, where):
     (folder / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ValueError, match="the chat template is not one"):
         chat_of(tmp_path)
-
-
-def test_end_tokens(tmp_path):
-    folder = tmp_path / "peer"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"eos_token_id": null, "text_config": {"eos_token_id": 7}}')
-    assert end_tokens_of(tmp_path) == (7,)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert end_tokens_of(tmp_path) == (5, 6)
-    (folder / "generation_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"generation_config\.json' is not JSON"):
-        end_tokens_of(tmp_path)

@@ -180,6 +180,39 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, number):
     assert result.resumed_from == 4
 
 
+def test_an_evaluation_that_a_signal_prevented_is_made_up_for(done, tmp_path):
+    """At a step on the way and at the last one: the resumed run has the records of one that was not stopped."""
+    run = config(tmp_path, eval_every=2)
+    for stop in (2, 4):
+
+        def on_step(step: int, stop: int = stop) -> None:
+            if step == stop - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with pytest.raises(Interrupted, match=f"after step {stop}, saved"):
+            train(run, on_step=on_step)
+    result = train(run)
+    assert result.evaluation == done[1].evaluation
+    train(run)  # finished: it evaluates, and records nothing
+    found, expected = (
+        [
+            record
+            for record in metrics.read(pathlib.Path(each.run_dir) / "metrics.jsonl")
+            if record["kind"] == "evaluation"
+        ]
+        for each in (run, done[0])
+    )
+    assert found == expected
+
+
+def test_a_signal_whose_exception_was_lost_is_remembered():
+    with StopSignals() as signals:
+        with contextlib.suppress(Interrupted):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted, match="Stopped by signal 15 before the first step"):
+            signals.remember()
+
+
 def test_a_terminal_that_closes():
     """Its shell sends SIGHUP too, and the second one does not end the process. Under nohup neither counts."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
