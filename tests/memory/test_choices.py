@@ -211,3 +211,18 @@ def test_gate_checks_under_jit():
 def test_residual_needs_equal_sizes():
     with pytest.raises(ValueError, match="key_dim must equal value_dim, got key_dim=4, value_dim=8"):
         memory.init_params(rules.titans(), jax.random.key(0), num_heads=1, key_dim=4, value_dim=8)
+
+
+class Falling(features.Features):
+    """16 features of keys of size 8, and 8 of those of size 16."""
+
+    def dim(self, key_dim):
+        return {8: 16, 16: 8}.get(key_dim, 100 + key_dim)
+
+
+def test_the_size_of_a_key_is_found_from_its_features():
+    maps = (features.Identity(), features.Powers(3), features.Polynomial(3))
+    assert [[kind.key_dim(kind.dim(size)) for size in (1, 2, 7, 10**9)] for kind in maps] == 3 * [[1, 2, 7, 10**9]]
+    assert (Falling().key_dim(16), Falling().key_dim(8), Falling().key_dim(107)) == (8, 16, 7)
+    with pytest.raises(ValueError, match="no key size with 7 features"):
+        features.Powers(3).key_dim(7)

@@ -50,7 +50,14 @@ class Features(Axis):
         Raises:
           ValueError: no size has D features, or several have. A map whose D does not determine the size overrides this method.
         """
-        found = next((size for size in range(1, feature_dim + 1) if self.dim(size) == feature_dim), None)
+        # By bisection, since D grows with the key in all but strange maps; those are searched from the smallest size on.
+        low, high = 0, feature_dim  # the smallest size with enough features is in (low, high]
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.dim(middle) >= feature_dim else (middle, high)
+        found: int | None = high
+        if self.dim(high) != feature_dim:
+            found = next((size for size in range(1, feature_dim + 1) if self.dim(size) == feature_dim), None)
         if found is None:
             raise ValueError(f"{self!r} has no key size with {feature_dim} features.")
         if self.dim(found + 1) == feature_dim:
