@@ -98,16 +98,19 @@ def _checked(command: ServeCommand) -> tuple[str | None, pathlib.Path]:
         if not isinstance(folder, pathlib.Path):
             raise ConfigError(f"memories is {str(folder)!r}; give a folder on this machine's disk with --memories.")
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not there.is_dir() and there != storage.path(command.run_dir):  # load_run says that a run is not a folder
+        # load_run says that a run is not a folder
+        if not there.is_dir() and there.absolute() != pathlib.Path(command.run_dir).absolute():
             raise ConfigError(
                 f"memories is {str(folder)!r}, but {str(there)!r} is a file; give a folder with --memories."
             )
-        if command.token_file is None:
-            return os.environ.get(_TOKEN) or None, folder
-        token = pathlib.Path(command.token_file).read_text("utf-8", "replace").strip()
-    if not token or not token.isascii() or len(token.split()) != 1:
-        raise ConfigError(f"token_file is {command.token_file!r}; it should have one word of ASCII characters.")
-    return token, folder
+        if command.token_file is not None:
+            token = pathlib.Path(command.token_file).read_text("utf-8", "replace")
+        elif not (token := os.environ.get(_TOKEN, "")):
+            return None, folder
+    if not token.isascii() or len(token.split()) != 1:
+        given = f"{_TOKEN} is set" if command.token_file is None else f"token_file is {command.token_file!r}"
+        raise ConfigError(f"{given}; it should have one word of ASCII characters.")
+    return token.strip(), folder
 
 
 def _conversation(command: ServeCommand) -> tuple[Chat, tuple[int, ...]]:

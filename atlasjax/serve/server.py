@@ -1,7 +1,9 @@
 """Runs the HTTP server of a model, until a signal stops it."""
 
+import asyncio
 import dataclasses
 import ipaddress
+import math
 import socket
 import sys
 from collections.abc import Callable
@@ -9,6 +11,8 @@ from collections.abc import Callable
 import uvicorn
 
 from atlasjax.serve.app import Service, make_app
+
+_LAST_SECONDS = 5  # after the grace time, for what clients are told then
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +60,15 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
 class Server(uvicorn.Server):
     """Serves until SIGINT or SIGTERM: then nothing new is accepted, and running requests have `grace_seconds` to end.
 
-    Memories are saved when a request ends, so those of all requests that were answered are on the disk.
+    Those that are left then end with an error that says so. Memories are saved when a request ends, so those of all requests that
+    were answered are on the disk.
     """
 
     def __init__(self, service: Service, *, grace_seconds: float, ready: Callable[[], None] = lambda: None):
-        self._service, self._ready = service, ready
+        self._service, self._grace_seconds, self._ready = service, grace_seconds, ready
         config = uvicorn.Config(
             make_app(service), log_level="warning", access_log=False, ws="none", http="h11", lifespan="on",
-            timeout_graceful_shutdown=max(1, round(grace_seconds)), server_header=False,
+            timeout_graceful_shutdown=math.ceil(grace_seconds) + _LAST_SECONDS, server_header=False,
         )  # fmt: skip
         super().__init__(config)
 
@@ -81,3 +86,16 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by `run`. uvicorn would end requests that are left without a word to their clients."""
+
+        async def end_requests() -> None:
+            await asyncio.sleep(self._grace_seconds)
+            await asyncio.to_thread(self._service.worker.close)
+
+        ending = asyncio.create_task(end_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()

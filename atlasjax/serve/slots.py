@@ -1,5 +1,6 @@
 """The device programs of a server: a fixed number of slots, one text in each, and one step for those that are in use."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from atlasjax.generate import Context, RowSampling, sample_rows
@@ -60,6 +62,10 @@ class Slots:
     def __init__(self, model: LanguageModel, number: int, max_length: int, vocab_size: int):
         self.model, self.number, self.max_length, self._vocab_size = model, number, max_length, vocab_size
         self._graphdef, self._params = nnx.split(model, nnx.Param)
+        # All texts lie in one way on the devices, or what a program returns would be compiled for again when it is read.
+        self._where = _where(self._params)
+        if not isinstance(self._where, NamedSharding):
+            self._params = jax.device_put(self._params, self._where)
         # A step takes the first 1, 4, 16, … slots or all, so that few texts cost less, with few programs.
         self._sizes = [*(size for size in (4**i for i in range(16)) if size < number), number]
         width = model.config.vocab_size
@@ -67,15 +73,16 @@ class Slots:
         # Not twice as long: a cache of segments has the same shapes for all lengths up to a segment.
         self.keeps_tokens = shapes(max_length) != shapes(max_length + 2**30)
         self._row = shapes(max_length)
-        self._no_text = Context(
-            model.init_cache(1, max_length), jnp.zeros((1, width), jnp.float32), np.zeros((1, width), bool),
-            np.zeros(1, np.int32), max_length,
-        )  # fmt: skip
-        self._state = SlotState(
+        cache, logits = jax.device_put(
+            (model.init_cache(1, max_length), jnp.zeros((1, width), jnp.float32)), self._where
+        )
+        self._no_text = Context(cache, logits, np.zeros((1, width), bool), np.zeros(1, np.int32), max_length)
+        state = SlotState(
             jnp.zeros((number, width), jnp.float32),
             model.init_cache(number, max_length),
             jnp.zeros((number, width), bool),
         )
+        self._state = jax.device_put(state, self._where)
 
     @property
     def no_text(self) -> Context:
@@ -95,19 +102,20 @@ class Slots:
             raise ValueError(
                 f"the memory has room for {context.max_length} tokens; the server's texts have {self.max_length}."
             )
-        return context
+        cache, logits = jax.device_put((context.cache, context.logits), self._where)
+        return dataclasses.replace(context, cache=cache, logits=logits)
 
     def read(self, tokens: np.ndarray, cache: PyTree) -> tuple[jax.Array, PyTree]:
         """Reads a piece of one text, int32 [time]. Returns the logits of the next token [1, vocabulary], and the cache."""
-        return prefill(self._graphdef, self._params, tokens[None], copied(cache))
+        return self._placed(prefill(self._graphdef, self._params, tokens[None], copied(cache)))
 
     def put(self, slot: int, context: Context) -> None:
         """Puts a text into a slot."""
-        self._state = _put(self._state, slot, context.logits, context.cache, context.seen)
+        self._state = self._placed(_put(self._state, slot, context.logits, context.cache, context.seen))
 
     def take(self, slot: int, num_tokens: int) -> Context:
         """The text of a slot. num_tokens: how many tokens it has."""
-        row = _take(self._state, slot)
+        row = self._placed(_take(self._state, slot))
         return Context(row.cache, row.logits, np.array(row.seen), np.array([num_tokens], np.int32), self.max_length)
 
     def step(self, inputs: StepInputs) -> np.ndarray:
@@ -123,8 +131,7 @@ class Slots:
 
     def move(self, slot: int, to: int) -> None:
         """Puts the text of a slot into another one."""
-        row = _take(self._state, slot)
-        self._state = _put(self._state, to, row.logits, row.cache, row.seen)
+        self.put(to, self.take(slot, 0))
 
     def compile(self, inputs: StepInputs) -> None:
         """Compiles the steps of all sizes. No slot may be in use, for each reads a few tokens."""
@@ -135,10 +142,23 @@ class Slots:
     def _step(self, inputs: StepInputs, size: int) -> np.ndarray:
         """A step of the first `size` slots."""
         first = jax.tree.map(lambda x: x[:size], inputs)
-        found, self._state = _step(self._graphdef, self._params, self._state, first, vocab_size=self._vocab_size)
+        found, state = _step(self._graphdef, self._params, self._state, first, vocab_size=self._vocab_size)
+        self._state = self._placed(state)
         tokens = np.zeros(self.number, np.int32)
         tokens[:size] = found
         return tokens
+
+    def _placed(self, results: PyTree) -> PyTree:
+        """What a program returned, as the texts lie. XLA chooses where there are several devices."""
+        return jax.device_put(results, self._where) if isinstance(self._where, NamedSharding) else results
+
+
+def _where(params: PyTree) -> jax.sharding.Sharding:
+    """How texts lie on the devices of the parameters: whole on each."""
+    sharding: jax.sharding.Sharding = jax.tree.leaves(params)[0].sharding
+    if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return SingleDeviceSharding(next(iter(sharding.device_set)))
 
 
 SlotRow = tuple[bool, int, int, np.ndarray, RowSampling]  # active, forced, position, key and sampling of a slot

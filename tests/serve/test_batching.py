@@ -11,10 +11,13 @@ import pytest
 from flax import nnx
 
 from atlasjax.data.tokenizers import ByteTokenizer
+from atlasjax.distributed.mesh import MeshConfig, make_mesh
+from atlasjax.distributed.sharding import parameter_shardings
 from atlasjax.generate import SamplingConfig, context, generate
-from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
+from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig, logical_axes
 from atlasjax.nn.caching import CachingConfig
 from atlasjax.serve import BatchConfig, Batcher, ClosedError, Done, Failed, Piece, QueueFullError, Request
+from atlasjax.train import state as state_lib
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -125,6 +128,31 @@ def test_contexts_are_those_of_reading(alone):
     (events,) = serve(Request(ids(""), LENGTH, config, seed, context=everything, keep=True))
     assert list(done(events).tokens) == alone[2]
     assert done(events).context.num_tokens.tolist() == [18 + LENGTH]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_nothing_is_compiled_after_the_warm_up(devices, compiled):
+    """Of a model whose parameters lie as `load_run` puts them."""
+    graphdef, shapes = state_lib.model_shapes(CONFIG)
+    mesh = make_mesh(MeshConfig(data=1, fsdp=-1), jax.devices()[:devices])
+    where, _ = parameter_shardings(state_lib.pure(logical_axes(CONFIG)), shapes, mesh)
+    params = jax.device_put(state_lib.init_params(CONFIG, jax.random.key(0)), where)
+    batcher = Batcher(state_lib.merge(graphdef, params), Ascii(), SIZES, end_tokens=())
+    batcher.warm_up()
+    programs, kept = len(compiled), []
+    assert programs
+    say = lambda event: kept.append(event.context) if isinstance(event, Done) else None
+    for length in (1, 2, 3, 8, 11, 20):
+        batcher.submit(Request(np.arange(length, dtype=np.int32), 2, stop=("never found",), keep=length == 3), say)
+        if length % 2:
+            while batcher.step():
+                pass
+    while batcher.step():
+        pass
+    batcher.submit(Request(np.arange(4, dtype=np.int32), 2, context=next(filter(None, kept))), say)
+    while batcher.step():
+        pass
+    assert (len(kept), len(compiled)) == (7, programs)
 
 
 def test_a_stop_string_is_not_kept(alone):

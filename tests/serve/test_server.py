@@ -19,6 +19,7 @@ import pytest
 from flax import nnx
 
 from atlasjax import cli
+from atlasjax.cli.serve import ServeCommand, _checked
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.generate import ContextFiles, SamplingConfig, generate
 from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
@@ -56,7 +57,7 @@ def model() -> LanguageModel:
 
 
 @contextlib.contextmanager
-def serving(folder: pathlib.Path, config=SIZES, chat=PlainChat(), end_tokens=(), **limits):
+def serving(folder: pathlib.Path, config=SIZES, chat=PlainChat(), end_tokens=(), grace_seconds=1.0, **limits):
     """A server in a thread: (address, its batcher)."""
     batcher = Batcher(model(), Ascii(), config, end_tokens=end_tokens)
     memories = Memories(ContextFiles(model()), folder)
@@ -64,7 +65,7 @@ def serving(folder: pathlib.Path, config=SIZES, chat=PlainChat(), end_tokens=(),
     service = app.Service(Worker(batcher), Ascii(), "tiny", chat, memories, limits, TOKEN, frozenset({"127.0.0.1"}))
     opened, address = web.listen(web.Address("127.0.0.1", 0))
     ready = threading.Event()
-    server = web.Server(service, grace_seconds=1, ready=ready.set)
+    server = web.Server(service, grace_seconds=grace_seconds, ready=ready.set)
     thread = threading.Thread(target=server.run, args=([opened],))
     thread.start()
     try:
@@ -73,6 +74,7 @@ def serving(folder: pathlib.Path, config=SIZES, chat=PlainChat(), end_tokens=(),
     finally:
         server.should_exit = True
         thread.join()
+        assert batcher.num_active == batcher.num_waiting == 0
 
 
 def client_of(address, **options) -> "openai.OpenAI":
@@ -296,6 +298,29 @@ def test_disconnects_conflicts_and_the_queue(tmp_path):
         assert 0 < text.usage.completion_tokens < 10**6
 
 
+def test_requests_left_after_the_grace_time_are_told(tmp_path, caplog):
+    found = []
+    with serving(tmp_path, grace_seconds=0.3, max_tokens=10**6) as (address, batcher):
+        long = functools.partial(client_of(address).completions.create, model="tiny", prompt="a", max_tokens=10**6)
+
+        def fails(call):
+            with pytest.raises(openai.APIError) as error:
+                call()
+            found.append(error)
+
+        stream = long(stream=True)
+        next(iter(stream))
+        threads = [threading.Thread(target=fails, args=(call,)) for call in (long, lambda: list(stream))]
+        for thread in threads:
+            thread.start()
+        until(lambda: batcher.num_active == 2)
+    for thread in threads:
+        thread.join(60)
+    assert {getattr(error.value, "status_code", None) for error in found} == {503, None}
+    assert all("the server was stopped" in str(error.value) for error in found)
+    assert "Traceback" not in caplog.text
+
+
 def test_the_moving_average_is_asked_for(tmp_path, monkeypatch, capsys):
     given = []
 
@@ -310,7 +335,7 @@ def test_the_moving_average_is_asked_for(tmp_path, monkeypatch, capsys):
     assert given == [(str(tmp_path), None, False), (str(tmp_path), None, True), (str(tmp_path), 3, True)]
 
 
-def test_files_that_are_no_token_and_no_folder(tmp_path, capsys):
+def test_files_that_are_no_token_and_no_folder(tmp_path, monkeypatch, capsys):
     """Said before a model is loaded: there is none."""
     (tmp_path / "file").write_bytes(b"caf\xe9")
     for options, words in [
@@ -322,6 +347,25 @@ def test_files_that_are_no_token_and_no_folder(tmp_path, capsys):
         options = [str(tmp_path / one) if one.startswith("file") else one for one in options]
         assert cli.main(["serve", "--run-dir", str(tmp_path), *options]) == 2
         assert words in capsys.readouterr().err.replace(f"{tmp_path}/", "")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["serve", "--run-dir", "file"]) == 2
+    assert "there is no run in it" in capsys.readouterr().err
+
+
+def test_the_variable_of_the_token(tmp_path, monkeypatch, capsys):
+    """It is held to what a file is held to, so that no client is refused later."""
+    start = lambda: cli.main(["serve", "--run-dir", str(tmp_path), "--host", "0.0.0.0"])
+    for wrong in (" ", "two words", "caf\u00e9"):
+        monkeypatch.setenv("ATLASJAX_SERVE_TOKEN", wrong)
+        assert start() == 2
+        assert capsys.readouterr().err == (
+            "atlasjax: ATLASJAX_SERVE_TOKEN is set; it should have one word of ASCII characters.\n"
+        )
+    monkeypatch.setenv("ATLASJAX_SERVE_TOKEN", f"{TOKEN}\n")
+    assert _checked(ServeCommand(run_dir=str(tmp_path)))[0] == TOKEN
+    monkeypatch.setenv("ATLASJAX_SERVE_TOKEN", "")
+    assert start() == 2
+    assert "give a token" in capsys.readouterr().err
 
 
 PROGRAM = """
