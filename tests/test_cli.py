@@ -150,6 +150,21 @@ def test_a_text_shorter_than_a_sequence_can_be_read_as_a_stream(trained, tmp_pat
     assert cli.main(arguments) == 2
     assert "--stream reads a text of any length" in capsys.readouterr().err
     assert cli.main([*arguments, "--stream"]) == 0
+    (tmp_path / "short.txt").write_text("A")
+    assert cli.main([*arguments, "--stream"]) == 2
+    assert "short.txt'; it should have at least two tokens, and has 1." in capsys.readouterr().err
+
+
+def test_evaluate_a_text_of_another_encoding(trained, tmp_path, capsys):
+    folder, _ = trained
+    (tmp_path / "text.txt").write_bytes("café ".encode("latin-1") * 20)
+    arguments = ["evaluate", "--run-dir", str(folder / "run"), "--text", str(tmp_path / "text.txt"), "--stream"]
+    assert cli.main(arguments) == 2
+    assert "Set its encoding, e.g. --data.encoding latin-1" in capsys.readouterr().err
+    assert cli.main([*arguments, "--data.encoding", "latin-1"]) == 0
+    assert "119 tokens, 119 bytes" in capsys.readouterr().out
+    assert cli.main([*arguments, "--data.errors", "skip"]) == 0
+    assert "79 tokens, 79 bytes" in capsys.readouterr().out
 
 
 def test_generate_is_determined_by_the_seed(trained, capsys):
@@ -270,6 +285,8 @@ def test_nothing_is_announced_before_the_request_is_known_to_be_sound(tmp_path, 
         (["evaluate", "--log-samples"], "--log-samples is for --tasks, which is not given"),
         (["evaluate", "--piece", "64"], "--piece is for --stream, which is not given"),
         (["evaluate", "--tasks"], "--tasks is empty"),
+        (["evaluate", "--text"], "--text is empty; it needs at least one file or folder."),
+        (["evaluate", "--data.encoding", "latin-1"], "--data.encoding is for --text, which is not given."),
         (["evaluate", "--max-batches", "-2"], "max_batches is -2; it should be at least 1"),
         (["evaluate", "--max-batches", "0"], "max_batches is 0; it should be at least 1"),
         (["train", "--seed", "-1"], "seed is -1; it should be in [0, 2^32)"),
@@ -305,6 +322,12 @@ def test_nothing_is_announced_before_the_request_is_known_to_be_sound(tmp_path, 
         (["info", "--size", "340"], "Did you mean '340m'?"),
         (["info", "--preset", "atlas-tiny", "--plan", "v5f:2x2"], "Unknown accelerator 'v5f'. Did you mean"),
         (["info", "--preset", "atlas-tiny", "--plan", "v5e"], "it should be like v5e:16x16"),
+        (["info", "--preset", "atlas-tiny", "--plan", "v5e:0x2"], "it should be like v5e:16x16"),
+        (["info", "--preset", "atlas-tiny", "--plan", ""], "Unknown accelerator ''"),
+        (
+            ["info", "--preset", "atlas-tiny", "--plan", "v5e:2x2", "--implementation", "pallas_gpu"],
+            "memory.implementation is 'pallas_gpu', which runs on cuda only; v5e:2x2 is tpu.",
+        ),
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(arguments, words, capsys, tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from atlasjax.cli.tasks import TaskOptions, chat_template, load_tasks, run_tasks
 from atlasjax.data.config import DataConfig
 from atlasjax.data.pipeline import TextTooShortError, make_pipeline
 from atlasjax.data.prepared import load_tokens
+from atlasjax.data.text import Errors
 from atlasjax.evaluate.lm import LanguageModelResult, evaluate_stream
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import HELD_OUT, TrainConfig, parse_sets
@@ -45,6 +46,10 @@ class EvaluateCommand:
     """Take the moving average of the parameters (optimizer.ema_decay) instead of the parameters."""
     text: tuple[str, ...] = ()
     """Text files or folders to evaluate on. None given: the run's own held-out text and its evaluation sets."""
+    encoding: Annotated[str | None, tyro.conf.arg(name="data.encoding")] = None
+    """Encoding of --text, such as latin-1. None: the run's."""
+    errors: Annotated[Errors | None, tyro.conf.arg(name="data.errors")] = None
+    """What to do with bytes of --text that are invalid in it: strict is an error. None: as the run."""
     max_batches: int | None = None
     """Maximum number of batches. None: the whole text."""
     stream: bool = False
@@ -69,10 +74,16 @@ def run(arguments: Sequence[str]) -> None:
         value = getattr(command, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it should be at least 1.")
+    named = {argument.partition("=")[0] for argument in arguments}
+    if "--text" in named and not command.text:
+        raise ConfigError("--text is empty; it needs at least one file or folder.")
+    for name in ("encoding", "errors"):
+        if getattr(command, name) is not None and not command.text:
+            raise ConfigError(f"--data.{name} is for --text, which is not given.")
     if command.harness.tasks:
         _run_tasks(command)
         return
-    if any(argument.partition("=")[0] == "--tasks" for argument in arguments):
+    if "--tasks" in named:
         raise ConfigError("--tasks is empty; it needs the name of at least one task.")
     for given in (command.harness, command.long_context):
         for field in dataclasses.fields(given):
@@ -114,7 +125,7 @@ def _run_tasks(command: EvaluateCommand) -> None:
         refused += [(command, "stream", ours)]
         refused += [(options, field.name, ours) for field in dataclasses.fields(options) if field.name not in both]
     if not ours:
-        refused += [(command, "text", others)]
+        refused += [(command, name, others) for name in ("text", "encoding", "errors")]
         refused += [(command.long_context, field.name, others) for field in dataclasses.fields(command.long_context)]
     for given, name, tasks in refused:
         if tasks and getattr(given, name) != getattr(type(given), name):
@@ -128,8 +139,8 @@ def _run_tasks(command: EvaluateCommand) -> None:
     ready = None
     if ours:  # what is wrong with these tasks is said before the others run
         ready = prepare_long_context(
-            command.run_dir, loaded, ours, command.long_context, text=command.text, batch_size=options.batch_size,
-            ema=command.ema,
+            command.run_dir, loaded, ours, command.long_context, batch_size=options.batch_size, ema=command.ema,
+            text=_given_text(command, loaded.config) if command.text else None,
         )  # fmt: skip
     if others:
         run_tasks(command.run_dir, loaded, tasks, options, stream=command.stream, chat=chat)
@@ -147,9 +158,14 @@ def _loaded(command: EvaluateCommand) -> LoadedRun:
 def _texts(command: EvaluateCommand, config: TrainConfig) -> dict[str, DataConfig]:
     """The texts to evaluate on, by name: that of --text, or the run's held-out text and its evaluation sets."""
     if command.text:
-        return {"": text_data(config.data, command.text)}
+        return {"": _given_text(command, config)}
     sets = {name: text_data(config.data, paths) for name, paths in parse_sets(config.evaluation_sets).items()}
     return ({} if sets and not config.data.has_validation else {HELD_OUT: config.data}) | sets
+
+
+def _given_text(command: EvaluateCommand, config: TrainConfig) -> DataConfig:
+    """The data of --text."""
+    return text_data(config.data, command.text, encoding=command.encoding, errors=command.errors)
 
 
 def _parallel(
@@ -173,6 +189,9 @@ def _stream(command: EvaluateCommand, loaded: LoadedRun, data: DataConfig, name:
     tokens = load_tokens(data, loaded.tokenizer, "validation")
     if command.max_batches is not None:
         tokens = tokens[: command.max_batches * data.batch_size * data.sequence_length + 1]
+    if len(tokens) < 2:
+        what = f"text is {command.text[0]!r}" if command.text else f"the text {name!r} of the run is short"
+        raise ConfigError(f"{what}; it should have at least two tokens, and has {len(tokens)}.")
     table = loaded.tokenizer.bytes_per_token
     result, losses = evaluate_stream(loaded.model, tokens, table, piece=command.piece)
     print("bits per byte by position in the stream" + (f" of {name}" if name not in ("", HELD_OUT) else ""))

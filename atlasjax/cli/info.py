@@ -68,13 +68,15 @@ def run(arguments: Sequence[str]) -> None:
             f"--size {command.size} and --preset {command.preset[0]} both say which presets; leave one of them out."
         )
     try:
-        if command.plan:
+        if command.plan is not None:
             check_topology(command.plan)  # before the sizes of large models are computed
         presets = command.preset if command.size is None else tuple(preset_names(command.size))
         configs = {preset: _config(command, preset) for preset in presets}
         rows = {preset: _sizes(config) for preset, config in configs.items()}
         plans = (
-            {preset: plan_training(config, command.plan) for preset, config in configs.items()} if command.plan else {}
+            {preset: plan_training(config, command.plan) for preset, config in configs.items()}
+            if command.plan is not None
+            else {}
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -101,7 +103,7 @@ def _config(command: InfoCommand, preset: str) -> TrainConfig:
     )
     accumulation = _given(command.accumulation, config.accumulation)
     config = dataclasses.replace(config, data=data, accumulation=accumulation)
-    if command.plan:
+    if command.plan is not None:
         config = dataclasses.replace(config, mesh=command.mesh or suggested_mesh(config, command.plan))
     return config
 

@@ -20,7 +20,6 @@ from atlasjax.evaluate.scoring import Scorer
 from atlasjax.interop.text_ends import text_ends
 from atlasjax.train.config import run_folder
 from atlasjax.train.errors import ConfigError, user_errors
-from atlasjax.train.evaluations import text_data
 from atlasjax.train.load import LoadedRun
 
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
@@ -92,7 +91,7 @@ class LongContext:
 
 
 def prepare_long_context(
-    run_dir: str, loaded: LoadedRun, names: Sequence[str], options: LongContextOptions, *, text: tuple[str, ...],
+    run_dir: str, loaded: LoadedRun, names: Sequence[str], options: LongContextOptions, *, text: DataConfig | None,
     batch_size: int, ema: bool = False,
 ) -> LongContext:  # fmt: skip
     """Reads the texts and makes every prompt once.
@@ -101,8 +100,8 @@ def prepare_long_context(
       run_dir, loaded, ema: the run, and which of its parameters were loaded.
       names: of the tasks.
       options: what they are asked.
-      text: text files or folders. Prompts hide their answers in this text, and its loss is measured. None given: the text that
-        comes with the library, and the run's own held-out text.
+      text: prompts hide their answers in this text, and its loss is measured. None: the text that comes with the library, and the
+        run's own held-out text.
       batch_size: rows read together.
 
     Raises:
@@ -112,8 +111,8 @@ def prepare_long_context(
     needs_text = any(task.needs_text for task in tasks.values())
     with user_errors():
         loaded.model.check_length(max(plan.lengths), "lengths")
-        data: DataConfig = text_data(loaded.config.data, text) if text else loaded.config.data
-        words = load_text(data, "validation") if text else "\n".join(embedded_documents().texts)
+        data = text or loaded.config.data
+        words = load_text(text, "validation") if text else "\n".join(embedded_documents().texts)
         tokens = load_tokens(data, loaded.tokenizer, "validation") if needs_text else np.zeros(0, np.int32)
         if not needs_text:  # no more rows than a cell fills: each costs time and memory
             batch_size = math.ceil(plan.samples / math.ceil(plan.samples / batch_size))
@@ -122,7 +121,13 @@ def prepare_long_context(
         for task in tasks.values():
             task.check(plan, run.tokenizer, run.haystack, run.tokens)
         folder = run_folder(run_dir) / "evaluations"
-    about = {"run_dir": run_dir, "step": loaded.step, "ema": ema, "text": list(text), **dataclasses.asdict(plan)}
+    about = {
+        "run_dir": run_dir,
+        "step": loaded.step,
+        "ema": ema,
+        "text": list(text.paths) if text else [],
+        **dataclasses.asdict(plan),
+    }
     digest = hashlib.sha256(words.encode() + tokens.tobytes()).hexdigest()
     return LongContext(run, tasks, folder, about, digest)
 

@@ -17,7 +17,7 @@ def baselines(config: DataConfig) -> dict[str, float]:
 
     Empty if nothing is held out or the text does not fit in memory.
     """
-    if not config.has_validation or config.source not in ("embedded", "text"):
+    if not config.has_validation or not config.is_in_memory:
         return {}
     train = load_text(config, "train")
     if len(train) > _BASELINE_CHARACTERS:

@@ -132,7 +132,10 @@ def _with_branch(command: TrainCommand, config: TrainConfig) -> TrainConfig:
     with user_errors():
         if command.add_memory is not None:
             rule = command.add_memory
-            branch = BranchConfig("memory", memory=MemoryConfig(rule, truncation=TRUNCATION.get(rule)))
+            memory = MemoryConfig(rule, truncation=TRUNCATION.get(rule))
+            # A memory with a residual has values as wide as its keys, whatever the model has.
+            wide = config.model.value_expansion > 1 and memory.build().has_residual
+            branch = BranchConfig("memory", memory=memory, value_expansion=1 if wide else None)
         else:
             branch = BranchConfig("swa", attention=AttentionConfig(command.add_window))
         if config.model.branch not in (None, branch):

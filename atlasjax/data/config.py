@@ -155,7 +155,7 @@ class DataConfig:
                 f"source_options is {self.source_options}, but source {self.source!r} takes none; they are for "
                 "your own source, named 'package.module:Class'."
             )
-        if self.held_out in ("tail", "blocks") and self.source not in ("embedded", "text"):
+        if self.held_out in ("tail", "blocks") and not self.is_in_memory:
             raise ValueError(
                 f"held_out {self.held_out!r} cuts text in memory; source {self.source!r} holds out 'documents'."
             )
@@ -168,6 +168,11 @@ class DataConfig:
     def has_own_source(self) -> bool:
         """Whether the source is a user's own, named by module and object."""
         return ":" in self.source
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the source's text is read into memory, where it can be cut anywhere."""
+        return self.source in ("embedded", "text")
 
     @property
     def separate_validation(self) -> bool:

@@ -96,8 +96,8 @@ def prepare(
 
     Raises:
       ValueError: the config cannot be prepared, a document cannot be read, a split is empty, the directory has other content, or
-        files of the source were added, removed or changed in size since it was prepared. If no part was finished, nothing stays of
-        what this call made.
+        files of the source were added, removed or changed in size since it was prepared. If no part was finished, or a split is
+        empty, nothing stays of what this call made.
       FileNotFoundError: as `load_documents`.
       OSError: a file cannot be written.
       RuntimeError: a worker failed.
@@ -131,10 +131,15 @@ def prepare(
         (folder / "parts").mkdir(exist_ok=True)
         report = on_report or (lambda report: None)
         written = _tokenize(config, inputs, folder, tokenizer, workers, report)
-        plans = {
-            split: _plan(config, split, selection, tuple(written[selection.input]), shard_tokens)
-            for split, selection in inputs.splits.items()
-        }
+        try:
+            plans = {
+                split: _plan(config, split, selection, tuple(written[selection.input]), shard_tokens)
+                for split, selection in inputs.splits.items()
+            }
+        except ValueError:  # only another config can be prepared from this source, and it can have the folder
+            _clean(folder)
+            shutil.rmtree(folder / "tokenizer")
+            raise
         splits = _gather(folder, plans, tokenizer, workers, report)
         result = Manifest(
             tokenizer.fingerprint, tokenizer.vocab_size, token_dtype(tokenizer.vocab_size).name, config.packing,

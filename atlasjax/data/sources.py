@@ -62,9 +62,10 @@ def load_documents(config: DataConfig, split: Split) -> Documents:
     how = default_held_out(config, len(documents)) if config.held_out == "auto" else config.held_out
     if how == "documents":
         if len(documents) < period:
+            cut = "held_out 'tail', " if config.is_in_memory else ""
             raise ValueError(
                 f"validation_fraction {config.validation_fraction} holds out every {period}th document, but there are only "
-                f"{len(documents)}; use held_out 'tail', a larger fraction, or separate validation data."
+                f"{len(documents)}; use {cut}a larger fraction, or separate validation data."
             )
         return EveryNth(documents, period, complement=split == "train")
     assert isinstance(documents, TextDocuments), "DataConfig allows cutting only where the text is in memory"

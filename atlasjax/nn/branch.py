@@ -24,6 +24,7 @@ class BranchConfig:
       attention: the attention of a branch that has it, such as "swa". Nothing is taken over from the model's.
       num_heads: number of heads. None: the model's.
       head_dim: size of the queries and keys of a head. None: the model's.
+      value_expansion: how many times as wide as the keys the values are. None: as the model's.
 
     Other settings, such as `conv_width` and `norm_eps`, are the model's.
 
@@ -37,6 +38,7 @@ class BranchConfig:
     attention: AttentionConfig = AttentionConfig()
     num_heads: int | None = None
     head_dim: int | None = None
+    value_expansion: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mixer", name_of("BranchConfig: mixer", self.mixer))
@@ -50,7 +52,8 @@ class BranchConfig:
             )
         check.instance("BranchConfig", "memory", self.memory, MemoryConfig)
         check.instance("BranchConfig", "attention", self.attention, AttentionConfig)
-        check.integers(self, {"num_heads": 1, "head_dim": 1}, ("num_heads", "head_dim"))
+        optional = ("num_heads", "head_dim", "value_expansion")
+        check.integers(self, dict.fromkeys(optional, 1), optional)
 
     def alone(self, model: "ModelConfig") -> "ModelConfig":
         """The model with this mixer in place of its own."""
@@ -63,6 +66,7 @@ class BranchConfig:
             attention=self.attention,
             num_heads=model.num_heads if self.num_heads is None else self.num_heads,
             head_dim=model.resolved_head_dim if self.head_dim is None else self.head_dim,
+            value_expansion=model.value_expansion if self.value_expansion is None else self.value_expansion,
             rwkv7=dataclasses.replace(model.rwkv7, value_residual=False),
             caching=None,
             branch=None,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import jax
 
 SHAPE = r"[1-9]\d*"
+PLATFORM = "cuda"
 EXAMPLES = "h100:8, or 2x h100:8 for two hosts"
 
 

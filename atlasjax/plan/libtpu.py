@@ -13,7 +13,8 @@ from atlasjax.plan.accelerator import Accelerator
 if TYPE_CHECKING:
     import jax
 
-SHAPE = r"\d+(x\d+){1,2}"
+SHAPE = r"[1-9]\d*(x[1-9]\d*){1,2}"
+PLATFORM = "tpu"
 EXAMPLES = "v5e:16x16, v5p:8x8x8, or 2x v5e:16x16 for two slices"
 # The memory is taken from libtpu's out-of-memory messages.
 ACCELERATORS = {

@@ -20,6 +20,7 @@ class Compiler(Protocol):
     ACCELERATORS: Mapping[str, Accelerator]
     SHAPE: str
     EXAMPLES: str
+    PLATFORM: str
 
     def check_installed(self) -> None:
         """Raises ValueError if the compiler is not installed."""

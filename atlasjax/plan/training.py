@@ -11,6 +11,8 @@ from atlasjax.config_json import from_dict, to_dict
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import batch_sharding
 from atlasjax.flops import count_flops
+from atlasjax.memory import BACKENDS
+from atlasjax.names import resolve
 from atlasjax.plan import child, compiled
 from atlasjax.plan.compiled import Plan
 from atlasjax.plan.topology import Topology, check_topology
@@ -33,15 +35,31 @@ def plan_training(config: TrainConfig, topology: str) -> Plan:
       topology: e.g. "v5e:16x16", "2x v5e:16x16" (two slices), "h100:8", "2x h100:8" (two hosts).
 
     Raises:
-      ValueError: the topology is unknown, its compiler is missing, or mesh and batch do not fit.
+      ValueError: the topology is unknown, its compiler is missing, a memory's implementation is for other devices, or mesh and
+        batch do not fit.
       RuntimeError: the compilation failed, e.g. because the step does not fit into a device's memory.
     """
     check_topology(topology)
-    available = Topology.parse(topology).num_devices
+    target = Topology.parse(topology)
+    _check_implementations(config, target)
+    available = target.num_devices
     shape = config.mesh.resolve(available)
     if (needed := math.prod(shape.values())) < available:
         raise ValueError(f"mesh {shape} uses {needed} devices; {topology} has {available}. Set one size to -1.")
     return child.run_in_child(__name__, {"config": to_dict(config), "topology": topology})
+
+
+def _check_implementations(config: TrainConfig, target: Topology) -> None:
+    branch = config.model.branch
+    memories = {"memory": config.model.memory} | ({} if branch is None else {"branch.memory": branch.memory})
+    for name, memory in memories.items():
+        if memory.implementation is not None:
+            platform = resolve("implementation", memory.implementation, BACKENDS).platform
+            if platform not in (None, target.compiler.PLATFORM):
+                raise ValueError(
+                    f"{name}.implementation is {memory.implementation!r}, which runs on {platform} only; {target.name} is "
+                    f"{target.compiler.PLATFORM}."
+                )
 
 
 def device_hours(config: TrainConfig, topology: str, utilization: float = UTILIZATION) -> float:

@@ -281,7 +281,9 @@ class Checkpoints:
             except CheckpointError as error:
                 skipped.append((candidate, str(error)))
         reasons = "; ".join(f"{self.path(step)}: {reason}" for step, reason in skipped) or "there is none"
-        raise CheckpointError(f"No usable checkpoint in {self.directory}: {reasons}")
+        none_usable = CheckpointError(f"No usable checkpoint in {self.directory}: {reasons}")
+        none_usable.skipped = skipped
+        raise none_usable
 
     def _load(self, step: int, target: dict[str, PyTree]) -> dict[str, PyTree]:
         if step in self.unreadable:

@@ -1,7 +1,7 @@
 """Errors that end a run. Their messages are for the user, without a traceback."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from atlasjax.storage import AccessError
 
@@ -28,7 +28,13 @@ class NonFiniteError(RunError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written or read."""
+    """A checkpoint could not be written or read.
+
+    Attributes:
+      skipped: if none is usable, all that were tried, as (step, reason).
+    """
+
+    skipped: Sequence[tuple[int, str]] = ()
 
 
 class SaveError(CheckpointError):

@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from atlasjax.data.config import DataConfig
 from atlasjax.data.pipeline import Pipeline, make_pipeline
+from atlasjax.data.text import Errors
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.evaluate.lm import LanguageModelResult, evaluate
 from atlasjax.train.config import HELD_OUT, parse_sets
@@ -18,11 +19,18 @@ from atlasjax.train.step import EvalStep
 _SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",)}  # source → of its files
 
 
-def text_data(data: DataConfig, paths: tuple[str, ...]) -> DataConfig:
+def text_data(
+    data: DataConfig, paths: tuple[str, ...], *, encoding: str | None = None, errors: Errors | None = None
+) -> DataConfig:
     """The data of a run with other files as validation text, all of which is read: text, or JSON lines or Parquet by the suffix.
 
+    Args:
+      data: that of the run.
+      paths: of the files.
+      encoding, errors: see `DataConfig`. None: those of `data`, where the files have bytes to decode.
+
     Raises:
-      ValueError: the files are of several of these kinds.
+      ValueError: the files are of several of these kinds, or they cannot have such an encoding.
     """
     kind = lambda path: next((name for name, ends in _SUFFIXES.items() if path.lower().endswith(ends)), "text")
     source = kind(paths[0])
@@ -31,11 +39,11 @@ def text_data(data: DataConfig, paths: tuple[str, ...]) -> DataConfig:
         raise ValueError(
             f"text is {paths[0]!r} ({source}) and {other!r} ({kind(other)}); all files should be of one kind."
         )
-    if source == "parquet":  # which has no bytes to decode
-        data = dataclasses.replace(data, encoding="utf-8", errors="strict")
+    # Parquet has no bytes to decode.
+    first, second = (data.encoding, data.errors) if source != "parquet" else ("utf-8", "strict")
     return dataclasses.replace(
         data, source=source, source_options="{}", paths=paths, validation_paths=paths, weights=(), tfds_validation_split="",
-        packing="contiguous", held_out="auto",
+        packing="contiguous", held_out="auto", encoding=encoding or first, errors=errors or second,
     )  # fmt: skip
 
 

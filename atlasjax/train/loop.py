@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -205,25 +205,43 @@ def _first_state(setup: Setup, checkpoints: Checkpoints, data: BatchIterator) ->
             return setup.init_state(), 0, []
         params, lines = base_params(setup.config, setup.shardings.params)
         return setup.state_from(params), 0, lines
-    if checkpoints.steps() == [0]:  # given parameters, such as imported ones, and nothing else
-        params, _, _ = checkpoints.restore_params(setup.abstract_state().params)
-        return setup.state_from(params), 0, [f"Starting from the parameters in {checkpoints.path(0)}."]
-    restored = checkpoints.restore(setup.abstract_state())
+    if checkpoints.steps() == [0]:
+        return _given_state(setup, checkpoints)
+    try:
+        restored = checkpoints.restore(setup.abstract_state())
+    except CheckpointError as error:
+        if 0 not in checkpoints.steps():
+            raise
+        damaged = [(step, reason) for step, reason in error.skipped if step]
+        try:
+            return _given_state(setup, checkpoints, damaged)
+        except CheckpointError:
+            raise error from None
     with user_errors():
         setup_lib.set_position(data, restored.positions)
-    notes = []
     # Orbax does not see those that are unreadable, so it would never delete an old one.
     older = [(step, reason) for step, reason in checkpoints.unreadable.items() if step < restored.step]
-    for step, reason in restored.skipped:
-        aside = checkpoints.set_aside(step)
-        notes.append(
-            f"The checkpoint of step {step} is unusable: {reason}. It is now in {aside}; using the one before it."
-        )
-    for step, reason in older:
-        aside = checkpoints.set_aside(step)
-        notes.append(f"The checkpoint of step {step} is unusable: {reason}. It is now in {aside}.")
+    notes = _set_aside(checkpoints, restored.skipped, "; using the one before it")
+    notes += _set_aside(checkpoints, older)
     notes.append(f"Resuming from step {restored.step} ({checkpoints.path(restored.step)}).")
     return restored.state, restored.step, notes
+
+
+def _given_state(
+    setup: Setup, checkpoints: Checkpoints, damaged: Sequence[tuple[int, str]] = ()
+) -> tuple[TrainState, int, list[str]]:
+    """The first state, from a checkpoint of step 0 that has parameters and nothing else, such as imported ones."""
+    params, _, _ = checkpoints.restore_params(setup.abstract_state().params, 0)
+    notes = _set_aside(checkpoints, damaged)
+    return setup.state_from(params), 0, [*notes, f"Starting from the parameters in {checkpoints.path(0)}."]
+
+
+def _set_aside(checkpoints: Checkpoints, unusable: Sequence[tuple[int, str]], then: str = "") -> list[str]:
+    """Sets checkpoints aside, and says so."""
+    return [
+        f"The checkpoint of step {step} is unusable: {reason}. It is now in {checkpoints.set_aside(step)}{then}."
+        for step, reason in unusable
+    ]
 
 
 class _Run:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from atlasjax import check
+from atlasjax.memory.products import wide_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _sum_forward(loss: _Loss, params: _Params, chunks: _Chunks) -> tuple[jax.Arr
         value, (dparams, *dchunk) = jax.value_and_grad(loss, argnums=(0, 1, 3))(params, *chunk)
         return jax.tree.map(lambda total, x: total + x.astype(total.dtype), carry, (value, dparams)), dchunk
 
-    sums = tuple(jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in params)
+    sums = tuple(jnp.zeros(x.shape, wide_dtype(x.dtype)) for x in params)
     (total, sums), (dhidden, dweights) = jax.lax.scan(add, (jnp.zeros((), jnp.float32), sums), chunks)
     return total, (tuple(x.astype(like.dtype) for x, like in zip(sums, params, strict=True)), dhidden, dweights)
 

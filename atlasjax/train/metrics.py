@@ -31,7 +31,8 @@ def read(path: str | storage.AnyPath) -> list[dict[str, Any]]:
             unreadable += [number] * bool(line)
         elif record["kind"] == _RESUMED:
             unreadable = [bad for bad in unreadable if bad != number - 1]
-            records = [before for before in records if before["step"] <= record["step"]]
+            # A run that begins again evaluates the model before its first step again.
+            records = [before for before in records if before["step"] <= record["step"]] if record["step"] else []
         else:
             records.append(record)
     unreadable = [bad for bad in unreadable if bad != len(lines)]

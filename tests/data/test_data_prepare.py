@@ -418,6 +418,20 @@ def test_documents_without_text_cannot_be_prepared(tmp_path):
         prepare(config, tmp_path / "out")
 
 
+def test_another_fraction_can_have_the_folder_of_an_empty_split(tmp_path):
+    file = tmp_path / "two.jsonl"
+    file.write_text('{"text": "one"}\n{"text": "another"}\n')
+    config = DataConfig(source="jsonl", paths=(str(file),), packing="documents")
+    with pytest.raises(ValueError, match="another validation_fraction"):
+        prepare(config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="another validation_fraction"):
+        prepare(config, tmp_path / "out")
+    splits = prepare(dataclasses.replace(config, validation_fraction=0.5), tmp_path / "out").splits
+    assert [sum(file.documents for file in splits[split]) for split in ("train", "validation")] == [1, 1]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, sources):
     folder = tmp_path_factory.mktemp("finished")

@@ -369,5 +369,12 @@ def test_no_validation_split(text_folder):
     with pytest.raises(ValueError, match=r"Unknown split 'valid'\. Did you mean 'validation'"):
         load_documents(DataConfig(), "valid")
     config = DataConfig(source="text", paths=(str(text_folder),), held_out="documents", validation_fraction=0.01)
-    with pytest.raises(ValueError, match="every 100th document, but there are only 90"):
+    with pytest.raises(ValueError, match="every 100th document, but there are only 90; use held_out 'tail', a larger"):
+        load_documents(config, "train")
+
+
+def test_a_small_source_is_not_told_to_use_what_it_cannot(tmp_path):
+    (tmp_path / "few.jsonl").write_text('{"text": "one"}\n' * 5)
+    config = DataConfig(source="jsonl", paths=(str(tmp_path / "few.jsonl"),))
+    with pytest.raises(ValueError, match="but there are only 5; use a larger fraction, or separate"):
         load_documents(config, "train")

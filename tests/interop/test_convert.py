@@ -447,6 +447,17 @@ def test_an_imported_model_is_an_ordinary_run(run_dir, capsys):
     assert cli.main(["export", str(run_dir.parent / "old"), *place, "--step", "0"]) == 0
     old = load_file(run_dir.parent / "old/model.safetensors")
     assert all(np.array_equal(old[x], given[x]) for x in given)
+    # If the only checkpoint since then is damaged, it is set aside, and training begins with the imported parameters again.
+    saved = run_dir / "checkpoints/2"
+    largest = max((path for path in saved.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    assert cli.main(["train", *place, *options, "--steps", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "The checkpoint of step 2 is unusable: damaged" in said
+    assert "Starting from the parameters in" in said
+    assert (run_dir / "damaged/2").is_dir()
 
 
 @pytest.mark.parametrize(  # what divides sizes of the model

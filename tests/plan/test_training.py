@@ -87,6 +87,7 @@ def test_device_hours():
         ("h200", "should be like h100:8"),
         ("h200:2x4", "2x h100:8 for two hosts"),
         ("0x h200:8", "2x h100:8 for two hosts"),
+        ("v5e:0x2", "should be like v5e:16x16"),
         ("0x v5e:2x2", "2x v5e:16x16 for two slices"),
     ],
 )

@@ -31,6 +31,12 @@ def test_a_run_that_begins_again(tmp_path):
     assert losses(tmp_path) == [(1, 1)]
 
 
+def test_a_run_that_begins_again_measures_its_first_model_once(tmp_path):
+    write(tmp_path, [0, 1, 2])
+    write(tmp_path, [0, 1])
+    assert [step for step, _ in losses(tmp_path)] == [0, 1]
+
+
 def test_an_incomplete_last_line(tmp_path):
     write(tmp_path, [1, 2])
     with (tmp_path / "metrics.jsonl").open("a") as file:

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 
 from atlasjax import cli
+from atlasjax.cli.train import TrainCommand, _with_branch
 from atlasjax.nn import AttentionConfig, BranchConfig, CachingConfig, MemoryConfig
-from atlasjax.train import ConfigError, OptimizerConfig, metrics, train
+from atlasjax.presets import get_preset
+from atlasjax.train import ConfigError, OptimizerConfig, TrainConfig, metrics, train
+from atlasjax.train import state as state_lib
 from atlasjax.train.setup import prepare
 from atlasjax.train.trainable import counted, flat, marked, replaced, select, trainable_mask
 from tests.train.tiny import MODEL, config, train_losses
@@ -176,6 +179,23 @@ def test_a_branch_is_added(runs, tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["export", str(tmp_path / "out"), "--run-dir", added.run_dir]) == 2
     assert "has a branch (swa), which no public family has, so it cannot be exported." in capsys.readouterr().err
+
+
+def test_a_memory_beside_a_mixer_of_wide_values():
+    """Titans has a residual, so its values are as wide as its keys; those of a Gated DeltaNet are wider."""
+    model = dataclasses.replace(get_preset("gated-deltanet-tiny"), num_layers=2, dim=32)
+    titans = BranchConfig("memory", memory=MemoryConfig("titans"))
+    with pytest.raises(ValueError, match="value_expansion=2 needs a memory without a residual"):
+        state_lib.model_shapes(dataclasses.replace(model, branch=titans))
+    branch = dataclasses.replace(titans, value_expansion=1)
+    state_lib.model_shapes(dataclasses.replace(model, branch=branch))
+    assert branch.alone(model).value_dim == branch.alone(model).resolved_head_dim == model.resolved_head_dim
+    with pytest.raises(ValueError, match="value_expansion must be an integer ≥ 1 or None, got 0"):
+        BranchConfig(value_expansion=0)
+    started = TrainConfig(model, init_from="base")
+    assert _with_branch(TrainCommand(started, add_memory="titans"), started).model.branch == branch
+    linear = BranchConfig("memory", memory=MemoryConfig("delta_rule"))
+    assert _with_branch(TrainCommand(started, add_memory="delta_rule"), started).model.branch == linear
 
 
 def test_branches_from_the_command_line(runs, tmp_path, monkeypatch, capsys):
