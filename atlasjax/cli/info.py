@@ -1,7 +1,7 @@
 """`atlasjax info`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from atlasjax.cli.parsing import parse
 from atlasjax.data.config import Packing
@@ -72,7 +72,7 @@ def run(arguments: Sequence[str]) -> None:
             check_topology(command.plan)  # before the sizes of large models are computed
         presets = command.preset if command.size is None else tuple(preset_names(command.size))
         configs = {preset: _config(command, preset) for preset in presets}
-        rows = {preset: _sizes(config) for preset, config in configs.items()}
+        rows = {preset: _sizes(config) for preset, config in _shown(configs)}
         plans = (
             {preset: plan_training(config, command.plan) for preset, config in configs.items()}
             if command.plan is not None
@@ -84,6 +84,16 @@ def run(arguments: Sequence[str]) -> None:
         raise RunError(f"planning for {command.plan}: {error}") from error
     entries = {preset: {**row, **_plan_rows(plans.get(preset), configs[preset])} for preset, row in rows.items()}
     _table(entries, as_rows=command.size is not None)
+
+
+def _shown(configs: dict[str, TrainConfig]) -> Iterable[tuple[str, TrainConfig]]:
+    """The presets, with a bar that shows how far they are: a size has more than a hundred, a second or two each."""
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(
+        configs.items(), "Tracing", len(configs), console=Console(stderr=True), transient=True, disable=len(configs) < 5
+    )
 
 
 def _config(command: InfoCommand, preset: str) -> TrainConfig:
