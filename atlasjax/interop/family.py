@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from atlasjax.check import is_integer
@@ -193,9 +193,11 @@ class Family:
         """Where our config is not what a config.json says, as texts."""
         wanted = self._what_matters(self.to_ours(given))
         return [
-            f"{name} is {ours!r}; in this form it is {wanted.get(name)!r}"
-            for name, ours in self._what_matters(config).items()
-            if name not in wanted or not _same(ours, wanted[name])
+            f"{field} is {ours!r}; in this form it is {theirs!r}"
+            for name, value in self._what_matters(config).items()
+            for field, ours, theirs in (
+                _differing(name, value, wanted[name]) if name in wanted else [(name, value, None)]
+            )
         ]
 
     def _what_matters(self, config: ModelConfig) -> dict[str, object]:
@@ -210,13 +212,19 @@ def exact_fraction(part: int, whole: int) -> float:
     return found if int(whole * found) == part else math.nextafter(found, math.inf)
 
 
-def _same(ours: object, theirs: object) -> bool:
-    """Whether two values in configs are equal, floats up to rounding: theirs may be a product that ours was not computed by."""
-    if isinstance(ours, float) and isinstance(theirs, float):
-        return math.isclose(ours, theirs, rel_tol=1e-9)
+def _differing(name: str, ours: object, theirs: object) -> Iterator[tuple[str, object, object]]:
+    """The fields in which two values of configs differ, by their options' names.
+
+    Floats are equal up to rounding: theirs may be a product that ours was not computed by.
+    """
     if dataclasses.is_dataclass(ours) and type(ours) is type(theirs):
-        return all(_same(getattr(ours, x.name), getattr(theirs, x.name)) for x in dataclasses.fields(ours))
-    return ours == theirs
+        for field in dataclasses.fields(ours):
+            yield from _differing(f"{name}.{field.name}", getattr(ours, field.name), getattr(theirs, field.name))
+    elif isinstance(ours, float) and isinstance(theirs, float):
+        if not math.isclose(ours, theirs, rel_tol=1e-9):
+            yield name, ours, theirs
+    elif ours != theirs:
+        yield name, ours, theirs
 
 
 def _attention(config: ModelConfig) -> dict[str, object]:

@@ -357,7 +357,11 @@ def shared_norm(eps, **fields):
             r"mixer 'memory'; those that can be exported are deltanet \(or with attention and swa\), .*, mamba, mamba2,",
         ),
         (ModelConfig(mixer=("mamba2", "swa")), "no public family has mixer"),
-        (ModelConfig(mixer="gla"), "head_norm is .*shared=False.* it is .*shared=True"),
+        (ModelConfig(mixer="gla"), "head_norm.shared is False; in this form it is True"),
+        (
+            ModelConfig(mixer="deltanet", head_dim=16, head_norm=HeadNormConfig(shared=True)),
+            "head_norm.eps is None; in this form it is 1.6e-05",
+        ),
         (ModelConfig(mixer="mamba2", ssm=SSMConfig(head_dim=32)), "ffn is 'swiglu'; in this form it is 'none'"),
         (ModelConfig(mixer="gla", head_norm=HeadNormConfig(shared=True), norm="layer"), "norm is 'layer'"),
         (
